@@ -3,10 +3,10 @@
     sudo .venv/bin/python benchmarks/between_islands.py measure  # on an idle machine, half an hour
     .venv/bin/python benchmarks/between_islands.py table         # what was measured, as Markdown
 
-Two network namespaces of two ranks each stand for the two clusters, joined by a link of 20 Mbit/s. Islands agree every
-100 steps: at once, or as two fragments that are on their way for 20 steps. Measured are two whole intervals behind the
-first. Results are appended to ``benchmarks/results/between_islands.jsonl``, one line a run with its command; what is
-there already is not run again. Bytes are read from the namespaces' interfaces; every rank runs the real trainer.
+Two network namespaces of two ranks each stand for the two clusters, joined by a link of 20 Mbit/s. Islands synchronize
+every 100 steps: at once, or as two fragments that are in flight for 20 steps. Two whole intervals are measured after
+the first. Results are appended to ``benchmarks/results/between_islands.jsonl``, one line a run with its command; what
+is there already is not run again. Bytes are read from the namespaces' interfaces; every rank runs the real trainer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Setting:
     """How the two clusters train one model."""
 
     flags: str
-    steps: int  # of islands one more than are measured: behind the last, they also agree on what no interval ends with
+    steps: int  # of islands one more than are measured: after the last they also synchronize the steps of no interval
     warmup_steps: int
     log_interval: int  # islands meet at log lines
 

@@ -18,14 +18,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from megatron_zpp.zeropp.wire import kernels, reference
+from megatron_zpp.zeropp.wire import kernels, moves, reference
 from megatron_zpp.zeropp.wire.format import WireFormat
-from megatron_zpp.zeropp.wire.layout import Compensation, ParameterShard
+from megatron_zpp.zeropp.wire.layout import Compensation, KeptScales, ParameterShard
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 PEERS = 4
@@ -54,7 +55,7 @@ def kernels_on(device: torch.device, megabytes: int) -> Iterator[Kernel]:
         for bits, block_size in [(8, 256), (4, 128), (2, 128)]:  # the last by mean |x|, the others by the largest
             format = weight_format(numel, bits, block_size, dtype)
             yield from encode_and_decode(f"{label}, int{bits}/{block_size}", format, values)
-        yield from weight_differences(f"{label}, int4/2048", weight_format(numel, 4, 2048, dtype), values)
+        yield from moved_codes(f"{label}, int8/256", weight_format(numel, 8, 256, dtype), values)
         yield permuted(f"{label}, int8/128", values)
     yield from reductions(device, megabytes * 2**20 // 4)
 
@@ -67,7 +68,7 @@ def encode_and_decode(what: str, format: WireFormat, values: Tensor) -> Iterator
         f"quantize {what}",
         nbytes,
         lambda: format.encode(values, out=wire),
-        lambda: reference.encode(format, values, expected, None, 1, None, None),
+        lambda: reference.encode(format, values, expected, None, None, None),
     )
     yield Kernel(
         f"dequantize {what}",
@@ -87,26 +88,27 @@ def permuted(what: str, values: Tensor) -> Kernel:
         f"quantize permuted {what}",
         values.nbytes + expected.nbytes,
         lambda: format.encode(gradients.transpose(0, 1), out=wire),
-        lambda: reference.encode(format, gradients.transpose(0, 1), expected, None, 1, None, None),
+        lambda: reference.encode(format, gradients.transpose(0, 1), expected, None, None, None),
     )
 
 
-def weight_differences(what: str, format: WireFormat, values: Tensor) -> Iterator[Kernel]:
-    copy = values * 1.01
-    wire = format.encode(values, minus=copy)
-    expected = torch.empty_like(wire)
-    yield Kernel(
-        f"quantize difference {what}",
-        values.nbytes + copy.nbytes + wire.nbytes,
-        lambda: format.encode(values, minus=copy, out=wire),
-        lambda: reference.encode(format, values, expected, copy, -1, None, None),
-    )
-    yield Kernel(
-        f"apply difference {what}",
-        2 * copy.nbytes + wire.nbytes,
-        lambda: format.decode_sum(wire.unsqueeze(0), copy, accumulate=True),
-        lambda: reference.decode(format, wire.unsqueeze(0), copy, True),
-    )
+def moved_codes(what: str, format: WireFormat, values: Tensor) -> Iterator[Kernel]:
+    old = format.encode(values, kept=KeptScales(None))
+    new = format.encode(values * (1 + 2e-3 * torch.randn_like(values)), kept=KeptScales(old))
+    sent, arrived = moves.encode_moves(format, old, new), old.clone()
+
+    def plain(call: Callable[[], object]) -> None:
+        with patch.object(moves, "_has_kernels", lambda *_: False):
+            call()
+
+    def encode() -> Tensor:
+        return moves.encode_moves(format, old, new)
+
+    def apply() -> Tensor:
+        return moves.apply_moves(format, arrived.copy_(old)[None], sent[None])
+
+    yield Kernel(f"encode moves {what}", old.nbytes + new.nbytes + sent.nbytes, encode, lambda: plain(encode))
+    yield Kernel(f"apply moves {what}", 3 * old.nbytes + sent.nbytes, apply, lambda: plain(apply))
 
 
 def reductions(device: torch.device, numel: int) -> Iterator[Kernel]:
@@ -130,13 +132,13 @@ def reductions(device: torch.device, numel: int) -> Iterator[Kernel]:
         "LoCo: compensate, quantize, move the error, fp32, int4/128",
         gradients.nbytes + wire.nbytes + 2 * error.nbytes,
         lambda: inter.encode(gradients, compensation=compensation, out=wire),
-        lambda: reference.encode(inter, gradients, wire, None, 1, compensation, None),
+        lambda: reference.encode(inter, gradients, wire, None, compensation, None),
     )
     peers = torch.stack([intra.encode(torch.randn(numel, device=device)) for _ in range(PEERS)])
 
     def in_plain_torch() -> None:
         reference.decode(intra, peers, expected_total, False)
-        reference.encode(inter, expected_total, wire, None, 1, compensation, None)
+        reference.encode(inter, expected_total, wire, None, compensation, None)
 
     yield Kernel(
         f"add {PEERS} peers int8, LoCo, quantize int4/128",

@@ -41,7 +41,7 @@ from typing import Any
 import numpy as np
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron_zpp.data.text.tokenizers import TokenizerFlags, build_tokenizer
+from megatron_zpp.data.text.tokenizers import build_tokenizer
 
 ROOT = Path(__file__).parents[1]
 TOKENIZERS = ("SentencePiece", "tokenizers", "tiktoken")
@@ -83,7 +83,7 @@ def read_texts(path: Path, max_bytes: float) -> Iterator[str]:
                 return
 
 
-def make_tokenizers(folder: Path, corpus: Path) -> dict[str, TokenizerFlags]:
+def make_tokenizers(folder: Path, corpus: Path) -> dict[str, dict[str, Any]]:
     """Trained on the corpus: SentencePiece of 8,192 pieces, byte-level BPE of 32,000 for tokenizers and tiktoken."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -121,7 +121,7 @@ def make_tokenizers(folder: Path, corpus: Path) -> dict[str, TokenizerFlags]:
 # What is compared
 
 
-def batch_speed(tokenizer: TokenizerFlags, corpus: Path, max_bytes: float) -> tuple[float, float]:
+def batch_speed(tokenizer: dict[str, Any], corpus: Path, max_bytes: float) -> tuple[float, float]:
     """MB per second and processor seconds per MB of the tokenizer's own batch function."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     built = build_tokenizer(**tokenizer)
@@ -145,7 +145,7 @@ def batch_speed(tokenizer: TokenizerFlags, corpus: Path, max_bytes: float) -> tu
 _plain: Any
 
 
-def _start_plain(tokenizer: TokenizerFlags) -> None:
+def _start_plain(tokenizer: dict[str, Any]) -> None:
     global _plain
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _plain = build_tokenizer(**tokenizer)
@@ -155,7 +155,7 @@ def _encode_plain(line: bytes) -> list[int]:
     return [*_plain.tokenize(json.loads(line)["text"]), _plain.eod]
 
 
-def run_plain(tokenizer: TokenizerFlags, corpus: Path, prefix: Path, workers: int) -> None:
+def run_plain(tokenizer: dict[str, Any], corpus: Path, prefix: Path, workers: int) -> None:
     """The plain multiprocessing version: lines dealt out one by one in chunks of 32, lengths kept until the end."""
     lengths = []
     with open(corpus, "rb") as lines, open(f"{prefix}.bin", "wb") as tokens:
@@ -167,7 +167,7 @@ def run_plain(tokenizer: TokenizerFlags, corpus: Path, prefix: Path, workers: in
         writer.add_documents(np.fromfile(f"{prefix}.bin", np.uint16), lengths, [1] * len(lengths))
 
 
-def tool_command(tokenizer: TokenizerFlags, corpus: Path, prefix: Path, workers: int) -> list[str]:
+def tool_command(tokenizer: dict[str, Any], corpus: Path, prefix: Path, workers: int) -> list[str]:
     flags = [word for name, value in tokenizer.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     words = f"tools/preprocess_data.py --input {corpus} --output-prefix {prefix} --append-eod --workers {workers}"
     return [sys.executable, *words.split(), "--log-interval", "1000000", *flags]

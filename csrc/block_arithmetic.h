@@ -97,6 +97,18 @@ ZEROPP_INLINE float scale_of(uint32_t largest_magnitude, float per_largest, bool
   return largest_magnitude < 0x7f800000u && is_finite(scale) ? scale : float_of(0x7fc00000u);
 }
 
+// ---- Kept scales, of codes that move: quantization.py, kept_scales.
+
+constexpr float kKeptFrom = 0.6f;
+
+ZEROPP_INLINE float fresh_level(int qmax) { return float(0.9 * qmax); }
+
+// Whether a block whose largest value is this keeps its scale.
+ZEROPP_INLINE bool keeps(float scale, uint32_t largest_magnitude, int qmax) {
+  const float magnitude = float_of(largest_magnitude), reach = scale * float(qmax);
+  return magnitude <= reach && magnitude >= kKeptFrom * reach;
+}
+
 // Whether quotients by this scale may be found through its reciprocal: not for 0, NaN, and the ends of fp32's range.
 ZEROPP_INLINE bool has_reciprocal(float scale) { return scale > 0x1p-100f && scale < 0x1p100f; }
 

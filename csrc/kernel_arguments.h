@@ -55,13 +55,14 @@ struct EncodeArguments {
   Rows values;                  // the source: these,
   Wires peers;                  // or the sum of these
   Rows addend;
-  float addend_sign = 1;  // -1 subtracts
   Wires wire;
   Wires error, new_error;  // LoCo; error.data is null at its first step, new_error.data when it is to be forgotten
   Averaging averaging;
   bool compensates = false;  // whether there is LoCo
   bool stochastic = false;
   uint32_t noise_seed = 0;
+  bool keeps_scales = false;  // blocks keep the scales that they have in `kept`, while they fit
+  Wires kept;                 // of the wire's format; data is null where all scales are fresh
 
   ZEROPP_INLINE Type plain_type() const { return wire.format.type; }
   // Whether values that are sent as they are only change their place.

@@ -2,8 +2,11 @@
 // Their Python side, with what each argument means, is megatron_zpp/zeropp/wire/kernels.py.
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <optional>
 #include <vector>
 
@@ -131,9 +134,9 @@ constexpr bool kHasCuda = false;
 #endif
 
 void encode(const OptionalTensor& values, const OptionalTensor& peers, IntArrayRef peers_format,
-            const OptionalTensor& addend, double addend_sign, const Tensor& wire, IntArrayRef format,
+            const OptionalTensor& addend, const Tensor& wire, IntArrayRef format,
             const OptionalTensor& error, const OptionalTensor& new_error, IntArrayRef error_format, double beta,
-            double decay, std::optional<int64_t> noise_seed) {
+            double decay, std::optional<int64_t> noise_seed, bool keeps_scales, const OptionalTensor& kept) {
   TORCH_CHECK_VALUE(values.has_value() != peers.has_value(), "either values or peers are encoded");
   const FormatTable wire_table(format), peers_table(peers_format), error_table(error_format);
   if (peers) peers_table.check_has_tiles_of(wire_table);
@@ -150,7 +153,6 @@ void encode(const OptionalTensor& values, const OptionalTensor& peers, IntArrayR
   arguments.values = rows_of(values, shape);
   arguments.peers = wires_of(peers, true, peers_table, shape);
   arguments.addend = rows_of(addend, shape);
-  arguments.addend_sign = float(addend_sign);
   arguments.wire = wires_of(wire, false, wire_table, shape);
   arguments.error = wires_of(error, false, error_table, shape);
   arguments.new_error = wires_of(new_error, false, error_table, shape);
@@ -158,6 +160,10 @@ void encode(const OptionalTensor& values, const OptionalTensor& peers, IntArrayR
   arguments.compensates = !error_format.empty();
   arguments.stochastic = noise_seed.has_value();
   arguments.noise_seed = uint32_t(noise_seed.value_or(0));
+  TORCH_CHECK_VALUE(!keeps_scales || (!wire_table.format.is_mean && error_format.empty()),
+                    "scales are kept with the code absmax alone, and without LoCo");
+  arguments.keeps_scales = keeps_scales;
+  arguments.kept = wires_of(kept, false, wire_table, shape);
   ZEROPP_RUN(encode, arguments, wire);
 }
 
@@ -182,39 +188,137 @@ void rotate(const Tensor& values, IntArrayRef format, const Tensor& out) {
   ZEROPP_RUN(rotate, arguments, out);
 }
 
-const uint8_t* rows_of_bytes(const Tensor& tensor, int64_t rows, int64_t nbytes) {
+// The codes of a wire buffer as moves.h describes them; `table` points into the other members.
+struct Codes {
+  explicit Codes(const FormatTable& of) {
+    const Format& format = of.format;
+    table.bits = format.bits, table.scale_bytes = format.scale_bytes;
+    for (const Segment& s : of.segments) {
+      if (s.block_size == 0) continue;
+      const int64_t blocks = (s.stop - s.start + s.block_size - 1) / s.block_size;
+      runs.push_back({table.num_codes, blocks * s.block_size, s.codes, s.scales, s.block_size, table.num_blocks});
+      table.num_codes += blocks * s.block_size, table.num_blocks += blocks;
+    }
+    table.num_quantized = int(runs.size());
+    for (const Segment& s : of.segments) {
+      if (s.block_size != 0) continue;
+      if (format.type == Type::kFloat) {
+        raw.push_back({s.codes, 4 * (s.stop - s.start), table.raw_bytes});
+        table.raw_bytes += raw.back().nbytes;
+      } else {
+        runs.push_back({table.num_codes, s.stop - s.start, s.codes, 0, 0, 0});
+        table.num_codes += s.stop - s.start;
+      }
+    }
+    table.runs = runs.data(), table.num_runs = int(runs.size());
+    table.raw = raw.data(), table.num_raw = int(raw.size());
+  }
+  Codes(const Codes&) = delete;
+
+  std::vector<Run> runs;
+  std::vector<Raw> raw;
+  CodeTable table;
+};
+
+uint8_t* rows_of_bytes(const Tensor& tensor, int64_t rows, int64_t nbytes) {
   TORCH_CHECK_TYPE(tensor.scalar_type() == at::kByte, "wires are uint8, not ", tensor.scalar_type());
   TORCH_CHECK_VALUE(tensor.is_contiguous() && tensor.size(-1) == nbytes && tensor.numel() == rows * nbytes,
                     rows, " contiguous rows of ", nbytes, " bytes are needed, not ", tensor.sizes());
-  return tensor.const_data_ptr<uint8_t>();
+  return tensor.data_ptr<uint8_t>();
 }
 
-void requantize(const Tensor& values, const OptionalTensor& old, IntArrayRef format, const Tensor& wire) {
-  const FormatTable table(format);
-  TORCH_CHECK_VALUE(values.is_contiguous() && values.size(-1) == table.numel(), "contiguous rows are needed");
-  const int64_t rows = table.numel() ? values.numel() / table.numel() : 0;
-  uint8_t* out = const_cast<uint8_t*>(rows_of_bytes(wire, rows, table.nbytes));
-  const uint8_t* before = old ? rows_of_bytes(*old, rows, table.nbytes) : nullptr;
-  const auto* from = static_cast<const uint8_t*>(values.const_data_ptr());
-  for (int64_t row = 0; row < rows; row++) {
-    cpu::requantize(table.format, from + row * table.numel() * values.element_size(), type_of(values),
-                    before ? before + row * table.nbytes : nullptr, out + row * table.nbytes);
+#if defined(ZEROPP_WITH_CUDA) || defined(ZEROPP_CUDA_ON_CPU)
+// Moves on a GPU. Whoever holds one must hold it until its kernels have been launched.
+struct MovesOnDevice {
+  MovesOnDevice(const Codes& codes, const Tensor& on, int64_t rows) : options(on.options()) {
+    arguments.table = codes.table;
+    arguments.table.runs = static_cast<const Run*>(copied(codes.runs));
+    arguments.table.raw = static_cast<const Raw*>(copied(codes.raw));
+    arguments.rows = rows;
+    arguments.scales_before = static_cast<int32_t*>(memory(4 * rows * codes.table.flag_bytes()));
+    arguments.chunk_starts = static_cast<int64_t*>(memory(8 * rows * (codes.table.num_chunks() + 1)));
   }
+
+  void* memory(int64_t nbytes) {
+    held.push_back(at::empty({nbytes}, options));
+    return held.back().data_ptr();
+  }
+
+  template <class T>
+  const void* copied(const std::vector<T>& from) {
+    Tensor on_host = at::empty({int64_t(from.size() * sizeof(T))}, at::kByte);
+    if (!from.empty()) memcpy(on_host.data_ptr(), from.data(), from.size() * sizeof(T));
+    held.push_back(on_host.to(options.device()));
+    return held.back().data_ptr();
+  }
+
+  at::TensorOptions options;
+  std::vector<Tensor> held;
+  MovesArguments arguments;
+};
+
+#ifdef ZEROPP_CUDA_ON_CPU
+#define ZEROPP_RUN_MOVES(kernel, arguments, tensor) TORCH_CHECK(cuda::kernel(arguments, nullptr) == 0, "a launch")
+#else
+#define ZEROPP_RUN_MOVES(kernel, arguments, tensor) run_on_cuda(cuda::kernel, arguments, tensor)
+#endif
+
+Tensor encode_moves_on_device(const Codes& codes, const Tensor& old, const Tensor& now) {
+  MovesOnDevice moves(codes, old, 1);
+  MovesArguments& arguments = moves.arguments;
+  arguments.old = old.const_data_ptr<uint8_t>(), arguments.now = now.const_data_ptr<uint8_t>();
+  arguments.flags = static_cast<uint8_t*>(moves.memory(codes.table.flag_bytes()));
+  arguments.headers = static_cast<uint8_t*>(moves.memory(kHeaderBytes * codes.table.num_chunks()));
+  ZEROPP_RUN_MOVES(measure_moves, arguments, old);
+  const int64_t nbytes = moves.held[3].view(at::kLong)[-1].item<int64_t>();  // chunk_starts; the host waits
+  Tensor out = at::zeros({nbytes + 3}, old.options()).narrow(0, 0, nbytes);  // bits are set in words of 4 bytes
+  arguments.moves = out.data_ptr<uint8_t>();
+  ZEROPP_RUN_MOVES(write_moves, arguments, old);
+  return out;
 }
+
+void apply_moves_on_device(const Codes& codes, const Tensor& moves, const Tensor& wires) {
+  MovesOnDevice on_device(codes, wires, moves.size(0));
+  MovesArguments& arguments = on_device.arguments;
+  arguments.wires = wires.data_ptr<uint8_t>(), arguments.wire_bytes = wires.size(-1);
+  arguments.moves = moves.data_ptr<uint8_t>(), arguments.move_bytes = moves.size(-1);
+  const int64_t blocks = std::min<int64_t>(cuda::kMovingBlocks, codes.table.num_chunks() * moves.size(0));
+  arguments.lists = static_cast<uint16_t*>(on_device.memory(2 * 3 * kChunk * blocks));
+  ZEROPP_RUN_MOVES(apply_moves, arguments, wires);
+}
+#ifdef ZEROPP_CUDA_ON_CPU
+#define ZEROPP_MOVES_ON_DEVICE(tensor) true
+#else
+#define ZEROPP_MOVES_ON_DEVICE(tensor) (tensor).is_cuda()
+#endif
+#endif
 
 Tensor encode_moves(const Tensor& old, const Tensor& now, IntArrayRef format) {
   const FormatTable table(format);
-  rows_of_bytes(old, 1, table.nbytes), rows_of_bytes(now, 1, table.nbytes);
-  return cpu::encode_moves(table.format, old, now);
+  const Codes codes(table);
+  const uint8_t *before = rows_of_bytes(old, 1, table.nbytes), *after = rows_of_bytes(now, 1, table.nbytes);
+#ifdef ZEROPP_MOVES_ON_DEVICE
+  if (ZEROPP_MOVES_ON_DEVICE(old)) return encode_moves_on_device(codes, old, now);
+#endif
+  std::vector<uint8_t> moves;
+  cpu::encode_moves(codes.table, before, after, moves);
+  Tensor out = at::empty({int64_t(moves.size())}, old.options());
+  if (!moves.empty()) memcpy(out.data_ptr(), moves.data(), moves.size());
+  return out;
 }
 
 void apply_moves(const Tensor& moves, IntArrayRef format, const Tensor& wires) {
   const FormatTable table(format);
+  const Codes codes(table);
   const int64_t rows = moves.size(0), nbytes = moves.size(1);
   const uint8_t* from = rows_of_bytes(moves, rows, nbytes);
-  uint8_t* wire = const_cast<uint8_t*>(rows_of_bytes(wires, rows, table.nbytes));
+  uint8_t* wire = rows_of_bytes(wires, rows, table.nbytes);
+#ifdef ZEROPP_MOVES_ON_DEVICE
+  if (ZEROPP_MOVES_ON_DEVICE(wires)) return apply_moves_on_device(codes, moves, wires);
+#endif
   for (int64_t row = 0; row < rows; row++) {
-    cpu::apply_moves(table.format, from + row * nbytes, nbytes, wire + row * table.nbytes);
+    const bool is_whole = cpu::apply_moves(codes.table, from + row * nbytes, nbytes, wire + row * table.nbytes);
+    TORCH_CHECK_VALUE(is_whole, "a buffer of moves ends too early");
   }
 }
 
@@ -222,13 +326,12 @@ void apply_moves(const Tensor& moves, IntArrayRef format, const Tensor& wires) {
 
 TORCH_LIBRARY(megatron_zpp, library) {
   library.def(
-      "encode(Tensor? values, Tensor? peers, int[] peers_format, Tensor? addend, float addend_sign, Tensor(a!) wire, "
+      "encode(Tensor? values, Tensor? peers, int[] peers_format, Tensor? addend, Tensor(a!) wire, "
       "int[] format, Tensor? error, Tensor(b!)? new_error, int[] error_format, float beta, float decay, "
-      "int? noise_seed) -> ()");
+      "int? noise_seed, bool keeps_scales=False, Tensor? kept=None) -> ()");
   library.def("decode(Tensor peers, int[] format, Tensor(a!) out, bool accumulate) -> ()");
   library.def("rotate(Tensor values, int[] format, Tensor(a!) out) -> ()");
-  // Moved codes, on a CPU: megatron_zpp/zeropp/wire/moves.py.
-  library.def("requantize(Tensor values, Tensor? old, int[] format, Tensor(a!) wire) -> ()");
+  // Moved codes: megatron_zpp/zeropp/wire/moves.py.
   library.def("encode_moves(Tensor old, Tensor now, int[] format) -> Tensor");
   library.def("apply_moves(Tensor moves, int[] format, Tensor(a!) wires) -> ()");
   library.def("has_cuda() -> bool", [] { return kHasCuda; });
@@ -238,7 +341,6 @@ TORCH_LIBRARY_IMPL(megatron_zpp, CPU, library) {
   library.impl("encode", &encode);
   library.impl("decode", &decode);
   library.impl("rotate", &rotate);
-  library.impl("requantize", &requantize);
   library.impl("encode_moves", &encode_moves);
   library.impl("apply_moves", &apply_moves);
 }
@@ -248,6 +350,8 @@ TORCH_LIBRARY_IMPL(megatron_zpp, CUDA, library) {
   library.impl("encode", &encode);
   library.impl("decode", &decode);
   library.impl("rotate", &rotate);
+  library.impl("encode_moves", &encode_moves);
+  library.impl("apply_moves", &apply_moves);
 }
 #endif
 

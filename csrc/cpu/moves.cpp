@@ -1,132 +1,15 @@
-// Moved codes on a CPU: requantize, encode_moves and apply_moves of megatron_zpp/zeropp/wire/moves.py, which says what
-// the bytes are.
-
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-
-#include <algorithm>
-#include <bit>
-#include <utility>
-#include <vector>
+// Moved codes on a CPU: encode_moves and apply_moves of megatron_zpp/zeropp/wire/moves.py, which says what the bytes are.
 
 #include "../moves.h"
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-#define ZEROPP_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define ZEROPP_CLONES
-#endif
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstdlib>
 
 namespace zeropp::cpu {
 namespace {
-
-constexpr int64_t kChunk = 16384, kHeaderBytes = 12;
-constexpr float kKeptFrom = 0.6f;
-constexpr double kFresh = 0.9;
-
-// A run of codes in a wire buffer: those of a quantized segment, or unquantized values of 16 bits.
-struct Run {
-  int64_t first;     // index of its first code
-  int64_t count;     // a multiple of 8 where bits < 16
-  int64_t codes;     // where they begin, in bytes
-  int64_t scales;    // where their scales begin
-  int64_t block_size;
-  int64_t block;     // index of its first block
-};
-
-float read_scale(const uint8_t* at, int scale_bytes) {
-  uint32_t bits = 0;
-  memcpy(reinterpret_cast<uint8_t*>(&bits) + 4 - scale_bytes, at, scale_bytes);
-  return float_of(bits);
-}
-
-struct Layout {
-  explicit Layout(const Format& format) : bits(format.bits), scale_bytes(format.scale_bytes) {
-    for (int i = 0; i < format.num_segments; i++) {
-      const Segment& s = format.segments[i];
-      if (!s.block_size) continue;
-      const int64_t blocks = (s.stop - s.start + s.block_size - 1) / s.block_size;
-      runs.push_back({num_codes, blocks * s.block_size, s.codes, s.scales, s.block_size, num_blocks});
-      num_codes += blocks * s.block_size;
-      num_blocks += blocks;
-    }
-    num_quantized = runs.size();
-    for (int i = 0; i < format.num_segments; i++) {
-      const Segment& s = format.segments[i];
-      if (s.block_size) continue;
-      if (format.type == Type::kFloat) {
-        raw.push_back({s.codes, 4 * (s.stop - s.start)});
-      } else {
-        runs.push_back({num_codes, s.stop - s.start, s.codes, 0, 0, 0});
-        num_codes += s.stop - s.start;
-      }
-    }
-  }
-
-  int64_t num_chunks() const { return (num_codes + kChunk - 1) / kChunk; }
-
-  float scale_at(const uint8_t* wire, const Run& run, int64_t block) const {
-    return read_scale(wire + run.scales + block * scale_bytes, scale_bytes);
-  }
-
-  // Calls run_part(run, begin, end) for the codes [begin, end) of each run that are in a chunk.
-  template <class RunPart>
-  void each_run(int64_t chunk, RunPart run_part) const {
-    const int64_t first = chunk * kChunk, last = std::min(num_codes, first + kChunk);
-    for (const Run& run : runs) {
-      const int64_t begin = std::max(first, run.first), end = std::min(last, run.first + run.count);
-      if (begin < end) run_part(run, begin - run.first, end - run.first);
-    }
-  }
-
-  int bits, scale_bytes;
-  int64_t num_codes = 0, num_blocks = 0;
-  size_t num_quantized = 0;
-  std::vector<Run> runs;
-  std::vector<std::pair<int64_t, int64_t>> raw;  // where unquantized values of 32 bits are, and their bytes
-};
-
-// Eight codes of `bits` bits each.
-inline void read_codes(const uint8_t* at, int bits, int8_t* codes) {
-  uint64_t stream = 0;
-  memcpy(&stream, at, bits);
-  switch (bits) {
-    case 2: stream = unpack<2>(stream); break;
-    case 3: stream = unpack<3>(stream); break;
-    case 4: stream = unpack<4>(stream); break;
-    case 6: stream = unpack<6>(stream); break;
-    default: break;
-  }
-  memcpy(codes, &stream, 8);
-}
-
-inline void write_codes(uint8_t* at, int bits, const int8_t* codes) {
-  uint64_t stream;
-  memcpy(&stream, codes, 8);
-  switch (bits) {
-    case 2: stream = pack<2>(stream); break;
-    case 3: stream = pack<3>(stream); break;
-    case 4: stream = pack<4>(stream); break;
-    case 6: stream = pack<6>(stream); break;
-    default: break;
-  }
-  memcpy(at, &stream, bits);
-}
-
-// What a code of the scale `before` is predicted to be with the scale `after`.
-inline int predicted(int code, float before, float after, int qmax) {
-  if (before == after) return code;
-  const float rounded = rintf(float(code) * (before / after));
-  return is_finite(rounded) ? int(fminf(fmaxf(rounded, -float(qmax)), float(qmax))) : 0;
-}
-
-// The bits of a 16-bit number, in the order of the values.
-inline int ordered(const uint8_t* at) {
-  int16_t bits;
-  memcpy(&bits, at, 2);
-  return bits < 0 ? -1 - (bits & 0x7fff) : bits;
-}
 
 // ---- Lists of Rice codes
 
@@ -196,12 +79,10 @@ class BitReader {
   int filled_ = 0;
 };
 
-int rice_parameter(const std::vector<int32_t>& values) {
+int rice_parameter_of(const std::vector<int32_t>& values) {
   int64_t sum = 0;
   for (int32_t value : values) sum += value;
-  const int64_t count = values.size();
-  const uint64_t middle = (2 * sum + count) * 77 / (160 * std::max<int64_t>(1, count));
-  return std::max(0, int(std::bit_width(middle)) - 1);
+  return rice_parameter(sum, int64_t(values.size()));
 }
 
 void write_rice(std::vector<uint8_t>& out, const std::vector<int32_t>& values, int k) {
@@ -224,64 +105,27 @@ const uint8_t* read_rice(const uint8_t* at, const uint8_t* end, int k, std::vect
 
 // ---- One chunk
 
-void find_moves(const Layout& layout, const uint8_t* old, const uint8_t* now, int64_t chunk,
-                std::vector<int32_t>& positions, std::vector<int32_t>& moves) {
-  const int bits = layout.bits, qmax = qmax_of(bits ? bits : 8);
-  int32_t base = 0;
-  layout.each_run(chunk, [&](const Run& run, int64_t begin, int64_t end) {
-    const uint8_t *before = old + run.codes, *after = now + run.codes;
-    if (!run.block_size) {
-      for (int64_t i = begin; i < end; i++) {
-        const int moved = ordered(after + 2 * i) - ordered(before + 2 * i);
-        if (moved) positions.push_back(base + int32_t(i - begin)), moves.push_back(moved);
-      }
-    } else {
-      float scale = 0, new_scale = 0;
-      int64_t block = -1;
-      for (int64_t i = begin; i < end; i += 8) {
-        if (i / run.block_size != block) {
-          block = i / run.block_size;
-          scale = layout.scale_at(old, run, block), new_scale = layout.scale_at(now, run, block);
-        }
-        uint64_t first = 0, second = 0;
-        memcpy(&first, before + i / 8 * bits, bits);
-        memcpy(&second, after + i / 8 * bits, bits);
-        if (first == second && scale == new_scale) continue;
-        int8_t from[8], to[8];
-        read_codes(before + i / 8 * bits, bits, from);
-        read_codes(after + i / 8 * bits, bits, to);
-        for (int j = 0; j < 8; j++) {
-          const int before_move = scale == new_scale ? from[j] : predicted(from[j], scale, new_scale, qmax);
-          const int moved = to[j] - before_move;
-          if (moved) positions.push_back(base + int32_t(i - begin) + j), moves.push_back(moved);
-        }
-      }
-    }
-    base += int32_t(end - begin);
-  });
-}
-
 struct Chunk {
   uint8_t header[kHeaderBytes];
   std::vector<uint8_t> body;
 };
 
-Chunk encode_chunk(const Layout& layout, const uint8_t* old, const uint8_t* now, int64_t index) {
-  std::vector<int32_t> positions, moves, gaps, further_gaps, more;
-  for (auto* list : {&positions, &moves, &gaps}) list->reserve(kChunk);
-  find_moves(layout, old, now, index, positions, moves);
+Chunk encode_chunk(const CodeTable& table, const uint8_t* old, const uint8_t* now, int64_t index) {
+  std::vector<int32_t> moves, gaps, further_gaps, more;
+  moves.reserve(kChunk), gaps.reserve(kChunk);
   int32_t last = -1, last_further = -1;
-  for (int32_t i = 0; i < int32_t(positions.size()); i++) {
-    gaps.push_back(positions[i] - last - 1);
-    last = positions[i];
-    if (const int32_t size = std::abs(moves[i]); size > 1) {
-      further_gaps.push_back(i - last_further - 1);
+  each_move(table, old, now, index * kChunk, (index + 1) * kChunk, [&](int position, int move) {
+    gaps.push_back(position - last - 1);
+    last = position;
+    if (const int32_t size = std::abs(move); size > 1) {
+      further_gaps.push_back(int32_t(moves.size()) - last_further - 1);
       more.push_back(size - 2);
-      last_further = i;
+      last_further = int32_t(moves.size());
     }
-  }
+    moves.push_back(move);
+  });
   Chunk chunk;
-  const int k[] = {rice_parameter(gaps), rice_parameter(further_gaps), rice_parameter(more)};
+  const int k[] = {rice_parameter_of(gaps), rice_parameter_of(further_gaps), rice_parameter_of(more)};
   write_rice(chunk.body, gaps, k[0]);
   BitWriter signs(chunk.body);
   for (int32_t move : moves) signs.put(move < 0, 1);
@@ -298,200 +142,107 @@ Chunk encode_chunk(const Layout& layout, const uint8_t* old, const uint8_t* now,
 }
 
 // Add a chunk's moves to the codes in a wire buffer.
-void move_chunk(const Layout& layout, uint8_t* wire, int64_t index, const uint8_t* header, const uint8_t* at,
+void move_chunk(const CodeTable& table, uint8_t* wire, int64_t index, const uint8_t* header, const uint8_t* at,
                 const uint8_t* end) {
   uint16_t counts[2];
   memcpy(counts, header, 4);
-  const int64_t length = std::min(kChunk, layout.num_codes - index * kChunk);
   std::vector<int32_t> gaps(counts[0]), moves(counts[0], 1), further_gaps(counts[1]), more(counts[1]);
-  at = read_rice(at, end, header[4] & 31, gaps);
+  at = read_rice(at, end, header[4] & 15, gaps);
   BitReader signs(at, end);
   std::vector<uint8_t> is_negative(counts[0]);
   for (uint8_t& negative : is_negative) negative = signs.take(1);
-  at = read_rice(signs.end(), end, header[5] & 31, further_gaps);
-  read_rice(at, end, header[6] & 31, more);
+  at = read_rice(signs.end(), end, header[5] & 15, further_gaps);
+  read_rice(at, end, header[6] & 15, more);
   int64_t further = -1;
   for (size_t i = 0; i < more.size(); i++) {
     further += further_gaps[i] + 1;
     if (further < int64_t(moves.size())) moves[further] = more[i] + 2;
   }
-  int64_t base = 0, position = -1;
   size_t next = 0;
-  if (next < gaps.size()) position = gaps[next];
-  layout.each_run(index, [&](const Run& run, int64_t begin, int64_t end_of_run) {
-    const int64_t stop = base + end_of_run - begin;
-    while (next < gaps.size() && position < std::min(stop, length)) {
+  int64_t code = index * kChunk + (gaps.empty() ? 0 : gaps[0]);
+  table.each_run(index * kChunk, (index + 1) * kChunk, [&](const Run& run, int64_t, int64_t end_of_run) {
+    for (; next < gaps.size() && code - run.first < end_of_run; code += ++next < gaps.size() ? gaps[next] + 1 : 0) {
       const int move = is_negative[next] ? -moves[next] : moves[next];
-      const int64_t i = begin + position - base;
-      if (!run.block_size) {
-        const int value = ordered(wire + run.codes + 2 * i) + move;
-        const int16_t bits = int16_t(value < 0 ? -1 - value - 0x8000 : value);
-        memcpy(wire + run.codes + 2 * i, &bits, 2);
+      const int64_t i = code - run.first;
+      if (run.block_size == 0) {
+        uint8_t* value = wire + run.codes + 2 * i;
+        store_ordered(ordered(value) + move, value);
       } else {
-        uint8_t* group = wire + run.codes + i / 8 * layout.bits;
-        int8_t codes[8];
-        read_codes(group, layout.bits, codes);
-        codes[i % 8] = int8_t(codes[i % 8] + move);
-        write_codes(group, layout.bits, codes);
+        uint8_t* group = wire + run.codes + i / 8 * table.bits;
+        const uint64_t codes = load_codes(group, table.bits);
+        const int shift = int(8 * (i % 8));
+        const uint64_t moved = uint64_t(uint8_t(code_in(codes, int(i % 8)) + move)) << shift;
+        store_codes((codes & ~(uint64_t(0xff) << shift)) | moved, table.bits, group);
       }
-      if (++next < gaps.size()) position += gaps[next] + 1;
-    }
-    base = stop;
-  });
-}
-
-// The scale is above 0. Written so that compilers make vectors of it.
-ZEROPP_CLONES void quantize_block(const float* values, int64_t count, float scale, float qmax, int8_t* codes) {
-  for (int64_t i = 0; i < count; i++) {
-    float quotient = values[i] / scale;
-    quotient = quotient > qmax ? qmax : quotient;
-    quotient = quotient < -qmax ? -qmax : quotient;
-    codes[i] = int8_t(bits_of(quotient + kIntegers));
-  }
-}
-
-ZEROPP_CLONES uint32_t largest_of(const float* values, int64_t count) {
-  uint32_t largest = 0;
-  for (int64_t i = 0; i < count; i++) largest = std::max(largest, magnitude_of(values[i]));
-  return largest;
-}
-
-template <class Value>
-ZEROPP_INLINE void read_values(const Value* values, int64_t count, float* out) {
-  for (int64_t i = 0; i < count; i++) out[i] = to_float(values[i]);
-}
-
-void read_values(const void* row, Type type, int64_t at, int64_t count, float* out) {
-  switch (type) {
-    case Type::kFloat: return read_values(static_cast<const float*>(row) + at, count, out);
-    case Type::kBFloat16: return read_values(static_cast<const BFloat16*>(row) + at, count, out);
-    case Type::kHalf: return read_values(static_cast<const Half*>(row) + at, count, out);
-  }
-}
-
-void requantize_segment(const Format& format, const Segment& s, const void* values, Type type, const uint8_t* old,
-                        uint8_t* wire) {
-  const int64_t size = s.block_size, blocks = (s.stop - s.start + size - 1) / size;
-  const int qmax = qmax_of(format.bits);
-  const float per_largest = float(kFresh * qmax);
-  at::parallel_for(0, blocks, 64, [&](int64_t begin, int64_t end) {
-    std::vector<float> block(size);
-    std::vector<int8_t> codes(size);
-    for (int64_t b = begin; b < end; b++) {
-      const int64_t first = s.start + b * size, count = std::min(size, s.stop - first);
-      read_values(values, type, first, count, block.data());
-      std::fill(block.begin() + count, block.end(), 0.f);
-      const uint32_t largest = largest_of(block.data(), size);
-      float scale = scale_of(largest, per_largest, format.scale_bytes == 2);
-      if (old != nullptr) {
-        const float kept = read_scale(old + s.scales + b * format.scale_bytes, format.scale_bytes), reach = kept * float(qmax), magnitude = float_of(largest);
-        if (magnitude <= reach && magnitude >= kKeptFrom * reach) scale = kept;
-      }
-      if (scale > 0) quantize_block(block.data(), size, scale, float(qmax), codes.data());
-      else std::fill(codes.begin(), codes.end(), 0);  // zeros, or NaN
-      for (int64_t i = 0; i < size; i += 8) {
-        write_codes(wire + s.codes + (b * size + i) / 8 * format.bits, format.bits, codes.data() + i);
-      }
-      memcpy(wire + s.scales + b * format.scale_bytes, reinterpret_cast<const uint8_t*>(&scale) + 4 - format.scale_bytes,
-             format.scale_bytes);
     }
   });
 }
 
 }  // namespace
 
-void requantize(const Format& format, const void* values, Type type, const uint8_t* old, uint8_t* wire) {
-  for (int i = 0; i < format.num_segments; i++) {
-    const Segment& s = format.segments[i];
-    if (s.block_size) {
-      requantize_segment(format, s, values, type, old, wire);
-    } else if (type == format.type) {
-      const int64_t bytes = size_of(type);
-      memcpy(wire + s.codes, static_cast<const uint8_t*>(values) + s.start * bytes, (s.stop - s.start) * bytes);
-    } else {
-      for (int64_t at = s.start; at < s.stop; at++) {
-        float value;
-        read_values(values, type, at, 1, &value);
-        uint8_t* to = wire + s.codes + (at - s.start) * size_of(format.type);
-        BFloat16 as_bf16;
-        Half as_half;
-        from_float(value, as_bf16), from_float(value, as_half);
-        if (format.type == Type::kFloat) memcpy(to, &value, 4);
-        if (format.type == Type::kBFloat16) memcpy(to, &as_bf16, 2);
-        if (format.type == Type::kHalf) memcpy(to, &as_half, 2);
-      }
-    }
-  }
-}
-
-at::Tensor encode_moves(const Format& format, const at::Tensor& old, const at::Tensor& now) {
-  const Layout layout(format);
-  const uint8_t *before = old.const_data_ptr<uint8_t>(), *after = now.const_data_ptr<uint8_t>();
-  std::vector<uint8_t> head((layout.num_blocks + 7) / 8);
-  for (size_t i = 0; i < layout.num_quantized; i++) {
-    const Run& run = layout.runs[i];
+void encode_moves(const CodeTable& table, const uint8_t* old, const uint8_t* now, std::vector<uint8_t>& moves) {
+  moves.assign(table.flag_bytes(), 0);
+  for (int r = 0; r < table.num_quantized; r++) {
+    const Run& run = table.runs[r];
     for (int64_t b = 0; b < run.count / run.block_size; b++) {
-      const int64_t at = run.scales + b * layout.scale_bytes;
-      if (memcmp(before + at, after + at, layout.scale_bytes) == 0) continue;
-      head[(run.block + b) / 8] |= uint8_t(1 << (run.block + b) % 8);
-      head.insert(head.end(), after + at, after + at + layout.scale_bytes);
+      const int64_t at = run.scales + b * table.scale_bytes;
+      if (memcmp(old + at, now + at, table.scale_bytes) == 0) continue;
+      moves[(run.block + b) / 8] |= uint8_t(1 << (run.block + b) % 8);
+      moves.insert(moves.end(), now + at, now + at + table.scale_bytes);
     }
   }
-  for (const auto& [at, nbytes] : layout.raw) head.insert(head.end(), after + at, after + at + nbytes);
-
-  std::vector<Chunk> chunks(layout.num_chunks());
+  for (int r = 0; r < table.num_raw; r++) {
+    moves.insert(moves.end(), now + table.raw[r].wire, now + table.raw[r].wire + table.raw[r].nbytes);
+  }
+  std::vector<Chunk> chunks(table.num_chunks());
   at::parallel_for(0, chunks.size(), 4, [&](int64_t begin, int64_t end) {
-    for (int64_t c = begin; c < end; c++) chunks[c] = encode_chunk(layout, before, after, c);
+    for (int64_t c = begin; c < end; c++) chunks[c] = encode_chunk(table, old, now, c);
   });
-  int64_t total = head.size() + kHeaderBytes * chunks.size();
-  for (const Chunk& chunk : chunks) total += chunk.body.size();
-  at::Tensor moves = at::empty({total}, old.options());
-  uint8_t* out = moves.data_ptr<uint8_t>();
-  out = std::copy(head.begin(), head.end(), out);
-  for (const Chunk& chunk : chunks) out = std::copy(chunk.header, chunk.header + kHeaderBytes, out);
-  for (const Chunk& chunk : chunks) out = std::copy(chunk.body.begin(), chunk.body.end(), out);
-  return moves;
+  for (const Chunk& chunk : chunks) moves.insert(moves.end(), chunk.header, chunk.header + kHeaderBytes);
+  for (const Chunk& chunk : chunks) moves.insert(moves.end(), chunk.body.begin(), chunk.body.end());
 }
 
-void apply_moves(const Format& format, const uint8_t* moves, int64_t num_bytes, uint8_t* wire) {
-  const Layout layout(format);
+bool apply_moves(const CodeTable& table, const uint8_t* moves, int64_t num_bytes, uint8_t* wire) {
   const uint8_t *at = moves, *end = moves + num_bytes;
-  const auto take = [&](int64_t nbytes) {
-    TORCH_CHECK_VALUE(end - at >= nbytes, "a buffer of moves ends too early");
-    return std::exchange(at, at + nbytes);
-  };
-  const uint8_t* has_new_scale = take((layout.num_blocks + 7) / 8);
-  const int qmax = qmax_of(layout.bits ? layout.bits : 8);
-  for (size_t i = 0; i < layout.num_quantized; i++) {
-    const Run& run = layout.runs[i];
+  const auto has = [&](int64_t nbytes) { return end - at >= nbytes; };
+  const uint8_t* flags = at;
+  if (!has(table.flag_bytes())) return false;
+  at += table.flag_bytes();
+  for (int r = 0; r < table.num_quantized; r++) {
+    const Run& run = table.runs[r];
     for (int64_t b = 0; b < run.count / run.block_size; b++) {
-      if (!(has_new_scale[(run.block + b) / 8] >> (run.block + b) % 8 & 1)) continue;
-      const float before = layout.scale_at(wire, run, b);
-      memcpy(wire + run.scales + b * layout.scale_bytes, take(layout.scale_bytes), layout.scale_bytes);
-      const float after = layout.scale_at(wire, run, b);
-      for (int64_t group = b * run.block_size; group < (b + 1) * run.block_size; group += 8) {
-        int8_t codes[8];
-        read_codes(wire + run.codes + group / 8 * layout.bits, layout.bits, codes);
-        for (int8_t& code : codes) code = int8_t(predicted(code, before, after, qmax));
-        write_codes(wire + run.codes + group / 8 * layout.bits, layout.bits, codes);
+      if (!(flags[(run.block + b) / 8] >> (run.block + b) % 8 & 1)) continue;
+      if (!has(table.scale_bytes)) return false;
+      const float before = table.scale_at(wire, run, b);
+      memcpy(wire + run.scales + b * table.scale_bytes, at, table.scale_bytes);
+      at += table.scale_bytes;
+      const float after = table.scale_at(wire, run, b);
+      uint8_t* codes = wire + run.codes + b * run.block_size / 8 * table.bits;
+      for (uint8_t* group = codes; group < codes + run.block_size / 8 * table.bits; group += table.bits) {
+        store_codes(predicted_codes(load_codes(group, table.bits), before, after, table.qmax()), table.bits, group);
       }
     }
   }
-  for (const auto& [to, nbytes] : layout.raw) memcpy(wire + to, take(nbytes), nbytes);
-  const int64_t num_chunks = layout.num_chunks();
-  const uint8_t* headers = take(kHeaderBytes * num_chunks);
+  if (!has(table.raw_bytes + kHeaderBytes * table.num_chunks())) return false;
+  for (int r = 0; r < table.num_raw; r++) memcpy(wire + table.raw[r].wire, at + table.raw[r].moves, table.raw[r].nbytes);
+  const int64_t num_chunks = table.num_chunks();
+  const uint8_t* headers = at + table.raw_bytes;
+  at = headers + kHeaderBytes * num_chunks;
   std::vector<const uint8_t*> bodies(num_chunks + 1);
   for (int64_t c = 0; c < num_chunks; c++) {
     uint32_t nbytes;
     memcpy(&nbytes, headers + c * kHeaderBytes + 8, 4);
-    bodies[c] = take(nbytes);
+    if (!has(nbytes)) return false;
+    bodies[c] = at;
+    at += nbytes;
   }
   bodies[num_chunks] = at;
   at::parallel_for(0, num_chunks, 4, [&](int64_t begin, int64_t last) {
     for (int64_t c = begin; c < last; c++) {
-      move_chunk(layout, wire, c, headers + c * kHeaderBytes, bodies[c], bodies[c + 1]);
+      move_chunk(table, wire, c, headers + c * kHeaderBytes, bodies[c], bodies[c + 1]);
     }
   });
+  return true;
 }
 
 }  // namespace zeropp::cpu

@@ -94,10 +94,10 @@ void load_as(const T* from, int64_t count, float* values) {
 }
 
 template <class T>
-void add_as(const float* base, const T* __restrict from, int64_t count, float sign, float* values) {
+void add_as(const T* __restrict from, int64_t count, float* values) {
   fetch_next(from, count * sizeof(T));
 #pragma GCC ivdep
-  for (int64_t i = 0; i < count; i++) values[i] = base[i] + sign * to_float(from[i]);
+  for (int64_t i = 0; i < count; i++) values[i] += to_float(from[i]);
 }
 
 template <class T>
@@ -111,11 +111,10 @@ void load(const void* from, Type type, int64_t count, float* values) {
   if (type == Type::kHalf) load_as(static_cast<const Half*>(from), count, values);
 }
 
-// values = base + sign * from; base may be values.
-void add(const float* base, const void* from, Type type, int64_t count, float sign, float* values) {
-  if (type == Type::kFloat) add_as(base, static_cast<const float*>(from), count, sign, values);
-  if (type == Type::kBFloat16) add_as(base, static_cast<const BFloat16*>(from), count, sign, values);
-  if (type == Type::kHalf) add_as(base, static_cast<const Half*>(from), count, sign, values);
+void add(const void* from, Type type, int64_t count, float* values) {
+  if (type == Type::kFloat) add_as(static_cast<const float*>(from), count, values);
+  if (type == Type::kBFloat16) add_as(static_cast<const BFloat16*>(from), count, values);
+  if (type == Type::kHalf) add_as(static_cast<const Half*>(from), count, values);
 }
 
 void store(const float* values, Type type, int64_t count, void* to) {
@@ -355,11 +354,17 @@ ZEROPP_INLINE void quantize_strip(const float* __restrict values, int64_t first,
   }
 }
 
+// Whether blocks keep the scales that they have, and where those of the tile's segment are; null: nowhere.
+struct Kept {
+  bool wanted = false;
+  const uint8_t* scales = nullptr;
+};
+
 // Scales and codes, a byte each, of a tile; kCount: elements of a strip, 0 = a block. One loop over the tile after the
 // other, so that no block waits for the reductions and divisions of another.
 template <int kBits, int64_t kCount, class Arrives>
 void quantize(const float* values, int64_t block, const Tile& tile, const Format& format, const Noise& noise,
-              Sums* sums, float* scales, uint8_t* codes, const Arrives& arrives) {
+              const Kept& kept, Sums* sums, float* scales, uint8_t* codes, const Arrives& arrives) {
   const int bits = code_bits<kBits>(format);
   const bool is_short = format.scale_bytes == 2;
   const int64_t strip = kCount ? kCount : block;
@@ -382,7 +387,13 @@ void quantize(const float* values, int64_t block, const Tile& tile, const Format
       scales[b] = mean_scale(total, largest, std::min(block, tile.count - b * block), nonzeros, bits, is_short);
     }
   } else {
-    for (int64_t b = 0; b < tile.blocks; b++) scales[b] = scale_of(sums[b].largest, qmax_of(bits), is_short);
+    const int qmax = qmax_of(bits);
+    const float level = kept.wanted ? fresh_level(qmax) : float(qmax);
+    for (int64_t b = 0; b < tile.blocks; b++) scales[b] = scale_of(sums[b].largest, level, is_short);
+    for (int64_t b = 0; kept.scales && b < tile.blocks; b++) {
+      const float scale = load_scale(kept.scales, tile.block + b, format.scale_bytes);
+      if (keeps(scale, sums[b].largest, qmax)) scales[b] = scale;
+    }
   }
   for (int64_t b = 0; b < tile.blocks; b++) {
     for (int64_t s = b * block; s < (b + 1) * block; s += strip) {
@@ -393,7 +404,7 @@ void quantize(const float* values, int64_t block, const Tile& tile, const Format
 
 template <int kBits, class Arrives>
 void write_blocks(const Format& format, const Segment& segment, uint8_t* wire, const Tile& tile, const Noise& noise,
-                  Scratch& scratch, float* values, const Arrives& arrives) {
+                  const Kept& kept, Scratch& scratch, float* values, const Arrives& arrives) {
   const int64_t block = segment.block_size, padded = tile.blocks * block;
   const int bits = code_bits<kBits>(format);
   std::fill(values + tile.count, values + padded, 0.f);
@@ -402,7 +413,7 @@ void write_blocks(const Format& format, const Segment& segment, uint8_t* wire, c
   uint8_t* codes = bits == 8 ? stream : scratch.codes.data();
   float* scales = scratch.scales.data();
   const auto run = block % kStrip == 0 ? quantize<kBits, kStrip, Arrives> : quantize<kBits, 0, Arrives>;
-  run(values, block, tile, format, noise, scratch.sums.data(), scales, codes, arrives);
+  run(values, block, tile, format, noise, kept, scratch.sums.data(), scales, codes, arrives);
   for (int64_t b = 0; b < tile.blocks; b++) {
     store_scale(scales[b], wire + segment.scales, tile.block + b, format.scale_bytes);
   }
@@ -421,8 +432,8 @@ void zero_gaps(const Segment& segment, const Format& format, uint8_t* wire) {
 
 // Writes a tile to a wire. Sets the padding of ``values`` to zero.
 template <int kBits, class Arrives>
-void write_wire(const Wires& wires, const Segment& own, const Tile& tile, const Noise& noise, Scratch& scratch,
-                float* values, const Arrives& arrives) {
+void write_wire(const Wires& wires, const Segment& own, const Tile& tile, const Noise& noise, const Kept& kept,
+                Scratch& scratch, float* values, const Arrives& arrives) {
   const Format& format = wires.format;
   uint8_t* wire = wires.data + tile.row0 * wires.stride0 + tile.row1 * wires.stride1;
   const Segment& segment = segment_at(format, own.start);
@@ -436,7 +447,7 @@ void write_wire(const Wires& wires, const Segment& own, const Tile& tile, const 
       for (int64_t i = 0; i < tile.count; i++) arrives.template tell<false>(i, sent[i]);
     }
   } else {
-    write_blocks<kBits>(format, segment, wire, tile, noise, scratch, values, arrives);
+    write_blocks<kBits>(format, segment, wire, tile, noise, kept, scratch, values, arrives);
   }
   if (own.start + tile.first + tile.count == segment.stop) zero_gaps(segment, format, wire);
 }
@@ -464,7 +475,7 @@ void encode_tiles(const EncodeArguments& a, int64_t begin, int64_t end) {
     }
     if (a.values.data) load(at(a.values, tile, element), a.values.type, tile.count, values);
     else read_sum(a.peers, segment, tile, scratch, values);
-    if (a.addend.data) add(values, at(a.addend, tile, element), a.addend.type, tile.count, a.addend_sign, values);
+    if (a.addend.data) add(at(a.addend, tile, element), a.addend.type, tile.count, values);
     if (a.error.data) {
       read_wire(a.error, 0, segment, tile, scratch, [values, error](int64_t i, float value)
                                                         __attribute__((always_inline)) {
@@ -474,10 +485,12 @@ void encode_tiles(const EncodeArguments& a, int64_t begin, int64_t end) {
     } else if (a.compensates) {  // the first error is 0: added, as -0 + 0 is 0
       for (int64_t i = 0; i < tile.count; i++) error[i] = 0, values[i] += 0.f;
     }
-    if (!a.new_error.data) return write_wire<kBits>(a.wire, segment, tile, noise, scratch, values, Unasked{});
+    Kept kept{a.keeps_scales};
+    if (a.kept.data) kept.scales = a.kept.data + tile.row0 * a.kept.stride0 + tile.row1 * a.kept.stride1 + segment.scales;
+    if (!a.new_error.data) return write_wire<kBits>(a.wire, segment, tile, noise, kept, scratch, values, Unasked{});
 
-    write_wire<kBits>(a.wire, segment, tile, noise, scratch, values, MovesError{values, error, a.averaging});
-    write_wire<8>(a.new_error, segment, tile, Noise{}, scratch, error, Unasked{});
+    write_wire<kBits>(a.wire, segment, tile, noise, kept, scratch, values, MovesError{values, error, a.averaging});
+    write_wire<8>(a.new_error, segment, tile, Noise{}, Kept{}, scratch, error, Unasked{});
   });
 }
 
@@ -501,7 +514,7 @@ void decode(const DecodeArguments& a, int64_t begin, int64_t end) {
     const bool straight = a.out.type == Type::kFloat && !a.accumulates;
     float* values = straight ? reinterpret_cast<float*>(out) : scratch.values.data();
     read_sum(a.peers, segment, tile, scratch, values);
-    if (a.accumulates) add(values, out, a.out.type, tile.count, 1, values);
+    if (a.accumulates) add(out, a.out.type, tile.count, values);
     if (!straight) store(values, a.out.type, tile.count, out);
   });
 }

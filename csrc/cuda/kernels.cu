@@ -515,7 +515,7 @@ __device__ void read_group(const EncodeArguments& a, const Item& item, const Row
     float addend[kGroup];
     read(group.addend, a.addend.type, valid, addend);
 #pragma unroll
-    for (int i = 0; i < kGroup; i++) values[i] += a.addend_sign * addend[i];
+    for (int i = 0; i < kGroup; i++) values[i] += addend[i];
   }
   if constexpr (kCompensates) {
 #pragma unroll
@@ -594,6 +594,26 @@ __device__ Noise noise_at(const EncodeArguments& a, const Row& row, int64_t elem
   return {a.stochastic, a.noise_seed, uint32_t((row.row0 * a.rows1 + row.row1) * a.numel + element)};
 }
 
+// Whether the element, counted from the segment's first, is in one of its blocks.
+__device__ bool is_in_block(const Segment& segment, int64_t offset) {
+  return offset < (segment.stop - segment.start + segment.block_size - 1) / segment.block_size * segment.block_size;
+}
+
+// The scale that the block at `offset` has already, or 0.
+__device__ float kept_scale(const EncodeArguments& a, const Segment& own, const Row& row, int64_t offset) {
+  if (a.kept.data == nullptr || own.block_size == 0 || !is_in_block(own, offset)) return 0;
+  const int bytes = a.kept.format.scale_bytes;
+  return load_scale(at(a.kept, row) + own.scales + offset / own.block_size * bytes, bytes);
+}
+
+template <int kBits, bool kMayKeep>
+__device__ float absmax_scale(const EncodeArguments& a, uint32_t largest, float kept) {
+  const int qmax = qmax_of(code_bits<kBits>(a.wire.format));
+  const bool keeps_scales = kMayKeep && a.keeps_scales;
+  if (keeps_scales && keeps(kept, largest, qmax)) return kept;
+  return scale_of(largest, keeps_scales ? fresh_level(qmax) : float(qmax), a.wire.format.scale_bytes == 2);
+}
+
 // Blocks of 8 to 256 elements, a power of two: each is in the registers of some threads of one warp, a team.
 template <int kBits, Source kSource, bool kCompensates>
 __global__ void __launch_bounds__(kThreads) encode_tiles(const __grid_constant__ Launch<EncodeArguments> launch) {
@@ -610,6 +630,9 @@ __global__ void __launch_bounds__(kThreads) encode_tiles(const __grid_constant__
     const int64_t offset = first + j * kStride;
     fetch_group<kSource, kCompensates>(a, item, row, own.start + offset, num_valid(own, offset), fetched[j]);
   }
+  float kept[kInFlight];
+#pragma unroll
+  for (int j = 0; j < kInFlight; j++) kept[j] = kCompensates ? 0 : kept_scale(a, own, row, first + j * kStride);
   float values[kInFlight][kGroup], error[kInFlight][kGroup];
 #pragma unroll
   for (int j = 0; j < kInFlight; j++) {
@@ -646,9 +669,9 @@ __global__ void __launch_bounds__(kThreads) encode_tiles(const __grid_constant__
       const uint32_t total = sum_of_team(total_in_units(values[j], per_unit(exponent_of(largest))));
       scale = mean_scale(total, largest, size_of_block(own, offset), nonzeros, bits, is_short);
     } else {
-      scale = scale_of(largest, qmax_of(bits), is_short);
+      scale = absmax_scale<kBits, !kCompensates>(a, largest, kept[j]);
     }
-    const bool exists = offset < (own.stop - own.start + own.block_size - 1) / own.block_size * own.block_size;
+    const bool exists = is_in_block(own, offset);
     float sent[kGroup];
     if (exists) {
       const Noise noise = kBits ? Noise{} : noise_at(a, row, element);  // noise goes with the general kernel only
@@ -724,7 +747,7 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
   });
   const uint32_t largest_of_block = largest_of_threads(largest);
   const bool is_short = a.wire.format.scale_bytes == 2;
-  float scale = scale_of(largest_of_block, qmax_of(a.wire.format.bits), is_short);
+  float scale = absmax_scale<0, !kCompensates>(a, largest_of_block, kept_scale(a, own, row, start));
   if (a.wire.format.is_mean) {
     uint64_t total = 0;
     for_each_group([&](int64_t, int, bool) {

@@ -1,4 +1,4 @@
-"""Islands of FSDP2 ranks that agree now and then: torchrun --nproc-per-node 4 examples/library/islands.py"""
+"""Islands of FSDP2 ranks that synchronize now and then: torchrun --nproc-per-node 4 examples/library/islands.py"""
 
 import torch
 import torch.distributed as dist
@@ -36,5 +36,5 @@ for step in range(20):
     if rank == 0 and step % INTERVAL == INTERVAL - 1:
         sent = islands.traffic.take().inter_island
         print(f"step {step + 1}: loss {loss.item():.4f}, rank 0 sent {sent / 1e6:.3f} MB to the other island")
-islands.conclude()  # agreed_parameters() have all steps in them now
+islands.conclude()  # outer_parameters() have all steps in them now
 dist.destroy_process_group()

@@ -23,7 +23,7 @@
 # RECIPE=zero3        weights and gradients in 16 bit, by PyTorch FSDP2's own collectives
 #        zeropp       weights in 8 bit; hpZ; gradients in 4 bit on both hops, in blocks of BLOCK elements
 #        loco         the same, and LoCo on both hops, as DeepSpeed had it (beta 0.8, reset every 1024 steps)
-#        recommended  ours: 4-bit weight differences; gradients in 8 bit within a node and 4 bit between them, LoCo there;
+#        recommended  ours: moved codes of weights; gradients in 8 bit within a node and 4 bit between them, LoCo there;
 #                     blocks of 128
 #        two_bits     the same, but gradients in 2 bit between nodes once the learning rate has warmed up, with a scale
 #                     for each element
@@ -81,7 +81,7 @@ case $RECIPE in
         ;;
     recommended | two_bits)
         COMMUNICATION=("${ZEROPP[@]}" --zeropp-gradient-intra-bits 8 --zeropp-loco)
-        [ "$RANKS_PER_NODE" = 1 ] || COMMUNICATION+=(--zeropp-weight-difference-bits 4) # which needs hpZ
+        [ "$RANKS_PER_NODE" = 1 ] || COMMUNICATION+=(--zeropp-weight-moves) # which needs hpZ
         # Every LENGTH ends with the iterations in which the learning rate warms up.
         [ "$RECIPE" = recommended ] || COMMUNICATION+=(--zeropp-gradient-bits 2 --zeropp-gradient-element-scales
             --zeropp-gradient-bits-warmup "${LENGTH[-1]}:4")

@@ -46,10 +46,10 @@ def check_islands(settings: Settings, given: Collection[str]) -> None:
     )
     require(
         not settings.model.moe_router_enable_expert_bias,
-        f"--moe-router-enable-expert-bias keeps biases that {islands} would not agree on: leave one out",
+        f"--moe-router-enable-expert-bias keeps biases that {islands} would not synchronize: leave one out",
     )
     if ranks.islands_may_leave:
-        _check_leaving_islands(settings)
+        _check_elastic_islands(settings)
     try:
         placement = placement_of(ranks, settings.model.num_layers or 1)
     except ValueError:  # which the pipeline's own check says
@@ -63,8 +63,8 @@ def check_islands(settings: Settings, given: Collection[str]) -> None:
     )
 
 
-def _check_leaving_islands(settings: Settings) -> None:
-    """Raise SettingsError where this job cannot be one island of those that come and go."""
+def _check_elastic_islands(settings: Settings) -> None:
+    """Raise SettingsError if this job cannot be an elastic island."""
     ranks, config, training, checkpoint = settings.distributed, settings.island, settings.training, settings.checkpoint
     number = ranks.island_number
     require(number is not None, f"which island is this job? give --island-number, from 0 to {ranks.islands - 1}")
@@ -79,8 +79,8 @@ def _check_leaving_islands(settings: Settings) -> None:
     )
     require(
         config.fragments == 1 and config.sync_delay == 0,
-        "--island-fragments and --island-sync-delay leave parameters on their way, which an island that leaves would "
-        "take along: leave them or --islands-may-leave out",
+        "--island-fragments and --island-sync-delay keep parameters in flight, which an island that leaves would take "
+        "along: leave them or --islands-may-leave out",
     )
     require(
         not training.skip_train,
@@ -96,5 +96,5 @@ def _check_leaving_islands(settings: Settings) -> None:
         require(
             interval is None or interval % config.sync_interval == 0,
             f"{flag} {interval} must be a multiple of --island-sync-interval {config.sync_interval} with "
-            "--islands-may-leave: a run goes on from what islands agreed on last",
+            "--islands-may-leave: a run resumes from the islands' last synchronization",
         )

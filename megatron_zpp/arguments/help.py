@@ -26,13 +26,7 @@ FIRST = {  # group of --help: its flags
 }
 EXPERIMENTAL = (  # beginnings of names
     *("--island", "--muon-", "--zeropp-hadamard", "--zeropp-gradient-element-scales", "--zeropp-scale-dtype"),
-    *(
-        "--zeropp-gradient-bits-warmup",
-        "--zeropp-weight-difference-bits-warmup",
-        "--zeropp-weight-moves",
-        "--zeropp-offload",
-        "--moe-token-bits",
-    ),
+    *("--zeropp-gradient-bits-warmup", "--zeropp-weight-moves", "--zeropp-offload", "--moe-token-bits"),
     *("--zeropp-weight-rounding", "--zeropp-gradient-rounding", "--emulate-"),
 )
 EXAMPLES = """\

@@ -361,7 +361,7 @@ def _notes(settings: Settings, given: set[str]) -> Iterator[str]:
     interval, steps = settings.island.sync_interval, settings.training.train_iters
     if settings.distributed.islands_may_leave and steps is not None and steps % interval:
         yield (
-            f"the last {steps % interval} of {steps} steps are not in the agreed parameters, which are evaluated and "
+            f"the last {steps % interval} of {steps} steps are not in the outer parameters, which are evaluated and "
             f"saved: make --train-iters a multiple of --island-sync-interval {interval}"
         )
     if settings.distributed.sequence_parallel and settings.distributed.tensor_model_parallel_size == 1:

@@ -1,29 +1,15 @@
 """Checkpoints on torch.distributed.checkpoint: exact, atomic, verified, without pickle."""
 
-from .files import CheckpointError
-from .folder import FolderLock, candidates, find_checkpoint, is_complete
-from .meta import nonfinite, read_meta
-from .saver import CheckpointSaver
-from .state import iterate_parameters, load_checkpoint
-from .storage import iterate_tensors, save_parameters
-from .trained import Trained
-from .verify import latest_good, problems, problems_on_all_ranks
-
-__all__ = [
-    "CheckpointError",
-    "CheckpointSaver",
-    "FolderLock",
-    "Trained",
-    "candidates",
-    "find_checkpoint",
-    "is_complete",
-    "iterate_parameters",
-    "iterate_tensors",
-    "latest_good",
-    "load_checkpoint",
-    "nonfinite",
-    "problems",
-    "problems_on_all_ranks",
-    "read_meta",
-    "save_parameters",
-]
+from .files import CheckpointError as CheckpointError
+from .folder import FolderLock as FolderLock
+from .folder import candidates as candidates
+from .folder import find_checkpoint as find_checkpoint
+from .folder import is_complete as is_complete
+from .meta import read_meta as read_meta
+from .saver import CheckpointSaver as CheckpointSaver
+from .state import iterate_parameters as iterate_parameters
+from .state import load_checkpoint as load_checkpoint
+from .storage import iterate_tensors as iterate_tensors
+from .storage import save_tensors as save_tensors
+from .trained import Trained as Trained
+from .verify import problems as problems

@@ -1,34 +1,55 @@
-"""A checkpoint's files: opened only where they are regular ones, and on the disk when writing returns."""
+"""Read and write a checkpoint's files: regular files only, and on the disk when writing returns."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
+import math
 import os
 import stat
 import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-PIECE = 4 * 2**20  # bytes that one CRC-32 is of
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+BLOCK_BYTES = 4 * 2**20  # that one CRC-32 covers
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 _MODES = {"rb": os.O_RDONLY, "wb": os.O_WRONLY | os.O_CREAT, "r+b": os.O_RDWR | os.O_CREAT}
 _KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is not one, is damaged, or belongs to another model. One line that says what to do."""
+    """A checkpoint is missing, damaged, or of another model. The message is one line that says what to do."""
 
 
 def open_regular(path: Path, mode: Literal["rb", "wb", "r+b"] = "rb") -> BinaryIO:
-    """Open a regular file; "wb" and "r+b" make one that is absent.
+    """Open a regular file; "wb" and "r+b" create a missing one.
 
-    A link would lead out of the folder, and opening a pipe, or reading a device, may never end. Raises CheckpointError
-    for these, and OSError as ``open`` does.
+    Refuses links, which lead out of the folder, and pipes and devices, which may never end. Raises CheckpointError for
+    these, and OSError as ``open`` does.
     """
     with contextlib.suppress(FileNotFoundError):
         _check_regular(path, os.lstat(path), mode)
-    # What has become a link or a pipe since then is refused as well, and does not block.
+    # Also refuses what became a link or a pipe since then, without blocking.
     descriptor = os.open(path, _MODES[mode] | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     try:
         _check_regular(path, os.fstat(descriptor), mode)
@@ -54,7 +75,6 @@ def read_regular(path: Path) -> bytes:
 
 
 def parse_json(text: bytes) -> Any:
-    """Parse JSON. Raises ValueError."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -66,7 +86,7 @@ def digest(content: bytes) -> str:
 
 
 class Sums:
-    """Digests of a file as it is written: SHA-256 of the whole, CRC-32 of each piece."""
+    """Digests of a file as it is written: SHA-256 of the whole, CRC-32 of each block."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -78,34 +98,32 @@ class Sums:
         self._sha256.update(content)
         rest = memoryview(content).cast("B")
         while rest:
-            done = self.bytes % PIECE
-            if done == 0:
+            room = BLOCK_BYTES - self.bytes % BLOCK_BYTES
+            if room == BLOCK_BYTES:
                 self._crc32.append(0)
-            part, rest = rest[: PIECE - done], rest[PIECE - done :]
-            self._crc32[-1] = zlib.crc32(part, self._crc32[-1])
-            self.bytes += len(part)
+            self._crc32[-1] = zlib.crc32(rest[:room], self._crc32[-1])
+            self.bytes += len(rest[:room])
+            rest = rest[room:]
 
     def entry(self) -> dict[str, Any]:
-        """Return the file's entry in meta.json. crc32: 8 hexadecimal digits of each piece."""
+        """Return the file's entry in meta.json; "crc32" has 8 hexadecimal digits per block."""
         crc32 = "".join(f"{value:08x}" for value in self._crc32)
-        return {"bytes": self.bytes, "sha256": self._sha256.hexdigest(), "piece_bytes": PIECE, "crc32": crc32}
+        return {"bytes": self.bytes, "sha256": self._sha256.hexdigest(), "piece_bytes": BLOCK_BYTES, "crc32": crc32}
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a file, and return when it is on the disk."""
     with open_regular(path, "wb") as file:
         file.write(content)
         sync_file(file)
 
 
 def sync_file(file: BinaryIO) -> None:
-    """Return when what was written is on the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Return when renames and new names in ``folder`` are on the disk."""
+    """Put renames and new names in ``folder`` on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -114,8 +132,69 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those that it is in, and return when their names are on the disk."""
+    """Create a folder and its parents, and put their names on the disk."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
         sync_folder(folder.parent)
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """A safetensors file that is on the disk."""
+
+    places: dict[str, _StorageInfo]  # by tensor name
+    entry: dict[str, Any]  # for meta.json
+    nonfinite: list[str]  # tensors that hold NaN or Inf
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
+    read: Callable[[str], Tensor],
+    offsets: Mapping[str, Sequence[int]] | None = None,
+) -> TensorFile:
+    """Write tensors one by one.
+
+    tensors: name, dtype and shape of each, in any order. read: returns a tensor by name; called once for each.
+    offsets: of each shard in its tensor, for DCP's HuggingFaceStorageReader; our reader uses the index.
+    """
+    tensors = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)  # aligns all of them
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {}
+    end = 0
+    for name, dtype, shape in tensors:
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    more = {}
+    if offsets is not None:
+        sharding = {name: {"saved_offsets": list(begin)} for name, begin in offsets.items()}
+        more["__metadata__"] = {"DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":"))}
+    text = json.dumps(more | header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    prefix = len(text).to_bytes(8, "little") + text
+    sums, nonfinite = Sums(), []
+    sums.update(prefix)
+    with open_regular(path, "wb") as file:
+        file.write(prefix)
+        for name, dtype, shape in tensors:
+            tensor = read(name).detach().cpu().contiguous()
+            if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
+                raise ValueError(f"{name} was planned as {dtype} {shape}, but is {tensor.dtype} {tuple(tensor.shape)}")
+            if not _is_finite(tensor):
+                nonfinite.append(name)
+            content: Any = tensor.flatten().view(torch.uint8).numpy() if tensor.numel() else b""
+            sums.update(content)
+            file.write(content)
+        sync_file(file)
+    spans = {name: tensor["data_offsets"] for name, tensor in header.items()}
+    places = {name: _StorageInfo(path.name, len(prefix) + begin, end - begin) for name, (begin, end) in spans.items()}
+    return TensorFile(places, sums.entry(), nonfinite)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    # One pass without a copy; NaN comes through. Few operators support 8-bit floats.
+    low, high = (tensor if tensor.itemsize > 1 else tensor.float()).aminmax()
+    return math.isfinite(low) and math.isfinite(high)

@@ -1,15 +1,14 @@
-"""A folder of checkpoints: which are complete, which one is the latest, and who may write there.
+"""Folders of checkpoints: find the complete ones and the latest, write new ones, and lock the folder.
 
     SAVE/latest_checkpointed_iteration.txt   the iteration, as in Megatron
-    SAVE/iter_0000100/*.safetensors          tensors, a file or more of each rank
-    SAVE/iter_0000100/index.json             where each tensor's parts are
-    SAVE/iter_0000100/meta.json              readable: settings, counters, versions, size and digest of every file
+    SAVE/iter_0000100/*.safetensors          tensors, one file per rank
+    SAVE/iter_0000100/index.json             where each tensor's shards are
+    SAVE/iter_0000100/meta.json              settings, counters, versions, size and digest of every file
     SAVE/iter_0000100/complete               digest of meta.json; written last
     SAVE/lock                                held by the job that saves here
 
-A checkpoint is written beside, as ``iter_0000100.incomplete``, and renamed when everything is on the disk; only then
-does the text file name it. The folder must be on storage that all nodes share. It may be a link, and so may the folder
-of one checkpoint, which somebody has moved elsewhere; files are regular ones, and links among them are not followed.
+A checkpoint is written to ``iter_0000100.incomplete``, and renamed when everything is on the disk; then the text file
+names it. The folder must be on storage that all nodes share. SAVE and iter_* may be links; links to files are refused.
 """
 
 from __future__ import annotations
@@ -58,9 +57,9 @@ def iteration_of(checkpoint: Path) -> int:
 
 
 def find_checkpoint(folder: str, iteration: int | None = None) -> Path | None:
-    """Find one checkpoint under ``folder``: the latest, or that of ``iteration``; None if there is none yet.
+    """Find the latest checkpoint in ``folder``, or that of ``iteration``; None if there is none yet.
 
-    Raises CheckpointError when ``folder`` holds something else, or the checkpoint it names is not there.
+    Raises CheckpointError if ``folder`` holds something else, or lacks the checkpoint that it names.
     """
     root = Path(folder)
     if not root.exists():
@@ -69,26 +68,20 @@ def find_checkpoint(folder: str, iteration: int | None = None) -> Path | None:
         return None
     if not root.is_dir():
         raise CheckpointError(f"{folder} is a file, not a folder of checkpoints: give --load what was given to --save")
-    if iteration is None:
-        iteration = _latest_iteration(root)
-        if iteration is None:
-            return None
+    if iteration is None and (iteration := _latest_iteration(root)) is None:
+        return None
     checkpoint = checkpoint_path(root, iteration)
     if not is_complete(checkpoint):
         refuse_foreign(root)
-        there = [path.name for path in complete_checkpoints(root)]
+        there = ", ".join(path.name for path in complete_checkpoints(root)) or "none"
         raise CheckpointError(
-            f"{checkpoint} is not a complete checkpoint; complete ones in {folder}: {', '.join(there) or 'none'}; "
-            f"{REMEDY}"
+            f"{checkpoint} is not a complete checkpoint; complete ones in {folder}: {there}; {REMEDY}"
         )
     return checkpoint
 
 
 def candidates(folder: str) -> list[Path]:
-    """List the checkpoints that a run may resume from, damaged ones too, newest first, up to the latest one.
-
-    (Newer ones are left over from a run that was taken back to an earlier iteration.)
-    """
+    """List what a run may resume from, damaged ones too, newest first, up to the one that the text file names."""
     try:
         latest = _latest_iteration(Path(folder))
     except (CheckpointError, OSError):
@@ -98,14 +91,10 @@ def candidates(folder: str) -> list[Path]:
 
 
 def _latest_iteration(root: Path) -> int | None:
-    """Read the text file; None where no checkpoint has been saved. Raises CheckpointError.
-
-    Without the text file it is the newest one: a job that dies after the first save has renamed it, before it is named.
-    """
+    """Read the text file, or without it find the newest; None before the first save. Raises CheckpointError."""
     tracker = root / LATEST
-    if not os.path.lexists(tracker):
-        complete = complete_checkpoints(root)
-        if complete:
+    if not os.path.lexists(tracker):  # a job may die in its first save after the rename
+        if complete := complete_checkpoints(root):
             return iteration_of(complete[-1])
         refuse_foreign(root)
         return None
@@ -121,10 +110,7 @@ def _latest_iteration(root: Path) -> int | None:
 
 
 def describe_empty(folder: str) -> str:
-    """What to say of a folder without a checkpoint, where a run starts from scratch: a warning if it has other files.
-
-    Folders of TensorBoard and wandb may be there before the first checkpoint is.
-    """
+    """Tell a user that a run starts from scratch, and warn if ``folder`` has files (not just TensorBoard's folders)."""
     root = Path(folder)
     if root.is_dir() and any(path.is_file() for path in root.iterdir() if path.name != LOCK):
         return f"WARNING: {folder} has files, but no {LATEST} and no checkpoint: starting from scratch"
@@ -133,24 +119,17 @@ def describe_empty(folder: str) -> str:
 
 # Checkpoints of other programs
 
-# The kinds that ``kind_of`` returns, and whose they are.
-KINDS = {
-    "torch_dist": "Megatron-LM (--ckpt-format torch_dist)",
-    "torch": "Megatron-LM (--ckpt-format torch)",
-    "universal": "DeepSpeed, a universal one",
-    "deepspeed": "DeepSpeed",
-}
-_FILES = {
-    "torch_dist": ("common.pt",),
-    "torch": ("mp_rank_*/model_optim_rng.pt",),
-    "universal": ("zero/*/fp32.pt",),
-    "deepspeed": ("*mp_rank_*_model_states.pt",),
+KINDS = {  # description, and a file that only this kind has
+    "torch_dist": ("Megatron-LM (--ckpt-format torch_dist)", "common.pt"),
+    "torch": ("Megatron-LM (--ckpt-format torch)", "mp_rank_*/model_optim_rng.pt"),
+    "universal": ("DeepSpeed, a universal one", "zero/*/fp32.pt"),
+    "deepspeed": ("DeepSpeed", "*mp_rank_*_model_states.pt"),
 }
 
 
 def kind_of(checkpoint: Path) -> str | None:
-    """Return which of ``KINDS`` a folder is a checkpoint of, by its file names alone; None if of none."""
-    return next((kind for kind, patterns in _FILES.items() if _has(checkpoint, *patterns)), None)
+    """Return the kind of ``KINDS`` that a folder is a checkpoint of, by its file names alone."""
+    return next((kind for kind, (_, pattern) in KINDS.items() if _has(checkpoint, pattern)), None)
 
 
 def refuse_foreign(folder: Path) -> None:
@@ -161,23 +140,16 @@ def refuse_foreign(folder: Path) -> None:
             "iteration with --ckpt-step"
         )
     folders = (folder, *sorted(path for path in folder.iterdir() if path.is_dir()))
-    kind = next((kind for path in folders if (kind := kind_of(path)) is not None), None)
-    if kind is not None:
-        raise CheckpointError(
-            f"{folder} holds a checkpoint of {KINDS[kind]}: make one of ours of it with python "
-            f"tools/import_megatron.py --input {folder} --save NEW, and give --load NEW"
-        )
+    import_hf = "with tools/import_hf.py, and load that with --finetune"
+    if kind := next(filter(None, map(kind_of, folders)), None):
+        what = f"a checkpoint of {KINDS[kind][0]}: convert it with python tools/import_megatron.py --input {folder}"
+        raise CheckpointError(f"{folder} holds {what} --save NEW, and give --load NEW")
     if _has(folder, ".metadata", "*/.metadata", "*.distcp", "*/*.distcp"):
-        raise CheckpointError(
-            f"{folder} holds a checkpoint of torch.distributed.checkpoint, whose names mean nothing here: make a "
-            "Hugging Face model of it with its own tools, then bring it here with tools/import_hf.py, and load that "
-            "with --finetune"
-        )
+        what = "a checkpoint of torch.distributed.checkpoint, whose names mean nothing here: make a Hugging Face model"
+        raise CheckpointError(f"{folder} holds {what} of it with its own tools, import it {import_hf}")
     if _has(folder, "config.json") and _has(folder, "*.safetensors", "pytorch_model*.bin"):
-        raise CheckpointError(
-            f"{folder} holds a Hugging Face model, not a run to go on with: bring it here with tools/import_hf.py, and "
-            "load that with --finetune"
-        )
+        what = "a Hugging Face model, not a run to go on with: import it"
+        raise CheckpointError(f"{folder} holds {what} {import_hf}")
 
 
 def _has(folder: Path, *patterns: str) -> bool:
@@ -188,7 +160,7 @@ def _has(folder: Path, *patterns: str) -> bool:
 
 
 def begin(folder: str | Path, iteration: int) -> Path:
-    """Make a fresh folder to write a checkpoint in."""
+    """Create an empty folder to write a checkpoint in."""
     final = checkpoint_path(folder, iteration)
     incomplete = final.with_name(final.name + INCOMPLETE)
     make_folder(final.parent)
@@ -198,7 +170,7 @@ def begin(folder: str | Path, iteration: int) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a checkpoint's folder, if it is there; of a link to one, the link alone. What cannot be deleted stays."""
+    """Delete a checkpoint's folder if there is one, or only the link to it. Ignores what cannot be deleted."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -206,10 +178,7 @@ def _remove(folder: Path) -> None:
 
 
 def finish(incomplete: Path, index: Mapping[str, Any], meta: dict[str, Any], files: dict[str, dict[str, Any]]) -> Path:
-    """Complete a checkpoint whose tensors are on the disk, and name it the latest. Returns its folder.
-
-    files: of every file of tensors, by name, ``Sums.entry``.
-    """
+    """Complete a checkpoint, and name it the latest; return its folder. files: ``Sums.entry`` of its files by name."""
     root, final = incomplete.parent, incomplete.with_name(incomplete.name.removesuffix(INCOMPLETE))
     _wait_for_files(incomplete, files)
     text = json.dumps(index, separators=(",", ":")).encode()
@@ -220,7 +189,7 @@ def finish(incomplete: Path, index: Mapping[str, Any], meta: dict[str, Any], fil
     write_durably(incomplete / MARKER, digest(text).encode() + b"\n")
     sync_folder(incomplete)
     replaced = final.with_name(final.name + REPLACED)
-    if os.path.lexists(final):  # of a run that was taken back to an earlier iteration
+    if os.path.lexists(final):  # from a run that went back to an earlier iteration
         _remove(replaced)
         final.rename(replaced)
     incomplete.rename(final)
@@ -234,7 +203,7 @@ def finish(incomplete: Path, index: Mapping[str, Any], meta: dict[str, Any], fil
 
 
 def _wait_for_files(folder: Path, files: dict[str, dict[str, Any]], seconds: float = 30.0) -> None:
-    """Other nodes' files may take a moment to be seen here; raises OSError for those that never are."""
+    """Wait until other nodes' files are visible here. Raises OSError."""
     deadline = time.monotonic() + seconds
     for name, entry in files.items():
         path = folder / name
@@ -248,11 +217,10 @@ def _wait_for_files(folder: Path, files: dict[str, dict[str, Any]], seconds: flo
 
 
 def retain(folder: str | Path, keep_last: int | None, interval: int | None) -> None:
-    """Delete all checkpoints except the last ``keep_last``, the last ``keep_last`` finite ones, and every multiple of
-    ``interval``.
+    """Delete checkpoints, except the last ``keep_last``, the last ``keep_last`` finite, and multiples of ``interval``.
 
-    A run that has diverged and saves on therefore never deletes what it can be taken back to. None and None: nothing is
-    deleted. Nothing newer than the latest one is, which must have been written, and nothing that cannot be read now.
+    So a run that diverged keeps what it can go back to. keep_last None deletes nothing. Checkpoints that are newer than
+    the latest, or cannot be read now, stay too.
     """
     if keep_last is None:
         return
@@ -262,7 +230,7 @@ def retain(folder: str | Path, keep_last: int | None, interval: int | None) -> N
     for path in paths:
         is_due = interval is None or iteration_of(path) % interval
         if is_due and path not in kept and _is_finite(path) is not None:
-            # Under another name first, so that a half-deleted one is never taken for a checkpoint.
+            # Renamed first, so that a half-deleted one is never taken for a checkpoint.
             doomed = path.with_name(path.name + DELETED)
             _remove(doomed)
             path.rename(doomed)
@@ -271,7 +239,7 @@ def retain(folder: str | Path, keep_last: int | None, interval: int | None) -> N
 
 
 def _is_finite(checkpoint: Path) -> bool | None:
-    """Whether a checkpoint is not damaged, and nothing in it was seen to be NaN or Inf; None: the disk does not say."""
+    """Return whether a checkpoint is undamaged and without NaN or Inf; None if the disk cannot be read."""
     try:
         return nonfinite(checkpoint, read_meta(checkpoint)) is None
     except CheckpointError as error:
@@ -280,16 +248,16 @@ def _is_finite(checkpoint: Path) -> bool | None:
 
 
 class FolderLock:
-    """The right to save in a folder: one job's at a time, and given up by the system when the process ends."""
+    """A lock on a folder: one job at a time saves there. The system releases it when the process ends."""
 
-    def __init__(self, folder: str, patience: float = 10.0) -> None:
-        """Take it, waiting ``patience`` seconds for a job that is just ending. Raises CheckpointError, OSError."""
+    def __init__(self, folder: str, patience_seconds: float = 10.0) -> None:
+        """Take it, waiting ``patience_seconds`` for a job that is just ending. Raises CheckpointError, OSError."""
         self._folder = folder
         root = Path(folder)
         make_folder(root)
         # POSIX locks: unlike flock's they are not inherited by loader processes, which may outlive a killed rank.
         self._file = open_regular(root / LOCK, "r+b")
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + patience_seconds
         while True:
             try:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -315,14 +283,10 @@ class FolderLock:
         _clear(root)
 
     def renew(self) -> None:
-        """Take it again where the folder was moved, and made again. Raises CheckpointError if another job has it."""
-        held = os.fstat(self._file.fileno())
-        try:
-            there = os.stat(Path(self._folder) / LOCK)
-        except FileNotFoundError:
-            there = None
-        if there is None or (there.st_dev, there.st_ino) != (held.st_dev, held.st_ino):
-            lost, self._file = self._file, FolderLock(self._folder, patience=0.0)._file
+        """Lock the folder again if it was moved and recreated. Raises CheckpointError if another job has the lock."""
+        path = Path(self._folder) / LOCK
+        if not path.exists() or not os.path.samestat(path.stat(), os.fstat(self._file.fileno())):
+            lost, self._file = self._file, FolderLock(self._folder, patience_seconds=0.0)._file
             lost.close()
             print(f"note: {self._folder} was moved, and made again: checkpoints are saved in the new one", flush=True)
 
@@ -331,7 +295,7 @@ class FolderLock:
 
 
 def _clear(root: Path) -> None:
-    """Remove what a killed job left half-done; nobody else writes here."""
+    """Remove what a killed job left half-done. Requires the lock."""
     for path in root.glob(f"iter_*{REPLACED}"):
         original = path.with_name(path.name.removesuffix(REPLACED))
         if is_complete(path) and not os.path.lexists(original):

@@ -1,16 +1,17 @@
-"""meta.json, the readable part of a checkpoint: settings, counters, model. Every value is checked before it is used."""
+"""Read meta.json: settings, counters and model of a checkpoint. Checks every value before it is used."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
-import reprlib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
+from reprlib import repr as short
+from types import NoneType
 from typing import Any, cast
 
 from megatron_zpp.families import ARCHITECTURES, Architecture, find_architecture
@@ -22,50 +23,35 @@ from .files import CheckpointError, digest, open_regular, parse_json, read_regul
 META, INDEX, MARKER = "meta.json", "index.json", "complete"
 REMEDY = "load another checkpoint with --ckpt-step, or the newest good one with --load-latest-good"
 
-_Kinds = tuple[type, ...]
-_TEXT: _Kinds = (str, type(None))
-_NUMBER: _Kinds = (int, float)
-_REQUIRED: dict[str, _Kinds] = {
-    "iteration": (int,),
-    "world_size": (int,),
-    "has_optimizer": (bool,),
-    "has_rng": (bool,),
-    "zeropp": (dict, type(None)),
-    "settings": (dict,),
-    "model_config": (dict,),
-    "counters": (dict,),
-    "schedule": (dict, type(None)),
-    "loss_scaler": (dict,),
-    "files": (dict,),
+_Kinds = dict[tuple[type, ...], str]  # allowed types: names of values
+_REQUIRED: _Kinds = {
+    (int,): "iteration world_size",
+    (bool,): "has_optimizer has_rng",
+    (dict,): "settings model_config counters loss_scaler files",
+    (dict, NoneType): "zeropp schedule",
+    (list,): "nonfinite",
 }
-_OPTIONAL: dict[str, _Kinds] = {  # left out by earlier versions, or by imports
-    "optimizers_have_stepped": (list,),  # of each island
-    "layout": (dict,),
-    "loss_scalers": (list,),  # of each island
-    "data_order": (dict, type(None)),
-    "tokens": (int,),
-    "loss": (*_NUMBER, type(None)),
-    "nonfinite": (list,),
-    "saved_at": (str,),
-    "torch": (str,),
+_OPTIONAL: _Kinds = {  # missing from imports; both lists have a value per island
+    (int,): "tokens",
+    (str,): "saved_at torch",
+    (list,): "optimizers_have_stepped loss_scalers",
+    (dict,): "layout",
+    (dict, NoneType): "data_order",
+    (int, float, NoneType): "loss",
 }
-_SETTINGS: dict[str, _Kinds] = {  # that are used, and not only compared
-    "architecture": (str,),
-    "seq_length": (int,),
-    "max_position_embeddings": (int, type(None)),
-    "tokenizer_type": _TEXT,
-    "tokenizer_model": _TEXT,
-    "vocab_file": _TEXT,
-    "merge_file": _TEXT,
-    "vocab_size": (int, type(None)),
+_SETTINGS: _Kinds = {  # that are used, not only compared
+    (int,): "seq_length",
+    (str,): "architecture",
+    (int, NoneType): "max_position_embeddings vocab_size",
+    (str, NoneType): "tokenizer_type tokenizer_model vocab_file merge_file",
 }
-_LOSS_SCALER: dict[str, _Kinds] = {"scale": _NUMBER, "clean_steps": (int,), "tolerance": (int,)}
+_LOSS_SCALER: _Kinds = {(int, float): "scale", (int,): "clean_steps tolerance"}
 _MAX_DEPTH = 10
-_MOST_LAYERS = 10_000  # a module is built for each
+_MAX_LAYERS = 10_000  # a module is built for each
 
 
 def read_meta(checkpoint: Path) -> dict[str, Any]:
-    """Read meta.json and check it against the marker. Raises CheckpointError."""
+    """Read meta.json, and check it against the marker. Raises CheckpointError."""
     path = checkpoint / META
     try:
         text = read_regular(path)
@@ -80,88 +66,78 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
 
 
 def open_in(checkpoint: Path, name: str) -> BufferedReader:
-    """Open a file of a checkpoint for reading; raises CheckpointError for what is not a regular file of its folder."""
+    """Open a file of a checkpoint for reading. Raises CheckpointError unless it is a regular file of its folder."""
     if not is_plain_name(name):
         raise CheckpointError(f"{name!r} is not the name of a file of the checkpoint {checkpoint}")
     return cast(BufferedReader, open_regular(checkpoint / name))
 
 
 def is_plain_name(name: Any) -> bool:
-    """Whether a name that was read from a checkpoint stays in its folder."""
+    """Return whether a name that was read from a checkpoint stays in its folder."""
     return isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) is not None
 
 
 def nonfinite(checkpoint: Path, meta: Mapping[str, Any]) -> str | None:
-    """Describe NaN or Inf in a checkpoint in one line; None where there is none, or none was recorded."""
-    names = meta.get("nonfinite", [])
-    if not names:
-        return None
-    return f"{checkpoint} is not finite: it was saved with NaN or Inf in {', '.join(names)}"
+    """Describe the NaN or Inf in a checkpoint; None if there is none."""
+    names = ", ".join(meta["nonfinite"])
+    return f"{checkpoint} is not finite: it was saved with NaN or Inf in {names}" if names else None
 
 
 def _check_meta(meta: Any) -> None:
-    """Raise ValueError unless every value is of its kind, and files are plain names."""
+    """Raise ValueError unless every value has its type and range, and files are plain names."""
     _check_kinds("", meta, _REQUIRED)
-    _check_kinds("", meta, {key: kinds for key, kinds in _OPTIONAL.items() if key in meta})
+    _check_kinds("", meta, _OPTIONAL, optional=True)
     _check_depth(meta)
-    for key in ("iteration", "world_size", "tokens"):
-        if not 0 <= meta.get(key, 0) < 2**63:
-            raise ValueError(f"{key} is {_short(meta[key])}")
-    if not _is_finite(meta.get("loss") or 0):
-        raise ValueError(f"loss is {_short(meta['loss'])}")
     _check_kinds("settings.", meta["settings"], _SETTINGS)
-    parts = {f"model_config.{key}": part for key, part in meta["model_config"].items() if isinstance(part, dict)}
-    groups = {"settings": meta["settings"], "schedule": meta["schedule"] or {}, **parts}
-    for group, values in groups.items():
-        for key, value in values.items():
-            if isinstance(value, dict):
-                raise ValueError(f"{group}.{key} is {_short(value)}")
-    for key, value in meta["counters"].items():
-        if type(value) not in _NUMBER or not _is_finite(value) or value < 0:
-            raise ValueError(f"the counter {key} is {_short(value)}")
+    parts = {f"model_config.{key}.": part for key, part in meta["model_config"].items() if isinstance(part, dict)}
+    groups = {"settings.": meta["settings"], "schedule.": meta["schedule"] or {}, **parts}
+    counters, datasets = meta["counters"], (meta.get("data_order") or {}).get("datasets", [])
+    wrong = {key: meta[key] for key in ("iteration", "world_size", "tokens") if not 0 <= meta.get(key, 0) < 2**63}
+    wrong |= {group + key: x for group, values in groups.items() for key, x in values.items() if isinstance(x, dict)}
+    wrong |= {f"the counter {key}": x for key, x in counters.items() if not (_is_finite(x) and x >= 0)}
     for scaler in (meta["loss_scaler"], *meta.get("loss_scalers", [])):
         _check_kinds("loss_scaler.", scaler, _LOSS_SCALER)
         if not (_is_finite(scaler["scale"]) and scaler["scale"] > 0):
-            raise ValueError(f"loss_scaler.scale is {_short(scaler['scale'])}")
-    datasets = (meta.get("data_order") or {}).get("datasets", [])
+            wrong["loss_scaler.scale"] = scaler["scale"]
+    if not _is_finite(meta.get("loss") or 0):
+        wrong["loss"] = meta["loss"]
     if type(datasets) is not list or any(type(order) is not dict for order in datasets):
-        raise ValueError(f"data_order.datasets is {_short(datasets)}")
-    if any(type(name) is not str for name in meta.get("nonfinite", [])):
-        raise ValueError(f"nonfinite is {_short(meta['nonfinite'])}")
+        wrong["data_order.datasets"] = datasets
+    if any(type(name) is not str for name in meta["nonfinite"]):
+        wrong["nonfinite"] = meta["nonfinite"]
+    if wrong:
+        raise ValueError("; ".join(f"{name} is {short(value)}" for name, value in list(wrong.items())[:3]))
     for name, entry in meta["files"].items():
         _check_file(name, entry)
 
 
 def _check_file(name: str, entry: Any) -> None:
     if not is_plain_name(name):
-        raise ValueError(f"it names the file {_short(name)}, which is not in the checkpoint")
-    _check_kinds(f"files.{name}.", entry, {"bytes": (int,), "sha256": (str,)})
+        raise ValueError(f"it names the file {short(name)}, which is not in the checkpoint")
+    _check_kinds(f"files.{name}.", entry, {(int,): "bytes", (str,): "sha256"})
     if entry["bytes"] < 0:
-        raise ValueError(f"files.{name}.bytes is {_short(entry['bytes'])}")
-    if "crc32" in entry:  # left out by earlier versions, and for index.json
-        _check_kinds(f"files.{name}.", entry, {"crc32": (str,), "piece_bytes": (int,)})
-        piece, crc32 = entry["piece_bytes"], entry["crc32"]
-        if (
-            not 1 <= piece < 2**31
-            or len(crc32) != 8 * -(-entry["bytes"] // piece)
-            or not re.fullmatch("[0-9a-f]*", crc32)
-        ):
-            raise ValueError(f"files.{name}.crc32 is not of as many pieces as the file has")
+        raise ValueError(f"files.{name}.bytes is {short(entry['bytes'])}")
+    if "crc32" in entry:  # only files of tensors
+        _check_kinds(f"files.{name}.", entry, {(int,): "piece_bytes", (str,): "crc32"})
+        size, crc32 = entry["piece_bytes"], entry["crc32"]
+        has_all = 1 <= size < 2**31 and len(crc32) == 8 * -(-entry["bytes"] // size)
+        if not has_all or not re.fullmatch("[0-9a-f]*", crc32):
+            raise ValueError(f"files.{name}.crc32 does not have 8 digits for each block of the file")
 
 
-def _check_kinds(where: str, values: Any, kinds: Mapping[str, _Kinds]) -> None:
+def _check_kinds(where: str, values: Any, kinds: _Kinds, optional: bool = False) -> None:
     if not isinstance(values, dict):
-        raise ValueError(f"{where.removesuffix('.') or 'the whole of it'} is no JSON object")
-    missing = kinds.keys() - values.keys()
-    if missing:
+        raise ValueError(f"{where.removesuffix('.') or 'the whole of it'} is not a JSON object")
+    allowed = {name: types for types, names in kinds.items() for name in names.split()}
+    if not optional and (missing := allowed.keys() - values.keys()):
         raise ValueError(f"it lacks {', '.join(where + key for key in sorted(missing))}")
-    for key, allowed in kinds.items():
-        if type(values[key]) not in allowed:  # type: a bool is no number
-            raise ValueError(f"{where}{key} is {_short(values[key])}")
+    for key, types in allowed.items():
+        if key in values and type(values[key]) not in types:  # a bool is not a number
+            raise ValueError(f"{where}{key} is {short(values[key])}")
 
 
 def _check_depth(meta: Any) -> None:
-    """Raise ValueError for what is nested so deeply that comparing or printing it might fail."""
+    """Raise ValueError for nesting so deep that comparing or printing might fail."""
     level = [meta]
     for _ in range(_MAX_DEPTH):
         level = [
@@ -173,46 +149,41 @@ def _check_depth(meta: Any) -> None:
         raise ValueError("its values are nested too deeply")
 
 
-def _is_finite(value: int | float) -> bool:
-    return abs(value) < 2**63 if isinstance(value, int) else math.isfinite(value)
-
-
-def _short(value: Any) -> str:
-    return reprlib.repr(value)
+def _is_finite(value: Any) -> bool:
+    return abs(value) < 2**63 if type(value) is int else type(value) is float and math.isfinite(value)
 
 
 @dataclass
 class Counters:
-    """How far a run is; a checkpoint keeps it."""
+    """Progress of a run, saved with it."""
 
     iteration: int = 0
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
-    scheduled_samples: int = 0  # as the learning-rate schedule counts: skipped steps left out
+    scheduled_samples: int = 0  # for the learning-rate schedule: without skipped steps
     skipped_iterations: int = 0
     nan_iterations: int = 0
     cut_tokens: int = 0  # that a curriculum left out of scheduled_samples
-    average_loss: float = 0.0  # of the steps so far, moving; 0 = not asked for
+    average_loss: float = 0.0  # moving average over steps; 0: not tracked
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> Counters:
-        """Read a checkpoint's counters. Raises CheckpointError for damaged ones, or those of another version."""
-        saved, later = meta["counters"], {"average_loss", "cut_tokens"}  # earlier versions had none
-        names = {field.name for field in dataclasses.fields(cls)}
-        wrong = sorted((saved.keys() | later) ^ names)
-        wrong += [name for name in sorted(names - later - {*wrong}) if type(saved[name]) is not int]
-        if wrong or saved["iteration"] != meta["iteration"]:
+        """Read a checkpoint's counters. Raises CheckpointError if they are damaged, or of another version."""
+        saved, types = meta["counters"], {field.name: type(field.default) for field in dataclasses.fields(cls)}
+        wrong = sorted(saved.keys() ^ types.keys()) or [name for name in types if type(saved[name]) is not types[name]]
+        if not wrong and saved["iteration"] != meta["iteration"]:
+            wrong = ["iteration"]
+        if wrong:
+            names = short(", ".join(wrong))
             raise CheckpointError(
-                "the checkpoint's counters are damaged, or of another version of megatron_zpp: "
-                f"{reprlib.repr(', '.join(wrong or ['iteration']))}"
+                f"the checkpoint's counters are damaged, or of another version of megatron_zpp: {names}"
             )
         return cls(**saved)
 
     def is_loss_spike(self, loss: float, factor: float | None) -> bool:
-        """Return whether a finite loss is more than ``factor`` times the average, which then moves towards it.
+        """Return whether a finite loss exceeds ``factor`` (--loss-spike-factor) times the moving average; update it.
 
-        A spike moves the average no further than its own limit does, so that a loss that stays high is soon believed.
-        factor: --loss-spike-factor; None asks for nothing.
+        A spike counts as that limit in the average, so that a loss that stays high is soon accepted. None: False.
         """
         if factor is None:
             return False
@@ -222,24 +193,25 @@ class Counters:
 
 
 def saved_model(meta: Mapping[str, Any], given: Architecture | None = None) -> tuple[Architecture, TransformerConfig]:
-    """Return architecture and config of a checkpoint's model. meta: of ``read_meta``.
+    """Return architecture and config of a checkpoint's model. Raises CheckpointError.
 
-    given: the user's own; without it the checkpoint's name must be one of ours. Raises CheckpointError.
+    given: the user's architecture; without it the checkpoint's must be one of ours.
     """
-    name = meta["settings"].get("architecture")
-    if given is not None:
-        check_architecture(meta, given)
-        architecture = given
-    else:
+    name = meta["settings"]["architecture"]
+    if given is not None and name != given.name:
+        use = f"use the program or --architecture of {name}"
+        raise CheckpointError(f"the checkpoint is of the architecture {name}, not {given.name}: {use}")
+    architecture = given
+    if architecture is None:
         try:
             architecture = find_architecture(name)
         except ValueError as error:
             raise CheckpointError(
-                f"the checkpoint is of the architecture {name}, which is none of ours ({error}): if it is yours, say "
-                "where its record is with --architecture package.module:NAME"
+                f"the checkpoint is of the architecture {name}, which is not one of ours ({error}): if it is yours, "
+                "say where its record is with --architecture package.module:NAME"
             ) from error
     try:
-        if architecture in ARCHITECTURES:  # what values others may have, only they know
+        if architecture in ARCHITECTURES:  # only other architectures know their valid values
             check_config(meta["model_config"], architecture.config_class)
         return architecture, (architecture.saved_config or architecture.config_class)(**meta["model_config"])
     except (TypeError, ValueError) as error:
@@ -247,7 +219,7 @@ def saved_model(meta: Mapping[str, Any], given: Architecture | None = None) -> t
 
 
 def check_config(values: Mapping[str, Any], config_class: type, within: str = "") -> None:
-    """Raise ValueError where a value is not of its field's type, or a size is none that a model has."""
+    """Raise ValueError if a value is not of its field's type, or not a size of a model."""
     for name, hint in typing.get_type_hints(config_class).items():
         kinds = typing.get_args(hint) or (hint,)
         if name not in values:
@@ -258,17 +230,7 @@ def check_config(values: Mapping[str, Any], config_class: type, within: str = ""
             check_config(value, part, f"{name}.")
             continue
         is_number = type(value) is int or (type(value) is float and float in kinds)
-        largest = _MOST_LAYERS if name == "num_layers" else 2**31
+        largest = _MAX_LAYERS if name == "num_layers" else 2**31
         fits = type(value) in kinds or (float in kinds and type(value) is int)
         if not fits or (is_number and not (0 if float in kinds else 1) <= value <= largest):
-            raise ValueError(f"{within}{name} is {reprlib.repr(value)}")
-
-
-def check_architecture(meta: Mapping[str, Any], architecture: Architecture) -> None:
-    """Raise CheckpointError unless the checkpoint is of ``architecture``."""
-    name = meta["settings"].get("architecture")
-    if name != architecture.name:
-        raise CheckpointError(
-            f"the checkpoint is of the architecture {name}, not {architecture.name}: use the program or --architecture "
-            f"of {name}"
-        )
+            raise ValueError(f"{within}{name} is {short(value)}")

@@ -1,4 +1,4 @@
-"""Choose the checkpoint that ``--load`` resumes from, and check that its settings and data are still the same."""
+"""Choose the checkpoint that ``--load`` resumes from, and check that settings and data are still the same."""
 
 from __future__ import annotations
 
@@ -6,34 +6,29 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_zpp.checkpoint import (
-    CheckpointError,
-    find_checkpoint,
-    latest_good,
-    nonfinite,
-    problems_on_all_ranks,
-    read_meta,
-)
-from megatron_zpp.checkpoint.folder import complete_checkpoints, refuse_foreign
-from megatron_zpp.checkpoint.meta import REMEDY
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.data.order import check_order
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
 from megatron_zpp.settings.groups import CheckpointSettings, Settings
+from megatron_zpp.zeropp.fsdp.topology import gather_objects
+
+from .files import CheckpointError
+from .folder import candidates, complete_checkpoints, find_checkpoint, refuse_foreign
+from .meta import REMEDY, nonfinite, read_meta
+from .verify import problems
 
 
 def check_not_overwritten(settings: CheckpointSettings) -> None:
-    """Raise CheckpointError where this run would save over the checkpoints of another one."""
+    """Raise CheckpointError if this run would save over the checkpoints of another one."""
     save, load = settings.save, settings.load
-    if save is None or settings.overwrite_save:
-        return
-    if load is not None and os.path.realpath(load) == os.path.realpath(save):
+    if save is None or settings.overwrite_save or (load and os.path.realpath(load) == os.path.realpath(save)):
         return
     if there := complete_checkpoints(save):
         raise CheckpointError(
@@ -48,7 +43,7 @@ def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
         return None
     if settings.load_latest_good:
         with progress("verifying checkpoints"):
-            checkpoint, passed_over = latest_good(settings.load, settings.verify_checkpoint)
+            checkpoint, passed_over = _latest_good(settings.load, settings.verify_checkpoint)
         for problem in passed_over:
             print_once(f"note: passed over: {problem}")
         with errors_on_all_ranks():
@@ -60,13 +55,13 @@ def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
     else:
         found: list[Path | None] = [None]
         with errors_on_all_ranks():
-            if dist.get_rank() == 0:  # alone: ranks that look at different moments may see different ones
+            if dist.get_rank() == 0:  # alone, as in _latest_good
                 found = [find_checkpoint(settings.load, settings.ckpt_step)]
         dist.broadcast_object_list(found)
         checkpoint = found[0]
         if checkpoint is not None:
             with progress("verifying the checkpoint"):
-                wrong = problems_on_all_ranks(checkpoint, settings.verify_checkpoint)
+                wrong = _problems_on_all_ranks(checkpoint, settings.verify_checkpoint)
             with errors_on_all_ranks():
                 if wrong:
                     raise CheckpointError(f"{checkpoint} is damaged ({'; '.join(wrong)}): {REMEDY}")
@@ -79,22 +74,44 @@ def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
     return checkpoint
 
 
+def _problems_on_all_ranks(checkpoint: Path, digests: str, finite: bool = False) -> list[str]:
+    """Run ``problems`` with the files shared among all ranks. Every rank returns the same. Collective."""
+    mine = problems(checkpoint, digests, dist.get_rank(), dist.get_world_size(), finite)
+    return list(dict.fromkeys(chain.from_iterable(gather_objects(mine))))
+
+
+def _latest_good(folder: str, digests: str) -> tuple[Path | None, list[str]]:
+    """Find the newest checkpoint without damage, NaN or Inf, and list the problems of newer ones. Collective."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:  # alone: ranks that look at different moments may see different folders
+        try:
+            found = [candidates(folder) if Path(folder).is_dir() else []]
+        except OSError as error:
+            found = [error]
+    dist.broadcast_object_list(found)
+    if isinstance(found[0], OSError):
+        raise CheckpointError(f"{folder} cannot be read ({found[0]})")
+    passed_over: list[str] = []
+    for checkpoint in found[0]:
+        wrong = _problems_on_all_ranks(checkpoint, digests, finite=True)
+        if not wrong:
+            return checkpoint, passed_over
+        passed_over += wrong
+    return None, passed_over
+
+
 _BATCH_SETTINGS = ("global_batch_size", "rampup_batch_size", "decrease_batch_size_if_needed")
-# On what is read in which order; of data_order_stable and the surplus, check_order knows where they have some.
-_WITHOUT_INFLUENCE = (
-    "num_workers",
-    "data_cache_path",
-    "no_mmap_bin_files",
-    "pad_last_valid_sample",
-    "data_order_stable",
-    "mid_level_dataset_surplus",
-)
+# These do not change which data are read in which order, except the last two, which check_order checks.
+_WITHOUT_INFLUENCE = {
+    *("num_workers", "data_cache_path", "no_mmap_bin_files", "pad_last_valid_sample"),
+    *("data_order_stable", "mid_level_dataset_surplus"),
+}
 
 
 def check_same_batches_and_data(settings: Settings, meta: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where going on would read other data, or in other batches, than the run did so far."""
+    """Raise CheckpointError if the run would read other data, or other batches, than before."""
     data_settings = [field.name for field in dataclasses.fields(settings.data) if field.name not in _WITHOUT_INFLUENCE]
-    if not settings.data.fim_data:  # no other setting of it has an effect then
+    if not settings.data.fim_data:  # then no other fim_* setting has an effect
         data_settings = [name for name in data_settings if name == "fim_data" or not name.startswith("fim_")]
     data_settings += ["seq_length", "seed", "tokenizer_type"]
     if not settings.checkpoint.override_batch_size:
@@ -108,7 +125,7 @@ def _check_same(what: str, names: Iterable[str], settings: Settings, meta: Mappi
     differing = []
     for name in names:
         here, there = ours[name], saved.get(name, ours[name])
-        if name.endswith("_path"):  # the files may have moved to another folder
+        if name.endswith("_path"):  # files may have moved to another folder
             here, there = (_file_names(value) for value in (here, there))
         if here != there:
             differing.append(f"{name} {there} there, {here} here")

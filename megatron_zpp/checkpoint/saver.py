@@ -1,12 +1,13 @@
-"""Saves checkpoints while training goes on."""
+"""Save checkpoints while training goes on."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import shutil
 import sys
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -15,95 +16,78 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from .folder import INCOMPLETE, FolderLock, checkpoint_path, retain
-from .state import checkpoint_state, describe_state, root_cause
+from .state import checkpoint_state, root_cause
 from .storage import CheckpointWriter
-from .trained import Trained
+from .trained import Trained, zeropp_layout
 
 
-@dataclass
+@dataclasses.dataclass
 class _Pending:
-    iteration: int
     begun: float  # monotonic seconds
-    stopped: float  # seconds that training waited, so far
+    stopped: float  # seconds that training waited so far
     future: Future[Any]
     writer: CheckpointWriter
     finished: float | None = None
 
 
 class CheckpointSaver:
-    """Saves in one folder, in the background (``asynchronous``) or at once. All its methods are collective.
+    """Saves in one folder, in the background (``asynchronous``) or at once. All methods are collective.
 
-    A save that fails is reported, cleaned up, and otherwise changes nothing: the one before it stays the latest.
+    A failed save is reported and cleaned up; the checkpoint before it stays the latest.
     """
 
     def __init__(
         self,
         folder: str,
-        asynchronous: bool = True,
-        keep_last: int | None = None,
-        retain_interval: int | None = None,
-        timeout_minutes: float = 10.0,
-        lock: FolderLock | None = None,
+        asynchronous: bool,
+        keep_last: int | None,
+        retain_interval: int | None,
+        timeout_minutes: float,
+        lock: FolderLock | None,
     ) -> None:
-        """lock: on rank 0, what holds the folder for this job."""
-        self._lock = lock
-        self.folder, self.asynchronous = folder, asynchronous
-        self.keep_last, self.retain_interval = keep_last, retain_interval
+        """keep_last, retain_interval: of ``retain``. lock: the job's lock on the folder, on rank 0."""
+        self.folder, self._asynchronous, self._lock = folder, asynchronous, lock
         self.saved_iteration: int | None = None  # the last one that is on the disk
-        self.failures = 0
-        self.seconds_stopped = 0.0  # that training waited for saves, in all
+        self._delete_old = functools.partial(retain, folder, keep_last, retain_interval)
         self._pending: _Pending | None = None
-        # A group of its own: its collectives run in another thread than training's, and on the CPU.
+        # A separate group, because its collectives run in another thread than training's, and on the CPU.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
 
-    def save(
-        self,
-        iteration: int,
-        trained: Trained,
-        meta: dict[str, Any],
-        save_rng: bool = True,
-    ) -> None:
-        """Begin to save; training may go on when this returns. Waits for the save before, if that is not done."""
+    def save(self, iteration: int, trained: Trained, meta: dict[str, Any], save_rng: bool) -> None:
+        """Wait for the save before, then begin to save; training may go on when this returns."""
         begun = time.monotonic()
         self.wait()
-        meta = meta | describe_state(trained, save_rng)
-        meta |= {"iteration": iteration, "torch": str(torch.__version__), "saved_at": _now()}
-        writer = CheckpointWriter(
-            self.folder,
-            iteration,
-            meta,
-            self._lock,
-            after=lambda: retain(self.folder, self.keep_last, self.retain_interval),
-        )
-        arguments: dict[str, Any] = dict(
-            storage_writer=writer,
-            planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
-            process_group=self._group,
-        )
+        meta = meta | {"iteration": iteration, "torch": str(torch.__version__), "saved_at": _now()}
+        meta |= {"world_size": trained.world_size, "has_optimizer": bool(trained.optimizers), "has_rng": save_rng}
+        meta["zeropp"] = zeropp_layout(trained.zeropps)
+        meta["islands"] = None if trained.islands is None else dataclasses.asdict(trained.islands.config)
+        writer = CheckpointWriter(self.folder, iteration, meta, self._lock, self._delete_old)
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+        arguments: dict[str, Any] = dict(storage_writer=writer, planner=planner, process_group=self._group)
         state = checkpoint_state(trained, save_rng)
-        if self.asynchronous:
+        if self._asynchronous:
             future = dcp.async_save(state, **arguments)  # returns when it has copied the state
             assert isinstance(future, Future)
-            pending = self._pending = _Pending(iteration, begun, time.monotonic() - begun, future, writer)
-            future.add_done_callback(lambda _: setattr(pending, "finished", time.monotonic()))
-            self._print(f"saving checkpoint of iteration {iteration} to {self.folder} while training goes on")
         else:
             future = Future()
             try:
                 future.set_result(dcp.save(state, **arguments))
             except dcp.api.CheckpointException as error:
                 future.set_exception(error)
-            stopped = time.monotonic() - begun
-            self._pending = _Pending(iteration, begun, stopped, future, writer, finished=time.monotonic())
+        pending = self._pending = _Pending(begun, time.monotonic() - begun, future, writer)
+        future.add_done_callback(lambda _: setattr(pending, "finished", time.monotonic()))
+        if self._asynchronous:
+            self._print(f"saving checkpoint of iteration {iteration} to {self.folder} while training goes on")
+        else:
             self._settle()
 
     def poll(self) -> None:
-        """Report a save that has come to its end meanwhile; call it at every step."""
+        """Report a save that has finished; call it at every step."""
         if self._pending is not None and self._pending.future.done():
             self._settle()
 
     def wait(self) -> None:
-        """Return when nothing is being saved any more."""
+        """Wait for a save in progress, and report it."""
         if self._pending is not None:
             begun = time.monotonic()
             self._pending.future.exception()  # waits
@@ -113,27 +97,24 @@ class CheckpointSaver:
     def _settle(self) -> None:
         pending, self._pending = self._pending, None
         assert pending is not None
-        self.seconds_stopped += pending.stopped
-        error = pending.future.exception()
+        error, iteration = pending.future.exception(), pending.writer.iteration
         if error is None:
-            self.saved_iteration = pending.iteration
+            self.saved_iteration = iteration
             written = (pending.finished or time.monotonic()) - pending.begun
             self._print(
-                f"successfully saved checkpoint from iteration {pending.iteration:7d} to {self.folder} "
+                f"successfully saved checkpoint from iteration {iteration:7d} to {self.folder} "
                 f"(written in {written:.2f} s, training stopped for {pending.stopped:.2f} s)"
             )
             if pending.writer.nonfinite:
                 self._print(f"note: this checkpoint holds NaN or Inf in {', '.join(pending.writer.nonfinite)}")
-            return
-        if not isinstance(error, dcp.api.CheckpointException):
+        elif not isinstance(error, dcp.api.CheckpointException):
             raise error
-        self.failures += 1
-        if dist.get_rank() == 0:
-            incomplete = checkpoint_path(self.folder, pending.iteration)
+        elif dist.get_rank() == 0:
+            incomplete = checkpoint_path(self.folder, iteration)
             shutil.rmtree(incomplete.with_name(incomplete.name + INCOMPLETE), ignore_errors=True)  # makes room
             cause = " ".join(root_cause(error).split())
             print(
-                f"ERROR: the checkpoint of iteration {pending.iteration} was NOT SAVED: {cause}. Training goes on; the "
+                f"ERROR: the checkpoint of iteration {iteration} was NOT SAVED: {cause}. Training goes on; the "
                 f"latest checkpoint in {self.folder} stays what it was. Make room, or make it writable",
                 file=sys.stderr,
                 flush=True,

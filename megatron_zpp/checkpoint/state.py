@@ -1,27 +1,26 @@
 """Save the tensors of a run and load them again, on the same ranks or on others.
 
-model.NAME                     parameters, fp32; of islands what they last agreed on
-optimizer.NAME.KEY             the optimizer's state of a parameter; of islands the first one's
+model.NAME                     parameters, fp32; with islands, the outer parameters
+optimizer.NAME.KEY             the optimizer's state of a parameter; with islands, the first island's
 rng.RANK.DEVICE                random states
-zeropp.RANK.…/KEY              LoCo's errors, scales of elements, copies of weights that are sent as differences, noise
+zeropp.RANK.…/KEY              LoCo's errors, scales of elements, rows of moved codes, noise
                                counters
 island1.model.NAME             an island's parameters; the first island is island0
-island1.optimizer.NAME.KEY     the state of its optimizer, but for the first
-islands.momentum.NAME          of the outer optimizer
-islands.RANK.KEY               steps, LoCo's errors between islands, what is on its way between them
+island1.optimizer.NAME.KEY     the state of its optimizer, except the first island's
+islands.momentum.NAME          the outer optimizer's momentum
+islands.RANK.KEY               steps, LoCo's errors between islands, transfers between them
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -30,72 +29,51 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from megatron_zpp.islands import IslandsInterface
+from megatron_zpp.islands import OuterSync
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 
 from .files import CheckpointError
-from .index import read_index
 from .meta import REMEDY
-from .resume_plan import plan_resume, zeropp_layout
-from .storage import CheckpointReader, iterate_tensors
-from .trained import Trained
+from .storage import CheckpointReader, iterate_tensors, read_index
+from .trained import Trained, plan_resume
 
 
 def checkpoint_state(trained: Trained, save_rng: bool) -> dict[str, Tensor]:
-    """Return this rank's tensors of a checkpoint, by name; with emulated ranks those of all."""
+    """Return this rank's tensors by name; with emulated ranks those of all."""
     islands = trained.islands
-    state = _joined({prefix: _model_state(model) for prefix, model in trained.named_models()})
-    # Asked for the state of one that has made no step (fp16 skips its first ones), torch makes a step of zeros first,
-    # and every later step would count as one more.
+    state = _prefixed({prefix: get_model_state_dict(model) for prefix, model in trained.named_models()})
+    # For an optimizer without a step (fp16 skips the first ones) torch would make a step of zeros, which counts.
     for prefix, model, optimizer in trained.named_optimizers():
         if optimizer.state:
-            state |= _joined({prefix: _optimizer_tensors(get_optimizer_state_dict(model, optimizer))})
+            state |= _prefixed({prefix: _optimizer_tensors(get_optimizer_state_dict(model, optimizer))})
     for ranks in trained.ranks if save_rng else ():
-        state |= _joined({"rng.": ranks.random_states.state_dict()})
+        state |= _prefixed({"rng.": ranks.random_states.state_dict()})
     for zeropp in trained.zeropps:
-        state |= _joined({"zeropp.": zeropp.state_dict()})
+        state |= _prefixed({"zeropp.": zeropp.state_dict()})
     if islands is not None:
-        state |= _joined({"model.": _model_state(trained.models[0])})  # what is not trained, they have alike
-        state |= _agreed_tensors(islands) | _joined({"islands.": islands.state_dict()})
+        # What is not trained is the same in all.
+        state |= _prefixed({"model.": get_model_state_dict(trained.models[0])})
+        state |= _outer_tensors(islands) | _prefixed({"islands.": islands.state_dict()})
     return state
 
 
-def describe_state(trained: Trained, save_rng: bool) -> dict[str, Any]:
-    """Return what meta.json says about the tensors."""
-    return {
-        "world_size": trained.world_size,
-        "has_optimizer": bool(trained.optimizers),
-        "has_rng": save_rng,
-        "zeropp": zeropp_layout(trained.zeropps),
-        "islands": None if trained.islands is None else dataclasses.asdict(trained.islands.config),
-    }
-
-
 def iterate_parameters(checkpoint: Path, meta: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and whole fp32 tensor of each parameter of the saved model, one at a time; a tied one comes once.
-
-    meta: of ``read_meta``. Needs no process group and no model. Raises CheckpointError.
-    """
+    """Yield name and whole fp32 tensor of each parameter, one at a time; a tied one once. Raises CheckpointError."""
     return iterate_tensors(checkpoint, meta, "model.")
 
 
 def load_checkpoint(
-    checkpoint: Path,
-    meta: Mapping[str, Any],
-    trained: Trained,
-    layout: Mapping[str, int | str],
-    load_rng: bool = True,
+    checkpoint: Path, meta: Mapping[str, Any], trained: Trained, layout: Mapping[str, int | str], load_rng: bool = True
 ) -> list[str]:
-    """Load tensors in place. Collective. Returns notes that say what was not loaded, and why.
+    """Load tensors in place; return notes on what was not loaded, and why. Collective.
 
-    Without optimizers: the parameters alone. The ranks, and their ``layout`` (of ``Run.layout``), may be others than
-    those that saved; random states and LoCo's errors belong to a layout and start over on another. Raises
-    FailedTogether when it has said why.
+    Without optimizers it loads parameters only. Ranks and their ``layout`` (``Run.layout``) may differ from those that
+    saved: then random states and LoCo's errors start over. Raises FailedTogether after printing the reason.
     """
     islands, local_ranks = trained.islands, _ranks_in(*(zeropp.state_dict() for zeropp in trained.zeropps))
     plan = plan_resume(meta, trained, layout, load_rng, has_zeropp_state=bool(local_ranks))
     loaded = trained if plan.islands else trained.first()
-    models = {prefix: _model_state(model) for prefix, model in loaded.named_models()}
+    models = {prefix: get_model_state_dict(model) for prefix, model in loaded.named_models()}
     optimizers = {
         prefix: get_optimizer_state_dict(model, optimizer)
         for island, (prefix, model, optimizer) in enumerate(loaded.named_optimizers(), loaded.first_island)
@@ -103,28 +81,28 @@ def load_checkpoint(
     }
     seeded = trained.ranks if plan.random_states else []
     random_states = [ranks.random_states.state_dict() for ranks in seeded]
-    state = _joined(models) | _joined({prefix: _optimizer_tensors(local) for prefix, local in optimizers.items()})
+    state = _prefixed(models) | _prefixed({prefix: _optimizer_tensors(local) for prefix, local in optimizers.items()})
     for local in random_states:
-        state |= _joined({"rng.": local})
+        state |= _prefixed({"rng.": local})
 
     zeropp_state, islands_state = dict[str, Tensor](), dict[str, Tensor]()
     island_ranks = _ranks_in(islands.state_dict()) if islands is not None and plan.island_wires else set()
     with errors_on_all_ranks():
         if trained.optimizers and not meta["has_optimizer"]:
             raise CheckpointError(f"{checkpoint} was saved without its optimizer: load it with --no-load-optim")
-        metadata, places = read_index(checkpoint, meta)
+        metadata = read_index(checkpoint, meta)
         saved = metadata.state_dict_metadata
         if plan.zeropp:
             zeropp_state = _tensors_to_fill(saved, "zeropp", local_ranks)
         if plan.islands and islands is not None:
-            for name, tensor in _agreed_tensors(islands).items():
-                if name in saved or name.startswith("model."):  # or there was no momentum when it was saved
+            for name, tensor in _outer_tensors(islands).items():
+                if name in saved or name.startswith("model."):  # momentum may not have existed yet
                     state[name] = tensor
         if plan.island_wires:
             islands_state = _tensors_to_fill(saved, "islands", island_ranks)
-        state |= _joined({"zeropp.": zeropp_state, "islands.": islands_state})
+        state |= _prefixed({"zeropp.": zeropp_state, "islands.": islands_state})
         _check_shapes(checkpoint, state, saved)
-    _read(CheckpointReader(checkpoint, metadata, places), state)
+    _read(CheckpointReader(checkpoint, metadata), state)
 
     for prefix, model in loaded.named_models():
         set_model_state_dict(model, models[prefix])
@@ -132,29 +110,28 @@ def load_checkpoint(
         if prefix in optimizers:
             set_optimizer_state_dict(model, optimizer, optimizers[prefix])
     for model, optimizer in list(zip(trained.models, trained.optimizers, strict=False))[len(loaded.models) :]:
-        if "optimizer." in optimizers:  # of emulated islands that start over
+        if "optimizer." in optimizers:  # emulated islands that start over
             set_optimizer_state_dict(model, optimizer, copy.deepcopy(optimizers["optimizer."]))
     for ranks, local in zip(seeded, random_states, strict=True):
         ranks.random_states.load_state_dict(local)
     for zeropp in trained.zeropps:
         zeropp.invalidate()
         if plan.zeropp:
-            # Which leaves it out with a warning where an earlier version divided the model into other units.
+            # Warns, and loads nothing, if an earlier version divided the model into other units.
             zeropp.load_state_dict({name: tensor.to(zeropp.device) for name, tensor in zeropp_state.items()})
     if islands is not None:
         if plan.islands:
             islands.load_state_dict(islands_state)
         else:
-            islands.begin_anew()
+            islands.restart()
     return list(plan.notes)
 
 
 def _read(reader: CheckpointReader, state: dict[str, Any]) -> None:
-    """Fill the tensors of ``state``; collective. Raises FailedTogether."""
+    """Fill the tensors of ``state``. Raises FailedTogether. Collective."""
     failure = None
     try:
-        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
-        dcp.load(state, storage_reader=reader, planner=planner)
+        dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner(flatten_state_dict=False))
     except dcp.api.CheckpointException as error:  # on all ranks
         failure = root_cause(error)
     with errors_on_all_ranks():
@@ -162,36 +139,26 @@ def _read(reader: CheckpointReader, state: dict[str, Any]) -> None:
             raise CheckpointError(f"{reader.checkpoint} cannot be loaded ({failure}): {REMEDY}")
 
 
-def root_cause(error: BaseException) -> str:
-    """The error itself, and whose: DCP wraps the ranks' errors, with their tracebacks, in one that all ranks raise."""
-    if isinstance(error, dcp.api.CheckpointException):
-        rank = min(error.failures)
-        cause, _ = error.failures[rank]
-        return f"rank {rank}: {type(cause).__name__}: {cause}"
-    return f"{type(error).__name__}: {error}"
+def root_cause(error: dcp.api.CheckpointException) -> str:
+    """Describe the first rank's error, which DCP wraps with all ranks' tracebacks."""
+    rank = min(error.failures)
+    cause, _ = error.failures[rank]
+    return f"rank {rank}: {type(cause).__name__}: {cause}"
 
 
-def _model_state(model: nn.Module) -> dict[str, Any]:
-    return get_model_state_dict(model)
+def _outer_tensors(islands: OuterSync) -> dict[str, Tensor]:
+    """Return the outer parameters, by the model's names, and the outer optimizer's momentum."""
+    prefixes = {"agreed": "model.", "momentum": "islands.momentum."}
+    state = {tuple(key.split(".", 1)): tensor for key, tensor in islands.outer_state().items()}
+    return {prefixes[kind] + name: tensor for (kind, name), tensor in state.items()}
 
 
-def _agreed_tensors(islands: IslandsInterface) -> dict[str, Tensor]:
-    """What islands agreed on under the names of a model, and the outer optimizer's momentum."""
-    names = {"agreed": "model", "momentum": "islands.momentum"}
-    found = {}
-    for key, tensor in islands.agreed_state().items():
-        kind, _, name = key.partition(".")
-        found[f"{names[kind]}.{name}"] = tensor
-    return found
-
-
-def _joined(named: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Tensors under their prefix and name."""
+def _prefixed(named: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
     return {prefix + name: tensor for prefix, tensors in named.items() for name, tensor in tensors.items()}
 
 
 def _optimizer_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors of ``get_optimizer_state_dict``; the run sets the groups' settings at every step."""
+    """Return the tensors of ``get_optimizer_state_dict``; the run sets the groups' settings at every step."""
     return {
         f"{name}.{key}": value
         for name, values in state["state"].items()
@@ -201,12 +168,12 @@ def _optimizer_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _ranks_in(*states: Mapping[str, Tensor]) -> set[str]:
-    """Those that the names begin with."""
+    """Return the ranks that tensor names begin with."""
     return {name.partition(".")[0] for state in states for name in state}
 
 
 def _tensors_to_fill(saved: Mapping[str, Any], kind: str, ranks: Collection[str]) -> dict[str, Tensor]:
-    """Empty tensors of the shapes in which the state of these ranks was saved, by whatever version."""
+    """Return empty tensors of the shapes in which these ranks' state was saved."""
     return {
         name.removeprefix(f"{kind}."): torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in saved.items()
@@ -215,7 +182,7 @@ def _tensors_to_fill(saved: Mapping[str, Any], kind: str, ranks: Collection[str]
 
 
 def _check_shapes(checkpoint: Path, state: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where the run has a tensor that was saved otherwise, or not at all."""
+    """Raise CheckpointError if a tensor of the run was saved with another shape or dtype, or not at all."""
     wrong = []
     for name, tensor in state.items():
         entry = saved.get(name)

@@ -1,137 +1,165 @@
 """Store torch.distributed.checkpoint's tensors as safetensors with a JSON index, without any pickle.
 
-(DCP's own writers pickle their index, and its safetensors writer keeps a rank's whole part twice in memory. Its
-HuggingFaceStorageReader opens what is written here.) Files are hashed as they are written. Everything that is read back
-is checked before it is used.
+DCP's writers pickle their index, and its safetensors writer holds a rank's shards twice in memory. Its
+HuggingFaceStorageReader opens what is written here. index.json locates the shards of each tensor; everything in it is
+checked before use.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec._internals import validate_non_overlapping_shards_metadata
+from torch.distributed.checkpoint import FileSystemReader, StorageWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from .files import CheckpointError, Sums, open_regular, sync_file
+from .files import DTYPES, CheckpointError, digest, parse_json, write_safetensors
 from .folder import FolderLock, begin, finish
-from .index import DTYPE_NAMES, Place, build_index, read_index
-from .meta import open_in
+from .meta import INDEX, REMEDY, is_plain_name, open_in
 from .tokenizer import copy_tokenizer
 
-NAMED = 20  # tensors with NaN or Inf, in meta.json
+MAX_NAMES = 20  # of tensors with NaN or Inf, in meta.json
 
 
-@dataclass(frozen=True)
-class File:
-    """A file of tensors that is on the disk."""
-
-    places: dict[str, Place]  # of each tensor, by name
-    entry: dict[str, Any]  # what meta.json says of it
-    nonfinite: list[str]  # tensors that hold NaN or Inf
-
-
-@dataclass(frozen=True)
-class _Written:
-    """One part, as its rank reports it to the rank that writes the index."""
-
-    place: Place
-    entry: dict[str, Any]  # of its file: one object, so that it is sent once
-    is_finite: bool
+def build_index(tensors: Mapping[str, Any], places: Mapping[MetadataIndex, _StorageInfo]) -> dict[str, Any]:
+    """Return the content of index.json. tensors: ``TensorStorageMetadata`` by name."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    entries = {}
+    for name, tensor in tensors.items():
+        chunks = []
+        for chunk in tensor.chunks:
+            place = places[MetadataIndex(name, chunk.offsets)]
+            at = {"offsets": list(chunk.offsets), "shape": list(chunk.sizes)}
+            span = [place.offset, place.offset + place.length]
+            chunks.append(at | {"file": place.relative_path, "bytes": span})
+        entries[name] = {"dtype": names[tensor.properties.dtype], "shape": list(tensor.size), "chunks": chunks}
+    return {"tensors": entries}
 
 
-def write_safetensors(
-    path: Path,
-    parts: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
-    tensor_of: Callable[[str], Tensor],
-    offsets: Mapping[str, Sequence[int]] | None = None,
-) -> File:
-    """Write tensors one by one.
-
-    parts: name, dtype and shape of every tensor, in any order. tensor_of: called once for each, when its turn comes.
-    offsets: where each begins in the tensor that it is a part of. DCP's HuggingFaceStorageReader looks for them in the
-    header; our own reader goes by the index.
-    """
-    parts = sorted(parts, key=lambda part: -part[1].itemsize)  # so that all are aligned
-    header: dict[str, Any] = {}
-    end = 0
-    for name, dtype, shape in parts:
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    more = {}
-    if offsets is not None:
-        sharding = {name: {"saved_offsets": list(begin)} for name, begin in offsets.items()}
-        more["__metadata__"] = {"DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":"))}
-    text = json.dumps(more | header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    prefix = len(text).to_bytes(8, "little") + text
-    sums, nonfinite = Sums(), []
-    sums.update(prefix)
-    with open_regular(path, "wb") as file:
-        file.write(prefix)
-        for name, dtype, shape in parts:
-            tensor = tensor_of(name).detach().cpu().contiguous()
-            if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
-                raise ValueError(f"{name} was planned as {dtype} {shape}, but is {tensor.dtype} {tuple(tensor.shape)}")
-            if not _is_finite(tensor):
-                nonfinite.append(name)
-            content: Any = tensor.flatten().view(torch.uint8).numpy() if tensor.numel() else b""
-            sums.update(content)
-            file.write(content)
-        sync_file(file)
-    places = {name: Place(path.name, *(len(prefix) + at for at in header[name]["data_offsets"])) for name in header}
-    return File(places, sums.entry(), nonfinite)
+def read_index(checkpoint: Path, meta: Mapping[str, Any]) -> Metadata:
+    """Return shapes, dtypes and places of all tensors. ``meta``: from ``read_meta``. Raises CheckpointError."""
+    try:
+        with open_in(checkpoint, INDEX) as file:
+            text = file.read()
+        if digest(text) != meta["files"].get(INDEX, {}).get("sha256"):
+            raise ValueError("its digest is not the one in meta.json")
+        return _parse_index(parse_json(text), meta["files"])
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint / INDEX} is damaged ({error}): {REMEDY}") from error
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    # One pass without a copy; NaN comes through. Few operations know 8-bit floats.
-    low, high = (tensor if tensor.itemsize > 1 else tensor.float()).aminmax()
-    return math.isfinite(low) and math.isfinite(high)
+def _parse_index(index: Any, files: Mapping[str, Any]) -> Metadata:
+    """Raise ValueError unless the shards of every tensor cover it exactly, and no two share bytes of a file."""
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for name, entry in _values(_values(index, "the index", "tensors")[0], "tensors").items():
+        dtype_name, shape, shards = _values(entry, name, "dtype", "shape", "chunks")
+        dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
+        if dtype is None:
+            raise ValueError(f"{name} is of the dtype {short(dtype_name)}, which is not known")
+        if not isinstance(shards, list):
+            raise ValueError(f"the chunks of {name} are not a list")
+        size = _sizes(shape)
+        chunks = []
+        for shard in shards:
+            chunk, place = _parse_shard(name, shard, size, dtype, files)
+            # Ranks that hold nothing of a tensor write shards without elements.
+            if math.prod(chunk.sizes) or not math.prod(size):
+                chunks.append(chunk)
+                places[MetadataIndex(name, chunk.offsets)] = place
+        if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size) or not chunks:
+            raise ValueError(f"shards of {name} are missing, or there are too many")
+        if math.prod(size):
+            try:
+                validate_non_overlapping_shards_metadata(
+                    [ShardMetadata(list(chunk.offsets), list(chunk.sizes)) for chunk in chunks]
+                )
+            except ValueError:
+                raise ValueError(f"shards of {name} overlap") from None
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype), size, chunks)
+    _check_bytes(places)
+    return Metadata(tensors, storage_data=places)
+
+
+def _parse_shard(
+    name: str, shard: Any, size: torch.Size, dtype: torch.dtype, files: Mapping[str, Any]
+) -> tuple[ChunkStorageMetadata, _StorageInfo]:
+    *lists, file = _values(shard, f"a shard of {name}", "offsets", "shape", "bytes", "file")
+    offsets, sizes, span = (_sizes(values) for values in lists)
+    is_inside = len(offsets) == len(sizes) == len(size) and all(
+        start + length <= total for start, length, total in zip(offsets, sizes, size, strict=True)
+    )
+    if not is_inside or len(span) != 2 or span[1] - span[0] != math.prod(sizes) * dtype.itemsize:
+        raise ValueError(f"a shard of {name} is not of its size")
+    if not is_plain_name(file) or file not in files or span[1] > files[file]["bytes"]:
+        raise ValueError(f"a shard of {name} is not in a file of this checkpoint")
+    return ChunkStorageMetadata(offsets, sizes), _StorageInfo(file, span[0], span[1] - span[0])
+
+
+def _values(entry: Any, name: str, *keys: str) -> Any:
+    """Return the values of ``keys``, or the object itself without keys. Raises ValueError if they are missing."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{name} is not a JSON object")
+    missing = [key for key in keys if key not in entry]
+    if missing:
+        raise ValueError(f"{name} has no {', '.join(missing)}")
+    return [entry[key] for key in keys] if keys else entry
+
+
+def _sizes(values: Any) -> torch.Size:
+    if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
+        raise ValueError(f"{short(values)} is not a shape")
+    if math.prod(max(1, value) for value in values) >= 2**60:  # more than torch can count
+        raise ValueError(f"{short(values)} is too large for a shape")
+    return torch.Size(values)
+
+
+def _check_bytes(places: Mapping[MetadataIndex, _StorageInfo]) -> None:
+    """Raise ValueError if two shards, of one tensor or of two, share bytes of a file."""
+    last_file, last_end, last_name = "", 0, ""
+    for index, place in sorted(places.items(), key=lambda item: (item[1].relative_path, item[1].offset)):
+        if place.relative_path != last_file:
+            last_file, last_end = place.relative_path, 0
+        if place.length and place.offset < last_end:
+            raise ValueError(f"{last_name} and {index.fqn} share bytes of {last_file}")
+        if place.length:
+            last_end, last_name = place.offset + place.length, index.fqn
 
 
 class CheckpointWriter(StorageWriter):
-    """Writes one checkpoint: every rank its own file, rank 0 index, meta.json, marker, and the name.
+    """Writes one checkpoint: every rank its own file; rank 0 also index, meta.json, marker, and the name."""
 
-    meta: what meta.json holds beside the files' digests; used on rank 0. lock: of the folder, on rank 0. after: called
-    on rank 0 when it is complete.
-    """
+    path: Path
 
     def __init__(
-        self,
-        folder: str,
-        iteration: int,
-        meta: dict[str, Any],
-        lock: FolderLock | None = None,
-        after: Callable[[], None] = lambda: None,
+        self, folder: str, iteration: int, meta: dict[str, Any], lock: FolderLock | None, after: Callable[[], None]
     ) -> None:
+        """meta, lock, after: used on rank 0. meta: meta.json without files. after: called on completion."""
         self.lock = lock
         self.folder, self.iteration, self.meta, self.after = folder, iteration, meta, after
-        self.path: Path | None = None
-        self.nonfinite: list[str] = []  # what holds NaN or Inf, once it is complete; on rank 0
+        self.nonfinite: list[str] = []  # what holds NaN or Inf; set on completion, on rank 0
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self.path = None
+    def reset(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self.is_coordinator = is_coordinator
@@ -144,201 +172,134 @@ class CheckpointWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        assert self.path is not None
-        return [
-            SavePlan(plan.items, (str(self.path), f"rank_{rank:05d}.safetensors")) for rank, plan in enumerate(plans)
-        ]
+        return [SavePlan(plan.items, self.path / f"rank_{rank:05d}.safetensors") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        folder, name = plan.storage_data
-        items: dict[str, WriteItem] = {}
-        for item in plan.items:
-            key = item.index.fqn
-            assert key not in items, f"{key} has two parts on one rank"
-            items[key] = item
+        """Write this rank's shards; each result holds the shard's place, its file's entry, and whether it is finite."""
+        items = {item.index.fqn: item for item in plan.items}
+        data = {name: item.tensor_data for name, item in items.items() if item.tensor_data is not None}
+        assert len(data) == len(plan.items), "each item is a tensor, and a rank has one shard of each"
+        results = []
+        if items:
+            file = write_safetensors(
+                plan.storage_data,
+                [(name, shard.properties.dtype, tuple(shard.chunk.sizes)) for name, shard in data.items()],
+                lambda name: planner.resolve_data(items[name]),  # type: ignore[arg-type,return-value]
+                {name: tuple(shard.chunk.offsets) for name, shard in data.items()},
+            )
+            for name, place in file.places.items():
+                written = (place, file.entry, name not in file.nonfinite)  # the entry is one object: pickled once
+                results.append(WriteResult(items[name].index, place.length, written))
         done: Future[list[WriteResult]] = Future()
-        if not items:
-            done.set_result([])
-            return done
-        parts, offsets = [], {}
-        for key, item in items.items():
-            assert item.tensor_data is not None, f"{key} is not a tensor"
-            chunk = item.tensor_data.chunk
-            parts.append((key, item.tensor_data.properties.dtype, tuple(chunk.sizes)))
-            offsets[key] = tuple(chunk.offsets)
-        file = write_safetensors(
-            Path(folder) / name,
-            parts,
-            lambda key: planner.resolve_data(items[key]),  # type: ignore[arg-type,return-value]
-            offsets,
-        )
-        done.set_result(
-            [
-                WriteResult(
-                    items[key].index,
-                    place.end - place.begin,
-                    _Written(place, file.entry, is_finite=key not in file.nonfinite),
-                )
-                for key, place in file.places.items()
-            ]
-        )
+        done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        assert self.path is not None
         places, files, nonfinite = {}, {}, set()
         for result in chain.from_iterable(results):
-            written: _Written = result.storage_data
-            places[result.index] = written.place
-            files[written.place.file] = written.entry
-            if not written.is_finite:
+            place, entry, is_finite = result.storage_data
+            places[result.index] = place
+            files[place.relative_path] = entry
+            if not is_finite:
                 nonfinite.add(result.index.fqn)
-        self.nonfinite = _names_of(self.meta, nonfinite)
+        self.nonfinite = _nonfinite_names(self.meta, nonfinite)
         files |= copy_tokenizer(self.meta["settings"], self.path)
-        finish(
-            self.path,
-            build_index(metadata.state_dict_metadata, places),
-            self.meta | {"nonfinite": self.nonfinite},
-            files,
-        )
+        index = build_index(metadata.state_dict_metadata, places)
+        finish(self.path, index, self.meta | {"nonfinite": self.nonfinite}, files)
         self.after()
 
-    def storage_meta(self) -> StorageMeta | None:
-        return None
-
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+    def validate_checkpoint_id(cls, *args: Any, **kwargs: Any) -> bool:
         return True
 
 
-def _names_of(meta: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:
-    """What meta.json says is not finite: what the run said (the loss), and tensors, the first ones by name."""
+def _nonfinite_names(meta: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:
+    """List what is not finite for meta.json: what the run named (the loss), and tensors, the first ones by name."""
     names = [*meta.get("nonfinite", []), *sorted(tensors)]
-    return names if len(names) <= NAMED else [*names[:NAMED], f"{len(names) - NAMED} more"]
+    return names if len(names) <= MAX_NAMES else [*names[:MAX_NAMES], f"{len(names) - MAX_NAMES} more"]
 
 
-# Reading
-
-
-def read_part(file: Any, place: Place, dtype: torch.dtype, sizes: torch.Size) -> Tensor:
-    """Read one part of a tensor from an open file."""
-    content = bytearray(place.end - place.begin)
-    file.seek(place.begin)
+def _read_shard(file: Any, place: _StorageInfo, dtype: torch.dtype, sizes: torch.Size) -> Tensor:
+    content = bytearray(place.length)
+    file.seek(place.offset)
     if file.readinto(content) != len(content):
-        raise CheckpointError(f"{place.file} is damaged: it is cut short")
+        raise CheckpointError(f"{place.relative_path} is damaged: it is cut short")
     return torch.frombuffer(content, dtype=dtype).view(sizes) if content else torch.empty(sizes, dtype=dtype)
 
 
-class CheckpointReader(StorageReader):
-    """Reads a checkpoint into tensors that are sharded in any way."""
+class CheckpointReader(FileSystemReader):
+    """Reads a checkpoint into tensors with any sharding. Overrides all that reads files: nothing is unpickled."""
 
-    def __init__(self, checkpoint: Path, metadata: Metadata, places: Mapping[MetadataIndex, Place]) -> None:
-        self.checkpoint, self.metadata, self.places = checkpoint, metadata, places
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
+    def __init__(self, checkpoint: Path, metadata: Metadata) -> None:
+        """metadata: from ``read_index``."""
+        super().__init__(checkpoint)
+        self.checkpoint, self.metadata = checkpoint, metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.metadata
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_file: dict[str, list[Any]] = {}
         for item in plan.items:
-            by_file.setdefault(self.places[item.storage_index].file, []).append(item)
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for name, items in by_file.items():
             with open_in(self.checkpoint, name) as file:
                 for item in items:
                     tensor = self.metadata.state_dict_metadata[item.storage_index.fqn]
                     assert isinstance(tensor, TensorStorageMetadata)
-                    place = self.places[item.storage_index]
                     sizes = next(c.sizes for c in tensor.chunks if c.offsets == item.storage_index.offset)
-                    part = read_part(file, place, tensor.properties.dtype, sizes)
+                    shard = _read_shard(file, self.storage_data[item.storage_index], tensor.properties.dtype, sizes)
                     target = planner.resolve_tensor(item).detach()
-                    target.copy_(narrow_tensor_by_index(part, item.storage_offsets, item.lengths))
+                    target.copy_(narrow_tensor_by_index(shard, item.storage_offsets, item.lengths))
                     planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
-
 
 def iterate_tensors(checkpoint: Path, meta: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the whole tensors whose names begin with ``prefix``, in order of names, each with its name without it.
-
-    Needs no process group, and never more memory than one tensor takes. Raises CheckpointError.
-    """
-    metadata, places = read_index(checkpoint, meta)
+    """Yield whole tensors whose names begin with ``prefix``, without it, one at a time. Raises CheckpointError."""
+    metadata = read_index(checkpoint, meta)
     for name in sorted(metadata.state_dict_metadata):
         if name.startswith(prefix):
-            yield name.removeprefix(prefix), read_tensor(checkpoint, metadata, places, name)
+            yield name.removeprefix(prefix), read_tensor(checkpoint, metadata, name)
 
 
-def read_tensor(checkpoint: Path, metadata: Metadata, places: Mapping[MetadataIndex, Place], name: str) -> Tensor:
-    """Read one whole tensor. metadata, places: of ``read_index``. Raises CheckpointError or OSError."""
+def read_tensor(checkpoint: Path, metadata: Metadata, name: str) -> Tensor:
+    """Read one whole tensor. metadata: from ``read_index``. Raises CheckpointError or OSError."""
     tensor = metadata.state_dict_metadata[name]
     assert isinstance(tensor, TensorStorageMetadata)
     whole = torch.empty(tensor.size, dtype=tensor.properties.dtype)
     for chunk in tensor.chunks:
-        place = places[MetadataIndex(name, chunk.offsets)]
-        with open_in(checkpoint, place.file) as file:
-            part = read_part(file, place, whole.dtype, chunk.sizes)
-        narrow_tensor_by_index(whole, chunk.offsets, chunk.sizes).copy_(part)
+        place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+        with open_in(checkpoint, place.relative_path) as file:
+            shard = _read_shard(file, place, whole.dtype, chunk.sizes)
+        narrow_tensor_by_index(whole, chunk.offsets, chunk.sizes).copy_(shard)
     return whole
 
 
-def save_parameters(
+def save_tensors(
     folder: str,
-    parts: Iterable[tuple[str, tuple[int, ...]]],
-    tensor_of: Callable[[str], Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], Tensor],
     meta: dict[str, Any],
     iteration: int = 0,
-    adam_of: Callable[[str, str], Tensor] | None = None,
 ) -> Path:
-    """Save a checkpoint of parameters that come from elsewhere, one in memory at a time; no process group is needed.
+    """Save a checkpoint of whole fp32 tensors, one in memory at a time, without a process group. Returns its folder.
 
-    parts: the model's parameter names and shapes. tensor_of: each one's fp32 values, called once. adam_of: likewise
-    what Adam keeps of it, its "exp_avg", "exp_avg_sq" or "step". meta: settings and model_config as a run's
-    ``Run.meta`` has them.
+    shapes: by name, "model.NAME" or "optimizer.NAME.KEY". read: returns a tensor by name; called once for each. meta:
+    as in ``Run.meta``.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape in parts:
-        shapes[f"model.{name}"] = tuple(shape)
-        if adam_of is not None:
-            shapes |= {f"optimizer.{name}.{key}": tuple(shape) for key in ("exp_avg", "exp_avg_sq")}
-            shapes[f"optimizer.{name}.step"] = ()
     path = begin(folder, iteration)
-    named = [(name, torch.float32, shape) for name, shape in shapes.items()]
-
-    def value(key: str) -> Tensor:
-        kind, _, name = key.partition(".")
-        if kind == "model":
-            return tensor_of(name)
-        assert adam_of is not None
-        parameter, _, state = name.rpartition(".")
-        return adam_of(parameter, state)
-
     name = "rank_00000.safetensors"
-    file = write_safetensors(path / name, named, value)
+    file = write_safetensors(path / name, [(key, torch.float32, shape) for key, shape in shapes.items()], read)
     tensors, places = {}, {}
     for key, shape in shapes.items():
         size, offsets = torch.Size(shape), torch.Size([0] * len(shape))
-        tensors[key] = TensorStorageMetadata(
-            TensorProperties(torch.float32), size, [ChunkStorageMetadata(offsets, size)]
-        )
+        chunks = [ChunkStorageMetadata(offsets, size)]
+        tensors[key] = TensorStorageMetadata(TensorProperties(torch.float32), size, chunks)
         places[MetadataIndex(key, offsets)] = file.places[key]
     meta = meta | {"iteration": iteration, "world_size": 1, "has_rng": False, "zeropp": None}
-    meta |= {"has_optimizer": adam_of is not None, "nonfinite": _names_of(meta, file.nonfinite)}
-    files = {name: file.entry} | copy_tokenizer(meta["settings"], path)
-    return finish(path, build_index(tensors, places), meta, files)
+    meta["has_optimizer"] = any(key.startswith("optimizer.") for key in shapes)
+    meta["nonfinite"] = _nonfinite_names(meta, file.nonfinite)
+    return finish(path, build_index(tensors, places), meta, {name: file.entry} | copy_tokenizer(meta["settings"], path))

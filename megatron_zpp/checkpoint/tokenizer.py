@@ -1,8 +1,7 @@
-"""A checkpoint keeps the tokenizer's files: no program follows a path out of it, which a stranger may have set."""
+"""Keep the tokenizer's files in the checkpoint, so that no program follows a path that a stranger may have set."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,48 +10,45 @@ from typing import Any
 from megatron_zpp.data.text.tokenizers import huggingface_path
 from megatron_zpp.files import regular_file
 
-from .files import CheckpointError, sync_file
+from .files import CheckpointError, digest, write_durably
 from .meta import open_in
 
-# Beside a tokenizer: what transformers reads of it, and the tokens that end a text.
+# What transformers reads beside a tokenizer.
 _BESIDE = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("config.json", "generation_config.json"),
 )
-_PATHS = ("tokenizer_model", "vocab_file", "merge_file")
 _NAMES = ("tokenizer.json", "tokenizer.model", "tokenizer.tiktoken", "vocab.json", "merges.txt", *_BESIDE)
-_LARGEST = 256 * 2**20  # bytes of one file
+_MAX_BYTES = 256 * 2**20  # of one file
 
 
 def copy_tokenizer(settings: Mapping[str, Any], checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """Copy the files of a run's tokenizer into its checkpoint; returns what meta.json says of them.
+    """Copy the files of a run's tokenizer into its checkpoint; return their entries in meta.json.
 
-    Those that are gone meanwhile are left out: a save must not fail for them.
+    Leaves out files that are missing now: a save must not fail because of them.
     """
     entries = {}
     for name, source in _files(settings).items():
         try:
-            if regular_file(source).stat().st_size > _LARGEST:
+            if regular_file(source).stat().st_size > _MAX_BYTES:
                 continue
-            content = Path(source).read_bytes()
+            content = source.read_bytes()
         except (OSError, ValueError):
             continue
-        with open(checkpoint / name, "xb") as file:
-            file.write(content)
-            sync_file(file)
-        entries[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        write_durably(checkpoint / name, content)
+        entries[name] = {"bytes": len(content), "sha256": digest(content)}
     return entries
 
 
 def settings_with_tokenizer(checkpoint: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's settings, whose tokenizer is the one that it keeps, if any; see ``build_tokenizer``.
+    """Return a checkpoint's settings, with paths to the tokenizer's files in it, or None; see ``build_tokenizer``.
 
-    Raises CheckpointError where files of such names are links, or not among those that are sealed.
+    Raises CheckpointError if one of these files is a link, or is not sealed in meta.json.
     """
     for name in _NAMES:
         if os.path.lexists(checkpoint / name):
             if name not in meta["files"]:
-                raise CheckpointError(f"{checkpoint / name} is no file of the checkpoint: remove it")
+                raise CheckpointError(f"{checkpoint / name} is not a file of the checkpoint: remove it")
             open_in(checkpoint, name).close()
     kept = {name: str(checkpoint / name) for name in _NAMES if name in meta["files"]}
     model = kept.get("tokenizer.model") or kept.get("tokenizer.tiktoken") or kept.get("tokenizer.json")
@@ -61,22 +57,21 @@ def settings_with_tokenizer(checkpoint: Path, meta: Mapping[str, Any]) -> dict[s
 
 
 def _files(settings: Mapping[str, Any]) -> dict[str, Path]:
-    """Files that the tokenizer reads, by the names under which a checkpoint keeps them."""
-    kind, model, vocab_file, merge_file = (settings.get(name) for name in ("tokenizer_type", *_PATHS))
+    """Return the files that the tokenizer reads, by their names in a checkpoint."""
+    kind, model = settings.get("tokenizer_type"), settings.get("tokenizer_model")
+    vocab_file, merge_file = settings.get("vocab_file"), settings.get("merge_file")
     if kind == "GPT2BPETokenizer" and vocab_file and merge_file:
         return {"vocab.json": Path(vocab_file), "merges.txt": Path(merge_file)}
     if not model:
         return {}
+    path, name = Path(model), "tokenizer.model"
     if kind in ("HuggingFaceTokenizer", "HFTokenizer"):
         try:
             path = huggingface_path(model)
         except (OSError, ValueError):
             return {}
-        model = path / "tokenizer.json" if path.is_dir() else path
-        names = {"tokenizer.json": model}
+        path, name = path / "tokenizer.json" if path.is_dir() else path, "tokenizer.json"
     elif kind == "TikTokenizer":
-        names = {"tokenizer.json" if str(model).endswith(".json") else "tokenizer.tiktoken": Path(model)}
-    else:
-        names = {"tokenizer.model": Path(model)}
-    beside = {name: Path(model).parent / name for name in _BESIDE}
-    return names | {name: path for name, path in beside.items() if path.is_file()}
+        name = "tokenizer.json" if path.suffix == ".json" else "tokenizer.tiktoken"
+    beside = {name: path.parent / name for name in _BESIDE}
+    return {name: path} | {name: path for name, path in beside.items() if path.is_file()}

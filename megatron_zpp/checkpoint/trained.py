@@ -1,32 +1,36 @@
-"""The part of a run that one process saves and loads."""
+"""The models and optimizers that one process saves and loads, and which parts of a checkpoint a run can load."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
 
-from megatron_zpp.islands import IslandsInterface
-from megatron_zpp.zeropp import Ranks, ZeroPPInterface, ranks_of
+from megatron_zpp.islands import OuterSync
+from megatron_zpp.parallel.mesh import AXES
+from megatron_zpp.zeropp import Ranks, ZeroPPConfig, ZeroPPInterface, ranks_of
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The model that the ranks train, or with emulated islands that of each."""
+    """What this process trains: one model, or with emulated islands one for each."""
 
     models: Sequence[nn.Module]
-    optimizers: Sequence[torch.optim.Optimizer]  # of each; empty: they are not to be saved, or loaded
-    zeropps: Sequence[ZeroPPInterface]  # of each; empty at ZeRO stage 0
-    islands: IslandsInterface | None = None
-    first_island: int = 0  # the first model's
+    optimizers: Sequence[torch.optim.Optimizer]  # one per model; empty: neither saved nor loaded
+    zeropps: Sequence[ZeroPPInterface]  # one per model; empty at ZeRO stage 0
+    islands: OuterSync | None = None
+    first_island: int = 0  # number of the first model's island
 
     @property
-    def is_one_of_several(self) -> bool:
-        """Whether the checkpoint has models of other islands, too: not where each is a job with a folder of its own."""
-        return self.islands is not None and not self.islands.may_leave
+    def has_shared_checkpoint(self) -> bool:
+        """Whether all islands save into one checkpoint. Elastic islands have folders of their own."""
+        return self.islands is not None and not self.islands.is_elastic
 
     @property
     def ranks(self) -> list[Ranks]:
@@ -40,20 +44,106 @@ class Trained:
     def named_models(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield each model with the prefix of its tensors' names."""
         for island, model in enumerate(self.models, self.first_island):
-            # What an island that may leave has not agreed on is lost: it begins again with the others.
-            yield f"island{island}.model." if self.is_one_of_several else "model.", model
+            # An elastic island saves the outer parameters alone: it starts again with the others.
+            yield f"island{island}.model." if self.has_shared_checkpoint else "model.", model
 
     def named_optimizers(self) -> Iterator[tuple[str, nn.Module, torch.optim.Optimizer]]:
         """Yield prefix, model and optimizer. The first has the plain prefix, so that a run without islands finds it."""
         pairs = zip(self.models, self.optimizers, strict=False)
         for island, (model, optimizer) in enumerate(pairs, self.first_island):
-            yield (
-                f"island{island}.optimizer." if self.is_one_of_several and island > 0 else "optimizer.",
-                model,
-                optimizer,
-            )
+            prefix = f"island{island}.optimizer." if self.has_shared_checkpoint and island > 0 else "optimizer."
+            yield prefix, model, optimizer
 
     def first(self) -> Trained:
         """Return the first model alone, as if there were no islands."""
         models, optimizers = self.models[:1], self.optimizers[:1]
         return dataclasses.replace(self, models=models, optimizers=optimizers, islands=None, first_island=0)
+
+
+@dataclass(frozen=True)
+class ResumePlan:
+    """Which parts of a checkpoint to load besides parameters. ``notes`` explains what is left out."""
+
+    notes: tuple[str, ...]
+    optimizers: tuple[bool, ...]  # for each island that saved; False if it had made no step
+    random_states: bool
+    zeropp: bool
+    islands: bool  # each its parameters and optimizer; else all start from the first model
+    island_wires: bool  # LoCo's errors between islands, and transfers on their way
+
+
+def plan_resume(
+    meta: Mapping[str, Any], trained: Trained, layout: Mapping[str, int | str], load_rng: bool, has_zeropp_state: bool
+) -> ResumePlan:
+    """Decide what a run on the ranks of ``layout`` loads from a checkpoint with this ``meta``."""
+    notes: list[str] = []
+    saved_layout = dict.fromkeys(AXES, 1) | meta.get("layout", {})  # newer axes: one rank
+    same_layout, trains = "layout" in meta and saved_layout == layout, bool(trained.optimizers)
+    stepped = meta.get("optimizers_have_stepped", [True] * saved_layout["island"])
+    optimizers = tuple(trains and has_stepped for has_stepped in stepped)
+
+    random_states = load_rng and meta["has_rng"]
+    if random_states and not same_layout:
+        others = f"{meta['world_size']} ranks saved, {trained.world_size} load"
+        otherwise = ", divided otherwise" if meta["world_size"] == trained.world_size else ""
+        notes.append(f"random states start over: {others}{otherwise}")
+        random_states = False
+
+    zeropp = trains and has_zeropp_state
+    if zeropp and (not same_layout or _comparable(meta["zeropp"]) != _comparable(zeropp_layout(trained.zeropps))):
+        kept = "LoCo's errors, scales of elements and weight copies"
+        notes.append(f"{kept} start over: saved with other ranks, nodes or ZeRO++ settings")
+        zeropp = False
+
+    islands = trained.islands
+    is_elastic = islands is not None and islands.is_elastic
+    if is_elastic:
+        same_islands = meta["settings"].get("islands_may_leave", False)
+    else:
+        same_islands = islands is not None and saved_layout["island"] == islands.num_islands
+    islands_go_on = same_islands and trains
+    if islands is not None and not islands_go_on and trains:
+        notes.append(f"islands start over from the checkpoint's parameters: {saved_layout['island']} islands saved")
+    if saved_layout["island"] > 1 and not islands_go_on and trains:
+        notes.append("the optimizer's state is that of the first island that saved")
+    # Errors and transfers belong to ranks and to a wire format.
+    same_wire = islands is not None and _wire_settings(meta.get("islands")) == _wire_settings(
+        dataclasses.asdict(islands.config)
+    )
+    island_wires = islands_go_on and (is_elastic or (same_layout and same_wire))
+    if islands_go_on and not island_wires:
+        what = "LoCo's errors between islands start over, and what was on its way is dropped"
+        notes.append(f"{what}: saved with other ranks or settings")
+    return ResumePlan(tuple(notes), optimizers, random_states, zeropp, islands_go_on, island_wires)
+
+
+def zeropp_layout(zeropps: Sequence[ZeroPPInterface]) -> dict[str, Any] | None:
+    """Return what must be the same for ranks to load their ZeRO++ state. It is the same in all islands."""
+    if not zeropps:
+        return None
+    zeropp = zeropps[0]
+    # Nodes and ranks per node, for each division that units have.
+    topology = list(chain.from_iterable(dict.fromkeys((t.num_nodes, t.ranks_per_node) for t in zeropp.topologies)))
+    return {"topology": topology, "config": dataclasses.asdict(zeropp.config)}
+
+
+def _comparable(zeropp_layout: dict[str, Any] | None) -> Any:
+    """Return a layout as JSON saves it, with defaults for settings that the checkpoint lacks."""
+    config = (zeropp_layout or {}).get("config")
+    if zeropp_layout is None or not isinstance(config, dict):
+        return zeropp_layout
+    config = dataclasses.asdict(ZeroPPConfig()) | config
+    # None of these changes what the saved state means.
+    stateless = {"seed", "gradient_bits_warmup"}
+    # Settings that are gone, where they were left out.
+    stateless |= {name for name in config if name.startswith("weight_diff") and not config["weight_difference_bits"]}
+    config = {name: value for name, value in config.items() if name not in stateless}
+    if isinstance(loco := config["loco"], dict):
+        config["loco"] = {name: value for name, value in loco.items() if name != "exact_undo"}
+    return json.loads(json.dumps(zeropp_layout | {"config": config}))
+
+
+def _wire_settings(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the settings of islands on which their saved errors and transfers depend."""
+    free = {"outer_optimizer", "outer_lr", "outer_momentum", "loco_beta", "merge_alpha", "offload"}
+    return {name: value for name, value in (config or {}).items() if name not in free}

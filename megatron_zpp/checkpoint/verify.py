@@ -1,4 +1,4 @@
-"""Verify that a checkpoint is what was saved: the sizes of all files, and digests of all or of some."""
+"""Verify that a checkpoint is what was saved: sizes of all files, and digests of all or of a sample."""
 
 from __future__ import annotations
 
@@ -6,21 +6,14 @@ import hashlib
 import os
 import random
 import zlib
-from io import BufferedReader
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from megatron_zpp.zeropp.fsdp.topology import gather_objects
-
 from .files import CheckpointError
-from .folder import candidates
-from .index import read_index
 from .meta import nonfinite, open_in, read_meta
+from .storage import read_index
 
-SAMPLED = 8  # --verify-checkpoint sample reads every 8th piece of a file
+SAMPLE_RATIO = 8  # --verify-checkpoint sample reads 1/8 of a file's blocks
 
 
 def problems(
@@ -31,11 +24,11 @@ def problems(
     finite: bool = False,
     draw: random.Random | None = None,
 ) -> list[str]:
-    """List what is wrong with a checkpoint, file by file; [] if nothing is.
+    """List what is wrong with a checkpoint, file by file.
 
-    digests: "all": every byte is read. "sample": of every file an eighth of its pieces, at least one, drawn by
-    ``draw``, or else differently at every call. "none": sizes alone. With several ranks each reads its share of files.
-    finite: NaN or Inf is a problem too, where the checkpoint says that it holds some.
+    digests: "all" reads every byte; "sample" an eighth of each file's blocks, at least one, drawn by ``draw`` or
+    differently at every call; "none" compares sizes only. Each rank reads its share of files. finite: recorded NaN or
+    Inf is a problem too.
     """
     try:
         meta = read_meta(checkpoint)
@@ -59,12 +52,17 @@ def _problem(checkpoint: Path, name: str, entry: dict[str, Any], digests: str, d
             size = os.fstat(file.fileno()).st_size
             if size != entry["bytes"]:
                 return f"{path} has {size} bytes instead of {entry['bytes']}"
-            # index.json, and files that an earlier version wrote, have no sums of pieces: they are read whole.
+            # Only files of tensors have CRC-32.
             if digests == "all" or (digests == "sample" and "crc32" not in entry):
                 if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
                     return f"{path} is not what was written: its SHA-256 differs"
             elif digests == "sample":
-                return _problem_of_sample(file, path, entry, draw)
+                size, crc32 = entry["piece_bytes"], bytes.fromhex(entry["crc32"])
+                for block in sampled_blocks(len(crc32) // 4, draw):
+                    file.seek(begin := block * size)
+                    if zlib.crc32(file.read(size)) != int.from_bytes(crc32[4 * block : 4 * block + 4]):
+                        where = f"the CRC-32 of the {size} bytes from {begin} on"
+                        return f"{path} is not what was written: {where} differs"
     except FileNotFoundError:
         return f"{path} is missing"
     except (OSError, CheckpointError) as error:
@@ -72,44 +70,6 @@ def _problem(checkpoint: Path, name: str, entry: dict[str, Any], digests: str, d
     return None
 
 
-def _problem_of_sample(file: BufferedReader, path: Path, entry: dict[str, Any], draw: random.Random) -> str | None:
-    piece, crc32 = entry["piece_bytes"], bytes.fromhex(entry["crc32"])
-    for number in sampled_pieces(len(crc32) // 4, draw):
-        file.seek(number * piece)
-        if zlib.crc32(file.read(piece)) != int.from_bytes(crc32[4 * number : 4 * number + 4]):
-            return f"{path} is not what was written: the CRC-32 of the {piece} bytes from {number * piece} on differs"
-    return None
-
-
-def sampled_pieces(count: int, draw: random.Random) -> list[int]:
-    """Draw the pieces to read of a file that has ``count``; their numbers, in order."""
-    return sorted(draw.sample(range(count), -(-count // SAMPLED)))
-
-
-def problems_on_all_ranks(checkpoint: Path, digests: str, finite: bool = False) -> list[str]:
-    """Run ``problems`` with its files shared among all ranks. Every rank returns the same. Collective."""
-    mine = problems(checkpoint, digests, dist.get_rank(), dist.get_world_size(), finite)
-    return list(dict.fromkeys(chain.from_iterable(gather_objects(mine))))
-
-
-def latest_good(folder: str, digests: str) -> tuple[Path | None, list[str]]:
-    """Find the newest checkpoint without damage, NaN or Inf, and list the problems of newer ones. Collective.
-
-    What rank 0 sees in the folder counts.
-    """
-    found: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            found = [candidates(folder) if Path(folder).is_dir() else []]
-        except OSError as error:
-            found = [error]
-    dist.broadcast_object_list(found)
-    if isinstance(found[0], OSError):
-        raise CheckpointError(f"{folder} cannot be read ({found[0]})")
-    passed_over: list[str] = []
-    for checkpoint in found[0]:
-        wrong = problems_on_all_ranks(checkpoint, digests, finite=True)
-        if not wrong:
-            return checkpoint, passed_over
-        passed_over += wrong
-    return None, passed_over
+def sampled_blocks(count: int, draw: random.Random) -> list[int]:
+    """Draw the numbers of the blocks to read, in order, for a file of ``count`` blocks."""
+    return sorted(draw.sample(range(count), -(-count // SAMPLE_RATIO)))

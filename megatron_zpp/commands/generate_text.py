@@ -22,8 +22,7 @@ from megatron_zpp.checkpoint.meta import saved_model
 from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
 from megatron_zpp.commands.common import given_architecture, report_errors
 from megatron_zpp.convert.hf.files import generation_settings
-from megatron_zpp.data.text.chat_template import apply_chat_template, read_chat_template
-from megatron_zpp.data.text.tokenizers import HuggingFaceTokenizer, Tokenizer, build_tokenizer, huggingface_path
+from megatron_zpp.data.text.tokenizers import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from megatron_zpp.families import Architecture
 from megatron_zpp.files import read_text
 from megatron_zpp.models.generate import Drawing, generate
@@ -61,8 +60,7 @@ def as_chat(prompts: list[str], settings: dict[str, Any], tokenizer: Tokenizer) 
         raise ValueError(
             f"--chat: {settings['tokenizer_type']} has no chat template; HuggingFaceTokenizer may have one"
         )
-    template, tokens = read_chat_template(huggingface_path(settings["tokenizer_model"]))
-    return [apply_chat_template(template, tokens, [{"role": "user", "content": text}]) for text in prompts]
+    return tokenizer.apply_chat_template(prompts)
 
 
 def stream(written: Iterator[list[int | None]], text: list[int], decode: Callable[[list[int]], str]) -> Iterator[str]:

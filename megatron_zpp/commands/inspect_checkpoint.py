@@ -4,13 +4,12 @@
     python tools/inspect_checkpoint.py verify runs/resumed
     python tools/inspect_checkpoint.py diff runs/resumed/iter_0000050 runs/resumed/iter_0000100
 
-Ends with status 1 where ``verify`` finds damage, NaN or Inf, or ``diff`` a difference, and with 2 after a mistake.
+Exits with status 1 if ``verify`` finds damage, NaN or Inf, or ``diff`` a difference, and with 2 after a mistake.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint import (
-    CheckpointError,
-    candidates,
-    find_checkpoint,
-    is_complete,
-    iterate_tensors,
-    problems,
-    read_meta,
-)
+from megatron_zpp.checkpoint import CheckpointError, candidates, find_checkpoint, is_complete, problems, read_meta
+from megatron_zpp.checkpoint.storage import read_index, read_tensor
 from megatron_zpp.commands.common import report_errors
 from megatron_zpp.settings.flags import number
 
-SHOWN = 20  # differing tensors
+MAX_SHOWN = 20  # differing tensors
 GIVE = "give what --save was, or one of its iter_* folders"
 
 
@@ -38,7 +30,7 @@ def list_checkpoints(folder: str) -> int:
     """Print one line for each checkpoint, newest first."""
     root = Path(folder)
     if not root.is_dir():
-        raise CheckpointError(f"{folder} is no folder: {GIVE}")
+        raise CheckpointError(f"{folder} is not a folder: {GIVE}")
     latest = None
     try:
         latest = find_checkpoint(folder)
@@ -67,54 +59,55 @@ def _summary(path: Path) -> str:
         f"{meta.get('tokens', 0):,} tokens" + ("" if loss is None else f", loss {loss:.4f}"),
         f"saved {meta.get('saved_at', 'at an unknown time')} by torch {meta.get('torch', '?')}",
     ]
-    if "nonfinite" not in meta:
-        parts.append("not recorded whether finite")
-    elif meta["nonfinite"]:
+    if meta["nonfinite"]:
         parts.append(f"NaN or Inf in {', '.join(meta['nonfinite'])}")
     left_out = [
-        what for what, has in (("optimizer", meta["has_optimizer"]), ("random states", meta["has_rng"])) if not has
+        name for name, key in {"optimizer": "has_optimizer", "random states": "has_rng"}.items() if not meta[key]
     ]
     return "; ".join(parts + ([f"without {' and '.join(left_out)}"] if left_out else []))
 
 
 def verify(folder: str, iteration: int | None) -> int:
-    """Check sizes and digests of every file, and whether it is finite, in one checkpoint or in all."""
+    """Check sizes and digests of every file, and for NaN or Inf, in one checkpoint or in all."""
     if (Path(folder) / "meta.json").exists() or iteration is not None:
         paths = [_checkpoint(folder, iteration)]
     else:
         paths = candidates(folder)
     if not paths:
         raise CheckpointError(f"{folder} holds no checkpoint: {GIVE}")
-    bad = 0
+    status = 0
     for path in paths:
         found = problems(path, finite=True)
-        bad += bool(found)
-        print(f"{path}: {'not good' if found else 'good'}")
-        for problem in found:
-            print(f"  {problem}")
-    return 1 if bad else 0
+        status = 1 if found else status
+        print(f"{path}: {'not good' if found else 'good'}", *(f"\n  {problem}" for problem in found), sep="")
+    return status
 
 
 def diff(first: str, second: str) -> int:
-    """Print settings, counters and tensors that differ."""
+    """Print settings, counters and tensors that differ. Holds one tensor of each checkpoint in memory."""
     paths = _checkpoint(first), _checkpoint(second)
     metas = [read_meta(path) for path in paths]
-    differences = 0
+    lines: list[str] = []
     for group in ("settings", "model_config", "counters", "schedule", "loss_scaler", "zeropp"):
-        for line in _differing_values(group, metas[0][group], metas[1][group]):
-            print(line)
-            differences += 1
-    tensors = 0
-    for name, ours, theirs in _pairs(*(iterate_tensors(path, meta) for path, meta in zip(paths, metas, strict=True))):
-        difference = _difference(ours, theirs)
-        if difference is not None:
-            tensors += 1
-            if tensors <= SHOWN:
+        lines += _differing_values(group, metas[0][group], metas[1][group])
+    for line in lines:
+        print(line)
+    indices = [read_index(path, meta) for path, meta in zip(paths, metas, strict=True)]
+    num_tensors = 0
+    for name in sorted(indices[0].state_dict_metadata.keys() | indices[1].state_dict_metadata.keys()):
+        tensors = [
+            read_tensor(path, index, name) if name in index.state_dict_metadata else None
+            for path, index in zip(paths, indices, strict=True)
+        ]
+        if (difference := _difference(*tensors)) is not None:
+            num_tensors += 1
+            if num_tensors <= MAX_SHOWN:
                 print(f"{name}: {difference}")
-    if tensors > SHOWN:
-        print(f"and {tensors - SHOWN} more tensors")
-    print("the same" if differences + tensors == 0 else f"{differences} values and {tensors} tensors differ")
-    return 1 if differences + tensors else 0
+    if num_tensors > MAX_SHOWN:
+        print(f"and {num_tensors - MAX_SHOWN} more tensors")
+    is_same = not lines and not num_tensors
+    print("the same" if is_same else f"{len(lines)} values and {num_tensors} tensors differ")
+    return 0 if is_same else 1
 
 
 def _checkpoint(folder: str, iteration: int | None = None) -> Path:
@@ -135,24 +128,6 @@ def _differing_values(group: str, ours: Any, theirs: Any) -> Iterator[str]:
     for key in sorted(ours.keys() | theirs.keys()):
         if ours.get(key) != theirs.get(key):
             yield f"{group}.{key}: {ours.get(key)} | {theirs.get(key)}"
-
-
-def _pairs(
-    first: Iterator[tuple[str, Tensor]], second: Iterator[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
-    """Pair both checkpoints' tensors. Both are ordered by name, so that one tensor of each is in memory at a time."""
-    ours, theirs = next(first, None), next(second, None)
-    while ours is not None or theirs is not None:
-        if theirs is None or (ours is not None and ours[0] < theirs[0]):
-            assert ours is not None
-            yield ours[0], ours[1], None
-            ours = next(first, None)
-        elif ours is None or theirs[0] < ours[0]:
-            yield theirs[0], None, theirs[1]
-            theirs = next(second, None)
-        else:
-            yield ours[0], ours[1], theirs[1]
-            ours, theirs = next(first, None), next(second, None)
 
 
 def _difference(ours: Tensor | None, theirs: Tensor | None) -> str | None:
@@ -179,14 +154,9 @@ def main(argv: list[str] | None = None) -> int:
     comparing.add_argument("first", help="a checkpoint's folder, or what was given to --save for the latest one")
     comparing.add_argument("second", help="another one")
     args = parser.parse_args(argv)
-
-    def run() -> int:
-        if args.command == "list":
-            return list_checkpoints(args.folder)
-        return verify(args.folder, args.ckpt_step) if args.command == "verify" else diff(args.first, args.second)
-
+    run = {
+        "list": lambda: list_checkpoints(args.folder),
+        "verify": lambda: verify(args.folder, args.ckpt_step),
+        "diff": lambda: diff(args.first, args.second),
+    }[args.command]
     return report_errors(run, (ValueError, OSError), status=2)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

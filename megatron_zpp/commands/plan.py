@@ -20,10 +20,8 @@ import sys
 from pathlib import Path
 
 from megatron_zpp.commands.common import report_errors
-from megatron_zpp.commands.convert.import_hf import model_types
 from megatron_zpp.commands.estimate import PROGRAMS, program_name
 from megatron_zpp.convert.hf import files
-from megatron_zpp.convert.hf.mapping import from_hf_config
 from megatron_zpp.families import ARCHITECTURES, Architecture
 from megatron_zpp.planning.cluster import parse_cluster
 from megatron_zpp.planning.needs.estimate import memory_and_traffic
@@ -67,8 +65,8 @@ def find_model(args: argparse.Namespace) -> tuple[Architecture, list[str], int]:
     if args.huggingface is None:
         return PROGRAMS[args.program], args.flags, args.vocabulary
     files.require_packages()
-    hf = files.read_config(args.huggingface, model_types(ARCHITECTURES))
-    architecture, config, positions = from_hf_config(hf, ARCHITECTURES)
+    hf = files.read_config(args.huggingface, files.model_types(ARCHITECTURES))
+    architecture, config, positions = files.from_hf_config(hf, ARCHITECTURES)
     assert architecture.flags is not None
     model = architecture.flags(config, positions)
     length = [] if "--seq-length" in args.flags else ["--seq-length", str(positions)]

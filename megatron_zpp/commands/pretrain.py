@@ -117,7 +117,7 @@ def describe(run: Run) -> None:
         print_once(zeropp.describe())
     if run.has_islands:
         print_once(run.islands.describe())
-    if run.leaving is not None:
+    if run.elastic is not None:
         print_once(f"this is island {run.mesh.job}, a job of its own: the others may leave")
 
 

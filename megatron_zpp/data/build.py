@@ -1,8 +1,8 @@
-"""From the data flags to the datasets of a run."""
+"""Builds the datasets that a run's data flags describe."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from megatron_zpp.data.blended_dataset import SURPLUS, BlendedDataset, normalize, shares
-from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions, cache_folder
-from megatron_zpp.data.index_cache import Progress, cached_arrays, no_progress
+from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions
+from megatron_zpp.data.index_cache import IndexCache, Progress, no_progress
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.text.sources import SPLIT_NAMES, Edges, Source, read_sources, split_sequences
 
 
 class MockDataset(Dataset):
-    """Random tokens in place of data, the same for every rank and run, to measure speed."""
+    """Random tokens instead of data, the same for every rank and run, to measure speed."""
 
     def __init__(self, num_samples: int, options: SampleOptions, vocab_size: int, split: int) -> None:
         self.num_samples, self.options, self.vocab_size, self.split = num_samples, options, vocab_size, split
@@ -36,12 +36,11 @@ class MockDataset(Dataset):
 
 
 AnyDataset = GPTDataset | BlendedDataset | MockDataset
-NumSamples = tuple[int | None, int | None, int | None]  # of train, valid and test; None: one epoch
-BuildOne = Callable[[str, str, Edges, int | None], GPTDataset]  # split, prefix, edges, samples
+NumSamples = tuple[int | None, int | None, int | None]  # for train, valid and test; None: one epoch
 
 
 class Datasets(NamedTuple):
-    """What the flags describe; None for a split that has no data or of which no samples are asked."""
+    """The datasets of a run; None for a split that has no data or needs no samples."""
 
     train: AnyDataset | None
     valid: AnyDataset | None
@@ -61,105 +60,73 @@ def build_datasets(
     progress: Progress = no_progress,
     **paths: Any,
 ) -> Datasets:
-    """Train, validation and test datasets, deterministic and equal on every rank, with no need to communicate.
+    """Build the train, validation and test datasets, equal on every rank, without communication.
 
-    ``paths`` are the arguments of ``read_sources``. ``num_samples`` is what the run will read of each split; 0 of a
-    split builds none of it. ``vocab_size`` None leaves the ids unchecked.
+    ``paths`` are the arguments of ``read_sources``. ``num_samples`` is what the run reads of each split; a split of 0
+    is not built. ``vocab_size`` None leaves the ids unchecked.
 
     Raises FileNotFoundError or ValueError if data is missing, damaged, too little, or has ids beyond ``vocab_size``.
     """
     if mock_data:
         assert vocab_size is not None
-        return Datasets(
-            *(
-                MockDataset(size, options, vocab_size, number) if size else None
-                for number, size in enumerate(num_samples)
-            )
-        )
+        return Datasets(*(MockDataset(n, options, vocab_size, i) if n else None for i, n in enumerate(num_samples)))
     sources = read_sources(**paths)
     if sources[0] is None and num_samples[0]:
         raise ValueError("no training data: give the train split a share in --split, or --train-data-path")
+    cache = IndexCache(cache_path, progress)
     files: dict[str, IndexedDataset] = {}
 
     def build_one(name: str, prefix: str, edges: Edges, size: int | None) -> GPTDataset:
         if prefix not in files:
             files[prefix] = IndexedDataset(prefix, mmap_tokens)
             if vocab_size is not None:
-                check_vocabulary(files[prefix], vocab_size, cache_path, progress)
+                check_vocabulary(files[prefix], vocab_size, cache)
             check_end_of_document(files[prefix], options)
+        sequences, keep_last = split_sequences(len(files[prefix]), edges), keep_last_valid and name == "valid"
         return GPTDataset(
-            files[prefix],
-            split_sequences(len(files[prefix]), edges),
-            options,
-            num_samples=size,
-            name=name,
-            keep_last=keep_last_valid and name == "valid",
-            cache_path=cache_path,
-            progress=progress,
+            files[prefix], sequences, options, num_samples=size, name=name, keep_last=keep_last, cache=cache
         )
 
-    train, valid, test = (
-        build_split(name, source, size, build_one, surplus, cache_path, progress)
-        if source is not None and size != 0
-        else None
-        for name, source, size in zip(SPLIT_NAMES, sources, num_samples, strict=True)
-    )
-    return Datasets(train, valid, test)
-
-
-def build_split(
-    name: str,
-    source: Source,
-    size: int | None,
-    build_one: BuildOne,
-    surplus: float = SURPLUS,
-    cache_path: str | None = None,
-    progress: Progress = no_progress,
-) -> GPTDataset | BlendedDataset:
-    """One dataset or blend of ``size`` samples or a few more; None: one epoch of each dataset."""
-    prefixes, weights, edges = source
-    if weights is None and len(prefixes) == 1:
-        return build_one(name, prefixes[0], edges, size)
-    to_build: Sequence[int | None] = [None] * len(prefixes)
-    if weights is None:
+    def build_split(name: str, source: Source | None, size: int | None) -> GPTDataset | BlendedDataset | None:
+        """Build one dataset or blend of ``size`` samples or a few more; None: one epoch of each dataset."""
+        if source is None or size == 0:
+            return None
+        prefixes, weights, edges = source
+        if weights is None and len(prefixes) == 1:
+            return build_one(name, prefixes[0], edges, size)
+        to_build: Sequence[int | None] = [None] * len(prefixes)
         blend_size = size
-    elif size is None:
-        raise ValueError(f"a blend by weights has no epochs: how many samples of {name}?")
-    else:
-        weights = normalize(weights)
-        targets, to_build = shares(weights, size, surplus)
-        blend_size = sum(targets)
-    parts = [build_one(name, prefix, edges, count) for prefix, count in zip(prefixes, to_build, strict=True)]
-    folder = cache_folder(prefixes[0], cache_path)
-    blend = BlendedDataset(parts, weights, blend_size, name=name, cache_folder=folder, progress=progress)
-    if size is not None and len(blend) < size:
-        raise ValueError(
-            f"prefixes without weights are read once each: {len(blend)} samples in the {name} split, "
-            f"but the run asks for {size}; give each prefix a weight, or shorten the run"
-        )
-    return blend
+        if weights is not None:
+            if size is None:
+                raise ValueError(f"a blend by weights has no epochs: how many samples of {name}?")
+            weights = normalize(weights)
+            targets, to_build = shares(weights, size, surplus)
+            blend_size = sum(targets)
+        parts = [build_one(name, prefix, edges, count) for prefix, count in zip(prefixes, to_build, strict=True)]
+        blend = BlendedDataset(parts, weights, blend_size, name=name, cache=cache)
+        if size is not None and len(blend) < size:
+            raise ValueError(
+                f"prefixes without weights are read once each: {len(blend)} samples in the {name} split, "
+                f"but the run asks for {size}; give each prefix a weight, or shorten the run"
+            )
+        return blend
+
+    return Datasets(*map(build_split, SPLIT_NAMES, sources, num_samples))
 
 
-def check_vocabulary(
-    indexed: IndexedDataset, vocab_size: int, cache_path: str | None = None, progress: Progress = no_progress
-) -> None:
-    """Raises ValueError if ``indexed`` holds ids that a vocabulary of ``vocab_size`` has not.
-
-    The files are scanned once and the result is cached.
-    """
+def check_vocabulary(indexed: IndexedDataset, vocab_size: int, cache: IndexCache) -> None:
+    """Raise ValueError if ``indexed`` holds ids beyond ``vocab_size``. The result of a scan is cached."""
     if indexed.dtype.kind == "f":
         raise ValueError(f"{indexed.token_path} holds {indexed.dtype} numbers, not token ids")
     if indexed.dtype.kind == "u" and np.iinfo(indexed.dtype).max < vocab_size:
         return
     status = indexed.token_path.stat()
-    key = {**indexed.fingerprint, "bin_bytes": status.st_size, "bin_mtime_ns": status.st_mtime_ns}
-    smallest, largest = cached_arrays(
-        cache_folder(indexed.prefix, cache_path),
+    smallest, largest = cache.arrays(
+        indexed.prefix,
         f"{Path(indexed.prefix).name}-token-range",
-        key,
+        {**indexed.fingerprint, "bin_bytes": status.st_size, "bin_mtime_ns": status.st_mtime_ns},
         lambda advance: {"range": np.array(indexed.token_range(advance))},
-        progress,
-        rows=indexed.num_tokens,
+        indexed.num_tokens,
     )["range"]
     if smallest < 0 or largest >= vocab_size:
         raise ValueError(
@@ -169,11 +136,11 @@ def check_vocabulary(
 
 
 def check_end_of_document(indexed: IndexedDataset, options: SampleOptions) -> None:
-    """Raises ValueError if ``options`` treat ends of documents, but none of up to 1,000 documents ends with that id."""
+    """Raise ValueError if ``options`` use ends of documents, but none of up to 1,000 documents ends with that id."""
     if not (options.eod_mask_loss or options.reset_position_ids or options.reset_attention_mask):
         return
-    some = np.linspace(0, indexed.num_documents - 1, min(indexed.num_documents, 1000)).astype(np.int64)
-    begins, ends = indexed.document_indices[some], indexed.document_indices[some + 1]
+    sampled = np.linspace(0, indexed.num_documents - 1, min(indexed.num_documents, 1000)).astype(np.int64)
+    begins, ends = indexed.document_indices[sampled], indexed.document_indices[sampled + 1]
     last = [sequence for sequence in ends[ends > begins] - 1 if indexed.sequence_lengths[sequence]]
     found = {int(indexed.get(sequence, int(indexed.sequence_lengths[sequence]) - 1)[0]) for sequence in last}
     if found and options.eod not in found:

@@ -1,4 +1,4 @@
-"""Fill-in-the-middle (FIM): documents cut in three, so that a model learns to write the middle from both ends."""
+"""Fill-in-the-middle (FIM): documents split in three, so that a model learns to write the middle from both ends."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from megatron_zpp.data.text.tokenizers import NullTokenizer, Tokenizer
 
 @dataclass(frozen=True)
 class FillInTheMiddle:
-    """Ids of the sentinels, and how often documents are permuted.
-
-    Each document of a sample is permuted with probability ``rate``, cut at two random places between its tokens:
+    """Permutes each document of a sample with probability ``rate``, split at two random places between its tokens.
 
     - prefix-suffix-middle: PREFIX prefix SUFFIX suffix MIDDLE middle
-    - suffix-prefix-middle, ``spm_rate`` of these: PREFIX SUFFIX suffix MIDDLE prefix middle
+    - suffix-prefix-middle, for a share ``spm_rate``: PREFIX SUFFIX suffix MIDDLE prefix middle
 
     Tokens are moved, never decoded, so no text is lost or spelled differently.
     """
@@ -29,16 +27,13 @@ class FillInTheMiddle:
     spm_rate: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("rate", "spm_rate"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"--fim-{name.replace('_', '-')} must be between 0 and 1, got {getattr(self, name)}")
         if len({self.prefix, self.middle, self.suffix}) < 3:
             raise ValueError("--fim-prefix-token, --fim-middle-token and --fim-suffix-token must be three tokens")
 
     def __call__(self, ids: NDArray[np.int64], eod: int, random: np.random.Generator) -> NDArray[np.int64]:
-        """``ids`` [n] with its documents permuted; the three more tokens of each push as many off the end."""
+        """Permute the documents of ``ids`` [n]; the three added tokens of each push as many off the end."""
         ends = np.flatnonzero(ids == eod)
-        documents = np.split(ids, np.unique(np.concatenate([ends, ends + 1])))  # each eod is a part of its own
+        documents = np.split(ids, np.unique(np.concatenate([ends, ends + 1])))  # each eod is a separate part
         permuted = [self._permute(part, random) if len(part) and part[0] != eod else part for part in documents]
         return np.concatenate(permuted)[: len(ids)]
 
@@ -53,10 +48,7 @@ class FillInTheMiddle:
 
 
 def find_token(tokenizer: Tokenizer, name: str, flag: str) -> int:
-    """The id of the token that is spelled ``name``, or ``name`` itself if it is a number.
-
-    Raises ValueError, which names ``flag``, if there is no such token.
-    """
+    """Return the id of the token ``name``, which may also be a number. Raises ValueError, which names ``flag``."""
     if name.isdecimal():
         ids = [int(name)]
     elif isinstance(tokenizer, NullTokenizer):
@@ -67,6 +59,6 @@ def find_token(tokenizer: Tokenizer, name: str, flag: str) -> int:
             ids = ids[-1:]
     if len(ids) != 1 or ids[0] >= tokenizer.vocab_size:
         raise ValueError(
-            f"--fim-data needs {flag}, and {name!r} is no token of this tokenizer: name another, or give its id"
+            f"--fim-data requires {flag}, and {name!r} is not a token of this tokenizer: name another, or give its id"
         )
     return ids[0]

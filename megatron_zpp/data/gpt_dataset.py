@@ -1,4 +1,4 @@
-"""Fixed-length samples cut from shuffled documents, in the order of ``indices``."""
+"""Cuts shuffled documents into samples of fixed length, in the order of ``indices``."""
 
 from __future__ import annotations
 
@@ -11,22 +11,16 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from megatron_zpp.data.fill_in_the_middle import FillInTheMiddle
-from megatron_zpp.data.index_cache import Progress, cached_arrays, no_progress
+from megatron_zpp.data.index_cache import IndexCache
 from megatron_zpp.data.indexed_dataset import IndexedDataset
-from megatron_zpp.data.indices import (
-    INDEX_VERSION,
-    Advance,
-    Arrays,
-    count_epochs,
-    megatron_order,
-    samples_in,
-    stable_order,
-)
+from megatron_zpp.data.indices import Advance, Arrays, count_epochs, megatron_order, samples_in, stable_order
+
+INDEX_VERSION = 2  # part of the cache key: raise it when the indices change
 
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """What the samples of a run are, whatever data they come from."""
+    """How a run cuts, orders and masks samples, whatever its data."""
 
     seq_length: int
     seed: int
@@ -34,22 +28,16 @@ class SampleOptions:
     eod: int | None = None  # id that ends a document
     eod_mask_loss: bool = False  # no loss where the input is eod
     reset_position_ids: bool = False  # positions restart after eod
-    reset_attention_mask: bool = False  # a token attends to its own document alone
+    reset_attention_mask: bool = False  # tokens attend to their document alone
     fill_in_the_middle: FillInTheMiddle | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "fill_in_the_middle"):
-            if getattr(self, name) and self.eod is None:
-                flag = "--fim-data" if name == "fill_in_the_middle" else "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} needs a tokenizer: give --tokenizer-type, or leave the flag out")
 
 
 class GPTDataset(Dataset):
     """Samples of ``options.seq_length`` tokens from the sequences ``sequences`` of ``indexed``.
 
-    Item: the ids int64 [L + 1], a new array; what to predict and what to mask ``loader.make_batch`` derives from it.
+    Each item is a new array of ids, int64 [L + 1]; ``loader.make_batch`` derives labels and masks from it.
     ``num_samples`` None means one epoch; otherwise the dataset holds at least that many, normally more (all samples of
-    all epochs that were needed). With ``keep_last`` an item may be shorter: the stream's last one.
+    the epochs that they take). With ``keep_last``, the stream's last item may be shorter.
 
     Raises ValueError if the range holds no tokens, or one epoch no sample.
     """
@@ -63,13 +51,9 @@ class GPTDataset(Dataset):
         num_samples: int | None,
         name: str = "train",
         keep_last: bool = False,
-        cache_path: str | None = None,
-        progress: Progress = no_progress,
+        cache: IndexCache,
     ) -> None:
-        self.indexed = indexed
-        self.options = options
-        self.sequences = sequences
-
+        self.indexed, self.options, self.sequences = indexed, options, sequences
         num_tokens = int(indexed.sequence_lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
         if num_tokens == 0:
             raise ValueError(
@@ -91,17 +75,12 @@ class GPTDataset(Dataset):
 
         def build(advance: Advance) -> Arrays:
             lengths = indexed.sequence_lengths
+            more: dict[str, Any] = {"keep_last": keep_last, "advance": advance}
             if stable:
-                return stable_order(
-                    lengths, sequences, self.epochs, seq_length, seed, keep_last=keep_last, advance=advance
-                )
-            return megatron_order(
-                *(lengths, sequences, self.epochs, self.separate_last_epoch, seq_length, seed),
-                keep_last=keep_last,
-                advance=advance,
-            )
+                return stable_order(lengths, sequences, self.epochs, seq_length, seed, **more)
+            return megatron_order(lengths, sequences, self.epochs, self.separate_last_epoch, seq_length, seed, **more)
 
-        key = {  # all that the order depends on; of num_samples, this is only the epochs it takes
+        key = {  # everything that the order depends on; num_samples matters only by the epochs it takes
             "indices": ["GPTDataset", INDEX_VERSION],
             **indexed.fingerprint,
             "sequences": [sequences.start, sequences.stop],
@@ -112,14 +91,8 @@ class GPTDataset(Dataset):
             "seq_length": seq_length,
             "seed": seed,
         }
-        arrays = cached_arrays(
-            cache_folder(indexed.prefix, cache_path),
-            f"{Path(indexed.prefix).name}-{name}",
-            key,
-            build,
-            progress,
-            rows=self.epochs * (len(sequences) + 2 * samples_per_epoch),
-        )
+        rows = self.epochs * (len(sequences) + 2 * samples_per_epoch)
+        arrays = cache.arrays(indexed.prefix, f"{Path(indexed.prefix).name}-{name}", key, build, rows)
         self.document_index = arrays["document_index"]
         self.sample_index = arrays["sample_index"]
         self.shuffle_index = arrays["shuffle_index"]
@@ -133,38 +106,27 @@ class GPTDataset(Dataset):
         self.indexed.check_not_cut()  # once a sample: a file's size costs as much to ask for as a document to read
         k = int(self.shuffle_index[index])
         (first_row, first_offset), (last_row, last_offset) = self.sample_index[k : k + 2].tolist()
-        if first_row == last_row:
-            sequence = int(self.document_index[first_row])
-            ids = self.indexed.get(sequence, first_offset, last_offset + 1 - first_offset).astype(np.int64)
-        else:
-            sequence_numbers = self.document_index[first_row : last_row + 1].tolist()
-            parts = [self.indexed.get(sequence_numbers[0], first_offset)]
-            parts += [self.indexed.get(sequence) for sequence in sequence_numbers[1:-1]]
-            parts.append(self.indexed.get(sequence_numbers[-1], 0, last_offset + 1))
-            ids = np.concatenate(parts, dtype=np.int64, casting="unsafe")
+        sequence_numbers = self.document_index[first_row : last_row + 1].tolist()
+        offsets = [first_offset] + [0] * (last_row - first_row)
+        lengths = [None] * (last_row - first_row) + [last_offset + 1 - offsets[-1]]
+        parts = list(map(self.indexed.get, sequence_numbers, offsets, lengths))
+        ids = np.concatenate(parts, dtype=np.int64, casting="unsafe")
         if self.options.fill_in_the_middle is not None:
             assert self.options.eod is not None
-            # Drawn again from the sample's own number, so that neither worker nor resume matters.
+            # Seeded with the sample's number, so that neither worker nor resume matters.
             random = np.random.default_rng([self.options.seed, k])
             return self.options.fill_in_the_middle(ids, self.options.eod, random)
         return ids
 
     @property
     def order(self) -> dict[str, Any]:
-        """What the order of the samples depends on, wherever the files lie."""
-        order = {
+        """Everything that the order of the samples depends on, wherever the files are."""
+        return {
             "idx_sha256": self.indexed.fingerprint["idx_sha256"],
             "sequences": [self.sequences.start, self.sequences.stop],
             "seq_length": self.options.seq_length,
             "seed": self.options.seed,
-        }
-        # A stable order's number of epochs changes nothing in what comes before.
-        return order | {
+            # More epochs of a stable order change nothing in what comes before.
             "epochs": "any" if self.options.stable_order else self.epochs,
             "separate_last_epoch": self.separate_last_epoch,
         }
-
-
-def cache_folder(prefix: str, cache_path: str | None) -> Path:
-    """Where the indices of a dataset are cached: ``--data-cache-path``, or a folder beside the data."""
-    return Path(cache_path) if cache_path else Path(prefix).parent / "index_cache"

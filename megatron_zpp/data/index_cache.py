@@ -1,7 +1,7 @@
-"""Index arrays on disk, so that a node builds them once and its ranks share them by memory mapping.
+"""Keeps index arrays on disk, so that a node builds them once and its ranks share them by memory mapping.
 
-No file system needs to be shared: every rank calls ``cached_arrays`` by itself, and gets the same arrays wherever it
-runs. Ranks that see the same folder wait for the one that builds.
+No file system needs to be shared: every rank loads or builds by itself, and gets the same arrays wherever it runs.
+Ranks that see the same folder wait for the one that builds.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import numpy as np
 from megatron_zpp.data.indices import Advance, Arrays
 from megatron_zpp.files import open_lock, read_json_object, regular_file
 
-# What shows a long build: takes a description and the rows to build, gives the function to call with rows done.
+# Shows a long build: takes a description and the number of rows, returns the function to call with rows done.
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
 
 
@@ -32,45 +33,46 @@ def no_progress(description: str, rows: int) -> AbstractContextManager[Advance]:
     return nullcontext(lambda done: None)
 
 
-def cached_arrays(
-    folder: Path,
-    name: str,
-    key: dict[str, Any],
-    build: Callable[[Advance], Arrays],
-    progress: Progress = no_progress,
-    rows: int = 1,
-) -> Arrays:
-    """The arrays of ``build(advance)``, from ``folder/name-DIGEST/`` if they are there, else built and saved there.
+@dataclass(frozen=True)
+class IndexCache:
+    path: str | None = None  # folder of the entries; None: one beside the data
+    progress: Progress = no_progress
 
-    ``key`` must hold everything that the result depends on (JSON-serializable). A damaged entry is built again, after
-    a warning. Where the folder can't be written the arrays stay in memory, after a warning. ``advance`` is to be
-    called with the number of rows done, of ``rows`` in all.
-    """
-    digest = hashlib.sha256(json.dumps(key, indent=2, sort_keys=True).encode()).hexdigest()
-    entry = folder / f"{name}-{digest[:16]}"
-    found = _load(entry, key)
-    if found is not None:
-        return found
-    arrays: Arrays | None = None
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _lock(folder / ".lock"):
-            found = _load(entry, key)  # built by another rank while this one waited
-            if found is not None:
-                return found
-            if entry.exists():
-                warnings.warn(f"{entry} is damaged: it is built again", stacklevel=2)
-            arrays = _build(name, build, progress, rows)
-            _save(entry, key, arrays)
-            found = _load(entry, key)
-        return arrays if found is None else found  # None: without locks, another node may just be replacing it
-    except OSError as error:
-        warnings.warn(
-            f"can't cache {name} in {folder} ({error}), so it is kept in memory; "
-            f"--data-cache-path chooses another folder",
-            stacklevel=2,
-        )
-        return _build(name, build, progress, rows) if arrays is None else arrays
+    def arrays(
+        self, prefix: str, name: str, key: dict[str, Any], build: Callable[[Advance], Arrays], rows: int
+    ) -> Arrays:
+        """Load the arrays of ``build(advance)`` for the data at ``prefix``, or build and save them.
+
+        ``key`` must hold everything that the result depends on (JSON-serializable). A damaged entry is built again,
+        after a warning. If the folder can't be written, the arrays stay in memory, after a warning. ``build`` calls
+        ``advance`` with the number of rows done, of ``rows`` in total.
+        """
+        digest = hashlib.sha256(json.dumps(key, indent=2, sort_keys=True).encode()).hexdigest()
+        folder = Path(self.path) if self.path else Path(prefix).parent / "index_cache"
+        entry = folder / f"{name}-{digest[:16]}"
+        arrays = _load(entry, key)
+        if arrays is not None:
+            return arrays
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with open_lock(folder / ".lock") as lock:
+                with contextlib.suppress(OSError):  # without locks, ranks build side by side with equal results
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                arrays = _load(entry, key)  # built by another rank while this one waited
+                if arrays is not None:
+                    return arrays
+                if entry.exists():
+                    warnings.warn(f"{entry} is damaged: it is built again", stacklevel=2)
+                arrays = _build(name, build, self.progress, rows)
+                _save(entry, key, arrays)
+                return _load(entry, key) or arrays  # without locks, another node may be replacing the entry
+        except OSError as error:
+            warnings.warn(
+                f"can't cache {name} in {folder} ({error}), so it is kept in memory; "
+                f"--data-cache-path chooses another folder",
+                stacklevel=2,
+            )
+            return _build(name, build, self.progress, rows) if arrays is None else arrays
 
 
 def _build(name: str, build: Callable[[Advance], Arrays], progress: Progress, rows: int) -> Arrays:
@@ -79,7 +81,7 @@ def _build(name: str, build: Callable[[Advance], Arrays], progress: Progress, ro
 
 
 def _load(entry: Path, key: dict[str, Any]) -> Arrays | None:
-    """The arrays of an entry, if each file is what was written: the digest also shows a disk that lost some bits."""
+    """Load an entry whose files have the digests that were written: these also detect a disk that lost bits."""
     try:
         description = read_json_object(entry / "description.json")
         if description["key"] != json.loads(json.dumps(key)):
@@ -88,14 +90,14 @@ def _load(entry: Path, key: dict[str, Any]) -> Arrays | None:
             with open(regular_file(entry / f"{name}.npy"), "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                     return None
-        # Plain arrays over the mapping: numpy's own class for it is slow to index.
+        # Plain arrays over the mapping: numpy's memmap class is slow to index.
         return {name: np.load(entry / f"{name}.npy", mmap_mode="r").view(np.ndarray) for name in description["sha256"]}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no such entry, or a damaged description
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no entry, or a damaged description
         return None
 
 
 def _save(entry: Path, key: dict[str, Any], arrays: Arrays) -> None:
-    """Writes a folder beside ``entry`` and renames it: an entry is there completely or not at all."""
+    """Write a folder beside ``entry`` and rename it, so that an entry exists completely or not at all."""
     partial = Path(tempfile.mkdtemp(prefix=f".{entry.name}.", dir=entry.parent))
     try:
         partial.chmod(0o755)  # mkdtemp's 0700 would shut out other users of a common cache
@@ -111,22 +113,14 @@ def _save(entry: Path, key: dict[str, Any], arrays: Arrays) -> None:
         (partial / "description.json").write_text(json.dumps(description, indent=2, sort_keys=True))
         if entry.is_dir():  # damaged
             entry.rename(partial / "damaged")
-        elif entry.exists():
-            entry.unlink()
+        else:
+            entry.unlink(missing_ok=True)
         try:
             partial.rename(entry)
         except OSError:
             if not entry.is_dir():
                 raise
-            # Another node was faster on a common file system without locks: same content.
+            # On a common file system without locks, another node was faster: the content is the same.
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(entry / "damaged", ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    with open_lock(path) as file:
-        with contextlib.suppress(OSError):  # a file system without locks: ranks build side by side, results are equal
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

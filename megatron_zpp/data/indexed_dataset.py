@@ -1,9 +1,9 @@
-"""Megatron's ``.bin/.idx`` token files: a memory-mapped reader and a writer of bounded memory.
+"""Reads and writes Megatron's ``.bin/.idx`` token files: a memory-mapped reader, a writer of bounded memory.
 
 ``PREFIX.bin`` holds the token ids of all sequences back to back. ``PREFIX.idx`` holds, all little-endian:
 magic, version, dtype code, number of sequences S, number of documents + 1 D, then the arrays
 lengths int32 [S], byte offsets int64 [S], documents int64 [D] (sequences before each document's end, from 0)
-and, in multimodal files only, one mode byte per sequence, which we tolerate and do not read.
+and, in multimodal files only, one mode byte per sequence, which is not read.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import shutil
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megatron_zpp.data.indices import Advance
 from megatron_zpp.files import regular_file
@@ -32,18 +32,18 @@ PIECE = 16 << 20  # tokens per step when all are read
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
-    """The dtype Megatron writes: uint16 for fewer than 65,500 ids (not 65,536), else int32."""
+    """Return the dtype that Megatron writes: uint16 for fewer than 65,500 ids (not 65,536), else int32."""
     return np.dtype("<u2") if vocab_size < 65_500 else np.dtype("<i4")
 
 
 class IndexedDataset:
     """The sequences of ``prefix.bin`` by number, memory-mapped or, with ``mmap_tokens=False``, read from the file.
 
-    Attributes: ``sequence_lengths`` int32 [S]; ``document_indices`` int64 [D], document d being the sequences
-    ``document_indices[d] : document_indices[d + 1]``; ``dtype`` of the tokens, as the file says (never inferred).
+    Attributes: ``sequence_lengths`` int32 [S]; ``document_indices`` int64 [D]: document d is the sequences
+    ``document_indices[d] : document_indices[d + 1]``; ``dtype`` of the tokens, from the file.
 
     Raises FileNotFoundError if a file is missing, ValueError if one is truncated, damaged, foreign, or not the other's.
-    All of the ``.idx`` is checked: the tokens themselves have no redundancy to check.
+    All of the ``.idx`` is checked; the tokens have no redundancy to check.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], mmap_tokens: bool = True) -> None:
@@ -71,15 +71,14 @@ class IndexedDataset:
                 f"{self.index_path} is truncated or damaged: {len(index)} bytes, its header says {size}; make it again"
             )
 
-        offset = HEADER.size
         self.dtype = np.dtype(DTYPES[code])
+        offset = HEADER.size
         self.sequence_lengths: NDArray[np.int32] = np.frombuffer(index, "<i4", num_sequences, offset)
-        self._byte_offsets: NDArray[np.int64] = np.frombuffer(index, "<i8", num_sequences, offset + 4 * num_sequences)
-        self.document_indices: NDArray[np.int64] = np.frombuffer(
-            index, "<i8", num_documents, offset + 12 * num_sequences
-        )
-        self._check_documents()
-        self.num_tokens = self._check_sequences()
+        offset += 4 * num_sequences
+        self._byte_offsets: NDArray[np.int64] = np.frombuffer(index, "<i8", num_sequences, offset)
+        offset += 8 * num_sequences
+        self.document_indices: NDArray[np.int64] = np.frombuffer(index, "<i8", num_documents, offset)
+        self.num_tokens = self._check_index()
         self._bytes = {self.index_path: len(index), self.token_path: self.num_tokens * self.dtype.itemsize}
         expected, actual = self._bytes[self.token_path], self.token_path.stat().st_size
         if expected != actual:
@@ -88,22 +87,19 @@ class IndexedDataset:
                 f"truncated, or not from the same run; make both again"
             )
         self._maps = {self.index_path: index}
-        self._file = None
         if mmap_tokens:
             self._maps[self.token_path] = _map_file(self.token_path)
             self._tokens: NDArray = np.frombuffer(self._maps[self.token_path], self.dtype)
         else:
             self._file = open(self.token_path, "rb")  # noqa: SIM115 (as long as the dataset lives)
 
-    def _check_documents(self) -> None:
-        """Raise ValueError unless the documents go through all sequences, in their order."""
+    def _check_index(self) -> int:
+        """Return the number of tokens. Raise ValueError unless documents cover all sequences, and these the tokens."""
         documents = self.document_indices
         covers = len(documents) > 0 and documents[0] == 0 and documents[-1] == len(self)
-        if not covers or any((part[1:] < part[:-1]).any() for part in _overlapping_parts(documents)):
+        parts = [slice(first, first + COPY_ROWS) for first in range(0, len(documents), COPY_ROWS)]
+        if not covers or any((documents[1:][part] < documents[:-1][part]).any() for part in parts):
             raise ValueError(f"{self.index_path} is damaged: its documents do not cover its sequences; make it again")
-
-    def _check_sequences(self) -> int:
-        """The number of tokens. Raise ValueError unless the sequences lie one after the other, as Megatron writes."""
         end = 0  # bytes
         for first in range(0, len(self), COPY_ROWS):
             lengths = self.sequence_lengths[first : first + COPY_ROWS].astype(np.int64)
@@ -115,7 +111,7 @@ class IndexedDataset:
         return end // self.dtype.itemsize
 
     def check_not_cut(self) -> None:
-        """Raise ValueError if a file has become shorter than it was: to read a mapping beyond it ends the process."""
+        """Raise ValueError if a file has become shorter: reading a mapping beyond its end would kill the process."""
         for path, mapping in self._maps.items():
             if isinstance(mapping, mmap.mmap) and mapping.size() < self._bytes[path]:
                 raise ValueError(_cut(path, self._bytes[path], mapping.size()))
@@ -124,27 +120,26 @@ class IndexedDataset:
         return len(self.sequence_lengths)
 
     def __getitem__(self, index: int) -> NDArray:
-        """Sequence ``index``, [length], read-only."""
+        """Return sequence ``index``, [length], read-only."""
         return self.get(index)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray:
-        """``length`` tokens (default: all that follow) of sequence ``index`` from token ``offset`` on, read-only."""
+        """Return ``length`` tokens (None: all) of sequence ``index`` from token ``offset`` on, read-only."""
         if length is None:
             length = int(self.sequence_lengths[index]) - offset
         return self._read(int(self._byte_offsets[index]) // self.dtype.itemsize + offset, length)
 
     def _read(self, start: int, length: int) -> NDArray:
-        """Tokens ``start`` to ``start + length`` of the file. ValueError if it has become shorter."""
-        if self._file is None:
+        """Read tokens ``start`` to ``start + length`` of the file. Raises ValueError if it has become shorter."""
+        if self.mmap_tokens:
             return self._tokens[start : start + length]
         # Unlike seek and read, pread is safe in loader processes that share the open file.
-        size = self.dtype.itemsize
-        content = os.pread(self._file.fileno(), length * size, start * size)
-        while len(content) < length * size:  # Linux reads at most 2 GiB at once
-            more = os.pread(self._file.fileno(), length * size - len(content), start * size + len(content))
+        content, end, position = b"", (start + length) * self.dtype.itemsize, start * self.dtype.itemsize
+        while position < end:  # Linux reads at most 2 GiB at once
+            more = os.pread(self._file.fileno(), end - position, position)
             if not more:
-                raise ValueError(_cut(self.token_path, self._bytes[self.token_path], start * size + len(content)))
-            content += more
+                raise ValueError(_cut(self.token_path, self._bytes[self.token_path], position))
+            content, position = content + more, position + len(more)
         return np.frombuffer(content, self.dtype)
 
     @property
@@ -153,26 +148,25 @@ class IndexedDataset:
 
     @cached_property
     def fingerprint(self) -> dict[str, int | str]:
-        """What tells this ``.idx`` from one rewritten under the same name: size, modification time, content."""
+        """Size, modification time and digest of the ``.idx``, which change when it is rewritten."""
         status = self.index_path.stat()
         with open(self.index_path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"idx_bytes": status.st_size, "idx_mtime_ns": status.st_mtime_ns, "idx_sha256": digest}
 
     def token_range(self, advance: Advance = lambda tokens: None, max_bytes: int = 32 << 30) -> tuple[int, int]:
-        """Smallest and largest token id; (0, 0) without tokens. Tells ``advance`` how many tokens it is past.
+        """Return the smallest and largest token id; (0, 0) without tokens. ``advance`` gets the tokens done.
 
         Reads all of a ``.bin`` below ``max_bytes``, and no more than that of a larger one, in evenly spaced pieces.
         """
         step = PIECE * (1 + self.num_tokens * self.dtype.itemsize // max_bytes)
-        smallest, largest = [], []
+        found = []
         for start in range(0, self.num_tokens, step):
             self.check_not_cut()
             tokens = self._read(start, min(PIECE, self.num_tokens - start))
-            smallest.append(int(tokens.min()))
-            largest.append(int(tokens.max()))
+            found += [int(tokens.min()), int(tokens.max())]
             advance(min(step, self.num_tokens - start))
-        return min(smallest, default=0), max(largest, default=0)
+        return min(found, default=0), max(found, default=0)
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str, bool]]:
         return IndexedDataset, (self.prefix, self.mmap_tokens)  # loader processes map the files themselves
@@ -185,15 +179,12 @@ class IndexedDatasetWriter:
     ``prefix.idx`` exists only with its complete ``.bin``. As a context manager it finalizes on success and removes
     the partial files on an exception.
 
-    ``resume_from``, counts that ``sync`` returned, goes on from there with the partial files of a writer that was
-    killed or closed; ValueError if they are not there.
+    ``resume_from``, the counts that ``sync`` returned, continues the partial files of a writer that was killed or
+    closed; ValueError if they are missing.
     """
 
     def __init__(
-        self,
-        prefix: str | os.PathLike[str],
-        dtype: np.dtype | type | str,
-        resume_from: tuple[int, int, int] | None = None,
+        self, prefix: str | os.PathLike[str], dtype: DTypeLike, resume_from: tuple[int, int, int] | None = None
     ) -> None:
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
@@ -201,33 +192,28 @@ class IndexedDatasetWriter:
         if self._code is None:
             raise ValueError(f"the .bin/.idx format has no code for {self.dtype}")
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        # The .idx holds its arrays one after the other, so each needs a file of its own until the end.
+        # The .idx holds its arrays one after the other, so each is a separate file until the end.
         self._partial = _partial_files(self.prefix)
         self.num_tokens, self.num_sequences, self.num_documents = resume_from or (0, 0, 0)
         sizes = (self.num_tokens * self.dtype.itemsize, 4 * self.num_sequences, 8 * self.num_documents)
-        if resume_from and not Path(self._partial["bin"]).exists() and not Path(f"{self.prefix}.idx").exists():
-            os.replace(f"{self.prefix}.bin", self._partial["bin"])  # killed amid finalize
-        self._tokens, self._lengths, self._documents = (
-            self._open(part, size if resume_from else None)
-            for part, size in zip(("bin", "lengths", "documents"), sizes, strict=True)
-        )
+        paths = [self._partial[part] for part in ("bin", "lengths", "documents")]
+        if resume_from:
+            if not paths[0].exists() and not Path(f"{self.prefix}.idx").exists():
+                os.replace(f"{self.prefix}.bin", paths[0])  # killed during finalize
+            for path, size in zip(paths, sizes, strict=True):
+                if not path.is_file() or path.stat().st_size < size:
+                    raise ValueError(f"{path} is missing or too short to continue: give --restart to start over")
+                os.truncate(path, size)  # what was written after the last sync
+        self._files = [open(path, "ab" if resume_from else "wb") for path in paths]  # noqa: SIM115
 
     def add_document(self, sequences: Sequence[Sequence[int] | NDArray]) -> None:
-        """One document of any number of sequences. None at all still leaves a document boundary, as in Megatron."""
+        """Add a document of any number of sequences; one of none still leaves a document boundary, as in Megatron."""
         arrays = [np.asarray(sequence) for sequence in sequences]
         tokens = np.concatenate(arrays) if arrays else np.empty(0, self.dtype)
         self.add_documents(tokens, [len(array) for array in arrays], [len(arrays)])
 
-    def add_documents(
-        self,
-        tokens: NDArray,
-        sequence_lengths: Sequence[int] | NDArray,
-        sequences_per_document: Sequence[int] | NDArray,
-    ) -> None:
-        """Many documents at once: all their tokens, the sequences' lengths, and how many of those each has.
-
-        Raises ValueError if an id does not fit the dtype.
-        """
+    def add_documents(self, tokens: NDArray, sequence_lengths: ArrayLike, sequences_per_document: ArrayLike) -> None:
+        """Add many documents at once. Raises ValueError if an id does not fit the dtype."""
         lengths = np.asarray(sequence_lengths, dtype=np.int64)
         counts = np.asarray(sequences_per_document, dtype=np.int64)
         if lengths.sum() != len(tokens) or counts.sum() != len(lengths):
@@ -238,23 +224,23 @@ class IndexedDatasetWriter:
                 raise ValueError(f"token ids {tokens.min()} to {tokens.max()} do not fit {self.dtype}")
         if lengths.size and lengths.max() > np.iinfo(np.int32).max:
             raise ValueError(f"a sequence of {lengths.max()} tokens; the format holds fewer than 2**31")
-        self._tokens.write(tokens.astype(self.dtype, copy=False).tobytes())
-        self._lengths.write(lengths.astype("<i4").tobytes())
-        self._documents.write((self.num_sequences + np.cumsum(counts)).astype("<i8").tobytes())
+        ends = self.num_sequences + np.cumsum(counts)
+        for file, array, dtype in zip(self._files, (tokens, lengths, ends), (self.dtype, "<i4", "<i8"), strict=True):
+            file.write(array.astype(dtype, copy=False).tobytes())
         self.num_tokens += len(tokens)
         self.num_sequences += len(lengths)
         self.num_documents += len(counts)
 
     def sync(self) -> tuple[int, int, int]:
-        """Bring everything to the disk; return the counts of tokens, sequences and documents, to resume from."""
-        for file in (self._tokens, self._lengths, self._documents):
+        """Write everything to the disk; return the counts of tokens, sequences and documents, to resume from."""
+        for file in self._files:
             file.flush()
             os.fsync(file.fileno())
         return self.num_tokens, self.num_sequences, self.num_documents
 
     def close(self) -> None:
         """Leave the partial files for a writer that resumes."""
-        for file in (self._tokens, self._lengths, self._documents):
+        for file in self._files:
             file.close()
 
     def finalize(self) -> None:
@@ -263,14 +249,17 @@ class IndexedDatasetWriter:
         with open(self._partial["idx"], "wb") as index:
             index.write(HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1))
             with open(self._partial["lengths"], "rb") as lengths:
-                while chunk := lengths.read(4 * COPY_ROWS):
-                    index.write(chunk)
+                shutil.copyfileobj(lengths, index)
                 lengths.seek(0)
-                self._write_byte_offsets(index, lengths)
-            index.write(np.zeros(1, "<i8").tobytes())
+                end = 0
+                while chunk := lengths.read(4 * COPY_ROWS):
+                    sizes = np.frombuffer(chunk, "<i4").astype(np.int64) * self.dtype.itemsize
+                    ends = end + np.cumsum(sizes)
+                    index.write((ends - sizes).astype("<i8").tobytes())
+                    end = int(ends[-1])
+            index.write(bytes(8))  # where the first document begins
             with open(self._partial["documents"], "rb") as documents:
-                while chunk := documents.read(8 * COPY_ROWS):
-                    index.write(chunk)
+                shutil.copyfileobj(documents, index)
             index.flush()
             os.fsync(index.fileno())
         with open(self._partial["bin"], "rb") as tokens:
@@ -279,12 +268,12 @@ class IndexedDatasetWriter:
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)
         os.replace(self._partial["bin"], f"{self.prefix}.bin")
         os.replace(self._partial["idx"], f"{self.prefix}.idx")
-        self._remove_partial_files()
+        _remove_partial_files(self.prefix)
 
     def abort(self) -> None:
         """Give up: remove what was written so far."""
         self.close()
-        self._remove_partial_files()
+        _remove_partial_files(self.prefix)
 
     def __enter__(self) -> IndexedDatasetWriter:
         return self
@@ -295,46 +284,22 @@ class IndexedDatasetWriter:
         else:
             self.abort()
 
-    def _write_byte_offsets(self, index: BinaryIO, lengths: BinaryIO) -> None:
-        total = 0
-        while chunk := lengths.read(4 * COPY_ROWS):
-            sizes = np.frombuffer(chunk, "<i4").astype(np.int64) * self.dtype.itemsize
-            ends = total + np.cumsum(sizes)
-            index.write((ends - sizes).astype("<i8").tobytes())
-            total = int(ends[-1])
 
-    def _open(self, part: str, resume_size: int | None) -> BinaryIO:
-        path = self._partial[part]
-        if resume_size is None:
-            return open(path, "wb")
-        if not Path(path).is_file() or Path(path).stat().st_size < resume_size:
-            raise ValueError(f"{path} is missing or too short to go on from: give --restart to start over")
-        os.truncate(path, resume_size)  # what was written after the last sync
-        return open(path, "ab")
-
-    def _remove_partial_files(self) -> None:
-        for path in self._partial.values():
-            Path(path).unlink(missing_ok=True)
-
-
-def finish_finalizing(prefix: str | os.PathLike[str]) -> bool:
-    """Whether a writer that was killed in ``finalize`` had moved both files into place; if so, removes what it left."""
-    partial = _partial_files(os.fspath(prefix))
-    if Path(partial["bin"]).exists() or not Path(f"{prefix}.idx").exists():
+def finish_finalizing(prefix: str) -> bool:
+    """Whether a writer that was killed in ``finalize`` had moved both files into place; if so, remove its leftovers."""
+    if _partial_files(prefix)["bin"].exists() or not Path(f"{prefix}.idx").exists():
         return False
-    for path in partial.values():
-        Path(path).unlink(missing_ok=True)
+    _remove_partial_files(prefix)
     return True
 
 
-def _partial_files(prefix: str) -> dict[str, str]:
-    return {part: f"{prefix}.{part}.partial" for part in ("bin", "lengths", "documents", "idx")}
+def _partial_files(prefix: str) -> dict[str, Path]:
+    return {part: Path(f"{prefix}.{part}.partial") for part in ("bin", "lengths", "documents", "idx")}
 
 
-def _overlapping_parts(array: NDArray) -> Iterator[NDArray]:
-    """``array`` in pieces, each of which begins with the last element of the one before."""
-    for first in range(0, len(array) - 1, COPY_ROWS):
-        yield array[first : first + COPY_ROWS + 1]
+def _remove_partial_files(prefix: str) -> None:
+    for path in _partial_files(prefix).values():
+        path.unlink(missing_ok=True)
 
 
 def _cut(path: Path, expected: int, actual: int) -> str:

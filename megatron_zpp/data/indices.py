@@ -1,29 +1,28 @@
-"""The order in which tokens are served: Megatron's document, sample and shuffle index, and one of our own.
+"""Computes the order of samples: Megatron's document, sample and shuffle index, and a stable order.
 
 A split's sequences, repeated for as many epochs as needed and shuffled, form one stream of tokens; sample k is the
 stream's tokens k * L to (k + 1) * L inclusive (consecutive samples share one token, the label of one and the input
-of the next), and samples are served in shuffled order. Three arrays say so:
+of the next), and samples are served in shuffled order. Three arrays describe this:
 
 - document index int32 [D]: the shuffled sequence numbers, all epochs;
 - sample index [M + 1, 2]: row k = (row of the document index, token offset there) at which sample k begins;
 - shuffle index [M]: which sample is served i-th.
 
-``megatron_order`` equals Megatron-LM's to the bit, in NumPy alone. ``stable_order`` does not depend on the length of
-the run.
+``megatron_order`` equals Megatron-LM's to the bit. ``stable_order`` does not depend on the length of the run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Arrays = dict[str, NDArray]
-Advance = Callable[[int], None]  # takes how many more rows of the indices are done
+Advance = Callable[[int], None]  # takes the number of further rows of the indices that are done
 
-CHUNK = 1 << 15  # documents whose part of an index is computed at a time: what fits in a processor's cache
-INDEX_VERSION = 2  # part of the cache key: raise it when the indices change
+CHUNK = 1 << 15  # documents per step: what fits in a processor's cache
 
 
 def samples_in(epochs: int, tokens_per_epoch: int, seq_length: int, keep_last: bool = False) -> int:
@@ -33,18 +32,16 @@ def samples_in(epochs: int, tokens_per_epoch: int, seq_length: int, keep_last: b
 
 
 def count_epochs(tokens_per_epoch: int, num_samples: int | None, seq_length: int) -> tuple[int, bool]:
-    """Epochs that ``num_samples`` take (None: one), and whether Megatron shuffles the last one by itself.
+    """Return the epochs that ``num_samples`` take (None: one), and whether Megatron shuffles the last one by itself.
 
     It does when less than 80 % of it will be used: mixed with the others, its documents would displace theirs.
     """
-    if num_samples is None:
-        return 1, False
     # The smallest number whose stream holds the samples and the one label token after the last of them.
-    epochs = max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
-    if epochs == 1:
+    epochs = 1 if num_samples is None else max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
+    if num_samples is None or epochs == 1:
         return 1, False
-    of_last_epoch = num_samples - samples_in(epochs - 1, tokens_per_epoch, seq_length)
-    return epochs, of_last_epoch < int(0.80 * samples_in(1, tokens_per_epoch, seq_length))
+    from_last_epoch = num_samples - samples_in(epochs - 1, tokens_per_epoch, seq_length)
+    return epochs, from_last_epoch < int(0.80 * samples_in(1, tokens_per_epoch, seq_length))
 
 
 def megatron_order(
@@ -58,10 +55,15 @@ def megatron_order(
     keep_last: bool = False,
     advance: Advance = lambda rows: None,
 ) -> Arrays:
-    """Megatron's three indices of the sequences ``sequences``, whose ``lengths`` (of all) hold at least one token."""
+    """Build Megatron's three indices of ``sequences``, which hold at least one token; ``lengths`` are those of all."""
     tokens_per_epoch = int(lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
     random = np.random.RandomState(seed)  # one generator for all shuffles, in this order
-    document_index = _document_index(sequences, epochs, separate_last_epoch, random)
+    epoch = np.arange(sequences.start, sequences.stop, dtype=np.int32)
+    joint = np.tile(epoch, epochs - separate_last_epoch)
+    random.shuffle(joint)  # across epochs, as Megatron does
+    if separate_last_epoch:
+        random.shuffle(epoch)
+    document_index = np.concatenate([joint, epoch]) if separate_last_epoch else joint
     advance(len(document_index))
     total = samples_in(epochs, tokens_per_epoch, seq_length, keep_last)
     sample_index = build_sample_index(lengths, document_index, seq_length, total, advance)
@@ -84,23 +86,22 @@ def stable_order(
     keep_last: bool = False,
     advance: Advance = lambda rows: None,
 ) -> Arrays:
-    """The same three indices, each epoch with a stream and shuffles of its own: a longer run only adds epochs.
+    """Build the same three indices with each epoch shuffled by itself: a longer run only adds epochs.
 
-    The first epoch is Megatron's when a run takes one. The tail of an epoch that fills no sample is left out of it
+    The first epoch is that of Megatron's order of one epoch. The tail of an epoch that fills no sample is left out
     unless ``keep_last``.
     """
     tokens_per_epoch = int(lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
     documents, samples = len(sequences), samples_in(1, tokens_per_epoch, seq_length, keep_last)
-    rows = samples + 1  # of the sample index, an epoch
+    rows = samples + 1  # of the sample index, per epoch
     fits_int32 = max(epochs * documents, epochs * rows, int(lengths.max())) <= np.iinfo(np.int32).max
     document_index = np.empty(epochs * documents, np.int32)
     sample_index: NDArray = np.empty((epochs * rows, 2), np.int32 if fits_int32 else np.int64)
     shuffle_index: NDArray = np.empty(epochs * samples, np.uint32 if fits_int32 else np.int64)
+    more: dict[str, Any] = {"keep_last": keep_last, "advance": advance}
     for epoch in range(epochs):
         epoch_seed = seed if epoch == 0 else int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
-        order = megatron_order(
-            lengths, sequences, 1, False, seq_length, epoch_seed, keep_last=keep_last, advance=advance
-        )
+        order = megatron_order(lengths, sequences, 1, False, seq_length, epoch_seed, **more)
         document_index[epoch * documents : (epoch + 1) * documents] = order["document_index"]
         sample_index[epoch * rows : (epoch + 1) * rows] = order["sample_index"]
         sample_index[epoch * rows : (epoch + 1) * rows, 0] += epoch * documents
@@ -116,24 +117,24 @@ def build_sample_index(
     num_samples: int,
     advance: Advance = lambda rows: None,
 ) -> NDArray:
-    """Sample index [num_samples + 1, 2] of the stream that ``document_index`` spells out.
+    """Build the sample index [num_samples + 1, 2] of the documents ``document_index`` in a row.
 
-    Row k is where stream position k * L lies: sample k's first token, and sample k - 1's last. A document that ends
-    just before that position is not the row; empty ones never are (but row 0 is always (0, 0)). Where the stream
-    ends before, the last row is its last token.
+    Row k points to position k * L of the stream: sample k's first token, and sample k - 1's last. It never points past
+    a document's end nor to an empty document (but row 0 is always (0, 0)). If the stream ends earlier, the last row
+    points to its last token.
     """
     largest = max(len(document_index), int(lengths.max()))
     sample_index = np.empty((num_samples + 1, 2), dtype=np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
-    lengths = np.array(lengths)  # out of the file, where they are not aligned: picking from them is faster
+    lengths = np.array(lengths)  # copy: in the mapped file they are not aligned, so indexing is slower
     position = 0  # tokens before this chunk of documents
     done = 0  # rows of the sample index before it
     for first in range(0, len(document_index), CHUNK):
         chunk = lengths[document_index[first : first + CHUNK]].astype(np.int64)  # [C]
         ends = position + np.cumsum(chunk)
-        # Position k * L lies before the end of a document for k = 0 ... (end - 1) // L: these rows are done by then.
-        rows_by_then = np.minimum((ends - 1) // seq_length + 1, num_samples + 1)
-        rows = np.diff(rows_by_then, prepend=done)  # [C], of each document
-        last_done = int(rows_by_then[-1])
+        # Rows k = 0 ... (end - 1) // L lie before a document's end.
+        rows_before_end = np.minimum((ends - 1) // seq_length + 1, num_samples + 1)
+        rows = np.diff(rows_before_end, prepend=done)  # [C], per document
+        last_done = int(rows_before_end[-1])
         sample_index[done:last_done, 0] = np.repeat(np.arange(first, first + len(chunk)), rows)
         positions = np.arange(done, last_done) * seq_length
         sample_index[done:last_done, 1] = positions - np.repeat(ends - chunk, rows)
@@ -144,17 +145,3 @@ def build_sample_index(
         sample_index[done] = last_document, lengths[document_index[last_document]] - 1
     sample_index[0] = 0  # also where the first documents are empty
     return sample_index
-
-
-def _document_index(
-    sequences: range, epochs: int, separate_last_epoch: bool, random: np.random.RandomState
-) -> NDArray[np.int32]:
-    epoch = np.arange(sequences.start, sequences.stop, dtype=np.int32)
-    if not separate_last_epoch:
-        document_index = np.tile(epoch, epochs)
-        random.shuffle(document_index)  # across epochs, as Megatron does
-        return document_index
-    earlier = np.tile(epoch, epochs - 1)
-    random.shuffle(earlier)
-    random.shuffle(epoch)
-    return np.concatenate([earlier, epoch])

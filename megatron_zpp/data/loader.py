@@ -1,15 +1,15 @@
-"""From a dataset to micro-batches of one data-parallel rank."""
+"""Turns a dataset into the micro-batches of a data-parallel rank."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
 import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,15 +18,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_zpp.data.gpt_dataset import SampleOptions
-from megatron_zpp.data.samplers import CyclicSampler, InTurn, MicroBatchSampler, ShardedCyclicSampler
 
-# tokens int64 [B, L], labels int64 [B, L], loss_mask float32 [B, L]; where asked for, position_ids int64 [B, L] and
-# cu_seqlens int32 [D + 1]: where the D documents of the flattened batch begin, and B * L.
+# tokens int64 [B, L], labels int64 [B, L], loss_mask float32 [B, L]; if asked for, position_ids int64 [B, L] and
+# cu_seqlens int32 [D + 1]: the starts of the D documents of the flattened batch, and B * L.
 Batch = dict[str, Tensor]
 
 PADDING = np.iinfo(np.int64).min  # no id, not even in files of signed integers
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent ends
-PREFETCHED_BATCHES = 4  # of each worker: enough to ride out a slow read
+_PR_SET_PDEATHSIG = 1  # prctl's option for the signal that a process gets when its parent ends
+PREFETCHED_BATCHES = 4  # per worker: enough to ride out a slow read
 
 
 def build_loader(
@@ -41,34 +40,31 @@ def build_loader(
     dataloader_type: str = "single",
     data_sharding: bool = False,
 ) -> Iterator[Batch]:
-    """Batches of one data-parallel rank, or of all in turn, in pinned memory where ``device`` is CUDA.
+    """Iterate over the batches of one data-parallel rank (None: of all in turn) from ``consumed_samples`` on.
 
-    They begin at ``consumed_samples``; ``dp_rank`` None asks for those of all ranks.
-    Which samples a batch holds depends on the arguments alone, so any run resumes anywhere. ``num_workers`` processes
-    read ahead; 0 reads when asked. The iterator does not stop: it raises ValueError when the dataset has no further
-    full batch, and the ValueError or OSError of a file that can't be read.
+    A batch depends on the arguments alone, so a run resumes anywhere; for a CUDA ``device`` it is in pinned memory.
+    ``num_workers`` processes read ahead. The iterator does not stop: it raises ValueError when the dataset has no
+    further full batch, and the ValueError or OSError of a file that can't be read.
     """
     total = len(dataset)  # type: ignore[arg-type]
     options: SampleOptions = dataset.options  # type: ignore[attr-defined]
     pin_memory = torch.device(device).type == "cuda"
-    sampler = MicroBatchSampler
+    order = single_order
     if dataloader_type == "cyclic":
-        sampler = ShardedCyclicSampler if data_sharding else CyclicSampler
+        order = sharded_cyclic_order if data_sharding else cyclic_order
     ranks = range(dp_size) if dp_rank is None else [dp_rank]
-    samplers = [sampler(total, consumed_samples, micro_batch_size, rank, dp_size) for rank in ranks]
+    orders = [order(total, consumed_samples, micro_batch_size, rank, dp_size) for rank in ranks]
     loader = DataLoader(
         _MicroBatches(dataset, options.seq_length + 1),
         batch_size=None,
-        sampler=samplers[0] if dp_rank is not None else InTurn(samplers),
+        sampler=itertools.chain.from_iterable(zip(*orders, strict=True)),
         num_workers=num_workers,
         prefetch_factor=PREFETCHED_BATCHES if num_workers else None,
-        # Workers send arrays, through a pipe: each tensor would be a shared-memory file, ten times slower.
-        collate_fn=_as_it_is,
-        # The loader draws a seed for its workers: from a generator of its own, so that dropout's does not move.
+        # Workers send arrays through a pipe: each tensor would be a shared-memory file, ten times slower.
+        collate_fn=_identity,
+        # The loader draws a seed for its workers: a separate generator leaves dropout's alone.
         generator=torch.Generator(),
-        worker_init_fn=partial(
-            _begin_worker, parent=os.getpid() if multiprocessing.get_start_method() == "fork" else None
-        ),
+        worker_init_fn=_start_worker,
     )
 
     def batches() -> Iterator[Batch]:
@@ -86,9 +82,9 @@ def build_loader(
 
 
 class _MicroBatches(Dataset):
-    """Micro-batches by their samples' numbers. What is wrong with a file is one of them, to be raised by the reader.
+    """Micro-batches by their samples' numbers; or what is wrong with a file, as a value.
 
-    Raised in a worker it would arrive with that process's traceback for a message.
+    Raised in a worker it would arrive with that process's traceback as its message.
     """
 
     def __init__(self, dataset: Dataset, length: int) -> None:
@@ -101,12 +97,12 @@ class _MicroBatches(Dataset):
             return error
 
 
-def _as_it_is(micro_batch: Any) -> Any:
+def _identity(micro_batch: object) -> object:
     return micro_batch
 
 
 def stack_samples(samples: Sequence[NDArray[np.int64]], length: int) -> NDArray[np.int64]:
-    """Samples of ``length`` ids or fewer as rows, int64 [B, length], filled up with ``PADDING``."""
+    """Stack samples of ``length`` ids or fewer, padded with ``PADDING``; int64 [B, length]."""
     ids = np.full((len(samples), length), PADDING)
     for row, sample in zip(ids, samples, strict=True):
         row[: len(sample)] = sample
@@ -114,19 +110,19 @@ def stack_samples(samples: Sequence[NDArray[np.int64]], length: int) -> NDArray[
 
 
 def make_batch(ids: NDArray[np.int64], options: SampleOptions) -> Batch:
-    """Samples [B, L + 1] as the model takes them; ``PADDING`` becomes a token 0 without loss.
+    """Make the model's inputs of samples [B, L + 1]; ``PADDING`` becomes token 0 without loss.
 
-    The end-of-document token belongs to the document that it ends.
+    An end-of-document token belongs to the document that it ends.
     """
     is_token = ids != PADDING
     ids = np.where(is_token, ids, 0)
     tokens, labels, loss_mask = (np.ascontiguousarray(part) for part in (ids[:, :-1], ids[:, 1:], is_token[:, 1:]))
     batch = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
     if options.eod_mask_loss:
-        loss_mask &= tokens != options.eod  # what follows an end is no one's to predict
+        loss_mask &= tokens != options.eod  # nothing can predict what follows
     batch["loss_mask"] = torch.from_numpy(loss_mask.astype(np.float32))
     if options.reset_position_ids or options.reset_attention_mask:
-        begins = np.ones(tokens.shape, dtype=bool)  # [B, L]: a document, or the sample, begins here
+        begins = np.ones(tokens.shape, dtype=bool)  # [B, L]: whether a document or the sample begins here
         begins[:, 1:] = tokens[:, :-1] == options.eod
         if options.reset_position_ids:
             positions = np.arange(options.seq_length)
@@ -138,14 +134,70 @@ def make_batch(ids: NDArray[np.int64], options: SampleOptions) -> Batch:
     return batch
 
 
-def _begin_worker(worker: int, parent: int | None) -> None:
-    """Outlive signals to a whole job, but not the rank, however it ends. parent: its process id, if it forks workers.
+def _start_worker(worker: int) -> None:
+    """Ignore signals to the whole job, but end with the rank.
 
-    Ctrl-C may ask ranks to save and exit; a rank reads until then, and ends its workers. One that is killed can't.
+    Ctrl-C may ask ranks to save and exit; a rank reads until then and ends its workers, unless it is killed.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if parent is not None and os.getppid() != parent:  # it died before that
-            os._exit(1)
+        parent = multiprocessing.parent_process()
+        if multiprocessing.get_start_method() == "fork" and parent is not None and os.getppid() != parent.pid:
+            os._exit(1)  # it died before this call
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+
+
+# Which samples a rank reads, in which order: each function yields its micro-batches as lists of sample numbers, from
+# ``consumed_samples`` on. A block is the ``micro_batch_size * num_ranks`` samples that all ranks read at a time.
+
+
+def single_order(
+    total_samples: int, consumed_samples: int, micro_batch_size: int, rank: int, num_ranks: int
+) -> Iterator[list[int]]:
+    """Read the dataset once, in its order: rank r takes the r-th part of each block. An incomplete block is dropped.
+
+    Global batch k holds samples k * G to (k + 1) * G for any number of ranks, micro-batch size and accumulation, so a
+    run resumes from the number of consumed samples alone.
+    """
+    block = micro_batch_size * num_ranks
+    for first in range(consumed_samples, total_samples - block + 1, block):
+        yield list(range(first + micro_batch_size * rank, first + micro_batch_size * (rank + 1)))
+
+
+def cyclic_order(
+    total_samples: int, consumed_samples: int, micro_batch_size: int, rank: int, num_ranks: int
+) -> Iterator[list[int]]:
+    """Read the dataset without end, each epoch in another random order.
+
+    As in Megatron the epoch's number seeds ``torch.randperm``, and rank r takes every n-th sample of a block. Unlike
+    Megatron's, an epoch holds every sample for any layout; a block may span two epochs. Where the dataset is a multiple
+    of the block both are the same.
+    """
+    permutation = functools.lru_cache(maxsize=1)(functools.partial(_permutation, total_samples))
+    positions = itertools.count(consumed_samples + rank, num_ranks)
+    while total_samples:
+        places = (divmod(position, total_samples) for position in itertools.islice(positions, micro_batch_size))
+        yield [int(permutation(epoch)[place]) for epoch, place in places]
+
+
+def sharded_cyclic_order(
+    total_samples: int, consumed_samples: int, micro_batch_size: int, rank: int, num_ranks: int
+) -> Iterator[list[int]]:
+    """As ``cyclic_order``, but each rank reads one contiguous part of the dataset (``--data-sharding``).
+
+    Megatron's rule to the bit, for those who need a rank's data in one place: batches depend on the number of ranks,
+    and samples that fill no block are never read.
+    """
+    per_rank = total_samples // (micro_batch_size * num_ranks) * micro_batch_size
+    epoch, consumed = divmod(consumed_samples, max(1, per_rank * num_ranks))
+    first = consumed // num_ranks
+    while per_rank:
+        order = _permutation(per_rank, epoch) + rank * per_rank
+        for start in range(first, per_rank - micro_batch_size + 1, micro_batch_size):
+            yield order[start : start + micro_batch_size].tolist()
+        epoch, first = epoch + 1, 0
+
+
+def _permutation(size: int, epoch: int) -> torch.Tensor:
+    return torch.randperm(size, generator=torch.Generator().manual_seed(epoch))

@@ -1,17 +1,16 @@
-"""Is the order of the training data the one that a run has followed so far?"""
+"""Checks that a resumed run continues the order of its training data."""
 
 from __future__ import annotations
 
 from typing import Any
 
-Order = dict[str, Any]  # of GPTDataset.order or BlendedDataset.order, also after a trip through JSON
+Order = dict[str, Any]  # GPTDataset.order or BlendedDataset.order, possibly read from JSON
 
 
 def check_order(saved: Order, order: Order, other_data: bool = False) -> None:
-    """Raise ValueError where going on in ``order`` would read samples again, or leave some out, unasked.
+    """Raise ValueError if continuing in ``order`` would repeat samples or leave some out.
 
-    other_data: data, weights or seed may be others than before; an epoch more of the same data may not, unless the
-    new order is a stable one.
+    other_data: data, weights or seed may differ, but not the number of epochs, unless the new order is stable.
     """
     if saved == order:
         return
@@ -20,8 +19,8 @@ def check_order(saved: Order, order: Order, other_data: bool = False) -> None:
         if other_data:
             return
         raise ValueError(
-            "the training data is blended otherwise than before the checkpoint: give the same weights, or "
-            "--override-data to go on with these"
+            "the weights of the training data's blend differ from the checkpoint's: give the same weights, or "
+            "--override-data to continue with these"
         )
     for number, (old, new) in enumerate(zip(before, now, strict=True), start=1):
         name = f"dataset {number} of the blend" if len(now) > 1 else "the training data"
@@ -29,15 +28,15 @@ def check_order(saved: Order, order: Order, other_data: bool = False) -> None:
             if other_data:
                 continue
             raise ValueError(
-                f"{name} is not what it was before the checkpoint: its .idx file, --split, --seq-length or --seed "
-                f"differ ({old} there, {new} here). Give what was given before, or --override-data to go on with this"
+                f"{name} is not the checkpoint's: its .idx file, --split, --seq-length or --seed differ ({old} there, "
+                f"{new} here). Give the same, or --override-data to continue with this"
             )
         if _shuffles(old) != _shuffles(new) and not (other_data and new["epochs"] == "any"):
             raise ValueError(
                 f"the run's new length takes {new['epochs']} epochs of {name}, not {old.get('epochs')}, or another "
-                "part of the last. Megatron shuffles across epochs, so the order would be another and data read "
-                "already would come again. Keep the length of the run, or give --data-order-stable: that goes on where "
-                "the first epoch ends, or with --override-data too in an order of its own from here on"
+                "part of the last. Megatron shuffles across epochs, so the order would change and repeat data that was "
+                "read. Keep the length of the run, or give --data-order-stable: it continues where the first epoch "
+                "ends, or, with --override-data too, in a new order from here on"
             )
 
 
@@ -46,5 +45,5 @@ def _data(order: Order) -> Order:
 
 
 def _shuffles(order: Order) -> tuple[Any, Any]:
-    """What is shuffled together. A single epoch is in the same order in a stable order, which any number continues."""
+    """Return what is shuffled together. A stable order begins like an order of one epoch."""
     return 1 if order.get("epochs") == "any" else order.get("epochs"), order.get("separate_last_epoch")

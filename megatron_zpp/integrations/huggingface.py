@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 class ZeroPPCallback(TrainerCallback):
     """Applies ZeRO++ to the model that the Trainer has sharded (``TrainingArguments(fsdp=True)``).
 
-    Its state goes into a folder of each of the Trainer's checkpoints, and comes back with
-    ``trainer.train(resume_from_checkpoint=...)``.
+    Each of the Trainer's checkpoints gets a folder with its state, which
+    ``trainer.train(resume_from_checkpoint=...)`` loads.
     """
 
     def __init__(self, config: ZeroPPConfig) -> None:
@@ -26,11 +26,9 @@ class ZeroPPCallback(TrainerCallback):
         self.zeropp: ZeroPP | None = None  # until training begins
         self._loss_scale: float | None = None  # of fp16's gradients, since the first step
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         if self.zeropp is None:  # train() may be called again
-            self.zeropp = apply_zeropp(kwargs["model"], self.config)
+            self.zeropp = apply_zeropp(kw["model"], self.config)
         folder = _folder(args, state)
         if folder.exists():
             dcp.load({"zeropp": self.zeropp}, checkpoint_id=folder)
@@ -38,10 +36,10 @@ class ZeroPPCallback(TrainerCallback):
             logger.warning("no state of ZeRO++ in %s: LoCo's errors and weight differences start again", folder)
 
     def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any
     ) -> None:
         assert self.zeropp is not None
-        optimizer = kwargs["optimizer"]  # accelerate's
+        optimizer = kw["optimizer"]  # accelerate's
         if optimizer.step_was_skipped:  # fp16 gradients overflowed
             self.zeropp.undo_step()
         if optimizer.scaler is not None:
@@ -49,7 +47,7 @@ class ZeroPPCallback(TrainerCallback):
             self.zeropp.rescale_errors(scale / (self._loss_scale or scale))
             self._loss_scale = scale
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         dcp.save({"zeropp": self.zeropp}, checkpoint_id=_folder(args, state))
 
 

@@ -26,7 +26,7 @@ class ZeroPPTrainer(Trainer):
     def __init__(self, config: Config) -> None:
         if not config.training.disable_cuda_graphs:
             raise ValueError(
-                "a CUDA graph would replay for ever what ZeRO++ decided to send when it was captured: set "
+                "a CUDA graph would repeat forever what ZeRO++ decided to send when it was captured: set "
                 "--training.disable_cuda_graphs"
             )
         chunks_loss = isinstance(config.loss, ChunkedLossWrapper.Config)
@@ -36,38 +36,35 @@ class ZeroPPTrainer(Trainer):
                 "cannot tell when: take the loss inside, config.loss = config.loss.loss_fn"
             )
         super().__init__(config)
-        # All stages that this rank has of a pipeline, after their weights were made.
+        # All pipeline stages of this rank, after their weights were made.
         self.zeropp = apply_zeropp(nn.ModuleList(self.model_parts), config.zeropp)
         if config.checkpoint.enable:
             self.checkpointer.states["zeropp"] = self.zeropp
-        self._micro_batches = 0
+        self._num_micro_batches, self._is_last = 0, False
         if chunks_loss:
-            self.loss_fn = partial(self._backward_of_head_first, self.loss_fn)
+            self.loss_fn = partial(self._chunked_loss, self.loss_fn)
 
     def forward_backward_step(self, **batch: Any) -> Tensor:
-        # torchtitan lets FSDP2 reduce at every micro-batch, and says nothing of the last.
-        self._micro_batches += 1
-        self.zeropp.set_is_last_micro_batch(self._is_last_micro_batch)
+        # torchtitan lets FSDP2 reduce at every micro-batch, and does not mark the last.
+        self._num_micro_batches += 1
+        self._is_last = self._num_micro_batches % self.gradient_accumulation_steps == 0
+        self.zeropp.set_is_last_micro_batch(self._is_last)
         return super().forward_backward_step(**batch)
 
-    @property
-    def _is_last_micro_batch(self) -> bool:
-        return self._micro_batches % self.gradient_accumulation_steps == 0
+    def _chunked_loss(self, loss_in_chunks: Any, *arguments: Any, **named: Any) -> Any:
+        """Compute the chunked loss, which backpropagates through ``lm_head`` before the rest of the model does.
 
-    def _backward_of_head_first(self, loss_in_chunks: Any, *arguments: Any, **named: Any) -> Any:
-        """The chunked loss, which backpropagates through ``lm_head`` by itself, before the rest does.
-
-        Both passes reduce the unit that ``lm_head`` shares with the norm before it. As two micro-batches of one step
-        would, they cross nodes once.
+        Both passes reduce the unit that ``lm_head`` shares with the norm before it. Like two micro-batches of one step,
+        they cross nodes once.
         """
         self.zeropp.set_is_last_micro_batch(False)
         loss = loss_in_chunks(*arguments, **named)
-        self.zeropp.set_is_last_micro_batch(self._is_last_micro_batch)
+        self.zeropp.set_is_last_micro_batch(self._is_last)
         return loss
 
 
 def with_zeropp(config: Trainer.Config, zeropp: ZeroPPConfig) -> ZeroPPTrainer.Config:
-    """``config`` for ``ZeroPPTrainer``, without CUDA graphs."""
-    values = {of.name: getattr(config, of.name) for of in fields(config)}
+    """Return ``config`` for ``ZeroPPTrainer``, without CUDA graphs."""
+    values = {item.name: getattr(config, item.name) for item in fields(config)}
     values["training"] = replace(config.training, disable_cuda_graphs=True)
     return ZeroPPTrainer.Config(**values, zeropp=zeropp)

@@ -1,17 +1,8 @@
 """DiLoCo for any model, sharded by PyTorch FSDP2 or not. Needs torch alone."""
 
-from .api import Islands, apply_islands
+from .api import apply_islands
 from .config import IslandConfig
-from .emulation import EmulatedIslands, emulate_islands
-from .interface import IslandsInterface, LeavingInterface, NoIslands
+from .emulation import emulate_islands
+from .outer_sync import OuterSync
 
-__all__ = [
-    "EmulatedIslands",
-    "IslandConfig",
-    "Islands",
-    "IslandsInterface",
-    "LeavingInterface",
-    "NoIslands",
-    "apply_islands",
-    "emulate_islands",
-]
+__all__ = ["IslandConfig", "OuterSync", "apply_islands", "emulate_islands"]

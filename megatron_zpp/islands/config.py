@@ -1,4 +1,4 @@
-"""What a user of islands chooses."""
+"""Settings of islands."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import torch
 from megatron_zpp.zeropp.config import SUPPORTED_BITS, LoCoConfig, check_fields, config_flag
 from megatron_zpp.zeropp.wire.quantization import SCALINGS, Code
 
-from .timetable import Timetable
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -18,17 +16,17 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class IslandConfig:
     """Islands. Groups of ranks train by themselves, and synchronize parameters every H steps.
 
-    DiLoCo is arXiv 2311.08105. What a field means is its help. Raises ValueError for values that cannot be, or do not
-    fit together.
+    DiLoCo is arXiv 2311.08105. Each field's help explains it. Raises ValueError for values out of bounds, or that do
+    not go together.
     """
 
     sync_interval: int = config_flag(
-        "--island-sync-interval", 100, "optimizer steps between two agreements of the islands (DiLoCo's H)", at_least=1
+        "--island-sync-interval", 100, "optimizer steps between two synchronizations (DiLoCo's H)", at_least=1
     )
     outer_optimizer: str = config_flag(
         "--island-outer-optimizer",
         "nesterov",
-        "what moves the agreed parameters: SGD with Nesterov's momentum, or with plain momentum",
+        "outer optimizer: SGD with Nesterov's momentum, or with plain momentum",
         choices=("nesterov", "sgd"),
     )
     outer_lr: float = config_flag(
@@ -39,7 +37,7 @@ class IslandConfig:
     )
     # None: in ``dtype``.
     bits: int | None = config_flag(
-        "--island-bits", None, "bits of what is sent between islands, 1 to 8; 0 = unquantized", zero_is_none=True
+        "--island-bits", None, "bits of what islands send to each other, 1 to 8; 0 = unquantized", zero_is_none=True
     )
     block_size: int = config_flag(
         "--island-block-size", 128, "elements that share a scale between islands", at_least=8, at_most=2**20
@@ -47,11 +45,9 @@ class IslandConfig:
     scaling: str | None = config_flag(
         "--island-scaling", None, "code between islands; default by bits: mean below 4, else absmax", choices=SCALINGS
     )
-    dtype: str = config_flag(
-        "--island-dtype", "fp32", "dtype of what is sent between islands unquantized", choices=tuple(DTYPES)
-    )
+    dtype: str = config_flag("--island-dtype", "fp32", "dtype of what islands send unquantized", choices=tuple(DTYPES))
     loco: bool = config_flag(
-        "--island-loco", False, "LoCo between islands: what quantization lost returns at the next agreement"
+        "--island-loco", False, "LoCo between islands: add what quantization lost to the next synchronization"
     )
     loco_beta: float = config_flag(
         "--island-loco-beta",
@@ -69,23 +65,18 @@ class IslandConfig:
         at_least=1,
     )
     sync_delay: int = config_flag(
-        "--island-sync-delay",
-        0,
-        "steps of training while a fragment is on its way (Streaming DiLoCo's tau)",
-        at_least=0,
+        "--island-sync-delay", 0, "steps of training while a fragment is in flight (Streaming DiLoCo's tau)", at_least=0
     )
     merge_alpha: float = config_flag(
         "--island-merge-alpha",
         0.0,
-        "what an island keeps of its own parameters when agreed ones arrive; 0.5 as published with a delay",
+        "share of its own parameters that an island keeps in a synchronization; 0.5 as published with a delay",
         at_least=0,
         below=1,
     )
 
     offload: bool = config_flag(
-        "--island-offload",
-        False,
-        "keep what islands agreed on, and the outer momentum, in host memory",
+        "--island-offload", False, "keep the outer parameters and the outer momentum in host memory"
     )
 
     def __post_init__(self) -> None:
@@ -95,45 +86,41 @@ class IslandConfig:
         if self.block_size % 8:
             raise ValueError(f"block_size must be a multiple of 8, got {self.block_size}")
         if self.bits is None and self.scaling is not None:
-            raise ValueError(f"scaling {self.scaling} is about quantized values: set bits")
+            raise ValueError(f"scaling {self.scaling} requires quantized values: set bits")
         if self.bits is not None:
             Code(self.bits, self.scaling)
         if self.loco and self.bits is None and self.dtype == "fp32":
             raise ValueError("loco returns what was lost, and fp32 loses nothing: set bits, or leave it out")
         if self.fragments > self.sync_interval:
             raise ValueError(
-                f"fragments {self.fragments} are sent at different steps, and sync_interval has {self.sync_interval}: "
-                f"give at most {self.sync_interval} fragments"
+                f"fragments {self.fragments} must be at most sync_interval {self.sync_interval}: each starts at "
+                "another step"
             )
         if self.sync_delay >= self.sync_interval:
             raise ValueError(
                 f"sync_delay {self.sync_delay} must be below sync_interval {self.sync_interval}: a fragment arrives "
-                "before it leaves again"
+                "before it starts again"
             )
 
     @property
-    def timetable(self) -> Timetable:
-        return Timetable(self.sync_interval, self.fragments, self.sync_delay)
-
-    @property
     def feedback(self) -> LoCoConfig | None:
-        """Of the errors, which are never reset. No exchange is undone."""
+        """Settings of the errors, which are never reset, because no synchronization is undone."""
         if not self.loco:
             return None
-        # Errors in 8 bits have blocks, which a wire without codes has not.
+        # Errors in 8 bits have blocks, and a wire without codes has none.
         error_dtype = "bf16" if self.bits is None else "int8"
         return LoCoConfig(beta=self.loco_beta, error_dtype=error_dtype, reset_interval=None, exact_undo=False)
 
     def describe(self) -> str:
-        """How islands agree, in a few words."""
+        """Return how islands synchronize, in a few words."""
         code = None if self.bits is None else Code(self.bits, self.scaling)
         sent = self.dtype if code is None else f"int{code.bits}{' (mean)' if code.is_mean else ''}"
         sent += f" with LoCo (beta {self.loco_beta})" if self.loco else ""
         sent += f", {self.fragments} fragments in turn" if self.fragments > 1 else ""
-        sent += f", {self.sync_delay} steps on their way" if self.sync_delay else ""
-        where = ", agreed parameters in host memory" if self.offload else ""
+        sent += f", {self.sync_delay} steps in flight" if self.sync_delay else ""
+        offload = ", outer parameters in host memory" if self.offload else ""
         momentum = f"{'Nesterov ' if self.outer_optimizer == 'nesterov' else ''}momentum {self.outer_momentum}"
         return (
-            f"agree every {self.sync_interval} steps, {sent} between them; outer SGD with learning rate "
-            f"{self.outer_lr} and {momentum}{where}"
+            f"synchronize every {self.sync_interval} steps, {sent} between them; outer SGD with learning rate "
+            f"{self.outer_lr} and {momentum}{offload}"
         )

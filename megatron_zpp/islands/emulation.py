@@ -1,22 +1,18 @@
-"""Islands without ranks: one process trains all of them in turn, and computes what they would agree on, bit for bit."""
+"""Islands without ranks: one process trains all of them in turn, and computes their outer steps to the bit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from megatron_zpp.zeropp import Traffic, ZeroPPInterface
-from megatron_zpp.zeropp.fsdp.shared import below
 
-from .agreed import AgreedParameters, trained_parameters
-from .agreements import Agreements
 from .config import IslandConfig
 from .hops import IslandHops
-from .pieces import Pieces
-from .timetable import divide
+from .outer_state import trainable_parameters
+from .outer_sync import Fragment, OuterSync, split_into_fragments
 
 
 def emulate_islands(
@@ -24,149 +20,65 @@ def emulate_islands(
     optimizers: Sequence[torch.optim.Optimizer],
     config: IslandConfig,
     zeropps: Sequence[ZeroPPInterface],
-) -> EmulatedIslands:
-    """Let ``models``, one of each island with an optimizer of its own, agree as ``apply_islands`` would have it.
+) -> OuterSync:
+    """Synchronize ``models``, one of each island with its own optimizer, as ``apply_islands`` would, to the bit.
 
     Optimizers step in turn, and the last one's step ends that of all islands; without optimizers the loop calls
-    ``count_step`` when all have. zeropps: of each model's emulated ranks.
-    Raises ValueError for a single island.
+    ``count_step`` after all have stepped. zeropps: of each model's emulated ranks. Raises ValueError for one island.
     """
     if len(models) == 1:
-        raise ValueError("one island has no other to agree with: give the models of several")
-    return EmulatedIslands([trained_parameters(model) for model in models], optimizers, config, zeropps)
+        raise ValueError("one island has no other to synchronize with: give the models of several")
+    traffic = Traffic()
+    divided = [split_into_fragments(trainable_parameters(model), config.fragments) for model in models]
+    fragments = [EmulatedFragment(islands, config, zeropps[0], traffic) for islands in zip(*divided, strict=True)]
+    optimizer = optimizers[-1] if optimizers else None
+    return OuterSync(config, len(models), fragments, traffic, optimizer, zeropps=zeropps)
 
 
-class EmulatedFragment:
-    """Some parameters on their way between islands; compare Fragment, which has one rank of one island."""
+class EmulatedFragment(Fragment):
+    """A fragment of all ranks of all islands; compare RankFragment."""
 
     def __init__(
         self,
-        of_islands: Sequence[Mapping[str, nn.Parameter]],
+        islands: Sequence[Mapping[str, nn.Parameter]],
         config: IslandConfig,
-        zeropps: Sequence[ZeroPPInterface],
+        zeropp: ZeroPPInterface,
         traffic: Traffic,
     ) -> None:
-        self._of_islands, self._ranks = of_islands, zeropps[0].ranks  # ranks of all islands hold alike
-        self.agreed = AgreedParameters(of_islands[0], config)
-        pieces = [Pieces(shards, len(of_islands)) for shards in self._shards(of_islands[0])]
-        self.hops = [[IslandHops(of_rank, config, traffic) for of_rank in pieces] for _ in of_islands]  # [K][R]
+        """zeropp: of the first island; all are sharded alike."""
+        super().__init__(islands, config)
+        self._ranks = zeropp.ranks
+        shards = self._shards(islands[0])
+        # [K][R]
+        self._hops = [[IslandHops(s, len(islands), config, traffic, zeropp.device) for s in shards] for _ in islands]
+        self.hops = dict(enumerate(hops for island in self._hops for hops in island))
 
     def start(self) -> None:
-        """Each rank of each island sends the way that the island's parameters went since the last agreement."""
         wires = []
-        for hops, parameters in zip(self.hops, self._of_islands, strict=True):
-            differences = dict(zip(parameters, self.agreed.differences(parameters), strict=True))
-            shards = self._shards(differences)
-            wires.append([h.send(h.pieces.cut([*s.values()])) for h, s in zip(hops, shards, strict=True)])
-        for island, hops in enumerate(self.hops):
-            for rank, of_rank in enumerate(hops):
-                of_rank.in_flight = torch.stack([sent[rank][island] for sent in wires])  # uint8 [K, nbytes]
+        for island, parameters in zip(self._hops, self.islands, strict=True):
+            shards = self._shards(dict(zip(parameters, self.outer.differences(parameters), strict=True)))
+            wires.append([hops.encode_pieces([*s.values()]) for hops, s in zip(island, shards, strict=True)])
+        for number, island in enumerate(self._hops):
+            for rank, hops in enumerate(island):
+                hops.launch(torch.stack([sent[rank][number] for sent in wires]))  # uint8 [K, nbytes]
 
-    def turn(self) -> None:
-        """Each rank sends on its piece of the mean."""
-        for of_islands in zip(*self.hops, strict=True):  # of one rank
-            mean = torch.stack([hops.add(hops.in_flight) for hops in of_islands if hops.in_flight is not None])
-            for hops in of_islands:
-                hops.in_flight = mean
+    def start_second_hop(self) -> None:
+        for islands in zip(*self._hops, strict=True):  # one rank's hops in each
+            mean = torch.stack([hops.encode_mean(hops.take()) for hops in islands])
+            for hops in islands:
+                hops.launch(mean)
 
-    def finish(self, on_mean: bool = False) -> None:
-        """Agree."""
-        # What the ranks of one island decode: those of others get the same bytes.
-        of_ranks = [hops.receive(hops.in_flight) for hops in self.hops[0] if hops.in_flight is not None]
-        self.agreed.step([torch.cat(shards) for shards in zip(*of_ranks, strict=True)], on_mean)
-        for hops in (hops for of_island in self.hops for hops in of_island):
-            hops.in_flight = None
-        for parameters in self._of_islands:
-            self.agreed.merge_into(parameters)
+    def receive_mean(self) -> list[Tensor]:
+        wires = [[hops.take() for hops in island] for island in self._hops]  # the same bytes in all islands
+        ranks = [hops.decode_mean(wire) for hops, wire in zip(self._hops[0], wires[0], strict=True)]
+        return [torch.cat(shards) for shards in zip(*ranks, strict=True)]
 
-    @property
-    def is_in_flight(self) -> bool:
-        return self.hops[0][0].in_flight is not None
+    def start_alike(self) -> None:
+        for parameters in self.islands:
+            for name, parameter in parameters.items():
+                parameter.copy_(self.islands[0][name])
 
     def _shards(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """What each rank of an island holds."""
-        of_tensors = {name: self._ranks.shards_of(tensor.detach()) for name, tensor in tensors.items()}
-        return [{name: shards[rank] for name, shards in of_tensors.items()} for rank in range(len(self._ranks))]
-
-
-class EmulatedIslands(Agreements[EmulatedFragment]):
-    """The agreements of all islands, which are in this process.
-
-    ``islands.interface.IslandsInterface`` says in full what each method does.
-    """
-
-    def __init__(
-        self,
-        of_islands: Sequence[Mapping[str, nn.Parameter]],
-        optimizers: Sequence[torch.optim.Optimizer],
-        config: IslandConfig,
-        zeropps: Sequence[ZeroPPInterface],
-    ) -> None:
-        self.config, self.traffic, self.num_islands, self.steps = config, Traffic(), len(of_islands), 0
-        self._of_islands, self._zeropps = of_islands, zeropps
-        divided = [divide(parameters, config.fragments) for parameters in of_islands]
-        self._fragments = [
-            EmulatedFragment(parts, config, zeropps, self.traffic) for parts in zip(*divided, strict=True)
-        ]
-        self.begin_anew()
-        self._follow(optimizers[-1] if optimizers else None)
-
-    @torch.no_grad()
-    def begin_anew(self) -> None:
-        """Take the parameters of the first island as agreed, and have all islands begin with them."""
-        for fragment in self._fragments:
-            fragment.agreed.begin_anew(self._of_islands[0])
-            for hops in (hops for of_island in fragment.hops for hops in of_island):
-                hops.load_state_dict({})
-        for parameters in self._of_islands:
-            for name, parameter in parameters.items():
-                parameter.copy_(self._of_islands[0][name])
-        self.steps = 0
-        self._parameters_replaced()
-
-    @contextmanager
-    def agreed_parameters(self) -> Iterator[None]:
-        """Have the agreed parameters in all models in here, and their own again behind."""
-        own = [[parameter.detach().clone() for parameter in parameters.values()] for parameters in self._of_islands]
-        with torch.no_grad():
-            for fragment in self._fragments:
-                for parameters in self._of_islands:
-                    fragment.agreed.copy_to(parameters)
-        self._parameters_replaced()
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for parameters, values in zip(self._of_islands, own, strict=True):
-                    for parameter, value in zip(parameters.values(), values, strict=True):
-                        parameter.copy_(value)
-            self._parameters_replaced()
-
-    def _parameters_replaced(self) -> None:
-        for zeropp in self._zeropps:
-            zeropp.invalidate()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """What ``Islands.state_dict`` gives on all ranks."""
-        state: dict[str, Tensor] = {}
-        for island, zeropp in enumerate(self._zeropps):
-            for rank in range(len(zeropp.ranks)):
-                prefix = f"{island * len(zeropp.ranks) + rank}."
-                state[f"{prefix}steps"] = torch.tensor(self.steps)
-                for number, fragment in enumerate(self._fragments):
-                    own = fragment.hops[island][rank].state_dict()
-                    state |= {f"{prefix}fragment{number}.{key}": value for key, value in own.items()}
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what ``state_dict`` gave, on as many ranks."""
-        for island, zeropp in enumerate(self._zeropps):
-            for rank in range(len(zeropp.ranks)):
-                own = below(state, f"{island * len(zeropp.ranks) + rank}.")
-                self.steps = int(own.get("steps", 0))
-                for number, fragment in enumerate(self._fragments):
-                    of_fragment = below(own, f"fragment{number}.")
-                    fragment.hops[island][rank].load_state_dict(
-                        {key: value.to(zeropp.device) for key, value in of_fragment.items()}
-                    )
-        self._parameters_replaced()
+        """Return the tensors' shards on each rank of an island."""
+        shards = {name: self._ranks.shards_of(tensor.detach()) for name, tensor in tensors.items()}
+        return [{name: parts[rank] for name, parts in shards.items()} for rank in range(len(self._ranks))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_zpp.islands.elastic.membership import Membership
+from megatron_zpp.islands.elastic import Membership
 from megatron_zpp.settings.flags import flag
 
 
@@ -207,7 +207,7 @@ class DistributedSettings:
     )
     islands: int = flag(
         1,
-        "groups of consecutive ranks, normally clusters, that train by themselves and agree on parameters every "
+        "groups of consecutive ranks, normally clusters, that train by themselves and synchronize parameters every "
         "--island-sync-interval steps (DiLoCo): docs/islands.md",
         at_least=1,
         at_most=2**16,
@@ -244,14 +244,14 @@ class DistributedSettings:
     )
     island_timeout_seconds: float = flag(
         Membership.timeout,
-        "for what one island sends another; an agreement that takes longer begins again with those that are there",
+        "for what one island sends another; a longer synchronization restarts with the islands that are there",
         needs="islands_may_leave",
         above=0,
         at_most=86_400,
     )
     island_patience_seconds: float = flag(
         Membership.patience,
-        "how long an island waits for others before it gives up; longer than any trains between two agreements",
+        "how long an island waits for others before it gives up; longer than any trains between two synchronizations",
         needs="islands_may_leave",
         above=0,
         at_most=31_536_000,

@@ -28,9 +28,8 @@ def evaluate(
 ) -> float | None:
     """Return the mean loss per token over ``num_micro_batches`` of every data-parallel rank, without auxiliary losses.
 
-    Islands evaluate the parameters that they last agreed on, each on its part of the data. ``stop`` is asked before
-    each batch, and must answer alike on all ranks: True ends the evaluation, which then returns None. The model ends in
-    training mode.
+    Islands evaluate their outer parameters, each on its part of the data. ``stop`` is asked before each batch, and must
+    answer alike on all ranks: True ends the evaluation, which then returns None. The model ends in training mode.
     """
     is_stopped = False
     totals = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, tokens
@@ -38,7 +37,7 @@ def evaluate(
     _set_training(run, False)
     with ExitStack() as stack:
         advance = stack.enter_context(progress("evaluating", num_micro_batches))
-        stack.enter_context(run.islands.agreed_parameters())
+        stack.enter_context(run.islands.outer_parameters())
         # Keep the evaluation out of the log's bytes, but for what it gathers in the next training step's stead.
         for zeropp in run.zeropps:
             stack.enter_context(zeropp.traffic.evaluating(own_weights=not run.has_islands))

@@ -73,8 +73,8 @@ class NonfiniteSteps:
         return True
 
     def _locate(self, step: IslandStep) -> str:
-        if self.run.islands.has_replaced:
-            return "the islands agreed after this step, so that it cannot be computed again to see where that began"
+        if self.run.islands.has_synchronized:
+            return "the islands synchronized after this step, so it cannot be computed again to find where that began"
         return locate_nonfinite(self.run, self.state, step.micro_batches)
 
     def at_end(self) -> str | None:

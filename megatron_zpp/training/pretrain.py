@@ -10,7 +10,7 @@ from megatron_zpp.parallel.distributed import StopSignals, errors_on_all_ranks, 
 from megatron_zpp.training.data import BatchIterators
 from megatron_zpp.training.deferred_stats import DeferredStats
 from megatron_zpp.training.evaluate import test, validate
-from megatron_zpp.training.islands import catch_up, join, leave_others, report_agreement
+from megatron_zpp.training.islands import catch_up, join, report_sync
 from megatron_zpp.training.nonfinite import NotFiniteError
 from megatron_zpp.training.profile import StepProfile
 from megatron_zpp.training.reporter import Reporter
@@ -30,7 +30,7 @@ def train(run: Run, start: float) -> None:
     if run.settings.training.manual_gc:
         gc.disable()
     if run.counters.iteration == run.train_iters > loaded:  # an island that returns when the others end
-        leave_others(run)
+        run.islands.leave()
         checkpoints.save()
         checkpoints.wait()
         checkpoints.check_last()
@@ -68,7 +68,7 @@ def _train_steps(
         # Log.
         results = stats.step(steps, batch_size)
         reporter.step(results, batch_size)
-        report_agreement(run)
+        report_sync(run)
         if checkpoints.saver is not None:
             checkpoints.saver.poll()
 
@@ -83,13 +83,13 @@ def _train_steps(
         too_many_nonfinite = any(result.has_too_many_nonfinite for result in results)
         ends = due.end or due.exit or is_asked_to_stop or too_many_nonfinite
         if ends:
-            leave_others(run)
+            run.islands.leave()
         if checkpoints.saver is not None and (due.save or ends):
             with reporter.paused(), progress("saving checkpoint"):
                 checkpoints.save()
                 if not ends and signals.agree():  # asked for meanwhile: this save is the last
                     ends = True
-                    leave_others(run)
+                    run.islands.leave()
                 if ends:
                     checkpoints.wait()
         if training.manual_gc_interval and iteration % training.manual_gc_interval == 0:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,8 @@ from megatron_zpp.checkpoint.meta import Counters
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.families import Architecture
-from megatron_zpp.islands import IslandsInterface, LeavingInterface
+from megatron_zpp.islands import OuterSync
+from megatron_zpp.islands.elastic import ElasticIslands
 from megatron_zpp.metrics.writers import MetricWriters
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum
@@ -77,7 +78,7 @@ class Run:
     device: torch.device
     mesh: Mesh
     states: list[TrainState]  # of this process: one, or one of each island that it emulates
-    islands: IslandsInterface  # NoIslands, which do nothing, in an ordinary run
+    islands: OuterSync  # of no islands in an ordinary run
     token_traffic: Traffic  # of tokens that are sent to experts
     schedule: Schedule | None  # None with --skip-train
     batches: BatchSchedule
@@ -101,7 +102,7 @@ class Run:
         self.world_size = len(self.states) * self.ranks.world_size  # real or emulated ranks
         self.has_islands = ranks.islands > 1  # several train by themselves, in this job or in others
         # The islands, if this one is a job of its own.
-        self.leaving = cast(LeavingInterface, self.islands) if ranks.islands_may_leave else None
+        self.elastic = self.islands if isinstance(self.islands, ElasticIslands) else None
         # Samples that one evaluation reads, on all ranks together.
         micro_batch_size = self.settings.training.micro_batch_size
         self.samples_of_evaluation = self.num_eval_micro_batches * micro_batch_size * self.mesh.dp_size_of_job

@@ -21,7 +21,7 @@ from megatron_zpp.checkpoint.resume import (
 )
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.families import Architecture, padded_vocab_size
-from megatron_zpp.islands import IslandsInterface, NoIslands, apply_islands, emulate_islands
+from megatron_zpp.islands import OuterSync, apply_islands, emulate_islands
 from megatron_zpp.metrics.program import describe_program
 from megatron_zpp.metrics.writers import MetricWriters
 from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum
@@ -33,7 +33,7 @@ from megatron_zpp.parallel.mesh import MODEL_PARALLEL_AXES, Mesh, ranks_per_mode
 from megatron_zpp.parallel.tensor import dropout_seed
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.data import build_data, check_same_data_on_all_ranks
-from megatron_zpp.training.islands import build_leaving_islands, prepare_island
+from megatron_zpp.training.islands import build_elastic_islands, prepare_island
 from megatron_zpp.training.loss import LossSoFar
 from megatron_zpp.training.model import ModelBuilder
 from megatron_zpp.training.run import Run, TrainState
@@ -194,13 +194,13 @@ def _build_islands(
     mesh: Mesh,
     datasets: Datasets,
     loss_since_agreement: LossSoFar,
-) -> IslandsInterface:
-    """Build the agreements of this process's islands; ``train_step`` counts their steps."""
+) -> OuterSync:
+    """Build the islands that this process trains; ``train_step`` counts their steps."""
     first = states[0]
     if settings.distributed.islands_may_leave:
-        return build_leaving_islands(first.model, first.zeropp, settings, mesh, datasets, loss_since_agreement)
+        return build_elastic_islands(first.model, first.zeropp, settings, mesh, datasets, loss_since_agreement)
     if mesh.num_islands == 1:
-        return NoIslands()
+        return OuterSync()
     if mesh.island.size() > 1:
         return apply_islands(first.model, None, settings.island, mesh.island, first.zeropp)
     models = [state.model for state in states]
@@ -235,9 +235,9 @@ def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
             scalers = [meta["loss_scaler"]] * run.mesh.num_islands
         for state, scaler in zip(run.states, scalers[run.mesh.island.get_local_rank() :], strict=False):
             state.scaler.load_state_dict(scaler)
-        # An island that may leave saves the state of the last agreement, and goes on from there.
+        # An elastic island saves the state of its last synchronization, and resumes from there.
         could_leave = bool(meta["settings"].get("islands_may_leave", False))
-        if not (run.leaving is not None and could_leave and not settings.no_load_optim):
+        if not (run.elastic is not None and could_leave and not settings.no_load_optim):
             run.islands.steps = run.counters.iteration
     for note in notes:
         print_once(f"note: {note}")

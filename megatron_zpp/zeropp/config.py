@@ -130,8 +130,7 @@ class ZeroPPConfig:
         "--zeropp-weight-bits", 8, f"bits of quantized weights between nodes: {_ANY_BITS}"
     )
     # Defined in quantization.py: "absmax" has levels up to the block's largest value; "mean" has steps that are a
-    # multiple of the block's mean |x|, for 1 to 4 bits, and cuts off large values. LoCo makes up for that in gradients;
-    # a copy of weights would lag behind.
+    # multiple of the block's mean |x|, for 1 to 4 bits, and cuts off large values. LoCo makes up for that in gradients.
     weight_scaling: str = _qwz_flag(
         "--zeropp-weight-scaling",
         "absmax",
@@ -216,36 +215,6 @@ class ZeroPPConfig:
     hpz_secondary_dtype: str = config_flag(
         "--zeropp-secondary-dtype", "16bit", "how hpZ keeps its copy: values, or int8 blocks", choices=("16bit", "int8")
     )
-    # After SDP4Bit, arXiv 2410.15526; what was lost stays in the next difference.
-    weight_difference_bits: int | None = config_flag(
-        "--zeropp-weight-difference-bits",
-        None,
-        "send between nodes only what changed since hpZ's copy, in this many bits, such as 4",
-        zero_is_none=True,
-    )
-    weight_difference_scaling: str = config_flag(
-        "--zeropp-weight-difference-scaling",
-        "absmax",
-        "what sets the scale of weight differences",
-        choices=SCALINGS,
-        needs="weight_difference_bits",
-        repr=False,
-    )
-    weight_difference_bits_warmup: str | None = config_flag(
-        "--zeropp-weight-difference-bits-warmup",
-        None,
-        "bits of the weight differences that the first optimizer steps make, such as 500:4",
-        metavar="STEPS:BITS",
-        needs="weight_difference_bits",
-        repr=False,
-    )
-    weight_difference_block_size: int | None = config_flag(
-        "--zeropp-weight-difference-block-size",
-        2048,
-        "elements per scale of weight differences",
-        needs="weight_difference_bits",
-        zero_is_none=True,
-    )
     # Without quantized_weights the codes are the weights' own 16 bits: wire/moves.py.
     weight_moves: bool = config_flag(
         "--zeropp-weight-moves",
@@ -284,8 +253,7 @@ class ZeroPPConfig:
                 raise ValueError(f"{name} must be one of {SUPPORTED_BITS}, or None for unquantized; got {value}")
             if name.endswith("_block_size") and value is not None and (value < 8 or value % 8):
                 raise ValueError(f"{name} must be a positive multiple of 8, or None for per tensor; got {value}")
-        for name in ("gradient", "weight_difference"):
-            self._check_bits_warmup(name)
+        self._check_bits_warmup()
         for name, required in _REQUIREMENTS:
             if getattr(self, name) != getattr(type(self), name) and not self._has(required):
                 raise ValueError(f"{name} requires {required}")
@@ -319,7 +287,7 @@ class ZeroPPConfig:
     def _check_moves(self) -> None:
         if self.quantized_weights and self.weight_bits not in MOVED_BITS:
             raise ValueError(f"weight_moves requires weight_bits of {MOVED_BITS}, got {self.weight_bits}")
-        for name in ("weight_rounding", "weight_scaling", "weight_difference_bits", "weight_intra_bits"):
+        for name in ("weight_rounding", "weight_scaling", "weight_intra_bits"):
             if getattr(self, name) != getattr(type(self), name):
                 raise ValueError(
                     f"weight_moves rounds to the nearest code and sends the codes on as they are: leave {name} out"
@@ -329,31 +297,26 @@ class ZeroPPConfig:
         value = getattr(self, name)
         return bool(value > 1) if name == "hpz_partition_size" else value not in (None, False)
 
-    def _check_bits_warmup(self, name: str) -> None:
-        text, bits = getattr(self, f"{name}_bits_warmup"), getattr(self, f"{name}_bits")
+    def _check_bits_warmup(self) -> None:
+        text, bits = self.gradient_bits_warmup, self.gradient_bits
         if text is None:
             return
         try:
             warmup = BitsWarmup.parse(text)
         except ValueError as error:
-            raise ValueError(f"{name}_bits_warmup {error}") from None
+            raise ValueError(f"gradient_bits_warmup {error}") from None
         if warmup.bits not in SUPPORTED_BITS or (bits is not None and warmup.bits <= bits):
             raise ValueError(
-                f"{name}_bits_warmup {text} must have bits of {SUPPORTED_BITS}, and more than {name}_bits {bits}"
+                f"gradient_bits_warmup {text} must have bits of {SUPPORTED_BITS}, and more than gradient_bits {bits}"
             )
 
-    def code_at(self, name: str, step: float) -> tuple[int | None, str | None]:
-        """Return bits and scaling of "gradient" or "weight_difference" between nodes, ``step`` optimizer steps in."""
-        text = getattr(self, f"{name}_bits_warmup")
+    def gradient_code_at(self, step: float) -> tuple[int | None, str | None]:
+        """Return bits and scaling of gradients between nodes, ``step`` optimizer steps in."""
+        text = self.gradient_bits_warmup
         warmup = BitsWarmup.parse(text) if text is not None else None
         if warmup is not None and step < warmup.steps:
-            return warmup.bits, getattr(type(self), f"{name}_scaling")
-        return getattr(self, f"{name}_bits"), getattr(self, f"{name}_scaling")
-
-    @property
-    def has_bits_warmup(self) -> bool:
-        """Whether what is sent depends on the number of optimizer steps so far."""
-        return self.gradient_bits_warmup is not None or self.weight_difference_bits_warmup is not None
+            return warmup.bits, None
+        return self.gradient_bits, self.gradient_scaling
 
     @property
     def enabled(self) -> bool:
@@ -368,8 +331,8 @@ class ZeroPPConfig:
         return self.ranks_per_node
 
 
-# What is sent as codes. Each NAME has NAME_bits and NAME_scaling, and some have NAME_bits_warmup.
-_CODES = ("weight", "weight_intra", "weight_difference", "gradient", "gradient_intra")
+# What is sent as codes. Each NAME has NAME_bits and NAME_scaling.
+_CODES = ("weight", "weight_intra", "gradient", "gradient_intra")
 # A field that differs from its default, and the field that must be set with it.
 _REQUIREMENTS = (
     *((f"{name}_scaling", f"{name}_bits") for name in _CODES),
@@ -382,9 +345,7 @@ _REQUIREMENTS = (
     ("offload_gradient_sums", "quantized_gradients"),
     ("gradient_bits_warmup", "quantized_gradients"),
     ("gradient_bits_warmup", "gradient_bits"),
-    ("weight_difference_bits_warmup", "weight_difference_bits"),
     ("weight_intra_bits", "hpz_partition_size"),
-    ("weight_difference_bits", "hpz_partition_size"),
     ("weight_moves", "hpz_partition_size"),
     ("check_agreement", "hpz_partition_size"),
     ("hpz_secondary_dtype", "hpz_partition_size"),

@@ -45,12 +45,8 @@ def _weights(config: ZeroPPConfig, num_nodes: int) -> str:
     in_full = _bits(config.weight_bits if config.quantized_weights else None, config.weight_scaling, rounding)
     if config.hpz_partition_size == 1 or num_nodes == 1:
         return f"{in_full} at every gather"
-    differences = config.weight_difference_bits
     keeps_wires = config.hpz_secondary_dtype == "int8" or config.weight_moves
     between = f"as moves of {'bits' if in_full == 'unquantized' else in_full}" if config.weight_moves else in_full
-    if differences is not None:
-        warmup = config.weight_difference_bits_warmup
-        between = f"as differences {_bits(differences, config.weight_difference_scaling, rounding, warmup)}"
     within = in_full if keeps_wires else _bits(config.weight_intra_bits, config.weight_intra_scaling, rounding)
     return f"{between} between nodes once per step, {within} within a node at every gather"
 
@@ -103,7 +99,11 @@ def fingerprint(config: ZeroPPConfig, layouts: Sequence[RankLayout], units: Sequ
     kept_as = [] if ways == ("absmax", "fp32") else [repr(ways)]
     kept_as += ["weight_moves"] if config.weight_moves else []
     kept_as += ["gradient_element_scales"] if config.gradient_element_scales else []
-    return mix_seed(repr(replace(config, seed=0)), repr(shape), repr(shards), *kept_as)
+    # States were first saved when a config had two more fields.
+    fields = repr(replace(config, seed=0)).replace(
+        ", hadamard=", ", weight_difference_bits=None, weight_difference_block_size=2048, hadamard="
+    )
+    return mix_seed(fields, repr(shape), repr(shards), *kept_as)
 
 
 def state_prefix(rank: int, config: ZeroPPConfig, layouts: Sequence[RankLayout], units: Sequence[Unit]) -> str:
@@ -134,8 +134,6 @@ def warn(config: ZeroPPConfig, units: Sequence[Unit], layouts: Sequence[RankLayo
         )
     if config.quantized_weights or config.quantized_gradients:
         kernels.warn_if_missing(device)
-    if config.weight_moves and device.type == "cuda":
-        logger.warning("weight_moves runs in plain torch on GPUs, which is slow: there are kernels for CPUs alone")
     for world_size, num_nodes in sorted({(layout.world_size, layout.num_nodes) for layout in layouts}):
         where = f"{world_size} data-parallel ranks on one node"
         if world_size == 1:
@@ -167,12 +165,10 @@ def warn(config: ZeroPPConfig, units: Sequence[Unit], layouts: Sequence[RankLayo
 
 
 def _has_unquantized_matrix(config: ZeroPPConfig, unit: Unit) -> bool:
-    """Whether a rank's shard of some matrix is too small for the blocks that would quantize it."""
+    """Return whether a rank's shard of some matrix is too small for the blocks that would quantize it."""
     block_sizes = []
     if config.quantized_weights:
         block_sizes.append(config.weight_block_size)
-    if config.weight_difference_bits is not None:
-        block_sizes.append(config.weight_difference_block_size)
     if config.quantized_gradients:
         block_sizes.append(config.gradient_block_size)
     shards = [shard for shard in unit.shards if shard.quantizable]

@@ -218,7 +218,7 @@ class ZeroPPInterface:
         state: dict[str, Tensor] = {}
         for rank_state in self._rank_states():
             kept = {prefix + key: v for prefix, part in rank_state.parts() for key, v in part.state_dict().items()}
-            if kept or self.config.has_bits_warmup:  # a run may begin with a warm-up when it resumes
+            if kept or self.config.gradient_bits_warmup is not None:  # a run may begin with a warm-up when it resumes
                 kept |= self.shared.micro_batch.state_dict()
             state |= {self._prefix(rank_state) + key: value for key, value in kept.items()}
         return state

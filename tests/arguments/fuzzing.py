@@ -61,9 +61,6 @@ NEEDED = {
     "island_scaling": f"{ISLANDS} --island-bits 4",
     "island_loco": f"{ISLANDS} --island-bits 4",
     "island_loco_beta": f"{ISLANDS} --island-bits 4 --island-loco",
-    "zeropp_weight_difference_block_size": (
-        "--emulate-ranks 2 --zero-hpz-partition-size 2 --zeropp-weight-difference-bits 4"
-    ),
     "zeropp_monitor_interval": "--zero-quantized-weights",
     "lr_decay_samples": "--train-samples 4",
     "lr_warmup_samples": "--train-samples 4",

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
-from megatron_zpp.convert.hf.files import WeightFiles
-from megatron_zpp.convert.hf.mapping import from_hf_config
+from megatron_zpp.convert.hf.files import WeightFiles, from_hf_config
 from megatron_zpp.families import ARCHITECTURES, GPT, LLAMA
 from megatron_zpp.files import LARGEST_TEXT, read_bounded
 from megatron_zpp.planning.cluster import read_cluster

@@ -29,14 +29,10 @@ FLAGS = {  # name: type of a value, default, choices
     "--zeropp-secondary-dtype": (str, "16bit", ("16bit", "int8")),
     "--zeropp-weight-scaling": (str, "absmax", ("absmax", "mean")),
     "--zeropp-weight-intra-scaling": (str, "absmax", ("absmax", "mean")),
-    "--zeropp-weight-difference-scaling": (str, "absmax", ("absmax", "mean")),
     "--zeropp-gradient-scaling": (str, None, ("absmax", "mean")),
     "--zeropp-gradient-intra-scaling": (str, None, ("absmax", "mean")),
     "--zeropp-scale-dtype": (str, "fp32", ("fp32", "bf16")),
-    "--zeropp-weight-difference-bits": (int, None, None),
-    "--zeropp-weight-difference-block-size": (int, 2048, None),
     "--zeropp-gradient-bits-warmup": (str, None, None),
-    "--zeropp-weight-difference-bits-warmup": (str, None, None),
     "--zeropp-hadamard": (bool, False, None),
     "--zeropp-check-agreement": (bool, False, None),
     "--zeropp-loco": (bool, False, None),
@@ -48,8 +44,7 @@ FLAGS = {  # name: type of a value, default, choices
 }
 ZERO_MEANS_NONE = {
     "zeropp_weight_intra_bits", "zeropp_weight_block_size", "zeropp_gradient_bits", "zeropp_gradient_intra_bits",
-    "zeropp_gradient_block_size", "zeropp_weight_difference_bits", "zeropp_weight_difference_block_size",
-    "zeropp_loco_reset_interval",
+    "zeropp_gradient_block_size", "zeropp_loco_reset_interval",
 }  # fmt: skip
 NEEDS = {
     "zero_quantized_weights": {
@@ -61,10 +56,6 @@ NEEDS = {
         "zeropp_gradient_bits", "zeropp_gradient_intra_bits", "zeropp_gradient_block_size", "zeropp_gradient_rounding",
         "zeropp_gradient_scaling", "zeropp_gradient_intra_scaling", "zeropp_hadamard", "zeropp_gradient_sum_dtype",
         "zeropp_offload_gradient_sums", "zeropp_loco", "zeropp_gradient_bits_warmup",
-    },
-    "zeropp_weight_difference_bits": {
-        "zeropp_weight_difference_block_size", "zeropp_weight_difference_scaling",
-        "zeropp_weight_difference_bits_warmup",
     },
     "zeropp_loco": {
         "zeropp_loco_beta", "zeropp_loco_reset_interval", "zeropp_loco_reset", "zeropp_loco_hops",

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from megatron_zpp.arguments.parse import parse_settings
-from megatron_zpp.checkpoint import save_parameters
+from megatron_zpp.checkpoint import save_tensors
 from megatron_zpp.checkpoint.meta import Counters
 from megatron_zpp.families import GPT
 from megatron_zpp.settings.groups import Settings
 
-SHAPES = {"first": (4, 3), "second": (5,)}
+SHAPES = {"model.first": (4, 3), "model.second": (5,)}
 
 
 @functools.cache
@@ -29,7 +29,7 @@ def settings_of_run() -> Settings:
 
 
 def meta_of(iteration: int, **more: Any) -> dict[str, Any]:
-    """What a run would say of itself."""
+    """Return a run's meta.json without files."""
     settings = settings_of_run()
     return {
         "settings": settings.as_flat_dict(),
@@ -41,22 +41,24 @@ def meta_of(iteration: int, **more: Any) -> dict[str, Any]:
 
 
 def save(folder: Path, iteration: int, value: float = 1.0, **more: Any) -> Path:
-    """Two parameters, filled with ``value``."""
+    """Save two parameters, filled with ``value``."""
     tensors = {name: torch.full(shape, float(value)) for name, shape in SHAPES.items()}
-    return save_parameters(str(folder), [*SHAPES.items()], tensors.__getitem__, meta_of(iteration, **more), iteration)
+    return save_tensors(str(folder), SHAPES, tensors.__getitem__, meta_of(iteration, **more), iteration)
+
+
+def iterations(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*"))
 
 
 def rewrite(checkpoint: Path, name: str, change: Callable[[Any], Any]) -> None:
-    """Change meta.json or index.json as if it had been saved so: ``change`` returns the new value, or alters it."""
-    meta = json.loads((checkpoint / "meta.json").read_text())
-    value = meta if name == "meta.json" else json.loads((checkpoint / name).read_text())
+    """Change meta.json or index.json, with correct digests: ``change`` returns the new value, or alters it."""
+    value = json.loads((checkpoint / name).read_text())
     changed = change(value)
-    text = json.dumps(value if changed is None else changed).encode()
-    replace(checkpoint, name, text)
+    replace(checkpoint, name, json.dumps(value if changed is None else changed).encode())
 
 
 def replace(checkpoint: Path, name: str, text: bytes) -> None:
-    """The same with bytes that may be no JSON."""
+    """Do the same with bytes that may be no JSON."""
     (checkpoint / name).write_bytes(text)
     if name != "meta.json":
         meta = json.loads((checkpoint / "meta.json").read_text())

@@ -1,8 +1,10 @@
-"""The right to save in a folder, also in one that was moved and made again."""
+"""One job at a time saves in a folder, also in one that was moved and created again."""
 
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Iterator
+from multiprocessing.pool import Pool
 from pathlib import Path
 
 import pytest
@@ -10,43 +12,53 @@ import pytest
 from megatron_zpp.checkpoint import CheckpointError, FolderLock
 from tests.checkpoint.saved import save
 
+HELD = []  # by the other process, until it ends
 
-def test_a_folder_that_was_moved_and_made_again_is_locked_again(tmp_path, capsys):
+
+@pytest.fixture
+def other_job() -> Iterator[Pool]:
+    """Another process: locks belong to processes."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        yield pool
+
+
+def _hold(folder: Path) -> None:
+    HELD.append(FolderLock(str(folder), 0.5))
+
+
+def test_one_job_at_a_time_saves_in_a_folder(tmp_path, other_job):
+    names = ("iter_0000009.incomplete", "iter_0000005.replaced", "iter_0000004.replaced")
+    for name in names:
+        (tmp_path / name).mkdir()
+    (tmp_path / "iter_0000004.replaced" / "complete").touch()  # killed between two renames: the text file names it
+    lock = FolderLock(str(tmp_path))
+    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000004"]
+    with pytest.raises(CheckpointError, match=rf"{tmp_path} is in use by another job \(process "):
+        other_job.apply(_hold, (tmp_path,))
+    lock.release()
+    other_job.apply(_hold, (tmp_path,))
+
+
+def test_a_folder_that_was_moved_and_created_again_is_locked_again(tmp_path, other_job, capsys):
     lock = FolderLock(str(tmp_path / "save"))
     lock.renew()
     (tmp_path / "save").rename(tmp_path / "moved")
     lock.renew()
-    assert (tmp_path / "save" / "lock").exists()
     assert "was moved, and made again" in capsys.readouterr().out
-    with multiprocessing.get_context("fork").Pool(1) as other:  # locks are a process's own
-        with pytest.raises(CheckpointError, match="is in use by another job"):
-            other.apply(FolderLock, (str(tmp_path / "save"), 0.0))
-    lock.release()
+    with pytest.raises(CheckpointError, match="is in use by another job"):
+        other_job.apply(_hold, (tmp_path / "save",))
 
 
-def _hold(folder: str, is_held, may_end) -> None:
-    lock = FolderLock(folder)
-    is_held.set()
-    may_end.wait(60)
-    lock.release()
-
-
-def test_a_job_whose_folder_another_one_took_does_not_save_there(tmp_path):
+def test_a_job_whose_folder_another_one_took_does_not_save_there(tmp_path, other_job):
     """Two jobs mixed their checkpoints."""
     folder = tmp_path / "save"
     lock = FolderLock(str(folder))
     folder.rename(tmp_path / "moved")
     save(folder, 4)
-    context = multiprocessing.get_context("fork")
-    is_held, may_end = context.Event(), context.Event()
-    other = context.Process(target=_hold, args=(str(folder), is_held, may_end))
-    other.start()
-    try:
-        assert is_held.wait(60)
-        with pytest.raises(CheckpointError, match="is in use by another job"):
-            lock.renew()
-    finally:
-        may_end.set()
-        other.join()
-    lock.renew()  # the other one has ended
-    assert Path(folder / "iter_0000004").exists()
+    other_job.apply(_hold, (folder,))
+    with pytest.raises(CheckpointError, match="is in use by another job"):
+        lock.renew()
+    other_job.terminate()
+    other_job.join()
+    lock.renew()
+    assert (folder / "iter_0000004").exists()

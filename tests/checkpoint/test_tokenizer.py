@@ -62,7 +62,7 @@ def test_a_link_or_a_file_that_is_not_sealed_is_refused(tmp_path, name):
     (tmp_path / "secret").write_text(SECRET)
     checkpoint = save(tmp_path / "save", 1)
     (checkpoint / name).symlink_to(tmp_path / "secret")
-    with pytest.raises(CheckpointError, match=f"{name} is no file of the checkpoint: remove it"):
+    with pytest.raises(CheckpointError, match=f"{name} is not a file of the checkpoint: remove it"):
         settings_with_tokenizer(checkpoint, read_meta(checkpoint))
     meta = read_meta(checkpoint)
     meta["files"][name] = {"bytes": len(SECRET), "sha256": "0" * 64}

@@ -45,11 +45,9 @@ RECIPES = {
     "all": f"{ALL_FLAGS} --zeropp-weight-block-size 0",
     "LoCo, both hops": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-hops both --zeropp-secondary-dtype int8",
     "int8 copies with scales in bf16": f"{ALL_FLAGS} --zeropp-secondary-dtype int8 --zeropp-scale-dtype bf16",
-    "differences": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-error-dtype bf16 --zeropp-weight-difference-bits 4 "
-    "--zeropp-gradient-bits 2 --zeropp-scale-dtype bf16 --zeropp-gradient-bits-warmup 2:8 "
-    "--zeropp-weight-difference-bits-warmup 1:8",
-    "least memory": f"{ALL_FLAGS} --zeropp-loco --zeropp-secondary-dtype int8 --zeropp-weight-difference-bits 4 "
-    "--zeropp-gradient-sum-dtype int8",
+    "more bits at first": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-error-dtype bf16 "
+    "--zeropp-gradient-bits 2 --zeropp-scale-dtype bf16 --zeropp-gradient-bits-warmup 2:8",
+    "least memory": f"{ALL_FLAGS} --zeropp-loco --zeropp-secondary-dtype int8 --zeropp-gradient-sum-dtype int8",
     "scales of elements": f"{ALL_FLAGS} --zeropp-gradient-bits 2 --zeropp-gradient-element-scales",
     "Muon": f"{ALL_FLAGS} --optimizer muon --muon-momentum-bits 4",
     "undone steps": f"{ALL_FLAGS} --zeropp-loco --loss-spike-factor 1000 --zeropp-gradient-sum-dtype bf16 "
@@ -57,8 +55,7 @@ RECIPES = {
     "HSDP, a replica on each node": f"{REPLICAS} 2 --zeropp-ranks-per-node 2 --micro-batch-size 2",
     "HSDP, several on a node": f"{REPLICAS} 4 --zeropp-ranks-per-node 2 --zero-stage 2 --grad-reduce-in-bf16",
     "HSDP, each over two nodes": f"{REPLICAS} 2 --zeropp-ranks-per-node 1",
-    "experts divided in a node": f"{EXPERTS} {ALL_FLAGS} --zeropp-loco --zeropp-loco-hops both "
-    "--zeropp-weight-difference-bits 4",
+    "experts divided in a node": f"{EXPERTS} {ALL_FLAGS} --zeropp-loco --zeropp-loco-hops both",
     "experts divided, ZeRO-3": f"{EXPERTS} --zeropp-ranks-per-node 2",
     "LoCo on one node": "--zero-quantized-gradients --zeropp-loco --zeropp-loco-hops both --zeropp-ranks-per-node 4",
 }
@@ -172,8 +169,7 @@ MIXED = "--num-experts 4 --disable-bias-linear"
 MODEL_PARALLEL = {  # on 2 nodes of 2 ranks
     "tensor parallel": "--tensor-model-parallel-size 2 --swiglu --group-query-attention --num-query-groups 2",
     "tensor and sequence parallel": f"--tensor-model-parallel-size 2 --sequence-parallel {LOW_BITS}",
-    "context parallel": f"--context-parallel-size 2 {LOW_BITS} --zero-hpz-partition-size 2 "
-    "--zeropp-weight-difference-bits 4",
+    "context parallel": f"--context-parallel-size 2 {LOW_BITS} --zero-hpz-partition-size 2",
     "a pipeline over nodes": "--pipeline-model-parallel-size 2 --global-batch-size 8",
     "a pipeline of virtual stages": "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
     "a pipeline without bubbles": "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
@@ -333,9 +329,9 @@ def test_bytes_between_islands_are_those_of_a_run(tmp_path):
         assert interval * planned(argv).sent_between_islands == pytest.approx(sent, rel=0.02), wire
 
 
-def test_what_islands_agreed_on_is_where_the_run_keeps_it():
+def test_outer_state_is_where_the_run_keeps_it():
     islands = "--global-batch-size 64 --train-iters 10 --islands 2"
-    name = "what islands agreed on, and the outer momentum, fp32"
+    name = "the islands' outer parameters and momentum, fp32"
     kept, offloaded = base_estimate(islands).largest, base_estimate(f"{islands} --island-offload").largest
     of_rank = 2 * sum(4 * part.numel for unit in kept.exchanges for part in unit.unit.shards)
     assert kept.states[name] == offloaded.host[name] == of_rank

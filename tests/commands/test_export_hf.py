@@ -1,9 +1,8 @@
-"""Checkpoints that ranks saved, as transformers reads them: weights, logits, tokenizer, generated text."""
+"""Export checkpoints that ranks saved: transformers computes our logits, and generates our text."""
 
 import dataclasses
 import json
 import shutil
-import sys
 import time
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from tests.convert.hf.small_models import CONFIGS, build
 from tests.families.find import architecture_of
 from tests.models.configs import llama_config
 from tests.ranks import run_ranks
+from tests.tools import call_well, call_wrongly
 from tests.training.small_run import flags, start, write_text
 
 RUNS = {
@@ -32,20 +32,6 @@ RUNS = {
     "llama-tied": "--tie-embeddings-and-output-weights --rotary-base 500000",
     "llama-qwen3": "--qk-layernorm --window-size 20,0",
 }
-
-
-@pytest.fixture
-def export(monkeypatch, capsys):
-    """Run the program: exit code, stdout and stderr."""
-
-    def run(*argv: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["export_hf.py", *map(str, argv)])
-        capsys.readouterr()  # what transformers said before
-        code = export_hf.main()
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
 
 
 def train_all(data: str, folder: str) -> None:
@@ -80,9 +66,9 @@ def their_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_transformers_computes_our_logits(export, checkpoints, tmp_path, name):
-    code, out, err = export("--load", checkpoints / name, "--output", tmp_path / "hf", "--max-file-size", "30KB")
-    assert (code, err) == (0, "")
+def test_transformers_computes_our_logits(checkpoints, tmp_path, name):
+    argv = ["--load", checkpoints / name, "--output", tmp_path / "hf", "--max-file-size", "30KB"]
+    out = call_well(export_hf, *argv)
     files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 1 and f"{len(files)} files of float32 weights and the tokenizer" in out
     assert (tmp_path / "hf" / "model.safetensors.index.json").exists()
@@ -103,10 +89,9 @@ def test_transformers_computes_our_logits(export, checkpoints, tmp_path, name):
     assert tokenizer.decode(generated[0], skip_special_tokens=True) == expected
 
 
-def test_trimmed_to_the_tokenizer_and_rounded(export, checkpoints, tmp_path):
+def test_trimmed_to_the_tokenizer_and_rounded(checkpoints, tmp_path):
     argv = ["--load", checkpoints / "gpt-untied", "--output", tmp_path / "hf", "--dtype", "bfloat16", "--trim-vocab"]
-    code, out, err = export(*argv)
-    assert (code, err) == (0, "") and "1 file of bfloat16 weights" in out
+    assert "1 file of bfloat16 weights" in call_well(export_hf, *argv)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
@@ -116,48 +101,35 @@ def test_trimmed_to_the_tokenizer_and_rounded(export, checkpoints, tmp_path):
     torch.testing.assert_close(model.float()(tokens).logits, ours, rtol=0, atol=0.05)
 
 
-def save_untrained(folder: Path, config, change=lambda model: None) -> Path:
-    """A checkpoint whose weights ``change`` may spoil."""
-    model = build(config)
-    with torch.no_grad():
-        change(model)
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+def save_untrained(folder: Path, config, value: float | None = None) -> None:
+    """Save a checkpoint of random weights, one of them set to ``value``."""
+    parameters = {name: parameter.detach() for name, parameter in build(config).named_parameters()}
+    if value is not None:
+        parameters["layers.1.mlp.linear_fc2.weight"][3, 5] = value
     architecture = architecture_of(config)
     argv = [*architecture.flags(config, 64), "--tokenizer-type", "ByteTokenizer"]
     settings = settings_of_import(architecture, config, argv, 64, ByteTokenizer())
-    save_imported(folder, architecture, config, settings, parameters.__getitem__)
-    return folder
+    save_imported(folder, architecture, config, settings, lambda name, state: parameters[name])
 
 
-def set_weight(value: float):
-    return lambda model: model.layers[1].mlp.linear_fc2.weight[3, 5].fill_(value)
-
-
-def damage(folder: Path) -> None:
-    file = next(folder.glob("iter_*/*.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[-5] ^= 1
-    file.write_bytes(content)
-
-
-def test_mistakes_are_one_line_and_leave_nothing(export, checkpoints, tmp_path):
+def test_mistakes_are_one_line_and_leave_nothing(checkpoints, tmp_path):
     llama = dataclasses.replace(CONFIGS["llama"], vocab_size=257)
     damaged = shutil.copytree(checkpoints / "llama", tmp_path / "damaged")
-    damage(damaged)
-    (tmp_path / "used").mkdir()
-    (tmp_path / "used" / "file").touch()
+    file = next(damaged.glob("iter_*/*.safetensors"))
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "model.safetensors").touch()
     odd = llama_config(1, 32, 3, 257, ffn_hidden_size=64, num_query_groups=3, kv_channels=8)
-    save_untrained(tmp_path / "nan", llama, set_weight(torch.nan))
-    save_untrained(tmp_path / "large", llama, set_weight(1e6))
+    save_untrained(tmp_path / "nan", llama, torch.nan)
+    save_untrained(tmp_path / "large", llama, 1e6)
     save_untrained(tmp_path / "odd", odd)
     gpt = f"--load {checkpoints}/gpt"
     cases = {
         f"--load {tmp_path}/nowhere": "nowhere holds no checkpoint",
         f"--load {tmp_path}/other": "other holds no checkpoint",
         f"{gpt} --ckpt-step 3": "iter_0000003 is not a complete checkpoint",
-        f"{gpt} --output {tmp_path}/used": "used exists already: give a new folder",
+        f"{gpt} --output {tmp_path}/other": "other exists already: give a new folder",
         f"{gpt} --tokenizer-type HuggingFaceTokenizer --tokenizer-model gone.json": "gone.json does not exist: say",
         f"{gpt} --tokenizer-type NullTokenizer --vocab-size 999": "the tokenizer has 1000 ids, but the model only 288",
         f"--load {damaged}": "is not what was written: its SHA-256 differs. Export another",
@@ -167,20 +139,15 @@ def test_mistakes_are_one_line_and_leave_nothing(export, checkpoints, tmp_path):
     }
     before = sorted(path.name for path in tmp_path.iterdir())
     for case, message in cases.items():
-        code, text, err = export("--output", tmp_path / "hf", *case.split())
-        assert (code, text) == (1, ""), case
-        assert err.startswith("error: ") and err.count("\n") == 1 and message in err, err
+        assert message in call_wrongly(export_hf, "--output", tmp_path / "hf", *case.split())
         assert sorted(path.name for path in tmp_path.iterdir()) == before, case
 
 
-def test_a_run_whose_tokenizer_is_gone_is_exported_without(export, tmp_path):
+def test_a_run_whose_tokenizer_is_gone_is_exported_without(tmp_path):
     config = dataclasses.replace(CONFIGS["gpt"], vocab_size=257)
     save_untrained(tmp_path / "run", config)
-    code, out, err = export("--load", tmp_path / "run", "--output", tmp_path / "hf", "--no-tokenizer")
-    assert (code, err) == (0, "") and "weights, no tokenizer; transformers' logits differ" in out
-    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-    ]
+    out = call_well(export_hf, "--load", tmp_path / "run", "--output", tmp_path / "hf", "--no-tokenizer")
+    assert "weights, no tokenizer; transformers' logits differ" in out
+    names = sorted(path.name for path in (tmp_path / "hf").iterdir())
+    assert names == ["config.json", "generation_config.json", "model.safetensors"]
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] is None

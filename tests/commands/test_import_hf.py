@@ -1,18 +1,17 @@
-"""Models that transformers saved become checkpoints: trained from, sampled from, and exported again bit for bit."""
+"""Import models that transformers saved: train from them, sample from them, and export them again bit for bit."""
 
 import contextlib
 import io
 import json
 import shlex
 import shutil
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_zpp.commands import generate_text
 from megatron_zpp.commands.convert import export_hf, import_hf
@@ -22,36 +21,25 @@ from megatron_zpp.training.pretrain import train
 from tests.convert.hf.small_models import CONFIGS, POSITIONS, mapping_of, to_hf_config
 from tests.models.configs import llama_config
 from tests.ranks import run_ranks
+from tests.tools import call_well, call_wrongly
 from tests.training.small_run import start, write_text
 
 NO_TOKENIZER = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
 
 
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """Run a tool: exit code, stdout and stderr."""
-
-    def run(tool, *argv: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", [tool.__name__, *map(str, argv)])
-        capsys.readouterr()  # what transformers said before
-        code = tool.main()
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
+def import_(folder: Path, *more: object) -> str:
+    """Import ``folder``/theirs as ``folder``/ours; return what the tool says."""
+    return call_well(import_hf, "--input", folder / "theirs", "--save", folder / "ours", *more)
 
 
-def save_theirs(
-    folder: Path, config=CONFIGS["llama"], dtype: torch.dtype = torch.float32, **options
-) -> PreTrainedModel:
-    """A model that transformers made and saved, with random weights in every place."""
+def save_theirs(folder: Path, config=CONFIGS["llama"], dtype: torch.dtype = torch.float32, **options) -> None:
+    """Let transformers build and save a model, with random weights in every place."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf_config(config))).to(dtype).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
     model.save_pretrained(folder, **options)
-    return model
 
 
 def tensors_of(folder: Path) -> dict[str, tuple[torch.dtype, bytes]]:
@@ -73,13 +61,11 @@ def tensors_of(folder: Path) -> dict[str, tuple[torch.dtype, bytes]]:
         ("qwen3", "bfloat16", {}),
     ],
 )
-def test_imported_and_exported_again_the_tensors_are_the_same_bytes(call, tmp_path, name, dtype, options):
+def test_imported_and_exported_again_the_tensors_are_the_same_bytes(tmp_path, name, dtype, options):
     save_theirs(tmp_path / "theirs", CONFIGS[name], getattr(torch, dtype), **options)
-    code, _, err = call(import_hf, "--input", tmp_path / "theirs", "--save", tmp_path / "ours", *NO_TOKENIZER)
-    assert (code, err) == (0, "")
+    import_(tmp_path, *NO_TOKENIZER)
     exported = ["--load", tmp_path / "ours", "--output", tmp_path / "back", "--dtype", dtype]
-    code, _, err = call(export_hf, *exported, "--max-file-size", "30KB")
-    assert (code, err) == (0, "")
+    call_well(export_hf, *exported, "--max-file-size", "30KB")
     assert tensors_of(tmp_path / "back") == tensors_of(tmp_path / "theirs")
     theirs, back = (AutoConfig.from_pretrained(tmp_path / folder).to_dict() for folder in ("theirs", "back"))
     differing = {key for key in theirs if theirs[key] != back[key]}
@@ -87,10 +73,7 @@ def test_imported_and_exported_again_the_tensors_are_the_same_bytes(call, tmp_pa
 
 
 def check_parameters(argv: list[str], architecture: str, folder: str) -> tuple[list[str], float]:
-    """Start a run, compare its parameters with transformers' files, and train; for ``run_ranks``.
-
-    Returns the parameters that differ, and the last loss.
-    """
+    """Train a run; return the parameters that first differed from transformers' files, and the last loss."""
     run, metrics = start(argv, architecture)
     theirs = load_file(Path(folder) / "model.safetensors")
     differing = []
@@ -104,7 +87,7 @@ def check_parameters(argv: list[str], architecture: str, folder: str) -> tuple[l
     return differing, metrics["lm loss"][-1]
 
 
-def test_a_run_starts_from_the_import_and_text_is_generated(call, tmp_path):
+def test_a_run_starts_from_the_import_and_text_is_generated(tmp_path):
     # As Llama 3.2 1B: grouped queries, tied embeddings, scaled rotary frequencies, in bfloat16, with its tokenizer.
     config = llama_config(
         2, 32, 4, 257, num_query_groups=2, rotary_base=500000, rope_scaling_factor=32.0, tie_embeddings=True
@@ -115,8 +98,7 @@ def test_a_run_starts_from_the_import_and_text_is_generated(call, tmp_path):
     edit_config(tmp_path / "theirs", bos_token_id=1, eos_token_id=[5, 256], pad_token_id=7)
     generation = {"bos_token_id": 1, "eos_token_id": [5, 256], "do_sample": True, "temperature": 0.6, "top_p": 0.9}
     (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps(generation))
-    code, out, err = call(import_hf, "--input", tmp_path / "theirs", "--save", tmp_path / "ours")
-    assert (code, err) == (0, "")
+    out = import_(tmp_path)
     assert "logits differ from transformers' by" in out
 
     command = shlex.split(out.splitlines()[1])
@@ -130,53 +112,44 @@ def test_a_run_starts_from_the_import_and_text_is_generated(call, tmp_path):
     assert results[0][1] < 4.5  # from 5.5 = log 257 or more
 
     for folder in ("ours", "trained"):
-        code, text, err = call(generate_text, "--load", tmp_path / folder, "--prompt", "def ", "--num-tokens", "5")
-        assert (code, err) == (0, "") and text.startswith("def ")
-    code, out, err = call(export_hf, "--load", tmp_path / "trained", "--output", tmp_path / "back")
-    assert (code, err) == (0, "")
-    assert not torch.equal(
-        *(load_file(tmp_path / f / "model.safetensors")["model.norm.weight"] for f in ("theirs", "back"))
-    )
+        text = call_well(generate_text, "--load", tmp_path / folder, "--prompt", "def ", "--num-tokens", "5")
+        assert text.startswith("def ")
+    call_well(export_hf, "--load", tmp_path / "trained", "--output", tmp_path / "back")
+    norms = [load_file(tmp_path / f / "model.safetensors")["model.norm.weight"] for f in ("theirs", "back")]
+    assert not torch.equal(*norms)
     assert json.loads((tmp_path / "back" / "generation_config.json").read_text()) == generation
     exported = json.loads((tmp_path / "back" / "config.json").read_text())
     assert [exported[f"{kind}_token_id"] for kind in ("bos", "eos", "pad")] == [1, [5, 256], 7]
 
 
-def rename(folder: Path, change) -> None:
-    """Save the tensors of a folder again, as ``change`` makes them."""
+def edit_weights(folder: Path, change) -> None:
+    """Save the tensors of a folder again, as ``change`` returns them."""
     file = folder / "model.safetensors"
     save_file(change(load_file(file)), file, metadata={"format": "pt"})
 
 
-def test_names_and_constants_of_older_files_are_read(call, tmp_path):
-    # openai-community/gpt2: saved without the output layer, so without "transformer.", and with attention masks.
-    save_theirs(tmp_path / "theirs", CONFIGS["gpt"])
+def without_output_layer(tensors):
+    """openai-community/gpt2: saved without the output layer, so without "transformer.", and with attention masks."""
     mask = {f"h.{layer}.attn.bias": torch.ones(1, 1, POSITIONS, POSITIONS) for layer in range(2)}
-    rename(tmp_path / "theirs", lambda tensors: {k.removeprefix("transformer."): v for k, v in tensors.items()} | mask)
-    code, _, err = call(import_hf, "--input", tmp_path / "theirs", "--save", tmp_path / "ours", *NO_TOKENIZER)
-    assert (code, err) == (0, "")
+    return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()} | mask
 
-    # A tied output layer that was saved all the same, and rotary frequencies.
-    save_theirs(tmp_path / "tied", CONFIGS["llama-tied"])
-    rename(
-        tmp_path / "tied",
-        lambda tensors: (
-            tensors
-            | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
-            | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
-        ),
-    )
-    code, _, err = call(import_hf, "--input", tmp_path / "tied", "--save", tmp_path / "llama", *NO_TOKENIZER)
-    assert (code, err) == (0, "")
+
+def with_tied_output_layer(tensors):
+    """A tied output layer that was saved all the same, and rotary frequencies."""
+    output = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    return tensors | output | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+
+
+@pytest.mark.parametrize(("name", "change"), [("gpt", without_output_layer), ("llama-tied", with_tied_output_layer)])
+def test_names_and_constants_of_older_files_are_read(tmp_path, name, change):
+    save_theirs(tmp_path / "theirs", CONFIGS[name])
+    edit_weights(tmp_path / "theirs", change)
+    import_(tmp_path, *NO_TOKENIZER)
 
 
 def edit_config(folder: Path, **change: object) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-
-
-def pickle_weights(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
 def cut(path: Path) -> None:
@@ -185,20 +158,23 @@ def cut(path: Path) -> None:
 
 NORM = "model.layers.0.input_layernorm.weight"
 MISTAKES = {
-    "no config": (lambda f: (f / "config.json").unlink(), "is no model of transformers: it has no config.json"),
+    "no config": (lambda f: (f / "config.json").unlink(), "is not a model of transformers: it has no config.json"),
     "damaged config": (lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
     "wrong value": (lambda f: edit_config(f, num_hidden_layers="two"), "two"),
     "other model": (lambda f: edit_config(f, model_type="mamba"), "model_type is mamba; gpt2, llama, mistral,"),
     "inexpressible": (lambda f: edit_config(f, attention_bias=True), "attention_bias is True, supported: False"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no weights: neither model.safetensors nor"),
-    "pickled": (pickle_weights, "has its weights pickled (pytorch_model.bin), and unpickling runs what is in the file"),
+    "pickled": (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        "has its weights pickled (pytorch_model.bin), and unpickling runs what is in the file",
+    ),
     "damaged weights": (lambda f: cut(f / "model.safetensors"), "model.safetensors is damaged"),
-    "missing": (lambda f: rename(f, lambda t: {k: v for k, v in t.items() if k != NORM}), f"{NORM} is missing"),
+    "missing": (lambda f: edit_weights(f, lambda t: {k: v for k, v in t.items() if k != NORM}), f"{NORM} is missing"),
     "other shape": (lambda f: edit_config(f, vocab_size=102), "is [101, 32], where config.json says [102, 32]"),
-    "left over": (lambda f: rename(f, lambda t: t | {"a.bias": t[NORM].clone()}), "no place for: a.bias"),
+    "left over": (lambda f: edit_weights(f, lambda t: t | {"a.bias": t[NORM].clone()}), "no place for: a.bias"),
     "other output": (lambda f: edit_config(f, tie_word_embeddings=True), "but lm_head.weight is another matrix"),
-    "NaN": (lambda f: rename(f, lambda t: t | {NORM: t[NORM] / 0}), f"{NORM} of"),
-    "integers": (lambda f: rename(f, lambda t: t | {NORM: t[NORM].to(torch.int8)}), f"{NORM} in"),
+    "NaN": (lambda f: edit_weights(f, lambda t: t | {NORM: t[NORM] / 0}), f"{NORM} of"),
+    "integers": (lambda f: edit_weights(f, lambda t: t | {NORM: t[NORM].to(torch.int8)}), f"{NORM} in"),
 }
 
 
@@ -210,41 +186,35 @@ def theirs(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(("mistake", "message"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_one_line_and_leaves_nothing(call, theirs, tmp_path, mistake, message):
+def test_a_mistake_is_one_line_and_leaves_nothing(theirs, tmp_path, mistake, message):
     shutil.copytree(theirs, tmp_path / "theirs")
     mistake(tmp_path / "theirs")
-    code, out, err = call(import_hf, "--input", tmp_path / "theirs", "--save", tmp_path / "ours", *NO_TOKENIZER)
-    assert (code, out) == (1, "")
-    assert err.startswith("error: ") and err.count("\n") == 1 and message in err
+    argv = ["--input", tmp_path / "theirs", "--save", tmp_path / "ours", *NO_TOKENIZER]
+    assert message in call_wrongly(import_hf, *argv)
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
-def test_wrong_folders_and_tokenizers_are_one_line(call, theirs, tmp_path):
-    small = ["--tokenizer-type", "ByteTokenizer"]
-    (tmp_path / "used").mkdir()
-    (tmp_path / "used" / "file").touch()
+def test_wrong_folders_and_tokenizers_are_one_line(theirs, tmp_path):
+    (tmp_path / "file").touch()
     for argv, message in {
-        ("--input", "meta-llama/Llama-3.2-1B", "--save", tmp_path / "a"): "meta-llama/Llama-3.2-1B is not a folder",
-        ("--input", theirs, "--save", tmp_path / "used", *NO_TOKENIZER): "used exists already: give a new folder",
-        ("--input", theirs, "--save", tmp_path / "a"): "has no tokenizer (tokenizer.json, tokenizer.model, or",
-        ("--input", theirs, "--save", tmp_path / "a", *small): "the tokenizer has 257 ids, but the model only 101",
+        ("meta-llama/Llama-3.2-1B", "--save", tmp_path / "a"): "meta-llama/Llama-3.2-1B is not a folder",
+        (theirs, "--save", tmp_path, *NO_TOKENIZER): "exists already: give a new folder",
+        (theirs, "--save", tmp_path / "a"): "has no tokenizer (tokenizer.json, tokenizer.model, or",
+        (theirs, "--save", tmp_path / "a", "--tokenizer-type", "ByteTokenizer"): "has 257 ids, but the model only 101",
     }.items():
-        code, out, err = call(import_hf, *argv)
-        assert (code, out) == (1, "")
-        assert err.startswith("error: ") and err.count("\n") == 1 and message in err
+        assert message in call_wrongly(import_hf, "--input", *argv)
 
 
-def test_an_index_that_leads_astray_is_refused(call, tmp_path):
+def test_an_index_that_leads_astray_is_refused(tmp_path):
     save_theirs(tmp_path / "theirs", max_shard_size="20KB")
     file = tmp_path / "theirs" / "model.safetensors.index.json"
     index = json.loads(file.read_text())
     first = next(iter(index["weight_map"]))
-    argv = ["--input", tmp_path / "theirs", "--save", tmp_path / "ours", *NO_TOKENIZER]
     for change, message in {
         "../model.safetensors": "index.json is damaged",
         "model-9.safetensors": "is not complete: model-9.safetensors",
         next(name for name in index["weight_map"].values() if name != index["weight_map"][first]): f"lacks {first}",
     }.items():
         file.write_text(json.dumps(index | {"weight_map": index["weight_map"] | {first: change}}))
-        code, _, err = call(import_hf, *argv)
-        assert code == 1 and err.startswith("error: ") and err.count("\n") == 1 and message in err
+        argv = ["--input", tmp_path / "theirs", "--save", tmp_path / "ours", *NO_TOKENIZER]
+        assert message in call_wrongly(import_hf, *argv)

@@ -1,50 +1,43 @@
 """tools/merge_datasets.py as a user starts it."""
 
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_zpp.commands.data import merge_datasets
-from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-
-ROOT = Path(__file__).parents[2]
-
-
-def merge(*inputs, output):
-    words = ["tools/merge_datasets.py", "--input", *map(str, inputs), "--output-prefix", str(output)]
-    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+from megatron_zpp.data.indexed_dataset import IndexedDataset
+from tests.data.small_data import read, write
 
 
-def write(prefix, seed, dtype="<u2"):
+@pytest.fixture
+def merge(monkeypatch, capsys):
+    def merge(*inputs, output):
+        argv = ["merge_datasets.py", "--input", *map(str, inputs), "--output-prefix", str(output)]
+        monkeypatch.setattr(sys, "argv", argv)
+        return merge_datasets.main(), *capsys.readouterr()
+
+    return merge
+
+
+def write_random(prefix, seed, dtype="<u2"):
     """Documents of 0 to 3 sequences; returns them."""
     draw = np.random.default_rng(seed)
     documents = [
         [draw.integers(1000, size=draw.integers(0, 50)).tolist() for _ in range(draw.integers(4))] for _ in range(40)
     ]
-    with IndexedDatasetWriter(prefix, dtype) as writer:
-        for document in documents:
-            writer.add_document(document)
+    write(prefix, documents, dtype)
     return documents
 
 
-def read(prefix):
-    dataset = IndexedDataset(prefix)
-    ends = dataset.document_indices
-    return [[dataset[s].tolist() for s in range(ends[d], ends[d + 1])] for d in range(dataset.num_documents)]
-
-
-def test_a_folder_is_merged_in_the_order_of_names(tmp_path):
+def test_a_folder_is_merged_in_the_order_of_names(tmp_path, merge):
     (tmp_path / "parts").mkdir()
-    b, a = write(tmp_path / "parts" / "b", 1), write(tmp_path / "parts" / "a", 2)
-    process = merge(tmp_path / "parts", output=tmp_path / "all")
-    assert process.returncode == 0, process.stderr
+    b, a = write_random(tmp_path / "parts" / "b", 1), write_random(tmp_path / "parts" / "a", 2)
     tokens = sum(len(sequence) for document in a + b for sequence in document)
-    assert process.stdout == f"{tmp_path}/all: 80 documents, {tokens:,} tokens of 2 datasets\n"
+    expected = f"{tmp_path}/all: 80 documents, {tokens:,} tokens of 2 datasets\n"
+    assert merge(tmp_path / "parts", output=tmp_path / "all")[:2] == (0, expected)
     assert read(tmp_path / "all") == a + b
-    process = merge(tmp_path / "parts" / "b", tmp_path / "all", output=tmp_path / "more")
+    merge(tmp_path / "parts" / "b", tmp_path / "all", output=tmp_path / "more")
     assert read(tmp_path / "more") == b + a + b
 
 
@@ -52,24 +45,23 @@ def test_a_folder_is_merged_in_the_order_of_names(tmp_path):
 def test_pieces_of_any_size_make_the_same_dataset(tmp_path, monkeypatch, piece, max_documents):
     monkeypatch.setattr(merge_datasets, "PIECE", piece)
     monkeypatch.setattr(merge_datasets, "MAX_DOCUMENTS", max_documents)
-    documents = write(tmp_path / "a", 3) + write(tmp_path / "b", 4)
+    documents = write_random(tmp_path / "a", 3) + write_random(tmp_path / "b", 4)
     merge_datasets.merge([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "all"))
     assert read(tmp_path / "all") == documents
 
 
-def test_what_does_not_fit_is_named(tmp_path):
-    write(tmp_path / "a", 1)
-    write(tmp_path / "b", 2, "<i4")
+def test_what_does_not_fit_is_named(tmp_path, merge):
+    write_random(tmp_path / "a", 1)
+    write_random(tmp_path / "b", 2, "<i4")
     for inputs, output, message in [
-        ([tmp_path / "a", tmp_path / "b"], "all", "are of different tokenizers"),
-        ([tmp_path / "a", tmp_path / "c"], "all", "c.idx does not exist"),
-        ([tmp_path / "a", tmp_path / "b"], "b", "is one of the datasets to merge"),
-        ([tmp_path], "b", "is one of the datasets to merge"),
+        (["a", "b"], "all", "are from different tokenizers"),
+        (["a", "c"], "all", "c.idx does not exist"),
+        (["a", "b"], "b", "is one of the datasets to merge"),
+        ([""], "b", "is one of the datasets to merge"),
     ]:
-        process = merge(*inputs, output=tmp_path / output)
-        assert process.returncode == 1
-        assert message in process.stderr
+        status, _, error = merge(*(tmp_path / name for name in inputs), output=tmp_path / output)
+        assert status == 1 and message in error
         assert not (tmp_path / "all.idx").exists()
     with open(tmp_path / "a.idx", "ab") as index:
         index.write(bytes(len(IndexedDataset(tmp_path / "a"))))  # modes of a multimodal dataset
-    assert "which would be lost" in merge(tmp_path / "a", output=tmp_path / "all").stderr
+    assert "which would be lost" in merge(tmp_path / "a", output=tmp_path / "all")[2]

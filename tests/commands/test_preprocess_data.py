@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.data.indexed_dataset import IndexedDataset
+from megatron_zpp.commands.data import preprocess_data
+from tests.conftest import ROOT
+from tests.data.small_data import bytes_of, read
+from tests.data.test_golden import EXPECTED, corpus
 
-ROOT = Path(__file__).parents[2]
-GOLDEN = json.loads((ROOT / "tests/data/golden/golden.json").read_text())["datasets"]
-WORDS = (  # noqa: SIM905
-    "alpha beta gamma delta river stone seven eight a an the of to and größe naïve 東京 zero-shot loss mask token ."
-).split()
+LINES = [json.dumps({"text": f"document {i} " + "words " * (i % 971)}) for i in range(1500)]  # 4 MB, 17 blocks
+BAD_LINES = ["{", "[1]", '{"other": "x"}', '{"text": 3}', '{"text": ["x", 3]}', '{"text": "\\ud800"}']
 
 
 def command(folder, *arguments):
@@ -28,71 +28,44 @@ def command(folder, *arguments):
     return [*words, "--output-prefix", str(folder / "out"), "--tokenizer-type", "ByteTokenizer"]
 
 
-def run(words):
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+def run(words, status=0):
+    process = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert process.returncode == status, process.stderr
+    return process
 
 
-def preprocess(folder, lines, *arguments):
-    """Runs the tool on ``lines``; returns the process."""
-    (folder / "in.jsonl").write_text("\n".join(lines) + "\n")
-    return run(command(folder, *arguments))
+def preprocess(folder, lines, *arguments, status=0):
+    """Runs the tool on ``lines``, or on those of the last time; returns the process."""
+    if lines is not None:
+        (folder / "in.jsonl").write_text("\n".join(lines) + "\n")
+    return run(command(folder, *arguments), status)
 
 
 def documents(prefix):
     """Texts of each document's sequences, the end-of-document id as a bar."""
-    dataset = IndexedDataset(prefix)
-    texts = ["".join("|" if i == 256 else chr(i) for i in dataset[s]) for s in range(len(dataset))]
-    ends = dataset.document_indices
-    return [texts[ends[d] : ends[d + 1]] for d in range(dataset.num_documents)]
+    return [["".join("|" if i == 256 else chr(i) for i in ids) for ids in document] for document in read(prefix)]
 
 
-def golden_corpus(num_documents, x):
-    """The corpus from which Megatron's own tool made tests/data/golden."""
-
-    def advance():
-        nonlocal x
-        x = (1103515245 * x + 12345) % 2**31
-        return x >> 16
-
-    for document in range(num_documents):
-        drawn = advance()
-        num_words = 400 if document == 7 else 1 + drawn % 60
-        yield " ".join(WORDS[advance() % 22] for _ in range(num_words))
-
-
-@pytest.mark.parametrize(("name", "num_documents", "start", "workers"), [("a", 200, 1, 2), ("b", 60, 2, 1)])
-def test_output_equals_megatrons_to_the_byte(tmp_path, name, num_documents, start, workers):
-    texts = list(golden_corpus(num_documents, start))
-    assert hashlib.sha256("".join(f"{t}\n" for t in texts).encode()).hexdigest() == GOLDEN[name]["text_sha256"]
-    lines = [json.dumps({"text": text}) for text in texts]
-    process = preprocess(tmp_path, lines, "--append-eod", "--workers", str(workers))
-    assert process.returncode == 0, process.stderr
+@pytest.mark.parametrize(("name", "workers"), [("a", 2), ("b", 1)])
+def test_output_equals_megatrons_to_the_byte(tmp_path, name, workers):
+    expected = EXPECTED["datasets"][name]
+    texts = list(corpus(name))
+    assert hashlib.sha256("".join(f"{t}\n" for t in texts).encode()).hexdigest() == expected["text_sha256"]
+    preprocess(tmp_path, [json.dumps({"text": text}) for text in texts], "--append-eod", "--workers", str(workers))
     for suffix in ("bin", "idx"):
         digest = hashlib.sha256((tmp_path / f"out_text_document.{suffix}").read_bytes()).hexdigest()
-        assert digest == GOLDEN[name][f"{suffix}_sha256"]
-
-
-def test_many_batches_by_many_workers_keep_their_order(tmp_path):
-    texts = [f"{i} " + "x" * 3000 for i in range(400)]  # five batches
-    process = preprocess(tmp_path, [json.dumps({"text": text}) for text in texts], "--workers", "3")
-    assert process.returncode == 0, process.stderr
-    assert documents(tmp_path / "out_text_document") == [[text] for text in texts]
+        assert digest == expected[f"{suffix}_sha256"]
 
 
 def test_keys_lists_and_empty_texts(tmp_path):
     lines = ['{"text": ["ab", "", "c"], "title": "T"}', "", '{"text": "", "title": "U"}', '{"text": "d", "title": "V"}']
-    process = preprocess(tmp_path, lines, "--json-keys", "text", "title", "--append-eod")
-    assert process.returncode == 0, process.stderr
+    preprocess(tmp_path, lines, "--json-keys", "text", "title", "--append-eod")
     assert documents(tmp_path / "out_text_document") == [["ab", "c|"], [], ["d|"]]
     assert documents(tmp_path / "out_title_document") == [["T|"], ["U|"], ["V|"]]
 
 
-BAD_LINES = ["{", "[1]", '{"other": "x"}', '{"text": 3}', '{"text": ["x", 3]}', '{"text": "\\ud800"}']
-
-
 def test_bad_lines_can_be_skipped(tmp_path):
     process = preprocess(tmp_path, ['{"text": "a"}', *BAD_LINES, '{"text": "b"}'], "--skip-bad-lines")
-    assert process.returncode == 0, process.stderr
     assert f"2 documents, 2 tokens in {tmp_path}/out_text_document.bin; 6 bad lines skipped" in process.stdout
     listed = (tmp_path / "out.bad_lines.txt").read_text().splitlines()
     assert [line.split(": ")[0] for line in listed] == [f"{tmp_path}/in.jsonl:{number}" for number in range(2, 8)]
@@ -101,37 +74,28 @@ def test_bad_lines_can_be_skipped(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"), [(BAD_LINES[0], "Expecting"), (BAD_LINES[2], "no key 'text'; it has 'other'")]
+    ("lines", "message"),
+    [
+        (['{"text": "a"}', "", BAD_LINES[0]], "in.jsonl:3: Expecting"),
+        (['{"text": "a"}', "", BAD_LINES[2]], "in.jsonl:3: no key 'text'; it has 'other'"),
+        (['{"text": ""}'], "in.jsonl holds no text under 'text'"),
+    ],
 )
-def test_a_bad_line_ends_the_job_and_leaves_no_file(tmp_path, line, message):
-    process = preprocess(tmp_path, ['{"text": "a"}', "", line])
-    assert process.returncode == 1
+def test_bad_input_ends_the_job_and_leaves_no_file(tmp_path, lines, message):
+    process = preprocess(tmp_path, lines, status=1)
     assert process.stderr.count("\n") == 1
-    assert f"error: {tmp_path}/in.jsonl:3: {message}" in process.stderr
+    assert f"error: {tmp_path}/{message}" in process.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_input_without_text_is_an_error(tmp_path):
-    process = preprocess(tmp_path, ['{"text": ""}'])
-    assert process.returncode == 1
-    assert "holds no text under 'text'" in process.stderr
-
-
 # A job that ends before its end
-
-LINES = [json.dumps({"text": f"document {i} " + "words " * (i % 971)}) for i in range(1500)]  # 4 MB, 17 blocks
-
-
-def output(folder):
-    """Content of all files but the input."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "in.jsonl"}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
-    assert preprocess(folder, LINES, "--append-eod").returncode == 0
-    files = output(folder)
+    preprocess(folder, LINES, "--append-eod")
+    files = bytes_of(folder)
     assert set(files) == {"out_text_document.bin", "out_text_document.idx"}
     return files
 
@@ -148,7 +112,8 @@ def is_running(pid):
 
 
 def start_and_signal(words, folder, sent, documents):
-    """Starts the tool and sends the signal when the saved state counts so many documents; returns its exit status."""
+    """Starts the tool and sends the signal when the saved state counts that many documents; returns its exit status."""
+    (folder / "in.jsonl").write_text("\n".join(LINES) + "\n")
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     state = folder / "out.unfinished.json"
     while process.poll() is None:
@@ -163,26 +128,20 @@ def start_and_signal(words, folder, sent, documents):
     return process.returncode
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="watches processes through /proc")
-@pytest.mark.parametrize(("sent", "seed"), [(signal.SIGKILL, 1), (signal.SIGKILL, 2), (signal.SIGTERM, 3)])
+@pytest.mark.parametrize(("sent", "seed"), [(signal.SIGKILL, 1), (signal.SIGTERM, 3)])
 def test_a_job_that_is_killed_goes_on_and_its_workers_end(tmp_path, undisturbed, sent, seed):
-    (tmp_path / "in.jsonl").write_text("\n".join(LINES) + "\n")
     words = command(tmp_path, "--append-eod", "--workers", "2", "--save-seconds", "0")
     status = start_and_signal(words, tmp_path, sent, random.Random(seed).randrange(len(LINES) - 300))
     assert status == (-sent if sent == signal.SIGKILL else 128 + sent)
-    assert not any(name.endswith((".bin", ".idx")) for name in output(tmp_path))
-    process = run(words)
-    assert process.returncode == 0, process.stderr
-    assert "going on after" in process.stderr
-    assert output(tmp_path) == undisturbed
+    assert not any(name.endswith((".bin", ".idx")) for name in bytes_of(tmp_path))
+    assert "continuing after" in run(words).stderr
+    assert bytes_of(tmp_path) == undisturbed
 
 
-def test_documents_in_any_order_are_all_there_after_a_kill(tmp_path, undisturbed):
-    (tmp_path / "in.jsonl").write_text("\n".join(LINES) + "\n")
+def test_documents_in_any_order_are_all_there_after_a_kill(tmp_path):
     words = command(tmp_path, "--unordered", "--workers", "2", "--save-seconds", "0")
     assert start_and_signal(words, tmp_path, signal.SIGKILL, 500) == -signal.SIGKILL
-    process = run(words)
-    assert process.returncode == 0, process.stderr
+    run(words)
     found = documents(tmp_path / "out_text_document")
     assert sorted(found) == sorted([json.loads(line)["text"]] for line in LINES)
 
@@ -199,73 +158,68 @@ def test_a_worker_that_dies_is_an_error_and_nothing_is_lost(tmp_path, undisturbe
     os.kill(next(pid for pid, worker in is_worker.items() if worker), signal.SIGKILL)
     assert "error: a worker process died" in process.communicate(timeout=60)[1]
     assert process.returncode == 1
-    assert run(words).returncode == 0
-    assert output(tmp_path) == undisturbed
+    run(words)
+    assert bytes_of(tmp_path) == undisturbed
 
 
 def test_another_job_does_not_go_on_with_what_it_finds(tmp_path):
-    bad = [*LINES[:900], "{", *LINES[900:]]
-    process = preprocess(tmp_path, bad, "--append-eod")
+    process = preprocess(tmp_path, [*LINES[:900], "{", *LINES[900:]], "--append-eod", status=1)
     assert f"error: {tmp_path}/in.jsonl:901: " in process.stderr
-    process = preprocess_again(tmp_path)
-    assert process.returncode == 1
-    assert "out.unfinished.json is of an unfinished job with another append_eod: " in process.stderr
-    process = preprocess_again(tmp_path, "--append-eod", "--skip-bad-lines")  # goes on
-    assert "going on after" in process.stderr
+    process = preprocess(tmp_path, None, status=1)
+    assert "out.unfinished.json is from an unfinished job with another append_eod: " in process.stderr
+    process = preprocess(tmp_path, None, "--append-eod", "--skip-bad-lines")  # goes on
+    assert "continuing after" in process.stderr
     assert process.stdout.startswith("1,500 documents, ")
-    process = preprocess_again(tmp_path, "--restart", "--skip-bad-lines")
-    assert "going on after" not in process.stderr
+    process = preprocess(tmp_path, None, "--restart", "--skip-bad-lines")
+    assert "continuing after" not in process.stderr
     assert "1 bad lines skipped" in process.stdout
-
-
-def preprocess_again(folder, *arguments):
-    return run(command(folder, *arguments))
 
 
 # Flags
 
 
-def test_progress_tells_rates_and_the_time_left(tmp_path):
-    process = preprocess(tmp_path, LINES, "--log-interval", "100")
+def test_progress_shows_rates_and_the_time_left_and_megatrons_other_flags_are_noted(tmp_path):
+    flags = ["--partitions", "2", "--chunk-size", "25", "--dataset-impl", "mmap", "--lang", "de"]
+    process = preprocess(tmp_path, LINES, "--log-interval", "100", "--keep-sequential-samples", *flags)
     lines = process.stderr.splitlines()
+    for flag in (*flags[::2], "--keep-sequential-samples"):
+        assert f"note: {flag} has no effect" in process.stderr
     pattern = r"[\d.]+ %, [\d,]+ documents, [\d,]+ documents/s, [\d.,]+ MB/s, \d+:\d\d:\d\d left"
     assert len([line for line in lines if re.fullmatch(pattern, line)]) >= 5
     assert 80 < float(lines[-1].split(" %")[0]) <= 100
-
-
-def test_megatrons_other_flags(tmp_path):
-    flags = ("--partitions", "2", "--keep-sequential-samples", "--chunk-size", "25", "--dataset-impl", "mmap")
-    process = preprocess(tmp_path, LINES, *flags)
-    assert process.returncode == 0
-    for flag in flags[::2]:
-        assert f"note: {flag} has no effect" in process.stderr or not flag.startswith("--")
-    process = preprocess(tmp_path, LINES, "--dataset-impl", "lazy")
-    assert process.returncode == 2 and "--dataset-impl" in process.stderr
     flags = ("--find-optimal-num-workers", "--workers-to-check", "1", "2", "--max-documents", "300")
-    process = preprocess(tmp_path, LINES, *flags)
+    process = preprocess(tmp_path, None, *flags)
     assert re.findall(r"(\d) workers: [\d,]+ documents/s, [\d.,]+ MB/s\n", process.stdout) == ["1", "2"]
 
 
 def test_sentences_become_sequences(tmp_path):
     lines = [json.dumps({"text": text}) for text in ("Dr. A came.\nHe saw B. And", "", "one only")]
-    process = preprocess(tmp_path, [*lines, '{"text": ["A. B", "C"]}'], "--split-sentences", "--append-eod")
-    assert process.returncode == 0, process.stderr
+    preprocess(tmp_path, [*lines, '{"text": ["A. B", "C"]}'], "--split-sentences", "--append-eod")
     expected = [["Dr. A came.", "He saw B. And|"], [], ["one only|"], ["A. B", "C|"]]
     assert documents(tmp_path / "out_text_sentence") == expected
-    process = preprocess(tmp_path, lines[:1], "--split-sentences", "--keep-newlines")
-    assert process.returncode == 0, process.stderr
+    preprocess(tmp_path, lines[:1], "--split-sentences", "--keep-newlines")
     assert documents(tmp_path / "out_text_sentence") == [["Dr. A came.\n", "He saw B. And"]]
-    process = preprocess(tmp_path, lines, "--keep-newlines")
-    assert process.returncode == 2 and "--keep-newlines needs --split-sentences" in process.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--keep-newlines"], "--keep-newlines requires --split-sentences"),
+        (["--dataset-impl", "lazy"], "--dataset-impl"),
+        (["--json-keys", "a", "a"], "--json-keys names a key twice"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(flags, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        preprocess_data.parse_arguments([*command(Path("x"))[2:], *flags])
+    assert exit_.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_two_runs_of_one_output_are_refused(tmp_path):
     fcntl = pytest.importorskip("fcntl")
     with open(tmp_path / "out.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        process = preprocess(tmp_path, LINES[:10])
-    assert process.returncode == 1
-    assert "another process is writing" in process.stderr
+        assert "another process is writing" in preprocess(tmp_path, LINES[:10], status=1).stderr
 
 
 def test_one_text_that_its_tokenizer_refuses_does_not_harm_its_neighbours(tmp_path):

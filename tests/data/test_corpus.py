@@ -11,11 +11,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.text import corpus
-from megatron_zpp.data.text.corpus import Position, Reading, find_files, read_blocks, records, texts_of
+from megatron_zpp.data.text.corpus import (
+    Reading,
+    extract_texts,
+    find_files,
+    read_blocks,
+    records,
+    split_sentences,
+)
 from megatron_zpp.data.text.preprocessing import Job, preprocess
 from megatron_zpp.data.text.tokenizers import ByteTokenizer
+from tests.data.small_data import read as read_ids
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 DOCUMENT = st.one_of(TEXT, st.lists(TEXT, max_size=4))
@@ -41,12 +48,7 @@ def write(folder: Path, name: str, documents: list) -> Path:
 
 
 def documents_of(prefix: Path) -> list[list[str]]:
-    dataset, tokenizer = IndexedDataset(prefix), ByteTokenizer()
-    ends = dataset.document_indices
-    return [
-        [tokenizer.detokenize(dataset[s].tolist()) for s in range(ends[d], ends[d + 1])]
-        for d in range(dataset.num_documents)
-    ]
+    return [[ByteTokenizer().detokenize(ids) for ids in document] for document in read_ids(prefix)]
 
 
 @pytest.fixture
@@ -66,7 +68,7 @@ def test_any_corpus_comes_back(tmp_path, small_blocks, suffix, documents):
     expected = [[text for text in (d if isinstance(d, list) else [d]) if text] for d in documents]
     assert documents_of(tmp_path / "out_text_document") == expected
     assert (state.documents, state.bad, state.eods_in_text) == (len(documents), 0, 0)
-    ends = [d[-1] for d in map(IndexedDataset(tmp_path / "out_text_document").get, range(state.written["text"][1]))]
+    ends = [ids[-1] for document in read_ids(tmp_path / "out_text_document") for ids in document]
     assert ends.count(256) == sum(map(bool, expected))
 
 
@@ -87,30 +89,29 @@ def test_reading_goes_on_at_the_end_of_any_block(tmp_path, small_blocks, lines, 
     assert places == [f"{file}:{number}" for file in files for number in range(1, len(lines) + 1)]
 
 
-def read(path: Path, **reading) -> list[str]:
+DEFAULT = Reading()
+
+
+def read(path: Path, reading: Reading = DEFAULT) -> list[str]:
     """All texts, and the places of records that are too long."""
-    how = Reading(**reading)
     found = []
-    for block in read_blocks(find_files([str(path)]), how):
+    for block in read_blocks(find_files([str(path)]), reading):
         found += [f"too long at {block.start.line}"] if block.too_long else []
-        found += [text for _, record in records(block) for text in texts_of(record, block.format, how)["text"]]
+        found += [text for _, record in records(block) for text in extract_texts(record, block.format, reading)["text"]]
     return found
 
 
 def test_a_line_that_is_too_long_is_passed_over_wherever_it_lies(tmp_path, small_blocks):
     path = tmp_path / "in.txt"
+    reading = Reading(text_documents="line", max_document_bytes=200)
     for num_before in (0, 1, 30):
         for long in (200, 201, 5000):
             path.write_bytes(b"short\n" * num_before + b"x" * long + b"\nend")
-            middle = ["x" * 200] if long == 200 else [f"too long at {num_before + 1}"]
-            assert read(path, text_documents="line", max_document_bytes=200) == ["short"] * num_before + middle + [
-                "end"
-            ]
-    files = find_files([str(path)])
-    *_, long_block, last = read_blocks(files, Reading(text_documents="line", max_document_bytes=200))
+            middle = "x" * 200 if long == 200 else f"too long at {num_before + 1}"
+            assert read(path, reading) == [*["short"] * num_before, middle, "end"]
+    *_, long_block, last = read_blocks(find_files([str(path)]), reading)
     assert long_block.too_long
-    again = list(read_blocks(files, Reading(text_documents="line", max_document_bytes=200), long_block.start))
-    assert again == [long_block, last]
+    assert list(read_blocks(find_files([str(path)]), reading, long_block.start)) == [long_block, last]
 
 
 def test_text_files_are_documents_or_lines(tmp_path):
@@ -121,8 +122,8 @@ def test_text_files_are_documents_or_lines(tmp_path):
     (tmp_path / "b" / "code.py").write_bytes(b"not by default")
     (tmp_path / ".hidden.txt").write_bytes(b"never")
     assert read(tmp_path) == ["first\r\n\r\n  second", "third\n", "fourth"]
-    assert read(tmp_path, text_documents="line") == ["first", "  second", "third", "fourth"]
-    assert read(tmp_path, max_document_bytes=8) == ["too long at 1", "third\n", "fourth"]
+    assert read(tmp_path, Reading(text_documents="line")) == ["first", "  second", "third", "fourth"]
+    assert read(tmp_path, Reading(max_document_bytes=8)) == ["too long at 1", "third\n", "fourth"]
     names = [file.path.name for file in find_files([str(tmp_path)], "text")]
     assert names == ["a.txt", "c.md", "code.py", "d.txt.gz"]
 
@@ -154,21 +155,22 @@ def test_damaged_files_are_named(tmp_path, name):
             list(read_blocks(find_files([str(path)]), Reading()))
 
 
-def test_what_is_missing_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("nothing", FileNotFoundError, "nothing does not exist"),
+        ("*.nothing", FileNotFoundError, "does not exist"),
+        ("pipe.jsonl", ValueError, r"pipe\.jsonl is not a regular file"),
+        ("empty", FileNotFoundError, "holds no file of"),
+        ("in.parquet", ValueError, "no column 'body'; it has id, text"),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path, name, error, message):
     write(tmp_path, "in.parquet", ["a"])
-    with pytest.raises(ValueError, match="no column 'body'; it has id, text"):
-        list(read_blocks(find_files([str(tmp_path)]), Reading(("body",))))
-    with pytest.raises(FileNotFoundError, match="nothing does not exist"):
-        find_files([str(tmp_path / "nothing")])
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        find_files([str(tmp_path / "*.nothing")])
     os.mkfifo(tmp_path / "pipe.jsonl")
-    with pytest.raises(ValueError, match=r"pipe\.jsonl is no regular file"):
-        find_files([str(tmp_path / "pipe.jsonl")])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match="holds no file of"):
-        find_files([str(tmp_path / "empty")])
-    assert list(read_blocks([], Reading(), Position())) == []
+    with pytest.raises(error, match=message):
+        list(read_blocks(find_files([str(tmp_path / name)]), Reading(("body",))))
 
 
 def test_a_pattern_stands_for_the_files_that_it_matches_in_order(tmp_path):
@@ -182,3 +184,42 @@ def test_a_pattern_stands_for_the_files_that_it_matches_in_order(tmp_path):
     assert names("part-*.jsonl") == ["part-10.jsonl", "part-2.jsonl"]
     assert names("**/part-[1-3].*") == ["below/part-3.jsonl", "part-1.txt", "part-2.jsonl"]
     assert names("[odd].jsonl") == ["[odd].jsonl"]  # a file of that very name is no pattern
+
+
+# Sentences
+
+SENTENCES = [
+    "Dr. J. Smith met Mrs. Jones, e.g. at 3.14 p.m. on Jan. 5.",
+    "“Where?” she asked.",
+    "(He did not know!)",
+    "It was vol. 2 of X et al. and so on... and more.",
+    "Really?!",
+    "Ünder the tree.",
+    "12 men came.",
+    "No full stop here",
+    "the next paragraph is one of its own.",
+    "and the next.",
+    "这是一句。",
+    "“第二句！”",
+    "End",
+]
+BETWEEN = [" ", "  ", " ", "\n", "\t", " ", " ", "\n\n", "\n\n", "\n \n", "", "", ""]
+
+
+def test_sentences_are_found():
+    text = "".join(sentence + blanks for sentence, blanks in zip(SENTENCES, BETWEEN, strict=True))
+    assert split_sentences(text) == SENTENCES
+    kept = [sentence + blanks for sentence, blanks in zip(SENTENCES, BETWEEN, strict=True)]
+    assert split_sentences(text, keep_blanks=True) == kept
+
+
+def test_a_text_without_sentences():
+    assert split_sentences("") == split_sentences(" \n\n ") == []
+    assert split_sentences("\n\nA", keep_blanks=True) == ["\n\n", "A"]
+    assert split_sentences("only this") == ["only this"]
+
+
+@given(st.text(alphabet="aB.?! \n\"'()。1é"))
+def test_nothing_is_lost(text):
+    assert "".join(split_sentences(text, keep_blanks=True)) == text
+    assert "".join("".join(split_sentences(text)).split()) == "".join(text.split())

@@ -1,7 +1,6 @@
 """Fill-in-the-middle moves tokens and loses none, and is the same after a resume."""
 
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +10,9 @@ from hypothesis import strategies as st
 from megatron_zpp.data.build import build_datasets
 from megatron_zpp.data.fill_in_the_middle import FillInTheMiddle, find_token
 from megatron_zpp.data.gpt_dataset import SampleOptions
-from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.data.text.tokenizers import ByteTokenizer, NullTokenizer
+from tests.data.small_data import A, write
 
-A = str(Path(__file__).parent / "golden" / "a")
 EOD, PREFIX, MIDDLE, SUFFIX = 0, 101, 102, 103
 
 
@@ -99,9 +97,7 @@ def test_samples_are_the_same_in_any_order_of_reading(tmp_path):
 
 def test_each_sample_has_draws_of_its_own(tmp_path):
     """Documents all alike: only the draws tell the samples apart."""
-    with IndexedDatasetWriter(tmp_path / "x", "<u2") as writer:
-        for _ in range(40):
-            writer.add_document([[*range(1, 64), 0]])
+    write(tmp_path / "x", [[[*range(1, 64), 0]]] * 40)
     samples = []
     for seed in (1, 2):
         options = SampleOptions(64, seed, eod=0, fill_in_the_middle=FillInTheMiddle(101, 102, 103, rate=1.0))
@@ -115,9 +111,7 @@ def test_tokens_are_found_or_refused():
     assert find_token(NullTokenizer(50), "49", "--fim-prefix-token") == 49
     for tokenizer in (ByteTokenizer(), NullTokenizer(50)):
         for name in ("<fim_prefix>", "999", str(tokenizer.vocab_size), ""):
-            with pytest.raises(ValueError, match=f"--fim-data needs --fim-prefix-token, and '{name}' is no token"):
+            with pytest.raises(ValueError, match=f"--fim-data requires --fim-prefix-token, and '{name}' is not"):
                 find_token(tokenizer, name, "--fim-prefix-token")
     with pytest.raises(ValueError, match="must be three tokens"):
         FillInTheMiddle(1, 1, 2)
-    with pytest.raises(ValueError, match="--fim-spm-rate must be between 0 and 1"):
-        FillInTheMiddle(1, 2, 3, spm_rate=1.5)

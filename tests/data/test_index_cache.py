@@ -12,7 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_zpp.data.index_cache import cached_arrays
+from megatron_zpp.data.index_cache import IndexCache, no_progress
+
+
+def numbers(advance):
+    return {"a": np.arange(4)}
+
+
+def load(folder, build=numbers, progress=no_progress):
+    return IndexCache(str(folder), progress).arrays("data/x", "x", {}, build, 100)
 
 
 def build_and_count(folder: Path, advance) -> dict[str, np.ndarray]:
@@ -21,26 +29,22 @@ def build_and_count(folder: Path, advance) -> dict[str, np.ndarray]:
 
 
 def read_sum(folder: Path, _: int) -> int:
-    return int(cached_arrays(folder / "cache", "x", {"size": 1000}, partial(build_and_count, folder))["numbers"].sum())
+    return int(load(folder / "cache", partial(build_and_count, folder))["numbers"].sum())
 
 
-def test_processes_that_start_together_build_once(tmp_path):
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        assert pool.map(partial(read_sum, tmp_path), range(6)) == [499_500] * 6
-    assert len(list(tmp_path.glob("built-*"))) == 1
-    assert sorted(path.name.split("-")[0] for path in (tmp_path / "cache").iterdir()) == [".lock", "x"]
-
-
-def test_another_key_is_another_entry(tmp_path):
-    for size in (3, 5, 3):
-        arrays = cached_arrays(tmp_path, "x", {"size": size}, lambda advance, size=size: {"a": np.arange(size)})
-        assert len(arrays["a"]) == size
+def test_processes_that_start_together_or_find_damage_together_build_once(tmp_path):
+    for built, kind in ((1, "spawn"), (2, "fork")):
+        with multiprocessing.get_context(kind).Pool(3) as pool:
+            assert pool.map(partial(read_sum, tmp_path), range(6), chunksize=1) == [499_500] * 6
+        assert len(list(tmp_path.glob("built-*"))) == built
+        assert sorted(path.name.split("-")[0] for path in (tmp_path / "cache").iterdir()) == [".lock", "x"]
+        empty(entry_in(tmp_path / "cache"))
 
 
 def test_a_build_that_fails_leaves_no_entry(tmp_path):
     with pytest.raises(ZeroDivisionError):
-        cached_arrays(tmp_path, "x", {}, lambda advance: {"a": np.arange(1 // 0)})
-    assert cached_arrays(tmp_path, "x", {}, lambda advance: {"a": np.arange(4)})["a"].sum() == 6
+        load(tmp_path, lambda advance: {"a": np.arange(1 // 0)})
+    assert load(tmp_path)["a"].sum() == 6
 
 
 def entry_in(folder: Path) -> Path:
@@ -92,19 +96,19 @@ def pipe(entry):
         lambda entry: (shutil.rmtree(entry), entry.write_text("a file")),
     ],
 )
-def test_a_damaged_entry_is_built_anew_with_a_note(tmp_path, damage):
+def test_a_damaged_entry_is_built_again_with_a_warning(tmp_path, damage):
     built = []
 
     def build(advance):
         built.append(1)
         return {"a": np.arange(1000), "b": np.ones(3)}
 
-    first = cached_arrays(tmp_path, "x", {}, build)
+    first = load(tmp_path, build)
     damage(entry_in(tmp_path))
     with pytest.warns(UserWarning, match="x-.* is damaged: it is built again"):
-        again = cached_arrays(tmp_path, "x", {}, build)
+        again = load(tmp_path, build)
     with warnings.catch_warnings(action="error"):
-        once_more = cached_arrays(tmp_path, "x", {}, build)
+        once_more = load(tmp_path, build)
     assert len(built) == 2
     for arrays in (again, once_more):
         assert {name: array.tolist() for name, array in arrays.items()} == {"a": list(range(1000)), "b": [1] * 3}
@@ -114,41 +118,33 @@ def test_a_damaged_entry_is_built_anew_with_a_note(tmp_path, damage):
     del first
 
 
-def test_processes_that_find_damage_together_build_once(tmp_path):
-    read_sum(tmp_path, 0)
-    empty(entry_in(tmp_path / "cache"))
-    with multiprocessing.get_context("fork").Pool(4) as pool:
-        assert pool.map(partial(read_sum, tmp_path), range(8), chunksize=1) == [499_500] * 8
-    assert len(list(tmp_path.glob("built-*"))) == 2
-
-
 def test_two_nodes_without_locks_may_build_at_once(tmp_path, monkeypatch):
     """While one builds, another is done: its entry stays, and both serve the same."""
     monkeypatch.setattr(fcntl, "flock", lambda file, how: None)
 
     def build(advance):
-        cached_arrays(tmp_path, "x", {}, lambda advance: {"a": np.arange(4)})
-        return {"a": np.arange(4)}
+        load(tmp_path)
+        return numbers(advance)
 
     with warnings.catch_warnings(action="error"):
-        assert cached_arrays(tmp_path, "x", {}, build)["a"].tolist() == [0, 1, 2, 3]
+        assert load(tmp_path, build)["a"].tolist() == [0, 1, 2, 3]
     assert sorted(path.name[0] for path in tmp_path.iterdir()) == [".", "x"]
 
 
 def test_a_pipe_in_place_of_the_lock_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / ".lock")
-    assert cached_arrays(tmp_path, "x", {}, lambda advance: {"a": np.arange(4)})["a"].sum() == 6
+    assert load(tmp_path)["a"].sum() == 6
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / ".lock").symlink_to(tmp_path / "victim")
     with pytest.warns(UserWarning, match="can't cache x"):
-        cached_arrays(tmp_path / "other", "x", {}, lambda advance: {"a": np.arange(4)})
+        load(tmp_path / "other")
     assert not (tmp_path / "victim").exists()
 
 
 def test_without_a_place_to_write_it_warns_and_goes_on(tmp_path):
     (tmp_path / "file").touch()
     with pytest.warns(UserWarning, match="--data-cache-path"):
-        arrays = cached_arrays(tmp_path / "file" / "cache", "x", {}, lambda advance: {"a": np.arange(4)})
+        arrays = load(tmp_path / "file" / "cache")
     assert arrays["a"].tolist() == [0, 1, 2, 3]
 
 
@@ -162,8 +158,8 @@ def test_a_long_build_shows_how_far_it_is(tmp_path):
 
     def build(advance):
         advance(40)
-        return {"a": np.arange(4)}
+        return numbers(advance)
 
     for _ in range(2):  # the second time there is nothing to build
-        cached_arrays(tmp_path, "x", {}, build, progress, rows=100)
+        load(tmp_path, build, progress)
     assert seen == [("building the index x", 100), 40]

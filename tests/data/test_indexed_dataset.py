@@ -1,12 +1,9 @@
 """The .bin/.idx format: bytes, round trips, and what happens to damaged files."""
 
-import hashlib
-import json
 import os
 import pickle
 import struct
 import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,15 +12,9 @@ from hypothesis import strategies as st
 
 from megatron_zpp.data import indexed_dataset
 from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions
+from megatron_zpp.data.index_cache import IndexCache
 from megatron_zpp.data.indexed_dataset import DTYPES, IndexedDataset, IndexedDatasetWriter, best_dtype
-
-GOLDEN = Path(__file__).parent / "golden"
-
-
-def write(prefix, documents, dtype="<u2"):
-    with IndexedDatasetWriter(prefix, dtype) as writer:
-        for document in documents:
-            writer.add_document(document)
+from tests.data.small_data import GOLDEN, A, read, write
 
 
 def test_bytes_on_disk(tmp_path):
@@ -33,17 +24,6 @@ def test_bytes_on_disk(tmp_path):
         b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 4) + struct.pack("<3i3q4q", 3, 1, 2, 0, 6, 8, 0, 1, 1, 3)
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
-
-
-@pytest.mark.parametrize("name", ["a", "b"])
-def test_rewriting_megatrons_files_gives_the_same_bytes(tmp_path, name):
-    golden = json.loads((GOLDEN / "golden.json").read_text())["datasets"][name]
-    source = IndexedDataset(GOLDEN / name)
-    assert (source.num_documents, source.num_tokens) == (golden["documents"], golden["tokens"])
-    write(tmp_path / name, [[source[i]] for i in range(len(source))], source.dtype)
-    for suffix in ("bin", "idx"):
-        digest = hashlib.sha256((tmp_path / f"{name}.{suffix}").read_bytes()).hexdigest()
-        assert digest == golden[f"{suffix}_sha256"]
 
 
 @settings(max_examples=40, deadline=None)
@@ -56,9 +36,7 @@ def test_any_corpus_comes_back(documents, code):
         write(f"{folder}/x", documents, DTYPES[code])
         dataset = IndexedDataset(f"{folder}/x")
         assert dataset.dtype == np.dtype(DTYPES[code])
-        ends = dataset.document_indices
-        restored = [[dataset[i].tolist() for i in range(ends[d], ends[d + 1])] for d in range(dataset.num_documents)]
-        assert restored == documents
+        assert read(f"{folder}/x") == documents
         for i in range(len(dataset)):
             if len(dataset[i]) >= 3:
                 assert dataset.get(i, 1, 2).tolist() == dataset[i].tolist()[1:3]
@@ -84,18 +62,14 @@ def test_multimodal_mode_bytes_are_tolerated(tmp_path):
     assert IndexedDataset(tmp_path / "x")[1].tolist() == [3]
 
 
-def test_pickles_as_its_name_alone():
-    dataset = IndexedDataset(GOLDEN / "a")
-    data = pickle.dumps(dataset)
-    assert len(data) < 500
-    assert np.array_equal(pickle.loads(data)[7], dataset[7])
-
-
-def test_reading_by_file_handle_equals_mapping():
-    mapped, read = IndexedDataset(GOLDEN / "a"), IndexedDataset(GOLDEN / "a", mmap_tokens=False)
+def test_reading_by_file_handle_equals_mapping_and_both_are_pickled_as_their_names_alone():
+    mapped, read = IndexedDataset(A), IndexedDataset(A, mmap_tokens=False)
     assert all(np.array_equal(mapped[i], read[i]) for i in range(len(mapped)))
-    assert np.array_equal(mapped.get(7, 5, 20), pickle.loads(pickle.dumps(read)).get(7, 5, 20))
     assert mapped.token_range() == read.token_range()
+    for dataset in (mapped, read):
+        data = pickle.dumps(dataset)
+        assert len(data) < 500
+        assert np.array_equal(pickle.loads(data).get(7, 5, 20), mapped[7][5:25])
 
 
 def test_token_range_reads_negative_ids(tmp_path):
@@ -171,6 +145,7 @@ DOCUMENTS_OUT_OF_ORDER = "x.idx is damaged: its documents do not cover its seque
     ("damage", "message"),
     [
         (lambda a, b: cut(a / "x.bin", -2), "x.bin holds .* bytes"),
+        (lambda a, b: ((a / "x.bin").unlink(), os.mkfifo(a / "x.bin")), r"x\.bin is no regular file"),
         (lambda a, b: cut(a / "x.idx", -8), "x.idx is truncated"),
         (lambda a, b: (a / "x.bin").write_bytes((a / "x.bin").read_bytes() + b"xx"), "x.bin holds 12 bytes, .* 10"),
         (lambda a, b: put(a / "x.idx", LENGTHS, -1, "i"), SEQUENCES),
@@ -206,25 +181,17 @@ def test_damaged_files_are_named(tmp_path, monkeypatch, damage, message, rows):
             IndexedDataset(tmp_path / "x", mmap_tokens)
 
 
-def test_what_is_no_file_is_named(tmp_path):
-    write(tmp_path / "x", [[[1, 2, 3]]])
-    (tmp_path / "x.bin").unlink()
-    os.mkfifo(tmp_path / "x.bin")
-    with pytest.raises(ValueError, match=r"x\.bin is no regular file"):
-        IndexedDataset(tmp_path / "x")
-
-
 @pytest.mark.parametrize("mmap_tokens", [True, False])
 def test_files_that_are_cut_while_they_are_read_are_named(tmp_path, mmap_tokens):
     write(tmp_path / "x", [[range(18_000)]], "<i4")
     options = SampleOptions(seq_length=8999, seed=1)
     dataset = IndexedDataset(tmp_path / "x", mmap_tokens)
-    samples = GPTDataset(dataset, range(1), options, num_samples=None, cache_path=str(tmp_path))
+    samples = GPTDataset(dataset, range(1), options, num_samples=None, cache=IndexCache(str(tmp_path)))
     last = next(i for i in range(2) if samples[i][0] == 8999)
     os.truncate(tmp_path / "x.bin", 50_000)
-    for read in (dataset.token_range, lambda: samples[last]):
+    for use in (dataset.token_range, lambda: samples[last]):
         with pytest.raises(ValueError, match=r"x\.bin holds 50000 bytes, and held 72000 when it was opened"):
-            read()
+            use()
     os.truncate(tmp_path / "x.bin", 72_000)
     assert samples[1 - last].tolist() == list(range(9000))
     os.truncate(tmp_path / "x.idx", 40)
@@ -232,11 +199,12 @@ def test_files_that_are_cut_while_they_are_read_are_named(tmp_path, mmap_tokens)
         samples[0]
 
 
-def test_missing_files_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nothing\.idx does not exist"):
-        IndexedDataset(tmp_path / "nothing")
-    with pytest.raises(FileNotFoundError, match="leave out the file suffix"):
-        IndexedDataset(GOLDEN / "a.bin")
+@pytest.mark.parametrize(
+    ("name", "message"), [("nothing", r"nothing\.idx does not exist"), ("a.bin", "leave out the file suffix")]
+)
+def test_missing_files_are_named(name, message):
+    with pytest.raises(FileNotFoundError, match=message):
+        IndexedDataset(GOLDEN / name)
 
 
 def test_a_failed_writer_leaves_nothing_and_keeps_the_old_files(tmp_path):

@@ -1,14 +1,17 @@
-"""The rules of Megatron's sample order written out slowly, and what a stable order promises."""
-
-from collections import Counter
+"""The rules of Megatron's sample order and blends written out slowly, and what a stable order promises."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.data import indices
-from megatron_zpp.data.indices import build_sample_index, count_epochs, megatron_order, samples_in, stable_order
+from megatron_zpp.data import blended_dataset, indices
+from megatron_zpp.data.blended_dataset import BlendedDataset, exhaustive_blend, normalize, shares, weighted_blend
+from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions
+from megatron_zpp.data.index_cache import IndexCache
+from megatron_zpp.data.indexed_dataset import IndexedDataset
+from megatron_zpp.data.indices import build_sample_index, count_epochs, samples_in
+from tests.data.small_data import A
 
 
 def walk(lengths, document_index, seq_length, num_samples):
@@ -46,73 +49,63 @@ def test_epochs_are_just_enough(tokens, num_samples, seq_length):
     assert not (epochs == 1 and separate)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 30), min_size=2, max_size=20),
-    num_samples=st.integers(1, 60),
-    seq_length=st.integers(1, 20),
-)
-def test_shuffle_index_permutes_and_keeps_a_separate_last_epoch_last(lengths, num_samples, seq_length):
-    epochs, separate = count_epochs(sum(lengths), num_samples, seq_length)
-    arrays = megatron_order(np.array(lengths, "i4"), range(len(lengths)), epochs, separate, seq_length, seed=3)
-    shuffle, total = arrays["shuffle_index"], len(arrays["sample_index"]) - 1
-    assert sorted(shuffle) == list(range(total))
-    assert total >= num_samples
-    counts = Counter(arrays["document_index"].tolist())
-    assert counts == {d: epochs for d in range(len(lengths))}
-    if separate:
-        first_part = ((epochs - 1) * sum(lengths) - 1) // seq_length
-        assert sorted(shuffle[:first_part]) == list(range(first_part))
-        assert sorted(arrays["document_index"][-len(lengths) :].tolist()) == list(range(len(lengths)))
+# Blends
 
 
-def spelled_out(lengths, arrays, seq_length):
-    """Each sample as (document, offset) of its tokens, in the order in which samples are served."""
-    samples = []
-    for k in arrays["shuffle_index"].tolist():
-        (row, offset), (last_row, last_offset) = arrays["sample_index"][k : k + 2].tolist()
-        sample = []
-        while (row, offset) <= (last_row, last_offset):
-            document = int(arrays["document_index"][row])
-            if offset < lengths[document]:
-                sample.append((document, offset))
-                offset += 1
-            else:
-                row, offset = row + 1, 0
-        samples.append(sample)
-    return samples
+def greedy(weights, size, lengths=None):
+    """One step at a time, in Python's float64."""
+    drawn = [0] * len(weights)
+    order = []
+    for k in range(size):
+        open_ones = [i for i in range(len(weights)) if lengths is None or drawn[i] < lengths[i]]
+        chosen = max(open_ones, key=lambda i: weights[i] * float(max(k, 1)) - float(drawn[i]))  # first of equals
+        order.append((chosen, drawn[chosen]))
+        drawn[chosen] += 1
+    return order
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(lambda lengths: sum(lengths) > 20),
-    epochs=st.integers(1, 4),
-    seq_length=st.integers(1, 20),
-)
-def test_a_stable_order_only_grows_and_serves_each_token_once_an_epoch(lengths, epochs, seq_length):
-    array, sequences = np.array(lengths, dtype=np.int32), range(len(lengths))
-    order = spelled_out(lengths, stable_order(array, sequences, epochs, seq_length, seed=5), seq_length)
-    longer = spelled_out(lengths, stable_order(array, sequences, epochs + 1, seq_length, seed=5), seq_length)
-    assert longer[: len(order)] == order
-    megatrons = spelled_out(lengths, megatron_order(array, sequences, 1, False, seq_length, seed=5), seq_length)
-    assert order[: len(megatrons)] == megatrons  # the first epoch
-    per_epoch = len(order) // epochs
-    assert per_epoch == (sum(lengths) - 1) // seq_length
-    for epoch in range(epochs):
-        samples = order[epoch * per_epoch : (epoch + 1) * per_epoch]
-        assert all(len(sample) == seq_length + 1 for sample in samples)
-        inputs = [token for sample in samples for token in sample[:-1]]
-        assert len(set(inputs)) == len(inputs) == per_epoch * seq_length
+@pytest.fixture(params=["one by one", "by arrays"])
+def ways(request, monkeypatch):
+    """Both ways to choose, and chunks small enough to be several."""
+    monkeypatch.setattr(blended_dataset, "FEW_DATASETS", 99 if request.param == "one by one" else 0)
+    monkeypatch.setattr(blended_dataset, "CHUNK", 37)
 
 
-def test_epochs_of_a_stable_order_differ():
-    arrays = stable_order(np.full(50, 9, dtype=np.int32), range(50), 3, 4, seed=5)
-    epochs = arrays["document_index"].reshape(3, 50)
-    assert len({tuple(epoch) for epoch in epochs.tolist()}) == 3
+ANY_WAY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def test_progress_is_told_of_all_rows():
-    rows = []
-    megatron_order(np.full(50, 9, dtype=np.int32), range(10, 40), 2, False, 4, seed=5, advance=rows.append)
-    samples = (2 * 30 * 9 - 1) // 4
-    assert sum(rows) == 2 * 30 + (samples + 1) + samples
+@ANY_WAY
+@given(weights=st.lists(st.integers(1, 12) | st.floats(0.01, 10), min_size=1, max_size=6), size=st.integers(0, 200))
+def test_weighted_blend_is_the_greedy_rule(ways, weights, size):
+    weights = normalize(weights)
+    index, sample_index = weighted_blend(weights, size)
+    assert (index.dtype, sample_index.dtype) == (np.int16, np.int64)
+    assert list(zip(index, sample_index, strict=True)) == greedy(weights, size)
+
+
+@ANY_WAY
+@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(sum))
+def test_exhaustive_blend_is_the_greedy_rule_and_takes_everything(ways, lengths):
+    index, sample_index = exhaustive_blend(lengths)
+    weights = [length / sum(lengths) for length in lengths]
+    assert list(zip(index, sample_index, strict=True)) == greedy(weights, sum(lengths), lengths)
+    assert np.bincount(index, minlength=len(lengths)).tolist() == lengths
+
+
+def test_shares_round_up_twice():
+    assert shares([0.3, 0.7], 300) == ([90, 210], [91, 212])
+    assert shares([0.5, 0.5], 3) == ([2, 2], [3, 3])
+    assert shares([0.5, 0.5], 100, surplus=0.1) == ([50, 50], [56, 56])  # 50 * 1.1 is a little more than 55
+
+
+def test_a_blend_of_more_datasets_than_its_index_can_number_is_refused():
+    with pytest.raises(ValueError, match="the train blend has 32768 datasets, more than"):
+        BlendedDataset([None] * 32_768, None, None, name="train", cache=IndexCache())
+
+
+def test_blend_that_takes_more_than_there_is_says_so(tmp_path):
+    options = SampleOptions(seq_length=128, seed=1)
+    cache = IndexCache(str(tmp_path))
+    part = GPTDataset(IndexedDataset(A), range(200), options, num_samples=None, cache=cache)
+    with pytest.raises(ValueError, match=r"takes 300 samples of .*a, which holds 257"):
+        BlendedDataset([part], [1.0], 300, name="train", cache=cache)

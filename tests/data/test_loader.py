@@ -3,7 +3,6 @@
 import os
 import shutil
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +12,16 @@ from hypothesis import strategies as st
 
 from megatron_zpp.data.build import build_datasets
 from megatron_zpp.data.gpt_dataset import SampleOptions
-from megatron_zpp.data.loader import build_loader, make_batch, stack_samples
+from megatron_zpp.data.loader import (
+    build_loader,
+    cyclic_order,
+    make_batch,
+    sharded_cyclic_order,
+    single_order,
+    stack_samples,
+)
 from megatron_zpp.optim.batch_size import BatchSchedule
-
-A = str(Path(__file__).parent / "golden" / "a")
-EOD = 256
+from tests.data.small_data import A
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +34,9 @@ def long_dataset(tmp_path_factory):
     return dataset_of(tmp_path_factory.mktemp("cache"), num_samples=600)
 
 
-def dataset_of(cache, num_samples=100, **options):
-    options = SampleOptions(**({"seq_length": 128, "seed": 1234} | options))
-    return build_datasets(
-        options, data_path=[A], split="1", num_samples=(num_samples, 0, 0), cache_path=str(cache)
-    ).train
+def dataset_of(cache, num_samples=100, path=A):
+    options, counts = SampleOptions(seq_length=128, seed=1234), (num_samples, 0, 0)
+    return build_datasets(options, data_path=[path], split="1", num_samples=counts, cache_path=str(cache)).train
 
 
 def loader_of(dataset, consumed_samples=0, rank=0, ranks=1, micro_batch_size=2, num_workers=0, **options):
@@ -141,8 +143,7 @@ def test_workers_give_the_same_batches_and_leave_random_state_alone(dataset):
 def test_a_file_that_is_cut_is_named_in_one_line(tmp_path, num_workers):
     for suffix in (".bin", ".idx"):
         shutil.copy(A + suffix, tmp_path)
-    options = SampleOptions(seq_length=128, seed=1234)
-    dataset = build_datasets(options, data_path=[str(tmp_path / "a")], split="1", num_samples=(9, 0, 0)).train
+    dataset = dataset_of(tmp_path, path=str(tmp_path / "a"))
     os.truncate(tmp_path / "a.bin", 1000)
     with pytest.raises(ValueError, match=r"^\S+/a\.bin holds 1000 bytes, and held 65930 when it was opened: [^\n]*$"):
         next(loader_of(dataset, num_workers=num_workers))
@@ -164,8 +165,51 @@ def test_the_last_validation_sample_is_padded_where_asked(tmp_path):
         cache_path=str(tmp_path),
     ).valid
     batches = [make_batch(stack_samples([valid[i]], 129), valid.options) for i in range(len(valid))]
-    assert len(valid) == 258
-    assert (
-        sum(int(batch["loss_mask"].sum()) for batch in batches) == 32_965 - 1
-    )  # each token but the first is predicted
-    assert sorted(int(batch["loss_mask"].sum()) for batch in batches)[:2] == [(32_965 - 1) % 128, 128]
+    predicted = [int(batch["loss_mask"].sum()) for batch in batches]
+    assert (len(valid), sum(predicted)) == (258, 32_965 - 1)  # each token but the first
+    assert sorted(predicted)[:2] == [(32_965 - 1) % 128, 128]
+
+
+# Orders
+
+
+def flat(micro_batches):
+    return [sample for micro_batch in micro_batches for sample in micro_batch]
+
+
+def test_each_rank_takes_its_contiguous_part():
+    assert list(single_order(17, 1, 2, 1, 3)) == [[3, 4], [9, 10]]
+    assert len(list(single_order(19, 1, 2, 1, 3))) == 3  # the last block is complete
+    assert list(single_order(2, 3, 2, 0, 1)) == []
+
+
+def permutation(size, epoch):
+    """Megatron's: seeded with the number of the epoch."""
+    return torch.randperm(size, generator=torch.Generator().manual_seed(epoch)).tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    micro_batch_size=st.integers(1, 4),
+    ranks=st.integers(1, 6),
+    consumed=st.integers(0, 90),
+    total=st.integers(1, 40),
+)
+def test_cyclic_order_is_one_permutation_after_the_other(micro_batch_size, ranks, consumed, total):
+    endless = flat(permutation(total, epoch) for epoch in range(8 + 90 // total + 400 // total))
+    block = micro_batch_size * ranks
+    samplers = [cyclic_order(total, consumed, micro_batch_size, rank, ranks) for rank in range(ranks)]
+    for number, parts in enumerate(zip(*(islice(sampler, 5) for sampler in samplers), strict=True)):
+        expected = endless[consumed + number * block : consumed + (number + 1) * block]
+        assert list(parts) == [expected[rank::ranks] for rank in range(ranks)]
+
+
+def test_sharded_cyclic_order_keeps_ranks_to_their_part():
+    """Megatron's rule with --data-sharding: 23 samples, 2 ranks of 3: 3 blocks, buckets of 9, and 5 never read."""
+    orders = [permutation(9, epoch) for epoch in range(3)]
+    for rank in range(2):
+        batches = list(islice(sharded_cyclic_order(23, 0, 3, rank, 2), 7))
+        assert flat(batches) == [9 * rank + i for i in orders[0] + orders[1] + orders[2][:3]]
+        resumed = sharded_cyclic_order(23, 18 + 6, 3, rank, 2)  # one block into the second epoch
+        assert list(islice(resumed, 3)) == batches[4:7]
+    assert [*sharded_cyclic_order(5, 0, 3, 0, 2), *cyclic_order(0, 0, 3, 0, 2)] == []

@@ -9,17 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.data.build import check_end_of_document
-from megatron_zpp.data.gpt_dataset import SampleOptions
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.text.corpus import Reading
 from megatron_zpp.data.text.preprocessing import Job, preprocess
 from tests.crashes import run_killed
+from tests.data.small_data import bytes_of
 
 KEYS = ("text", "title")
-LINES = [
-    json.dumps({"text": f"document {i} " + "words " * (i % 97), "title": f"title {i}"}) for i in range(1200)
-]  # two blocks
+TEXTS = [{"text": f"document {i} " + "words " * (i % 97), "title": f"title {i}"} for i in range(1200)]
+LINES = [*map(json.dumps, TEXTS)]  # two blocks
 
 
 def job_in(folder: Path, **more) -> Job:
@@ -34,53 +32,46 @@ def run(job: Job):
     return preprocess(job, lambda state, total: None, lambda note: None)
 
 
-def output(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "in.jsonl"}
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("undisturbed")
-    run(job_in(folder))
-    files = output(folder)
+    folder = tmp_path_factory.mktemp("undisturbed") / "not" / "yet"  # the job makes it
+    run(dataclasses.replace(job_in(folder.parents[1]), output_prefix=str(folder / "out")))
+    files = bytes_of(folder)
     assert set(files) == {f"out_{key}_document.{suffix}" for key in KEYS for suffix in ("bin", "idx")}
     titles = IndexedDataset(folder / "out_title_document")
     assert bytes(titles[1199][:-1].tolist()) == b"title 1199"
     return files
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_job_goes_on_from_every_change_of_files_at_which_it_is_killed(tmp_path, undisturbed):
     folder, fatal, kills = tmp_path, 1, 0
     while True:
-        for path in list(output(folder)):
+        for path in list(bytes_of(folder)):
             (folder / path).unlink()
         status = run_killed(lambda: run(job_in(folder, save_seconds=1e9)), fatal)  # saved once, before the end
         if status is None:
             break
         assert status == -signal.SIGKILL
         kills += 1
-        files = output(folder)
+        files = bytes_of(folder)
         for name in files.keys() & undisturbed.keys():  # nothing half done has a final name
             assert files[name] == undisturbed[name]
         run(job_in(folder))
-        assert output(folder) == undisturbed, fatal
+        assert bytes_of(folder) == undisturbed, fatal
         fatal += 1
     assert kills > 20
-    assert output(folder) == undisturbed
+    assert bytes_of(folder) == undisturbed
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_job_that_is_killed_again_and_again_comes_to_its_end(tmp_path, undisturbed):
     draw = random.Random(5)
     kills = 0
     while run_killed(lambda: run(job_in(tmp_path)), draw.randrange(2, 24)) is not None:
         kills += 1
     assert kills > 3
-    assert output(tmp_path) == undisturbed
+    assert bytes_of(tmp_path) == undisturbed
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_bad_lines_that_come_only_after_a_kill_are_listed_alone(tmp_path, undisturbed):
     (tmp_path / "in.jsonl").write_text("\n".join([*LINES, "no JSON"]) + "\n")  # in the second block
     saved = {"skip_bad": True, "save_seconds": 0}
@@ -92,20 +83,19 @@ def test_bad_lines_that_come_only_after_a_kill_are_listed_alone(tmp_path, undist
             break
         fatal += 1
     run(job_in(tmp_path, **saved))
-    files = output(tmp_path)
+    files = bytes_of(tmp_path)
     listed = files.pop("out.bad_lines.txt").decode()
     assert listed.startswith(f"{tmp_path}/in.jsonl:1201: ") and listed.count("\n") == 1
     assert files == undisturbed
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_an_old_output_stays_until_the_new_one_is_whole(tmp_path, undisturbed):
     run(job_in(tmp_path))
-    old = output(tmp_path)
+    old = bytes_of(tmp_path)
     (tmp_path / "in.jsonl").write_text("\n".join([*LINES[:1100], "{"]) + "\n")
     with pytest.raises(ValueError, match=r"in\.jsonl:1101"):
         run(job_in(tmp_path))
-    assert {name: content for name, content in output(tmp_path).items() if name in old} == old
+    assert {name: content for name, content in bytes_of(tmp_path).items() if name in old} == old
     run(job_in(tmp_path, skip_bad=True))
     assert IndexedDataset(tmp_path / "out_text_document").num_documents == 1100
 
@@ -125,25 +115,20 @@ def test_a_full_disk_loses_nothing(tmp_path, undisturbed):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
     assert (tmp_path / "out.unfinished.json").exists()
     run(job_in(tmp_path))
-    assert output(tmp_path) == undisturbed
-
-
-def test_the_folder_of_the_output_is_made(tmp_path, undisturbed):
-    run(dataclasses.replace(job_in(tmp_path), output_prefix=str(tmp_path / "not" / "yet" / "out")))
-    assert output(tmp_path / "not" / "yet") == undisturbed
+    assert bytes_of(tmp_path) == undisturbed
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"job": 3}', '{"job": {}, "state": {"block": 1}}'])
 def test_a_damaged_state_is_named_and_the_old_output_stays(tmp_path, content):
     run(job_in(tmp_path))
-    old = output(tmp_path)
+    old = bytes_of(tmp_path)
     (tmp_path / "out.unfinished.json").write_text(content)
     with pytest.raises(
         ValueError, match=r"out\.unfinished\.json (is not JSON|holds no JSON object|is damaged .*--restart)"
     ):
         run(job_in(tmp_path))
     run(job_in(tmp_path, restart=True))
-    assert output(tmp_path) == old
+    assert bytes_of(tmp_path) == old
 
 
 def test_the_lock_is_not_written_through_a_link(tmp_path):
@@ -152,12 +137,3 @@ def test_the_lock_is_not_written_through_a_link(tmp_path):
     with pytest.raises(OSError, match=r"out\.lock"):
         run(job_in(tmp_path))
     assert (tmp_path / "victim").read_text() == "keep"
-
-
-def test_training_sees_that_data_were_made_without_the_end_that_it_looks_for(tmp_path):
-    run(job_in(tmp_path))
-    data = IndexedDataset(tmp_path / "out_text_document")
-    check_end_of_document(data, SampleOptions(8, 1, eod=256, eod_mask_loss=True))
-    check_end_of_document(data, SampleOptions(8, 1, eod=50256))  # nothing looks for it
-    with pytest.raises(ValueError, match=r"no document of .*out_text_document ends with 50256"):
-        check_end_of_document(data, SampleOptions(8, 1, eod=50256, reset_position_ids=True))

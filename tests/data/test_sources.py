@@ -47,9 +47,9 @@ def test_three_ways_to_give_data(tmp_path):
     assert train == Source(["a", "b"], [0.3, 0.7], (0.0, 0.75))
     assert valid == Source(["a", "b"], [0.3, 0.7], (0.75, 1.0))
     assert test is None
-    assert read_sources(data_args_path=str(tmp_path / "paths"), split="3,1") == (train, valid, test)
+    assert read_sources(data_args_path=str(tmp_path / "paths"), split="3,1") == [train, valid, test]
     per_split = read_sources(train_data_path=["1", "a", "2", "b"], valid_data_path=["c", "d", "e"])
-    assert per_split == (Source(["a", "b"], [1, 2], WHOLE), Source(["c", "d", "e"], None, WHOLE), None)
+    assert per_split == [Source(["a", "b"], [1, 2], WHOLE), Source(["c", "d", "e"], None, WHOLE), None]
     assert read_sources(per_split_data_args_path=str(tmp_path / "splits.json")) == per_split
 
 

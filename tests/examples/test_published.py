@@ -19,8 +19,7 @@ import pytest
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.commands import estimate
 from megatron_zpp.commands.data import preprocess_data
-from megatron_zpp.convert.hf.files import read_config
-from megatron_zpp.convert.hf.mapping import from_hf_config
+from megatron_zpp.convert.hf.files import from_hf_config, read_config
 from megatron_zpp.families import ARCHITECTURES, find_architecture
 from megatron_zpp.metrics.log_reader import BETWEEN, RunLog, read_log
 from tests.conftest import ROOT, environment

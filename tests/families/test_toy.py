@@ -24,7 +24,7 @@ from tests.training.small_run import SHAPE, Metrics, flags, start, write_text
 
 ZEROPP = (
     "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco "
-    "--zeropp-weight-difference-bits 4"
+    "--zeropp-weight-moves"
 )
 GIVEN = "tests.families.toy:TOY"
 
@@ -158,7 +158,7 @@ def test_it_is_exported_imported_and_sampled(call, trained, tmp_path):
     for tool, argv in {export_hf: ("--output", tmp_path / "again"), generate_text: ()}.items():
         code, _, err = call(tool, "--load", run, *argv)
         assert code == 1 and err.count("\n") == 1
-        assert "the architecture toy, which is none of ours" in err and "--architecture package.module:NAME" in err
+        assert "the architecture toy, which is not one of ours" in err and "--architecture package.module:NAME" in err
         code, _, err = call(tool, "--load", run, *argv, "--architecture", "llama")
         assert code == 1 and "is of the architecture toy, not llama" in err
     code, _, err = call(import_hf, "--input", tmp_path / "hf", "--save", tmp_path / "other")

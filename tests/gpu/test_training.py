@@ -26,8 +26,8 @@ RECIPES = {
     "plain, stage 1": "--zero-stage 1",
     "all flags": ALL_FLAGS,
     "LoCo": f"{ALL_FLAGS} --zeropp-loco",
-    "4-bit differences": f"{ALL_FLAGS} --zeropp-loco --zeropp-weight-difference-bits 4",
-    "least memory": f"{ALL_FLAGS} --zeropp-loco --zeropp-weight-difference-bits 4 --zeropp-secondary-dtype int8 "
+    "moved codes": f"{ALL_FLAGS} --zeropp-loco --zeropp-weight-moves",
+    "least memory": f"{ALL_FLAGS} --zeropp-loco --zeropp-weight-moves "
     "--zeropp-gradient-sum-dtype int8 --zeropp-offload-gradient-sums",
     "all flags, bf16": f"{ALL_FLAGS} --bf16",
 }

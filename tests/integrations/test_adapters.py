@@ -15,28 +15,32 @@ def test_the_trainers_callback_follows_the_loss_scale():
     """The Trainer has a GradScaler on GPUs alone; a scale that falls is a step that was skipped."""
     from megatron_zpp.integrations.huggingface import ZeroPPCallback
 
-    callback, said = ZeroPPCallback(ZeroPPConfig()), []
-    callback.zeropp = SimpleNamespace(undo_step=lambda: said.append("undo"), rescale_errors=said.append)
+    callback, calls = ZeroPPCallback(ZeroPPConfig()), []
+    callback.zeropp = SimpleNamespace(undo_step=lambda: calls.append("undo"), rescale_errors=calls.append)
     for scale, skipped in ((1024.0, False), (512.0, True), (512.0, False), (1024.0, False)):
-        optimizer = SimpleNamespace(
-            step_was_skipped=skipped, scaler=SimpleNamespace(get_scale=lambda scale=scale: scale)
-        )
+        scaler = SimpleNamespace(get_scale=lambda scale=scale: scale)
+        optimizer = SimpleNamespace(step_was_skipped=skipped, scaler=scaler)
         callback.on_optimizer_step(None, None, None, optimizer=optimizer)
-    assert said == [1.0, "undo", 0.5, 1.0, 2.0]
+    assert calls == [1.0, "undo", 0.5, 1.0, 2.0]
 
 
-def test_torchtitans_defaults_that_cannot_be_are_refused_by_name():
+@pytest.fixture
+def llama():
+    """Return torchtitan's configuration of a small Llama."""
     from examples.library.on_cpus import let_torchtitan_train_on_cpus
 
     let_torchtitan_train_on_cpus()
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
+    return llama3_debugmodel()
+
+
+def test_torchtitans_defaults_that_cannot_be_are_refused_by_name(llama):
     from megatron_zpp.integrations.torchtitan import with_zeropp
 
-    own = llama3_debugmodel()
-    config = with_zeropp(own, ZeroPPConfig())
+    config = with_zeropp(llama, ZeroPPConfig())
     assert config.training.disable_cuda_graphs
-    assert not own.training.disable_cuda_graphs  # the one that was given stays as it was
+    assert not llama.training.disable_cuda_graphs  # the given configuration stays as it was
     config.parallelism.pipeline_parallel_degree = 2  # with its own loss, which is chunked
     with pytest.raises(ValueError, match=r"config\.loss = config\.loss\.loss_fn"):
         config.build()
@@ -45,16 +49,12 @@ def test_torchtitans_defaults_that_cannot_be_are_refused_by_name():
         config.build()
 
 
-def test_torchtitans_command_line_has_the_settings_of_zeropp():
-    from examples.library.on_cpus import let_torchtitan_train_on_cpus
-
-    let_torchtitan_train_on_cpus()
+def test_torchtitans_command_line_has_the_settings_of_zeropp(llama):
     import tyro
-    from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
     from megatron_zpp.integrations.torchtitan import ZeroPPTrainer, with_zeropp
 
-    default = with_zeropp(llama3_debugmodel(), ZeroPPConfig(quantized_gradients=True))
+    default = with_zeropp(llama, ZeroPPConfig(quantized_gradients=True))
     words = ["--zeropp.hpz-partition-size", "8", "--zeropp.gradient-bits", "2"]
     parsed = tyro.cli(ZeroPPTrainer.Config, args=words, default=default)
     assert parsed.zeropp == ZeroPPConfig(quantized_gradients=True, hpz_partition_size=8, gradient_bits=2)

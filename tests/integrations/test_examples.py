@@ -1,4 +1,4 @@
-"""The programs under other packages' loops run as they stand, and a run that resumes ends in the same bits."""
+"""The programs under other packages' loops: they run as they are, and a run that resumes ends in the same bits."""
 
 from __future__ import annotations
 
@@ -14,20 +14,26 @@ from tests.training.small_run import torchrun
 
 pytestmark = pytest.mark.integrations
 STEPS = 8
+HALF = STEPS // 2
 
 
-def run(*words: str) -> list[float]:
-    """The losses that one of the examples printed."""
-    process = torchrun(4, list(words), script="examples/library/on_cpus.py")
+def output_of(script: str, *words: str) -> str:
+    process = torchrun(4, [*words], script=script)
     out, err = process.communicate(timeout=280)
     assert process.returncode == 0, err
-    lines = re.findall(r"step: *(\d+) .*?loss: *([\d.]+)|step (\d+): loss ([\d.]+)", out + err)
+    return out + err
+
+
+def losses_of(*words: str) -> list[float]:
+    """Return the losses that one of the examples prints."""
+    out = output_of("examples/library/on_cpus.py", *words)
+    lines = re.findall(r"step: *(\d+) .*?loss: *([\d.]+)|step (\d+): loss ([\d.]+)", out)
     losses = {int(step or titans_step): float(loss or titans) for titans_step, titans, step, loss in lines}
     return [losses[step] for step in sorted(losses)]
 
 
-def saved(folder: Path) -> dict:
-    """All that a checkpoint of torch.distributed.checkpoint holds."""
+def saved_in(folder: Path) -> dict:
+    """Return all that a checkpoint of torch.distributed.checkpoint holds."""
     dcp_to_torch_save(folder, folder / "whole.pt")
     return torch.load(folder / "whole.pt", weights_only=False)
 
@@ -42,41 +48,37 @@ def assert_same(whole, resumed) -> None:
         assert whole.dtype == resumed.dtype and torch.equal(whole, resumed)
 
 
-def check(losses: list[float], again: list[float], before: list[dict], after: list[dict]) -> None:
-    """The loss falls, the second half gives the same losses again, and then there are the same files."""
+# Of each: the program, the folder of its last checkpoint, the parts of this, and words that resume from the middle one.
+PROGRAMS = {
+    "huggingface_trainer": (
+        f"checkpoint-{STEPS}",
+        ["pytorch_model_fsdp_0", "optimizer_0", "zeropp"],
+        ["--resume", f"{{folder}}/checkpoint-{HALF}"],
+    ),
+    "fabric_llama": (f"{STEPS}", [".", "zeropp"], ["--resume", f"{HALF}"]),
+    "torchtitan_llama": (f"checkpoint/step-{STEPS}", ["."], []),  # resumes from the last checkpoint
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_learns_and_resumes_to_the_bit(tmp_path, name):
+    end, parts, resume = PROGRAMS[name]
+    program = (f"examples/library/{name}.py", "--output", str(tmp_path), "--steps", str(STEPS))
+    losses = losses_of(*program)
+    before = [saved_in(tmp_path / end / part) for part in parts]
+    shutil.rmtree(tmp_path / end)
+    again = losses_of(*program, *(word.format(folder=tmp_path) for word in resume))
     assert len(losses) == STEPS and losses[-1] < 0.97 * losses[0]
-    assert again[-STEPS // 2 :] == losses[STEPS // 2 :]
-    for whole, resumed in zip(before, after, strict=True):
+    assert again[-HALF:] == losses[HALF:]
+    for whole, part in zip(before, parts, strict=True):
         assert whole
-        assert_same(whole, resumed)
+        assert_same(whole, saved_in(tmp_path / end / part))
 
 
-def test_huggingface_trainer(tmp_path):
-    program = ("examples/library/huggingface_trainer.py", "--output", str(tmp_path), "--steps", str(STEPS))
-    half, end = tmp_path / f"checkpoint-{STEPS // 2}", tmp_path / f"checkpoint-{STEPS}"
-    parts = ("pytorch_model_fsdp_0", "optimizer_0", "zeropp")
-    losses = run(*program)
-    before = [saved(end / part) for part in parts]
-    shutil.rmtree(end)
-    again = run(*program, "--resume", str(half))
-    check(losses, again, before, [saved(end / part) for part in parts])
-
-
-def test_lightning_fabric(tmp_path):
-    program = ("examples/library/fabric_llama.py", "--output", str(tmp_path), "--steps", str(STEPS))
-    end = tmp_path / str(STEPS)
-    losses = run(*program)
-    before = [saved(folder) for folder in (end, end / "zeropp")]
-    shutil.rmtree(end)
-    again = run(*program, "--resume", str(STEPS // 2))
-    check(losses, again, before, [saved(folder) for folder in (end, end / "zeropp")])
-
-
-def test_torchtitan(tmp_path):
-    program = ("examples/library/torchtitan_llama.py", "--output", str(tmp_path), "--steps", str(STEPS))
-    end = tmp_path / "checkpoint" / f"step-{STEPS}"
-    losses = run(*program)
-    before = saved(end)
-    shutil.rmtree(end)
-    again = run(*program)  # goes on from the last checkpoint
-    check(losses, again, [before], [saved(end)])
+@pytest.mark.parametrize("words", ["--weight-bits 4", "--weight-bits 8 --moves"])
+def test_lora_sends_little_more_than_the_adapters_between_nodes(words):
+    out = output_of("examples/library/lora.py", *words.split())
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", out)]
+    assert len(losses) == 5 and losses[-1] < losses[0] / 4
+    first, *later = [float(per_element) for per_element in re.findall(r"bytes, ([\d.]+) per", out)]
+    assert set(later) == {later[0]} and later[0] <= 1.1 * (0.5 + 0.5) < first  # weights and gradients

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.training.small_run import torchrun
+from tests.integrations.test_examples import output_of
 
 pytestmark = pytest.mark.integrations
 CASES = [
@@ -23,9 +23,7 @@ def test_other_loops_train_as_plain_fsdp2_and_cross_nodes_once_per_step(tmp_path
     """One test, since workers of pytest-xdist would each run the program for theirs."""
     results = tmp_path / "rows.jsonl"
     words = ["benchmarks/other_loops.py", *CASES, "--steps", "2", "--results", str(results)]
-    process = torchrun(4, words, script="examples/library/on_cpus.py")
-    _, err = process.communicate(timeout=280)
-    assert process.returncode == 0, err
+    output_of("examples/library/on_cpus.py", *words)
     all_rows = [json.loads(line) for line in results.read_text().splitlines()]
     rows = {(row["case"], row["setting"], row["accumulation"]): row for row in all_rows}
     assert len(rows) == len(CASES) * 3 * 2

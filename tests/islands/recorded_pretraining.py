@@ -1,7 +1,6 @@
-"""pretrain_gpt.py that writes down what each rank trains on: RECORD/ISLAND.RANK, a line of each step.
+"""pretrain_gpt.py that also writes RECORD/ISLAND.RANK: each step's iteration, and digests of the rank's samples.
 
-A line has the iteration and a digest of each sample. ISLAND is "all" without --island-number. From iteration
-INFINITE_FROM on, gradients are infinite.
+ISLAND is "all" without --island-number. From iteration INFINITE_FROM on, gradients are infinite.
 """
 
 from __future__ import annotations
@@ -17,10 +16,6 @@ from megatron_zpp.families import GPT
 from megatron_zpp.training import pretrain
 
 
-def spoil(layer, inputs, output) -> None:
-    output.register_hook(lambda gradient: gradient * float("inf"))
-
-
 def main() -> None:
     words, take_step = sys.argv, pretrain.train_step
     island = words[words.index("--island-number") + 1] if "--island-number" in words else "all"
@@ -30,7 +25,9 @@ def main() -> None:
     def train_step(run, *arguments, **more):
         iteration = run.counters.iteration + 1
         if iteration == infinite_from:
-            run.model.layers[0].register_forward_hook(spoil)
+            run.model.layers[0].register_forward_hook(
+                lambda layer, inputs, output: output.register_hook(lambda gradient: gradient * float("inf")) and None
+            )
         steps = take_step(run, *arguments, **more)
         samples = [row.numpy().tobytes() for batch in steps[0].micro_batches for row in batch["tokens"]]
         digests = [hashlib.sha256(sample).hexdigest() for sample in samples]

@@ -1,4 +1,4 @@
-"""Who gets in between islands, and what a lighthouse answers. No torchrun: sockets, threads and processes alone."""
+"""Who gets in between islands, and what a lighthouse answers. Without torchrun: sockets, threads and processes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import pickle
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import pytest
 
+from megatron_zpp.islands.elastic import Membership
 from megatron_zpp.islands.elastic import channel as channels
 from megatron_zpp.islands.elastic.channel import (
     MAGIC,
@@ -26,10 +28,9 @@ from megatron_zpp.islands.elastic.channel import (
     parse_address,
     read_secret,
 )
-from megatron_zpp.islands.elastic.lighthouse import Ask, Lighthouse, status
+from megatron_zpp.islands.elastic.lighthouse import Ask, Lighthouse, LighthouseClient, status
 from megatron_zpp.islands.elastic.links import BrokenOffError, Links
-from megatron_zpp.islands.elastic.membership import Membership
-from megatron_zpp.islands.elastic.quorum import LighthouseClient, Quorum
+from megatron_zpp.islands.elastic.quorum import Quorum
 from tests.ranks import run_ranks
 
 SECRET = b"s" * 32
@@ -55,11 +56,13 @@ def echo():
     listener.close()
 
 
-def test_messages_and_tensors_arrive(echo):
-    mine = connect(echo.address, SECRET, soon())
-    for number in range(3):
-        mine.send_message({"number": number}, soon())
-        assert mine.receive_message(soon()) == {"number": number}
+def connected(listener: Listener | Lighthouse, secret: bytes = SECRET) -> Channel:
+    return connect(listener.address, secret, soon())
+
+
+def assert_serves(mine: Channel) -> None:
+    mine.send_message({}, soon())
+    assert mine.receive_message(soon()) == {}
 
 
 class Shell:
@@ -80,15 +83,11 @@ def test_a_stranger_is_refused_before_anything_is_read_and_logged_once(echo, tmp
             with socket.create_connection(echo.address) as stranger:
                 stranger.settimeout(10)
                 stranger.sendall(hello)
-                said = b""
-                while more := _read(stranger):
-                    said += more
-            assert len(said) == len(MAGIC) + 32 + 32 * hello.startswith(MAGIC) and said.startswith(MAGIC)
+                answer = b"".join(iter(lambda stranger=stranger: _read(stranger), b""))
+            assert len(answer) == len(MAGIC) + 32 + 32 * hello.startswith(MAGIC) and answer.startswith(MAGIC)
         with pytest.raises(WrongSecretError):
-            connect(echo.address, b"t" * 32, soon())
-        mine = connect(echo.address, SECRET, soon())
-        mine.send_message({}, soon())
-        assert mine.receive_message(soon()) == {}
+            connected(echo, b"t" * 32)
+        assert_serves(connected(echo))
     assert echo.served == [{}] and not (tmp_path / "ran").exists()
     assert sum("refused a connection" in message for message in caplog.messages) == 1
 
@@ -103,9 +102,7 @@ def _read(connection: socket.socket) -> bytes:
 def test_many_silent_connections_keep_no_island_out(echo):
     """Each would last until the handshake's time is over: the oldest make room."""
     silent = [socket.create_connection(echo.address) for _ in range(3 * MAX_STRANGERS)]
-    mine = connect(echo.address, SECRET, soon())
-    mine.send_message({}, soon())
-    assert mine.receive_message(soon()) == {}
+    assert_serves(connected(echo))
     silent[0].settimeout(10)
     while _read(silent[0]):
         pass  # ends before the handshake's time does: it was hung up on
@@ -114,18 +111,16 @@ def test_many_silent_connections_keep_no_island_out(echo):
 
 
 def test_islands_have_a_limit_of_connections(echo):
-    four = [connect(echo.address, SECRET, soon()) for _ in range(4)]
+    four = [connected(echo) for _ in range(4)]
     for mine in four:
-        mine.send_message({}, soon())
-        mine.receive_message(soon())
-    fifth = connect(echo.address, SECRET, soon())
+        assert_serves(mine)
+    fifth = connected(echo)
     with pytest.raises(OSError):
-        fifth.send_message({}, soon())
-        fifth.receive_message(soon())
+        assert_serves(fifth)
 
 
 def test_a_message_too_large_ends_the_connection_without_being_read(echo):
-    mine = connect(echo.address, SECRET, soon())
+    mine = connected(echo)
     mine._send((MAX_MESSAGE + 1).to_bytes(8, "big"), soon())
     with pytest.raises(ChannelError):
         mine.receive_message(soon())
@@ -133,7 +128,7 @@ def test_a_message_too_large_ends_the_connection_without_being_read(echo):
 
 
 def proxied(listener: Listener | Links, change) -> tuple[str, int]:
-    """Where a man in the middle listens, who does ``change`` to what is sent to the listener after the handshake."""
+    """Return the address of a man in the middle, who applies ``change`` to all that is sent after the handshake."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def relay() -> None:
@@ -170,16 +165,16 @@ def test_a_frame_that_is_changed_or_repeated_on_its_way_is_not_taken(echo, chang
 
 
 def test_a_connection_that_is_led_to_another_rank_is_not_taken():
-    """Who sits on the way knows no secret, but may choose where a connection ends: at a rank with other parameters."""
+    """Someone in between knows no secret, but may choose where a connection ends: at a rank with other parameters."""
     meant, other = (Links("127.0.0.1", SECRET, island, 2, timeout=2) for island in range(2))
     other.form("q", {0: proxied(meant, lambda data: data)})
-    with pytest.raises(BrokenOffError, match="island 1 did not connect"):
+    with pytest.raises(BrokenOffError, match=r"island 1 at .* did not connect in 2 seconds"):
         meant.form("q", {1: other.address})
     other.form("q", {0: meant.address})
     meant.form("q", {1: other.address})
 
 
-def _listens_at(secret_file: str, bind: str | None) -> list[str]:
+def _addresses(secret_file: str, bind: str | None) -> list[str]:
     membership = Membership(0, 2, lighthouse="127.0.0.1:1", secret_file=secret_file, bind=bind)
     quorum = Quorum(membership, "fingerprint", lambda: 0, dict, lambda steps, state: None)
     return [host for host, port in quorum._addresses]
@@ -187,11 +182,11 @@ def _listens_at(secret_file: str, bind: str | None) -> list[str]:
 
 @pytest.mark.parametrize("bind, expected", [(None, "127.0.0.1"), ("127.0.0.2", "127.0.0.2")])
 def test_ranks_listen_at_one_address_that_is_given_or_towards_the_lighthouse(tmp_path, bind, expected):
-    """--island-bind; never at all addresses."""
+    """The address of --island-bind; never all addresses."""
     file = tmp_path / "secret"
     file.write_bytes(SECRET)
     file.chmod(0o600)
-    assert run_ranks(2, _listens_at, str(file), bind) == [[expected] * 2] * 2
+    assert run_ranks(2, _addresses, str(file), bind) == [[expected] * 2] * 2
 
 
 def test_a_secret_is_long_and_of_its_owner_alone(tmp_path):
@@ -204,7 +199,7 @@ def test_a_secret_is_long_and_of_its_owner_alone(tmp_path):
         read_secret(str(file))
     file.chmod(0o600)
     file.write_bytes(b"short")
-    with pytest.raises(ValueError, match="has 5 bytes, and needs 32"):
+    with pytest.raises(ValueError, match="has 5 bytes, and requires 32"):
         read_secret(str(file))
     os.mkfifo(tmp_path / "fifo", 0o600)
     with pytest.raises(ValueError, match="not a regular file"):
@@ -215,7 +210,7 @@ def test_addresses():
     assert parse_address("host:29510") == ("host", 29510)
     assert parse_address("[::1]:1") == ("::1", 1)
     for wrong in ("host", ":1", "host:", "http://host:29510/", "host:99999"):
-        with pytest.raises(ValueError, match="no address such as host:29510"):
+        with pytest.raises(ValueError, match="is not an address such as host:29510"):
             parse_address(wrong)
 
 
@@ -228,73 +223,78 @@ def lighthouse():
 
 def ask_of(island: int, number: int = 1, **more: object) -> Ask:
     digest = hashlib.sha256().hexdigest()
-    said = {"number": number, "island": island, "num_islands": 2, "renew": False, "agreements": 0, "history": digest}
-    said |= {"has_taken": False, "steps": 0, "fingerprint": digest, "addresses": [["127.0.0.1", 1]]}
-    return Ask(**said | more)
+    fields = {"number": number, "island": island, "num_islands": 2, "renew": False, "agreements": 0, "history": digest}
+    fields |= {"has_taken": False, "steps": 0, "fingerprint": digest, "addresses": [["127.0.0.1", 1]]}
+    return Ask(**fields | more)
 
 
-def test_islands_agree_when_all_that_are_there_ask(lighthouse):
-    clients = [LighthouseClient(lighthouse.address, SECRET, island) for island in range(2)]
-    found: dict[int, dict] = {}
-    for number in (1, 2, 3):
-        threads = [
-            threading.Thread(target=lambda i, ask: found.update({i: clients[i].ask(ask, soon())}), args=(i, ask))
-            for i, ask in enumerate(ask_of(island, number) for island in range(2))
-        ]
-        if number == 3:
+def client_of(lighthouse: Lighthouse, island: int, secret: bytes = SECRET) -> LighthouseClient:
+    return LighthouseClient(lighthouse.address, secret, island)
+
+
+def test_a_quorum_forms_when_all_that_are_there_ask(lighthouse):
+    clients, quorums = [client_of(lighthouse, island) for island in range(2)], []
+    for number, islands in enumerate([[0, 1], [0, 1], [0]], 1):
+        if islands == [0]:
             clients[1].leave()
-            threads.pop()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        islands = [member["island"] for member in found[0]["members"]]
-        if number == 1:
-            first = found[0]
-        assert islands == ([0] if number == 3 else [0, 1])
-        assert (found[0]["name"] == first["name"]) == (number < 3)
-        assert number == 3 or found[0] == found[1]
-    at = f"127.0.0.1:{lighthouse.address[1]}"
-    assert status(at, SECRET) == {"islands": [0], "asking": []}
+        with ThreadPoolExecutor() as threads:
+            quorums.append([*threads.map(lambda i, n=number: clients[i].ask(ask_of(i, n), soon()), islands)])
+        assert all(quorum == quorums[-1][0] for quorum in quorums[-1])
+        assert [member["island"] for member in quorums[-1][0]["members"]] == islands
+    first, second, third = (answers[0]["name"] for answers in quorums)
+    assert first == second != third
+    assert status(f"127.0.0.1:{lighthouse.address[1]}", SECRET) == {"islands": [0], "asking": []}
 
 
-def test_a_second_island_of_the_same_number_is_told_so(lighthouse):
-    one, other = (LighthouseClient(lighthouse.address, SECRET, 0) for _ in range(2))
+def test_a_second_island_of_the_same_number_is_refused(lighthouse):
+    one, other = client_of(lighthouse, 0), client_of(lighthouse, 0)
     one.ask(ask_of(0, num_islands=1), soon())
     with pytest.raises(ValueError, match=r"island 0 is there already, at 127\.0\.0\.1"):
         other.ask(ask_of(0, num_islands=1), soon())
 
 
-def test_an_island_that_begins_again_takes_the_place_of_one_that_died(lighthouse):
-    dies = connect(lighthouse.address, SECRET, soon())
+def test_an_island_that_starts_again_takes_the_place_of_one_that_died(lighthouse):
+    dies = connected(lighthouse)
     dies.send_message({"island": 0, "job": "killed", "ask": asdict(ask_of(0, num_islands=1))}, soon())
     assert "quorum" in dies.receive_message(soon())
-    returns = LighthouseClient(lighthouse.address, SECRET, 0)
-    assert returns.ask(ask_of(0, num_islands=1), soon())["members"][0]["island"] == 0
+    assert client_of(lighthouse, 0).ask(ask_of(0, num_islands=1), soon())["members"][0]["island"] == 0
 
 
-def test_another_secret_is_said_at_once(lighthouse):
+def test_another_secret_is_reported_at_once(lighthouse):
     with pytest.raises(ValueError, match="has another secret than this island"):
-        LighthouseClient(lighthouse.address, b"t" * 32, 0).ask(ask_of(0), soon())
+        client_of(lighthouse, 0, b"t" * 32).ask(ask_of(0), soon())
 
 
 def test_one_that_sends_nonsense_harms_no_other(lighthouse):
-    """It knows the secret, so it is an island; of another version, say."""
+    """It knows the secret, so it is an island; of another version, for example."""
     good = asdict(ask_of(1))
     for ask in ({"number": 1}, good | {"steps": "many"}, good | {"addresses": 3}, good | {"renew": None}, [1]):
-        mine = connect(lighthouse.address, SECRET, soon())
+        mine = connected(lighthouse)
         mine.send_message({"island": 1, "job": "x", "ask": ask}, soon())
         with pytest.raises(ChannelError):
             mine.receive_message(soon())
-    client = LighthouseClient(lighthouse.address, SECRET, 0)
-    assert client.ask(ask_of(0, num_islands=1), soon())["members"][0]["island"] == 0
+    assert client_of(lighthouse, 0).ask(ask_of(0, num_islands=1), soon())["members"][0]["island"] == 0
 
 
 def test_one_alone_waits_until_a_new_lighthouse_has_heard_from_all():
-    """Else the first to ask would agree without those who train."""
+    """Otherwise the first to ask would synchronize without those who train."""
     server = Lighthouse("127.0.0.1:0", SECRET, heartbeat_timeout=1.5)
-    client = LighthouseClient(server.address, SECRET, 0)
     began = time.monotonic()
-    client.ask(ask_of(0), soon())
+    client_of(server, 0).ask(ask_of(0), soon())
     assert time.monotonic() - began > 1
     server.close()
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"island": 3, "num_islands": 3}, "island must be from 0 to num_islands - 1 = 2, got 3"),
+        ({"island": -1, "num_islands": 3}, "island must be from 0 to num_islands - 1 = 2, got -1"),
+        ({"island": 0, "num_islands": 0}, "island must be from 0"),
+        ({"island": 0, "num_islands": 2, "timeout": 0.0}, "timeout must be above 0, got 0.0"),
+        ({"island": 0, "num_islands": 2, "patience": float("nan")}, "patience must be a finite number, got nan"),
+    ],
+)
+def test_a_membership_out_of_bounds_is_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        Membership(lighthouse="localhost:1", secret_file="secret", **values)

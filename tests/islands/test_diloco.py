@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import pytest
@@ -12,10 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_zpp.islands import IslandConfig, apply_islands
+from megatron_zpp.islands.outer_state import OuterState
 from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
-from tests.ranks import run_ranks
+from tests.ranks import run_in_turn, run_ranks
+from tests.zeropp.order.fake_cuda import fake_cuda
 
 BATCH = 6  # samples of an island in a step
 STEPS = 8
@@ -34,162 +38,170 @@ def batch_of(island: int, step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(BATCH, 9, generator=generator), torch.randn(BATCH, 3, generator=generator)
 
 
-def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    return (model(inputs) - targets).square().mean()
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor) -> None:
+    optimizer.zero_grad()
+    (model(inputs) - targets).square().mean().backward()
+    optimizer.step()
 
 
 def diloco(
     num_islands: int,
     interval: int,
-    outer: dict[str, float | bool],
-    inner: Inner,
+    outer: Mapping[str, float | bool],
+    inner: Inner = ADAMW,
     fragments: int = 1,
     delay: int = 0,
     concluded: bool = False,
 ) -> nn.Module:
-    """The agreed model after STEPS steps. One process, plain loops, and no part of megatron_zpp.
+    """Return the outer model after STEPS steps, computed in plain loops in one process without megatron_zpp.
 
-    Layers go round so many fragments; what is agreed on takes so many steps, and half of it is taken over. Where
-    training is concluded, it arrives behind the last step; layers that trained since it started are the mean then.
+    Layers belong to ``fragments`` in turn. A synchronization takes ``delay`` steps, and islands then keep half of their
+    own parameters. With ``concluded`` it arrives after the last step; layers trained since become the islands' mean.
     """
-    agreed = build_model()
-    numbers = [0, 2, 4]  # the layers that have parameters
-    outers = {number: torch.optim.SGD(agreed[number].parameters(), **outer) for number in numbers}
-    copies = [copy.deepcopy(agreed) for _ in range(num_islands)]
+    shared = build_model()
+    layers = [0, 2, 4]  # that have parameters
+    outers = {layer: torch.optim.SGD(shared[layer].parameters(), **outer) for layer in layers}
+    copies = [copy.deepcopy(shared) for _ in range(num_islands)]
     optimizers = [inner(model.parameters()) for model in copies]
-    to_come: dict[int, list[tuple[int, list[Tensor]]]] = {}
+    in_flight: list[tuple[int, int, list[Tensor]]] = []  # when they arrive, the layer, the mean differences
     started: dict[int, int] = {}
 
-    def start(number: int, step: int, arrives: int) -> None:
-        own = [[p.detach().clone() for p in model[number].parameters()] for model in copies]
+    def start(layer: int, step: int) -> None:
+        islands = zip(*(model[layer].parameters() for model in copies), strict=True)
         means = [
-            sum(p.detach() - q for q in of_islands) / num_islands
-            for p, *of_islands in zip(agreed[number].parameters(), *own, strict=True)
+            sum(p.detach() - own.detach() for own in island) / num_islands
+            for p, island in zip(shared[layer].parameters(), islands, strict=True)
         ]
-        to_come.setdefault(arrives, []).append((number, means))
-        started[number] = step
+        in_flight.append((step + delay, layer, means))
+        started[layer] = step
 
-    def arrive(number: int, means: list[Tensor]) -> None:
-        for parameter, mean in zip(agreed[number].parameters(), means, strict=True):
+    def arrive(layer: int, means: list[Tensor]) -> None:
+        for parameter, mean in zip(shared[layer].parameters(), means, strict=True):
             parameter.grad = mean
-        outers[number].step()
+        outers[layer].step()
         keep = 0.5 if delay else 0.0
         with torch.no_grad():
             for model in copies:
-                for own, parameter in zip(model[number].parameters(), agreed[number].parameters(), strict=True):
+                for own, parameter in zip(model[layer].parameters(), shared[layer].parameters(), strict=True):
                     own.copy_(keep * own + (1 - keep) * parameter)
 
     for step in range(1, STEPS + 1):
         for island, (model, optimizer) in enumerate(zip(copies, optimizers, strict=True)):
-            optimizer.zero_grad()
-            loss_of(model, *batch_of(island, step)).backward()
-            optimizer.step()
-        for number in numbers:
-            if (step - number // 2 % fragments * interval // fragments) % interval == 0:
-                start(number, step, step + delay)
-        for late in to_come.pop(step, []):
-            arrive(*late)
+            train_step(model, optimizer, *batch_of(island, step))
+        for layer in layers:
+            if (step - layer // 2 % fragments * interval // fragments) % interval == 0:
+                start(layer, step)
+        while in_flight and in_flight[0][0] <= step:
+            arrive(*in_flight.pop(0)[1:])
     if concluded:
-        for late in [late for step in sorted(to_come) for late in to_come[step]]:
-            arrive(*late)
-        to_come.clear()
-        for number in numbers:
-            if started.get(number) != STEPS:
-                of_copies = zip(*(model[number].parameters() for model in copies), strict=True)
-                for parameter, own in zip(agreed[number].parameters(), of_copies, strict=True):
+        for _, layer, means in in_flight:
+            arrive(layer, means)
+        for layer in layers:
+            if started.get(layer) != STEPS:
+                islands = zip(*(model[layer].parameters() for model in copies), strict=True)
+                for parameter, own in zip(shared[layer].parameters(), islands, strict=True):
                     parameter.data = sum(p.detach() for p in own) / num_islands
-    return agreed
+    return shared
 
 
-def train(num_islands: int, config: IslandConfig, sharded: bool, inner: Inner, concluded: bool = False) -> list[Tensor]:
-    """The agreed parameters, whole, after STEPS steps on this rank's island."""
+def train(
+    num_islands: int, config: IslandConfig, sharded: bool, inner: Inner = ADAMW, concluded: bool = False
+) -> list[Tensor]:
+    """Train this rank's island for STEPS steps; return the whole outer parameters."""
     size = dist.get_world_size() // num_islands
     mesh = init_device_mesh("cpu", (num_islands, size), mesh_dim_names=("island", "shard"))
     model, zeropp = build_model(), None
-    if mesh.get_local_rank("island") > 0:  # islands begin alike all the same
+    if mesh.get_local_rank("island") > 0:  # islands start alike all the same
         nn.init.zeros_(model[0].weight)
     if sharded:
-        for layer in model[::2]:
+        for layer in (*model[::2], model):
             fully_shard(layer, mesh=mesh["shard"])
-        fully_shard(model, mesh=mesh["shard"])
         zeropp = apply_zeropp(model, ZeroPPConfig(ranks_per_node=1, hpz_partition_size=1))
     optimizer = inner(model.parameters())
     islands = apply_islands(model, optimizer, config, mesh["island"], zeropp)
-    rows = BATCH // size
-    start = rows * mesh.get_local_rank("shard")
     for step in range(1, STEPS + 1):
-        inputs, targets = batch_of(mesh.get_local_rank("island"), step)
-        optimizer.zero_grad()
-        loss_of(model, inputs[start : start + rows], targets[start : start + rows]).backward()
-        optimizer.step()
+        batch = batch_of(mesh.get_local_rank("island"), step)
+        train_step(model, optimizer, *(part.chunk(size)[mesh.get_local_rank("shard")] for part in batch))
     if concluded:
         islands.conclude()
-    with islands.agreed_parameters():
+    with islands.outer_parameters():
         return [p.full_tensor() if sharded else p.detach().clone() for p in model.parameters()]
 
 
-def each(*runs: tuple) -> list[list[Tensor]]:
-    return [train(*run) for run in runs]
-
-
-def assert_same(results: list[list[list[Tensor]]], index: int, expected: nn.Module) -> None:
-    """On every rank, and training has moved every parameter."""
-    for of_rank in results:
-        for mine, its, before in zip(of_rank[index], expected.parameters(), build_model().parameters(), strict=True):
-            torch.testing.assert_close(mine, its.detach(), rtol=1e-5, atol=2e-6)
-            assert not torch.allclose(mine, before, atol=1e-3)
+def data_parallel(num_islands: int, inner: Inner) -> nn.Module:
+    """Train plainly on the batches of all islands together."""
+    model = build_model()
+    optimizer = inner(model.parameters())
+    for step in range(1, STEPS + 1):
+        batches = zip(*(batch_of(island, step) for island in range(num_islands)), strict=True)
+        train_step(model, optimizer, *map(torch.cat, batches))
+    return model
 
 
 NESTEROV = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
-PLAIN = {"lr": 0.5, "momentum": 0.8}
+SGD = partial(torch.optim.SGD, lr=0.1)
+# Interval, fragments and delay. At the last step some fragments are in flight, before or after their second hop; others
+# have arrived, or just started.
+CONCLUDED = [(3, 1, 0), (4, 1, 0), (4, 2, 0), (3, 2, 2), (4, 2, 1), (6, 3, 5)]
+
+
+def streaming(interval: int, fragments: int, delay: int) -> IslandConfig:
+    return IslandConfig(interval, fragments=fragments, sync_delay=delay, merge_alpha=0.5 if delay else 0.0)
 
 
 @pytest.mark.parametrize("num_islands, sharded", [(2, True), (4, False)])
 def test_it_is_diloco(num_islands, sharded):
-    configs = [IslandConfig(3), IslandConfig(3, "sgd", 0.5, 0.8)]
-    results = run_ranks(4, each, *((num_islands, config, sharded, ADAMW) for config in configs))
-    for index, outer in enumerate((NESTEROV, PLAIN)):
-        assert_same(results, index, diloco(num_islands, 3, outer, ADAMW))
+    """DiLoCo with either outer optimizer, Streaming DiLoCo, concluded or not; as data parallelism, one mean a step."""
+    cases = {
+        "nesterov": ((IslandConfig(3),), diloco(num_islands, 3, NESTEROV)),
+        "sgd": ((IslandConfig(3, "sgd", 0.5, 0.8),), diloco(num_islands, 3, {"lr": 0.5, "momentum": 0.8})),
+        "data parallel": ((IslandConfig(1, "sgd", 1.0, 0.0), SGD), data_parallel(num_islands, SGD)),
+    }
+    for shape in [(3, 1, 2), (3, 2, 2), (4, 2, 0)]:
+        expected = diloco(num_islands, shape[0], NESTEROV, ADAMW, *shape[1:])
+        cases[f"streaming {shape}"] = (streaming(*shape),), expected
+    for shape in CONCLUDED:
+        expected = diloco(num_islands, shape[0], NESTEROV, ADAMW, *shape[1:], concluded=True)
+        cases[f"concluded {shape}"] = (streaming(*shape), ADAMW, True), expected
+    calls = {name: partial(train, num_islands, config, sharded, *more) for name, ((config, *more), _) in cases.items()}
+    for name, ranks in run_in_turn(4, calls).items():
+        for found in ranks:
+            for mine, expected, start in zip(
+                found, cases[name][1].parameters(), build_model().parameters(), strict=True
+            ):
+                torch.testing.assert_close(mine, expected.detach(), rtol=1e-5, atol=2e-6, msg=name)
+                assert not torch.allclose(mine, start, atol=1e-3), name  # training has moved every parameter
 
 
-@pytest.mark.parametrize("num_islands, sharded", [(2, True), (4, False)])
-def test_it_is_streaming_diloco(num_islands, sharded):
-    """Two fragments, a step apart, that arrive two steps later."""
-    whole = IslandConfig(3, sync_delay=2, merge_alpha=0.5)
-    halves = IslandConfig(3, fragments=2, sync_delay=2, merge_alpha=0.5)
-    without_delay = IslandConfig(4, fragments=2)
-    results = run_ranks(4, each, *((num_islands, config, sharded, ADAMW) for config in (whole, halves, without_delay)))
-    assert_same(results, 0, diloco(num_islands, 3, NESTEROV, ADAMW, delay=2))
-    assert_same(results, 1, diloco(num_islands, 3, NESTEROV, ADAMW, fragments=2, delay=2))
-    assert_same(results, 2, diloco(num_islands, 4, NESTEROV, ADAMW, fragments=2))
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_offload_changes_no_number(momentum):
+    settings = {"sync_interval": 3, "outer_momentum": momentum, "bits": 4, "loco": True, "block_size": 16}
+    settings |= {"fragments": 2, "sync_delay": 1, "merge_alpha": 0.5}
+    configs = {offload: IslandConfig(**settings, offload=offload) for offload in (False, True)}
+    runs = run_in_turn(4, {offload: partial(train, 2, config, True) for offload, config in configs.items()})
+    for kept, offloaded in zip(runs[False], runs[True], strict=True):
+        assert all(map(torch.equal, offloaded, kept))
 
 
-@pytest.mark.parametrize("num_islands, sharded", [(2, True), (4, False)])
-def test_the_last_steps_are_agreed_on_where_training_ends(num_islands, sharded):
-    """Some fragments are on their way, before or behind their turn; others have arrived, or just started."""
-    shapes = [(3, 1, 0), (4, 1, 0), (4, 2, 0), (3, 2, 2), (4, 2, 1), (6, 3, 5)]
-    configs = [IslandConfig(h, fragments=f, sync_delay=d, merge_alpha=0.5 if d else 0.0) for h, f, d in shapes]
-    results = run_ranks(4, each, *((num_islands, config, sharded, ADAMW, True) for config in configs))
-    for index, (interval, fragments, delay) in enumerate(shapes):
-        expected = diloco(num_islands, interval, NESTEROV, ADAMW, fragments, delay, concluded=True)
-        assert_same(results, index, expected)
+def _devices(offload: bool) -> tuple[set[str], set[str]]:
+    """Return the devices of the state after an outer step, and of the differences. Fake tensors have devices alone."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    mesh = init_device_mesh("cuda", (4,))
+    with fake_cuda():
+        shard, whole = torch.ones(4, 8, device="cuda"), torch.nn.Parameter(torch.ones(3, device="cuda"))
+        parameters = {"shard": DTensor.from_local(shard, mesh, [Shard(0)], run_check=False), "whole": whole}
+        outer = OuterState(parameters, IslandConfig(offload=offload))
+        differences = outer.differences(parameters)
+        outer.step(differences)
+        outer.merge_into(parameters)
+        state = outer.state_dict()
+        assert [*state] == ["agreed.shard", "agreed.whole", "momentum.shard", "momentum.whole"]
+        assert isinstance(state["agreed.shard"], DTensor) and state["agreed.shard"].shape == (16, 8)
+        at_rest = {str((x.to_local() if isinstance(x, DTensor) else x).device) for x in state.values()}
+        return at_rest, {str(difference.device) for difference in differences}
 
 
-def data_parallel(num_islands: int, inner: Inner) -> nn.Module:
-    """Plain training on the batches of all islands together."""
-    model = build_model()
-    optimizer = inner(model.parameters())
-    for step in range(1, STEPS + 1):
-        batches = [batch_of(island, step) for island in range(num_islands)]
-        optimizer.zero_grad()
-        loss_of(model, *(torch.cat(tensors) for tensors in zip(*batches, strict=True))).backward()
-        optimizer.step()
-    return model
-
-
-@pytest.mark.parametrize("num_islands, sharded", [(2, True), (4, False)])
-def test_agreeing_on_the_mean_after_each_step_of_sgd_is_data_parallelism(num_islands, sharded):
-    sgd = partial(torch.optim.SGD, lr=0.1)
-    config = IslandConfig(1, "sgd", outer_lr=1.0, outer_momentum=0.0)
-    results = run_ranks(4, each, (num_islands, config, sharded, sgd))
-    assert_same(results, 0, data_parallel(num_islands, sgd))
+@pytest.mark.parametrize("offload, at_rest", [(False, {"cuda:0"}), (True, {"cpu"})])
+def test_beside_a_gpu_it_waits_in_host_memory(offload, at_rest):
+    assert run_ranks(1, _devices, offload) == [(at_rest, {"cuda:0"})]

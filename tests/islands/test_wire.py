@@ -1,19 +1,20 @@
-"""What travels between islands in low bits, against block quantization written out: values, errors and bytes."""
+"""What islands send in low bits, against block quantization written out: values, errors and bytes."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_zpp.islands import IslandConfig, apply_islands
-from megatron_zpp.islands.timetable import Timetable, divide
-from tests.ranks import run_ranks
+from megatron_zpp.islands import IslandConfig, OuterSync, apply_islands
+from megatron_zpp.islands.outer_sync import split_into_fragments
+from tests.ranks import run_in_turn, run_ranks
 
-SHAPES = [(7, 31), (5,), (3, 50)]  # the vector travels unquantized; no part of an island is whole blocks
+SHAPES = [(7, 31), (5,), (3, 50)]  # the vector is sent unquantized; no part of an island is whole blocks
 BLOCK = 16
 ROUNDS = 4
 
@@ -33,16 +34,15 @@ def rounded(part: Tensor, bits: int | None) -> Tensor:
     return ((blocks / scales).nan_to_num().round() * scales).flatten()[: part.numel()]
 
 
-def agreements(num_islands: int, bits: int | None, beta: float | None) -> list[list[Tensor]]:
-    """The agreed parameters after each round, begun at zero, without momentum and with a learning rate of 1."""
-    rows = [math.ceil(math.prod(shape) / num_islands) for shape in SHAPES]
-    shape_of_parts = [(num_islands, row) for row in rows]
-    errors = [[torch.zeros(shape) for shape in shape_of_parts] for _ in range(num_islands)]
-    errors_of_means = [torch.zeros(shape) for shape in shape_of_parts]
-    agreed, found = [torch.zeros(shape) for shape in SHAPES], []
+def synchronized(num_islands: int, bits: int | None, beta: float | None) -> list[list[Tensor]]:
+    """Return the parameters after each round, from zero, without momentum and with a learning rate of 1."""
+    parts = [(num_islands, math.ceil(math.prod(shape) / num_islands)) for shape in SHAPES]
+    errors = [[torch.zeros(shape) for shape in parts] for _ in range(num_islands)]
+    errors_of_means = [torch.zeros(shape) for shape in parts]
+    outer, found = [torch.zeros(shape) for shape in SHAPES], []
 
     def sent(part: Tensor, error: Tensor, is_matrix: bool) -> Tensor:
-        """As it arrives; the error moves."""
+        """Return the part as it arrives, and update the error."""
         if not is_matrix and bits is not None:
             return part  # in fp32
         if beta is None:
@@ -53,20 +53,20 @@ def agreements(num_islands: int, bits: int | None, beta: float | None) -> list[l
 
     for round in range(ROUNDS):
         for i, shape in enumerate(SHAPES):
-            sums = torch.zeros(shape_of_parts[i])
+            sums = torch.zeros(parts[i])
             for island in range(num_islands):
-                way = steps_of(island, round)[i].flatten() / num_islands
-                parts = torch.cat([way, way.new_zeros(num_islands * rows[i] - way.numel())]).view(num_islands, -1)
+                flat = steps_of(island, round)[i].flatten() / num_islands
+                cut = torch.cat([flat, flat.new_zeros(sums.numel() - flat.numel())]).view(num_islands, -1)
                 for to in range(num_islands):
-                    sums[to] += sent(parts[to], errors[island][i][to], len(shape) > 1)
-            means = [sent(sums[of], errors_of_means[i][of], len(shape) > 1) for of in range(num_islands)]
-            agreed[i] = agreed[i] - torch.cat(means)[: math.prod(shape)].view(shape)
-        found.append([value.clone() for value in agreed])
+                    sums[to] += sent(cut[to], errors[island][i][to], len(shape) > 1)
+            means = [sent(sums[k], errors_of_means[i][k], len(shape) > 1) for k in range(num_islands)]
+            outer[i] = outer[i] - torch.cat(means)[: math.prod(shape)].view(shape)
+        found.append([value.clone() for value in outer])
     return found
 
 
 def exchange(config: IslandConfig) -> tuple[list[list[Tensor]], list[int]]:
-    """The agreed parameters after each round, and the bytes that this rank, an island, has sent for it."""
+    """Return the parameters after each round, and the bytes that this rank, an island, sent in it."""
     model = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in SHAPES])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     islands = apply_islands(model, optimizer, config)
@@ -80,32 +80,35 @@ def exchange(config: IslandConfig) -> tuple[list[list[Tensor]], list[int]]:
     return found, sent
 
 
-def config_of(**wire: object) -> IslandConfig:
-    return IslandConfig(1, "sgd", outer_lr=1.0, outer_momentum=0.0, block_size=BLOCK, **wire)
+def exchange_each(num_islands: int, wires: dict) -> dict:
+    """Return what ``exchange`` returns on each rank, for each wire by its name."""
+    configs = {name: IslandConfig(1, "sgd", 1.0, 0.0, **{"block_size": BLOCK} | wire) for name, wire in wires.items()}
+    return run_in_turn(num_islands, {name: partial(exchange, config) for name, config in configs.items()})
+
+
+LOCO, CLASSIC = {"loco": True}, {"loco": True, "loco_beta": 0.0}
+WIRES = {  # by bits and LoCo's beta
+    (8, None): {"bits": 8},
+    (4, None): {"bits": 4},
+    (4, 0.8): {"bits": 4} | LOCO,
+    (4, 0.0): {"bits": 4} | CLASSIC,
+    (None, None): {"dtype": "bf16"},
+    (None, 0.8): {"dtype": "bf16"} | LOCO,
+}
 
 
 @pytest.mark.parametrize("num_islands", [2, 3])
 def test_it_arrives_as_blocks_say(num_islands):
-    wires = {
-        (8, None): config_of(bits=8),
-        (4, None): config_of(bits=4),
-        (4, 0.8): config_of(bits=4, loco=True),
-        (4, 0.0): config_of(bits=4, loco=True, loco_beta=0.0),
-        (None, None): config_of(dtype="bf16"),
-        (None, 0.8): config_of(dtype="bf16", loco=True),
-    }
-    of_ranks = run_ranks(num_islands, _each, list(wires.values()))
-    for number, (bits, beta) in enumerate(wires):
-        expected = agreements(num_islands, bits, beta)
-        first = of_ranks[0][number][0]
-        for found, sent in (of_rank[number] for of_rank in of_ranks):
-            for mine, its, of_first in zip(found, expected, first, strict=True):
-                for x, y, z in zip(mine, its, of_first, strict=True):
-                    assert torch.equal(x, z)  # on all islands alike
+    parts = [math.ceil(math.prod(shape) / num_islands) for shape in SHAPES]
+    for (bits, beta), ranks in exchange_each(num_islands, WIRES).items():
+        expected = synchronized(num_islands, bits, beta)
+        for found, sent in ranks:
+            for round in zip(found, expected, ranks[0][0], strict=True):
+                for x, y, z in zip(*round, strict=True):
+                    assert torch.equal(x, z)  # the same in all islands
                     # LoCo keeps its errors in few bits, and now and then that makes another code.
                     is_close = torch.isclose(x, y, rtol=1e-5, atol=1e-5 if beta is None else 0.02)
                     assert is_close.float().mean() >= (1.0 if beta is None else 0.98)
-            parts = [math.ceil(math.prod(shape) / num_islands) for shape in SHAPES]
             assert sent == [2 * (num_islands - 1) * bytes_of(parts, bits)] * ROUNDS
 
 
@@ -121,20 +124,15 @@ def bytes_of(parts: list[int], bits: int | None) -> int:
     return sum(aligned(n * BLOCK * bits // 8) + aligned(4 * n) for n in blocks) + aligned(4 * parts[1])
 
 
-def _each(configs: list[IslandConfig]) -> list[tuple[list[list[Tensor]], list[int]]]:
-    return [exchange(config) for config in configs]
-
-
 def test_errors_return_what_two_bits_lose():
-    """What arrived in all comes closer to what was to be sent, where it would drift away without."""
-    exact, lossy, corrected = run_ranks(
-        2, _each, [config_of(), config_of(bits=2), config_of(bits=2, loco=True, loco_beta=0.0)]
-    )[0]
-    error = {
-        name: sum((x - y).square().sum() for x, y in zip(found[0][-1], exact[0][-1], strict=True)).sqrt()
-        for name, found in {"without": lossy, "with": corrected}.items()
-    }
-    assert error["with"] < 0.6 * error["without"]
+    """All that arrived comes closer to what was to be sent. Without errors it drifts away."""
+    wires = {"exact": {}, "lossy": {"bits": 2}, "corrected": {"bits": 2} | CLASSIC}
+    exact, lossy, corrected = (ranks[0][0][-1] for ranks in exchange_each(2, wires).values())
+
+    def error(found: list[Tensor]) -> Tensor:
+        return sum((x - y).square().sum() for x, y in zip(found, exact, strict=True)).sqrt()
+
+    assert error(corrected) < 0.6 * error(lossy)
 
 
 def _refuse() -> list[str]:
@@ -152,13 +150,13 @@ def _refuse() -> list[str]:
     return messages
 
 
-def test_what_cannot_agree_is_refused():
+def test_what_cannot_synchronize_is_refused():
     for messages in run_ranks(2, _refuse):
         assert [message.split(":")[0] for message in messages] == [
             "ranks of the same place in their islands hold other parameters, or other parts of them",
-            "one island has no other to agree with",
-            "the model has no trainable parameter, so there is nothing that islands could agree on",
-            "the parameter weight is complex, and islands agree on real numbers",
+            "one island has no other to synchronize with",
+            "the model has no trainable parameter, so islands have nothing to synchronize",
+            "the parameter weight is complex, and islands synchronize real numbers",
         ]
 
 
@@ -167,7 +165,7 @@ def test_what_cannot_agree_is_refused():
     [
         ({"bits": 5}, "bits must be one of"),
         ({"block_size": 12}, "multiple of 8"),
-        ({"scaling": "mean"}, "set bits"),
+        ({"scaling": "mean"}, "requires quantized values: set bits"),
         ({"bits": 8, "scaling": "mean"}, "use absmax"),
         ({"loco": True}, "fp32 loses nothing"),
         ({"sync_interval": 2, "fragments": 3}, "fragments 3"),
@@ -183,52 +181,49 @@ def test_settings_that_do_not_fit_are_refused(wrong, message):
 
 def test_layers_go_round():
     names = ["embed.weight", "layers.0.w", "layers.0.x.1.w", "layers.1.w", "layers.2.w", "h2.3.w", "norm.weight"]
-    divided = divide(dict.fromkeys(names), 2)
+    divided = split_into_fragments(dict.fromkeys(names), 2)
     assert [[*part] for part in divided] == [
         ["embed.weight", "layers.0.w", "layers.0.x.1.w", "layers.2.w", "norm.weight"],
         ["layers.1.w", "h2.3.w"],
     ]
     with pytest.raises(ValueError, match="more than the 4 layers"):
-        divide(dict.fromkeys(names), 5)
+        split_into_fragments(dict.fromkeys(names), 5)
 
 
 class _Counted:
     """A fragment whose parameters are the number of the step that they are of."""
 
-    def __init__(self) -> None:
-        self.own = self.agreed = 0
-        self.sent: int | None = None
-        self.has_turned = self.on_mean = False
-
-    @property
-    def is_in_flight(self) -> bool:
-        return self.sent is not None
+    is_in_flight = on_mean = has_turned = False
+    own = outer = 0
 
     def start(self) -> None:
-        self.sent, self.has_turned = self.own, False
+        self.sent, self.is_in_flight, self.has_turned = self.own, True, False
 
-    def turn(self) -> None:
+    def start_second_hop(self) -> None:
         assert self.is_in_flight and not self.has_turned
         self.has_turned = True
 
     def finish(self, on_mean: bool = False) -> None:
-        assert self.sent is not None and self.has_turned
-        self.agreed, self.sent, self.on_mean = self.sent, None, on_mean
+        assert self.is_in_flight and self.has_turned
+        self.outer, self.is_in_flight, self.on_mean = self.sent, False, on_mean
 
 
 @pytest.mark.parametrize("interval, fragments, delay", [(1, 1, 0), (3, 1, 2), (4, 2, 0), (5, 2, 3), (6, 4, 5)])
-def test_all_that_was_trained_is_agreed_on_whenever_training_ends(interval, fragments, delay):
-    timetable, was_left_out = Timetable(interval, fragments, delay), False
+def test_all_that_was_trained_is_synchronized_whenever_training_ends(interval, fragments, delay):
+    was_left_out = False
     for end in range(1, 3 * interval + 1):
-        travelling = [_Counted() for _ in range(fragments)]
+        islands = OuterSync(IslandConfig(interval, fragments=fragments, sync_delay=delay))
+        islands._fragments = [_Counted() for _ in range(fragments)]
         for step in range(1, end + 1):
-            for fragment in travelling:
+            for fragment in islands._fragments:
                 fragment.own = step
-            timetable.advance(travelling, step)
-        left_out = any(fragment.agreed < end for fragment in travelling)
-        assert timetable.conclude(travelling, end) == left_out
-        for number, fragment in enumerate(travelling):
-            assert fragment.agreed == end and not fragment.is_in_flight
+            islands.count_step()
+        left_out = any(fragment.outer < end for fragment in islands._fragments)
+        islands.has_synchronized = False
+        islands.conclude()
+        assert islands.has_synchronized == left_out
+        for number, fragment in enumerate(islands._fragments):
+            assert fragment.outer == end and not fragment.is_in_flight
             assert fragment.on_mean == ((end - number * interval // fragments) % interval > 0)
         was_left_out = was_left_out or left_out
     assert was_left_out == (interval > 1)

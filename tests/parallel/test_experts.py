@@ -31,7 +31,7 @@ UNQUANTIZED = "--zero-quantized-gradients --zeropp-gradient-bits 0 --zeropp-grad
 HIERARCHY = f"--zero-hpz-partition-size 2 {UNQUANTIZED}"
 QUANTIZED = (
     "--bf16 --zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco "
-    "--zeropp-weight-difference-bits 4"
+    "--zeropp-weight-moves"
 )
 EMULATED = "--emulate-ranks 4 --emulate-nodes 2"
 EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"

@@ -17,7 +17,7 @@ ALL_FLAGS = (
     "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco "
     "--zeropp-weight-block-size 64 --zeropp-gradient-block-size 32 --zeropp-monitor-interval 1"
 )
-NOISE = "--zeropp-weight-rounding stochastic --zeropp-gradient-rounding stochastic --zeropp-weight-difference-bits 4"
+NOISE = "--zeropp-weight-rounding stochastic --zeropp-gradient-rounding stochastic"
 QUANTIZED = "--zero-quantized-weights --zero-quantized-gradients --zeropp-ranks-per-node 2 --zeropp-loco"
 MUON = f"{ALL_FLAGS} --optimizer muon --muon-period 2 --muon-momentum-bits 4"
 LONG = f"{QUANTIZED} --train-iters 24 --log-params-norm --log-num-zeros-in-grad"

@@ -1,4 +1,4 @@
-"""Which folder an island that may leave loads from."""
+"""Which folder an elastic island loads from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT
 from megatron_zpp.training.islands import prepare_island
-from tests.islands.leaving_jobs import secret_file
+from tests.islands.elastic_jobs import secret_file
 from tests.ranks import run_ranks
 from tests.training.small_run import flags
 

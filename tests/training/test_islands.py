@@ -26,6 +26,8 @@ RUNS = {
     "streaming": f"{ISLANDS} {ZEROPP} {LOW_BITS} {STREAMING} --optimizer muon --muon-period 2",
     "fp16": f"{ISLANDS} {ZEROPP} --island-bits 4 --fp16 --initial-loss-scale 1048576 --hysteresis 1 "
     "--loss-scale-window 5",
+    "every step": "--islands 2 --island-sync-interval 1",
+    "offload": f"{ISLANDS} {LOW_BITS}",
 }
 
 
@@ -52,48 +54,39 @@ def test_emulated_islands_log_what_real_ones_log(data, names):
     assert "fp16" not in names or len(set(real["fp16"]["loss-scale"])) > 2
 
 
-def _losses(argv: list[str]) -> list[float]:
-    return train_each({"": argv})[""]["lm loss"]
-
-
-@pytest.mark.parametrize(
-    "kind, saves, loads",
-    [
-        ("streaming", "real", "emulated"),
-        pytest.param("streaming", "emulated", "real", marks=pytest.mark.long),
-        pytest.param("low bits", "emulated", "emulated", marks=pytest.mark.long),
-        pytest.param("low bits", "real", "real", marks=pytest.mark.long),
-    ],
-)
-def test_a_resume_between_agreements_is_exact(data, tmp_path, kind, saves, loads):
-    """Also from emulated islands to real ones and back; what is on its way goes on."""
-    argv = flags(data, RUNS[kind])
-    save = ["--save", str(tmp_path), "--save-interval", "4"]
-    words = {"real": [], "emulated": EMULATE}
-    whole = run_ranks(1, _losses, [*argv, *EMULATE])[0]
-    first = run_ranks(4 if saves == "real" else 1, _losses, [*argv, *save, "--exit-interval", "4", *words[saves]])[-1]
-    rest = run_ranks(4 if loads == "real" else 1, _losses, [*argv, "--load", str(tmp_path), *words[loads]])[-1]
-    assert first + rest == whole and len(rest) == 4
-
-
 def _losses_and_bytes(argv: list[str]) -> list[list[float]]:
     metrics = train_each({"": argv})[""]
     return [metrics["lm loss"], metrics["comm/bytes-between-islands"]]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.long)])
-def test_loading_an_optimizer_is_no_step(data, tmp_path, ranks):
-    """Torch has one without state make a step, at which islands would agree."""
-    argv = [*flags(data, "--islands 2 --island-sync-interval 1"), *(EMULATE if ranks == 1 else [])]
-    begin = [*argv, *f"--save {tmp_path} --save-interval 4 --exit-interval 4".split()]
+@pytest.mark.parametrize(
+    "kind, saves, loads",
+    [
+        ("streaming", [], EMULATE),
+        ("every step", EMULATE, EMULATE),
+        ("offload", [*EMULATE, "--island-offload"], EMULATE),
+        pytest.param("streaming", EMULATE, [], marks=pytest.mark.long),
+        pytest.param("low bits", EMULATE, EMULATE, marks=pytest.mark.long),
+        pytest.param("low bits", [], [], marks=pytest.mark.long),
+        pytest.param("every step", [], [], marks=pytest.mark.long),
+    ],
+)
+def test_a_resume_is_exact(data, tmp_path, kind, saves, loads):
+    """Also between synchronizations, and from emulated islands to real ones and back; what is in flight arrives.
+
+    At every step: torch steps an optimizer to load its state, which islands do not count.
+    """
+    argv, load = flags(data, RUNS[kind]), ["--load", str(tmp_path), *loads]
+    save = f"--save {tmp_path} --save-interval 4 --exit-interval 4".split() + saves
     whole, begun, rest = (
-        run_ranks(ranks, _losses_and_bytes, words)[-1] for words in (argv, begin, [*argv, "--load", str(tmp_path)])
+        run_ranks(1 if "--emulate-ranks" in more else 4, _losses_and_bytes, [*argv, *more])[-1]
+        for more in (EMULATE, save, load)
     )
-    assert [one + other for one, other in zip(begun, rest, strict=True)] == whole
+    assert [one + other for one, other in zip(begun, rest, strict=True)] == whole and len(rest[0]) == 4
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_that_begins_as_one_goes_on_in_islands(data, tmp_path, ranks):
+def test_a_run_that_begins_as_one_resumes_in_islands(data, tmp_path, ranks):
     """With its optimizer, whose steps have the momentum of those before. The mean of SGD's steps is a step of all."""
     argv = flags(data, NO_DROPOUT, "--optimizer sgd --sgd-momentum 0.9 --lr 0.1 --clip-grad 0 --save-interval 4")
     argv += EMULATE if ranks == 1 else []
@@ -108,30 +101,22 @@ def test_a_run_that_begins_as_one_goes_on_in_islands(data, tmp_path, ranks):
     assert losses["begun"] + losses["islands"] == pytest.approx(losses["one"], rel=1e-5)
 
 
-def test_offloaded_agreed_parameters_change_nothing(data, tmp_path):
-    """Nor does a resume without them."""
-    argv = [*flags(data, ISLANDS, LOW_BITS), *EMULATE]
-    first = [*argv, *f"--island-offload --save {tmp_path} --save-interval 4 --exit-interval 4".split()]
-    whole, begun, rest = (run_ranks(1, _losses, words)[0] for words in (argv, first, [*argv, "--load", str(tmp_path)]))
-    assert begun + rest == whole and len(rest) == 4
-
-
 def _validation(commands: dict[str, list[str]]) -> dict[str, float]:
     return {name: train_each({"": argv})[""]["lm loss validation"][-1] for name, argv in commands.items()}
 
 
 @pytest.mark.long
-def test_the_agreed_model_goes_to_other_numbers_of_islands(data, tmp_path):
-    """Each run ends where the first one did, and evaluates what that agreed on."""
-    common = f"{NO_DROPOUT} --train-iters 8 --load {tmp_path} --save-interval 8"  # the last two are not agreed on
+def test_the_outer_model_goes_to_other_numbers_of_islands(data, tmp_path):
+    """Each run ends where the first one did, and evaluates its outer parameters."""
+    common = f"{NO_DROPOUT} --train-iters 8 --load {tmp_path} --save-interval 8"
     saved = flags(data, common, f"{ISLANDS} --save {tmp_path}")
     to = {"none": "", "four": "--islands 4", "two, finer": "--islands 2 --island-bits 8", "ZeRO-1": "--zero-stage 1"}
     losses = run_ranks(
         4, _validation, {"saved": saved} | {name: flags(data, common, more) for name, more in to.items()}
     )
-    for of_rank in losses:
-        for name, loss in of_rank.items():
-            assert loss == pytest.approx(of_rank["saved"], rel=1e-6), name
+    for rank in losses:
+        for name, loss in rank.items():
+            assert loss == pytest.approx(rank["saved"], rel=1e-6), name
 
 
 @pytest.mark.long
@@ -167,77 +152,66 @@ def test_no_sample_is_seen_twice(data):
         assert losses[number]["lm loss"] == pytest.approx(losses["1"]["lm loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "more, world_size, message",
-    [
-        ("--islands 3", 4, "--islands 3 does not divide the 4 data-parallel rank.s.; choose one of 1, 2, 4"),
-        ("--island-bits 4", 4, "--island-bits needs --islands above 1"),
-        ("--islands 2 --island-loco", 4, "--island-loco returns what was lost"),
-        ("--islands 2 --island-bits 7", 4, "--island-bits must be one of"),
-        ("--islands 2 --zero-stage 0", 4, "--zero-stage 0 has none"),
-        ("--islands 2 --num-distributed-optimizer-instances 2", 4, "leave one out"),
-        ("--islands 2 --calculate-per-token-loss", 4, "leave one out"),
-        ("--islands 2 --loss-spike-factor 2", 4, "leave one out"),
-        ("--islands 2 --island-fragments 3", 4, "are more than the 2 layer"),
-        ("--islands 2 --emulate-ranks 4 --emulate-nodes 1", 1, "choose|of whole nodes"),
-        ("--islands 2 --zero-hpz-partition-size 4", 4, "does not divide the 2 rank"),
-    ],
-)
-def test_what_does_not_go_with_islands_is_refused(data, more, world_size, message):
-    with pytest.raises(SettingsError, match=message):
-        parse_settings(GPT, flags(data, more), world_size)
-
-
-LEAVING = "--islands 2 --islands-may-leave --island-number 1 --island-sync-interval 3"
+ELASTIC = "--islands 2 --islands-may-leave --island-number 1 --island-sync-interval 3"
 TRUST = "--island-lighthouse localhost:29510 --island-secret-file island.secret"
 
 
 @pytest.mark.parametrize(
-    "more, message",
+    "base, world_size, more, message",
     [
-        ("--islands 1", "--islands-may-leave needs --islands above 1"),
-        ("--island-number 2", "--island-number 2 must be below --islands 2"),
-        ("--emulate-ranks 4 --emulate-nodes 4", "--emulate-ranks has all islands in one process"),
-        ("--island-fragments 2", "leave parameters on their way"),
-        ("--island-sync-delay 1", "leave parameters on their way"),
-        ("--skip-train", "--skip-train needs no other island"),
-        ("--load x --override-batch-size", "--override-batch-size: islands tell by their steps"),
-        ("--save x --save-interval 4", "--save-interval 4 must be a multiple of --island-sync-interval 3"),
-        ("--exit-interval 5", "--exit-interval 5 must be a multiple of --island-sync-interval 3"),
-        ("--global-batch-size 6", "6 is not divisible by micro-batch size 1 . data-parallel size 4 = 4; use 4 or 8"),
-        ("--tensor-model-parallel-size 4", "= 4 does not divide the 2 rank.s. of this run"),
-        ("--zero-stage 0", "--zero-stage 0 has none"),
-        ("--island-timeout-seconds 0", "--island-timeout-seconds must be above 0"),
+        ("", 4, "--islands 3", "--islands 3 does not divide the 4 data-parallel rank.s.; choose one of 1, 2, 4"),
+        ("", 4, "--island-bits 4", "--island-bits needs --islands above 1"),
+        ("--islands 2", 4, "--island-loco", "--island-loco returns what was lost"),
+        ("--islands 2", 4, "--island-bits 7", "--island-bits must be one of"),
+        ("--islands 2", 4, "--zero-stage 0", "--zero-stage 0 has none"),
+        ("--islands 2", 4, "--num-distributed-optimizer-instances 2", "leave one out"),
+        ("--islands 2", 4, "--calculate-per-token-loss", "leave one out"),
+        ("--islands 2", 4, "--loss-spike-factor 2", "leave one out"),
+        ("--islands 2", 4, "--island-fragments 3", "are more than the 2 layer"),
+        ("--islands 2", 1, "--emulate-ranks 4 --emulate-nodes 1", "choose|of whole nodes"),
+        ("--islands 2", 4, "--zero-hpz-partition-size 4", "does not divide the 2 rank"),
+        (ELASTIC, 2, "--islands 1", "--islands-may-leave needs --islands above 1"),
+        (ELASTIC, 2, "--island-number 2", "--island-number 2 must be below --islands 2"),
+        (ELASTIC, 1, "--emulate-ranks 4 --emulate-nodes 4", "--emulate-ranks has all islands in one process"),
+        (ELASTIC, 2, "--island-fragments 2", "keep parameters in flight"),
+        (ELASTIC, 2, "--island-sync-delay 1", "keep parameters in flight"),
+        (ELASTIC, 2, "--skip-train", "--skip-train needs no other island"),
+        (ELASTIC, 2, "--load x --override-batch-size", "--override-batch-size: islands tell by their steps"),
+        (ELASTIC, 2, "--save x --save-interval 4", "--save-interval 4 must be a multiple of --island-sync-interval 3"),
+        (ELASTIC, 2, "--exit-interval 5", "--exit-interval 5 must be a multiple of --island-sync-interval 3"),
+        (ELASTIC, 2, "--global-batch-size 6", "data-parallel size 4 = 4; use 4 or 8"),
+        (ELASTIC, 2, "--tensor-model-parallel-size 4", "= 4 does not divide the 2 rank.s. of this run"),
+        (ELASTIC, 2, "--zero-stage 0", "--zero-stage 0 has none"),
+        (ELASTIC, 2, "--island-timeout-seconds 0", "--island-timeout-seconds must be above 0"),
     ],
 )
-def test_what_does_not_go_with_islands_that_may_leave_is_refused(data, more, message):
-    """World sizes are those of one island."""
-    argv = flags(data, LEAVING, TRUST, more)
+def test_what_does_not_go_with_islands_is_refused(data, base, world_size, more, message):
+    """World sizes are those of one job."""
     with pytest.raises(SettingsError, match=message):
-        parse_settings(GPT, argv, 1 if "--emulate-ranks" in argv else 2)
+        parse_settings(GPT, flags(data, base, TRUST if base == ELASTIC else "", more), world_size)
 
 
-def test_an_island_that_may_leave_is_told_who_it_is_and_where_others_are(data):
+def test_an_elastic_island_must_know_its_number_and_the_lighthouse(data):
     for missing in ("", *re.findall("--[a-z-]+ [^ ]+", TRUST)):
         with pytest.raises(SettingsError, match="give --island-lighthouse host:29510 and --island-secret-file FILE"):
-            parse_settings(GPT, flags(data, LEAVING, missing), 2)
+            parse_settings(GPT, flags(data, ELASTIC, missing), 2)
     with pytest.raises(SettingsError, match=r"which island is this job\? give --island-number, from 0 to 1"):
         parse_settings(GPT, flags(data, f"--islands 2 --islands-may-leave {TRUST}"), 2)
     times = "--island-timeout-seconds 5", "--island-patience-seconds 5"
     for alone in ("--island-number 1", TRUST, "--island-secret-file x", "--island-bind x", *times):
         with pytest.raises(SettingsError, match=f"{alone.split()[0]} needs --islands-may-leave"):
             parse_settings(GPT, flags(data, "--islands 2", alone), 2)
-    settings = parse_settings(GPT, flags(data, LEAVING, TRUST), 2)
+    settings = parse_settings(GPT, flags(data, ELASTIC, TRUST), 2)
     assert settings.training.global_batch_size == 8
 
 
 @pytest.mark.parametrize("more, left_out", [("--train-iters 8", True), ("--train-iters 9", False)])
-def test_the_last_steps_of_an_island_that_may_leave_are_noted_where_no_agreement_follows(data, more, left_out):
+def test_last_steps_of_an_elastic_island_without_a_synchronization_are_noted(data, more, left_out):
     notes: list[str] = []
-    argv = flags(data, LEAVING, TRUST, more)
+    argv = flags(data, ELASTIC, TRUST, more)
     parse_settings(GPT, argv, 2, note=notes.append)
     note = (
-        "the last 2 of 8 steps are not in the agreed parameters, which are evaluated and saved: make --train-iters a "
+        "the last 2 of 8 steps are not in the outer parameters, which are evaluated and saved: make --train-iters a "
         "multiple of --island-sync-interval 3"
     )
     assert (note in notes) == left_out
@@ -247,7 +221,7 @@ def test_an_island_without_a_good_secret_ends_before_it_trains(data, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("s" * 64)
     secret.chmod(0o644)
-    argv = flags(data, LEAVING, f"--global-batch-size 2 --island-lighthouse localhost:1 --island-secret-file {secret}")
+    argv = flags(data, ELASTIC, f"--global-batch-size 2 --island-lighthouse localhost:1 --island-secret-file {secret}")
     (((code, _, err),),) = run_ranks(1, call_pretrain, argv)
     assert code == 2 and err.endswith(
         f"error: users other than its owner may read the islands' secret {secret}: chmod 600 {secret}\n"

@@ -1,4 +1,4 @@
-"""What islands do by themselves between two deferred: train, and skip steps with NaN or Inf."""
+"""What islands do by themselves between two log lines: train, and skip steps with NaN or Inf."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import contextlib
 import io
 import math
 import os
+import re
 import signal
 import time
+from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from megatron_zpp.checkpoint import read_meta
-from megatron_zpp.training import pretrain
+from megatron_zpp.islands import OuterSync
 from megatron_zpp.training.nonfinite import NotFiniteError
 from megatron_zpp.training.pretrain import train
-from megatron_zpp.training.run import Checkpoints
+from megatron_zpp.training.run import Checkpoints, Run
 from tests.ranks import run_ranks
 from tests.training.small_run import NO_DROPOUT, flags, start, train_each, write_text
 
@@ -27,6 +30,13 @@ EMULATE = ["--emulate-ranks", "4", "--emulate-nodes", "4"]
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> str:
     return write_text(tmp_path_factory.mktemp("data"))
+
+
+def train_quietly(run: Run) -> str:
+    """Train; return what was printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        train(run, time.monotonic())
+    return out.getvalue()
 
 
 def _train_while_one_waits(argv: list[str], halts: int, until: int) -> int:
@@ -42,20 +52,19 @@ def _train_while_one_waits(argv: list[str], halts: int, until: int) -> int:
             store.wait([f"done{rank}" for rank in range(dist.get_world_size() // 2)])
 
     run.optimizer.register_step_post_hook(hook)
-    with contextlib.redirect_stdout(io.StringIO()):
-        train(run, time.monotonic())
+    train_quietly(run)
     return len(steps)
 
 
 @pytest.mark.parametrize("more", ["", "--zero-quantized-gradients --zeropp-loco --zeropp-ranks-per-node 1"])
 def test_an_island_trains_on_while_another_stands_still(data, more):
-    """From one log line and agreement to the next; any collective of both islands would never end."""
+    """From one log line and synchronization to the next; any collective of both islands would never end."""
     argv = flags(data, ISLANDS, "--island-sync-interval 10 --log-interval 10 --tensorboard-log-interval 1", more)
     argv += ["--train-iters", "20"]
     assert run_ranks(4, _train_while_one_waits, argv, 11, 19) == [20] * 4
 
 
-def test_what_is_written_of_each_step_does_not_depend_on_when_islands_meet(data):
+def test_what_is_written_of_each_step_does_not_depend_on_the_log_interval(data):
     """Points of all steps come at the next log line, and evaluation."""
     common = f"--islands 2 --island-sync-interval 4 --log-num-zeros-in-grad --train-iters 11 {NO_DROPOUT}"
     common += " --eval-interval 6"
@@ -66,26 +75,25 @@ def test_what_is_written_of_each_step_does_not_depend_on_when_islands_meet(data)
     assert len(metrics["5"]["tokens-per-second"]) == 3  # of the first step, and of steps 5 and 10
 
 
-def _train_spoilt(argv: list[str], island: int, bad_steps: list[int]):
-    """An island's gradients are Inf in some steps: metrics, what was printed, its error, and each optimizer's steps."""
+def _train_spoilt(argv: list[str], island: int, bad_steps: Sequence[int]) -> SimpleNamespace:
+    """Train with Inf in an island's gradients in some steps. ``steps`` and ``scales``: of each optimizer."""
     run, metrics = start(argv)
-    first = run.mesh.island.get_local_rank()
-    for number, state in enumerate(run.states, first):
-        if number == island:
+    number = island - run.mesh.island.get_local_rank()
 
-            def hook(module, inputs, output):
-                if run.counters.iteration + 1 in bad_steps:
-                    output.register_hook(lambda gradient: gradient * math.inf)
+    def hook(module, inputs, output):
+        if run.counters.iteration + 1 in bad_steps:
+            output.register_hook(lambda gradient: gradient * math.inf)
 
-            state.model.layers[0].mlp.linear_fc1.register_forward_hook(hook)
-    error = ""
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        try:
-            train(run, time.monotonic())
-        except NotFiniteError as caught:
-            error = str(caught)
+    if 0 <= number < len(run.states):
+        run.states[number].model.layers[0].mlp.linear_fc1.register_forward_hook(hook)
+    out = error = ""
+    try:
+        out = train_quietly(run)
+    except NotFiniteError as caught:
+        error = str(caught)
     steps = [int(next(iter(state.optimizer.state.values()))["step"]) for state in run.states if not error]
-    return metrics, out.getvalue(), error, steps, [state.scaler.scale for state in run.states]
+    scales = [state.scaler.scale for state in run.states]
+    return SimpleNamespace(metrics=metrics, out=out, error=error, steps=steps, scales=scales)
 
 
 FP16 = "--fp16 --initial-loss-scale 256 --hysteresis 1"
@@ -96,29 +104,41 @@ def test_an_island_skips_its_own_steps_alone(data, precision):
     """Real and emulated islands do and log the same. The other one takes all steps, and with fp16 keeps its scale."""
     argv = flags(data, ISLANDS, "--island-sync-interval 3 --log-interval 4", precision)
     real = run_ranks(4, _train_spoilt, argv, 1, [2, 3, 5])
-    ((metrics, out, error, steps, scales),) = run_ranks(1, _train_spoilt, [*argv, *EMULATE], 1, [2, 3, 5])
-    assert [of_rank[3] for of_rank in real] == [[8], [8], [5], [5]] and steps == [8, 5]
-    expected = [256.0, 32.0] if precision else [1.0, 1.0]
-    assert [of_rank[4] for of_rank in real] == [[expected[0]]] * 2 + [[expected[1]]] * 2 and scales == expected
-    assert not error and not any(of_rank[2] for of_rank in real)
-    its = real[3][0]
-    assert len(its["lm loss"]) == 8 and all(map(math.isfinite, its["lm loss"] + its["grad-norm"]))
+    (emulated,) = run_ranks(1, _train_spoilt, [*argv, *EMULATE], 1, [2, 3, 5])
+    assert [rank.steps for rank in real] == [[8], [8], [5], [5]] and emulated.steps == [8, 5]
+    scales = [256.0, 32.0] if precision else [1.0, 1.0]
+    assert [rank.scales for rank in real] == [scales[:1], scales[:1], scales[1:], scales[1:]]
+    assert emulated.scales == scales and not any(run.error for run in (emulated, *real))
+    expected = real[3].metrics
+    assert len(expected["lm loss"]) == 8 and all(map(math.isfinite, expected["lm loss"] + expected["grad-norm"]))
     for key in ("lm loss", "grad-norm", "learning-rate", "loss-scale"):
-        assert metrics.get(key) == its.get(key), key
-    if not precision:  # else a step that overflows is nothing to look into
-        notes = [of_rank[1].count("the step was skipped") for of_rank in real]
-        assert notes == [0, 0, 2, 0] and out.count("the step was skipped") == 2  # of two in a row the first
-    assert "number of skipped iterations:   2" in real[3][1]  # steps 2 and 3, in the line of step 4
+        assert emulated.metrics.get(key) == expected.get(key), key
+    if not precision:  # with fp16 an overflow is nothing to look into
+        notes = [run.out.count("the step was skipped") for run in (*real, emulated)]
+        assert notes == [0, 0, 2, 0, 2]  # of two in a row the first
+    assert "number of skipped iterations:   2" in real[3].out  # steps 2 and 3, in the line of step 4
 
 
-def test_nan_in_one_island_ends_all_with_its_origin(data, tmp_path):
-    """At the log line that follows the third such step in a row."""
-    save = f"--save {tmp_path} --save-interval 100"
-    argv = flags(data, ISLANDS, f"--island-sync-interval 2 --log-interval 5 --max-nonfinite-steps 3 {save}")
-    for _, _, error, _, _ in run_ranks(4, _train_spoilt, argv, 1, list(range(1, 100))):
-        assert "5 steps in a row, up to iteration 5, had NaN or Inf" in error and f"saved in {tmp_path}" in error
-        assert "it began in the gradient of the output of layers.0.mlp.linear_fc1 on rank 2 on" in error
-    assert read_meta(tmp_path / "iter_0000005")["counters"]["skipped_iterations"] == 5
+NAN = {
+    # The third bad step in a row, found at the next log line.
+    "--log-interval 5": (
+        range(1, 100),
+        "5 steps in a row, up to iteration 5, had NaN or Inf.*layers.0.mlp.linear_fc1 on rank 1 on",
+    ),
+    "--log-interval 8": ([2, 3, 4], "3 steps in a row, up to iteration 4, had NaN or Inf"),  # though good ones follow
+    "--train-iters 3": ([1, 2, 3], "not one of the 3 steps up to iteration 3 was without NaN or Inf.* rank 1 on"),
+}
+
+
+@pytest.mark.parametrize("more", NAN)
+def test_nan_in_one_island_ends_all_with_its_origin(data, tmp_path, more):
+    bad_steps, message = NAN[more]
+    common = f"--island-sync-interval 2 --max-nonfinite-steps {4 if 'iters' in more else 3} --save-interval 100"
+    argv = flags(data, ISLANDS, common, more, f"--save {tmp_path}")
+    for rank in run_ranks(2, _train_spoilt, argv, 1, bad_steps):
+        assert re.search(f"{message}.* saved in {tmp_path}", rank.error, re.DOTALL), rank.error
+    if len(bad_steps) > 8:
+        assert read_meta(tmp_path / "iter_0000005")["counters"]["skipped_iterations"] == 5
 
 
 @pytest.mark.parametrize(
@@ -129,23 +149,10 @@ def test_an_island_that_has_not_stepped_yet_resumes(data, tmp_path, ranks, spoil
     argv = [*flags(data, ISLANDS, "--island-sync-interval 3"), *(EMULATE if ranks == 1 else [])]
     folder = f"--save {tmp_path} --load {tmp_path} --save-interval 4".split()
     whole, begun, rest = (
-        [metrics["lm loss"] for metrics, *_ in run_ranks(ranks, _train_spoilt, words, spoilt, [1, 2, 3, 4])]
+        [rank.metrics["lm loss"] for rank in run_ranks(ranks, _train_spoilt, words, spoilt, [1, 2, 3, 4])]
         for words in (argv, [*argv, *folder, "--exit-interval", "4"], [*argv, *folder])
     )
     assert [one + other for one, other in zip(begun, rest, strict=True)] == whole and len(whole[-1]) == 8
-
-
-def test_too_many_steps_of_nan_count_though_others_follow(data):
-    """The log line comes when the island is well again."""
-    argv = flags(data, ISLANDS, "--island-sync-interval 2 --log-interval 8 --max-nonfinite-steps 3")
-    for _, _, error, *_ in run_ranks(2, _train_spoilt, argv, 1, [2, 3, 4]):
-        assert "3 steps in a row, up to iteration 4, had NaN or Inf" in error
-
-
-def test_a_run_whose_one_island_never_stepped_says_so(data):
-    argv = flags(data, ISLANDS, "--island-sync-interval 8 --train-iters 3")
-    for _, _, error, _, _ in run_ranks(2, _train_spoilt, argv, 0, [1, 2, 3]):
-        assert "not one of the 3 steps up to iteration 3 was without NaN or Inf" in error and "rank 0 on" in error
 
 
 def _resumed_scales(argv: list[str]) -> list[float]:
@@ -156,12 +163,12 @@ def _resumed_scales(argv: list[str]) -> list[float]:
 def test_a_checkpoint_keeps_the_loss_scale_of_each_island(data, tmp_path):
     argv = flags(data, ISLANDS, FP16, "--island-sync-interval 2")
     save = f"--save {tmp_path} --save-interval 4 --exit-interval 4".split()
-    assert [scales for *_, scales in run_ranks(2, _train_spoilt, [*argv, *save], 1, [2])] == [[256.0], [128.0]]
+    assert [rank.scales for rank in run_ranks(2, _train_spoilt, [*argv, *save], 1, [2])] == [[256.0], [128.0]]
     load = f"--load {tmp_path}".split()
     assert run_ranks(2, _resumed_scales, [*argv, *load]) == [[256.0], [128.0]]
     emulate = ["--emulate-ranks", "2", "--emulate-nodes", "2"]
     assert run_ranks(1, _resumed_scales, [*argv, *load, *emulate]) == [[256.0, 128.0]]
-    # Of another number of islands: the first one's.
+    # Another number of islands gets the first one's.
     others = flags(data, FP16, "--islands 4 --eval-iters 0", *load)
     assert run_ranks(4, _resumed_scales, others) == [[256.0]] * 4
 
@@ -175,19 +182,18 @@ def _stop_in_one_island(argv: list[str]) -> int:
             os.kill(os.getpid(), signal.SIGUSR1)
 
     run.optimizer.register_step_post_hook(hook)
-    with contextlib.redirect_stdout(io.StringIO()):
-        train(run, time.monotonic())
+    train_quietly(run)
     return run.counters.iteration
 
 
-def test_a_wish_to_stop_is_heard_where_islands_meet(data, tmp_path):
+def test_a_signal_ends_all_islands_at_the_next_log_line(data, tmp_path):
     save = f"--save {tmp_path} --save-interval 100"
     argv = flags(data, ISLANDS, f"--island-sync-interval 2 --log-interval 5 --exit-signal-handler {save}")
     assert run_ranks(2, _stop_in_one_island, argv) == [5, 5]
 
 
 def _stop_amid_a_save(argv: list[str]) -> tuple[int, int]:
-    """Where the run ended, and how often it left the others."""
+    """Return the last iteration, and how often the run left the others."""
     run, _ = start(argv)
     save, left = Checkpoints.save, []
 
@@ -195,10 +201,10 @@ def _stop_amid_a_save(argv: list[str]) -> tuple[int, int]:
         save(*arguments)
         os.kill(os.getpid(), signal.SIGUSR1)
 
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoints, "save", save_and_ask)
-        patch.setattr(pretrain, "leave_others", left.append)
-        train(run, time.monotonic())
+        patch.setattr(OuterSync, "leave", lambda islands: left.append(islands))
+        train_quietly(run)
     return run.counters.iteration, len(left)
 
 

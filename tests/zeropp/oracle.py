@@ -27,14 +27,22 @@ _ERROR_HOPS = {"int8": (8, torch.float32), "bf16": (None, torch.bfloat16), "fp32
 
 
 def absmax_levels(
-    block: Tensor, bits: int, noise: Tensor | None, scale_dtype: torch.dtype = torch.float32
+    block: Tensor,
+    bits: int,
+    noise: Tensor | None,
+    scale_dtype: torch.dtype = torch.float32,
+    reach: float = 1.0,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The levels [B] of a block [B], and their unit: the nearest, even at ties, or with ``noise`` [B] the random ones.
 
-    The unit is 0 or NaN where the whole block is that.
+    The unit is 0 or NaN where the whole block is that. ``reach``: the share of the largest level that the largest value
+    takes. ``kept``: a unit that stays where that share is from 0.6 to 1.
     """
     values, largest = block.float(), torch.tensor(2.0 ** (bits - 1) - 1)
-    scale = values.abs().max() / largest
+    scale = values.abs().max() / torch.tensor(reach * (2.0 ** (bits - 1) - 1), dtype=torch.float32)
+    if kept is not None and 0.6 <= values.abs().max() / (kept * largest) <= 1:
+        return (values / kept).round().clamp(-largest, largest), kept
     short = scale.to(scale_dtype)
     if short < scale:  # rounded down, so that the block's largest value would be clipped
         short = short.nextafter(torch.tensor(torch.inf, dtype=scale_dtype))
@@ -136,6 +144,22 @@ class Hop:
         size = self.block_size or numel
         return [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
 
+    def transmit_kept(self, shard: Tensor, scales: dict[tuple[int, int], Tensor], rank: int) -> Tensor:
+        """What arrives, in fp32, of a rank's shard [L] whose blocks keep their scales while they fit."""
+        arrived, start = [], 0
+        for parameter in self.parameters:
+            own = slice(start, start + parameter.numel)
+            start = own.stop
+            if not self.is_quantized(parameter):
+                arrived.append(shard[own].to(self.dtype).float())
+                continue
+            assert self.bits is not None
+            for place in self.blocks(parameter.numel):
+                block, key = shard[own][place], (rank, own.start + place.start)
+                levels, scales[key] = absmax_levels(block, self.bits, None, self.scale_dtype, 0.9, scales.get(key))
+                arrived.append(levels * scales[key])
+        return torch.cat(arrived)
+
     def transmit(self, shard: Tensor, noise: Tensor | None = None) -> Tensor:
         """What arrives, in fp32, of a shard [L] that is sent over this hop; ``noise`` [L] rounds stochastically."""
         return self.transmit_levels(shard, noise)[0]
@@ -182,7 +206,7 @@ class WeightState:
     """What the ranks keep of the weights from one version of the parameters to the next."""
 
     versions: int = 0
-    copies: list[Tensor] | None = None  # of each rank's shard [L], with weight differences
+    scales: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # kept, by rank and number of the block
 
 
 def all_gather(
@@ -207,28 +231,13 @@ def all_gather(
         return [hop.transmit_all(v.unsqueeze(0), noise_seed("inter", r)).squeeze(0) for r, v in enumerate(values)]
 
     has_secondary = config.hpz_partition_size > 1 and num_nodes > 1
-    if has_secondary and config.weight_difference_bits is not None:
-        in_blocks = config.hpz_secondary_dtype == "int8"
-        if state.copies is None:
-            state.copies = [shard.clone() for shard in shards]
-            if in_blocks:
-                state.copies = send(shards, config.weight_bits, config.weight_block_size, config.weight_scaling)
-        else:
-            differences = [s.float() - copy.float() for s, copy in zip(shards, state.copies, strict=True)]
-            # The first version is that before any step, and travelled in full.
-            later = (config.weight_difference_bits, config.weight_difference_scaling)
-            bits, scaling = code_at(state.versions - 2, later, config.weight_difference_bits_warmup, "absmax")
-            arrived = send(differences, bits, config.weight_difference_block_size, scaling)
-            moved = [c.float() + d for c, d in zip(state.copies, arrived, strict=True)]
-            kept = Hop(
-                parameters, config.weight_bits, config.weight_block_size, dtype, config.weight_scaling, scale_dtype
-            )
-            state.copies = [kept.transmit(copy) if in_blocks else copy.to(dtype) for copy in moved]
-        gathered = [copy.to(dtype) for copy in state.copies]
+    bits = config.weight_bits if config.quantized_weights else None
+    if has_secondary and config.weight_moves:
+        hop = Hop(parameters, bits, config.weight_block_size, dtype, "absmax", scale_dtype)
+        sent = [hop.transmit_kept(shard, state.scales, rank) for rank, shard in enumerate(shards)]
     else:
-        bits = config.weight_bits if config.quantized_weights else None
         sent = send(shards, bits, config.weight_block_size, config.weight_scaling)
-        gathered = [arrived.to(dtype) for arrived in sent]
+    gathered = [arrived.to(dtype) for arrived in sent]
     if has_secondary and config.weight_intra_bits is not None:
         scaling = config.weight_intra_scaling
         hop = Hop(parameters, config.weight_intra_bits, config.weight_block_size, dtype, scaling, scale_dtype)

@@ -10,19 +10,17 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, emulate_zeropp
-from megatron_zpp.zeropp.wire.layout import ParameterShard
 from tests.ranks import run_in_turn
-from tests.zeropp import oracle, training_on_ranks
-from tests.zeropp.training_on_ranks import local, resumes_exactly, shard
+from tests.zeropp import training_on_ranks
+from tests.zeropp.training_on_ranks import resumes_exactly, shard
 
 NODES, RANKS_PER_NODE, ROWS, COLUMNS, BLOCK = 2, 2, 64, 32, 32
 GRADIENTS = dict(quantized_gradients=True, gradient_bits=2, gradient_block_size=BLOCK, loco=LoCoConfig())
-DIFFERENCES = dict(weight_difference_bits=2, weight_difference_scaling="mean", weight_difference_block_size=BLOCK)
-WARMUPS = dict(gradient_bits_warmup="2:4", weight_difference_bits_warmup="3:8")
+WARMUP = dict(gradient_bits_warmup="2:4")
 
 
 def config_of(**options) -> ZeroPPConfig:
-    return ZeroPPConfig(**(dict(hpz_partition_size=RANKS_PER_NODE, **GRADIENTS, **DIFFERENCES) | WARMUPS | options))
+    return ZeroPPConfig(**(dict(hpz_partition_size=RANKS_PER_NODE, **GRADIENTS) | WARMUP | options))
 
 
 @pytest.mark.parametrize(
@@ -34,13 +32,8 @@ def config_of(**options) -> ZeroPPConfig:
         ),
         (dict(gradient_bits_warmup="10:7"), "gradient_bits_warmup 10:7 must have bits of"),
         (dict(gradient_bits_warmup="10:2"), "and more than gradient_bits 2"),
-        (dict(weight_difference_bits_warmup="10:1"), "and more than weight_difference_bits 2"),
         (dict(gradient_bits=None, loco=None), "gradient_bits_warmup requires gradient_bits"),
         (dict(quantized_gradients=False, loco=None), "gradient_bits_warmup requires quantized_gradients"),
-        (
-            dict(weight_difference_bits=None, weight_difference_scaling="absmax"),
-            "weight_difference_bits_warmup requires weight_difference_bits",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(options, message):
@@ -83,6 +76,9 @@ def sent_between_nodes(zeropp) -> int:
     return int(sent)
 
 
+WEIGHTS = (NODES - 1) * 4 * ROWS * COLUMNS
+
+
 def nbytes(bits: int) -> int:
     """That all ranks send to the other node: a code for each element and a scale for each block."""
     numel = ROWS * COLUMNS
@@ -113,14 +109,10 @@ def _bytes_by_step(is_emulated: bool):
 
 @pytest.mark.parametrize("is_emulated", [False, True])
 def test_bytes_of_each_step_are_those_of_its_bits(on_real_ranks, on_emulated_ranks, is_emulated):
-    """Gradients of steps 0 and 1 in 4 bits; differences, which travel with the next step's forward pass, of 0 to 2."""
-    in_full = (NODES - 1) * 4 * ROWS * COLUMNS
-    differences = [in_full, nbytes(8), nbytes(8), nbytes(8), nbytes(2)]
-    gradients = [nbytes(4), nbytes(4), nbytes(2), nbytes(2), nbytes(2)]
-    expected = [d + g for d, g in zip(differences, gradients, strict=True)]
+    """Gradients of steps 0 and 1 in 4 bits, weights in full."""
+    expected = [WEIGHTS + nbytes(bits) for bits in (4, 4, 2, 2, 2)]
     for sent, description, steps in (on_emulated_ranks if is_emulated else on_real_ranks)["bytes"]:
         assert (sent, steps) == (expected, 5)
-        assert "as differences int2 (mean, int8 in the first 3 steps) between nodes" in description
         assert "int2 (mean, int4 in the first 2 steps) with LoCo" in description
 
 
@@ -153,39 +145,13 @@ def _resumed(is_emulated: bool, cases) -> list[bool]:
     return [resumed(*case) for case in cases]
 
 
-# Gradients switch after 2 steps, and differences in the pass of step 4.
-RESUMES = [(1, None), (2, None), (2, 1), (3, None), (3, 3), (4, None), (5, None)]
+# Gradients switch after 2 steps.
+RESUMES = [(1, None), (2, None), (2, 1), (3, None), (3, 3)]
 
 
 def test_a_resume_before_at_and_after_a_switch_is_exact(on_real_ranks, on_emulated_ranks):
     assert on_real_ranks["resumes"] == [[True] * 2] * 4
     assert on_emulated_ranks["resumes"] == [[True] * len(RESUMES)]
-
-
-def _gathered_by_step():
-    """This rank's shard before each step, and the weights that its forward pass sees."""
-    model, zeropp = model_and_zeropp(config_of(), is_emulated=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    seen: list[torch.Tensor] = []
-    model.register_forward_hook(lambda *_: seen.append(model.weight.detach().clone()))
-    shards = []
-    for step in range(5):
-        shards.append(local(model.weight).flatten().clone())
-        backward(model, zeropp, step)
-        optimizer.step()
-        model.zero_grad()
-    return shards, seen
-
-
-def test_differences_equal_the_oracle(on_real_ranks):
-    ranks = on_real_ranks["gathered"]
-    parameters = [ParameterShard("weight", ROWS * COLUMNS // len(ranks), True)]
-    state = oracle.WeightState()
-    for step in range(5):
-        shards = [of_rank[0][step] for of_rank in ranks]
-        expected = oracle.all_gather(shards, config_of(), NODES, parameters, state).view(ROWS, COLUMNS)
-        for _, seen in ranks:
-            assert seen[step].equal(expected), step
 
 
 def _continued(options_of_saved, told: int | None = None, has_number: bool = True):
@@ -201,12 +167,12 @@ def _continued(options_of_saved, told: int | None = None, has_number: bool = Tru
     sent = []
     for step in range(4, 6):
         train(again, zeropp, [step])
-        sent.append(sent_between_nodes(zeropp) - nbytes(2))
+        sent.append(sent_between_nodes(zeropp) - WEIGHTS)
     return sent
 
 
 def _continuations():
-    none = dict.fromkeys(WARMUPS)
+    none = dict.fromkeys(WARMUP)
     by_an_earlier_version = (_continued(none, told, has_number=False) for told in (None, 4))
     return _continued({}), _continued(none), *by_an_earlier_version
 
@@ -214,7 +180,7 @@ def _continuations():
 @pytest.fixture(scope="module")
 def on_real_ranks():
     functions = {"bytes": partial(_bytes_by_step, False), "resumes": partial(_resumed, False, RESUMES[1:3])}
-    return run_in_turn(NODES * RANKS_PER_NODE, functions | {"gathered": _gathered_by_step})
+    return run_in_turn(NODES * RANKS_PER_NODE, functions)
 
 
 @pytest.fixture(scope="module")
@@ -226,4 +192,4 @@ def on_emulated_ranks():
 def test_another_warmup_takes_over_the_state_and_its_number_of_steps(on_emulated_ranks):
     ((with_warmup, with_number, without_one, told),) = on_emulated_ranks["continuations"]
     assert with_warmup == with_number == told == [nbytes(4), nbytes(2)]
-    assert without_one == [nbytes(8) - nbytes(2) + nbytes(4)] * 2
+    assert without_one == [nbytes(4)] * 2

@@ -190,31 +190,18 @@ def test_reduce_scatter_equals_the_oracle(world_size):
 
 WEIGHT_OPTIONS = {
     "int8 secondary partition": dict(quantized_weights=True, hpz_secondary_dtype="int8"),
-    "differences by mean, short scales": dict(
-        weight_difference_bits=2,
-        weight_difference_scaling="mean",
-        weight_intra_bits=3,
-        weight_intra_scaling="mean",
-        scale_dtype="bf16",
-    ),
     "2-bit weights, int8 secondary partition": dict(
         quantized_weights=True, weight_bits=2, hpz_secondary_dtype="int8", scale_dtype="bf16"
     ),
     "4-bit weights by mean": dict(quantized_weights=True, weight_bits=4, weight_scaling="mean"),
-    "4-bit differences": dict(weight_difference_bits=4, weight_difference_block_size=64),
-    "4-bit differences of int8 copies": dict(
-        quantized_weights=True, hpz_secondary_dtype="int8", weight_difference_bits=4, weight_difference_block_size=64
+    "moved codes": dict(quantized_weights=True, weight_moves=True, weight_block_size=64),
+    "moved 4-bit codes, short scales": dict(
+        quantized_weights=True, weight_bits=4, weight_moves=True, scale_dtype="bf16", hpz_secondary_dtype="int8"
     ),
-    "stochastic differences of int8 copies": dict(
-        quantized_weights=True, hpz_secondary_dtype="int8", weight_difference_bits=4, weight_rounding="stochastic"
+    "moved bits": dict(weight_moves=True),
+    "by mean within a node, short scales": dict(
+        weight_intra_bits=3, weight_intra_scaling="mean", quantized_weights=True, scale_dtype="bf16"
     ),
-    "differences of int8 copies, short scales": dict(
-        quantized_weights=True, hpz_secondary_dtype="int8", weight_difference_bits=4, scale_dtype="bf16"
-    ),
-    "differences of 4-bit copies": dict(
-        quantized_weights=True, weight_bits=4, hpz_secondary_dtype="int8", weight_difference_bits=4
-    ),
-    "2-bit differences, int8 within a node": dict(weight_difference_bits=2, weight_intra_bits=8),
     "stochastic": dict(quantized_weights=True, weight_bits=4, weight_rounding="stochastic"),
     "stochastic on both hops": dict(
         quantized_weights=True, weight_bits=6, weight_intra_bits=4, weight_rounding="stochastic", seed=5

@@ -26,7 +26,7 @@ def cuda_on_cpu(tmp_path_factory):
     ]
     includes = [f"-I{path}" for path in [HERE / "cuda_on_cpu", *cpp_extension.include_paths()]]
     flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-Wno-unknown-pragmas"]
-    flags += [*ALIGNED, "-U_FORTIFY_SOURCE"]  # whose longjmp takes another stack for a mistake
+    flags += [*ALIGNED, "-DZEROPP_CUDA_ON_CPU", "-U_FORTIFY_SOURCE"]  # whose longjmp takes another stack for a mistake
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-lc10", "-ltorch", "-ltorch_cpu"]
     compiler = os.environ.get("CXX", "c++")
     subprocess.run([compiler, *flags, *includes, *map(str, sources), *libraries, "-o", str(library)], check=True)
@@ -74,7 +74,7 @@ format = WireFormat([ParameterShard("token", 32, True), ParameterShard("odd", 3,
 values = torch.randn(70_000, 35).bfloat16()
 wire, out = format.encode(values), torch.empty(70_000, 35, dtype=torch.bfloat16)
 expected = torch.empty_like(wire)
-reference.encode(format, values, expected, None, 1, None, None)
+reference.encode(format, values, expected, None, None, None)
 assert wire.equal(expected) and format.decode(wire, out)[:, 32:].equal(values[:, 32:])
 """
 

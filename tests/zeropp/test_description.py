@@ -25,9 +25,7 @@ WEIGHTS = [
     dict(hpz=True, quantized_weights=True),
     dict(hpz=True, quantized_weights=True, weight_intra_bits=6, weight_rounding="stochastic"),
     dict(hpz=True, quantized_weights=True, hpz_secondary_dtype="int8"),
-    dict(hpz=True, weight_difference_bits=4),
-    dict(hpz=True, quantized_weights=True, weight_difference_bits=4, hpz_secondary_dtype="int8"),
-    dict(hpz=True, quantized_weights=True, weight_difference_bits=2, weight_intra_bits=8),
+    dict(hpz=True, quantized_weights=True, weight_intra_bits=8),
 ]
 GRADIENTS = [
     dict(),
@@ -52,7 +50,7 @@ def configs(ranks_per_node):
     """The grid for nodes of so many ranks; with hpZ it is thinned to every fifth, where every value occurs."""
     grid = [weights | gradients for weights, gradients in itertools.product(WEIGHTS, GRADIENTS)]
     grid = grid[::5] if ranks_per_node > 1 else [options for options in grid if "hpz" not in options]
-    blocks = dict.fromkeys(["weight_block_size", "weight_difference_block_size", "gradient_block_size"], BLOCK)
+    blocks = dict.fromkeys(["weight_block_size", "gradient_block_size"], BLOCK)
     for options in grid:
         size = ranks_per_node if options.get("hpz") else 1
         options = {name: value for name, value in options.items() if name != "hpz"}
@@ -60,7 +58,7 @@ def configs(ranks_per_node):
 
 
 CLAUSE = re.compile(
-    r"(as differences )?(unquantized|int(?P<bits>\d))"
+    r"(unquantized|int(?P<bits>\d))"
     r"( \((?P<mean>mean)?(, )?(?P<scales>element scales)?(, )?(?P<noise>stochastic)?\))?"
     r"(?P<loco> with LoCo \(beta 0.7\))?"
     r"( (?P<where>between nodes|within a node))? (?P<when>once per step|at every gather|at every micro-batch)"

@@ -28,8 +28,7 @@ CONFIGS = {
     "4 bits": replace(ALL_FLAGS, weight_bits=4, weight_intra_bits=8),
     "int8 copies": replace(ALL_FLAGS, hpz_secondary_dtype="int8"),
     "int4 copies": replace(ALL_FLAGS, hpz_secondary_dtype="int8", weight_bits=4),
-    "differences": replace(ALL_FLAGS, weight_difference_bits=4),
-    "differences of int8 copies": replace(ALL_FLAGS, hpz_secondary_dtype="int8", weight_difference_bits=4),
+    "moves": replace(ALL_FLAGS, weight_moves=True),
 }
 X = torch.linspace(-1, 1, 3 * 20).view(3, 20)
 
@@ -190,7 +189,7 @@ def _resumed(name, is_gathered):
 
 
 def _resumes():
-    return [_resumed(name, gathered) for name in ("all flags", "differences of int8 copies") for gathered in (0, 1)]
+    return [_resumed(name, gathered) for name in ("all flags", "moves") for gathered in (0, 1)]
 
 
 def test_a_resumed_run_is_exact(found):
@@ -296,7 +295,7 @@ def _with_and_without(config):
     return [_bytes_with_reference_passes(config, has) for has in (False, True)]
 
 
-@pytest.mark.parametrize("name", ["all flags", "differences"])
+@pytest.mark.parametrize("name", ["all flags", "moves"])
 def test_reference_passes_that_freeze_the_adapters_send_no_base_again(found, name):
     """DPO and GRPO with adapters: what was ever trained stays in the trained part."""
     (without, expected), (sent, weights) = found[name][0]
@@ -341,9 +340,9 @@ def _packed_as_it_arrives(configs):
 
 @pytest.fixture(scope="module")
 def found():
-    stochastic = replace(ALL_FLAGS, weight_difference_bits=4, weight_rounding="stochastic")
+    stochastic = replace(ALL_FLAGS, weight_rounding="stochastic")
     packed = partial(_packed_as_it_arrives, {"hpZ": HPZ, "stochastic": stochastic} | CONFIGS)
-    reference_passes = {name: partial(_with_and_without, CONFIGS[name]) for name in ("all flags", "differences")}
+    reference_passes = {name: partial(_with_and_without, CONFIGS[name]) for name in ("all flags", "moves")}
     functions = {"events": _events_with_and_without, "resumes": _resumes, "sent": _sent, "packed": packed}
     return run_in_turn(4, functions | reference_passes)
 

@@ -92,7 +92,7 @@ def _train(config, shard=by_module):
 def found():
     functions = {"plain": partial(_train, None), "ours": partial(_train, HIERARCHY_ONLY), "quantized": _quantized}
     if ShardPlacementResult is not None:
-        configs = {"plain": None, "ours": HIERARCHY_ONLY, "quantized": replace(ALL_FLAGS, weight_difference_bits=4)}
+        configs = {"plain": None, "ours": HIERARCHY_ONLY, "quantized": replace(ALL_FLAGS, weight_moves=True)}
         functions |= {
             f"{name}, by parameter": partial(_train, config, by_parameter) for name, config in configs.items()
         }

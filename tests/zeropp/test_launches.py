@@ -36,10 +36,9 @@ from tests.zeropp.order.fake_cuda import CUDA, fake_cuda
 HERE = Path(__file__).parent / "cuda_on_cpu"
 VOCABULARIES = {"gpt-13b": 50257, "llama-8b": 128256}
 BFLOAT16, FLOAT, PEERS = kernels.TYPES[torch.bfloat16], kernels.TYPES[torch.float32], -1
-DIFFERENCES = ZeroPPConfig(
+ALL = ZeroPPConfig(
     quantized_weights=True,
     hpz_partition_size=8,
-    weight_difference_bits=4,
     quantized_gradients=True,
     loco=LoCoConfig(exact_undo=False),
 )
@@ -95,7 +94,7 @@ class Encodings(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.megatron_zpp.encode.default:
-            values, _, peers, _, _, _, format, _, _, error, *_ = args
+            values, _, peers, _, _, format, _, _, error, *_ = args
             type = kernels.TYPES[values.dtype] if values is not None else PEERS
             self.seen.add((type, tuple(format), tuple(peers), tuple(error)))
         return func(*args, **(kwargs or {}))
@@ -111,7 +110,7 @@ def _encodings_of_two_steps(preset: str, nodes: int) -> set[Encoding]:
         for module in (*model.layers, *model.end_units(), model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
         with _disable_current_modes():
-            zeropp = apply_zeropp(model, DIFFERENCES)
+            zeropp = apply_zeropp(model, ALL)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         for _ in range(2):
             for is_last in (False, True):
@@ -125,7 +124,6 @@ def _encodings_of_two_steps(preset: str, nodes: int) -> set[Encoding]:
 @pytest.mark.parametrize("preset, nodes", [("gpt-13b", 8), ("llama-8b", 12)])
 def test_a_step_encodes_in_these_formats(preset, nodes):
     expected = encodings(preset, nodes)
-    del expected["weights"]  # which travel as differences here
     assert run_ranks(1, _encodings_of_two_steps, preset, nodes) == [set().union(*expected.values())]
 
 

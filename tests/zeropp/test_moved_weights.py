@@ -10,9 +10,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from megatron_zpp.zeropp import ZeroPPConfig
 from megatron_zpp.zeropp.wire.format import WireFormat
-from megatron_zpp.zeropp.wire.layout import ParameterShard
-from megatron_zpp.zeropp.wire.moves import encode_moves, requantize
+from megatron_zpp.zeropp.wire.layout import KeptScales, ParameterShard
+from megatron_zpp.zeropp.wire.moves import encode_moves
 from tests.ranks import run_ranks
+from tests.training.small_run import ROOT, flags, torchrun, train_each, write_text
 from tests.zeropp.training_on_ranks import shard, step
 
 LOSSLESS = ZeroPPConfig(hpz_partition_size=2, weight_moves=True)
@@ -102,8 +103,8 @@ def test_weights_are_never_behind(config, change):
 def test_a_jump_takes_no_more_than_the_codes_in_full():
     """Rice codes of long moves, two bits and a sign above the code's own bits, at most."""
     format = WireFormat([ParameterShard("a", 2**16, True)], 8, 256, torch.bfloat16)
-    old = requantize(format, torch.randn(2**16), None)
-    new = requantize(format, torch.randn(2**16), old)
+    old = format.encode(torch.randn(2**16), kept=KeptScales(None))
+    new = format.encode(torch.randn(2**16), kept=KeptScales(old))
     assert len(encode_moves(format, old, new)) < 1.35 * format.nbytes
 
 
@@ -113,10 +114,40 @@ def test_a_jump_takes_no_more_than_the_codes_in_full():
         dict(weight_rounding="stochastic"),
         dict(weight_bits=3),
         dict(weight_intra_bits=8),
-        dict(weight_difference_bits=4),
         dict(hpz_partition_size=1),
     ],
 )
 def test_what_moves_cannot_be_is_refused(settings):
     with pytest.raises(ValueError, match="weight_moves"):
         ZeroPPConfig(**dict(quantized_weights=True, hpz_partition_size=2, weight_moves=True) | settings)
+
+
+KILLED = """
+import os, signal
+if os.environ.get("RANK") == "1":
+    from megatron_zpp.zeropp.gather import all_gather
+    receive, calls = all_gather.HierarchicalAllGather._receive, [0]
+    def killed(self, shard):
+        calls[0] += self._sent.are_moves
+        if calls[0] == 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return receive(self, shard)
+    all_gather.HierarchicalAllGather._receive = killed
+"""
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_between_encoding_and_applying_leaves_nobody_behind(tmp_path):
+    """The others end too; a run that goes on from the last checkpoint has the losses of one that was not killed."""
+    data = write_text(tmp_path / "data")
+    zeropp = "--zero-quantized-weights --zero-hpz-partition-size 2 --zeropp-weight-moves --global-batch-size 4"
+    save = f"--save {tmp_path / 'run'} --save-interval 2 --no-async-save"
+    length = "--train-iters 8"
+    expected = run_ranks(4, train_each, {"": flags(data, zeropp, length=length)})[0][""]["lm loss"]
+    (tmp_path / "sitecustomize.py").write_text(KILLED)
+    process = torchrun(4, flags(data, zeropp, save, length=length), warm=False, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 1 and "exitcode  : -9" in err, err[-3000:]
+    resumed = flags(data, zeropp, f"--load {tmp_path / 'run'}", length=length)
+    losses = run_ranks(4, train_each, {"": resumed})[0][""]["lm loss"]
+    assert 0 < len(losses) < 8 and losses == expected[-len(losses) :]

@@ -10,7 +10,7 @@ import torch
 
 from megatron_zpp.zeropp.wire import kernels, moves
 from megatron_zpp.zeropp.wire.format import WireFormat
-from megatron_zpp.zeropp.wire.layout import ParameterShard
+from megatron_zpp.zeropp.wire.layout import KeptScales, ParameterShard
 
 PARAMETERS = (
     ParameterShard("a", 5000, True),
@@ -32,7 +32,16 @@ WAYS = [
 @pytest.fixture(params=WAYS, ids=["kernels", "torch"])
 def way(request, monkeypatch):
     if not request.param:
-        monkeypatch.setattr(moves, "_has_kernels", lambda format, tensor: False)
+        in_plain_torch(monkeypatch)
+
+
+def in_plain_torch(monkeypatch):
+    monkeypatch.setattr(moves, "_has_kernels", lambda format, tensor: False)
+    monkeypatch.setattr(WireFormat, "_has_kernels", lambda *args: False)
+
+
+def requantize(format, values, old):
+    return format.encode(values, kept=KeptScales(old))
 
 
 def requantized(values, old, bits, block, qmax):
@@ -60,13 +69,13 @@ def test_a_block_keeps_its_scale_while_its_largest_value_is_in_reach(way, bits):
     old, wire = None, None
     for factor in (1, 1.05, 1.1, 1.12, 0.7, 0.59, 3):
         scaled = values * factor
-        wire = moves.requantize(format, scaled, wire)
+        wire = requantize(format, scaled, wire)
         codes, old = requantized(scaled.numpy(), old, bits, 64, qmax)
         expected = np.concatenate(
             [codes[start : start + 64] * s for start, s in zip(range(0, 1000, 64), old, strict=True)]
         )
         np.testing.assert_array_equal(format.decode(wire, torch.empty(1000)).numpy(), expected.astype(np.float32))
-        assert torch.equal(moves.requantize(format, scaled, wire), wire)  # idempotent
+        assert torch.equal(requantize(format, scaled, wire), wire)  # idempotent
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -80,9 +89,9 @@ def test_moves_lead_from_any_buffer_to_any_other(way, bits, dtype, scale_dtype):
     spoiled[::500], spoiled[7], spoiled[5003] = torch.nan, torch.inf, -0.0
     steps = [values, values, values * 1.001, values + 1e-3 * torch.randn(NUMEL).to(dtype), -values, values * 1000]
     steps += [torch.zeros_like(values), values, spoiled, values * 1e-3, torch.randn(NUMEL).to(dtype)]
-    old = moves.requantize(format, torch.zeros_like(values), None)
+    old = requantize(format, torch.zeros_like(values), None)
     for step in steps:
-        new = moves.requantize(format, step, old)
+        new = requantize(format, step, old)
         sent = moves.encode_moves(format, old, new)
         padded = torch.cat([sent, torch.full((13,), 255, dtype=torch.uint8)])  # the longest of several ranks
         arrived = moves.apply_moves(format, torch.stack([old, old]), torch.stack([padded, padded]))
@@ -100,12 +109,12 @@ def test_the_kernels_write_the_same_bytes(bits, dtype, monkeypatch):
     after[0, ::700], after[1, 9000:9600], after[0, 45_050] = torch.nan, 0, 1e5
 
     def bytes_of():
-        old = moves.requantize(format, values, None)
-        new = moves.requantize(format, after, old)
+        old = requantize(format, values, None)
+        new = requantize(format, after, old)
         return [old, new, *(moves.encode_moves(format, a, b) for a, b in zip(old, new, strict=True))]
 
     compiled = bytes_of()
-    monkeypatch.setattr(moves, "_has_kernels", lambda format, tensor: False)
+    in_plain_torch(monkeypatch)
     for ours, reference in zip(compiled, bytes_of(), strict=True):
         assert torch.equal(ours, reference)
 
@@ -115,8 +124,14 @@ def test_moves_take_about_their_entropy(moved):
     n = 2**18
     format = WireFormat([ParameterShard("a", n, True)], 8, 256, torch.bfloat16)
     torch.manual_seed(0)
-    old = moves.requantize(format, torch.randn(n), None)
+    old = requantize(format, torch.randn(n), None)
     new = old.clone()
     new[:n][torch.rand(n) < moved] += 1  # a code of 8 bits is a byte
     entropy = -moved * math.log2(moved) - (1 - moved) * math.log2(1 - moved) + moved  # with signs
     assert 8 * len(moves.encode_moves(format, old, new)) / n < 1.05 * entropy + 0.015
+
+
+def test_scales_are_kept_with_the_code_absmax_alone():
+    values, format = torch.randn(64), WireFormat([ParameterShard("a", 64, True)], 2, 32, torch.float32, "mean")
+    with pytest.raises(ValueError, match="absmax alone"):
+        requantize(format, values, None)

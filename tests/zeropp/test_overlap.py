@@ -25,11 +25,10 @@ from tests.ranks import run_in_turn, run_ranks
 from tests.zeropp.training_on_ranks import Net, equal, evaluate, micro_batches, resumes_exactly, shard
 
 HPZ = ZeroPPConfig(hpz_partition_size=2, quantized_gradients=True)
-DIFFERENCES = ZeroPPConfig(
+MOVES = ZeroPPConfig(
     hpz_partition_size=2,
     quantized_weights=True,
-    weight_difference_bits=4,
-    weight_rounding="stochastic",
+    weight_moves=True,
     quantized_gradients=True,
     loco=LoCoConfig(),
 )
@@ -166,8 +165,8 @@ def assert_early_weights_are_those_of_the_pass_that_uses_them(config, of_ranks):
         # The second pass looks at the unit that the first did not need: a flag of 4 bytes there and back around the
         # ring, in each of three steps.
         look = 3 * 2 * 3 if rank in (1, 3) else 0
-        # Differences: what a program writes over an optimizer's step would travel in few bits, were it not on its way.
-        names = CHANGES if config is not DIFFERENCES else ("nothing", "loaded", "another optimizer")
+        # Moves: scales that were kept for what a program then writes over are others than those of one gather alone.
+        names = CHANGES if config is not MOVES else ("nothing", "loaded", "another optimizer")
         for name in names:
             outputs, states, sent, errors = early[name]
             expected, expected_states, expected_sent, expected_errors = late[name]
@@ -182,7 +181,7 @@ def assert_early_weights_are_those_of_the_pass_that_uses_them(config, of_ranks):
 
 
 def test_weights_that_leave_early_are_those_of_the_pass_that_uses_them(found):
-    assert_early_weights_are_those_of_the_pass_that_uses_them(DIFFERENCES, found["early"])
+    assert_early_weights_are_those_of_the_pass_that_uses_them(MOVES, found["early"])
 
 
 @pytest.mark.long
@@ -271,7 +270,7 @@ def _gradients(late):
     for name, case in GRADIENT_CASES.items():
         order, options = case.get("order"), {key: value for key, value in case.items() if key != "order"}
         with nullcontext() if late else at_once():
-            model, zeropp = build(DIFFERENCES, **options)
+            model, zeropp = build(MOVES, **options)
             for step in range(2):
                 for i in micro_batches(zeropp, 2):
                     model(X * (1 + step + i + dist.get_rank()), order).square().mean().backward()
@@ -371,8 +370,8 @@ def test_a_failed_backward_pass_leaves_nothing_behind(found):
 @pytest.fixture(scope="module")
 def found():
     functions = {
-        "early": partial(_early_and_late, DIFFERENCES),
-        "differences": partial(_resumed, DIFFERENCES),
+        "early": partial(_early_and_late, MOVES),
+        "moves": partial(_resumed, MOVES),
         "int8": partial(_resumed, INT8_COPIES),
         "order": _order_of_a_backward_pass,
         "gradients": _late_and_at_once,

@@ -20,8 +20,6 @@ from tests.zeropp.training_on_ranks import equal, evaluate, micro_batches, shard
 EVERYTHING = ZeroPPConfig(
     quantized_weights=True,
     hpz_partition_size=2,
-    weight_difference_bits=4,
-    weight_difference_bits_warmup="3:8",
     weight_rounding="stochastic",
     quantized_gradients=True,
     gradient_bits=2,
@@ -35,8 +33,7 @@ EVERYTHING = ZeroPPConfig(
 INT8_COPIES = ZeroPPConfig(
     quantized_weights=True,
     hpz_partition_size=2,
-    hpz_secondary_dtype="int8",
-    weight_difference_bits=4,
+    weight_moves=True,
     quantized_gradients=True,
     gradient_sum_dtype="int8",
     loco=LoCoConfig(exact_undo=False),
@@ -133,7 +130,7 @@ def test_a_fresh_object_goes_on_to_the_same_bits(tmp_path, cases):
 KEYS = {
     *(f"gradients/root/{key}" for key in ("inter.error", "inter.steps", "intra.error", "steps")),
     *(f"gradients/root/element_scales.{key}" for key in ("exponents", "steps")),
-    *(f"weights/root/{key}" for key in ("checksum", "copies", "copies_dtype", "has_copies", "is_current", "versions")),
+    *(f"weights/root/{key}" for key in ("checksum", "row", "has_row", "dtype", "is_current", "versions")),
     "optimizer_steps",
 }
 
@@ -206,7 +203,7 @@ def _state_of_rank_0_alone():
     dist.broadcast_object_list(state)
     with CapturedWarnings() as warnings:
         loop.zeropp.load_state_dict(state[0])
-    anew = [value.any().item() for key, value in loop.zeropp.state_dict().items() if "copies" in key or "error" in key]
+    anew = [value.any().item() for key, value in loop.zeropp.state_dict().items() if "row" in key or "error" in key]
     loop.train(STEPS)
     return warnings.messages, any(anew)
 

@@ -296,7 +296,7 @@ def _changes_are_seen_alike():
 
 def _inference_then_training():
     model = nn.Linear(64, 64)
-    shard(model, ZeroPPConfig(hpz_partition_size=2, weight_difference_bits=4))
+    shard(model, ZeroPPConfig(hpz_partition_size=2, weight_moves=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(3):  # FSDP2 itself wants to train before it infers

@@ -20,7 +20,7 @@ from tests.ranks import run_in_turn
 from tests.zeropp import training_on_ranks as on_ranks
 
 HPZ = ZeroPPConfig(hpz_partition_size=2)  # exact
-DIFFERENCES = ZeroPPConfig(hpz_partition_size=2, weight_difference_bits=4)
+MOVES = ZeroPPConfig(hpz_partition_size=2, weight_moves=True)
 X = torch.linspace(-1, 1, 2 * 12).view(2, 12)
 
 
@@ -230,12 +230,12 @@ CASES = {
 
 def _cases():
     results = {name: (run(None, **options), run(HPZ, **options)) for name, (run, options) in CASES.items()}
-    model, *_ = build(DIFFERENCES)
+    model, *_ = build(MOVES)
     plain, *_ = build(None)
-    results["differences"] = [], []
+    results["moves"] = [], []
     evaluate(model)
     for change in CHANGES:
-        for of_model, outputs in zip((plain, model), results["differences"], strict=True):
+        for of_model, outputs in zip((plain, model), results["moves"], strict=True):
             change(of_model)
             outputs.append(evaluate(of_model))
     return results
@@ -246,7 +246,7 @@ def found():
     return run_in_turn(4, {"cases": _cases, "looks": _looks}, timeout=400.0)
 
 
-@pytest.mark.parametrize("name", [*CASES, "differences"])
+@pytest.mark.parametrize("name", [*CASES, "moves"])
 def test_changed_weights_are_those_of_plain_fsdp2(found, name):
     for of_rank in found["cases"]:
         plain, ours = of_rank[name]

@@ -50,7 +50,7 @@ def test_decoding_gives_what_the_oracle_says_arrives(
     torch.testing.assert_close(arrived, expected, rtol=0, atol=0, equal_nan=True)
 
     in_plain_torch = torch.zeros_like(wire)
-    reference.encode(wire_format, shards, in_plain_torch, None, 1, None, noise_seed)
+    reference.encode(wire_format, shards, in_plain_torch, None, None, noise_seed)
     assert wire.equal(in_plain_torch)
     reference.decode(wire_format, wire.unsqueeze(0), arrived.fill_(-1.0), accumulate=False)
     torch.testing.assert_close(arrived, expected, rtol=0, atol=0, equal_nan=True)

@@ -1,10 +1,9 @@
-"""Writes a checkpoint as a model of Hugging Face transformers: weights, config.json and tokenizer.
+"""Write a checkpoint as a model of Hugging Face transformers: weights, config.json and tokenizer.
 
     python tools/export_hf.py --load runs/quickstart/zeropp --output runs/hf
 
-The architecture's mapping says which of transformers' models it becomes. The result is kept only if transformers
-computes our logits from it. Needs the extra ``hf``, and memory for one file of weights (``--max-file-size``), not for
-the model.
+Keeps the result only if transformers computes our logits from it. Needs the extra ``hf``, and memory for one file of
+weights (``--max-file-size``), not for the model.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import argparse
 import dataclasses
 import functools
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +21,11 @@ from torch import Tensor
 from megatron_zpp.checkpoint import CheckpointError, find_checkpoint, problems, read_meta
 from megatron_zpp.checkpoint.meta import saved_model
 from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
-from megatron_zpp.commands.common import given_architecture, report_errors
+from megatron_zpp.commands.common import add_tokenizer_flags, given_architecture, given_tokenizer, report_errors
 from megatron_zpp.convert.hf import files
 from megatron_zpp.convert.hf.checkpoint import parameter_reader
 from megatron_zpp.convert.hf.compare import compare
-from megatron_zpp.convert.hf.files import generation_settings
-from megatron_zpp.convert.hf.mapping import in_memory, their_shapes
-from megatron_zpp.convert.hf.tokenizer import add_tokenizer_flags, build, given_tokenizer, write_tokenizer
+from megatron_zpp.convert.hf.tokenizer import build, write_tokenizer
 from megatron_zpp.data.text.tokenizers import Tokenizer
 from megatron_zpp.families import Architecture
 from megatron_zpp.metrics.progress import progress
@@ -39,7 +35,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def checkpoint_to_export(load: str, iteration: int | None) -> tuple[Path, dict[str, Any]]:
-    """Its folder and its meta.json; iteration None: the latest. Raises CheckpointError."""
+    """Return a checkpoint's folder and meta.json; iteration None: the latest. Raises CheckpointError."""
     checkpoint = find_checkpoint(load, iteration)
     if checkpoint is None:
         raise CheckpointError(f"{load} holds no checkpoint: give --load what was given to --save in training")
@@ -51,25 +47,23 @@ def checkpoint_to_export(load: str, iteration: int | None) -> tuple[Path, dict[s
 
 
 def export(args: argparse.Namespace, given: Architecture | None = None) -> str:
-    """Write the folder; returns what to tell the user. Raises ValueError, OSError or ImportError on a mistake.
+    """Write the folder; return a message for the user. Raises ValueError, OSError or ImportError on a mistake.
 
-    given: the checkpoint's architecture, where it is none of ours.
+    given: the checkpoint's architecture, if it is not one of ours.
     """
     files.require_packages()
     checkpoint, meta = checkpoint_to_export(args.load, args.ckpt_step)
     architecture, config = saved_model(meta, given)
-    mapping, settings = (
-        architecture.huggingface_model(config),
-        settings_with_tokenizer(checkpoint, meta) | given_tokenizer(args),
-    )
-    tokenizer = None if args.no_tokenizer else load_tokenizer(settings, config.vocab_size)
+    mapping = architecture.huggingface_model(config)
+    settings = settings_with_tokenizer(checkpoint, meta) | given_tokenizer(args)
+    tokenizer = None if args.no_tokenizer else _build_tokenizer(settings, config.vocab_size)
     if args.trim_vocab and tokenizer is not None:
         config = dataclasses.replace(config, vocab_size=tokenizer.vocab_size)  # type: ignore[type-var]
     positions = settings["max_position_embeddings"]
     hf_config = mapping.to_config(config, positions)
     saved = parameter_reader(checkpoint, meta)
 
-    @functools.lru_cache(maxsize=1)  # what one of ours is split into is asked for in a row
+    @functools.lru_cache(maxsize=1)  # theirs that are split from one of ours come in a row
     def ours(name: str) -> Tensor:
         tensor = saved(name)
         if name in mapping.with_vocabulary:
@@ -92,15 +86,18 @@ def export(args: argparse.Namespace, given: Architecture | None = None) -> str:
         if tokenizer is not None:
             with progress("writing the tokenizer"):
                 tokens = write_tokenizer(settings, tokenizer, folder)
-        special, generation = generation_settings(settings, tokens)
-        files.write_config(folder, hf_config, special, generation, args.dtype)
+        special, generation = files.generation_settings(settings, tokens)
+        # Without a tokenizer no id is special; transformers' defaults are those of published models.
+        special = {"bos_token_id": None, "eos_token_id": None} | special
+        files.write_json(folder / "config.json", hf_config | special | {"torch_dtype": args.dtype})
+        files.write_json(folder / "generation_config.json", generation)
         with progress("writing weights"):
-            shapes = their_shapes(architecture, config)
+            shapes = files.their_shapes(architecture, config)
             written = files.write_weights(folder, shapes, DTYPES[args.dtype], theirs, args.max_file_size)
         with progress("comparing logits"):
             model, stored = architecture.build_empty(config), files.WeightFiles(folder)
             written_config = files.read_config(folder, [mapping.model_type])
-            difference = compare(model, ours, written_config, in_memory(mapping, config, stored.read), positions)
+            difference = compare(model, ours, written_config, files.in_memory(mapping, config, stored.read), positions)
     weights = f"{len(written)} file{'s' if len(written) > 1 else ''} of {args.dtype} weights"
     has_tokenizer = (args.output / "tokenizer_config.json").exists()  # NullTokenizer has none to write
     return (
@@ -110,8 +107,7 @@ def export(args: argparse.Namespace, given: Architecture | None = None) -> str:
     )
 
 
-def load_tokenizer(settings: dict[str, Any], vocab_size: int) -> Tokenizer:
-    """The tokenizer that the run was trained with, or that of the flags. vocab_size: the model's."""
+def _build_tokenizer(settings: dict[str, Any], vocab_size: int) -> Tokenizer:
     try:
         tokenizer = build(settings)
     except FileNotFoundError as error:
@@ -123,39 +119,31 @@ def load_tokenizer(settings: dict[str, Any], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def file_size(text: str) -> str:
+def _file_size(text: str) -> str:
     if not re.fullmatch(r"[1-9][0-9]*[KMGT]B", text):
         raise argparse.ArgumentTypeError(f"{text} is not a size such as 500MB or 2GB")
     return text
 
 
 def export_parser(description: str) -> argparse.ArgumentParser:
-    """Make a parser with the flags of every export."""
+    """Build a parser with the flags of every export."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
-    parser.add_argument("--load", required=True, metavar="DIR", help="what was given to --save in training")
-    parser.add_argument(
-        "--ckpt-step", type=number(int, at_least=0), metavar="N", help="iteration to export; default the latest"
-    )
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write; must be new")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="of the weights; default float32, as trained"
-    )
+    add, iteration = parser.add_argument, number(int, at_least=0)
+    add("--load", required=True, metavar="DIR", help="what was given to --save in training")
+    add("--ckpt-step", type=iteration, metavar="N", help="iteration to export; default the latest")
+    add("--output", type=Path, required=True, metavar="DIR", help="folder to write; must be new")
+    add("--dtype", choices=DTYPES, default="float32", help="of the weights; default float32, as trained")
     return parser
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = export_parser("Write a checkpoint as a model of Hugging Face transformers.")
-    parser.add_argument(
-        "--max-file-size", type=file_size, default="2GB", metavar="SIZE", help="of one file of weights; default 2GB"
-    )
-    parser.add_argument(
-        "--trim-vocab",
-        action="store_true",
-        help="leave out the rows that pad the vocabulary beyond the tokenizer's ids",
-    )
-    parser.add_argument("--no-tokenizer", action="store_true", help="write weights and config.json alone")
-    parser.add_argument("--architecture", metavar="MODULE:NAME", help="the checkpoint's, where it is none of ours")
-    add_tokenizer_flags(parser, "tokenizer, where its files are no longer where they were in training")
+    add = parser.add_argument
+    add("--max-file-size", type=_file_size, default="2GB", metavar="SIZE", help="of one weight file; default 2GB")
+    add("--trim-vocab", action="store_true", help="drop the rows that pad the vocabulary beyond the tokenizer's ids")
+    add("--no-tokenizer", action="store_true", help="write weights and config.json alone")
+    add("--architecture", metavar="MODULE:NAME", help="the checkpoint's, if it is not one of ours")
+    add_tokenizer_flags(parser, "tokenizer, if its files have moved since training")
     args = parser.parse_args(argv)
     if args.no_tokenizer and (args.trim_vocab or given_tokenizer(args)):
         parser.error("--no-tokenizer excludes --trim-vocab and the tokenizer's flags")
@@ -165,7 +153,3 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     args = parse_arguments()
     return report_errors(lambda: print(export(args, given_architecture(args))))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

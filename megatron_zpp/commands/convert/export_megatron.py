@@ -1,4 +1,4 @@
-"""Writes a checkpoint for Megatron-LM, in its format torch_dist: weights, flags and counters.
+"""Write a checkpoint for Megatron-LM, in its format torch_dist: weights, flags and counters.
 
     python tools/export_megatron.py --load runs/quickstart/zeropp --output runs/megatron
 
@@ -9,7 +9,6 @@ for the model.
 from __future__ import annotations
 
 import argparse
-import sys
 
 from torch import Tensor
 
@@ -19,15 +18,15 @@ from megatron_zpp.commands.common import report_errors
 from megatron_zpp.commands.convert.export_hf import DTYPES, checkpoint_to_export, export_parser
 from megatron_zpp.convert.hf.checkpoint import parameter_reader
 from megatron_zpp.convert.hf.files import new_folder
-from megatron_zpp.convert.hf.tokenizer import SETTINGS
 from megatron_zpp.convert.megatron.config import args_of
-from megatron_zpp.convert.megatron.export import write_torch_dist
+from megatron_zpp.convert.megatron.torch_dist import write_torch_dist
+from megatron_zpp.data.text.tokenizers import TOKENIZER_FLAGS
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.models.decoder import DecoderConfig
 
 
 def export(args: argparse.Namespace) -> str:
-    """Write the folder; returns what to tell the user. Raises ValueError or OSError on a mistake."""
+    """Write the folder; return a message for the user. Raises ValueError or OSError on a mistake."""
     checkpoint, meta = checkpoint_to_export(args.load, args.ckpt_step)
     _, config = saved_model(meta)
     assert isinstance(config, DecoderConfig)
@@ -37,7 +36,7 @@ def export(args: argparse.Namespace) -> str:
     flags.make_vocab_size_divisible_by = settings["make_vocab_size_divisible_by"]
     flags.params_dtype = DTYPES[args.dtype]
     flags.bf16, flags.fp16 = args.dtype == "bfloat16", args.dtype == "float16"
-    vars(flags).update({name: settings.get(name) for name in SETTINGS if name != "tiktoken_pattern"})
+    vars(flags).update({name: settings.get(name) for name in TOKENIZER_FLAGS if name != "tiktoken_pattern"})
 
     def read(name: str) -> Tensor:
         tensor = saved(name).to(DTYPES[args.dtype])
@@ -64,7 +63,3 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     args = parse_arguments()
     return report_errors(lambda: print(export(args)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

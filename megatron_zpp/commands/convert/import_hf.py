@@ -1,8 +1,8 @@
-"""Makes a checkpoint to train on from, out of a model of Hugging Face transformers.
+"""Make a checkpoint to train on from, out of a model of Hugging Face transformers.
 
     python tools/import_hf.py --input Llama-3.2-1B --save runs/llama
 
-Prints the trainer's flags for it. The checkpoint is kept only if its logits are those of transformers. Needs the extra
+Prints the trainer's flags for it. Keeps the checkpoint only if its logits are those of transformers. Needs the extra
 ``hf``, and memory for two transformer blocks and the embeddings, not for the model.
 """
 
@@ -11,47 +11,47 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.commands.common import given_architecture, report_errors
+from megatron_zpp.commands.common import add_tokenizer_flags, given_architecture, given_tokenizer, report_errors
 from megatron_zpp.convert.hf import files
 from megatron_zpp.convert.hf.checkpoint import parameter_reader, save_imported, settings_of_import
 from megatron_zpp.convert.hf.compare import compare
-from megatron_zpp.convert.hf.mapping import from_hf_config, in_memory, their_shapes
-from megatron_zpp.convert.hf.tokenizer import add_tokenizer_flags, build, find_tokenizer, given_tokenizer
+from megatron_zpp.convert.hf.tokenizer import build, find_tokenizer
 from megatron_zpp.families import ARCHITECTURES, Architecture
 from megatron_zpp.metrics.progress import progress
 
-NO_WEIGHTS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")  # constants that older versions saved too
+CONSTANTS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")  # that older versions saved with weights
+NULL_TOKENIZER = "a NullTokenizer with --vocab-size serves data that is ids already"
+NEXT = "and the flags of the run: sequence length, batches, data, learning rate, --save"
 
 
 def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = ARCHITECTURES) -> str:
-    """Save the checkpoint; returns what to tell the user. Raises ValueError, OSError or ImportError on a mistake.
+    """Save the checkpoint; return a message for the user. Raises ValueError, OSError or ImportError on a mistake.
 
-    architectures: one of which the model may be.
+    architectures: those that the model may have.
     """
     files.require_packages()
     if not args.input.is_dir():
         raise ValueError(f"--input {args.input} is not a folder: give the one that holds the model's config.json")
-    hf_config = files.read_config(args.input, model_types(architectures))
-    architecture, config, positions = from_hf_config(hf_config, architectures)
+    hf_config = files.read_config(args.input, files.model_types(architectures))
+    architecture, config, positions = files.from_hf_config(hf_config, architectures)
     mapping = architecture.huggingface_model(config)
     stored = files.WeightFiles(args.input)
-    name_of = match_names(stored, their_shapes(architecture, config), hf_config["tie_word_embeddings"])
+    name_of = match_names(stored, files.their_shapes(architecture, config), hf_config["tie_word_embeddings"])
     chosen = given_tokenizer(args) or find_tokenizer(args.input)
     if not chosen:
         raise ValueError(
             f"{args.input} has no tokenizer (tokenizer.json, tokenizer.model, or vocab.json and merges.txt): give its "
-            "own with --tokenizer-type and its files; a NullTokenizer with --vocab-size serves data that is ids already"
+            f"own with --tokenizer-type and its files; {NULL_TOKENIZER}"
         )
     assert architecture.flags is not None
-    flags = architecture.flags(config, positions)
-    flags += [word for name, value in chosen.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    flags = architecture.flags(config, positions) + tokenizer_words(chosen)
     settings = settings_of_import(architecture, config, flags, positions, build(chosen))
 
     def theirs(name: str) -> Tensor:
@@ -59,7 +59,7 @@ def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = AR
 
     weights = {weight.ours: weight for weight in mapping.weights(config)}
 
-    def ours(name: str) -> Tensor:
+    def ours(name: str, state: str) -> Tensor:
         tensor = weights[name].join(*(theirs(part).float() for part in weights[name].theirs))
         if not tensor.isfinite().all():
             raise ValueError(f"{', '.join(weights[name].theirs)} of {args.input} has NaN or Inf")
@@ -70,25 +70,24 @@ def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = AR
             checkpoint, meta = save_imported(folder, architecture, config, settings, ours)
         with progress("comparing logits"):
             model = architecture.build_empty(config)
-            ours_read, theirs_read = parameter_reader(checkpoint, meta), in_memory(mapping, config, theirs)
+            ours_read, theirs_read = parameter_reader(checkpoint, meta), files.in_memory(mapping, config, theirs)
             difference = compare(model, ours_read, hf_config, theirs_read, positions)
     is_ours = architecture in ARCHITECTURES
     trainer = f"megatron-zpp pretrain-{architecture.name}" if is_ours else architecture.script
     return (
         f"{args.save}: {architecture.name} with {architecture.num_parameters(config):,} parameters from {args.input}; "
         f"its logits differ from transformers' by {difference:.1e} at most. Train from it with\n"
-        f"    {trainer} --load {shlex.quote(str(args.save))} --finetune {shlex.join(flags)}\n"
-        "and the flags of the run: sequence length, batches, data, learning rate, --save"
+        f"    {trainer} --load {shlex.quote(str(args.save))} --finetune {shlex.join(flags)}\n{NEXT}"
     )
 
 
-def model_types(architectures: Sequence[Architecture]) -> list[str]:
-    """What transformers calls them in config.json."""
-    return list(dict.fromkeys(mapping.model_type for each in architectures for mapping in each.huggingface))
+def tokenizer_words(tokenizer: Mapping[str, Any]) -> list[str]:
+    """Return the words of the flags that choose a tokenizer. tokenizer: their values by field name."""
+    return [word for name, value in tokenizer.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def match_names(stored: files.WeightFiles, shapes: Mapping[str, torch.Size], tied: bool) -> dict[str, str]:
-    """{a tensor of transformers' model: its name in the files}. Raises ValueError unless they hold exactly that model.
+    """Return {name in transformers' model: name in the files}. Raises ValueError unless they hold exactly that model.
 
     Files that were saved without the output layer lack the first part of the names, "transformer." or "model.".
     """
@@ -100,11 +99,10 @@ def match_names(stored: files.WeightFiles, shapes: Mapping[str, torch.Size], tie
         if found != shape:
             there = "is missing" if found is None else f"is {list(found)}, where config.json says {list(shape)}"
             raise ValueError(f"the weights in {stored.folder} do not fit its config.json: {name} {there}")
-        if stored.dtypes[name_of[name]] not in ("F32", "BF16", "F16"):
-            raise ValueError(
-                f"{name} in {stored.folder} is {stored.dtypes[name_of[name]]}; F32, BF16 or F16 can be read"
-            )
-    left_over = {name for name in stored.shapes.keys() - set(name_of.values()) if not NO_WEIGHTS.search(name)}
+        dtype = stored.dtypes[name_of[name]]
+        if dtype not in ("F32", "BF16", "F16"):
+            raise ValueError(f"{name} in {stored.folder} is {dtype}; F32, BF16 or F16 can be read")
+    left_over = {name for name in stored.shapes.keys() - set(name_of.values()) if not CONSTANTS.search(name)}
     if tied and "lm_head.weight" in left_over:
         embeddings = next(iter(shapes))
         if not stored.read("lm_head.weight").equal(stored.read(name_of[embeddings])):
@@ -114,38 +112,42 @@ def match_names(stored: files.WeightFiles, shapes: Mapping[str, torch.Size], tie
             )
         left_over.remove("lm_head.weight")
     if left_over:
+        names = f"{', '.join(sorted(left_over)[:3])}{' and more' if len(left_over) > 3 else ''}"
         raise ValueError(
-            f"the weights in {stored.folder} hold what the model of its config.json has no place for: "
-            f"{', '.join(sorted(left_over)[:3])}{' and more' if len(left_over) > 3 else ''}"
+            f"the weights in {stored.folder} hold what the model of its config.json has no place for: {names}"
         )
     return name_of
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Make a checkpoint out of a model of Hugging Face transformers, of model_type "
-        f"{' or '.join(model_types(ARCHITECTURES))}.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--input", type=Path, required=True, metavar="DIR", help="folder with config.json and weights")
+def import_parser(description: str, tokenizer: str) -> argparse.ArgumentParser:
+    """Build a parser with the flags of every import. tokenizer: title of the tokenizer's flags."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     parser.add_argument("--save", type=Path, required=True, metavar="DIR", help="folder of the checkpoint; must be new")
-    parser.add_argument("--architecture", metavar="MODULE:NAME", help="what the model may be, beside ours")
-    add_tokenizer_flags(parser, "tokenizer, if it is not in the folder")
+    add_tokenizer_flags(parser, tokenizer)
+    return parser
+
+
+def parse_import(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if given_tokenizer(args) and args.tokenizer_type is None:
         parser.error("which kind is the tokenizer? give --tokenizer-type too")
     return args
 
 
-def known_architectures(args: argparse.Namespace) -> tuple[Architecture, ...]:
-    given = given_architecture(args)
-    return ARCHITECTURES if given is None else (*ARCHITECTURES, given)
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    kinds = " or ".join(files.model_types(ARCHITECTURES))
+    description = f"Make a checkpoint out of a model of Hugging Face transformers, of model_type {kinds}."
+    parser = import_parser(description, "tokenizer, if it is not in the folder")
+    parser.add_argument("--input", type=Path, required=True, metavar="DIR", help="folder with config.json and weights")
+    parser.add_argument("--architecture", metavar="MODULE:NAME", help="another one that the model may have")
+    return parse_import(parser, argv)
 
 
 def main() -> int:
     args = parse_arguments()
-    return report_errors(lambda: print(import_(args, known_architectures(args))))
 
+    def run() -> None:
+        given = given_architecture(args)
+        print(import_(args, ARCHITECTURES if given is None else (*ARCHITECTURES, given)))
 
-if __name__ == "__main__":
-    sys.exit(main())
+    return report_errors(run)

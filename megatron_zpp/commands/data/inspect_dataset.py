@@ -1,16 +1,16 @@
-"""What is in a dataset, and in which order a run reads it.
+"""Shows what is in a dataset, and in which order a run reads it.
 
     python tools/inspect_dataset.py data/corpus_text_document --tokenizer-type SentencePieceTokenizer \\
         --tokenizer-model tokenizer.model
 
-prints the number of documents and tokens, how long documents are, and the beginnings of some of them.
+prints the number of documents and tokens, the lengths of documents, and the beginnings of some of them.
 
     python tools/inspect_dataset.py --digest --data-path 0.3 data/a 0.7 data/b --split 90,8,2 --seed 1234 \\
         --seq-length 128 --num-samples 400,20,3
 
-prints, as JSON, digests of the indices and of the first samples that a run with these flags reads: equal ones mean the
-same samples in the same order, here and in Megatron-LM. ``gpt`` holds the splits of one dataset, ``blend_SPLIT`` those
-of a blend, with one of ``parts`` for each of its datasets.
+prints, as JSON, digests of the indices and of the first samples that a run with these flags reads: equal digests mean
+the same samples in the same order, here and in Megatron-LM. ``gpt`` holds the splits of one dataset, ``blend_SPLIT``
+those of a blend, with one of ``parts`` for each of its datasets.
 """
 
 from __future__ import annotations
@@ -26,24 +26,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_zpp.commands.common import report_errors
+from megatron_zpp.commands.common import add_number, add_tokenizer_flags, given_tokenizer, report_errors
 from megatron_zpp.data.blended_dataset import SURPLUS, BlendedDataset
-from megatron_zpp.data.build import Datasets, NumSamples, build_datasets
+from megatron_zpp.data.build import NumSamples, build_datasets
 from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.loader import make_batch, stack_samples
 from megatron_zpp.data.text.sources import SPLIT_NAMES
-from megatron_zpp.data.text.tokenizers import TOKENIZER_TYPES, Tokenizer, TokenizerFlags, build_tokenizer
+from megatron_zpp.data.text.tokenizers import Tokenizer, build_tokenizer
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.settings.flags import number
 
+PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")  # each takes several prefixes
+FILES = {"data_args_path": "what --data-path takes", "per_split_data_args_path": "JSON of keys train, valid, test"}
 FIRST_SAMPLES = 3
 BAR_WIDTH = 40
 SHOWN_TOKENS = 64
 
 
 def describe(indexed: IndexedDataset, tokenizer: Tokenizer | None, num_shown: int) -> str:
-    """What is in a dataset, for people."""
+    """Format what is in a dataset."""
     begins = np.concatenate([[0], np.cumsum(indexed.sequence_lengths, dtype=np.int64)])[indexed.document_indices]
     lengths = np.diff(begins)  # tokens of each document
     size = indexed.token_path.stat().st_size
@@ -69,7 +71,7 @@ def describe(indexed: IndexedDataset, tokenizer: Tokenizer | None, num_shown: in
 
 
 def histogram(lengths: NDArray[np.int64]) -> list[str]:
-    """A bar for each power of two that documents have tokens up to."""
+    """Draw a bar for each power of two of tokens per document."""
     classes = np.bincount(np.ceil(np.log2(lengths + 1)).astype(np.int64))  # 0: empty, k: 2^(k-1) to 2^k - 1 tokens
     lines = []
     for k, count in enumerate(classes.tolist()):
@@ -80,63 +82,45 @@ def histogram(lengths: NDArray[np.int64]) -> list[str]:
 
 
 def digests(args: argparse.Namespace) -> dict[str, Any]:
-    """The digests of every split that has a share in the data and samples asked of it."""
+    """Return the digests of every split that has data and samples to read."""
     options = SampleOptions(seq_length=args.seq_length, seed=args.seed, stable_order=args.data_order_stable)
     with tempfile.TemporaryDirectory() as folder:
         datasets = build_datasets(
             options,
-            data_path=args.data_path,
-            data_args_path=args.data_args_path,
-            train_data_path=args.train_data_path,
-            valid_data_path=args.valid_data_path,
-            test_data_path=args.test_data_path,
-            per_split_data_args_path=args.per_split_data_args_path,
-            split=args.split,
-            num_samples=args.num_samples,
+            **{name: getattr(args, name) for name in (*PATHS, *FILES, "split", "num_samples")},
             cache_path=args.data_cache_path or folder,
             surplus=args.mid_level_dataset_surplus,
             progress=partial(progress, line_every=10.0),
         )
-        found: dict[str, Any] = {"seed": args.seed, "seq_len": args.seq_length, "datasets": files(datasets)}
+        files: dict[str, Any] = {}
+        found: dict[str, Any] = {"seed": args.seed, "seq_len": args.seq_length, "datasets": files}
         for name, dataset in zip(SPLIT_NAMES, datasets, strict=True):
             if isinstance(dataset, BlendedDataset):
-                found[f"blend_{name}"] = digest_blend(dataset)
+                found[f"blend_{name}"], parts = digest_dataset(dataset), dataset.datasets
             elif isinstance(dataset, GPTDataset):
-                found.setdefault("gpt", {})[name] = digest_dataset(dataset)
+                found.setdefault("gpt", {})[name], parts = digest_dataset(dataset), [dataset]
+            else:
+                continue
+            for part in parts:
+                files[part.indexed.prefix] = {
+                    "documents": part.indexed.num_documents,
+                    "tokens": part.indexed.num_tokens,
+                    "idx_sha256": part.indexed.fingerprint["idx_sha256"],
+                }
         return found
 
 
-def files(datasets: Datasets) -> dict[str, Any]:
-    parts = [part for split in datasets if split is not None for part in getattr(split, "datasets", [split])]
-    return {
-        indexed.prefix: {
-            "documents": indexed.num_documents,
-            "tokens": indexed.num_tokens,
-            "idx_sha256": indexed.fingerprint["idx_sha256"],
-        }
-        for indexed in (part.indexed for part in parts)
-    }
-
-
-def digest_dataset(dataset: GPTDataset) -> dict[str, Any]:
-    indices = {name: digest_array(getattr(dataset, name)) for name in ("document_index", "sample_index")}
-    shuffle_index = digest_array(dataset.shuffle_index)
-    return {"length": len(dataset), **indices, "shuffle_index": shuffle_index, **digest_samples(dataset)}
-
-
-def digest_blend(blend: BlendedDataset) -> dict[str, Any]:
-    return {
-        "length": len(blend),
-        "dataset_index": digest_array(blend.dataset_index),
-        "dataset_sample_index": digest_array(blend.dataset_sample_index),
-        "first_12_datasets": blend.dataset_index[:12].tolist(),
-        **digest_samples(blend),
-        "parts": [digest_dataset(part) for part in blend.datasets],
-    }
+def digest_dataset(dataset: GPTDataset | BlendedDataset) -> dict[str, Any]:
+    names = [name for name in vars(dataset) if name.endswith("_index")]
+    found: dict[str, Any] = {"length": len(dataset)} | {name: digest_array(getattr(dataset, name)) for name in names}
+    if isinstance(dataset, BlendedDataset):
+        found["first_12_datasets"] = dataset.dataset_index[:12].tolist()
+        found["parts"] = [digest_dataset(part) for part in dataset.datasets]
+    return found | digest_samples(dataset)
 
 
 def digest_samples(dataset: GPTDataset | BlendedDataset) -> dict[str, Any]:
-    """Of the first samples: all ids int64 [n, L + 1], the first 8 of each, and how many labels count for the loss."""
+    """Digest the first samples: all ids int64 [n, L + 1], the first 8 of each, and the labels that have a loss."""
     first = [dataset[i] for i in range(min(FIRST_SAMPLES, len(dataset)))]
     ids = stack_samples(first, dataset.options.seq_length + 1)
     return {
@@ -152,7 +136,7 @@ def digest_array(array: NDArray) -> dict[str, Any]:
 
 
 def num_samples(text: str) -> NumSamples:
-    """Samples of train, valid and test: ``400,20,3``; a split left out has none, ``all`` means one epoch."""
+    """Read the samples of train, valid and test: ``400,20,3``; ``all`` means one epoch, a missing split has none."""
     read = number(int, at_least=0)
     counts = [None if part.strip() == "all" else read(part) for part in text.split(",")]
     if len(counts) > 3:
@@ -163,66 +147,37 @@ def num_samples(text: str) -> NumSamples:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Look into a dataset.", allow_abbrev=False)
-    parser.add_argument(
-        "prefix", nargs="?", metavar="PREFIX", help="dataset to describe: its path without .bin or .idx"
-    )
-    parser.add_argument(
-        "--show",
-        type=number(int, at_least=0),
-        default=3,
-        metavar="N",
-        help="documents to print the beginning of; default 3",
-    )
-    group = parser.add_argument_group("tokenizer, to print text instead of ids")
-    for name in TokenizerFlags.__annotations__:
-        group.add_argument(
-            "--" + name.replace("_", "-"),
-            type=number(int, at_least=1) if name == "vocab_size" else str,
-            choices=TOKENIZER_TYPES if name == "tokenizer_type" else None,
-            help="as in training",
-        )
+    parser.add_argument("prefix", nargs="?", metavar="PREFIX", help="dataset to describe: path without .bin or .idx")
+    add_number(parser, "--show", 3, "documents to print the beginning of", at_least=0)
+    add_tokenizer_flags(parser, "tokenizer, to print text instead of ids")
     group = parser.add_argument_group("--digest, instead of a PREFIX; flags as in training")
-    group.add_argument("--digest", action="store_true", help="digests of the order in which a run reads its data")
-    for flag in ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path"):
-        group.add_argument(flag, nargs="+", metavar="PREFIX", help="prefixes, or weight prefix pairs")
-    group.add_argument("--data-args-path", metavar="FILE", help="file of what --data-path takes")
-    group.add_argument("--per-split-data-args-path", metavar="FILE", help="JSON file: keys train, valid, test")
-    group.add_argument("--split", metavar="A,B,C", help="shares of train, valid, test; default 969, 30, 1")
-    group.add_argument(
-        "--seed", type=number(int, at_least=0, at_most=2**32 - 1), default=1234, metavar="N", help="default 1234"
-    )
-    group.add_argument("--seq-length", type=number(int, at_least=1), metavar="N", help="tokens per sample")
-    group.add_argument(
-        "--num-samples",
-        type=num_samples,
-        default=(None, None, None),
-        metavar="A,B,C",
-        help="samples asked of train, valid, test; all = one epoch of each dataset, the default",
-    )
-    group.add_argument("--data-order-stable", action="store_true", help="the order of that flag")
-    group.add_argument(
-        "--mid-level-dataset-surplus",
-        type=number(float, at_least=0, at_most=1),
-        default=SURPLUS,
-        metavar="X",
-        help="default 0.005",
-    )
-    group.add_argument("--data-cache-path", metavar="DIR", help="keep the indices here; default nowhere")
+    add = group.add_argument
+    add("--digest", action="store_true", help="digests of the order in which a run reads its data")
+    for name in PATHS:
+        add(f"--{name.replace('_', '-')}", nargs="+", metavar="PREFIX", help="prefixes, or weight prefix pairs")
+    for name, text in FILES.items():
+        add(f"--{name.replace('_', '-')}", metavar="FILE", help=text)
+    add("--split", metavar="A,B,C", help="shares of train, valid, test; default 969, 30, 1")
+    add_number(group, "--seed", 1234, "seed of the order", at_least=0, at_most=2**32 - 1)
+    add("--seq-length", type=number(int, at_least=1), metavar="N", help="tokens per sample")
+    epochs = "samples of train, valid, test; all = one epoch of each dataset, the default"
+    add("--num-samples", type=num_samples, default=(None, None, None), metavar="A,B,C", help=epochs)
+    add("--data-order-stable", action="store_true", help="the order of that flag")
+    add_number(group, "--mid-level-dataset-surplus", SURPLUS, "as in training", at_least=0, at_most=1)
+    add("--data-cache-path", metavar="DIR", help="keep the indices here; default nowhere")
     args = parser.parse_args(argv)
     if args.digest == (args.prefix is not None):
         parser.error("give a PREFIX to describe, or --digest with --data-path")
     if args.digest and args.seq_length is None:
-        parser.error("--digest needs --seq-length")
+        parser.error("--digest requires --seq-length")
     return args
 
 
 def run(args: argparse.Namespace) -> str:
-    """What to print. Raises ValueError, OSError or ImportError on a user's mistake."""
+    """Return what to print. Raises ValueError, OSError or ImportError on a user's mistake."""
     if args.digest:
         return json.dumps(digests(args), indent=1)
-    tokenizer = None
-    if args.tokenizer_type is not None:
-        tokenizer = build_tokenizer(**{name: getattr(args, name) for name in TokenizerFlags.__annotations__})
+    tokenizer = None if args.tokenizer_type is None else build_tokenizer(**given_tokenizer(args))
     return describe(IndexedDataset(args.prefix), tokenizer, args.show)
 
 

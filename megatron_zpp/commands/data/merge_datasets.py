@@ -2,8 +2,8 @@
 
     python tools/merge_datasets.py --input data/parts --output-prefix data/all
 
-writes ``data/all.bin`` and ``.idx`` with the documents of all ``data/parts/*.bin`` and ``.idx``, in the order of their
-names; or of the datasets that are named, in the order in which they are. Nothing but a piece of a file is in memory.
+writes ``data/all.bin`` and ``.idx`` with the documents of all ``data/parts/*.bin`` and ``.idx``, sorted by name; or of
+the datasets that are named, in their order. Only a piece of a file is in memory.
 """
 
 from __future__ import annotations
@@ -25,29 +25,28 @@ MAX_DOCUMENTS = 1 << 16
 
 
 def find_prefixes(inputs: list[str], output_prefix: str) -> list[str]:
-    """Prefixes of the datasets named, and of those in the folders named, without the one that is to be written."""
+    """Return the prefixes that are named, and those in the folders that are named."""
     prefixes = []
     for name in inputs:
+        found = [name]
         if Path(name).is_dir():
             found = sorted(str(path.with_suffix("")) for path in Path(name).glob("*.idx"))
             if not found:
                 raise FileNotFoundError(f"--input {name} holds no .idx file")
-            prefixes += found
-        else:
-            prefixes.append(name)
+        prefixes += found
     if Path(output_prefix).resolve() in [Path(prefix).resolve() for prefix in prefixes]:
         raise ValueError(f"--output-prefix {output_prefix} is one of the datasets to merge")
     return prefixes
 
 
 def merge(prefixes: list[str], output_prefix: str) -> tuple[int, int]:
-    """Documents and tokens of the merged dataset. ValueError for datasets that don't fit together."""
+    """Return the documents and tokens of the merged dataset. Raises ValueError if datasets don't fit together."""
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     for dataset in datasets:
         if dataset.dtype != datasets[0].dtype:
             raise ValueError(
                 f"{datasets[0].prefix} holds {datasets[0].dtype}, {dataset.prefix} {dataset.dtype}: "
-                "they are of different tokenizers; preprocess their text again with one"
+                "they are from different tokenizers; preprocess their text again with one"
             )
         plain_bytes = HEADER.size + 12 * len(dataset) + 8 * len(dataset.document_indices)
         if dataset.index_path.stat().st_size != plain_bytes:
@@ -65,7 +64,7 @@ def merge(prefixes: list[str], output_prefix: str) -> tuple[int, int]:
 
 
 def copy(dataset: IndexedDataset, writer: IndexedDatasetWriter) -> Iterator[int]:
-    """Adds all documents; yields the bytes of each step."""
+    """Add all documents; yield the bytes of each step."""
     ends, itemsize = dataset.document_indices, dataset.dtype.itemsize
     first = 0  # document
     with open(dataset.token_path, "rb") as tokens:
@@ -83,18 +82,18 @@ def copy(dataset: IndexedDataset, writer: IndexedDatasetWriter) -> Iterator[int]
             first = last
 
 
+def run(args: argparse.Namespace) -> None:
+    prefixes = find_prefixes(args.input, args.output_prefix)
+    documents, tokens = merge(prefixes, args.output_prefix)
+    print(f"{args.output_prefix}: {documents:,} documents, {tokens:,} tokens of {len(prefixes)} datasets")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Join datasets of one tokenizer into one.", allow_abbrev=False)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="folders of datasets, or prefixes")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the output, without suffix")
     args = parser.parse_args()
-    return report_errors(lambda: run(args.input, args.output_prefix), (ValueError, OSError))
-
-
-def run(inputs: list[str], output_prefix: str) -> None:
-    prefixes = find_prefixes(inputs, output_prefix)
-    documents, tokens = merge(prefixes, output_prefix)
-    print(f"{output_prefix}: {documents:,} documents, {tokens:,} tokens of {len(prefixes)} datasets")
+    return report_errors(lambda: run(args), (ValueError, OSError))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output tokenizer.model
 
-The model is BPE with a fallback to bytes that keeps every blank and line break, so texts and source code come back as
-they were. Use it with ``--tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model``; documents end with
+The model is BPE with a fallback to bytes that keeps every blank and line break, so texts and source code are restored
+exactly. Use it with ``--tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model``; documents end with
 its ``</s>``.
 """
 
@@ -18,62 +18,38 @@ from pathlib import Path
 import sentencepiece
 from rich.console import Console
 
-from megatron_zpp.commands.common import report_errors
-from megatron_zpp.data.text.corpus import FORMATS, CorpusFile, Reading, find_files, read_blocks, records, texts_of
+from megatron_zpp.commands.common import add_number, report_errors
+from megatron_zpp.data.text.corpus import FORMATS, CorpusFile, Reading, extract_texts, find_files, read_blocks, records
 from megatron_zpp.settings.flags import number
 
-CHUNK = 2000  # characters that the trainer sees as one sentence: it cuts at line breaks only if we do
+CHUNK = 2000  # characters that the trainer sees as one sentence: it would not split at line breaks
 
 
-def train(
-    inputs: list[str],
-    input_format: str | None,
-    reading: Reading,
-    vocab_size: int,
-    model_type: str,
-    output: Path,
-    max_megabytes: float,
-) -> int:
-    """Trains on at most ``max_megabytes`` of the input, spread evenly over it, and returns the vocabulary size.
-
-    Raises ValueError for bad input, or if the text does not support that many pieces.
-    """
-    if vocab_size < 300:
-        raise ValueError(f"--vocab-size {vocab_size} leaves no room beside the 256 bytes; give at least 300")
-    chunks = [
-        text[start : start + CHUNK]
-        for text in sample(find_files(inputs, input_format), reading, max_megabytes * 1e6)
-        for start in range(0, len(text), CHUNK)
-    ]
+def train(texts: list[str], vocab_size: int, model_type: str) -> bytes:
+    """Return a model trained on ``texts``. Raises RuntimeError if they do not support that many pieces."""
+    chunks = [text[start : start + CHUNK] for text in texts for start in range(0, len(text), CHUNK)]
     model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(chunks),
-            model_writer=model,
-            model_type=model_type,
-            vocab_size=vocab_size,
-            byte_fallback=True,  # no text is unknown
-            character_coverage=0.9999,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            add_dummy_prefix=False,
-            allow_whitespace_only_pieces=True,  # indentation is one token
-            split_digits=True,
-            max_sentence_length=16 * CHUNK,  # in bytes; longer ones would be left out
-            num_threads=os.cpu_count() or 1,
-            minloglevel=2,
-        )
-    except RuntimeError as error:
-        raise ValueError(f"can't train {vocab_size} pieces on {', '.join(inputs)}: {error}") from error
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(output.name + ".partial")
-    partial.write_bytes(model.getvalue())
-    partial.replace(output)
-    return sentencepiece.SentencePieceProcessor(model_file=str(output)).get_piece_size()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(chunks),
+        model_writer=model,
+        model_type=model_type,
+        vocab_size=vocab_size,
+        byte_fallback=True,  # no text is unknown
+        character_coverage=0.9999,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        allow_whitespace_only_pieces=True,  # indentation is one token
+        split_digits=True,
+        max_sentence_length=16 * CHUNK,  # in bytes; longer ones would be left out
+        num_threads=os.cpu_count() or 1,
+        minloglevel=2,
+    )
+    return model.getvalue()
 
 
 def sample(files: list[CorpusFile], reading: Reading, max_bytes: float) -> list[str]:
-    """The texts of every n-th record, n the smallest power of 2 for which they fit; without those that are too long."""
+    """Return the texts of every n-th record, n the smallest power of 2 for which they fit, without those too long."""
     kept: list[list[str]] = []
     size = number = 0
     stride = 1
@@ -81,7 +57,7 @@ def sample(files: list[CorpusFile], reading: Reading, max_bytes: float) -> list[
         for place, record in records(block):
             if number % stride == 0:
                 try:
-                    texts = texts_of(record, block.format, reading)[reading.keys[0]]
+                    texts = extract_texts(record, block.format, reading)[reading.keys[0]]
                 except ValueError as error:
                     raise ValueError(f"{place}: {error}") from None
                 kept.append(texts)
@@ -97,37 +73,37 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a SentencePiece tokenizer.", allow_abbrev=False)
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help="files, or folders of files")
-    add("--input-format", choices=FORMATS, help="of all files; default: by suffix, JSON lines where that says nothing")
+    add("--input-format", choices=FORMATS, help="of all files; default: by suffix, else JSON lines")
     add("--json-key", default="text", metavar="KEY", help="key or column of the text; default text")
     add("--text-documents", choices=("file", "line"), default="file", help="documents of text files; default file")
+    # Beside the 256 bytes there must be room for other pieces.
     add("--vocab-size", type=number(int, at_least=300), required=True, metavar="N", help="number of pieces")
     add("--model-type", choices=("bpe", "unigram"), default="bpe", help="default bpe")
     add("--output", type=Path, required=True, metavar="FILE", help="the model to write")
-    add(
-        "--max-megabytes", type=number(float, above=0), default=100.0, metavar="N", help="text to train on; default 100"
-    )
+    add_number(parser, "--max-megabytes", 100.0, "text to train on, spread evenly over the input", above=0)
     return parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train and write the model. Raises ValueError, OSError or ImportError on a user's mistake."""
+    reading = Reading((args.json_key,), args.text_documents)
+    with Console(stderr=True).status("training a tokenizer"):  # drawn on a terminal only
+        texts = sample(find_files(args.input, args.input_format), reading, args.max_megabytes * 1e6)
+        try:
+            model = train(texts, args.vocab_size, args.model_type)
+        except RuntimeError as error:
+            raise ValueError(f"can't train {args.vocab_size} pieces on {', '.join(args.input)}: {error}") from error
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    partial = args.output.with_name(args.output.name + ".partial")
+    partial.write_bytes(model)
+    partial.replace(args.output)
+    size = sentencepiece.SentencePieceProcessor(model_file=str(args.output)).get_piece_size()
+    print(f"{args.output}: {size:,} pieces")
 
 
 def main() -> int:
     args = parse_arguments()
     return report_errors(lambda: run(args))
-
-
-def run(args: argparse.Namespace) -> None:
-    reading = Reading((args.json_key,), args.text_documents)
-    arguments = (
-        args.input,
-        args.input_format,
-        reading,
-        args.vocab_size,
-        args.model_type,
-        args.output,
-        args.max_megabytes,
-    )
-    with Console(stderr=True).status("training a tokenizer"):  # drawn on a terminal only
-        size = train(*arguments)
-    print(f"{args.output}: {size:,} pieces")
 
 
 if __name__ == "__main__":

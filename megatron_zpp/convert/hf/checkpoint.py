@@ -1,19 +1,18 @@
-"""Parameters of our checkpoints, one at a time, and the flags that train on from an imported one."""
+"""Read parameters of our checkpoints one at a time, and save imported ones."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from megatron_zpp.arguments.parse import parse_settings
-from megatron_zpp.checkpoint import CheckpointError, read_meta, save_parameters
-from megatron_zpp.checkpoint.index import read_index
+from megatron_zpp.checkpoint import CheckpointError, read_meta, save_tensors
 from megatron_zpp.checkpoint.meta import Counters
-from megatron_zpp.checkpoint.storage import read_tensor
+from megatron_zpp.checkpoint.storage import read_index, read_tensor
 from megatron_zpp.data.text.tokenizers import Tokenizer
 from megatron_zpp.families import Architecture
 from megatron_zpp.models.transformer import TransformerConfig
@@ -22,14 +21,14 @@ from megatron_zpp.settings.groups import Settings
 
 
 def parameter_reader(checkpoint: Path, meta: Mapping[str, Any]) -> Callable[[str], Tensor]:
-    """Return a function that reads one whole parameter by its name, or raises CheckpointError."""
-    metadata, places = read_index(checkpoint, meta)
+    """Return a function that reads one whole parameter by name, or raises CheckpointError."""
+    metadata = read_index(checkpoint, meta)
 
     def read(name: str) -> Tensor:
         if f"model.{name}" not in metadata.state_dict_metadata:
             raise CheckpointError(f"{checkpoint} is damaged: it lacks the parameter {name}")
         try:
-            return read_tensor(checkpoint, metadata, places, f"model.{name}")
+            return read_tensor(checkpoint, metadata, f"model.{name}")
         except (OSError, CheckpointError) as error:
             raise CheckpointError(f"{checkpoint} is damaged: {name} cannot be read ({error})") from error
 
@@ -39,10 +38,7 @@ def parameter_reader(checkpoint: Path, meta: Mapping[str, Any]) -> Callable[[str
 def settings_of_import(
     architecture: Architecture, config: TransformerConfig, flags: list[str], positions: int, tokenizer: Tokenizer
 ) -> Settings:
-    """Build the settings that an imported checkpoint keeps, from the flags of its model and tokenizer.
-
-    Raises ValueError for what cannot be trained.
-    """
+    """Build the settings that an imported checkpoint keeps. flags: of its model and tokenizer. Raises ValueError."""
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} ids, but the model only {config.vocab_size}: give the "
@@ -61,13 +57,14 @@ def save_imported(
     architecture: Architecture,
     config: TransformerConfig,
     settings: Settings,
-    tensor_of: Callable[[str], Tensor],
+    read: Callable[[str, str], Tensor],
     counters: Counters | None = None,
-    adam_of: Callable[[str, str], Tensor] | None = None,
+    states: Collection[str] = (),
 ) -> tuple[Path, dict[str, Any]]:
-    """Save a checkpoint of imported parameters; returns its folder and its ``read_meta``.
+    """Save a checkpoint of imported parameters; return its folder and its ``read_meta``.
 
-    counters: how far their run was; default not begun. adam_of: of ``save_parameters``.
+    read: returns a parameter by name and "", or its optimizer state by name and one of ``states``. counters: default
+    those of a new run.
     """
     counters = counters or Counters()
     imported = {"architecture": settings.architecture, "seq_length": settings.training.seq_length}
@@ -78,7 +75,12 @@ def save_imported(
         "schedule": None,
         "loss_scaler": LossScaler(settings.precision).state_dict(),
     }
-    model = architecture.build_empty(config)
-    parts = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
-    checkpoint = save_parameters(str(folder), parts, tensor_of, meta, counters.iteration, adam_of)
+    shapes: dict[str, tuple[int, ...]] = {}
+    sources = {}
+    for name, parameter in architecture.build_empty(config).named_parameters():
+        for state in ("", *states):
+            key = f"optimizer.{name}.{state}" if state else f"model.{name}"
+            shapes[key] = () if state == "step" else tuple(parameter.shape)
+            sources[key] = name, state
+    checkpoint = save_tensors(str(folder), shapes, lambda key: read(*sources[key]), meta, counters.iteration)
     return checkpoint, read_meta(checkpoint)

@@ -1,4 +1,4 @@
-"""The logits of a model that is never whole in memory: weights are read when they are needed, and dropped after."""
+"""Compare our logits with transformers', reading weights when they are needed so that no model is whole in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from megatron_zpp.models.transformer import Transformer
 
-TOLERANCE = 1e-4  # of logits in fp32, relative to the largest where that is above 1
+TOLERANCE = 1e-4  # for fp32 logits, relative to the largest if that is above 1
 
 
 def compare(
@@ -21,11 +21,10 @@ def compare(
     theirs: Callable[[str], Tensor],
     positions: int,
 ) -> float:
-    """The largest difference between our logits and transformers', in fp32 and on random tokens.
+    """Return the largest difference between our logits and transformers', in fp32 on random tokens.
 
-    model: ours, on the meta device. ours, theirs: read a parameter by its name in that model. positions: the longest
-    sequence that both can take.
-    Raises ValueError where it is more than rounding.
+    model: ours, on the meta device. ours, theirs: read a parameter of that model by name. positions: the longest
+    sequence for both. Raises ValueError if the difference is more than rounding.
     """
     tokens = torch.randint(model.config.vocab_size, (2, min(64, positions)), generator=torch.Generator().manual_seed(0))
     a = streamed_logits(model.eval(), ours, tokens)
@@ -40,7 +39,7 @@ def compare(
 
 
 def transformers_model(config: dict[str, Any]) -> nn.Module:
-    """What transformers builds from a config.json, on the meta device and in fp32."""
+    """Build transformers' model of a config.json, on the meta device and in fp32."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     hf_config = AutoConfig.for_model(**config)
@@ -48,16 +47,16 @@ def transformers_model(config: dict[str, Any]) -> nn.Module:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config).float().eval()
     rotary = getattr(model.base_model, "rotary_emb", None)
-    if rotary is not None:  # its frequencies are no weights, so nothing would fill them in
+    if rotary is not None:  # its frequencies are not weights, so nothing would fill them in
         model.base_model.rotary_emb = type(rotary)(hf_config)
     return model
 
 
 @torch.no_grad()
 def streamed_logits(model: nn.Module, read: Callable[[str], Tensor], tokens: Tensor) -> Tensor:
-    """Logits [B, S, V], fp32, of a model on the meta device. ``read`` gives a parameter by its name in the model.
+    """Compute fp32 logits [B, S, V] of a model on the meta device. read: returns a parameter by name.
 
-    At a time one transformer block has its weights, beside what is not in the blocks: embeddings, norm, output.
+    Only one transformer block has its weights at a time, besides embeddings, norm and output.
     """
     prefix, blocks = next((name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
     for index, block in enumerate(blocks):

@@ -1,10 +1,11 @@
-"""A model's folder as transformers lays it out: config.json, and safetensors files with an index if they are several.
+"""Read and write a model's folder as transformers does: config.json, and safetensors files.
 
-Tensors are read one at a time, and written a file at a time.
+Reads one tensor at a time, and writes one file at a time.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_zpp.checkpoint.meta import check_config
+from megatron_zpp.families import Architecture, HuggingFaceMapping
 from megatron_zpp.files import read_bounded
+from megatron_zpp.models.transformer import TransformerConfig
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
 def require_packages() -> None:
-    """Raises ImportError with what to install, if something of the extra ``hf`` is missing.
-
-    Keeps transformers' notes to itself: what matters about a configuration is checked here.
-    """
+    """Raise ImportError with what to install if transformers is missing. Silences its notes."""
     try:
         import transformers
     except ImportError as error:
@@ -37,11 +38,8 @@ def require_packages() -> None:
 
 @contextmanager
 def new_folder(path: Path, flag: str) -> Iterator[Path]:
-    """A folder to fill, which becomes ``path`` when all went well and is removed else.
-
-    Raises ValueError where ``path`` is in use. flag: what the user gave it by.
-    """
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+    """Yield a folder that becomes ``path`` on success. flag: the option for ``path``. Raises ValueError if in use."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{flag} {path} exists already: give a new folder, or remove that one")
     partial = path.with_name(path.name + ".incomplete")
     shutil.rmtree(partial, ignore_errors=True)
@@ -57,7 +55,7 @@ def new_folder(path: Path, flag: str) -> Iterator[Path]:
 
 
 class WeightFiles:
-    """The safetensors files of a folder. Raises ValueError for what is not there, or damaged."""
+    """The safetensors files of a folder. Raises ValueError if they are missing or damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -84,7 +82,7 @@ class WeightFiles:
             raise ValueError(f"{folder / self._file_of[missing[0]]} lacks {missing[0]}, which {INDEX} has there")
 
     def read(self, name: str) -> Tensor:
-        """One tensor, in the dtype that it is stored in."""
+        """Read one tensor in its stored dtype."""
         from safetensors import safe_open
 
         with safe_open(self.folder / self._file_of[name], framework="pt") as file:
@@ -105,7 +103,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _header(path: Path) -> dict[str, tuple[list[int], str]]:
-    """{name: (shape, dtype)} of the tensors of one file."""
+    """Return {name: (shape, dtype)} of the tensors in one file."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():  # a pipe would wait for its other end
@@ -125,10 +123,7 @@ def write_weights(
     read: Callable[[str], Tensor],
     max_file_size: str,
 ) -> list[str]:
-    """Write every tensor of ``shapes``; returns the names of the files. ``read`` gives the values, one tensor a call.
-
-    max_file_size: of one file, such as "2GB"; that much is in memory at a time.
-    """
+    """Write the tensors of ``shapes``, each file of ``max_file_size`` (such as "2GB") in memory; return file names."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 
@@ -139,35 +134,72 @@ def write_weights(
         save_file(tensors, folder / file, metadata={"format": "pt"})
         del tensors
     if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        write_json(folder / INDEX, index)
+        write_json(folder / INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
     return list(plan.filename_to_tensors)
 
 
+def model_types(architectures: Sequence[Architecture]) -> list[str]:
+    """Return transformers' names of the models that ``architectures`` can express."""
+    return list(dict.fromkeys(mapping.model_type for each in architectures for mapping in each.huggingface))
+
+
 def read_config(folder: Path, model_types: Sequence[str]) -> dict[str, Any]:
-    """config.json with the defaults of its keys filled in, if it is of one of ``model_types``. Raises ValueError."""
+    """Read config.json, with defaults filled in if it is of one of ``model_types``. Raises ValueError."""
     from transformers import AutoConfig
 
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(f"{folder} is no model of transformers: it has no config.json")
+        raise ValueError(f"{folder} is not a model of transformers: it has no config.json")
     written = read_object(path)
     if written.get("model_type") not in model_types:  # others may not even be known to transformers
         return written
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).to_dict()
-    except Exception as error:  # of many kinds: transformers checks values with a library of its own
+    except Exception as error:  # many kinds: transformers checks values with another library
         raise ValueError(f"{path} is damaged: {' '.join(str(error).split())[:300]}") from error
 
 
-def write_config(
-    folder: Path, config: dict[str, Any], tokens: dict[str, Any], generation: dict[str, Any], dtype: str
-) -> None:
-    """config.json, and what generate() reads. tokens: ids of special tokens; {} where there is no tokenizer."""
-    # Without a tokenizer no id is special; the defaults are those of published models.
-    tokens_or_none = {"bos_token_id": None, "eos_token_id": None} | tokens
-    write_json(folder / "config.json", config | tokens_or_none | {"torch_dtype": dtype})
-    write_json(folder / "generation_config.json", generation)
+def from_hf_config(
+    hf: Mapping[str, Any], architectures: Sequence[Architecture]
+) -> tuple[Architecture, TransformerConfig, int]:
+    """Return our architecture, its config with every width filled in, and the number of positions.
+
+    hf: from ``read_config``. Raises ValueError if none of ``architectures`` can express the model; it names each key.
+    """
+    # The last one wins: GPT's flags describe all models, but a Llama's are shorter.
+    kinds = {mapping.model_type: (each, mapping) for each in architectures for mapping in each.huggingface}
+    kind = hf.get("model_type")
+    if kind not in kinds:
+        *others, last = kinds
+        raise ValueError(f"model_type is {kind}; {', '.join(others)} and {last} can be imported")
+    if hf.get("quantization_config") is not None:
+        raise ValueError("the weights are quantized (quantization_config); import the model they were made from")
+    architecture, mapping = kinds[kind]
+    config, positions = mapping.from_config(hf)
+    check_config(dataclasses.asdict(config), type(config))  # before allocating memory
+    return architecture, config, positions
+
+
+def in_memory(
+    mapping: HuggingFaceMapping, config: TransformerConfig, read: Callable[[str], Tensor]
+) -> Callable[[str], Tensor]:
+    """Return a function that reads a parameter of transformers' model. read: reads a tensor of its files."""
+    made = {parameter.name: parameter for parameter in mapping.in_memory(config)}
+
+    def read_parameter(name: str) -> Tensor:
+        return made[name].join(*map(read, made[name].tensors)) if name in made else read(name)
+
+    return read_parameter
+
+
+def their_shapes(architecture: Architecture, config: TransformerConfig) -> dict[str, torch.Size]:
+    """Return {name: shape} of every tensor in the files of transformers' model."""
+    ours = dict(architecture.build_empty(config).named_parameters())
+    return {
+        name: tensor.shape
+        for weight in architecture.huggingface_model(config).weights(config)
+        for name, tensor in zip(weight.theirs, weight.split(ours[weight.ours]), strict=True)
+    }
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -175,11 +207,10 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def generation_settings(settings: Mapping[str, Any], tokens: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The special tokens of config.json, and generation_config.json.
+    """Return the special tokens for config.json, and the content of generation_config.json.
 
-    An imported model's tokenizer lies in the folder that it was imported from, and what generate() read there is kept,
-    lists of end tokens too. settings: the checkpoint's. tokens: ids of our tokenizer, which count where there is no
-    such folder; the end of documents is always one of the end tokens. Raises ValueError for files that are damaged.
+    Keeps what generate() reads beside the tokenizer of an imported model, lists of end tokens too, and adds our end of
+    documents. settings: the checkpoint's. tokens: ids of our tokenizer, used without such files. Raises ValueError.
     """
     path = settings.get("tokenizer_model") or settings.get("vocab_file")
     if not tokens or path is None:
@@ -188,26 +219,22 @@ def generation_settings(settings: Mapping[str, Any], tokens: dict[str, int]) -> 
     config, generation = (read_object(folder / name) for name in ("config.json", "generation_config.json"))
     if not generation:
         return dict(tokens), dict(tokens)
-    end = {"eos_token_id": _ends(generation.get("eos_token_id", config.get("eos_token_id")), tokens["eos_token_id"])}
+    theirs, ours = generation.get("eos_token_id", config.get("eos_token_id")), tokens["eos_token_id"]
+    ends = theirs if isinstance(theirs, list) else [] if theirs is None else [theirs]
+    ends = ends if ours in ends else [ours, *ends]
+    end = {"eos_token_id": ends if isinstance(theirs, list) or len(ends) > 1 else ours}
     kept = {name: config[name] for name in ("bos_token_id", "pad_token_id") if config.get(name) is not None}
     return tokens | kept | end, tokens | generation | end
 
 
-def _ends(theirs: int | list[int] | None, ours: int) -> int | list[int]:
-    every = theirs if isinstance(theirs, list) else [] if theirs is None else [theirs]
-    if ours not in every:
-        every = [ours, *every]
-    return every if isinstance(theirs, list) or len(every) > 1 else ours
-
-
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; {} where there is none."""
+    """Read the JSON object in a file; {} if there is no file. Raises ValueError."""
     if not path.is_file():
         return {}
     try:
         content = json.loads(read_bounded(path))
         if not isinstance(content, dict):
-            raise ValueError("it holds no JSON object")
+            raise ValueError("it does not hold a JSON object")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     return content

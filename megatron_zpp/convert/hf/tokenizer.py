@@ -1,8 +1,7 @@
-"""Our tokenizers as files that transformers' AutoTokenizer reads, and the other way round."""
+"""Write our tokenizers as files that transformers' AutoTokenizer reads, and find tokenizers in its folders."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shutil
@@ -10,19 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.data.text.tokenizers import (
-    TOKENIZER_TYPES,
-    Tokenizer,
-    TokenizerFlags,
-    build_tokenizer,
-    huggingface_path,
-)
+from megatron_zpp.data.text.tokenizers import TOKENIZER_FLAGS, Tokenizer, build_tokenizer, huggingface_path
 from megatron_zpp.files import read_bounded
-from megatron_zpp.settings.flags import number
 
 from .files import write_json
 
-SETTINGS = tuple(TokenizerFlags.__annotations__)
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "tokenizer.model", "vocab.json", "merges.txt"),
@@ -34,35 +25,15 @@ _TEXTS = (
 )
 
 
-def add_tokenizer_flags(parser: argparse.ArgumentParser, title: str) -> None:
-    """The trainer's flags of the same names."""
-    group = parser.add_argument_group(title)
-    group.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, metavar="NAME", help=", ".join(TOKENIZER_TYPES))
-    group.add_argument("--tokenizer-model", metavar="PATH", help="SentencePiece model, or tokenizer.json or its folder")
-    group.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
-    group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
-    group.add_argument("--vocab-size", type=number(int, at_least=1), metavar="N", help="of NullTokenizer")
-    group.add_argument(
-        "--tiktoken-pattern", metavar="NAME", help="how a .tiktoken file that is not published cuts words"
-    )
-    group.add_argument("--tiktoken-num-special-tokens", type=number(int, at_least=3), metavar="N", help="default 1000")
-
-
-def given_tokenizer(args: argparse.Namespace) -> dict[str, Any]:
-    """Those of the flags of ``add_tokenizer_flags`` that were given, by field name."""
-    given = {name: getattr(args, name) for name in SETTINGS}
-    return {name: value for name, value in given.items() if value is not None}
-
-
 def build(settings: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer that settings describe."""
-    return build_tokenizer(**{name: settings.get(name) for name in SETTINGS})  # type: ignore[arg-type]
+    return build_tokenizer(**{name: settings.get(name) for name in TOKENIZER_FLAGS})  # type: ignore[arg-type]
 
 
 def write_tokenizer(settings: dict[str, Any], tokenizer: Tokenizer, folder: Path) -> dict[str, int]:
-    """Write a run's tokenizer, and return the token ids for config.json.
+    """Write a run's tokenizer; return the token ids for config.json.
 
-    settings: ``tokenizer_type`` and the files it names. Raises ValueError for a tokenizer that comes out different.
+    settings: ``tokenizer_type`` and its files. Raises ValueError if transformers would tokenize differently.
     """
     match settings["tokenizer_type"]:
         case "HuggingFaceTokenizer" | "HFTokenizer":
@@ -77,7 +48,7 @@ def write_tokenizer(settings: dict[str, Any], tokenizer: Tokenizer, folder: Path
             _write_sentencepiece(Path(settings["tokenizer_model"]), folder)
         case "ByteTokenizer":
             _write_bytes(tokenizer.eod, folder)
-        case "NullTokenizer":  # has no texts
+        case "NullTokenizer":  # has no text
             return {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
         case kind:
             raise ValueError(f"a {kind} cannot be written for transformers: export the weights alone, --no-tokenizer")
@@ -85,7 +56,7 @@ def write_tokenizer(settings: dict[str, Any], tokenizer: Tokenizer, folder: Path
 
 
 def _check(tokenizer: Tokenizer, kind: str, folder: Path) -> dict[str, int]:
-    """Compare with what transformers makes of the folder: on fixed texts, and on random ones of the tokenizer's own."""
+    """Compare with transformers on fixed texts, and on texts of random ids."""
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -93,7 +64,7 @@ def _check(tokenizer: Tokenizer, kind: str, folder: Path) -> dict[str, int]:
     ids = [[draw.randrange(tokenizer.vocab_size) for _ in range(20)] for _ in range(200)]
     for text in (*_TEXTS, *map(tokenizer.detokenize, ids)):
         if any(token in text for token in theirs.all_special_tokens):
-            continue  # transformers takes its name for the token; ours may take it for text
+            continue  # transformers reads it as the token; ours may read it as text
         expected = tokenizer.tokenize(text)
         got = theirs(text, add_special_tokens=False)["input_ids"]
         if got != expected:
@@ -118,15 +89,12 @@ def _copy_tokenizer(path: Path, eod: int, folder: Path) -> None:
     if path.is_file():
         shutil.copyfile(path, folder / "tokenizer.json")
     file = folder / "tokenizer_config.json"
-    config = json.loads(read_bounded(file)) if file.exists() else {"tokenizer_class": _CLASS}
+    config = json.loads(read_bounded(file)) if file.exists() else {"tokenizer_class": "PreTrainedTokenizerFast"}
     if config.get("eos_token") is None:
         import tokenizers
 
         config["eos_token"] = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).id_to_token(eod)
         write_json(file, config)
-
-
-_CLASS = "PreTrainedTokenizerFast"
 
 
 def _write_bytes(eod: int, folder: Path) -> None:
@@ -139,16 +107,17 @@ def _write_bytes(eod: int, folder: Path) -> None:
     result.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     result.decoder = decoders.ByteLevel()
     result.add_special_tokens([AddedToken(end, normalized=False)])
-    result.save(str(folder / "tokenizer.json"))
-    write_json(folder / "tokenizer_config.json", _config(eos_token=end))
+    _save(result, folder, {"eos_token": end})
 
 
-def _config(**tokens: str) -> dict[str, Any]:
-    return {"tokenizer_class": _CLASS, "clean_up_tokenization_spaces": False} | tokens
+def _save(tokenizer: Any, folder: Path, special: dict[str, str]) -> None:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    write_json(folder / "tokenizer_config.json", config | special)
 
 
 def _write_sentencepiece(model: Path, folder: Path) -> None:
-    """A SentencePiece model with the identity as normalization; another one comes out different, and is refused."""
+    """Write a SentencePiece model without normalization. ``_check`` refuses others, which come out different."""
     import sentencepiece
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
@@ -168,33 +137,23 @@ def _write_sentencepiece(model: Path, folder: Path) -> None:
             if left in known and right in known
         ]
         vocabulary = {piece: i for i, piece in enumerate(pieces)}
-        bpe_or_unigram: Any = models.BPE(
-            vocabulary, merges, unk_token=pieces[unknown], fuse_unk=True, byte_fallback=has_bytes
-        )
+        options = {"unk_token": pieces[unknown], "fuse_unk": True, "byte_fallback": has_bytes}
+        result = Tokenizer(models.BPE(vocabulary, merges, **options))
     else:
-        bpe_or_unigram = models.Unigram(list(zip(pieces, scores, strict=True)), unk_id=unknown, byte_fallback=has_bytes)
-    result = Tokenizer(bpe_or_unigram)
+        scored = list(zip(pieces, scores, strict=True))
+        result = Tokenizer(models.Unigram(scored, unk_id=unknown, byte_fallback=has_bytes))
     blank_first = processor.normalize("a") == "▁a"
-    result.normalizer = normalizers.Sequence(
-        [*([normalizers.Prepend("▁")] if blank_first else []), normalizers.Replace(" ", "▁")]
-    )
-    result.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            *([decoders.Strip(" ", 1, 0)] if blank_first else []),
-        ]
-    )
+    prepend, strip = ([normalizers.Prepend("▁")], [decoders.Strip(" ", 1, 0)]) if blank_first else ([], [])
+    result.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
+    result.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
     result.add_special_tokens([AddedToken(pieces[i], normalized=False) for i in special])
-    result.save(str(folder / "tokenizer.json"))
     tokens = {"bos_token": processor.bos_id(), "eos_token": processor.eos_id(), "unk_token": unknown}
-    write_json(folder / "tokenizer_config.json", _config(**{k: pieces[i] for k, i in tokens.items() if i >= 0}))
+    _save(result, folder, {name: pieces[i] for name, i in tokens.items() if i >= 0})
     shutil.copyfile(model, folder / "tokenizer.model")
 
 
 def find_tokenizer(folder: Path) -> dict[str, str]:
-    """The flags of the tokenizer in a folder of transformers, by field name; empty where there is none."""
+    """Return the flags of the tokenizer in a folder of transformers, by field name; {} if there is none."""
     folder = folder.absolute()
     if (folder / "tokenizer.json").is_file():
         return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}

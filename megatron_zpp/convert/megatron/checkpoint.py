@@ -26,39 +26,32 @@ _OPEN = {
     "universal": open_universal,
     "deepspeed": open_deepspeed,
 }
-# Files that name the latest checkpoint, in the order in which they are asked.
-_TRACKERS = ("latest_universal", "latest_checkpointed_iteration.txt", "latest")
+_TRACKERS = ("latest_universal", "latest_checkpointed_iteration.txt", "latest")  # name the latest; first one wins
 
 
 def open_checkpoint(folder: Path, iteration: int | None = None) -> Saved:
-    """Open a checkpoint, or from a folder of them the latest or that of ``iteration``. Raises CheckpointError."""
+    """Open a checkpoint, or the latest or that of ``iteration`` in a folder of them. Raises CheckpointError."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
-    if kind_of(folder) is not None:
+    if kind := kind_of(folder):
         if iteration is not None:
             raise CheckpointError(f"{folder} is one checkpoint: its iteration cannot be chosen")
-        checkpoint = folder
+        return _OPEN[kind](folder)
+    if iteration is None:
+        trackers = [folder / name for name in _TRACKERS if (folder / name).is_file()]
+        names = [name for file in trackers for name in _names(file.read_text(errors="replace").strip())]
     else:
-        names = _latest(folder) if iteration is None else _names(str(iteration))
-        found = [folder / name for name in names if kind_of(folder / name) is not None]
-        if not found:
-            which = "" if iteration is None else f" of iteration {iteration}"
-            missing = f"{', '.join(names)} would be" if names else f"it has none of {', '.join(_TRACKERS)}"
-            raise CheckpointError(f"{folder} holds no checkpoint of Megatron-LM or DeepSpeed{which}: {missing}")
-        checkpoint = found[0]
-    kind = kind_of(checkpoint)
-    assert kind is not None
-    return _OPEN[kind](checkpoint)
-
-
-def _latest(folder: Path) -> list[str]:
-    """Names of folders that the files which name the latest one mean."""
-    texts = [(folder / name).read_text(errors="replace").strip() for name in _TRACKERS if (folder / name).is_file()]
-    return [name for text in texts for name in _names(text)]
+        names = _names(str(iteration))
+    for name in names:
+        if kind := kind_of(folder / name):
+            return _OPEN[kind](folder / name)
+    which = "" if iteration is None else f" of iteration {iteration}"
+    missing = f"{', '.join(names)} would be" if names else f"it has none of {', '.join(_TRACKERS)}"
+    raise CheckpointError(f"{folder} holds no checkpoint of Megatron-LM or DeepSpeed{which}: {missing}")
 
 
 def _names(text: str) -> list[str]:
-    """Folders that a tracker's word may mean: an iteration, "release", or a name of DeepSpeed's."""
+    """Return the folders that a tracker's text may mean: an iteration, "release", or a name of DeepSpeed's."""
     if re.fullmatch("[0-9]{1,12}", text):
         return [f"iter_{int(text):07d}", f"global_step{int(text)}_universal", f"global_step{int(text)}"]
     return [text] if re.fullmatch(r"[\w.-]+", text) and not text.startswith(".") else []
@@ -67,29 +60,33 @@ def _names(text: str) -> list[str]:
 def parameter_reader(
     saved: Saved, config: DecoderConfig, shapes: Mapping[str, torch.Size]
 ) -> Callable[[str, str], Tensor]:
-    """Return a function that reads a parameter of our model ("") in fp32, or one of its moments or its "step".
+    """Return a function that reads a parameter of ours by name and "" in fp32, or its moment, or its "step".
 
-    shapes: of our parameters. Raises CheckpointError unless the checkpoint has all tensors of the model and no others.
+    shapes: of our parameters. Raises CheckpointError unless the checkpoint has exactly the tensors of the model.
     """
     table = list(weights(config))
-    _check_names(saved, {weight.theirs for weight in table})
+    theirs = {weight.theirs for weight in table}
+    wrong = [f"it lacks {_some(missing)}"] if (missing := sorted(theirs - saved.names)) else []
+    if unknown := sorted(saved.names - theirs):
+        wrong.append(f"it has {_some(unknown)}, which our model does not have")
+    if wrong:
+        raise CheckpointError(f"{saved.path} is not the model of its flags: {'; '.join(wrong)}")
     weight_of = {name: (weight, part) for weight in table for part, name in enumerate(weight.ours)}
 
-    @functools.lru_cache(maxsize=1)  # what one of theirs is split into is asked for in a row
+    @functools.lru_cache(maxsize=1)  # ours that are split from one of theirs come in a row
     def split(weight: Weight, moment: str) -> tuple[Tensor, ...]:
-        theirs = saved.read(weight.theirs, moment)
-        empty = [torch.empty(shapes[name], device="meta") for name in weight.ours]
-        expected = weight.join(*empty).shape
-        rows = expected[0] if weight.theirs in VOCABULARY and theirs.dim() else None
-        if theirs.shape[1:] != expected[1:] or (rows is None and theirs.shape != expected):
+        tensor = saved.read(weight.theirs, moment)
+        expected = weight.join(*(torch.empty(shapes[name], device="meta") for name in weight.ours)).shape
+        rows = expected[0] if weight.theirs in VOCABULARY and tensor.dim() else None
+        if tensor.shape[1:] != expected[1:] or (rows is None and tensor.shape != expected):
             raise CheckpointError(
-                f"{saved.path}: {weight.theirs} is {list(theirs.shape)}, where its flags make it {list(expected)}"
+                f"{saved.path}: {weight.theirs} is {list(tensor.shape)}, where its flags make it {list(expected)}"
             )
-        # Rows beyond the tokenizer's ids, which pad the vocabulary, are cut, or added.
-        theirs = theirs if rows is None else F.pad(theirs[:rows], (0, 0, 0, max(0, rows - theirs.shape[0])))
-        if not theirs.isfinite().all():
+        if rows is not None:  # rows beyond the tokenizer's ids pad the vocabulary: cut or add them
+            tensor = F.pad(tensor[:rows], (0, 0, 0, max(0, rows - tensor.shape[0])))
+        if not tensor.isfinite().all():
             raise CheckpointError(f"{saved.path}: {weight.theirs} has NaN or Inf")
-        return weight.split(theirs.float())
+        return weight.split(tensor.float())
 
     def read(name: str, moment: str) -> Tensor:
         weight, part = weight_of[name]
@@ -99,14 +96,6 @@ def parameter_reader(
         return split(weight, moment)[part]
 
     return read
-
-
-def _check_names(saved: Saved, expected: set[str]) -> None:
-    missing, unknown = sorted(expected - saved.names), sorted(saved.names - expected)
-    if missing or unknown:
-        wrong = [f"it lacks {_some(missing)}"] if missing else []
-        wrong += [f"it has {_some(unknown)}, for which our model has no place"] if unknown else []
-        raise CheckpointError(f"{saved.path} is not the model of its flags: {'; '.join(wrong)}")
 
 
 def _some(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""The flags that Megatron keeps in its checkpoints, and the config that they are here, both ways."""
+"""Convert between Megatron's flags, which its checkpoints keep, and our model config."""
 
 from __future__ import annotations
 
@@ -27,29 +27,28 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's
 
 @dataclass(frozen=True)
 class Saved:
-    """Tensors are what a Megatron on one rank would have, by their names in ``weights``."""
+    """An open checkpoint of Megatron. Tensors have their names in ``weights``, and are as on one rank."""
 
     path: str  # for messages
     kind: str  # likewise
     args: Args
-    state: Mapping[str, Any]  # what stands beside the tensors
-    names: frozenset[str]  # of the parameters
-    # Of a parameter's name and "" or one of MOMENTS. Raises CheckpointError.
-    read: Callable[[str, str], Tensor]
-    moments: bool  # whether they are there whole
-    steps: Callable[[str], int | None] = lambda name: None  # that Adam has made with a parameter, where it is known
+    state: Mapping[str, Any]  # besides tensors
+    names: frozenset[str]  # of parameters
+    read: Callable[[str, str], Tensor]  # of a parameter's name and "" or one of MOMENTS; raises CheckpointError
+    has_moments: bool  # whether all are stored whole
+    steps: Callable[[str], int | None] = lambda name: None  # of Adam with a parameter, if known
 
 
 def args_in(state: Any, path: str) -> Args:
-    """Return the flags of the run. Raises CheckpointError."""
+    """Return the run's flags. Raises CheckpointError."""
     args = state.get("args") if isinstance(state, dict) else None
     if not isinstance(args, argparse.Namespace):
-        raise CheckpointError(f"{path} does not hold the flags of its run (args): it is none of Megatron's trainer")
+        raise CheckpointError(f"{path} does not hold the flags of its run (args): Megatron's trainer did not save it")
     return vars(args)
 
 
 def counters_of(saved: Saved) -> Counters:
-    """Read the run's counters. Raises CheckpointError for what is no number."""
+    """Return the run's counters. Raises CheckpointError if one is not a count."""
     args, state = saved.args, saved.state
     scheduler = state.get("opt_param_scheduler") or state.get("lr_scheduler") or {}
     samples = args.get("consumed_train_samples", 0)
@@ -65,56 +64,37 @@ def counters_of(saved: Saved) -> Counters:
     return Counters(**values)
 
 
-# Flags that change the model, and the values that ours has; one that an older version lacks had the first. Where our
-# config has a field for the flag, it may have any value.
+# Flags that change the model, and the values that ours supports; a flag with a field in our config may have any value.
+_NONE = """
+activation_func_clamp_value experimental_attention_variant heterogeneous_layers_config_encoded_json
+heterogeneous_layers_config_path hybrid_override_pattern linear_attention_type moe_latent_size moe_router_group_topk
+moe_router_num_groups moe_router_topk_limited_devices no_rope_freq scale_normalization softmax_scale
+window_attn_skip_freq
+"""
+_FALSE = """
+apply_residual_connection_post_layernorm attention_output_gate embed_layernorm is_hybrid_model moe_apply_probs_on_input
+moe_router_enable_expert_bias moe_shared_expert_gate multi_latent_attention openai_gelu qk_l2_norm quick_geglu
+rotary_interleaved squared_relu use_mup
+"""
 _OURS: dict[str, tuple[Any, ...]] = {
-    "activation_func_clamp_value": (None,),
-    "apply_residual_connection_post_layernorm": (False,),
-    "attention_output_gate": (False,),
-    "embed_layernorm": (False,),
-    "experimental_attention_variant": (None,),
+    **dict.fromkeys(_NONE.split(), (None,)),
+    **dict.fromkeys(_FALSE.split(), (False,)),
     "glu_activation": (None, "swiglu"),
     "glu_linear_offset": (0.0,),
-    "heterogeneous_layers_config_encoded_json": (None,),
-    "heterogeneous_layers_config_path": (None,),
-    "hybrid_override_pattern": (None,),
-    "is_hybrid_model": (False,),
-    "linear_attention_type": (None,),
     "mlp_type": ("standard",),
-    "moe_apply_probs_on_input": (False,),
     "moe_input_jitter_eps": (None, 0.0),
-    "moe_latent_size": (None,),
-    "moe_router_enable_expert_bias": (False,),
-    "moe_router_group_topk": (None,),
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
-    "moe_router_num_groups": (None,),
-    "moe_router_topk_limited_devices": (None,),
-    "moe_shared_expert_gate": (False,),
     "moe_token_drop_policy": ("probs",),
     "mtp_num_layers": (None, 0),
-    "multi_latent_attention": (False,),
-    "no_rope_freq": (None,),
-    "openai_gelu": (False,),
-    "qk_l2_norm": (False,),
-    "quick_geglu": (False,),
-    "rotary_interleaved": (False,),
     "rotary_seq_len_interpolation_factor": (None, 1),
-    "scale_normalization": (None,),
-    "softmax_scale": (None,),
     "softmax_type": ("vanilla",),
-    "squared_relu": (False,),
-    "use_mup": (False,),
-    "window_attn_skip_freq": (None,),
 }
 _POSITIONS = ("learned_absolute", "rope", "yarn", "none")
-_OF_DEEPSPEED = {1: "rope", 2: "learned_absolute", 3: "alibi"}  # members of its enumeration
+_DEEPSPEED_POSITIONS = {1: "rope", 2: "learned_absolute", 3: "alibi"}  # members of its enumeration
 
 
 def config_of(args: Args, vocab_size: int) -> DecoderConfig:
-    """Build the config of the model that these flags trained, its vocabulary padded to ``vocab_size``.
-
-    Raises CheckpointError that names every flag whose value our model does not have, or that is no size.
-    """
+    """Build the config that these flags describe. Raises CheckpointError that names every unsupported flag."""
     wrong = [
         f"{name} is {_plain(args[name])!r}"
         for name, values in _OURS.items()
@@ -136,20 +116,24 @@ def config_of(args: Args, vocab_size: int) -> DecoderConfig:
     window, layers_with_experts = args.get("window_size"), args.get("moe_layer_freq", 1)
     if window is not None and not (isinstance(window, tuple | list) and len(window) == 2 and window[1] in (0, -1)):
         wrong.append(f"window_size is {window!r}")
-    if _num_experts(args) is not None and type(layers_with_experts) is not int:
+    if has_experts and type(layers_with_experts) is not int:
         wrong.append(f"moe_layer_freq is {layers_with_experts!r}")
     if wrong:
         raise CheckpointError(f"our models do not have what these flags of the checkpoint ask for: {'; '.join(wrong)}")
     hidden, heads = size(args, "hidden_size"), size(args, "num_attention_heads")
     swiglu = bool(args.get("swiglu", False)) or args.get("glu_activation") == "swiglu"
     rotary = positions in ("rope", "yarn")
+    if "num_key_value_heads" in args:  # Megatron-DeepSpeed's
+        groups = args["num_key_value_heads"] or heads
+    else:
+        groups = (args.get("num_query_groups") or heads) if args.get("group_query_attention", False) else heads
     add_bias_linear = bool(args.get("add_bias_linear", True))
     values = _values(args, FLAGS, DecoderConfig) | {
         "num_layers": size(args, "num_layers"),
         "vocab_size": vocab_size,
-        "max_position_embeddings": longest(args) if positions == "learned_absolute" else None,
+        "max_position_embeddings": max_positions(args) if positions == "learned_absolute" else None,
         "ffn_hidden_size": args.get("ffn_hidden_size") or default_ffn_size(hidden, swiglu),
-        "num_query_groups": _query_groups(args, heads),
+        "num_query_groups": groups,
         "kv_channels": args.get("kv_channels") or hidden // heads,
         "normalization": normalization,
         "norm_epsilon": args.get("norm_epsilon", args.get("layernorm_epsilon", 1e-5)),
@@ -178,18 +162,17 @@ def config_of(args: Args, vocab_size: int) -> DecoderConfig:
 
 
 def architecture_of(config: DecoderConfig) -> Architecture:
-    """Whose flags are shorter: all models are either's."""
+    """Return the architecture with shorter flags; both can describe every model."""
     is_llama = config.normalization == "RMSNorm" and config.swiglu and config.position_embedding_type == "rope"
     return LLAMA if is_llama else GPT
 
 
-def longest(args: Args) -> int:
-    """The longest sequence that the model takes."""
+def max_positions(args: Args) -> int:
     return size(args, "max_position_embeddings" if args.get("max_position_embeddings") else "seq_length")
 
 
 def size(args: Args, name: str, default: int | None = None) -> int:
-    """A flag that is a number from 1 on. Raises CheckpointError."""
+    """Return a flag that is 1 or more. Raises CheckpointError."""
     value = args.get(name, default)
     if type(value) is not int or value < 1:
         raise CheckpointError(f"the checkpoint's flag {name} is {value!r}, not a size")
@@ -197,7 +180,7 @@ def size(args: Args, name: str, default: int | None = None) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """A member of an enumeration as its value."""
+    """Return the value of an enumeration's member."""
     return value.args[0] if isinstance(value, StandIn) and value.args else value
 
 
@@ -206,20 +189,14 @@ def _position_embedding(args: Args) -> Any:
         return "rope"
     kind = args.get("position_embedding_type", "learned_absolute")
     if isinstance(kind, StandIn):
-        kind = _OF_DEEPSPEED.get(_plain(kind))
+        kind = _DEEPSPEED_POSITIONS.get(_plain(kind))
     if kind == "learned_absolute" and args.get("add_position_embedding") is False:
         return "none"
     return kind
 
 
-def _query_groups(args: Args, heads: int) -> int:
-    if "num_key_value_heads" in args:  # Megatron-DeepSpeed's
-        return args["num_key_value_heads"] or heads
-    return (args.get("num_query_groups") or heads) if args.get("group_query_attention", False) else heads
-
-
 def _values(args: Args, flags: Mapping[str, str], config_class: type[Any]) -> dict[str, Any]:
-    """Return the fields that ``flags`` give; those that a flag lacks, or leaves to Megatron, are left to the class."""
+    """Return the config fields that ``args`` set. flags: each field's flag."""
     values = {name: args[flag] for name, flag in flags.items() if args.get(flag) is not None}
     switches = {field.name for field in dataclasses.fields(config_class) if isinstance(field.default, bool)}
     return {name: bool(value) if name in switches else value for name, value in values.items()}
@@ -244,12 +221,12 @@ def _experts(args: Args) -> MoEConfig | None:
 
 
 def args_of(config: DecoderConfig, positions: int) -> argparse.Namespace:
-    """Megatron-LM's flags of a config, as its checkpoints keep them. Raises ValueError for what it does not have."""
+    """Return Megatron-LM's flags of a config, as its checkpoints keep them. Raises ValueError if it lacks a feature."""
     if config.moe is not None:
         raise ValueError("a mixture of experts cannot be written for Megatron-LM yet")
     if not (config.swiglu or config.exact_gelu or config.add_bias_linear):
         raise ValueError("GELU without biases is the exact one in Megatron-LM, and here its tanh approximation")
-    # Megatron-LM has the flags that an import knows. A field with another flag must have its default.
+    # Megatron-LM has the flags that an import knows; a field with another flag must have its default.
     known = {name: flag for name, flag in FLAGS.items() if flag in READ or flag in _OURS}
     require_fields(config, "Megatron-LM", {}, MEGATRON_DEFAULTS.keys() - (FLAGS.keys() - known.keys()))
     written = {flag: getattr(config, name) for name, flag in known.items() if not name.startswith("moe_")}

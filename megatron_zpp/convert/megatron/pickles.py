@@ -1,8 +1,7 @@
-"""What torch.save and torch.distributed.checkpoint wrote, read without running any of it.
+"""Read what torch.save and torch.distributed.checkpoint wrote, without running any of it.
 
-A pickle names classes and functions, and unpickling calls them. Here a name is either one that only makes plain values
-(a tensor, a size), or stands in a list of what Megatron and DeepSpeed put into their files, and becomes a ``StandIn``,
-which keeps what it was called with. Any other name refuses the file.
+A pickle names classes and functions, and unpickling calls them. Here a name either makes only plain values (a tensor, a
+size), or is on a list of what Megatron and DeepSpeed save, and becomes a ``StandIn``. Any other name refuses the file.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import pickle
 import re
 import zipfile
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,7 +21,7 @@ from megatron_zpp.checkpoint import CheckpointError
 
 
 class StandIn:
-    """What a file has an object of another class for: what it was made with, and its attributes."""
+    """Replaces an object of another class: holds the arguments that made it, and its attributes."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -33,80 +33,51 @@ class StandIn:
             self.args = state
 
 
-# Beside tensors and plain values; by the names that their authors' programs give them.
-_IN_FILES = (
+# Names in files besides tensors and plain values, by the modules that wrote them.
+_IN_FILES = {
     # Enumerations among the flags
-    "megatron.core.enums.Fp4Recipe",
-    "megatron.core.enums.Fp8Recipe",
-    "megatron.core.enums.ModelType",
-    "megatron.core.transformer.enums.AttnBackend",
-    "megatron.core.transformer.enums.AttnMaskType",
-    "megatron.core.transformer.enums.AttnType",
-    "megatron.core.transformer.enums.CudaGraphModule",
-    "megatron.core.transformer.enums.CudaGraphScope",
-    "megatron.core.transformer.enums.InferenceCudaGraphScope",
-    "megatron.core.transformer.enums.LayerType",
-    "megatron.enums.AttnMaskType",
-    "megatron.enums.PositionEmbeddingType",
-    "megatron.model.enums.AttnMaskType",
-    "megatron.model.enums.ModelType",
-    "megatron.model.enums.PositionEmbeddingType",
-    "megatron.legacy.model.enums.ModelType",
-    "signal.Signals",
-    "pathlib.Path",
-    "pathlib.PosixPath",
-    "pathlib._local.PosixPath",
-    "types.SimpleNamespace",
-    "megatron.core.optimizer.optimizer_config.OptimizerConfig",
-    # What Transformer Engine keeps beside weights
-    "_io.BytesIO",
-    # Fault injection's state
-    "megatron.core.rerun_state_machine.RerunDiagnostic",
-    "megatron.core.rerun_state_machine.RerunMode",
-    "megatron.core.rerun_state_machine.RerunState",
+    "megatron.core.enums": "Fp4Recipe Fp8Recipe ModelType",
+    "megatron.core.transformer.enums": "AttnBackend AttnMaskType AttnType CudaGraphModule CudaGraphScope LayerType "
+    "InferenceCudaGraphScope",
+    "megatron.enums": "AttnMaskType PositionEmbeddingType",
+    "megatron.model.enums": "AttnMaskType ModelType PositionEmbeddingType",
+    "megatron.legacy.model.enums": "ModelType",
+    "signal": "Signals",
+    "pathlib": "Path PosixPath",
+    "pathlib._local": "PosixPath",
+    "types": "SimpleNamespace",
+    "megatron.core.optimizer.optimizer_config": "OptimizerConfig",
+    "_io": "BytesIO",  # Transformer Engine's state
+    "megatron.core.rerun_state_machine": "RerunDiagnostic RerunMode RerunState",
     # Random states are arrays of numpy
-    "numpy.core.multiarray._reconstruct",
-    "numpy._core.multiarray._reconstruct",
-    "numpy.core.multiarray.scalar",
-    "numpy._core.multiarray.scalar",
-    "numpy.ndarray",
-    "numpy.dtype",
-    "numpy.dtypes.UInt32DType",
-    # DeepSpeed's loss scalers and settings
-    "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-)
-_SAFE: list[Any] = [(argparse.Namespace, "argparse.Namespace"), *((StandIn, name) for name in _IN_FILES)]
+    "numpy.core.multiarray": "_reconstruct scalar",
+    "numpy._core.multiarray": "_reconstruct scalar",
+    "numpy": "ndarray dtype",
+    "numpy.dtypes": "UInt32DType",
+    "deepspeed.checkpoint.universal_checkpoint": "SubparamShape",
+    "deepspeed.runtime.fp16.loss_scaler": "DynamicLossScaler LossScaler",
+    "deepspeed.runtime.zero.config": "ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment": "fragment_address",
+}
+_IN_METADATA = {
+    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+    "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.planner": "SavePlan TensorWriteData WriteItem WriteItemType",
+    "torch.serialization": "_get_layout",
+    "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
+    "pathlib": "Path PosixPath",
+    "pathlib._local": "PosixPath",
+}
 
-_CHECKPOINT = "torch.distributed.checkpoint.metadata"
-_IN_METADATA: dict[str, Any] = {
-    **dict.fromkeys(
-        (
-            f"{_CHECKPOINT}.BytesStorageMetadata",
-            f"{_CHECKPOINT}.ChunkStorageMetadata",
-            f"{_CHECKPOINT}.Metadata",
-            f"{_CHECKPOINT}.MetadataIndex",
-            f"{_CHECKPOINT}.StorageMeta",
-            f"{_CHECKPOINT}.TensorProperties",
-            f"{_CHECKPOINT}.TensorStorageMetadata",
-            f"{_CHECKPOINT}._MEM_FORMAT_ENCODING",
-            "torch.distributed.checkpoint.filesystem._StorageInfo",
-            "torch.distributed.checkpoint.planner.SavePlan",
-            "torch.distributed.checkpoint.planner.TensorWriteData",
-            "torch.distributed.checkpoint.planner.WriteItem",
-            "torch.distributed.checkpoint.planner.WriteItemType",
-            "torch.serialization._get_layout",
-            "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
-            "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
-            "pathlib.Path",
-            "pathlib.PosixPath",
-            "pathlib._local.PosixPath",
-        ),
-        StandIn,
-    ),
+
+def _full_names(table: Mapping[str, str]) -> list[str]:
+    return [f"{module}.{name}" for module, names in table.items() for name in names.split()]
+
+
+_SAFE: list[Any] = [(argparse.Namespace, "argparse.Namespace"), *((StandIn, name) for name in _full_names(_IN_FILES))]
+_CLASSES: dict[str, Any] = {
+    **dict.fromkeys(_full_names(_IN_METADATA), StandIn),
     "torch.Size": tuple,
     "collections.OrderedDict": OrderedDict,
     **{str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)},
@@ -114,36 +85,30 @@ _IN_METADATA: dict[str, Any] = {
 
 
 def load_file(path: Path) -> Any:
-    """What torch.save wrote into a file; tensors stay there until they are used. Raises CheckpointError."""
+    """Read a file of torch.save; tensors stay in it until they are used. Raises CheckpointError."""
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing, or no regular file")
-    return _load(path, path, mmap=zipfile.is_zipfile(path))
+        raise CheckpointError(f"{path} is missing, or not a regular file")
+    return load(path, path, mmap=zipfile.is_zipfile(path))
 
 
-def load_part(file: BinaryIO, path: Path) -> Any:
-    """The same of a part of a file that is open; ``path`` is for messages."""
-    return _load(file, path, mmap=False)
-
-
-def _load(source: Path | BinaryIO, path: Path, mmap: bool) -> Any:
+def load(source: Path | BinaryIO, path: Path, mmap: bool = False) -> Any:
+    """Read what torch.save wrote. path: for messages. Raises CheckpointError."""
     try:
         with torch.serialization.safe_globals(_SAFE):
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         raise _refusal(path, str(error)) from None
-    except Exception as error:  # of many kinds, as the file may say anything
+    except Exception as error:  # many kinds, since the file may hold anything
         raise CheckpointError(f"{path} is damaged ({_first_line(error)})") from error
 
 
 def load_metadata(path: Path) -> Any:
-    """The index of torch.distributed.checkpoint, its objects as ``StandIn``s. Raises CheckpointError."""
+    """Read the index of torch.distributed.checkpoint, its objects as ``StandIn``s. Raises CheckpointError."""
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing, or no regular file")
+        raise CheckpointError(f"{path} is missing, or not a regular file")
     try:
         with open(path, "rb") as file:
             return _MetadataUnpickler(file).load()
-    except CheckpointError:
-        raise
     except _RefusedError as refused:
         raise _refusal(path, f"GLOBAL {refused}") from None
     except Exception as error:
@@ -156,9 +121,9 @@ class _RefusedError(Exception):
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (full := f"{module}.{name}") not in _IN_METADATA:
+        if (full := f"{module}.{name}") not in _CLASSES:
             raise _RefusedError(full)
-        return _IN_METADATA[full]
+        return _CLASSES[full]
 
 
 def _refusal(path: Path, reason: str) -> CheckpointError:
@@ -166,7 +131,7 @@ def _refusal(path: Path, reason: str) -> CheckpointError:
     if name is None:
         return CheckpointError(f"{path} is damaged, or is not what torch.save writes ({_first_line(reason)})")
     return CheckpointError(
-        f"{path} is not read: unpickling it would call {name[1]}, which is none of what Megatron and DeepSpeed save"
+        f"{path} is not read: unpickling it would call {name[1]}, which Megatron and DeepSpeed do not save"
     )
 
 

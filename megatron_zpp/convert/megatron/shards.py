@@ -1,10 +1,10 @@
-"""Megatron-LM's `torch` format and DeepSpeed's model states: files of each tensor- and pipeline-parallel rank.
+"""Read Megatron-LM's `torch` format and DeepSpeed's: a file per tensor- and pipeline-parallel rank, or per parameter.
 
     iter_0000100/mp_rank_00/model_optim_rng.pt          Megatron-LM; mp_rank_00_000 with a pipeline
     global_step100/mp_rank_00_model_states.pt           Megatron-DeepSpeed,
-    global_step100/layer_01-model_00-model_states.pt    with its PipelineModule one more of each module
+    global_step100/layer_01-model_00-model_states.pt    with its PipelineModule one more per module
 
-Tensor-parallel ranks have their rows or columns of a tensor; stages number their layers from 0.
+Tensor-parallel ranks have rows or columns of a tensor; stages number their layers from 0.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from megatron_zpp.checkpoint.folder import KINDS
 from megatron_zpp.models.decoder import DecoderConfig
 
 from .config import MOMENTS, Args, Saved, args_in, config_of
-from .names import canonical, in_layer, layer_of, of_pipeline
 from .pickles import load_file
-from .weights import Weight, weights
+from .weights import Weight, canonical, canonical_pipeline_names, layer_of, rename_layer, weights
 
-Parts = dict[str, list[Tensor]]  # of each tensor, by canonical name, what each tensor-parallel rank has
+Shards = dict[str, list[Tensor]]  # per tensor-parallel rank, by canonical name
 
 
 def open_torch(folder: Path) -> Saved:
@@ -38,14 +37,14 @@ def open_torch(folder: Path) -> Saved:
     files = [[folder / rank / "model_optim_rng.pt" for rank in stage] for stage in ranks]
     _require_files(folder, [file for stage in files for file in stage], "tensor- and pipeline-parallel ranks")
     stages = [[_chunks(load_file(file), file) for file in stage] for stage in files]
-    parts: Parts = {}
+    shards: Shards = {}
     layers = 0
-    for chunk in range(len(stages[0][0])):  # of a virtual pipeline's stages each has several
+    for chunk in range(len(stages[0][0])):  # a stage of a virtual pipeline has several
         for stage in stages:
             if any(len(rank) != len(stages[0][0]) for rank in stage):
                 raise CheckpointError(f"{folder} is damaged: its ranks have other numbers of virtual stages")
-            layers += _add_stage(parts, [_canonical(rank[chunk]) for rank in stage], layers)
-    return _saved(str(folder), KINDS["torch"], args, first, parts)
+            layers += _add_stage(shards, [rank[chunk] for rank in stage], layers)
+    return _saved(str(folder), "torch", args, first, shards)
 
 
 def open_deepspeed(folder: Path) -> Saved:
@@ -59,11 +58,11 @@ def open_deepspeed(folder: Path) -> Saved:
     first = load_file(found[0])
     args = args_in(first, str(folder))
     tp = _parallel_size(args, "tensor")
-    parts: Parts = {}
+    shards: Shards = {}
     if first.get("module") is not None:
         files = [folder / f"mp_rank_{t:02d}_model_states.pt" for t in range(tp)]
         _require_files(folder, files, "tensor-parallel ranks")
-        _add_stage(parts, [_canonical(_flat(load_file(file).get("module"), file)) for file in files], 0)
+        _add_stage(shards, [_flatten(load_file(file).get("module"), file) for file in files], 0)
     else:
         modules = sorted({int(path.name[6:].partition("-")[0]) for path in folder.glob("layer_*-model_*")})
         files = [folder / f"layer_{m:02d}-model_{t:02d}-model_states.pt" for m in modules for t in range(tp)]
@@ -72,13 +71,13 @@ def open_deepspeed(folder: Path) -> Saved:
             numbered = {
                 f"{module}.{name}": tensor
                 for module, file in zip(modules, files[t::tp], strict=True)
-                for name, tensor in _flat(load_file(file), file).items()
+                for name, tensor in _flatten(load_file(file), file).items()
             }
-            for name, new in of_pipeline(numbered).items():
-                ranks = parts.setdefault(new, [])
+            for name, new in canonical_pipeline_names(numbered).items():
+                ranks = shards.setdefault(new, [])
                 if len(ranks) == t:  # tied embeddings come twice
                     ranks.append(numbered[name])
-    return _saved(str(folder), KINDS["deepspeed"], args, first, parts)
+    return _saved(str(folder), "deepspeed", args, first, shards)
 
 
 def _parallel_size(args: Args, kind: str) -> int:
@@ -98,15 +97,15 @@ def _require_files(folder: Path, files: Sequence[Path], ranks: str) -> None:
 
 
 def _chunks(state: Any, file: Path) -> list[dict[str, Tensor]]:
-    """The tensors of a rank's stages of the pipeline, of which a virtual one has several."""
+    """Return the tensors of a rank's stages: several in a virtual pipeline."""
     state = state if isinstance(state, dict) else {}
     numbers = sorted(int(name[5:]) for name in map(str, state) if re.fullmatch("model[0-9]{1,6}", name))
     names = [f"model{number}" for number in numbers] or ["model"]
-    return [_flat(state.get(name), file) for name in names]
+    return [_flatten(state.get(name), file) for name in names]
 
 
-def _flat(state: Any, file: Path) -> dict[str, Tensor]:
-    """Nested dictionaries as one, names joined by dots; what is no tensor is left out."""
+def _flatten(state: Any, file: Path) -> dict[str, Tensor]:
+    """Return the tensors of nested dictionaries, names joined by dots."""
     if not isinstance(state, dict):
         raise CheckpointError(f"{file} is damaged: it has no dictionary of tensors")
 
@@ -120,68 +119,66 @@ def _flat(state: Any, file: Path) -> dict[str, Tensor]:
     return dict(walk(state, ""))
 
 
-def _canonical(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {new: tensor for name, tensor in state.items() if (new := canonical(name)) is not None}
-
-
-def _add_stage(parts: Parts, ranks: Sequence[Mapping[str, Tensor]], first_layer: int) -> int:
-    """Add what the tensor-parallel ranks of one stage have; returns how many layers it has."""
+def _add_stage(shards: Shards, states: Sequence[Mapping[str, Tensor]], first_layer: int) -> int:
+    """Add the tensors of one stage's tensor-parallel ranks; return its number of layers."""
+    ranks = [{new: x for name, x in state.items() if (new := canonical(name)) is not None} for state in states]
     if any(rank.keys() != ranks[0].keys() for rank in ranks):
         differing = sorted(ranks[0].keys() ^ next(r.keys() for r in ranks if r.keys() != ranks[0].keys()))
         raise CheckpointError(f"tensor-parallel ranks do not have the same tensors: {', '.join(differing[:3])}")
-    numbers = {layer for name in ranks[0] if (layer := layer_of(name)) is not None}
+    layers = set()
     for name in ranks[0]:
         layer = layer_of(name)
-        # Tied embeddings come again on the last stage.
-        parts.setdefault(name if layer is None else in_layer(name, first_layer + layer), [rank[name] for rank in ranks])
-    return len(numbers)
+        layers.add(layer)
+        new = name if layer is None else rename_layer(name, first_layer + layer)
+        shards.setdefault(new, [rank[name] for rank in ranks])  # tied embeddings come again on the last stage
+    return len(layers - {None})
 
 
-def _saved(path: str, kind: str, args: Args, state: Mapping[str, Any], parts: Parts) -> Saved:
+def _saved(path: str, kind: str, args: Args, state: Mapping[str, Any], shards: Shards) -> Saved:
     config = config_of(args, 1)
     if config.moe is not None:
         raise CheckpointError(f"{path} is of a mixture of experts, which is imported from the format torch_dist alone")
     if config.tie_embeddings:
-        parts.pop("output_layer.weight", None)  # the last stage's copy
+        shards.pop("output_layer.weight", None)  # the last stage's copy
     table = {weight.theirs: weight for weight in weights(config)}
     version = state.get("checkpoint_version", 0)
     if not isinstance(version, int | float):
         raise CheckpointError(f"{path} is damaged: its checkpoint_version is {version!r}")
 
     def read(name: str, moment: str) -> Tensor:
-        ranks = parts[name]
+        ranks = shards[name]
         if "linear_qkv" in name and version < 2:
-            ranks = [_by_heads(part, version, config, len(ranks)) for part in ranks]
-        return merge(table[name], ranks, path)
+            ranks = [_sort_by_head(shard, version, config, len(ranks)) for shard in ranks]
+        return _merge(table[name], ranks, path)
 
-    return Saved(path, kind, args, state, frozenset(parts), read, moments=False)
+    return Saved(path, KINDS[kind][0], args, state, frozenset(shards), read, has_moments=False)
 
 
-def merge(weight: Weight, parts: Sequence[Tensor], path: str) -> Tensor:
-    """The whole tensor, of what tensor-parallel ranks have of it. Raises CheckpointError."""
-    if weight.divided is None or len(parts) == 1:
-        return parts[0]
+def _merge(weight: Weight, shards: Sequence[Tensor], path: str) -> Tensor:
+    """Join the shards of tensor-parallel ranks. Raises CheckpointError."""
+    if weight.sharded_dim is None or len(shards) == 1:
+        return shards[0]
     try:
-        if not weight.stacked:
-            return torch.cat(list(parts), dim=weight.divided)
-        halves = [part.tensor_split(2) for part in parts]
+        if not weight.is_stacked:
+            return torch.cat(list(shards), dim=weight.sharded_dim)
+        halves = [shard.tensor_split(2) for shard in shards]
         return torch.cat([half[0] for half in halves] + [half[1] for half in halves])
     except (RuntimeError, IndexError) as error:
-        shapes = ", ".join(str(list(part.shape)) for part in parts)
-        raise CheckpointError(f"{path}: what ranks have of {weight.theirs} makes up no tensor: {shapes}") from error
+        shapes = ", ".join(str(list(shard.shape)) for shard in shards)
+        raise CheckpointError(f"{path}: shards of {weight.theirs} do not make up a tensor: {shapes}") from error
 
 
-def _by_heads(part: Tensor, version: float, config: DecoderConfig, ranks: int) -> Tensor:
-    """Queries, keys and values as versions before 2 have them -> q, k, v head by head. part: [3 * heads * head_dim, …]
+def _sort_by_head(shard: Tensor, version: float, config: DecoderConfig, ranks: int) -> Tensor:
+    """Sort the queries, keys and values of versions before 2 head by head. shard: [3 * heads * head_dim, …]
 
-    Version 0 has all queries, then all keys, then all values; version 1 the three of each channel.
+    Version 0 has all queries, then all keys, then all values; version 1 all three per channel.
     """
     heads, width = config.num_attention_heads // ranks, config.head_dim
-    if part.shape[0] != 3 * heads * width:
-        raise CheckpointError(f"linear_qkv has {part.shape[0]} rows, not 3 * {heads} heads * {width}")
+    if shard.shape[0] != 3 * heads * width:
+        raise CheckpointError(f"linear_qkv has {shard.shape[0]} rows, not 3 * {heads} heads * {width}")
     if version == 0:
-        return part.unflatten(0, (3, heads, width)).transpose(0, 1).flatten(0, 2)
-    return part.unflatten(0, (heads, width, 3)).transpose(1, 2).flatten(0, 2)
+        return shard.unflatten(0, (3, heads, width)).transpose(0, 1).flatten(0, 2)
+    return shard.unflatten(0, (heads, width, 3)).transpose(1, 2).flatten(0, 2)
 
 
 def open_universal(folder: Path) -> Saved:
@@ -195,25 +192,26 @@ def open_universal(folder: Path) -> Saved:
     state = load_file(states[0])
     args = args_in(state, str(folder))
     folders = {path.parent.name: path.parent for path in (folder / "zero").glob("*/fp32.pt")}
-    names = {new: folders[name] for name, new in of_pipeline(sorted(folders)).items()}
-    moments = all((path / f"{moment}.pt").is_file() for path in names.values() for moment in MOMENTS)
+    names = {new: folders[name] for name, new in canonical_pipeline_names(sorted(folders)).items()}
+    has_moments = all((path / f"{moment}.pt").is_file() for path in names.values() for moment in MOMENTS)
+
+    def param(file: Path) -> Any:
+        content = load_file(file)
+        return content.get("param") if isinstance(content, dict) else content
 
     def read(name: str, moment: str) -> Tensor:
         file = names[name] / f"{moment or 'fp32'}.pt"
-        content: Any = load_file(file)
-        tensor = content.get("param") if isinstance(content, dict) else content
-        if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{file} is damaged: it holds no tensor")
+        if not isinstance(tensor := param(file), Tensor):
+            raise CheckpointError(f"{file} is damaged: it does not hold a tensor")
         return tensor
 
     def steps(name: str) -> int | None:
         file = names[name] / "step.pt"
         if not file.is_file():
             return None
-        value = load_file(file)
-        value = value.get("param") if isinstance(value, dict) else value
+        value = param(file)
         if not isinstance(value, int | float | Tensor) or (isinstance(value, Tensor) and value.numel() != 1):
-            raise CheckpointError(f"{file} is damaged: it holds no number")
+            raise CheckpointError(f"{file} is damaged: it does not hold a number")
         return int(value)
 
-    return Saved(str(folder), KINDS["universal"], args, state, frozenset(names), read, moments, steps)
+    return Saved(str(folder), KINDS["universal"][0], args, state, frozenset(names), read, has_moments, steps)

@@ -1,184 +1,173 @@
-"""Megatron-LM's `torch_dist` format: tensors by torch.distributed.checkpoint, whole whatever ranks wrote them.
+"""Read and write Megatron-LM's `torch_dist` format: tensors by torch.distributed.checkpoint, whole on any ranks.
 
-    iter_0000100/metadata.json       names the format
-    iter_0000100/common.pt           flags, counters, and what else is no tensor
-    iter_0000100/.metadata           where each part of each tensor lies: a pickle
-    iter_0000100/__RANK_NUMBER.distcp    the parts, as torch.save writes each
+    iter_0000100/metadata.json           names the format
+    iter_0000100/common.pt               flags, counters, and all else that is no tensor
+    iter_0000100/.metadata               a pickle that locates each shard of each tensor
+    iter_0000100/__RANK_NUMBER.distcp    shards, as torch.save writes each
 
-Layers that are alike are one tensor [layers, …] under a name without their number. The optimizer's state of a tensor
-has its name behind a prefix, where it is kept whole: with --dist-ckpt-optim-fully-reshardable, or without a distributed
-optimizer.
+Layers of one shape are stacked as a tensor [layers, …], under a name without layer number. The optimizer's state of a
+tensor has its name behind a prefix, if it is stored whole: with --dist-ckpt-optim-fully-reshardable, or without a
+distributed optimizer. What is written has shards of one layer, so that Megatron's ranks read what they need.
 """
 
 from __future__ import annotations
 
+import argparse
 import io
+import json
 import math
+import pickle
 import re
-import reprlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from megatron_zpp.checkpoint import CheckpointError
 from megatron_zpp.checkpoint.folder import KINDS
-from megatron_zpp.checkpoint.meta import is_plain_name
+from megatron_zpp.checkpoint.meta import Counters, is_plain_name
+from megatron_zpp.models.decoder import DecoderConfig
 
 from .config import MOMENTS, Saved, args_in
-from .names import canonical, in_layer
-from .pickles import load_file, load_metadata, load_part
+from .pickles import load, load_file, load_metadata
+from .weights import canonical, layer_of, rename_layer, weights
 
 COMMON, METADATA, FORMAT = "common.pt", ".metadata", "metadata.json"
 _OPTIMIZER = re.compile(r"^(?:chained_[0-9]+\.)?optimizer\.(?:[\w.]*\.)?state\.(exp_avg_sq|exp_avg|fp32_param|param)\.")
 _OTHER = re.compile(r"^(?:chained_[0-9]+\.)?(optimizer|rng_state|rerun_state_machine)(\.|/|$)")
 
 
-@dataclass(frozen=True)
-class _Part:
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    file: str
-    begin: int
-    length: int
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor in the files."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    parts: list[_Part]
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A tensor of a model: one of the files', or a layer of it."""
-
-    name: str
-    layer: int | None
+_Place = tuple[str, int | None]  # a stored tensor, or a layer of it
 
 
 def open_torch_dist(folder: Path) -> Saved:
     """Open a checkpoint of the format torch_dist. Raises CheckpointError."""
     common = load_file(folder / COMMON)
     args = args_in(common, str(folder / COMMON))
-    stored = _parse(load_metadata(folder / METADATA), folder / METADATA)
-    layers = args.get("num_layers")
-    weights: dict[str, _Place] = {}
-    states: dict[str, dict[str, _Place]] = {kind: {} for kind in (*MOMENTS, "fp32_param", "param")}
+    index = _read_index(folder / METADATA)
+    stored: dict[str, Any] = index.state_dict_metadata
+    states: dict[str, dict[str, _Place]] = {kind: {} for kind in ("", *MOMENTS, "fp32_param", "param")}
     for name, tensor in stored.items():
         found = _OPTIMIZER.match(name)
-        if found is None and _OTHER.match(name):
-            continue
-        target = weights if found is None else states[found[1]]
-        target.update(_places(name, name[found.end() :] if found else name, tensor, layers))
-    # Weights in 16 bit have their fp32 masters in the optimizer's state.
-    masters = states["fp32_param"] or states["param"]
-    moments = all(
-        name in states[moment] and _shape(stored, states[moment][name]) == _shape(stored, place)
-        for name, place in weights.items()
+        if found or not _OTHER.match(name):
+            key, kind = (name[found.end() :], found[1]) if found else (name, "")
+            states[kind] |= _places(name, key, tensor.size, args.get("num_layers"))
+    names = frozenset(states[""])
+    masters = states["fp32_param"] or states["param"]  # fp32 copies of 16-bit weights
+
+    def shape(place: _Place) -> torch.Size:
+        name, layer = place
+        return stored[name].size if layer is None else stored[name].size[1:]
+
+    has_moments = all(
+        name in states[moment] and shape(states[moment][name]) == shape(place)
+        for name, place in states[""].items()
         for moment in MOMENTS
     )
-    has_masters = moments and masters.keys() >= weights.keys()
+    if has_moments and masters.keys() >= names:
+        states[""] = masters
 
     def read(name: str, moment: str) -> Tensor:
-        places = states[moment] if moment else masters if has_masters else weights
-        place = places[name]
-        return _read(folder, place, stored[place.name])
+        return _read(folder, index, *states[moment][name])
 
-    step = _step(common.get("optimizer"))
-    return Saved(
-        str(folder),
-        KINDS["torch_dist"],
-        args,
-        common,
-        frozenset(weights),
-        read,
-        moments,
-        steps=lambda name: step,
-    )
+    step = _find_step(common.get("optimizer"))
+    kind = KINDS["torch_dist"][0]
+    return Saved(str(folder), kind, args, common, names, read, has_moments, steps=lambda name: step)
 
 
-def _parse(metadata: Any, path: Path) -> dict[str, _Stored]:
-    """Raise CheckpointError unless every tensor has a shape, a dtype, and parts that lie somewhere."""
+def _read_index(path: Path) -> Metadata:
+    """Raise CheckpointError unless every tensor has a shape, a dtype, and shards with a place in a file."""
+    metadata = load_metadata(path)
+    tensors: dict[str, Any] = {}
+    places = {}
     try:
         where = {
             (index.fqn, tuple(index.offset)): info
             for index, info in metadata.storage_data.items()
             if getattr(index, "offset", None) is not None
         }
-        tensors = {}
         for name, entry in metadata.state_dict_metadata.items():
             if not hasattr(entry, "chunks"):
-                continue  # an object, as random states
+                continue  # an object, such as random states
             dtype, shape = entry.properties.args[0], _sizes(entry.size)
             if not isinstance(dtype, torch.dtype):
                 raise ValueError(f"{name} has no dtype")
-            parts = []
+            chunks = []
             for chunk in entry.chunks:
                 offsets, sizes = _sizes(chunk.offsets), _sizes(chunk.sizes)
                 info = where[name, offsets]
                 if not is_plain_name(info.relative_path):
-                    raise ValueError(f"{reprlib.repr(info.relative_path)} is no file of the checkpoint")
+                    raise ValueError(f"{short(info.relative_path)} is not a file of the checkpoint")
                 if getattr(info, "transform_descriptors", None):
                     raise ValueError(f"{name} is compressed ({info.transform_descriptors})")
-                begin, length = _sizes((info.offset, info.length))
-                parts.append(_Part(offsets, sizes, info.relative_path, begin, length))
                 if len(offsets) != len(shape) or any(o + s > t for o, s, t in zip(offsets, sizes, shape, strict=True)):
-                    raise ValueError(f"a part of {name} lies outside of it")
-            if sum(math.prod(part.shape) for part in parts) != math.prod(shape):
-                raise ValueError(f"parts of {name} are missing, or there are too many")
-            tensors[str(name)] = _Stored(dtype, shape, parts)
+                    raise ValueError(f"a shard of {name} lies outside of it")
+                chunks.append(ChunkStorageMetadata(offsets, sizes))
+                info = _StorageInfo(info.relative_path, *_sizes((info.offset, info.length)))
+                places[MetadataIndex(str(name), offsets)] = info
+            if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
+                raise ValueError(f"shards of {name} are missing, or there are too many")
+            tensors[str(name)] = TensorStorageMetadata(TensorProperties(dtype), shape, chunks)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
-    return tensors
+    return Metadata(tensors, storage_data=places)
 
 
-def _sizes(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, tuple | list) or any(
-        type(value) is not int or not 0 <= value < 2**60 for value in values
-    ):
-        raise ValueError(f"{reprlib.repr(values)} is no shape")
-    return tuple(values)
+def _sizes(values: Any) -> torch.Size:
+    if not isinstance(values, tuple | list) or any(type(n) is not int or not 0 <= n < 2**60 for n in values):
+        raise ValueError(f"{short(values)} is not a shape")
+    return torch.Size(values)
 
 
-def _places(name: str, key: str, tensor: _Stored, layers: Any) -> dict[str, _Place]:
-    """Canonical names of a stored tensor, or of the layers in it. key: its name without an optimizer's prefix."""
+def _places(name: str, key: str, shape: torch.Size, layers: Any) -> dict[str, _Place]:
+    """Return places by canonical name: of a stored tensor, or of its layers. key: name without optimizer's prefix."""
     new = canonical(key)
     if new is None:
         return {}
     if not re.match(r"decoder\.layers\.(?![0-9]+\.)", new):
-        return {new: _Place(name, None)}
-    if not tensor.shape or tensor.shape[0] != layers:
-        raise CheckpointError(f"{name} is {list(tensor.shape)}: it should have num_layers = {layers} layers")
+        return {new: (name, None)}
+    if not shape or shape[0] != layers:
+        raise CheckpointError(f"{name} is {list(shape)}: it should have num_layers = {layers} layers")
     numbered = new.replace("decoder.layers.", "decoder.layers.0.", 1)
-    return {in_layer(numbered, layer): _Place(name, layer) for layer in range(tensor.shape[0])}
+    return {rename_layer(numbered, layer): (name, layer) for layer in range(shape[0])}
 
 
-def _shape(stored: Mapping[str, _Stored], place: _Place) -> tuple[int, ...]:
-    shape = stored[place.name].shape
-    return shape if place.layer is None else shape[1:]
-
-
-def _read(folder: Path, place: _Place, tensor: _Stored) -> Tensor:
-    """A whole tensor, or one layer of it. Raises CheckpointError."""
-    layer = place.layer
-    parts = [part for part in tensor.parts if layer is None or 0 <= layer - part.offsets[0] < part.shape[0]]
-    for part in parts:  # before memory is asked for
-        path = folder / part.file
+def _read(folder: Path, index: Metadata, name: str, layer: int | None) -> Tensor:
+    """Read a whole tensor, or one layer of it. Raises CheckpointError."""
+    tensor = index.state_dict_metadata[name]
+    assert isinstance(tensor, TensorStorageMetadata)
+    dtype = tensor.properties.dtype
+    chunks = [c for c in tensor.chunks if layer is None or 0 <= layer - c.offsets[0] < c.sizes[0]]
+    shards = [(chunk, index.storage_data[MetadataIndex(name, chunk.offsets)]) for chunk in chunks]
+    for chunk, info in shards:  # before allocating memory
+        path = folder / info.relative_path
         if not path.is_file():
-            raise CheckpointError(f"{folder} is not complete: {part.file} is missing, with parts of {place.name}")
-        nbytes = math.prod(part.shape) * tensor.dtype.itemsize
-        if part.length < nbytes or path.stat().st_size < part.begin + part.length:
+            raise CheckpointError(f"{folder} is not complete: {path.name} is missing, with shards of {name}")
+        num_bytes = math.prod(chunk.sizes) * dtype.itemsize
+        if info.length < num_bytes or path.stat().st_size < info.offset + info.length:
             raise CheckpointError(f"{path} is damaged: it is cut short")
-    whole = torch.empty(tensor.shape if layer is None else (1, *tensor.shape[1:]), dtype=tensor.dtype)
-    for part in parts:
-        offsets, values = part.offsets, _read_part(folder, place.name, tensor, part)
+    whole = torch.empty(tensor.size if layer is None else (1, *tensor.size[1:]), dtype=dtype)
+    for chunk, info in shards:
+        path = folder / info.relative_path
+        with open(path, "rb") as file:
+            file.seek(info.offset)
+            content = file.read(info.length)
+        values = load(io.BytesIO(content), path)
+        if not isinstance(values, Tensor) or values.dtype != dtype or values.numel() != math.prod(chunk.sizes):
+            raise CheckpointError(f"{path} is damaged: a shard of {name} is not what {METADATA} says")
+        offsets, values = tuple(chunk.offsets), values.view(chunk.sizes)
         if layer is not None:
             row = layer - offsets[0]
             offsets, values = (0, *offsets[1:]), values[row : row + 1]
@@ -186,19 +175,8 @@ def _read(folder: Path, place: _Place, tensor: _Stored) -> Tensor:
     return whole if layer is None else whole[0]
 
 
-def _read_part(folder: Path, name: str, tensor: _Stored, part: _Part) -> Tensor:
-    path = folder / part.file
-    with open(path, "rb") as file:
-        file.seek(part.begin)
-        content = file.read(part.length)
-    values = load_part(io.BytesIO(content), path)
-    if not isinstance(values, Tensor) or values.dtype != tensor.dtype or values.numel() != math.prod(part.shape):
-        raise CheckpointError(f"{path} is damaged: a part of {name} is not what {METADATA} says")
-    return values.view(part.shape)
-
-
-def _step(optimizer: Any) -> int | None:
-    """Adam's, of what common.pt has of the optimizer; it is the same for all parameters."""
+def _find_step(optimizer: Any) -> int | None:
+    """Return Adam's step, the same for all parameters, from the optimizer's part of common.pt."""
     waiting = [optimizer]
     while waiting:
         value = waiting.pop()
@@ -210,3 +188,67 @@ def _step(optimizer: Any) -> int | None:
         elif isinstance(value, list | tuple):
             waiting += value
     return None
+
+
+# Writing
+
+_FILE = "__0_0.distcp"
+# Megatron-LM stores these norms under the names of Transformer Engine's fused layers.
+_FUSED = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+# Linear layers look for state of Transformer Engine; without it, it is None.
+_WITH_EXTRA_STATE = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+
+
+def write_torch_dist(
+    folder: Path, config: DecoderConfig, args: argparse.Namespace, counters: Counters, read: Callable[[str], Tensor]
+) -> None:
+    """Fill a folder as Megatron's ``--save`` does. read: returns our parameter by name, in the dtype to write."""
+    (folder / "latest_checkpointed_iteration.txt").write_text(f"{counters.iteration}\n")
+    checkpoint = folder / f"iter_{counters.iteration:07d}"
+    checkpoint.mkdir()
+    entries: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    with open(checkpoint / _FILE, "wb") as file:
+
+        def write(index: MetadataIndex, value: Any) -> None:
+            begin = file.tell()
+            torch.save(value, file)
+            places[index] = _StorageInfo(_FILE, begin, file.tell() - begin)
+
+        for weight in weights(config):
+            tensor = weight.join(*map(read, weight.ours)).contiguous()
+            name, layer = weight.theirs, layer_of(weight.theirs)
+            size, offset = tensor.shape, torch.Size([0] * tensor.dim())
+            if layer is not None:  # all layers are one tensor
+                name = name.replace(f".{layer}.", ".", 1)
+                for local, fused in _FUSED.items():
+                    name = name.replace(local, fused)
+                tensor, size = tensor.unsqueeze(0), torch.Size([config.num_layers, *tensor.shape])
+                offset = torch.Size([layer, *offset])
+            properties = TensorProperties(dtype=tensor.dtype)
+            entry = entries.setdefault(name, TensorStorageMetadata(properties, size, []))
+            entry.chunks.append(ChunkStorageMetadata(offset, tensor.shape))
+            write(MetadataIndex(name, offset, len(entry.chunks) - 1), tensor)
+        for layer in range(config.num_layers):
+            for module in _WITH_EXTRA_STATE:
+                name = f"decoder.layers.{module}._extra_state/shard_{layer}_{config.num_layers}"
+                entries[name] = BytesStorageMetadata()
+                write(MetadataIndex(name), [None])
+    (checkpoint / METADATA).write_bytes(pickle.dumps(Metadata(entries, storage_data=places)))
+    progress = {
+        "iteration": counters.iteration,
+        "consumed_train_samples": counters.consumed_train_samples,
+        "consumed_valid_samples": counters.consumed_valid_samples,
+    }
+    common = {
+        "args": argparse.Namespace(**vars(args), **progress),
+        "checkpoint_version": 3.0,
+        "iteration": counters.iteration,
+        "num_floating_point_operations_so_far": 0.0,
+    }
+    torch.save(common, checkpoint / COMMON)
+    versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+    (checkpoint / FORMAT).write_text(json.dumps({"sharded_backend": "torch_dist"} | versions))

@@ -1,12 +1,13 @@
-"""The tensors of Megatron-LM's GPTModel, and the parameters of our decoder that they are.
+"""Map the tensors of Megatron-LM's GPTModel to the parameters of our decoder.
 
-Names are those of megatron-core's local layers, numbered over the whole model; ``names`` brings all others to them.
-Queries, keys and values lie alike in both. Weights are only moved: there and back gives the same bits.
+Names are those of megatron-core's local layers, numbered over the whole model; ``canonical`` renames all others.
+Queries, keys and values have the same layout in both. Weights are only moved: there and back gives the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,33 +25,27 @@ class Weight:
 
     theirs: str
     ours: tuple[str, ...]
-    divided: int | None = None  # the dimension that tensor-parallel ranks divide; None: each has the whole
-    stacked: bool = False  # a tensor-parallel rank has its rows of the first half, and below them those of the second
+    sharded_dim: int | None = None  # over tensor-parallel ranks; None: each rank has the whole
+    is_stacked: bool = False  # a rank has its rows of the first half above its rows of the second
     split: Callable[[Tensor], tuple[Tensor, ...]] = lambda x: (x,)  # theirs -> ours
     join: Callable[..., Tensor] = lambda x: x  # ours -> theirs
 
 
 def weights(config: DecoderConfig) -> Iterator[Weight]:
-    """Of the whole model, in the order of its layers; each parameter of ours comes once."""
-    yield Weight("embedding.word_embeddings.weight", ("word_embeddings.weight",), divided=0)
+    """Yield the whole model in the order of its layers; each parameter of ours once."""
+    yield Weight("embedding.word_embeddings.weight", ("word_embeddings.weight",), sharded_dim=0)
     if config.position_embedding_type == "learned_absolute":
         yield Weight("embedding.position_embeddings.weight", ("position_embeddings.weight",))
+    bias = config.add_bias_linear
     for layer in range(config.num_layers):
         ours, theirs = f"layers.{layer}", f"decoder.layers.{layer}"
         yield from _norm(config, f"{ours}.input_norm", f"{theirs}.input_layernorm")
-        attention = ".self_attention"
-        yield from _linear(
-            f"{ours}{attention}.linear_qkv",
-            f"{theirs}{attention}.linear_qkv",
-            0,
-            bias=config.add_bias_linear or config.add_qkv_bias,
-        )
-        yield from _linear(
-            f"{ours}{attention}.linear_proj", f"{theirs}{attention}.linear_proj", 1, bias=config.add_bias_linear
-        )
-        if config.qk_layernorm:
-            for name in ("q_layernorm", "k_layernorm"):
-                yield from _norm(config, f"{ours}{attention}.{name}", f"{theirs}{attention}.{name}")
+        attention, their_attention = f"{ours}.self_attention", f"{theirs}.self_attention"
+        has_bias = bias or config.add_qkv_bias
+        yield from _linear(f"{attention}.linear_qkv", f"{their_attention}.linear_qkv", 0, has_bias)
+        yield from _linear(f"{attention}.linear_proj", f"{their_attention}.linear_proj", 1, bias)
+        for name in ("q_layernorm", "k_layernorm") if config.qk_layernorm else ():
+            yield from _norm(config, f"{attention}.{name}", f"{their_attention}.{name}")
         yield from _norm(config, f"{ours}.pre_mlp_norm", f"{theirs}.pre_mlp_layernorm")
         if config.moe is not None and layer in config.layers_with_experts:
             yield from _experts(config, config.moe, f"{ours}.mlp", f"{theirs}.mlp")
@@ -58,13 +53,13 @@ def weights(config: DecoderConfig) -> Iterator[Weight]:
             yield from _mlp(config, f"{ours}.mlp", f"{theirs}.mlp")
     yield from _norm(config, "final_norm", "decoder.final_layernorm")
     if not config.tie_embeddings:
-        yield Weight("output_layer.weight", ("output_layer.weight",), divided=0)
+        yield Weight("output_layer.weight", ("output_layer.weight",), sharded_dim=0)
 
 
-def _linear(ours: str, theirs: str, divided: int, bias: bool) -> Iterator[Weight]:
-    yield Weight(f"{theirs}.weight", (f"{ours}.weight",), divided)
-    if bias:  # of a layer whose inputs are divided each rank has the whole
-        yield Weight(f"{theirs}.bias", (f"{ours}.bias",), 0 if divided == 0 else None)
+def _linear(ours: str, theirs: str, sharded_dim: int, bias: bool) -> Iterator[Weight]:
+    yield Weight(f"{theirs}.weight", (f"{ours}.weight",), sharded_dim)
+    if bias:  # each rank has all of it if the layer's inputs are sharded
+        yield Weight(f"{theirs}.bias", (f"{ours}.bias",), 0 if sharded_dim == 0 else None)
 
 
 def _norm(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Weight]:
@@ -73,35 +68,35 @@ def _norm(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Weight]:
 
 
 def _mlp(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Weight]:
-    if config.swiglu:  # gates and, below them, ups
+    if config.swiglu:  # gates above ups
         for kind in ("weight", "bias") if config.add_bias_linear else ("weight",):
             yield Weight(
                 f"{theirs}.linear_fc1.{kind}",
                 (f"{ours}.linear_fc1_gate.{kind}", f"{ours}.linear_fc1_up.{kind}"),
-                divided=0,
-                stacked=True,
+                sharded_dim=0,
+                is_stacked=True,
                 split=lambda x: x.tensor_split(2),
                 join=lambda gate, up: torch.cat([gate, up]),
             )
     else:
-        yield from _linear(f"{ours}.linear_fc1", f"{theirs}.linear_fc1", 0, bias=config.add_bias_linear)
-    yield from _linear(f"{ours}.linear_fc2", f"{theirs}.linear_fc2", 1, bias=config.add_bias_linear)
+        yield from _linear(f"{ours}.linear_fc1", f"{theirs}.linear_fc1", 0, config.add_bias_linear)
+    yield from _linear(f"{ours}.linear_fc2", f"{theirs}.linear_fc2", 1, config.add_bias_linear)
 
 
 def _experts(config: DecoderConfig, moe: MoEConfig, ours: str, theirs: str) -> Iterator[Weight]:
-    """Theirs are stacked, [E, out, in]; ours are one below the other, [E * out, in]. Biases without [in]."""
+    """Yield experts: theirs are [E, out, in], ours [E * out, in]. Biases have no [in]."""
 
-    def below(x: Tensor) -> tuple[Tensor, ...]:
+    def flat(x: Tensor) -> tuple[Tensor, ...]:
         return (x.flatten(0, 1),)
 
-    def apart(x: Tensor) -> Tensor:
+    def stacked(x: Tensor) -> Tensor:
         return x.unflatten(0, (moe.num_experts, -1))
 
     def gates_and_ups(x: Tensor) -> tuple[Tensor, ...]:
         return tuple(half.flatten(0, 1) for half in x.tensor_split(2, dim=1))
 
     def both(gates: Tensor, ups: Tensor) -> Tensor:
-        return torch.cat([apart(gates), apart(ups)], dim=1)
+        return torch.cat([stacked(gates), stacked(ups)], dim=1)
 
     yield Weight(f"{theirs}.router.weight", (f"{ours}.router.weight",))
     inner, outer = f"{ours}.experts", f"{theirs}.experts"
@@ -111,7 +106,73 @@ def _experts(config: DecoderConfig, moe: MoEConfig, ours: str, theirs: str) -> I
             names = (f"{inner}.linear_fc1_gate.{kind}", f"{inner}.linear_fc1_up.{kind}")
             yield Weight(fc1, names, split=gates_and_ups, join=both)
         else:
-            yield Weight(fc1, (f"{inner}.linear_fc1.{kind}",), split=below, join=apart)
-        yield Weight(fc2, (f"{inner}.linear_fc2.{kind}",), split=below, join=apart)
+            yield Weight(fc1, (f"{inner}.linear_fc1.{kind}",), split=flat, join=stacked)
+        yield Weight(fc2, (f"{inner}.linear_fc2.{kind}",), split=flat, join=stacked)
     if moe.shared_expert_size is not None:
         yield from _mlp(config, f"{ours}.shared_expert", f"{theirs}.shared_experts")
+
+
+# Names in checkpoints of Megatron-LM and Megatron-DeepSpeed of all ages, replaced in this order. The first are those of
+# models before megatron-core, the last those of Transformer Engine's fused layers.
+_RENAMED = (
+    (r"^(module\.)*(language_model\.)?", ""),
+    (r"^(encoder|transformer)\.", "decoder."),
+    (r"^(word_embeddings|position_embeddings)\.", r"embedding.\1."),
+    (r"^lm_head\.", "output_layer."),
+    (r"^decoder\.final_norm\.", "decoder.final_layernorm."),
+    (r"\.attention\.", ".self_attention."),
+    (r"\.self_attention\.(query_key_value)\.", ".self_attention.linear_qkv."),
+    (r"\.self_attention\.dense\.", ".self_attention.linear_proj."),
+    (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
+    (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
+    (r"\.input_norm\.", ".input_layernorm."),
+    (r"\.(post_attention_layernorm|post_attention_norm)\.", ".pre_mlp_layernorm."),
+    (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
+    (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
+    (r"\.mlp\.experts\.experts\.", ".mlp.experts."),
+)
+# The last stage's copy of tied embeddings, and state of Transformer Engine and rotary embeddings.
+_NO_WEIGHTS = re.compile(r"(^|\.)(word_embeddings_for_head|_extra_state|rotary_pos_emb|rotary_emb|inv_freq)(\.|/|$)")
+_LAYER = re.compile(r"^decoder\.layers\.([0-9]+)\.")
+
+
+def canonical(name: str) -> str | None:
+    """Return a tensor's name in ``weights``; None if it is no weight."""
+    if _NO_WEIGHTS.search(name):
+        return None
+    for pattern, replacement in _RENAMED:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def layer_of(name: str) -> int | None:
+    """Return the layer number in a canonical name, if any."""
+    found = _LAYER.match(name)
+    return int(found[1]) if found else None
+
+
+def rename_layer(name: str, layer: int) -> str:
+    """Return the canonical name of the same tensor in another layer."""
+    return _LAYER.sub(f"decoder.layers.{layer}.", name)
+
+
+def canonical_pipeline_names(names: Iterable[str]) -> dict[str, str]:
+    """Return canonical names for the tensors of DeepSpeed's PipelineModule, which numbers all of its modules.
+
+    It has more modules than layers, and they differ between versions; the tensors tell what a module is.
+    """
+    numbered = {name: re.fullmatch(r"(?:tied_modules\.\w+|([0-9]+))\.(.+)", name) for name in names}
+    layers = [int(found[1]) for found in numbered.values() if found and found[1] and "attention." in found[2]]
+    result = {}
+    for name, found in numbered.items():
+        if found is None:
+            new = canonical(name)
+        elif found[2] in ("weight", "bias"):
+            new = f"decoder.final_layernorm.{found[2]}"
+        elif found[1] and "embeddings." not in found[2] and "lm_head." not in found[2]:
+            new = canonical(f"decoder.layers.{int(found[1]) - min(layers, default=0)}.{found[2]}")
+        else:
+            new = canonical(found[2])
+        if new is not None:
+            result[name] = new
+    return result

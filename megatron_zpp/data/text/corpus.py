@@ -1,7 +1,7 @@
 """Reads a corpus of any size block by block: JSON lines (plain, .gz, .zst), Parquet, text files, and folders of them.
 
-A block is a piece that begins and ends between records (a line, a row, a file). Where blocks begin depends on nothing
-but the files, so reading can go on at the end of any block.
+A block begins and ends between records (a line, a row, a file). Where blocks begin depends on nothing but the files, so
+reading can continue at the end of any block.
 """
 
 from __future__ import annotations
@@ -10,27 +10,38 @@ import glob
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_zpp.data.text.sentences import split_sentences
+from megatron_zpp.data.text.packages import load_package
 
 FORMATS = ("jsonl", "parquet", "text")
 SUFFIXES = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "jsonl",
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
     ".parquet": "parquet",
-    ".txt": "text",
-    ".text": "text",
-    ".md": "text",
+    **dict.fromkeys((".txt", ".text", ".md"), "text"),
 }
-COMPRESSED = (".gz", ".zst")
 BLOCK_BYTES = 256 << 10  # small enough to balance between workers, large enough to be worth sending
-MAX_ROWS = 4096  # of a Parquet file in a block
+MAX_ROWS = 4096  # rows of a Parquet file in a block
+
+# Where a sentence may end, and the blanks after it: at . ! ? and closing quotes or brackets, if blanks follow; at the
+# Chinese and Japanese signs; and at an empty line.
+_SENTENCE_END = re.compile(
+    r"""[.!?\u2026]+["'\u2019\u201d\u00bb)\]]*(?P<after>\s+)"""
+    r"""|[\u3002\uff01\uff1f]+[\u201d\u2019\u300d\u300f\uff09]*\s*"""
+    r"""|[^\S\n]*\n[^\S\n]*\n\s*"""
+)
+_OPENING = "\"'\u2018\u201c\u00ab([\u00bf\u00a1"
+# Words whose full stop ends no sentence, like that of an initial or of a word with a stop inside, such as e.g.
+_ABBREVIATIONS = re.compile(
+    "mr|mrs|ms|dr|prof|rev|gen|col|lt|sgt|capt|gov|sen|rep|st|jr|sr|vs|inc|ltd|corp|dept|univ|vol|fig|eqs?|pp|eds?|al|"
+    "approx|jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +55,7 @@ class CorpusFile:
 @dataclass(frozen=True)
 class Position:
     file: int = 0  # number of the file in the corpus
-    offset: int = 0  # bytes of its uncompressed content before it; rows of a Parquet file
+    offset: int = 0  # uncompressed bytes before it; rows of a Parquet file
     line: int = 1  # number of its line or row, from 1
 
 
@@ -58,8 +69,8 @@ class Block:
     start: Position
     end: Position
     num_bytes: int  # of the records, uncompressed
-    disk_bytes: int = field(compare=False)  # read from disk for them, about: files are read ahead
-    too_long: bool = False  # one record that was passed over, since it is longer than allowed
+    disk_bytes: int = field(compare=False)  # read from disk for them; approximate, because files are read ahead
+    too_long: bool = False  # one record that was skipped because it is longer than allowed
 
 
 @dataclass(frozen=True)
@@ -67,91 +78,83 @@ class Reading:
     """How files become documents."""
 
     keys: tuple[str, ...] = ("text",)
-    text_documents: str = "file"  # of a text file: "file" or "line"
+    text_documents: str = "file"  # documents of a text file: "file" or "line"
     max_document_bytes: int = 4 << 20
     sentences: str | None = None  # each is a sequence: "alone", or with the "blanks" after it; None: no splitting
 
 
 def find_files(inputs: Sequence[str], file_format: str | None = None) -> list[CorpusFile]:
-    """The files of a corpus: those named, those that a pattern such as part-*.jsonl matches, and those below the
-    folders named, sorted by path.
+    """Find the files of a corpus: those named, those that a pattern such as part-*.jsonl matches, and those in folders.
 
-    ``file_format`` None: by suffix; another file is JSON lines where it is named, and no part of the corpus in a
-    folder. With a ``file_format`` all files of a folder belong to it, but hidden ones. Raises FileNotFoundError if
-    there is nothing, ValueError for what is no regular file.
+    Files of a folder are sorted by path. ``file_format`` None goes by suffix: a file with another suffix is JSON lines
+    if it is named, and is skipped in a folder. With a ``file_format``, a folder stands for all of its files that are
+    not hidden. Raises FileNotFoundError if there is nothing, ValueError for what is not a regular file.
     """
-    files = []
+    found: list[tuple[Path, str]] = []
     for name in inputs:
         path = Path(name)
         if path.is_dir():
-            found = [below for below in sorted(path.rglob("*")) if below.is_file() and not _hidden(below, path)]
-            known = [(below, file_format or _format_of(below)) for below in found]
-            new = [_corpus_file(below, kind) for below, kind in known if kind]
-            if not new:
+            below = [each.relative_to(path) for each in sorted(path.rglob("*")) if each.is_file()]
+            shown = [path / each for each in below if not any(part.startswith(".") for part in each.parts)]
+            known = [(each, kind) for each in shown if (kind := file_format or _format_by_suffix(each))]
+            if not known:
                 raise FileNotFoundError(
                     f"--input {name} holds no file of {', '.join(SUFFIXES)}; --input-format takes all of its files"
                 )
-            files += new
+            found += known
         elif path.is_file():
-            files.append(_corpus_file(path, file_format or _format_of(path) or "jsonl"))
+            found.append((path, file_format or _format_by_suffix(path) or "jsonl"))
         elif path.exists():
-            raise ValueError(f"--input {name} is no regular file")  # a FIFO, a device
+            raise ValueError(f"--input {name} is not a regular file")
         elif matching := sorted(glob.glob(name, recursive=True)):
-            files += find_files(matching, file_format)
+            found += [(file.path, file.format) for file in find_files(matching, file_format)]
         else:
             raise FileNotFoundError(f"--input {name} does not exist")
-    return files
+    stats = [path.stat() for path, _ in found]
+    return [CorpusFile(*file, stat.st_size, stat.st_mtime_ns) for file, stat in zip(found, stats, strict=True)]
+
+
+def _format_by_suffix(path: Path) -> str | None:
+    return SUFFIXES.get(Path(path.stem).suffix if path.suffix in (".gz", ".zst") else path.suffix)
 
 
 def read_blocks(files: list[CorpusFile], reading: Reading, start: Position = Position()) -> Iterator[Block]:
-    """The blocks of the corpus from ``start`` on, the beginning of one of them.
+    """Read the blocks of the corpus from ``start`` on, the beginning of one of them.
 
-    Raises ValueError for a damaged or foreign file, ImportError where a package is missing.
+    Raises ValueError for a damaged or foreign file, ImportError if a package is missing.
     """
     number = start.file
     while number < len(files):
         file = files[number]
         position = start if number == start.file else Position(number)
         if file.format == "text" and reading.text_documents == "file":
-            block = _block_of_files(files, number, reading)
+            block = _read_files(files, number, reading)
             yield block
             number = block.end.file
             continue
         try:
-            if file.format == "parquet":
-                yield from _row_blocks(file, reading, position)
-            else:
-                yield from _line_blocks(file, reading, position)
+            yield from (_read_rows if file.format == "parquet" else _read_lines)(file, reading, position)
         except (OSError, EOFError, zlib.error) as error:
             raise ValueError(f"{file.path} can't be read to its end: {error}") from error
         number += 1
 
 
 def records(block: Block) -> Iterator[tuple[str, Any]]:
-    """Of each record that is no blank line: where it is, and the line, row or file as it was read."""
-    number = block.start.line
-    if isinstance(block.records, bytes):
-        lines = block.records.split(b"\n")
-        for line in lines if lines[-1] else lines[:-1]:
-            if line and not line.isspace():
-                yield f"{block.path}:{number}", line
-            number += 1
-        return
-    for record in block.records:
+    """Iterate over the records that are not blank lines: the place, and the line, row or file as it was read."""
+    rows: list[Any] = block.records if isinstance(block.records, list) else block.records.split(b"\n")
+    for number, record in enumerate(rows, block.start.line):
         if isinstance(record, tuple):
             yield record
-        else:
+        elif not isinstance(record, bytes) or (record and not record.isspace()):
             yield f"{block.path}:{number}", record
-            number += 1
 
 
-def texts_of(record: Any, file_format: str, reading: Reading) -> dict[str, list[str]]:
-    """The document of each key, as the texts of its sequences. ValueError says what is wrong with the record."""
+def extract_texts(record: Any, file_format: str, reading: Reading) -> dict[str, list[str]]:
+    """Return each key's document, as the texts of its sequences. Raises ValueError that describes a bad record."""
     if file_format == "text":
         text = record.decode("utf-8")
-        text = text.removesuffix("\r") if reading.text_documents == "line" else text
-        return {reading.keys[0]: _sequences([text], reading)}
-    if file_format == "jsonl":
+        record = {reading.keys[0]: text.removesuffix("\r") if reading.text_documents == "line" else text}
+    elif file_format == "jsonl":
         try:
             record = json.loads(record)
         except RecursionError:
@@ -162,63 +165,70 @@ def texts_of(record: Any, file_format: str, reading: Reading) -> dict[str, list[
     for key in reading.keys:
         if key not in record:
             raise ValueError(f"no key {key!r}; it has {', '.join(map(repr, record)) or 'none'}")
-        texts = [_text(text, key) for text in (record[key] if isinstance(record[key], list) else [record[key]])]
+        texts = [_check_text(text, key) for text in (record[key] if isinstance(record[key], list) else [record[key]])]
         if sum(map(len, texts)) > reading.max_document_bytes:  # a row; a line was measured when it was read
             raise ValueError(too_long(reading))
-        documents[key] = _sequences(texts, reading)
+        if reading.sentences is not None:
+            texts = [part for text in texts for part in split_sentences(text, reading.sentences == "blanks")]
+        documents[key] = texts
     return documents
-
-
-def _sequences(texts: list[str], reading: Reading) -> list[str]:
-    if reading.sentences is None:
-        return texts
-    return [sentence for text in texts for sentence in split_sentences(text, reading.sentences == "blanks")]
 
 
 def too_long(reading: Reading) -> str:
     return f"longer than --max-document-megabytes {reading.max_document_bytes / 2**20:g}"
 
 
-def _text(value: Any, key: str) -> str:
-    if isinstance(value, bytes):  # Parquet's
+def _check_text(value: Any, key: str) -> str:
+    if isinstance(value, bytes):  # of a Parquet file
         return value.decode("utf-8")
     if not isinstance(value, str):
         raise ValueError(f"the value of {key!r} is neither a text nor a list of texts")
-    value.encode()  # refuses half a surrogate pair, which JSON can spell and which is no text
+    value.encode()  # refuses half a surrogate pair, which JSON can spell and which is not text
     return value
 
 
+# Sentences, by rules without a model: the same on every machine
+
+
+def split_sentences(text: str, keep_blanks: bool = False) -> list[str]:
+    """Split a text into its sentences; with ``keep_blanks`` each keeps the blanks that follow it."""
+    sentences, start = [], 0
+    for end in _SENTENCE_END.finditer(text):
+        if end["after"] is None or _ends_sentence(text, start, end):
+            sentences.append(text[start : end.end()])
+            start = end.end()
+    sentences.append(text[start:])
+    if not keep_blanks:
+        sentences = [sentence.strip() for sentence in sentences]
+    return [sentence for sentence in sentences if sentence]
+
+
+def _ends_sentence(text: str, start: int, end: re.Match[str]) -> bool:
+    if end["after"].count("\n") > 1:
+        return True
+    following = text[end.end() : end.end() + 5].lstrip(_OPENING)[:1]
+    if following.islower():
+        return False
+    words = text[start : end.start()].split()
+    before = words[-1].lstrip(_OPENING) if words else ""
+    is_stop = text[end.start() : end.start("after")] == "."
+    is_short = _ABBREVIATIONS.fullmatch(before) is not None or "." in before or (len(before) == 1 and before.isalpha())
+    return not (is_stop and is_short)
+
+
 # Formats
-
-
-def _corpus_file(path: Path, file_format: str) -> CorpusFile:
-    status = path.stat()
-    return CorpusFile(path, file_format, status.st_size, status.st_mtime_ns)
-
-
-def _format_of(path: Path) -> str | None:
-    return SUFFIXES.get(Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix)
-
-
-def _hidden(path: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def _open(raw: BinaryIO, path: Path) -> BinaryIO:
     if path.suffix == ".gz":
         return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
     if path.suffix == ".zst":
-        try:
-            import pyarrow
-        except ImportError as error:
-            raise ImportError(
-                f"reading {path} needs the package pyarrow: pip install pyarrow, or megatron_zpp's extra data"
-            ) from error
+        pyarrow = load_package("pyarrow", f"reading {path}", "data")
         return io.BufferedReader(pyarrow.input_stream(raw, compression="zstd"), BLOCK_BYTES)
     return raw
 
 
-def _line_blocks(file: CorpusFile, reading: Reading, start: Position) -> Iterator[Block]:
+def _read_lines(file: CorpusFile, reading: Reading, start: Position) -> Iterator[Block]:
     with open(file.path, "rb") as raw:
         stream = _open(raw, file.path)
         if stream is raw:
@@ -228,85 +238,65 @@ def _line_blocks(file: CorpusFile, reading: Reading, start: Position) -> Iterato
             while left and (passed := len(stream.read(min(left, BLOCK_BYTES)))):
                 left -= passed
         disk = raw.tell()
+
+        def block(records: bytes, size: int, num_lines: int) -> Block:
+            nonlocal start, disk
+            begin, start = start, Position(start.file, start.offset + size, start.line + num_lines)
+            disk_before, disk = disk, raw.tell()
+            where = (str(file.path), file.format, records, begin, start)
+            return Block(*where, size, disk - disk_before, too_long=not records)
+
         while content := stream.read(BLOCK_BYTES):
             rest = b"" if content.endswith(b"\n") else stream.readline(reading.max_document_bytes + 1)
             cut = content.rfind(b"\n") + 1  # where the last line begins, which rest completes
-            is_long = len(content) - cut + len(rest) > reading.max_document_bytes + 1
-            kept = content[:cut] if is_long else content + rest
-            if kept:
-                # What follows a long line's beginning was read too; it counts for the long line.
-                end = Position(start.file, start.offset + len(kept), start.line + kept.count(b"\n"))
-                yield Block(str(file.path), file.format, kept, start, end, len(kept), raw.tell() - disk)
-                start, disk = end, raw.tell()
+            size = len(content) - cut + len(rest)
+            is_long = size > reading.max_document_bytes + 1
+            if kept := content[:cut] if is_long else content + rest:
+                # The beginning of a long line was read too; it counts for the long line.
+                yield block(kept, len(kept), kept.count(b"\n"))
             if is_long:
-                size = len(content) - cut + len(rest)
                 while rest and not rest.endswith(b"\n"):
                     rest = stream.readline(BLOCK_BYTES)
                     size += len(rest)
-                end = Position(start.file, start.offset + size, start.line + 1)
-                yield Block(str(file.path), file.format, b"", start, end, size, raw.tell() - disk, too_long=True)
-                start, disk = end, raw.tell()
+                yield block(b"", size, 1)
 
 
-def _row_blocks(file: CorpusFile, reading: Reading, start: Position) -> Iterator[Block]:
+def _read_rows(file: CorpusFile, reading: Reading, start: Position) -> Iterator[Block]:
+    pyarrow = load_package("pyarrow", f"reading {file.path}", "data")
+    from pyarrow.parquet import ParquetFile
+
+    # Bytes instead of texts, so that only a row that is not UTF-8 is a bad row.
+    binary = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
     try:
-        import pyarrow
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise ImportError(
-            f"reading {file.path} needs the package pyarrow: pip install pyarrow, or megatron_zpp's extra data"
-        ) from error
-    try:
-        # Page by page: with Arrow's defaults a whole row group lies in memory.
+        # Page by page: with Arrow's defaults a whole row group is in memory.
         parquet = ParquetFile(file.path, pre_buffer=False, buffer_size=1 << 20)
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{file.path} is not a Parquet file: {error}") from error
     keys = list(reading.keys)
     with parquet:
-        missing = [key for key in keys if key not in parquet.schema_arrow.names]
-        if missing:
-            raise ValueError(
-                f"{file.path} has no column {missing[0]!r}; it has {', '.join(parquet.schema_arrow.names)}"
-            )
-        first = 0  # row of the file that the row group begins with
+        names = parquet.schema_arrow.names
+        if missing := [key for key in keys if key not in names]:
+            raise ValueError(f"{file.path} has no column {missing[0]!r}; it has {', '.join(names)}")
+        row = 0
         for group in range(parquet.num_row_groups):
-            num_rows = parquet.metadata.row_group(group).num_rows
-            if first + num_rows > start.offset:
-                row = first
-                for batch in parquet.iter_batches(
-                    _rows_per_block(parquet, group, keys), [group], keys, use_threads=False
-                ):
-                    end = Position(start.file, row + len(batch), row + len(batch) + 1)
-                    if row >= start.offset:
-                        disk = file.num_bytes * len(batch) // parquet.metadata.num_rows
-                        begin = Position(start.file, row, row + 1)
-                        rows = _undecoded(batch).to_pylist()
-                        yield Block(str(file.path), file.format, rows, begin, end, batch.nbytes, disk)
-                    row = end.offset
-            first += num_rows
+            metadata = parquet.metadata.row_group(group)
+            if row + metadata.num_rows <= start.offset:
+                row += metadata.num_rows
+                continue
+            columns = [metadata.column(number) for number in range(metadata.num_columns)]
+            size = sum(each.total_uncompressed_size for each in columns if each.path_in_schema.split(".")[0] in keys)
+            num_rows = min(max(1, BLOCK_BYTES * metadata.num_rows // max(1, size)), MAX_ROWS)
+            for batch in parquet.iter_batches(num_rows, [group], keys, use_threads=False):
+                begin, row = Position(start.file, row, row + 1), row + len(batch)
+                if begin.offset >= start.offset:
+                    disk = file.num_bytes * len(batch) // parquet.metadata.num_rows
+                    schema = pyarrow.schema([(each.name, binary.get(each.type, each.type)) for each in batch.schema])
+                    rows, end = batch.cast(schema).to_pylist(), Position(start.file, row, row + 1)
+                    yield Block(str(file.path), file.format, rows, begin, end, batch.nbytes, disk)
 
 
-def _rows_per_block(parquet: Any, group: int, keys: list[str]) -> int:
-    metadata = parquet.metadata.row_group(group)
-    columns = map(metadata.column, range(metadata.num_columns))
-    size = sum(column.total_uncompressed_size for column in columns if column.path_in_schema.split(".")[0] in keys)
-    return min(max(1, BLOCK_BYTES * metadata.num_rows // max(1, size)), MAX_ROWS)
-
-
-def _undecoded(batch: Any) -> Any:
-    """The rows with bytes in place of texts: only the one that is no UTF-8 shall be a bad row, where it is decoded."""
-    import pyarrow
-
-    for number, column in enumerate(batch.schema):
-        if pyarrow.types.is_string(column.type):
-            batch = batch.set_column(number, column.name, batch.column(number).cast(pyarrow.binary()))
-        elif pyarrow.types.is_large_string(column.type):
-            batch = batch.set_column(number, column.name, batch.column(number).cast(pyarrow.large_binary()))
-    return batch
-
-
-def _block_of_files(files: list[CorpusFile], first: int, reading: Reading) -> Block:
-    """Text files from number ``first`` on, until they fill a block; a file that is too long is a block of its own."""
+def _read_files(files: list[CorpusFile], first: int, reading: Reading) -> Block:
+    """Read text files from number ``first`` on until they fill a block; a file that is too long is a separate block."""
     contents: list[tuple[str, bytes]] = []
     size = disk = 0
     number = first

@@ -1,54 +1,44 @@
 """Tokenizers: text to ids and back, and the end-of-document id.
 
-``build_tokenizer`` is the one entry; what it returns has ``vocab_size``, ``eod``, ``tokenize`` and ``detokenize``.
-No tokenizer but Llama2Tokenizer adds ids of its own (such as a beginning-of-sequence id) to a text.
+``build_tokenizer`` is the one entry. Only Llama2Tokenizer adds an id (beginning of sequence) to a text.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, Required, TypedDict
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_zpp.data.text.tik_tokenizer import TikTokenizer, check_no_character_is_left_out
+from megatron_zpp.data.text.packages import load_package
+from megatron_zpp.data.text.tik_tokenizer import ALL_KINDS, TikTokenizer
 from megatron_zpp.files import read_json_object
 
 TOKENIZER_TYPES = (
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "HuggingFaceTokenizer",
-    "HFTokenizer",
-    "GPT2BPETokenizer",
-    "TikTokenizer",
-    "ByteTokenizer",
-    "NullTokenizer",
+    *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer", "HFTokenizer"),
+    *("GPT2BPETokenizer", "TikTokenizer", "ByteTokenizer", "NullTokenizer"),
 )
-# Names of the end-of-document token in published tokenizer.json files that don't come with a tokenizer_config.json.
+# End-of-document tokens of published tokenizer.json files without a tokenizer_config.json.
 KNOWN_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>", "[EOS]", "<|eot_id|>")
-
+MODEL = re.compile(r"[\w.-]+(/[\w.-]+)?")  # a model's name at Hugging Face
 
 Ids = Sequence[int] | NDArray
 
 
-class TokenizerFlags(TypedDict, total=False):
-    """The arguments of ``build_tokenizer``."""
-
-    tokenizer_type: Required[str]
-    tokenizer_model: str | None
-    vocab_file: str | None
-    merge_file: str | None
-    vocab_size: int | None
-    tiktoken_pattern: str | None
-    tiktoken_num_special_tokens: int | None
+# The arguments of ``build_tokenizer``.
+TOKENIZER_FLAGS = (
+    *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"),
+    *("tiktoken_pattern", "tiktoken_num_special_tokens"),
+)
 
 
 class Tokenizer(Protocol):
-    """What the data tools and the trainer need of a tokenizer."""
+    """The interface of a tokenizer for the data tools and the trainer."""
 
     vocab_size: int  # ids are below it; not padded
     eod: int  # the id that ends a document
@@ -56,7 +46,7 @@ class Tokenizer(Protocol):
     def tokenize(self, text: str) -> list[int]: ...
 
     def tokenize_batch(self, texts: list[str]) -> Sequence[Ids]:
-        """The same for many texts, faster; in one thread, so that several processes don't fight for the cores."""
+        """Tokenize many texts, faster; in one thread, so that several processes don't compete for the cores."""
         ...
 
     def detokenize(self, ids: list[int]) -> str: ...
@@ -71,73 +61,68 @@ def build_tokenizer(
     tiktoken_pattern: str | None = None,
     tiktoken_num_special_tokens: int | None = None,
 ) -> Tokenizer:
-    """The tokenizer that Megatron's flags of the same names describe.
+    """Build the tokenizer that Megatron's flags of the same names describe.
 
     Raises ValueError for an unknown type, a missing flag or an unusable file, FileNotFoundError for a missing file,
     ImportError if the package it needs is not installed.
     """
+
+    def file(flag: str, value: str | None) -> Path:
+        path = _existing_path(tokenizer_type, flag, value)
+        if not path.is_file():
+            raise ValueError(f"{flag} {value} is not a regular file")
+        return path
+
     match tokenizer_type:
-        case "SentencePieceTokenizer" | "GPTSentencePieceTokenizer":
-            return SentencePieceTokenizer(_file(tokenizer_type, "--tokenizer-model", tokenizer_model))
-        case "Llama2Tokenizer":
-            return Llama2Tokenizer(_file(tokenizer_type, "--tokenizer-model", tokenizer_model))
+        case "SentencePieceTokenizer" | "GPTSentencePieceTokenizer" | "Llama2Tokenizer":
+            return SentencePieceTokenizer(
+                file("--tokenizer-model", tokenizer_model), tokenizer_type == "Llama2Tokenizer"
+            )
         case "HuggingFaceTokenizer" | "HFTokenizer":
             return HuggingFaceTokenizer(huggingface_path(tokenizer_model))
         case "GPT2BPETokenizer":
-            return GPT2BPETokenizer(
-                _file(tokenizer_type, "--vocab-file", vocab_file), _file(tokenizer_type, "--merge-file", merge_file)
-            )
+            return GPT2BPETokenizer(file("--vocab-file", vocab_file), file("--merge-file", merge_file))
         case "TikTokenizer":
-            file = _file(tokenizer_type, "--tokenizer-model", tokenizer_model)
-            return TikTokenizer(file, tiktoken_pattern, vocab_size, tiktoken_num_special_tokens)
+            model = file("--tokenizer-model", tokenizer_model)
+            return TikTokenizer(model, tiktoken_pattern, vocab_size, tiktoken_num_special_tokens)
         case "ByteTokenizer":
             return ByteTokenizer()
         case "NullTokenizer":
             if vocab_size is None:
-                raise ValueError("NullTokenizer needs --vocab-size, the number of ids in the data")
+                raise ValueError("NullTokenizer requires --vocab-size, the number of ids in the data")
             return NullTokenizer(vocab_size)
     raise ValueError(f"unknown --tokenizer-type {tokenizer_type}; known: {', '.join(TOKENIZER_TYPES)}")
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model, as of ``tools/train_tokenizer.py``; documents end with its ``</s>``."""
+    """A SentencePiece model, such as ``tools/train_tokenizer.py`` makes; documents end with its ``</s>``.
 
-    def __init__(self, model: Path) -> None:
+    add_bos: begin each text with ``<s>``, as Megatron's Llama2Tokenizer does.
+    """
+
+    def __init__(self, model: Path, add_bos: bool) -> None:
         import sentencepiece
 
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
         except (RuntimeError, OSError) as error:
             raise ValueError(f"{model} is not a SentencePiece model") from error
+        self._add_bos = add_bos
         self.vocab_size: int = self._processor.get_piece_size()
         self.eod: int = self._processor.eos_id()
         if self.eod < 0:
             raise ValueError(f"{model} has no end-of-sequence id to end documents with; train it with one")
-
-    def tokenize(self, text: str) -> list[int]:
-        return self._processor.encode(text)
-
-    def tokenize_batch(self, texts: list[str]) -> Sequence[Ids]:
-        return self._processor.encode(texts, num_threads=1)
-
-    def detokenize(self, ids: list[int]) -> str:
-        return self._processor.decode(ids)
-
-
-class Llama2Tokenizer(SentencePieceTokenizer):
-    """A SentencePiece model whose ``<s>`` begins each text, as in Megatron."""
-
-    def __init__(self, model: Path) -> None:
-        super().__init__(model)
-        self._bos: int = self._processor.bos_id()
-        if self._bos < 0:
+        if add_bos and self._processor.bos_id() < 0:
             raise ValueError(f"{model} has no beginning-of-sequence id; use GPTSentencePieceTokenizer, which adds none")
 
     def tokenize(self, text: str) -> list[int]:
-        return [self._bos, *super().tokenize(text)]
+        return self._processor.encode(text, add_bos=self._add_bos)
 
     def tokenize_batch(self, texts: list[str]) -> Sequence[Ids]:
-        return [[self._bos, *ids] for ids in super().tokenize_batch(texts)]
+        return self._processor.encode(texts, add_bos=self._add_bos, num_threads=1)
+
+    def detokenize(self, ids: list[int]) -> str:
+        return self._processor.decode(ids)
 
 
 class _LibraryTokenizer:
@@ -145,8 +130,7 @@ class _LibraryTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        # A saved tokenizer may cut or pad what it encodes; documents must stay whole.
-        tokenizer.no_truncation()
+        tokenizer.no_truncation()  # a saved tokenizer may truncate or pad, but documents must stay whole
         tokenizer.no_padding()
         self.vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(self.vocabulary.values(), default=-1) + 1
@@ -173,63 +157,80 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
             raise FileNotFoundError(f"{file} does not exist; HuggingFaceTokenizer reads a tokenizer.json")
-        library = _tokenizers_library("HuggingFaceTokenizer")
+        library = load_package("tokenizers", "HuggingFaceTokenizer", "hf")
         try:
             super().__init__(library.Tokenizer.from_file(str(file)))
-        except Exception as error:  # the library raises a bare Exception for whatever it can't read
+        except Exception as error:  # the library raises a bare Exception for anything it can't read
             raise ValueError(f"{file} is not a tokenizer.json: {error}") from error
-        self.eod = self._find_eod(file)
-        self._check_model(file)
-        check_no_character_is_left_out(file, self.tokenize)
-
-    def _check_model(self, file: Path) -> None:
-        """A model beside the tokenizer must have a place for each of its ids."""
-        config_file = file.parent / "config.json"
-        if config_file.is_file():
-            size = read_json_object(config_file).get("vocab_size")
-            if isinstance(size, int) and size < self.vocab_size:
+        self.file = file
+        config_file = file.parent / "tokenizer_config.json"
+        configured = read_json_object(config_file).get("eos_token") if config_file.is_file() else None
+        if isinstance(configured, dict):
+            configured = configured.get("content")
+        names = [configured, *KNOWN_EOD_TOKENS] if isinstance(configured, str) else KNOWN_EOD_TOKENS
+        ends = [self.vocabulary[name] for name in names if name in self.vocabulary]
+        if not ends:
+            raise ValueError(
+                f'{file} has no known end-of-document token; name it in {config_file} as {{"eos_token": "..."}}'
+            )
+        self.eod = ends[0]
+        model_file = file.parent / "config.json"
+        size = read_json_object(model_file).get("vocab_size") if model_file.is_file() else None
+        if isinstance(size, int) and size < self.vocab_size:
+            raise ValueError(
+                f"{file} has ids up to {self.vocab_size - 1}, but the model of {model_file} only {size} ids"
+            )
+        for character in ALL_KINDS:
+            if unicodedata.category(character)[0] in "LNPS" and not self.tokenize(character):
                 raise ValueError(
-                    f"{file} has ids up to {self.vocab_size - 1}, but the model of {config_file} only {size} ids"
+                    f"{file} leaves characters out that it does not know, such as {character!r}: texts would lose "
+                    "them without a trace; give its model an unknown token or all bytes"
                 )
 
-    def _find_eod(self, file: Path) -> int:
-        config_file = file.parent / "tokenizer_config.json"
-        if config_file.is_file():
-            token = read_json_object(config_file).get("eos_token")
-            token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str) and token in self.vocabulary:
-                return self.vocabulary[token]
-        for token in KNOWN_EOD_TOKENS:
-            if token in self.vocabulary:
-                return self.vocabulary[token]
+    def apply_chat_template(self, messages: list[str]) -> list[str]:
+        """Format each message of a user by the model's chat template, up to where the answer begins.
+
+        Raises ValueError if there is no template, or one that does not work; ImportError.
+        """
+        load_package("transformers", "--chat", "hf")
+        from jinja2 import TemplateError
+        from transformers import PreTrainedTokenizerFast
+
+        chats = [[{"role": "user", "content": message}] for message in messages]
+        options = {"tokenize": False, "add_generation_prompt": True}
+        try:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(self.file.parent, tokenizer_file=str(self.file))
+            if tokenizer.chat_template:
+                return [tokenizer.apply_chat_template(chat, **options) for chat in chats]
+        except (TemplateError, TypeError, ValueError, OSError) as error:
+            raise ValueError(f"--chat: the tokenizer's chat template does not work: {error}") from error
         raise ValueError(
-            f'{file} has no known end-of-document token; name it in {config_file} as {{"eos_token": "..."}}'
+            f"--chat: {self.file.parent} has no chat template: neither chat_template.jinja nor one in "
+            "tokenizer_config.json"
         )
 
 
 class GPT2BPETokenizer(_LibraryTokenizer):
-    """GPT-2's byte-level BPE, of its ``vocab.json`` and ``merges.txt``; documents end with ``<|endoftext|>``.
+    """GPT-2's byte-level BPE from ``vocab.json`` and ``merges.txt``; documents end with ``<|endoftext|>``.
 
     That name inside a text is text, not the end of a document.
     """
 
     def __init__(self, vocab_file: Path, merge_file: Path) -> None:
-        library = _tokenizers_library("GPT2BPETokenizer")
-        from tokenizers import decoders, models, pre_tokenizers
+        load_package("tokenizers", "GPT2BPETokenizer", "hf")
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
         try:
             model = models.BPE.from_file(str(vocab_file), str(merge_file))
         except Exception as error:
             raise ValueError(f"{vocab_file} and {merge_file} are not GPT-2 BPE files: {error}") from error
-        tokenizer = library.Tokenizer(model)
+        tokenizer = Tokenizer(model)
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         super().__init__(tokenizer)
         missing = [byte for byte in pre_tokenizers.ByteLevel.alphabet() if byte not in self.vocabulary]
         if missing:
-            raise ValueError(
-                f"{vocab_file} lacks {len(missing)} of the 256 bytes: texts that hold them would lose them"
-            )
+            raise ValueError(f"{vocab_file} lacks {len(missing)} of the 256 bytes: texts would lose them")
         if "<|endoftext|>" not in self.vocabulary:
             raise ValueError(f"{vocab_file} has no <|endoftext|>; GPT-2's vocab.json has")
         self.eod = self.vocabulary["<|endoftext|>"]
@@ -238,8 +239,7 @@ class GPT2BPETokenizer(_LibraryTokenizer):
 class ByteTokenizer:
     """The 256 bytes of UTF-8, and 256 as the end of a document."""
 
-    vocab_size = 257
-    eod = 256
+    vocab_size, eod = 257, 256
 
     def tokenize(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -255,15 +255,13 @@ class NullTokenizer:
     """Texts that are already ids in decimal digits, separated by blanks; the id after the last ends a document."""
 
     def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size + 1
-        self.eod = vocab_size
+        self.vocab_size, self.eod = vocab_size + 1, vocab_size
 
     def tokenize(self, text: str) -> list[int]:
-        words = text.split()
-        wrong = next((word for word in words if not word.isdecimal()), None)
-        if wrong is not None:
-            raise ValueError(f"{wrong!r} is no id: NullTokenizer reads texts of ids, such as '17 4 256'")
-        ids = [int(word) for word in words]
+        for word in text.split():
+            if not word.isdecimal():
+                raise ValueError(f"{word!r} is not an id: NullTokenizer reads texts of ids, such as '17 4 256'")
+        ids = [int(word) for word in text.split()]
         if ids and not 0 <= min(ids) <= max(ids) < self.eod:
             raise ValueError(f"ids {min(ids)} to {max(ids)} are not all below --vocab-size {self.eod}")
         return ids
@@ -275,29 +273,17 @@ class NullTokenizer:
         return " ".join(map(str, ids))
 
 
-def _tokenizers_library(tokenizer_type: str) -> Any:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise ImportError(
-            f"{tokenizer_type} needs the package tokenizers: pip install tokenizers, or megatron_zpp's extra hf"
-        ) from error
-    return tokenizers
-
-
-MODEL = re.compile(r"[\w.-]+(/[\w.-]+)?")  # a model's name at Hugging Face
-
-
 def huggingface_path(value: str | None) -> Path:
-    """What ``--tokenizer-model`` of HuggingFaceTokenizer says: a path, or a model's name, whose files are then those in
-    Hugging Face's cache. Nothing is downloaded."""
+    """Return the path that ``--tokenizer-model`` gives, or the folder of a model of that name in Hugging Face's cache.
+
+    Nothing is downloaded.
+    """
     if value is None or value.endswith(".json") or Path(value).exists() or not MODEL.fullmatch(value):
-        return _path("HuggingFaceTokenizer", "--tokenizer-model", value)
-    try:
+        return _existing_path("HuggingFaceTokenizer", "--tokenizer-model", value)
+    found = None
+    with contextlib.suppress(ImportError):
         from huggingface_hub import try_to_load_from_cache
-    except ImportError:
-        found = None
-    else:
+
         found = try_to_load_from_cache(value, "tokenizer.json")
     if not isinstance(found, str):
         raise FileNotFoundError(
@@ -307,16 +293,9 @@ def huggingface_path(value: str | None) -> Path:
     return Path(found).parent
 
 
-def _path(tokenizer_type: str, flag: str, value: str | None) -> Path:
+def _existing_path(tokenizer_type: str, flag: str, value: str | None) -> Path:
     if value is None:
-        raise ValueError(f"{tokenizer_type} needs {flag}")
+        raise ValueError(f"{tokenizer_type} requires {flag}")
     if not Path(value).exists():
         raise FileNotFoundError(f"{flag} {value} does not exist")
     return Path(value)
-
-
-def _file(tokenizer_type: str, flag: str, value: str | None) -> Path:
-    path = _path(tokenizer_type, flag, value)
-    if not path.is_file():
-        raise ValueError(f"{flag} {value} is no regular file")
-    return path

@@ -1,8 +1,8 @@
-"""Connections between islands, and with their lighthouse: TCP whose two ends prove that they know one secret.
+"""Authenticated TCP connections among islands and their lighthouse: both ends prove that they know one secret.
 
 Islands trust nobody on the network. A stranger gets a nonce and a refusal, and nothing that it sends is read beyond
-its proof. Nothing is ever unpickled: what arrives is JSON of bounded size, or the bytes of a tensor whose size the
-reader knows already. Each frame has a tag, so that nobody on the way can change, repeat or reorder frames; they are not
+its proof. Nothing is ever unpickled: messages are JSON of bounded size, or the bytes of a tensor whose size the reader
+knows already. Each frame has a tag, so that nobody in between can change, repeat or reorder frames. They are not
 encrypted.
 
     handshake   both: MAGIC, 32 random bytes; client: HMAC-SHA256(secret, "client" + both nonces); server: the same of
@@ -23,19 +23,19 @@ import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from threading import Lock, Thread
+from threading import BoundedSemaphore, Lock, Thread
 from typing import Any
 
 logger = logging.getLogger(__name__)
 MAGIC = b"megatron-zpp islands 1\n"
 REFUSED = bytes(32)
 MAX_MESSAGE = 2**20  # bytes of JSON; a quorum of 1,000 ranks has about 30 kB
-MAX_STRANGERS = 32  # connections that have proved nothing yet
+MAX_STRANGERS = 32  # connections whose handshake is not over
 HANDSHAKE_SECONDS = 5.0
 
 
 class ChannelError(ConnectionError):
-    """The other end is gone, too slow, or sends what it must not."""
+    """The other end is gone, too slow, or breaks the protocol."""
 
 
 class WrongSecretError(ValueError):
@@ -43,7 +43,7 @@ class WrongSecretError(ValueError):
 
 
 def read_secret(file: str) -> bytes:
-    """Read the secret that all islands of a run share. Raises ValueError where it is short, or others may read it."""
+    """Read the secret that all islands of a run share. Raises ValueError if it is short, or if others may read it."""
     mode = os.stat(file).st_mode
     if not stat.S_ISREG(mode):
         raise ValueError(f"the islands' secret {file} is not a regular file")
@@ -53,8 +53,8 @@ def read_secret(file: str) -> bytes:
         secret = opened.read(4096).strip()
     if len(secret) < 32:
         raise ValueError(
-            f"the islands' secret in {file} has {len(secret)} bytes, and needs 32: (umask 077; openssl rand -hex 32 > "
-            f"{file}), and copy it to every machine"
+            f"the islands' secret in {file} has {len(secret)} bytes, and requires 32: run (umask 077; openssl rand "
+            f"-hex 32 > {file}), and copy it to every machine"
         )
     return secret
 
@@ -63,7 +63,7 @@ def parse_address(address: str) -> tuple[str, int]:
     """Split "host:port" or "[v6 address]:port". Raises ValueError for anything else."""
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isdecimal() and int(port) < 2**16):
-        raise ValueError(f"{address!r} is no address such as host:29510")
+        raise ValueError(f"{address!r} is not an address such as host:29510")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
@@ -78,12 +78,12 @@ class Channel:
         self._send(MAGIC + mine, deadline)
         hello = self._read(bytearray(len(MAGIC) + 32), deadline)
         if not hello.startswith(MAGIC):
-            raise ChannelError("the other end speaks another protocol, or another version of it")
+            raise ChannelError("the other end uses another protocol, or another version of it")
         theirs = bytes(hello[len(MAGIC) :])
         nonces = mine + theirs if is_client else theirs + mine
 
-        def digest(of: bytes) -> bytes:
-            return hmac.digest(secret, of + nonces, "sha256")
+        def digest(purpose: bytes) -> bytes:
+            return hmac.digest(secret, purpose + nonces, "sha256")
 
         if is_client:
             self._send(digest(b"client"), deadline)
@@ -100,7 +100,7 @@ class Channel:
         self._num_sent = self._num_received = 0
 
     def send(self, payload: bytes | memoryview, deadline: float) -> None:
-        """Send one frame until ``deadline``, of time.monotonic()."""
+        """Send one frame by ``deadline``, of time.monotonic()."""
         size = len(payload).to_bytes(8, "big")
         tag = _tag(self._send_key, self._num_sent, size, payload)
         self._num_sent += 1
@@ -109,7 +109,7 @@ class Channel:
         self._send(tag, deadline)
 
     def receive_into(self, payload: memoryview, deadline: float) -> None:
-        """Fill ``payload`` from a frame of that size. Where this raises ChannelError its values mean nothing."""
+        """Fill ``payload`` from a frame of that size. After a ChannelError its values mean nothing."""
         size = self._read(bytearray(8), deadline)
         if int.from_bytes(size, "big") != len(payload):
             raise ChannelError(f"a frame of {int.from_bytes(size, 'big')} bytes came instead of {len(payload)}")
@@ -120,7 +120,7 @@ class Channel:
         self.send(json.dumps(message).encode(), deadline)
 
     def receive_message(self, deadline: float) -> dict[str, Any]:
-        """Receive what ``send_message`` sent."""
+        """Receive a JSON object from ``send_message``."""
         size = self._read(bytearray(8), deadline)
         if int.from_bytes(size, "big") > MAX_MESSAGE:
             raise ChannelError(f"a message of {int.from_bytes(size, 'big')} bytes; the limit is {MAX_MESSAGE}")
@@ -128,25 +128,25 @@ class Channel:
         self._check(size, payload, deadline)
         message = json.loads(payload)
         if not isinstance(message, dict):
-            raise ChannelError("a message that is no JSON object")
+            raise ChannelError("a message is not a JSON object")
         return message
 
     def close(self) -> None:
-        """End it, and whatever another thread waits for on it."""
+        """Close the connection, and wake threads that wait on it."""
         _hang_up(self._socket)
 
     def _check(self, size: bytes | bytearray, payload: bytearray | memoryview, deadline: float) -> None:
         tag = self._read(bytearray(32), deadline)
         if not hmac.compare_digest(tag, _tag(self._receive_key, self._num_received, size, payload)):
-            raise ChannelError("a frame was changed on its way")
+            raise ChannelError("a frame was changed on the way")
         self._num_received += 1
 
     def _send(self, payload: bytes | memoryview, deadline: float) -> None:
         self._wait_until(deadline)
         try:
-            self._socket.sendall(payload)  # its timeout counts for all of it
+            self._socket.sendall(payload)  # the timeout covers the whole call
         except TimeoutError:
-            raise ChannelError("what was sent was not taken in time") from None
+            raise ChannelError("the other end did not receive in time") from None
 
     def _read(self, buffer: Any, deadline: float) -> Any:
         """Fill a bytearray or memoryview."""
@@ -156,7 +156,7 @@ class Channel:
             try:
                 num_bytes = self._socket.recv_into(view[num_read:])
             except TimeoutError:
-                raise ChannelError("nothing came in time") from None
+                raise ChannelError("nothing arrived in time") from None
             if num_bytes == 0:
                 raise ChannelError("the connection was closed by the other end")
             num_read += num_bytes
@@ -173,7 +173,7 @@ def _tag(key: bytes, number: int, size: bytes | bytearray, payload: bytes | byte
 
 
 def connect(address: tuple[str, int], secret: bytes, deadline: float) -> Channel:
-    """Connect to a ``Listener``. Raises WrongSecretError, or OSError, of which ChannelError is one."""
+    """Connect to a ``Listener``. Raises WrongSecretError, or OSError, which includes ChannelError."""
     connection = socket.create_connection(address, timeout=max(1e-3, deadline - time.monotonic()))
     try:
         return Channel(connection, secret, is_client=True, deadline=deadline)
@@ -183,18 +183,19 @@ def connect(address: tuple[str, int], secret: bytes, deadline: float) -> Channel
 
 
 class Listener:
-    """Accepts connections at one address, and serves those that know the secret, each in a thread of its own."""
+    """Accepts connections at one address, and serves each that knows the secret in its own thread."""
 
     def __init__(
         self, host: str, port: int, secret: bytes, serve: Callable[[Channel, str], None], max_connections: int
     ) -> None:
-        """serve: what to do with a channel, and the address of its other end. Raises OSError where it cannot listen."""
+        """serve: gets a channel, and the address of its other end. Raises OSError if it cannot listen."""
         ((family, _, _, _, address), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         self._socket = socket.create_server(address[:2], family=family)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._secret, self._serve, self._max_connections = secret, serve, max_connections
         self._strangers: list[socket.socket] = []  # the oldest first
-        self._num_connections, self._has_logged, self._lock = 0, False, Lock()
+        self._slots = BoundedSemaphore(max_connections)
+        self._has_logged, self._lock = False, Lock()
         Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
@@ -208,13 +209,13 @@ class Listener:
                 time.sleep(0.1)
                 continue
             with self._lock:
-                # An island's handshake takes moments. So the oldest goes: who opens many keeps nobody out for long.
+                # A handshake takes moments, so the oldest is closed: many connections keep nobody out for long.
                 self._strangers.append(connection)
                 if len(self._strangers) > MAX_STRANGERS:
                     _hang_up(self._strangers.pop(0))
-            Thread(target=self._meet, args=(connection, f"{peer[0]}:{peer[1]}"), daemon=True).start()
+            Thread(target=self._handshake_and_serve, args=(connection, f"{peer[0]}:{peer[1]}"), daemon=True).start()
 
-    def _meet(self, connection: socket.socket, peer: str) -> None:
+    def _handshake_and_serve(self, connection: socket.socket, peer: str) -> None:
         try:
             channel = Channel(connection, self._secret, False, time.monotonic() + HANDSHAKE_SECONDS)
         except (WrongSecretError, OSError) as error:
@@ -224,19 +225,15 @@ class Listener:
             with self._lock:
                 if connection in self._strangers:
                     self._strangers.remove(connection)
-        with self._lock:
-            self._num_connections += 1
-            is_full = self._num_connections > self._max_connections
+        if not self._slots.acquire(blocking=False):
+            self._refuse(connection, peer, f"there are already {self._max_connections} connections")
+            return
         try:
-            if is_full:
-                self._refuse(connection, peer, f"there are {self._max_connections} connections already")
-            else:
-                self._serve(channel, peer)
-        except (OSError, ValueError, KeyError, TypeError):  # it is gone, or sends what it must not
+            self._serve(channel, peer)
+        except (OSError, ValueError, KeyError, TypeError):  # it is gone, or breaks the protocol
             channel.close()
         finally:
-            with self._lock:
-                self._num_connections -= 1
+            self._slots.release()
 
     def _refuse(self, connection: socket.socket, peer: str, reason: str) -> None:
         _hang_up(connection)
@@ -245,8 +242,8 @@ class Listener:
         if not has_logged:
             host, port = self.address
             logger.warning(
-                "islands: refused a connection from %s to %s:%d, before anything else was read: %s. Further ones are "
-                "not logged",
+                "islands: refused a connection from %s to %s:%d, before anything else was read: %s. Later refusals "
+                "are not logged",
                 peer,
                 host,
                 port,
@@ -255,13 +252,13 @@ class Listener:
 
 
 def _hang_up(connection: socket.socket) -> None:
-    with suppress(OSError):  # it is over already
-        connection.shutdown(socket.SHUT_RDWR)  # which wakes a thread that waits on it
+    with suppress(OSError):  # already closed
+        connection.shutdown(socket.SHUT_RDWR)  # wakes threads that wait on it
     connection.close()
 
 
 def address_towards(address: tuple[str, int]) -> str:
-    """Return the address of this machine from which it reaches ``address``; nothing is sent."""
+    """Return this machine's address on the route to ``address``; nothing is sent."""
     ((family, _, _, _, towards), *_) = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(towards)

@@ -1,9 +1,9 @@
-"""The lighthouse: knows which islands are there, and tells those that want to agree who takes part (a quorum).
+"""The lighthouse: knows which islands are there, and forms the quorums that synchronize.
 
     megatron-zpp lighthouse --secret-file island.secret --bind 10.8.0.1:29510 --min-islands 2
 
-It outlives the islands. Each island's first rank sends it a message twice a second, and more often while it asks for a
-quorum; each message has an answer. All state is in memory: one that is started again hears from everyone within
+It outlives the islands. Each island's first rank sends it a heartbeat twice a second, and more often while it asks for
+a quorum; each message has an answer. All state is in memory: a restarted lighthouse hears from everyone within
 ``heartbeat_timeout``.
 """
 
@@ -17,30 +17,31 @@ import sys
 import time
 import uuid
 from dataclasses import asdict, dataclass
-from threading import Condition, Event
+from threading import Condition, Event, Thread
 from typing import Any
 
-from .channel import Channel, Listener, connect, parse_address, read_secret
+from .channel import Channel, Listener, WrongSecretError, connect, parse_address, read_secret
 
 logger = logging.getLogger(__name__)
 DEFAULT_ADDRESS = "127.0.0.1:29510"
 MAX_ISLANDS = 1024
-WAIT_SECONDS = 0.25  # for a quorum, before an island hears that there is none yet
+WAIT_SECONDS = 0.25  # for a quorum, before the lighthouse answers that there is none yet
+SILENCE_SECONDS = 5.0  # after which an island connects to the lighthouse again
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What an island says of itself when it asks for a quorum. Raises ValueError where a field has another type."""
+    """An island's request for a quorum, as it is sent. Raises ValueError for a field of another type."""
 
-    number: int  # of this ask, counted by the island
+    number: int  # of this request, counted by the island
     island: int
     num_islands: int
-    renew: bool  # whether the last agreement broke off
-    agreements: int  # that led to what it has
+    renew: bool  # whether the last synchronization broke off
+    agreements: int  # the number of synchronizations that led to its outer state
     history: str  # their digest
-    has_taken: bool  # another island's state, since its own last agreement
+    has_taken: bool  # another island's outer state, since its own last synchronization
     steps: int
-    fingerprint: str  # of all that must be alike
+    fingerprint: str  # of all that must match
     addresses: list[tuple[str, int]]  # where its ranks listen
 
     def __post_init__(self) -> None:
@@ -52,7 +53,7 @@ class Ask:
             and all(isinstance(text, str) and len(text) == 64 for text in texts)
             and all(isinstance(host, str) and type(port) is int for host, port in self.addresses)
         ):
-            raise ValueError(f"an ask with other fields than this version's: {self}"[:1000])
+            raise ValueError(f"the fields of a request differ from this version's: {self}"[:1000])
 
 
 @dataclass
@@ -64,19 +65,19 @@ class Member:
     seen: float  # when it last sent anything, of time.monotonic()
     ask: Ask | None = None  # while it asks for a quorum
     asked_at: float = 0.0
-    answered: int = -1  # the number of its last ask that has a quorum
+    answered: int = -1  # the number of its last request that has a quorum
     quorum: dict[str, Any] | None = None
 
 
 class Lighthouse:
-    """Serves islands in threads of its own until ``close``."""
+    """Serves islands in its own threads until ``close``."""
 
     def __init__(
         self, bind: str, secret: bytes, min_islands: int = 1, heartbeat_timeout: float = 5.0, join_timeout: float = 60.0
     ) -> None:
-        """Start. What the numbers mean is the help of ``megatron-zpp lighthouse``.
+        """Start. ``megatron-zpp lighthouse --help`` explains the numbers.
 
-        Raises ValueError for an address that is none, and OSError where it cannot listen there.
+        Raises ValueError for a bad address, and OSError if it cannot listen there.
         """
         self._min_islands, self._heartbeat_timeout, self._join_timeout = min_islands, heartbeat_timeout, join_timeout
         self._members: dict[int, Member] = {}
@@ -97,12 +98,14 @@ class Lighthouse:
 
     def _answer(self, message: dict[str, Any], peer: str) -> dict[str, Any]:
         with self._changed:
+            now = time.monotonic()
+            self._forget(now)
             if "island" not in message:
-                return self._status()
-            island, job, now = int(message["island"]), str(message["job"]), time.monotonic()
+                asking = sorted(island for island, member in self._members.items() if member.ask is not None)
+                return {"islands": sorted(self._members), "asking": asking}
+            island, job = int(message["island"]), str(message["job"])
             if not 0 <= island < MAX_ISLANDS:
                 raise ValueError(f"no island has the number {island}")
-            self._forget(now)
             member = self._members.get(island)
             if member is not None and member.job != job:
                 # Either that job was killed moments ago, or there are two.
@@ -129,18 +132,13 @@ class Lighthouse:
                 self._form(time.monotonic())
             return {"number": ask.number, "quorum": member.quorum} if ask.number == member.answered else {}
 
-    def _status(self) -> dict[str, Any]:
-        self._forget(time.monotonic())
-        asking = sorted(island for island, member in self._members.items() if member.ask is not None)
-        return {"islands": sorted(self._members), "asking": asking}
-
     def _forget(self, now: float) -> None:
         for island in [i for i, member in self._members.items() if now - member.seen >= self._heartbeat_timeout]:
             logger.info("island %d is gone: silent for %g seconds", island, self._heartbeat_timeout)
             del self._members[island]
 
     def _form(self, now: float) -> None:
-        """Answer all who ask, if everyone who is there does, or most have for long enough."""
+        """Form a quorum of all that ask, if all islands that are there ask, or if most have for long enough."""
         self._forget(now)
         asks = {i: member.ask for i, member in sorted(self._members.items()) if member.ask is not None}
         if len(asks) < max(1, self._min_islands):
@@ -149,20 +147,99 @@ class Lighthouse:
             waited = now - min(self._members[island].asked_at for island in asks)
             if waited < self._join_timeout or 2 * len(asks) <= len(self._members):
                 return
-        # A new lighthouse first hears who is there: else the first to ask would agree alone.
+        # A new lighthouse first waits for heartbeats of all. Otherwise the first to ask would synchronize alone.
         is_complete = len(asks) == max(ask.num_islands for ask in asks.values())
         if now - self._started < self._heartbeat_timeout and not is_complete:
             return
         name, jobs = self._quorum[0], [self._members[island].job for island in asks]
         if jobs != self._quorum[1] or any(ask.renew for ask in asks.values()):
             name = uuid.uuid4().hex
-            logger.info("islands %s agree from now on", ", ".join(map(str, asks)))
+            logger.info("islands %s synchronize from now on", ", ".join(map(str, asks)))
         self._quorum = name, jobs
         quorum = {"name": name, "members": [asdict(ask) for ask in asks.values()]}
         for island, ask in asks.items():
             member = self._members[island]
             member.ask, member.answered, member.quorum = None, ask.number, quorum
         self._changed.notify_all()
+
+
+class LighthouseClient:
+    """An island's connection to the lighthouse: sends heartbeats in a thread, and asks for quorums."""
+
+    def __init__(self, address: tuple[str, int], secret: bytes, island: int) -> None:
+        self._address, self._secret = address, secret
+        self._identity = {"island": island, "job": uuid.uuid4().hex}
+        self._ask: Ask | None = None
+        self._answer: dict[str, Any] | Exception | None = None
+        self._problem = "it was not reached yet"
+        self._was_reached = self._leaves = False
+        self._changed = Condition()
+        self._thread: Thread | None = None
+
+    def ask(self, ask: Ask, deadline: float) -> dict[str, Any]:
+        """Return the quorum. Raises ValueError if this island is refused, and TimeoutError at ``deadline``."""
+        with self._changed:
+            self._ask, self._answer = ask, None
+            if self._thread is None:  # no heartbeats before the first request
+                self._thread = Thread(target=self._run, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: self._answer is not None, max(0.0, deadline - time.monotonic())):
+                raise TimeoutError(self._problem)
+            if isinstance(self._answer, Exception):
+                raise self._answer
+            assert self._answer is not None
+            return self._answer
+
+    def leave(self) -> None:
+        """Tell the lighthouse that this island is gone; wait for at most SILENCE_SECONDS."""
+        with self._changed:
+            self._leaves = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(SILENCE_SECONDS)
+
+    def _run(self) -> None:
+        while not self._leaves:
+            try:
+                channel = connect(self._address, self._secret, time.monotonic() + SILENCE_SECONDS)
+                try:
+                    self._exchange_messages(channel)
+                finally:
+                    channel.close()
+            except WrongSecretError:
+                self._problem = "it has another secret than this island: copy the file to all (--island-secret-file)"
+                with self._changed:
+                    if not self._was_reached:  # later a stranger may have taken the lighthouse's address
+                        host, port = self._address
+                        self._answer = ValueError(f"the lighthouse at {host}:{port}: {self._problem}")
+                        self._changed.notify_all()
+            except (OSError, ValueError, TypeError, KeyError) as error:
+                self._problem = str(error)
+            if not self._leaves:
+                time.sleep(1)
+
+    def _exchange_messages(self, channel: Channel) -> None:
+        """Send messages until the connection breaks, or this island leaves."""
+        while True:
+            with self._changed:
+                ask, leaves = self._ask, self._leaves
+            message = {**self._identity, "ask": None if ask is None else asdict(ask), "leaves": leaves}
+            channel.send_message(message, time.monotonic() + SILENCE_SECONDS)
+            answer = channel.receive_message(time.monotonic() + SILENCE_SECONDS)
+            self._was_reached, self._problem = True, "too few of the others asked to synchronize, or not all of them"
+            if leaves:
+                return
+            with self._changed:
+                if "refused" in answer:
+                    self._answer = ValueError(answer["refused"])
+                elif ask is not None and answer.get("number") == ask.number:
+                    self._ask, self._answer = None, answer["quorum"]
+                self._changed.notify_all()
+                if self._ask is None:
+                    self._changed.wait_for(lambda: self._ask is not None or self._leaves, 2 * WAIT_SECONDS)
+            if "refused" in answer:
+                time.sleep(1)
 
 
 def status(address: str, secret: bytes) -> dict[str, Any]:
@@ -177,29 +254,26 @@ def status(address: str, secret: bytes) -> dict[str, Any]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Tell islands that may leave which of them are there.")
+    parser = argparse.ArgumentParser(description="Form quorums of the elastic islands that are there.")
     parser.add_argument("--secret-file", required=True, help="file with the secret that all islands share")
     parser.add_argument("--bind", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help="listen there (%(default)s)")
-    parser.add_argument(
-        "--min-islands", type=int, default=1, help="fewer do not agree; more than half keep two sites from parting"
-    )
-    parser.add_argument(
-        "--heartbeat-timeout", type=float, default=5.0, help="seconds of silence after which an island is gone"
-    )
-    parser.add_argument(
-        "--join-timeout", type=float, default=60.0, help="seconds that those who ask wait for those who train"
-    )
-    parser.add_argument("--status", action="store_true", help="print who is there, as the one at --bind says, and end")
+    for name, default, help in (
+        ("--min-islands", 1, "fewer do not synchronize; more than half keep two sites from parting"),
+        ("--heartbeat-timeout", 5.0, "seconds of silence after which an island is gone"),
+        ("--join-timeout", 60.0, "seconds that islands which ask wait for those that train"),
+    ):
+        parser.add_argument(name, type=type(default), default=default, help=help)
+    parser.add_argument("--status", action="store_true", help="print which islands the one at --bind knows, and exit")
     return parser
 
 
 def main() -> int:
-    """Run ``megatron-zpp lighthouse`` until it is stopped; returns its exit status."""
+    """Run ``megatron-zpp lighthouse`` until it is stopped; return its exit status."""
     parser = build_parser()
     options = parser.parse_args()
     for name, least in (("min_islands", 1), ("heartbeat_timeout", 2), ("join_timeout", 1)):
         if not least <= getattr(options, name) < math.inf:
-            parser.error(f"--{name.replace('_', '-')} must be a number from {least} on")
+            parser.error(f"--{name.replace('_', '-')} must be a number of at least {least}")
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     try:
         secret = read_secret(options.secret_file)

@@ -1,4 +1,4 @@
-"""What ranks of the same place in their islands send each other, over one authenticated connection for each pair."""
+"""Exchanges among the ranks of one place in their islands, over one authenticated connection for each pair."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .channel import Channel, Listener, WrongSecretError, connect
 
 
 class BrokenOffError(Exception):
-    """Another island is gone, or too slow: what was sent since the last quorum counts for nothing."""
+    """Another island is gone or too slow: everything since the quorum was formed is void."""
 
 
 class Links:
     """This rank's connections to those of its place in the islands of a quorum, in host memory and over TCP."""
 
     def __init__(self, host: str, secret: bytes, island: int, num_islands: int, timeout: float) -> None:
-        """Listen at ``host``. timeout: seconds for one exchange. Raises OSError where it cannot listen there."""
+        """Listen at ``host``. timeout: seconds for one exchange. Raises OSError if it cannot listen there."""
         self._secret, self._island, self._timeout = secret, island, timeout
-        self.quorum = ""  # whose links are open
+        self.quorum = ""  # the name of the quorum whose links are open
         self._channels: dict[int, Channel] = {}  # by island
         self._arrived: dict[tuple[str, int], Channel] = {}  # by quorum and island; the oldest first
         self._has_arrived = Condition()
@@ -36,15 +36,15 @@ class Links:
     def _serve(self, channel: Channel, peer: str) -> None:
         hello = channel.receive_message(time.monotonic() + self._timeout)
         if tuple(hello["to"]) != self.address:
-            raise ValueError("somebody on the way led the connection of an island to another rank")
+            raise ValueError("somebody in between led an island's connection to another rank")
         with self._has_arrived:
             self._arrived[str(hello["quorum"]), int(hello["island"])] = channel
-            if len(self._arrived) > self._max_arrived:  # of quorums that are over
+            if len(self._arrived) > self._max_arrived:  # of old quorums
                 self._arrived.pop(next(iter(self._arrived))).close()
             self._has_arrived.notify_all()
 
     def form(self, quorum: str, addresses: Mapping[int, tuple[str, int]]) -> None:
-        """Connect to the ranks at ``addresses``, by island, that call this with the same name of a quorum.
+        """Connect to the ranks at ``addresses``, by island, that call this with the same quorum's name.
 
         Of two islands the one with the larger number connects. Raises BrokenOffError.
         """
@@ -53,29 +53,24 @@ class Links:
         try:
             for island, address in addresses.items():
                 if island < self._island:
-                    channel = connect(address, self._secret, deadline)
-                    self._channels[island] = channel
-                    hello = {"quorum": quorum, "island": self._island, "to": address}
-                    channel.send_message(hello, deadline)
-            for island in addresses:
-                if island > self._island:
-                    key = quorum, island
-                    with self._has_arrived:
-                        if not self._has_arrived.wait_for(lambda: key in self._arrived, deadline - time.monotonic()):  # noqa: B023
-                            raise BrokenOffError(f"island {island} did not connect in {self._timeout:g} seconds")
-                        self._channels[island] = self._arrived.pop(key)
+                    self._channels[island] = channel = connect(address, self._secret, deadline)
+                    channel.send_message({"quorum": quorum, "island": self._island, "to": address}, deadline)
+            for island in (island for island in addresses if island > self._island):
+                key = quorum, island
+                with self._has_arrived:
+                    if not self._has_arrived.wait_for(lambda: key in self._arrived, deadline - time.monotonic()):  # noqa: B023
+                        raise TimeoutError(f"it did not connect in {self._timeout:g} seconds")
+                    self._channels[island] = self._arrived.pop(key)
         except (OSError, WrongSecretError) as error:
             self.close()
-            raise BrokenOffError(f"island {island} at {address_text(addresses[island])}: {error}") from error
-        except BrokenOffError:
-            self.close()
-            raise
+            host, port = addresses[island]
+            raise BrokenOffError(f"island {island} at {host}:{port}: {error}") from error
 
     def exchange(self, sent: Mapping[int, Sequence[Tensor]], received: Mapping[int, Sequence[Tensor]]) -> None:
-        """Send tensors to islands, and fill those in ``received`` with what comes from islands, all at once.
+        """Send and receive tensors, by island, all at once.
 
-        All are contiguous and in host memory; sizes and their order are known on both sides. Where this raises
-        BrokenOffError the links are closed, so that the others learn of it, and what is in ``received`` means nothing.
+        All are contiguous and in host memory, and both sides know their sizes and order. Before it raises
+        BrokenOffError it closes the links, so that the others notice; ``received`` is then undefined.
         """
         deadline = time.monotonic() + self._timeout
 
@@ -100,22 +95,18 @@ class Links:
             raise BrokenOffError(f"island {futures[failed[0]]}: {error}") from error
 
     def barrier(self, islands: Iterable[int]) -> None:
-        """Wait until the others come here, too. Raises BrokenOffError."""
+        """Wait until the other islands call this, too. Raises BrokenOffError."""
         peers = list(islands)
         here = torch.ones(1, dtype=torch.uint8)
         self.exchange({peer: [here] for peer in peers}, {peer: [torch.empty_like(here)] for peer in peers})
 
     def close(self) -> None:
-        """End all connections; the next quorum makes new ones."""
+        """Close all connections; the next quorum opens new ones."""
         channels, self._channels, self.quorum = self._channels, {}, ""
         for channel in channels.values():
             channel.close()
 
 
-def address_text(address: tuple[str, int]) -> str:
-    return f"{address[0]}:{address[1]}"
-
-
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host, without NumPy, which need not be installed."""
+    """Return the memory of a contiguous tensor on the host, without NumPy, which may not be installed."""
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))

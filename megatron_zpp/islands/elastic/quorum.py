@@ -1,4 +1,4 @@
-"""Which islands are there, and agreements with them: one that loses an island on the way begins again without it."""
+"""Synchronize with the islands that are there: an exchange that loses an island starts again without it."""
 
 from __future__ import annotations
 
@@ -6,33 +6,58 @@ import hashlib
 import json
 import logging
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import dataclass, field
 from datetime import timedelta
-from threading import Condition, Thread
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_zpp.bounds import Bounds
+from megatron_zpp.zeropp.config import check_fields
 from megatron_zpp.zeropp.fsdp.topology import gather_objects
 
-from .channel import WrongSecretError, address_towards, connect, parse_address, read_secret
-from .lighthouse import WAIT_SECONDS, Ask
+from .channel import address_towards, parse_address, read_secret
+from .lighthouse import Ask, LighthouseClient
 from .links import BrokenOffError, Links
-from .membership import Membership
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-MAX_FAILURES = 10  # of an agreement, one after the other, before the island gives up
-SILENCE_SECONDS = 5.0  # after which the connection to the lighthouse is made again
+MAX_FAILURES = 10  # of one synchronization, before the island gives up
+
+
+@dataclass(frozen=True)
+class Membership:
+    """One elastic island. Raises ValueError for values out of bounds."""
+
+    island: int  # its number, from 0; the same when it returns
+    num_islands: int  # that begin the run together
+    lighthouse: str  # such as "host:29510"
+    secret_file: str  # with the secret that all islands and the lighthouse share; only its owner may read it
+    bind: str | None = None  # this machine's address where its ranks listen; None: the one that reaches the lighthouse
+    # Seconds for what one island sends another; a longer synchronization breaks off.
+    timeout: float = field(default=60.0, metadata={"bounds": Bounds(above=0)})
+    # Seconds to wait for others at a synchronization: longer than they train between two.
+    patience: float = field(default=3600.0, metadata={"bounds": Bounds(above=0)})
+
+    def __post_init__(self) -> None:
+        check_fields(self, "")
+        if not 0 <= self.island < self.num_islands:
+            raise ValueError(f"island must be from 0 to num_islands - 1 = {self.num_islands - 1}, got {self.island}")
 
 
 class Quorum:
-    """This rank, and those of its place in the islands that are there. Collective over the ranks of an island."""
+    """This rank and those of its place in the islands that are there. Collective over the ranks of an island.
+
+    name: changes when islands leave or come, and after each synchronization that broke off.
+    islands: the numbers of those that are there.
+    is_first: whether none of them has synchronized yet.
+    is_behind: whether this island takes, or took in an earlier attempt, the outer state of another one.
+    num_ahead: how many islands are not behind; 1 if the last of them was lost.
+    """
 
     def __init__(
         self,
@@ -40,113 +65,96 @@ class Quorum:
         fingerprint: str,
         steps: Callable[[], int],
         state: Callable[[], dict[str, Tensor]],
-        take: Callable[[int, dict[str, Tensor]], None],
+        load: Callable[[int, dict[str, Tensor]], None],
     ) -> None:
-        """Join. fingerprint: of all that ranks of the same place must have alike; islands with another are refused.
+        """fingerprint: of all that ranks of the same place must have in common; other islands are refused.
 
-        steps, state: what a newcomer gets from another island, for its ``take``: tensors of the same names, shapes and
-        dtypes. Raises ValueError for a secret or an address that cannot be.
+        steps, state: what an island that is behind gets from another one, for its ``load``: tensors of the same names,
+        shapes and dtypes. Raises ValueError for a bad secret or address.
         """
         if not dist.is_initialized():
-            raise ValueError("an island that may leave is a job of its own: start it with torchrun")
+            raise ValueError("an elastic island is a job of its own: start it with torchrun")
         secret, lighthouse = read_secret(membership.secret_file), parse_address(membership.lighthouse)
         host = membership.bind or address_towards(lighthouse)
-        self._membership, self._steps, self._state, self._take = membership, steps, state, take
+        self._membership, self._steps, self._state, self._load = membership, steps, state, load
         self._links = Links(host, secret, membership.island, membership.num_islands, membership.timeout)
-        of_ranks = gather_objects((fingerprint, self._links.address))
-        fingerprints, self._addresses = zip(*of_ranks, strict=True)
+        fingerprints, self._addresses = zip(*gather_objects((fingerprint, self._links.address)), strict=True)
         self._fingerprint = hashlib.sha256(json.dumps(fingerprints).encode()).hexdigest()
         self._client = LighthouseClient(lighthouse, secret, membership.island) if dist.get_rank() == 0 else None
-        # Ranks wait here for the first one, which may wait for others as long as its patience lasts.
+        # Ranks wait here for the first one, which waits for other islands up to its patience.
         longest = membership.patience + 10 * membership.timeout + 60
         self._ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=longest))
-        self._history = bytes(32).hex()  # of the agreements that led here, equal where these are
-        self._agreements = 0
-        self._has_taken = False  # another island's state, since its own last agreement
+        self._version = 0, bytes(32).hex()  # of the outer state: the number of synchronizations, and their digest
+        self._has_taken = False  # another island's outer state, since this one's last synchronization
         self._num_asks = 0
-        self.name = ""  # another one after each change, and after each agreement that broke off
-        self._members: list[Ask] = []  # in the order of their numbers
+        self.name = ""
+        self.islands: tuple[int, ...] = ()
 
-    @property
-    def islands(self) -> tuple[int, ...]:
-        """The numbers of those that are there."""
-        return tuple(member.island for member in self._members)
-
-    @property
-    def _right(self) -> tuple[int, str]:
-        """What most of those have who agreed most often: how often, and the history. If equally many, the first's."""
+    def _enter(self, quorum: dict[str, Any]) -> None:
+        """Become part of the quorum from the lighthouse."""
+        self.name, self._members = quorum["name"], [Ask(**member) for member in quorum["members"]]
+        self.islands = tuple(member.island for member in self._members)
+        self._others = [island for island in self.islands if island != self._membership.island]
+        # The version that counts is of those that synchronized most often what most of them have, or else the first.
         most = max(member.agreements for member in self._members)
         histories = Counter(member.history for member in self._members if member.agreements == most)
-        return most, histories.most_common(1)[0][0]
+        self._newest = most, histories.most_common(1)[0][0]
+        behind = {member.island for member in self._members if member.has_taken or self._lacks_state(member)}
+        self.is_first = most == 0
+        self.is_behind = self._membership.island in behind
+        self.num_ahead = max(1, len(self._members) - len(behind))
 
     def _lacks_state(self, member: Ask) -> bool:
-        return (member.agreements, member.history) != self._right
+        return (member.agreements, member.history) != self._newest
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether this island got the agreed state from another one, in this attempt to agree or one before."""
-        return any(member.island == self._membership.island and self._adds_nothing(member) for member in self._members)
+    def run(self, exchange: Callable[[], T]) -> T:
+        """Return the result of ``exchange``, once all islands that are there have theirs.
 
-    def _adds_nothing(self, member: Ask) -> bool:
-        return member.has_taken or self._lacks_state(member)
-
-    @property
-    def num_ahead(self) -> int:
-        """How many of the islands are not behind; 1 where the last of them was lost on the way."""
-        return max(1, sum(not self._adds_nothing(member) for member in self._members))
-
-    @property
-    def is_first(self) -> bool:
-        """Whether no island that is there has agreed on anything yet."""
-        return self._right[0] == 0
-
-    def agree(self, exchange: Callable[[], T]) -> T:
-        """Return what ``exchange`` does, once all that are there have it.
-
-        It is called again, with those who are left, until none of them is lost on the way.
-        Raises ValueError where this island does not fit the others, and RuntimeError where none come or all attempts
-        break off.
+        It is called again, with the islands that are left, until none is lost during it. Raises ValueError if this
+        island does not fit the others, and RuntimeError if none come or all attempts break off.
         """
+
+        def exchange_and_wait() -> T:
+            result = exchange()
+            # Otherwise one would continue with a result that another, which lost a third, does not have.
+            self._links.barrier(self._others)
+            return result
+
         renew, reason = False, ""
         for _ in range(MAX_FAILURES):
-            self._gather(renew)
+            self._wait_for_islands(renew)
             try:
-                self._on_all_ranks(self._meet)()
-                result = self._on_all_ranks(lambda: self._finish(exchange))
+                self._on_all_ranks(self._connect_and_update)()
+                result = self._on_all_ranks(exchange_and_wait)
             except BrokenOffError as error:
                 renew, reason = True, str(error)
-                self._log(f"the agreement of {_named(self.islands)} broke off, and begins again: {reason}")
-                self._links.close()  # else those of another place would wait for this rank until the timeout
+                self._log(f"the synchronization of {_named(self.islands)} broke off, and starts again: {reason}")
+                self._links.close()  # otherwise ranks of another place would wait for this one until the timeout
                 continue
-            digest = hashlib.sha256((self._right[1] + self.name).encode())
-            self._agreements, self._history = self._right[0] + 1, digest.hexdigest()
-            self._has_taken = False
+            digest = hashlib.sha256((self._newest[1] + self.name).encode())
+            self._version, self._has_taken = (self._newest[0] + 1, digest.hexdigest()), False
             return result
         raise RuntimeError(
-            f"{MAX_FAILURES} attempts of island {self._membership.island} to agree broke off, the last one because: "
-            f"{reason}. Each machine of an island must reach those of the others at the addresses where they listen "
-            "(--island-bind)"
+            f"{MAX_FAILURES} attempts of island {self._membership.island} to synchronize broke off, the last one "
+            f"because: {reason}. Each machine of an island must reach those of the others at the addresses where they "
+            "listen (--island-bind)"
         )
 
-    @property
-    def _others(self) -> list[int]:
-        return [island for island in self.islands if island != self._membership.island]
-
-    def _gather(self, renew: bool) -> None:
-        """Find out who is there."""
+    def _wait_for_islands(self, renew: bool) -> None:
+        """Enter the next quorum; where a run begins, that of all islands."""
         before, deadline = self.islands, time.monotonic() + self._membership.patience
         while True:
             quorum = self._ask(renew, deadline)
             if quorum["name"] != self.name:
                 self._links.close()
-            self.name, self._members = quorum["name"], [Ask(**member) for member in quorum["members"]]
+            self._enter(quorum)
             missing = set(range(self._membership.num_islands)) - set(self.islands)
             if not (self.is_first and missing) or self._misfit() is not None:
                 break
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"{_named(missing)} did not come within {self._membership.patience:g} seconds: is every island "
-                    f"running, and asks the same lighthouse, {self._membership.lighthouse}?"
+                    f"running with the same lighthouse, {self._membership.lighthouse}?"
                 )
             time.sleep(0.5)
         left, came = set(before) - set(self.islands), set(self.islands) - set(before)
@@ -155,100 +163,77 @@ class Quorum:
             self._log(f"{', '.join(changes)}; there are now {_named(self.islands)}")
 
     def _ask(self, renew: bool, deadline: float) -> dict[str, Any]:
-        """Ask the lighthouse for the next quorum, on the first rank, for all. Raises its errors on all."""
+        """Ask the lighthouse for the next quorum, on the first rank for all. Raises its errors on all."""
         self._num_asks += 1
-        answer: list[Any] = [None, None]
+        answer: list[Any] = [None]
         if self._client is not None:
-            ask = Ask(
-                self._num_asks,
-                self._membership.island,
-                self._membership.num_islands,
-                renew,
-                self._agreements,
-                self._history,
-                self._has_taken,
-                self._steps(),
-                self._fingerprint,
-                list(self._addresses),
-            )
+            island, num_islands = self._membership.island, self._membership.num_islands
+            fit = self._fingerprint, list(self._addresses)
+            ask = Ask(self._num_asks, island, num_islands, renew, *self._version, self._has_taken, self._steps(), *fit)
             try:
-                answer = [self._client.ask(ask, deadline), None]
+                answer = [self._client.ask(ask, deadline)]
             except (ValueError, TimeoutError) as error:
-                answer = [None, error]
+                answer = [error]
         dist.broadcast_object_list(answer, 0, group=self._ranks)
-        quorum, refusal = answer
-        if isinstance(refusal, TimeoutError):
+        (quorum,) = answer
+        if isinstance(quorum, TimeoutError):
             raise RuntimeError(
-                f"island {self._membership.island} found no others to agree with, or no lighthouse, in "
-                f"{self._membership.patience:g} seconds: {refusal}. Is the lighthouse running at "
+                f"island {self._membership.island} found no others to synchronize with, or no lighthouse, in "
+                f"{self._membership.patience:g} seconds: {quorum}. Is the lighthouse running at "
                 f"{self._membership.lighthouse}, and do the others ask the same one?"
             )
-        if refusal is not None:
-            raise refusal
+        if isinstance(quorum, ValueError):
+            raise quorum
         return quorum
 
     def _misfit(self) -> str | None:
-        """Say what is not alike, if anything is."""
+        """Return how the islands' settings differ; None if they match."""
         sizes = {member.island: member.num_islands for member in self._members}
         if len(set(sizes.values())) > 1:
             given = ", ".join(f"{size} by island {island}" for island, size in sizes.items())
             return f"the number of islands that begin the run is given as {given}: give all the same --islands"
-        prints = [member.fingerprint for member in self._members]
-        if len(set(prints)) > 1 or len({len(member.addresses) for member in self._members}) > 1:
+        if len({(member.fingerprint, len(member.addresses)) for member in self._members}) > 1:
             return (
                 f"of {_named(self.islands)} some have other ranks, parameters, parts of them, settings or data than "
                 "the others: start all islands alike, each with its own number"
             )
         return None
 
-    def _check_alike(self) -> None:
-        """Raise ValueError where this island is the one that does not fit the others, before anything is exchanged."""
-        problem = self._misfit()
-        if problem is None:
-            return
-        if self.is_first or self.is_behind:
-            raise ValueError(problem)
-        raise BrokenOffError(problem)  # and those that come find the same, and end
+    def _connect_and_update(self) -> Callable[[], None]:
+        """Connect to the others, and send the newest outer state to islands that lack it.
 
-    def _connect(self) -> None:
+        Returns what loads it into this island. Raises ValueError if this island does not fit the others, before
+        anything is exchanged.
+
+        Islands may lack it because a synchronization was over for one and broke off for others, or because two went on
+        alone, one after the other, with a lighthouse that restarted and knew of neither.
+        """
+        problem = self._misfit()
+        if problem is not None:
+            if self.is_first or self.is_behind:
+                raise ValueError(problem)
+            raise BrokenOffError(problem)  # the newcomers find the same, and end
         if self._links.quorum != self.name:
             rank = dist.get_rank()
             peers = {member.island: member.addresses[rank] for member in self._members}
             self._links.form(self.name, {island: (peers[island][0], peers[island][1]) for island in self._others})
-
-    def _finish(self, exchange: Callable[[], T]) -> T:
-        result = exchange()
-        # Or one would go on with what another, which lost a third, has not got.
-        self._links.barrier(self._others)
-        return result
-
-    def _meet(self) -> Callable[[], None]:
-        """Connect to the others, and send those who lack what the others agreed on this state, each from one of these.
-
-        Returns what puts it into this island.
-
-        An agreement may be over for one island, and broken off for others who no longer hear of it. Two may go on
-        alone, one after the other, with a lighthouse that begins again and knows of neither.
-        """
-        self._check_alike()
-        self._connect()
         takers = [member for member in self._members if self._lacks_state(member)]
         givers = [member for member in self._members if not self._lacks_state(member)]
-        if astray := [member.island for member in takers if member.agreements == self._right[0]]:
-            self._log(f"{_named(astray)} agreed without the others, and will take what they agreed on")
+        if astray := [member.island for member in takers if member.agreements == self._newest[0]]:
+            self._log(f"{_named(astray)} synchronized without the others, and will take over their state")
         source_of = {taker.island: givers[number % len(givers)].island for number, taker in enumerate(takers)}
-        take = self._transfer(source_of)
+        load = self._transfer(source_of)
         if self._membership.island not in source_of:
-            return take
+            return load
 
-        def take_and_say_so() -> None:
-            take()
-            (self._agreements, self._history), self._has_taken = self._right, True
+        def load_and_note() -> None:
+            load()
+            self._version, self._has_taken = self._newest, True
 
-        return take_and_say_so
+        return load_and_note
 
     def _on_all_ranks(self, work: Callable[[], T]) -> T:
-        """Return what ``work`` does. Raises BrokenOffError on all ranks of this island if any one does."""
+        """Return the result of ``work``. Raises BrokenOffError on all ranks of this island if any one does."""
         problem = None
         try:
             result = work()
@@ -261,12 +246,12 @@ class Quorum:
         return result
 
     def take_from_furthest(self) -> Callable[[], None]:
-        """Get the state of the island with the most steps, the first of them; returns what puts it into this one."""
+        """Get the state of the island with the most steps, the first of them; return what loads it into this one."""
         furthest = max(self._members, key=lambda member: member.steps)
         return self._transfer({island: furthest.island for island in self.islands if island != furthest.island})
 
     def _transfer(self, source_of: dict[int, int]) -> Callable[[], None]:
-        """Send the state of some islands to others: their numbers, by the number of who takes it."""
+        """Send islands the outer state of others, whose numbers ``source_of`` gives; return what loads it here."""
         me = self._membership.island
         if me not in {*source_of, *source_of.values()}:
             return lambda: None
@@ -278,7 +263,7 @@ class Quorum:
         taken = {name: torch.empty_like(tensor) for name, tensor in state.items()}
         self._links.exchange(sent, {source_of[me]: list(taken.values())})
         (steps,) = (member.steps for member in self._members if member.island == source_of[me])
-        return lambda: self._take(steps, taken)
+        return lambda: self._load(steps, taken)
 
     def all_to_all(self, wires: Tensor) -> Tensor:
         """Send row i of [K, ...] to island i of K; row i of the result came from there."""
@@ -292,14 +277,8 @@ class Quorum:
         return received.to(wires.device)
 
     def all_gather(self, wire: Tensor) -> Tensor:
-        """[n] of every island: [K, n]."""
-        sent = wire.cpu().contiguous()
-        received = sent.expand(len(self.islands), -1).clone()
-        rows = {island: row for row, island in enumerate(self.islands) if island != self._membership.island}
-        self._links.exchange(
-            {island: [sent] for island in rows}, {island: [received[row]] for island, row in rows.items()}
-        )
-        return received.to(wire.device)
+        """Return [n] of every island: [K, n]."""
+        return self.all_to_all(wire.cpu().expand(len(self.islands), -1)).to(wire.device)
 
     def leave(self) -> None:
         """Tell the lighthouse that this island is gone."""
@@ -310,89 +289,6 @@ class Quorum:
     def _log(self, text: str) -> None:
         if dist.get_rank() == 0:
             logger.warning("island %d: %s", self._membership.island, text)
-
-
-class LighthouseClient:
-    """Tells the lighthouse, in a thread, that this island is there; and asks it for quorums."""
-
-    def __init__(self, address: tuple[str, int], secret: bytes, island: int) -> None:
-        self._address, self._secret = address, secret
-        self._me = {"island": island, "job": uuid.uuid4().hex}
-        self._ask: Ask | None = None
-        self._answer: dict[str, Any] | Exception | None = None
-        self._problem = "it was not reached yet"
-        self._has_met = self._leaves = False
-        self._changed = Condition()
-        self._thread: Thread | None = None
-
-    def ask(self, ask: Ask, deadline: float) -> dict[str, Any]:
-        """Return the quorum. Raises ValueError where this island is refused, and TimeoutError at ``deadline``."""
-        with self._changed:
-            self._ask, self._answer = ask, None
-            if self._thread is None:  # an island that does not ask yet is not there
-                self._thread = Thread(target=self._run, daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
-            if not self._changed.wait_for(lambda: self._answer is not None, max(0.0, deadline - time.monotonic())):
-                raise TimeoutError(self._problem)
-            if isinstance(self._answer, Exception):
-                raise self._answer
-            assert self._answer is not None
-            return self._answer
-
-    def leave(self) -> None:
-        """Say that this island is gone; wait at most as long as the lighthouse may take to hear it."""
-        with self._changed:
-            self._leaves = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(SILENCE_SECONDS)
-
-    def _run(self) -> None:
-        while not self._leaves:
-            try:
-                channel = connect(self._address, self._secret, time.monotonic() + SILENCE_SECONDS)
-            except WrongSecretError:
-                self._fail("it has another secret than this island: copy the file to all (--island-secret-file)")
-            except OSError as error:
-                self._problem = str(error)
-            else:
-                try:
-                    self._talk(channel)
-                except (OSError, ValueError, TypeError, KeyError) as error:
-                    self._problem = str(error)
-                channel.close()
-            if not self._leaves:
-                time.sleep(1)
-
-    def _fail(self, problem: str) -> None:
-        self._problem = problem
-        with self._changed:
-            if not self._has_met:  # later it may be a stranger where the lighthouse was
-                self._answer = ValueError(f"the lighthouse at {self._address[0]}:{self._address[1]}: {problem}")
-                self._changed.notify_all()
-
-    def _talk(self, channel: Any) -> None:
-        """Send messages until the connection breaks, or this island leaves."""
-        while True:
-            with self._changed:
-                ask, leaves = self._ask, self._leaves
-            message = {**self._me, "ask": None if ask is None else asdict(ask), "leaves": leaves}
-            channel.send_message(message, time.monotonic() + SILENCE_SECONDS)
-            answer = channel.receive_message(time.monotonic() + SILENCE_SECONDS)
-            self._has_met, self._problem = True, "others did not ask for an agreement, too few or not all of them"
-            if leaves:
-                return
-            with self._changed:
-                if "refused" in answer:
-                    self._answer = ValueError(answer["refused"])
-                elif ask is not None and answer.get("number") == ask.number:
-                    self._ask, self._answer = None, answer["quorum"]
-                self._changed.notify_all()
-                if self._ask is None:
-                    self._changed.wait_for(lambda: self._ask is not None or self._leaves, 2 * WAIT_SECONDS)
-            if "refused" in answer:
-                time.sleep(1)
 
 
 def _named(islands: Iterable[int]) -> str:

@@ -44,7 +44,7 @@ def rank_states(
     if islands > 1:
         copies = 2 if settings.island.outer_momentum > 0 else 1
         where = host if settings.island.offload else beside_parameters
-        where["what islands agreed on, and the outer momentum, fp32"] = copies * 4 * shard
+        where["the islands' outer parameters and momentum, fp32"] = copies * 4 * shard
         if (feedback := settings.island.feedback) is not None:
             pieces, (bits, kept_in) = island_pieces(units, islands), ERROR_FORMATS[feedback.error_dtype]
             error = wire_format(pieces, bits, settings.island.block_size, kept_in)

@@ -117,7 +117,7 @@ class EmulatedZeroPP(ZeroPPInterface):
         self._last_rank = len(layouts)  # that computed something; ranks do in turn, so that a lower one begins a pass
         self._passes = Passes(self.shared.micro_batch)
         for weights in self._weights:
-            # Loaded parameters are further from the copies than low-bit differences can say.
+            # Most codes of loaded parameters have moved.
             weights.unit.module.register_load_state_dict_post_hook(weights.after_loading)
         follow_optimizers(units)
 
@@ -182,7 +182,7 @@ class EmulatedZeroPP(ZeroPPInterface):
             reduce_scatter.drop_sent()
 
     def quantization_errors(self) -> dict[str, float]:
-        """What the emulated ranks sampled since the last call."""
+        """Return what the emulated ranks sampled since the last call."""
         return self.shared.monitor.take({})
 
     def matrix_blocks(

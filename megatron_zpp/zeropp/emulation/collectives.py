@@ -11,10 +11,11 @@ from ..fsdp.collectives import count_all_reduce, count_flat_ring, count_reduce_s
 from ..fsdp.shared import Shared
 from ..fsdp.topology import RankLayout
 from ..fsdp.unit import UnitPart
-from ..gather.unseen_changes import checksums, load_changes
-from ..gather.weight_encoder import WeightEncoder, has_copies, load_row
+from ..gather.unseen_changes import checksums, load_changes, state_of_changes
+from ..gather.weight_encoder import WeightEncoder, load_row
 from ..reduce.gradient_hops import GradientHops
-from ..wire.moves import encode_moves, requantize
+from ..wire.layout import KeptScales
+from ..wire.moves import encode_moves
 from .unit import EmulatedUnit
 
 
@@ -25,7 +26,7 @@ class EmulatedAllGather:
         self.unit, self.layouts, self.traffic = unit, layouts, shared.traffic
         self.encoder = WeightEncoder(unit, layouts[0].num_nodes, shared)
         self.formats = self.encoder.formats
-        self.copies: Tensor | None = None  # [W, L] or [W, nbytes], of the ranks' shards, with weight differences
+        self.rows: Tensor | None = None  # [W, nbytes], the ranks' shards as codes, where moves of them are sent
         self._has_secondary = self.formats.has_secondary_partition
         self._is_encoded = self._has_secondary or (shared.config.quantized_weights and len(layouts) > 1)
         self._arrived = False  # the weights of the last refresh are in unit.arrived
@@ -57,7 +58,7 @@ class EmulatedAllGather:
         self._arrived = True
 
     def _look(self) -> bool:
-        """Whether some rank's shard is another than that which went between nodes, where nothing says so."""
+        """Return whether some rank's shard has changed since it was sent, although nothing says so."""
         if not self._checksums[0]:
             return False
         for layout in self.layouts:
@@ -74,12 +75,8 @@ class EmulatedAllGather:
     def _gather(self, changed: set[int]) -> None:
         """Fill the arrived weights with what every rank holds after the gather."""
         layout, dtype = self.layouts[0], self.unit.dtype
-        if self.copies is not None and not changed and not self.formats.sends_moves:
-            part = self.unit.whole
-            arrived = self.encoder.copies_as_numbers(self.copies, part, dtype).to(dtype)
-        else:
-            part = self.unit.changed_part(changed) if self._has_secondary and self._arrived else self.unit.whole
-            arrived = self._gather_between_nodes(self.unit.shards_of(self.unit.masters, dtype), part)
+        part = self.unit.changed_part(changed) if self._has_secondary and self._arrived else self.unit.whole
+        arrived = self._gather_between_nodes(self.unit.shards_of(self.unit.masters, dtype), part)
         within_node = self.formats.weights_within_node(part, dtype)
         if within_node is not None and self._has_secondary and not self.formats.keeps_wires:
             partitions = arrived.view(layout.num_nodes, layout.ranks_per_node, -1)  # [N, P, l]
@@ -90,8 +87,7 @@ class EmulatedAllGather:
         self.unit.receive(arrived, part)
 
     def _gather_between_nodes(self, shards: Tensor, part: UnitPart) -> Tensor:
-        """A part of all ranks' shards [W, L] as it arrives on other nodes, [W, l]; with differences its copies."""
-        by_differences = self._has_secondary and self.formats.sends_differences
+        """Return a part of all ranks' shards [W, L] as it arrives on other nodes, [W, l]."""
         if self._has_secondary:
             for shard, of_parts in zip(shards, self._checksums, strict=True):
                 if part.is_whole:
@@ -100,33 +96,21 @@ class EmulatedAllGather:
         shards = part.take(shards)
         if self._has_secondary and self.formats.sends_moves:
             return self._move(shards, part)
-        if by_differences and self.copies is not None:
-            format = self.encoder.differences(part, shards.dtype)
-            of_part = self.encoder.copies_of(part, self.copies, shards.dtype)
-            copies: list[Tensor | None] = list(of_part)
-        else:
-            format, copies = self.formats.weights(part, shards.dtype), [None] * len(shards)
-        wires = torch.stack([self.encoder.encode(s, format, part, r, copies[r]) for r, s in enumerate(shards)])
+        format = self.formats.weights(part, shards.dtype)
+        wires = torch.stack([self.encoder.encode(shard, format, rank) for rank, shard in enumerate(shards)])
         for rank, shard in enumerate(shards):
-            self.encoder.sample(shard, format, part, wires[rank], rank, copies[rank])
+            self.encoder.sample(shard, format, wires[rank], rank)
         if self._has_secondary:
             self.traffic.add(inter_node=(self.layouts[0].num_nodes - 1) * wires.nbytes, stays=True)
-        if self.copies is not None:
-            moved = self.encoder.move_copies(of_part, wires, format, part, shards.dtype)
-            self.copies = self.encoder.put_copies(part, moved, self.copies, shards.dtype)
-            return self.encoder.copies_as_numbers(moved, part, shards.dtype).to(shards.dtype)
-        arrived = format.decode(wires, out=shards)
-        if by_differences:
-            self.copies = wires if self.formats.keeps_wires else arrived
-        return arrived
+        return format.decode(wires, out=shards)
 
     def _move(self, shards: Tensor, part: UnitPart) -> Tensor:
-        """A part of all ranks' shards [W, l] as its codes, kept in ``copies``, say it."""
+        """Return a part of all ranks' shards [W, l] as its codes say it, which ``rows`` keeps."""
         format, num_nodes = self.formats.weights(part, shards.dtype), self.layouts[0].num_nodes
-        old = self.encoder.copies_of(part, self.copies, shards.dtype) if self.copies is not None else None
-        wires = requantize(format, shards, old)  # [W, nbytes]
+        old = self.encoder.copies_of(part, self.rows, shards.dtype) if self.rows is not None else None
+        wires = format.encode(shards, kept=KeptScales(old))  # [W, nbytes]
         for rank, shard in enumerate(shards):
-            self.encoder.sample(shard, format, part, wires[rank], rank)
+            self.encoder.sample(shard, format, wires[rank], rank)
         nbytes = wires.nbytes
         if self._arrived:
             assert old is not None
@@ -134,11 +118,11 @@ class EmulatedAllGather:
             longest = torch.tensor(sizes).view(num_nodes, -1).amax(0)  # of the ranks with each p
             nbytes = num_nodes * int(longest.sum()) + 4 * len(wires)  # and the sizes, int32
         self.traffic.add(inter_node=(num_nodes - 1) * nbytes, stays=True)
-        self.copies = wires if self.copies is None else self.encoder.put_copies(part, wires, self.copies, shards.dtype)
+        self.rows = wires if self.rows is None else self.encoder.put_copies(part, wires, self.rows, shards.dtype)
         return format.decode(wires, out=torch.empty_like(shards))
 
     def is_gathered(self, rank: int) -> bool:
-        """Whether the rank's next forward pass gathers; FSDP2 does not when the last one has left the weights whole."""
+        """Return whether the rank's next forward pass gathers: not if the last one left the weights gathered."""
         return not self._unsharded[rank]
 
     def count(self, rank: int, trained: bool, is_last_micro_batch: bool) -> None:
@@ -168,7 +152,7 @@ class EmulatedAllGather:
 
     def forget_secondary_partition(self) -> None:
         """Gather the weights again, and in full."""
-        self.copies, self._arrived = None, False
+        self.rows, self._arrived = None, False
 
     def after_loading(self, *_: object) -> None:
         self.forget_secondary_partition()
@@ -178,11 +162,11 @@ class EmulatedAllGather:
         if not state or not self._has_secondary:
             return state
         changed = self.unit.changed()
+        if self.formats.sends_moves:
+            row = self.rows[layout.rank] if self.rows is not None and self.unit.keeps_copies(changed) else None
+            return state | self.encoder.row_state(row, self.unit.dtype)
         known, unsent = self._checksums[layout.rank], self.unit.changed_part(changed).indices if changed else ()
-        copies = self._copies_of(layout) if self.copies is not None and self.unit.keeps_copies(changed) else None
-        if copies is not None and self.formats.sends_moves:
-            copies = copies[layout.node]
-        return state | self.encoder.partition_state(known, unsent, copies, layout.num_nodes, self.unit.dtype)
+        return state | state_of_changes(self.unit, known, unsent, self.unit.dtype)
 
     def load_state_dict(self, layout: RankLayout, state: dict[str, Tensor]) -> None:
         self.encoder.load_state_dict(state)
@@ -190,20 +174,10 @@ class EmulatedAllGather:
             row = load_row(self.unit, state)
             if row is not None:
                 self._arrived = False  # all rows are gathered again
-                self.copies = row.new_zeros(len(self.layouts), len(row)) if self.copies is None else self.copies
-                self.copies[layout.rank] = row
+                self.rows = row.new_zeros(len(self.layouts), len(row)) if self.rows is None else self.rows
+                self.rows[layout.rank] = row
             return
-        if has_copies(state):
-            if self.copies is None:
-                num_shards = len(self.layouts)
-                self.copies = state["copies"].new_zeros(num_shards, state["copies"].shape[-1], device=self.unit.device)
-            self._copies_of(layout).copy_(state["copies"])
-        self._checksums[layout.rank] |= load_changes(self.unit, state, has_copies(state))
-
-    def _copies_of(self, layout: RankLayout) -> Tensor:
-        """The rank's secondary partition [N, L]: the shards of the ranks with its local rank p."""
-        assert self.copies is not None
-        return self.copies.view(layout.num_nodes, layout.ranks_per_node, -1)[:, layout.local_rank]
+        self._checksums[layout.rank] |= load_changes(self.unit, state)
 
 
 class WeightsOfRank(NamedTuple):
@@ -268,7 +242,7 @@ class EmulatedReduceScatter:
             self._used = set()
 
     def _add_quantized(self, rank: int, gradients: Tensor) -> Tensor | None:
-        """The sums over all ranks fp32 [W, L], when all have sent their last gradients [W, L]."""
+        """Return the sums over all ranks fp32 [W, L], when all have sent their last gradients [W, L]."""
         layout = self.layouts[rank]
         num_nodes, ranks_per_node = layout.num_nodes, layout.ranks_per_node
         own = self.hops[rank].begin(self.unit.trainable, gradients.view(num_nodes, ranks_per_node, -1))  # [P, N, L]
@@ -322,7 +296,7 @@ class EmulatedReduceScatter:
 
 
 def divisors(reduce_dtype: torch.dtype, world_size: int) -> tuple[float | None, float | None]:
-    """What FSDP2 divides gradients by before and after it adds them up; None, None: the sum is averaged at once."""
+    """Return what FSDP2 divides gradients by before and after it adds them up; None, None: it averages at once."""
     if reduce_dtype in (torch.float32, torch.bfloat16):
         return None, None
     before = 1.0  # about the root of the number of ranks, so that fp16 neither overflows nor underflows

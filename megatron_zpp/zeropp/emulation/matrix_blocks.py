@@ -22,7 +22,7 @@ class EmulatedMatrixBlocks:
     def gather(
         self, shards: Sequence[Tensor], shapes: Sequence[torch.Size], wire: MomentumWire | None = None
     ) -> list[Tensor] | None:
-        """As ``MatrixBlocks.gather``; the matrices as they are between nodes, in bf16. The shards are whole here."""
+        """Do ``MatrixBlocks.gather``. Shards are whole here; returns matrices as they arrive elsewhere, in bf16."""
         if self.layouts[0].num_nodes == 1:
             return None
         plan = MatrixPlan(shapes, self.layouts[0])
@@ -32,7 +32,7 @@ class EmulatedMatrixBlocks:
         return self._arrived(shards, plan, format)
 
     def own_rows(self, gathered: list[Tensor], shards: Sequence[Tensor]) -> list[Tensor]:
-        """As ``MatrixBlocks.own_rows``, of all ranks."""
+        """Do ``MatrixBlocks.own_rows`` for all ranks."""
         return gathered
 
     def orthogonalized(
@@ -43,7 +43,7 @@ class EmulatedMatrixBlocks:
         gathered: list[Tensor] | None = None,
         is_stale: bool = False,
     ) -> list[Tensor]:
-        """As ``MatrixBlocks.orthogonalized``; the shards are whole matrices here."""
+        """Do ``MatrixBlocks.orthogonalized``. Shards are whole matrices here."""
         plan = MatrixPlan(shapes, self.layouts[0])
         for of_rank in self.layouts:
             plan.count_owners(self.traffic, of_rank.local_rank, is_whole=gathered is not None)
@@ -67,7 +67,7 @@ class EmulatedMatrixBlocks:
         return results
 
     def _arrived(self, matrices: Sequence[Tensor], plan: MatrixPlan, format: WireFormat) -> list[Tensor]:
-        """The matrices as they are between nodes, in bf16."""
+        """Return the matrices as they arrive on other nodes, in bf16."""
         world_size = len(self.layouts)
         flat = []
         for i in plan.order:

@@ -63,7 +63,7 @@ class EmulatedUnit(Unit):
             _join(columns, out=self.arrived[index])
 
     def take_gradients(self, dtype: torch.dtype) -> Tensor:
-        """The gradients of the trainable arrived weights as shards [W, L], and none left; zeros where none came."""
+        """Take the gradients of the trainable arrived weights as shards [W, L], zeros where there are none."""
         trainable = [self.arrived[index] for index in self.trainable.indices]
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in trainable]
         self.drop_gradients()
@@ -74,7 +74,7 @@ class EmulatedUnit(Unit):
             arrived.grad = None
 
     def used_parameters(self) -> set[int]:
-        """The indices of the arrived weights that have a gradient."""
+        """Return the indices of the arrived weights that have a gradient."""
         return {index for index, arrived in enumerate(self.arrived) if arrived.grad is not None}
 
     def accumulate_gradients(self, shards: Tensor) -> None:
@@ -122,7 +122,7 @@ class EmulatedUnit(Unit):
 
 
 def _columns(shards: Tensor, part: UnitPart) -> Sequence[Tensor]:
-    """Each parameter's columns [W, l] of shards [W, L]."""
+    """Split shards [W, L] into each parameter's columns [W, l]."""
     return shards.split([parameter.numel for parameter in part.parameters], dim=1)
 
 
@@ -199,7 +199,7 @@ def find_emulated_units(
 
 
 def _own_parameters(module: nn.Module, heads: set[int], is_head: bool = True) -> Iterator[nn.Parameter]:
-    """The parameters below ``module`` but not below another unit's, in FSDP2's order: children's first."""
+    """Yield the parameters of ``module`` without those of other units, in FSDP2's order: children's first."""
     if id(module) in heads and not is_head:
         return
     for child in module.children():

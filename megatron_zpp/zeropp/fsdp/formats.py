@@ -1,8 +1,7 @@
 """The wire format of every hop of a unit's weights and gradients, for a config.
 
     hop                                  format
-    weights to other nodes, or to all    ``weights``; where copies are there, how their codes moved (wire/moves.py), or
-                                         ``differences`` from them (SDP4Bit, section 3.1)
+    weights to other nodes, or to all    ``weights``; where copies are there, how their codes moved (wire/moves.py)
     weights within a node                ``weights_within_node``
     gradients within a node              ``gradients_within_node``
     gradients between nodes              ``gradients_between_nodes``
@@ -42,11 +41,6 @@ class Formats:
         return self.config.hpz_partition_size > 1 and self.num_nodes > 1
 
     @cached_property
-    def sends_differences(self) -> bool:
-        """Whether weights are sent to other nodes as differences. On one node there are no copies to differ from."""
-        return self.config.weight_difference_bits is not None and self.num_nodes > 1
-
-    @cached_property
     def sends_moves(self) -> bool:
         """Whether weights are sent to other nodes as moves of the codes in the copies that are there."""
         return self.config.weight_moves and self.num_nodes > 1
@@ -59,15 +53,8 @@ class Formats:
     def weights(self, part: UnitPart, dtype: torch.dtype) -> WireFormat:
         """Return the format of shards themselves."""
         config = self.config
-        # Copies that differences update later begin as precise as they are kept.
-        is_quantized = config.quantized_weights and (self.keeps_wires or not self.sends_differences)
-        bits = config.weight_bits if is_quantized else None
+        bits = config.weight_bits if config.quantized_weights else None
         return part.format(bits, config.weight_block_size, dtype, config.weight_scaling, self._scale_dtype)
-
-    def differences(self, part: UnitPart, dtype: torch.dtype, step: float = math.inf) -> WireFormat:
-        """Return the format of what the last optimizer step changed."""
-        bits, scaling = self.config.code_at("weight_difference", step)
-        return part.format(bits, self.config.weight_difference_block_size, dtype, scaling, self._scale_dtype)
 
     def weights_within_node(self, part: UnitPart, dtype: torch.dtype) -> WireFormat | None:
         """Return the format of a node's shard of the secondary partition; None = as numbers, in ``dtype``."""
@@ -81,12 +68,12 @@ class Formats:
 
     def bytes_between_nodes(self, part: UnitPart, dtype: torch.dtype) -> int:
         """Return the bytes that one rank sends to each other node's once per step; of moves about, over a whole run."""
-        if self.sends_moves:
-            whole = self.weights(part, dtype)
-            coded = sum(segment.stop - segment.start for segment in whole.quantized or whole.unquantized)
-            in_full = coded * (whole.bits or 8 * dtype.itemsize) / 8
-            return whole.nbytes - round(in_full - coded * MOVED_BITS_PER_CODE[whole.bits] / 8)
-        return (self.differences if self.sends_differences else self.weights)(part, dtype).nbytes
+        whole = self.weights(part, dtype)
+        if not self.sends_moves:
+            return whole.nbytes
+        coded = sum(segment.stop - segment.start for segment in whole.quantized or whole.unquantized)
+        in_full = coded * (whole.bits or 8 * dtype.itemsize) / 8
+        return whole.nbytes - round(in_full - coded * MOVED_BITS_PER_CODE[whole.bits] / 8)
 
     def secondary_bytes(self, part: UnitPart, dtype: torch.dtype) -> int:
         """Return the bytes of one node's shard in the secondary partition."""
@@ -98,7 +85,7 @@ class Formats:
         return part.format(bits, config.gradient_block_size, dtype, scaling, self._scale_dtype)
 
     def gradients_between_nodes(self, part: UnitPart, dtype: torch.dtype, step: float = math.inf) -> WireFormat:
-        bits, scaling = self.config.code_at("gradient", step)
+        bits, scaling = self.config.gradient_code_at(step)
         # What stays unquantized is a node's sums: in fp32 where the others are quantized, since few are left.
         sums_dtype = dtype if self.config.gradient_bits is None else torch.float32
         return part.format(bits, self.config.gradient_block_size, sums_dtype, scaling, self._scale_dtype)

@@ -211,7 +211,7 @@ def _specification(param_group: Any, names: Sequence[str]) -> tuple[tuple[Parame
 
 
 def _is_packed(param: Any) -> bool:
-    """Whether elements of one of FSDP2's parameters are packed low-bit codes, not numbers.
+    """Return whether elements of one of FSDP2's parameters are packed low-bit codes, not numbers.
 
     bitsandbytes (nf4, fp4) keeps the way to unpack them in ``quant_state``, on the module once FSDP2 has replaced the
     parameter; its storage may have a floating-point dtype. Others subclass tensors, or have integers.

@@ -177,7 +177,7 @@ class Unit:
     def trained(self) -> UnitPart:
         """The parameters that were ever trainable, or that optimizer steps may have moved; alike on all ranks."""
         self._ever_trainable.update(self._trainable())
-        if self.gathers_frozen:  # without packed ones, which have no differences
+        if self.gathers_frozen:  # without packed ones, whose codes never change
             return self.part(index for index in range(len(self.shards)) if index not in self.packed)
         return self.part(sorted(self._ever_trainable | self._moved | self._reduced))
 
@@ -219,9 +219,9 @@ class Unit:
         return tuple(part for part in self.parts if not gathered_again.issuperset(part.indices))
 
     def keeps_copies(self, changed: set[int]) -> bool:
-        """Whether these changes are at most an optimizer step away from what was gathered.
+        """Return whether these changes are at most an optimizer step away from what was gathered.
 
-        What a program writes by itself can differ by more than low-bit differences can express.
+        Most codes of what a program writes by itself have moved.
         """
         return not changed or (self.may_have_stepped and changed.issubset(self.trained.indices))
 

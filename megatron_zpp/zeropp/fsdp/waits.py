@@ -45,7 +45,7 @@ def on_stream(stream: torch.Stream, device: torch.device) -> Iterator[None]:
 
 
 def is_capturing(unit: Unit) -> bool:
-    """Whether a CUDA graph is being captured on the unit's device."""
+    """Return whether a CUDA graph is being captured on the unit's device."""
     return unit.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

@@ -19,9 +19,10 @@ from ..fsdp.shared import Shared, Traffic
 from ..fsdp.unit import UnitPart
 from ..fsdp.waits import is_capturing, on_stream, refuse_capture
 from ..wire.format import WireFormat
-from ..wire.moves import apply_moves, encode_moves, requantize
-from .unseen_changes import UnseenChanges, load_changes
-from .weight_encoder import WeightEncoder, has_copies, load_row
+from ..wire.layout import KeptScales
+from ..wire.moves import apply_moves, encode_moves
+from .unseen_changes import UnseenChanges, load_changes, state_of_changes
+from .weight_encoder import WeightEncoder, load_row
 
 
 class QuantizedAllGather(DefaultAllocMixin, AllGather):
@@ -40,8 +41,8 @@ class QuantizedAllGather(DefaultAllocMixin, AllGather):
         self.encoder.versions += bool(self.unit.changed())
         whole = self.unit.whole
         weights = self.formats.weights(whole, input_tensor.dtype)
-        wire = self.encoder.encode(input_tensor, weights, whole, self.topology.rank)
-        self.encoder.sample(input_tensor, weights, whole, wire, self.topology.rank)
+        wire = self.encoder.encode(input_tensor, weights, self.topology.rank)
+        self.encoder.sample(input_tensor, weights, wire, self.topology.rank)
         with self.unit.waits.collective("gather", self.unit, crosses_nodes=self.topology.num_nodes > 1):
             wires = gather_wires(wire, group)
         weights.decode(wires, out=output_tensor.view(-1, weights.numel))
@@ -73,8 +74,8 @@ class SentShard:
 
     unit: FSDPUnit
     part: UnitPart
-    format: WireFormat  # of the shard, or of differences
-    kind: str  # "in full", "difference" from the secondary partition, or "moves" of its codes
+    format: WireFormat
+    are_moves: bool  # of the codes in the secondary partition; or the wire is the shard itself
     wire: Tensor  # uint8 [n], this rank's
     version: int  # of the encoder, before this shard was sent
     state: dict[str, Tensor]  # of the gather, at that time
@@ -91,7 +92,7 @@ def send(shards: Sequence[SentShard], traffic: Traffic) -> None:
 
     The sizes of all are exchanged at once, which the host waits for.
     """
-    moves = [shard for shard in shards if shard.kind == "moves"]
+    moves = [shard for shard in shards if shard.are_moves]
     for topology in dict.fromkeys(shard.unit.topology for shard in moves):
         members = [shard for shard in moves if shard.unit.topology is topology]
         sizes = torch.tensor(
@@ -137,7 +138,7 @@ class HierarchicalAllGather(QuantizedAllGather):
         self._loaded_row: Tensor | None = None  # with moves: this rank's, of a checkpoint, until it is sent in full
         self._kept_as: tuple[torch.dtype, torch.device] | None = None
         self._sent: SentShard | None = None
-        # Loaded parameters differ from the copies by more than low-bit differences can express.
+        # Most codes of loaded parameters have moved.
         for module in unit.modules:
             module.register_load_state_dict_post_hook(lambda *_: self.forget_secondary_partition())
 
@@ -176,8 +177,8 @@ class HierarchicalAllGather(QuantizedAllGather):
     def encode_early(self) -> SentShard | None:
         """Encode the shard at the beginning of a forward pass, if it changed, for ``send``.
 
-        The first shard is sent only when it is asked for, and so is one that would be sent in full instead of as a
-        difference, or whose unit did not need what was sent before. With a consistency check, no rank sends before
+        The first shard is sent only when it is asked for, and so is one that would be sent in full instead of as
+        moves, or whose unit did not need what was sent before. With a consistency check, no rank sends before
         ranks have compared at the gather.
         """
         unit = self.unit
@@ -207,22 +208,17 @@ class HierarchicalAllGather(QuantizedAllGather):
         """Begin the inter-node stage: encode the shard [L], or what changed of it, for ``send``."""
         version, state = self.encoder.versions, super().state_dict()
         part = self.unit.whole if self.secondary_partition is None else self.unit.changed_part(changed)
-        copy, values = None, part.take(shard)
-        if self.secondary_partition is not None:
-            copy = self.encoder.copies_of(part, self.secondary_partition[self.topology.node], shard.dtype)
         self.encoder.versions += bool(changed)
         self.unseen_changes.gathered(self.unit, shard, part)
-        format, kind = self.formats.weights(part, shard.dtype), "in full"
-        if self.formats.sends_moves:
-            wire = requantize(format, values, self._loaded_row if copy is None else copy)
-            if copy is not None:
-                wire, kind = encode_moves(format, copy, wire), "moves"
-        elif self.formats.sends_differences and copy is not None:
-            format, kind = self.encoder.differences(part, shard.dtype), "difference"
-            wire = self.encoder.encode(values, format, part, self.topology.rank, copy=copy)
+        values, format, are_moves = part.take(shard), self.formats.weights(part, shard.dtype), False
+        if not self.formats.sends_moves:
+            wire = self.encoder.encode(values, format, self.topology.rank)
+        elif self.secondary_partition is None:
+            wire = format.encode(values, kept=KeptScales(self._loaded_row))
         else:
-            wire = self.encoder.encode(values, format, part, self.topology.rank)
-        self._sent = SentShard(self.unit, part, format, kind, wire, version, state)
+            old = self.encoder.copies_of(part, self.secondary_partition[self.topology.node], shard.dtype)
+            wire, are_moves = encode_moves(format, old, format.encode(values, kept=KeptScales(old))), True
+        self._sent = SentShard(self.unit, part, format, are_moves, wire, version, state)
         self.unit.mark_gathered()
         return self._sent
 
@@ -238,20 +234,12 @@ class HierarchicalAllGather(QuantizedAllGather):
         self._count(sent)
         part, rank = sent.part, self.topology.rank
         values = part.take(shard)
-        if sent.kind == "moves":
+        if sent.are_moves:
             assert old is not None
             arrived = apply_moves(sent.format, self.encoder.copies_of(part, old, shard.dtype), sent.wires)
-            self.encoder.sample(values, sent.format, part, arrived[self.topology.node], rank)
-        elif sent.kind == "difference":
-            assert old is not None
-            copies = self.encoder.copies_of(part, old, shard.dtype)
-            self.encoder.sample(values, sent.format, part, sent.wire, rank, copy=copies[self.topology.node])
-            # What changed since the copies [N, l], or [N, nbytes] (SDP4Bit section 3.1). All N ranks add the same
-            # dequantized differences in the same way, so their copies stay equal to the bit. What rounding lost of the
-            # local shard is in its next difference.
-            arrived = self.encoder.move_copies(copies, sent.wires, sent.format, part, shard.dtype)
+            self.encoder.sample(values, sent.format, arrived[self.topology.node], rank)
         else:
-            self.encoder.sample(values, sent.format, part, sent.wire, rank)
+            self.encoder.sample(values, sent.format, sent.wire, rank)
             arrived = self._in_full(sent, values, old)
         return arrived if old is None else self.encoder.put_copies(part, arrived, old, shard.dtype)
 
@@ -303,13 +291,14 @@ class HierarchicalAllGather(QuantizedAllGather):
             return state
         dtype = self._kept_as[0] if self._kept_as is not None else self.unit.gathered_dtype
         changed = self.unit.changed()
-        copies = self.secondary_partition if self.unit.keeps_copies(changed) else None
         if self.formats.sends_moves:
-            copies = copies[self.topology.node] if copies is not None else self._loaded_row
+            partition = self.secondary_partition if self.unit.keeps_copies(changed) else None
+            row = partition[self.topology.node] if partition is not None else self._loaded_row
+            return state | self.encoder.row_state(row, dtype)
         unsent = set() if state["is_current"] else set(self.unit.changed_part(changed).indices)
         if self._sent is not None:
             unsent.update(self._sent.part.indices)
-        return state | self.encoder.partition_state(self.unit.checksums, unsent, copies, self.topology.num_nodes, dtype)
+        return state | state_of_changes(self.unit, self.unit.checksums, unsent, dtype)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         super().load_state_dict(state)
@@ -318,11 +307,7 @@ class HierarchicalAllGather(QuantizedAllGather):
                 self._loaded_row = load_row(self.unit, state)
             self._kept_as = (state["dtype"].dtype, self.unit.device) if state else None
             return
-        if has_copies(state):
-            with on_stream(self.stream, self.unit.device):
-                self.secondary_partition = state["copies"].to(self.unit.device, copy=True)
-            self._kept_as = (state.get("copies_dtype", self.secondary_partition).dtype, self.secondary_partition.device)
-        self.unit.checksums |= load_changes(self.unit, state, has_copies(state))
+        self.unit.checksums |= load_changes(self.unit, state)
 
 
 def gather_wires(wire: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -64,16 +64,12 @@ def state_of_changes(
     return state
 
 
-def load_changes(unit: Unit, state: Mapping[str, Tensor], has_copies: bool) -> dict[tuple[int, ...], Tensor]:
-    """Load what ``state_of_changes`` returned, mark what was not sent as moved, and return the checksums."""
+def load_changes(unit: Unit, state: Mapping[str, Tensor]) -> dict[tuple[int, ...], Tensor]:
+    """Return the checksums that ``state_of_changes`` saved, of parts that were sent."""
     if "unsent" in state:
         unsent = set(state["unsent"].nonzero().flatten().tolist())
     else:
         unsent = set() if not state or state["is_current"] else set(unit.whole.indices)
-    if has_copies and unit.changed():
-        unit.mark_gathered()
-        unit.mark_moved(unsent)
-        unit.may_have_stepped = True  # or there would be no copies
     return {
         part.indices: state[key].to(unit.device, copy=True)
         for key, part in zip(CHECKSUM_KEYS, unit.parts, strict=False)

@@ -37,10 +37,10 @@ class Orthogonalize(Protocol):
     """What is done to a matrix, or to a block of its rows as to a matrix of its own."""
 
     def __call__(self, matrix: Tensor) -> Tensor:
-        """The orthogonalized matrix in bf16, of one in bf16."""
+        """Orthogonalize a bf16 matrix; return it in bf16."""
 
     def scale(self, rows: int, columns: int) -> float:
-        """What to multiply the result by."""
+        """Return the factor for the result."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ class MatrixPlan:
         self.sizes = [sum(self.numels[i] for i in of_owner) for of_owner in self.owned]
 
     def shards(self) -> list[ParameterShard]:
-        """What a rank sends, for its wire format."""
+        """Return a rank's shards in the order in which they are sent."""
         return [ParameterShard(str(i), self.numels[i], quantizable=True) for i in self.order]
 
     def rows(self, matrix: int, node: int | None) -> slice:
-        """The rows of a matrix that the node's ranks hold; None: all."""
+        """Return the rows of a matrix that the node's ranks hold; None: all rows."""
         num_rows = self.shapes[matrix][0]
         if node is None:
             return slice(0, num_rows)
@@ -88,19 +88,19 @@ class MatrixPlan:
         return slice(min(num_rows, node * per_node), min(num_rows, (node + 1) * per_node))
 
     def shape(self, matrix: int, node: int | None) -> tuple[int, int]:
-        """Of these rows."""
+        """Return the shape of these rows."""
         rows = self.rows(matrix, node)
         return rows.stop - rows.start, self.shapes[matrix][1]
 
     def flatten(self, shards: Sequence[Tensor]) -> Tensor:
-        """This rank's rows of all matrices, in the order of the shapes, as [L]: padded, in the order of owners."""
+        """Join this rank's rows of all matrices, which are in the order of the shapes: [L], padded, by owners."""
         flat = shards[0].new_zeros(sum(self.numels))
         for part, i in zip(flat.split([self.numels[i] for i in self.order]), self.order, strict=True):
             part[: shards[i].numel()] = shards[i].reshape(-1)
         return flat
 
     def unflatten(self, flat: Tensor, shards: Sequence[Tensor]) -> list[Tensor]:
-        """The rows in a ``flat`` [L] that ``flatten`` makes of shards of these shapes."""
+        """Undo ``flatten`` for shards of these shapes."""
         part_of = dict(zip(self.order, flat.split([self.numels[i] for i in self.order]), strict=True))
         return [part_of[i][: shard.numel()].view(shard.shape) for i, shard in enumerate(shards)]
 
@@ -126,7 +126,7 @@ class GatheredRows:
     wires: Tensor  # uint8 [N, nbytes]
 
     def decode(self, node: int | None = None) -> Tensor:
-        """In bf16 as all nodes have them, [N, L]; or one node's, [1, L]."""
+        """Return the rows in bf16 as all nodes have them, [N, L]; or one node's, [1, L]."""
         wires = self.wires if node is None else self.wires[node : node + 1]
         shape = len(wires), self.format.numel
         return self.format.decode(wires, out=torch.empty(shape, dtype=torch.bfloat16, device=wires.device))
@@ -141,7 +141,7 @@ class MatrixBlocks:
     def gather(
         self, shards: Sequence[Tensor], shapes: Sequence[torch.Size], wire: MomentumWire | None = None
     ) -> GatheredRows | None:
-        """The rows of all nodes, for ``orthogonalized``. None: there is one node. wire: another one than always."""
+        """Gather the rows of all nodes for ``orthogonalized``; None: there is one node. wire: not the usual one."""
         if self.topology.num_nodes == 1:
             return None
         plan = MatrixPlan(shapes, self.topology)
@@ -153,7 +153,7 @@ class MatrixBlocks:
         return GatheredRows(plan, format, wires)
 
     def own_rows(self, gathered: GatheredRows, shards: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's rows as they were sent, in bf16."""
+        """Return this rank's rows as they were sent, in bf16."""
         return gathered.plan.unflatten(gathered.decode(self.topology.node)[0], shards)
 
     def orthogonalized(
@@ -164,7 +164,7 @@ class MatrixBlocks:
         gathered: GatheredRows | None = None,
         is_stale: bool = False,
     ) -> list[Tensor]:
-        """Of matrices of ``shapes``, of which ``shards`` are this rank's rows: its rows of the results, fp32.
+        """Orthogonalize matrices of ``shapes``; return this rank's rows of the results, fp32, like ``shards``.
 
         gathered: what whole matrices are made of; None: each node's block by itself. is_stale: it came in an earlier
         step, and this node puts the rows of now into it.
@@ -183,7 +183,7 @@ class MatrixBlocks:
         return [result.float() * orthogonalize.scale(*plan.shape(i, node)) for i, result in enumerate(results)]
 
     def _by_owners(self, rows: Tensor, plan: MatrixPlan, node: int | None, orthogonalize: Orthogonalize) -> Tensor:
-        """This rank's rows of the results, [L], where ``rows`` [n, L] are of this local rank on one node or on all."""
+        """Return this rank's rows of the results, [L]. rows: [n, L] of this local rank, on one node or on all."""
         n, topology, own = len(rows), self.topology, plan.sizes[self.topology.local_rank]
         # All nodes' rows for the first owner, then for the second, ...
         sent = torch.cat([part.reshape(-1) for part in rows.split(plan.sizes, dim=1)])
@@ -209,7 +209,7 @@ class MatrixBlocks:
 
 
 def _owners(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
-    """The local rank that orthogonalizes each matrix: the most work first, each to the rank that has least so far."""
+    """Assign each matrix to a local rank that orthogonalizes it: most work first, to the rank with least so far."""
     work, owners = [0] * ranks, [0] * len(shapes)
     cost = [math.prod(shape) * min(shape) for shape in shapes]
     for i in sorted(range(len(shapes)), key=lambda i: -cost[i]):

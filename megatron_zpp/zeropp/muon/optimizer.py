@@ -57,7 +57,7 @@ class NewtonSchulz:
     scale_factor: float
 
     def __call__(self, matrix: Tensor) -> Tensor:
-        """Of a matrix [rows, columns]: its singular values moved to about 1, in bf16."""
+        """Move the singular values of a matrix [rows, columns] to about 1, in bf16."""
         a, b, c = self.coefficients
         is_tall = matrix.shape[0] > matrix.shape[1]
         x = matrix.T if is_tall else matrix  # XXᵀ is the smaller product
@@ -170,7 +170,7 @@ class Muon(torch.optim.AdamW):
             torch._foreach_add_(rows, results, alpha=-group["lr"])
 
     def _stale_rows_of(self, blocks: MatrixBlocksInterface, batch: list[Tensor]) -> Any:
-        """What was gathered last; after a state was loaded, it is gathered once more, as it was. None: blocks alone."""
+        """Return what was gathered last, gathered again after a state was loaded; None: blocks alone."""
         if not self.stale_rows:
             return None
         key = tuple(map(id, batch))
@@ -184,7 +184,7 @@ class Muon(torch.optim.AdamW):
         self._gathered.clear()
 
     def _update_of(self, matrix: Tensor) -> Tensor:
-        """This rank's rows of the momentum, which the gradient moves; or with Nesterov's, of the next one."""
+        """Move this rank's rows of the momentum by the gradient; return them, or with Nesterov's those of the next."""
         assert matrix.grad is not None
         state = self.state[matrix]
         if not state:

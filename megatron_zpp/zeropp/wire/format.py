@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import kernels, reference
-from .layout import Compensation, ParameterShard, WireLayout
+from .layout import Compensation, KeptScales, ParameterShard, WireLayout
 
 
 @functools.lru_cache(maxsize=4096)
@@ -21,7 +21,7 @@ def wire_format(
     scaling: str | None = None,
     scale_dtype: torch.dtype = torch.float32,
 ) -> WireFormat:
-    """The WireFormat of these arguments, made once."""
+    """Return the WireFormat of these arguments, made once."""
     return WireFormat(parameters, bits, block_size, dtype, scaling, scale_dtype)
 
 
@@ -34,25 +34,26 @@ class WireFormat(WireLayout):
         noise_seed: int | None = None,
         *,
         plus: Tensor | None = None,
-        minus: Tensor | None = None,
         compensation: Compensation | None = None,
+        kept: KeptScales | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Encode values [..., L] of any float type into wire buffers uint8 [..., nbytes], in one pass.
 
         noise_seed: round stochastically, with noise that depends on the seed and an element's index alone.
-        plus, minus: [..., L] to add or to subtract, in fp32.
+        plus: [..., L] to add, in fp32.
         compensation: LoCo's error, added and replaced.
+        kept: keep scales where they fit; with code absmax.
         out: the buffers to fill, if they are there already.
         """
-        addend, sign = (plus, 1) if minus is None else (minus, -1)
         wire = self._empty_wire(values.shape[:-1], values.device) if out is None else out
-        if self._has_kernels(values.device, values.dtype, addend):
+        if self._has_kernels(values.device, values.dtype, plus):
+            keeps = (kept is not None, kept.wire if kept is not None else None)
             torch.ops.megatron_zpp.encode(
-                values, None, [], addend, sign, wire, self.table, *_arguments(compensation), noise_seed
+                values, None, [], plus, wire, self.table, *_arguments(compensation), noise_seed, *keeps
             )
         else:
-            reference.encode(self, values, wire, addend, sign, compensation, noise_seed)
+            reference.encode(self, values, wire, plus, compensation, noise_seed, kept)
         return wire
 
     def encode_sum(
@@ -76,7 +77,7 @@ class WireFormat(WireLayout):
             total = source.decode_sum(peers, out=torch.empty(*wire.shape[:-1], self.numel, device=peers.device))
             return self.encode(total, noise_seed, plus=plus, compensation=compensation, out=wire)
         torch.ops.megatron_zpp.encode(
-            None, peers, source.table, plus, 1, wire, self.table, *_arguments(compensation), noise_seed
+            None, peers, source.table, plus, wire, self.table, *_arguments(compensation), noise_seed, False, None
         )
         return wire
 
@@ -111,7 +112,7 @@ class WireFormat(WireLayout):
         return torch.empty(*rows, self.nbytes, dtype=torch.uint8, device=device)
 
     def _has_kernels(self, device: torch.device, dtype: torch.dtype, addend: Tensor | None = None) -> bool:
-        """Whether the operators take wires of this format together with numbers in ``dtype`` and an addend."""
+        """Return whether the operators take wires of this format together with numbers in ``dtype`` and an addend."""
         types = kernels.TYPES
         takes = self.is_compiled and dtype in types and (addend is None or addend.dtype in types)
         return takes and kernels.why_not_on(device) is None

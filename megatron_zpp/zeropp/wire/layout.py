@@ -39,7 +39,7 @@ def rows_per_rank(rows: int, world_size: int) -> int:
 
 
 def block_size_of(numel: int, block_size: int | None) -> int:
-    """Elements per scale for ``numel`` of a parameter in a shard, all of them if a block has more; 0 = unquantized."""
+    """Return the elements per scale for ``numel`` elements of a parameter in a shard, at most all; 0 = unquantized."""
     if numel < min(block_size or 8, FEWEST_QUANTIZED):
         return 0
     whole = _round_up(numel, 8)
@@ -120,7 +120,7 @@ class WireLayout:
         self.is_compiled = (bits is None or bits in kernels.BITS) and dtype in kernels.TYPES  # in the operators
 
     def bytes_of(self, index: int) -> tuple[slice, ...]:
-        """Where the codes and the scales of one parameter are in a wire buffer, or its values."""
+        """Return where the codes and the scales of one parameter are in a wire buffer, or its values."""
         start = sum(parameter.numel for parameter in self.parameters[:index])
         stop = start + self.parameters[index].numel
         if start == stop:
@@ -132,12 +132,22 @@ class WireLayout:
         return (slice(first, last),)
 
     def _table(self) -> list[int]:
-        """The format as the operators take it: five numbers of all of it, then five for each segment."""
+        """Return the format as the operators take it: five numbers of all of it, then five for each segment."""
         table = [self.bits or 0, kernels.TYPES.get(self.dtype, 0), self.nbytes]
         table += [int(self.code.is_mean), self.code.scale_dtype.itemsize] if self.code is not None else [0, 4]
         for s in sorted(self.quantized + self.unquantized, key=lambda segment: segment.start):
             table += [s.start, s.stop, s.block_size, s.codes.start, s.scales.start or 0]
         return table
+
+
+@dataclass(frozen=True)
+class KeptScales:
+    """Blocks keep the scales that they have in the buffers ``wire``, uint8 [..., nbytes], while they fit (moves.py).
+
+    None: none has one yet.
+    """
+
+    wire: Tensor | None
 
 
 @dataclass
@@ -154,7 +164,7 @@ class Compensation:
     decay: float
 
     def moved(self, error: Tensor, compensated: Tensor, sent: Tensor) -> Tensor:
-        """The new error as numbers, fp32 [..., L], when ``compensated`` arrived as ``sent``."""
+        """Return the new error as numbers, fp32 [..., L], when ``compensated`` arrived as ``sent``."""
         moved = (compensated - sent).mul_(1 - self.beta).add_(self.beta * error)
         # A NaN or Inf is sent once, and not remembered.
         return torch.where(moved.isfinite(), moved, error).mul_(self.decay)
@@ -181,8 +191,3 @@ def encoded_addend(format: WireLayout, wires: Tensor | None) -> Compensation:
     It is LoCo's compensation by an error that is left as it is.
     """
     return Compensation(format, error=wires, new_error=None, beta=0.0, decay=1.0)
-
-
-def can_be_addend(format: WireLayout) -> bool:
-    """Whether the operators of csrc/ add it so: in the forms that LoCo's errors have."""
-    return format.code is None or (format.bits == 8 and format.code.scale_dtype == torch.float32)

@@ -1,7 +1,7 @@
 """Moved codes: a wire buffer of weights as what changed since the buffer that its receivers have. Nothing is lost.
 
 An optimizer step moves few weights by more than a step of their code. So blocks keep their scales while they can
-(``requantize``), and what is sent are the moves: the code of each element, less its code in the old buffer
+(``KeptScales``), and what is sent are the moves: the code of each element, less its code in the old buffer
 (``encode_moves``, ``apply_moves``). Unquantized values of 16 bits are codes too: their bits as integers, in the order
 of the values. The bytes of a buffer of moves:
 
@@ -25,41 +25,10 @@ from torch import Tensor
 
 from . import kernels
 from .layout import Segment, WireLayout
-from .quantization import absmax_scales, as_sent, pack_bits, quantize_by, unpack_bits
-from .reference import block_values
+from .quantization import pack_bits, unpack_bits
 
 CHUNK = 16384  # codes
 HEADER_BYTES = 12  # uint16 m1, m2; uint8 k of gaps, of gaps between the m2, of sizes, and 0; uint32 bytes
-# A block keeps its scale while its largest value is between KEPT_FROM and 1 times what its codes can say. A new scale
-# puts the largest value at FRESH.
-KEPT_FROM, FRESH = 0.6, 0.9
-
-
-def requantize(format: WireLayout, values: Tensor, old: Tensor | None) -> Tensor:
-    """Encode values [..., L], with the scales of ``old`` wire buffers uint8 [..., nbytes] where they still fit.
-
-    Rounds to nearest. The same values again give the same buffers: uint8 [..., nbytes].
-    """
-    wire = torch.zeros(*values.shape[:-1], format.nbytes, dtype=torch.uint8, device=values.device)
-    if _has_kernels(format, values) and values.dtype in kernels.TYPES:
-        torch.ops.megatron_zpp.requantize(values, old, format.table, wire)
-        return wire
-    for segment in format.quantized:
-        assert format.code is not None
-        blocks = block_values(segment, values).float()  # [..., blocks, B]
-        largest, qmax = blocks.abs().amax(dim=-1), format.code.qmax
-        scales = as_sent(absmax_scales(largest, format.code, FRESH * qmax), format.code)
-        if old is not None:
-            kept = _scales(format, segment, old)
-            reach = kept.float() * qmax
-            scales = torch.where((largest <= reach) & (largest >= KEPT_FROM * reach), kept, scales)
-        codes = quantize_by(blocks, scales.float(), format.code)
-        wire[..., segment.codes] = pack_bits(codes, format.code.bits).flatten(-2)
-        wire[..., segment.scales] = scales.view(torch.uint8)
-    for segment in format.unquantized:
-        plain = values[..., segment.start : segment.stop].to(format.dtype)
-        wire[..., segment.codes] = plain.contiguous().view(torch.uint8)
-    return wire
 
 
 def encode_moves(format: WireLayout, old: Tensor, new: Tensor) -> Tensor:
@@ -113,7 +82,7 @@ def _chunks(codes: Tensor) -> Sequence[Tensor]:
 
 
 def _encode_chunk(moved: Tensor) -> tuple[Tensor, Tensor]:
-    """The header and the bytes of a chunk of moves int32 [up to CHUNK]."""
+    """Return the header and the bytes of a chunk of moves int32 [up to CHUNK]."""
     positions = moved.nonzero().flatten()
     sizes = moved[positions].abs() - 1
     further = sizes.nonzero().flatten()
@@ -143,7 +112,7 @@ def _gaps(positions: Tensor) -> Tensor:
 
 
 def _rice_parameter(values: Tensor) -> int:
-    """The best k for a geometric distribution of the same mean, to a few percent (Kiely 2004)."""
+    """Return the best k for a geometric distribution of the same mean, to a few percent (Kiely 2004)."""
     middle = (2 * int(values.sum()) + len(values)) * 77 // (160 * max(1, len(values)))
     return max(0, middle.bit_length() - 1)
 
@@ -157,7 +126,7 @@ def _rice(values: Tensor, k: int) -> Tensor:
 
 
 def _unrice(body: Tensor, count: int, k: int) -> tuple[Tensor, Tensor]:
-    """``count`` values, and the bytes after them."""
+    """Return ``count`` values, and the bytes after them."""
     if count == 0:
         return torch.zeros(0, dtype=torch.int64, device=body.device), body
     ends = _unpack(body).nonzero().flatten()[:count]
@@ -177,7 +146,7 @@ def _unpack(packed: Tensor) -> Tensor:
 
 
 def _has_kernels(format: WireLayout, tensor: Tensor) -> bool:
-    return format.is_compiled and tensor.device.type == "cpu" and kernels.why_not_on(tensor.device) is None
+    return format.is_compiled and kernels.why_not_on(tensor.device) is None
 
 
 def _scales(format: WireLayout, segment: Segment, wire: Tensor) -> Tensor:
@@ -191,7 +160,7 @@ def _all_scales(format: WireLayout, wire: Tensor) -> Tensor:
 
 
 def _changed_scales(format: WireLayout, old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether each block's scale changed, bool [blocks], and the new ones."""
+    """Return whether each block's scale changed, bool [blocks], and the new ones."""
     before, scales = _all_scales(format, old), _all_scales(format, new)
     as_bits = torch.int32 if scales.itemsize == 4 else torch.int16  # NaN equals itself
     return before.view(as_bits) != scales.view(as_bits), scales
@@ -203,7 +172,7 @@ def _raw(format: WireLayout, wire: Tensor) -> list[Tensor]:
 
 
 def _codes(format: WireLayout, wire: Tensor) -> Tensor:
-    """All codes in a wire buffer uint8 [nbytes], and unquantized values of 16 bits as integers: int32 [n]."""
+    """Return all codes in a wire buffer uint8 [nbytes], and unquantized values of 16 bits as integers: int32 [n]."""
     parts = [torch.zeros(0, dtype=torch.int32, device=wire.device)]
     for segment in format.quantized:
         assert format.code is not None
@@ -216,7 +185,7 @@ def _codes(format: WireLayout, wire: Tensor) -> Tensor:
 
 
 def _predicted(format: WireLayout, wire: Tensor, scales: Tensor) -> Tensor:
-    """The codes in a wire buffer as codes of other scales, one for each block: int32 [n]."""
+    """Predict the codes in a wire buffer as codes of other scales, one for each block: int32 [n]."""
     codes, start, block = _codes(format, wire), 0, 0
     for segment in format.quantized:
         assert format.code is not None

@@ -33,6 +33,9 @@ SCALINGS = ("absmax", "mean")
 # The step of code "mean" over mean |x|, by bits: where zeros are rare, and where they are many. At 2 bits by loss: less
 # cuts early gradients off. No border between levels may be at 1, where all of a block's |x| can be.
 STEPS = {1: (2.0, 2.0), 2: (1.25, 1.5), 3: (0.75, 0.8125), 4: (0.4375, 0.4375)}
+# A scale that is kept from step to step stays while the block's largest value is between KEPT_FROM and 1 times what its
+# codes can say. A new one puts the largest value at FRESH.
+KEPT_FROM, FRESH = 0.6, 0.9
 # |x| is counted in units of 2^-22 of the power of two in the block's largest, or of 2^-63 if that is smaller.
 _FIXED_POINT, _SMALLEST_EXPONENT = 22, -63
 
@@ -66,35 +69,35 @@ class Code:
 
 
 def quantize_blocks(
-    blocks: Tensor, code: Code, uniform: Tensor | None = None, sizes: Tensor | None = None
+    blocks: Tensor,
+    code: Code,
+    uniform: Tensor | None = None,
+    sizes: Tensor | None = None,
+    keeps_scales: bool = False,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Quantize blocks [..., B] of any float type to codes int8 [..., B] and scales of the code's type [...].
 
     uniform: numbers in [0, 1) [..., B] make the rounding stochastic. Zeros that are padding must have 1/2.
     sizes: elements of each block that are no padding, broadcast to [...]; None = all.
+    keeps_scales: blocks keep their scales [...] in ``kept`` while they fit; None = none has one yet.
     """
     values = blocks.float()
     absmax = values.abs().amax(dim=-1)
     if code.is_mean:
         return _quantize_by_mean(values, absmax, code, uniform, sizes)
-    scales = absmax_scales(absmax, code, code.qmax)
-    return quantize_by(values, scales, code, uniform), as_sent(scales, code)
-
-
-def absmax_scales(absmax: Tensor, code: Code, level: float) -> Tensor:
-    """Return the fp32 scales with which the largest values ``absmax`` of blocks are at this level, qmax or less."""
+    level = FRESH * code.qmax if keeps_scales else code.qmax
     scales = absmax / absmax.new_full((), level)  # by a tensor: CUDA divides by a number through its reciprocal
     if code.scale_dtype == torch.bfloat16:  # up, so that no value is beyond the largest code
         scales = (scales.view(torch.int32) + 0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
-    return torch.where(scales.isfinite(), scales, torch.nan)
-
-
-def quantize_by(values: Tensor, scales: Tensor, code: Code, uniform: Tensor | None = None) -> Tensor:
-    """Round fp32 blocks [..., B] to codes int8 [..., B] of fp32 ``scales`` [...], with code absmax."""
+    scales = torch.where(scales.isfinite(), scales, torch.nan)
+    if kept is not None:
+        reach = kept.float() * code.qmax
+        scales = torch.where((absmax <= reach) & (absmax >= KEPT_FROM * reach), kept.float(), scales)
     # 0 / 0 and NaN become code 0; the scale tells the two apart. Denormal scales are inexact, hence the clamp.
     steps = values / scales.unsqueeze(-1)  # and in place from here on: fresh memory is what costs on a CPU
     steps = steps.round_() if uniform is None else steps.add_(uniform).floor_()
-    return steps.nan_to_num_(0.0).clamp_(-code.qmax, code.qmax).to(torch.int8)
+    return steps.nan_to_num_(0.0).clamp_(-code.qmax, code.qmax).to(torch.int8), as_sent(scales, code)
 
 
 def _quantize_by_mean(
@@ -136,14 +139,14 @@ def dequantize_blocks(codes: Tensor, scales: Tensor, code: Code) -> Tensor:
 
 
 def count_largest(codes: Tensor, scales: Tensor, code: Code) -> Tensor:
-    """The number of codes int8 [..., B] that stand for one of the two outermost levels of their block."""
+    """Count the codes int8 [..., B] that stand for one of the two outermost levels of their block."""
     has_half_steps = scales > 0 if code.is_mean else torch.zeros_like(scales, dtype=torch.bool)
     lowest = torch.where(has_half_steps, -code.qmax - 1, -code.qmax)
     return ((codes == code.qmax) | (codes == lowest.unsqueeze(-1))).sum()
 
 
 def mix_seed(*parts: int | str) -> int:
-    """One 32-bit seed from whatever tells one draw from another."""
+    """Mix one 32-bit seed from whatever tells one draw from another."""
     return zlib.crc32(repr(parts).encode())
 
 
@@ -210,7 +213,7 @@ def _as_words(values: Tensor, bits: int) -> Tensor:
 
 
 def _word(bits: int) -> tuple[int, int]:
-    """The smallest run of whole bytes that holds whole codes: (codes, bytes)."""
+    """Return the smallest run of whole bytes that holds whole codes: (codes, bytes)."""
     total = math.lcm(bits, 8)
     return total // bits, total // 8
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layout import Compensation, Segment, WireLayout
+from .layout import Compensation, KeptScales, Segment, WireLayout
 from .quantization import (
     count_largest,
     counter_uniform,
@@ -27,25 +27,25 @@ def encode(
     values: Tensor,
     wire: Tensor,
     addend: Tensor | None,
-    addend_sign: int,
     compensation: Compensation | None,
     noise_seed: int | None,
+    kept: KeptScales | None = None,
 ) -> None:
     """Fill ``wire`` uint8 [..., nbytes] from values [..., L]; see WireFormat.encode."""
     if addend is not None:
-        values = values.float() + addend_sign * addend.float()
+        values = values.float() + addend.float()
     if compensation is None:
-        _write(format, values, wire, noise_seed)
+        _write(format, values, wire, noise_seed, kept)
         return
     error = torch.zeros(values.shape, device=values.device)
     if compensation.error is not None:
         decode(compensation.format, compensation.error.unsqueeze(0), error, accumulate=False)
     compensated = values + error  # fp32
-    _write(format, compensated, wire, noise_seed)
+    _write(format, compensated, wire, noise_seed, kept)
     if compensation.new_error is not None:
         sent = torch.empty_like(error)
         decode(format, wire.unsqueeze(0), sent, accumulate=False)
-        _write(compensation.format, compensation.moved(error, compensated, sent), compensation.new_error, None)
+        _write(compensation.format, compensation.moved(error, compensated, sent), compensation.new_error)
 
 
 def decode(format: WireLayout, peers: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -81,7 +81,13 @@ def rotate(format: WireLayout, values: Tensor, out: Tensor) -> None:
         out[..., segment.start : whole] = hadamard(groups).flatten(-2)
 
 
-def _write(format: WireLayout, values: Tensor, wire: Tensor, noise_seed: int | None) -> None:
+def _write(
+    format: WireLayout,
+    values: Tensor,
+    wire: Tensor,
+    noise_seed: int | None = None,
+    keeps: KeptScales | None = None,
+) -> None:
     wire.zero_()  # the gaps of the alignment must not carry old memory
     noise = None
     if noise_seed is not None:
@@ -91,7 +97,11 @@ def _write(format: WireLayout, values: Tensor, wire: Tensor, noise_seed: int | N
         uniform = None if noise is None else block_values(segment, noise, padding=0.5)
         sizes = torch.full((segment.num_blocks,), segment.block_size, device=values.device)
         sizes[-1] -= segment.padding
-        codes, scales = quantize_blocks(block_values(segment, values), format.code, uniform, sizes)
+        kept = None
+        if keeps is not None and keeps.wire is not None:
+            kept = keeps.wire[..., segment.scales].view(format.code.scale_dtype)
+        blocks = block_values(segment, values)
+        codes, scales = quantize_blocks(blocks, format.code, uniform, sizes, keeps is not None, kept)
         wire[..., segment.codes] = pack_bits(codes, format.code.bits).flatten(-2)
         wire[..., segment.scales] = scales.view(torch.uint8)
     for segment in format.unquantized:
@@ -110,13 +120,13 @@ def _read(format: WireLayout, wire: Tensor, out: Tensor) -> Tensor:
 
 
 def codes_and_scales(format: WireLayout, segment: Segment, wire: Tensor) -> tuple[Tensor, Tensor]:
-    """A segment's codes int8 [..., num_blocks, block_size] and scales [..., num_blocks], of a buffer [..., nbytes]."""
+    """Read a segment's codes int8 [..., num_blocks, block_size] and scales [..., num_blocks] in [..., nbytes]."""
     assert format.code is not None
     packed = wire[..., segment.codes].unflatten(-1, (segment.num_blocks, -1))
     return unpack_bits(packed, format.code.bits), wire[..., segment.scales].view(format.code.scale_dtype)
 
 
 def block_values(segment: Segment, values: Tensor, padding: float = 0) -> Tensor:
-    """A segment of values [..., L] as blocks [..., num_blocks, block_size], the last one padded."""
+    """Cut a segment of values [..., L] into blocks [..., num_blocks, block_size], the last one padded."""
     padded = F.pad(values[..., segment.start : segment.stop], (0, segment.padding), value=padding)
     return padded.unflatten(-1, (segment.num_blocks, segment.block_size))

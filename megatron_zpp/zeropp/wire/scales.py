@@ -162,7 +162,7 @@ def moved(exponents: Tensor | None, format: WireFormat, wires: Tensor, steps: in
 
 
 def _blocks(segment: Segment, exponents: Tensor) -> Tensor:
-    """A segment of exponents [..., L] as blocks [..., blocks, B]; padding is as quiet as can be."""
+    """Cut a segment of exponents [..., L] into blocks [..., blocks, B]; padding is as quiet as can be."""
     padded = F.pad(exponents[..., segment.start : segment.stop], (0, segment.padding), value=QUIETEST)
     return padded.unflatten(-1, (segment.num_blocks, segment.block_size))
 

@@ -1,21 +1,23 @@
-"""Logits computed with one block in memory are those of the whole model, and a wrong weight is noticed."""
+"""Weights keep their bits to transformers and back, logits are the same block by block, and mistakes are noticed."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_zpp.convert.hf.compare import compare, streamed_logits, transformers_model
-from megatron_zpp.convert.hf.mapping import in_memory
+from megatron_zpp.convert.hf.files import in_memory, their_shapes
 from tests.convert.hf.small_models import CONFIGS, POSITIONS, build, build_empty, mapping_of, to_hf_config
+from tests.families.find import architecture_of
 
 YARN = to_hf_config(CONFIGS["llama-yarn"])["rope_scaling"]
 TOKENS = torch.randint(101, (2, 32), generator=torch.Generator().manual_seed(1))
 
 
 def split(config, ours: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters of transformers' model by name."""
+    """Return the parameters of transformers' model by name."""
     mapping = mapping_of(config)
     tensors = {
         name: tensor
@@ -23,9 +25,24 @@ def split(config, ours: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, tensor in zip(weight.theirs, weight.split(ours[weight.ours]), strict=True)
     }
     made = {parameter.name: parameter for parameter in mapping.in_memory(config)}
-    of_others = {name for parameter in made.values() for name in parameter.tensors}
+    joined = {name for parameter in made.values() for name in parameter.tensors}
     read = in_memory(mapping, config, tensors.__getitem__)
-    return {name: read(name) for name in (*(tensors.keys() - of_others), *made)}
+    return {name: read(name) for name in (*(tensors.keys() - joined), *made)}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_every_weight_of_both_sides_has_its_counterpart_and_keeps_its_bits(config, tmp_path):
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf_config(config))).save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:  # a tied one once
+        expected = {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert their_shapes(architecture_of(config), config) == expected
+    ours = dict(build(config).named_parameters())
+    weights = list(mapping_of(config).weights(config))
+    assert sorted(weight.ours for weight in weights) == sorted(ours)
+    for weight in weights:
+        parts = weight.split(ours[weight.ours])
+        assert torch.equal(weight.join(*parts), ours[weight.ours]), weight.ours
+        assert all(map(torch.equal, parts, weight.split(weight.join(*parts)))), weight.ours
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -79,47 +96,27 @@ def test_one_block_is_in_memory_at_a_time():
 
 
 @pytest.mark.parametrize(
-    ("name", "change"),
+    ("name", "weight", "config"),
     [
-        ("gpt", {"transformer.h.1.attn.c_attn.weight": lambda x: x.roll(8, dims=1)}),  # the next head's
-        ("gpt", {"transformer.h.0.ln_1.bias": torch.zeros_like}),
-        ("llama-grouped", {"model.layers.1.self_attn.k_proj.weight": lambda x: x.flip(0)}),
-        ("llama", {"model.layers.0.mlp.up_proj.weight": lambda x: x + 1e-2}),
-        ("qwen2", {"model.layers.1.self_attn.k_proj.bias": torch.zeros_like}),
-        ("qwen3", {"model.layers.0.self_attn.q_norm.weight": torch.ones_like}),
+        ("gpt", {"transformer.h.1.attn.c_attn.weight": lambda x: x.roll(8, dims=1)}, {}),  # the next head's
+        ("gpt", {"transformer.h.0.ln_1.bias": torch.zeros_like}, {}),
+        ("llama-grouped", {"model.layers.1.self_attn.k_proj.weight": lambda x: x.flip(0)}, {}),
+        ("llama", {"model.layers.0.mlp.up_proj.weight": lambda x: x + 1e-2}, {}),
+        ("qwen2", {"model.layers.1.self_attn.k_proj.bias": torch.zeros_like}, {}),
+        ("qwen3", {"model.layers.0.self_attn.q_norm.weight": torch.ones_like}, {}),
+        ("llama-grouped", {}, {"rope_theta": 10000.0}),
+        ("llama-grouped", {}, {"rope_scaling": None}),
+        ("llama-grouped", {}, {"rms_norm_eps": 1e-2}),
+        ("mistral", {}, {"sliding_window": 5}),  # ours is 5 tokens and the token itself
+        ("mistral", {}, {"sliding_window": None}),
+        ("qwen2-window", {}, {"max_window_layers": 1}),
+        ("llama-yarn", {}, {"rope_scaling": YARN | {"beta_slow": 1.0}}),
+        ("llama-yarn", {}, {"rope_scaling": YARN | {"attention_factor": 1.0}}),
     ],
 )
-def test_a_wrong_weight_is_noticed(name, change):
-    config = CONFIGS[name]
-    parameters = dict(build(config).named_parameters())
-    tensors = {name: change.get(name, lambda x: x)(x.detach()) for name, x in split(config, parameters).items()}
+def test_a_wrong_weight_or_configuration_is_noticed(name, weight, config):
+    ours, hf_config = CONFIGS[name], to_hf_config(CONFIGS[name]) | config
+    parameters = dict(build(ours).named_parameters())
+    tensors = {key: weight.get(key, lambda x: x)(x.detach()) for key, x in split(ours, parameters).items()}
     with pytest.raises(ValueError, match="transformers' logits differ from ours"):
-        compare(build_empty(config), parameters.__getitem__, to_hf_config(config), tensors.__getitem__, POSITIONS)
-
-
-def test_a_wrong_configuration_is_noticed():
-    config = CONFIGS["llama-grouped"]
-    parameters = dict(build(config).named_parameters())
-    tensors = split(config, parameters)
-    hf_config = to_hf_config(config)
-    for change in ({"rope_theta": 10000.0}, {"rope_scaling": None}, {"rms_norm_eps": 1e-2}):
-        with pytest.raises(ValueError, match="transformers' logits differ from ours"):
-            compare(build_empty(config), parameters.__getitem__, hf_config | change, tensors.__getitem__, POSITIONS)
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("mistral", {"sliding_window": 5}),  # ours is 5 tokens and the token itself
-        ("mistral", {"sliding_window": None}),
-        ("qwen2-window", {"max_window_layers": 1}),
-        ("llama-yarn", {"rope_scaling": YARN | {"beta_slow": 1.0}}),
-        ("llama-yarn", {"rope_scaling": YARN | {"attention_factor": 1.0}}),
-    ],
-)
-def test_another_window_or_yarn_is_noticed(name, change):
-    config = CONFIGS[name]
-    parameters = dict(build(config).named_parameters())
-    tensors, hf_config = split(config, parameters), to_hf_config(config)
-    with pytest.raises(ValueError, match="transformers' logits differ from ours"):
-        compare(build_empty(config), parameters.__getitem__, hf_config | change, tensors.__getitem__, POSITIONS)
+        compare(build_empty(ours), parameters.__getitem__, hf_config, tensors.__getitem__, POSITIONS)

@@ -6,27 +6,20 @@ import pytest
 from transformers import AutoConfig
 
 from megatron_zpp.arguments.parse import parse_settings
-from megatron_zpp.convert.hf.mapping import from_hf_config
-from megatron_zpp.families import ARCHITECTURES, GPT, LLAMA, Architecture
+from megatron_zpp.convert.hf.files import from_hf_config
+from megatron_zpp.families import ARCHITECTURES, GPT, LLAMA
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.models.moe import MoEConfig
 from tests.convert.hf.small_models import CONFIGS, POSITIONS, to_hf_config
+from tests.convert.hf.small_models import YARN as YARN_FIELDS
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_configurations_survive_the_round_trip(config):
+def test_configurations_survive_the_round_trip_and_as_flags(config):
     theirs = AutoConfig.for_model(**to_hf_config(config)).to_dict()
-    assert from_hf_config(theirs, ARCHITECTURES) == (record_of(config), config, POSITIONS)
-
-
-def record_of(config: DecoderConfig) -> Architecture:
-    """GPT's flags can describe them all, but the others' are Llama's but for a few."""
-    return LLAMA if config.swiglu else GPT
-
-
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_the_trainers_flags_are_the_configuration(config):
-    for architecture in {GPT.name: GPT, record_of(config).name: record_of(config)}.values():
+    expected = LLAMA if config.swiglu else GPT  # GPT's flags describe all; Llama's are shorter for the others
+    assert from_hf_config(theirs, ARCHITECTURES) == (expected, config, POSITIONS)
+    for architecture in (GPT, LLAMA) if expected is LLAMA else (GPT,):
         flags = [*architecture.flags(config, POSITIONS), "--mock-data", "--vocab-size", "50", "--lr", "1"]
         run = ["--seq-length", "8", "--micro-batch-size", "1", "--train-iters", "1"]
         settings = parse_settings(architecture, [*flags, *run], note=pytest.fail)
@@ -64,11 +57,7 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        (
-            "gpt",
-            {"model_type": "bert"},
-            "model_type is bert; gpt2, llama, mistral, qwen2, qwen3, mixtral and qwen3_moe can be imported",
-        ),
+        ("gpt", {"model_type": "bert"}, "bert; gpt2, llama, mistral, qwen2, qwen3, mixtral and qwen3_moe can be"),
         ("gpt", {"activation_function": "relu"}, "activation_function is relu, supported: gelu or gelu_new or"),
         ("gpt", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         ("gpt", {"scale_attn_weights": False}, "scale_attn_weights is False"),
@@ -82,11 +71,7 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
         ("llama", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is"),
         ("qwen2", {"head_dim": 16}, "head_dim is 16, supported: None or 8"),
         ("qwen3", {"attention_bias": True}, "attention_bias is True, supported: False"),
-        (
-            "qwen2-window",
-            {"layer_types": ["full_attention", "sliding_attention"]},
-            "layer_types has both full_attention and sliding_attention",
-        ),
+        ("qwen2-window", {"layer_types": ["full_attention", "sliding_attention"]}, "has both full_attention and slid"),
         ("qwen2-window", {"layer_types": None, "max_window_layers": 1}, "max_window_layers 1 is between 0 and"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_parameters.rope_type is linear"),
         ("llama", {"rope_scaling": LLAMA3}, "original_max_position_embeddings is None, supported: 8192"),
@@ -103,46 +88,32 @@ def test_what_ours_cannot_express_is_named(name, change, message):
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("name", "change", "message"),
     [
-        (dataclasses.replace(CONFIGS["gpt"], kv_channels=16), "GPT-2 has heads of hidden_size / num_attention_heads"),
+        ("gpt", {"kv_channels": 16}, "GPT-2 has heads of hidden_size / num_attention_heads"),
+        ("llama", {"num_attention_heads": 3, "num_query_groups": 3}, "number of heads divides; .* is 32, with 3 heads"),
+        ("qwen2", {"kv_channels": 16}, "qwen2 needs .* into heads of that width"),
         (
-            dataclasses.replace(CONFIGS["llama"], num_attention_heads=3, num_query_groups=3),
-            "llama needs a hidden_size that its number of heads divides; this model's is 32, with 3 heads",
-        ),
-        (dataclasses.replace(CONFIGS["qwen2"], kv_channels=16), "qwen2 needs .* into heads of that width"),
-        (
-            dataclasses.replace(CONFIGS["qwen3"], add_bias_linear=True, layernorm_1p=True),
+            *("qwen3", {"add_bias_linear": True, "layernorm_1p": True}),
             "GPT-2 does not have .*; llama does not have .*; qwen3 does not have layernorm_1p True, add_bias_linear",
         ),
-        (dataclasses.replace(CONFIGS["gpt"], num_query_groups=2), "GPT-2 does not have grouped queries"),
+        ("gpt", {"num_query_groups": 2}, "GPT-2 does not have grouped queries"),
         (
-            dataclasses.replace(CONFIGS["mixtral"], moe=MoEConfig(4, 40, shared_expert_size=8)),
+            *("mixtral", {"moe": MoEConfig(4, 40, shared_expert_size=8)}),
             "llama does not have .*moe .*; mixtral does not have shared_expert_size 8",
         ),
-        (dataclasses.replace(CONFIGS["qwen3-moe"], moe_layer_freq=2), "qwen3_moe does not have moe_layer_freq 2"),
+        ("qwen3-moe", {"moe_layer_freq": 2}, "qwen3_moe does not have moe_layer_freq 2"),
     ],
 )
-def test_what_theirs_cannot_express_is_named(config, message):
+def test_what_theirs_cannot_express_is_named(name, change, message):
     with pytest.raises(ValueError, match=message):
-        to_hf_config(config)
+        to_hf_config(dataclasses.replace(CONFIGS[name], **change))
 
 
 # Another value of each field that transformers' models may lack, or that only training needs.
-OTHER = {
-    "moe": MoEConfig(4, 40),
-    "moe_experts_per_layer": "4",
-    "position_embedding_type": "none",
-    "normalization": "LayerNorm",
-}
-OTHER |= {"window_size": 9, "rope_scaling_factor": 8.0, "yarn_scaling_factor": 4.0, "yarn_original_context": 16}
-ONLY_TRAINED_WITH = (
-    "hidden_dropout",
-    "yarn_scaling_factor",
-    "yarn_original_context",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-)
+OTHER = dict(moe=MoEConfig(4, 40), moe_experts_per_layer="4", position_embedding_type="none", window_size=9)
+OTHER |= dict(normalization="LayerNorm", rope_scaling_factor=8.0, yarn_scaling_factor=4.0, yarn_original_context=16)
+ONLY_TRAINED_WITH = ("hidden_dropout", *YARN_FIELDS)
 
 
 def another(config, name):

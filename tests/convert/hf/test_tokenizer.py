@@ -1,4 +1,4 @@
-"""AutoTokenizer, given what we write, makes the ids that the model was trained on."""
+"""transformers reads our tokenizers, and makes the ids that the model was trained on; generate() stops at our end."""
 
 import argparse
 import io
@@ -10,6 +10,7 @@ import sentencepiece
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoTokenizer
 
+from megatron_zpp.convert.hf.files import generation_settings
 from megatron_zpp.convert.hf.tokenizer import build, find_tokenizer, write_tokenizer
 from megatron_zpp.data.text.tokenizers import ByteTokenizer
 
@@ -72,16 +73,11 @@ def test_ids_are_the_same_in_transformers(train, tmp_path):
     assert (again.tokenize(OTHER), again.eod, again.vocab_size) == (ours.tokenize(OTHER), ours.eod, ours.vocab_size)
 
 
-def test_a_tokenizer_that_comes_out_different_is_refused(tmp_path):
+def test_a_tokenizer_that_comes_out_different_or_is_unknown_is_refused(tmp_path):
     settings = train_sentencepiece(tmp_path, normalization_rule_name="nmt_nfkc", remove_extra_whitespaces=True)
     (tmp_path / "hf").mkdir()
-    with pytest.raises(
-        ValueError, match=r"this SentencePieceTokenizer cannot be written for transformers: .*--no-token"
-    ):
+    with pytest.raises(ValueError, match=r"this SentencePieceTokenizer cannot be written for trans.*--no-token"):
         write_tokenizer(settings, build(settings), tmp_path / "hf")
-
-
-def test_a_kind_that_transformers_lacks_is_refused(tmp_path):
     with pytest.raises(ValueError, match="a TikTokenizer cannot be written for transformers: export the weights alone"):
         write_tokenizer({"tokenizer_type": "TikTokenizer"}, ByteTokenizer(), tmp_path)
 
@@ -96,3 +92,36 @@ def test_tokenizers_are_found_by_their_files(tmp_path):
         for name in names:
             (tmp_path / name).touch()
         assert find_tokenizer(tmp_path)["tokenizer_type"] == kind
+
+
+# What generate() reads
+
+TOKENS = {"bos_token_id": 3, "eos_token_id": 2}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ends"),
+    [(2, 2), ([2], [2]), ([1, 2], [1, 2]), (1, [2, 1]), ([1], [2, 1]), (None, [2, 8])],
+)
+def test_our_end_of_documents_is_one_of_theirs(tmp_path, theirs, ends):
+    (tmp_path / "config.json").write_text(json.dumps({"bos_token_id": 9, "eos_token_id": 8, "hidden_size": 4}))
+    generation = {"temperature": 0.5} | ({} if theirs is None else {"eos_token_id": theirs})
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        special, kept = generation_settings({"tokenizer_model": str(path)}, TOKENS)
+        assert special == {"bos_token_id": 9, "eos_token_id": ends}
+        assert kept == {"bos_token_id": 3, "eos_token_id": ends, "temperature": 0.5}
+    assert generation_settings({"vocab_file": str(tmp_path / "vocab.json")}, TOKENS) == (special, kept)
+
+
+def test_without_such_a_model_the_tokenizers_tokens_count(tmp_path):
+    for settings in ({}, {"tokenizer_model": str(tmp_path / "a.model")}, {"vocab_file": None}):
+        assert generation_settings(settings, TOKENS) == (TOKENS, TOKENS)
+    assert generation_settings({"tokenizer_model": str(tmp_path)}, {}) == ({}, {})
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    for text in ("{", "[]"):
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"generation_config.json is damaged"):
+            generation_settings({"tokenizer_model": str(tmp_path)}, TOKENS)

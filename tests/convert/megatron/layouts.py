@@ -1,12 +1,12 @@
-"""Small checkpoints in the layouts of Megatron-LM and Megatron-DeepSpeed, written from a model of ours.
+"""Write small checkpoints in the layouts of Megatron-LM and Megatron-DeepSpeed, from a model of ours.
 
-It goes the other way than the code that it checks, and shares nothing with it: names are replaced in turn, and ranks
-get their parts by the ends of names.
+Shares nothing with the code under test, and goes the other way: replaces names in turn, and shards by ends of names.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ CONFIGS: dict[str, DecoderConfig] = {
 
 
 def random_model(config: DecoderConfig) -> State:
-    """Parameters by our names, with random values in every place."""
+    """Return random parameters, by our names."""
     generator = torch.Generator().manual_seed(0)
     shapes = {name: parameter.shape for name, parameter in Decoder(config).named_parameters()}
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -43,23 +43,13 @@ SAME_NAMES = (
 
 
 def args_of(config: DecoderConfig, tp: int = 1, pp: int = 1, **more: Any) -> argparse.Namespace:
-    values = {name: getattr(config, name) for name in SAME_NAMES} | dict(
-        group_query_attention=config.num_query_groups != config.num_attention_heads,
-        seq_length=32,
-        max_position_embeddings=32,
-        rotary_base=int(config.rotary_base),
-        rotary_percent=1.0,
-        untie_embeddings_and_output_weights=not config.tie_embeddings,
-        init_method_std=0.02,
-        tokenizer_type="NullTokenizer",
-        vocab_size=IDS - 1,
-        make_vocab_size_divisible_by=8,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        consumed_train_samples=40,
-        consumed_valid_samples=16,
-    )
-    return argparse.Namespace(**(values | more))
+    values = {name: getattr(config, name) for name in SAME_NAMES}
+    values |= dict(group_query_attention=config.num_query_groups != config.num_attention_heads, init_method_std=0.02)
+    values |= dict(seq_length=32, max_position_embeddings=32, rotary_base=int(config.rotary_base), rotary_percent=1.0)
+    values |= dict(untie_embeddings_and_output_weights=not config.tie_embeddings, make_vocab_size_divisible_by=8)
+    values |= dict(tokenizer_type="NullTokenizer", vocab_size=IDS - 1)
+    values |= dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    return argparse.Namespace(**(values | dict(consumed_train_samples=40, consumed_valid_samples=16) | more))
 
 
 def common(args: argparse.Namespace, version: float = 3.0) -> dict[str, Any]:
@@ -68,29 +58,34 @@ def common(args: argparse.Namespace, version: float = 3.0) -> dict[str, Any]:
 
 
 def megatron_core(ours: State) -> State:
-    """Names of megatron-core's local layers."""
+    """Rename to megatron-core's local layers."""
     theirs = {}
     for name, tensor in ours.items():
         if "fc1_up" in name:
             continue
         if "fc1_gate" in name:
             tensor = torch.cat([tensor, ours[name.replace("fc1_gate", "fc1_up")]])
-        for old, new in (
-            ("word_embeddings", "embedding.word_embeddings"),
-            ("position_embeddings", "embedding.position_embeddings"),
-            ("layers.", "decoder.layers."),
-            ("final_norm", "decoder.final_layernorm"),
-            ("input_norm", "input_layernorm"),
-            ("pre_mlp_norm", "pre_mlp_layernorm"),
-            ("fc1_gate", "fc1"),
-        ):
-            name = name.replace(old, new)
-        theirs[name] = tensor
+        theirs[rename(name, CORE_NAMES)] = tensor
     return theirs
 
 
+CORE_NAMES = """word_embeddings embedding.word_embeddings, position_embeddings embedding.position_embeddings,
+    layers. decoder.layers., final_norm decoder.final_layernorm, input_norm input_layernorm,
+    pre_mlp_norm pre_mlp_layernorm, fc1_gate fc1"""
+FUSED_NAMES = "input_layernorm. self_attention.linear_qkv.layer_norm_, pre_mlp_layernorm. mlp.linear_fc1.layer_norm_"
+LEGACY_NAMES = """linear_qkv query_key_value, linear_proj dense, pre_mlp_layernorm post_attention_layernorm,
+    linear_fc1 dense_h_to_4h, linear_fc2 dense_4h_to_h"""
+
+
+def rename(name: str, table: str) -> str:
+    """Replace each "old new" of a table in turn."""
+    for old, new in map(str.split, table.split(",")):
+        name = name.replace(old, new)
+    return name
+
+
 def with_rows(state: State, rows: int) -> State:
-    """With a vocabulary that is cut or padded to so many rows."""
+    """Cut or pad the vocabulary to ``rows``."""
     result = dict(state)
     for name in state:
         if "word_embeddings" in name or "output_layer" in name:
@@ -100,25 +95,29 @@ def with_rows(state: State, rows: int) -> State:
 
 
 def tensor_parallel(state: State, ranks: int) -> list[State]:
-    """What each rank has."""
-    parts: list[State] = [{} for _ in range(ranks)]
+    """Return each rank's shards."""
+    states: list[State] = [{} for _ in range(ranks)]
     for name, tensor in state.items():
         if "linear_fc1.weight" in name and tensor.shape[0] == 2 * 48:  # SwiGLU's
             gates, ups = (half.chunk(ranks) for half in tensor.chunk(2))
-            pieces = [torch.cat(pair) for pair in zip(gates, ups, strict=True)]
+            shards = [torch.cat(pair) for pair in zip(gates, ups, strict=True)]
         elif any(part in name for part in ("word_embeddings", "output_layer", "linear_qkv", "linear_fc1")):
-            pieces = list(tensor.chunk(ranks))
+            shards = list(tensor.chunk(ranks))
         elif name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-            pieces = list(tensor.chunk(ranks, dim=1))
+            shards = list(tensor.chunk(ranks, dim=1))
         else:
-            pieces = [tensor] * ranks
-        for part, piece in zip(parts, pieces, strict=True):
-            part[name] = piece.clone()
-    return parts
+            shards = [tensor] * ranks
+        for rank, shard in zip(states, shards, strict=True):
+            rank[name] = shard.clone()
+    return states
+
+
+def two_ranks(ours: State) -> list[State]:
+    return tensor_parallel(with_rows(megatron_core(ours), 272), 2)
 
 
 def stage(state: State, layers: list[int], first: bool, last: bool) -> State:
-    """The tensors of a pipeline's stage, whose layers are numbered from 0."""
+    """Return a pipeline stage, whose layers are numbered from 0."""
     result = {}
     for name, tensor in state.items():
         words = name.split(".")
@@ -133,18 +132,8 @@ def stage(state: State, layers: list[int], first: bool, last: bool) -> State:
     return result
 
 
-def transformer_engine(state: State) -> State:
-    """Norms under the names of Transformer Engine's fused layers."""
-    return {
-        name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_").replace(
-            "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"
-        ): tensor
-        for name, tensor in state.items()
-    }
-
-
 def legacy(state: State) -> dict[str, Any]:
-    """Nested, and with the names before megatron-core's."""
+    """Nest, and rename to what was before megatron-core."""
     embedding: dict[str, Any] = {}
     encoder: dict[str, Tensor] = {}
     model: dict[str, Any] = {"embedding": embedding, "encoder": encoder}
@@ -154,16 +143,7 @@ def legacy(state: State) -> dict[str, Any]:
         elif name == "output_layer.weight":
             model["output_layer"] = {"weight": tensor}
         else:
-            for old, new in (
-                ("decoder.", ""),
-                ("linear_qkv", "query_key_value"),
-                ("linear_proj", "dense"),
-                ("pre_mlp_layernorm", "post_attention_layernorm"),
-                ("linear_fc1", "dense_h_to_4h"),
-                ("linear_fc2", "dense_4h_to_h"),
-            ):
-                name = name.replace(old, new)
-            encoder[name] = tensor
+            encoder[rename(name.removeprefix("decoder."), LEGACY_NAMES)] = tensor
     return {"language_model": model}
 
 
@@ -174,8 +154,8 @@ def flat(state: dict[str, Any], prefix: str = "") -> State:
     return result
 
 
-def of_pipeline_module(state: State) -> dict[str, State]:
-    """The tensors of each module of DeepSpeed's GPTModelPipe, by its number: embeddings are 01, layers begin at 03."""
+def pipeline_modules(state: State) -> dict[str, State]:
+    """Return the modules of DeepSpeed's GPTModelPipe by number: embeddings are 01, layers begin at 03."""
     modules: dict[str, State] = {}
     last = 3 + max(int(name.split(".")[2]) for name in state if ".layers." in name)
     for name, tensor in flat(legacy(state)).items():
@@ -204,12 +184,12 @@ def save(path: Path, content: Any) -> None:
 
 def write_torch(folder: Path, ours: State, config: DecoderConfig) -> None:
     """Two tensor-parallel ranks, two stages of two virtual ones each, Transformer Engine's names."""
-    state = with_rows(megatron_core(ours), 272)
     args = args_of(config, tp=2, pp=2, virtual_pipeline_model_parallel_size=2)
-    for t, rank in enumerate(tensor_parallel(state, 2)):
+    for t, rank in enumerate(two_ranks(ours)):
         for p in range(2):
             chunks = [stage(rank, [2 * c + p], first=p + c == 0, last=p + c == 2) for c in range(2)]
-            models = {f"model{c}": transformer_engine(chunk) for c, chunk in enumerate(chunks)}
+            fused = [{rename(name, FUSED_NAMES): x for name, x in chunk.items()} for chunk in chunks]
+            models = {f"model{c}": chunk for c, chunk in enumerate(fused)}
             save(folder / f"iter_0000005/mp_rank_{t:02d}_{p:03d}/model_optim_rng.pt", common(args) | models)
     (folder / "latest_checkpointed_iteration.txt").write_text("5")
 
@@ -221,31 +201,23 @@ def write_legacy(
     version: float = 3.0,
     qkv: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    """Two tensor-parallel ranks, with the names of old. qkv: what becomes of a rank's queries, keys and values."""
+    """Two tensor-parallel ranks, with old names. qkv: changes a rank's queries, keys and values."""
     args = args_of(config, tp=2)
-    for t, rank in enumerate(tensor_parallel(with_rows(megatron_core(ours), 272), 2)):
+    for t, rank in enumerate(two_ranks(ours)):
         rank = {name: qkv(x) if qkv is not None and "linear_qkv" in name else x for name, x in rank.items()}
         file = folder / f"iter_0000005/mp_rank_{t:02d}/model_optim_rng.pt"
         save(file, common(args, version) | {"model": legacy(rank)})
     (folder / "latest_checkpointed_iteration.txt").write_text("5")
 
 
-def write_deepspeed(folder: Path, ours: State, config: DecoderConfig) -> None:
-    """Two tensor-parallel ranks, no pipeline."""
+def write_deepspeed(folder: Path, ours: State, config: DecoderConfig, has_pipeline: bool = False) -> None:
+    """Two tensor-parallel ranks; with a PipelineModule they save module by module."""
     args = args_of(config, tp=2)
-    for t, rank in enumerate(tensor_parallel(with_rows(megatron_core(ours), 272), 2)):
-        state = common(args) | {"module": legacy(rank), "ds_version": "0.16.4", "optimizer": None}
-        save(folder / f"global_step5/mp_rank_{t:02d}_model_states.pt", state)
-    (folder / "latest").write_text("global_step5")
-
-
-def write_deepspeed_pipeline(folder: Path, ours: State, config: DecoderConfig) -> None:
-    """Two tensor-parallel ranks of a PipelineModule, which saves module by module."""
-    args = args_of(config, tp=2)
-    for t, rank in enumerate(tensor_parallel(with_rows(megatron_core(ours), 272), 2)):
-        save(folder / f"global_step5/mp_rank_{t:02d}_model_states.pt", common(args) | {"module": None})
-        for number, module in of_pipeline_module(rank).items():
-            save(folder / f"global_step5/layer_{number}-model_{t:02d}-model_states.pt", module)
+    for t, rank in enumerate(two_ranks(ours)):
+        module = {"module": None if has_pipeline else legacy(rank)}
+        save(folder / f"global_step5/mp_rank_{t:02d}_model_states.pt", common(args) | module)
+        for number, tensors in pipeline_modules(rank).items() if has_pipeline else ():
+            save(folder / f"global_step5/layer_{number}-model_{t:02d}-model_states.pt", tensors)
     (folder / "latest").write_text("global_step5")
 
 
@@ -267,6 +239,6 @@ FORMATS: dict[str, Callable[..., None]] = {
     "torch": write_torch,
     "legacy": write_legacy,
     "deepspeed": write_deepspeed,
-    "deepspeed-pipeline": write_deepspeed_pipeline,
+    "deepspeed-pipeline": functools.partial(write_deepspeed, has_pipeline=True),
     "universal": write_universal,
 }

@@ -1,6 +1,6 @@
-"""Small models of megatron-core on the CPU: built, run, and saved by its own means, with the flags beside them.
+"""Build, run and save small models of megatron-core on the CPU, with its own functions.
 
-Every function runs on all ranks of a gloo group, whose tensor-parallel ranks they are.
+Every function runs on all tensor-parallel ranks of a gloo group.
 """
 
 from __future__ import annotations
@@ -45,46 +45,19 @@ COMMON = SHAPE | dict(
     consumed_train_samples=12,
     consumed_valid_samples=8,
 )
-FLAGS: dict[str, dict[str, Any]] = {
-    "gpt": COMMON
-    | dict(
-        ffn_hidden_size=128,
-        kv_channels=8,
-        group_query_attention=False,
-        num_query_groups=1,
-        normalization="LayerNorm",
-        position_embedding_type="learned_absolute",
-        add_position_embedding=True,
-        swiglu=False,
-        bias_gelu_fusion=True,
-        add_bias_linear=True,
-        add_qkv_bias=True,
-        untie_embeddings_and_output_weights=False,
-    ),
-    "llama": COMMON
-    | dict(
-        ffn_hidden_size=48,
-        kv_channels=16,
-        group_query_attention=True,
-        num_query_groups=2,
-        normalization="RMSNorm",
-        position_embedding_type="rope",
-        rotary_base=500,
-        rotary_percent=0.5,
-        add_position_embedding=False,
-        swiglu=True,
-        add_bias_linear=False,
-        add_qkv_bias=False,
-        qk_layernorm=True,
-        untie_embeddings_and_output_weights=True,
-    ),
-}
-
-FLAGS["gpt-exact"] = FLAGS["gpt"] | dict(bias_gelu_fusion=False)
+GPT = COMMON | dict(ffn_hidden_size=128, kv_channels=8, group_query_attention=False, num_query_groups=1)
+GPT |= dict(normalization="LayerNorm", swiglu=False, bias_gelu_fusion=True, add_bias_linear=True, add_qkv_bias=True)
+GPT |= dict(position_embedding_type="learned_absolute", add_position_embedding=True)
+GPT |= dict(untie_embeddings_and_output_weights=False)
+LLAMA = COMMON | dict(ffn_hidden_size=48, kv_channels=16, group_query_attention=True, num_query_groups=2)
+LLAMA |= dict(normalization="RMSNorm", swiglu=True, add_bias_linear=False, add_qkv_bias=False, qk_layernorm=True)
+LLAMA |= dict(position_embedding_type="rope", rotary_base=500, rotary_percent=0.5, add_position_embedding=False)
+LLAMA |= dict(untie_embeddings_and_output_weights=True)
+FLAGS: dict[str, dict[str, Any]] = {"gpt": GPT, "gpt-exact": GPT | dict(bias_gelu_fusion=False), "llama": LLAMA}
 
 
 def args_of(name: str, tp: int = 1, **more: Any) -> argparse.Namespace:
-    """What Megatron's trainer keeps as ``args`` in its checkpoints, as far as this needs it."""
+    """Return the ``args`` that Megatron's trainer saves."""
     multiple = COMMON["make_vocab_size_divisible_by"] * tp
     padded = -(-(COMMON["vocab_size"] + 1) // multiple) * multiple  # its NullTokenizer adds an end of document
     sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=1, padded_vocab_size=padded)
@@ -102,24 +75,16 @@ def build(args: argparse.Namespace) -> GPTModel:
         torch.cuda.current_device = lambda: torch.device("cpu")
         torch.cuda.synchronize = lambda *device: None
         multiprocessing.current_process()._config["daemon"] = False  # its writers are processes of their own
+    same = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "normalization")
+    same += ("tensor_model_parallel_size", "add_bias_linear", "add_qkv_bias", "attention_dropout", "hidden_dropout")
     config = TransformerConfig(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=args.ffn_hidden_size,
-        num_attention_heads=args.num_attention_heads,
+        **{name: getattr(args, name) for name in same},
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
-        kv_channels=args.kv_channels,
-        tensor_model_parallel_size=tp,
-        normalization=args.normalization,
         layernorm_epsilon=args.norm_epsilon,
         qk_layernorm=getattr(args, "qk_layernorm", False),
         gated_linear_unit=args.swiglu,
         activation_func=F.silu if args.swiglu else F.gelu,
         bias_activation_fusion=not args.swiglu and args.bias_gelu_fusion,
-        add_bias_linear=args.add_bias_linear,
-        add_qkv_bias=args.add_qkv_bias,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
         use_cpu_initialization=True,
         params_dtype=torch.float32,
         bias_dropout_fusion=False,
@@ -167,14 +132,12 @@ def train(model: GPTModel, optimizer: torch.optim.Optimizer, batches: list[Tenso
 
 
 def save_torch_dist(folder: Path, model: GPTModel, args: Any, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """As Megatron's trainer does with --ckpt-format torch_dist; the optimizer's state as its fp32 optimizer has it."""
+    """Save as Megatron's trainer does with --ckpt-format torch_dist, and its fp32 optimizer."""
     state = common(args) | {"model": model.sharded_state_dict()}
     if optimizer is not None:
         kept = optimizer.state_dict()
-        kept["state"] = {
-            i: dict(of_parameter) for i, of_parameter in kept["state"].items()
-        }  # the optimizer keeps its own
-        steps = {float(of_parameter.pop("step")) for of_parameter in kept["state"].values()}
+        kept["state"] = {i: dict(state) for i, state in kept["state"].items()}  # a copy, to change
+        steps = {float(state.pop("step")) for state in kept["state"].values()}
         ids = get_param_id_to_sharded_param_map(state["model"], optimizer.param_groups[0]["params"])
         optim_state_to_sharding_state(kept, ids)
         (kept["state"]["common_step"],) = steps
@@ -188,7 +151,7 @@ def save_torch_dist(folder: Path, model: GPTModel, args: Any, optimizer: torch.o
 
 
 def save_torch(folder: Path, model: GPTModel, args: Any) -> None:
-    """As Megatron's trainer does with --ckpt-format torch."""
+    """Save as Megatron's trainer does with --ckpt-format torch."""
     rank_folder = folder / f"iter_{args.iteration:07d}" / f"mp_rank_{dist.get_rank():02d}"
     rank_folder.mkdir(parents=True)
     random = {"random_rng_state": (3, (1, 2), None), "np_rng_state": np.random.get_state()}
@@ -204,7 +167,7 @@ def common(args: Any) -> dict[str, Any]:
 
 
 def load_torch_dist(folder: Path, args: Any) -> GPTModel:
-    """As Megatron's trainer does with --no-load-optim --no-load-rng; none of its parameters stays what it was."""
+    """Load as Megatron's trainer does with --no-load-optim --no-load-rng; every parameter must come from the file."""
     model = build(args)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -50,7 +50,7 @@ def train_and_save(folder: Path, name: str, data: str) -> tuple[Tensor, list[flo
 
 
 def save_on_ranks(folder: Path, name: str) -> Tensor:
-    """Save megatron-core's model in both formats, on tensor-parallel ranks; its logits. For ``run_ranks``."""
+    """Save megatron-core's model in both formats, on tensor-parallel ranks; return its logits. For ``run_ranks``."""
     from tests.convert.megatron import mcore
 
     args = mcore.args_of(name, tp=2)
@@ -62,7 +62,7 @@ def save_on_ranks(folder: Path, name: str) -> Tensor:
 
 
 def load_on_ranks(folder: Path, name: str) -> Tensor:
-    """megatron-core's logits, its weights loaded from what was exported; its own vocabulary has 8 rows more."""
+    """Return megatron-core's logits with exported weights; its vocabulary has 8 more rows. For ``run_ranks``."""
     from tests.convert.megatron import mcore
 
     model = mcore.load_torch_dist(folder, mcore.args_of(name, tp=2))
@@ -71,7 +71,7 @@ def load_on_ranks(folder: Path, name: str) -> Tensor:
 
 
 def import_(theirs: Path, ours: Path) -> list[str]:
-    """The command that goes on, in words."""
+    """Import; return the words of the command that goes on."""
     said = import_megatron.import_(import_megatron.parse_arguments(["--input", str(theirs), "--save", str(ours)]))
     return shlex.split(said.splitlines()[1])
 

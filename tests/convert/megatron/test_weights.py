@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_zpp.convert.megatron.names import canonical, of_pipeline
-from megatron_zpp.convert.megatron.weights import weights
+from megatron_zpp.convert.megatron.weights import canonical, canonical_pipeline_names, weights
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.models.moe import MoEConfig
 from tests.convert.megatron.layouts import CONFIGS, random_model
@@ -63,7 +62,7 @@ def test_names_of_all_ages(theirs, expected):
 def test_modules_of_a_pipeline_are_told_by_their_tensors():
     modules = """tied_modules.embed.word_embeddings.weight 2.self_attention.dense.weight 3.self_attention.dense.weight
         3.mlp.dense_4h_to_h.bias 5.weight 6.lm_head.weight"""
-    assert list(of_pipeline(modules.split()).values()) == [
+    assert list(canonical_pipeline_names(modules.split()).values()) == [
         "embedding.word_embeddings.weight",
         "decoder.layers.0.self_attention.linear_proj.weight",
         "decoder.layers.1.self_attention.linear_proj.weight",

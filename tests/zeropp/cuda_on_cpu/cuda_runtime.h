@@ -155,6 +155,20 @@ T __shfl_down_sync(unsigned, T value, unsigned by) {
   return cuda_on_cpu::shuffle(value, own % 32 + by < 32 ? own + by : own);
 }
 
+template <class T>
+T __shfl_up_sync(unsigned, T value, int by) {
+  const unsigned own = threadIdx.x;
+  return cuda_on_cpu::shuffle(value, int(own % 32) >= by ? own - unsigned(by) : own);
+}
+
+inline int __popc(uint32_t value) { return __builtin_popcount(value); }
+
+inline uint32_t atomicOr(uint32_t* at, uint32_t value) {
+  const uint32_t before = *at;
+  *at |= value;
+  return before;
+}
+
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = uint64_t(b) << 32 | a;
   uint32_t result = 0;

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "../../../csrc/cuda/kernels.cu"
+#include "../../../csrc/cuda/moves.cu"
 
 namespace zeropp::cpu {
 

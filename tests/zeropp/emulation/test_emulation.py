@@ -37,16 +37,9 @@ CASES = {
         replace(ALL, loco=LoCoConfig(hops="both", error_dtype="bf16", reset_interval=2)),
         None,
     ),
-    "differences": ("net", replace(LOCO, weight_difference_bits=4, weight_difference_block_size=64), None),
     "bits that warm up": (
         "net",
-        replace(
-            LOCO,
-            gradient_bits=2,
-            gradient_bits_warmup="2:4",
-            weight_difference_bits=3,
-            weight_difference_bits_warmup="1:8",
-        ),
+        replace(LOCO, gradient_bits=2, gradient_bits_warmup="2:4"),
         None,
     ),
     "noise": (
@@ -62,12 +55,11 @@ CASES = {
         None,
     ),
     "int8 copies": ("net", replace(ALL, hpz_secondary_dtype="int8", gradient_bits=None), None),
-    "int8 copies, differences, int8 sums": (
+    "int8 copies, int8 sums": (
         "net",
         replace(
             ALL,
             hpz_secondary_dtype="int8",
-            weight_difference_bits=4,
             gradient_sum_dtype="int8",
             loco=LoCoConfig(exact_undo=False),
         ),
@@ -315,7 +307,7 @@ def test_settings_without_effect_are_named(caplog):
     caplog.clear()
     emulate_zeropp(nn.Linear(32, 32), ZeroPPConfig(quantized_gradients=True, gradient_intra_bits=None), 1, 4)
     assert "qgZ has no effect on 4 data-parallel ranks on one node" in caplog.text and "matrices" not in caplog.text
-    alone = ZeroPPConfig(True), ZeroPPConfig(False, 2, weight_difference_bits=4), ZeroPPConfig(quantized_gradients=True)
+    alone = ZeroPPConfig(True), ZeroPPConfig(quantized_gradients=True)
     for config in alone:
         caplog.clear()
         emulate_zeropp(model, config, 2, 2)

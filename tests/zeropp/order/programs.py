@@ -186,7 +186,7 @@ CONFIGS: dict[str, tuple[bool, ZeroPPConfig]] = {
     "hpZ": (True, ZeroPPConfig(hpz_partition_size=2)),
     "hpZ, parameters stay gathered": (False, ZeroPPConfig(hpz_partition_size=2)),
     "qgZ": (True, ZeroPPConfig(quantized_gradients=True, gradient_intra_bits=None)),
-    "all": (True, replace(ZEROPP, loco=LoCoConfig(hops="both"), weight_difference_bits=4)),
+    "all": (True, replace(ZEROPP, loco=LoCoConfig(hops="both"))),
     "all, int8 copies, element scales": (
         True,
         replace(ZEROPP, loco=LoCoConfig(reset="decay"), hpz_secondary_dtype="int8", gradient_element_scales=True),
@@ -196,7 +196,6 @@ CONFIGS: dict[str, tuple[bool, ZeroPPConfig]] = {
         replace(
             ZEROPP,
             loco=LoCoConfig(hops="both", reset_interval=2),
-            weight_difference_bits=4,
             weight_intra_bits=8,
             weight_rounding="stochastic",
             gradient_rounding="stochastic",

@@ -1,9 +1,9 @@
-"""One island that may leave.
+"""One elastic island: a job that may die and return.
 
-    torchrun --nproc-per-node 2 examples/library/islands_that_leave.py ISLAND NUM_ISLANDS HOST:PORT SECRET_FILE
+    torchrun --nproc-per-node 2 examples/library/elastic_islands.py ISLAND NUM_ISLANDS HOST:PORT SECRET_FILE
 
-Each island is a job like this, wherever it is. HOST:PORT is where megatron-zpp lighthouse listens, SECRET_FILE what it
-and all islands share. Kill an island, and the others go on; start it again, and it returns.
+Each island is a job like this, on any machine. HOST:PORT is the address of megatron-zpp lighthouse, SECRET_FILE is
+shared by it and all islands. Kill an island, and the others go on; start it again, and it returns.
 """
 
 import sys
@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.islands import IslandConfig
-from megatron_zpp.islands.elastic.leaving import apply_leaving_islands
-from megatron_zpp.islands.elastic.membership import Membership
+from megatron_zpp.islands.elastic import ElasticIslands, Membership
 
 INTERVAL, STEPS = 5, 40
 island, num_islands = map(int, sys.argv[1:3])
@@ -32,7 +31,7 @@ fully_shard(model)
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 membership = Membership(island, num_islands, lighthouse, secret_file)
-islands = apply_leaving_islands(model, optimizer, IslandConfig(INTERVAL, bits=4, loco=True), membership)
+islands = ElasticIslands(model, optimizer, IslandConfig(INTERVAL, bits=4, loco=True), membership)
 islands.join()
 while islands.steps < STEPS:  # not a count of one's own: an island that was away continues where the others are
     torch.manual_seed((islands.steps * num_islands + island) * size + rank)  # other data at each step of each rank
