@@ -17,6 +17,14 @@ ROOT = Path(__file__).parents[1]
 torch.set_num_threads(1)  # as ranks have: there is a worker for each processor, and threads of several would only wait
 
 
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The prefix of a dataset of text in bytes."""
+    from tests.training.small_run import write_text
+
+    return write_text(tmp_path_factory.mktemp("data"))
+
+
 @dataclass(frozen=True)
 class Quickstart:
     folder: Path  # stands for the repository's root: its subfolder runs/quickstart holds the results

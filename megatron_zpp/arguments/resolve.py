@@ -22,8 +22,7 @@ from megatron_zpp.arguments.resolve_parallel import (
     resolve_schedule,
 )
 from megatron_zpp.families import Architecture
-from megatron_zpp.optim.batch_size import BatchSchedule
-from megatron_zpp.optim.curriculum import Curriculum, end_after_tokens
+from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum, end_after_tokens
 from megatron_zpp.optim.schedule import Schedule
 from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD
 from megatron_zpp.settings.checks import Mistakes, SettingsError, flag_of, require

@@ -27,7 +27,6 @@ from megatron_zpp.parallel.distributed import (
     ranks_of_environment,
     report_error,
 )
-from megatron_zpp.parallel.stop import end_at_once_on_ctrl_c
 from megatron_zpp.settings.groups import DistributedSettings
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.nonfinite import NotFiniteError
@@ -70,7 +69,8 @@ def pretrain(architecture: Architecture) -> None:
                 raise parsed
             settings = parsed
         if settings.training.exit_signal_handler:
-            end_at_once_on_ctrl_c()
+            # Python's own handler would wait until a collective returns, and then print a traceback.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         run = build_run(architecture, settings, device)
         describe(run)
         try:

@@ -28,11 +28,11 @@ from megatron_zpp.metrics.log_reader import BETWEEN, RunLog, parse_log
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.schedule import Schedule
 from megatron_zpp.planning.search.candidates import (
-    DIFFERENCES,
     ELEMENT_SCALES,
     LOCO,
+    MOVES,
     QUANTIZED,
-    TWO_BIT_DIFFERENCES,
+    SIX_BIT_WEIGHTS,
     TWO_BITS,
     WARMUP,
 )
@@ -48,19 +48,19 @@ from megatron_zpp.commands.pretrain import main
 main(load_architecture(sys.argv.pop(1)))
 """
 CONTROL = "ZeRO-3"
-FOUR_BITS = f"{QUANTIZED} {LOCO} {DIFFERENCES}"
+MOVED = f"{QUANTIZED} {LOCO} {MOVES}"
 WARM_TWO_BITS = f"{TWO_BITS} {WARMUP}"
 SETTINGS = {  # from what sends most to what sends least; hpZ is added to all
     "8-bit weights, 8-bit gradients": f"{QUANTIZED} --zeropp-gradient-bits 8",
     "8-bit weights, 4-bit gradients": QUANTIZED,
     "8-bit weights, 4-bit gradients, LoCo": f"{QUANTIZED} {LOCO}",
-    "4-bit weight differences, 4-bit gradients, LoCo": FOUR_BITS,
-    "the same in gradient blocks of 1024": f"{FOUR_BITS} --zeropp-gradient-block-size 1024",
-    "4-bit weight differences, 3-bit gradients, LoCo": f"{FOUR_BITS} --zeropp-gradient-bits 3",
-    "4-bit weight differences, 2-bit gradients, LoCo": f"{FOUR_BITS} {TWO_BITS}",
-    "the same, with 4 bits during the warm-up": f"{FOUR_BITS} {WARM_TWO_BITS}",
-    "and with scales of elements": f"{FOUR_BITS} {WARM_TWO_BITS} {ELEMENT_SCALES}",
-    "2-bit weight differences as well": f"{QUANTIZED} {LOCO} {TWO_BIT_DIFFERENCES} {WARM_TWO_BITS} {ELEMENT_SCALES}",
+    "moved 8-bit weights, 4-bit gradients, LoCo": MOVED,
+    "the same in gradient blocks of 1024": f"{MOVED} --zeropp-gradient-block-size 1024",
+    "moved 8-bit weights, 3-bit gradients, LoCo": f"{MOVED} --zeropp-gradient-bits 3",
+    "moved 8-bit weights, 2-bit gradients, LoCo": f"{MOVED} {TWO_BITS}",
+    "the same, with 4 bits during the warm-up": f"{MOVED} {WARM_TWO_BITS}",
+    "and with scales of elements": f"{MOVED} {WARM_TWO_BITS} {ELEMENT_SCALES}",
+    "the same with moved 6-bit weights": f"{MOVED} {SIX_BIT_WEIGHTS} {WARM_TWO_BITS} {ELEMENT_SCALES}",
 }
 
 
@@ -124,8 +124,8 @@ def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], 
     flags += ["--log-interval", "1", "--eval-iters", "0", "--zero-stage", "3"]
     per_node = ranks // nodes
     settings = {setting: setting for setting in args.tried} if args.tried else SETTINGS
-    if per_node == 1 and not args.tried:  # differences need hpZ, which needs ranks that share a node
-        settings = {name: setting for name, setting in settings.items() if "-weight-difference" not in setting}
+    if per_node == 1 and not args.tried:  # moved codes require hpZ, which requires ranks that share a node
+        settings = {name: setting for name, setting in settings.items() if MOVES not in setting}
     all_flags = {CONTROL: f"--zeropp-ranks-per-node {per_node}"}
     all_flags |= {name: f"--zero-hpz-partition-size {per_node} {setting}" for name, setting in settings.items()}
     # Find mistakes before anything is trained.

@@ -44,7 +44,7 @@ WRITTEN_MOE = ("num_experts", "ffn_hidden_size", "router_topk", "aux_loss_coeff"
 REQUIRED: dict[str, tuple[Any, ...]] = dict(
     normalization=("RMSNorm",), swiglu=(True,), add_bias_linear=(False,), position_embedding_type=("rope", "yarn")
 )
-# Llama 3.1's scaling of rotary frequencies beside its factor: constants in ``models.rotary``.
+# Llama 3.1's scaling of rotary frequencies beside its factor: constants in ``models.layers``.
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 

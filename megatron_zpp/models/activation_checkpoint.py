@@ -1,4 +1,4 @@
-"""Activation checkpointing: keep less of the forward pass, compute the rest again in the backward pass."""
+"""Activation checkpointing: keep less of the forward pass, and compute the rest again in the backward pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from .transformer import Transformer
 
-# What "selective" keeps: results of linear layers and of fused attention, which are dear to compute for their size.
+# What "selective" keeps: results of linear layers and fused attention, which are expensive to compute for their size.
 # Attention that is not fused (on a CPU with dropout) uses bmm, whose results grow with the square of the sequence.
 _KEPT = {
     torch.ops.aten.mm.default,
@@ -37,33 +37,39 @@ def apply_activation_checkpointing(
 ) -> None:
     """Checkpoint blocks of ``model`` in place; call it before ``fully_shard`` and ``compile``.
 
-    ``granularity``
-        - ``"full"``: of a checkpointed block only the input is kept.
-        - ``"selective"``: results of linear layers and fused attention are kept too, in every block.
-    ``method`` and ``num_layers`` k, for "full" only
-        - None: every block.
-        - ``"uniform"``: every k-th block, starting with the first. (Megatron makes k blocks one checkpoint; here each
-          block gathers its own parameters, so a checkpoint never spans two.)
-        - ``"block"``: the first k blocks.
-    ``splits_backward``: a backward pass runs in parts, each of which computes the block again; not with ``compile``.
+    ``forward`` of a block is replaced, not the block, so that modules and parameters keep their names.
 
-    ``forward`` of the block is replaced, not the block, so that modules and parameters keep their names.
+    Args:
+        granularity: "full" keeps only the input of a checkpointed block. "selective" also keeps the results of linear
+            layers and fused attention, in every block.
+        method: which blocks, for "full" only. None: all. "uniform": every k-th, starting with the first. (Megatron
+            makes k blocks one checkpoint; here each block gathers its own parameters, so a checkpoint never spans two.)
+            "block": the first k.
+        num_layers: k of ``method``; default 1.
+        splits_backward: a backward pass runs in parts, each of which computes the block again; not with ``compile``.
+
     Raises ValueError for any other combination.
     """
-    blocks = list(model.layers)
+    blocks, options = list(model.layers), dict[str, Any]()
     if granularity == "selective":
         if method is not None or num_layers is not None:
             raise ValueError("recompute_method and recompute_num_layers need recompute_granularity full, not selective")
         contexts = _contexts_for_parts if splits_backward else create_selective_checkpoint_contexts
-        context = partial(contexts, _keep_or_recompute)
-        for block in blocks:
-            block.forward = _checkpointed(block.forward, context_fn=context)
-        return
-    if granularity != "full":
+        options["context_fn"] = partial(contexts, _keep_or_recompute)
+    elif granularity != "full":
         raise ValueError(f"recompute_granularity is {granularity!r}; choose full or selective")
-
-    for block in _chosen(blocks, method, num_layers):
-        block.forward = _checkpointed(block.forward)
+    elif method is None:
+        if num_layers is not None:
+            raise ValueError("recompute_num_layers needs recompute_method uniform or block")
+    else:
+        k = 1 if num_layers is None else num_layers
+        if not 1 <= k <= len(blocks):
+            raise ValueError(f"recompute_num_layers is {k}; the model has {len(blocks)} layers")
+        if method not in ("uniform", "block"):
+            raise ValueError(f"recompute_method is {method!r}; choose uniform or block")
+        blocks = blocks[::k] if method == "uniform" else blocks[:k]
+    for block in blocks:
+        block.forward = _checkpointed(block.forward, **options)
 
 
 def _checkpointed(forward: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
@@ -72,6 +78,11 @@ def _checkpointed(forward: Callable[..., Tensor], **options: Any) -> Callable[..
         return checkpoint(forward, *inputs, use_reentrant=False, **options)
 
     return checkpointed_forward
+
+
+def _contexts_for_parts(policy: Any) -> tuple[AbstractContextManager, AbstractContextManager]:
+    keeping, recomputing = create_selective_checkpoint_contexts(policy)
+    return keeping, _ForEachPart(recomputing)
 
 
 class _ForEachPart(AbstractContextManager):
@@ -86,26 +97,6 @@ class _ForEachPart(AbstractContextManager):
 
     def __exit__(self, *error: Any) -> None:
         self._recomputing.__exit__(*error)
-
-
-def _contexts_for_parts(policy: Any) -> tuple[AbstractContextManager, AbstractContextManager]:
-    keeping, recomputing = create_selective_checkpoint_contexts(policy)
-    return keeping, _ForEachPart(recomputing)
-
-
-def _chosen(blocks: list[Any], method: str | None, num_layers: int | None) -> list[Any]:
-    if method is None:
-        if num_layers is not None:
-            raise ValueError("recompute_num_layers needs recompute_method uniform or block")
-        return blocks
-    k = 1 if num_layers is None else num_layers
-    if not 1 <= k <= len(blocks):
-        raise ValueError(f"recompute_num_layers is {k}; the model has {len(blocks)} layers")
-    if method == "uniform":
-        return blocks[::k]
-    if method == "block":
-        return blocks[:k]
-    raise ValueError(f"recompute_method is {method!r}; choose uniform or block")
 
 
 def _keep_or_recompute(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -1,4 +1,4 @@
-"""A decoder-only transformer that its config describes: GPT, Llama, Mistral, Qwen, and what lies between them.
+"""A decoder-only transformer that its config describes: GPT, Llama, Mistral, Qwen, and mixtures of their parts.
 
 From the bottom up: the config, the two MLPs, a block, the model. Attention, norms and the loss are in ``layers``.
 Modules and parameters have Megatron's names. Weights are garbage until ``init_weights`` has filled them.
@@ -14,9 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layers import LayerNorm1p, OutputLayer, RMSNorm1p, SelfAttention, document_attention, head_size, losses_or_logits
+from .layers import (
+    LayerNorm1p,
+    OutputLayer,
+    RMSNorm1p,
+    SelfAttention,
+    document_attention,
+    frequencies,
+    head_size,
+    losses_or_logits,
+    rotary_table,
+    scaled_as_llama3,
+    scaled_as_yarn,
+    yarn_magnitude,
+)
 from .moe import MoE, MoEConfig, Routed, auxiliary_losses, finish_step, observations
-from .rotary import frequencies, rotary_table, scaled_as_llama3, scaled_as_yarn, yarn_magnitude
 from .transformer import ModelOutput, Transformer
 
 NORMS = {
@@ -110,7 +122,7 @@ class DecoderConfig:
 
     @property
     def experts_of_layers(self) -> list[int]:
-        """How many experts each of ``layers_with_experts`` has."""
+        """The number of experts in each of ``layers_with_experts``."""
         if self.moe is None:
             return []
         if self.moe_experts_per_layer is None:
@@ -214,7 +226,7 @@ class Decoder(Transformer):
         self.final_norm = make_norm(config, config.hidden_size)
         self.document_attention = document_attention  # see ``replace_attention``
         if not config.tie_embeddings:
-            self.output_layer = OutputLayer(config.hidden_size, config.vocab_size)
+            self.output_layer = OutputLayer(config.hidden_size, config.vocab_size, bias=False)
             self.ends = ("word_embeddings", "output_layer")
 
     def forward(
@@ -246,28 +258,25 @@ class Decoder(Transformer):
             if isinstance(x, tuple):
                 x, routed = x
                 routed_layers.append(routed)
-        if not hasattr(self, "final_norm"):
-            output = x
-        else:
+        output = x
+        if hasattr(self, "final_norm"):
             x = self.final_norm(x)
-            if config.tie_embeddings:
-                output = losses_or_logits(x, self.word_embeddings.weight, labels)
-            else:
-                output = self.output_layer(x, labels)
+            tied = config.tie_embeddings
+            output = losses_or_logits(x, self.word_embeddings.weight, labels) if tied else self.output_layer(x, labels)
         if config.moe is None or labels is None or not routed_layers:
             return output
         observed = observations(routed_layers, config.moe, len(config.layers_with_experts))
         return ModelOutput(output, auxiliary_losses(routed_layers, config.moe), observed)
 
     def finish_step(self, moved: bool, add_up: Callable[[Tensor], None]) -> None:
-        finish_step([layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)], moved, add_up)
+        if self.config.moe is not None:
+            finish_step([layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)], moved, add_up)
 
     def embed(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:
         """``tokens`` int64 [B, S] -> [B, S, H]."""
         x = self.word_embeddings(tokens)
         if self.config.position_embedding_type == "learned_absolute":
-            length, longest = tokens.shape[1], self.config.max_position_embeddings
-            assert longest is not None
+            length, longest = tokens.shape[1], self.position_embeddings.num_embeddings
             if length > longest:
                 raise ValueError(f"sequence of {length} tokens, but max_position_embeddings is {longest}")
             if position_ids is None:
@@ -278,7 +287,7 @@ class Decoder(Transformer):
     def rotary(
         self, ids: Tensor, position_ids: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """The ``rotary_table`` of the positions of ``ids`` [B, S]; Nones where positions are not rotary."""
+        """Compute the ``rotary_table`` of the positions of ``ids`` [B, S]; Nones if positions are not rotary."""
         config = self.config
         if config.position_embedding_type not in ("rope", "yarn"):
             return None, None

@@ -1,4 +1,8 @@
-"""Texts that a model writes, id by id, many at a time. A text is the same whichever others are written beside it."""
+"""Generate texts, id by id, many at a time. A text does not depend on the texts beside it.
+
+A cache takes the place of ``layers.attention`` and ``layers.document_attention``, as context parallelism does, so no
+layer knows of it. A row has room for C ids, one per column; rows that are shorter are padded on the left.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,20 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .kv_cache import CachedModel
+from .layers import SelfAttention, replace_attention
 from .moe import MoE
 from .transformer import Transformer
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """How the next id is drawn from a model's logits: temperature first, then top-k, then top-p."""
+    """Sampling of the next id from a model's logits: temperature first, then top-k, then top-p."""
 
     temperature: float = 1.0  # 0 takes the likeliest
     top_k: int = 0  # draw from the k likeliest; 0 = all
@@ -39,9 +45,9 @@ def generate(
     """Yield each step's next ids, one per text, None for those that have ended: ``num_tokens`` steps, or fewer.
 
     A text ends with one of ``ends``. Ids from ``vocab_size`` on pad the model's vocabulary and are never drawn. A
-    text's next id depends on its ``window``. The model is for generation alone from then on.
+    text's next id depends on its ``window``. Afterwards the model is for generation alone.
 
-    cached: keep keys and values. Else every id is a forward pass over the whole window, one text after the other; that
+    cached: keep keys and values. Else every id is a forward pass over the whole window, one text after the other, which
     works for any model.
     """
     for module in model.modules():
@@ -68,10 +74,10 @@ def generate(
 
 
 def window(text: list[int], context_length: int) -> list[int]:
-    """What the model sees of a text: all of it, and beyond the context its end, half to all of the context.
+    """Return what the model sees of a text: all of it, or its end, half to all of the context.
 
-    Its beginning moves by half the context at a time: if it moved with every id, so would all positions, and nothing
-    that was computed could be kept.
+    The window moves by half the context at a time: if it moved with every id, so would all positions, and no computed
+    keys could be kept.
     """
     half = max(1, context_length // 2)
     return text[math.ceil(max(0, len(text) - context_length) / half) * half :]
@@ -106,7 +112,7 @@ def read_again(model: Transformer, context_length: int) -> Callable[[list[list[i
 
 
 def draw(logits: Tensor, drawing: Drawing, generator: torch.Generator) -> int:
-    """One id from ``logits`` [V]."""
+    """Draw one id from ``logits`` [V]."""
     if drawing.temperature == 0:
         return int(logits.argmax())
     values, candidates = logits.float().topk(min(drawing.top_k or len(logits), len(logits)))  # the likeliest first
@@ -116,3 +122,81 @@ def draw(logits: Tensor, drawing: Drawing, generator: torch.Generator) -> int:
         shares[shares.cumsum(dim=-1) - shares >= drawing.top_p] = 0  # likelier ones have enough already
     choice = torch.multinomial(shares, 1, generator=generator)
     return int(candidates[int(choice)])
+
+
+class CachedModel:
+    """A model that reads each id once, B rows at a time, and keeps keys and values. It cannot train."""
+
+    def __init__(self, model: Transformer, columns: int) -> None:
+        """columns: C. Raises ValueError for a layer without ``layers.SelfAttention``."""
+        self.model = model
+        self.columns = columns
+        self.filled = 0  # columns
+        self.padding = torch.empty(0, dtype=torch.int64)  # [B]: columns on the left that hold no id
+        self.is_padded = False  # some row is
+        # Of each attention: keys and values [B, groups, C, head_dim], where what a query reads of a head is in a row.
+        self.caches: dict[int, tuple[Tensor, Tensor]] = {}
+        for number, layer in enumerate(model.layers):
+            if not any(isinstance(module, SelfAttention) for module in layer.modules()):
+                raise ValueError(f"layer {number} of {type(model).__name__} has no SelfAttention, so nothing to cache")
+        replace_attention(model, self.mask, lambda layer: partial(self.attention, id(layer)))
+
+    def read(self, rows: list[list[int]]) -> Tensor:
+        """Forget everything, and read rows of ids -> logits [B, V] of what follows each row."""
+        device = next(self.model.parameters()).device
+        length = max(map(len, rows))
+        self.caches.clear()
+        self.filled = 0
+        self.padding = torch.tensor([length - len(row) for row in rows], device=device)
+        self.is_padded = any(len(row) < length for row in rows)
+        return self.read_on(torch.tensor([[0] * (length - len(row)) + row for row in rows], device=device))
+
+    def read_on(self, tokens: Tensor) -> Tensor:
+        """The next ids of all rows, int64 [B, Q] -> logits [B, V] of what follows them."""
+        columns = torch.arange(self.filled, self.filled + tokens.shape[1], device=tokens.device)  # [Q]
+        positions = (columns - self.padding.unsqueeze(1)).clamp(min=0)  # [B, Q]
+        logits = self.model(tokens, position_ids=positions)
+        self.filled += tokens.shape[1]
+        return logits[:, -1]
+
+    def mask(
+        self, cu_seqlens: Tensor | None, tokens: Tensor, dtype: torch.dtype, dropout: bool, window: int | None = None
+    ) -> Tensor | None:
+        """Replace ``document_attention``: the columns that ids [B, Q] attend to, 0 or -inf [B, 1, Q, K]; None: all.
+
+        K columns are filled then. Padding attends to itself: an empty row would become NaN, and spread.
+        """
+        if tokens.shape[1] == 1 and window is None and not self.is_padded:
+            return None
+        total = self.filled + tokens.shape[1]
+        keys = torch.arange(total, device=tokens.device)  # [K]
+        queries = keys[self.filled :].unsqueeze(1)  # [Q, 1]
+        seen = keys <= queries  # [Q, K]
+        if window is not None:
+            seen = seen & (queries - keys <= window)
+        padding = self.padding.view(-1, 1, 1)  # [B, 1, 1]
+        seen = seen & ((keys >= padding) | (keys == queries))  # [B, Q, K]
+        # Not as bool, which each layer's attention would turn into this.
+        return torch.zeros(seen.shape, dtype=dtype, device=tokens.device).masked_fill(~seen, -torch.inf).unsqueeze(1)
+
+    def attention(
+        self, name: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, window: int | None = None
+    ) -> Tensor:
+        """Replace ``layers.attention``: q [B, Q, heads, head_dim] and k, v [B, Q, groups, head_dim] of new ids."""
+        if name not in self.caches:
+            batch, _, groups, head_dim = k.shape
+            shape = (batch, groups, self.columns, head_dim)
+            self.caches[name] = k.new_empty(shape), v.new_empty(shape)
+        keys, values = self.caches[name]
+        # narrow and copy_: for one id, indexing would take longer than the attention itself.
+        for cache, new in (keys, k), (values, v):
+            cache.narrow(2, self.filled, q.shape[1]).copy_(new.transpose(1, 2))
+        total = self.filled + q.shape[1]
+        attended = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            keys.narrow(2, 0, total),  # [B, groups, K, head_dim]
+            values.narrow(2, 0, total),
+            attn_mask=mask,
+            enable_gqa=k.shape[2] < q.shape[2],
+        )
+        return attended.transpose(1, 2)

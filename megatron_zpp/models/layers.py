@@ -1,7 +1,8 @@
-"""Layers of the models: attention, norms, and the loss that never holds all logits at once."""
+"""Layers of the models: attention, rotary embeddings, norms, and the loss that never holds all logits at once."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.varlen import varlen_attn
 
-from .rotary import apply_rotary
 from .transformer import Transformer
 
 # Rows of the vocabulary whose logits exist at one time: 8 KiB of fp32 per token, and large enough matrix products.
@@ -80,9 +80,9 @@ def replace_attention(
     documents: Callable[..., Tensor | None],
     attention_of: Callable[[SelfAttention], Callable[..., Tensor]],
 ) -> None:
-    """Let tokens of ``model`` attend to each other otherwise, as context parallelism and a cache of keys have it.
+    """Replace how tokens of ``model`` attend to each other, for context parallelism or a cache of keys.
 
-    documents: in place of ``document_attention``. attention_of: what each layer has in place of ``attention``.
+    documents: in place of ``document_attention``. attention_of: gives each layer's function in place of ``attention``.
     """
     model.document_attention = documents
     for module in model.modules():
@@ -131,7 +131,7 @@ def attention(
 def document_attention(
     cu_seqlens: Tensor | None, tokens: Tensor, dtype: torch.dtype, dropout: bool, window: int | None = None
 ) -> Tensor | None:
-    """What ``SelfAttention`` takes as ``documents``, made once for all layers; None where attention is only causal.
+    """Make the ``documents`` of ``SelfAttention``, once for all layers; None if attention is only causal.
 
     ``cu_seqlens`` int32 [D + 1] says where the documents of the flattened batch ``tokens`` [B, S] begin; None where
     each row is one. It is itself what PyTorch's kernel for variable lengths takes, on GPUs in 16 bit and without
@@ -154,13 +154,75 @@ def document_attention(
 
 
 def whole_rows(batch: int, length: int, device: torch.device) -> Tensor:
-    """The ``cu_seqlens`` of a batch whose rows are one document each."""
+    """Return the ``cu_seqlens`` of a batch whose rows are one document each."""
     return torch.arange(0, (batch + 1) * length, length, device=device, dtype=torch.int32)
 
 
 def takes_variable_lengths(device: torch.device, dtype: torch.dtype, dropout: bool) -> bool:
-    """Whether PyTorch's kernel for variable lengths can be used."""
+    """Return whether PyTorch's kernel for variable lengths can be used."""
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and not dropout
+
+
+# Rotary tables are cheap, so each forward pass makes them again; a buffer would have to survive ``to_empty``.
+
+
+def frequencies(dim: int, base: float, device: torch.device) -> Tensor:
+    """Return base^(-2i / dim) for each pair i of ``dim`` rotated channels: fp32 [dim / 2]."""
+    return base ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
+
+
+def scaled_as_llama3(frequency: Tensor, factor: float) -> Tensor:
+    """Llama 3.1's scaling: wavelengths beyond the original context of 8192 tokens are stretched by the factor, those
+    below a quarter of it are kept, and those between are interpolated."""
+    low, high, original_context = 1.0, 4.0, 8192
+    turns = original_context * frequency / (2 * math.pi)  # rotations within the original context
+    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: high frequency, kept; 0: low frequency, stretched
+    return keep * frequency + (1 - keep) * frequency / factor
+
+
+def scaled_as_yarn(
+    frequency: Tensor, base: float, factor: float, original_context: int, beta_fast: float, beta_slow: float
+) -> Tensor:
+    """YaRN's scaling (Peng et al., arXiv 2309.00071): pairs of channels that turn ``beta_fast`` times or more within
+    the original context are kept, those that turn ``beta_slow`` times or less are stretched by the factor, and between
+    those two the share that is stretched grows with the pair's number."""
+    pairs = frequency.shape[0]
+
+    def pair_with(turns: float) -> float:
+        return pairs * math.log(original_context / (turns * 2 * math.pi)) / math.log(base)
+
+    first, last = max(math.floor(pair_with(beta_fast)), 0), min(math.ceil(pair_with(beta_slow)), 2 * pairs - 1)
+    number = torch.arange(pairs, dtype=torch.float32, device=frequency.device)
+    stretched = ((number - first) / max(last - first, 0.001)).clamp(0, 1)
+    return stretched * frequency / factor + (1 - stretched) * frequency
+
+
+def yarn_magnitude(factor: float) -> float:
+    """Return what YaRN multiplies cosines and sines by, so that attention over more tokens stays as sharp."""
+    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def rotary_table(frequency: Tensor, length: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [S, 1, dim / 2], fp32, of the angles position * ``frequency``.
+
+    ``positions`` int [B, S] instead of 0 to S - 1 make these [B, S, 1, dim / 2].
+    """
+    if positions is None:
+        positions = torch.arange(length, device=frequency.device)
+    angle = positions.float().unsqueeze(-1) * frequency  # [..., S, dim / 2]
+    return angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of ``x`` [B, S, heads, head_dim]; channel i forms a pair with channel i + dim / 2.
+
+    Channels beyond the ``dim`` that the table is of stay as they are.
+    """
+    dim = 2 * cos.shape[-1]
+    if dim < x.shape[-1]:
+        return torch.cat([apply_rotary(x[..., :dim], cos, sin), x[..., dim:]], dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def head_size(hidden_size: int, num_heads: int, num_query_groups: int, kv_channels: int | None) -> int:
@@ -223,9 +285,6 @@ class OutputLayer(nn.Linear):
     """The linear layer [V, H] to the vocabulary, and the loss after it: hidden states [..., H] and labels int64 [...]
     -> each token's loss, fp32 [...]; without labels: logits [..., V]."""
 
-    def __init__(self, hidden_size: int, vocab_size: int) -> None:
-        super().__init__(hidden_size, vocab_size, bias=False)
-
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         return losses_or_logits(hidden, self.weight, labels)
 
@@ -236,7 +295,7 @@ def losses_or_logits(hidden: Tensor, weight: Tensor, labels: Tensor | None) -> T
 
 
 def _whole(hidden: Tensor) -> Tensor:
-    """All tokens of a DTensor [..., H]; each rank's gradient of it is one of its own rows, to be summed."""
+    """Gather all tokens of a DTensor [..., H]; the ranks' gradients of it are summed."""
     assert isinstance(hidden, DTensor)
     return hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 

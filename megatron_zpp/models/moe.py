@@ -1,4 +1,4 @@
-"""A mixture of experts in place of an MLP: a router sends each token to k of E experts, and adds up what they make.
+"""A mixture of experts in place of an MLP: a router sends each token to k of E experts, and sums their outputs.
 
 Shazeer et al. (arXiv 1701.06538), with the balancing loss of Switch Transformers (Fedus et al., arXiv 2101.03961) and
 the z-loss of ST-MoE (Zoph et al., arXiv 2202.08906). T tokens are B * S; experts are SwiGLUs or MLPs without biases.
@@ -50,13 +50,12 @@ class MoEConfig:
         if self.bias_update_rate is not None and self.score_function == "softmax":
             raise ValueError("bias_update_rate moves biases of sigmoid scores, and score_function is softmax")
         for name in ("expert_capacity_factor", "eval_capacity_factor"):
-            factor = getattr(self, name)
-            if factor is not None and factor <= 0:
+            if (factor := getattr(self, name)) is not None and factor <= 0:
                 raise ValueError(f"{name} is {factor}; it must be above 0")
 
 
 class Routing(NamedTuple):
-    """Where tokens go."""
+    """The experts of each token."""
 
     experts: Tensor  # int64 [T, k]
     weights: Tensor  # fp32 [T, k]: of what the experts make
@@ -65,7 +64,7 @@ class Routing(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """What one layer did with a micro-batch."""
+    """A layer's losses and statistics of a micro-batch."""
 
     balancing_loss: Tensor  # coefficients included
     z_loss: Tensor
@@ -168,9 +167,6 @@ def run_experts(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
 class Router(nn.Linear):
     """Scores of tokens for experts, in fp32: 16 bits would change the choice."""
 
-    def __init__(self, hidden_size: int, num_experts: int) -> None:
-        super().__init__(hidden_size, num_experts, bias=False)
-
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [T, H] -> fp32 [T, E]."""
         return F.linear(x.float(), self.weight.float())
@@ -193,7 +189,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.router = Router(hidden_size, config.num_experts)
+        self.router = Router(hidden_size, config.num_experts, bias=False)
         self.experts = Experts(config, hidden_size, swiglu, bias, exact_gelu)
         self.shared_expert = shared_expert
         if config.residual:  # DeepSpeed-MoE, arXiv 2201.05596, section 4.1
@@ -245,9 +241,8 @@ class MoE(nn.Module):
 def finish_step(layers: Sequence[MoE], moved: bool, add_up: Callable[[Tensor], None]) -> None:
     """Raise the biases of experts that had less than their share of a step's tokens, and lower the others'.
 
-    By ``bias_update_rate``, and so that no gradient is needed to balance them (Wang et al., arXiv 2408.15664, algorithm
-    1). moved: whether the step took place; else its tokens are forgotten. add_up: sums a tensor over all data-parallel
-    ranks, in place.
+    They move by ``bias_update_rate``, without gradients (Wang et al., arXiv 2408.15664, algorithm 1). moved: whether
+    the step took place; else its tokens are forgotten. add_up: sums a tensor over all data-parallel ranks, in place.
     """
     if not layers or (rate := layers[0].config.bias_update_rate) is None:
         return

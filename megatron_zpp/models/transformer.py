@@ -1,4 +1,4 @@
-"""What the trainer knows of a model: its layers, its shape, and what its forward pass returns."""
+"""The interface of a model: its layers, its shape, and what its forward pass returns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TransformerConfig(Protocol):
 
 
 class Transformer(nn.Module):
-    """What every model has.
+    """The base of every model.
 
     ``forward(tokens, labels, position_ids, cu_seqlens)`` returns each token's loss, fp32 [B, S], or a ``ModelOutput``;
     without ``labels`` logits [B, S, V].
@@ -46,14 +46,14 @@ class Transformer(nn.Module):
         return [end for end in ends if end is not None]
 
     def finish_step(self, moved: bool, add_up: Callable[[Tensor], None]) -> None:
-        """Update what the optimizer does not, after an optimizer step; not ``moved``: the step was left out.
+        """Update what the optimizer does not, after an optimizer step; not ``moved``: the step was skipped.
 
-        ``add_up`` sums a tensor over all data-parallel ranks, in place; every rank must ask for the same ones.
+        ``add_up`` sums a tensor over all data-parallel ranks, in place; every rank must sum the same ones.
         """
 
 
 class ModelOutput(NamedTuple):
-    """What a forward pass with labels returns, where there is more than the tokens' losses."""
+    """The result of a forward pass with labels that returns more than the tokens' losses."""
 
     losses: Tensor  # of each token, fp32 [B, S]; of a pipeline's stage before the last one its hidden states [B, S, H]
     # Scalars of this micro-batch by name, coefficients included: added to the loss. The same names in the same order in
@@ -63,5 +63,5 @@ class ModelOutput(NamedTuple):
 
 
 def as_model_output(output: Tensor | ModelOutput) -> ModelOutput:
-    """What a model returned, with no auxiliary losses where it returned the tokens' losses alone."""
+    """Return a model's result as a ``ModelOutput``, without auxiliary losses if it is the tokens' losses alone."""
     return output if isinstance(output, ModelOutput) else ModelOutput(output, {})

@@ -1,1 +1,1 @@
-"""What moves the parameters: optimizer, gradients' norms, learning rate, batch size, loss scale."""
+"""Optimizer, gradients' norms, learning rate, batch size and loss scale."""

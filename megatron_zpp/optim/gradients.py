@@ -1,4 +1,4 @@
-"""Gradients of a step: scaled, clipped and counted, over all ranks, with the same result to the bit on each.
+"""Scale, clip and count the gradients of a step over all ranks, with the same result to the bit on each.
 
 Real and emulated ranks add up alike. Each rank measures the shards that it counts, in fp64, so that in practice
 neither the number of threads nor that of shards is seen in a norm that is rounded to fp32; the ranks' results are
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_zpp.settings.groups import PrecisionSettings
 from megatron_zpp.zeropp import Ranks
 from megatron_zpp.zeropp.own_rank import local_part
 
@@ -23,8 +24,7 @@ PIECE = 2**20
 
 
 def scale_gradients(parameters: Sequence[Tensor], factor: float | Tensor) -> None:
-    """Multiply every gradient by ``factor``, a number or a scalar, in place: undoes a loss scale, or averages over
-    tokens."""
+    """Multiply every gradient by ``factor``, a number or a scalar, in place."""
     gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients and (isinstance(factor, Tensor) or factor != 1.0):
         if isinstance(factor, Tensor):
@@ -43,11 +43,7 @@ def clip_gradients(
         The norm before clipping, over all parameters and shards, an fp32 scalar, the same on every rank; 0 if there are
         none. Inf or NaN if any gradient is; the gradients are then left alone, and the caller must not step.
     """
-    norm = (
-        _over_all_ranks(_sum_of_squares, _gradients(parameters, copies), ranks, _default_device(parameters))
-        .sqrt()
-        .float()
-    )
+    norm = sum_over_all_ranks(_sum_of_squares, parameters, ranks, copies).sqrt().float()
     if max_norm > 0:
         factor = max_norm / (torch.where(norm.isfinite(), norm, 0.0) + 1e-6)  # as torch.nn.utils.clip_grad_norm_
         scale_gradients(parameters, factor.clamp(max=1.0))
@@ -56,34 +52,39 @@ def clip_gradients(
 
 def params_norm(parameters: Sequence[Tensor], ranks: Ranks, copies: Sequence[Tensor] = ()) -> float:
     """Global L2 norm of the parameters, fp32; arguments as in ``clip_gradients``. Collective."""
-    counted = [parameter.detach() for parameter in _without(parameters, copies)]
-    return _over_all_ranks(_sum_of_squares, counted, ranks, _default_device(parameters)).sqrt().float().item()
+    squares = sum_over_all_ranks(_sum_of_squares, parameters, ranks, copies, of_gradients=False)
+    return squares.sqrt().float().item()
 
 
 def count_zeros(parameters: Sequence[Tensor], ranks: Ranks, copies: Sequence[Tensor] = ()) -> Tensor:
-    """Number of gradient elements that are exactly zero, an fp64 scalar; arguments as in ``clip_gradients``.
-    Collective."""
-    return _over_all_ranks(_num_zeros, _gradients(parameters, copies), ranks, _default_device(parameters))
+    """Count the gradient elements that are zero, an fp64 scalar; arguments as in ``clip_gradients``. Collective."""
+
+    def num_zeros(shards: Sequence[Tensor]) -> Tensor:
+        return torch.stack([(shard == 0).sum() for shard in shards]).sum()
+
+    return sum_over_all_ranks(num_zeros, parameters, ranks, copies)
 
 
-def _default_device(parameters: Sequence[Tensor]) -> torch.device:
-    """Where this rank's number goes to be gathered: to its GPU for NCCL, else to the parameters, if it has any."""
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())  # the parameters may be in host memory
-    return parameters[0].device if parameters else torch.device("cpu")
-
-
-def _over_all_ranks(
-    measure: Callable[[Sequence[Tensor]], Tensor], tensors: Sequence[Tensor], ranks: Ranks, device: torch.device
+def sum_over_all_ranks(
+    measure: Callable[[Sequence[Tensor]], Tensor],
+    parameters: Sequence[Tensor],
+    ranks: Ranks,
+    copies: Sequence[Tensor] = (),
+    of_gradients: bool = True,
 ) -> Tensor:
-    """The sum over all ranks of what ``measure`` makes of the shards that a rank counts, an fp64 scalar."""
-    of_tensors = [ranks.shards_of(tensor) for tensor in tensors]
-    of_ranks = torch.zeros(len(ranks), dtype=torch.float64, device=device)
+    """Sum ``measure`` of the shards that each rank counts, of gradients or parameters, over all ranks: fp64 scalar."""
+    left_out = {id(parameter) for parameter in copies}
+    tensors = [p.grad if of_gradients else p.detach() for p in parameters if id(p) not in left_out]
+    shards_of_tensors = [ranks.shards_of(tensor) for tensor in tensors if tensor is not None]
+    # Numbers are gathered on the GPU for NCCL, as parameters may be in host memory; else where the parameters are.
+    device = parameters[0].device if parameters else torch.device("cpu")
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+    per_rank = torch.zeros(len(ranks), dtype=torch.float64, device=device)
     for r in range(len(ranks)):
-        shards = [shards[r] for shards in of_tensors if shards[r].numel() > 0]
-        if shards:
-            of_ranks[r] = measure(shards)
-    return ranks.gather(of_ranks).sum()
+        if shards := [shards[r] for shards in shards_of_tensors if shards[r].numel() > 0]:
+            per_rank[r] = measure(shards)
+    return ranks.gather(per_rank).sum()
 
 
 def _sum_of_squares(shards: Sequence[Tensor]) -> Tensor:
@@ -91,14 +92,42 @@ def _sum_of_squares(shards: Sequence[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(pieces, 2.0, torch.float64)).square().sum()
 
 
-def _num_zeros(shards: Sequence[Tensor]) -> Tensor:
-    return torch.stack([(shard == 0).sum() for shard in shards]).sum()
+class LossScaler:
+    """The loss scale by Megatron's rules: dynamic for ``--fp16``, fixed with ``--loss-scale``; 1 for bf16 and fp32.
 
+    The dynamic scale doubles after ``loss_scale_window`` clean steps in a row. Each overflow uses up one of
+    ``hysteresis`` tolerated ones; when they are used up, this and every further overflow halves the scale, down to
+    ``min_loss_scale``. Tolerance comes back only when the scale grows.
+    """
 
-def _gradients(parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> list[Tensor]:
-    return [parameter.grad for parameter in _without(parameters, copies) if parameter.grad is not None]
+    def __init__(self, precision: PrecisionSettings) -> None:
+        self.is_dynamic = precision.fp16 and precision.loss_scale is None
+        self.scale = float(precision.loss_scale or 1.0) if precision.fp16 else 1.0
+        if self.is_dynamic:
+            self.scale, least = float(precision.initial_loss_scale), precision.min_loss_scale
+            if self.scale < least:
+                raise ValueError(f"--initial-loss-scale {self.scale} is below --min-loss-scale {least}: raise it")
+        self._precision, self._clean_steps, self._tolerance = precision, 0, precision.hysteresis
 
+    def update(self, overflow: bool) -> None:
+        """Call once per step; ``overflow``: a gradient was Inf or NaN, on any rank (all ranks must agree)."""
+        if not self.is_dynamic:
+            return
+        self._clean_steps = 0 if overflow else self._clean_steps + 1
+        if overflow:
+            self._tolerance -= 1
+            if self._tolerance <= 0:
+                self.scale = max(self.scale / 2, self._precision.min_loss_scale)
+        elif self._clean_steps == self._precision.loss_scale_window:
+            self._clean_steps, self._tolerance = 0, self._precision.hysteresis
+            self.scale *= 2
 
-def _without(parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> list[Tensor]:
-    left_out = {id(parameter) for parameter in copies}
-    return [parameter for parameter in parameters if id(parameter) not in left_out]
+    def state_dict(self) -> dict[str, float]:
+        """Return what a checkpoint must keep so that a resumed run scales the same."""
+        return dict(scale=self.scale, clean_steps=self._clean_steps, tolerance=self._tolerance)
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from ``state_dict``. A fixed scale stays what the settings say."""
+        if self.is_dynamic:
+            self.scale = float(state["scale"])
+            self._clean_steps, self._tolerance = int(state["clean_steps"]), int(state["tolerance"])

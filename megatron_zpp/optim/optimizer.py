@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -22,25 +22,17 @@ from megatron_zpp.zeropp.own_rank import local_part
 
 
 @dataclass(frozen=True)
-class ApexOptimizer:
-    """Apex's fused version of an optimizer."""
-
-    name: str  # of its class
-    kernel: str  # the attribute that launches it
-    arguments: dict[str, Any] = field(default_factory=dict)  # beside those of torch's
-
-
-@dataclass(frozen=True)
 class OptimizerKind:
-    """All that the program knows of one of ``--optimizer``'s choices."""
+    """One choice of ``--optimizer``."""
 
     torch_class: Callable[..., torch.optim.Optimizer]
-    arguments: Callable[[OptimizerSettings], dict[str, Any]]  # that its class is called with
-    # fp32 tensors of a parameter's shape that it keeps, by whether it is a hidden matrix
+    arguments: Callable[[OptimizerSettings], dict[str, Any]]  # of its class
+    # fp32 tensors of a parameter's shape that it keeps, by whether the parameter is a hidden matrix
     state_tensors: Callable[[OptimizerSettings, bool], int]
-    deepspeed_names: tuple[str, ...] = ()  # what a DeepSpeed file calls it, in upper or lower case
-    apex: ApexOptimizer | None = None  # of --use-apex
-    is_muon: bool = False  # takes hidden matrices in a group of their own, and the collectives that bring them together
+    deepspeed_names: tuple[str, ...] = ()  # its names in a DeepSpeed file, in upper or lower case
+    # For --use-apex: the name of Apex's class, the attribute that launches its kernel, and arguments beside torch's.
+    apex: tuple[str, str, dict[str, Any]] | None = None
+    is_muon: bool = False  # takes hidden matrices in a group of their own, and the model's collectives
 
 
 OPTIMIZERS = {
@@ -50,7 +42,7 @@ OPTIMIZERS = {
         arguments=lambda settings: dict(betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps),
         state_tensors=lambda settings, is_hidden_matrix: 2,
         deepspeed_names=("Adam", "AdamW"),
-        apex=ApexOptimizer("FusedAdam", "multi_tensor_adam", dict(adam_w_mode=True)),
+        apex=("FusedAdam", "multi_tensor_adam", dict(adam_w_mode=True)),
     ),
     "sgd": OptimizerKind(
         # DTensor knows no fused SGD (torch 2.13).
@@ -58,7 +50,7 @@ OPTIMIZERS = {
         arguments=lambda settings: dict(momentum=settings.sgd_momentum),
         state_tensors=lambda settings, is_hidden_matrix: int(settings.sgd_momentum > 0),
         deepspeed_names=("SGD",),
-        apex=ApexOptimizer("FusedSGD", "multi_tensor_sgd"),
+        apex=("FusedSGD", "multi_tensor_sgd", {}),
     ),
     "muon": OptimizerKind(
         torch_class=Muon,
@@ -83,13 +75,12 @@ OPTIMIZERS = {
 def build_optimizer(
     model: nn.Module, settings: OptimizerSettings, zeropp: ZeroPPInterface | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer that ``settings`` name, over the trainable parameters of ``model``.
+    """Build the optimizer that ``settings`` name, over the trainable parameters of ``model``.
 
     Two parameter groups, by Megatron's rule: no weight decay on biases and 1-D parameters (norms), decay on everything
-    else, embeddings included. With ``decoupled_lr`` word embeddings and output layer are a third, and Muon's matrices
-    are one of their own.
-    ``set_lr_and_weight_decay`` moves all along the schedule. AdamW's weight decay is decoupled; SGD's is torch's, an L2
-    term in the gradient. Each group is divided further by the ranks that share its parameters.
+    else, embeddings included. With ``decoupled_lr`` word embeddings and output layer are a third group, and Muon's
+    matrices are one more. ``set_lr_and_weight_decay`` sets the values of all. AdamW's weight decay is decoupled; SGD's
+    is torch's, an L2 term in the gradient. Each group is divided further by the ranks that share its parameters.
 
     Args:
         model: already sharded; its parameters keep their identity afterwards.
@@ -113,34 +104,22 @@ def build_optimizer(
     return _apex_optimizer(groups, kind.apex, arguments)
 
 
-def set_lr_and_weight_decay(
-    optimizer: torch.optim.Optimizer, lr: float, weight_decay: float, decoupled_lr: float | None = None
-) -> None:
-    """Set this step's values. Groups built without weight decay stay without."""
-    for group in optimizer.param_groups:
-        group["lr"] = decoupled_lr if group.get("decoupled") else lr
-        group["weight_decay"] = weight_decay if group["decays"] else 0.0
-
-
 _DECOUPLED = ("word_embeddings", "output_layer")  # the modules whose weights --decoupled-lr is for
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter of a ``Transformer`` is a matrix of one of its layers, as Muon takes."""
+    """Return whether a parameter of a ``Transformer`` is a matrix of one of its layers, which Muon takes."""
     return parameter.ndim == 2 and "layers" in name.split(".")
 
 
 def state_numel(parameters: Iterable[tuple[str, Tensor]], settings: OptimizerSettings) -> int:
-    """Elements, in fp32, of the optimizer's state for what this rank has of these parameters."""
+    """Count the fp32 elements of the optimizer's state for this rank's parts of these parameters."""
     tensors = OPTIMIZERS[settings.optimizer].state_tensors
     return sum(tensors(settings, is_hidden_matrix(name, p)) * local_part(p).numel() for name, p in parameters)
 
 
 def _parameter_groups(model: nn.Module, decouples: bool, takes_matrices: bool) -> list[dict[str, Any]]:
-    decay: list[nn.Parameter] = []
-    matrices: list[nn.Parameter] = []
-    no_decay: list[nn.Parameter] = []
-    decoupled: list[nn.Parameter] = []
+    decay, no_decay, decoupled, matrices = [list[nn.Parameter]() for _ in range(4)]
     for name, parameter in model.named_parameters():  # a tied weight comes once
         if not parameter.requires_grad:
             continue
@@ -156,30 +135,28 @@ def _parameter_groups(model: nn.Module, decouples: bool, takes_matrices: bool) -
     groups: list[dict[str, Any]] = [
         dict(params=decay, decays=True),
         dict(params=no_decay, decays=False, weight_decay=0.0),
+        dict(params=decoupled, decays=True, decoupled=True),
     ]
-    groups.append(dict(params=decoupled, decays=True, decoupled=True))
     if takes_matrices:
         groups = [*(group | {"use_muon": False} for group in groups), dict(params=matrices, decays=True, use_muon=True)]
-    if not any(group["params"] for group in groups):
+    # Torch's fused kernels take DTensors of one mesh at a time, and experts may have another mesh than the rest.
+    parts: dict[tuple[int, DeviceMesh | None], list[nn.Parameter]] = {}
+    for i, group in enumerate(groups):
+        for parameter in group["params"]:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            parts.setdefault((i, mesh), []).append(parameter)
+    if not parts:
         raise ValueError("the model has no trainable parameter")
-    return [{**group, "params": part} for group in groups for part in _by_mesh(group["params"])]
-
-
-def _by_mesh(parameters: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-    """Torch's fused kernels take DTensors of one mesh at a time; experts may have one of their own."""
-    parts: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        parts.setdefault(mesh, []).append(parameter)
-    return parts.values()
+    return [{**groups[i], "params": part} for (i, _), part in parts.items()]
 
 
 def _apex_optimizer(
-    groups: list[dict[str, Any]], apex: ApexOptimizer, arguments: dict[str, Any]
+    groups: list[dict[str, Any]], apex: tuple[str, str, dict[str, Any]], arguments: dict[str, Any]
 ) -> torch.optim.Optimizer:
+    name, kernel, more_arguments = apex
     # The package called `apex` on PyPI is an unrelated one, so an import that works proves nothing.
     try:
-        optimizer_class = getattr(importlib.import_module("apex.optimizers"), apex.name)
+        optimizer_class = getattr(importlib.import_module("apex.optimizers"), name)
         importlib.import_module("amp_C")  # the compiled part, which an Apex built without --cuda_ext lacks
     except (ImportError, AttributeError) as error:
         raise ValueError(
@@ -187,13 +164,13 @@ def _apex_optimizer(
             "https://github.com/NVIDIA/apex (not `pip install apex`, which is another project), or leave --use-apex "
             "out: torch's fused optimizer is the default"
         ) from error
-    optimizer = optimizer_class(groups, weight_decay=0.0, **arguments, **apex.arguments)
-    setattr(optimizer, apex.kernel, _on_local_tensors(getattr(optimizer, apex.kernel)))
+    optimizer = optimizer_class(groups, weight_decay=0.0, **arguments, **more_arguments)
+    setattr(optimizer, kernel, _on_local_tensors(getattr(optimizer, kernel)))
     return cast(torch.optim.Optimizer, optimizer)
 
 
 def _on_local_tensors(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Apex's kernel, handed the local shards: it reads raw memory, which a DTensor does not have."""
+    """Call Apex's kernel with local shards: it reads raw memory, which a DTensor does not have."""
 
     def run(chunk_size: int, overflow: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *arguments: Any) -> Any:
         return kernel(chunk_size, overflow, [[local_part(t) for t in tensors] for tensors in tensor_lists], *arguments)

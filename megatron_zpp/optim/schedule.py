@@ -5,14 +5,23 @@ from __future__ import annotations
 import dataclasses
 import math
 import reprlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.settings.groups import OptimizerSettings, ScheduleSettings
 from megatron_zpp.settings.resolved import ResolvedTraining
 
-_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD", "exponential", "minus_sqrt")
+_DECAYS: dict[str, Callable[[float], float]] = {  # from 1 at the begin of a decay (0) to 0 at its end (1)
+    "linear": lambda ratio: 1 - ratio,
+    "cosine": lambda ratio: 0.5 * (1 + math.cos(math.pi * ratio)),
+    "exponential": lambda ratio: 2 * 0.5**ratio - 1,
+    "minus_sqrt": lambda ratio: 1 - math.sqrt(ratio),
+}
+_STYLES = (*_DECAYS, "constant", "inverse-square-root", "WSD")
 
 
 @dataclass(frozen=True)
@@ -46,8 +55,7 @@ class Schedule:
         training: ResolvedTraining,
         batch: BatchSchedule,
     ) -> Schedule:
-        """Settle lengths in samples: given in iterations, they are what ``batch`` consumes in these iterations; given
-        in tokens, they are that number of tokens / ``--seq-length`` samples.
+        """Convert lengths to samples: iterations to what ``batch`` consumes in them, tokens by ``--seq-length``.
 
         Raises:
             ValueError: lengths in the wrong unit (``--train-iters`` goes with ``--lr-*-iters``, ``--train-samples``
@@ -57,22 +65,20 @@ class Schedule:
             raise ValueError("--lr is required: the peak learning rate")
         _check_units(schedule, training)
 
+        warmup_samples: float
         if training.train_iters is not None:
             run_samples = batch.samples_after(training.train_iters)
-            decay_samples = run_samples
-            if schedule.lr_decay_iters is not None:
-                decay_samples = batch.samples_after(schedule.lr_decay_iters)
-            warmup_samples: float = batch.samples_after(schedule.lr_warmup_iters)
+            decay_iters = schedule.lr_decay_iters
+            decay_samples = run_samples if decay_iters is None else batch.samples_after(decay_iters)
+            warmup_samples = batch.samples_after(schedule.lr_warmup_iters)
             # The final decay is counted backwards from the end, where the batch has its full size.
-            wsd_iters = schedule.lr_wsd_decay_iters
             full_batch = batch.global_batch_size(run_samples)
-            wsd_decay_samples = None if wsd_iters is None else wsd_iters * full_batch
+            wsd_decay_samples = schedule.lr_wsd_decay_iters and schedule.lr_wsd_decay_iters * full_batch
         else:
             assert training.train_samples is not None  # by _check_units
             run_samples = training.train_samples
             decay_samples = run_samples if schedule.lr_decay_samples is None else schedule.lr_decay_samples
-            warmup_samples = schedule.lr_warmup_samples
-            wsd_decay_samples = schedule.lr_wsd_decay_samples
+            warmup_samples, wsd_decay_samples = schedule.lr_warmup_samples, schedule.lr_wsd_decay_samples
         if schedule.lr_decay_tokens is not None:
             decay_samples = math.ceil(schedule.lr_decay_tokens / training.seq_length)
         if schedule.lr_warmup_tokens:
@@ -106,7 +112,7 @@ class Schedule:
         return result
 
     def decoupled_lr(self, optimizer: OptimizerSettings, samples: float) -> float | None:
-        """As ``lr``, of word embeddings and output layer; None where they have that of the rest.
+        """Return the learning rate of word embeddings and output layer; None if it is that of the rest.
 
         Raises ValueError for bounds in an impossible order.
         """
@@ -123,11 +129,11 @@ class Schedule:
     def lr(self, samples: float) -> float:
         """Learning rate of the step that follows ``samples`` trained samples."""
         if self.warmup_samples > 0 and samples <= self.warmup_samples:
-            if self.warmup_log_steps:
-                steps = samples / self.warmup_samples * self.warmup_log_steps
-                progress = min(1.0, math.log(1 + steps) / math.log(self.warmup_log_steps))
-                return self.warmup_init_lr + (self.max_lr - self.warmup_init_lr) * progress
-            return self.warmup_init_lr + (self.max_lr - self.warmup_init_lr) * samples / self.warmup_samples
+            rise = self.max_lr - self.warmup_init_lr
+            if not self.warmup_log_steps:
+                return self.warmup_init_lr + rise * samples / self.warmup_samples
+            steps = samples / self.warmup_samples * self.warmup_log_steps
+            return self.warmup_init_lr + rise * min(1.0, math.log(1 + steps) / math.log(self.warmup_log_steps))
         if self.decay_style == "constant":
             return self.max_lr
         if samples > self.decay_samples:
@@ -136,7 +142,14 @@ class Schedule:
             # Continuous with the end of the warm-up; max(..., 1) keeps it finite without one.
             ratio = max(self.warmup_samples, 1) / max(samples, 1)
             return max(self.min_lr, self.max_lr * math.sqrt(ratio))
-        return self.min_lr + self._decay_coefficient(samples) * (self.max_lr - self.min_lr)
+        begin, style = self.warmup_samples, self.decay_style
+        if style == "WSD":
+            begin, style = self.decay_samples - self.wsd_decay_samples, self.wsd_decay_style
+            if samples <= begin:
+                return self.min_lr + (self.max_lr - self.min_lr)
+        # The decay is longer than the warm-up (see _check), so the length is positive.
+        coefficient = _DECAYS[style]((samples - begin) / (self.decay_samples - begin))
+        return self.min_lr + coefficient * (self.max_lr - self.min_lr)
 
     def weight_decay(self, samples: int) -> float:
         """Weight decay of the step that follows ``samples`` trained samples."""
@@ -144,7 +157,7 @@ class Schedule:
             return self.end_weight_decay
         progress = samples / self.weight_decay_samples
         if self.weight_decay_style == "cosine":
-            progress = _cosine_decay(1 - progress)
+            progress = _DECAYS["cosine"](1 - progress)
         return self.start_weight_decay + progress * (self.end_weight_decay - self.start_weight_decay)
 
     def state_dict(self) -> dict[str, Any]:
@@ -162,7 +175,7 @@ class Schedule:
         for field in fields:
             value = state.get(field.name, 0)
             if field.type == "str":
-                is_wrong = value not in _STYLES
+                is_wrong = value not in (_DECAYS if field.name == "wsd_decay_style" else _STYLES)
             else:
                 is_wrong = type(value) not in (int, float) or not 0 <= value < 2**63
             if is_wrong:
@@ -174,7 +187,7 @@ class Schedule:
         return schedule
 
     def unused(self) -> set[str]:
-        """The values on which no learning rate and no weight decay depends."""
+        """Return the values that no learning rate and no weight decay depends on."""
         unused = set()
         if self.decay_style == "constant":
             unused |= {"min_lr", "decay_samples"}
@@ -185,28 +198,6 @@ class Schedule:
         if self.weight_decay_style == "constant":
             unused |= {"start_weight_decay", "weight_decay_samples"}
         return unused
-
-    def _decay_coefficient(self, samples: float) -> float:
-        """Where between ``min_lr`` (0) and ``max_lr`` (1) the decay stands, for warmup <= samples <= decay."""
-        if self.decay_style == "WSD":
-            anneal_start = self.decay_samples - self.wsd_decay_samples
-            if samples <= anneal_start:
-                return 1.0
-            ratio = (samples - anneal_start) / self.wsd_decay_samples
-            style = self.wsd_decay_style
-        else:
-            # decay > warmup holds (see _check), so the length is positive.
-            ratio = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
-            style = self.decay_style
-        if style == "linear":
-            return 1 - ratio
-        if style == "cosine":
-            return _cosine_decay(ratio)
-        if style == "exponential":
-            return 2 * 0.5**ratio - 1
-        if style == "minus_sqrt":
-            return 1 - math.sqrt(ratio)
-        raise ValueError(f"unknown decay style {style!r}")
 
     def _check(self) -> None:
         if self.max_lr < 0 or not 0 <= self.min_lr <= self.max_lr:
@@ -232,12 +223,11 @@ class Schedule:
 def resume_schedule(
     from_flags: Schedule, saved: dict[str, Any], *, override: bool = False, use_checkpoint: bool = False
 ) -> Schedule:
-    """The schedule with which to continue from a checkpoint that holds ``saved`` (a ``Schedule.state_dict``).
-
-    Only values that some step depends on are compared: a constant schedule has no length.
+    """Choose the schedule with which to continue from a checkpoint that holds ``saved`` (a ``Schedule.state_dict``).
 
     ``override``: the flags win (``--override-opt_param-scheduler``). ``use_checkpoint``: the checkpoint wins
-    (``--use-checkpoint-opt_param-scheduler``). With neither they must agree, as in Megatron.
+    (``--use-checkpoint-opt_param-scheduler``). With neither they must agree, as in Megatron, in all values that some
+    step depends on: a constant schedule has no length.
 
     Raises:
         ValueError: they differ and neither was asked for, or both were.
@@ -271,9 +261,13 @@ def resume_schedule(
     return from_flags
 
 
-def _cosine_decay(ratio: float) -> float:
-    """From 1 at ``ratio`` 0 to 0 at 1 along half a cosine."""
-    return 0.5 * (1 + math.cos(math.pi * ratio))
+def set_lr_and_weight_decay(
+    optimizer: torch.optim.Optimizer, lr: float, weight_decay: float, decoupled_lr: float | None = None
+) -> None:
+    """Set this step's values. Groups built without weight decay stay without."""
+    for group in optimizer.param_groups:
+        group["lr"] = decoupled_lr if group.get("decoupled") else lr
+        group["weight_decay"] = weight_decay if group["decays"] else 0.0
 
 
 def _check_units(schedule: ScheduleSettings, training: ResolvedTraining) -> None:

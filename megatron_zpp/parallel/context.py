@@ -21,13 +21,13 @@ from megatron_zpp.models.transformer import Transformer
 
 
 def shard(tensor: Tensor, rank: int, size: int) -> Tensor:
-    """The two chunks [..., S / size] of a context-parallel rank, of ``tensor`` [..., S]."""
+    """Return a context-parallel rank's two chunks [..., S / size] of ``tensor`` [..., S]."""
     chunks = tensor.chunk(2 * size, dim=-1)
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=-1)
 
 
 def shard_batch(batch: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
-    """A context-parallel rank's part of what all ranks of its group read; positions are now always given.
+    """Return a context-parallel rank's part of the group's batch, with positions.
 
     ``cu_seqlens`` still counts whole sequences.
     """
@@ -38,7 +38,7 @@ def shard_batch(batch: Mapping[str, Tensor], rank: int, size: int) -> dict[str, 
 
 
 def crop_cu_seqlens(cu_seqlens: Tensor, length: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
-    """Where documents begin in a batch whose rows of ``length`` are cropped to [begin, end), and in one of [0, end).
+    """Return the offsets of documents when rows of ``length`` are cropped to [begin, end), and to [0, end).
 
     These are the queries of one chunk and the keys that they may see. A document without a query there is empty.
     """
@@ -69,7 +69,7 @@ class ContextParallel:
     def document_attention(
         self, cu_seqlens: Tensor | None, tokens: Tensor, dtype: torch.dtype, dropout: bool, window: int | None = None
     ) -> Tensor:
-        """As ``layers.document_attention``, for ``tokens`` [B, S / cp]; the mask is bool [B or 1, 1, S / cp, S].
+        """Replace ``layers.document_attention`` for ``tokens`` [B, S / cp]; the mask is bool [B or 1, 1, S / cp, S].
 
         Also without documents: then each sequence is one.
         """
@@ -87,7 +87,7 @@ class ContextParallel:
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, dropout: float, window: int | None = None
     ) -> Tensor:
-        """As ``layers.attention``, for q [B, S / cp, heads, head_dim] and k, v [B, S / cp, groups, head_dim]."""
+        """Replace ``layers.attention`` for q [B, S / cp, heads, head_dim] and k, v [B, S / cp, groups, head_dim]."""
         k, v = self._gather(k, v)
         chunk = q.shape[1] // 2
         length, attended = k.shape[1], []
@@ -102,7 +102,7 @@ class ContextParallel:
         return torch.cat(attended, dim=1)
 
     def _gather(self, k: Tensor, v: Tensor) -> Tensor:
-        """k and v [B, S / cp, groups, head_dim] of all ranks, as the sequence goes: [2, B, S, groups, head_dim]."""
+        """Gather k and v [B, S / cp, groups, head_dim] in the order of the sequence: [2, B, S, groups, head_dim]."""
         # First the dimension along which is gathered: [2 chunks, k and v, B, S / cp / 2, groups, head_dim].
         mine = torch.stack([k, v]).unflatten(2, (2, -1)).movedim(2, 0)
         sharded = DTensor.from_local(mine, self.mesh, [Shard(0)], run_check=False)

@@ -1,4 +1,4 @@
-"""Starting and ending the process group, and errors that all ranks report together."""
+"""Start and end the process group, report errors from all ranks together, and agree on signals to stop."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from megatron_zpp.zeropp.fsdp import fsdp_unit
 from megatron_zpp.zeropp.fsdp.topology import gather_objects
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SECONDS_TO_LEAVE = 4.0
 SECONDS_FOR_THE_CAUSE = 3.0  # that ranks which lost a peer wait, so that torchrun sees first who died
 
@@ -78,11 +79,11 @@ def init_distributed(backend: str | None, timeout_minutes: float) -> torch.devic
 
 
 def fresh_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """torchrun's key-value store, this rank, and the number of ranks; RANK and its kin must be set. Collective.
+    """Return torchrun's key-value store, this rank, and the number of ranks; RANK etc. must be set. Collective.
 
     torchrun keeps one store for all its restarts (pytorch issue 135712), in which ranks would find the addresses of
-    their dead predecessors and wait for them. So rank 0 draws a prefix, which is agreed upon when it has answered to a
-    number that each other rank drew: an answer of an earlier start names other numbers.
+    their dead predecessors. So rank 0 draws a prefix, which holds once rank 0 has answered with a number that each
+    other rank drew: an answer of an earlier start names other numbers.
     """
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -115,25 +116,22 @@ def wait_for_all_ranks(device: torch.device) -> None:
 
 
 def ranks_of_environment() -> int:
-    """WORLD_SIZE, 1 without it. Raises ValueError unless what torchrun sets are numbers, and fit together."""
-    world_size = _environment_number("WORLD_SIZE", 1, 2**31 - 1, default=1)
-    _environment_number("RANK", 0, world_size - 1)
-    _environment_number("LOCAL_RANK", 0, world_size - 1)
-    _environment_number("LOCAL_WORLD_SIZE", 1, world_size)
-    _environment_number("MASTER_PORT", 1, 65535)
+    """Return WORLD_SIZE, or 1. Raises ValueError unless torchrun's variables are numbers that fit together."""
+    world_size = 1
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        if (text := os.environ.get(name)) is None:
+            continue
+        smallest = 0 if name in ("RANK", "LOCAL_RANK") else 1
+        limits = {"WORLD_SIZE": 2**31 - 1, "MASTER_PORT": 65535, "LOCAL_WORLD_SIZE": world_size}
+        largest = limits.get(name, world_size - 1)
+        if not (text.isascii() and text.isdigit() and len(text) <= 10 and smallest <= int(text) <= largest):
+            raise ValueError(
+                f"{name} in the environment must be a whole number from {smallest} to {largest}, is {text!r}: start "
+                "the ranks with torchrun, or unset it for a single one"
+            )
+        if name == "WORLD_SIZE":
+            world_size = int(text)
     return world_size
-
-
-def _environment_number(name: str, smallest: int, largest: int, default: int = 0) -> int:
-    text = os.environ.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) <= 10 and smallest <= int(text) <= largest):
-        raise ValueError(
-            f"{name} in the environment must be a whole number from {smallest} to {largest}, is {text!r}: start the "
-            "ranks with torchrun, or unset it for a single one"
-        )
-    return int(text)
 
 
 @contextmanager
@@ -157,12 +155,12 @@ def errors_on_all_ranks() -> Iterator[None]:
 
 
 def messages_of(error: Exception) -> tuple[str, ...]:
-    """What an error says: one text, or where it stands for several mistakes, each one's."""
+    """Return the texts of an error, which may stand for several mistakes."""
     return getattr(error, "messages", (str(error),))
 
 
 def is_first_rank() -> bool:
-    """Whether the launcher calls this process rank 0, or there is no launcher; also before ranks have met."""
+    """Return whether this process is rank 0 by the environment; works before ranks have met."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -217,7 +215,7 @@ def die(error: BaseException) -> NoReturn:
 
 
 def collective_of(error: BaseException) -> str | None:
-    """Where an error came from: "the all-gather of layers.3", or another collective and who called it; else None."""
+    """Name the collective that failed, as "the all-gather of layers.3", or another one and its caller; else None."""
     caller = collective = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         name, file = frame.f_code.co_name, frame.f_code.co_filename
@@ -230,3 +228,32 @@ def collective_of(error: BaseException) -> str | None:
         elif collective is None and "megatron_zpp" in file:
             caller = f"{name} ({os.path.basename(file)}:{line})"
     return f"{collective} of {caller}" if collective else None
+
+
+class StopSignals:
+    """Whether a signal asked this rank to save and stop.
+
+    A signal reaches one rank, or each at another moment. So no rank acts alone: all agree at points that all pass.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.are_caught = self.is_asked = False
+
+    def catch(self) -> None:
+        """Remember signals from now on. Before this call they end the process."""
+        if not self.are_caught:
+            self.are_caught = True
+            for number in STOP_SIGNALS:
+                signal.signal(number, self._remember)
+
+    def _remember(self, number: int, frame: object) -> None:
+        self.is_asked = True
+
+    def agree(self) -> bool:
+        """Return whether any rank was asked. Collective, and free where no rank catches signals."""
+        if not self.are_caught:
+            return False
+        asked = torch.tensor(float(self.is_asked), device=self.device)
+        dist.all_reduce(asked)
+        return asked.item() > 0

@@ -1,13 +1,13 @@
 """Expert parallelism: a rank has some of a layer's experts, and tokens are sent to them and back.
 
-Experts are dealt out twice. Tensor-parallel ranks have the same tokens: each takes those that chose its experts, and
-what the experts make is gathered. Expert-parallel ranks have tokens of their own, which an all-to-all brings to the
-ranks of their experts, and another one back (GShard, arXiv 2006.16668, section 3).
+Experts are divided twice. Tensor-parallel ranks have the same tokens: each takes those that chose its experts, and the
+experts' outputs are gathered. Expert-parallel ranks have different tokens, which an all-to-all sends to the ranks of
+their experts, and another one back (GShard, arXiv 2006.16668, section 3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,17 +38,14 @@ def apply_expert_parallelism(
     traffic: counts what leaves a rank for its tokens.
     """
     exchange = TokenExchange(mesh, ranks_per_node, token_bits, traffic)
+    # The ranks among which a layer's experts are divided: by the tensor-parallel rank first.
+    divided = mesh.tp if mesh.ep_size == 1 else mesh.ep
+    if mesh.ep_size > 1 and mesh.tp_size > 1:
+        divided = DeviceMesh._concatenate([mesh.tp, mesh.ep])
     for module in model.modules():
         if isinstance(module, MoE):
-            ShardedRows()._apply(module.experts, _mesh_of_experts(mesh))
+            ShardedRows()._apply(module.experts, divided)
             module.run_experts = exchange  # type: ignore[assignment]
-
-
-def _mesh_of_experts(mesh: Mesh) -> DeviceMesh:
-    """The ranks among which a layer's experts are divided: by the tensor-parallel rank first."""
-    if mesh.ep_size == 1:
-        return mesh.tp
-    return DeviceMesh._concatenate([mesh.tp, mesh.ep]) if mesh.tp_size > 1 else mesh.ep
 
 
 def token_format(hidden_size: int, bits: int | None, dtype: torch.dtype) -> WireFormat:
@@ -80,36 +77,40 @@ class TokenExchange:
 
     def _run(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
         counts = counts.view(self.tp_size, self.ep_size, -1)  # [tp, ep, experts of a rank]
-        mine = counts[self.tp_rank]  # [ep, experts of a rank]: what this rank sends
-        arriving = mine if self.ep_group is None else _exchange_counts(mine, self.ep_group)
+        mine = arriving = counts[self.tp_rank]  # [ep, experts of a rank]: what this rank sends, and what comes to it
+        if self.ep_group is not None:
+            arriving = torch.empty_like(mine)
+            dist.all_to_all_single(arriving, mine.contiguous(), group=self.ep_group)
         sizes = torch.cat([counts.sum((1, 2)), mine.sum(1), arriving.sum(1)]).tolist()
-        tp_rows, sent, received = (
-            sizes[: self.tp_size],
-            sizes[self.tp_size : -self.ep_size],
-            sizes[-self.ep_size :],
-        )
-        if self.tp_size > 1:
-            rows = _TakeOwn.apply(rows, tp_rows, self.tp_rank, self.tp_group)
+        tp_rows, sent, received = sizes[: self.tp_size], sizes[self.tp_size : -self.ep_size], sizes[-self.ep_size :]
+        if self.tp_size > 1:  # take this rank's run of the rows that all tensor-parallel ranks have
+            rows = _Linear.apply(rows, lambda x: x.split(tp_rows)[self.tp_rank], lambda g: self._gather(g, tp_rows))
         rows = self._run_on_ranks(experts, rows, arriving, sent, received)
-        if self.tp_size > 1:
-            rows = _GatherAll.apply(rows, tp_rows, self.tp_rank, self.tp_group)
+        if self.tp_size > 1:  # all ranks have the same gradient, of which each takes its run
+            rows = _Linear.apply(rows, lambda x: self._gather(x, tp_rows), lambda g: g.split(tp_rows)[self.tp_rank])
         return rows
 
     def _run_on_ranks(
         self, experts: Experts, rows: Tensor, arriving: Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> Tensor:
-        """``rows`` [R, H] to the expert-parallel ranks that have their experts, and what those make of them back."""
+        """Send ``rows`` [R, H] to the expert-parallel ranks that have their experts; return what those make of them."""
         if self.ep_group is None:
             return run_experts(experts, rows, arriving[0])
-        rows = _AllToAll.apply(rows, sent, received, self)
+        rows = self._exchange(rows, sent, received)
         # They come sorted by rank and then by expert.
         number = torch.arange(arriving.size(1), device=rows.device).repeat(self.ep_size)
         order = number.repeat_interleave(arriving.flatten(), output_size=sum(received)).argsort(stable=True)
         # FSDP takes the mean over the ranks that share an expert, whose gradients are sums over ep ranks' tokens.
-        rows = _ScaleGradient.apply(rows[order], self.ep_size)
-        out = _ScaleGradient.apply(run_experts(experts, rows, arriving.sum(0)), 1 / self.ep_size)
+        rows = _scale_gradient(rows[order], self.ep_size)
+        out = _scale_gradient(run_experts(experts, rows, arriving.sum(0)), 1 / self.ep_size)
         out = torch.zeros_like(out).index_copy(0, order, out)
-        return _AllToAll.apply(out, received, sent, self)
+        return self._exchange(out, received, sent)
+
+    def _exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Call ``all_to_all``; gradients go the way back."""
+        return _Linear.apply(
+            rows, lambda x: self.all_to_all(x, sent, received), lambda g: self.all_to_all(g, received, sent)
+        )
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """``rows`` [sum of sent, H], ``sent[e]`` for rank e -> [sum of received, H].
@@ -131,9 +132,16 @@ class TokenExchange:
         self.traffic.add(intra_node=(near - own) * row_bytes, inter_node=(sum(sent) - near) * row_bytes)
         return arrived
 
+    def _gather(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Gather the runs [sizes[rank], H] of all tensor-parallel ranks -> [R, H]."""
+        # An all-gather requires equal sizes, so each rank sends its run to each.
+        gathered, sent = rows.new_empty(sum(sizes), rows.size(1)), [sizes[self.tp_rank]] * self.tp_size
+        dist.all_to_all_single(gathered, rows.repeat(self.tp_size, 1), list(sizes), sent, group=self.tp_group)
+        return gathered
+
 
 def _ranks_on_this_node(mesh: Mesh, ranks_per_node: int | None) -> list[bool]:
-    """Whether each expert-parallel rank runs on this rank's node."""
+    """Return for each expert-parallel rank whether it runs on this rank's node."""
     rank = mesh.ep.get_local_rank()
     if ranks_per_node is None:
         nodes: Sequence[Any] = gather_node_names(mesh.ep.get_group())
@@ -143,73 +151,21 @@ def _ranks_on_this_node(mesh: Mesh, ranks_per_node: int | None) -> list[bool]:
     return [node == nodes[rank] for node in nodes]
 
 
-def _exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``counts`` [ep, experts of a rank]: of the tokens for each rank -> of those from each rank."""
-    arriving = torch.empty_like(counts)
-    dist.all_to_all_single(arriving, counts.contiguous(), group=group)
-    return arriving
-
-
-class _AllToAll(torch.autograd.Function):
-    """``TokenExchange.all_to_all``; gradients go the way back."""
+class _Linear(torch.autograd.Function):
+    """Apply a linear function to a tensor, and its transpose to the gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], exchange: TokenExchange
-    ) -> Tensor:
-        ctx.sent, ctx.received, ctx.exchange = sent, received, exchange
-        return exchange.all_to_all(rows, sent, received)
+    def forward(ctx: Any, x: Tensor, function: Callable[..., Tensor], transpose: Callable[..., Tensor]) -> Tensor:
+        ctx.transpose = transpose
+        return function(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return ctx.exchange.all_to_all(gradient, ctx.received, ctx.sent), None, None, None
+        return ctx.transpose(gradient), None, None
 
 
-class _ScaleGradient(torch.autograd.Function):
-    """Return the input unchanged; multiply gradients by a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return gradient * ctx.factor, None
-
-
-class _TakeOwn(torch.autograd.Function):
-    """Take this rank's run of rows [R, H] that all ranks of a group have; gather gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.sizes, ctx.rank, ctx.group = sizes, rank, group
-        return rows.split(sizes)[rank]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return _gather(gradient, ctx.sizes, ctx.rank, ctx.group), None, None, None
-
-
-class _GatherAll(torch.autograd.Function):
-    """Gather the runs that ``_TakeOwn`` took. All ranks have the same gradient, of which each takes its run."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.sizes, ctx.rank = sizes, rank
-        return _gather(rows, sizes, rank, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return gradient.split(ctx.sizes)[ctx.rank], None, None, None
-
-
-def _gather(rows: Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup) -> Tensor:
-    """Gather the runs [sizes[rank], H] of all ranks -> [R, H]."""
-    # An all-gather wants them equal, so each rank sends its run to each.
-    gathered = rows.new_empty(sum(sizes), rows.size(1))
-    dist.all_to_all_single(gathered, rows.repeat(len(sizes), 1), list(sizes), [sizes[rank]] * len(sizes), group=group)
-    return gathered
+def _scale_gradient(x: Tensor, factor: float) -> Tensor:
+    return _Linear.apply(x, lambda x: x.view_as(x), lambda gradient: gradient * factor)
 
 
 class GatherTokens(ParallelStyle):

@@ -39,7 +39,7 @@ Inputs = dict[str, Tensor]  # what the model takes, by name; every rank of a pip
 
 
 class Pipeline:
-    """The stages of this rank, each an FSDP2 root, and what a training loop says to them."""
+    """The stages of this rank, each an FSDP2 root, and the schedule that runs them."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Pipeline:
             stage.register_forward_hook(self._add_auxiliary_losses)
 
     def describe(self) -> str:
-        """One line: which layers each stage has, and the schedule."""
+        """Describe the stages' layers and the schedule in one line."""
         layers = ", ".join(f"{layers[0]}-{layers[-1]}" for layers in self.placement.layers)
         return (
             f"pipeline of {self.placement.num_stages} stages on {self.group.size()} ranks, schedule {self.schedule}; "
@@ -91,10 +91,10 @@ class Pipeline:
         loss: Callable[[Tensor, Any], Tensor],
         auxiliary: Callable[[ModelOutput], Tensor | float],
     ) -> None:
-        """One optimizer step's forward and backward passes; gradients are reduced at the end.
+        """Run one optimizer step's forward and backward passes; gradients are reduced at the end.
 
-        ``micro_batches``: what the model takes, and what ``loss`` does beside the tokens' losses [B, S]; the last
-        stage's backward pass begins with what it returns. ``auxiliary``: what a stage's own losses add to it.
+        ``micro_batches``: the model's inputs, and the target that ``loss`` takes beside the tokens' losses [B, S]; it
+        returns what the last stage's backward pass begins with. ``auxiliary``: returns a stage's part of the loss.
         """
         self._loss, self._auxiliary = loss, auxiliary
         try:
@@ -104,27 +104,36 @@ class Pipeline:
         self._loss = self._auxiliary = None
         if self._tied is not None:
             self._add_up_tied_gradients(self._tied)
-        self._count_hidden(len(micro_batches))
+        # Each stage sends hidden states to the next one, and gradients of the same size to the one before.
+        for number in self.stages:
+            for neighbour in (number - 1, number + 1):
+                if 0 <= neighbour <= self.last:
+                    self._count(neighbour, len(micro_batches) * self.hidden.nbytes)
 
     def _resize(self, length: int) -> None:
         """Set the number of tokens that each sequence of a micro-batch has on this rank."""
         if length != self.tokens.shape[1]:
-            of_hidden = length * self.hidden.shape[1] // self.tokens.shape[1]  # fewer with sequence parallelism
-            self.tokens = self.tokens.new_empty(self.tokens.shape[0], length)
-            self.hidden = self.hidden.new_empty(self.hidden.shape[0], of_hidden, self.hidden.shape[2]).requires_grad_()
+            batch, hidden_length, hidden_size = self.hidden.shape  # shorter than tokens with sequence parallelism
+            hidden_length = length * hidden_length // self.tokens.shape[1]
+            self.tokens = self.tokens.new_empty(batch, length)
+            self.hidden = self.hidden.new_empty(batch, hidden_length, hidden_size).requires_grad_()
             self._built = None
 
     def _run_schedule(self, micro_batches: Sequence[tuple[Inputs, Any]]) -> None:
         self._resize(micro_batches[0][0]["tokens"].shape[1])
         if self._built is None or self._built._n_microbatches != len(micro_batches):
-            self._built = self._build_schedule(len(micro_batches))
-        for stage in self._stages_of(self._built):
+            stages = [self._stage(number, module) for number, module in self.stages.items()]
+            self._built = SCHEDULES[self.schedule](
+                stages[0] if self.schedule in _ONE_STAGE else stages,
+                n_microbatches=len(micro_batches),
+                loss_fn=lambda losses, target: self._loss(losses, target),  # type: ignore[misc]
+                scale_grads=False,
+            )
+        for stage in [self._built._stage] if self.schedule in _ONE_STAGE else self._built._stages:
             stage.has_backward = True
             stage.clear_runtime_states()
-        # All forward passes are of one step.
-        self.zeropp.set_is_last_micro_batch(len(micro_batches) == 1)
-        if self.schedule in SPLITS_BACKWARD:  # gradients stay whole, and are reduced once
-            self.zeropp.set_is_last_micro_batch(True)
+        # All forward passes are of one step. If backward passes are split, gradients stay whole, and are reduced once.
+        self.zeropp.set_is_last_micro_batch(len(micro_batches) == 1 or self.schedule in SPLITS_BACKWARD)
         # Not step(), which splits one batch into pieces: offsets of documents cannot be split.
         self._built._step_microbatches(
             [(inputs["tokens"],) if 0 in self.stages else () for inputs, _ in micro_batches],
@@ -133,17 +142,8 @@ class Pipeline:
             return_outputs=False,
         )
 
-    def _build_schedule(self, num_micro_batches: int) -> Any:
-        stages = [self._stage(number, module) for number, module in self.stages.items()]
-        return SCHEDULES[self.schedule](
-            stages[0] if self.schedule in _ONE_STAGE else stages,
-            n_microbatches=num_micro_batches,
-            loss_fn=lambda losses, target: self._loss(losses, target),  # type: ignore[misc]
-            scale_grads=False,
-        )
-
     def _add_auxiliary_losses(self, stage: nn.Module, inputs: Any, output: Tensor | ModelOutput) -> Tensor:
-        """Return the hidden states for the next stage. This stage's auxiliary losses join their backward pass."""
+        """Return the hidden states for the next stage, with this stage's auxiliary losses in their backward pass."""
         output = as_model_output(output)
         if self._auxiliary is None or not torch.is_grad_enabled():  # an evaluation, or shapes that are tried
             return output.losses
@@ -151,14 +151,11 @@ class Pipeline:
         return AttachLoss.apply(output.losses, added) if isinstance(added, Tensor) else output.losses
 
     def names_of_all_stages(self, names: Sequence[str]) -> list[str]:
-        """``names``: of this rank's auxiliary losses and observations, the same in every step. Collective, once."""
+        """Merge the ranks' ``names`` of auxiliary losses and observations, the same in every step. Collective, once."""
         if self._names is None:
             names_per_rank = gather_objects(list(names), self.group)
             self._names = list(dict.fromkeys(name for names in names_per_rank for name in names))
         return self._names
-
-    def _stages_of(self, schedule: Any) -> list[PipelineStage]:
-        return [schedule._stage] if self.schedule in _ONE_STAGE else schedule._stages
 
     def _stage(self, number: int, module: nn.Module) -> PipelineStage:
         losses = torch.empty(self.tokens.shape, device="meta")
@@ -181,7 +178,7 @@ class Pipeline:
         self.zeropp.set_is_last_micro_batch(is_last)
 
     def _add_up_tied_gradients(self, name: str) -> None:
-        """The weight of the first and that of the last stage are one parameter: give both the whole gradient."""
+        """Give the tied weight of the first and the last stage, one parameter, its whole gradient on both."""
         stage, other = (self.stages[0], self.last) if 0 in self.stages else (self.stages[self.last], 0)
         gradient = stage.get_parameter(name).grad
         assert isinstance(gradient, DTensor)
@@ -197,13 +194,6 @@ class Pipeline:
         mine.add_(theirs)
         self._count(other, mine.nbytes)
 
-    def _count_hidden(self, num_micro_batches: int) -> None:
-        """Each stage sends hidden states to the next one and, of the same size, their gradients to the one before."""
-        for number in self.stages:
-            for neighbour in (number - 1, number + 1):
-                if 0 <= neighbour <= self.last:
-                    self._count(neighbour, num_micro_batches * self.hidden.nbytes)
-
     def _count(self, to_stage: int, nbytes: int) -> None:
         rank = self.placement.ranks[to_stage]
         if rank != self.rank:
@@ -214,7 +204,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[Inputs]) -> list[Tensor]:
-        """Tokens' losses [B, S] of each micro-batch, on the rank of the last stage; elsewhere none. Any number goes."""
+        """Return each micro-batch's losses [B, S] of tokens on the rank of the last stage; elsewhere none."""
         self._resize(micro_batches[0]["tokens"].shape[1])
         ranks, outputs = self.placement.ranks, list[Tensor]()
         sends: list[tuple[dist.Work | None, Tensor]] = []
@@ -239,7 +229,7 @@ class Pipeline:
         return outputs if self.last in self.stages else []
 
     def train(self, mode: bool = True) -> None:
-        """As ``nn.Module.train``, for all stages."""
+        """Call ``nn.Module.train`` of all stages."""
         for stage in self.stages.values():
             stage.train(mode)
 
@@ -279,9 +269,9 @@ class AttachLoss(torch.autograd.Function):
 
 
 def sharding_stage(zero_stage: int, schedule: str | None) -> int:
-    """The ZeRO stage under a schedule. None: no pipeline.
+    """Return the ZeRO stage under a schedule; None: no pipeline.
 
-    Where FSDP2's hooks cannot follow the backward pass, a step gathers parameters once and reduces gradients once.
+    If FSDP2's hooks cannot follow the backward pass, a step gathers parameters once and reduces gradients once.
     """
     return 1 if schedule in SPLITS_BACKWARD else zero_stage
 

@@ -1,4 +1,4 @@
-"""How tensor parallelism shards each module of a model: plans for ``parallelize_module``.
+"""Plans for ``parallelize_module``: how tensor parallelism shards each module of a model.
 
 A plan names modules by their paths, ``*`` for every layer. ``megatron_zpp.parallel.tensor`` applies it.
 """
@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.parallel.experts import GatherTokens
-from megatron_zpp.parallel.tensor import Replicated, ShardedRows, norm_style
+from megatron_zpp.parallel.tensor import Replicated, ShardedRows
 
 Plan = dict[str, ParallelStyle]
 
@@ -31,7 +31,7 @@ def decoder_plan(config: DecoderConfig, sequence_parallel: bool) -> Plan:
     """
     # How the tensor-parallel ranks hold activations [B, S, H] between linear layers.
     between: Placement = Shard(1) if sequence_parallel else Replicate()
-    norm = norm_style(sequence_parallel)
+    norm = SequenceParallel() if sequence_parallel else Replicated()  # the output is a DTensor
     plan: Plan = {
         "word_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
         "layers.*.input_norm": norm,
@@ -75,7 +75,7 @@ def _mlp_plan(mlp: str, swiglu: bool, between: Placement) -> Plan:
 
 
 def split_dimensions(model: nn.Module, plan: Plan) -> dict[nn.Parameter, int]:
-    """Along which dimension tensor-parallel ranks divide a parameter, for those that they do not hold whole."""
+    """Return the dimension along which tensor-parallel ranks divide each parameter that they do not hold whole."""
     found: dict[nn.Parameter, int] = {}
     for name, module in model.named_modules():
         style = plan.get(name) or plan.get(re.sub(r"^layers\.\d+", "layers.*", name))

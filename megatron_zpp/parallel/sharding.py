@@ -1,4 +1,4 @@
-"""How a model is sharded over the data-parallel ranks: ZeRO stages 0 to 3 by PyTorch FSDP2."""
+"""Shard a model over the data-parallel ranks: ZeRO stages 0 to 3 by PyTorch FSDP2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_zpp.settings.groups import PrecisionSettings, ZeroSettings
 
 
 def mixed_precision(precision: PrecisionSettings) -> MixedPrecisionPolicy:
-    """Megatron's precision flags as FSDP2's policy. Master parameters and the optimizer stay in fp32."""
+    """Convert Megatron's precision flags to FSDP2's policy. Master parameters and the optimizer stay in fp32."""
     if not (precision.bf16 or precision.fp16):
         return MixedPrecisionPolicy()
     compute = torch.bfloat16 if precision.bf16 else torch.float16
@@ -29,7 +29,7 @@ def mixed_precision(precision: PrecisionSettings) -> MixedPrecisionPolicy:
 
 
 def offloading(zero: ZeroSettings, device: torch.device) -> tuple[OffloadPolicy, torch.device]:
-    """What FSDP2 does with a rank's shards, and where they live: on the device that computes, or in host memory."""
+    """Return FSDP2's policy for a rank's shards, and their device: the one that computes, or host memory."""
     if not zero.cpu_offload:
         return OffloadPolicy(), device
     return CPUOffloadPolicy(pin_memory=device.type == "cuda"), torch.device("cpu")
@@ -55,7 +55,7 @@ def shard_model(
 
 
 def prepare_backward(model: nn.Module, zero_stage: int, is_last_micro_batch: bool) -> None:
-    """What a ZeRO stage keeps between the micro-batches of one optimizer step."""
+    """Set what a ZeRO stage keeps between the micro-batches of one optimizer step."""
     if not isinstance(model, FSDPModule):
         return  # the ranks of a whole model are emulated
     if zero_stage <= 1:

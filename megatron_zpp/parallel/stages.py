@@ -1,4 +1,4 @@
-"""How a model is split into pipeline stages: consecutive layers, embeddings with the first, the loss with the last."""
+"""Split a model into pipeline stages: consecutive layers, embeddings with the first, the loss with the last."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def place_stages(
     last_rank_layers: int | None = None,
     v_shaped: bool = False,
 ) -> Placement:
-    """Divide ``num_layers`` among ``num_ranks`` pipeline ranks, evenly but for what is said of the first and last rank.
+    """Divide ``num_layers`` among ``num_ranks`` pipeline ranks, evenly except for the given first and last ranks.
 
-    ``layers_per_stage`` makes virtual stages: more than one on a rank, dealt round (stage s on rank s modulo ranks),
-    or ``v_shaped``: there and back, two on a rank. Raises ValueError for what does not divide.
+    ``layers_per_stage`` makes virtual stages, several on a rank: stage s is on rank s modulo ranks, or with
+    ``v_shaped`` two on a rank, in order and in reverse. Raises ValueError for what does not divide.
     """
     if layers_per_stage is None:
         sizes = _layers_of_ranks(num_layers, num_ranks, first_rank_layers, last_rank_layers)
@@ -75,7 +75,7 @@ def _layers_of_ranks(num_layers: int, num_ranks: int, first: int | None, last: i
 
 
 def stage_has(name: str, modules: StageModules, placement: Placement, stage: int) -> bool:
-    """Whether a stage has the module, or parameter, of this name in the whole model."""
+    """Return whether a stage has the module, or parameter, of this name in the whole model."""
     top, _, rest = name.partition(".")
     is_last = stage == placement.num_stages - 1
     if top == "layers" and rest:
@@ -96,9 +96,9 @@ def keep_stage(model: Transformer, modules: StageModules, placement: Placement, 
 
 
 def join_stages(model: Transformer, stages: Mapping[int, Transformer]) -> Transformer:
-    """``model``, another one of the kind, as a view of all stages of a rank: it shares their modules and parameters.
+    """Turn ``model``, another one of the kind, into a view of a rank's stages that shares their parameters.
 
-    For what goes by a parameter's name in the whole model; it cannot run.
+    It has the parameters' names in the whole model; it cannot run.
     """
     for layer in [*model.layers._modules]:
         delattr(model.layers, layer)
@@ -118,7 +118,7 @@ def join_stages(model: Transformer, stages: Mapping[int, Transformer]) -> Transf
 
 
 def micro_batches_kept(schedule: str, placement: Placement, rank: int, micro_batches: int) -> float:
-    """Micro-batches of which a pipeline rank keeps the activations of all its layers at once, at most."""
+    """Return the most micro-batches whose activations a pipeline rank keeps at once, for all its layers."""
     ranks = max(placement.ranks) + 1
     stages = placement.num_stages // ranks
     if schedule == "gpipe":
@@ -132,7 +132,7 @@ def micro_batches_kept(schedule: str, placement: Placement, rank: int, micro_bat
 
 
 def idle_micro_batches(schedule: str, placement: Placement) -> float:
-    """How long each rank is idle in a step, in units of one micro-batch's time on its stages."""
+    """Return how long each rank is idle in a step, in units of one micro-batch's time on its stages."""
     ranks = max(placement.ranks) + 1
     stages = placement.num_stages // ranks
     if schedule in ("gpipe", "1f1b"):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from megatron_zpp.models.layers import SelfAttention
 from megatron_zpp.models.transformer import Transformer
@@ -75,11 +75,6 @@ class ShardedRows(ParallelStyle):
         for key, parameter in module.named_parameters(recurse=False):
             rows = distribute_tensor(parameter, mesh, [Shard(0)] * mesh.ndim)
             module.register_parameter(key, nn.Parameter(rows, requires_grad=parameter.requires_grad))
-
-
-def norm_style(sequence_parallel: bool) -> ParallelStyle:
-    """Norm a rank's part of the sequence, or the whole of it on every rank. The output is a DTensor."""
-    return SequenceParallel() if sequence_parallel else Replicated()
 
 
 def _with_random_numbers_per_rank(attention: nn.Module, tp_rank: int) -> Callable[..., Tensor]:

@@ -1,7 +1,8 @@
-"""From settings to datasets, and from datasets to micro-batches."""
+"""Build a run's datasets from its settings, and read micro-batches from them."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from functools import partial
@@ -13,9 +14,8 @@ from megatron_zpp.data.loader import Batch, build_loader
 from megatron_zpp.data.text.tokenizers import Tokenizer, build_tokenizer
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
-from megatron_zpp.settings.groups import DataSettings
 from megatron_zpp.settings.resolved import ResolvedSettings, ResolvedTokenizer
-from megatron_zpp.training.run import Run, TrainState
+from megatron_zpp.training.run import Run
 from megatron_zpp.zeropp.fsdp.topology import gather_objects
 
 
@@ -26,6 +26,13 @@ def build_data(settings: ResolvedSettings, num_samples: tuple[int, int, int]) ->
     """
     training, data = settings.training, settings.data
     tokenizer = find_tokenizer(settings.tokenizer)
+    fill_in_the_middle = None
+    if data.fim_data:
+        prefix, middle, suffix = (
+            find_token(tokenizer, getattr(data, f"fim_{part}_token"), f"--fim-{part}-token")
+            for part in ("prefix", "middle", "suffix")
+        )
+        fill_in_the_middle = FillInTheMiddle(prefix, middle, suffix, data.fim_rate, data.fim_spm_rate)
     options = SampleOptions(
         seq_length=training.seq_length,
         seed=training.seed,
@@ -34,7 +41,7 @@ def build_data(settings: ResolvedSettings, num_samples: tuple[int, int, int]) ->
         eod_mask_loss=data.eod_mask_loss,
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
-        fill_in_the_middle=_fill_in_the_middle(data, tokenizer) if data.fim_data else None,
+        fill_in_the_middle=fill_in_the_middle,
     )
     datasets = build_datasets(
         options,
@@ -59,22 +66,7 @@ def build_data(settings: ResolvedSettings, num_samples: tuple[int, int, int]) ->
 
 
 def find_tokenizer(names: ResolvedTokenizer) -> Tokenizer:
-    return build_tokenizer(
-        names.tokenizer_type,
-        names.tokenizer_model,
-        names.vocab_file,
-        names.merge_file,
-        names.vocab_size,
-        names.tiktoken_pattern,
-        names.tiktoken_num_special_tokens,
-    )
-
-
-def _fill_in_the_middle(data: DataSettings, tokenizer: Tokenizer) -> FillInTheMiddle:
-    prefix = find_token(tokenizer, data.fim_prefix_token, "--fim-prefix-token")
-    middle = find_token(tokenizer, data.fim_middle_token, "--fim-middle-token")
-    suffix = find_token(tokenizer, data.fim_suffix_token, "--fim-suffix-token")
-    return FillInTheMiddle(prefix, middle, suffix, data.fim_rate, data.fim_spm_rate)
+    return build_tokenizer(**dataclasses.asdict(names))
 
 
 def check_same_data_on_all_ranks(datasets: Datasets) -> None:
@@ -98,7 +90,7 @@ class BatchIterators:
         self.seek()
 
     def seek(self) -> None:
-        """Start again at the counters' samples, after these have jumped."""
+        """Start again at the counters' samples."""
         counters = self._run.counters
         self.train = batches_of(self._run, "train", counters.consumed_train_samples) or iter(())
         self.valid = batches_of(self._run, "valid", counters.consumed_valid_samples)
@@ -120,20 +112,3 @@ def batches_of(run: Run, split: str, consumed_samples: int) -> Iterator[Batch] |
         dataloader_type=run.settings.data.dataloader_type,
         data_sharding=run.settings.data.data_sharding,
     )
-
-
-def divide_batches(batches: Iterator[Batch], states: list[TrainState], num_micro_batches: int) -> list[Iterator[Batch]]:
-    """Split a step's micro-batches between states. They come in turn: of all ranks of a state, then of the next."""
-    if len(states) == 1:
-        return [batches]
-    per_state: list[list[Batch]] = [[] for _ in states]
-    for _ in range(num_micro_batches):
-        for read, state in zip(per_state, states, strict=True):
-            read += [next(batches) for _ in range(len(state.ranks))]
-    return [iter(read) for read in per_state]
-
-
-def cut_samples(batches: Iterator[Batch], length: int) -> Iterator[Batch]:
-    """Cut micro-batches to the first ``length`` tokens of each sample, [B, length]."""
-    for batch in batches:
-        yield {name: tensor[:, :length].contiguous() for name, tensor in batch.items()}

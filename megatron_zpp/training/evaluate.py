@@ -1,11 +1,10 @@
-"""Validation and test loss."""
+"""Compute the loss on validation and test data."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -16,10 +15,9 @@ from megatron_zpp.metrics.lines import format_validation_lines
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.metrics.writers import validation_metrics
 from megatron_zpp.models.transformer import as_model_output
-from megatron_zpp.parallel.distributed import print_once
-from megatron_zpp.parallel.stop import StopSignals
+from megatron_zpp.parallel.distributed import StopSignals, print_once
 from megatron_zpp.training.data import batches_of
-from megatron_zpp.training.loss import Loss, count_once, mean_loss
+from megatron_zpp.training.loss import LOSS_NAME, Target, count_once, mean_loss, split_batch
 from megatron_zpp.training.nonfinite import NotFiniteError
 from megatron_zpp.training.run import Run, TrainState
 
@@ -28,23 +26,22 @@ from megatron_zpp.training.run import Run, TrainState
 def evaluate(
     run: Run, batches: Iterator[Batch], num_micro_batches: int, stop: Callable[[], bool] = lambda: False
 ) -> float | None:
-    """Mean loss per token over ``num_micro_batches`` of every data-parallel rank; the model ends in training mode.
+    """Return the mean loss per token over ``num_micro_batches`` of every data-parallel rank, without auxiliary losses.
 
-    Islands evaluate their outer parameters, each on its part of the data. Auxiliary losses are left
-    out. ``stop`` is asked before each batch, and must answer alike on all ranks: True ends the evaluation without a
-    result, None.
+    Islands evaluate their outer parameters, each on its part of the data. ``stop`` is asked before each batch, and must
+    answer alike on all ranks: True ends the evaluation, which then returns None. The model ends in training mode.
     """
     is_stopped = False
     totals = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, tokens
-    run.set_training(False)
-    # A pipeline is full when it has as many micro-batches as ranks.
-    at_once = run.mesh.pp_size
-    with (
-        progress("evaluating", num_micro_batches) as advance,
-        run.islands.outer_parameters(),
-        _training_traffic_alone(run),
-        run.token_traffic.evaluating(),
-    ):
+    at_once = run.mesh.pp_size  # a pipeline is full when it has as many micro-batches as ranks
+    _set_training(run, False)
+    with ExitStack() as stack:
+        advance = stack.enter_context(progress("evaluating", num_micro_batches))
+        stack.enter_context(run.islands.outer_parameters())
+        # Keep the evaluation out of the log's bytes, but for what it gathers in the next training step's stead.
+        for zeropp in run.zeropps:
+            stack.enter_context(zeropp.traffic.evaluating(own_weights=not run.has_islands))
+        stack.enter_context(run.token_traffic.evaluating())
         for start in range(0, num_micro_batches, at_once):
             if is_stopped := stop():
                 break
@@ -52,49 +49,45 @@ def evaluate(
             for state in run.states:
                 for as_rank in state.ranks:
                     with as_rank:
-                        read = [run.loss.split(next(batches)) for _ in range(count)]
-                        totals += _sum_and_count(run.loss, state, read)
+                        read = [split_batch(next(batches), run.mesh, run.device) for _ in range(count)]
+                        totals += _sum_and_count(state, read)
             advance(count)
     dist.all_reduce(count_once(run.mesh, totals))
-    run.set_training(True)
+    _set_training(run, True)
     loss_sum, num_tokens = totals.tolist()
     return None if is_stopped else mean_loss(loss_sum, num_tokens)
 
 
-def _sum_and_count(loss: Loss, state: TrainState, micro_batches: Sequence[tuple[Batch, Any]]) -> Tensor:
-    """The summed loss of micro-batches and their count, fp64 [2]; zeros where other stages have the losses."""
+def _set_training(run: Run, mode: bool) -> None:
+    for state in run.states:
+        (state.model if state.pipeline is None else state.pipeline).train(mode)
+
+
+def _sum_and_count(state: TrainState, micro_batches: Sequence[tuple[Batch, Target]]) -> Tensor:
+    """Return the summed loss of micro-batches and their count, fp64 [2]; zeros if another stage has the losses."""
     inputs, targets = zip(*micro_batches, strict=True)
     if state.pipeline is not None:
-        of_tokens = state.pipeline.forward(inputs)  # none but on the last stage
+        losses_of_batches = state.pipeline.forward(inputs)  # none but on the last stage
     else:
-        of_tokens = [as_model_output(state.model(**of_micro_batch)).losses for of_micro_batch in inputs]
-    totals = torch.zeros(2, dtype=torch.float64, device=loss.count(targets[0]).device)
-    for losses, target in zip(of_tokens, targets, strict=False):
-        totals += torch.stack([loss.sum(losses, target), loss.count(target)])
+        losses_of_batches = [as_model_output(state.model(**batch)).losses for batch in inputs]
+    totals = torch.zeros(2, dtype=torch.float64, device=targets[0].num_tokens.device)
+    for losses, target in zip(losses_of_batches, targets, strict=False):
+        totals += torch.stack([target.sum(losses), target.num_tokens])
     return totals
 
 
-@contextmanager
-def _training_traffic_alone(run: Run) -> Iterator[None]:
-    """Keep an evaluation out of the log's bytes, but for what it gathers in the next training step's stead."""
-    with ExitStack() as stack:
-        for zeropp in run.zeropps:
-            stack.enter_context(zeropp.traffic.evaluating(own_weights=not run.has_islands))
-        yield
-
-
 def validate(run: Run, batches: Iterator[Batch] | None, signals: StopSignals, data_set: str | None = None) -> bool:
-    """Evaluate on the validation data, if there are any; False if a signal cut that short.
+    """Evaluate on the validation data, if there are any; return False if a signal cut that short.
 
-    data_set: "validation" for the evaluation after training. Raises NotFiniteError there, where the loss is.
+    data_set: "validation" for the evaluation after training. Raises NotFiniteError there, if the loss is not finite.
     """
     if batches is None:
         return True
     loss = _evaluate_and_print(run, batches, signals, data_set)
-    # Cut short or not: the evaluations to come have the samples that they would have had.
+    # Cut short or not, later evaluations keep their samples.
     run.counters.consumed_valid_samples += run.samples_of_evaluation
     if loss is not None:
-        metrics = validation_metrics({run.loss.name: loss}, run.settings.logging)
+        metrics = validation_metrics({LOSS_NAME: loss}, run.settings.logging)
         run.writers.write(metrics, run.counters.iteration, run.counters.consumed_train_samples)
         if data_set is not None:
             _check_finite(run, loss, data_set)
@@ -102,24 +95,20 @@ def validate(run: Run, batches: Iterator[Batch] | None, signals: StopSignals, da
 
 
 def test(run: Run, signals: StopSignals) -> None:
-    """Evaluate on the test data, if there are any. Raises NotFiniteError where the loss is."""
+    """Evaluate on the test data, if there are any. Raises NotFiniteError if the loss is not finite."""
     batches = batches_of(run, "test", 0)
-    if batches is not None:
-        loss = _evaluate_and_print(run, batches, signals, "test")
-        if loss is not None:
-            _check_finite(run, loss, "test")
+    if batches is not None and (loss := _evaluate_and_print(run, batches, signals, "test")) is not None:
+        _check_finite(run, loss, "test")
 
 
 def _evaluate_and_print(run: Run, batches: Iterator[Batch], signals: StopSignals, data_set: str | None) -> float | None:
-    """The loss, printed; None if a signal cut that short."""
     iteration = run.counters.iteration
     loss = evaluate(run, batches, run.num_eval_micro_batches, stop=signals.agree)
     where = f"on the {data_set} set" if data_set else f"at iteration {iteration}"
     if loss is None:
         print_once(f"note: the evaluation {where} was cut short: a signal asked to stop")
-        return None
-    if dist.get_rank() == dist.get_world_size() - 1:
-        print(*format_validation_lines(iteration, {run.loss.name: loss}, data_set), sep="\n", flush=True)
+    elif dist.get_rank() == dist.get_world_size() - 1:
+        print(*format_validation_lines(iteration, {LOSS_NAME: loss}, data_set), sep="\n", flush=True)
     return loss
 
 

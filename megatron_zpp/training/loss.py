@@ -1,13 +1,10 @@
-"""What a run is trained on. A loss is an object: training, evaluations and pipelines take it, and know nothing of it.
-
-To train on something else, write a class with the four parts of ``Loss`` and give it to ``build_run``.
-"""
+"""The loss: cross-entropy of the next token, in nats, over all tokens that the data does not mask."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,93 +14,65 @@ from megatron_zpp.models.transformer import ModelOutput
 from megatron_zpp.parallel.context import shard_batch
 from megatron_zpp.parallel.mesh import Mesh
 
+LOSS_NAME = "lm loss"  # in logs and on dashboards
+
 
 class Target(NamedTuple):
-    """What a loss needs of a micro-batch beside the model's output."""
+    """What the loss needs of a micro-batch beside the model's output."""
 
     mask: Tensor  # 1 for each of this rank's tokens that count [B, S / cp]
-    num_tokens: Tensor  # what the micro-batch's sum is divided by: these, of all ranks that share its sequences
+    num_tokens: Tensor  # the tokens that count, of all ranks that share the micro-batch's sequences
+
+    def sum(self, losses: Tensor) -> Tensor:
+        """Add up the tokens' losses, fp32 [B, S / cp], to a scalar."""
+        return (losses * self.mask).sum()
 
 
-class Loss(Protocol):
-    """A sum over micro-batches and ranks, divided by a count over the same."""
-
-    name: str  # in logs and on dashboards
-
-    def split(self, batch: Batch) -> tuple[Batch, Any]:
-        """Split a micro-batch of the loader into what this rank's model takes, on its device, and the target."""
-
-    def sum(self, losses: Tensor, target: Any) -> Tensor:
-        """Add up what the model returned for each of this rank's tokens, fp32 [B, S / cp], to a scalar."""
-
-    def count(self, target: Any) -> Tensor:
-        """Return what the micro-batch's sum is divided by, and weighs in the batch; alike on ranks that share it."""
-
-
-class LanguageModelLoss:
-    """Cross-entropy of the next token, in nats, over all tokens that the data does not mask."""
-
-    name = "lm loss"
-
-    def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        self._mesh, self._device = mesh, device
-
-    def split(self, batch: Batch) -> tuple[Batch, Target]:
-        inputs = {name: tensor.to(self._device, non_blocking=True) for name, tensor in batch.items()}
-        count = inputs["loss_mask"].sum()
-        if self._mesh.cp_size > 1:
-            inputs = shard_batch(inputs, self._mesh.cp_rank, self._mesh.cp_size)
-        return inputs, Target(inputs.pop("loss_mask"), count)
-
-    def sum(self, losses: Tensor, target: Target) -> Tensor:
-        return (losses * target.mask).sum()
-
-    def count(self, target: Target) -> Tensor:
-        return target.num_tokens
+def split_batch(batch: Batch, mesh: Mesh, device: torch.device) -> tuple[Batch, Target]:
+    """Split a micro-batch of the loader into what this rank's model takes, on its device, and the target."""
+    inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    num_tokens = inputs["loss_mask"].sum()
+    if mesh.cp_size > 1:
+        inputs = shard_batch(inputs, mesh.cp_rank, mesh.cp_size)
+    return inputs, Target(inputs.pop("loss_mask"), num_tokens)
 
 
 class LossTotals:
-    """This rank's part of a loss over the micro-batches of one optimizer step, and what to go backward from.
+    """This rank's part of the loss over the micro-batches of one optimizer step.
 
     Gradients are those of Megatron's average: over a micro-batch's tokens, then over micro-batches, then (FSDP2's) over
     ranks; with ``per_token`` they are those of the sum, which the step divides by the count of all.
     """
 
     def __init__(
-        self, loss: Loss, mesh: Mesh, device: torch.device, num_micro_batches: int, scale: float, *, per_token: bool
+        self, mesh: Mesh, device: torch.device, num_micro_batches: int, scale: float, *, per_token: bool
     ) -> None:
-        self._loss, self._mesh, self._per_token = loss, mesh, per_token
-        self._num_micro_batches, self._scale = num_micro_batches, scale
+        self._mesh, self._per_token, self._num_micro_batches, self._scale = mesh, per_token, num_micro_batches, scale
         self._sum_and_count = torch.zeros(2, dtype=torch.float64, device=device)
-        self._auxiliary: dict[str, Tensor] = {}
+        self.auxiliary: dict[str, Tensor] = {}  # losses and observations so far, by name
 
-    def add(self, losses: Tensor, target: Any) -> Tensor:
+    def add(self, losses: Tensor, target: Target) -> Tensor:
         """Add a micro-batch's losses [B, S / cp]; return its part of the step's loss, times the loss scale."""
-        total, count = self._loss.sum(losses, target), self._loss.count(target)
+        total, count = target.sum(losses), target.num_tokens
         self._sum_and_count += torch.stack([total.detach(), count])
         # FSDP2 averages over a context-parallel group too, whose parts of the loss are to be added.
         mean = total * self._mesh.cp_size / count.clamp(min=1)
         return (total if self._per_token else mean / self._num_micro_batches) * self._scale
 
-    def add_auxiliary(self, output: ModelOutput, target: Any) -> Tensor | float:
+    def add_auxiliary(self, output: ModelOutput, target: Target) -> Tensor | float:
         """Add a micro-batch's auxiliary losses and observations; return their part of the step's loss, scaled alike."""
         # Averaged over micro-batches and (FSDP2) over ranks; per token, over the tokens that are in them. Ranks of a
         # context-parallel group count the same tokens.
-        weight = self._loss.count(target) / self._mesh.cp_size if self._per_token else 1 / self._num_micro_batches
+        weight = target.num_tokens / self._mesh.cp_size if self._per_token else 1 / self._num_micro_batches
         for name, value in (*output.auxiliary.items(), *output.observed.items()):
-            so_far = self._auxiliary.setdefault(name, self._sum_and_count.new_zeros(()))
+            so_far = self.auxiliary.setdefault(name, self._sum_and_count.new_zeros(()))
             so_far += value.detach() * weight
         return sum(output.auxiliary.values()) * weight * self._scale
 
-    @property
-    def names(self) -> list[str]:
-        """The auxiliary losses and observations so far."""
-        return list(self._auxiliary)
-
-    def of_rank(self, names: Sequence[str]) -> Tensor:
+    def local_totals(self, names: Sequence[str]) -> Tensor:
         """Return sum, count and the auxiliary values of these names, fp64 [2 + A], to be added up over all ranks."""
         zero = self._sum_and_count.new_zeros(())
-        totals = torch.stack([*self._sum_and_count, *(self._auxiliary.get(name, zero) for name in names)])
+        totals = torch.stack([*self._sum_and_count, *(self.auxiliary.get(name, zero) for name in names)])
         return count_once(self._mesh, totals)
 
 
@@ -123,16 +92,10 @@ def mean_loss(loss_sum: float, count: float) -> float:
 
 @dataclass
 class LossSoFar:
-    """This island's loss since the last agreement, which tells it to the others."""
+    """This island's loss since the last agreement, which sends it to the others."""
 
     loss_sum: float = 0.0
     num_tokens: float = 0.0
-
-    def add(self, loss_sum: float, num_tokens: float, counts: bool) -> None:
-        """Add a step's, if it counts."""
-        if counts:
-            self.loss_sum += loss_sum
-            self.num_tokens += num_tokens
 
     def local_stats(self) -> tuple[float, float]:
         return self.loss_sum, self.num_tokens

@@ -1,6 +1,6 @@
-"""Where did NaN or Inf begin? The step is computed again, with every module's output and gradient looked at.
+"""Find where NaN or Inf began: compute the step again, and check every module's output and gradient.
 
-Each island looks for itself: others need not wait for that, and need not have computed NaN.
+Each island does so alone: the others need not wait for it.
 """
 
 from __future__ import annotations
@@ -32,30 +32,28 @@ class NotFiniteError(ValueError):
 
 
 class NonfiniteSteps:
-    """Counts the steps that an island skipped for NaN or Inf, says where they began, and whether it came to nothing.
+    """Counts the steps that an island skipped for NaN or Inf, and reports where NaN or Inf began.
 
     Its methods are collective on the ranks of the island.
     """
 
     def __init__(self, run: Run, state: TrainState) -> None:
-        precision, training = run.settings.precision, run.settings.training
-        self.run, self.state = run, state
-        self.scale_adapts = precision.fp16 and precision.loss_scale is None  # which overflows to adapt
+        self.run, self.state, training = run, state, run.settings.training
         # fp16's first loss scale, 2^32, may take 30 halvings to come down.
-        self.limit = training.max_nonfinite_steps or (50 if self.scale_adapts else 10)
+        self.limit = training.max_nonfinite_steps or (50 if state.scaler.is_dynamic else 10)
         self.is_checked = not training.no_check_for_nan_in_loss_and_grad
-        self.steps = self.in_a_row = 0  # of this process; nonfinite ones up to now
+        self.steps = self.in_a_row = 0  # of this process; the last steps that were not finite
         self.last: IslandStep | None = None
         self.where = ""
         self.too_many: str | None = None  # why the run ends
 
     def step(self, step: IslandStep) -> bool:
-        """Take a step in; whether there are too many."""
+        """Count a step; return whether too many in a row were not finite."""
         self.steps, self.last = self.steps + 1, step
-        self.in_a_row = self.in_a_row + 1 if step.nonfinite else 0
-        if not step.nonfinite or not self.is_checked:
+        self.in_a_row = self.in_a_row + 1 if step.is_nonfinite else 0
+        if not step.is_nonfinite or not self.is_checked:
             return False
-        if self.in_a_row == (self.limit if self.scale_adapts else 1):
+        if self.in_a_row == (self.limit if self.state.scaler.is_dynamic else 1):
             self.where = self._locate(step)
             if dist.get_rank(self.run.mesh.ranks_of_island) == 0:
                 print(
@@ -65,7 +63,7 @@ class NonfiniteSteps:
                 )
         if self.in_a_row < self.limit:
             return False
-        # Kept: finite steps may follow until islands meet.
+        # Kept: finite steps may follow until islands exchange their statistics.
         iteration, scale = self.run.counters.iteration, self.state.scaler.scale
         self.too_many = (
             f"{self.in_a_row} steps in a row, up to iteration {iteration}, had NaN or Inf (loss scale {scale:g}), so "
@@ -80,24 +78,23 @@ class NonfiniteSteps:
         return locate_nonfinite(self.run, self.state, step.micro_batches)
 
     def at_end(self) -> str | None:
-        """Why the run came to nothing, however short it was: not one finite step, or NaN or Inf in a parameter that
-        the last step moved.
-        """
+        """Return why the run came to nothing: no finite step, or NaN or Inf in a parameter that the last step moved."""
         run, last = self.run, self.last
         assert last is not None
+        iteration = run.counters.iteration
         if self.in_a_row < self.steps:
-            of_ranks = gather_objects(_nonfinite_parameters(self.state), run.mesh.ranks_of_island)
-            names = [name for of_rank in of_ranks for name in of_rank]
-            if not names:
+            per_rank = gather_objects(_nonfinite_parameter(self.state), run.mesh.ranks_of_island)
+            name = next(filter(None, per_rank), None)
+            if name is None:
                 return None
             return (
-                f"NaN or Inf is in {names[0]} after iteration {run.counters.iteration}: lower --lr, and go on from an "
-                "older checkpoint with --ckpt-step"
+                f"NaN or Inf is in {name} after iteration {iteration}: lower --lr, and go on from an older checkpoint "
+                "with --ckpt-step"
             )
         scale, least = self.state.scaler.scale, run.settings.precision.min_loss_scale
-        if self.scale_adapts and math.isfinite(last.loss) and least < scale < math.inf:
+        if self.state.scaler.is_dynamic and math.isfinite(last.loss) and least < scale < math.inf:
             # Overflows are no end: the scale comes down, as it would in a longer run.
-            if run.counters.scheduled_samples == 0 and run.counters.iteration == run.train_iters:
+            if run.counters.scheduled_samples == 0 and iteration == run.train_iters:
                 print_once(
                     f"note: no step counted, and the parameters are the initial ones: the loss scale is still coming "
                     f"down, and is {scale:g} by now; train longer, or begin with --initial-loss-scale {scale:g}"
@@ -105,17 +102,17 @@ class NonfiniteSteps:
             return None
         where = self.where or self._locate(last)
         return (
-            f"not one of the {self.steps} steps up to iteration {run.counters.iteration} was without NaN or Inf (loss "
-            f"scale {scale:g}), so the parameters did not move: {where}; lower --lr or look at the data"
+            f"not one of the {self.steps} steps up to iteration {iteration} was without NaN or Inf (loss scale "
+            f"{scale:g}), so the parameters did not move: {where}; lower --lr or look at the data"
         )
 
 
-def _nonfinite_parameters(state: TrainState) -> list[str]:
-    """The first parameter of which this rank holds a NaN or Inf, and that rank; [] if there is none."""
+def _nonfinite_parameter(state: TrainState) -> str | None:
+    """Name the first parameter of which this rank holds a NaN or Inf, and this rank; None if there is none."""
     for name, parameter in state.model.named_parameters():
         if not local_part(parameter).isfinite().all():
-            return [f"the parameter {name} (the part of {_this_rank()})"]
-    return []
+            return f"the parameter {name} (the part of {_this_rank()})"
+    return None
 
 
 def _this_rank() -> str:
@@ -123,11 +120,11 @@ def _this_rank() -> str:
 
 
 def locate_nonfinite(run: Run, state: TrainState, micro_batches: list[Batch]) -> str:
-    """One line: where the NaN or Inf of a step began, and on which rank. Changes nothing.
+    """Say in one line where the NaN or Inf of a step began, and on which rank; changes nothing.
 
-    Collective on the ranks of an island. micro_batches: this rank's of the step. Costs one more step.
+    Computes the step again. Collective on the ranks of an island. micro_batches: this rank's of the step.
     """
-    parameters = _nonfinite_parameters(state)
+    parameter = _nonfinite_parameter(state)
     stages: Mapping[int, nn.Module] = {0: state.model}
     last_stage = 0
     if state.pipeline is not None:
@@ -139,20 +136,20 @@ def locate_nonfinite(run: Run, state: TrainState, micro_batches: list[Batch]) ->
         num_micro_batches = len(micro_batches) // len(state.ranks)
         accumulate_gradients(run, state, iter(micro_batches), num_micro_batches)
     state.optimizer.zero_grad()
-    run.token_traffic.take()  # none of the run's own steps
+    run.token_traffic.take()  # do not count it
     if state.zeropp is not None:
         state.zeropp.undo_step()
         state.zeropp.traffic.take()
-    mine = parameters, [(*event, f"the {event[0]} of {name} on {_this_rank()}") for event, name in found.items()]
-    of_ranks = gather_objects(mine, run.mesh.ranks_of_island)
+    events = [(*event, f"the {event[0]} of {name} on {_this_rank()}") for event, name in found.items()]
+    per_rank = gather_objects((parameter, events), run.mesh.ranks_of_island)
 
     # A parameter explains outputs, and the first output (or else gradient) of a rank what comes after it. Outputs go
     # from stage to stage of a pipeline, and gradients back.
-    causes = [text for parameters, _ in of_ranks for text in parameters]
+    causes = [text for text, _ in per_rank if text is not None]
     for kind, first in ((_OUTPUT, min), (_GRADIENT, max)):
-        events = [(stage, text) for _, of_rank in of_ranks for of_kind, stage, text in of_rank if of_kind == kind]
-        if events and not causes:
-            causes = [text for stage, text in events if stage == first(stage for stage, _ in events)]
+        found_of_kind = [(stage, text) for _, events in per_rank for k, stage, text in events if k == kind]
+        if found_of_kind and not causes:
+            causes = [text for stage, text in found_of_kind if stage == first(stage for stage, _ in found_of_kind)]
     if not causes:
         return (
             "computed again, the step is finite: a fault that passed (dropout's draw, overflow while gradients were "
@@ -164,7 +161,7 @@ def locate_nonfinite(run: Run, state: TrainState, micro_batches: list[Batch]) ->
 
 @contextmanager
 def _watch(stages: Mapping[int, nn.Module], last_stage: int, compiled: bool) -> Iterator[dict[tuple[str, int], str]]:
-    """Of each stage, the first module whose output is not finite, and the first whose output's gradient is not."""
+    """Find each stage's first module whose output is not finite, and its first whose output's gradient is not."""
     found: dict[tuple[str, int], str] = {}
     handles = []
 

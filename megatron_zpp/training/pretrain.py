@@ -6,11 +6,7 @@ import gc
 import time
 
 from megatron_zpp.metrics.progress import progress
-from megatron_zpp.parallel.distributed import (
-    errors_on_all_ranks,
-    print_once,
-)
-from megatron_zpp.parallel.stop import StopSignals
+from megatron_zpp.parallel.distributed import StopSignals, errors_on_all_ranks, print_once
 from megatron_zpp.training.data import BatchIterators
 from megatron_zpp.training.deferred_stats import DeferredStats
 from megatron_zpp.training.evaluate import test, validate
@@ -18,13 +14,12 @@ from megatron_zpp.training.islands import catch_up, join, report_sync
 from megatron_zpp.training.nonfinite import NotFiniteError
 from megatron_zpp.training.profile import StepProfile
 from megatron_zpp.training.reporter import Reporter
-from megatron_zpp.training.run import Run, what_is_due
-from megatron_zpp.training.saving import Checkpoints
+from megatron_zpp.training.run import Checkpoints, Run, what_is_due
 from megatron_zpp.training.step import train_step
 
 
 def train(run: Run, start: float) -> None:
-    """Step, log, evaluate, save, until the last iteration or a wish to stop. ``start``: monotonic seconds.
+    """Step, log, evaluate, save, until the last iteration or a request to stop. ``start``: monotonic seconds.
 
     Raises NotFiniteError on all ranks, after all that can be saved is saved.
     """
@@ -34,7 +29,6 @@ def train(run: Run, start: float) -> None:
     batches = BatchIterators(run)
     if run.settings.training.manual_gc:
         gc.disable()
-
     if run.counters.iteration == run.train_iters > loaded:  # an island that returns when the others end
         run.islands.leave()
         checkpoints.save()
@@ -64,9 +58,9 @@ def _train_steps(
             steps = train_step(run, batches.train, num_micro_batches, stop=signals.is_asked or is_over)
         if training.exit_signal_handler:
             signals.catch()  # not earlier: a signal ends a rank at once, whatever it waits for before its first step
-        batch_size = run.count_step(skipped=steps[0].skipped)
+        batch_size = run.count_step(skipped=steps[0].is_skipped)
         if counters.iteration == run.train_iters:
-            run.islands.conclude()  # what is evaluated and saved has the last steps in it
+            run.islands.conclude()  # evaluations and checkpoints have the last steps in them
         if catch_up(run):  # an island that fell behind goes on with the others
             batches.seek()
         iteration = counters.iteration
@@ -75,21 +69,22 @@ def _train_steps(
         results = stats.step(steps, batch_size)
         reporter.step(results, batch_size)
         report_sync(run)
-        checkpoints.poll()
+        if checkpoints.saver is not None:
+            checkpoints.saver.poll()
 
         # Evaluate.
         due = what_is_due(settings, iteration, run.train_iters)
-        is_asked_to_stop = any(result.stop for result in results)
+        is_asked_to_stop = any(result.should_stop for result in results)
         if due.evaluate:
             with reporter.paused():
                 is_asked_to_stop |= not validate(run, batches.valid, signals)
 
-        # Save, and end.
-        too_many_nonfinite = any(result.too_many for result in results)
+        # Save.
+        too_many_nonfinite = any(result.has_too_many_nonfinite for result in results)
         ends = due.end or due.exit or is_asked_to_stop or too_many_nonfinite
         if ends:
             run.islands.leave()
-        if checkpoints.are_saved and (due.save or ends):
+        if checkpoints.saver is not None and (due.save or ends):
             with reporter.paused(), progress("saving checkpoint"):
                 checkpoints.save()
                 if not ends and signals.agree():  # asked for meanwhile: this save is the last
@@ -99,14 +94,16 @@ def _train_steps(
                     checkpoints.wait()
         if training.manual_gc_interval and iteration % training.manual_gc_interval == 0:
             gc.collect()
+
+        # End.
         if ends:
             step_profile.end()
             if too_many_nonfinite:
-                raise NotFiniteError(f"{stats.why_too_many()}. {checkpoints.describe()}")
+                raise NotFiniteError(f"{stats.why()}. {checkpoints.describe()}")
             if not due.end:
                 print_once(f"exiting program at iteration {iteration}, {checkpoints.describe()}")
             checkpoints.check_last()
-            if problem := stats.why_nothing():
+            if problem := stats.why(at_end=True):
                 raise NotFiniteError(f"{problem}. {checkpoints.describe()}")
             return due.end
     return True

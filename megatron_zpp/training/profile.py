@@ -1,4 +1,4 @@
-"""``--profile``: where the time of a few steps goes, as traces that Perfetto opens, or as ranges for Nsight Systems."""
+"""``--profile``: record a few steps as traces for Perfetto, or as ranges for Nsight Systems."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from megatron_zpp.training.run import Run
 
 
 class StepProfile:
-    """A profile of the steps and ranks that flags ask for; elsewhere it does nothing.
+    """Profiles the steps and ranks that flags ask for; elsewhere it does nothing.
 
-    While it is taken, everything that goes between and within nodes has a name, as "gather between nodes: layers.3".
+    In a profile, what is sent between and within nodes has a name, such as "gather between nodes: layers.3".
     """
 
     def __init__(self, run: Run) -> None:
-        """Raises ValueError for what this device cannot record, or where there is no place for it; on all ranks."""
+        """Raise ValueError, on all ranks, for what this device cannot record, or if there is no folder for it."""
         settings = run.settings.logging
-        rank = dist.get_rank()
-        on_gpu = run.device.type == "cuda"
+        rank, on_gpu = dist.get_rank(), run.device.type == "cuda"
         self.settings = settings
         self.waits = run.zeropp.waits if run.zeropp is not None else None
         if settings.record_memory_history and not on_gpu:
@@ -60,8 +59,9 @@ class StepProfile:
             Attempts(f"the profile in {getattr(self, 'trace', 'memory')}", retries=False)(self._recording.close)
 
     def _begin(self) -> None:
-        if self.keeps_memory:
-            self._recording.callback(self._write_memory)
+        if self.keeps_memory:  # callbacks run in reverse
+            self._recording.callback(torch.cuda.memory._record_memory_history, enabled=None)
+            self._recording.callback(lambda: torch.cuda.memory._dump_snapshot(str(self.memory)))
         if self.waits is not None:
             self.waits.are_named = True
             self._recording.callback(setattr, self.waits, "are_named", False)
@@ -74,7 +74,3 @@ class StepProfile:
             torch.cuda.profiler.start()  # of nsys --capture-range cudaProfilerApi
             self._recording.callback(torch.cuda.profiler.stop)
             self._recording.enter_context(torch.autograd.profiler.emit_nvtx(record_shapes=True))
-
-    def _write_memory(self) -> None:
-        torch.cuda.memory._dump_snapshot(str(self.memory))
-        torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,7 +1,8 @@
-"""Turns steps into log lines and TensorBoard / wandb points."""
+"""Turn steps into log lines and TensorBoard / wandb points."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -47,9 +48,9 @@ class Reporter:
         self.waited = [0.0, 0.0]  # seconds, for links within nodes and between nodes
 
     def step(self, results: Sequence[StepResult], num_samples: int) -> None:
-        """Take one step in; print and write what is due. Call it on every rank, after the counters moved.
+        """Add one step; print and write what is due. Call it on every rank, after the counters moved.
 
-        results: of the steps since islands last met; none where they do not meet behind this step.
+        results: of the steps since islands last exchanged them; none if they did not after this step.
         """
         run, logging = self.run, self.run.settings.logging
         self.is_first_step = False
@@ -59,9 +60,9 @@ class Reporter:
         self.num_tokens += num_samples * length
         self.flops += num_samples * length * run.architecture.flops_per_token(run.model.config, length)
         for result in results:
-            self.skipped += result.skipped
-            self.nan += result.nan
-            for name, loss in result.losses(run.loss.name).items() if result.has_moved else ():
+            self.skipped += result.is_skipped
+            self.nan += result.has_nan
+            for name, loss in result.losses().items() if result.has_moved else ():
                 self.losses.setdefault(name, []).append(loss)
         for zeropp in run.zeropps:
             self.sent.add(*zeropp.traffic.take().of_levels())
@@ -94,13 +95,9 @@ class Reporter:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave an evaluation or a saving out of the times of training."""
-        self._count_time()
+        self.seconds += self.timer.restart()
         yield
         self._resume()
-
-    def _count_time(self) -> None:
-        """Count the time so far to training."""
-        self.seconds += self.timer.restart()
 
     def _resume(self) -> None:
         if self.run.zeropp is not None and self.run.zeropp.waits is not None:
@@ -110,29 +107,22 @@ class Reporter:
         self.timer.restart()
 
     def _interval_report(self, result: StepResult) -> TrainingReport:
-        run, logging, counters = self.run, self.run.settings.logging, self.run.counters
-        self._count_time()
+        run, logging = self.run, self.run.settings.logging
+        self.seconds += self.timer.restart()
         seconds = self.seconds / self.num_steps
         tokens_per_second = self.num_tokens / self.seconds
         per_device, flops_per_token = tokens_per_second / dist.get_world_size(), self.flops / self.num_tokens
         counts = [*self.sent.of_levels(), *self.sent_for_tokens.of_levels()]
-        of_ranks = torch.tensor([*counts, *self.waited], dtype=torch.float64, device=run.device)
-        dist.all_reduce(of_ranks)
-        *sent, waited_within, waited_between = (of_ranks / self.num_steps).tolist()
+        totals = torch.tensor([*counts, *self.waited], dtype=torch.float64, device=run.device)
+        dist.all_reduce(totals)
+        *sent, waited_within, waited_between = (totals / self.num_steps).tolist()
         within_nodes, between_nodes, between_islands, tokens_within_nodes, tokens_between_nodes, _ = sent
         waits = run.zeropp is not None and run.zeropp.waits is not None and dist.get_world_size() > 1
-        tokens_travel = run.mesh.ep_size > 1
-        means = {name: sum(losses) / len(losses) for name, losses in self.losses.items()}
-        return TrainingReport(
-            iteration=counters.iteration,
-            train_iters=run.train_iters,
-            consumed_samples=counters.consumed_train_samples,
-            learning_rate=result.at.learning_rate,
-            global_batch_size=result.at.num_samples,
-            losses=means,
-            loss_scale=result.at.loss_scale,
+        sends_tokens = run.mesh.ep_size > 1
+        return dataclasses.replace(
+            self._step_report(result),
+            losses={name: sum(losses) / len(losses) for name, losses in self.losses.items()},
             grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
-            num_zeros=result.num_zeros,
             params_norm=self._params_norm() if logging.log_params_norm else None,
             skipped_iterations=self.skipped,
             nan_iterations=self.nan,
@@ -140,35 +130,37 @@ class Reporter:
             tflops_per_device=model_tflops(per_device, flops_per_token) if logging.log_throughput else None,
             tokens_per_second=tokens_per_second,
             mfu=mfu(per_device, flops_per_token, self.peak),
-            eta_seconds=seconds * (run.train_iters - counters.iteration),
+            eta_seconds=seconds * (run.train_iters - result.at.iteration),
             bytes_between_nodes=between_nodes if run.zeropp is not None else None,
             bytes_within_nodes=within_nodes if run.zeropp is not None else None,
             bytes_between_islands=between_islands if run.has_islands else None,
             island=run.mesh.job if run.elastic is not None else None,
             islands_there=run.elastic.num_islands if run.elastic is not None else None,
-            token_bytes_between_nodes=tokens_between_nodes if tokens_travel else None,
-            token_bytes_within_nodes=tokens_within_nodes if tokens_travel else None,
+            token_bytes_between_nodes=tokens_between_nodes if sends_tokens else None,
+            token_bytes_within_nodes=tokens_within_nodes if sends_tokens else None,
             waited_between_nodes=waited_between / dist.get_world_size() if waits else None,
             waited_within_nodes=waited_within / dist.get_world_size() if waits else None,
             # Of the last island, whose last rank writes the log.
             quantization_errors=[zeropp.quantization_errors() for zeropp in run.zeropps][-1] if run.zeropps else {},
         )
 
-    def _write_point(self, result: StepResult, interval: TrainingReport | None) -> None:
-        """TensorBoard's and wandb's values are the step's own, not the interval's means; the rest is the interval's."""
-        run, logging, at = self.run, self.run.settings.logging, result.at
-        point = TrainingReport(
-            iteration=at.iteration,
-            train_iters=run.train_iters,
-            consumed_samples=at.consumed_samples,
-            learning_rate=at.learning_rate,
-            global_batch_size=at.num_samples,
-            losses=result.losses(run.loss.name),
-            loss_scale=at.loss_scale,
+    def _step_report(self, result: StepResult) -> TrainingReport:
+        return TrainingReport(
+            iteration=result.at.iteration,
+            train_iters=self.run.train_iters,
+            consumed_samples=result.at.consumed_samples,
+            learning_rate=result.at.learning_rate,
+            global_batch_size=result.at.num_samples,
+            losses=result.losses(),
+            loss_scale=result.at.loss_scale,
             grad_norm=result.grad_norm,
             num_zeros=result.num_zeros,
         )
-        metrics = training_metrics(point, logging)
+
+    def _write_point(self, result: StepResult, interval: TrainingReport | None) -> None:
+        """Write the step's values to TensorBoard and wandb, and the interval's for what a step does not have."""
+        run, logging, at = self.run, self.run.settings.logging, result.at
+        metrics = training_metrics(self._step_report(result), logging)
         if interval is not None:
             metrics = training_metrics(interval, logging) | metrics
         if logging.log_world_size_to_tensorboard:
@@ -182,10 +174,10 @@ class Reporter:
         run.writers.write(metrics, at.iteration, at.consumed_samples)
 
     def _params_norm(self) -> float:
-        """Of islands the mean."""
+        """Return the norm of the parameters, the mean over islands. Collective."""
         run = self.run
-        norms = [
-            torch.tensor(params_norm([*state.model.parameters()], state.ranks, run.copies), device=run.device)
-            for state in run.states
-        ]
-        return run.add_over_islands(norms).item() / run.mesh.num_islands
+        norms = [params_norm([*state.model.parameters()], state.ranks, run.copies) for state in run.states]
+        total = torch.tensor(norms, device=run.device).sum(dim=0)
+        if run.mesh.island.size() > 1:
+            dist.all_reduce(total, group=run.mesh.island.get_group())
+        return total.item() / run.mesh.num_islands

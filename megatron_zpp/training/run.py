@@ -1,4 +1,4 @@
-"""What a run consists of."""
+"""The parts of a run, what it counts and saves, and what is due at a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_zpp.checkpoint import FolderLock, Trained
+from megatron_zpp.checkpoint import CheckpointError, CheckpointSaver, FolderLock, Trained
 from megatron_zpp.checkpoint.meta import Counters
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.data.loader import Batch
@@ -21,16 +21,15 @@ from megatron_zpp.islands import OuterSync
 from megatron_zpp.islands.elastic import ElasticIslands
 from megatron_zpp.metrics.writers import MetricWriters
 from megatron_zpp.models.transformer import Transformer
-from megatron_zpp.optim.batch_size import BatchSchedule
-from megatron_zpp.optim.curriculum import Curriculum
-from megatron_zpp.optim.loss_scaler import LossScaler
-from megatron_zpp.optim.optimizer import set_lr_and_weight_decay
-from megatron_zpp.optim.schedule import Schedule
+from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum
+from megatron_zpp.optim.gradients import LossScaler
+from megatron_zpp.optim.schedule import Schedule, set_lr_and_weight_decay
+from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.settings.resolved import ResolvedSettings
-from megatron_zpp.training.loss import Loss, LossSoFar, mean_loss
+from megatron_zpp.training.loss import LossSoFar, mean_loss
 from megatron_zpp.zeropp import Ranks, Traffic, ZeroPPInterface
 from megatron_zpp.zeropp.fsdp.topology import gather_objects
 
@@ -56,9 +55,9 @@ class TrainState:
             self.zeropp.set_is_last_micro_batch(is_last)
 
     def finish_step(self, overflow: bool, skipped: bool, group: dist.ProcessGroup) -> None:
-        """Make ready for the next step, when gradients are gone; after a skipped one as if it had never been.
+        """Prepare for the next step when gradients are gone, and undo a skipped one.
 
-        group: the ranks that the model adds up over what it has to.
+        group: the ranks over which the model sums what the optimizer does not update.
         """
         self.model.finish_step(not skipped, lambda tensor: dist.all_reduce(tensor, group=group))
         scale = self.scaler.scale
@@ -78,9 +77,8 @@ class Run:
     settings: ResolvedSettings
     device: torch.device
     mesh: Mesh
-    states: list[TrainState]  # of this process: one, but for one of each island that it emulates
+    states: list[TrainState]  # of this process: one, or one of each island that it emulates
     islands: OuterSync  # of no islands in an ordinary run
-    loss: Loss
     token_traffic: Traffic  # of tokens that are sent to experts
     schedule: Schedule | None  # None with --skip-train
     batches: BatchSchedule
@@ -94,53 +92,23 @@ class Run:
     lock: FolderLock | None = None  # on --save, held by rank 0
     last_loss: float | None = None
 
-    # Of the first state:
-
-    @property
-    def model(self) -> Transformer:
-        return self.states[0].model
-
-    @property
-    def pipeline(self) -> Pipeline | None:
-        return self.states[0].pipeline
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self.states[0].optimizer
-
-    @property
-    def ranks(self) -> Ranks:
-        return self.states[0].ranks
-
-    @property
-    def zeropp(self) -> ZeroPPInterface | None:
-        return self.states[0].zeropp
-
-    # Of all:
-
-    @property
-    def world_size(self) -> int:
-        """Real or emulated ranks of the run."""
-        return len(self.states) * self.ranks.world_size
-
-    @property
-    def zeropps(self) -> list[ZeroPPInterface]:
-        return [state.zeropp for state in self.states if state.zeropp is not None]
-
-    def set_training(self, mode: bool) -> None:
-        """Training mode, or evaluation mode."""
-        for state in self.states:
-            (state.model if state.pipeline is None else state.pipeline).train(mode)
-
-    def add_over_islands(self, per_state: Sequence[Tensor]) -> Tensor:
-        """The sum of a tensor that the ranks of each island have alike, over all islands; collective."""
-        total = torch.stack([*per_state]).sum(dim=0)
-        if self.mesh.island.size() > 1:
-            dist.all_reduce(total, group=self.mesh.island.get_group())
-        return total
+    def __post_init__(self) -> None:
+        first, ranks = self.states[0], self.settings.distributed
+        self.model, self.pipeline, self.optimizer = first.model, first.pipeline, first.optimizer
+        self.ranks, self.zeropp = first.ranks, first.zeropp
+        self.zeropps = [state.zeropp for state in self.states if state.zeropp is not None]
+        # Parameters that another rank of the pipeline has too, and counts.
+        self.copies: Sequence[Tensor] = () if self.pipeline is None else self.pipeline.copies
+        self.world_size = len(self.states) * self.ranks.world_size  # real or emulated ranks
+        self.has_islands = ranks.islands > 1  # several train by themselves, in this job or in others
+        # The islands, if this one is a job of its own.
+        self.elastic = self.islands if isinstance(self.islands, ElasticIslands) else None
+        # Samples that one evaluation reads, on all ranks together.
+        micro_batch_size = self.settings.training.micro_batch_size
+        self.samples_of_evaluation = self.num_eval_micro_batches * micro_batch_size * self.mesh.dp_size_of_job
 
     def of_all_islands(self, per_state: Sequence[T]) -> list[T]:
-        """What the ranks of each island have alike, of all islands in order; collective."""
+        """Gather what the ranks of each island have alike, from all islands in order. Collective."""
         of_islands: list[Sequence[T]] = [per_state]
         if self.mesh.island.size() > 1:
             of_islands = gather_objects(per_state, self.mesh.island.get_group())
@@ -158,48 +126,28 @@ class Run:
         weight_decay = self.schedule.weight_decay(self.counters.scheduled_samples)
         set_lr_and_weight_decay(optimizer, lr, weight_decay, decoupled_lr)
 
+    def scheduled_samples(self) -> float:
+        """The schedule's position: samples, or the number of whole samples that the tokens make if it counts tokens."""
+        counters, schedule = self.counters, self.settings.schedule
+        if counters.cut_tokens and (schedule.lr_decay_tokens is not None or schedule.lr_warmup_tokens):
+            return counters.scheduled_samples - counters.cut_tokens / self.settings.training.seq_length
+        return counters.scheduled_samples
+
     def count_step(self, skipped: bool = False) -> int:
         """Move the counters by an optimizer step, and return the samples that it took."""
         counters = self.counters
         num_samples = self.batches.global_batch_size(counters.consumed_train_samples)
         counters.iteration += 1
         counters.consumed_train_samples += num_samples
-        # Islands do not know of each other's skipped steps: their schedules count them, and stay alike.
+        # Islands do not know each other's skipped steps: their schedules count them, and stay alike.
         if self.has_islands or not skipped:
             cut = self.settings.training.seq_length - self.sample_length(counters.iteration)
             counters.scheduled_samples += num_samples
             counters.cut_tokens += num_samples * cut
         return num_samples
 
-    def scheduled_samples(self) -> float:
-        """Where the learning-rate schedule stands: samples, or, if it counts tokens, the whole samples they make."""
-        counters, schedule = self.counters, self.settings.schedule
-        if counters.cut_tokens and (schedule.lr_decay_tokens is not None or schedule.lr_warmup_tokens):
-            return counters.scheduled_samples - counters.cut_tokens / self.settings.training.seq_length
-        return counters.scheduled_samples
-
-    @property
-    def has_islands(self) -> bool:
-        """Whether several islands train by themselves, in this job or in others."""
-        return self.settings.distributed.islands > 1
-
-    @property
-    def elastic(self) -> ElasticIslands | None:
-        """The islands, where this one is a job of its own."""
-        return self.islands if isinstance(self.islands, ElasticIslands) else None
-
-    @property
-    def samples_of_evaluation(self) -> int:
-        """That one evaluation reads, on all ranks together."""
-        return self.num_eval_micro_batches * self.settings.training.micro_batch_size * self.mesh.dp_size_of_job
-
-    @property
-    def copies(self) -> Sequence[Tensor]:
-        """Parameters that another rank of the pipeline has too, and counts."""
-        return () if self.pipeline is None else self.pipeline.copies
-
     def trained(self, with_optimizer: bool) -> Trained:
-        """What checkpoints keep as tensors."""
+        """Return what checkpoints keep as tensors."""
         return Trained(
             models=[state.model for state in self.states],
             optimizers=[state.optimizer for state in self.states] if with_optimizer else [],
@@ -209,7 +157,7 @@ class Run:
         )
 
     def meta(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the tensors; collective."""
+        """Return what a checkpoint keeps beside the tensors. Collective."""
         loss_is_finite = self.last_loss is None or math.isfinite(self.last_loss)
         scalers = self.of_all_islands([state.scaler.state_dict() for state in self.states])
         return {
@@ -230,8 +178,8 @@ class Run:
         }
 
     def layout(self) -> dict[str, int | str]:
-        """How the ranks are divided, and whether those of a tensor-parallel group draw random numbers alike."""
-        sizes: dict[str, int | str] = {**self.mesh.sizes()}
+        """Return how the ranks are divided, and whether those of a tensor-parallel group draw random numbers alike."""
+        sizes: dict[str, int | str] = {**self.mesh.sizes}
         if self.pipeline is not None:
             sizes["stages"] = str(self.pipeline.placement)
         return sizes | {"sp": int(self.settings.distributed.sequence_parallel and self.mesh.tp_size > 1)}
@@ -239,22 +187,22 @@ class Run:
 
 @dataclass(frozen=True)
 class IslandStep:
-    """What one optimizer step did in an island; the same on each of its ranks."""
+    """The statistics of one optimizer step in an island; the same on each of its ranks."""
 
     loss_sum: float  # over the island's tokens
     num_tokens: float
     auxiliary: dict[str, float]  # auxiliary losses and what else a model shows: means over micro-batches and ranks
     grad_norm: float  # before clipping
     num_zeros: int | None
-    nonfinite: bool  # loss or gradients have NaN or Inf
-    spiked: bool  # the loss was far above that of the steps before
-    stop: bool  # some rank wants to save and exit
+    is_nonfinite: bool  # loss or gradients have NaN or Inf
+    has_spiked: bool  # the loss was far above that of the steps before
+    should_stop: bool  # some rank wants to save and exit
     micro_batches: list[Batch] = field(repr=False)  # this rank's, or in turn those of all that it emulates
 
     @property
-    def skipped(self) -> bool:
-        """Whether the parameters did not move."""
-        return self.nonfinite or self.spiked
+    def is_skipped(self) -> bool:
+        """Whether the parameters stayed as they were."""
+        return self.is_nonfinite or self.has_spiked
 
     @property
     def loss(self) -> float:
@@ -290,3 +238,52 @@ def what_is_due(settings: ResolvedSettings, iteration: int, train_iters: int) ->
         exit=divides(training.exit_interval),
         end=iteration == train_iters,
     )
+
+
+class Checkpoints:
+    """The checkpoints that a run saves. ``saver``: of ``--save``, None without it. All methods are collective."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, checkpoint = run, run.settings.checkpoint
+        self.saver: CheckpointSaver | None = None
+        keep_last = checkpoint.save_keep_last
+        if keep_last is None and checkpoint.save_retain_interval is not None:
+            keep_last = 2  # one to go back to if the last is damaged
+        if checkpoint.save is not None:
+            self.saver = CheckpointSaver(
+                checkpoint.save,
+                asynchronous=not checkpoint.no_async_save,
+                keep_last=keep_last,
+                retain_interval=checkpoint.save_retain_interval,
+                timeout_minutes=run.settings.distributed.distributed_timeout_minutes,
+                lock=run.lock,
+            )
+
+    def save(self) -> None:
+        """Begin to save the run; training may go on."""
+        if self.saver is not None:
+            run, checkpoint = self._run, self._run.settings.checkpoint
+            trained = run.trained(with_optimizer=not checkpoint.no_save_optim)
+            self.saver.save(run.counters.iteration, trained, run.meta(), not checkpoint.no_save_rng)
+
+    def wait(self) -> None:
+        """Return when nothing is being saved any more."""
+        if self.saver is not None:
+            self.saver.wait()
+
+    def check_last(self) -> None:
+        """Raise CheckpointError on all ranks if the run's last iteration was not saved."""
+        with errors_on_all_ranks():
+            if self.saver is not None and self.saver.saved_iteration != self._run.counters.iteration:
+                raise CheckpointError(
+                    f"the checkpoint of the last iteration, {self._run.counters.iteration}, was not saved, for the "
+                    f"reason above; the latest one in {self.saver.folder} is older, and the same command goes on from "
+                    "there"
+                )
+
+    def describe(self) -> str:
+        """Say where the run's last iteration is saved."""
+        if self.saver is None:
+            return "not saved: there is no --save"
+        is_saved = self.saver.saved_iteration == self._run.counters.iteration
+        return f"saved in {self.saver.folder}" if is_saved else "NOT SAVED"

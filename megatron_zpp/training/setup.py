@@ -1,9 +1,8 @@
-"""Builds everything that a run needs from its settings."""
+"""Build everything that a run needs from its settings, and load its checkpoint."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +23,18 @@ from megatron_zpp.data.build import Datasets
 from megatron_zpp.families import Architecture, padded_vocab_size
 from megatron_zpp.islands import OuterSync, apply_islands, emulate_islands
 from megatron_zpp.metrics.writers import MetricWriters, describe_program
-from megatron_zpp.optim.batch_size import BatchSchedule
-from megatron_zpp.optim.curriculum import Curriculum
-from megatron_zpp.optim.loss_scaler import LossScaler
+from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum
+from megatron_zpp.optim.gradients import LossScaler
 from megatron_zpp.optim.optimizer import build_optimizer
 from megatron_zpp.optim.schedule import Schedule, resume_schedule
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
-from megatron_zpp.parallel.mesh import Mesh, build_mesh, model_parallel_sizes, ranks_per_model_copy
+from megatron_zpp.parallel.mesh import MODEL_PARALLEL_AXES, Mesh, ranks_per_model_copy
 from megatron_zpp.parallel.tensor import dropout_seed
-from megatron_zpp.settings.groups import TrainingSettings
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.data import build_data, check_same_data_on_all_ranks
 from megatron_zpp.training.islands import build_elastic_islands, prepare_island
-from megatron_zpp.training.loss import LanguageModelLoss, LossSoFar
-from megatron_zpp.training.model import build_model_on_ranks
+from megatron_zpp.training.loss import LossSoFar
+from megatron_zpp.training.model import ModelBuilder
 from megatron_zpp.training.run import Run, TrainState
 from megatron_zpp.zeropp import OwnRank, Traffic, ranks_of
 
@@ -46,7 +43,7 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
     """Build, on all ranks together, and load the checkpoint of ``--load`` if there is one."""
     if settings.distributed.islands_may_leave:
         settings = prepare_island(settings)
-    training, save = settings.training, settings.checkpoint.save
+    training, save, world_size = settings.training, settings.checkpoint.save, dist.get_world_size()
     mesh = _build_mesh(settings, device)
     batches = BatchSchedule.from_settings(training, mesh.dp_size)
     with errors_on_all_ranks():
@@ -62,9 +59,9 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         if resumed is not None:
             counters = Counters.from_meta(resumed)
             check_same_batches_and_data(settings, resumed)
-    length = _length(settings, batches, counters, mesh)
+    train_iters, num_eval_micro_batches, num_samples = _plan_length(settings, batches, counters, mesh)
     with errors_on_all_ranks():
-        tokens_in_vocabulary, datasets = build_data(settings, length.num_samples)
+        tokens_in_vocabulary, datasets = build_data(settings, num_samples)
         multiple = settings.model.make_vocab_size_divisible_by
         vocab_size = padded_vocab_size(tokens_in_vocabulary, multiple)
         check_vocabulary(settings.distributed, vocab_size, multiple)
@@ -79,10 +76,8 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
 
     token_traffic = Traffic()
     loss_since_agreement = LossSoFar()
-    states = [
-        _build_state(architecture, settings, tokens_in_vocabulary, device, mesh, token_traffic, island)
-        for island in range(mesh.emulated_islands)
-    ]
+    builder = ModelBuilder(architecture, settings, tokens_in_vocabulary, device, mesh, token_traffic)
+    states = [_build_state(builder, island) for island in range(mesh.emulated_islands)]
     run = Run(
         architecture=architecture,
         settings=settings,
@@ -90,7 +85,6 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         mesh=mesh,
         states=states,
         islands=_build_islands(states, settings, mesh, datasets, loss_since_agreement),
-        loss=LanguageModelLoss(mesh, device),
         loss_since_agreement=loss_since_agreement,
         token_traffic=token_traffic,
         schedule=schedule,
@@ -98,12 +92,17 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         curriculum=Curriculum.from_settings(training),
         datasets=datasets,
         writers=writers,
-        train_iters=length.train_iters,
-        num_eval_micro_batches=length.num_eval_micro_batches,
+        train_iters=train_iters,
+        num_eval_micro_batches=num_eval_micro_batches,
         counters=counters,
         lock=lock,
     )
-    _seed_dropout(run)
+    # From here on only dropout draws random numbers; ranks of other jobs draw others.
+    seed, sequence_parallel, first_rank = training.seed, settings.distributed.sequence_parallel, mesh.job * world_size
+    for state in states:
+        state.ranks.random_states.seed(
+            lambda rank: dropout_seed(seed, first_rank + rank, mesh.tp_size, sequence_parallel)
+        )
     if checkpoint is not None and meta is not None:
         _load(run, checkpoint, meta)
     elif settings.checkpoint.load is not None:
@@ -118,9 +117,10 @@ def _build_mesh(settings: ResolvedSettings, device: torch.device) -> Mesh:
         # Shards of one rank each, that is plain data parallelism with FSDP2's mixed precision.
         replicas = dist.get_world_size() * ranks.context_parallel_size // ranks_per_model_copy(ranks)
     emulates, leaves = ranks.emulate_ranks is not None, ranks.islands_may_leave
-    return build_mesh(
+    sizes = {axis: getattr(ranks, setting) for axis, setting in MODEL_PARALLEL_AXES.items()}
+    return Mesh(
         device.type,
-        model_parallel_sizes(ranks) | {"island": 1 if emulates or leaves else ranks.islands},
+        sizes | {"island": 1 if emulates or leaves else ranks.islands},
         ranks.emulate_ranks or 1,
         replicas,
         ranks.expert_model_parallel_size,
@@ -130,19 +130,17 @@ def _build_mesh(settings: ResolvedSettings, device: torch.device) -> Mesh:
     )
 
 
-@dataclass(frozen=True)
-class _Length:
-    """How much a run trains and evaluates, from its first step on."""
+def _plan_length(
+    settings: ResolvedSettings, batches: BatchSchedule, counters: Counters, mesh: Mesh
+) -> tuple[int, int, tuple[int, int, int]]:
+    """Plan how much the run trains and evaluates, from its first step on.
 
-    train_iters: int
-    num_eval_micro_batches: int  # per data-parallel rank of this job and evaluation
-    num_samples: tuple[int, int, int]  # that it reads to train, validate and test, on all ranks
-
-
-def _length(settings: ResolvedSettings, batches: BatchSchedule, counters: Counters, mesh: Mesh) -> _Length:
+    Returns the iterations to train, the micro-batches of an evaluation on each data-parallel rank of this job, and the
+    samples that all ranks read to train, validate and test.
+    """
     training = settings.training
     train_iters = training.train_iters
-    if train_iters is None:  # the batch size may be another than before the checkpoint
+    if train_iters is None:  # the batch size may differ from that before the checkpoint
         to_come = batches.total_iterations(training.train_samples or 0, counters.consumed_train_samples)
         train_iters = counters.iteration + to_come
     train_samples = batches.samples_after(max(0, train_iters - counters.iteration), counters.consumed_train_samples)
@@ -150,20 +148,16 @@ def _length(settings: ResolvedSettings, batches: BatchSchedule, counters: Counte
     eval_samples = num_eval_micro_batches * training.micro_batch_size * mesh.dp_size_of_job
     # All islands take the same samples, whenever they come: those of one that is there from the first step on.
     begun = Counters() if settings.distributed.islands_may_leave else counters
-    valid_samples = begun.consumed_valid_samples + _evaluations_to_come(training, begun, train_iters) * eval_samples
+    evaluations = 1  # at the end of the run
+    if training.eval_interval:
+        evaluations += max(0, train_iters // training.eval_interval - begun.iteration // training.eval_interval)
     num_samples = (
         0 if training.skip_train else max(train_samples, training.train_samples or 0),
-        valid_samples if eval_samples else 0,  # else a resumed run with --eval-iters 0 would evaluate nothing, as 0
+        # Without evaluations 0 even if a checkpoint counts some: 0 samples build no data to evaluate on.
+        begun.consumed_valid_samples + evaluations * eval_samples if eval_samples else 0,
         eval_samples,
     )
-    return _Length(train_iters, num_eval_micro_batches, num_samples)
-
-
-def _evaluations_to_come(training: TrainingSettings, counters: Counters, train_iters: int) -> int:
-    """On the validation data: one at the end of the run, and those before."""
-    if not training.eval_interval:
-        return 1
-    return 1 + max(0, train_iters // training.eval_interval - counters.iteration // training.eval_interval)
+    return train_iters, num_eval_micro_batches, num_samples
 
 
 def _build_writers(
@@ -182,26 +176,15 @@ def _build_writers(
     )
 
 
-def _build_state(
-    architecture: Architecture,
-    settings: ResolvedSettings,
-    vocab_size: int,
-    device: torch.device,
-    mesh: Mesh,
-    token_traffic: Traffic,
-    island: int,
-) -> TrainState:
-    """``vocab_size``: before padding. ``island``: which of those that this process emulates."""
-    model, pipeline, zeropp = build_model_on_ranks(
-        architecture, settings, vocab_size, device, mesh, token_traffic, island
-    )
+def _build_state(builder: ModelBuilder, emulated_island: int) -> TrainState:
+    settings, group = builder.settings, builder.mesh.ranks_of_island
+    model, zeropp = builder.build(emulated_island), builder.zeropp
     with errors_on_all_ranks():
         optimizer = build_optimizer(model, settings.optimizer, zeropp)
-    group = mesh.ranks_of_island
     ranks = ranks_of(zeropp) if group is None else OwnRank(gathers_over=group)
     ranks.step_by_shards(optimizer)
-    scaler = LossScaler.from_settings(settings.precision)
-    return TrainState(model, pipeline, optimizer, ranks, scaler, zeropp, settings.zero.zero_stage)
+    scaler = LossScaler(settings.precision)
+    return TrainState(model, builder.pipeline, optimizer, ranks, scaler, zeropp, settings.zero.zero_stage)
 
 
 def _build_islands(
@@ -223,25 +206,20 @@ def _build_islands(
     return emulate_islands(models, [], settings.island, [t.zeropp for t in states if t.zeropp is not None])
 
 
-def _seed_dropout(run: Run) -> None:
-    """From here on randomness is dropout's."""
-    ranks_before = run.mesh.job * dist.get_world_size()  # those of other jobs draw other numbers
-    seed, sequence_parallel = run.settings.training.seed, run.settings.distributed.sequence_parallel
-    for state in run.states:
-        state.ranks.random_states.seed(
-            lambda rank: dropout_seed(seed, ranks_before + rank, run.mesh.tp_size, sequence_parallel)
-        )
-
-
 def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
     """Fill the run from a checkpoint; with --finetune the model alone."""
     settings, goes_on = run.settings.checkpoint, not run.settings.checkpoint.finetune
     with errors_on_all_ranks():
         _check_same_model(run, checkpoint, meta)
-        if goes_on:
-            _resume_schedule(run, meta)
+        if goes_on and run.schedule is not None and meta["schedule"] is not None:
+            run.schedule = resume_schedule(
+                run.schedule,
+                meta["schedule"],
+                override=run.settings.schedule.override_opt_param_scheduler,
+                use_checkpoint=run.settings.schedule.use_checkpoint_opt_param_scheduler,
+            )
     if goes_on:
-        for zeropp in run.zeropps:  # which knows better where its own state is taken over
+        for zeropp in run.zeropps:  # state of its own overrides this
             zeropp.set_optimizer_steps(run.counters.iteration - run.counters.skipped_iterations)
     notes = load_checkpoint(
         checkpoint,
@@ -251,14 +229,22 @@ def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
         load_rng=goes_on and not settings.no_load_rng,
     )
     if goes_on:
-        _resume_state(run, meta)
+        scalers = meta.get("loss_scalers", [])
+        if len(scalers) != run.mesh.num_islands:  # saved with another number of islands
+            scalers = [meta["loss_scaler"]] * run.mesh.num_islands
+        for state, scaler in zip(run.states, scalers[run.mesh.island.get_local_rank() :], strict=False):
+            state.scaler.load_state_dict(scaler)
+        # An elastic island saves the state of its last synchronization, and resumes from there.
+        could_leave = bool(meta["settings"].get("islands_may_leave", False))
+        if not (run.elastic is not None and could_leave and not settings.no_load_optim):
+            run.islands.steps = run.counters.iteration
     for note in notes:
         print_once(f"note: {note}")
     print_once(f"  successfully loaded checkpoint {checkpoint} at iteration {meta['iteration']}")
 
 
 def _check_same_model(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
-    """Raise CheckpointError where the checkpoint's weights are of another shape or use."""
+    """Raise CheckpointError if the checkpoint's model has another shape or uses its weights otherwise."""
     _, saved = saved_model(meta, run.architecture)
     theirs = dataclasses.asdict(saved)
     differing = [
@@ -271,30 +257,3 @@ def _check_same_model(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
             f"{checkpoint} is of another model: {'; '.join(differing)}. Give the flags of the model that was saved, "
             "or --load another folder"
         )
-
-
-def _resume_schedule(run: Run, meta: dict[str, Any]) -> None:
-    if run.schedule is not None and meta["schedule"] is not None:
-        run.schedule = resume_schedule(
-            run.schedule,
-            meta["schedule"],
-            override=run.settings.schedule.override_opt_param_scheduler,
-            use_checkpoint=run.settings.schedule.use_checkpoint_opt_param_scheduler,
-        )
-
-
-def _resume_state(run: Run, meta: dict[str, Any]) -> None:
-    """Loss scales, and the steps that islands have counted."""
-    scalers = meta.get("loss_scalers", [])
-    if len(scalers) != run.mesh.num_islands:  # of another number of islands, or of an earlier version
-        scalers = [meta["loss_scaler"]] * run.mesh.num_islands
-    for state, scaler in zip(run.states, scalers[run.mesh.island.get_local_rank() :], strict=False):
-        state.scaler.load_state_dict(scaler)
-    if not _goes_on_from_agreement(run, meta):
-        run.islands.steps = run.counters.iteration
-
-
-def _goes_on_from_agreement(run: Run, meta: dict[str, Any]) -> bool:
-    """Whether the islands resume from their last synchronization, because elastic islands save no later steps."""
-    could_leave = bool(meta["settings"].get("islands_may_leave", False))
-    return run.settings.distributed.islands_may_leave and could_leave and not run.settings.checkpoint.no_load_optim

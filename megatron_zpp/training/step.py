@@ -1,4 +1,4 @@
-"""One optimizer step of each island; without islands, all ranks are one."""
+"""One optimizer step of each island; without islands, all ranks are one island."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.models.transformer import ModelOutput, as_model_output
 from megatron_zpp.optim.gradients import clip_gradients, count_zeros, scale_gradients
-from megatron_zpp.training.data import cut_samples, divide_batches
-from megatron_zpp.training.loss import LossTotals, mean_loss
+from megatron_zpp.training.loss import LossTotals, mean_loss, split_batch
 from megatron_zpp.training.run import IslandStep, Run, TrainState
 
 
@@ -24,28 +23,53 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
     stop: this rank wants to save and exit.
     """
     if run.curriculum is not None:
-        batches = cut_samples(batches, run.sample_length(run.counters.iteration + 1))
-    per_state = zip(run.states, divide_batches(batches, run.states, num_micro_batches), strict=True)
+        length = run.sample_length(run.counters.iteration + 1)
+        batches = ({name: tensor[:, :length].contiguous() for name, tensor in batch.items()} for batch in batches)
+    per_state = zip(run.states, _divide_batches(batches, run.states, num_micro_batches), strict=True)
     steps = [_step(run, state, micro_batches, num_micro_batches, stop) for state, micro_batches in per_state]
-    run.loss_since_agreement.add(steps[0].loss_sum, steps[0].num_tokens, counts=not steps[0].skipped)
+    if not steps[0].is_skipped:
+        run.loss_since_agreement.loss_sum += steps[0].loss_sum
+        run.loss_since_agreement.num_tokens += steps[0].num_tokens
     run.islands.count_step()  # skipped or not: islands synchronize at the same steps
     return steps
 
 
+def _divide_batches(
+    batches: Iterator[Batch], states: list[TrainState], num_micro_batches: int
+) -> list[Iterator[Batch]]:
+    """Split a step's micro-batches between states. They come in turn: of all ranks of a state, then of the next."""
+    if len(states) == 1:
+        return [batches]
+    per_state: list[list[Batch]] = [[] for _ in states]
+    for _ in range(num_micro_batches):
+        for read, state in zip(per_state, states, strict=True):
+            read += [next(batches) for _ in range(len(state.ranks))]
+    return [iter(read) for read in per_state]
+
+
 def _step(run: Run, state: TrainState, batches: Iterator[Batch], num_micro_batches: int, stop: bool) -> IslandStep:
     """Run one optimizer step of one island. No island waits for another here."""
+    # Forward and backward.
     totals, names, micro_batches = accumulate_gradients(run, state, batches, num_micro_batches)
     totals = torch.cat([totals, totals.new_tensor([float(stop)])])
     dist.all_reduce(totals, group=run.mesh.ranks_of_island)
 
+    # Scale, clip and measure the gradients.
     per_token = run.settings.training.calculate_per_token_loss
     factor = run.mesh.fsdp_size / totals[1].clamp(min=1.0) if per_token else 1.0
-    measured = _scale_and_clip(run, state, factor / state.scaler.scale)
-    # The one time that the host waits for the device between the last backward pass and the optimizer.
-    values = torch.cat([totals, measured.to(totals.device)]).tolist()
+    parameters = list(state.model.parameters())
+    scale_gradients(parameters, factor / state.scaler.scale)
+    norm = clip_gradients(parameters, run.settings.optimizer.clip_grad, state.ranks, run.copies)
+    measured = [norm.double()]
+    if run.settings.logging.log_num_zeros_in_grad:
+        measured.append(count_zeros(parameters, state.ranks, run.copies))
+
+    # Read the results: here alone the host waits for the device between the last backward pass and the optimizer.
+    values = torch.cat([totals, torch.stack(measured).to(totals.device)]).tolist()
     (loss_sum, num_tokens, *auxiliary_sums, stops), (grad_norm, *zeros) = values[: len(totals)], values[len(totals) :]
     loss = mean_loss(loss_sum, num_tokens)
     is_finite = math.isfinite(grad_norm) and math.isfinite(loss)
+    spike_factor = run.settings.training.loss_spike_factor
     # As their gradients: FSDP2 averages over ranks.
     auxiliary_factor = 1 / max(1.0, num_tokens) if per_token else 1 / run.mesh.fsdp_size
     step = IslandStep(
@@ -54,16 +78,18 @@ def _step(run: Run, state: TrainState, batches: Iterator[Batch], num_micro_batch
         auxiliary={name: value * auxiliary_factor for name, value in zip(names, auxiliary_sums, strict=True)},
         grad_norm=grad_norm,
         num_zeros=round(zeros[0]) if zeros else None,
-        nonfinite=not is_finite,
-        spiked=is_finite and run.counters.is_loss_spike(loss, run.settings.training.loss_spike_factor),
-        stop=stops > 0,
+        is_nonfinite=not is_finite,
+        has_spiked=is_finite and spike_factor is not None and run.counters.is_loss_spike(loss, spike_factor),
+        should_stop=stops > 0,
         micro_batches=micro_batches,
     )
-    if not step.skipped:
+
+    # Move the parameters.
+    if not step.is_skipped:
         run.set_learning_rate(state.optimizer)
         state.optimizer.step()
     state.optimizer.zero_grad()
-    state.finish_step(step.nonfinite, step.skipped, run.mesh.fsdp.get_group())
+    state.finish_step(step.is_nonfinite, step.is_skipped, run.mesh.fsdp.get_group())
     return step
 
 
@@ -72,14 +98,14 @@ def accumulate_gradients(
 ) -> tuple[Tensor, list[str], list[Batch]]:
     """Run the forward and backward passes of one step. Gradients are reduced but not scaled back.
 
-    Returns this rank's summed loss, its count, and A auxiliary losses and observations, fp64 [2 + A], to be added up
-    over all ranks of the island; the names of these A; and the micro-batches that it read.
+    Returns this rank's summed loss, its count, and A auxiliary losses and observations, fp64 [2 + A], to be summed over
+    all ranks of the island; the names of these A; and the micro-batches that it read.
     """
-    loss, per_token = run.loss, run.settings.training.calculate_per_token_loss
-    totals = LossTotals(loss, run.mesh, run.device, num_micro_batches, state.scaler.scale, per_token=per_token)
+    per_token = run.settings.training.calculate_per_token_loss
+    totals = LossTotals(run.mesh, run.device, num_micro_batches, state.scaler.scale, per_token=per_token)
     if state.pipeline is not None:
         read = [next(batches) for _ in range(num_micro_batches)]
-        micro_batches = [loss.split(batch) for batch in read]
+        micro_batches = [split_batch(batch, run.mesh, run.device) for batch in read]
 
         def add_of_stage(output: ModelOutput) -> Tensor | float:
             if output.auxiliary and per_token:  # a stage does not know whose tokens it has
@@ -90,26 +116,16 @@ def accumulate_gradients(
             return totals.add_auxiliary(output, micro_batches[0][1])
 
         state.pipeline.forward_backward(micro_batches, totals.add, add_of_stage)
-        names = state.pipeline.names_of_all_stages(totals.names)
-        return totals.of_rank(names), names, read
+        names = state.pipeline.names_of_all_stages(list(totals.auxiliary))
+        return totals.local_totals(names), names, read
     read = []
     for i in range(num_micro_batches):
         state.set_is_last_micro_batch(i == num_micro_batches - 1)
         for as_rank in state.ranks:
             with as_rank:
                 read.append(next(batches))
-                inputs, target = loss.split(read[-1])
+                inputs, target = split_batch(read[-1], run.mesh, run.device)
                 output = as_model_output(state.model(**inputs))
                 (totals.add(output.losses, target) + totals.add_auxiliary(output, target)).backward()
-    return totals.of_rank(totals.names), totals.names, read
-
-
-def _scale_and_clip(run: Run, state: TrainState, factor: float | Tensor) -> Tensor:
-    """Scale and clip gradients. Returns fp64: their norm before clipping and, if it is asked for, their zeros."""
-    parameters = list(state.model.parameters())
-    scale_gradients(parameters, factor)
-    norm = clip_gradients(parameters, run.settings.optimizer.clip_grad, state.ranks, run.copies)
-    measured = [norm.double()]
-    if run.settings.logging.log_num_zeros_in_grad:
-        measured.append(count_zeros(parameters, state.ranks, run.copies))
-    return torch.stack(measured)
+    names = list(totals.auxiliary)
+    return totals.local_totals(names), names, read

@@ -1,4 +1,4 @@
-"""``--log-straggler``: says which rank computes slowly and which node's link is slow, where that lasts."""
+"""``--log-straggler``: name ranks that compute slowly and nodes whose link is slow, if that lasts."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ class Stragglers:
         assert run.zeropp is not None
         self.device, layout = run.device, run.zeropp.topologies[0]
         self.hosts = gather_objects(socket.gethostname())
-        hosts_of_nodes = self.hosts[:: layout.ranks_per_node]
         self.ranks, self.links = Lasting(RANK_LASTS), None
         if layout.num_nodes > 1:
-            self.links = LinkWatch(lambda: measure_links(layout, run.device), hosts_of_nodes)
+            self.links = LinkWatch(lambda: measure_links(layout, run.device), self.hosts[:: layout.ranks_per_node])
         self.is_warm = False
         self._clear()
         self.resume()
@@ -47,33 +46,30 @@ class Stragglers:
         self.seconds = [0.0, 0.0, 0.0]  # of the steps so far; waited for links within nodes; and between nodes
 
     def resume(self) -> None:
-        """Leave out what was since the last step: it was no training."""
+        """Leave out the time since the last step, which was not training."""
         self.begin = time.perf_counter()
 
     def step(self, waited: Sequence[float], iteration: int) -> None:
-        """After each optimizer step. ``waited``: this rank's seconds within nodes, and between nodes."""
+        """Add an optimizer step. ``waited``: this rank's seconds within nodes, and between nodes."""
         step = (time.perf_counter() - self.begin, *waited)
         self.seconds = [so_far + more for so_far, more in zip(self.seconds, step, strict=True)]
         self.num_steps += 1
         if self.num_steps == EVERY:
-            self._gather(iteration - EVERY + 1)
+            local = torch.tensor(self.seconds, dtype=torch.float64, device=self.device) / EVERY
+            gathered = local.new_empty(len(self.hosts), len(local))
+            all_gather(gathered.flatten(), local)
+            self._clear()
+            if self.is_warm:  # the first steps set things up
+                self._look(gathered.tolist(), iteration - EVERY + 1)
+            self.is_warm = True
         self.resume()
-
-    def _gather(self, step: int) -> None:
-        own = torch.tensor(self.seconds, dtype=torch.float64, device=self.device) / EVERY
-        of_ranks = own.new_empty(len(self.hosts), len(own))
-        all_gather(of_ranks.flatten(), own)
-        self._clear()
-        if self.is_warm:  # the first steps set things up
-            self._look([*of_ranks.tolist()], step)
-        self.is_warm = True
 
     def _look(self, times: list[list[float]], step: int) -> None:
         """``times``: each rank's ``seconds``, from ``step`` on. The same on all ranks, so that all do the same."""
         slow = {
-            f"rank {rank} ({self.hosts[rank]}) computes slowly": f"{1000 * own:.1f} ms a step instead of "
+            f"rank {rank} ({self.hosts[rank]}) computes slowly": f"{1000 * seconds:.1f} ms a step instead of "
             f"{1000 * usual:.1f}"
-            for rank, (own, usual) in slow_ranks(times).items()
+            for rank, (seconds, usual) in slow_ranks(times).items()
         }
         lines = self.ranks.look(slow, step)
         if self.links is not None:
@@ -84,18 +80,18 @@ class Stragglers:
 
 
 def slow_ranks(times: Sequence[Sequence[float]]) -> dict[int, tuple[float, float]]:
-    """Rank: seconds of a step in which it did not wait for others, and the ranks' median of that.
+    """Return by slow rank its seconds of a step without waiting for others, and the ranks' median of these.
 
     times [W, 3]: seconds of each rank's step; of these waited for links within nodes; and between nodes.
     """
-    own = [step - within - between for step, within, between in times]
-    usual = statistics.median(own)
+    computed = [step - within - between for step, within, between in times]
+    usual = statistics.median(computed)
     much = MUCH * max(step for step, _, _ in times)
-    return {rank: (seconds, usual) for rank, seconds in enumerate(own) if seconds > usual + much}
+    return {rank: (seconds, usual) for rank, seconds in enumerate(computed) if seconds > usual + much}
 
 
 class LinkWatch:
-    """Measures links now and then, and when ranks begin to wait for them."""
+    """Measures links at intervals, and when ranks begin to wait for them."""
 
     def __init__(self, measure: Callable[[], Rates], hosts: Sequence[str]) -> None:
         """measure: collective. hosts: of each node."""
@@ -106,11 +102,11 @@ class LinkWatch:
         self.measured: int | None = None  # the step of the last measurement
 
     def look(self, waited: float, seconds: float, step: int) -> list[str]:
-        """What there is to say. ``waited``: for links between nodes, of a step's ``seconds``, from ``step`` on."""
+        """Return lines to print. ``waited``: for links between nodes, of a step's ``seconds``, from ``step`` on."""
         waits_longer = waited > self.usual_wait + LONGER * seconds
         every = MEASURE_NAMED_EVERY if self.slow.named else MEASURE_EVERY
         is_due = self.measured is None or step - self.measured >= every
-        if not (is_due or waits_longer or self.slow.is_open):
+        if not (is_due or waits_longer or self.slow.changes):
             self.usual_wait += 0.2 * (waited - self.usual_wait)
             return []
         self.usual_wait, self.measured = waited, step
@@ -119,12 +115,8 @@ class LinkWatch:
         found = slow_links(rates, before, self.hosts)
         if not found:
             self.healthy.append(usual)
-        figures = {what: f"{_gbits(rate)} instead of {_gbits(max(usual, before))}" for what, rate in found.items()}
-        return self.slow.look(figures, step)
-
-
-def _gbits(bytes_per_second: float) -> str:
-    return f"{8e-9 * bytes_per_second:.3g} Gbit/s"
+        gbits = {what: f"{8e-9 * rate:.3g} Gbit/s" for what, rate in (found | {"usual": max(usual, before)}).items()}
+        return self.slow.look({what: f"{gbits[what]} instead of {gbits['usual']}" for what in found}, step)
 
 
 class Lasting:
@@ -133,15 +125,10 @@ class Lasting:
     def __init__(self, times: int) -> None:
         self.times = times
         self.named: set[str] = set()
-        self.changes: dict[str, list[int]] = {}  # steps at which, in a row, it was seen and not named, or the contrary
-
-    @property
-    def is_open(self) -> bool:
-        """Whether something may be named, or be over, next time."""
-        return bool(self.changes)
+        self.changes: dict[str, list[int]] = {}  # steps in a row at which it was seen and not named, or the contrary
 
     def look(self, seen: Mapping[str, str], step: int) -> list[str]:
-        """A line for each change. ``seen``: what is to be named, and its figures now."""
+        """Return a line for each change. ``seen``: what is to be named, and its figures now."""
         changes = seen.keys() ^ self.named
         self.changes = {what: [*self.changes.get(what, []), step] for what in sorted(changes)}
         lasting = {what: steps[0] for what, steps in self.changes.items() if len(steps) == self.times}
@@ -163,9 +150,9 @@ Rates = Mapping[tuple[int, int], float]  # bytes per second, from one node to an
 
 
 def rounds_of(num_nodes: int) -> list[dict[int, int]]:
-    """Sender: receiver, of each round. Every node sends to the next node and to the one behind it, in some round.
+    """Return {sender: receiver} of each round. Every node sends to the next node and to the one after that.
 
-    A node takes part in a round once, so that what a message takes is the doing of its own link.
+    A node takes part in a round once, so that a message's time is that of its link alone.
     """
     rounds: list[dict[int, int]] = []
     for shift in (1, 2) if num_nodes > 2 else (1,):
@@ -180,23 +167,20 @@ def rounds_of(num_nodes: int) -> list[dict[int, int]]:
 
 
 def measure_links(layout: RankLayout, device: torch.device) -> Rates:
-    """What nodes send to each other, with all their ranks at once, as often as the slowest rank does. Collective.
+    """Measure what nodes send to each other with all their ranks at once, at the slowest rank's rate. Collective.
 
-    ``layout`` is of all ranks of the run. A rank exchanges messages with those that have its local rank.
+    ``layout``: of all ranks of the run. A rank exchanges messages with those that have its local rank.
     """
     rounds = rounds_of(layout.num_nodes)
     for nbytes in SIZES:
         message = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        own = torch.tensor(
-            [min(_receive(message, round, layout) for _ in range(REPEATS)) for round in rounds],
-            dtype=torch.float64,
-            device=device,
-        )
-        of_ranks = own.new_empty(layout.world_size, len(rounds))
-        all_gather(of_ranks.flatten(), own)
-        if of_ranks.max() >= LONG_ENOUGH:
+        seconds = [min(_receive(message, round, layout) for _ in range(REPEATS)) for round in rounds]
+        local = torch.tensor(seconds, dtype=torch.float64, device=device)
+        gathered = local.new_empty(layout.world_size, len(rounds))
+        all_gather(gathered.flatten(), local)
+        if gathered.max() >= LONG_ENOUGH:
             break
-    slowest = of_ranks.view(layout.num_nodes, layout.ranks_per_node, len(rounds)).amax(1).tolist()  # of each node
+    slowest = gathered.view(layout.num_nodes, layout.ranks_per_node, len(rounds)).amax(1).tolist()  # of each node
     return {
         (sender, receiver): layout.ranks_per_node * nbytes / slowest[receiver][i]
         for i, round in enumerate(rounds)
@@ -205,7 +189,7 @@ def measure_links(layout: RankLayout, device: torch.device) -> Rates:
 
 
 def _receive(message: Tensor, round: Mapping[int, int], layout: RankLayout) -> float:
-    """Seconds until what this rank receives in a round was there; 0 if it receives nothing."""
+    """Return the seconds until this rank has received its message of a round; 0 if it receives none."""
     senders = {receiver: sender for sender, receiver in round.items()}
     operations = [
         dist.P2POp(operation, message, partners[layout.node] * layout.ranks_per_node + layout.local_rank)
@@ -228,7 +212,7 @@ def usual_rate(rates: Rates) -> float:
 
 
 def slow_links(rates: Rates, before: float, hosts: Sequence[str]) -> dict[str, float]:
-    """What is slow, in words: its rate in bytes per second. ``before``: the usual rate then; hosts: of nodes."""
+    """Return the rates of slow nodes and links, by a text that names them. ``before``: the usual rate so far."""
     usual = usual_rate(rates)
     if usual < SLOW * before:
         return {"all links between nodes are slow": usual}
@@ -237,18 +221,17 @@ def slow_links(rates: Rates, before: float, hosts: Sequence[str]) -> dict[str, f
     for (sender, receiver), rate in rates.items():
         if rate >= SLOW * usual:
             continue
-        sends, receives = _is_slow(rates, 0, sender, usual), _is_slow(rates, 1, receiver, usual)
-        whats = [f"{names[sender]} sends slowly"] if sends else []
-        whats += [f"{names[receiver]} receives slowly"] if receives else []
+        whats = [f"{names[sender]} sends slowly"] * _is_slow(rates, 0, sender, usual)
+        whats += [f"{names[receiver]} receives slowly"] * _is_slow(rates, 1, receiver, usual)
         for what in whats or [f"the link from {names[sender]} to {names[receiver]} is slow"]:
             found.setdefault(what, []).append(rate)
-    return {what: statistics.fmean(of_links) for what, of_links in found.items()}
+    return {what: statistics.fmean(slow) for what, slow in found.items()}
 
 
 def _is_slow(rates: Rates, side: int, node: int, usual: float) -> bool:
-    """Whether a node is slow to send (side 0) or receive (1), to or from whomever.
+    """Return whether a node is slow to send (side 0) or receive (1), to or from all others.
 
     Of two nodes, one's sending is the other's receiving, and neither is to blame.
     """
-    of_node = [rate for link, rate in rates.items() if link[side] == node]
-    return len(of_node) > 1 and max(of_node) < SLOW * usual
+    rates_of_node = [rate for link, rate in rates.items() if link[side] == node]
+    return len(rates_of_node) > 1 and max(rates_of_node) < SLOW * usual

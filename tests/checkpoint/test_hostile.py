@@ -38,9 +38,9 @@ from megatron_zpp.checkpoint.storage import read_index
 from megatron_zpp.commands.inspect_checkpoint import list_checkpoints
 from megatron_zpp.data.order import check_order
 from megatron_zpp.families import GPT
-from megatron_zpp.optim.loss_scaler import LossScaler
+from megatron_zpp.optim.gradients import LossScaler
 from megatron_zpp.optim.schedule import Schedule, resume_schedule
-from megatron_zpp.settings.groups import Settings
+from megatron_zpp.settings.groups import PrecisionSettings, Settings
 from tests.checkpoint.saved import replace, rewrite, save
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, train_each, write_text
@@ -104,7 +104,7 @@ def use(checkpoint: Path, settings: Settings, saved: dict[str, Any]) -> None:
     if meta["schedule"] is not None:
         schedule = resume_schedule(Schedule(**saved["schedule"]), meta["schedule"], use_checkpoint=True)
         assert 0 <= schedule.lr(5) < 1e300 and 0 <= schedule.weight_decay(5) < 1e300
-    LossScaler(1.0, dynamic=True).load_state_dict(meta["loss_scaler"])
+    LossScaler(PrecisionSettings(fp16=True)).load_state_dict(meta["loss_scaler"])
     saved_model(meta)
     problems(checkpoint, "sample")  # reads index.json as well
 

@@ -92,14 +92,6 @@ def test_positions_and_attention_are_reset_apart():
     torch.testing.assert_close(model(tokens, labels, torch.arange(16).expand(3, 16), whole_rows), losses[0])
 
 
-def test_mask_is_causal_and_within_documents():
-    tokens = torch.zeros(2, 4, dtype=torch.int64)
-    mask = document_attention(torch.tensor([0, 3, 4, 8], dtype=torch.int32), tokens, torch.float32, dropout=False)
-    first = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 1]]
-    assert mask.int().tolist() == [[first], [torch.ones(4, 4).tril().int().tolist()]]
-    assert document_attention(None, tokens, torch.float32, dropout=False) is None
-
-
 @pytest.mark.parametrize("architecture", ["gpt", "llama"])
 @pytest.mark.parametrize("cu_seqlens", [None, CU_SEQLENS], ids=["rows", "documents"])
 def test_the_kernel_is_asked_for_what_the_mask_hides(monkeypatch, architecture, cu_seqlens):

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from megatron_zpp.models.decoder import Decoder
-from megatron_zpp.models.generate import Drawing, draw, generate
-from megatron_zpp.models.kv_cache import CachedModel
+from megatron_zpp.models.generate import CachedModel, Drawing, draw, generate
 from megatron_zpp.models.moe import MoEConfig
 from tests.families.toy import Toy, ToyConfig
 from tests.models.configs import gpt_config, llama_config

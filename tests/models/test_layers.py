@@ -15,11 +15,15 @@ from megatron_zpp.models.layers import (
     LayerNorm1p,
     RMSNorm1p,
     SelfAttention,
+    apply_rotary,
     document_attention,
+    frequencies,
     head_size,
     linear_cross_entropy,
+    rotary_table,
+    scaled_as_llama3,
+    scaled_as_yarn,
 )
-from megatron_zpp.models.rotary import apply_rotary, frequencies, rotary_table, scaled_as_llama3, scaled_as_yarn
 
 CPU = torch.device("cpu")
 
@@ -39,20 +43,6 @@ def test_attention_equals_the_formula_on_megatrons_packed_rows():
         outputs.append(scores.masked_fill(mask, -torch.inf).softmax(-1) @ v[head // 2])
     expected = attention.linear_proj(torch.cat(outputs, dim=-1))
     torch.testing.assert_close(attention(x), expected)
-
-
-def test_grouped_queries_equal_repeated_keys_and_values():
-    torch.manual_seed(0)
-    dim = 8
-    grouped = SelfAttention(32, 4, 2, dim, bias=False, dropout=0.0)
-    full = SelfAttention(32, 4, 4, dim, bias=False, dropout=0.0)
-    q0, q1, k0, v0, q2, q3, k1, v1 = grouped.linear_qkv.weight.detach().split(dim)
-    rows = torch.cat([q0, k0, v0, q1, k0, v0, q2, k1, v1, q3, k1, v1])
-    full.linear_qkv.weight = torch.nn.Parameter(rows)
-    full.linear_proj = grouped.linear_proj
-    x = torch.randn(2, 6, 32)
-    table = rotary_table(frequencies(dim, 10000, CPU), 6)
-    torch.testing.assert_close(grouped(x, *table), full(x, *table))
 
 
 def test_attention_dropout_only_in_training():

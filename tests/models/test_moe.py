@@ -1,4 +1,4 @@
-"""Mixtures of experts against transformers' Mixtral and Qwen3-MoE, and against a loop over tokens written plainly."""
+"""Mixtures of experts against transformers' Mixtral and Qwen3-MoE, and against formulas."""
 
 from __future__ import annotations
 
@@ -25,38 +25,6 @@ def moe_of(swiglu: bool = True, **options: object) -> MoE:
 
 def tokens_of(seed: int = 0) -> Tensor:
     return torch.randn(2, 7, HIDDEN, generator=torch.Generator().manual_seed(seed), requires_grad=True)
-
-
-def plainly(moe: MoE, x: Tensor) -> Tensor:
-    """One token after the other, one expert after the other; experts' weights [E, out, in]."""
-    rows = []
-    for token in x.flatten(0, 1):
-        probabilities = (moe.router.weight @ token).softmax(0)
-        best = probabilities.argsort(descending=True)[:TOPK].tolist()
-        y = torch.zeros(HIDDEN)
-        for e in best:
-            gate, up, down = (
-                layer.weight.view(EXPERTS, -1, layer.weight.size(1))[e]
-                for layer in (moe.experts.linear_fc1_gate, moe.experts.linear_fc1_up, moe.experts.linear_fc2)
-            )
-            weight = probabilities[e] / sum(probabilities[other] for other in best)
-            y = y + weight * (down @ (F.silu(gate @ token) * (up @ token)))
-        rows.append(y)
-    return torch.stack(rows).view_as(x)
-
-
-def test_outputs_and_gradients_are_those_of_a_plain_loop():
-    moe, x = moe_of(), tokens_of()
-    expected = plainly(moe, x)
-    direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
-    inputs = [x, *moe.parameters()]
-    theirs = torch.autograd.grad((expected * direction).sum(), inputs)
-    y, routed = moe(x)
-    ours = torch.autograd.grad((y * direction).sum(), inputs)
-    torch.testing.assert_close(y, expected)
-    for ours_of, theirs_of in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(ours_of, theirs_of)
-    assert routed.load.sum() == 2 * 7 * TOPK and routed.dropped == 0
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen3_moe without norm_topk_prob"])
@@ -95,15 +63,18 @@ def test_outputs_and_gradients_are_those_of_transformers(family):
     x, direction = tokens_of(), torch.randn(2, 7, HIDDEN, generator=torch.Generator().manual_seed(2))
     expected = theirs(x)
     expected = expected[0] if isinstance(expected, tuple) else expected
-    gradient_of_x, of_router, of_down = torch.autograd.grad(
-        (expected * direction).sum(), [x, theirs.gate.weight, theirs.experts.down_proj]
+    weights = [theirs.gate.weight, theirs.experts.gate_up_proj, theirs.experts.down_proj]
+    gradients = torch.autograd.grad((expected * direction).sum(), [x, *weights])
+    y, routed = moe(x)
+    layers = [moe.router, experts.linear_fc1_gate, experts.linear_fc1_up, experts.linear_fc2]
+    of_x, of_router, of_gate, of_up, of_down = torch.autograd.grad(
+        (y * direction).sum(), [x, *(layer.weight for layer in layers)]
     )
-    y, _ = moe(x)
-    found = torch.autograd.grad((y * direction).sum(), [x, moe.router.weight, experts.linear_fc2.weight])
     torch.testing.assert_close(y, expected)
-    torch.testing.assert_close(found[0], gradient_of_x)
-    torch.testing.assert_close(found[1], of_router)
-    torch.testing.assert_close(found[2].view_as(of_down), of_down)
+    gate_and_up = torch.cat([of.view(EXPERTS, FFN, HIDDEN) for of in (of_gate, of_up)], dim=1)
+    for ours, gradient in zip((of_x, of_router, gate_and_up, of_down), gradients, strict=True):
+        torch.testing.assert_close(ours.view_as(gradient), gradient)
+    assert routed.load.sum() == 2 * 7 * TOPK and routed.dropped == 0
 
 
 def test_a_full_expert_drops_the_tokens_that_weigh_least():

@@ -1,10 +1,13 @@
-"""Batch sizes along the run: Megatron's ramp-up, rounding, and the counts derived from them."""
+"""Batch sizes along the run, and samples that grow: Megatron's ramp-up, DeepSpeed's curriculum, counts of both."""
+
+import math
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.optim.batch_size import BatchSchedule
+from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum, end_after_tokens
+from megatron_zpp.settings.groups import TrainingSettings
 
 
 def test_constant_batch() -> None:
@@ -22,10 +25,7 @@ def test_ramp_up_follows_megatron() -> None:
     by_consumed = {0: 16, 99: 16, 100: 32, 199: 32, 200: 48, 299: 48, 300: 64, 301: 64, 10**6: 64}
     assert {consumed: batch.global_batch_size(consumed) for consumed in by_consumed} == by_consumed
     assert batch.num_micro_batches(200) == 48 // 8
-
-
-def test_start_equal_to_the_global_batch_is_no_ramp() -> None:
-    assert BatchSchedule(32, 2, 4, rampup=(32, 8, 100)).global_batch_size(0) == 32
+    assert BatchSchedule(32, 2, 4, rampup=(32, 8, 100)).global_batch_size(0) == 32  # starts at its end
 
 
 @settings(deadline=None)
@@ -54,7 +54,6 @@ def test_counts_equal_stepping_through_the_run(
 
 def test_rounding_down_on_request() -> None:
     batch = BatchSchedule(100, 4, 8, decrease_if_needed=True)
-    assert batch.requested_batch_size(0) == 100
     assert batch.global_batch_size(0) == 96
     assert batch.num_micro_batches(0) == 3
     assert batch.samples_after(5) == 5 * 96
@@ -74,9 +73,37 @@ def test_rounding_down_on_request() -> None:
         (dict(global_batch_size=64, rampup=(96, 32, 300)), "starts at 96"),
         (dict(global_batch_size=64, rampup=(32, 0, 300)), "at least 1"),
         (dict(global_batch_size=64, rampup=(32, 32)), "START INCREMENT SAMPLES"),
-        (dict(global_batch_size=0), "--global-batch-size must be at least 1"),
     ],
 )
 def test_impossible_sizes_are_refused_at_once(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BatchSchedule(micro_batch_size=4, data_parallel_size=8, **arguments)
+
+
+def test_lengths_are_deepspeeds():
+    curriculum = Curriculum(first=80, last=2048, iters=13767, step=8)
+    for iteration in 1, 2, 500, 6883, 13766, 13767, 20000:
+        difficulty = math.floor(iteration / 13767 * (2048 - 80) + 80)
+        assert curriculum.length(iteration) == min(difficulty - difficulty % 8, 2048)
+    assert [Curriculum(8, 32, 3, 8).length(iteration) for iteration in range(1, 6)] == [16, 24, 32, 32, 32]
+
+
+def test_samples_never_grow_beyond_the_sequence():
+    training = TrainingSettings(seq_length=32, curriculum_min_length=8, curriculum_max_length=64, curriculum_iters=2)
+    curriculum = Curriculum.from_settings(training)
+    assert curriculum is not None and curriculum.length(100) == 32
+    assert Curriculum.from_settings(TrainingSettings(seq_length=32)) is None
+
+
+@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("ramp", [None, (4, 2, 40)])
+@pytest.mark.parametrize("tokens", [1, 31, 32, 1000, 1024, 5000])
+def test_the_last_step_is_the_first_that_reaches_the_tokens(grows, ramp, tokens):
+    more = dict(curriculum_min_length=8, curriculum_iters=7) if grows else {}
+    training, batches = TrainingSettings(seq_length=32, train_tokens=tokens, **more), BatchSchedule(8, 1, 2, ramp)
+    curriculum = Curriculum.from_settings(training)
+    samples = trained = iteration = 0
+    while trained < tokens:
+        iteration, size = iteration + 1, batches.global_batch_size(samples)
+        samples, trained = samples + size, trained + size * (curriculum.length(iteration) if curriculum else 32)
+    assert end_after_tokens(training, batches).train_samples == samples

@@ -1,4 +1,4 @@
-"""Norms, zeros and clipping: real ranks and emulated ones alike to the bit, and every element counted once."""
+"""Norms, zeros and clipping on real and emulated ranks, alike to the bit; the loss scale grows as Megatron's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from megatron_zpp.optim.gradients import _over_all_ranks, _sum_of_squares, clip_gradients, count_zeros, params_norm
+from megatron_zpp.optim.gradients import (
+    LossScaler,
+    _sum_of_squares,
+    clip_gradients,
+    count_zeros,
+    params_norm,
+    sum_over_all_ranks,
+)
+from megatron_zpp.settings.groups import PrecisionSettings
 from megatron_zpp.zeropp import OwnRank, ZeroPPConfig, emulate_zeropp
 from tests.ranks import run_ranks
 
@@ -57,9 +65,8 @@ def set_gradients(model: nn.Module) -> None:
 def measure(model, ranks):
     """Shards, partial sums' total in fp64, and what the trainer asks for, of one process's ranks."""
     parameters = list(model.parameters())
-    gradients = [parameter.grad for parameter in parameters]
     measured = (
-        _over_all_ranks(_sum_of_squares, gradients, ranks, torch.device("cpu")).item(),
+        sum_over_all_ranks(_sum_of_squares, parameters, ranks).item(),
         params_norm(parameters, ranks),
         count_zeros(parameters, ranks).item(),
         clip_gradients(parameters, 1.0, ranks).item(),
@@ -163,15 +170,6 @@ def test_a_norm_is_added_up_in_fp64():
     assert clip_gradients([parameter], 0.0, OwnRank()).item() == expected
 
 
-def test_without_parameters_there_is_nothing_to_measure():
-    assert (
-        clip_gradients([], 1.0, OwnRank()).item()
-        == params_norm([], OwnRank())
-        == count_zeros([], OwnRank()).item()
-        == 0
-    )
-
-
 def measure_where_only_rank_0_has_parameters():
     parameter = nn.Parameter(torch.tensor([3.0, 4.0]))
     parameter.grad = torch.tensor([0.0, 2.0])
@@ -185,3 +183,48 @@ def measure_where_only_rank_0_has_parameters():
 
 def test_a_rank_without_parameters_has_the_same_results():
     assert run_ranks(2, measure_where_only_rank_0_has_parameters) == [(1, 2.0, 5.0)] * 2
+
+
+def dynamic(**changes: float) -> LossScaler:
+    settings = dict(initial_loss_scale=1024.0, loss_scale_window=3, hysteresis=2) | changes
+    return LossScaler(PrecisionSettings(fp16=True, **settings))
+
+
+def scales(scaler: LossScaler, overflows: str) -> list[float]:
+    """The scale after each step; ``x`` is an overflow, ``.`` a clean step."""
+    return [(scaler.update(step == "x"), scaler.scale)[1] for step in overflows]
+
+
+@pytest.mark.parametrize(
+    ("scaler", "overflows", "expected"),
+    [
+        (dynamic(), "......", [1024, 1024, 2048, 2048, 2048, 4096]),  # doubles after a window of clean steps in a row
+        (dynamic(), "..x...", [1024, 1024, 1024, 1024, 1024, 2048]),  # an overflow starts the count again
+        (dynamic(), "xxx", [1024, 512, 256]),  # the first overflow is tolerated
+        (dynamic(), "x..x", [1024, 1024, 1024, 512]),  # clean steps alone do not refill the tolerance
+        (dynamic(), "x...x", [1024, 1024, 1024, 2048, 2048]),  # growth does
+        (dynamic(initial_loss_scale=4.0, hysteresis=1, min_loss_scale=2.0), "xxx", [2, 2, 2]),
+        (dynamic(initial_loss_scale=8.0, loss_scale_window=1, hysteresis=1, min_loss_scale=4.0), ".xxx", [16, 8, 4, 4]),
+        (LossScaler(PrecisionSettings(fp16=True)), ".", [2.0**32]),
+        (LossScaler(PrecisionSettings(fp16=True, loss_scale=128.0)), "xx...", [128] * 5),
+        (LossScaler(PrecisionSettings(bf16=True)), "xx", [1.0, 1.0]),
+    ],
+)
+def test_loss_scales(scaler, overflows, expected):
+    assert scales(scaler, overflows) == expected
+
+
+def test_a_resumed_loss_scale_continues_in_the_middle_of_a_window():
+    whole, first, second = dynamic(), dynamic(), dynamic()
+    expected = scales(whole, "x..x......")
+    start = scales(first, "x..x.")
+    second.load_state_dict(first.state_dict())
+    assert start + scales(second, ".....") == expected
+    fixed = LossScaler(PrecisionSettings(fp16=True, loss_scale=128.0))
+    fixed.load_state_dict(first.state_dict())
+    assert fixed.scale == 128
+
+
+def test_a_loss_scale_below_its_minimum_is_refused():
+    with pytest.raises(ValueError, match=r"--initial-loss-scale 0\.5 is below --min-loss-scale 1"):
+        dynamic(initial_loss_scale=0.5)

@@ -42,14 +42,17 @@ def test_decay_styles(style: str, expected: list[float]) -> None:
     assert [schedule.lr(n) for n in (100, 550, 1000, 1001)] == pytest.approx(expected)
 
 
-def test_cosine_and_linear_differ_off_the_middle() -> None:
-    assert build(lr_decay_style="linear").lr(250) == pytest.approx(0.2 + 0.8 * 0.75)
-    assert build(lr_decay_style="cosine").lr(250) == pytest.approx(0.2 + 0.8 * (1 + 0.5**0.5) / 2)
-
-
-def test_inverse_square_root_stays_above_the_minimum() -> None:
-    assert build(lr_decay_style="inverse-square-root", lr_warmup_iters=1).lr(500) == 0.2
-    assert build(lr_decay_style="inverse-square-root").lr(0) == 1.0
+@pytest.mark.parametrize(
+    ("style", "warmup_iters", "samples", "expected"),
+    [
+        ("linear", 0, 250, 0.2 + 0.8 * 0.75),
+        ("cosine", 0, 250, 0.2 + 0.8 * (1 + 0.5**0.5) / 2),
+        ("inverse-square-root", 1, 500, 0.2),  # not below the minimum
+        ("inverse-square-root", 0, 0, 1.0),
+    ],
+)
+def test_decay_without_warm_up(style: str, warmup_iters: int, samples: int, expected: float) -> None:
+    assert build(lr_decay_style=style, lr_warmup_iters=warmup_iters).lr(samples) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -178,30 +181,25 @@ def test_lengths_in_tokens_are_samples_of_the_sequence_length():
 
 def test_decoupled_learning_rates_have_the_same_shape():
     optimizer = OptimizerSettings(lr=1.0, min_lr=0.5, decoupled_lr=4.0, decoupled_min_lr=2.0)
-    training = TrainingSettings(train_iters=10, seq_length=64)
-    schedule = Schedule.from_settings(optimizer, ScheduleSettings(lr_warmup_iters=2), training, BATCH)
+    schedule = build(optimizer, train_iters=10, lr_warmup_iters=2)
     for samples in 0, 5, 20, 60, 100, 200:
         assert schedule.decoupled_lr(optimizer, samples) == pytest.approx(4 * schedule.lr(samples))
     assert schedule.decoupled_lr(OptimizerSettings(lr=1.0), 5) is None
     with pytest.raises(ValueError, match=r"--decoupled-lr 0\.1 is below --decoupled-min-lr 0\.5"):
-        wrong = OptimizerSettings(lr=1.0, min_lr=0.5, decoupled_lr=0.1)
-        Schedule.from_settings(wrong, ScheduleSettings(), training, BATCH)
+        build(OptimizerSettings(lr=1.0, min_lr=0.5, decoupled_lr=0.1), train_iters=10)
 
 
 def test_a_logarithmic_warm_up_is_deepspeeds():
     steps, top, bottom = 8, 1.0, 0.1
-    training = TrainingSettings(train_iters=20, seq_length=64)
-    settings = ScheduleSettings(
-        lr_warmup_iters=steps, lr_warmup_init=bottom, lr_warmup_style="log", lr_decay_style="constant"
-    )
-    schedule = Schedule.from_settings(OptimizerSettings(lr=top), settings, training, BATCH)
+    log = dict(lr_warmup_init=bottom, lr_warmup_style="log", lr_decay_style="constant")
+    schedule = build(OptimizerSettings(lr=top), train_iters=20, lr_warmup_iters=steps, **log)
     for step in range(steps):
         expected = bottom + (top - bottom) * math.log(step + 1) / math.log(steps)
         assert schedule.lr(10 * step) == pytest.approx(expected)
     assert schedule.lr(10 * steps) == top
     # Only a schedule that has it says so: earlier checkpoints do not.
     assert "warmup_log_steps" in schedule.state_dict() and Schedule.from_state_dict(schedule.state_dict()) == schedule
-    linear = Schedule.from_settings(OptimizerSettings(lr=top), ScheduleSettings(lr_warmup_iters=8), training, BATCH)
+    linear = build(OptimizerSettings(lr=top), train_iters=20, lr_warmup_iters=8)
     assert "warmup_log_steps" not in linear.state_dict()
     assert resume_schedule(linear, linear.state_dict()) == linear
     with pytest.raises(ValueError, match="warmup_log_steps"):

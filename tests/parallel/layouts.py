@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import time
+import itertools
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from megatron_zpp.training.pretrain import train
 from tests.ranks import run_ranks
-from tests.training.small_run import Metrics, start
+from tests.training.small_run import Metrics, flags, start, train_quietly
 
 TIMEOUT = 600.0  # of one call with several runs of several ranks
 # Adam's eps: a key's bias has no gradient but rounding errors, which Adam would blow up to whole steps.
@@ -32,10 +32,10 @@ def train_runs(runs: dict[str, Run]) -> dict[str, Result]:
     for name, (architecture, argv) in runs.items():
         with contextlib.redirect_stdout(io.StringIO()) as out:
             run, metrics = start(argv, architecture)
-            train(run, time.monotonic())
+        text = out.getvalue() + train_quietly(run)
         parameters = get_model_state_dict(run.model)
         parameters = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in parameters.items()}
-        results[name] = metrics, parameters, out.getvalue()
+        results[name] = metrics, parameters, text
         if run.lock is not None:
             run.lock.release()
         del run
@@ -78,3 +78,36 @@ def assert_same(result: Result, expected: Result, name: str, tolerance: float = 
         torch.testing.assert_close(
             result[1][key], value, rtol=0, atol=tolerance, msg=lambda text, key=key: f"{name}, {key}: {text}"
         )
+
+
+def assert_trains_as_one_rank(
+    data: str,
+    architecture: str,
+    common: str,
+    layouts: dict[int, dict[str, str]],
+    *,
+    changing: tuple[str, ...] = (),
+    also: tuple[str, ...] = (),
+    tolerance: float = 1e-5,
+) -> dict[str, Result]:
+    """Compare runs in ``layouts``, flags by number of ranks and name, with those of one rank, which are returned.
+
+    changing: flags that one rank has too if a layout has them; each changes the losses. also: more metrics to compare.
+    """
+
+    def alone(more: str) -> str:
+        return " ".join(of for of in changing if of in more)
+
+    def train(world_size: int, runs: dict[str, str]) -> dict[str, Result]:
+        return results_on(world_size, {k: (architecture, flags(data, common, more)) for k, more in runs.items()})
+
+    expected = train(1, {alone(more): alone(more) for runs in layouts.values() for more in runs.values()})
+    last_losses = sorted(result[0]["lm loss"][-1] for result in expected.values())
+    assert all(larger - smaller > 1e-4 for smaller, larger in itertools.pairwise(last_losses)) or not changing
+    for world_size, runs in layouts.items():
+        for name, result in train(world_size, runs).items():
+            one = expected[alone(runs[name])]
+            assert_same(result, one, name, tolerance)
+            for key in also:
+                assert result[0][key] == pytest.approx(one[0][key], rel=1e-5), f"{name}, {key}"
+    return expected

@@ -1,9 +1,8 @@
-"""Context parallelism: every layout of ranks trains as one rank does, and attention over ranks is plain attention."""
+"""Context parallelism: attention over ranks is plain attention, ZeRO++ sends the same bytes."""
 
 from __future__ import annotations
 
 import itertools
-import re
 from functools import partial
 from unittest.mock import patch
 
@@ -14,8 +13,6 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_zpp.arguments.parse import SettingsError, parse_settings
-from megatron_zpp.families import GPT
 from megatron_zpp.models import layers
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
 from megatron_zpp.models.decoder import Decoder
@@ -25,17 +22,10 @@ from megatron_zpp.parallel import context as context_module
 from megatron_zpp.parallel.context import ContextParallel, apply_context_parallel, crop_cu_seqlens, shard, shard_batch
 from tests.models.configs import llama_config
 from tests.models.test_documents import varlen_by_formula
-from tests.parallel.layouts import EPS, assert_same, results_on
 from tests.ranks import run_in_turn, run_ranks
-from tests.training.small_run import NO_DROPOUT, err_after_a_kill, flags, start, torchrun, train_each, write_text
+from tests.training.small_run import NO_DROPOUT, flags, start, train_each
 
-DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
 CU_SEQLENS = torch.tensor([0, 5, 6, 16, 32, 33, 41, 48], dtype=torch.int32)  # of 3 rows of 16
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> str:
-    return write_text(tmp_path_factory.mktemp("data"))
 
 
 # Attention alone
@@ -149,64 +139,6 @@ def test_keys_are_gathered_again_where_activations_are_recomputed():
 # Training
 
 
-STEPS = 6
-RUNS = {
-    "gpt": ("gpt", ""),
-    "gpt, documents": ("gpt", f"{DOCUMENTS} --recompute-granularity full"),
-    "llama": ("llama", "--group-query-attention --num-query-groups 2 --recompute-activations"),
-    "llama, documents": (
-        "llama",
-        f"{DOCUMENTS} --group-query-attention --num-query-groups 2 --calculate-per-token-loss --zero-stage 2",
-    ),
-}
-
-
-def _runs(data: str, context_parallel_size: int, ranks: str = ""):
-    more = f"{NO_DROPOUT} --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 {EPS}"
-    more += f" --context-parallel-size {context_parallel_size}"
-    return {
-        name: (architecture, flags(data, more, options, ranks, length=f"--train-iters {STEPS}"))
-        for name, (architecture, options) in RUNS.items()
-    }
-
-
-@pytest.fixture(scope="module")
-def on_one_rank(data):
-    return results_on(1, _runs(data, 1))
-
-
-TENSOR_PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("world_size, size, more", [(2, 2, ""), (4, 4, ""), (4, 2, TENSOR_PARALLEL)])
-def test_training_equals_one_rank(data, on_one_rank, world_size, size, more):
-    results = results_on(world_size, _runs(data, size, more))
-    for name, expected in on_one_rank.items():
-        assert_same(results[name], expected, name)
-        assert len(expected[0]["lm loss"]) == STEPS and expected[0]["lm loss"][-1] < expected[0]["lm loss"][0] - 0.5
-
-
-def test_documents_make_a_difference(on_one_rank):
-    """Or the test above would show nothing of them."""
-    for architecture in ("gpt", "llama"):
-        plain, documents = (on_one_rank[name][0]["lm loss"] for name in (architecture, f"{architecture}, documents"))
-        assert abs(plain[-1] - documents[-1]) > 1e-3
-
-
-@pytest.mark.long
-def test_checkpoints_move_between_layouts(data, tmp_path):
-    """(dp 4) to (cp 2, dp 2), and back: the next 4 losses."""
-    common = f"{NO_DROPOUT} --eval-iters 0 --micro-batch-size 1"
-    uninterrupted = run_ranks(4, train_each, {"": flags(data, common, length="--train-iters 12")})[0][""]["lm loss"]
-    losses = []
-    for size, until in ((1, 4), (2, 8), (1, 12)):
-        save = f"--save {tmp_path} --load {tmp_path} --save-interval 100 --exit-interval {until}"
-        argv = flags(data, common, save, f"--context-parallel-size {size}", length="--train-iters 12")
-        losses += run_ranks(4, train_each, {"": argv})[0][""]["lm loss"]
-    assert losses == pytest.approx(uninterrupted, rel=1e-5)
-
-
 ALL_FLAGS = (
     "--zero-quantized-weights --zero-hpz-partition-size 4 --zero-quantized-gradients --zeropp-loco "
     "--global-batch-size 8 --eval-iters 0"
@@ -238,29 +170,3 @@ def _seed(argv: list[str]) -> int:
 
 def test_every_rank_draws_its_own_dropout(data):
     assert len(set(run_ranks(4, _seed, flags(data, "--context-parallel-size 2")))) == 4
-
-
-# Mistakes and faults
-
-
-@pytest.mark.parametrize(
-    "more, message",
-    [
-        (
-            "--seq-length 36 --context-parallel-size 4",
-            "--seq-length 36 is not a multiple of 2 * --context-parallel-size 4: each rank takes two of 2 * 4 chunks "
-            "of a sequence; choose another length, or a --context-parallel-size of 1, 2, 3, 6, 9, 18",
-        ),
-        ("--context-parallel-size 3", "does not divide the 8 rank(s) of this run"),
-        ("--context-parallel-size 2 --global-batch-size 6", "micro-batch size 1 * data-parallel size 4"),
-        ("--context-parallel-size 0", "--context-parallel-size must be at least 1"),
-    ],
-)
-def test_what_does_not_fit_is_refused(data, more, message):
-    with pytest.raises(SettingsError, match=re.escape(message)):
-        parse_settings(GPT, flags(data, more), world_size=8)
-
-
-def test_a_killed_rank_ends_the_job_and_is_named(data):
-    argv = flags(data, "--context-parallel-size 2 --global-batch-size 2", length="--train-iters 100000")
-    err_after_a_kill(torchrun(4, argv), 1)

@@ -1,64 +1,23 @@
-"""Pipeline parallelism through the trainer: every layout trains as one rank does."""
+"""Pipeline parallelism through the trainer: schedules, ZeRO++ inside of stages, faults."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import io
-import re
-import subprocess
-import sys
-import time
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from megatron_zpp.arguments.parse import parse_settings
-from megatron_zpp.checkpoint import find_checkpoint, iterate_parameters, read_meta
-from megatron_zpp.families import GPT
 from megatron_zpp.parallel.stages import place_stages
-from megatron_zpp.settings.checks import SettingsError
-from megatron_zpp.training.pretrain import train
-from tests.parallel.layouts import TIMEOUT, assert_same, results_on
+from tests.parallel.layouts import assert_same, results_on
 from tests.ranks import run_ranks
-from tests.training.small_run import NO_DROPOUT, ROOT, err_after_a_kill, flags, start, torchrun, write_text
+from tests.training.small_run import NO_DROPOUT, err_after_a_kill, flags, start, torchrun, train_quietly
 
 FOUR_LAYERS = f"--num-layers 4 --train-iters 5 --eval-interval 3 --log-params-norm {NO_DROPOUT}"
 TP2 = "--tensor-model-parallel-size 2"
 PP2, PP4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
 EXPERTS = "--num-experts 4 --moe-router-topk 2"
 VIRTUAL = "--num-layers-per-virtual-pipeline-stage 1"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> str:
-    return write_text(tmp_path_factory.mktemp("data"))
-
-
-# Two ranks, GPT: its embeddings are tied, so the first and the last stage have a copy each.
-TWO = {
-    "gpipe, stages of 3 and 1": "--pipeline-schedule gpipe --decoder-first-pipeline-num-layers 3 --zero-stage 2",
-    "zero-bubble, virtual": f"--pipeline-schedule zero-bubble {VIRTUAL} --zero-stage 1",
-    "token mean, recomputed": "--calculate-per-token-loss --recompute-granularity full --reset-attention-mask",
-}
-TWO_MORE = {
-    "1f1b": "",
-    "interleaved": VIRTUAL,
-    "zero-bubble": "--pipeline-schedule zero-bubble",
-    "recomputed, zero-bubble": "--pipeline-schedule zero-bubble --recompute-granularity full",
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("layouts", [TWO, TWO_MORE], ids=["some", "more"])
-def test_two_stages_train_as_one_rank(data, layouts):
-    alone = {"": "", "token mean, recomputed": TWO["token mean, recomputed"]}
-    expected = results_on(1, {name: ("gpt", flags(data, FOUR_LAYERS, more)) for name, more in alone.items()})
-    results = results_on(2, {name: ("gpt", flags(data, FOUR_LAYERS, PP2, more)) for name, more in layouts.items()})
-    for name, result in results.items():
-        assert_same(result, expected[name if name in expected else ""], name)
 
 
 @pytest.mark.parametrize("more", ["", EXPERTS], ids=["dense", "experts"])
@@ -75,28 +34,6 @@ def test_selective_recomputation_serves_every_part_of_a_backward_pass(data, more
     for name in ("zero-bubble", "zbv"):
         assert results[name][0]["lm loss"] == results["1f1b"][0]["lm loss"], name
         assert_same(results[name], results["1f1b"], name)
-
-
-FOUR = {
-    "1f1b": PP4,
-    "gpipe": f"{PP4} --pipeline-schedule gpipe",
-    "zero-bubble": f"{PP4} --pipeline-schedule zero-bubble",
-    "pp 2 * dp 2": PP2,
-    "pp 2 * dp 2, interleaved": f"{PP2} {VIRTUAL} --zero-stage 2",
-    "pp 2 * dp 2, zbv": f"{PP2} {VIRTUAL} --pipeline-schedule zbv",
-    "pp 2 * dp 2, stages of 1 and 3": f"{PP2} --decoder-last-pipeline-num-layers 3 --zero-stage 1",
-    "pp 2 * tp 2, sequence parallel, interleaved": f"{PP2} {VIRTUAL} {TP2} --sequence-parallel",
-    "pp 2 * tp 2, zero-bubble": f"{PP2} {TP2} --pipeline-schedule zero-bubble",
-}
-
-
-@pytest.mark.long
-def test_four_ranks_train_as_one_rank(data):
-    llama = f"{FOUR_LAYERS} --group-query-attention --num-query-groups 2"
-    expected = results_on(1, {"": ("llama", flags(data, llama))})
-    results = results_on(4, {name: ("llama", flags(data, llama, more)) for name, more in FOUR.items()})
-    for name, result in results.items():
-        assert_same(result, expected[""], name)
 
 
 # ZeRO++ inside each stage
@@ -133,65 +70,6 @@ def test_weights_and_gradients_cross_nodes_once_per_step(data):
     assert results["plain"]["lm loss"] == pytest.approx(expected["plain"]["lm loss"], rel=1e-5)
 
 
-# Checkpoints
-
-
-def _save_and_go_on(steps: list[tuple[str, list[str]]]) -> dict[str, list[float]]:
-    """For ``run_ranks``: the losses of one run after the other, each of which may load what one before it saved."""
-    losses = {}
-    for name, argv in steps:
-        run, metrics = start(argv)
-        with contextlib.redirect_stdout(io.StringIO()):
-            train(run, time.monotonic())
-        losses[name] = metrics["lm loss"]
-        if run.lock is not None:
-            run.lock.release()
-        del run
-        gc.collect()
-    return losses
-
-
-@pytest.mark.long
-def test_checkpoints_load_under_other_layouts(data, tmp_path):
-    common = f"--num-layers 4 --eval-iters 0 --save-interval 5 {NO_DROPOUT}"
-
-    def argv(layout: str, save: str | None = None, load: str | None = None, step: int = 5, length: int = 15):
-        words = f"--save {tmp_path / save}" if save else ""
-        words += f" --load {tmp_path / load} --ckpt-step {step}" if load else ""
-        return flags(data, common, layout, words, length=f"--train-iters {length}")
-
-    losses = run_ranks(
-        4,
-        _save_and_go_on,
-        [
-            ("dp 4", argv("", save="dp")),
-            ("dp 4 -> pp 4", argv(PP4, load="dp")),
-            ("dp 4 -> pp 2, virtual", argv(f"{PP2} {VIRTUAL}", load="dp", save="virtual")),
-            ("pp 2, virtual -> pp 2", argv(f"{PP2} --zero-stage 1", load="virtual", step=10)),
-            ("pp 2, virtual -> dp 4", argv("", load="virtual", step=10)),
-            ("pp 2, virtual -> pp 2 * tp 2", argv(f"{PP2} {TP2}", load="virtual", step=10)),
-        ],
-        timeout=TIMEOUT,
-    )[-1]
-    expected = losses.pop("dp 4")
-    for name, of_run in losses.items():
-        assert of_run == pytest.approx(expected[-len(of_run) :], rel=1e-5), name
-        assert len(of_run) == (5 if name.startswith("pp") else 10)
-
-    # The tools read it as any other.
-    saved = find_checkpoint(str(tmp_path / "virtual"), 15)
-    assert saved is not None
-    ours = dict(iterate_parameters(saved, read_meta(saved)))
-    theirs = find_checkpoint(str(tmp_path / "dp"), 15)
-    assert theirs is not None
-    for name, value in iterate_parameters(theirs, read_meta(theirs)):
-        torch.testing.assert_close(ours.pop(name), value, rtol=0, atol=1e-5)
-    assert not ours
-    command = f"tools/export_hf.py --load {tmp_path / 'virtual'} --output {tmp_path / 'hf'}"
-    subprocess.run([sys.executable, *command.split()], cwd=ROOT, check=True)
-    assert (tmp_path / "hf" / "model.safetensors").exists()
-
-
 # Faults
 
 
@@ -203,12 +81,10 @@ def _train_with_nan(argv: list[str]) -> tuple[str, int]:
         calls.append(1)
         return output * float("nan") if 8 < len(calls) <= 16 + 8 else None  # the step, and when it is computed again
 
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        run, _ = start(argv)
-        if run.mesh.pp_rank == 1:
-            run.model.get_submodule("layers.1.mlp.linear_fc1").register_forward_hook(hook)
-        train(run, time.monotonic())
-    return out.getvalue(), run.counters.skipped_iterations
+    run, _ = start(argv)
+    if run.mesh.pp_rank == 1:
+        run.model.get_submodule("layers.1.mlp.linear_fc1").register_forward_hook(hook)
+    return train_quietly(run), run.counters.skipped_iterations
 
 
 def test_nan_on_one_stage_is_skipped_by_all_and_found(data):
@@ -226,38 +102,6 @@ def test_a_killed_stage_ends_the_job_and_is_named(data):
         if "failed in the exchange with a neighbouring pipeline stage" in err:
             return
     pytest.fail("torchrun ended the other stages each time before one could say what it waited for")
-
-
-# What does not fit
-
-
-@pytest.mark.parametrize(
-    "more, said",
-    [
-        ("", "--num-layers 6 cannot be split for --pipeline-model-parallel-size 4: 6 layers are not divisible by 4"),
-        ("--decoder-first-pipeline-num-layers 5", "1 layers are not divisible by 3 pipeline ranks"),
-        ("--pipeline-schedule interleaved", "say how many layers each has by --num-layers-per-virtual"),
-        (
-            "--num-layers 8 --global-batch-size 3 --pipeline-schedule 1f1b",
-            "1f1b needs at least as many micro-batches as its 4 stages, got 3",
-        ),
-        (f"--num-layers 8 {VIRTUAL} --global-batch-size 9", "9 do not divide into 2 rounds"),
-        (f"{VIRTUAL} --decoder-last-pipeline-num-layers 2", "exclude each other"),
-        (f"--num-layers 8 {VIRTUAL} --pipeline-schedule gpipe", "has one stage on each rank"),
-        (f"--num-layers 8 {VIRTUAL} --pipeline-schedule zbv", "cannot share tied embeddings"),
-        (f"--num-layers 12 {VIRTUAL} --pipeline-schedule zbv", "--num-layers 12 / (2 * 4 pipeline ranks)"),
-        ("--num-layers 8 --pipeline-schedule zero-bubble --compile", "leave one out"),
-        (
-            "--num-layers 4 --recompute-granularity full --recompute-num-layers 2",
-            "the smallest stage has 1; give at most 1",
-        ),
-        ("--pipeline-model-parallel-size 1 --pipeline-schedule gpipe", "needs --pipeline-model-parallel-size above 1"),
-        ("--pipeline-model-parallel-size 3", "choose sizes whose product is one of 1, 2, 4"),
-    ],
-)
-def test_what_does_not_divide_is_refused(more, said):
-    with pytest.raises(SettingsError, match=re.escape(said)):
-        parse_settings(GPT, flags("data", f"--num-layers 6 {PP4} {more}"), 4)
 
 
 def test_stages_are_dealt_to_ranks():

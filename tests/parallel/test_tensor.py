@@ -1,11 +1,10 @@
-"""Tensor and sequence parallelism: training equals one rank's, whatever the layout."""
+"""Tensor and sequence parallelism: random numbers, the loss, initial weights, ZeRO++."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import io
-import time
 from functools import partial
 from typing import Any
 
@@ -20,77 +19,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from megatron_zpp.models import init, layers
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.parallel.distributed import FailedTogether
-from megatron_zpp.parallel.mesh import build_mesh
+from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.sharding import shard_model
 from megatron_zpp.parallel.tensor import apply_tensor_parallelism, dropout_seed
-from megatron_zpp.training.pretrain import train
 from tests.families.find import architecture_of
 from tests.models.configs import gpt_config, llama_config
-from tests.parallel.layouts import EPS, Result, assert_same, results_on
 from tests.ranks import run_in_turn, run_ranks
-from tests.training.small_run import NO_DROPOUT, flags, start, write_text
-
-LENGTH = f"--train-iters 8 {EPS} --global-batch-size 4 --micro-batch-size 2"
-OURS = [
-    ("gpt", ""),
-    (
-        "llama",
-        "--group-query-attention --num-query-groups 4 --num-attention-heads 8 --ffn-hidden-size 64 "
-        "--reset-attention-mask --reset-position-ids",
-    ),
-]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> str:
-    return write_text(tmp_path_factory.mktemp("data"))
-
-
-def train_on(world_size: int, architecture: str, data: str, *common: str, **runs: str) -> dict[str, Result]:
-    argvs = {name: (architecture, flags(data, NO_DROPOUT, *common, more, length=LENGTH)) for name, more in runs.items()}
-    return results_on(world_size, argvs)
-
-
-TP = "--tensor-model-parallel-size"
-LAYOUTS = {
-    2: {"tp": f"{TP} 2", "sp": f"{TP} 2 --sequence-parallel"},
-    4: {
-        "tp": f"{TP} 4 --recompute-granularity full",
-        "sp": f"{TP} 4 --sequence-parallel --recompute-granularity selective --log-params-norm",
-        "beside dp": f"{TP} 2 --sequence-parallel --zero-stage 1 --calculate-per-token-loss",
-    },
-}
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("architecture, shape", [pytest.param(*OURS[0], marks=pytest.mark.long), OURS[1]])
-def test_training_equals_one_rank(data, architecture, shape, world_size):
-    expected = train_on(1, architecture, data, shape, alone="--log-params-norm")["alone"]
-    for name, result in train_on(world_size, architecture, data, shape, **LAYOUTS[world_size]).items():
-        assert_same(result, expected, name)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("architecture, shape", OURS)
-def test_checkpoints_load_under_any_layout(data, tmp_path, architecture, shape):
-    """From data-parallel ranks to tensor-parallel ones, between those, and back: the same losses after each."""
-    plain, split = tmp_path / "plain", tmp_path / "split"
-    expected = train_on(1, architecture, data, shape, alone="")["alone"]
-    half = "--save-interval 100 --exit-interval 4"
-    train_on(4, architecture, data, shape, saves=f"--micro-batch-size 1 --save {plain} {half}")
-    more = train_on(
-        4,
-        architecture,
-        data,
-        shape,
-        of_four=f"{TP} 4 --load {plain}",
-        saves=f"{TP} 2 --sequence-parallel --load {plain} --save {split} --save-interval 2",
-        of_two=f"{TP} 4 --load {split} --ckpt-step 6",
-        data_parallel=f"--micro-batch-size 1 --load {split} --ckpt-step 6",
-    )
-    for name, result in more.items():
-        assert_same(result, expected, name)
-    assert "random states start over: 4 ranks saved, 4 load, divided otherwise" in more["of_four"][2]
+from tests.training.small_run import NO_DROPOUT, flags, start, train_quietly
 
 
 def train_and_look(argv: list[str]) -> dict[str, Any]:
@@ -108,8 +43,7 @@ def train_and_look(argv: list[str]) -> dict[str, Any]:
 
     block.self_attention.linear_proj.register_forward_pre_hook(look("attention"))
     block.mlp.register_forward_pre_hook(look("mlp"))
-    with contextlib.redirect_stdout(io.StringIO()):
-        train(run, time.monotonic())
+    train_quietly(run)
     for module in reversed(list(run.model.modules())):
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -182,7 +116,7 @@ def initial_weights(config: DecoderConfig, tp_size: int) -> dict[str, Tensor]:
     init.BLOCK_ELEMENTS = 500
     architecture = architecture_of(config)
     model = architecture.build_empty(config)
-    mesh = build_mesh("cpu", {"tp": tp_size})
+    mesh = Mesh("cpu", {"tp": tp_size})
     if tp_size > 1:
         plan = architecture.tensor_parallel_plan(config, False)
         apply_tensor_parallelism(model, mesh, plan, sequence_parallel=False)
@@ -230,8 +164,7 @@ ALL_FLAGS = (
 def topology_of(argv: list[str]) -> tuple[list[int], list[int], list[float]]:
     """Runs on each rank: its node's ranks, the ranks of its local rank on all nodes, and the losses of a run."""
     run, metrics = start(argv)
-    with contextlib.redirect_stdout(io.StringIO()):
-        train(run, time.monotonic())
+    train_quietly(run)
     topology = run.zeropp.topologies[0]
     groups = (topology.intra_group, topology.inter_group)
     return *(dist.get_process_group_ranks(group) for group in groups), metrics["lm loss"]

@@ -15,6 +15,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,12 @@ from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.commands.pretrain import pretrain
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.families import GPT, Architecture, find_architecture
+from megatron_zpp.metrics.log_reader import parse_line
+from megatron_zpp.training.data import batches_of
 from megatron_zpp.training.pretrain import train
-from megatron_zpp.training.run import Run
+from megatron_zpp.training.run import IslandStep, Run
 from megatron_zpp.training.setup import build_run
+from megatron_zpp.training.step import train_step
 from tests.warm_python import programs
 
 ROOT = Path(__file__).parents[2]
@@ -76,13 +80,32 @@ def start(argv: list[str], architecture: str | Architecture = "gpt") -> tuple[Ru
     return run, recorder.metrics
 
 
+def train_quietly(run: Run, out: io.StringIO | None = None) -> str:
+    """Train; return what was printed, on ``out``."""
+    with contextlib.redirect_stdout(out or io.StringIO()) as out:
+        train(run, time.monotonic())
+    return out.getvalue()
+
+
+def log_lines(text: str) -> list[dict[str, float]]:
+    """The numbers of each line of the log."""
+    return [line for of in text.splitlines() if (line := parse_line(of)) is not None]
+
+
+def take_step(run: Run, first_sample: int = 0, num_micro_batches: int = 2, change: Any = None) -> IslandStep:
+    """One optimizer step on the samples from ``first_sample`` on. change: of each batch."""
+    batches = batches_of(run, "train", first_sample)
+    assert batches is not None
+    (step,) = train_step(run, map(change, batches) if change else batches, num_micro_batches, stop=False)
+    return step
+
+
 def train_each(runs: dict[str, list[str]], architecture: str = "gpt") -> dict[str, Metrics]:
     """Train one command line after the other; each one's metrics, by its key. For ``run_ranks``."""
     results = {}
     for name, argv in runs.items():
         run, results[name] = start(argv, architecture)
-        with contextlib.redirect_stdout(io.StringIO()):
-            train(run, time.monotonic())
+        train_quietly(run)
         del run
         gc.collect()  # a model and its hooks hold each other
     return results

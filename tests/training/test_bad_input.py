@@ -6,25 +6,18 @@ import contextlib
 import io
 import json
 import os
-import re
 import shutil
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.arguments.parse import SettingsError, parse_settings
+from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT
 from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.training.setup import build_run
 from tests.ranks import run_ranks
-from tests.training.small_run import flags, torchrun, write_text
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> str:
-    return write_text(tmp_path_factory.mktemp("data"))
-
+from tests.training.small_run import flags, torchrun
 
 # As torchrun runs it: all ranks start, one speaks, none is left
 
@@ -32,7 +25,7 @@ def data(tmp_path_factory) -> str:
 MEETS_AN_ERROR = """
 from megatron_zpp.families import GPT
 from megatron_zpp.commands import pretrain
-from megatron_zpp.parallel.stop import StopSignals
+from megatron_zpp.parallel.distributed import StopSignals
 
 def train(run, start):
     StopSignals(run.device).catch()  # as --exit-signal-handler does: torchrun's SIGTERM must end a rank still
@@ -141,13 +134,3 @@ def test_what_is_wrong_with_files_is_said_once(data, tmp_path):
     for report, (_, expected) in zip(first, cases, strict=True):
         assert report.startswith("error: ") and report.count("\n") == 1 and expected in report, report
     assert others == [[""] * len(cases)] * 3
-
-
-def test_what_does_not_divide_is_refused_before_any_rank_is_started(data):
-    for more, expected in {
-        "--global-batch-size 6": "global batch size 6 is not divisible by micro-batch size 1 * data-parallel size 4",
-        "--zero-hpz-partition-size 3": "does not divide the 4 rank(s) that shard the model; choose one of 1, 2, 4",
-        "--zero-stge 3": "did you mean --zero-stage?",
-    }.items():
-        with pytest.raises(SettingsError, match=re.escape(expected)):
-            parse_settings(GPT, flags(data, more), world_size=4)

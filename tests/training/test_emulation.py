@@ -7,12 +7,10 @@ import math
 
 import pytest
 
-from megatron_zpp.arguments.parse import SettingsError, parse_settings
-from megatron_zpp.families import GPT
 from megatron_zpp.training.data import batches_of
 from megatron_zpp.training.step import accumulate_gradients
 from tests.ranks import run_ranks
-from tests.training.small_run import NO_DROPOUT, flags, start, train_each, write_text
+from tests.training.small_run import NO_DROPOUT, flags, start, train_each
 
 EMULATE = ["--emulate-ranks", "4", "--emulate-nodes", "2"]
 ALL_FLAGS = (
@@ -33,11 +31,6 @@ RUNS = {
     "muon": MUON,
     "stage 2": "--zero-stage 2 --zero-quantized-gradients --zeropp-ranks-per-node 2 --bf16 --calculate-per-token-loss",
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> str:
-    return write_text(tmp_path_factory.mktemp("data"))
 
 
 def command(data: str, *more: str) -> list[str]:
@@ -158,20 +151,3 @@ def test_checkpoints_pass_between_emulated_and_real_ranks(data, tmp_path, saves,
     rest = run_ranks(ranks(loads), _saved_and_resumed, data, folder, settings, None, more(loads))[-1]
     assert len(rest) == 3
     assert rest == whole[3:]
-
-
-@pytest.mark.parametrize(
-    "more, world_size, message",
-    [
-        ("--emulate-ranks 4", 2, "--emulate-ranks 4 needs one process, this run has 2"),
-        ("--emulate-ranks 4 --emulate-nodes 3", 1, "--emulate-nodes 3 does not divide --emulate-ranks 4"),
-        ("--emulate-ranks 4 --zero-stage 1", 1, "emulates --zero-stage 2 and 3, got 1"),
-        ("--emulate-ranks 8 --emulate-nodes 2 --zero-hpz-partition-size 2", 1, "must be 4 or 1"),
-        ("--emulate-ranks 8 --emulate-nodes 2 --zeropp-ranks-per-node 2", 1, "4 or left out"),
-        ("--emulate-ranks 4 --num-distributed-optimizer-instances 2", 1, "cannot be emulated"),
-        ("--emulate-ranks 3", 1, "global batch size 8 is not divisible"),
-    ],
-)
-def test_what_cannot_be_emulated_is_refused(data, more, world_size, message):
-    with pytest.raises(SettingsError, match=message):
-        parse_settings(GPT, command(data, more), world_size)

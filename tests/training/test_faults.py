@@ -32,16 +32,10 @@ from tests.training.small_run import (
     start,
     torchrun,
     train_each,
+    train_quietly,
     wait_for_iteration,
-    write_text,
 )
 from tests.warm_python import programs
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> str:
-    return write_text(tmp_path_factory.mktemp("data"))
-
 
 # A rank dies
 
@@ -325,9 +319,8 @@ def _train_over_a_spike(data):
     for name, guard in {"guarded": "--loss-spike-factor 1.5", "not guarded": ""}.items():
         argv = flags(data, f"{NO_DROPOUT} --split 1,0,0 --global-batch-size 2 {guard}", length="--train-iters 120")
         run, _ = start(argv)
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            train(run, time.monotonic())
-        results[name] = run.counters.skipped_iterations, out.getvalue().count("spiked to")
+        notes = train_quietly(run).count("spiked to")
+        results[name] = run.counters.skipped_iterations, notes
     return results
 
 

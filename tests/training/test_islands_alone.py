@@ -19,8 +19,7 @@ from megatron_zpp.checkpoint import read_meta
 from megatron_zpp.islands import OuterSync
 from megatron_zpp.training.nonfinite import NotFiniteError
 from megatron_zpp.training.pretrain import train
-from megatron_zpp.training.run import Run
-from megatron_zpp.training.saving import Checkpoints
+from megatron_zpp.training.run import Checkpoints, Run
 from tests.ranks import run_ranks
 from tests.training.small_run import NO_DROPOUT, flags, start, train_each, write_text
 

@@ -14,19 +14,13 @@ from torch.nn import functional as F
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.data.build import build_datasets
 from megatron_zpp.data.gpt_dataset import SampleOptions
-from megatron_zpp.data.loader import build_loader, make_batch
+from megatron_zpp.data.loader import make_batch
 from megatron_zpp.families import find_architecture
 from megatron_zpp.models.init import init_weights
-from megatron_zpp.training.step import train_step
 from tests.ranks import run_ranks
-from tests.training.small_run import NO_DROPOUT, flags, start, torchrun, train_each, write_text
+from tests.training.small_run import NO_DROPOUT, flags, start, take_step, torchrun, train_each
 
 STEPS, BATCH = 8, 8
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> str:
-    return write_text(tmp_path_factory.mktemp("data"))
 
 
 # The user's way
@@ -192,7 +186,7 @@ def test_half_precisions_train_like_fp32(data, plain_gpt):
 
 
 def test_gradients_handed_over_in_bf16_are_those_in_fp32_to_the_bit(data):
-    """They are bf16 as autograd makes them, and all sums are in fp32; so is what travels unquantized between nodes."""
+    """They are bf16 as autograd makes them, and all sums are in fp32; so is what is sent unquantized between nodes."""
     common = "--bf16 --zero-quantized-gradients --zeropp-ranks-per-node 2 --zeropp-loco --zeropp-gradient-block-size 32"
     in_fp32 = "--accumulate-allreduce-grads-in-fp32"
     for more in ("", "--zeropp-hadamard --zeropp-gradient-sum-dtype int8"):
@@ -218,19 +212,9 @@ def _parameters_after_two_steps(argv: list[str], overflow_between: bool) -> list
     run, _ = start(argv)
 
     def step(batch: int, overflow: bool = False) -> None:
-        batches = build_loader(
-            run.datasets.train,
-            consumed_samples=batch * BATCH,
-            micro_batch_size=1,
-            dp_rank=dist.get_rank(),
-            dp_size=dist.get_world_size(),
-            num_workers=0,
-            device="cpu",
-        )
-        if overflow:
-            batches = (batch | {"loss_mask": batch["loss_mask"] * torch.inf} for batch in batches)
-        (result,) = train_step(run, batches, BATCH // dist.get_world_size(), stop=False)
-        assert result.skipped == overflow
+        change = (lambda batch: batch | {"loss_mask": batch["loss_mask"] * torch.inf}) if overflow else None
+        result = take_step(run, batch * BATCH, BATCH // dist.get_world_size(), change)
+        assert result.is_skipped == overflow
 
     step(0)
     if overflow_between:

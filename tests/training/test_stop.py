@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
-import pytest
 import torch.distributed as dist
 
 from megatron_zpp.checkpoint import read_meta
 from megatron_zpp.checkpoint.folder import complete_checkpoints, iteration_of
-from megatron_zpp.parallel.stop import STOP_SIGNALS
-from megatron_zpp.training.pretrain import train
+from megatron_zpp.parallel.distributed import STOP_SIGNALS
 from tests.ranks import run_ranks
-from tests.training.small_run import flags, start, torchrun, wait_for_iteration, write_text
+from tests.training.small_run import flags, start, torchrun, train_quietly, wait_for_iteration
 
 EVAL_ITERS = 3
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> str:
-    return write_text(tmp_path_factory.mktemp("data"))
 
 
 def children_of(pid):
@@ -78,10 +68,9 @@ def _stopped(cases):
         evaluations: list[bool] = []
         if plant is not None:
             plant(run, evaluations, number)
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            train(run, time.monotonic())
+        out = train_quietly(run)
         losses = metrics.get("lm loss validation", [])
-        results[name] = out.getvalue(), len(metrics["lm loss"]), losses, len(evaluations)
+        results[name] = out, len(metrics["lm loss"]), losses, len(evaluations)
     return results
 
 

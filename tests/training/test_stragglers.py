@@ -1,7 +1,5 @@
 """--log-straggler: who is named, when, and that a healthy run names nobody."""
 
-import contextlib
-import io
 import itertools
 import os
 import time
@@ -13,19 +11,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.training import stragglers
-from megatron_zpp.training.pretrain import train
 from megatron_zpp.training.stragglers import LinkWatch, measure_links, rounds_of, slow_links, usual_rate
 from megatron_zpp.zeropp.fsdp import waits
 from megatron_zpp.zeropp.fsdp.topology import RankLayout
 from tests.ranks import run_ranks
-from tests.training.small_run import flags, start, write_text
+from tests.training.small_run import flags, start, train_quietly
 
 HOSTS = ["a", "b", "c", "d", "e"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> str:
-    return write_text(tmp_path_factory.mktemp("data"))
 
 
 # Ranks that compute slowly, on a clock that only they move
@@ -43,9 +35,8 @@ def said(argv: list[str], slow: dict[int, range]) -> list[str]:
     run.model.register_forward_hook(hook)
     stopped = SimpleNamespace(perf_counter=lambda: clock[0])
     with patch.object(waits, "time", stopped), patch.multiple(stragglers, time=stopped, EVERY=2):
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            train(run, 0.0)
-    return [line for line in out.getvalue().splitlines() if line.startswith("straggler: ")]
+        text = train_quietly(run)
+    return [line for line in text.splitlines() if line.startswith("straggler: ")]
 
 
 def test_a_rank_is_named_while_it_computes_slowly_and_no_other(data):

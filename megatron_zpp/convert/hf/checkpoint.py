@@ -16,7 +16,7 @@ from megatron_zpp.checkpoint.storage import read_index, read_tensor
 from megatron_zpp.data.text.tokenizers import Tokenizer
 from megatron_zpp.families import Architecture
 from megatron_zpp.models.transformer import TransformerConfig
-from megatron_zpp.optim.loss_scaler import LossScaler
+from megatron_zpp.optim.gradients import LossScaler
 from megatron_zpp.settings.groups import Settings
 
 
@@ -73,7 +73,7 @@ def save_imported(
         "model_config": dataclasses.asdict(config),
         "counters": dataclasses.asdict(counters),
         "schedule": None,
-        "loss_scaler": LossScaler.from_settings(settings.precision).state_dict(),
+        "loss_scaler": LossScaler(settings.precision).state_dict(),
     }
     shapes: dict[str, tuple[int, ...]] = {}
     sources = {}

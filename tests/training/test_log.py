@@ -1,24 +1,22 @@
-"""What a log line says of several steps, against what lines of single steps say; and what the monitor says of ranks."""
+"""Log lines, as published tools read Megatron's, and of several steps against single ones; profiles; the monitor."""
 
 from __future__ import annotations
 
-import contextlib
+import gzip
 import io
+import json
 import math
 import re
 import time
+from collections import Counter
 from unittest.mock import patch
 
 import pytest
 
-from megatron_zpp.metrics.log_reader import parse_line
 from megatron_zpp.metrics.throughput import IntervalTimer
-from megatron_zpp.training.data import batches_of
-from megatron_zpp.training.pretrain import train
-from megatron_zpp.training.saving import Checkpoints
-from megatron_zpp.training.step import train_step
+from megatron_zpp.training.run import Checkpoints
 from tests.ranks import run_ranks
-from tests.training.small_run import flags, start, write_text
+from tests.training.small_run import call_pretrain, flags, log_lines, start, take_step, train_quietly
 
 STEPS, SEQ_LENGTH, RANKS = 10, 32, 2
 NAN, SPIKE = 5, 7  # steps
@@ -38,17 +36,10 @@ def _logged(argvs: dict[str, list[str]]):
 
         run.model.register_forward_hook(hook)
         begin = time.monotonic()
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            train(run, begin)
-        lines = [line for text in out.getvalue().splitlines() if (line := parse_line(text)) is not None]
+        lines = log_lines(train_quietly(run))
         flops = run.architecture.flops_per_token(run.model.config, SEQ_LENGTH)
         results[name] = lines, metrics, time.monotonic() - begin, flops
     return results
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> str:
-    return write_text(tmp_path_factory.mktemp("data"))
 
 
 def _logged_seconds(argv: list[str]) -> list[float]:
@@ -67,10 +58,8 @@ def _logged_seconds(argv: list[str]) -> list[float]:
     with (
         patch.object(IntervalTimer, "_now", lambda timer: clock[0]),
         patch.object(Checkpoints, "save", slow_save),
-        contextlib.redirect_stdout(io.StringIO()) as out,
     ):
-        train(run, 0.0)
-    lines = [line for text in out.getvalue().splitlines() if (line := parse_line(text)) is not None]
+        lines = log_lines(train_quietly(run))
     return [line["elapsed time per iteration (ms)"] / 1000 for line in lines]
 
 
@@ -86,10 +75,7 @@ class Terminal(io.StringIO):
 
 def _shown(argv: list[str]) -> str:
     """What a run prints on a terminal."""
-    run, _ = start(argv)
-    with contextlib.redirect_stdout(Terminal()) as out:
-        train(run, time.monotonic())
-    return out.getvalue()
+    return train_quietly(start(argv)[0], Terminal())
 
 
 def test_a_terminal_gets_short_lines(data):
@@ -157,7 +143,7 @@ def test_a_line_over_several_steps_is_made_of_theirs(data):
 def _monitored(argv: list[str]):
     """This rank's sums of a step, and what the monitor makes of all ranks'."""
     run, _ = start(argv)
-    train_step(run, batches_of(run, "train", 0), 2, stop=False)
+    take_step(run)
     sums = {key: value.tolist() for key, value in run.zeropp.shared.monitor._sums.items()}
     return sums, run.zeropp.quantization_errors()
 
@@ -179,3 +165,108 @@ def test_the_monitor_adds_up_the_parts_of_tensor_parallel_ranks(data):
             expected = first if statistic == "nonfinite-blocks" else first / second
             expected = math.sqrt(expected) if statistic in ("error", "error-state") and second else expected
             assert values[f"{statistic}/{what}{name}"] == pytest.approx(expected, rel=1e-4), (statistic, what, name)
+
+
+# By regular expressions, not by our own reader
+
+
+ITERATION = re.compile(r"iteration +(\d+)/ *(\d+)")
+ALWAYS = {
+    "consumed samples": r"consumed samples: +(\d+)",
+    "elapsed": r"elapsed time per iteration \(ms\): ([\d.]+)",
+    "throughput": r"throughput per GPU \(TFLOP/s/GPU\): ([\d.]+)",
+    "learning rate": r"learning rate: ([\d.Ee+-]+)",
+    "global batch size": r"global batch size: +(\d+)",
+    "loss scale": r"loss scale: ([\d.]+)",
+    "skipped": r"number of skipped iterations: +(\d+)",
+    "nan": r"number of nan iterations: +(\d+)",
+}
+OF_STEPS_THAT_COUNT = {"lm loss": r"lm loss: ([\d.Ee+-]+)", "grad norm": r"grad norm: ([\d.]+)"}
+
+
+def _printed(argv: list[str]):
+    """What a run prints of which two steps are skipped, and the values behind it."""
+    run, metrics = start(argv)
+
+    def hook(model, inputs, losses):
+        return losses * {2: math.nan, 3: math.inf}.get(run.counters.iteration + 1, 1.0)
+
+    run.model.register_forward_hook(hook)
+    return train_quietly(run), metrics
+
+
+def test_published_expressions_match(data):
+    argv = flags(data, "--log-throughput --eval-iters 0 --log-interval 1", length="--train-iters 5")
+    text, metrics = run_ranks(1, _printed, argv)[0]
+    lines = [line for line in text.splitlines() if ITERATION.search(line) and "learning rate" in line]
+    assert [ITERATION.search(line).groups() for line in lines] == [(str(n), "5") for n in range(1, 6)]
+    for i, line in enumerate(lines):
+        found = {name: float(re.search(pattern, line)[1]) for name, pattern in ALWAYS.items()}
+        assert found["consumed samples"] == 8 * (i + 1) and found["global batch size"] == 8
+        assert found["elapsed"] > 0 and found["throughput"] >= 0 and found["loss scale"] == 1
+        skipped = i + 1 in (2, 3)
+        assert (found["skipped"], found["nan"]) == (skipped, skipped)
+        for name, pattern in OF_STEPS_THAT_COUNT.items():
+            assert (name in line) == (re.search(pattern, line) is not None) == (not skipped), name
+        if not skipped:
+            assert float(re.search(OF_STEPS_THAT_COUNT["lm loss"], line)[1]) == float(f"{metrics['lm loss'][i]:.6E}")
+            assert float(re.search(OF_STEPS_THAT_COUNT["grad norm"], line)[1]) == round(metrics["grad-norm"][i], 3)
+
+
+def test_a_line_of_several_steps_leaves_the_skipped_ones_out(data):
+    argv = flags(data, "--eval-iters 0 --log-interval 4", length="--train-iters 4")
+    text, metrics = run_ranks(1, _printed, argv)[0]
+    line = next(line for line in text.splitlines() if " 4/ " in line and "lm loss" in line)
+    assert float(re.search(OF_STEPS_THAT_COUNT["lm loss"], line)[1]) == float(f"{metrics['lm loss'][3]:.6E}")
+    assert re.search(ALWAYS["skipped"], line)[1] == re.search(ALWAYS["nan"], line)[1] == "2"
+
+
+TWO_NODES = "--zero-quantized-weights --zero-quantized-gradients --zeropp-ranks-per-node 1 --log-interval 2"
+PROFILED = "--profile --use-pytorch-profiler --profile-step-start 2"
+
+
+def logged(argv: list[str]):
+    """The lines and the points of a run."""
+    run, metrics = start(argv)
+    return log_lines(train_quietly(run)), metrics
+
+
+def test_profiled_steps_have_a_trace_with_names(data, tmp_path):
+    argv = flags(
+        data, f"{TWO_NODES} {PROFILED} --profile-step-end 4 --profile-ranks 1 --profile-dir {tmp_path}/traces",
+        length="--train-iters 6",
+    )  # fmt: skip
+    lines, metrics = run_ranks(2, logged, argv)[1]
+    (trace,) = (tmp_path / "traces").iterdir()
+    assert trace.name == "rank00001.trace.json.gz"
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    names = Counter(event["name"] for event in events if " nodes: " in event["name"])
+    assert {name for name in names if "layers.0" in name} == {
+        "gather between nodes: layers.0",
+        "reduce between nodes: layers.0",
+        "reduce within nodes: layers.0",
+    }
+    assert names["reduce between nodes: layers.0"] == 2  # steps 3 and 4
+    for link in ("between", "within"):
+        waited = [line[f"waited {link} nodes per step (ms)"] for line in lines]
+        points = metrics[f"comm/seconds-waited-{link}-nodes"]
+        assert [1000 * seconds for seconds in points] == pytest.approx(waited, abs=0.051) and len(waited) == 4
+    assert min(metrics["comm/seconds-waited-between-nodes"]) > 0
+
+
+def test_a_profile_ends_with_the_run(data, tmp_path):
+    run_ranks(1, logged, flags(data, f"{PROFILED} --save {tmp_path}/run --save-interval 3", length="--train-iters 3"))
+    trace = tmp_path / "run" / "profile" / "rank00000.trace.json.gz"
+    assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+
+
+def test_what_cannot_be_recorded_is_refused(data):
+    argvs = [
+        flags(data, PROFILED, length="--train-iters 3"),
+        flags(data, "--profile --record-memory-history --profile-dir x", length="--train-iters 3"),
+        flags(data, "--profile", length="--train-iters 3"),
+    ]
+    (_, _, nowhere), (_, _, history), (code, out, err) = run_ranks(1, call_pretrain, *argvs)[0]
+    assert nowhere.startswith("error: --profile needs a place for its files: give --profile-dir")
+    assert history.startswith("error: --record-memory-history needs a GPU")
+    assert code == 0 and "note: --profile alone is for Nsight Systems" in out + err
