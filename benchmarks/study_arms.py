@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 RANKS, NODES = 4, 2
@@ -102,11 +103,24 @@ class Group:
     recovers: bool = False
 
 
-@dataclass(frozen=True)
 class Experiment:
-    title: str
-    groups: tuple[Group, ...]
-    observed: tuple[str, ...] = ()  # what the log shows beside losses, and the table at the end of training
+    """Groups of arms. observed: what the log shows beside losses, and the table at the end of training."""
+
+    def __init__(self, title: str, *groups: Group, observed: tuple[str, ...] = ()) -> None:
+        self.title, self.groups, self.observed = title, groups, observed
+
+
+def group(
+    title: str,
+    arms: Mapping[str, str],
+    common: str = "",
+    control: str = "",
+    recovers: bool = False,
+    real_ranks: int | None = None,
+) -> Group:
+    """Arms by name: the flags that all have in common, then each arm's."""
+    all_flags = {name: f"{common} {flags}".strip() for name, flags in arms.items()}
+    return Group(title, tuple(Arm(name, flags, control, real_ranks) for name, flags in all_flags.items()), recovers)
 
 
 ABSMAX = "absmax"  # three levels at 2 bits, as in the published work
@@ -148,19 +162,18 @@ def loco(beta: float, hops: str, error: str = "int8", reset_interval: int = 0, r
 
 UNBIASED = "--zero-gradient-rounding stochastic"
 HADAMARD = "--zero-hadamard"
-GRADIENTS_WARM_UP = "--zero-gradient-bits-warmup {warmup}:4"
-DIFFERENCES_WARM_UP = "--zero-weight-difference-bits-warmup {warmup}:4"
+
+
+def with_four_bits_at_first(flags: str) -> str:
+    return f"{flags} --zero-gradient-bits-warmup {{warmup}}:4"
 
 
 def few_bits(gradient_bits: int, difference_bits: int) -> str:
     """The recipe of docs/zeropp.md: 8 bits within nodes, LoCo between them, 4 bits at first."""
-    four_bits_at_first = GRADIENTS_WARM_UP
-    if difference_bits == 4:
-        weights = differences(4)
-    else:
-        weights = differences(difference_bits, 256, "mean")
-        four_bits_at_first += f" {DIFFERENCES_WARM_UP}"
-    return f"{BF16} {weights} {gradients(8, gradient_bits)} {loco(0.8, 'inter')} {four_bits_at_first}"
+    is_int4 = difference_bits == 4
+    weights = differences(4) if is_int4 else differences(difference_bits, 256, "mean")
+    flags = with_four_bits_at_first(f"{BF16} {weights} {gradients(8, gradient_bits)} {loco(0.8, 'inter')}")
+    return flags if is_int4 else f"{flags} --zero-weight-difference-bits-warmup {{warmup}}:4"
 
 
 FP32 = Arm("fp32 wire", "")
