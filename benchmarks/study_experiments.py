@@ -10,11 +10,18 @@ from study_arms import (
     BF16,
     BF16_WIRE,
     CONTROLS,
+    ELEMENT_SCALES,
+    EXPERTS,
+    FOUR_BITS,
     FP32,
     HADAMARD,
-    HPZ,
+    HIGHER_RATE,
+    INT4_DIFFERENCES,
+    ISLANDS,
+    LOCO,
+    LOCO_ON_BOTH_HOPS,
     NODES,
-    RANKS,
+    SGD_CONTROL,
     UNBIASED,
     Arm,
     Experiment,
@@ -25,54 +32,17 @@ from study_arms import (
     group,
     loco,
     moves,
+    on_twice_the_ranks,
     weights,
+    with_and_without_element_scales,
+    with_experts,
     with_four_bits_at_first,
+    with_sgd,
 )
 
-LOCO, LOCO_ON_BOTH_HOPS = loco(0.8, "inter"), loco(0.8, "both")
-INT4_DIFFERENCES = f"{BF16} {differences(4)}"
-FOUR_BITS = f"{INT4_DIFFERENCES} {gradients(8, 4)} {LOCO}"
 TWO_BITS = f"{INT4_DIFFERENCES} {gradients(8, 2)} {LOCO}"
 TWO_BITS_BY_ABSMAX = gradients(8, 2, scaling=ABSMAX)
-ELEMENT_SCALES = "--zero-gradient-element-scales"
 FP32_GRADIENTS = "Weights through hpZ, gradients in fp32"
-
-
-# The same arms, trained otherwise
-
-
-def on_twice_the_ranks(arms: Group, nodes: int = NODES) -> Group:
-    """The same batches on twice the ranks, each of which has half of the samples."""
-    eight = f"--emulate-ranks {2 * RANKS} --emulate-nodes {nodes} --micro-batch-size {{half}}"
-    hpz = f"--zero-hpz-partition-size {2 * RANKS // nodes}"
-    flags = {arm.name: f"{arm.flags.replace(HPZ, hpz)} {eight}" for arm in arms.arms}
-    return group(f"{arms.title}, {nodes} nodes of {2 * RANKS // nodes} ranks", flags, recovers=arms.recovers)
-
-
-# The best learning rate of 0.03, 0.06, 0.1, 0.3, 1 and 3 for the fp32 wire.
-SGD = "--optimizer sgd --sgd-momentum 0.9 --weight-decay 1e-4 --lr 0.1 --min-lr 0.01"
-SGD_CONTROL = group("SGD with momentum", {"fp32 wire": SGD}, control=SGD)
-EXPERTS = (
-    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --group-query-attention "
-    "--num-query-groups 2 --untie-embeddings-and-output-weights --num-experts 8 --moe-ffn-hidden-size 512 "
-    "--moe-aux-loss-coeff 0.02"
-)
-
-
-def with_sgd(arms: Group) -> Group:
-    """The same under SGD, against the fp32 wire under SGD."""
-    flags = {arm.name: f"{SGD} {arm.flags}" for arm in arms.arms}
-    return group(f"SGD: {arms.title}", flags, recovers=arms.recovers, control=SGD)
-
-
-def with_experts(arms: Group) -> Group:
-    """The same for a mixture of experts like Mixtral, of 5.7M parameters, of which a token meets 2.2M."""
-    flags = {arm.name: f"{EXPERTS} {arm.flags}".strip() for arm in arms.arms}
-    return group(f"Experts: {arms.title}", flags, control=EXPERTS)
-
-
-def with_and_without_element_scales(title: str, wire: str) -> Group:
-    return group(title, {"block scales": wire, "and scales of elements": f"{wire} {ELEMENT_SCALES}"})
 
 
 # E4
@@ -174,65 +144,12 @@ def with_muon(title: str, wire: str, rates: tuple[float, ...]) -> Group:
     return group(title, {"AdamW": wire, **arms})
 
 
-# E11
-
-# Steps between agreements, which all divide the run, so that it ends with one; and the outer optimizer. Few steps take
-# the mean as it is. More have DiLoCo's optimizer, with a momentum that suits so short a run: with 2 islands at 32
-# steps, of one seed, the best of seven pairs of rates from 0.2 to 1 and momenta from 0 to 0.9.
-TAKE_THE_MEAN = " --island-outer-optimizer sgd --island-outer-lr 1 --island-outer-momentum 0"
-SHORT_MOMENTUM = " --island-outer-momentum 0.7"
-INTERVALS = {1: TAKE_THE_MEAN, 10: TAKE_THE_MEAN, 32: SHORT_MOMENTUM, 100: SHORT_MOMENTUM}
-ISLAND_WIRES = {
-    "fp32": "",
-    "int4": " --island-bits 4",
-    "int4, LoCo": " --island-bits 4 --island-loco",
-    "int2": " --island-bits 2",
-    "int2, LoCo": " --island-bits 2 --island-loco",
-}
-# Between nodes at every step: alone, and before the islands part.
-EVERY_STEP = {"int4 differences, 8-4 gradients": FOUR_BITS, "int2 differences, 2-bit gradients": few_bits(2, 2)}
-# The best of 0.001, 0.002 and 0.003, of one seed. All others have 0.001.
-HIGHER_RATE = Arm("fp32 wire, 0.002", "--lr 0.002")
-AFTER_A_FIFTH = "after a fifth at every step"
-FRAGMENTS = {
-    "2 fragments": " --island-fragments 2",
-    "2 fragments, 4 steps on their way": " --island-fragments 2 --island-sync-delay 4 --island-merge-alpha 0.5",
-}
-
-
-def every(steps: int) -> str:
-    return f"every {steps} steps" if steps > 1 else "every step"
-
-
-def islands(number: int) -> Group:
-    """The ranks as this many islands, each on a node of its own, with fp32 inside."""
-    flags = f"--emulate-nodes {number} --islands {number} --island-sync-interval"
-    arms = [
-        Arm(f"{every(interval)}, {wire}", f"{flags} {interval}{outer}{bits}")
-        for interval, outer in INTERVALS.items()
-        for wire, bits in ISLAND_WIRES.items()
-    ]
-    arms += [
-        Arm(f"every 32 steps, {wire}, {how}", f"{flags} 32{SHORT_MOMENTUM}{ISLAND_WIRES[wire]}{fragments}")
-        for how, fragments in FRAGMENTS.items()
-        for wire in ("fp32", "int4, LoCo")
-    ]
-    for interval in (32, 100):
-        for wire in ("fp32", "int4, LoCo", "int2, LoCo"):
-            name = f"{every(interval)}, {wire}, {AFTER_A_FIFTH}"
-            begun = f"{flags} {interval}{INTERVALS[interval]}{ISLAND_WIRES[wire]} --load {{begun}}"
-            arms.append(Arm(name, begun, begins=FOUR_BITS))
-    arms.append(Arm("every 32 steps, fp32, a momentum of 0.9", f"{flags} 32"))
-    return Group(f"{number} islands", tuple(arms))
-
-
-ISLANDS = {number: islands(number) for number in (2, 4)}
-
-
 def _blocks(size: int) -> str:
     return f"blocks of {size}" if size else "one scale"
 
 
+# Between nodes at every step: alone, and before the islands part.
+EVERY_STEP = {"int4 differences, 8-4 gradients": FOUR_BITS, "int2 differences, 2-bit gradients": few_bits(2, 2)}
 RECIPES = {
     "ZeRO++ (int8 weights, 4-4 gradients)": f"{weights(8, 256)} {gradients(4, 4)}",
     "ZeRO++ with LoCo": f"{weights(8, 256)} {gradients(4, 4)} {LOCO_ON_BOTH_HOPS}",
@@ -260,8 +177,8 @@ EXPERIMENTS = {
             {
                 "int4 themselves, blocks of 2048": weights(4, 2048),
                 "int4 differences, blocks of 2048": INT4_DIFFERENCES,
-                "int4 differences, blocks of 2048, two micro-batches": f"{INT4_DIFFERENCES} --micro-batch-size {{half}} "
-                "--global-batch-size {batch}",
+                "int4 differences, blocks of 2048, two micro-batches": f"{INT4_DIFFERENCES} "
+                "--micro-batch-size {half} --global-batch-size {batch}",
                 "int2 differences, blocks of 256": f"{BF16} {differences(2, 256)}",
             },
         ),

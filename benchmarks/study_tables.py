@@ -10,17 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from study_arms import FP32, Arm, Experiment, Group
-from study_experiments import (
-    AFTER_A_FIFTH,
-    E4_BITS_AND_BLOCKS,
-    E4_SENSITIVITY,
-    EXPERIMENTS,
-    HIGHER_RATE,
-    INTERVALS,
-    ISLANDS,
-    every,
-)
+from study_arms import AFTER_A_FIFTH, FP32, HIGHER_RATE, INTERVALS, ISLANDS, Arm, Experiment, Group, every
+from study_experiments import E4_BITS_AND_BLOCKS, E4_SENSITIVITY, EXPERIMENTS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "experiments.md"
