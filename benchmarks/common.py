@@ -111,20 +111,22 @@ def run_trainer(
     ranks: int | None = 4,
     program: str = "pretrain_gpt.py",
     root: Path = ROOT,
+    cwd: Path | None = None,
     python: str = sys.executable,
     threads: int = 1,
 ) -> str:
-    """Train in the checkout ``root`` and return what the program prints. ranks: None = without torchrun.
+    """Train with the checkout ``root`` and return what the program prints. ranks: None = without torchrun.
 
     Raises RuntimeError if it fails.
     """
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     done = subprocess.run(
         [python, *torchrun, str(root / program), *flags.split()],
+        cwd=cwd,
         env=os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
     )
     if done.returncode != 0:
-        raise RuntimeError(f"{root / program} {flags}: exit code {done.returncode}\n{done.stderr[-4000:]}")
+        raise RuntimeError(f"{program} {flags} in {root}: exit code {done.returncode}\n{done.stderr[-4000:]}")
     return done.stdout
