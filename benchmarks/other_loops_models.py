@@ -65,8 +65,8 @@ def train(
 ) -> Trained:
     """Clips, and accumulates as FSDP2 wants it.
 
-    prepare: makes the model ready for ``fully_shard``, and returns its options. loss_scale: what a GradScaler begins with;
-    None = train without. stance: torch.compile's, of the optimizer's step.
+    prepare: makes the model ready for ``fully_shard``, and returns its options. loss_scale: what a GradScaler begins
+    with; None = train without. stance: torch.compile's, of the optimizer's step.
     """
     torch.manual_seed(0)
     model: Any = make_model()

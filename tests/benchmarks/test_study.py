@@ -38,7 +38,7 @@ def test_excess_is_seed_by_seed_and_recovery_is_of_the_groups_first_arm():
     )
     assert study_tables.excesses(nothing, rows) == pytest.approx([10, 10, 10])
     assert study_tables.recovered(nothing, feedback, rows) == pytest.approx([50, 100, 75])
-    table = study_tables.table(Experiment("x", (Group("y", (nothing, feedback), recovers=True),)), rows)
+    table = study_tables.table(Experiment("x", Group("y", (nothing, feedback), recovers=True)), rows)
     assert re.search(r"\| feedback \| 4\.4333 ± 0\.49 \| \+2\.50 ± 2\.5 % \| 75 ± 25 % \| 1\.50 \|", table)
 
 
