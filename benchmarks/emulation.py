@@ -41,7 +41,7 @@ ZERO = (
 def measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     shape, vocab_size = MODELS[args.model]
     batch, num_steps = args.micro_batch_size * args.ranks, (args.rounds + 1) * args.steps
-    common = f"{shape} --global-batch-size {batch} --num-workers 0"
+    common = f"{shape} --global-batch-size {batch} --num-workers 0 --lr-warmup-iters 0"
     common += (" --bf16" if args.bf16 else "") + (" --compile" if args.compile else "")
     flags = {
         "plain": f"{common} --zero-stage 0",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def main() -> None:
     if not (ROOT / "runs/quickstart/python_text_document.bin").exists():
         sys.exit("error: no text yet: run make quickstart first")
     for name, flags in SETTINGS.items():
-        if row := measure_once(RESULTS, {"setting": name}, lambda flags=flags: measure(flags)):
+        if row := measure_once(RESULTS, {"setting": name}, partial(measure, flags)):
             print(row, flush=True)
 
 

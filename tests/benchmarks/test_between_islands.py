@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
-import pytest
-
-from tests.conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
 import between_islands
+import pytest
 from common import read_rows
 
 H = 192

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
-
-from tests.conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
 import study
 import study_tables
 from study_arms import FP32, RANKS, SCALES, Arm, Experiment, Group, Scale
