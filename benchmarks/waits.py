@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from common import in_turns, new_parser, write_result
+from common import in_turns, new_parser, seconds_of, write_result
 from side_by_side import OurTraining, our_run
 
 from megatron_zpp.families import GPT
@@ -58,15 +58,9 @@ def turns(training: OurTraining, rounds: int, steps: int) -> dict[bool, list[tup
 
 def recorded_waits(training: OurTraining, steps: int) -> float:
     """How many this rank records per step."""
-    record, count = Waits.collective, [0]
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        count[0] += 1
-        return record(*args, **kwargs)
-
-    with patch.object(Waits, "collective", counted):
+    with patch.object(Waits, "collective", autospec=True, side_effect=Waits.collective) as recorded:
         training.steps(steps)
-    return count[0] / steps
+    return recorded.call_count / steps
 
 
 def seconds_of_a_wait(run: Run) -> float:
@@ -75,12 +69,13 @@ def seconds_of_a_wait(run: Run) -> float:
     waits, unit = Waits(run.device), run.zeropp.units[0]  # type: ignore[attr-defined]
 
     def timed(body: Callable[[], Any]) -> float:
-        begin = time.process_time()
-        for i in range(REPEATS):
-            body()
-            if i % 50 == 0:
-                waits.take()
-        return (time.process_time() - begin) / REPEATS
+        def repeated() -> None:
+            for i in range(REPEATS):
+                body()
+                if i % 50 == 0:
+                    waits.take()
+
+        return seconds_of(repeated, time.process_time) / REPEATS
 
     def wait() -> None:
         with waits.collective("gather", unit, crosses_nodes=True):
