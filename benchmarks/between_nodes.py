@@ -108,7 +108,9 @@ def count_parameters(flags: str) -> int:
 
     size = {flag: int(number) for flag, number in re.findall(r"--([a-z-]+) (\d+)", flags)}
     config = DecoderConfig(
-        *(size[name] for name in ("num-layers", "hidden-size", "num-attention-heads")),
+        size["num-layers"],
+        size["hidden-size"],
+        size["num-attention-heads"],
         vocab_size=-(-size["vocab-size"] // 128) * 128 + 128,  # NullTokenizer's end-of-document, padded
         max_position_embeddings=size["seq-length"],
         tie_embeddings="--untie-embeddings-and-output-weights" not in flags,
@@ -136,7 +138,7 @@ def throughput() -> dict[tuple[int, str | None, str], float]:
 def print_tables() -> None:
     print("Bytes that leave one node, per parameter and optimizer step, read from its interface\n")
     rows = {(r["nodes"], r["ranks_per_node"], r["setting"], r["micro_batches"]): r for r in read_rows(BYTES)}
-    lines = []
+    lines: list[list[object]] = []
     for (nodes, ranks_per_node), names in BYTES_SHAPES.items():
         for name in names:
             one, eight = (rows.get((nodes, ranks_per_node, name, micro_batches)) for micro_batches in (1, 8))
@@ -144,7 +146,7 @@ def print_tables() -> None:
                 ratio = one["counted_bytes_per_node_and_step"] / one["bytes_per_node_and_step"]
                 cells = (per_parameter(one), per_parameter(eight), ratio)
                 lines.append([f"{nodes} x {ranks_per_node}", name, *(f"{cell:.3f}" for cell in cells)])
-    headings = ("nodes x ranks", "setting", "1 micro-batch", "8 micro-batches", "counted / interface")
+    headings = ["nodes x ranks", "setting", "1 micro-batch", "8 micro-batches", "counted / interface"]
     print(markdown_table(headings, lines))
     print(f"\n{STAGES}, on 2 x 2 ranks: bytes that leave a node per step\n")
     lines = []
@@ -153,7 +155,7 @@ def print_tables() -> None:
             hidden = 2 * micro_batches * 256 * 512 * 2  # data-parallel ranks * micro-batches * S * H, in bf16
             counted, measured = row["counted_bytes_per_node_and_step"], row["bytes_per_node_and_step"]
             lines.append([micro_batches, hidden, f"{counted:.0f}", f"{measured:.0f} ({measured / hidden:.3f} x)"])
-    headings = ("micro-batches", "hidden states or their gradients", "counted", "interface")
+    headings = ["micro-batches", "hidden states or their gradients", "counted", "interface"]
     print(markdown_table(headings, lines))
     print("\nTokens/s of 2 x 2 ranks over the rate of the nodes' links; in brackets over ZeRO-3's")
     tokens = throughput()

@@ -30,6 +30,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -81,15 +82,14 @@ def measure(
 ) -> None:
     """One repetition: the parts of a step, then each checkout for each rate and number of micro-batches."""
     key: dict[str, Any] = {"setting": "parts", "repetition": repetition}
-    measure_once(RESULTS, key, lambda: run(ROOT, ALL_FLAGS, 1, None, steps))
+    measure_once(RESULTS, key, partial(run, ROOT, ALL_FLAGS, 1, None, steps))
     parts = next(row for row in read_rows(RESULTS) if key.items() <= row.items())
     for ratio in ratios:
         rate = parts_rate(parts, ratio)
         for micro_batches in counts:
             for setting, (checkout, flags) in checkouts.items():
                 key = {"setting": setting, "repetition": repetition, "ratio": ratio, "micro_batches": micro_batches}
-                shape = (checkout, flags, micro_batches, rate, steps)
-                row = measure_once(RESULTS, key, lambda shape=shape: {"rate_bit_per_s": shape[3], **run(*shape)})
+                row = measure_once(RESULTS, key, partial(run, checkout, flags, micro_batches, rate, steps))
                 if row is not None:
                     over = row["step_s"] / bound(parts, rate, micro_batches)
                     print(f"    {row['step_s']:.3f} s, {over:.2f} x the bound", file=sys.stderr)
@@ -132,7 +132,8 @@ def run(checkout: Path, flags: str, micro_batches: int, rate: int | None, steps:
     if any(status != 0 for status in statuses) or len(lines) != 1:
         raise RuntimeError(f"a run failed, or took longer than {TIMEOUT} s:\n{output[-8000:]}")
     command[0] = Path(__file__).name
-    return json.loads(lines[0].removeprefix(PARTS)) | {"command": " ".join(command), "steps": steps}
+    measured = {"rate_bit_per_s": rate, "command": " ".join(command), "steps": steps}
+    return json.loads(lines[0].removeprefix(PARTS)) | measured
 
 
 def train(flags: list[str]) -> None:
