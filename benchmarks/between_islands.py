@@ -11,16 +11,13 @@ is there already is not run again. Bytes are read from the namespaces' interface
 
 from __future__ import annotations
 
-import argparse
-import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
+import common
 from cluster_in_a_box import run
-from rows import append_row, has_row, read_rows
+from common import ROOT, markdown_table, measure_once, read_rows, run_choice
 
-RESULTS = Path(__file__).parent / "results" / "between_islands.jsonl"
-PROGRAM = Path(__file__).parent.parent / "pretrain_gpt.py"
+RESULTS = common.RESULTS / "between_islands.jsonl"
 # 1.1 million parameters, so that ZeRO-3 ends in minutes.
 MODEL = (
     "--num-layers 2 --hidden-size 192 --num-attention-heads 4 --seq-length 128 --micro-batch-size 4 --mock-data "
@@ -61,12 +58,9 @@ SETTINGS = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("measure", "table"))
-    if parser.parse_args().what == "measure":
-        for name in SETTINGS:
-            measure(name)
+def measure_all() -> None:
+    for name in SETTINGS:
+        measure(name)
     print_table()
 
 
@@ -75,25 +69,21 @@ def measure(name: str) -> None:
     setting = SETTINGS[name]
     flags = f"{MODEL} {setting.flags} --train-iters {setting.steps} --log-interval {setting.log_interval} "
     flags += f"--global-batch-size {TOKENS // 128}"
-    key = {"setting": name, "rate": RATE, "command": f"{PROGRAM.name} {' '.join(flags.split())}"}
-    if has_row(RESULTS, key):
-        return
-    print(f"{name}: {NODES} x {RANKS_PER_NODE}, {RATE}", file=sys.stderr)
-    command = [str(PROGRAM), *flags.split()]
-    measured = run(command, NODES, RANKS_PER_NODE, RATE, setting.warmup_steps, timeout=1800, echo=False)
-    append_row(RESULTS, asdict(measured) | key)
+    key = {"setting": name, "rate": RATE, "command": f"pretrain_gpt.py {' '.join(flags.split())}"}
+    command, shape = [str(ROOT / "pretrain_gpt.py"), *flags.split()], (NODES, RANKS_PER_NODE, RATE)
+    measure_once(RESULTS, key, lambda: asdict(run(command, *shape, setting.warmup_steps, timeout=1800, echo=False)))
 
 
 def print_table() -> None:
     rows = {row["setting"]: row for row in read_rows(RESULTS)}
-    headings = ("setting", "tokens/s", "over ZeRO-3", "kB a step out of a cluster", "counted")
-    print(f"| {' | '.join(headings)} |\n|{'---|' * len(headings)}")
     base = rows.get("ZeRO-3")
+    lines = []
     for name, row in rows.items():
         ratio = f"{base['seconds_per_step'] / row['seconds_per_step']:.2f} x" if base else ""
-        sent, counted = (row[f"{kind}bytes_per_node_and_step"] / 1e3 for kind in ("", "counted_"))
-        print(f"| {name} | {TOKENS / row['seconds_per_step']:,.0f} | {ratio} | {sent:,.1f} | {counted:,.1f} |")
+        sent = (f"{row[f'{kind}bytes_per_node_and_step'] / 1e3:,.1f}" for kind in ("", "counted_"))
+        lines.append([name, f"{TOKENS / row['seconds_per_step']:,.0f}", ratio, *sent])
+    print(markdown_table(("setting", "tokens/s", "over ZeRO-3", "kB a step out of a cluster", "counted"), lines))
 
 
 if __name__ == "__main__":
-    main()
+    run_choice(__doc__, {"measure": measure_all, "table": print_table})

@@ -11,7 +11,6 @@ what is there already is not run again. Bytes are read from the nodes' interface
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from dataclasses import asdict
@@ -19,11 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from cluster_in_a_box import run
-from rows import append_row, has_row, read_rows
+from common import RESULTS, ROOT, markdown_table, measure_once, read_rows, run_choice
 
-RESULTS = Path(__file__).parent / "results"
 BYTES, THROUGHPUT = RESULTS / "between_nodes_bytes.jsonl", RESULTS / "between_nodes_throughput.jsonl"
-PROGRAM = Path(__file__).parent.parent / "pretrain_gpt.py"
 # 26M parameters, and hardly any tokens: the network is what is measured.
 MODEL = (
     "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 32 --micro-batch-size 1 --mock-data "
@@ -68,109 +65,108 @@ THROUGHPUT_SETTINGS = ["ZeRO-3 bf16", "all flags, LoCo", "all flags, LoCo, 4-bit
 RATES = ["100mbit", "300mbit", "1gbit", "4gbit", None]  # at the first, ZeRO-3 does little but communicate
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("bytes", "throughput", "tables", "plot"))
-    what = parser.parse_args().what
-    if what == "bytes":
-        for (nodes, ranks_per_node), names in BYTES_SHAPES.items():
-            for name in names:
-                for micro_batches in (1, 8):
-                    measure(BYTES, name, nodes, ranks_per_node, micro_batches, None, steps=16)
-        for micro_batches in PIPELINE_MICRO_BATCHES:
-            measure(BYTES, STAGES, 2, 2, micro_batches, None, steps=16)
-    elif what == "throughput":
-        for rate in RATES:
+def measure_bytes() -> None:
+    for (nodes, ranks_per_node), names in BYTES_SHAPES.items():
+        for name in names:
             for micro_batches in (1, 8):
-                # Slow steps vary little, and fast ones cost little.
-                steps = 3 if rate == RATES[0] else 25 if rate is None and micro_batches == 1 else 5
-                for name in THROUGHPUT_SETTINGS:
-                    measure(THROUGHPUT, name, 2, 2, micro_batches, rate, steps=steps)
-    elif what == "tables":
-        print_tables()
-    else:
-        plot_throughput()
+                measure(BYTES, name, nodes, ranks_per_node, micro_batches, None, steps=16)
+    for micro_batches in PIPELINE_MICRO_BATCHES:
+        measure(BYTES, STAGES, 2, 2, micro_batches, None, steps=16)
+
+
+def measure_throughput() -> None:
+    for rate in RATES:
+        for micro_batches in (1, 8):
+            # Slow steps vary little, and fast ones cost little.
+            steps = 3 if rate == RATES[0] else 25 if rate is None and micro_batches == 1 else 5
+            for name in THROUGHPUT_SETTINGS:
+                measure(THROUGHPUT, name, 2, 2, micro_batches, rate, steps=steps)
 
 
 def measure(
     path: Path, name: str, nodes: int, ranks_per_node: int, micro_batches: int, rate: str | None, steps: int
 ) -> None:
     """Run one setting and append what was measured, unless it is there already."""
-    key = {"setting": name, "nodes": nodes, "ranks_per_node": ranks_per_node, "rate": rate}
-    key["micro_batches"] = micro_batches
-    if has_row(path, key):
-        return
-    tp_size = 2 if "tensor parallel 2" in name else 1
-    data_parallel = ranks_per_node // tp_size  # of a node
-    flags = f"{MODEL} {SETTINGS[name].format(P=data_parallel, N=nodes)} --train-iters {steps}"
+    shape = {"setting": name, "nodes": nodes, "ranks_per_node": ranks_per_node}
+    data_parallel = ranks_per_node // (2 if "tensor parallel 2" in name else 1)  # of a node
     copies = nodes * data_parallel // (2 if name == STAGES else 1)  # of the model
+    flags = f"{MODEL} {SETTINGS[name].format(P=data_parallel, N=nodes)} --train-iters {steps}"
     flags += f" --global-batch-size {copies * micro_batches}"
-    command = [str(PROGRAM), *flags.split()]
-    print(f"{name}: {nodes} x {ranks_per_node}, {micro_batches} micro-batches, {rate or 'unlimited'}", file=sys.stderr)
-    measured = asdict(run(command, nodes, ranks_per_node, rate, warmup_steps=1, timeout=900, echo=False))
-    row = measured | key | {"parameters": count_parameters(flags), "command": f"{PROGRAM.name} {flags}"}
-    append_row(path, row)
-    print(f"    {per_parameter(row):.3f} bytes/parameter, {row['tokens_per_second']:.0f} tokens/s", file=sys.stderr)
+
+    def measured() -> dict[str, Any]:
+        command = [str(ROOT / "pretrain_gpt.py"), *flags.split()]
+        found = asdict(run(command, nodes, ranks_per_node, rate, warmup_steps=1, timeout=900, echo=False))
+        return found | {"parameters": count_parameters(flags), "command": f"pretrain_gpt.py {flags}"}
+
+    if row := measure_once(path, shape | {"rate": rate, "micro_batches": micro_batches}, measured):
+        print(f"    {per_parameter(row):.3f} bytes/parameter, {row['tokens_per_second']:.0f} tokens/s", file=sys.stderr)
 
 
 def count_parameters(flags: str) -> int:
-
     from megatron_zpp.families import GPT
     from megatron_zpp.models.decoder import DecoderConfig
 
-    value = {flag: int(number) for flag, number in re.findall(r"--([a-z-]+) (\d+)", flags)}
-    return GPT.num_parameters(
-        DecoderConfig(
-            value["num-layers"],
-            value["hidden-size"],
-            value["num-attention-heads"],
-            vocab_size=-(-value["vocab-size"] // 128) * 128 + 128,  # NullTokenizer's end-of-document, padded
-            max_position_embeddings=value["seq-length"],
-            tie_embeddings="--untie-embeddings-and-output-weights" not in flags,
-        )
+    size = {flag: int(number) for flag, number in re.findall(r"--([a-z-]+) (\d+)", flags)}
+    config = DecoderConfig(
+        size["num-layers"],
+        size["hidden-size"],
+        size["num-attention-heads"],
+        vocab_size=-(-size["vocab-size"] // 128) * 128 + 128,  # NullTokenizer's end-of-document, padded
+        max_position_embeddings=size["seq-length"],
+        tie_embeddings="--untie-embeddings-and-output-weights" not in flags,
     )
+    return GPT.num_parameters(config)
 
 
 def per_parameter(row: dict[str, Any]) -> float:
     return row["bytes_per_node_and_step"] / row["parameters"]
 
 
-def tokens_per_second(row: dict[str, Any]) -> float:
-    """By the time of a step: the log's own figure is a whole number, too coarse where links are slow."""
-    samples, length = (
-        int(row["command"].split(f"{flag} ")[1].split()[0]) for flag in ("--global-batch-size", "--seq-length")
-    )
-    return samples * length / row["seconds_per_step"]
+def throughput() -> dict[tuple[int, str | None, str], float]:
+    """Tokens per second by micro-batches, rate and setting.
+
+    By the time of a step: the log's own figure is a whole number, too coarse where links are slow.
+    """
+    found = {}
+    for row in read_rows(THROUGHPUT):
+        sizes = (row["command"].split(f"{flag} ")[1].split()[0] for flag in ("--global-batch-size", "--seq-length"))
+        samples, length = map(int, sizes)
+        found[row["micro_batches"], row["rate"], row["setting"]] = samples * length / row["seconds_per_step"]
+    return found
 
 
 def print_tables() -> None:
     print("Bytes that leave one node, per parameter and optimizer step, read from its interface\n")
-    print("| nodes x ranks | setting | 1 micro-batch | 8 micro-batches | counted / interface |\n|---|---|---|---|---|")
     rows = {(r["nodes"], r["ranks_per_node"], r["setting"], r["micro_batches"]): r for r in read_rows(BYTES)}
+    lines: list[list[object]] = []
     for (nodes, ranks_per_node), names in BYTES_SHAPES.items():
         for name in names:
             one, eight = (rows.get((nodes, ranks_per_node, name, micro_batches)) for micro_batches in (1, 8))
             if one and eight:
                 ratio = one["counted_bytes_per_node_and_step"] / one["bytes_per_node_and_step"]
-                shape = f"{nodes} x {ranks_per_node}"
-                print(f"| {shape} | {name} | {per_parameter(one):.3f} | {per_parameter(eight):.3f} | {ratio:.3f} |")
+                cells = (per_parameter(one), per_parameter(eight), ratio)
+                lines.append([f"{nodes} x {ranks_per_node}", name, *(f"{cell:.3f}" for cell in cells)])
+    headings = ["nodes x ranks", "setting", "1 micro-batch", "8 micro-batches", "counted / interface"]
+    print(markdown_table(headings, lines))
     print(f"\n{STAGES}, on 2 x 2 ranks: bytes that leave a node per step\n")
-    print("| micro-batches | hidden states or their gradients | counted | interface |\n|---|---|---|---|")
+    lines = []
     for micro_batches in PIPELINE_MICRO_BATCHES:
         if row := rows.get((2, 2, STAGES, micro_batches)):
             hidden = 2 * micro_batches * 256 * 512 * 2  # data-parallel ranks * micro-batches * S * H, in bf16
             counted, measured = row["counted_bytes_per_node_and_step"], row["bytes_per_node_and_step"]
-            print(f"| {micro_batches} | {hidden} | {counted:.0f} | {measured:.0f} ({measured / hidden:.3f} x) |")
+            lines.append([micro_batches, hidden, f"{counted:.0f}", f"{measured:.0f} ({measured / hidden:.3f} x)"])
+    headings = ["micro-batches", "hidden states or their gradients", "counted", "interface"]
+    print(markdown_table(headings, lines))
     print("\nTokens/s of 2 x 2 ranks over the rate of the nodes' links; in brackets over ZeRO-3's")
-    tokens = {(r["micro_batches"], r["rate"], r["setting"]): tokens_per_second(r) for r in read_rows(THROUGHPUT)}
+    tokens = throughput()
     for micro_batches in (1, 8):
-        print(f"\nMicro-batches per step: {micro_batches}\n\n| rate | {' | '.join(THROUGHPUT_SETTINGS)} |")
-        print("|---|---|---|---|")
+        lines = []
         for rate in RATES:
-            found = [tokens.get((micro_batches, rate, name)) for name in THROUGHPUT_SETTINGS]
+            found = [tokens.get((micro_batches, rate, name), 0.0) for name in THROUGHPUT_SETTINGS]
             if all(found):
-                cells = [f"{t:.1f} ({t / found[0]:.2f} x)" for t in found if t and found[0]]
-                print(f"| {rate or 'unlimited'} | {' | '.join(cells)} |")
+                lines.append([rate or "unlimited", *(f"{t:.1f} ({t / found[0]:.2f} x)" for t in found)])
+        print(f"\nMicro-batches per step: {micro_batches}\n")
+        print(markdown_table(["rate", *THROUGHPUT_SETTINGS], lines))
 
 
 def plot_throughput() -> None:
@@ -178,7 +174,7 @@ def plot_throughput() -> None:
     from matplotlib.ticker import LogLocator
 
     labels = [(rate or "unlimited").replace("mbit", " Mbit/s").replace("gbit", " Gbit/s") for rate in RATES]
-    tokens = {(r["micro_batches"], r["rate"], r["setting"]): tokens_per_second(r) for r in read_rows(THROUGHPUT)}
+    tokens = throughput()
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharex=True, sharey=True, layout="constrained")
     for micro_batches, axis in zip((1, 8), axes, strict=True):
         for name in THROUGHPUT_SETTINGS:
@@ -194,4 +190,7 @@ def plot_throughput() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_choice(
+        __doc__,
+        {"bytes": measure_bytes, "throughput": measure_throughput, "tables": print_tables, "plot": plot_throughput},
+    )

@@ -23,10 +23,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_zpp.metrics.log_reader import BETWEEN, BETWEEN_ISLANDS, parse_line
 
@@ -56,24 +57,13 @@ def main() -> None:
     parser.add_argument("--rate", help="of each node's link, as tc takes it: 100mbit, 1gbit; default unlimited")
     parser.add_argument("--warmup-steps", type=int, default=2, help="steps left out of the means")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which the run is ended")
-    parser.add_argument(
-        "command", nargs="+", metavar="-- PROGRAM ARGS", help="a training program that logs often enough"
-    )
-    arguments = parser.parse_args()
+    parser.add_argument("command", nargs="+", metavar="-- PROGRAM ARGS", help="a training program that logs often")
     try:
-        measurement = run(
-            arguments.command,
-            arguments.nodes,
-            arguments.ranks_per_node,
-            arguments.rate,
-            arguments.warmup_steps,
-            arguments.timeout,
-        )
+        print(json.dumps(asdict(run(**vars(parser.parse_args())))))
     except (RuntimeError, TimeoutError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted; the cluster is removed")
-    print(json.dumps(asdict(measurement)))
 
 
 def run(
@@ -88,7 +78,32 @@ def run(
     """Run ``command``, a training program and its arguments, on a fresh cluster; raises RuntimeError if it fails."""
     check_requirements()
     with cluster(nodes, rate) as namespaces, programs(command, namespaces, ranks_per_node) as processes:
-        return measure(processes, namespaces, ranks_per_node, rate, warmup_steps, time.monotonic() + timeout, echo)
+        samples = read_samples(processes, namespaces, time.monotonic() + timeout, echo)
+    samples = [sample for sample in samples if sample[1]["iteration"] > warmup_steps]
+    if len(samples) < 2:
+        raise RuntimeError(f"no whole interval was logged after step {warmup_steps}: train longer, or log more often")
+    (first, first_fields), (last, last_fields) = samples[0], samples[-1]
+    steps = round(last_fields["iteration"] - first_fields["iteration"])
+
+    def mean(value: Callable[[dict[str, float]], float]) -> float:
+        """Per step. Each line is a mean over the steps since the one before."""
+        pairs = itertools.pairwise(fields for _, fields in samples)
+        return sum((fields["iteration"] - before["iteration"]) * value(fields) for before, fields in pairs) / steps
+
+    seconds = mean(lambda fields: fields["elapsed time per iteration (ms)"]) / 1000
+    tokens = mean(lambda fields: fields["tokens per second"] * fields["elapsed time per iteration (ms)"]) / 1000
+    counted = mean(lambda fields: fields.get(BETWEEN, 0.0) + fields.get(BETWEEN_ISLANDS, 0.0))
+    return Measurement(
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        rate=rate,
+        steps=steps,
+        bytes_per_node_and_step=(sum(last) - sum(first)) / steps / nodes,
+        counted_bytes_per_node_and_step=counted * 1e6 / nodes,
+        tokens_per_second=tokens / seconds,
+        seconds_per_step=seconds,
+        loss=last_fields["lm loss"],
+    )
 
 
 def check_requirements() -> None:
@@ -150,21 +165,14 @@ def programs(command: Sequence[str], namespaces: list[str], ranks_per_node: int)
     """``torchrun`` on every node; all output goes to its stdout. Killed at the end."""
     threads = max(1, (os.cpu_count() or 1) // (len(namespaces) * ranks_per_node))
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     processes = []
     try:
         for node, namespace in enumerate(namespaces):
             torchrun = f"-m torch.distributed.run --nnodes {len(namespaces)} --node-rank {node} --nproc-per-node "
             torchrun += f"{ranks_per_node} --master-addr {SUBNET}.1 --master-port 29500"
-            processes.append(
-                subprocess.Popen(
-                    ["ip", "netns", "exec", namespace, sys.executable, *torchrun.split(), *command],
-                    env=environment,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    start_new_session=True,
-                )
-            )
+            launched = ["ip", "netns", "exec", namespace, sys.executable, *torchrun.split(), *command]
+            processes.append(subprocess.Popen(launched, env=environment, start_new_session=True, **pipes))
         yield processes
     finally:
         for process in processes:
@@ -173,24 +181,17 @@ def programs(command: Sequence[str], namespaces: list[str], ranks_per_node: int)
             process.wait()
 
 
-def measure(
-    processes: list[subprocess.Popen],
-    namespaces: list[str],
-    ranks_per_node: int,
-    rate: str | None,
-    warmup_steps: int,
-    deadline: float,
-    echo: bool,
-) -> Measurement:
-    """Read each log line, which the last rank prints, and every node's interface at that moment."""
-    samples: list[tuple[list[int], dict[str, float]]] = []  # bytes sent so far by each node, and the line's fields
+def read_samples(
+    processes: list[subprocess.Popen], namespaces: list[str], deadline: float, echo: bool
+) -> list[tuple[list[int], dict[str, float]]]:
+    """The fields of each log line, which the last rank prints, and the bytes that each node had sent by then."""
+    samples = []
     output = processes[-1].stdout
     assert output is not None
     os.set_blocking(output.fileno(), False)
     lines: list[str] = []
     while True:
-        line = output.readline()
-        if line:
+        if line := output.readline():
             lines.append(line)
             if echo:
                 print(line, end="", file=sys.stderr)
@@ -203,37 +204,10 @@ def measure(
             tails = [process.stdout.read() or "" for process in processes if process.stdout is not None]
             raise RuntimeError(f"the program failed:\n{''.join(lines[-20:])}{''.join(tails)[-3000:]}")
         if processes[-1].poll() == 0:
-            break
+            return samples
         if time.monotonic() > deadline:
             raise TimeoutError("the run took longer than --timeout")
         time.sleep(0.01)
-    samples = [(sent, fields) for sent, fields in samples if fields["iteration"] > warmup_steps]
-    if len(samples) < 2:
-        raise RuntimeError(f"no interval was logged whole behind step {warmup_steps}: train longer, or log more often")
-    (first, first_fields), (last, last_fields) = samples[0], samples[-1]
-    steps = round(last_fields["iteration"] - first_fields["iteration"])
-    # Each line is a mean over the steps since the one before.
-    steady = [
-        (fields, fields["iteration"] - before["iteration"]) for (_, before), (_, fields) in itertools.pairwise(samples)
-    ]
-    milliseconds = sum(count * fields["elapsed time per iteration (ms)"] for fields, count in steady) / steps
-    tokens = sum(
-        count * fields["tokens per second"] * fields["elapsed time per iteration (ms)"] for fields, count in steady
-    )
-    counted = (
-        sum(count * (fields.get(BETWEEN, 0.0) + fields.get(BETWEEN_ISLANDS, 0.0)) for fields, count in steady) / steps
-    )
-    return Measurement(
-        nodes=len(namespaces),
-        ranks_per_node=ranks_per_node,
-        rate=rate,
-        steps=steps,
-        bytes_per_node_and_step=(sum(last) - sum(first)) / steps / len(namespaces),
-        counted_bytes_per_node_and_step=counted * 1e6 / len(namespaces),
-        tokens_per_second=tokens / (milliseconds * steps),
-        seconds_per_step=milliseconds / 1000,
-        loss=last_fields["lm loss"],
-    )
 
 
 def sent_bytes(namespace: str) -> int:

@@ -14,7 +14,6 @@ Prints JSON lines; ``benchmarks/results/data_indices.jsonl`` holds those of the 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import multiprocessing
@@ -30,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import new_parser
 from numpy.typing import NDArray
 
 from megatron_zpp.data.blended_dataset import weighted_blend
@@ -45,7 +45,7 @@ Result = dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--folder", default="runs/benchmarks", help="where the dataset is made")
     parser.add_argument("--documents", type=int, default=1_000_000, help="of about 1,000 tokens each")
     parser.add_argument("--samples", type=int, default=100_000_000, help="of the large sample index")

@@ -12,25 +12,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
-import time
-from collections.abc import Iterator
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rows import append_row
+from common import append_row, device_name, in_turns, new_parser, seconds_of
+from side_by_side import OurTraining, our_run
 
-from megatron_zpp.arguments.parse import parse_settings
-from megatron_zpp.data.loader import Batch, build_loader
 from megatron_zpp.families import GPT
 from megatron_zpp.parallel.distributed import init_distributed
-from megatron_zpp.training.run import Run
-from megatron_zpp.training.setup import build_run
-from megatron_zpp.training.step import train_step
 
 MODELS = {  # shape, vocabulary
     "gpt-tiny": ("--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64", 512),
@@ -44,59 +38,23 @@ ZERO = (
 )
 
 
-class Side:
-    """One run, and the seconds that its turns took."""
-
-    def __init__(self, flags: str, vocab_size: int, device: torch.device) -> None:
-        data = f"--mock-data --vocab-size {vocab_size} --num-workers 0 --lr 3e-4 --train-iters 100000 --eval-iters 0"
-        settings = parse_settings(GPT, f"{flags} {data}".split(), note=lambda text: None)
-        self.run: Run = build_run(GPT, settings, device)
-        self.num_micro_batches = self.run.batches.num_micro_batches(0)
-        self.batches = self._batches()
-        self.seconds: list[float] = []
-        self.losses: list[float] = []
-
-    def _batches(self) -> Iterator[Batch]:
-        mesh, training = self.run.mesh, self.run.settings.training
-        assert self.run.datasets.train is not None and training.micro_batch_size
-        return build_loader(
-            self.run.datasets.train,
-            consumed_samples=0,
-            micro_batch_size=training.micro_batch_size,
-            dp_rank=mesh.dp_rank if mesh.emulated_ranks == 1 else None,
-            dp_size=mesh.dp_size,
-            num_workers=0,
-            device=self.run.device,
-        )
-
-    def steps(self, number: int) -> None:
-        begun = time.perf_counter()
-        for _ in range(number):
-            (result,) = train_step(self.run, self.batches, self.num_micro_batches, stop=False)
-            self.losses.append(result.loss)
-        if self.run.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.seconds.append(time.perf_counter() - begun)
-
-
 def measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     shape, vocab_size = MODELS[args.model]
-    batch = args.micro_batch_size * args.ranks
-    common = f"{shape} --micro-batch-size {args.micro_batch_size} --global-batch-size {batch}"
+    batch, num_steps = args.micro_batch_size * args.ranks, (args.rounds + 1) * args.steps
+    common = f"{shape} --global-batch-size {batch} --num-workers 0 --lr-warmup-iters 0"
     common += (" --bf16" if args.bf16 else "") + (" --compile" if args.compile else "")
-    zero = ZERO.format(ranks=args.ranks, nodes=args.nodes, per_node=args.ranks // args.nodes)
-    sides = {
-        "plain": Side(f"{common} --zero-stage 0", vocab_size, device),
-        "emulated": Side(f"{common} {zero}", vocab_size, device),
+    flags = {
+        "plain": f"{common} --zero-stage 0",
+        "emulated": f"{common} {ZERO.format(ranks=args.ranks, nodes=args.nodes, per_node=args.ranks // args.nodes)}",
     }
-    for turn in range(args.rounds + 1):
-        # Who begins alternates, lest one side always meets the machine as the other left it.
-        for side in ("plain", "emulated") if turn % 2 else ("emulated", "plain"):
-            sides[side].steps(args.steps)
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = vocab_size, args.micro_batch_size, num_steps, args.steps, batch
+        sides = {name: OurTraining(our_run(GPT, folder, flags[name], device, *sizes)) for name in flags}
+        turns = {name: lambda side=side: seconds_of(lambda: side.steps(args.steps)) for name, side in sides.items()}
+        seconds = in_turns(turns, args.rounds)
     run = sides["plain"].run
     assert run.settings.training.seq_length
     tokens = args.steps * batch * run.settings.training.seq_length
-    seconds = {name: side.seconds[1:] for name, side in sides.items()}  # the first turn warms up
     ratios = [plain / emulated for plain, emulated in zip(seconds["plain"], seconds["emulated"], strict=True)]
     return {
         "model": args.model,
@@ -107,22 +65,19 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "nodes": args.nodes,
         "precision": "bf16" if args.bf16 else "fp32",
         "compiled": args.compile,
-        "tokens_per_second_plain": round(tokens / statistics.median(seconds["plain"])),
-        "tokens_per_second_emulated": round(tokens / statistics.median(seconds["emulated"])),
+        **{f"tokens_per_second_{name}": round(tokens / statistics.median(seconds[name])) for name in sides},
         "ratio": round(statistics.median(ratios), 3),
         "ratio_of_each_turn": [round(ratio, 3) for ratio in ratios],
-        "loss_of_first_step": {name: side.losses[0] for name, side in sides.items()},
-        "loss_of_last_step": {name: side.losses[-1] for name, side in sides.items()},
-        "device": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
+        "loss_of_first_step": {name: side.metrics["lm loss"][0] for name, side in sides.items()},
+        "loss_of_last_step": {name: side.metrics["lm loss"][-1] for name, side in sides.items()},
+        "device": device_name(device),
         "torch": torch.__version__,
         "command": " ".join(["python", *sys.argv]),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The speed of emulated ranks beside plain training.")
+    parser = new_parser(__doc__)
     parser.add_argument("--model", choices=MODELS, default="gpt-25m")
     parser.add_argument("--ranks", type=int, default=8, metavar="W", help="default 8")
     parser.add_argument("--nodes", type=int, default=2, metavar="N", help="default 2")
@@ -133,12 +88,10 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also append the result there, as a JSON line")
     args = parser.parse_args()
-    device = init_distributed(None, 10)
-    result = measure(args, device)
+    result = measure(args, init_distributed(None, 10))
     dist.destroy_process_group()
     print(json.dumps(result, indent=1))
-    if args.output is not None:
-        append_row(args.output, result)
+    append_row(args.output, result)
 
 
 if __name__ == "__main__":

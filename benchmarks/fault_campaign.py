@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import random
 import shutil
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import ROOT, append_row, machine
 
-ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from fault_runs import ITERATIONS, SETTINGS, Run  # noqa: E402
-from rows import append_row  # noqa: E402
+from fault_runs import ITERATIONS, SETTINGS, Result, Run
 
-from megatron_zpp.checkpoint import iterate_tensors, read_meta  # noqa: E402
+from megatron_zpp.checkpoint import candidates, iterate_tensors, read_meta
 
 
 @dataclass
@@ -35,8 +32,9 @@ class Case:
     seconds: float
 
 
-Outcomes = Iterator[tuple[str, str]]  # outcome and detail of each fault that hit one run
-Fault = Callable[["Campaign", Path, int], Outcomes]  # does it to the run of one folder, at most so many times
+Outcome = tuple[str, str]  # and its detail
+Outcomes = list[Outcome]  # of each fault that hit one run
+Fault = Callable[["Campaign", Path, int], Outcomes]  # disturbs the run of one folder, at most that often
 
 
 class Campaign:
@@ -67,7 +65,13 @@ class Campaign:
     def start(self, folder: Path, *more: str, corpus: Path | None = None, **faults: Any) -> Run:
         return Run(self.command(folder, *more, corpus=corpus), **faults)
 
-    def check(self, folder: Path) -> tuple[str, str]:
+    def train_half(self, folder: Path) -> Path:
+        """Train until two checkpoints are saved; return the newest."""
+        half = self.start(folder, "--save-interval", "3", "--exit-interval", "6").wait()
+        assert half.well, half.output
+        return candidates(str(folder))[0]
+
+    def check(self, folder: Path) -> Outcome:
         """Whether a run that ended has the parameters and the optimizer of the undisturbed one."""
         ours, theirs = (path / f"iter_{ITERATIONS:07d}" for path in (folder, self.folder / "reference"))
         if not (ours / "complete").exists():
@@ -83,13 +87,10 @@ class Campaign:
             return "wrong", f"counters {metas[0]['counters']} instead of {metas[1]['counters']}"
         return "survived", f"{names} tensors bit-identical"
 
-    def finish(self, folder: Path, *more: str) -> tuple[str, str]:
+    def finish(self, folder: Path, *more: str) -> Outcome:
         """The same command once more, undisturbed, and the check."""
         result = self.start(folder, *more).wait()
-        if not result.well:
-            outcome = "hung" if result.hung else "lost"
-            return outcome, f"could not go on: status {result.codes}: {result.output[-500:]}"
-        return self.check(folder)
+        return self.check(folder) if result.well else bad("lost", result, "could not go on")
 
     def repeat(self, kind: str, number: int, disturb: Fault) -> None:
         """Runs of their own folder that are disturbed, until so many faults have hit one."""
@@ -107,11 +108,7 @@ class Campaign:
         case = Case(kind, number, outcome, detail, round(seconds, 2))
         self.cases.append(case)
         print(f"{time.monotonic() - self.begun:7.1f} s  {kind} {number}: {outcome} ({detail})"[:240], flush=True)
-        self.write({"seed": self.seed} | asdict(case))
-
-    def write(self, row: dict[str, Any]) -> None:
-        if self.output is not None:
-            append_row(self.output, row)
+        append_row(self.output, {"seed": self.seed} | asdict(case))
 
     def summary(self) -> None:
         table: dict[str, Counter[str]] = {}
@@ -119,11 +116,11 @@ class Campaign:
             table.setdefault(case.kind, Counter())[case.outcome] += 1
         for kind, outcomes in table.items():
             print(f"{kind:20s} {dict(outcomes)}")
-        self.write(
-            {
-                "summary": {kind: dict(outcomes) for kind, outcomes in table.items()},
-                "seed": self.seed,
-                "seconds": round(time.monotonic() - self.begun, 1),
-                "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
-            }
-        )
+        summary = {kind: dict(outcomes) for kind, outcomes in table.items()}
+        seconds = round(time.monotonic() - self.begun, 1)
+        append_row(self.output, {"summary": summary, "seed": self.seed, "seconds": seconds, "machine": machine()})
+
+
+def bad(outcome: str, result: Result, what: str) -> Outcome:
+    """What became of a run that did not do what it should; a run that hung is "hung"."""
+    return "hung" if result.hung else outcome, f"{what}: status {result.codes}: {result.output[-300:]}"

@@ -6,90 +6,79 @@ import shutil
 import signal
 from pathlib import Path
 
-from fault_campaign import Campaign, Outcomes
+from fault_campaign import Campaign, Outcomes, bad
 from fault_runs import ITERATIONS, RANKS, Result, Run, enters
 
 SECONDS_TO_STOP = 10.0  # from SIGTERM until all is saved and all ranks have ended
 
 
-def disturbed(campaign: Campaign, folder: Path, faults: Outcomes) -> Outcomes:
-    pending = list(faults)
+def finished(campaign: Campaign, folder: Path, hits: Outcomes) -> Outcomes:
+    """The outcomes of all faults that hit a run, once it has been started again and has come to its end."""
     end, detail = campaign.finish(folder)
-    for outcome, what in pending:
-        yield (outcome if outcome != "survived" else end), f"{what}; {detail}"
+    return [(outcome if outcome != "survived" else end, f"{what}; {detail}") for outcome, what in hits]
 
 
 def kills(campaign: Campaign, folder: Path, at_most: int) -> Outcomes:
     """SIGKILL to a rank at a time drawn from the whole run, start and saves included, up to 8 times."""
-
-    def faults() -> Outcomes:
-        for _ in range(min(at_most, 8)):
-            rank, after = campaign.rng.randrange(RANKS), campaign.rng.uniform(0.0, campaign.run_seconds)
-            run = campaign.start(folder, "--save-interval", str(campaign.rng.choice((1, 1, 2))))
-            where = run.hit(rank, signal.SIGKILL, after)
-            result = run.wait()
-            if where is None:
-                break  # it was over before
-            yield "hung" if result.hung else "survived", f"rank {rank} after {after:.2f} s, {where}"
-
-    yield from disturbed(campaign, folder, faults())
+    hits: Outcomes = []
+    for _ in range(min(at_most, 8)):
+        rank, after = campaign.rng.randrange(RANKS), campaign.rng.uniform(0.0, campaign.run_seconds)
+        run = campaign.start(folder, "--save-interval", str(campaign.rng.choice((1, 1, 2))))
+        where = run.hit(rank, signal.SIGKILL, after)
+        result = run.wait()
+        if where is None:
+            break  # it was over before
+        hits.append(("hung" if result.hung else "survived", f"rank {rank} after {after:.2f} s, {where}"))
+    return finished(campaign, folder, hits)
 
 
 def kills_in_a_place(campaign: Campaign, folder: Path, at_most: int) -> Outcomes:
     """SIGKILL to a rank that builds the index, loads, evaluates or saves."""
-
-    def faults() -> Outcomes:
-        for place in places(campaign, at_most, "building the index", "load", "evaluation", "save"):
-            if place == "building the index":
-                shutil.rmtree(folder / "cache", ignore_errors=True)
-            run = campaign.start(folder, "--save-interval", "1")
-            hit = hit_in(campaign, run, place, signal.SIGKILL)
-            result = run.wait()
-            if hit is not None:
-                yield "hung" if result.hung else "survived", hit
-
-    yield from disturbed(campaign, folder, faults())
+    hits: Outcomes = []
+    for place in places(campaign, at_most, "building the index", "load", "evaluation", "save"):
+        if place == "building the index":
+            shutil.rmtree(folder / "cache", ignore_errors=True)
+        run = campaign.start(folder, "--save-interval", "1")
+        hit = hit_in(campaign, run, place, signal.SIGKILL)
+        result = run.wait()
+        if hit is not None:
+            hits.append(("hung" if result.hung else "survived", hit))
+    return finished(campaign, folder, hits)
 
 
 def stops(campaign: Campaign, folder: Path, at_most: int) -> Outcomes:
     """SIGTERM or SIGUSR1 to one rank at a time drawn from the steps."""
-
-    def faults() -> Outcomes:
-        for _ in range(min(at_most, 4)):
-            rank, number = campaign.rng.randrange(RANKS), campaign.rng.choice((signal.SIGTERM, signal.SIGUSR1))
-            run = campaign.start(folder, "--save-interval", "1000")
-            if not run.wait_for("consumed samples"):
-                result = run.wait()
-                if not result.well:
-                    yield "hung" if result.hung else "lost", f"no first step: status {result.codes}"
-                return  # else the run had come to its end before
-            where = run.hit(rank, number, campaign.rng.uniform(0.0, 0.1))
+    hits: Outcomes = []
+    for _ in range(min(at_most, 4)):
+        rank, number = campaign.rng.randrange(RANKS), campaign.rng.choice((signal.SIGTERM, signal.SIGUSR1))
+        run = campaign.start(folder, "--save-interval", "1000")
+        if not run.wait_for("consumed samples"):
             result = run.wait()
-            if where is None:
-                return
-            yield stopped(campaign, run, result), f"{number.name} to rank {rank}, {where}; status {result.codes}"
-
-    yield from disturbed(campaign, folder, faults())
+            if not result.well:
+                hits.append(bad("lost", result, "no first step"))
+            break  # else the run had come to its end before
+        where = run.hit(rank, number, campaign.rng.uniform(0.0, 0.1))
+        result = run.wait()
+        if where is None:
+            break
+        hits.append((stopped(result), f"{number.name} to rank {rank}, {where}; status {result.codes}"))
+    return finished(campaign, folder, hits)
 
 
 def stops_in_a_place(campaign: Campaign, folder: Path, at_most: int) -> Outcomes:
     """SIGTERM to one rank, in any place of a run."""
-
-    def faults() -> Outcomes:
-        for place in places(campaign, at_most, "building the index", "load", "step", "evaluation", "save"):
-            if place == "building the index":
-                shutil.rmtree(folder / "cache", ignore_errors=True)
-            # An evaluation that alone takes longer than a run may take to stop.
-            run = campaign.start(
-                folder, "--save-interval", "3", slow={"evaluated micro-batch": 2.0} if place == "evaluation" else {}
-            )
-            hit = hit_in(campaign, run, place, signal.SIGTERM)
-            result = run.wait()
-            if hit is not None:
-                seconds = f"ended in {result.seconds_after_hit:.1f} s"
-                yield stopped(campaign, run, result), f"{hit}, {seconds}, status {result.codes}"
-
-    yield from disturbed(campaign, folder, faults())
+    hits: Outcomes = []
+    for place in places(campaign, at_most, "building the index", "load", "step", "evaluation", "save"):
+        if place == "building the index":
+            shutil.rmtree(folder / "cache", ignore_errors=True)
+        # An evaluation that alone takes longer than a run may take to stop.
+        slow = {"evaluated micro-batch": 2.0} if place == "evaluation" else {}
+        run = campaign.start(folder, "--save-interval", "3", slow=slow)
+        hit = hit_in(campaign, run, place, signal.SIGTERM)
+        result = run.wait()
+        if hit is not None:
+            hits.append((stopped(result), f"{hit}, ended in {result.seconds_after_hit:.1f} s, status {result.codes}"))
+    return finished(campaign, folder, hits)
 
 
 def places(campaign: Campaign, at_most: int, *places: str) -> list[str]:
@@ -108,7 +97,7 @@ def hit_in(campaign: Campaign, run: Run, place: str, number: signal.Signals) -> 
     return None if where is None else f"{number.name} to rank {rank} for the {place}: {where}"
 
 
-def stopped(campaign: Campaign, run: Run, result: Result) -> str:
+def stopped(result: Result) -> str:
     """Whether a run that was asked to stop had saved its last step, and ended in time."""
     if result.hung or (result.seconds_after_hit or 0.0) > SECONDS_TO_STOP:
         return "hung"

@@ -17,17 +17,26 @@ are left out with a note elsewhere.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import tempfile
 from pathlib import Path
 
+from common import new_parser
 from fault_campaign import Campaign, Fault
-from fault_damage import damaged_cache, damaged_checkpoint, damaged_data, special_file
+from fault_damage import (
+    damaged_cache,
+    damaged_checkpoint,
+    damaged_data,
+    disk_full,
+    diverged,
+    killed_link,
+    read_only,
+    special_file,
+    two_jobs,
+)
 from fault_runs import preload
 from fault_signals import kills, kills_in_a_place, stops, stops_in_a_place
-from fault_surroundings import disk_full, diverged, killed_link, read_only, two_jobs
 
 # How often each kind is tried, and what does it.
 KINDS: dict[str, tuple[int, Fault]] = {
@@ -49,7 +58,7 @@ NEED_ROOT = ("disk full", "read-only", "killed link")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", nargs="+", metavar="KIND", help="these kinds of faults; default: all")
     parser.add_argument("--share", type=float, default=1.0, help="of the number of faults of each kind")

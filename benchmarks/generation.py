@@ -8,8 +8,6 @@ same text is checked. Seconds are the processor's, so that other programs on the
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 import statistics
 import time
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import in_turns, new_parser, write_result
 
 from megatron_zpp.families import GPT
 from megatron_zpp.models.decoder import DecoderConfig
@@ -56,14 +55,10 @@ def measure(name: str, rounds: int, rows: int) -> dict[str, Any]:
         for parameter in models[True].parameters():
             parameter.normal_(std=0.1)
     models[False].load_state_dict(models[True].state_dict())
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    for turn in range(rounds):
-        texts = []
-        for cached in (True, False) if turn % 2 else (False, True):
-            taken, text = write(models[cached], context, rows, cached)
-            seconds[cached].append(taken)
-            texts.append(text)
-        assert texts[0] == texts[1], "both ways must write the same text"
+    turns = {cached: lambda cached=cached: write(models[cached], context, rows, cached) for cached in models}
+    written = in_turns(turns, rounds)
+    assert all(text == written[True][0][1] for _, text in written[True] + written[False]), "the texts must be the same"
+    seconds = {cached: [taken for taken, _ in written[cached]] for cached in written}
     tokens = rows * TOKENS
     ratios = [again / once for again, once in zip(seconds[False], seconds[True], strict=True)]
     return {
@@ -78,7 +73,7 @@ def measure(name: str, rounds: int, rows: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS], metavar="NAME")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], metavar="B", help="texts at once")
@@ -87,10 +82,7 @@ def main() -> None:
     torch.set_num_threads(1)
     results = [measure(name, args.rounds, rows) for name in args.models for rows in args.rows]
     machine = {"processor": platform.processor() or platform.machine(), "threads": 1}
-    text = json.dumps({"torch": torch.__version__, **machine, "results": results}, indent=2)
-    print(text)
-    if args.output:
-        args.output.write_text(text + "\n", encoding="utf-8")
+    write_result({"torch": torch.__version__, **machine, "results": results}, args.output)
 
 
 if __name__ == "__main__":

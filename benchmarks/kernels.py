@@ -9,11 +9,8 @@ turns with the kernel. Plain torch is megatron_zpp/zeropp/wire/reference.py, eag
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,9 +18,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from common import ROOT, new_parser, seconds_of, write_json
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(ROOT))
 from megatron_zpp.zeropp.wire import kernels, moves, reference
 from megatron_zpp.zeropp.wire.format import WireFormat
 from megatron_zpp.zeropp.wire.layout import Compensation, KeptScales, ParameterShard
@@ -154,13 +152,10 @@ def reductions(device: torch.device, numel: int) -> Iterator[Kernel]:
     )
 
 
-def seconds_of(run: Callable[[], object], device: torch.device, repeat: int = 1) -> float:
-    """The time of one run."""
+def seconds_on(device: torch.device, run: Callable[[], object], repeat: int) -> float:
+    """The time of one run; of the mean of ``repeat`` runs on a GPU."""
     if device.type == "cpu":
-        start = time.perf_counter()
-        for _ in range(repeat):
-            run()
-        return (time.perf_counter() - start) / repeat
+        return seconds_of(run)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     for _ in range(repeat):
@@ -175,24 +170,19 @@ def measure(kernel: Kernel, device: torch.device, rounds: int, beside: Sequence[
     source = torch.empty(kernel.nbytes // 2, dtype=torch.uint8, device=device)
     source.random_()
     target = torch.empty_like(source)
-    runs: dict[str, Callable[[], object]] = {
-        "copy": lambda: target.copy_(source),
-        "kernel": kernel.run,
-    }
+    runs: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source), "kernel": kernel.run}
     if "plain" in beside:
         runs["plain"] = kernel.plain
     if "compiled" in beside:
         torch._dynamo.reset()
         runs["compiled"] = torch.compile(kernel.plain)
-    repeat = 20 if device.type == "cuda" else 1
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()  # warm up, and compile
     for turn in range(rounds):
         for name, run in runs.items():
-            if name == "plain" and turn >= PLAIN_ROUNDS:
-                continue
-            times[name].append(seconds_of(run, device, 1 if name == "plain" else repeat))
+            if name != "plain" or turn < PLAIN_ROUNDS:
+                times[name].append(seconds_on(device, run, repeat=1 if name == "plain" else 20))
     return {name: min(seconds) for name, seconds in times.items()}
 
 
@@ -214,7 +204,7 @@ def deepspeed_kernels(path: Path, device: torch.device, megabytes: int) -> Itera
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--megabytes", type=int, nargs="+", default=[64, 4], help="of values in a tensor")
     parser.add_argument("--threads", type=int, nargs="+", help="on a CPU; default 1 and all")
@@ -258,10 +248,7 @@ def main() -> None:
                 print(
                     f"{kernel.name:58} {row['gigabytes_per_second']:8.1f} {row['of_a_copy']:9.0%}{others}", flush=True
                 )
-    if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        result = {"command": " ".join(sys.argv), "torch": torch.__version__, "kernels": rows}
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    write_json({"command": " ".join(sys.argv), "torch": torch.__version__, "kernels": rows}, args.output)
 
 
 if __name__ == "__main__":

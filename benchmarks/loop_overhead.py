@@ -10,27 +10,15 @@ That they did the same work shows in the losses of their last turns.
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from side_by_side import (
-    WARMUP,
-    OurTraining,
-    PlainTraining,
-    full_weights,
-    our_run,
-    plain_model,
-    same_batches,
-    write_tokens,
-)
+from common import device_name, in_turns, new_parser, seconds_of, write_result
+from side_by_side import WARMUP, OurTraining, PlainTraining, full_weights, our_run, plain_model, same_batches
 
 from megatron_zpp.families import GPT
 from megatron_zpp.parallel.distributed import init_distributed
@@ -39,46 +27,25 @@ LAYERS, HIDDEN, HEADS, LENGTH, BATCH, VOCAB = 4, 256, 4, 256, 8, 8192
 
 
 def measure(bf16: bool, rounds: int, steps: int) -> dict[str, Any]:
-    """Both sides in turns, the first of which warms up; tokens per second of the median turn."""
+    """Both sides in turns; tokens per second of the median turn."""
     num_steps = (rounds + 1) * steps
+    shape = f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --seq-length {LENGTH}"
+    flags = f"{shape} --num-workers 0 {'--bf16' if bf16 else ''}"
+    device = init_distributed("gloo", 10)
     with tempfile.TemporaryDirectory() as folder:
-        prefix = f"{folder}/tokens"
-        write_tokens(prefix, num_steps * BATCH * LENGTH + 20 * LENGTH, VOCAB)
-        shape = f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --seq-length {LENGTH}"
-        run = our_run(
-            GPT,
-            prefix,
-            vocab_size=VOCAB,
-            micro_batch_size=BATCH,
-            num_steps=num_steps,
-            log_interval=steps,
-            device=init_distributed("gloo", 10),
-            flags=f"{shape} --num-workers 0 {'--bf16' if bf16 else ''}",
-        )
+        run = our_run(GPT, folder, flags, device, VOCAB, BATCH, num_steps, log_interval=steps)
         model = plain_model(GPT, run.model.config, full_weights(run), run.device)
         plain = PlainTraining(model, same_batches(run, num_steps), num_steps, bf16, compiled=False)
         ours = OurTraining(run)
-
-        seconds: dict[str, list[float]] = {"plain": [], "ours": []}
-        for turn in range(rounds + 1):
-            # Who begins alternates, lest one side always meets the machine as the other left it.
-            for side in ("plain", "ours") if turn % 2 else ("ours", "plain"):
-                start = time.perf_counter()
-                if side == "plain":
-                    for _ in range(steps):
-                        plain.step()
-                else:
-                    ours.steps(steps)
-                if turn > 0:
-                    seconds[side].append(time.perf_counter() - start)
+        sides = {side: lambda side=side: seconds_of(lambda: side.steps(steps)) for side in (plain, ours)}
+        seconds = in_turns(sides, rounds)
         dist.destroy_process_group()
-
     tokens = steps * BATCH * LENGTH
-    ratios = [a / b for a, b in zip(seconds["ours"], seconds["plain"], strict=True)]
+    ratios = [a / b for a, b in zip(seconds[ours], seconds[plain], strict=True)]
     return {
         "precision": "bf16" if bf16 else "fp32",
-        "tokens_per_second_plain": round(tokens / statistics.median(seconds["plain"])),
-        "tokens_per_second_ours": round(tokens / statistics.median(seconds["ours"])),
+        "tokens_per_second_plain": round(tokens / statistics.median(seconds[plain])),
+        "tokens_per_second_ours": round(tokens / statistics.median(seconds[ours])),
         "time_ours_over_plain": round(statistics.median(ratios), 4),
         "ratio_of_each_turn": [round(ratio, 3) for ratio in ratios],
         "mean_loss_of_last_turn_plain": round(statistics.mean(plain.losses[-steps:]), 4),
@@ -87,7 +54,7 @@ def measure(bf16: bool, rounds: int, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Our training loop beside plain PyTorch, on one rank.")
+    parser = new_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=10, metavar="N", help="turns of each side; default 10")
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="optimizer steps of a turn; default 5")
     parser.add_argument("--bf16", action="store_true", help="bf16 on both sides: autocast there, --bf16 here")
@@ -95,16 +62,9 @@ def main() -> None:
     args = parser.parse_args()
     if (args.rounds + 1) * args.steps <= WARMUP:
         parser.error(f"--rounds and --steps must make more than the {WARMUP} steps of the warm-up")
-    result = {
-        "model": f"GPT: {LAYERS} layers, hidden {HIDDEN}, {HEADS} heads, vocabulary {VOCAB}; {BATCH} x {LENGTH} tokens",
-        "machine": f"{platform.machine()} CPU, {torch.get_num_threads()} threads, torch {torch.__version__}",
-        **measure(args.bf16, args.rounds, args.steps),
-    }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(text + "\n")
+    model = f"GPT: {LAYERS} layers, hidden {HIDDEN}, {HEADS} heads, vocabulary {VOCAB}; {BATCH} x {LENGTH} tokens"
+    machine = f"{device_name(torch.device('cpu'))}, torch {torch.__version__}"
+    write_result({"model": model, "machine": machine, **measure(args.bf16, args.rounds, args.steps)}, args.output)
 
 
 if __name__ == "__main__":

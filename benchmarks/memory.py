@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import shlex
 
+from common import markdown_table
+
 from megatron_zpp.commands import estimate
 
 CLUSTER = "--nodes 64 --ranks-per-node 8 --gpu H100"
@@ -39,15 +41,12 @@ COLUMNS = {
 
 
 def main() -> None:
-    print(f"| model | micro-batches | {' | '.join(COLUMNS)} |\n|{'---|' * (2 + len(COLUMNS))}")
+    rows = []
     for model, (vocabulary, program) in MODELS.items():
         for micro_batches in (1, 4):
-            batch = f"--global-batch-size {512 * micro_batches}"
-            cells = [
-                memory(f"{CLUSTER} --vocabulary {vocabulary} {program} {COMMON} {batch} {flags}")
-                for flags in COLUMNS.values()
-            ]
-            print(f"| {model} | {micro_batches} | {' | '.join(cells)} |")
+            common = f"{CLUSTER} --vocabulary {vocabulary} {program} {COMMON} --global-batch-size {512 * micro_batches}"
+            rows.append([model, micro_batches, *(memory(f"{common} {flags}") for flags in COLUMNS.values())])
+    print(markdown_table(["model", "micro-batches", *COLUMNS], rows))
 
 
 def memory(command: str) -> str:

@@ -12,17 +12,24 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from quickstart_model import FLAGS, measure_missing, train_on_4_ranks
-from rows import read_rows
+from common import RESULTS as FOLDER
+from common import ROOT, markdown_table, measure_once, read_rows, run_trainer
 
 from megatron_zpp.metrics.tensorboard_reader import find_runs, read_run
 from megatron_zpp.zeropp.wire.quantization import SCALINGS, Code, count_largest, dequantize_blocks, quantize_blocks
 
-RESULTS = Path(__file__).parent / "results" / "monitors.jsonl"
+RESULTS = FOLDER / "monitors.jsonl"
+FLAGS = (
+    "--num-layers 2 --hidden-size 128 --num-attention-heads 2 --seq-length 128 --attention-dropout 0 "
+    "--hidden-dropout 0 --micro-batch-size 8 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 "
+    "--adam-beta2 0.95 --weight-decay 0.1 --num-workers 0 --data-path runs/quickstart/python_text_document "
+    "--split 97,3,0 --tokenizer-type SentencePieceTokenizer --tokenizer-model runs/quickstart/tokenizer.model"
+)
 RUN = (
     f"{FLAGS} --train-iters 200 --log-interval 10 --eval-iters 10 "
     "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zero-monitor-interval 10"
@@ -46,16 +53,19 @@ SHOWN = ("comm/error/", "comm/error-state/", "comm/largest-codes/")
 
 def main() -> None:
     if sys.argv[1:] == ["table"]:
-        print_table()
-        print_gaussian_table()
+        print_tables()
         return
-    measure_missing(RESULTS, SETTINGS, measure)
+    if not (ROOT / "runs/quickstart/python_text_document.bin").exists():
+        sys.exit("error: no text yet: run make quickstart first")
+    for name, flags in SETTINGS.items():
+        if row := measure_once(RESULTS, {"setting": name}, partial(measure, flags)):
+            print(row, flush=True)
 
 
 def measure(flags: str) -> dict[str, Any]:
     command = f"{RUN} {flags}".strip()
     with tempfile.TemporaryDirectory() as folder:
-        train_on_4_ranks(f"{command} --tensorboard-dir {folder}")
+        run_trainer(f"{command} --tensorboard-dir {folder}", cwd=ROOT)
         ((name, files),) = find_runs([Path(folder)]).items()
         run = read_run(name, files)
     means = {
@@ -68,7 +78,8 @@ def measure(flags: str) -> dict[str, Any]:
     return {"validation_loss": validation_loss, **means, "command": command, "hardware": "CPU, gloo"}
 
 
-def print_table() -> None:
+def print_tables() -> None:
+    """The results, and the same statistics for independent normally distributed values."""
     columns = {
         "validation loss": "validation_loss",
         "weights: error": "error/weights",
@@ -77,23 +88,18 @@ def print_table() -> None:
         "largest codes": "largest-codes/gradients/inter",
         "LoCo's error state": "error-state/gradients/inter",
     }
-    print(f"| setting | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}")
-    for row in read_rows(RESULTS):
-        cells = [f"{row[key]:.4f}" if key in row else "" for key in columns.values()]
-        print(f"| {row['setting']} | {' | '.join(cells)} |")
-
-
-def print_gaussian_table() -> None:
-    """The same statistics for independent normally distributed values."""
-    print("\n| bits | code | block | error | largest codes |\n|---|---|---|---|---|")
+    rows = read_rows(RESULTS)
+    lines = [[row["setting"], *(f"{row[key]:.4f}" if key in row else "" for key in columns.values())] for row in rows]
+    print(markdown_table(["setting", *columns], lines))
     codes = [Code(8), Code(6), Code(4), *(Code(bits, scaling) for bits in (3, 2) for scaling in SCALINGS), Code(1)]
-    settings = [(code, 128) for code in codes] + [(code, 2048) for code in codes if code.bits in (8, 4, 2)]
-    for code, block in settings:
+    lines = []
+    for code, block in [(code, 128) for code in codes] + [(code, 2048) for code in codes if code.bits in (8, 4, 2)]:
         blocks = torch.randn(2**20 // block, block, generator=torch.Generator().manual_seed(0))
         integers, scales = quantize_blocks(blocks, code)
         error = (dequantize_blocks(integers, scales, code) - blocks).norm() / blocks.norm()
         largest = count_largest(integers, scales, code) / blocks.numel()
-        print(f"| {code.bits} | {code.scaling} | {block} | {error:.4f} | {largest:.4f} |")
+        lines.append([code.bits, code.scaling, block, f"{error:.4f}", f"{largest:.4f}"])
+    print(f"\n{markdown_table(('bits', 'code', 'block', 'error', 'largest codes'), lines)}")
 
 
 if __name__ == "__main__":

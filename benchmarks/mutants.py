@@ -17,13 +17,15 @@ test could see it, or what is missing. It is kept when the mutant is tested agai
 
 from __future__ import annotations
 
-import argparse
+import ctypes
 import itertools
 import json
 import math
 import multiprocessing
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -33,20 +35,21 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import pytest
+from common import RESULTS as FOLDER
+from common import ROOT, markdown_table, new_parser, read_rows
 from mutants_made import Mutant, draw, mutants_of
 from mutants_recording import NOT_COPIED, Recording, files_in, record
-from mutants_warm import COLLECTION, adopt_orphans, run_tests, warm_up
-from rows import read_rows
 
-ROOT = Path(__file__).parents[1]
 RECORDING = ROOT / "runs" / "mutants" / "recording.jsonl"
-RESULTS = Path(__file__).parent / "results" / "mutants.jsonl"
+RESULTS = FOLDER / "mutants.jsonl"
 FOLDERS = ("megatron_zpp/zeropp", "megatron_zpp/training", "megatron_zpp/data")
 ALIVE = ("survived", "unfinished")
+COLLECTION = "collection"  # in place of a test: importing the tests, and so the package
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Mutation tests of megatron_zpp.")
+    parser = new_parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     record_ = commands.add_parser("record", help="run the tests, and write down what each executes")
     run = commands.add_parser("run", help="run the tests against mutants that have no result yet")
@@ -79,7 +82,6 @@ def main() -> None:
     wanted = ALIVE if args.recheck else (None,)
     mutants = [mutant for mutant in mutants if results.get(mutant.key, {}).get("outcome") in wanted]
     budget = math.inf if args.recheck else args.budget
-    warm_up()
     rows = run_mutants(ROOT, mutants, Recording(ROOT, args.recording), args.workers, budget)
     for number, row in enumerate(rows, 1):
         kept = {name: text for name, text in results.get(key(row), {}).items() if name == "judgement"}
@@ -87,6 +89,42 @@ def main() -> None:
         write_results(args.results, results.values())
         print(f"{number}/{len(mutants)} {row['outcome']} in {row['seconds']} s: {key(row)}", flush=True)
     print(table(results.values()))
+
+
+def run_tests(tree: Path, limits: dict[str, float], scratch: Path) -> tuple[str, str]:
+    """Run the tests that ``limits`` names, in this order, until one fails or takes longer than its seconds.
+
+    Returns "passed", "failed" or "timeout", and the last test that ran. scratch: for temporary files and the output; it
+    is emptied.
+    """
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    output, test, deadline = scratch / "output.txt", COLLECTION, time.monotonic() + 120
+    options = ["-x", "-v", "--no-header", "-p", "no:cacheprovider", f"--basetemp={scratch}/pytest", "-m", ""]
+    environment = os.environ | {"PYTHONPATH": str(tree), "TMPDIR": str(scratch)}
+    with open(output, "w") as file:
+        streams: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        command = [sys.executable, "-m", "pytest", *options, *limits]
+        tests = subprocess.Popen(command, cwd=tree, env=environment, start_new_session=True, **streams)
+    try:
+        while True:
+            status, text = tests.poll(), output.read_text()
+            places = {text.rfind(f"\n{name} "): name for name in limits}
+            if max(places) >= 0 and places[max(places)] != test:
+                test = places[max(places)]
+                deadline = time.monotonic() + limits[test]
+            if status is not None:
+                passed = status in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+                return "passed" if passed else "failed", test
+            if time.monotonic() > deadline:
+                return "timeout", test
+            time.sleep(0.1)
+    finally:
+        # End its processes; their children are this process's then, and so on.
+        while children := Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+            for child in map(int, children):
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
 
 
 class Worker:
@@ -159,7 +197,7 @@ _worker: Worker  # of a process of the pool: a tree is too dear to be copied for
 
 def _start_worker(root: Path, folder: Path, recording: Recording) -> None:
     global _worker
-    adopt_orphans()
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what a killed program leaves behind is this one's child
     _worker = Worker(root, Path(tempfile.mkdtemp(dir=folder)), recording)
 
 
@@ -185,16 +223,16 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
     """Markdown: counts by folder, then every mutant that no test killed."""
     rows = list(rows)
     heads = ("folder", "mutants", "killed", "by a timeout", "survived", "unfinished", "equivalent")
-    lines = [" | ".join(["", *heads, "killed of all", "killed of those that differ", ""]).strip()]
-    lines.append("|" + " --- |" * 9)
+    counted = []
     for folder in [*FOLDERS, ""]:
         some = [row for row in rows if row["file"].startswith(folder)]
         count = Counter(row["outcome"] for row in some)
         killed = count["killed"] + count["timeout"]
         same = sum(row.get("judgement", "").startswith("equivalent") for row in some)
         shares = [f"{killed / total:.1%}" if total else "-" for total in (len(some), len(some) - same)]
-        counts = (len(some), killed, count["timeout"], count["survived"], count["unfinished"], same)
-        lines.append(" | ".join(["", folder or "all", *map(str, counts), *shares, ""]).strip())
+        outcomes = (killed, count["timeout"], count["survived"], count["unfinished"])
+        counted.append([folder or "all", len(some), *outcomes, same, *shares])
+    lines = [markdown_table([*heads, "killed of all", "killed of those that differ"], counted)]
     for row in (row for row in rows if row["outcome"] in ALIVE):
         lines.append(f"\n{row['file']}:{row['line']}, {row['outcome']} after {row['ran']} of {row['of']} tests")
         lines.append(f"  {row['before']}\n  {row['after']}\n  {row.get('judgement', 'not judged yet')}")

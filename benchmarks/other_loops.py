@@ -11,70 +11,74 @@ micro-batch to a step and once with four.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
 import json
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from rows import append_row, read_rows
+from common import RESULTS as FOLDER
+from common import ROOT, append_row, markdown_table, new_parser, read_rows
 
 from megatron_zpp.zeropp import ZeroPP, ZeroPPConfig
 
-RESULTS = Path(__file__).parent / "results" / "other_loops.jsonl"
-NODES = 2
+RESULTS = FOLDER / "other_loops.jsonl"
+NODES, RANKS_PER_NODE = 2, 2  # ranks of a node that share parameters
+SETTINGS: dict[str, ZeroPPConfig | None] = {
+    "plain FSDP2": None,
+    "off": ZeroPPConfig(ranks_per_node=RANKS_PER_NODE),
+    "hierarchy": ZeroPPConfig(
+        hpz_partition_size=RANKS_PER_NODE, quantized_gradients=True, gradient_bits=None, gradient_intra_bits=None
+    ),
+    "all flags": ZeroPPConfig(quantized_weights=True, hpz_partition_size=RANKS_PER_NODE, quantized_gradients=True),
+}
 
 
 @dataclass
 class Trained:
-    losses: list[float]  # of this rank, of each micro-batch
-    sent: list[int]  # bytes that this rank sent to the other node in each step; none under plain FSDP2
+    """What a case records while it trains."""
+
     parameters: int  # of the whole model
+    losses: list[float] = field(default_factory=list)  # of this rank, of each micro-batch
+    sent: list[int] = field(default_factory=list)  # bytes from this rank to the other node in each step; none if plain
+
+    def end_step(self, zeropp: ZeroPP | None) -> None:
+        self.sent.append(0 if zeropp is None else zeropp.traffic.take().inter_node)
 
 
-# Under a configuration, or plain FSDP2 for None: so many steps of so many micro-batches.
+# Trains under a configuration, or plain FSDP2 for None: micro-batches of a step, and steps.
 Case = Callable[[ZeroPPConfig | None, int, int], Trained]
 
-CASES = {  # by name: its module and function, ranks, and ranks of a node that share parameters
-    "Llama": ("other_loops_models:llama", 4, 2),
-    "GPT-2": ("other_loops_models:gpt2", 4, 2),
-    "Mixtral": ("other_loops_models:mixtral", 4, 2),
-    "Qwen3": ("other_loops_models:qwen3", 4, 2),
-    "ViT": ("other_loops_models:vit", 4, 2),
-    "BERT": ("other_loops_models:bert", 4, 2),
-    "Llama, tensor-parallel mesh": ("other_loops_models:tensor_parallel", 8, 2),
-    "Llama, CPU offload": ("other_loops_models:cpu_offload", 4, 2),
-    "Llama, fp16 and GradScaler": ("other_loops_models:grad_scaler", 4, 2),
-    "Llama, torchao AdamW8bit": ("other_loops_models:adamw_8bit", 4, 2),
-    "Llama, torch.compile": ("other_loops_models:compiled", 4, 2),
-    "accelerate": ("other_loops_trainers:accelerate_loop", 4, 2),
-    "Hugging Face Trainer": ("other_loops_trainers:huggingface_trainer", 4, 2),
-    "Lightning Fabric": ("other_loops_trainers:fabric", 4, 2),
-    "Lightning Trainer": ("other_loops_trainers:lightning_trainer", 4, 2),
-    "torchtitan": ("other_loops_trainers:torchtitan", 4, 2),
-    "torchtitan, chunked loss": ("other_loops_trainers:torchtitan_in_chunks", 4, 2),
+CASES = {  # by name: module and function
+    "Llama": "other_loops_models:llama",
+    "GPT-2": "other_loops_models:gpt2",
+    "Mixtral": "other_loops_models:mixtral",
+    "Qwen3": "other_loops_models:qwen3",
+    "ViT": "other_loops_models:vit",
+    "BERT": "other_loops_models:bert",
+    "Llama, tensor-parallel mesh": "other_loops_models:tensor_parallel",
+    "Llama, CPU offload": "other_loops_models:cpu_offload",
+    "Llama, fp16 and GradScaler": "other_loops_models:grad_scaler",
+    "Llama, torchao AdamW8bit": "other_loops_models:adamw_8bit",
+    "Llama, torch.compile": "other_loops_models:compiled",
+    "accelerate": "other_loops_trainers:accelerate_loop",
+    "Hugging Face Trainer": "other_loops_trainers:huggingface_trainer",
+    "Lightning Fabric": "other_loops_trainers:fabric",
+    "Lightning Trainer": "other_loops_trainers:lightning_trainer",
+    "torchtitan": "other_loops_trainers:torchtitan",
+    "torchtitan, chunked loss": "other_loops_trainers:torchtitan_in_chunks",
 }
-
-
-def settings(ranks_of_node: int) -> dict[str, ZeroPPConfig | None]:
-    return {
-        "plain FSDP2": None,
-        "off": ZeroPPConfig(ranks_per_node=ranks_of_node),
-        "hierarchy": ZeroPPConfig(
-            hpz_partition_size=ranks_of_node, quantized_gradients=True, gradient_bits=None, gradient_intra_bits=None
-        ),
-        "all flags": ZeroPPConfig(quantized_weights=True, hpz_partition_size=ranks_of_node, quantized_gradients=True),
-    }
+ON_8_RANKS = ("Llama, tensor-parallel mesh",)  # the others: on 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"table, or some of: {', '.join(CASES)}")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--results", type=Path, default=RESULTS, help="file to add rows to")
@@ -85,28 +89,25 @@ def main() -> None:
     if unknown := set(arguments.cases) - CASES.keys():
         parser.error(f"there is no case {', '.join(sorted(unknown))}")
     dist.init_process_group("gloo")
-    sys.path.append(str(Path(__file__).parents[1] / "examples" / "library"))
+    sys.path.append(str(ROOT / "examples" / "library"))
     for name in arguments.cases or CASES:
-        where, ranks, ranks_of_node = CASES[name]
-        if ranks == dist.get_world_size():
-            module, function = where.split(":")
+        if dist.get_world_size() == (8 if name in ON_8_RANKS else 4):
+            module, function = CASES[name].split(":")
             case: Case = getattr(importlib.import_module(module), function)
             for accumulation in (1, 4):
-                measure(name, case, accumulation, arguments.steps, ranks_of_node, arguments.results)
+                measure(name, case, accumulation, arguments.steps, arguments.results)
     dist.destroy_process_group()
 
 
-def measure(name: str, case: Case, accumulation: int, steps: int, ranks_of_node: int, results: Path) -> None:
+def measure(name: str, case: Case, accumulation: int, steps: int, results: Path) -> None:
     """Train one case with every setting, and add a row for each but plain FSDP2."""
     plain: list[float] = []
-    for setting, config in settings(ranks_of_node).items():
+    for setting, config in SETTINGS.items():
         trained = case(config, accumulation, steps)
         gc.collect()
-        if config is None:
-            plain = trained.losses
-            continue
+        plain = plain or trained.losses
         difference = max(abs(a - b) for a, b in zip(trained.losses, plain, strict=True))
-        of_ranks: list[tuple[float, list[int]]] = [(0.0, [])] * dist.get_world_size()
+        of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, (difference, trained.sent))
         row = {
             "case": name,
@@ -120,29 +121,25 @@ def measure(name: str, case: Case, accumulation: int, steps: int, ranks_of_node:
             "bytes_between_nodes": [sum(sent) // NODES for sent in zip(*(sent for _, sent in of_ranks), strict=True)],
             "torch": torch.__version__,
         }
-        if dist.get_rank() == 0:
+        if config is not None and dist.get_rank() == 0:
             print(json.dumps(row), flush=True)
             append_row(results, row)
 
 
-def take(zeropp: ZeroPP | None) -> int:
-    """What this rank has sent to the other node since the last call."""
-    return 0 if zeropp is None else zeropp.traffic.take().inter_node
-
-
 def print_table(results: Path) -> None:
-    rows = read_rows(results)
-    rows_of = {(row["case"], row["setting"], row["accumulation"]): row for row in rows}
-    print("| model or loop | loss difference, hierarchy | all flags | bytes: off | hierarchy | all flags |")
-    print("|---|---|---|---|---|---|")
-    for name in dict.fromkeys(row["case"] for row in rows):
+    rows = {(row["case"], row["setting"], row["accumulation"]): row for row in read_rows(results)}
+    lines = []
+    for name in dict.fromkeys(case for case, _, _ in rows):
 
-        def cells(setting: str, show: Callable[[dict], str], name: str = name) -> str:
-            return ", ".join(show(rows_of[name, setting, accumulation]) for accumulation in (1, 4))
+        def cell(setting: str, show: Callable[[dict], str], name: str = name) -> str:
+            return ", ".join(show(rows[name, setting, accumulation]) for accumulation in (1, 4))
 
-        differences = [cells(setting, show_difference) for setting in ("hierarchy", "all flags")]
-        sent = [cells(setting, show_bytes) for setting in ("off", "hierarchy", "all flags")]
-        print(f"| {' | '.join([name, *differences, *sent])} |")
+        differences = [cell(setting, show_difference) for setting in ("hierarchy", "all flags")]
+        lines.append(
+            [name, *differences, *(cell(setting, show_bytes) for setting in ("off", "hierarchy", "all flags"))]
+        )
+    headings = ("model or loop", "loss difference, hierarchy", "all flags", "bytes: off", "hierarchy", "all flags")
+    print(markdown_table(headings, lines))
 
 
 def show_difference(row: dict) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from other_loops import Trained, take
+from other_loops import Trained
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -20,16 +20,9 @@ from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
 VOCABULARY, TOKENS, SAMPLES = 512, 32, 2  # of each micro-batch
 Batch = dict[str, Tensor]
 
-DECODER: dict[str, Any] = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    use_cache=False,
-)
+ENCODER: dict[str, Any] = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
+DECODER: dict[str, Any] = ENCODER | dict(vocab_size=VOCABULARY, num_key_value_heads=2, head_dim=16, use_cache=False)
+GPT2: dict[str, Any] = dict(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=TOKENS, use_cache=False)
 
 
 def counting(generator: torch.Generator) -> Batch:
@@ -45,34 +38,12 @@ def images(generator: torch.Generator) -> Batch:
     return {"pixel_values": noise + labels.view(-1, 1, 1, 1) / 4, "labels": labels}
 
 
-def make_llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER))
+def make(model: str, config: str, shape: dict[str, Any]) -> nn.Module:
+    """A model of transformers by the names of its class and its configuration's."""
+    return getattr(transformers, model)(getattr(transformers, config)(**shape))
 
 
-def make_gpt2() -> nn.Module:
-    shape: dict[str, Any] = dict(
-        vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=TOKENS, use_cache=False
-    )
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape))
-
-
-def make_mixtral() -> nn.Module:
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**DECODER, num_local_experts=4))
-
-
-def make_qwen3() -> nn.Module:
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**DECODER))
-
-
-def make_vit() -> nn.Module:
-    shape: dict[str, Any] = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
-    shape |= dict(image_size=32, patch_size=8, num_labels=8)
-    return transformers.ViTForImageClassification(transformers.ViTConfig(**shape))
-
-
-def make_bert() -> nn.Module:
-    shape: dict[str, Any] = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
-    return transformers.BertForMaskedLM(transformers.BertConfig(**shape, vocab_size=VOCABULARY))
+make_llama = partial(make, "LlamaForCausalLM", "LlamaConfig", DECODER)
 
 
 def blocks_of(model: nn.Module) -> Iterable[nn.Module]:
@@ -85,7 +56,7 @@ def train(
     accumulation: int,
     steps: int,
     *,
-    make: Callable[[], nn.Module],
+    make_model: Callable[[], nn.Module] = make_llama,
     batch: Callable[[torch.Generator], Batch] = counting,
     prepare: Callable[[nn.Module], dict[str, Any]] = lambda model: {},
     make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
@@ -94,22 +65,21 @@ def train(
 ) -> Trained:
     """Clips, and accumulates as FSDP2 wants it.
 
-    prepare: makes the model ready for ``fully_shard``, and says what that is told. loss_scale: what a GradScaler begins
+    prepare: makes the model ready for ``fully_shard``, and returns its options. loss_scale: what a GradScaler begins
     with; None = train without. stance: torch.compile's, of the optimizer's step.
     """
     torch.manual_seed(0)
-    model: Any = make()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    told = prepare(model)
+    model: Any = make_model()
+    trained = Trained(sum(parameter.numel() for parameter in model.parameters()))
+    options = prepare(model)
     for block in blocks_of(model):
-        fully_shard(block, **told)
-    fully_shard(model, **told)
+        fully_shard(block, **options)
+    fully_shard(model, **options)
     zeropp = None if config is None else apply_zeropp(model, config)
     optimizer = make_optimizer(model.parameters(), lr=3e-3)
     has_scaler = loss_scale is not None
     scaler = torch.amp.GradScaler("cpu", init_scale=loss_scale or 1.0, growth_interval=4, enabled=has_scaler)
-    rank = told["mesh"].get_local_rank() if told.get("mesh") is not None else dist.get_rank()
-    losses, sent = [], []
+    rank = options["mesh"].get_local_rank() if "mesh" in options else dist.get_rank()
     for step in range(steps):
         for i in range(accumulation):
             model.set_is_last_backward(i == accumulation - 1)
@@ -117,7 +87,7 @@ def train(
             torch.manual_seed(step * accumulation + i)  # dropout's
             loss = model(**batch(generator)).loss
             scaler.scale(loss / accumulation).backward()
-            losses.append(loss.item())
+            trained.losses.append(loss.item())
         scaler.unscale_(optimizer)
         clip(model, 1.0)
         with torch.compiler.set_stance(stance):
@@ -129,8 +99,8 @@ def train(
         if zeropp is not None and scaler.get_scale() != scale:
             zeropp.rescale_errors(scaler.get_scale() / scale)
         optimizer.zero_grad()
-        sent.append(take(zeropp))
-    return Trained(losses, sent, parameters)
+        trained.end_step(zeropp)
+    return trained
 
 
 def clip(model: nn.Module, max_norm: float) -> None:
@@ -156,14 +126,6 @@ def on_a_tensor_parallel_mesh(model: nn.Module) -> dict[str, Any]:
     return {"mesh": mesh["data"]}
 
 
-def offload(model: nn.Module) -> dict[str, Any]:
-    return {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
-
-
-def in_fp16(model: nn.Module) -> dict[str, Any]:
-    return {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)}
-
-
 def compile_blocks(model: nn.Module) -> dict[str, Any]:
     for block in blocks_of(model):
         block.compile(backend="aot_eager")  # traced, but no code made: that takes a minute for each rank
@@ -173,18 +135,22 @@ def compile_blocks(model: nn.Module) -> dict[str, Any]:
 def adamw_8bit(config: ZeroPPConfig | None, accumulation: int, steps: int) -> Trained:
     from torchao.optim import AdamW8bit
 
-    # Its step is compiled, for each shape anew: here it runs as it is written.
+    # Its step is compiled, for each shape again: here it runs as it is written.
     return llama(config, accumulation, steps, make_optimizer=AdamW8bit, stance="force_eager")
 
 
-llama = partial(train, make=make_llama)
-gpt2 = partial(train, make=make_gpt2)
-mixtral = partial(train, make=make_mixtral)
-qwen3 = partial(train, make=make_qwen3)
-vit = partial(train, make=make_vit, batch=images)
-bert = partial(train, make=make_bert)
+llama = train
+gpt2 = partial(train, make_model=partial(make, "GPT2LMHeadModel", "GPT2Config", GPT2))
+mixtral = partial(
+    train, make_model=partial(make, "MixtralForCausalLM", "MixtralConfig", DECODER | dict(num_local_experts=4))
+)
+qwen3 = partial(train, make_model=partial(make, "Qwen3ForCausalLM", "Qwen3Config", DECODER))
+VIT = ENCODER | dict(image_size=32, patch_size=8, num_labels=8)
+vit = partial(train, make_model=partial(make, "ViTForImageClassification", "ViTConfig", VIT), batch=images)
+bert = partial(train, make_model=partial(make, "BertForMaskedLM", "BertConfig", ENCODER | dict(vocab_size=VOCABULARY)))
 tensor_parallel = partial(llama, prepare=on_a_tensor_parallel_mesh)
-cpu_offload = partial(llama, prepare=offload)
+cpu_offload = partial(llama, prepare=lambda _: {"offload_policy": CPUOffloadPolicy(pin_memory=False)})
+FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
 # Some steps overflow, and are skipped.
-grad_scaler = partial(llama, prepare=in_fp16, loss_scale=2.0**21)
+grad_scaler = partial(llama, prepare=lambda _: {"mp_policy": FP16}, loss_scale=2.0**21)
 compiled = partial(llama, prepare=compile_blocks)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from other_loops import Trained, take
+from other_loops import Trained
 from other_loops_models import SAMPLES, TOKENS, blocks_of, counting, make_llama
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -17,8 +17,19 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
 
 
-def size(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+def new_llama() -> tuple[Any, Trained]:
+    """A small Llama with the same weights every time, and where to record its training."""
+    torch.manual_seed(0)
+    llama = make_llama()
+    return llama, Trained(sum(parameter.numel() for parameter in llama.parameters()))
+
+
+def shard(llama: nn.Module, mesh: Any) -> nn.Module:
+    """Shard the blocks and the model over a mesh of Lightning's."""
+    for block in blocks_of(llama):
+        fully_shard(block, mesh=mesh["data_parallel"])
+    fully_shard(llama, mesh=mesh["data_parallel"])
+    return llama
 
 
 def batch(number: int) -> dict[str, torch.Tensor]:
@@ -33,24 +44,21 @@ def accelerate_loop(config: ZeroPPConfig | None, accumulation: int, steps: int) 
     AcceleratorState._reset_state(reset_partial_state=True)  # of the setting before
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=accumulation)
-    torch.manual_seed(0)
-    llama = make_llama()
-    parameters = size(llama)
+    llama, trained = new_llama()
     model, optimizer = accelerator.prepare(llama, torch.optim.AdamW(llama.parameters(), lr=3e-3))
     zeropp = None if config is None else apply_zeropp(model, config)
-    losses, sent = [], []
     for number in range(steps * accumulation):
         with accelerator.accumulate(model):
             loss = model(**batch(number)).loss
             accelerator.backward(loss)
-            losses.append(loss.item())
+            trained.losses.append(loss.item())
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             if accelerator.sync_gradients:
-                sent.append(take(zeropp))
-    return Trained(losses, sent, parameters)
+                trained.end_step(zeropp)
+    return trained
 
 
 def huggingface_trainer(config: ZeroPPConfig | None, accumulation: int, steps: int) -> Trained:
@@ -59,23 +67,20 @@ def huggingface_trainer(config: ZeroPPConfig | None, accumulation: int, steps: i
     from megatron_zpp.integrations.huggingface import ZeroPPCallback
 
     callback = None if config is None else ZeroPPCallback(config)
-    losses: list[float] = []
-    sent: list[int] = []
+    llama, trained = new_llama()
 
     class Recorded(Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             loss: Any = super().compute_loss(*args, **kwargs)
-            losses.append(loss.item() * accumulation)  # which it divides by
+            trained.losses.append(loss.item() * accumulation)  # which it divides by
             return loss
 
     class Sent(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            sent.append(take(None if callback is None else callback.zeropp))
+            trained.end_step(None if callback is None else callback.zeropp)
 
     generator = torch.Generator().manual_seed(0)
     samples = [counting(generator) for _ in range(steps * accumulation * dist.get_world_size())]
-    torch.manual_seed(0)
-    llama = make_llama()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -91,64 +96,50 @@ def huggingface_trainer(config: ZeroPPConfig | None, accumulation: int, steps: i
             fsdp_config={"version": 2},
         )
         dataset = [{name: tensor[i] for name, tensor in sample.items()} for sample in samples for i in range(SAMPLES)]
-        parameters = size(llama)
         callbacks = [Sent()] if callback is None else [callback, Sent()]
         Recorded(llama, arguments, train_dataset=dataset, callbacks=callbacks).train()  # type: ignore[arg-type]
-    return Trained(losses, sent, parameters)
+    return trained
 
 
 def fabric(config: ZeroPPConfig | None, accumulation: int, steps: int) -> Trained:
     from lightning_fabric import Fabric
     from lightning_fabric.strategies import ModelParallelStrategy
 
-    def parallelize(model: nn.Module, mesh: Any) -> nn.Module:
-        for block in blocks_of(model):
-            fully_shard(block, mesh=mesh["data_parallel"])
-        fully_shard(model, mesh=mesh["data_parallel"])
-        return model
-
     ranks = dist.get_world_size()
-    strategy = ModelParallelStrategy(parallelize, data_parallel_size=ranks, tensor_parallel_size=1)
+    strategy = ModelParallelStrategy(shard, data_parallel_size=ranks, tensor_parallel_size=1)
     runner = Fabric(accelerator="cpu", devices=ranks, strategy=strategy)
     runner.launch()
-    torch.manual_seed(0)
-    llama = make_llama()
-    parameters = size(llama)
+    llama, trained = new_llama()
     model = runner.setup(llama)
     zeropp = None if config is None else apply_zeropp(model, config)
     optimizer: Any = runner.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=3e-3))
-    losses, sent = [], []
     for step in range(steps):
         for i in range(accumulation):
             with runner.no_backward_sync(model, enabled=i < accumulation - 1):
                 loss = model(**batch(step * accumulation + i)).loss
                 runner.backward(loss / accumulation)
-            losses.append(loss.item())
+            trained.losses.append(loss.item())
         runner.clip_gradients(model, optimizer, max_norm=1.0)
         optimizer.step()
         optimizer.zero_grad()
-        sent.append(take(zeropp))
-    return Trained(losses, sent, parameters)
+        trained.end_step(zeropp)
+    return trained
 
 
 def lightning_trainer(config: ZeroPPConfig | None, accumulation: int, steps: int) -> Trained:
     import pytorch_lightning
     from pytorch_lightning.strategies import ModelParallelStrategy
 
-    losses: list[float] = []
-    sent: list[int] = []
+    llama, trained = new_llama()
 
     class Module(pytorch_lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(0)
-            self.llama: Any = make_llama()
+            self.llama = llama
 
         def configure_model(self) -> None:
             assert self.device_mesh is not None  # the strategy's
-            for block in blocks_of(self.llama):
-                fully_shard(block, mesh=self.device_mesh["data_parallel"])
-            fully_shard(self.llama, mesh=self.device_mesh["data_parallel"])
+            shard(self.llama, self.device_mesh)
 
         def on_fit_start(self) -> None:
             self.zeropp = None if config is None else apply_zeropp(self.llama, config)
@@ -159,15 +150,14 @@ def lightning_trainer(config: ZeroPPConfig | None, accumulation: int, steps: int
         def training_step(self, numbers: torch.Tensor, index: int) -> torch.Tensor:
             self.llama.set_is_last_backward((index + 1) % accumulation == 0)  # Lightning does not say it
             loss: torch.Tensor = self.llama(**batch(index)).loss
-            losses.append(loss.item())
+            trained.losses.append(loss.item())
             return loss
 
         def on_train_batch_end(self, outputs: Any, numbers: torch.Tensor, index: int) -> None:
             if (index + 1) % accumulation == 0:
-                sent.append(take(self.zeropp))
+                trained.end_step(self.zeropp)
 
-    module, ranks = Module(), dist.get_world_size()
-    parameters = size(module)
+    ranks = dist.get_world_size()
     pytorch_lightning.Trainer(
         accelerator="cpu",
         devices=ranks,
@@ -180,8 +170,8 @@ def lightning_trainer(config: ZeroPPConfig | None, accumulation: int, steps: int
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-    ).fit(module, torch.utils.data.DataLoader(range(steps * accumulation)))  # type: ignore[arg-type]
-    return Trained(losses, sent, parameters)
+    ).fit(Module(), torch.utils.data.DataLoader(range(steps * accumulation)))  # type: ignore[arg-type]
+    return trained
 
 
 def torchtitan(config: ZeroPPConfig | None, accumulation: int, steps: int, in_chunks: bool = False) -> Trained:
@@ -211,29 +201,27 @@ def torchtitan(config: ZeroPPConfig | None, accumulation: int, steps: int, in_ch
         for module in trainer.model_parts[0].modules():
             if isinstance(module, FSDPModule):  # torchtitan wants a factor, which gloo's own reductions lack
                 module.set_force_sum_reduction_for_comms(True)
-        losses, sent = record(trainer, accumulation)
+        trained = Trained(sum(parameter.numel() for parameter in trainer.model_parts[0].parameters()))
+        record(trainer, accumulation, trained)
         trainer.train()
         trainer.close()
-    return Trained(losses, sent, sum(size(part) for part in trainer.model_parts))
+    return trained
 
 
 torchtitan_in_chunks = partial(torchtitan, in_chunks=True)
 
 
-def record(trainer: Any, accumulation: int) -> tuple[list[float], list[int]]:
-    """What torchtitan's trainer will have trained: losses of micro-batches, bytes of steps."""
-    losses: list[float] = []
-    sent: list[int] = []
+def record(trainer: Any, accumulation: int, trained: Trained) -> None:
+    """Have torchtitan's trainer record losses of micro-batches and bytes of steps."""
     forward_backward_step, train_step = trainer.forward_backward_step, trainer.train_step
 
     def recorded_micro_batch(**batch: Any) -> torch.Tensor:
         loss = forward_backward_step(**batch)  # summed, over the number of the step's tokens on all ranks
-        losses.append(loss.item() * dist.get_world_size() * accumulation)
+        trained.losses.append(loss.item() * dist.get_world_size() * accumulation)
         return loss
 
     def recorded_step(data: Any) -> None:
         train_step(data)
-        sent.append(take(getattr(trainer, "zeropp", None)))
+        trained.end_step(getattr(trainer, "zeropp", None))
 
     trainer.forward_backward_step, trainer.train_step = recorded_micro_batch, recorded_step
-    return losses, sent

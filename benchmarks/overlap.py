@@ -24,31 +24,29 @@ a step anew, and the table shows medians.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from rows import append_row, read_rows
+from common import ALL_FLAGS as FLAGS
+from common import RESULTS as FOLDER
+from common import ROOT, markdown_table, measure_once, new_parser, read_rows
 
-HERE = Path(__file__).parents[1]
-RESULTS = Path(__file__).parent / "results" / "overlap.jsonl"
+RESULTS = FOLDER / "overlap.jsonl"
 NODES, RANKS_PER_NODE = 2, 2
 MODEL = (
     "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --micro-batch-size 1 --mock-data "
     "--vocab-size 1024 --attention-dropout 0 --hidden-dropout 0 --lr 1e-4 --eval-iters 0 --log-interval 1 "
     "--num-workers 0 --bf16 --grad-reduce-in-bf16"
 )
-ALL_FLAGS = (
-    f"--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size {RANKS_PER_NODE} --zeropp-loco "
-    "--zero-weight-difference-bits 4"
-)
+ALL_FLAGS = f"{FLAGS} --zero-weight-difference-bits 4"
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the link's time to that of a forward and a backward pass
 MICRO_BATCHES = (1, 4)
 SETTINGS = ("this checkout", "FSDP2", "before")
@@ -59,7 +57,7 @@ PARTS = "parts of a step: "  # begins the line that the last rank prints
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("what", choices=("measure", "table"))
     parser.add_argument("--before", type=Path, metavar="DIR", help="another checkout, to compare with")
     parser.add_argument("--steps", type=int, default=5, help="that are timed in each run")
@@ -71,7 +69,7 @@ def main() -> None:
     if arguments.what == "table":
         print_table()
         return
-    checkouts = {"this checkout": (HERE, ALL_FLAGS), "FSDP2": (HERE, "")}
+    checkouts = {"this checkout": (ROOT, ALL_FLAGS), "FSDP2": (ROOT, "")}
     if arguments.before is not None:
         checkouts["before"] = (arguments.before.resolve(), ALL_FLAGS)
     checkouts = {setting: checkout for setting, checkout in checkouts.items() if setting in arguments.settings}
@@ -80,31 +78,21 @@ def main() -> None:
 
 
 def measure(
-    checkouts: dict[str, tuple[Path, str]],
-    repetition: int,
-    steps: int,
-    ratios: list[float],
-    all_micro_batches: list[int],
+    checkouts: dict[str, tuple[Path, str]], repetition: int, steps: int, ratios: list[float], counts: list[int]
 ) -> None:
-    """One repetition: the parts of a step, then a run of each checkout for each rate and number of micro-batches."""
-    rows = read_rows(RESULTS)
-    parts = next((row for row in rows if row["setting"] == "parts" and row["repetition"] == repetition), None)
-    if parts is None:
-        parts = {"setting": "parts", "repetition": repetition} | run(HERE, ALL_FLAGS, 1, None, steps)
-        append_row(RESULTS, parts)
+    """One repetition: the parts of a step, then each checkout for each rate and number of micro-batches."""
+    key: dict[str, Any] = {"setting": "parts", "repetition": repetition}
+    measure_once(RESULTS, key, partial(run, ROOT, ALL_FLAGS, 1, None, steps))
+    parts = next(row for row in read_rows(RESULTS) if key.items() <= row.items())
     for ratio in ratios:
         rate = parts_rate(parts, ratio)
-        for micro_batches in all_micro_batches:
+        for micro_batches in counts:
             for setting, (checkout, flags) in checkouts.items():
                 key = {"setting": setting, "repetition": repetition, "ratio": ratio, "micro_batches": micro_batches}
-                if any(key.items() <= row.items() for row in rows):
-                    continue
-                measured = run(checkout, flags, micro_batches, rate, steps)
-                append_row(RESULTS, key | {"rate_bit_per_s": rate} | measured)
-                step = measured["step_s"]
-                print(
-                    f"{key}: {step:.3f} s, {step / bound(parts, rate, micro_batches):.2f} x the bound", file=sys.stderr
-                )
+                row = measure_once(RESULTS, key, partial(run, checkout, flags, micro_batches, rate, steps))
+                if row is not None:
+                    over = row["step_s"] / bound(parts, rate, micro_batches)
+                    print(f"    {row['step_s']:.3f} s, {over:.2f} x the bound", file=sys.stderr)
 
 
 def parts_rate(parts: dict[str, Any], ratio: float) -> int | None:
@@ -117,12 +105,8 @@ def parts_rate(parts: dict[str, Any], ratio: float) -> int | None:
 def bound(parts: dict[str, Any], rate: int | None, micro_batches: int) -> float:
     """Seconds that a step takes at least; see above."""
     per_byte = 8 * HEADERS / rate if rate is not None else 0.0
-    t_f, t_b, t_w, t_g = (
-        parts["t_f"],
-        parts["t_b"],
-        per_byte * parts["weight_bytes"],
-        per_byte * parts["gradient_bytes"],
-    )
+    t_f, t_b = parts["t_f"], parts["t_b"]
+    t_w, t_g = per_byte * parts["weight_bytes"], per_byte * parts["gradient_bytes"]
     return max(t_f, t_w) + max(t_b, t_g) + (micro_batches - 1) * (t_f + t_b) + parts["t_opt"]
 
 
@@ -135,11 +119,8 @@ def run(checkout: Path, flags: str, micro_batches: int, rate: int | None, steps:
     command = [__file__, "train", *f"{MODEL} {flags} --global-batch-size {batch}".split()]
     command += ["--train-iters", str(WARM_UP_STEPS + steps + 1)]  # a step is over when the next one begins
     os.environ["PYTHONPATH"] = str(checkout)
-    rate_of_tc = f"{rate}bit" if rate is not None else None
-    with (
-        cluster(NODES, rate_of_tc) as namespaces,
-        programs(command, namespaces, RANKS_PER_NODE) as processes,
-    ):
+    tc_rate = f"{rate}bit" if rate is not None else None
+    with cluster(NODES, tc_rate) as namespaces, programs(command, namespaces, RANKS_PER_NODE) as processes:
         deadline = time.monotonic() + TIMEOUT
         statuses: list[int | None] = [None]
         while None in statuses and not any(statuses) and time.monotonic() < deadline:
@@ -151,7 +132,8 @@ def run(checkout: Path, flags: str, micro_batches: int, rate: int | None, steps:
     if any(status != 0 for status in statuses) or len(lines) != 1:
         raise RuntimeError(f"a run failed, or took longer than {TIMEOUT} s:\n{output[-8000:]}")
     command[0] = Path(__file__).name
-    return json.loads(lines[0].removeprefix(PARTS)) | {"command": " ".join(command), "steps": steps}
+    measured = {"rate_bit_per_s": rate, "command": " ".join(command), "steps": steps}
+    return json.loads(lines[0].removeprefix(PARTS)) | measured
 
 
 def train(flags: list[str]) -> None:
@@ -226,19 +208,18 @@ def print_table() -> None:
     parts = {row["repetition"]: row for row in rows if row["setting"] == "parts"}
     rows = [row for row in rows if row["setting"] != "parts"]
     settings = [setting for setting in SETTINGS if any(row["setting"] == setting for row in rows)]
-    print(f"| micro-batches | link / compute | bound, s | {' | '.join(settings)} |\n|{'---|' * (3 + len(settings))}")
+    lines = []
     for micro_batches, ratio in sorted({(row["micro_batches"], row["ratio"]) for row in rows}):
         case = [row for row in rows if (row["micro_batches"], row["ratio"]) == (micro_batches, ratio)]
-        bounds = {
-            row["repetition"]: bound(parts[row["repetition"]], row["rate_bit_per_s"], micro_batches) for row in case
-        }
+        rates = {row["repetition"]: row["rate_bit_per_s"] for row in case}
+        bounds = {i: bound(parts[i], rate, micro_batches) for i, rate in rates.items()}
         cells = []
         for setting in settings:
-            of_setting = [row for row in case if row["setting"] == setting]
-            over = [row["step_s"] / bounds[row["repetition"]] for row in of_setting]
-            step = [row["step_s"] for row in of_setting]
-            cells.append(f"{statistics.median(step):.3f} s ({statistics.median(over):.2f} x)" if over else "-")
-        print(f"| {micro_batches} | {ratio:g} | {statistics.median(bounds.values()):.3f} | {' | '.join(cells)} |")
+            step = {row["repetition"]: row["step_s"] for row in case if row["setting"] == setting}
+            over = [seconds / bounds[i] for i, seconds in step.items()]
+            cells.append(f"{statistics.median(step.values()):.3f} s ({statistics.median(over):.2f} x)" if over else "-")
+        lines.append([micro_batches, f"{ratio:g}", f"{statistics.median(bounds.values()):.3f}", *cells])
+    print(markdown_table(["micro-batches", "link / compute", "bound, s", *settings], lines))
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+import itertools
 
 import planner_box
 import planner_islands
 import planner_published
+from common import markdown_table, run_choice
 
 from megatron_zpp.commands.plan import suggested
 from megatron_zpp.families import LLAMA
@@ -40,19 +40,17 @@ LLAMA_3_VOCABULARY = 128256
 def table() -> None:
     """Of each model, nodes and rate: MFU of the best of each kind, and what is suggested."""
     headings = ["model", "nodes", "Gbit/s", "ZeRO-3", "HSDP", "all flags", "int4 differences, int8 state", "suggested"]
-    print(f"| {' | '.join(headings)} |\n|{'---|' * len(headings)}")
-    for model, flags in MODELS.items():
-        for nodes in NODES:
-            for rate in RATES:
-                cluster = default_cluster(nodes, 8, "H100", rate)
-                batch = f"--global-batch-size {TOKENS_PER_GPU // 4096 * cluster.world_size}"
-                plan = make_plan(LLAMA, f"{flags} {batch}".split(), LLAMA_3_VOCABULARY, cluster)
-                found = {outcome.candidate.wire.name: outcome for outcome in reversed(plan.outcomes)}
-                kinds = ("ZeRO-3", "HSDP", "all flags", "all flags, int4 differences, int8 state")
-                cells = [cell(found.get(kind)) for kind in kinds]
-                best = suggested(plan).candidate if plan.outcomes else None
-                said = f"{best.wire.name}, {best.layout.name}" if best is not None else "nothing"
-                print(f"| {model} | {nodes} | {rate} | {' | '.join(cells)} | {said} |", flush=True)
+    lines = []
+    for (model, flags), nodes, rate in itertools.product(MODELS.items(), NODES, RATES):
+        cluster = default_cluster(nodes, 8, "H100", rate)
+        batch = f"--global-batch-size {TOKENS_PER_GPU // 4096 * cluster.world_size}"
+        plan = make_plan(LLAMA, f"{flags} {batch}".split(), LLAMA_3_VOCABULARY, cluster)
+        found = {outcome.candidate.wire.name: outcome for outcome in reversed(plan.outcomes)}
+        kinds = ("ZeRO-3", "HSDP", "all flags", "all flags, int4 differences, int8 state")
+        best = suggested(plan).candidate if plan.outcomes else None
+        suggestion = f"{best.wire.name}, {best.layout.name}" if best is not None else "nothing"
+        lines.append([model, nodes, rate, *(cell(found.get(kind)) for kind in kinds), suggestion])
+    print(markdown_table(headings, lines))
 
 
 def cell(found: Outcome | None) -> str:
@@ -61,18 +59,14 @@ def cell(found: Outcome | None) -> str:
     return f"{found.prediction.mfu:.0%}, {found.prediction.time.seconds:.2f} s, {found.candidate.layout.name}"
 
 
-def main() -> None:
-    programs: dict[str, Callable[[], None]] = {
-        "published": planner_published.print_errors,
-        "table": table,
-        "islands": planner_islands.print_table,
-        "box": planner_box.measure,
-        "compare": planner_box.compare,
-    }
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=programs)
-    programs[parser.parse_args().what]()
-
-
 if __name__ == "__main__":
-    main()
+    run_choice(
+        __doc__,
+        {
+            "published": planner_published.print_errors,
+            "table": table,
+            "islands": planner_islands.print_table,
+            "box": planner_box.measure,
+            "compare": planner_box.compare,
+        },
+    )

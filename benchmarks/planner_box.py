@@ -10,18 +10,16 @@ import dataclasses
 import itertools
 import statistics
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
-from planner_scatter import scatter
-from rows import append_row, has_row, read_rows
+from common import ALL_FLAGS, RESULTS, ROOT, markdown_table, measure_once, read_rows
+from planner_published import scatter
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT
 from megatron_zpp.planning.cluster import read_cluster
 from megatron_zpp.planning.predict import estimate_on, predict
 
-RESULTS = Path(__file__).parent / "results"
 MEASURED = RESULTS / "planner_box.jsonl"
 CLUSTER = RESULTS / "planner_box.yaml"
 SCATTER = RESULTS / "planner_box.png"
@@ -35,7 +33,6 @@ MODELS = {
     "26M": f"--num-layers 8 --hidden-size 512 --num-attention-heads 8 {COMMON}",
     "7M": f"--num-layers 8 --hidden-size 256 --num-attention-heads 4 {COMMON}",
 }
-ALL_FLAGS = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco"
 SETTINGS = {
     "ZeRO-3": "--zero-ranks-per-node 2",
     "all flags": ALL_FLAGS,
@@ -52,27 +49,23 @@ def measure() -> None:
     from cluster_in_a_box import check_requirements, cluster, programs, run
 
     check_requirements()
-    root = Path(__file__).parents[1]
     if not CLUSTER.exists():
-        tool = [str(root / "tools" / "measure_cluster.py"), "--output", str(CLUSTER)]
-        tool += SIZES.split()
+        tool = [str(ROOT / "tools" / "measure_cluster.py"), "--output", str(CLUSTER), *SIZES.split()]
         with cluster(NODES, None) as namespaces, programs(tool, namespaces, RANKS) as processes:
             said = [process.communicate(timeout=900)[0] for process in processes]
         if not CLUSTER.exists():
             raise RuntimeError(f"the cluster was not measured:\n{said[0]}")
-    points = itertools.product(MODELS, STEPS, RATES, SETTINGS)
-    for model, micro_batches, rate, setting in points:
-        key = {"model": model, "setting": setting, "micro_batches": micro_batches, "mbit": rate}
-        if has_row(MEASURED, key):
-            continue
-        batch = NODES * RANKS * micro_batches
-        flags = f"{MODELS[model]} {SETTINGS[setting]} --global-batch-size {batch} "
+    for model, micro_batches, rate, setting in itertools.product(MODELS, STEPS, RATES, SETTINGS):
+        flags = f"{MODELS[model]} {SETTINGS[setting]} --global-batch-size {NODES * RANKS * micro_batches} "
         flags += f"--train-iters {STEPS[micro_batches]}"
-        command = [str(root / "pretrain_gpt.py"), *flags.split()]
-        found = run(command, NODES, RANKS, f"{rate}mbit", warmup_steps=2, timeout=1800, echo=False)
-        row = key | {"seconds": found.seconds_per_step, "flags": flags}
-        append_row(MEASURED, row)
-        print(f"{key}: {found.seconds_per_step:.3f} s, predicted {predicted_seconds(row):.3f} s", flush=True)
+        arguments = [str(ROOT / "pretrain_gpt.py"), *flags.split()], NODES, RANKS, f"{rate}mbit", 2, 1800, False
+
+        def measured(flags: str = flags, arguments: Any = arguments) -> dict[str, Any]:
+            return {"seconds": run(*arguments).seconds_per_step, "flags": flags}
+
+        key = {"model": model, "setting": setting, "micro_batches": micro_batches, "mbit": rate}
+        if row := measure_once(MEASURED, key, measured):
+            print(f"{key}: {row['seconds']:.3f} s, predicted {predicted_seconds(row):.3f} s", flush=True)
 
 
 def predicted_seconds(row: dict[str, Any]) -> float:
@@ -90,17 +83,17 @@ def compare() -> None:
     if not rows:
         raise SystemExit("nothing is measured yet: run `planner.py box` first, as root on an idle machine")
     predicted = [predicted_seconds(row) for row in rows]
-    headings = ["model", "setting", "micro-batches", "Mbit/s", "measured, s", "predicted, s", "off by"]
-    print(f"| {' | '.join(headings)} |\n|{'---|' * len(headings)}")
+    lines, errors, points = [], [], defaultdict(list)
     for row, seconds in zip(rows, predicted, strict=True):
-        cells = [row["model"], row["setting"], str(row["micro_batches"]), str(row["mbit"]), f"{row['seconds']:.3f}"]
-        print(f"| {' | '.join(cells)} | {seconds:.3f} | {seconds / row['seconds'] - 1:+.1%} |")
-    errors = sorted(abs(seconds / row["seconds"] - 1) for row, seconds in zip(rows, predicted, strict=True))
-    points: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for row, seconds in zip(rows, predicted, strict=True):
+        off = seconds / row["seconds"] - 1
+        where = (row[name] for name in ("model", "setting", "micro_batches", "mbit"))
+        lines.append([*where, f"{row['seconds']:.3f}", f"{seconds:.3f}", f"{off:+.1%}"])
+        errors.append(abs(off))
         points[f"{row['model']}, {row['setting']}"].append((row["seconds"], seconds))
+    headings = ("model", "setting", "micro-batches", "Mbit/s", "measured, s", "predicted, s", "off by")
+    print(markdown_table(headings, lines))
     scatter(points, "seconds of a step", 0.08, SCATTER)
-    print(f"\n{len(rows)} points: median error {statistics.median(errors):.1%}, worst {errors[-1]:.1%}")
+    print(f"\n{len(rows)} points: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
     same = ("model", "micro_batches", "mbit")
     pairs = [
         (a["seconds"] < b["seconds"]) == (of_a < of_b)

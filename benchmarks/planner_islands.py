@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from common import markdown_table
+
 from megatron_zpp.families import LLAMA
 from megatron_zpp.planning.cluster import Cluster, parse_cluster
 from megatron_zpp.planning.search.plan import make_plan
@@ -39,9 +41,10 @@ def print_table() -> None:
         parse_cluster(f"{SITE}@1"), sites=1, between_gbits=1e12, within_gbytes=1e12, between_microseconds=0.0
     )
     most = tokens_per_second(dataclasses.replace(without_links, within_microseconds=0.0), "")["ZeRO-3"]
-    print(f"| Gbit/s between sites | {' | '.join(COLUMNS)} |\n|---:|{'---:|' * len(COLUMNS)}")
+    lines = []
     for gbits in GBITS:
         cluster = parse_cluster(f"{SITE}@{gbits}")
         found = {flags: tokens_per_second(cluster, flags) for _, flags in COLUMNS.values()}
         shares = [found[flags][wire] / most for wire, flags in COLUMNS.values()]
-        print(f"| {gbits} | {' | '.join(f'{share:.1%}' for share in shares)} |", flush=True)
+        lines.append([gbits, *(f"{share:.1%}" for share in shares)])
+    print(markdown_table(["Gbit/s between sites", *COLUMNS], lines))

@@ -9,15 +9,16 @@ least, and shows the error that is left, all misses, and a scatter plot.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shlex
 import statistics
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planner_scatter import scatter
-from rows import read_rows
+from common import RESULTS, markdown_table, read_rows
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT, LLAMA, Architecture
@@ -27,7 +28,6 @@ from megatron_zpp.planning.search.candidates import RECOMPUTE_ALL
 from megatron_zpp.planning.search.plan import complete
 from megatron_zpp.settings.resolved import ResolvedSettings
 
-RESULTS = Path(__file__).parent / "results"
 PUBLISHED = RESULTS / "published_throughput.jsonl"
 SCATTER = RESULTS / "planner_published.png"
 RECOMPUTATIONS = {
@@ -63,29 +63,31 @@ def print_errors() -> None:
     by_gpu: dict[str, list[Published]] = defaultdict(list)
     for row in rows:
         by_gpu[row.gpu].append(row)
-    fitted = {gpu: fit(of_gpu) for gpu, of_gpu in by_gpu.items()}
-    print("| GPU | rows | share of the peak | median error | 90 % of rows within |\n|---|---|---|---|---|")
-    for gpu, of_gpu in by_gpu.items():
-        errors = sorted(abs(row.ratio(fitted[gpu]) - 1) for row in of_gpu)
-        print(
-            f"| {gpu} | {len(of_gpu)} | {fitted[gpu]:.2f} | {statistics.median(errors):.1%} | {at(errors, 0.9):.1%} |"
-        )
+    fitted = {gpu: fit(rows_of_gpu) for gpu, rows_of_gpu in by_gpu.items()}
     ratios = {id(row): row.ratio(fitted[row.gpu]) for row in rows}
-    errors = sorted(abs(ratio - 1) for ratio in ratios.values())
-    print(f"| all | {len(rows)} | | {statistics.median(errors):.1%} | {at(errors, 0.9):.1%} |\n")
-    print("| GPU | program | rows | median of predicted / measured | median error |\n|---|---|---|---|---|")
+    lines = []
+    for gpu, some in {**by_gpu, "all": rows}.items():
+        errors = sorted(abs(ratios[id(row)] - 1) for row in some)
+        share = f"{fitted[gpu]:.2f}" if gpu in fitted else ""
+        lines.append([gpu, len(some), share, f"{statistics.median(errors):.1%}", f"{at(errors, 0.9):.1%}"])
+    print(markdown_table(("GPU", "rows", "share of the peak", "median error", "90 % of rows within"), lines))
     programs: dict[tuple[str, str], list[float]] = defaultdict(list)
     for row in rows:
         programs[row.gpu, row.row["source"].partition("@")[0].partition(" ")[0]].append(ratios[id(row)])
-    for (gpu, program), of_program in sorted(programs.items()):
-        error = statistics.median(abs(ratio - 1) for ratio in of_program)
-        print(f"| {gpu} | {program} | {len(of_program)} | {statistics.median(of_program):.2f} | {error:.1%} |")
+    lines = []
+    for (gpu, program), found in sorted(programs.items()):
+        error = statistics.median(abs(ratio - 1) for ratio in found)
+        lines.append([gpu, program, len(found), f"{statistics.median(found):.2f}", f"{error:.1%}"])
+    print("\n" + markdown_table(("GPU", "program", "rows", "median of predicted / measured", "median error"), lines))
+    misses = [row for row in sorted(rows, key=lambda row: ratios[id(row)]) if abs(ratios[id(row)] - 1) > MISS]
+    headings = ("row", "what", "tokens/s/GPU, measured", "predicted", "off by", "source")
     print(f"\nRows that are off by more than {MISS:.0%}:\n")
-    print("| row | what | tokens/s/GPU, measured | predicted | off by | source |\n|---|---|---|---|---|---|")
-    for row in sorted(rows, key=lambda row: ratios[id(row)]):
-        if abs(ratios[id(row)] - 1) > MISS:
-            print(miss(row, ratios[id(row)]))
-    draw(rows, ratios)
+    print(markdown_table(headings, [miss(row, ratios[id(row)]) for row in misses]))
+    points: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        measured = row.row["tokens_s_gpu"]
+        points[row.gpu].append((measured, measured * ratios[id(row)]))
+    scatter(points, "tokens per second and GPU", 0.15, SCATTER)
 
 
 def at(values: list[float], share: float) -> float:
@@ -168,18 +170,27 @@ def described(row: dict[str, Any]) -> str:
     )
 
 
-def miss(row: Published, ratio: float) -> str:
-    measured = row.row["tokens_s_gpu"]
-    source = row.row["source"].partition(" ")[0]
-    return (
-        f"| {row.row['id']} | {row.gpu}: {described(row.row)} | {measured:,.0f} | {measured * ratio:,.0f} | "
-        f"{ratio - 1:+.0%} | {source} |"
-    )
+def miss(row: Published, ratio: float) -> list[str]:
+    measured, source = row.row["tokens_s_gpu"], row.row["source"].partition(" ")[0]
+    what = f"{row.gpu}: {described(row.row)}"
+    return [row.row["id"], what, f"{measured:,.0f}", f"{measured * ratio:,.0f}", f"{ratio - 1:+.0%}", source]
 
 
-def draw(rows: list[Published], ratios: dict[int, float]) -> None:
-    points: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for row in rows:
-        measured = row.row["tokens_s_gpu"]
-        points[row.gpu].append((measured, measured * ratios[id(row)]))
-    scatter(points, "tokens per second and GPU", 0.15, SCATTER)
+def scatter(points: Mapping[str, list[tuple[float, float]]], what: str, bar: float, path: Path) -> None:
+    """What was measured and what is predicted, by the name of a group."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.5, 6), layout="constrained")
+    for (name, of_name), marker in zip(points.items(), itertools.cycle("os^Dv")):
+        measured, predicted = zip(*of_name, strict=True)
+        axes.scatter(measured, predicted, s=16, alpha=0.7, marker=marker, label=f"{name}, {len(of_name)} points")
+    all_measured = [point[0] for of_name in points.values() for point in of_name]
+    ends = [min(all_measured) / 2, max(all_measured) * 2]
+    axes.plot(ends, ends, color="0.4", linewidth=1, label="as measured")
+    below, above = ([(1 + sign * bar) * x for x in ends] for sign in (-1, 1))
+    axes.fill_between(ends, below, above, color="0.4", alpha=0.15, label=f"± {bar:.0%}")
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    axes.set(xlabel=f"measured, {what}", ylabel=f"predicted, {what}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=110)

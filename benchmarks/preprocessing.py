@@ -1,9 +1,8 @@
-"""How fast tools/preprocess_data.py is beside the tokenizers themselves and beside plain multiprocessing; and kills.
+"""How fast tools/preprocess_data.py is beside the tokenizers themselves and beside plain multiprocessing.
 
     python benchmarks/preprocessing.py speed --output benchmarks/results/preprocessing.jsonl
-    python benchmarks/preprocessing.py kills --output benchmarks/results/preprocessing_kills.jsonl
 
-The text is real: sources and documentation of this Python and its packages. ``speed`` takes turns between
+The text is real: sources of this Python's standard library and of torch. The program takes turns between
 
 * batch: one process that calls the tokenizer's own batch function on texts in memory, in one thread: the measure;
 * the tool, from start to exit: read, parse, tokenize, write, with one and two workers;
@@ -11,26 +10,23 @@ The text is real: sources and documentation of this Python and its packages. ``s
 
 ``efficiency`` is tool / (batch x workers), the median over the turns; what more workers than free cores can't do shows
 in ``batch_together``: as many batch processes at once, all their speeds added up. ``cpu_efficiency`` compares processor
-seconds, which other programs on the machine disturb less. ``kills`` ends the tool by SIGKILL at random times, runs the
-same command again, and compares the output with that of an undisturbed run, byte for byte.
+seconds, which other programs on the machine disturb less.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
-import hashlib
+import itertools
 import json
+import math
 import multiprocessing
 import os
 import platform
-import random
 import shlex
-import signal
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
@@ -39,11 +35,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import ROOT, append_row, new_parser
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_zpp.data.text.tokenizers import build_tokenizer
 
-ROOT = Path(__file__).parents[1]
+SIDES, PEAKS = ("tool", "plain"), ("main_peak_mb", "worker_peaks_mb")
 TOKENIZERS = ("SentencePiece", "tokenizers", "tiktoken")
 
 
@@ -51,25 +48,10 @@ TOKENIZERS = ("SentencePiece", "tokenizers", "tiktoken")
 
 
 def make_corpus(path: Path, max_megabytes: float) -> int:
-    """One source or documentation file a line, in an order that is shuffled and always the same. Bytes of the texts."""
-    folders = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")}
-    files = {
-        file for folder in folders for suffix in ("py", "md", "rst", "txt") for file in folder.rglob(f"*.{suffix}")
-    }
-    size = 0
-    with open(path, "w", encoding="utf-8") as output:
-        for file in sorted(files, key=lambda file: hashlib.sha256(file.name.encode() + str(file).encode()).digest()):
-            try:
-                text = file.read_text(encoding="utf-8")
-            except (UnicodeDecodeError, OSError):
-                continue
-            if not text or len(text) > 1 << 20:
-                continue
-            output.write(json.dumps({"text": text}) + "\n")
-            size += len(text.encode())
-            if size >= max_megabytes * 1e6:
-                break
-    return size
+    """Write sources of this Python and its packages, one file a line; return the bytes of the texts."""
+    words = f"examples/quickstart/make_corpus.py --output {path} --max-megabytes {max_megabytes} --packages torch"
+    subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return sum(len(text.encode()) for text in read_texts(path, math.inf))
 
 
 def read_texts(path: Path, max_bytes: float) -> Iterator[str]:
@@ -106,10 +88,7 @@ def make_tokenizers(folder: Path, corpus: Path) -> dict[str, dict[str, Any]]:
     tokenizer.save(str(folder / "tokenizer.json"))
     return {
         "SentencePiece": {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(model)},
-        "tokenizers": {
-            "tokenizer_type": "HuggingFaceTokenizer",
-            "tokenizer_model": str(folder / "tokenizer.json"),
-        },
+        "tokenizers": {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder / "tokenizer.json")},
         "tiktoken": {
             "tokenizer_type": "TikTokenizer",
             "tokenizer_model": str(folder / "own.tiktoken"),
@@ -209,71 +188,60 @@ def peak_megabytes(pid: int) -> float:
     return next((int(line.split()[1]) * 1024 / 1e6 for line in status.splitlines() if line.startswith("VmHWM")), 0.0)
 
 
-# The two measurements
+# The measurement
 
 
-def measure_speed(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     corpus = folder / "corpus.jsonl"
     megabytes = make_corpus(corpus, args.megabytes) / 1e6
-    part = args.megabytes * 1e6 / 8  # enough for a batch measurement
-    spawn = multiprocessing.get_context("spawn")
     tokenizers = make_tokenizers(folder, corpus)
     for name in args.tokenizers:
-        tokenizer = tokenizers[name]
         rows: dict[int, list[dict[str, Any]]] = {workers: [] for workers in args.workers}
         for _ in range(args.rounds):
             for workers in args.workers:
-                with spawn.Pool(workers) as pool:
-                    before = pool.apply(batch_speed, (tokenizer, corpus, part))
-                    together = pool.starmap(batch_speed, [(tokenizer, corpus, part)] * workers, chunksize=1)
-                tool = watched(tool_command(tokenizer, corpus, folder / "tool", workers))
-                plain_words = [
-                    sys.executable,
-                    __file__,
-                    "plain",
-                    json.dumps(tokenizer),
-                    corpus,
-                    folder / "plain",
-                    workers,
-                ]
-                with spawn.Pool(1) as pool:  # on both sides of the tool's run: the machine's speed drifts
-                    after = pool.apply(batch_speed, (tokenizer, corpus, part))
-                batch, batch_cpu = ((a + b) / 2 for a, b in zip(before, after, strict=True))
-                plain = watched([str(word) for word in plain_words])
-                ours, theirs = (IndexedDataset(folder / prefix) for prefix in ("tool_text_document", "plain_index"))
-                if not (
-                    np.array_equal(ours.sequence_lengths, theirs.sequence_lengths)
-                    and np.array_equal(
-                        np.fromfile(ours.token_path, ours.dtype), np.fromfile(theirs.token_path, ours.dtype)
-                    )
-                ):
-                    raise RuntimeError(f"{name}: the tool's tokens are not those of plain multiprocessing")
-                rows[workers].append(
-                    {
-                        "batch_mb_s": batch,
-                        "batch_together_mb_s": sum(speed for speed, _ in together),
-                        "tool_mb_s": megabytes / tool["seconds"],
-                        "plain_mb_s": megabytes / plain["seconds"],
-                        "cpu_efficiency": batch_cpu * megabytes / tool["cpu"],
-                        "plain_cpu_efficiency": batch_cpu * megabytes / plain["cpu"],
-                        "tool": tool,
-                        "plain": plain,
-                    }
-                )
-        for workers, rounds in rows.items():
-            yield summary(name, workers, megabytes, rounds)
+                rows[workers].append(measure_turn(folder, corpus, megabytes, tokenizers[name], workers))
+        for workers, turns in rows.items():
+            yield {"tokenizer": name, "workers": workers, "corpus_mb": round(megabytes, 1)} | summary(workers, turns)
 
 
-def summary(name: str, workers: int, megabytes: float, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    def median(key: str) -> float:
-        return round(statistics.median(row[key] for row in rounds), 3)
-
-    efficiencies = [row["tool_mb_s"] / (row["batch_mb_s"] * workers) for row in rounds]
-    together = [row["tool_mb_s"] / row["batch_together_mb_s"] for row in rounds]
+def measure_turn(
+    folder: Path, corpus: Path, megabytes: float, tokenizer: TokenizerFlags, workers: int
+) -> dict[str, Any]:
+    spawn = multiprocessing.get_context("spawn")
+    batch_arguments = (tokenizer, corpus, megabytes * 1e6 / 8)  # enough for a batch measurement
+    with spawn.Pool(workers) as pool:
+        before = pool.apply(batch_speed, batch_arguments)
+        together = pool.starmap(batch_speed, [batch_arguments] * workers, chunksize=1)
+    tool = watched(tool_command(tokenizer, corpus, folder / "tool", workers))
+    with spawn.Pool(1) as pool:  # on both sides of the tool's run: the machine's speed drifts
+        after = pool.apply(batch_speed, batch_arguments)
+    batch, batch_cpu = ((a + b) / 2 for a, b in zip(before, after, strict=True))
+    plain_arguments = [json.dumps(tokenizer), str(corpus), str(folder / "plain"), str(workers)]
+    plain = watched([sys.executable, __file__, "plain", *plain_arguments])
+    ours, theirs = (IndexedDataset(folder / prefix) for prefix in ("tool_text_document", "plain_index"))
+    our_tokens, their_tokens = (np.fromfile(dataset.token_path, ours.dtype) for dataset in (ours, theirs))
+    if not (
+        np.array_equal(ours.sequence_lengths, theirs.sequence_lengths) and np.array_equal(our_tokens, their_tokens)
+    ):
+        raise RuntimeError(f"{tokenizer}: the tool's tokens are not those of plain multiprocessing")
     return {
-        "tokenizer": name,
-        "workers": workers,
-        "corpus_mb": round(megabytes, 1),
+        "batch_mb_s": batch,
+        "batch_together_mb_s": sum(speed for speed, _ in together),
+        "tool_mb_s": megabytes / tool["seconds"],
+        "plain_mb_s": megabytes / plain["seconds"],
+        "cpu_efficiency": batch_cpu * megabytes / tool["cpu"],
+        "plain_cpu_efficiency": batch_cpu * megabytes / plain["cpu"],
+        **{f"{side}_{what}": seen[what] for side, seen in zip(SIDES, (tool, plain), strict=True) for what in PEAKS},
+    }
+
+
+def summary(workers: int, turns: list[dict[str, Any]]) -> dict[str, Any]:
+    def median(key: str) -> float:
+        return round(statistics.median(turn[key] for turn in turns), 3)
+
+    efficiencies = [turn["tool_mb_s"] / (turn["batch_mb_s"] * workers) for turn in turns]
+    together = [turn["tool_mb_s"] / turn["batch_together_mb_s"] for turn in turns]
+    return {
         "batch_mb_s": median("batch_mb_s"),
         "batch_together_mb_s": median("batch_together_mb_s"),
         "tool_mb_s": median("tool_mb_s"),
@@ -283,87 +251,31 @@ def summary(name: str, workers: int, megabytes: float, rounds: list[dict[str, An
         "efficiency_beside_batch_together": round(statistics.median(together), 3),
         "cpu_efficiency": median("cpu_efficiency"),
         "plain_cpu_efficiency": median("plain_cpu_efficiency"),
-        "tool_main_peak_mb": max(row["tool"]["main_peak_mb"] for row in rounds),
-        "tool_worker_peaks_mb": max(row["tool"]["worker_peaks_mb"] for row in rounds),
-        "plain_main_peak_mb": max(row["plain"]["main_peak_mb"] for row in rounds),
-        "plain_worker_peaks_mb": max(row["plain"]["worker_peaks_mb"] for row in rounds),
+        **{key: max(turn[key] for turn in turns) for key in (f"{side}_{what}" for side in SIDES for what in PEAKS)},
         "load_of_machine": round(os.getloadavg()[0], 1),
     }
 
 
-def measure_kills(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    corpus, prefix = folder / "corpus.jsonl", folder / "out"
-    megabytes = make_corpus(corpus, args.megabytes) / 1e6
-    tokenizer = make_tokenizers(folder, corpus)["SentencePiece"]
-    command = [*tool_command(tokenizer, corpus, prefix, 2), "--save-seconds", "0.5"]
-
-    def digests() -> dict[str, str]:
-        files = sorted(folder.glob("out_text_document.*"))
-        return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-
-    began = time.perf_counter()
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    seconds = time.perf_counter() - began
-    undisturbed = digests()
-    yield {"corpus_mb": round(megabytes, 1), "undisturbed_seconds": round(seconds, 2), "output_sha256": undisturbed}
-    draw = random.Random(args.seed)
-    number = 0
-    while number < args.kills:
-        for file in folder.glob("out*"):
-            file.unlink()
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        at = draw.uniform(0, seconds)
-        time.sleep(at)
-        workers = children(process.pid)
-        process.send_signal(signal.SIGKILL)
-        if process.wait() != -signal.SIGKILL:
-            continue  # it had come to its end: faster than the first time
-        number += 1
-        left_over = sorted(file.name for file in folder.glob("out*"))
-        time.sleep(0.5)
-        alive = [pid for pid in workers if Path(f"/proc/{pid}/stat").exists() and peak_megabytes(pid)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        yield {
-            "kill": number,
-            "after_seconds": round(at, 3),
-            "final_names_then": [name for name in left_over if name.endswith((".bin", ".idx"))],
-            "workers_alive_then": len(alive),
-            "documents_kept": next((line.split()[3] for line in done.stderr.splitlines() if "going on" in line), "0"),
-            "output_equals_undisturbed": done.returncode == 0 and digests() == undisturbed,
-        }
-
-
-def versions() -> dict[str, str]:
-    return {name: version(name) for name in ("sentencepiece", "tokenizers", "tiktoken")}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("speed", "kills"))
+def main() -> None:
+    parser = new_parser(__doc__)
+    parser.add_argument("what", choices=("speed",))
     parser.add_argument("--megabytes", type=float, default=60.0, metavar="N", help="size of the corpus; default 60")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], metavar="N", help="default 1 2")
     parser.add_argument("--tokenizers", nargs="+", choices=TOKENIZERS, default=TOKENIZERS, help="default all")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of the speed measurement; default 3")
-    parser.add_argument("--kills", type=int, default=20, metavar="N", help="default 20")
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the times of kills; default 1")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON lines to write")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns; default 3")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="append JSON lines here")
     args = parser.parse_args()
     machine = f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
-    rows: list[dict[str, Any]] = [
-        {"command": shlex.join(["python", *sys.argv]), "machine": machine, "priority": os.nice(0), **versions()}
-    ]
-    print(json.dumps(rows[0]))
+    versions = {name: version(name) for name in ("sentencepiece", "tokenizers", "tiktoken")}
+    head = {"command": shlex.join(["python", *sys.argv]), "machine": machine, "priority": os.nice(0), **versions}
     with tempfile.TemporaryDirectory() as folder:
-        for row in (measure_speed if args.what == "speed" else measure_kills)(args, Path(folder)):
+        for row in itertools.chain([head], measure(args, Path(folder))):
             print(json.dumps(row), flush=True)
-            rows.append(row)
-    if args.output:
-        args.output.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return 0
+            append_row(args.output, row)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["plain"]:  # a process of the measurement
         run_plain(json.loads(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]), int(sys.argv[5]))
     else:
-        sys.exit(main())
+        main()

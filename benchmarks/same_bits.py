@@ -11,7 +11,6 @@ this checkout. Then come the quickstart and the scripts of the published experim
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -20,9 +19,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from common import ROOT, new_parser, run_trainer
+
 from megatron_zpp.checkpoint import iterate_parameters, read_meta
 
-HERE = Path(__file__).parents[1]
 STEPS, SAVE_INTERVAL = 6, 3
 COMMON = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
@@ -34,61 +34,45 @@ ZEROPP = (
     "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zeropp-loco "
     "--zero-weight-block-size 64 --zero-gradient-block-size 32"
 )
+ON_NODES_OF_1 = ZEROPP.replace("size 2", "size 1")
 DIFFERENCES = "--zero-weight-difference-bits 4 --zero-weight-difference-block-size 64"
 TWO_BITS = "--zero-gradient-bits 2 --zero-gradient-scaling absmax --zero-gradient-element-scales"
 ISLANDS = "--islands 2 --island-sync-interval 2 --island-bits 4 --island-loco --island-block-size 32"
 MUON = "--optimizer muon --muon-period 2"
 EMULATED = "--emulate-ranks 4 --emulate-nodes 2"
-RUNS = {  # name: (ranks, trainer, flags)
-    "ZeRO-0": (4, "gpt", "--zero-stage 0"),
-    "ZeRO-1": (4, "gpt", "--zero-stage 1"),
-    "ZeRO-2, bf16": (4, "gpt", "--zero-stage 2 --bf16"),
-    "ZeRO-3": (4, "gpt", "--zero-ranks-per-node 2"),
-    "ZeRO++ with LoCo, bf16": (4, "gpt", f"{ZEROPP} --bf16"),
-    "ZeRO++ with LoCo, fp16": (4, "llama", f"{ZEROPP} --fp16 --initial-loss-scale 65536"),
-    "weight differences, LoCo": (4, "llama", f"{ZEROPP} {DIFFERENCES}"),
-    "both hops, Hadamard, stochastic": (
-        4,
-        "gpt",
-        f"{ZEROPP} --zeropp-loco-hops both --zero-hadamard --zero-gradient-rounding stochastic",
-    ),
-    "ZeRO-1 with qgZ": (4, "gpt", "--zero-stage 1 --zero-quantized-gradients --zero-ranks-per-node 2 --zeropp-loco"),
-    "4 nodes of 1": (4, "gpt", "--zero-quantized-gradients --zero-ranks-per-node 1 --zeropp-loco"),
-    "tp 2": (4, "gpt", f"--tensor-model-parallel-size 2 {ZEROPP.replace('size 2', 'size 1')}"),
-    "tp 2, sequence parallel": (4, "llama", "--tensor-model-parallel-size 2 --sequence-parallel"),
-    "pp 2": (4, "gpt", "--pipeline-model-parallel-size 2"),
-    "pp 2, interleaved": (
-        4,
-        "llama",
-        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
-    ),
-    "cp 2": (4, "gpt", "--context-parallel-size 2 --reset-attention-mask --reset-position-ids"),
-    "cp 2, ZeRO++": (4, "llama", f"--context-parallel-size 2 {ZEROPP.replace('size 2', 'size 1')}"),
-    "pp 2, zero-bubble": (4, "gpt", "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"),
-    "2-bit recipe": (4, "gpt", f"{ZEROPP} {DIFFERENCES} {TWO_BITS}"),
-    "experts, EP 2": (4, "llama", f"--num-experts 4 --expert-model-parallel-size 2 {ZEROPP}"),
-    "Muon": (4, "llama", f"{MUON} {ZEROPP}"),
-    "2 islands": (4, "gpt", f"{ISLANDS} {ZEROPP.replace('size 2', 'size 1')} --zero-ranks-per-node 1"),
-    "2 islands in fragments": (
-        4,
-        "gpt",
-        f"{ISLANDS} --island-fragments 2 --island-sync-delay 1 --zero-ranks-per-node 2",
-    ),
-    "emulated 2 x 2": (1, "gpt", f"{EMULATED} {ZEROPP}"),
-    "emulated 2 x 2, bf16": (1, "llama", f"{EMULATED} {ZEROPP} {DIFFERENCES} --bf16"),
-    "emulated Muon": (1, "llama", f"{EMULATED} {MUON} {ZEROPP}"),
-    "emulated 2 islands": (1, "gpt", f"--emulate-ranks 4 --emulate-nodes 4 {ISLANDS} --zero-quantized-gradients"),
+RUNS = {  # name: trainer and flags; 4 ranks, or one that emulates them
+    "ZeRO-0": "gpt --zero-stage 0",
+    "ZeRO-1": "gpt --zero-stage 1",
+    "ZeRO-2, bf16": "gpt --zero-stage 2 --bf16",
+    "ZeRO-3": "gpt --zero-ranks-per-node 2",
+    "ZeRO++ with LoCo, bf16": f"gpt {ZEROPP} --bf16",
+    "ZeRO++ with LoCo, fp16": f"llama {ZEROPP} --fp16 --initial-loss-scale 65536",
+    "weight differences, LoCo": f"llama {ZEROPP} {DIFFERENCES}",
+    "both hops, Hadamard, stochastic": f"gpt {ZEROPP} --zeropp-loco-hops both --zero-hadamard "
+    "--zero-gradient-rounding stochastic",
+    "ZeRO-1 with qgZ": "gpt --zero-stage 1 --zero-quantized-gradients --zero-ranks-per-node 2 --zeropp-loco",
+    "4 nodes of 1": "gpt --zero-quantized-gradients --zero-ranks-per-node 1 --zeropp-loco",
+    "tp 2": f"gpt --tensor-model-parallel-size 2 {ON_NODES_OF_1}",
+    "tp 2, sequence parallel": "llama --tensor-model-parallel-size 2 --sequence-parallel",
+    "pp 2": "gpt --pipeline-model-parallel-size 2",
+    "pp 2, interleaved": "llama --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    "cp 2": "gpt --context-parallel-size 2 --reset-attention-mask --reset-position-ids",
+    "cp 2, ZeRO++": f"llama --context-parallel-size 2 {ON_NODES_OF_1}",
+    "pp 2, zero-bubble": "gpt --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
+    "2-bit recipe": f"gpt {ZEROPP} {DIFFERENCES} {TWO_BITS}",
+    "experts, EP 2": f"llama --num-experts 4 --expert-model-parallel-size 2 {ZEROPP}",
+    "Muon": f"llama {MUON} {ZEROPP}",
+    "2 islands": f"gpt {ISLANDS} {ON_NODES_OF_1} --zero-ranks-per-node 1",
+    "2 islands in fragments": f"gpt {ISLANDS} --island-fragments 2 --island-sync-delay 1 --zero-ranks-per-node 2",
+    "emulated 2 x 2": f"gpt {EMULATED} {ZEROPP}",
+    "emulated 2 x 2, bf16": f"llama {EMULATED} {ZEROPP} {DIFFERENCES} --bf16",
+    "emulated Muon": f"llama {EMULATED} {MUON} {ZEROPP}",
+    "emulated 2 islands": f"gpt --emulate-ranks 4 --emulate-nodes 4 {ISLANDS} --zero-quantized-gradients",
 }
+PUBLISHED = sorted(path for folder in ("zeropp", "loco") for path in (ROOT / "examples" / folder).glob("*.sh"))
 SCRIPTS = {  # name: variables
     "quickstart/run.sh": {"MEGABYTES": "1", "VOCAB_SIZE": "500", "TRAIN_ITERS": "6"},
-    "zeropp/gpt_350m.sh": {},
-    "zeropp/gpt_13b.sh": {},
-    "zeropp/gpt_18b.sh": {},
-    "zeropp/finetune.sh": {},
-    "loco/gpt_345m.sh": {},
-    "loco/llama_0.8b.sh": {},
-    "loco/llama_8b.sh": {},
-    "loco/mixtral.sh": {},
+    **{f"{path.parent.name}/{path.name}": {} for path in PUBLISHED},
 }
 REAL_AND_EMULATED = {  # name: flags of both; the latter runs in one process
     "ZeRO++ with LoCo": ("gpt", f"{ZEROPP} {DIFFERENCES}"),
@@ -98,7 +82,7 @@ REAL_AND_EMULATED = {  # name: flags of both; the latter runs in one process
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compare what two checkouts train, bit for bit.", allow_abbrev=False)
+    parser = new_parser(__doc__)
     parser.add_argument("--before", type=Path, required=True, metavar="DIR", help="the other checkout, with its .venv")
     parser.add_argument("--flags", default="", help="flags for every run, such as '--clip-grad 0'")
     parser.add_argument("--only", default="", metavar="NAME", help="only the runs whose name contains this")
@@ -111,15 +95,16 @@ def main() -> int:
         found = "   ".join(f"{what}: {verdict}" for what, verdict in verdicts.items())
         print(f"{name:34} {num_tensors:4} tensors   {found}", flush=True)
 
-    for name, (ranks, trainer, flags) in RUNS.items():
+    for name, words in RUNS.items():
         if args.only not in name:
             continue
+        (trainer, _, flags), ranks = words.partition(" "), 1 if "--emulate-ranks" in words else 4
         with tempfile.TemporaryDirectory() as scratch:
             old, new, resumed = (Path(scratch) / part for part in ("old", "new", "resumed"))
             command = f"{COMMON} {flags} {args.flags}"
             train(before, ranks, trainer, f"{command} --save {old}")
-            train(HERE, ranks, trainer, f"{command} --save {new}")
-            train(HERE, ranks, trainer, f"{command} --save {resumed} --load {old} --ckpt-step {SAVE_INTERVAL}")
+            train(ROOT, ranks, trainer, f"{command} --save {new}")
+            train(ROOT, ranks, trainer, f"{command} --save {resumed} --load {old} --ckpt-step {SAVE_INTERVAL}")
             expected = digests(old)
             trained, goes_on = (verdict(expected, digests(folder)) for folder in (new, resumed))
         report(name, len(expected), trained=trained, resumed=goes_on)
@@ -128,8 +113,8 @@ def main() -> int:
             continue
         with tempfile.TemporaryDirectory() as scratch:
             real, emulated = Path(scratch) / "real", Path(scratch) / "emulated"
-            train(HERE, 4, trainer, f"{COMMON} {flags} {args.flags} --save {real}")
-            train(HERE, 1, trainer, f"{COMMON} {flags} {args.flags} {EMULATED} --save {emulated}")
+            train(ROOT, 4, trainer, f"{COMMON} {flags} {args.flags} --save {real}")
+            train(ROOT, 1, trainer, f"{COMMON} {flags} {args.flags} {EMULATED} --save {emulated}")
             expected = parameters(real)
             report(f"{name}, real and emulated", len(expected), trained=verdict(expected, parameters(emulated)))
     for name, variables in SCRIPTS.items():
@@ -137,7 +122,7 @@ def main() -> int:
             continue
         with tempfile.TemporaryDirectory() as scratch:
             old, new = Path(scratch) / "old", Path(scratch) / "new"
-            for checkout, out in ((before, old), (HERE, new)):
+            for checkout, out in ((before, old), (ROOT, new)):
                 run_script(checkout, f"examples/{name}", variables | {"OUT": str(out), "CORPUS": f"{scratch}/corpus"})
             expected = digests(old)
             report(name, len(expected), trained=verdict(expected, digests(new)))
@@ -157,16 +142,7 @@ def run_script(checkout: Path, script: str, variables: dict[str, str]) -> None:
 
 def train(checkout: Path, ranks: int, trainer: str, flags: str) -> None:
     python = str(checkout / ".venv" / "bin" / "python")
-    launcher = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [*launcher, f"pretrain_{trainer}.py", *flags.split()],
-        cwd=checkout,
-        env=os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode != 0:
-        sys.exit(f"{checkout}: pretrain_{trainer}.py {flags}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    run_trainer(flags, ranks, f"pretrain_{trainer}.py", root=checkout, cwd=checkout, python=python)
 
 
 def digests(save: Path) -> dict[str, str]:

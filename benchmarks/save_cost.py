@@ -10,26 +10,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-from rows import append_row
+from common import append_row, machine, new_parser, run_trainer
 
-ROOT = Path(__file__).parents[1]
 MODEL = """--num-attention-heads 8 --seq-length 32 --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --mock-data
     --vocab-size 8000 --eval-iters 0 --num-workers 0 --log-interval 1"""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--num-layers", type=int, default=6)
     parser.add_argument("--hidden-size", type=int, default=512)
@@ -40,30 +34,20 @@ def main() -> None:
     for mode in ("", "--no-async-save"):
         row = measure(arguments, mode)
         print(json.dumps(row))
-        if arguments.output is not None:
-            append_row(arguments.output, row)
+        append_row(arguments.output, row)
 
 
 def measure(arguments: argparse.Namespace, mode: str) -> dict[str, Any]:
     """Medians over the saves but the first, which allocates, and the last, for which the run waits anyway."""
     with tempfile.TemporaryDirectory() as folder:
-        program = f"-m torch.distributed.run --standalone --nproc-per-node {arguments.ranks} {ROOT / 'pretrain_gpt.py'}"
         shape = f"--num-layers {arguments.num_layers} --hidden-size {arguments.hidden_size}"
         length = f"--train-iters {arguments.saves * arguments.steps_between}"
         save = f"--save {folder} --save-interval {arguments.steps_between} --save-keep-last 2 {mode}"
-        done = subprocess.run(
-            [sys.executable, *f"{program} {MODEL} {shape} {length} {save}".split()],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            sys.exit(done.stderr[-2000:])
+        printed = run_trainer(f"{MODEL} {shape} {length} {save}", arguments.ranks)
         meta = json.loads(next(Path(folder).glob("iter_*/meta.json")).read_text())
-    times = re.findall(r"written in (\S+) s, training stopped for (\S+) s", done.stdout)
+    times = re.findall(r"written in (\S+) s, training stopped for (\S+) s", printed)
     written, stopped = ([float(pair[i]) for pair in times][1:-1] for i in (0, 1))
-    steps = [float(ms) / 1000 for ms in re.findall(r"elapsed time per iteration \(ms\): (\S+)", done.stdout)]
+    steps = [float(ms) / 1000 for ms in re.findall(r"elapsed time per iteration \(ms\): (\S+)", printed)]
     return {
         "mode": mode or "asynchronous",
         "megabytes": round(sum(entry["bytes"] for entry in meta["files"].values()) / 1e6, 1),
@@ -73,7 +57,7 @@ def measure(arguments: argparse.Namespace, mode: str) -> dict[str, Any]:
         "stopped_fraction": round(statistics.median(stopped) / statistics.median(written), 3),
         "seconds_per_step": round(statistics.median(steps), 3),
         "ranks": arguments.ranks,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+        "machine": machine(),
     }
 
 

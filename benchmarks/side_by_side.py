@@ -31,87 +31,60 @@ LR, MIN_LR, WARMUP, CLIP, DECAY = 1e-3, 1e-4, 5, 1.0, 0.1
 # The plain side: models of torch.nn layers, and a loop in the style of nanoGPT
 
 
-class PlainAttention(nn.Module):
-    def __init__(self, hidden: int, heads: int, bias: bool) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv, self.proj = nn.Linear(hidden, 3 * hidden, bias=bias), nn.Linear(hidden, hidden, bias=bias)
+class PlainBlock(nn.Module):
+    """A layer of GPT-2 (LayerNorm, biases, GELU) or of Llama (RMSNorm, rotary positions, SwiGLU)."""
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def __init__(self, config: DecoderConfig, is_llama: bool) -> None:
+        super().__init__()
+        hidden, ffn, bias = config.hidden_size, config.ffn_size, not is_llama
+        self.heads, self.is_llama = config.num_attention_heads, is_llama
+        self.norm1, self.norm2 = _norm(config, is_llama), _norm(config, is_llama)
+        self.qkv, self.proj = nn.Linear(hidden, 3 * hidden, bias=bias), nn.Linear(hidden, hidden, bias=bias)
+        self.up = nn.Linear(hidden, 2 * ffn if is_llama else ffn, bias=bias)
+        self.down = nn.Linear(ffn, hidden, bias=bias)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         q, k, v = (
             part.unflatten(2, (self.heads, -1)).transpose(1, 2)  # [B, heads, S, head_dim]
-            for part in self.qkv(x).chunk(3, dim=2)
+            for part in self.qkv(self.norm1(x)).chunk(3, dim=2)
         )
         if rotary is not None:
             cos, sin = (table.to(q.dtype) for table in rotary)  # [S, head_dim]
             q, k = (x * cos + torch.cat([-x.chunk(2, -1)[1], x.chunk(2, -1)[0]], -1) * sin for x in (q, k))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(attended.transpose(1, 2).flatten(2))
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        up = self.up(self.norm2(x))
+        if self.is_llama:
+            gate, up = up.chunk(2, dim=-1)
+            return x + self.down(F.silu(gate) * up)
+        return x + self.down(F.gelu(up, approximate="tanh"))
 
 
-class PlainGPTBlock(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        hidden, ffn = config.hidden_size, config.ffn_size
-        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.attention = PlainAttention(hidden, config.num_attention_heads, bias=True)
-        self.up, self.down = nn.Linear(hidden, ffn), nn.Linear(ffn, hidden)
+class PlainModel(nn.Module):
+    """GPT-2 with learned positions and a tied output layer, or Llama."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
-
-
-class PlainGPT(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        assert config.max_position_embeddings is not None
-        self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.blocks = nn.ModuleList(PlainGPTBlock(config) for _ in range(config.num_layers))
-        self.norm = nn.LayerNorm(config.hidden_size)
-        self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.output.weight = self.tokens.weight
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.loss(x, labels)
-
-    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
-        logits = self.output(self.norm(x))  # [B, S, V]
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-class PlainLlamaBlock(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        hidden, ffn, eps = config.hidden_size, config.ffn_size, config.norm_epsilon
-        self.norm1, self.norm2 = nn.RMSNorm(hidden, eps=eps), nn.RMSNorm(hidden, eps=eps)
-        self.attention = PlainAttention(hidden, config.num_attention_heads, bias=False)
-        self.up, self.down = nn.Linear(hidden, 2 * ffn, bias=False), nn.Linear(ffn, hidden, bias=False)
-
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        x = x + self.attention(self.norm1(x), rotary)
-        gate, up = self.up(self.norm2(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
-
-
-class PlainLlama(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, is_llama: bool) -> None:
         super().__init__()
         self.config = config
         self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.blocks = nn.ModuleList(PlainLlamaBlock(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
+        self.positions = None
+        if not is_llama:
+            assert config.max_position_embeddings is not None
+            self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.blocks = nn.ModuleList(PlainBlock(config, is_llama) for _ in range(config.num_layers))
+        self.norm = _norm(config, is_llama)
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if not is_llama:
+            self.output.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        frequency = frequencies(self.config.head_dim, self.config.rotary_base, tokens.device)
-        tables = rotary_table(frequency, tokens.shape[1])
-        rotary = tuple(table.squeeze(1).repeat(1, 2) for table in tables)  # [S, head_dim]
-        x = self.tokens(tokens)
+        x, rotary = self.tokens(tokens), None
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        else:
+            frequency = frequencies(self.config.head_dim, self.config.rotary_base, tokens.device)
+            cos, sin = (table.squeeze(1).repeat(1, 2) for table in rotary_table(frequency, tokens.shape[1]))
+            rotary = cos, sin  # [S, head_dim]
         for block in self.blocks:
             x = block(x, rotary)
         return self.loss(x, labels)
@@ -121,16 +94,15 @@ class PlainLlama(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+def _norm(config: DecoderConfig, is_llama: bool) -> nn.Module:
+    return nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon) if is_llama else nn.LayerNorm(config.hidden_size)
+
+
 class PlainTraining:
     """A training loop; ``step`` is all of it. ``batches``: tokens and labels of each step, on the device."""
 
     def __init__(
-        self,
-        model: PlainGPT | PlainLlama,
-        batches: list[tuple[Tensor, Tensor]],
-        num_steps: int,
-        bf16: bool,
-        compiled: bool,
+        self, model: PlainModel, batches: list[tuple[Tensor, Tensor]], num_steps: int, bf16: bool, compiled: bool
     ) -> None:
         self.batches, self.num_steps, self.bf16, self.done = batches, num_steps, bf16, 0
         self.model, self.device = model, batches[0][0].device
@@ -140,12 +112,13 @@ class PlainTraining:
             model.loss = torch.compile(model.loss)  # type: ignore[method-assign]
         matrices = [p for p in model.parameters() if p.dim() > 1]
         vectors = [p for p in model.parameters() if p.dim() == 1]
-        groups: list[dict[str, Any]] = [
-            {"params": matrices, "weight_decay": DECAY},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
+        groups = [dict(params=matrices, weight_decay=DECAY), dict(params=vectors, weight_decay=0.0)]
         self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8, fused=True)
         self.losses: list[float] = []
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
 
     def step(self) -> None:
         warm = min(1.0, self.done / WARMUP)
@@ -164,14 +137,13 @@ class PlainTraining:
         self.done += 1
 
 
-PLAIN_NAMES = {
+PLAIN_NAMES = {  # to ours
     "tokens": "word_embeddings",
     "positions": "position_embeddings",
     "blocks": "layers",
     "norm1": "input_norm",
-    "attention": "self_attention",
-    "qkv": "linear_qkv",
-    "proj": "linear_proj",
+    "qkv": "self_attention.linear_qkv",
+    "proj": "self_attention.linear_proj",
     "norm2": "pre_mlp_norm",
     "up": "mlp.linear_fc1",
     "down": "mlp.linear_fc2",
@@ -180,16 +152,13 @@ PLAIN_NAMES = {
 }
 
 
-PLAIN: dict[str, Any] = {"gpt": PlainGPT, "llama": PlainLlama}  # by our architecture's name
-
-
 @torch.no_grad()
 def plain_model(
     architecture: Architecture, config: Any, weights: Mapping[str, Tensor], device: torch.device
-) -> PlainGPT | PlainLlama:
+) -> PlainModel:
     """The plain model with our ``weights``. Ours packs q, k, v head by head, the plain one part by part."""
     with device:
-        plain = PLAIN[architecture.name](config)
+        plain = PlainModel(config, is_llama=architecture.name == "llama")
     weights = dict(weights)
     for name in [name for name in weights if "linear_fc1_gate" in name]:  # the plain Llama has both in one layer
         gate, up = weights.pop(name), weights.pop(name.replace("_gate", "_up"))
@@ -208,35 +177,36 @@ def plain_model(
 
 def our_run(
     architecture: Architecture,
-    prefix: str,
-    *,
+    folder: str,
+    flags: str,
+    device: torch.device,
     vocab_size: int,
     micro_batch_size: int,
     num_steps: int,
     log_interval: int,
-    device: torch.device,
-    flags: str,
+    samples_per_step: int | None = None,
 ) -> Run:
-    """The trainer, as ``pretrain_gpt.py`` or ``pretrain_llama.py`` builds it; ``flags``: the model's shape and more."""
+    """The trainer, as ``pretrain_gpt.py`` or ``pretrain_llama.py`` builds it, on tokens written to ``folder``.
+
+    flags: the model's shape and more. samples_per_step: None = one micro-batch on each rank.
+    """
     common = f"""
         --attention-dropout 0 --hidden-dropout 0 --micro-batch-size {micro_batch_size} --train-iters {num_steps}
         --lr {LR} --min-lr {MIN_LR} --lr-decay-style cosine --lr-warmup-iters {WARMUP}
-        --clip-grad {CLIP} --weight-decay {DECAY} --data-path {prefix} --split 100,0,0 --eval-iters 0
+        --clip-grad {CLIP} --weight-decay {DECAY} --data-path {folder}/tokens --split 100,0,0 --eval-iters 0
         --tokenizer-type NullTokenizer --vocab-size {vocab_size - 1} --log-interval {log_interval}
         --log-timers-to-tensorboard
     """
     settings = parse_settings(architecture, [*common.split(), *flags.split()], dist.get_world_size())
-    return build_run(architecture, settings, device)
-
-
-def write_tokens(prefix: str, num_tokens: int, vocab_size: int) -> None:
-    """A dataset of ``num_tokens`` tokens or a few more."""
+    assert settings.training.seq_length
+    samples = num_steps * (samples_per_step or micro_batch_size * dist.get_world_size()) + 20
     random = np.random.default_rng(0)
-    with IndexedDatasetWriter(prefix, "<u2") as writer:
+    with IndexedDatasetWriter(f"{folder}/tokens", "<u2") as writer:
         for _ in range(20):
             # Frequencies as in text, so that there is something to learn.
-            tokens = np.minimum(random.zipf(1.3, size=num_tokens // 20 + 1), vocab_size - 2)
-            writer.add_document([tokens])
+            tokens = random.zipf(1.3, size=samples * (settings.training.seq_length + 1) // 20 + 1)
+            writer.add_document([np.minimum(tokens, vocab_size - 2)])
+    return build_run(architecture, settings, device)
 
 
 def same_batches(run: Run, num_steps: int) -> list[tuple[Tensor, Tensor]]:

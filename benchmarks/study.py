@@ -11,7 +11,6 @@ sources, made on the first run.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import platform
@@ -25,7 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rows import append_row, read_rows
+import common
+from common import ROOT, append_row, new_parser, read_rows, run_trainer
 from study_arms import FP32, NODES, RANKS, SCALES, Arm, Scale
 from study_experiments import EXPERIMENTS, OBSERVED
 from study_tables import SEEDS, by_flags_and_seed, table, write_page
@@ -33,12 +33,11 @@ from torch import __version__ as torch_version
 
 from megatron_zpp.metrics.log_reader import BETWEEN, BETWEEN_ISLANDS, RunLog, parse_log
 
-ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).parent / "results" / "study.jsonl"
+RESULTS = common.RESULTS / "study.jsonl"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The study of docs/experiments.md.")
+    parser = new_parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="train what is not in the results yet")
     run.add_argument("experiments", nargs="*", metavar="E1…E10", help="default: all")
@@ -85,10 +84,8 @@ def main() -> None:
 def arms(experiments: list[str]) -> list[Arm]:
     """Every arm of these experiments once."""
     found: dict[str, Arm] = {}
-    for name in experiments:
-        for group in EXPERIMENTS[name].groups:
-            for arm in group.arms:
-                found.setdefault(arm.flags, arm)
+    for arm in (arm for name in experiments for group in EXPERIMENTS[name].groups for arm in group.arms):
+        found.setdefault(arm.flags, arm)
     return list(found.values())
 
 
@@ -116,36 +113,47 @@ def flags_of(scale: Scale, arm: Arm, begun: str = "begun") -> str:
     """Of the trainer, without text and seed. ``begun``: the folder of the checkpoint that the arm goes on from."""
     batch, warmup = scale.micro_batch_size * RANKS, max(1, scale.train_iters // 10)
     where = f"--emulate-ranks {RANKS} --emulate-nodes {NODES}" if arm.real_ranks is None else ""
-    own = arm.flags.format(half=scale.micro_batch_size // 2, batch=batch, twice=2 * batch, warmup=warmup, begun=begun)
+    half = scale.micro_batch_size // 2
+    arm_flags = arm.flags.format(half=half, batch=batch, twice=2 * batch, warmup=warmup, begun=begun)
     return (
         f"{scale.shape} {where} --attention-dropout 0 --hidden-dropout 0 "
         f"--micro-batch-size {scale.micro_batch_size} --train-iters {scale.train_iters} "
         f"--eval-iters {scale.eval_iters} --eval-interval {scale.train_iters} --log-interval 20 --lr {scale.lr} "
         f"--min-lr {scale.lr / 10} --lr-decay-style cosine --lr-warmup-fraction 0.1 --adam-beta2 {scale.adam_beta2} "
-        f"--weight-decay 0.1 --num-workers 0 {own}"
+        f"--weight-decay 0.1 --num-workers 0 {arm_flags}"
     )
 
 
 def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dict[str, Any]:
     """One run; its row, which is also appended to the results. Raises RuntimeError when it fails."""
-    scale = SCALES[scale_name]
-    start = time.monotonic()
+    scale, start = SCALES[scale_name], time.monotonic()
     steps, sent, commands = 0, 0.0, []  # sent: bytes per parameter so far
+    launcher = (
+        "python" if arm.real_ranks is None else f"torch.distributed.run --standalone --nproc-per-node {arm.real_ranks}"
+    )
+
+    def run(flags: str) -> RunLog:
+        threads = max(1, (os.cpu_count() or 1) // scale.jobs)
+        commands.append(f"{launcher} {arm.program} {flags}".replace(begun, "begun"))
+        return parse_log(run_trainer(flags, arm.real_ranks, arm.program, threads=threads))
+
     with tempfile.TemporaryDirectory() as begun:
         if arm.begins is not None:
             steps = scale.train_iters // 5
-            first = (
-                f"{flags_of(scale, Arm('', arm.begins))} --save {begun} --save-interval {steps} --exit-interval {steps}"
-            )
-            log, command = run_trainer(scale, arm, f"{first} {text} --seed {seed}")
-            sent = steps * bytes_per_parameter(log, first)
-            commands.append(command.replace(begun, "begun"))
+            first = flags_of(scale, Arm("", arm.begins))
+            first += f" --save {begun} --save-interval {steps} --exit-interval {steps}"
+            sent = steps * bytes_per_parameter(run(f"{first} {text} --seed {seed}"), first)
         flags = f"{flags_of(scale, arm, begun)} {text} --seed {seed}"
-        log, command = run_trainer(scale, arm, flags)
-        commands.append(command.replace(begun, "begun"))
+        log = run(flags)
     if math.isnan(log.validation_loss):
-        raise RuntimeError(f"no validation loss: {command}")
+        raise RuntimeError(f"no validation loss: {commands[-1]}")
     sent += (scale.train_iters - steps) * bytes_per_parameter(log, flags, arm.real_ranks)
+    intervals = []  # bytes per parameter in each interval of the log
+    if "--zeropp-weight-moves" in flags:
+        per_megabyte = 1e6 / _last_number("--emulate-nodes", flags) / log.num_parameters
+        intervals = [round(line[BETWEEN] * per_megabyte, 4) for line in log.lines]
+    last_tenth = log.lines[-max(1, len(log.lines) // 10) :]
+    seen = [name for name in OBSERVED if name in log.lines[-1]]
     row = {
         "scale": scale_name,
         "flags": arm.flags,
@@ -153,44 +161,15 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
         "num_parameters": log.num_parameters,
         "validation_loss": log.validation_loss,
         "bytes_per_parameter": round(sent / scale.train_iters, 4),
-        # In each interval of the log.
-        "bytes_of_intervals": [
-            round(line[BETWEEN] / _last_number("--emulate-nodes", flags) * 1e6 / log.num_parameters, 4)
-            for line in log.lines
-        ]
-        if "--zeropp-weight-moves" in flags
-        else [],
+        "bytes_of_intervals": intervals,
         "train_losses": [line["lm loss"] for line in log.lines if "lm loss" in line],
-        # Over the last tenth of the steps.
-        "observed": {
-            name: statistics.fmean(line[name] for line in log.lines[-max(1, len(log.lines) // 10) :])
-            for name in OBSERVED
-            if name in log.lines[-1]
-        },
+        "observed": {name: statistics.fmean(line[name] for line in last_tenth) for name in seen},
         "seconds": round(time.monotonic() - start, 1),
         "command": " && ".join(commands),
         "machine": f"{platform.machine()}, torch {torch_version}",
     }
     append_row(results, row)
     return row
-
-
-def run_trainer(scale: Scale, arm: Arm, flags: str) -> tuple[RunLog, str]:
-    """What the trainer logged, and the command that shows it. Raises RuntimeError when it fails."""
-    launcher = [sys.executable]
-    if arm.real_ranks is not None:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arm.real_ranks)]
-    threads = str(max(1, (os.cpu_count() or 1) // scale.jobs))
-    ran = subprocess.run(
-        [*launcher, str(ROOT / arm.program), *flags.split()],
-        env=os.environ | {"OMP_NUM_THREADS": threads},
-        capture_output=True,
-        text=True,
-    )
-    if ran.returncode != 0:
-        raise RuntimeError(f"exit code {ran.returncode}\n{ran.stderr[-3000:]}")
-    shown = "python" if arm.real_ranks is None else " ".join(launcher[2:])
-    return parse_log(ran.stdout), f"{shown} {arm.program} {flags}"
 
 
 def bytes_per_parameter(log: RunLog, flags: str, real_nodes: int | None = None) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 RANKS, NODES = 4, 2
 BF16 = "--bf16"  # computing in bf16, fp32 masters: what all arms but the fp32 wire have
@@ -25,50 +26,28 @@ class Scale:
     text_of: str = ""  # another scale, whose corpus, tokenizer and tokens it takes
 
 
+CPU = Scale(  # 1.3M parameters, 0.8M tokens
+    "--num-layers 2 --hidden-size 192 --num-attention-heads 4 --seq-length 128",
+    micro_batch_size=2,
+    train_iters=800,
+    eval_iters=64,
+    lr=1e-3,  # the best of 5e-4, 1e-3, 1.5e-3 and 2e-3 for the bf16 wire
+    adam_beta2=0.99,
+    vocab_size=2048,
+    corpus="--packages torch --max-megabytes 70",
+    jobs=2,
+)
+LARGER = "--num-layers 6 --hidden-size 256 --num-attention-heads 4 --seq-length 128"
+GPU = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512"
+TINY = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32"
 SCALES = {
-    "cpu": Scale(  # 1.3M parameters, 0.8M tokens
-        "--num-layers 2 --hidden-size 192 --num-attention-heads 4 --seq-length 128",
-        micro_batch_size=2,
-        train_iters=800,
-        eval_iters=64,
-        lr=1e-3,  # the best of 5e-4, 1e-3, 1.5e-3 and 2e-3 for the bf16 wire
-        adam_beta2=0.99,
-        vocab_size=2048,
-        corpus="--packages torch --max-megabytes 70",
-        jobs=2,
-    ),
-    "larger": Scale(  # 5.3M parameters, 3.1M tokens
-        "--num-layers 6 --hidden-size 256 --num-attention-heads 4 --seq-length 128",
-        micro_batch_size=2,
-        train_iters=3000,
-        eval_iters=128,
-        lr=1e-3,
-        adam_beta2=0.99,
-        vocab_size=2048,
-        corpus="--packages torch --max-megabytes 70",
-        jobs=2,
-        text_of="cpu",
-    ),
-    "gpu": Scale(  # 30M parameters, 66M tokens
-        "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512",
-        micro_batch_size=4,
-        train_iters=3000,
-        eval_iters=32,
-        lr=1e-3,
-        adam_beta2=0.95,
-        vocab_size=8192,
-        corpus="--packages torch --max-megabytes 70",
-    ),
-    "tiny": Scale(  # to see that everything runs
-        "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32",
-        micro_batch_size=2,
-        train_iters=3,
-        eval_iters=1,
-        lr=1e-3,
-        adam_beta2=0.95,
-        vocab_size=400,
-        corpus="--max-megabytes 3",
-    ),
+    "cpu": CPU,
+    # 5.3M parameters, 3.1M tokens
+    "larger": replace(CPU, shape=LARGER, train_iters=3000, eval_iters=128, text_of="cpu"),
+    # 30M parameters, 66M tokens
+    "gpu": Scale(GPU, 4, train_iters=3000, eval_iters=32, lr=1e-3, adam_beta2=0.95, vocab_size=8192, corpus=CPU.corpus),
+    # to see that everything runs
+    "tiny": Scale(TINY, 2, 3, 1, lr=1e-3, adam_beta2=0.95, vocab_size=400, corpus="--max-megabytes 3"),
 }
 
 
@@ -102,11 +81,24 @@ class Group:
     recovers: bool = False
 
 
-@dataclass(frozen=True)
 class Experiment:
-    title: str
-    groups: tuple[Group, ...]
-    observed: tuple[str, ...] = ()  # what the log shows beside losses, and the table at the end of training
+    """Groups of arms. observed: what the log shows beside losses, and the table at the end of training."""
+
+    def __init__(self, title: str, *groups: Group, observed: tuple[str, ...] = ()) -> None:
+        self.title, self.groups, self.observed = title, groups, observed
+
+
+def group(
+    title: str,
+    arms: Mapping[str, str],
+    common: str = "",
+    control: str = "",
+    recovers: bool = False,
+    real_ranks: int | None = None,
+) -> Group:
+    """Arms by name: the flags that all have in common, then each arm's."""
+    all_flags = {name: f"{common} {flags}".strip() for name, flags in arms.items()}
+    return Group(title, tuple(Arm(name, flags, control, real_ranks) for name, flags in all_flags.items()), recovers)
 
 
 ABSMAX = "absmax"  # three levels at 2 bits, as in the published work
@@ -148,21 +140,115 @@ def loco(beta: float, hops: str, error: str = "int8", reset_interval: int = 0, r
 
 UNBIASED = "--zero-gradient-rounding stochastic"
 HADAMARD = "--zero-hadamard"
-GRADIENTS_WARM_UP = "--zero-gradient-bits-warmup {warmup}:4"
-DIFFERENCES_WARM_UP = "--zero-weight-difference-bits-warmup {warmup}:4"
+ELEMENT_SCALES = "--zero-gradient-element-scales"
+
+
+def with_four_bits_at_first(flags: str) -> str:
+    return f"{flags} --zero-gradient-bits-warmup {{warmup}}:4"
 
 
 def few_bits(gradient_bits: int, difference_bits: int) -> str:
     """The recipe of docs/zeropp.md: 8 bits within nodes, LoCo between them, 4 bits at first."""
-    four_bits_at_first = GRADIENTS_WARM_UP
-    if difference_bits == 4:
-        weights = differences(4)
-    else:
-        weights = differences(difference_bits, 256, "mean")
-        four_bits_at_first += f" {DIFFERENCES_WARM_UP}"
-    return f"{BF16} {weights} {gradients(8, gradient_bits)} {loco(0.8, 'inter')} {four_bits_at_first}"
+    is_int4 = difference_bits == 4
+    weights = differences(4) if is_int4 else differences(difference_bits, 256, "mean")
+    flags = with_four_bits_at_first(f"{BF16} {weights} {gradients(8, gradient_bits)} {loco(0.8, 'inter')}")
+    return flags if is_int4 else f"{flags} --zero-weight-difference-bits-warmup {{warmup}}:4"
 
 
 FP32 = Arm("fp32 wire", "")
 BF16_WIRE = Arm("bf16 wire (ZeRO-3 in 16 bit)", f"{BF16} --grad-reduce-in-bf16")
 CONTROLS = Group("Controls", (FP32, BF16_WIRE))
+
+
+# The same arms, trained otherwise
+
+
+def on_twice_the_ranks(arms: Group, nodes: int = NODES) -> Group:
+    """The same batches on twice the ranks, each of which has half of the samples."""
+    eight = f"--emulate-ranks {2 * RANKS} --emulate-nodes {nodes} --micro-batch-size {{half}}"
+    hpz = f"--zero-hpz-partition-size {2 * RANKS // nodes}"
+    flags = {arm.name: f"{arm.flags.replace(HPZ, hpz)} {eight}" for arm in arms.arms}
+    return group(f"{arms.title}, {nodes} nodes of {2 * RANKS // nodes} ranks", flags, recovers=arms.recovers)
+
+
+# The best learning rate of 0.03, 0.06, 0.1, 0.3, 1 and 3 for the fp32 wire.
+SGD = "--optimizer sgd --sgd-momentum 0.9 --weight-decay 1e-4 --lr 0.1 --min-lr 0.01"
+SGD_CONTROL = group("SGD with momentum", {"fp32 wire": SGD}, control=SGD)
+EXPERTS = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --group-query-attention "
+    "--num-query-groups 2 --untie-embeddings-and-output-weights --num-experts 8 --moe-ffn-hidden-size 512 "
+    "--moe-aux-loss-coeff 0.02"
+)
+
+
+def with_sgd(arms: Group) -> Group:
+    """The same under SGD, against the fp32 wire under SGD."""
+    flags = {arm.name: f"{SGD} {arm.flags}" for arm in arms.arms}
+    return group(f"SGD: {arms.title}", flags, recovers=arms.recovers, control=SGD)
+
+
+def with_experts(arms: Group) -> Group:
+    """The same for a mixture of experts like Mixtral, of 5.7M parameters, of which a token meets 2.2M."""
+    flags = {arm.name: f"{EXPERTS} {arm.flags}".strip() for arm in arms.arms}
+    return group(f"Experts: {arms.title}", flags, control=EXPERTS)
+
+
+def with_and_without_element_scales(title: str, wire: str) -> Group:
+    return group(title, {"block scales": wire, "and scales of elements": f"{wire} {ELEMENT_SCALES}"})
+
+
+LOCO, LOCO_ON_BOTH_HOPS = loco(0.8, "inter"), loco(0.8, "both")
+INT4_DIFFERENCES = f"{BF16} {differences(4)}"
+FOUR_BITS = f"{INT4_DIFFERENCES} {gradients(8, 4)} {LOCO}"
+
+# Islands
+
+# Steps between agreements, which all divide the run, so that it ends with one; and the outer optimizer. Few steps take
+# the mean as it is. More have DiLoCo's optimizer, with a momentum that suits so short a run: with 2 islands at 32
+# steps, of one seed, the best of seven pairs of rates from 0.2 to 1 and momenta from 0 to 0.9.
+TAKE_THE_MEAN = " --island-outer-optimizer sgd --island-outer-lr 1 --island-outer-momentum 0"
+SHORT_MOMENTUM = " --island-outer-momentum 0.7"
+INTERVALS = {1: TAKE_THE_MEAN, 10: TAKE_THE_MEAN, 32: SHORT_MOMENTUM, 100: SHORT_MOMENTUM}
+ISLAND_WIRES = {
+    "fp32": "",
+    "int4": " --island-bits 4",
+    "int4, LoCo": " --island-bits 4 --island-loco",
+    "int2": " --island-bits 2",
+    "int2, LoCo": " --island-bits 2 --island-loco",
+}
+# The best of 0.001, 0.002 and 0.003, of one seed. All others have 0.001.
+HIGHER_RATE = Arm("fp32 wire, 0.002", "--lr 0.002")
+AFTER_A_FIFTH = "after a fifth at every step"
+FRAGMENTS = {
+    "2 fragments": " --island-fragments 2",
+    "2 fragments, 4 steps on their way": " --island-fragments 2 --island-sync-delay 4 --island-merge-alpha 0.5",
+}
+
+
+def every(steps: int) -> str:
+    return f"every {steps} steps" if steps > 1 else "every step"
+
+
+def islands(number: int) -> Group:
+    """The ranks as this many islands, each on a node of its own, with fp32 inside."""
+    flags = f"--emulate-nodes {number} --islands {number} --island-sync-interval"
+    arms = [
+        Arm(f"{every(interval)}, {wire}", f"{flags} {interval}{outer}{bits}")
+        for interval, outer in INTERVALS.items()
+        for wire, bits in ISLAND_WIRES.items()
+    ]
+    arms += [
+        Arm(f"every 32 steps, {wire}, {how}", f"{flags} 32{SHORT_MOMENTUM}{ISLAND_WIRES[wire]}{fragments}")
+        for how, fragments in FRAGMENTS.items()
+        for wire in ("fp32", "int4, LoCo")
+    ]
+    for interval in (32, 100):
+        for wire in ("fp32", "int4, LoCo", "int2, LoCo"):
+            name = f"{every(interval)}, {wire}, {AFTER_A_FIFTH}"
+            begun = f"{flags} {interval}{INTERVALS[interval]}{ISLAND_WIRES[wire]} --load {{begun}}"
+            arms.append(Arm(name, begun, begins=FOUR_BITS))
+    arms.append(Arm("every 32 steps, fp32, a momentum of 0.9", f"{flags} 32"))
+    return Group(f"{number} islands", tuple(arms))
+
+
+ISLANDS = {number: islands(number) for number in (2, 4)}

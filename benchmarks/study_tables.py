@@ -6,25 +6,15 @@ import itertools
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from study_arms import FP32, Arm, Experiment, Group
-from study_experiments import (
-    AFTER_A_FIFTH,
-    E4_BITS_AND_BLOCKS,
-    E4_SENSITIVITY,
-    EXPERIMENTS,
-    HIGHER_RATE,
-    INTERVALS,
-    ISLANDS,
-    every,
-)
+from common import RESULTS, ROOT
+from study_arms import AFTER_A_FIFTH, FP32, HIGHER_RATE, INTERVALS, ISLANDS, Arm, Experiment, Group, every
+from study_experiments import E4_BITS_AND_BLOCKS, E4_SENSITIVITY, EXPERIMENTS
 
-ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "experiments.md"
-PLOTS = Path(__file__).parent / "results"
+EXCESS = "validation loss over the fp32 wire, %"
 SEEDS = (1, 2, 3)  # that an arm needs to be shown
 
 Rows = dict[str, dict[int, dict[str, Any]]]  # by flags, then by seed
@@ -118,6 +108,15 @@ def mean_and_spread(values: list[float], form: str, unit: str = "") -> str:
     return f"{form.format(statistics.mean(values))} ± {statistics.stdev(values):.2g}{unit}"
 
 
+def _means_and_spreads(arms: Sequence[Arm], rows: Rows) -> tuple[list[float], list[float]]:
+    found = [excesses(arm, rows) for arm in arms]
+    return [*map(statistics.mean, found)], [*map(statistics.stdev, found)]
+
+
+def _trained(arms: Iterable[Arm], rows: Rows) -> list[Arm]:
+    return [arm for arm in arms if arm.flags in rows]
+
+
 def _pyplot() -> Any:
     import matplotlib
 
@@ -136,75 +135,64 @@ def plot_without_state(rows: Rows) -> None:
     sides = {"weights": (*weights, *differences[1:]), "gradients": EXPERIMENTS["E3"].groups[1].arms}
     figure, both = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
     for axes, (title, arms) in zip(both, sides.items(), strict=True):
-        of_arms = {arm.name: excesses(arm, rows) for arm in arms if arm.flags in rows}
-        means, spreads = map(statistics.mean, of_arms.values()), map(statistics.stdev, of_arms.values())
-        axes.barh([*of_arms], [*means], xerr=[*spreads], color="C0", capsize=3)
+        trained = _trained(arms, rows)
+        means, spreads = _means_and_spreads(trained, rows)
+        axes.barh([arm.name for arm in trained], means, xerr=spreads, color="C0", capsize=3)
         axes.invert_yaxis()
         axes.set_xscale("symlog", linthresh=0.1, linscale=0.5)
         axes.xaxis.set_major_locator(FixedLocator([-0.1, 0, 0.1, 1, 10]))
         axes.xaxis.set_major_formatter("{x:g}")
-        axes.set(title=title, xlabel="validation loss over the fp32 wire, %")
+        axes.set(title=title, xlabel=EXCESS)
         axes.grid(alpha=0.3, axis="x")
-    figure.savefig(PLOTS / "study_without_state.png", dpi=130)
+    figure.savefig(RESULTS / "study_without_state.png", dpi=130)
 
 
 def plot_loss_over_bytes(rows: Rows) -> None:
     """The whole recipes, by name. Those with equal bytes stand side by side."""
-    plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(9, 6.5), layout="constrained")
-    arms = [arm for group in EXPERIMENTS["E5"].groups for arm in group.arms if arm.flags in rows and arm != FP32]
+    figure, axes = _pyplot().subplots(figsize=(9, 6.5), layout="constrained")
+    arms = [arm for group in EXPERIMENTS["E5"].groups for arm in _trained(group.arms, rows) if arm != FP32]
     drawn: list[float] = []  # bytes
-    for i, arm in enumerate(arms):
-        values = excesses(arm, rows)
+    for i, (arm, mean, spread) in enumerate(zip(arms, *_means_and_spreads(arms, rows), strict=True)):
         sent = float(next(iter(rows[arm.flags].values()))["bytes_per_parameter"])
-        beside = sum(abs(sent / other - 1) < 0.02 for other in drawn)
+        x = sent * 1.035 ** sum(abs(sent / other - 1) < 0.02 for other in drawn)
         drawn.append(sent)
-        point = sent * 1.035**beside, statistics.mean(values)
-        style = f"C{i % 10}", "os^"[i // 5]
-        axes.errorbar(*point, statistics.stdev(values), color=style[0], fmt=style[1], capsize=3,
-                      label=f"{i + 1}: {arm.name}")  # fmt: skip
-        top = point[0], point[1] + statistics.stdev(values)
-        axes.annotate(str(i + 1), top, textcoords="offset points", xytext=(0, 4), fontsize=9, ha="center")
+        axes.errorbar(x, mean, spread, color=f"C{i % 10}", fmt="os^"[i // 5], capsize=3, label=f"{i + 1}: {arm.name}")
+        place: dict[str, Any] = dict(textcoords="offset points", xytext=(0, 4))
+        axes.annotate(str(i + 1), (x, mean + spread), fontsize=9, ha="center", **place)
     axes.set_xlabel("bytes that a node sends per parameter and step; points with equal bytes stand side by side")
-    axes.set_ylabel("validation loss over the fp32 wire, %")
+    axes.set_ylabel(EXCESS)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.3)
     figure.legend(fontsize=7, loc="outside lower center", ncols=2)
-    figure.savefig(PLOTS / "study_loss_over_bytes.png", dpi=130)
+    figure.savefig(RESULTS / "study_loss_over_bytes.png", dpi=130)
 
 
 def plot_feedback(rows: Rows) -> None:
     """What error feedback and LoCo do to the excess, and how it depends on beta."""
-    plt = _pyplot()
-    figure, (bars, curve) = plt.subplots(1, 2, figsize=(12, 4.2), width_ratios=[3, 2])
+    figure, (bars, curve) = _pyplot().subplots(1, 2, figsize=(12, 4.2), width_ratios=[3, 2])
     for j, name in enumerate(("nothing", "error feedback", "LoCo")):
         drawn = [(i, group.arms[j]) for i, group in enumerate(E4_BITS_AND_BLOCKS) if group.arms[j].flags in rows]
-        of_arms = [excesses(arm, rows) for _, arm in drawn]
-        heights, spreads = map(statistics.mean, of_arms), map(statistics.stdev, of_arms)
-        places = [i + 0.27 * (j - 1) for i, _ in drawn]
-        bars.bar(places, [*heights], 0.25, yerr=[*spreads], color=f"C{j}", label=name)
+        heights, spreads = _means_and_spreads([arm for _, arm in drawn], rows)
+        bars.bar([i + 0.27 * (j - 1) for i, _ in drawn], heights, 0.25, yerr=spreads, color=f"C{j}", label=name)
     bars.set_xticks(range(len(E4_BITS_AND_BLOCKS)))
     bars.set_xticklabels([group.title.replace(", ", ",\n") for group in E4_BITS_AND_BLOCKS], fontsize=7)
-    bars.set_ylabel("validation loss over the fp32 wire, %")
+    bars.set_ylabel(EXCESS)
     bars.legend(fontsize=8)
-    named = [(re.fullmatch(r"beta ([\d.]+)( \(error feedback\))?", arm.name), arm) for arm in E4_SENSITIVITY.arms]
-    betas = {float(match[1]): excesses(arm, rows) for match, arm in named if match and arm.flags in rows}
-    if betas and E4_SENSITIVITY.arms[0].flags in rows:
-        means, spreads = map(statistics.mean, betas.values()), map(statistics.stdev, betas.values())
-        curve.errorbar([*betas], [*means], [*spreads], fmt="o-", capsize=3)
-        curve.axhline(statistics.mean(excesses(E4_SENSITIVITY.arms[0], rows)), color="grey", ls="--", label="nothing")
+    nothing, *others = E4_SENSITIVITY.arms
+    named = [(re.fullmatch(r"beta ([\d.]+)( \(error feedback\))?", arm.name), arm) for arm in _trained(others, rows)]
+    betas = {float(match[1]): arm for match, arm in named if match}
+    if betas and nothing.flags in rows:
+        curve.errorbar([*betas], *_means_and_spreads([*betas.values()], rows), fmt="o-", capsize=3)
+        curve.axhline(statistics.mean(excesses(nothing, rows)), color="grey", ls="--", label="nothing")
         curve.set(xlabel="beta, 8 bits within and 2 between nodes, blocks of 128", ylim=(0, None))
-        curve.set_ylabel("validation loss over the fp32 wire, %")
+        curve.set_ylabel(EXCESS)
         curve.legend(fontsize=8)
     for axes in (bars, curve):
         axes.grid(alpha=0.3, axis="y")
     figure.tight_layout()
-    figure.savefig(PLOTS / "study_feedback.png", dpi=130)
-
-
-ISLANDS_DRAWN = {"": "full", "in fragments": "none", AFTER_A_FIFTH: "top"}
+    figure.savefig(RESULTS / "study_feedback.png", dpi=130)
 
 
 def _how(arm: Arm) -> str:
@@ -217,27 +205,24 @@ def plot_islands(rows: Rows) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
     figure, axes = plt.subplots(figsize=(9, 6.5), layout="constrained")
-    _, every_step, *_ = EXPERIMENTS["E11"].groups
 
-    def draw(arms: Sequence[Arm], label: str, style: dict[str, Any]) -> None:
-        of_arms = [excesses(arm, rows) for arm in arms]
-        sent = [rows[arm.flags][SEEDS[0]]["bytes_per_parameter"] for arm in arms]
-        spreads = [statistics.stdev(values) for values in of_arms]
-        axes.errorbar(sent, [*map(statistics.mean, of_arms)], spreads, capsize=3, label=label, **style)
+    def draw(arms: list[Arm], label: str, **style: Any) -> None:
+        if arms:
+            sent = [rows[arm.flags][SEEDS[0]]["bytes_per_parameter"] for arm in arms]
+            axes.errorbar(sent, *_means_and_spreads(arms, rows), capsize=3, label=label, **style)
 
-    trained = [arm for arm in every_step.arms if arm.flags in rows]
-    draw(trained, "ZeRO++ with LoCo, every step", {"fmt": "k*", "markersize": 10})
+    every_step = _trained(EXPERIMENTS["E11"].groups[1].arms, rows)
+    draw(every_step, "ZeRO++ with LoCo, every step", fmt="k*", markersize=10)
+    fills = {"": "full", "in fragments": "none", AFTER_A_FIFTH: "top"}
     for marker, (number, group) in zip("os", ISLANDS.items(), strict=True):
-        for (color, interval), (how, fill) in itertools.product(enumerate(INTERVALS), ISLANDS_DRAWN.items()):
-            named = f"{every(interval)}, "
-            trained = [
+        for (color, interval), (how, fill) in itertools.product(enumerate(INTERVALS), fills.items()):
+            arms = [
                 arm
-                for arm in group.arms
-                if arm.name.startswith(named) and _how(arm) == how and arm.flags in rows and "momentum" not in arm.name
+                for arm in _trained(group.arms, rows)
+                if arm.name.startswith(f"{every(interval)}, ") and "momentum" not in arm.name and how == _how(arm)
             ]
-            if trained:
-                style = {"color": f"C{color}", "fmt": marker, "alpha": 0.8, "fillstyle": fill}
-                draw(trained, ", ".join(filter(None, (f"{number} islands", named[:-2], how))), style)
+            label = ", ".join(filter(None, (f"{number} islands", every(interval), how)))
+            draw(arms, label, color=f"C{color}", fmt=marker, alpha=0.8, fillstyle=fill)
     axes.axhline(0, color="0.4", linewidth=1)
     if HIGHER_RATE.flags in rows:
         best = statistics.mean(excesses(HIGHER_RATE, rows))
@@ -247,7 +232,7 @@ def plot_islands(rows: Rows) -> None:
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("bytes that leave a node, or an island, per parameter and step")
-    axes.set_ylabel("validation loss over the fp32 wire, %")
+    axes.set_ylabel(EXCESS)
     axes.grid(alpha=0.3)
     figure.legend(fontsize=7, loc="outside lower center", ncols=3)
-    figure.savefig(PLOTS / "study_islands.png", dpi=130)
+    figure.savefig(RESULTS / "study_islands.png", dpi=130)

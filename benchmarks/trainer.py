@@ -12,22 +12,21 @@ Under torchrun there is no plain side, and ``--flags`` may turn ZeRO++ on, which
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import platform
 import statistics
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rows import append_row
-from side_by_side import OurTraining, PlainTraining, full_weights, our_run, plain_model, same_batches, write_tokens
+from common import append_row, device_name, new_parser, seconds_of
+from side_by_side import OurTraining, PlainTraining, full_weights, our_run, plain_model, same_batches
 from step_parts import WARM_UP_STEPS, format_parts, profile_steps
 from torch import Tensor
 
@@ -83,7 +82,7 @@ def measure(name: str, micro_batch_size: int | None, options: Options) -> dict[s
         micro_batch_size = largest_micro_batch(model, options) if device.type == "cuda" else BATCH_ON_CPU
     note(f"{name}: micro-batches of {micro_batch_size} sequences of {model.seq_length} tokens")
     with tempfile.TemporaryDirectory() as folder:
-        run = build(model, micro_batch_size, f"{folder}/tokens", options)
+        run = build(model, micro_batch_size, folder, options)
         config, peak = run.model.config, peak_tflops(device_name(device))
         flops = model.architecture.flops_per_token(config, model.seq_length)
 
@@ -99,11 +98,9 @@ def measure(name: str, micro_batch_size: int | None, options: Options) -> dict[s
         note(format_parts(parts))
         del run
         release(device)
-        plain = (
-            with_mfu(run_plain(model.architecture, config, weights, batches, options))
-            if dist.get_world_size() == 1
-            else None
-        )
+        plain = None
+        if dist.get_world_size() == 1:
+            plain = with_mfu(run_plain(model.architecture, config, weights, batches, options))
     return {
         "model": name,
         "parameters": model.architecture.num_parameters(config),
@@ -125,19 +122,10 @@ def measure(name: str, micro_batch_size: int | None, options: Options) -> dict[s
     }
 
 
-def build(model: Model, micro_batch_size: int, prefix: str, options: Options) -> Run:
-    num_tokens = options.all_steps * dist.get_world_size() * micro_batch_size * (model.seq_length + 1)
-    write_tokens(prefix, num_tokens + 20 * model.seq_length, model.vocab_size)
-    return our_run(
-        model.architecture,
-        prefix,
-        vocab_size=model.vocab_size,
-        micro_batch_size=micro_batch_size,
-        num_steps=options.all_steps,
-        log_interval=options.steps,
-        device=options.device,
-        flags=f"{model.flags} --bf16 {'--compile' if options.compiled else ''} {options.flags}",
-    )
+def build(model: Model, micro_batch_size: int, folder: str, options: Options) -> Run:
+    flags = f"{model.flags} --bf16 {'--compile' if options.compiled else ''} {options.flags}"
+    sizes = model.vocab_size, micro_batch_size, options.all_steps, options.steps
+    return our_run(model.architecture, folder, flags, options.device, *sizes)
 
 
 def run_ours(run: Run, options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -145,20 +133,23 @@ def run_ours(run: Run, options: Options) -> tuple[dict[str, Any], dict[str, Any]
     training = OurTraining(run)
     reset_peak(options.device)
     training.steps(options.timed_steps)
-    memory = peak_memory(options.device)
     # The first round warms up; its first step is logged by itself.
-    seconds = training.metrics["iteration-time"][-options.rounds :]
-    losses = training.metrics["lm loss"]
-    tokens_per_second = [round(rate) for rate in training.metrics["tokens-per-second"][-options.rounds :]]
-    result = {
-        "tokens_per_second": round(statistics.median(tokens_per_second)),
-        "tokens_per_second_of_each_round": tokens_per_second,
-        "step_ms": round(1000 * statistics.median(seconds), 2),
-        "peak_memory_gb": memory,
+    step_seconds = training.metrics["iteration-time"][-options.rounds :]
+    rates = training.metrics["tokens-per-second"][-options.rounds :]
+    result = speed(rates, statistics.median(step_seconds), training.metrics["lm loss"], options.device)
+    return result, profile_steps(run, training, options.profiled_steps)
+
+
+def speed(rates: list[float], step_seconds: float, losses: list[float], device: torch.device) -> dict[str, Any]:
+    """The figures of one side. rates: tokens per second of each round."""
+    return {
+        "tokens_per_second": round(statistics.median(rates)),
+        "tokens_per_second_of_each_round": [round(rate) for rate in rates],
+        "step_ms": round(1000 * step_seconds, 2),
+        "peak_memory_gb": round(torch.cuda.max_memory_allocated(device) / 1e9, 2) if device.type == "cuda" else None,
         "loss_of_first_step": round(losses[0], 4),
         "loss_of_last_step": round(losses[-1], 4),
     }
-    return result, profile_steps(run, training, options.profiled_steps)
 
 
 def run_plain(
@@ -168,39 +159,25 @@ def run_plain(
     batches: list[tuple[Tensor, Tensor]],
     options: Options,
 ) -> dict[str, Any]:
-    """The plain side on the same batches; if its whole logits do not fit, on the first part of each, halved."""
-    device = options.device
-    seconds: list[float] = []
-    plain: PlainTraining | None
+    """The plain side on the same batches; if its whole logits do not fit, on the first half of each."""
+    device, micro_batch_size = options.device, batches[0][0].shape[0]
+    reset_peak(device)
     try:
-        reset_peak(device)
         model = plain_model(architecture, config, weights, device)
         plain = PlainTraining(model, batches, options.all_steps, bf16=True, compiled=options.compiled)
-        for turn in range(options.rounds + 1):
-            start = time.perf_counter()
-            for _ in range(options.steps):
-                plain.step()  # reads the loss: waits for the device
-            if turn > 0:
-                seconds.append(time.perf_counter() - start)
+        # Each step reads the loss, so it waits for the device. The first round warms up.
+        seconds = [seconds_of(partial(plain.steps, options.steps)) for _ in range(options.rounds + 1)][1:]
     except torch.OutOfMemoryError:
-        micro_batch_size = batches[0][0].shape[0]
         if micro_batch_size == 1:
             raise
-        batches = [(tokens[: micro_batch_size // 2], labels[: micro_batch_size // 2]) for tokens, labels in batches]
         model = plain = None  # type: ignore[assignment]
     if plain is None:  # outside of the handler, which holds what the failed attempt allocated
         release(device)
-        return run_plain(architecture, config, weights, batches, options)
+        half = [(tokens[: micro_batch_size // 2], labels[: micro_batch_size // 2]) for tokens, labels in batches]
+        return run_plain(architecture, config, weights, half, options)
     tokens = options.steps * batches[0][0].numel()
-    result = {
-        "micro_batch_size": batches[0][0].shape[0],
-        "tokens_per_second": round(tokens / statistics.median(seconds)),
-        "tokens_per_second_of_each_round": [round(tokens / second) for second in seconds],
-        "step_ms": round(1000 * statistics.median(seconds) / options.steps, 2),
-        "peak_memory_gb": peak_memory(device),
-        "loss_of_first_step": round(plain.losses[0], 4),
-        "loss_of_last_step": round(plain.losses[-1], 4),
-    }
+    rates, step_seconds = [tokens / second for second in seconds], statistics.median(seconds) / options.steps
+    result = {"micro_batch_size": micro_batch_size, **speed(rates, step_seconds, plain.losses, device)}
     del model, plain
     release(device)
     return result
@@ -211,7 +188,7 @@ def largest_micro_batch(model: Model, options: Options) -> int:
     sizes, peaks = (2, 6), []  # with fewer, the peak may be the optimizer's
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
-            run = build(model, size, f"{folder}/tokens", options)
+            run = build(model, size, folder, options)
             reset_peak(options.device)
             OurTraining(run).steps(2)
             peaks.append(torch.cuda.max_memory_allocated(options.device))
@@ -237,25 +214,14 @@ def reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def peak_memory(device: torch.device) -> float | None:
-    """GB (1e9 bytes) that tensors took at most; None on a CPU."""
-    return round(torch.cuda.max_memory_allocated(device) / 1e9, 2) if device.type == "cuda" else None
-
-
 def note(text: str) -> None:
     """Print, on one rank and at once: a run that is cut short leaves what it had."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 
 
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The trainer's speed on one device, beside plain PyTorch.")
+    parser = new_parser(__doc__)
     parser.add_argument("--model", action="append", choices=MODELS, help="default gpt-350m and llama-0.8b")
     parser.add_argument("--micro-batch-size", type=int, metavar="N", help="default: what fills the GPU; 4 on a CPU")
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="optimizer steps of a round; default 5")
@@ -276,7 +242,7 @@ def main() -> None:
         except torch.OutOfMemoryError as error:
             sys.exit(f"error: {name} does not fit; give --micro-batch-size ({error})")
         note(json.dumps(result, indent=1))
-        if args.output is not None and dist.get_rank() == 0:
+        if dist.get_rank() == 0:
             append_row(args.output, result)
     dist.destroy_process_group()
 

@@ -9,16 +9,14 @@ work, not waiting for a shared core.
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import new_parser, seconds_of, write_result
 
 from megatron_zpp.models.decoder import Decoder, DecoderConfig
 from megatron_zpp.models.init import init_weights
@@ -50,7 +48,8 @@ def measure() -> dict[str, Any]:
         for shard in shards:
             checksum(shard)
 
-    measured = [[cpu_time(run) for run in (train, evaluate, checksums)] for _ in range(ROUNDS + 1)][1:]
+    runs, rounds = (train, evaluate, checksums), range(ROUNDS + 1)
+    measured = [[seconds_of(run, time.process_time) for run in runs] for _ in rounds][1:]
     train_ms, evaluate_ms, checksums_ms = (1e3 * statistics.median(times) for times in zip(*measured, strict=True))
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -63,21 +62,13 @@ def measure() -> dict[str, Any]:
     }
 
 
-def cpu_time(run: Callable[[], None]) -> float:
-    start = time.process_time()
-    run()
-    return time.process_time() - start
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What the checksums of weights cost, beside a training step.")
+    parser = new_parser(__doc__)
     parser.add_argument("--output", type=Path, help="JSON file to write")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    result = {"machine": f"{platform.machine()} CPU, 1 thread, torch {torch.__version__}", **measure()}
-    print(json.dumps(result))
-    if args.output is not None:
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    machine = f"{platform.machine()} CPU, 1 thread, torch {torch.__version__}"
+    write_result({"machine": machine, **measure()}, args.output)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ all flags and LoCo, on a CPU with gloo.
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 import statistics
 import tempfile
@@ -24,7 +22,8 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from side_by_side import OurTraining, our_run, write_tokens
+from common import in_turns, new_parser, seconds_of, write_result
+from side_by_side import OurTraining, our_run
 
 from megatron_zpp.families import GPT
 from megatron_zpp.parallel.distributed import init_distributed
@@ -39,35 +38,29 @@ FLAGS = (
 REPEATS = 20_000
 
 
-def turns(training: OurTraining, rounds: int, steps: int) -> list[dict[bool, tuple[float, float]]]:
-    """Of each pair of turns, by whether waits were recorded: seconds per step, and of all ranks' processors."""
-    off = patch.multiple(Waits, collective=lambda *_, **__: nullcontext(), take=lambda _: (0.0, 0.0))
-    pairs: list[dict[bool, tuple[float, float]]] = []
-    for turn in range(rounds + 1):
-        pair = {}
-        for recorded in (True, False) if turn % 2 else (False, True):
-            with nullcontext() if recorded else off:
-                dist.barrier()
-                begin, begin_of_processor = time.perf_counter(), time.process_time()
-                training.steps(steps)
-                times = torch.tensor([time.perf_counter() - begin, time.process_time() - begin_of_processor]).double()
-                dist.all_reduce(times)
-                pair[recorded] = (float(times[0]) / dist.get_world_size() / steps, float(times[1]) / steps)
-        pairs.append(pair)
-    return pairs[1:]  # the first warms up
+def turns(training: OurTraining, rounds: int, steps: int) -> dict[bool, list[tuple[float, float]]]:
+    """Seconds per step, and of all ranks' processors, of each turn, by whether waits were recorded."""
+
+    def turn() -> tuple[float, float]:
+        dist.barrier()
+        begin, begin_of_processor = time.perf_counter(), time.process_time()
+        training.steps(steps)
+        times = torch.tensor([time.perf_counter() - begin, time.process_time() - begin_of_processor]).double()
+        dist.all_reduce(times)
+        return float(times[0]) / dist.get_world_size() / steps, float(times[1]) / steps
+
+    def turn_without() -> tuple[float, float]:
+        with patch.multiple(Waits, collective=lambda *_, **__: nullcontext(), take=lambda _: (0.0, 0.0)):
+            return turn()
+
+    return in_turns({True: turn, False: turn_without}, rounds)
 
 
 def recorded_waits(training: OurTraining, steps: int) -> float:
     """How many this rank records per step."""
-    record, count = Waits.collective, [0]
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        count[0] += 1
-        return record(*args, **kwargs)
-
-    with patch.object(Waits, "collective", counted):
+    with patch.object(Waits, "collective", autospec=True, side_effect=Waits.collective) as recorded:
         training.steps(steps)
-    return count[0] / steps
+    return recorded.call_count / steps
 
 
 def seconds_of_a_wait(run: Run) -> float:
@@ -76,12 +69,13 @@ def seconds_of_a_wait(run: Run) -> float:
     waits, unit = Waits(run.device), run.zeropp.units[0]  # type: ignore[attr-defined]
 
     def timed(body: Callable[[], Any]) -> float:
-        begin = time.process_time()
-        for i in range(REPEATS):
-            body()
-            if i % 50 == 0:
-                waits.take()
-        return (time.process_time() - begin) / REPEATS
+        def repeated() -> None:
+            for i in range(REPEATS):
+                body()
+                if i % 50 == 0:
+                    waits.take()
+
+        return seconds_of(repeated, time.process_time) / REPEATS
 
     def wait() -> None:
         with waits.collective("gather", unit, crosses_nodes=True):
@@ -97,7 +91,7 @@ def spread(ratios: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=40, metavar="N", help="pairs of turns; default 40")
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="optimizer steps of a turn; default 4")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the result there, as JSON")
@@ -105,40 +99,25 @@ def main() -> None:
     device = init_distributed("gloo", 10)
     num_steps = (2 * args.rounds + 4) * args.steps
     with tempfile.TemporaryDirectory() as folder:
-        prefix = f"{folder}/tokens"
-        write_tokens(prefix, (num_steps * BATCH * dist.get_world_size() + 20) * LENGTH, VOCAB)
-        run = our_run(
-            GPT,
-            prefix,
-            vocab_size=VOCAB,
-            micro_batch_size=BATCH,
-            num_steps=num_steps,
-            log_interval=args.steps,
-            device=device,
-            flags=FLAGS,
-        )
-        training = OurTraining(run)
+        training = OurTraining(our_run(GPT, folder, FLAGS, device, VOCAB, BATCH, num_steps, log_interval=args.steps))
         pairs = turns(training, args.rounds, args.steps)
-        of_step = recorded_waits(training, args.steps)
-        each = seconds_of_a_wait(run)
-    step = statistics.median(pair[False][0] for pair in pairs)
-    ratios = [[pair[True][i] / pair[False][i] for pair in pairs] for i in (0, 1)]
+        waits_per_step = recorded_waits(training, args.steps)
+        wait_seconds = seconds_of_a_wait(training.run)
+    step_seconds = statistics.median(clock for clock, _ in pairs[False])
+    ratios = [[with_[i] / without[i] for with_, without in zip(pairs[True], pairs[False], strict=True)] for i in (0, 1)]
     result = {
         "model": f"GPT: {LAYERS} layers, hidden {HIDDEN}, vocabulary {VOCAB}; {BATCH} x {LENGTH} tokens a rank",
         "machine": f"{platform.machine()} CPU, {dist.get_world_size()} ranks, torch {torch.__version__}",
-        "milliseconds per step": round(1000 * step, 1),
-        "waits per step and rank": of_step,
-        "microseconds per wait": round(1e6 * each, 2),
-        "share of a step": each * of_step / step,
-        "pairs": len(pairs),
+        "milliseconds per step": round(1000 * step_seconds, 1),
+        "waits per step and rank": waits_per_step,
+        "microseconds per wait": round(1e6 * wait_seconds, 2),
+        "share of a step": wait_seconds * waits_per_step / step_seconds,
+        "pairs": args.rounds,
         "time with over without, by the clock": spread(ratios[0]),
         "time with over without, of processors": spread(ratios[1]),
     }
     if dist.get_rank() == 0:
-        text = json.dumps(result, indent=1)
-        print(text)
-        if args.output is not None:
-            args.output.write_text(text + "\n")
+        write_result(result, args.output)
     dist.destroy_process_group()
 
 

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
-import pytest
-
-from tests.conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
 import between_islands
-from rows import read_rows
+import pytest
+from common import read_rows
 
 H = 192
 PARAMETERS = 1024 * H + 128 * H + 2 * (12 * H * H + 13 * H) + 2 * H  # vocabulary, positions, two layers, last norm

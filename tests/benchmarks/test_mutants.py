@@ -7,13 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mutants
 import pytest
+from mutants_made import Mutant, draw, mutants_of
 
 from tests.conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import mutants
-from mutants_made import Mutant, draw, mutants_of
 
 TOY = '''"""A package."""
 LARGEST = 10  # metres

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 
-import pytest
-
-from tests.conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
 import planner_box
 import planner_islands
 import planner_published
+import pytest
 
 TINY = f"--num-layers 2 --hidden-size 64 --num-attention-heads 2 {planner_box.COMMON}".replace("256", "32")
 

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
-
-from tests.conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
 import study
 import study_tables
 from study_arms import FP32, RANKS, SCALES, Arm, Experiment, Group, Scale
@@ -38,7 +33,7 @@ def test_excess_is_seed_by_seed_and_recovery_is_of_the_groups_first_arm():
     )
     assert study_tables.excesses(nothing, rows) == pytest.approx([10, 10, 10])
     assert study_tables.recovered(nothing, feedback, rows) == pytest.approx([50, 100, 75])
-    table = study_tables.table(Experiment("x", (Group("y", (nothing, feedback), recovers=True),)), rows)
+    table = study_tables.table(Experiment("x", Group("y", (nothing, feedback), recovers=True)), rows)
     assert re.search(r"\| feedback \| 4\.4333 ± 0\.49 \| \+2\.50 ± 2\.5 % \| 75 ± 25 % \| 1\.50 \|", table)
 
 

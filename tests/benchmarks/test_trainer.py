@@ -7,13 +7,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import step_parts
 import torch
 
 from tests.conftest import ROOT, environment
 from tests.warm_python import programs
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import step_parts
 
 SMALL = ["--no-compile", "--steps", "2", "--rounds", "1", "--profiled-steps", "2"]
 PARTS = {"forward", "backward", "optimizer", "collectives", "quantizers", "data", "other"}

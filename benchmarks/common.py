@@ -1,0 +1,132 @@
+"""What the benchmarks share: result files, Markdown tables, turns of two sides, and runs of the trainer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+ALL_FLAGS = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco"
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+def new_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is the program's docstring."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def run_choice(doc: str | None, programs: Mapping[str, Callable[[], object]]) -> None:
+    """Run the function that the command line's only argument names."""
+    parser = new_parser(doc)
+    parser.add_argument("what", choices=programs)
+    programs[parser.parse_args().what]()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All rows of a file of JSON lines; none if there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def append_row(path: Path | None, row: Mapping[str, Any]) -> None:
+    """Append a row at once, because a measurement that takes hours may be cut off. None: no file."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def measure_once(path: Path, key: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Measure and append a row with ``key``, unless the file has one; return the new row."""
+    if any(key.items() <= row.items() for row in read_rows(path)):
+        return None
+    print(", ".join(f"{name} {value}" for name, value in key.items() if name != "command"), file=sys.stderr, flush=True)
+    row = {**key, **measure()}
+    append_row(path, row)
+    return row
+
+
+def write_json(result: Mapping[str, Any], output: Path | None) -> None:
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def write_result(result: Mapping[str, Any], output: Path | None) -> None:
+    """Print a result as JSON, and write it to ``output`` if given."""
+    print(json.dumps(result, indent=1))
+    write_json(result, output)
+
+
+def markdown_table(headings: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """Format a Markdown table, one line per row, without a newline at the end."""
+    headings = list(headings)
+    lines = [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(map(str, cells))} |" for cells in rows)])
+
+
+def seconds_of(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    start = clock()
+    run()
+    return clock() - start
+
+
+def in_turns(sides: Mapping[Key, Callable[[], Value]], rounds: int) -> dict[Key, list[Value]]:
+    """Run each side once per round, and return what it returned, without the first round, which warms up."""
+    returned: dict[Key, list[Value]] = {name: [] for name in sides}
+    for turn in range(rounds + 1):
+        # Alternate who begins, so that neither side always meets the machine as the other left it.
+        for name in sides if turn % 2 else reversed(list(sides)):
+            value = sides[name]()
+            if turn > 0:
+                returned[name].append(value)
+    return returned
+
+
+def machine() -> str:
+    import torch
+
+    return f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+
+
+def device_name(device: Any) -> str:
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def run_trainer(
+    flags: str,
+    ranks: int | None = 4,
+    program: str = "pretrain_gpt.py",
+    root: Path = ROOT,
+    cwd: Path | None = None,
+    python: str = sys.executable,
+    threads: int = 1,
+) -> str:
+    """Train with the checkout ``root`` and return what the program prints. ranks: None = without torchrun.
+
+    Raises RuntimeError if it fails.
+    """
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    done = subprocess.run(
+        [python, *torchrun, str(root / program), *flags.split()],
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{program} {flags} in {root}: exit code {done.returncode}\n{done.stderr[-4000:]}")
+    return done.stdout
