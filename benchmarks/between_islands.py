@@ -44,9 +44,9 @@ class Setting:
 
 SETTINGS = {
     "ZeRO-3": Setting("", 10, 2, 1),
-    "ZeRO++ with LoCo, int4 differences": Setting(
+    "ZeRO++ with LoCo, moved codes": Setting(
         "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco "
-        "--zero-weight-difference-bits 4",
+        "--zeropp-weight-moves",
         22,
         2,
         1,

@@ -38,12 +38,10 @@ SETTINGS = {
     "qgZ alone": "--zero-quantized-gradients --zero-ranks-per-node {P}",
     "all flags": f"{QUANTIZED} --zero-hpz-partition-size {{P}}",
     "all flags, LoCo": f"{QUANTIZED} --zero-hpz-partition-size {{P}} --zeropp-loco",
-    "all flags, LoCo, 4-bit weight differences": f"{QUANTIZED} --zero-hpz-partition-size {{P}} --zeropp-loco "
-    "--zero-weight-difference-bits 4",
-    "all flags, LoCo, 2-bit weight differences and gradients": f"{QUANTIZED} --zero-hpz-partition-size {{P}} "
-    "--zeropp-loco --zero-gradient-intra-bits 8 --zero-gradient-bits 2 --zero-gradient-bits-warmup 1:4 "
-    "--zero-weight-difference-bits 2 --zero-weight-difference-block-size 256 --zero-weight-difference-scaling mean "
-    "--zero-weight-difference-bits-warmup 1:4",
+    "all flags, LoCo, moved codes": f"{QUANTIZED} --zero-hpz-partition-size {{P}} --zeropp-loco --zeropp-weight-moves",
+    "all flags, LoCo, moved 6-bit codes, 2-bit gradients": f"{QUANTIZED} --zero-hpz-partition-size {{P}} "
+    "--zeropp-loco --zeropp-weight-moves --zeropp-weight-bits 6 --zeropp-gradient-bits 2 "
+    "--zeropp-gradient-element-scales --zeropp-gradient-bits-warmup 1:4",
 }
 WITHOUT_TENSOR_PARALLELISM = list(SETTINGS)
 SETTINGS |= {
@@ -61,7 +59,7 @@ BYTES_SHAPES = {  # (nodes, ranks of a node)
     (2, 4): ["all flags, tensor parallel 2", "all flags, LoCo, tensor parallel 2"],
 }
 PIPELINE_MICRO_BATCHES = (2, 8)
-THROUGHPUT_SETTINGS = ["ZeRO-3 bf16", "all flags, LoCo", "all flags, LoCo, 4-bit weight differences"]
+THROUGHPUT_SETTINGS = ["ZeRO-3 bf16", "all flags, LoCo", "all flags, LoCo, moved codes"]
 RATES = ["100mbit", "300mbit", "1gbit", "4gbit", None]  # at the first, ZeRO-3 does little but communicate
 
 

@@ -29,7 +29,7 @@ MODELS = {
     "Llama-70B": (128256, f"pretrain_llama.py {LLAMA_70B}"),
 }
 ALL_FLAGS = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 8 --zeropp-loco"
-INT8 = "--zero-gradient-sum-dtype int8 --hpz-secondary-dtype int8 --zero-weight-difference-bits 4"
+INT8 = "--zero-gradient-sum-dtype int8 --zeropp-weight-moves"
 COLUMNS = {
     "ZeRO-3": "",
     "2 errors": f"{ALL_FLAGS} --loss-spike-factor 2",

@@ -46,7 +46,6 @@ SETTINGS = {
     "2 bits, blocks of 2048": f"{TWO_BITS} --zero-gradient-block-size 2048",
     "2 bits, blocks of 2048, LoCo": f"{TWO_BITS} --zero-gradient-block-size 2048 --zeropp-loco",
     "4-bit weights in blocks of 256": "--zero-weight-bits 4",
-    "4-bit weight differences in blocks of 2048": "--zero-weight-difference-bits 4",
 }
 SHOWN = ("comm/error/", "comm/error-state/", "comm/largest-codes/")
 

@@ -4,7 +4,7 @@
     sudo .venv/bin/python benchmarks/overlap.py measure [--before ../before] [--steps 5] [--repetitions 3]
     .venv/bin/python benchmarks/overlap.py table
 
-A GPT of 26M parameters, sequences of 256, trains with all flags, LoCo and 4-bit weight differences on the cluster in a
+A GPT of 26M parameters, sequences of 256, trains with all flags, LoCo and moved codes on the cluster in a
 box, 2 nodes x 2 ranks. The bound of a step of m micro-batches is
 
     max(T_f, T_w) + max(T_b, T_g) + (m - 1) (T_f + T_b) + T_opt
@@ -46,7 +46,7 @@ MODEL = (
     "--vocab-size 1024 --attention-dropout 0 --hidden-dropout 0 --lr 1e-4 --eval-iters 0 --log-interval 1 "
     "--num-workers 0 --bf16 --grad-reduce-in-bf16"
 )
-ALL_FLAGS = f"{FLAGS} --zero-weight-difference-bits 4"
+ALL_FLAGS = f"{FLAGS} --zeropp-weight-moves"
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the link's time to that of a forward and a backward pass
 MICRO_BATCHES = (1, 4)
 SETTINGS = ("this checkout", "FSDP2", "before")

@@ -39,14 +39,14 @@ LLAMA_3_VOCABULARY = 128256
 
 def table() -> None:
     """Of each model, nodes and rate: MFU of the best of each kind, and what is suggested."""
-    headings = ["model", "nodes", "Gbit/s", "ZeRO-3", "HSDP", "all flags", "int4 differences, int8 state", "suggested"]
+    headings = ["model", "nodes", "Gbit/s", "ZeRO-3", "HSDP", "all flags", "moves, int8 sums", "suggested"]
     lines = []
     for (model, flags), nodes, rate in itertools.product(MODELS.items(), NODES, RATES):
         cluster = default_cluster(nodes, 8, "H100", rate)
         batch = f"--global-batch-size {TOKENS_PER_GPU // 4096 * cluster.world_size}"
         plan = make_plan(LLAMA, f"{flags} {batch}".split(), LLAMA_3_VOCABULARY, cluster)
         found = {outcome.candidate.wire.name: outcome for outcome in reversed(plan.outcomes)}
-        kinds = ("ZeRO-3", "HSDP", "all flags", "all flags, int4 differences, int8 state")
+        kinds = ("ZeRO-3", "HSDP", "all flags", "all flags, moves, int8 sums")
         best = suggested(plan).candidate if plan.outcomes else None
         suggestion = f"{best.wire.name}, {best.layout.name}" if best is not None else "nothing"
         lines.append([model, nodes, rate, *(cell(found.get(kind)) for kind in kinds), suggestion])

@@ -36,7 +36,7 @@ MODELS = {
 SETTINGS = {
     "ZeRO-3": "--zero-ranks-per-node 2",
     "all flags": ALL_FLAGS,
-    "all flags, int4 differences": f"{ALL_FLAGS} --zero-weight-difference-bits 4",
+    "all flags, moves": f"{ALL_FLAGS} --zeropp-weight-moves",
 }
 SIZES = "--hidden-size 512 --tokens 256"  # of what is measured before: those of the larger model
 RATES = (300, 1000, 4000)  # Mbit/s

@@ -23,7 +23,7 @@ STREAMING = "--island-fragments 4 --island-sync-delay 20 --island-merge-alpha 0.
 COLUMNS = {  # the wire preset of all ranks that train together, and flags
     "ZeRO-3": ("ZeRO-3", ""),
     "ZeRO++, all flags": ("all flags", ""),
-    "ZeRO++, int4 differences": ("all flags, int4 differences", ""),
+    "ZeRO++, moved codes": ("all flags, moves", ""),
     "islands, fp32": ("ZeRO-3", ISLANDS),
     "islands, 4 bits": ("ZeRO-3", f"{ISLANDS} --island-bits 4 --island-loco"),
     "islands, 4 bits, streaming": ("ZeRO-3", f"{ISLANDS} --island-bits 4 --island-loco {STREAMING}"),

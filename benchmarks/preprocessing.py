@@ -205,7 +205,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def measure_turn(
-    folder: Path, corpus: Path, megabytes: float, tokenizer: TokenizerFlags, workers: int
+    folder: Path, corpus: Path, megabytes: float, tokenizer: dict[str, Any], workers: int
 ) -> dict[str, Any]:
     spawn = multiprocessing.get_context("spawn")
     batch_arguments = (tokenizer, corpus, megabytes * 1e6 / 8)  # enough for a batch measurement

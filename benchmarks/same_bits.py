@@ -35,7 +35,6 @@ ZEROPP = (
     "--zero-weight-block-size 64 --zero-gradient-block-size 32"
 )
 ON_NODES_OF_1 = ZEROPP.replace("size 2", "size 1")
-DIFFERENCES = "--zero-weight-difference-bits 4 --zero-weight-difference-block-size 64"
 TWO_BITS = "--zero-gradient-bits 2 --zero-gradient-scaling absmax --zero-gradient-element-scales"
 ISLANDS = "--islands 2 --island-sync-interval 2 --island-bits 4 --island-loco --island-block-size 32"
 MUON = "--optimizer muon --muon-period 2"
@@ -47,7 +46,6 @@ RUNS = {  # name: trainer and flags; 4 ranks, or one that emulates them
     "ZeRO-3": "gpt --zero-ranks-per-node 2",
     "ZeRO++ with LoCo, bf16": f"gpt {ZEROPP} --bf16",
     "ZeRO++ with LoCo, fp16": f"llama {ZEROPP} --fp16 --initial-loss-scale 65536",
-    "weight differences, LoCo": f"llama {ZEROPP} {DIFFERENCES}",
     "both hops, Hadamard, stochastic": f"gpt {ZEROPP} --zeropp-loco-hops both --zero-hadamard "
     "--zero-gradient-rounding stochastic",
     "ZeRO-1 with qgZ": "gpt --zero-stage 1 --zero-quantized-gradients --zero-ranks-per-node 2 --zeropp-loco",
@@ -59,13 +57,13 @@ RUNS = {  # name: trainer and flags; 4 ranks, or one that emulates them
     "cp 2": "gpt --context-parallel-size 2 --reset-attention-mask --reset-position-ids",
     "cp 2, ZeRO++": f"llama --context-parallel-size 2 {ON_NODES_OF_1}",
     "pp 2, zero-bubble": "gpt --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
-    "2-bit recipe": f"gpt {ZEROPP} {DIFFERENCES} {TWO_BITS}",
+    "2-bit recipe": f"gpt {ZEROPP} {TWO_BITS}",
     "experts, EP 2": f"llama --num-experts 4 --expert-model-parallel-size 2 {ZEROPP}",
     "Muon": f"llama {MUON} {ZEROPP}",
     "2 islands": f"gpt {ISLANDS} {ON_NODES_OF_1} --zero-ranks-per-node 1",
     "2 islands in fragments": f"gpt {ISLANDS} --island-fragments 2 --island-sync-delay 1 --zero-ranks-per-node 2",
     "emulated 2 x 2": f"gpt {EMULATED} {ZEROPP}",
-    "emulated 2 x 2, bf16": f"llama {EMULATED} {ZEROPP} {DIFFERENCES} --bf16",
+    "emulated 2 x 2, bf16": f"llama {EMULATED} {ZEROPP} --bf16",
     "emulated Muon": f"llama {EMULATED} {MUON} {ZEROPP}",
     "emulated 2 islands": f"gpt --emulate-ranks 4 --emulate-nodes 4 {ISLANDS} --zero-quantized-gradients",
 }
@@ -75,7 +73,7 @@ SCRIPTS = {  # name: variables
     **{f"{path.parent.name}/{path.name}": {} for path in PUBLISHED},
 }
 REAL_AND_EMULATED = {  # name: flags of both; the latter runs in one process
-    "ZeRO++ with LoCo": ("gpt", f"{ZEROPP} {DIFFERENCES}"),
+    "ZeRO++ with LoCo": ("gpt", f"{ZEROPP}"),
     "moved codes": ("gpt", f"{ZEROPP} --zeropp-weight-moves --zero-weight-bits 6"),
     "Muon": ("llama", f"{MUON} {ZEROPP}"),
 }

@@ -69,6 +69,10 @@ def main() -> None:
     chosen = [a for a in arms(args.experiments or list(EXPERIMENTS)) if re.search(args.match, f"{a.name} {a.flags}")]
     to_do = [(arm, seed) for seed in args.seeds for arm in chosen]
     to_do = [(arm, seed) for arm, seed in to_do if (arm.flags, seed) not in done]
+    if gone := [arm.name for arm, _ in to_do if "weight-difference" in arm.flags]:
+        parser.error(
+            f"weight differences are gone; commit cdc7657 trains {', '.join(dict.fromkeys(gone))}: --match others"
+        )
     print(f"{len(to_do)} runs to do, {len(done)} done", flush=True)
     with ThreadPoolExecutor(args.jobs or scale.jobs) as pool:
         futures = [pool.submit(train, args.results, args.scale, text, arm, seed) for arm, seed in to_do]

@@ -20,7 +20,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from megatron_zpp.commands.pretrain import main
 from megatron_zpp.families import GPT
 from megatron_zpp.zeropp.fsdp.unit import UnitPart
-from megatron_zpp.zeropp.gather.weight_encoder import WeightEncoder
 from megatron_zpp.zeropp.reduce.gradient_hops import GradientHop, GradientHops
 from megatron_zpp.zeropp.reduce.loco import ErrorFeedback
 from megatron_zpp.zeropp.wire import reference
@@ -184,47 +183,6 @@ def with_bits_by_layer() -> None:
         main(GPT)
 
 
-def with_scales_of_differences() -> None:
-    """Train with a scale for each element of the weight differences, which all ranks learn from what travels.
-
-    The differences are divided by sqrt(v), where v <- 0.98 v + 0.02 arrived^2, at least a thousandth of its mean.
-    """
-    squares: dict[WeightEncoder, tuple[int, Tensor]] = {}  # steps so far, and v fp32 [W, L]
-    encode = WeightEncoder.encode
-
-    def scales(encoder: WeightEncoder) -> Tensor:
-        _, v = squares[encoder]
-        return v.clamp(min=1e-3 * v.mean() + 1e-30).sqrt()  # nothing may have arrived yet
-
-    def encode_scaled(
-        encoder: WeightEncoder,
-        shard: Tensor,
-        format: WireFormat,
-        part: UnitPart,
-        rank: int,
-        copy: Tensor | None = None,
-    ) -> Tensor:
-        if copy is None or encoder not in squares:
-            return encode(encoder, shard, format, part, rank, copy)
-        return format.encode((shard.float() - copy) / scales(encoder)[rank])
-
-    def move_copies(
-        encoder: WeightEncoder, copies: Tensor, wires: Tensor, format: WireFormat, part: UnitPart, dtype: torch.dtype
-    ) -> Tensor:
-        arrived = format.decode(wires, torch.empty(copies.shape))
-        steps, v = squares.get(encoder, (0, torch.zeros_like(arrived)))
-        if steps:
-            arrived *= scales(encoder)
-        squares[encoder] = steps + 1, torch.lerp(v, arrived.square(), max(0.02, 1 / (steps + 1)))
-        return (copies + arrived).to(copies.dtype)
-
-    with (
-        patch.object(WeightEncoder, "encode", encode_scaled),
-        patch.object(WeightEncoder, "move_copies", move_copies),
-    ):
-        main(GPT)
-
-
 def with_rising_beta() -> None:
     """Train with LoCo's beta rising from 0: 0.5 after 40 steps, 0.8 after 160, 0.95 after 800."""
     encode = ErrorFeedback.encode
@@ -272,7 +230,6 @@ TRIALS = {
     "outliers": lambda: with_format(Outliers),
     "four-outliers": lambda: with_format(FourOutliers),
     "bits-by-layer": with_bits_by_layer,
-    "difference-scales": with_scales_of_differences,
     "rising-beta": with_rising_beta,
     "limited-elements": lambda: with_limited_elements(keeps_rest=False),
     "limited-elements-with-rest": lambda: with_limited_elements(keeps_rest=True),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_zpp.parallel.distributed import print_once
-from megatron_zpp.training.loss import LOSS_NAME, mean_loss
+from megatron_zpp.training.loss import mean_loss
 from megatron_zpp.training.nonfinite import NonfiniteSteps
 from megatron_zpp.training.run import IslandStep, Run, what_is_due
 from megatron_zpp.zeropp.fsdp.collectives import all_gather
@@ -45,9 +45,9 @@ class StepResult:
     should_stop: bool  # some rank wants to save and exit
     has_too_many_nonfinite: bool  # some island had NaN or Inf in too many steps in a row: the run ends
 
-    def losses(self) -> dict[str, float]:
-        """Return all losses by their names in the log."""
-        return {LOSS_NAME: self.loss, **self.auxiliary}
+    def losses(self, name: str) -> dict[str, float]:
+        """Return all losses by their names in the log, the one that is trained on under ``name``."""
+        return {name: self.loss, **self.auxiliary}
 
 
 class DeferredStats:

@@ -17,7 +17,7 @@ from megatron_zpp.metrics.writers import validation_metrics
 from megatron_zpp.models.transformer import as_model_output
 from megatron_zpp.parallel.distributed import StopSignals, print_once
 from megatron_zpp.training.data import batches_of
-from megatron_zpp.training.loss import LOSS_NAME, Target, count_once, mean_loss, split_batch
+from megatron_zpp.training.loss import Target, count_once, mean_loss
 from megatron_zpp.training.nonfinite import NotFiniteError
 from megatron_zpp.training.run import Run, TrainState
 
@@ -49,7 +49,7 @@ def evaluate(
             for state in run.states:
                 for as_rank in state.ranks:
                     with as_rank:
-                        read = [split_batch(next(batches), run.mesh, run.device) for _ in range(count)]
+                        read = [run.loss.split(next(batches)) for _ in range(count)]
                         totals += _sum_and_count(state, read)
             advance(count)
     dist.all_reduce(count_once(run.mesh, totals))
@@ -87,7 +87,7 @@ def validate(run: Run, batches: Iterator[Batch] | None, signals: StopSignals, da
     # Cut short or not, later evaluations keep their samples.
     run.counters.consumed_valid_samples += run.samples_of_evaluation
     if loss is not None:
-        metrics = validation_metrics({LOSS_NAME: loss}, run.settings.logging)
+        metrics = validation_metrics({run.loss.name: loss}, run.settings.logging)
         run.writers.write(metrics, run.counters.iteration, run.counters.consumed_train_samples)
         if data_set is not None:
             _check_finite(run, loss, data_set)
@@ -108,7 +108,7 @@ def _evaluate_and_print(run: Run, batches: Iterator[Batch], signals: StopSignals
     if loss is None:
         print_once(f"note: the evaluation {where} was cut short: a signal asked to stop")
     elif dist.get_rank() == dist.get_world_size() - 1:
-        print(*format_validation_lines(iteration, {LOSS_NAME: loss}, data_set), sep="\n", flush=True)
+        print(*format_validation_lines(iteration, {run.loss.name: loss}, data_set), sep="\n", flush=True)
     return loss
 
 

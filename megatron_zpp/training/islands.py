@@ -20,7 +20,7 @@ from megatron_zpp.islands.elastic.channel import parse_address, read_secret
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
 from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.settings.resolved import ResolvedSettings
-from megatron_zpp.training.loss import LOSS_NAME, LossSoFar, mean_loss
+from megatron_zpp.training.loss import LossSoFar, mean_loss
 from megatron_zpp.training.run import Run
 from megatron_zpp.zeropp import ZeroPPInterface
 
@@ -135,7 +135,7 @@ def report_sync(run: Run) -> None:
         return
     assert islands.gathered_stats is not None
     loss_sum, num_tokens = islands.gathered_stats.sum(dim=0).tolist()
-    loss, name = mean_loss(loss_sum, num_tokens), f"{LOSS_NAME} of all islands"
+    loss, name = mean_loss(loss_sum, num_tokens), f"{run.loss.name} of all islands"
     run.loss_since_agreement.loss_sum = run.loss_since_agreement.num_tokens = 0.0
     if dist.get_rank() == dist.get_world_size() - 1:
         print(

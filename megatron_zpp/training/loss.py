@@ -1,4 +1,7 @@
-"""The loss: cross-entropy of the next token, in nats, over all tokens that the data does not mask."""
+"""What a run is trained on. A loss is an object: training, evaluations and pipelines take it, and know nothing of it.
+
+To train on something else, write a class with the two parts of ``LanguageModelLoss`` and put it into ``Run.loss``.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +17,33 @@ from megatron_zpp.models.transformer import ModelOutput
 from megatron_zpp.parallel.context import shard_batch
 from megatron_zpp.parallel.mesh import Mesh
 
-LOSS_NAME = "lm loss"  # in logs and on dashboards
-
 
 class Target(NamedTuple):
     """What the loss needs of a micro-batch beside the model's output."""
 
     mask: Tensor  # 1 for each of this rank's tokens that count [B, S / cp]
-    num_tokens: Tensor  # the tokens that count, of all ranks that share the micro-batch's sequences
+    num_tokens: Tensor  # what the micro-batch's sum is divided by, and weighs: alike on ranks that share its sequences
 
     def sum(self, losses: Tensor) -> Tensor:
         """Add up the tokens' losses, fp32 [B, S / cp], to a scalar."""
         return (losses * self.mask).sum()
 
 
-def split_batch(batch: Batch, mesh: Mesh, device: torch.device) -> tuple[Batch, Target]:
-    """Split a micro-batch of the loader into what this rank's model takes, on its device, and the target."""
-    inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-    num_tokens = inputs["loss_mask"].sum()
-    if mesh.cp_size > 1:
-        inputs = shard_batch(inputs, mesh.cp_rank, mesh.cp_size)
-    return inputs, Target(inputs.pop("loss_mask"), num_tokens)
+class LanguageModelLoss:
+    """Cross-entropy of the next token, in nats, over all tokens that the data does not mask."""
+
+    name = "lm loss"  # in logs and on dashboards
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self._mesh, self._device = mesh, device
+
+    def split(self, batch: Batch) -> tuple[Batch, Target]:
+        """Split a micro-batch of the loader into what this rank's model takes, on its device, and the target."""
+        inputs = {name: tensor.to(self._device, non_blocking=True) for name, tensor in batch.items()}
+        num_tokens = inputs["loss_mask"].sum()
+        if self._mesh.cp_size > 1:
+            inputs = shard_batch(inputs, self._mesh.cp_rank, self._mesh.cp_size)
+        return inputs, Target(inputs.pop("loss_mask"), num_tokens)
 
 
 class LossTotals:

@@ -62,7 +62,7 @@ class Reporter:
         for result in results:
             self.skipped += result.is_skipped
             self.nan += result.has_nan
-            for name, loss in result.losses().items() if result.has_moved else ():
+            for name, loss in result.losses(run.loss.name).items() if result.has_moved else ():
                 self.losses.setdefault(name, []).append(loss)
         for zeropp in run.zeropps:
             self.sent.add(*zeropp.traffic.take().of_levels())
@@ -151,7 +151,7 @@ class Reporter:
             consumed_samples=result.at.consumed_samples,
             learning_rate=result.at.learning_rate,
             global_batch_size=result.at.num_samples,
-            losses=result.losses(),
+            losses=result.losses(self.run.loss.name),
             loss_scale=result.at.loss_scale,
             grad_norm=result.grad_norm,
             num_zeros=result.num_zeros,

@@ -29,7 +29,7 @@ from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.settings.resolved import ResolvedSettings
-from megatron_zpp.training.loss import LossSoFar, mean_loss
+from megatron_zpp.training.loss import LanguageModelLoss, LossSoFar, mean_loss
 from megatron_zpp.zeropp import Ranks, Traffic, ZeroPPInterface
 from megatron_zpp.zeropp.fsdp.topology import gather_objects
 
@@ -78,6 +78,7 @@ class Run:
     device: torch.device
     mesh: Mesh
     states: list[TrainState]  # of this process: one, or one of each island that it emulates
+    loss: LanguageModelLoss
     islands: OuterSync  # of no islands in an ordinary run
     token_traffic: Traffic  # of tokens that are sent to experts
     schedule: Schedule | None  # None with --skip-train

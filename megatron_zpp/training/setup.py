@@ -33,7 +33,7 @@ from megatron_zpp.parallel.tensor import dropout_seed
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.data import build_data, check_same_data_on_all_ranks
 from megatron_zpp.training.islands import build_elastic_islands, prepare_island
-from megatron_zpp.training.loss import LossSoFar
+from megatron_zpp.training.loss import LanguageModelLoss, LossSoFar
 from megatron_zpp.training.model import ModelBuilder
 from megatron_zpp.training.run import Run, TrainState
 from megatron_zpp.zeropp import OwnRank, Traffic, ranks_of
@@ -84,6 +84,7 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         device=device,
         mesh=mesh,
         states=states,
+        loss=LanguageModelLoss(mesh, device),
         islands=_build_islands(states, settings, mesh, datasets, loss_since_agreement),
         loss_since_agreement=loss_since_agreement,
         token_traffic=token_traffic,

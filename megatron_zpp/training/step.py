@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.models.transformer import ModelOutput, as_model_output
 from megatron_zpp.optim.gradients import clip_gradients, count_zeros, scale_gradients
-from megatron_zpp.training.loss import LossTotals, mean_loss, split_batch
+from megatron_zpp.training.loss import LossTotals, mean_loss
 from megatron_zpp.training.run import IslandStep, Run, TrainState
 
 
@@ -105,7 +105,7 @@ def accumulate_gradients(
     totals = LossTotals(run.mesh, run.device, num_micro_batches, state.scaler.scale, per_token=per_token)
     if state.pipeline is not None:
         read = [next(batches) for _ in range(num_micro_batches)]
-        micro_batches = [split_batch(batch, run.mesh, run.device) for batch in read]
+        micro_batches = [run.loss.split(batch) for batch in read]
 
         def add_of_stage(output: ModelOutput) -> Tensor | float:
             if output.auxiliary and per_token:  # a stage does not know whose tokens it has
@@ -124,7 +124,7 @@ def accumulate_gradients(
         for as_rank in state.ranks:
             with as_rank:
                 read.append(next(batches))
-                inputs, target = split_batch(read[-1], run.mesh, run.device)
+                inputs, target = run.loss.split(read[-1])
                 output = as_model_output(state.model(**inputs))
                 (totals.add(output.losses, target) + totals.add_auxiliary(output, target)).backward()
     names = list(totals.auxiliary)
