@@ -89,7 +89,7 @@ def damaged_cache(campaign: Campaign, folder: Path, at_most: int) -> Outcomes:
     outcome, detail = campaign.check(folder)
     if not result.well:
         return [bad("lost", result, f"{victim.name} {how}")]
-    if "is damaged: it is built anew" not in result.output:
+    if "is damaged: it is built again" not in result.output:
         return [bad("wrong", result, f"{victim.name} {how}")]
     return [(outcome, f"{victim.name} {how}: {detail}")]
 
