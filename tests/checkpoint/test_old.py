@@ -23,13 +23,16 @@ RUNS = json.loads((OLD / "runs.json").read_text())
 def test_they_go_on(ranks, trainer):
     """With optimizer, LoCo's errors, weight copies, islands and loss scale: losses are as they were.
 
-    fp32 sums differ between processors in their last bits; codes of few bits then differ here and there.
+    fp32 sums differ between processors in their last bits; codes of few bits then differ here and there. What was sent
+    as weight differences, a format that is gone, goes on as moved codes, without LoCo's errors.
     """
     runs = {name: run for name, run in RUNS.items() if (run["ranks"], run["trainer"]) == (ranks, trainer)}
     argv = {name: [*run["flags"].split(), "--load", str(OLD / name)] for name, run in runs.items()}
     metrics = run_ranks(ranks, train_each, argv, trainer)[-1]
     for name, run in runs.items():
-        assert metrics[name]["lm loss"] == pytest.approx(run["losses"], rel=5e-5), name
+        assert metrics[name]["lm loss"] == pytest.approx(run["losses"], rel=1e-3 if "difference" in name else 5e-5), (
+            name
+        )
 
 
 @pytest.mark.parametrize("name", RUNS)
