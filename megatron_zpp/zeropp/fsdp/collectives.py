@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _coalescing_manager
 
 from .fsdp_unit import AllGather, DefaultAllocMixin, FSDPUnit, ReduceScatter
 from .shared import Shared, Traffic
@@ -17,16 +15,6 @@ from .topology import RankLayout
 # torch 2.13 renamed these two; the old names still work there but warn.
 all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-
-
-def all_gather_each(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """All-gather several tensors in one collective: ``inputs[i]`` of each of the group's G ranks into ``outputs[i]``.
-
-    One launch, and with NCCL no copies: an all-gather of one buffer would need a permuting copy of all of it.
-    """
-    with _coalescing_manager(group):
-        for output, shard in zip(outputs, inputs, strict=True):
-            all_gather(output, shard, group=group)
 
 
 class PlainAllGather(DefaultAllocMixin, AllGather):

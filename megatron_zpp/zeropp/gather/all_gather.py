@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _coalescing_manager
 
-from ..fsdp.collectives import all_gather, all_gather_each, count_flat_ring
+from ..fsdp.collectives import all_gather, count_flat_ring
 from ..fsdp.consistency import RankConsistencyCheck
 from ..fsdp.fsdp_unit import AllGather, DefaultAllocMixin, FSDPUnit
 from ..fsdp.shared import Shared, Traffic
@@ -308,6 +309,16 @@ class HierarchicalAllGather(QuantizedAllGather):
             self._kept_as = (state["dtype"].dtype, self.unit.device) if state else None
             return
         self.unit.checksums |= load_changes(self.unit, state)
+
+
+def all_gather_each(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """All-gather several tensors in one collective: ``inputs[i]`` of each of the group's G ranks into ``outputs[i]``.
+
+    One launch, and with NCCL no copies: an all-gather of one buffer would need a permuting copy of all of it.
+    """
+    with _coalescing_manager(group):
+        for output, shard in zip(outputs, inputs, strict=True):
+            all_gather(output, shard, group=group)
 
 
 def gather_wires(wire: Tensor, group: dist.ProcessGroup) -> Tensor:

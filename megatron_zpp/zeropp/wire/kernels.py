@@ -10,6 +10,7 @@ Their arguments are those of WireFormat.encode, encode_sum, decode_sum and rotat
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from pathlib import Path
@@ -45,8 +46,9 @@ why_not_loaded = _load()
 has_cuda = why_not_loaded is None and torch.ops.megatron_zpp.has_cuda()
 
 
+@functools.cache
 def why_not_on(device: torch.device) -> str | None:
-    """Why tensors on this device are encoded in plain torch; None if the operators do it."""
+    """Return why tensors on this device are encoded in plain torch; None if the operators do it."""
     if why_not_loaded is not None:
         return why_not_loaded
     if device.type == "cpu" or (device.type == "cuda" and has_cuda):
