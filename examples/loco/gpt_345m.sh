@@ -40,7 +40,7 @@
 #   RECIPE=zero3: 14 GB a GPU; a node sends 3.8 GB per step in 0.3 s, computing takes 0.6 s; 9.9 to 15 hours
 #   RECIPE=zeropp: 14 GB a GPU; a node sends 0.27 GB per step in 0.022 s, computing takes 0.6 s; 9.9 to 10 hours
 #   RECIPE=loco: 14 GB a GPU; a node sends 0.27 GB per step in 0.022 s, computing takes 0.6 s; 9.9 to 10 hours
-#   RECIPE=recommended: 14 GB a GPU; a node sends 0.18 GB per step in 0.015 s, computing takes 0.6 s; 9.9 to 10 hours
+#   RECIPE=recommended: 14 GB a GPU; a node sends 0.12 GB per step in 0.0094 s, computing takes 0.6 s; 9.9 to 10 hours
 #   RECIPE=zero3 OPTIMIZER=sgd: 14 GB a GPU; a node sends 3.8 GB per step in 0.3 s, computing takes 0.6 s; 9.9 to 15 hours
 #   RECIPE=loco OPTIMIZER=sgd: 14 GB a GPU; a node sends 0.27 GB per step in 0.022 s, computing takes 0.6 s; 9.9 to 10 hours
 set -euo pipefail

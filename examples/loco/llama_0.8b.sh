@@ -42,8 +42,8 @@
 #   RECIPE=zero3: 17 GB a GPU; a node sends 17 GB per step in 1.3 s, computing takes 2.8 s; 0.92 to 1.4 days
 #   RECIPE=zeropp: 18 GB a GPU; a node sends 0.59 GB per step in 0.047 s, computing takes 2.8 s; 22 hours
 #   RECIPE=loco: 19 GB a GPU; a node sends 0.59 GB per step in 0.047 s, computing takes 2.8 s; 22 hours
-#   RECIPE=recommended: 18 GB a GPU; a node sends 0.4 GB per step in 0.032 s, computing takes 2.8 s; 22 hours
-#   RECIPE=two_bits: 18 GB a GPU; a node sends 0.3 GB per step in 0.024 s, computing takes 2.8 s; 22 hours
+#   RECIPE=recommended: 18 GB a GPU; a node sends 0.26 GB per step in 0.02 s, computing takes 2.8 s; 22 hours
+#   RECIPE=two_bits: 18 GB a GPU; a node sends 0.16 GB per step in 0.013 s, computing takes 2.8 s; 22 hours
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
 source examples/common.sh

@@ -40,7 +40,7 @@
 #   RECIPE=zero3: 38 GB a GPU; a node sends 179 GB per step in 14 s, computing takes 13 s; 0.79 to 1.5 days
 #   RECIPE=zeropp: 44 GB a GPU; a node sends 9.1 GB per step in 0.73 s, computing takes 13 s; 17 to 18 hours
 #   RECIPE=loco: 53 GB a GPU; a node sends 9.1 GB per step in 0.73 s, computing takes 13 s; 17 to 18 hours
-#   RECIPE=recommended: 45 GB a GPU; a node sends 6.2 GB per step in 0.5 s, computing takes 13 s; 17 hours
+#   RECIPE=recommended: 44 GB a GPU; a node sends 4 GB per step in 0.32 s, computing takes 13 s; 17 hours
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
 source examples/common.sh

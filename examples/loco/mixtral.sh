@@ -40,7 +40,7 @@
 #   RECIPE=zero3: 31 GB a GPU; a node sends 526 GB per step in 42 s, computing takes 5.2 s; 2.3 to 2.6 days
 #   RECIPE=zeropp: 66 GB a GPU; a node sends 66 GB per step in 5.3 s, computing takes 5.2 s; 7 to 14 hours
 #   RECIPE=loco: 73 GB a GPU; a node sends 66 GB per step in 5.3 s, computing takes 5.2 s; 7 to 14 hours
-#   RECIPE=recommended: 72 GB a GPU; a node sends 45 GB per step in 3.6 s, computing takes 5.2 s; 6.9 to 12 hours
+#   RECIPE=recommended: 66 GB a GPU; a node sends 29 GB per step in 2.3 s, computing takes 5.2 s; 6.9 to 10 hours
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
 source examples/common.sh

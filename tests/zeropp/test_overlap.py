@@ -211,7 +211,7 @@ def _resumed(config):
     return resumes_exactly(new, train, before_saving), in_flight
 
 
-@pytest.mark.parametrize("weights", ["differences", "int8"])
+@pytest.mark.parametrize("weights", ["moves", "int8"])
 def test_a_checkpoint_while_weights_are_on_their_way_resumes_to_the_bit(found, weights):
     assert found[weights] == [(True, ["blocks.1"])] * 4
 

@@ -89,7 +89,7 @@ def weight_draws(config: ZeroPPConfig, unit: str, rank: int, versions: int, frac
     for _ in range(versions):
         encoder.versions += 1
         format = encoder.formats.weights(matrix.whole, torch.float32)
-        yield rounded(format, encoder.encode(values(fraction), format, matrix.whole, rank).unsqueeze(0))
+        yield rounded(format, encoder.encode(values(fraction), format, rank).unsqueeze(0))
         if layout.node == 0:  # the other nodes send the same
             partition = encoder.encode_within_node(values(fraction, NODES), format, layout.local_rank)
             yield rounded(format, partition)
