@@ -57,9 +57,7 @@ WIRE_PRESETS = (  # from what rounds nothing to what rounds most
     WirePreset("all flags, moves", f"{ALL_FLAGS} {MOVES}", (0.15, 0.19)),
     WirePreset("all flags, moves, int8 sums", f"{ALL_FLAGS} {MOVES} {INT8_SUMS}", (0.15, 0.19)),
     WirePreset("all flags, moves, 2-bit gradients", TWO_BIT_GRADIENTS, (-0.23, 0.13)),
-    WirePreset(
-        "all flags, moved 6-bit codes, 2-bit gradients", f"{TWO_BIT_GRADIENTS} {SIX_BIT_WEIGHTS}", (-0.16, 0.18)
-    ),
+    WirePreset("all flags, 6-bit moves, 2-bit gradients", f"{TWO_BIT_GRADIENTS} {SIX_BIT_WEIGHTS}", (-0.16, 0.18)),
 )
 RECOMPUTATIONS = {"": "nothing", "--recompute-activations": "selective", RECOMPUTE_ALL: "all"}
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
