@@ -79,7 +79,7 @@ def predicted_seconds(row: dict[str, Any]) -> float:
 
 def compare() -> None:
     """Errors of all points, and of pairs that differ by more than a tenth the share whose order is predicted."""
-    rows = read_rows(MEASURED)
+    rows = [row for row in read_rows(MEASURED) if row["setting"] in SETTINGS]  # without formats that are gone
     if not rows:
         raise SystemExit("nothing is measured yet: run `planner.py box` first, as root on an idle machine")
     predicted = [predicted_seconds(row) for row in rows]

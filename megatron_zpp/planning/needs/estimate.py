@@ -207,7 +207,8 @@ def _rank_states(
             error = wire_format(pieces, bits, settings.island.block_size, kept_in)
             states[f"LoCo's errors between islands, {feedback.error_dtype}"] = (islands + 1) * error.nbytes
     if config.hpz_partition_size > 1 and between:
-        states[f"hpZ's secondary partition, {config.hpz_secondary_dtype}"] = sum(
+        kept_as = "codes" if config.weight_moves and config.quantized_weights else config.hpz_secondary_dtype
+        states[f"hpZ's secondary partition, {kept_as}"] = sum(
             unit.group.nodes * unit.formats(config).secondary_bytes(unit.part, weights) for unit in between
         )
     if config.quantized_gradients and micro_batches > 1:
