@@ -1,4 +1,4 @@
-"""csrc/cuda/kernels.cu where there is no GPU: its logic, run by a C++ compiler, and what nvcc makes of it."""
+"""csrc/cuda where there is no GPU: its logic, run by a C++ compiler, and what nvcc makes of it."""
 
 import os
 import re
@@ -48,7 +48,8 @@ def test_quotients_by_the_reciprocal_round_as_division_does(tmp_path):
 @pytest.mark.long
 def test_the_kernels_logic_equals_plain_torch(cuda_on_cpu):
     environment = os.environ | {"ZEROPP_KERNELS": str(cuda_on_cpu)}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", str(HERE / "test_kernels.py")]
+    files = [str(HERE / "test_kernels.py"), str(HERE / "test_moves.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", *files]
     command += ["-k", "not eight_threads"]  # which is about the other kernels' work, and much for coroutines
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-3000:]
@@ -89,15 +90,16 @@ def test_more_rows_than_grid_y_has(cuda_on_cpu):
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, of the CUDA toolkit")
 @pytest.mark.long
-def test_nvcc_compiles_for_cards_that_the_build_leaves_to_ptx_without_spills(tmp_path):
+@pytest.mark.parametrize("name", ["kernels", "moves"])
+def test_nvcc_compiles_for_cards_that_the_build_leaves_to_ptx_without_spills(tmp_path, name):
     """And without a warning. test_cuda_build.py looks at what the build compiles itself, for sm_80 and sm_90."""
     flags = ["-std=c++20", "-O3", "--fmad=false", "-Werror=all-warnings", "-Xptxas=-v", "-arch=sm_100"]
-    source = ROOT / "csrc" / "cuda" / "kernels.cu"
+    source = ROOT / "csrc" / "cuda" / f"{name}.cu"
     command = ["nvcc", *flags, "-c", str(source), "-o", str(tmp_path / "kernels.o")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     stacks = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
     kernels = re.findall(r"Compiling entry function '(\w+)' for 'sm_100'", done.stderr)
     assert kernels
-    for name, stack in zip(kernels, stacks, strict=True):
-        assert stack == ("0", "0", "0"), f"{name} uses local memory: {stack}"
+    for kernel, stack in zip(kernels, stacks, strict=True):
+        assert stack == ("0", "0", "0"), f"{kernel} uses local memory: {stack}"
