@@ -90,7 +90,7 @@ def test_the_program_resumes(device, runs, tmp_path):
     """pretrain_gpt.py under torchrun: what it saves and loads on the device continues as if it had not stopped."""
 
     def losses(*more):
-        argv = [device, str(ROOT / "pretrain_gpt.py"), *runs["4-bit differences"], *more]
+        argv = [device, str(ROOT / "pretrain_gpt.py"), *runs["moved codes"], *more]
         process = torchrun(4, argv, script="tests/gpu/share_device.py")
         output, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors

@@ -153,7 +153,8 @@ def test_a_unit_of_both_kinds_is_as_units_of_one_kind():
             (ours, traffic), (theirs, _) = of_rank[name, False], of_rank[name, True]
             assert [i for i, (p, q) in enumerate(zip(ours, theirs, strict=True)) if not p.equal(q)] == [], name
             assert len({loss.sum().item() for loss in ours}) == len(ours)
-            assert traffic[1] == traffic[2] < traffic[0], name
+            assert max(traffic[1:3]) < traffic[0], name
+            assert traffic[1] == traffic[2] or CONFIGS[name].weight_moves, name  # as many as moved
 
 
 def _told_that_all_changed():
