@@ -46,7 +46,7 @@ SMALL = {
     "benchmarks/loop_overhead.py": ["--rounds", "1", "--steps", "3"],
     "benchmarks/kernels.py": ["--rounds", "1", "--megabytes", "1"],
     "benchmarks/trainer.py": ["--rounds", "1", "--steps", "2", "--no-compile"],
-    "benchmarks/study.py": ["E12", "--match", "^int", "--scale", "tiny", "--seeds", "1", "--results", "study.jsonl"],
+    "benchmarks/study.py": ["E12", "--match", "int6", "--scale", "tiny", "--seeds", "1", "--results", "study.jsonl"],
     "examples/quickstart/make_corpus.py": ["--max-megabytes", "0.3"],
     "tools/suggest_settings.py": ["--iterations", "20", "--try=--zero-quantized-gradients"],
     "tools/train_tokenizer.py": ["--vocab-size", "400"],
