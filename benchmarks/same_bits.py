@@ -73,7 +73,7 @@ SCRIPTS = {  # name: variables
     **{f"{path.parent.name}/{path.name}": {} for path in PUBLISHED},
 }
 REAL_AND_EMULATED = {  # name: flags of both; the latter runs in one process
-    "ZeRO++ with LoCo": ("gpt", f"{ZEROPP}"),
+    "ZeRO++ with LoCo": ("gpt", ZEROPP),
     "moved codes": ("gpt", f"{ZEROPP} --zeropp-weight-moves --zero-weight-bits 6"),
     "Muon": ("llama", f"{MUON} {ZEROPP}"),
 }

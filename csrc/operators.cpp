@@ -236,7 +236,8 @@ struct MovesOnDevice {
     arguments.table.raw = static_cast<const Raw*>(copied(codes.raw));
     arguments.rows = rows;
     arguments.scales_before = static_cast<int32_t*>(memory(4 * rows * codes.table.flag_bytes()));
-    arguments.chunk_starts = static_cast<int64_t*>(memory(8 * rows * (codes.table.num_chunks() + 1)));
+    chunk_starts = at::empty({rows, codes.table.num_chunks() + 1}, options.dtype(at::kLong));
+    arguments.chunk_starts = chunk_starts.data_ptr<int64_t>();
   }
 
   void* memory(int64_t nbytes) {
@@ -254,6 +255,7 @@ struct MovesOnDevice {
 
   at::TensorOptions options;
   std::vector<Tensor> held;
+  Tensor chunk_starts;
   MovesArguments arguments;
 };
 
@@ -270,7 +272,7 @@ Tensor encode_moves_on_device(const Codes& codes, const Tensor& old, const Tenso
   arguments.flags = static_cast<uint8_t*>(moves.memory(codes.table.flag_bytes()));
   arguments.headers = static_cast<uint8_t*>(moves.memory(kHeaderBytes * codes.table.num_chunks()));
   ZEROPP_RUN_MOVES(measure_moves, arguments, old);
-  const int64_t nbytes = moves.held[3].view(at::kLong)[-1].item<int64_t>();  // chunk_starts; the host waits
+  const int64_t nbytes = moves.chunk_starts[0][-1].item<int64_t>();  // the host waits
   Tensor out = at::zeros({nbytes + 3}, old.options()).narrow(0, 0, nbytes);  // bits are set in words of 4 bytes
   arguments.moves = out.data_ptr<uint8_t>();
   ZEROPP_RUN_MOVES(write_moves, arguments, old);

@@ -184,7 +184,7 @@ def cyclic_order(
 def sharded_cyclic_order(
     total_samples: int, consumed_samples: int, micro_batch_size: int, rank: int, num_ranks: int
 ) -> Iterator[list[int]]:
-    """As ``cyclic_order``, but each rank reads one contiguous part of the dataset (``--data-sharding``).
+    """Do ``cyclic_order``, but each rank reads one contiguous part of the dataset (``--data-sharding``).
 
     Megatron's rule to the bit, for those who need a rank's data in one place: batches depend on the number of ranks,
     and samples that fill no block are never read.

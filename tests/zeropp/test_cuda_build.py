@@ -141,7 +141,7 @@ def test_values_are_read_in_vectors_wherever_they_begin(compiled):
 
 
 def test_values_of_large_blocks_are_read_in_vectors(compiled):
-    """Of more than 256 elements, which the kernels for tiles leave to those for blocks."""
+    """Kernels for blocks take those of more than 256 elements; kernels for tiles take the rest."""
     checked = {name: code for name, code in compiled.items() if re.match("encode_blocksI.*SourceE[01]E", name)}
     assert len(checked) == 4
     for name, code in checked.items():

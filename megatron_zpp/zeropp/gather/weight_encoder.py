@@ -17,7 +17,7 @@ class WeightEncoder:
 
     def __init__(self, unit: Unit, num_nodes: int, shared: Shared) -> None:
         self.unit, self.config = unit, shared.config
-        self.monitor, self.micro_batch = shared.monitor, shared.micro_batch
+        self.monitor = shared.monitor
         self.formats = Formats(shared.config, num_nodes)
         # Stochastic rounding is right on average over many roundings, so frozen weights are rounded again, too.
         unit.gathers_frozen = shared.config.weight_rounding == "stochastic"
