@@ -81,4 +81,8 @@ def test_lora_sends_little_more_than_the_adapters_between_nodes(words):
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", out)]
     assert len(losses) == 5 and losses[-1] < losses[0] / 4
     first, *later = [float(per_element) for per_element in re.findall(r"bytes, ([\d.]+) per", out)]
-    assert set(later) == {later[0]} and later[0] <= 1.1 * (0.5 + 0.5) < first  # weights and gradients
+    assert later[-1] <= 1.1 * (0.5 + 0.5) < first  # weights and gradients
+    if "--moves" in words:  # fewer codes move as the loss falls
+        assert later == sorted(set(later), reverse=True) and later[0] < 1.557  # what all 8-bit codes take
+    else:
+        assert set(later) == {later[0]}
