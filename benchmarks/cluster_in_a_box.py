@@ -4,8 +4,9 @@
         pretrain_gpt.py --preset gpt-125m ... --log-interval 1
 
 Each node is a network namespace; ``torchrun`` starts in every one of them, and gloo's traffic between nodes crosses
-their interfaces, whose rate ``tc tbf`` limits in both directions. Reported per node and optimizer step: bytes that left
-its interface, with all transport overhead, beside those that the program counted itself; tokens/s; loss.
+their interfaces, whose rate ``tc tbf`` limits in both directions; ``--delay-ms`` adds a latency. Reported per node and
+optimizer step: bytes that left its interface, with all transport overhead, beside those that the program counted
+itself; tokens/s; loss.
 
 Needs Linux, root, and the commands ``ip`` and ``tc`` (Debian package iproute2). Ends by itself after ``--timeout``
 seconds, and removes what it made, also after Ctrl-C; what a killed run left over is removed by the next one.
@@ -42,6 +43,7 @@ class Measurement:
     nodes: int
     ranks_per_node: int
     rate: str | None
+    delay_ms: float
     steps: int
     bytes_per_node_and_step: float  # left a node's interface
     counted_bytes_per_node_and_step: float  # by the program's own counters
@@ -55,6 +57,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--rate", help="of each node's link, as tc takes it: 100mbit, 1gbit; default unlimited")
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="from one node to another, in each direction")
     parser.add_argument("--warmup-steps", type=int, default=2, help="steps left out of the means")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which the run is ended")
     parser.add_argument("command", nargs="+", metavar="-- PROGRAM ARGS", help="a training program that logs often")
@@ -71,13 +74,14 @@ def run(
     nodes: int,
     ranks_per_node: int,
     rate: str | None = None,
+    delay_ms: float = 0.0,
     warmup_steps: int = 2,
     timeout: float = 600.0,
     echo: bool = True,
 ) -> Measurement:
     """Run ``command``, a training program and its arguments, on a fresh cluster; raises RuntimeError if it fails."""
     check_requirements()
-    with cluster(nodes, rate) as namespaces, programs(command, namespaces, ranks_per_node) as processes:
+    with cluster(nodes, rate, delay_ms) as namespaces, programs(command, namespaces, ranks_per_node) as processes:
         samples = read_samples(processes, namespaces, time.monotonic() + timeout, echo)
     samples = [sample for sample in samples if sample[1]["iteration"] > warmup_steps]
     if len(samples) < 2:
@@ -97,6 +101,7 @@ def run(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         rate=rate,
+        delay_ms=delay_ms,
         steps=steps,
         bytes_per_node_and_step=(sum(last) - sum(first)) / steps / nodes,
         counted_bytes_per_node_and_step=counted * 1e6 / nodes,
@@ -116,19 +121,23 @@ def check_requirements() -> None:
 
 
 @contextmanager
-def cluster(nodes: int, rate: str | None) -> Iterator[list[str]]:
-    """Namespaces with an interface eth0 each, at SUBNET.1, .2, ..., joined by a bridge; removed at the end."""
+def cluster(nodes: int, rate: str | None, delay_ms: float = 0.0) -> Iterator[list[str]]:
+    """Namespaces with an interface eth0 each, at SUBNET.1, .2, ..., joined by a bridge; removed at the end.
+
+    With a delay, a program of ours passes their frames on instead: Linux's netem is not everywhere.
+    """
     remove_leftovers()
     bridge = f"{PREFIX}br{os.getpid()}"
     namespaces = [f"{PREFIX}-{os.getpid()}-{node}" for node in range(nodes)]
+    outsides = [f"{PREFIX}{os.getpid()}v{node}" for node in range(nodes)]
+    switch = None
     try:
         sh(f"ip link add {bridge} type bridge")
         sh(f"ip link set {bridge} up")
-        for node, namespace in enumerate(namespaces):
-            outside = f"{PREFIX}{os.getpid()}v{node}"
+        for node, (namespace, outside) in enumerate(zip(namespaces, outsides, strict=True)):
             sh(f"ip netns add {namespace}")
             sh(f"ip link add {outside} type veth peer name eth0 netns {namespace}")
-            sh(f"ip link set {outside} master {bridge} up")
+            sh(f"ip link set {outside} {'' if delay_ms else f'master {bridge}'} up")
             sh(f"ip -n {namespace} addr add {SUBNET}.{node + 1}/24 dev eth0")
             sh(f"ip -n {namespace} link set eth0 up")
             sh(f"ip -n {namespace} link set lo up")
@@ -136,8 +145,15 @@ def cluster(nodes: int, rate: str | None) -> Iterator[list[str]]:
                 shape = f"root tbf rate {rate} burst 256kb latency 200ms"
                 sh(f"tc -n {namespace} qdisc add dev eth0 {shape}")  # what the node sends
                 sh(f"tc qdisc add dev {outside} {shape}")  # what it receives
+        if delay_ms:
+            switch = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("delay.py")), str(delay_ms), *outsides]
+            )
         yield namespaces
     finally:
+        if switch is not None:
+            switch.kill()
+            switch.wait()
         remove(os.getpid())
 
 
