@@ -5,7 +5,7 @@
 Every measurement runs in a process of its own, whose largest memory is reported (``imports_mb``: what it held before).
 Beside ours stands the reference: Megatron's published rules as one would first write them, a Python loop over documents
 for the sample index, and a sample put together from slices of two memory maps. Both must give the same bytes. It
-takes Linux, eight gigabytes of memory and three of disk: the dataset, a billion random tokens in a million documents,
+needs Linux, and two gigabytes of disk: the dataset, a billion random tokens in a million documents,
 is made in ``--folder`` and stays there.
 
 ``cpu_seconds`` tell what a machine of its own would take where others compute too (``load_average`` above 1).
@@ -32,12 +32,9 @@ import torch
 from common import new_parser
 from numpy.typing import NDArray
 
-from megatron_zpp.data.blended_dataset import weighted_blend
 from megatron_zpp.data.build import build_datasets
 from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron_zpp.data.indices import Arrays, build_sample_index, megatron_order
-from megatron_zpp.data.loader import build_loader
 
 SEQ_LENGTH, SEED = 1024, 1234
 SAMPLES_READ = 200_000
@@ -48,39 +45,25 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--folder", default="runs/benchmarks", help="where the dataset is made")
     parser.add_argument("--documents", type=int, default=1_000_000, help="of about 1,000 tokens each")
-    parser.add_argument("--samples", type=int, default=100_000_000, help="of the large sample index")
     args = parser.parse_args()
     prefix = str(Path(args.folder) / f"random-{args.documents}")
     make_dataset(prefix, args.documents)
     IndexedDataset(prefix).token_range()  # into the page cache
     command = " ".join(["python", "benchmarks/data_indices.py", *sys.argv[1:]])
     machine = f"{platform.machine()}, {multiprocessing.cpu_count()} CPUs, Python {platform.python_version()}"
-    for measure, arguments in (
-        (index_by_reference, (prefix,)),
-        (index, (prefix,)),
-        (index_from_cache, (prefix,)),
-        (large_sample_index, (args.samples,)),
-        (large_order, (args.samples,)),
-        (blend, (10_000_000, 2)),
-        (blend, (1_000_000, 100)),
-        (read_by_reference, (prefix,)),
-        (read, (prefix,)),
-        (load, (prefix, 0)),
-        (load, (prefix, 1)),
-        (load, (prefix, 2)),
-    ):
+    for measure in (index_by_reference, index, index_from_cache, read_by_reference, read):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-            result = process.submit(measured, measure, arguments).result()
+            result = process.submit(measured, measure, prefix).result()
         name = measure.__name__.replace("_", " ")
         origin = {"command": command, "machine": machine, "load_average": os.getloadavg()[0]}
         print(json.dumps({"measurement": name, **result, **origin}), flush=True)
 
 
-def measured(measure: Callable[..., Result], arguments: tuple[Any, ...]) -> Result:
+def measured(measure: Callable[[str], Result], prefix: str) -> Result:
     # A process begins with its parent's peak: forget it.
     Path("/proc/self/clear_refs").write_text("5")
     before = peak_megabytes()
-    result = measure(*arguments)
+    result = measure(prefix)
     return {**result, "peak_mb": peak_megabytes(), "imports_mb": before}
 
 
@@ -91,17 +74,15 @@ def peak_megabytes() -> int:
 
 
 class Stopwatch:
-    """Seconds on the clock, and of this process on a processor: what it would take on a machine of its own."""
+    """Seconds on the clock, and of this process on a processor: the time on a machine of its own."""
 
     def __init__(self) -> None:
         self.clock, self.cpu = time.perf_counter(), time.process_time()
 
-    def taken(self, samples: int | None = None) -> Result:
+    def taken(self, samples: int) -> Result:
         clock, cpu = time.perf_counter() - self.clock, time.process_time() - self.cpu
-        result: Result = {"seconds": round(clock, 3), "cpu_seconds": round(cpu, 3)}
-        if samples is not None:
-            result |= {"samples_per_second": round(samples / clock), "samples_per_cpu_second": round(samples / cpu)}
-        return result
+        rates = {"samples_per_second": round(samples / clock), "samples_per_cpu_second": round(samples / cpu)}
+        return {"samples": samples, "seconds": round(clock, 3), "cpu_seconds": round(cpu, 3), **rates}
 
 
 def make_dataset(prefix: str, documents: int) -> None:
@@ -146,23 +127,24 @@ def index_by_reference(prefix: str) -> Result:
     sample_index = reference_sample_index(lengths.tolist(), document_index.tolist(), num_samples)
     shuffle_index = np.arange(num_samples, dtype=np.uint32)
     random.shuffle(shuffle_index)
-    seconds = start.taken()
-    arrays = {"document_index": document_index, "sample_index": sample_index, "shuffle_index": shuffle_index}
-    return {**seconds, "samples": num_samples, "sha256": digest(arrays)}
+    return start.taken(num_samples) | {"sha256": digest(document_index, sample_index, shuffle_index)}
 
 
 def index(prefix: str) -> Result:
     with tempfile.TemporaryDirectory(dir=Path(prefix).parent) as folder:
-        start = Stopwatch()
-        dataset = open_dataset(prefix, folder)
-        return {**start.taken(), "samples": len(dataset), "sha256": of(dataset)}
+        return opened(prefix, folder)
 
 
 def index_from_cache(prefix: str) -> Result:
     open_dataset(prefix)
+    return opened(prefix)
+
+
+def opened(prefix: str, folder: str | None = None) -> Result:
     start = Stopwatch()
-    dataset = open_dataset(prefix)
-    return {**start.taken(), "samples": len(dataset), "sha256": of(dataset)}
+    dataset = open_dataset(prefix, folder)
+    taken = start.taken(len(dataset))
+    return taken | {"sha256": digest(dataset.document_index, dataset.sample_index, dataset.shuffle_index)}
 
 
 def open_dataset(prefix: str, folder: str | None = None) -> GPTDataset:
@@ -172,48 +154,11 @@ def open_dataset(prefix: str, folder: str | None = None) -> GPTDataset:
     return split.train
 
 
-def of(dataset: GPTDataset) -> str:
-    names = ("document_index", "sample_index", "shuffle_index")
-    return digest({name: getattr(dataset, name) for name in names})
-
-
-def digest(arrays: Arrays) -> str:
+def digest(*arrays: NDArray[Any]) -> str:
     hashed = hashlib.sha256()
-    for array in arrays.values():
+    for array in arrays:
         hashed.update(np.ascontiguousarray(array).data)
     return hashed.hexdigest()[:16]
-
-
-def large_lengths(samples: int) -> NDArray[np.int32]:
-    """As many documents as samples, of 1,024 tokens on the average."""
-    lengths = np.random.default_rng(0).integers(1, 2 * SEQ_LENGTH, size=samples, dtype=np.int32)
-    missing = samples * SEQ_LENGTH + 1 - int(lengths.sum(dtype=np.int64))
-    lengths[: abs(missing)] += np.sign(missing)  # one token more, or less, in that many documents
-    return np.maximum(lengths, 0, out=lengths)
-
-
-def large_sample_index(samples: int) -> Result:
-    lengths = large_lengths(samples)
-    document_index = np.arange(samples, dtype=np.int32)
-    np.random.RandomState(SEED).shuffle(document_index)
-    start = Stopwatch()
-    rows = len(build_sample_index(lengths, document_index, SEQ_LENGTH, samples))
-    return {**start.taken(), "samples": rows - 1}
-
-
-def large_order(samples: int) -> Result:
-    """Document, sample and shuffle index, which is mostly NumPy shuffling."""
-    lengths = large_lengths(samples)
-    start = Stopwatch()
-    arrays = megatron_order(lengths, range(samples), 1, False, SEQ_LENGTH, SEED)
-    return {**start.taken(), "samples": len(arrays["shuffle_index"])}
-
-
-def blend(samples: int, datasets: int) -> Result:
-    weights = np.random.default_rng(0).random(datasets)
-    start = Stopwatch()
-    weighted_blend((weights / weights.sum()).tolist(), samples)
-    return {**start.taken(), "datasets": datasets, "samples": samples}
 
 
 # Reading
@@ -257,20 +202,7 @@ def timed_reading(sample: Callable[[int], Any], length: int) -> Result:
     start = Stopwatch()
     for i in range(count):
         sample(i)
-    return {**start.taken(count), "samples": count}
-
-
-def load(prefix: str, workers: int) -> Result:
-    """Batches of 8 samples as the trainer gets them, masks and all."""
-    options: dict[str, Any] = {"consumed_samples": 0, "micro_batch_size": 8, "dp_rank": 0, "dp_size": 1}
-    dataset = open_dataset(prefix)
-    batches = build_loader(dataset, **options, num_workers=workers, device="cpu")
-    next(batches)  # starts the workers
-    start = Stopwatch()
-    count = min(SAMPLES_READ // 80, len(dataset) // 8 - 1)
-    for _ in range(count):
-        next(batches)
-    return {**start.taken(8 * count), "workers": workers, "samples": 8 * count}
+    return start.taken(count)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,6 @@ from common import ROOT, append_row, new_parser
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_zpp.data.text.tokenizers import build_tokenizer
 
-SIDES, PEAKS = ("tool", "plain"), ("main_peak_mb", "worker_peaks_mb")
 TOKENIZERS = ("SentencePiece", "tokenizers", "tiktoken")
 
 
@@ -105,13 +104,13 @@ def batch_speed(tokenizer: dict[str, Any], corpus: Path, max_bytes: float) -> tu
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     built = build_tokenizer(**tokenizer)
     library: Any = getattr(built, "_processor", None) or getattr(built, "_tokenizer", None) or built._encoding  # type: ignore[attr-defined]
-    match tokenizer["tokenizer_type"]:
-        case "SentencePieceTokenizer":
-            encode = lambda texts: library.encode(texts, num_threads=1)  # noqa: E731
-        case "HuggingFaceTokenizer":
-            encode = lambda texts: [e.ids for e in library.encode_batch_fast(texts, add_special_tokens=False)]  # noqa: E731
-        case _:
-            encode = lambda texts: library.encode_ordinary_batch(texts, num_threads=1)  # noqa: E731
+    encode = {
+        "SentencePieceTokenizer": lambda texts: library.encode(texts, num_threads=1),
+        "HuggingFaceTokenizer": lambda texts: [
+            e.ids for e in library.encode_batch_fast(texts, add_special_tokens=False)
+        ],
+        "TikTokenizer": lambda texts: library.encode_ordinary_batch(texts, num_threads=1),
+    }[tokenizer["tokenizer_type"]]
     texts = list(read_texts(corpus, max_bytes))
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
     encode(texts[:10])
@@ -152,40 +151,15 @@ def tool_command(tokenizer: dict[str, Any], corpus: Path, prefix: Path, workers:
     return [sys.executable, *words.split(), "--log-interval", "1000000", *flags]
 
 
-def watched(command: list[str]) -> dict[str, Any]:
-    """Wall and processor seconds of a command with its children, and the peak memory of each of its processes."""
+def watched(command: list[str]) -> dict[str, float]:
+    """Wall and processor seconds of a command with its children, and the peak memory of its largest process."""
     began = time.perf_counter()
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    peaks: dict[int, float] = {}
-    while True:
-        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-        if pid:
-            break
-        for each in [process.pid, *children(process.pid)]:
-            peaks[each] = max(peak_megabytes(each), peaks.get(each, 0.0))
-        time.sleep(0.02)
-    seconds = time.perf_counter() - began
+    _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise RuntimeError(f"{' '.join(command)} failed")
-    main = peaks.pop(process.pid)
-    workers = sorted((round(peak) for peak in peaks.values() if peak > 20), reverse=True)
-    cpu = usage.ru_utime + usage.ru_stime
-    return {"seconds": seconds, "cpu": cpu, "main_peak_mb": round(main), "worker_peaks_mb": workers}
-
-
-def children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def peak_megabytes(pid: int) -> float:
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return 0.0
-    return next((int(line.split()[1]) * 1024 / 1e6 for line in status.splitlines() if line.startswith("VmHWM")), 0.0)
+    peak_mb = round(usage.ru_maxrss * 1024 / 1e6)
+    return {"seconds": time.perf_counter() - began, "cpu": usage.ru_utime + usage.ru_stime, "peak_mb": peak_mb}
 
 
 # The measurement
@@ -196,7 +170,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     megabytes = make_corpus(corpus, args.megabytes) / 1e6
     tokenizers = make_tokenizers(folder, corpus)
     for name in args.tokenizers:
-        rows: dict[int, list[dict[str, Any]]] = {workers: [] for workers in args.workers}
+        rows: dict[int, list[dict[str, float]]] = {workers: [] for workers in args.workers}
         for _ in range(args.rounds):
             for workers in args.workers:
                 rows[workers].append(measure_turn(folder, corpus, megabytes, tokenizers[name], workers))
@@ -206,7 +180,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
 
 def measure_turn(
     folder: Path, corpus: Path, megabytes: float, tokenizer: dict[str, Any], workers: int
-) -> dict[str, Any]:
+) -> dict[str, float]:
     spawn = multiprocessing.get_context("spawn")
     batch_arguments = (tokenizer, corpus, megabytes * 1e6 / 8)  # enough for a batch measurement
     with spawn.Pool(workers) as pool:
@@ -231,29 +205,19 @@ def measure_turn(
         "plain_mb_s": megabytes / plain["seconds"],
         "cpu_efficiency": batch_cpu * megabytes / tool["cpu"],
         "plain_cpu_efficiency": batch_cpu * megabytes / plain["cpu"],
-        **{f"{side}_{what}": seen[what] for side, seen in zip(SIDES, (tool, plain), strict=True) for what in PEAKS},
+        "tool_peak_mb": tool["peak_mb"],
+        "plain_peak_mb": plain["peak_mb"],
     }
 
 
-def summary(workers: int, turns: list[dict[str, Any]]) -> dict[str, Any]:
-    def median(key: str) -> float:
-        return round(statistics.median(turn[key] for turn in turns), 3)
-
-    efficiencies = [turn["tool_mb_s"] / (turn["batch_mb_s"] * workers) for turn in turns]
-    together = [turn["tool_mb_s"] / turn["batch_together_mb_s"] for turn in turns]
-    return {
-        "batch_mb_s": median("batch_mb_s"),
-        "batch_together_mb_s": median("batch_together_mb_s"),
-        "tool_mb_s": median("tool_mb_s"),
-        "plain_multiprocessing_mb_s": median("plain_mb_s"),
-        "efficiency": round(statistics.median(efficiencies), 3),
-        "efficiency_of_each_turn": [round(value, 3) for value in efficiencies],
-        "efficiency_beside_batch_together": round(statistics.median(together), 3),
-        "cpu_efficiency": median("cpu_efficiency"),
-        "plain_cpu_efficiency": median("plain_cpu_efficiency"),
-        **{key: max(turn[key] for turn in turns) for key in (f"{side}_{what}" for side in SIDES for what in PEAKS)},
-        "load_of_machine": round(os.getloadavg()[0], 1),
-    }
+def summary(workers: int, turns: list[dict[str, float]]) -> dict[str, Any]:
+    """Medians over the turns; efficiency: the tool's speed over that of as many batch processes."""
+    for turn in turns:
+        turn["efficiency"] = turn["tool_mb_s"] / (turn["batch_mb_s"] * workers)
+        turn["efficiency_beside_batch_together"] = turn["tool_mb_s"] / turn["batch_together_mb_s"]
+    medians = {name: round(statistics.median(turn[name] for turn in turns), 3) for name in turns[0]}
+    of_each_turn = [round(turn["efficiency"], 3) for turn in turns]
+    return {**medians, "efficiency_of_each_turn": of_each_turn, "load_of_machine": round(os.getloadavg()[0], 1)}
 
 
 def main() -> None:
