@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 
+import planner
 import planner_box
-import planner_islands
 import planner_published
 import pytest
 
@@ -37,10 +37,10 @@ def test_the_fit_finds_the_share_that_made_the_rates():
 
 def test_islands_are_compared_with_one_cluster(monkeypatch, capsys):
     """Of a smaller model on fewer nodes, over a slow link, and one as fast as the nodes'."""
-    run = planner_islands.RUN.replace("--global-batch-size 2048", "--global-batch-size 64 --num-layers 4")
+    run = planner.RUN.replace("--global-batch-size 2048", "--global-batch-size 64 --num-layers 4")
     for name, value in {"RUN": run, "SITE": "2x2x8xH100@400", "GBITS": (1, 800)}.items():
-        monkeypatch.setattr(planner_islands, name, value)
-    planner_islands.print_table()
+        monkeypatch.setattr(planner, name, value)
+    planner.islands()
     _, _, slow, fast = capsys.readouterr().out.splitlines()
     of_slow, of_fast = ([float(cell) for cell in re.findall(r"([\d.]+)%", row)] for row in (slow, fast))
     zero3, *_, fp32, four_bits, streaming = of_slow
