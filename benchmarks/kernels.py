@@ -3,7 +3,7 @@
     python benchmarks/kernels.py [--device cuda] [--megabytes 64 4] [--threads 1 2] [--output kernels.json]
 
 Bytes are what a kernel must read and write once: its inputs and outputs. The measure is a copy of as many bytes, in
-turns with the kernel. Plain torch is megatron_zpp/zeropp/wire/reference.py, eager or compiled (``--beside``).
+turns with the kernel. Plain torch is megatron_zpp/zeropp/wire/reference.py.
 """
 
 from __future__ import annotations
@@ -172,12 +172,9 @@ def measure(kernel: Kernel, device: torch.device, rounds: int, beside: Sequence[
     runs: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source), "kernel": kernel.run}
     if "plain" in beside:
         runs["plain"] = kernel.plain
-    if "compiled" in beside:
-        torch._dynamo.reset()
-        runs["compiled"] = torch.compile(kernel.plain)
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
-        run()  # warm up, and compile
+        run()  # warm up
     for turn in range(rounds):
         for name, run in runs.items():
             if name != "plain" or turn < PLAIN_ROUNDS:
@@ -191,7 +188,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, nargs="+", default=[64, 4], help="of values in a tensor")
     parser.add_argument("--threads", type=int, nargs="+", help="on a CPU; default 1 and all")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--beside", nargs="*", choices=["plain", "compiled"], default=["plain"], help="plain torch")
+    parser.add_argument("--beside", nargs="*", choices=["plain"], default=["plain"], help="plain torch")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the results there as JSON")
     args = parser.parse_args()
     device = torch.device(args.device)

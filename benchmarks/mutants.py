@@ -37,7 +37,7 @@ from typing import Any
 
 import mutants_recorder as recorder
 from common import RESULTS as FOLDER
-from common import ROOT, markdown_table, new_parser, read_rows
+from common import ROOT, append_row, markdown_table, new_parser, read_rows
 from mutants_made import Mutant, draw, functions, mutants_of
 
 RECORDING = ROOT / "runs" / "mutants" / "recording.jsonl"
@@ -83,7 +83,7 @@ def main() -> None:
     for number, row in enumerate(rows, 1):
         kept = {name: text for name, text in results.get(key(row), {}).items() if name == "judgement"}
         results[key(row)] = row | kept
-        write_results(args.results, results.values())
+        append_row(args.results, results[key(row)])
         print(f"{number}/{len(mutants)} {row['outcome']} in {row['seconds']} s: {key(row)}", flush=True)
     print(table(results.values()))
 
@@ -246,12 +246,8 @@ def key(row: dict[str, Any]) -> str:
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
-    return {key(row): row for row in read_rows(path)}
-
-
-def write_results(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    in_order = sorted(rows, key=lambda row: (row["file"], row["line"]))
-    path.write_text("".join(json.dumps(row) + "\n" for row in in_order))
+    """The last row of each mutant, in the order of files and lines."""
+    return {key(row): row for row in sorted(read_rows(path), key=lambda row: (row["file"], row["line"]))}
 
 
 def table(rows: Iterable[dict[str, Any]]) -> str:
