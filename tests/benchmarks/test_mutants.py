@@ -125,10 +125,10 @@ def test_the_noticed_mutant_is_killed_and_the_equivalent_one_survives(toy, tmp_p
     assert set(recorded.judges(equivalent)) == set(recorded.judges(noticed)) == {largest, between}
     assert set(recorded.judges(constant)) == {largest, between, root}
     rows = {row["after"]: row for row in _judged(toy, recording, {equivalent.key, noticed.key, constant.key})}
-    assert [(rows[after]["outcome"], rows[after]["by"], rows[after]["ran"] >= 2) for after in changes] == [
-        ("survived", "", True),
-        ("killed", between, True),
-        ("killed", largest, True),
+    assert [(rows[after]["outcome"], rows[after]["by"]) for after in changes] == [
+        ("survived", ""),
+        ("killed", between),
+        ("killed", largest),
     ]
 
 

@@ -48,6 +48,16 @@ def test_islands_are_compared_with_one_cluster(monkeypatch, capsys):
     assert all(0 < share <= 100 for share in of_fast) and of_fast[0] > 5 * zero3
 
 
+MEASURE_QUICKLY = """
+import sys
+from functools import partial
+from megatron_zpp.commands import measure_cluster
+
+measure_cluster.Options = partial(measure_cluster.Options, most_bytes=2**14, seconds=0.01)
+sys.exit(measure_cluster.main())
+"""
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("namespaces_allowed")
 def test_the_box_is_measured_and_compared(tmp_path, monkeypatch, capsys):
@@ -55,6 +65,7 @@ def test_the_box_is_measured_and_compared(tmp_path, monkeypatch, capsys):
         "MEASURED": tmp_path / "box.jsonl",
         "CLUSTER": tmp_path / "box.yaml",
         "SCATTER": tmp_path / "box.png",
+        "TOOL": tmp_path / "measure_quickly.py",
         "MODELS": {"tiny": TINY},
         "SETTINGS": dict([*planner_box.SETTINGS.items()][:2]),
         "SIZES": "--hidden-size 64 --tokens 32",
@@ -63,6 +74,7 @@ def test_the_box_is_measured_and_compared(tmp_path, monkeypatch, capsys):
     }
     for name, value in changes.items():
         monkeypatch.setattr(planner_box, name, value)
+    planner_box.TOOL.write_text(MEASURE_QUICKLY)
     with pytest.raises(SystemExit, match="nothing is measured yet"):
         planner_box.compare()
     planner_box.measure()

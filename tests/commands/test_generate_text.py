@@ -1,4 +1,4 @@
-"""Text sampled from a checkpoint that two ranks saved."""
+"""Text sampled from a checkpoint that a run saved."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ ALPHABET = "abcdefghijklmnop"
 
 def train_on_alphabet(folder: str) -> None:
     """A GPT that has seen nothing but the alphabet, over and over. For ``run_ranks``."""
-    argv = f"""--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 4
+    argv = f"""--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 8
         --train-iters 60 --lr 1e-2 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 --split 1,0,0 --num-workers 0
         --log-interval 1000 --tokenizer-type ByteTokenizer --data-path {folder}/data
         --save {folder}/checkpoint --save-interval 60"""
@@ -35,7 +35,7 @@ def checkpoint(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("generate")
     with IndexedDatasetWriter(str(folder / "data"), "<u2") as writer:
         writer.add_document([[*(ALPHABET * 400).encode(), 256]])
-    run_ranks(2, train_on_alphabet, str(folder))
+    run_ranks(1, train_on_alphabet, str(folder))
     return folder / "checkpoint"
 
 
