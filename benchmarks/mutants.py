@@ -19,7 +19,6 @@ from __future__ import annotations
 import ast
 import ctypes
 import functools
-import itertools
 import json
 import math
 import multiprocessing
@@ -45,7 +44,6 @@ RESULTS = FOLDER / "mutants.jsonl"
 FOLDERS = ("megatron_zpp/zeropp", "megatron_zpp/training", "megatron_zpp/data")
 ALIVE = ("survived", "unfinished")
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "runs", "build", "__pycache__", ".*_cache", ".hypothesis")
-STAGES = (5, 30, 120)  # seconds of tests that run in one process before the next ones, which cost more, are needed
 
 
 def main() -> None:
@@ -144,19 +142,12 @@ class Recording:
         return [*self._in_order(near), *self._in_order(self.functions.keys() - near)]
 
     def _in_order(self, tests: Iterable[str]) -> list[str]:
-        return sorted(tests, key=lambda test: ((0.1 + self.seconds[test]) * (1 + len(self.functions[test])), test))
-
-    def stages(self, tests: list[str]) -> Iterator[tuple[list[str], float]]:
-        """The tests in groups that one process runs, file by file; and the seconds after which a group hangs."""
-        lengths = itertools.chain(STAGES, itertools.repeat(STAGES[-1]))
-        while tests:
-            seconds = list(itertools.accumulate(self.seconds[test] for test in tests))
-            length = next(lengths)
-            count = 1 + sum(so_far < length for so_far in seconds[:-1])
-            stage, tests = tests[:count], tests[count:]
-            in_order = list(dict.fromkeys(test.partition("::")[0] for test in stage))
-            stage.sort(key=lambda test: in_order.index(test.partition("::")[0]))
-            yield stage, 60 + 6 * seconds[count - 1]
+        """File by file, those with the quickest and most special tests first."""
+        costs = {test: ((0.1 + self.seconds[test]) * (1 + len(self.functions[test])), test) for test in tests}
+        files: dict[str, list[str]] = {}
+        for test in sorted(costs, key=costs.__getitem__):
+            files.setdefault(test.partition("::")[0], []).append(test)
+        return [test for of_file in files.values() for test in of_file]
 
 
 def run_mutants(root: Path, mutants: list[Mutant], recording: Recording, workers: int, budget: float) -> Iterator[dict]:
@@ -171,26 +162,24 @@ def _adopt_orphans() -> None:
 
 def judge(root: Path, recording: Recording, budget: float, mutant: Mutant) -> dict[str, Any]:
     """The row of a mutant: what became of it, and which test decided that."""
-    start, ran, outcome, by = time.monotonic(), 0, "survived", ""
-    tests = recording.judges(mutant)
-    for stage, limit in recording.stages(tests):
-        if time.monotonic() - start > budget:
+    start, tests = time.monotonic(), recording.judges(mutant)
+    judges, outcome, by = tests, "survived", ""
+    while judges and outcome == "survived":
+        hangs_after = 60 + 6 * sum(recording.seconds[test] for test in judges)
+        found, by = run_tests(root, mutant, tuple(judges), min(budget, hangs_after))
+        # Tests that fail without a mutant, too, say nothing: the others run again.
+        blamed = (by,) if by else tuple(judges)
+        if found == "passed":
+            break
+        if found == "timeout" and budget < hangs_after:
             outcome = "unfinished"
-            break
-        # Tests that fail without a mutant too say nothing: the others of their stage run again.
-        while stage:
-            found, failed = run_tests(root, mutant, tuple(stage), limit)
-            blamed = (failed,) if failed else tuple(stage)
-            if found == "passed" or run_tests_without(root, blamed, limit)[0] == "passed":
-                break
-            stage = [test for test in stage if test not in blamed]
-        ran += len(stage)
-        if stage and found != "passed":
-            outcome, by = found, failed
-            break
+        elif run_tests(root, None, blamed, hangs_after)[0] == "passed":
+            outcome = found
+        else:
+            judges = [test for test in judges if test not in blamed]
     known = {name: getattr(mutant, name) for name in ("file", "line", "operator", "before", "after")}
     seconds = round(time.monotonic() - start, 1)
-    return known | {"outcome": outcome, "by": by, "ran": ran, "of": len(tests), "seconds": seconds}
+    return known | {"outcome": outcome, "by": by, "ran": len(judges), "of": len(tests), "seconds": seconds}
 
 
 def run_tests(root: Path, mutant: Mutant | None, tests: tuple[str, ...], limit: float) -> tuple[str, str]:
@@ -201,17 +190,7 @@ def run_tests(root: Path, mutant: Mutant | None, tests: tuple[str, ...], limit: 
         shutil.copytree(root, tree, symlinks=True, ignore=NOT_COPIED)
         if mutant is not None:
             (tree / mutant.file).write_bytes(mutant.apply((root / mutant.file).read_bytes()))
-        options = [
-            "-x",
-            "-q",
-            "-rfE",
-            "--no-header",
-            "-p",
-            "no:cacheprovider",
-            f"--basetemp={scratch}/pytest",
-            "-m",
-            "",
-        ]
+        options = ["-x", "-q", "-rfE", "-m", "", "-p", "no:cacheprovider", f"--basetemp={scratch}/pytest"]
         environment = os.environ | {"PYTHONPATH": str(tree), "TMPDIR": str(scratch), "COLUMNS": "1000"}
         with open(Path(folder) / "output", "w+") as output:
             streams: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=output, stderr=output)
@@ -233,11 +212,6 @@ def run_tests(root: Path, mutant: Mutant | None, tests: tuple[str, ...], limit: 
         return "passed", ""
     named = (test for line in lines for test in tests if line.startswith((f"FAILED {test}", f"ERROR {test}")))
     return "killed", max(named, key=len, default="")
-
-
-@functools.cache
-def run_tests_without(root: Path, tests: tuple[str, ...], limit: float) -> tuple[str, str]:
-    return run_tests(root, None, tests, limit)
 
 
 def key(row: dict[str, Any]) -> str:

@@ -16,7 +16,6 @@ seconds, which other programs on the machine disturb less.
 from __future__ import annotations
 
 import argparse
-import base64
 import itertools
 import json
 import math
@@ -40,7 +39,7 @@ from common import ROOT, append_row, new_parser
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_zpp.data.text.tokenizers import build_tokenizer
 
-TOKENIZERS = ("SentencePiece", "tokenizers", "tiktoken")
+TOKENIZERS = ("SentencePiece", "tokenizers")
 
 
 # Text and tokenizers
@@ -65,7 +64,7 @@ def read_texts(path: Path, max_bytes: float) -> Iterator[str]:
 
 
 def make_tokenizers(folder: Path, corpus: Path) -> dict[str, dict[str, Any]]:
-    """Trained on the corpus: SentencePiece of 8,192 pieces, byte-level BPE of 32,000 for tokenizers and tiktoken."""
+    """Trained on the corpus: SentencePiece of 8,192 pieces, byte-level BPE of 32,000."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     model = folder / "tokenizer.model"
@@ -77,22 +76,11 @@ def make_tokenizers(folder: Path, corpus: Path) -> dict[str, dict[str, Any]]:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=32_000, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(read_texts(corpus, 10e6), trainer)
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's letters of the bytes
-    others = [byte for byte in range(256) if byte not in printable]
-    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-    with open(folder / "own.tiktoken", "wb") as file:
-        for token, rank in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
-            file.write(base64.b64encode(bytes(byte_of[letter] for letter in token)) + b" %d\n" % rank)
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     return {
         "SentencePiece": {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(model)},
         "tokenizers": {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder / "tokenizer.json")},
-        "tiktoken": {
-            "tokenizer_type": "TikTokenizer",
-            "tokenizer_model": str(folder / "own.tiktoken"),
-            "tiktoken_pattern": "gpt2",
-        },
     }
 
 
@@ -103,13 +91,12 @@ def batch_speed(tokenizer: dict[str, Any], corpus: Path, max_bytes: float) -> tu
     """MB per second and processor seconds per MB of the tokenizer's own batch function."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     built = build_tokenizer(**tokenizer)
-    library: Any = getattr(built, "_processor", None) or getattr(built, "_tokenizer", None) or built._encoding  # type: ignore[attr-defined]
+    library: Any = getattr(built, "_processor", None) or built._tokenizer  # type: ignore[attr-defined]
     encode = {
         "SentencePieceTokenizer": lambda texts: library.encode(texts, num_threads=1),
         "HuggingFaceTokenizer": lambda texts: [
             e.ids for e in library.encode_batch_fast(texts, add_special_tokens=False)
         ],
-        "TikTokenizer": lambda texts: library.encode_ordinary_batch(texts, num_threads=1),
     }[tokenizer["tokenizer_type"]]
     texts = list(read_texts(corpus, max_bytes))
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
@@ -230,7 +217,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="append JSON lines here")
     args = parser.parse_args()
     machine = f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
-    versions = {name: version(name) for name in ("sentencepiece", "tokenizers", "tiktoken")}
+    versions = {name: version(name) for name in ("sentencepiece", "tokenizers")}
     head = {"command": shlex.join(["python", *sys.argv]), "machine": machine, "priority": os.nice(0), **versions}
     with tempfile.TemporaryDirectory() as folder:
         for row in itertools.chain([head], measure(args, Path(folder))):
