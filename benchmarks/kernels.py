@@ -8,6 +8,7 @@ turns with the kernel. Plain torch is megatron_zpp/zeropp/wire/reference.py.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from common import ROOT, new_parser, seconds_of, write_json
+from common import ROOT, new_parser, seconds_of
 from torch import Tensor
 
 sys.path.insert(0, str(ROOT))
@@ -222,7 +223,9 @@ def main() -> None:
                 print(
                     f"{kernel.name:58} {row['gigabytes_per_second']:8.1f} {row['of_a_copy']:9.0%}{others}", flush=True
                 )
-    write_json({"command": " ".join(sys.argv), "torch": torch.__version__, "kernels": rows}, args.output)
+    if args.output is not None:
+        result = {"command": " ".join(sys.argv), "torch": torch.__version__, "kernels": rows}
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -234,10 +234,10 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
         count = Counter(row["outcome"] for row in some)
         killed = count["killed"] + count["timeout"]
         same = sum(row.get("judgement", "").startswith("equivalent") for row in some)
-        shares = [f"{killed / total:.1%}" if total else "-" for total in (len(some), len(some) - same)]
+        share = f"{killed / len(some):.1%}" if some else "-"
         outcomes = (killed, count["timeout"], count["survived"], count["unfinished"])
-        counted.append([folder or "all", len(some), *outcomes, same, *shares])
-    lines = [markdown_table([*heads, "killed of all", "killed of those that differ"], counted)]
+        counted.append([folder or "all", len(some), *outcomes, same, share])
+    lines = [markdown_table([*heads, "killed of all"], counted)]
     for row in (row for row in rows if row["outcome"] in ALIVE):
         lines.append(f"\n{row['file']}:{row['line']}, {row['outcome']} after {row['ran']} of {row['of']} tests")
         lines.append(f"  {row['before']}\n  {row['after']}\n  {row.get('judgement', 'not judged yet')}")

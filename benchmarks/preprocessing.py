@@ -1,6 +1,6 @@
 """How fast tools/preprocess_data.py is beside the tokenizers themselves and beside plain multiprocessing.
 
-    python benchmarks/preprocessing.py speed --output benchmarks/results/preprocessing.jsonl
+    python benchmarks/preprocessing.py speed >> benchmarks/results/preprocessing.jsonl
 
 The text is real: sources of this Python's standard library and of torch. The program takes turns between
 
@@ -34,15 +34,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import ROOT, append_row, new_parser
+from common import ROOT, new_parser
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_zpp.data.text.tokenizers import build_tokenizer
 
 TOKENIZERS = ("SentencePiece", "tokenizers")
-
-
-# Text and tokenizers
 
 
 def make_corpus(path: Path, max_megabytes: float) -> int:
@@ -82,9 +79,6 @@ def make_tokenizers(folder: Path, corpus: Path) -> dict[str, dict[str, Any]]:
         "SentencePiece": {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(model)},
         "tokenizers": {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder / "tokenizer.json")},
     }
-
-
-# What is compared
 
 
 def batch_speed(tokenizer: dict[str, Any], corpus: Path, max_bytes: float) -> tuple[float, float]:
@@ -149,9 +143,6 @@ def watched(command: list[str]) -> dict[str, float]:
     return {"seconds": time.perf_counter() - began, "cpu": usage.ru_utime + usage.ru_stime, "peak_mb": peak_mb}
 
 
-# The measurement
-
-
 def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     corpus = folder / "corpus.jsonl"
     megabytes = make_corpus(corpus, args.megabytes) / 1e6
@@ -214,7 +205,6 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], metavar="N", help="default 1 2")
     parser.add_argument("--tokenizers", nargs="+", choices=TOKENIZERS, default=TOKENIZERS, help="default all")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns; default 3")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="append JSON lines here")
     args = parser.parse_args()
     machine = f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
     versions = {name: version(name) for name in ("sentencepiece", "tokenizers")}
@@ -222,7 +212,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for row in itertools.chain([head], measure(args, Path(folder))):
             print(json.dumps(row), flush=True)
-            append_row(args.output, row)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """What a checkpoint costs: how long training stops for a save, beside how long the save takes.
 
-    .venv/bin/python benchmarks/save_cost.py --output benchmarks/results/save_cost.jsonl
+    .venv/bin/python benchmarks/save_cost.py >> benchmarks/results/save_cost.jsonl
 
 Trains a GPT on local ranks that saves every few steps, in the background and at once (``--no-async-save``), and reads
-both times from the log. Prints, and appends, one JSON line for each.
+both times from the log. Prints one JSON line for each.
 """
 
 from __future__ import annotations
@@ -15,22 +15,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import append_row, machine, new_parser, run_trainer
+from common import machine, run_trainer
 
 RANKS = 2
 MODEL = """--num-layers 6 --hidden-size 512 --num-attention-heads 8 --seq-length 32 --micro-batch-size 1
     --global-batch-size 2 --lr 1e-3 --mock-data --vocab-size 8000 --eval-iters 0 --num-workers 0 --log-interval 1
     --train-iters 36 --save-interval 6 --save-keep-last 2"""
-
-
-def main() -> None:
-    parser = new_parser(__doc__)
-    parser.add_argument("--output", type=Path, help="append the JSON lines here")
-    arguments = parser.parse_args()
-    for mode in ("", "--no-async-save"):
-        row = measure(mode)
-        print(json.dumps(row))
-        append_row(arguments.output, row)
 
 
 def measure(mode: str) -> dict[str, Any]:
@@ -55,4 +45,5 @@ def measure(mode: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    for mode in ("", "--no-async-save"):
+        print(json.dumps(measure(mode)))
