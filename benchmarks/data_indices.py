@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from common import machine, new_parser
 from numpy.typing import NDArray
 
@@ -132,5 +131,4 @@ def index_from_cache(prefix: str, folder: str | None = None) -> Indices:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     main()

@@ -5,7 +5,6 @@
 
 Both sides are the trainer, with the same weights, micro-batches and global batches, and take turns; the plain side
 accumulates over as many micro-batches as the other has ranks. The emulated side runs with all flags of ZeRO++ and LoCo.
-The bar of the project is a ratio of 0.70.
 """
 
 from __future__ import annotations

@@ -14,9 +14,6 @@ from typing import Any
 
 import torch
 from common import ROOT, append_row, machine
-
-sys.path.insert(0, str(ROOT))
-
 from fault_runs import ITERATIONS, SETTINGS, Result, Run
 
 from megatron_zpp.checkpoint import candidates, iterate_tensors, read_meta

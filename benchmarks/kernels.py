@@ -18,10 +18,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from common import ROOT, new_parser, seconds_of
+from common import new_parser, seconds_of
 from torch import Tensor
 
-sys.path.insert(0, str(ROOT))
 from megatron_zpp.zeropp.wire import kernels, moves, reference
 from megatron_zpp.zeropp.wire.format import WireFormat
 from megatron_zpp.zeropp.wire.layout import Compensation, KeptScales, ParameterShard

@@ -5,13 +5,9 @@
     python benchmarks/mutants.py run --recheck         # those that survived, again, without --budget
     python benchmarks/mutants.py table                 # what is in the results, as Markdown
 
-A mutant is the package with one operator, constant, condition, statement or return value changed; seed and count choose
-them, at equal distances over the lines of the folders. ``run`` gives each to the tests that execute its function, the
-quick and special ones first, until one fails: no other test can tell the mutant from the original. What an import
-executes, such as a constant, is given to all tests. Killed, ``run`` goes on where it was.
-
-The results are JSON lines. Read those that survived, and give each a field "judgement": "equivalent: why", where no
-test could see it, or what is missing. It is kept when the mutant is tested again.
+``run`` gives each mutant to the tests that execute its function, the quick and special ones first, until one fails.
+What an import executes, such as a constant, is given to all tests. Killed, ``run`` goes on where it was. The page
+docs/benchmarks.md says how to read the results.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ from typing import Any
 import mutants_recorder as recorder
 from common import RESULTS as FOLDER
 from common import ROOT, append_row, markdown_table, new_parser, read_rows
-from mutants_made import Mutant, draw, functions, mutants_of
+from mutants_made import Mutant, draw, functions, key, mutants_of
 
 RECORDING = ROOT / "runs" / "mutants" / "recording.jsonl"
 RESULTS = FOLDER / "mutants.jsonl"
@@ -51,37 +47,34 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     record_ = commands.add_parser("record", help="run the tests, and write down what each executes")
     run = commands.add_parser("run", help="run the tests against mutants that have no result yet")
-    table_ = commands.add_parser("table", help="print the results by folder, and what survived")
+    commands.add_parser("table", help="print the results by folder, and what survived")
     record_.add_argument("tests", nargs="*", help="of pytest; default: what make test runs. Options behind --")
     run.add_argument("--budget", type=float, default=120, help="seconds for one mutant (default: %(default)s)")
     run.add_argument("--recheck", action="store_true", help="run all tests on what survived or is unfinished")
     for command in (record_, run):
         command.add_argument("--workers", type=int, default=2)
-        command.add_argument("--recording", type=Path, default=RECORDING)
     run.add_argument("--count", type=int, default=160)
     run.add_argument("--seed", type=int, default=1)
     run.add_argument("--only", default="", metavar="TEXT", help="mutants of files whose path holds it")
-    for command in (run, table_):
-        command.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.command == "record":
-        sys.exit(record(ROOT, FOLDERS, args.recording, args.workers, args.tests))
+        sys.exit(record(ROOT, FOLDERS, RECORDING, args.workers, args.tests))
     if args.command == "table":
-        print(table(read_results(args.results).values()))
+        print(table(read_results(RESULTS).values()))
         return
     mutants = [mutant for file in files_in(ROOT, FOLDERS) for mutant in mutants_of(ROOT, file)]
     mutants = [mutant for mutant in draw(mutants, args.count, args.seed) if args.only in mutant.file]
-    if not args.recording.exists():
-        sys.exit(f"error: there is no {args.recording}: run python benchmarks/mutants.py record first")
-    results = read_results(args.results)
+    if not RECORDING.exists():
+        sys.exit(f"error: there is no {RECORDING}: run python benchmarks/mutants.py record first")
+    results = read_results(RESULTS)
     wanted = ALIVE if args.recheck else (None,)
-    mutants = [mutant for mutant in mutants if results.get(mutant.key, {}).get("outcome") in wanted]
+    mutants = [mutant for mutant in mutants if results.get(key(vars(mutant)), {}).get("outcome") in wanted]
     budget = math.inf if args.recheck else args.budget
-    rows = run_mutants(ROOT, mutants, Recording(args.recording), args.workers, budget)
+    rows = run_mutants(ROOT, mutants, Recording(RECORDING), args.workers, budget)
     for number, row in enumerate(rows, 1):
         kept = {name: text for name, text in results.get(key(row), {}).items() if name == "judgement"}
         results[key(row)] = row | kept
-        append_row(args.results, results[key(row)])
+        append_row(RESULTS, results[key(row)])
         print(f"{number}/{len(mutants)} {row['outcome']} in {row['seconds']} s: {key(row)}", flush=True)
     print(table(results.values()))
 
@@ -212,11 +205,6 @@ def run_tests(root: Path, mutant: Mutant | None, tests: tuple[str, ...], limit: 
         return "passed", ""
     named = (test for line in lines for test in tests if line.startswith((f"FAILED {test}", f"ERROR {test}")))
     return "killed", max(named, key=len, default="")
-
-
-def key(row: dict[str, Any]) -> str:
-    """What a mutant is known by: its line's number may change."""
-    return f"{row['file']}: {row['operator']}: {row['before']} -> {row['after']}"
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:

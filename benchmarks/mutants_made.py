@@ -37,13 +37,13 @@ class Mutant:
     end: int
     text: str
 
-    @property
-    def key(self) -> str:
-        """Identify the mutant without its line's number, which may change."""
-        return f"{self.file}: {self.operator}: {self.before} -> {self.after}"
-
     def apply(self, source: bytes) -> bytes:
         return source[: self.start] + self.text.encode() + source[self.end :]
+
+
+def key(row: dict[str, Any]) -> str:
+    """Identify a mutant, or its row of results, without its line's number, which may change."""
+    return f"{row['file']}: {row['operator']}: {row['before']} -> {row['after']}"
 
 
 def mutants_of(root: Path, file: Path) -> list[Mutant]:
@@ -61,7 +61,7 @@ def mutants_of(root: Path, file: Path) -> list[Mutant]:
         before, after = (" ".join(lines.decode().split()) for lines in (source[first:last], changed))
         name = str(file.relative_to(root))
         mutant = Mutant(name, function, node.lineno, operator, before, after, start, end, text)
-        made.setdefault(mutant.key, mutant)
+        made.setdefault(key(vars(mutant)), mutant)
     return sorted(made.values(), key=lambda mutant: mutant.line)
 
 

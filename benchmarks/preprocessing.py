@@ -21,7 +21,6 @@ import json
 import math
 import multiprocessing
 import os
-import platform
 import shlex
 import statistics
 import subprocess
@@ -34,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import ROOT, new_parser
+from common import ROOT, machine, new_parser
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_zpp.data.text.tokenizers import build_tokenizer
@@ -206,9 +205,8 @@ def main() -> None:
     parser.add_argument("--tokenizers", nargs="+", choices=TOKENIZERS, default=TOKENIZERS, help="default all")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns; default 3")
     args = parser.parse_args()
-    machine = f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
     versions = {name: version(name) for name in ("sentencepiece", "tokenizers")}
-    head = {"command": shlex.join(["python", *sys.argv]), "machine": machine, "priority": os.nice(0), **versions}
+    head = {"command": shlex.join(["python", *sys.argv]), "machine": machine(), "priority": os.nice(0), **versions}
     with tempfile.TemporaryDirectory() as folder:
         for row in itertools.chain([head], measure(args, Path(folder))):
             print(json.dumps(row), flush=True)
