@@ -10,13 +10,12 @@ work, not waiting for a shared core.
 from __future__ import annotations
 
 import json
-import platform
 import statistics
 import time
 from typing import Any
 
 import torch
-from common import seconds_of
+from common import machine, seconds_of
 
 from megatron_zpp.models.decoder import Decoder, DecoderConfig
 from megatron_zpp.models.init import init_weights
@@ -64,5 +63,4 @@ def measure() -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    machine = f"{platform.machine()} CPU, 1 thread, torch {torch.__version__}"
-    print(json.dumps({"machine": machine, **measure()}, indent=1))
+    print(json.dumps({"machine": machine(), "threads": 1, **measure()}, indent=1))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import mutants
 import pytest
-from mutants_made import Mutant, draw, key, mutants_of
+from mutants_made import Mutant, draw, mutants_of
 
 from tests.conftest import ROOT
 
@@ -71,7 +71,7 @@ def _edits(made: list[Mutant], line: int) -> set[tuple[str, str]]:
     return {(mutant.operator, mutant.after) for mutant in made if mutant.line == line}
 
 
-def _judged(toy: Path, recording: Path, keys: set[str]) -> list[dict]:
+def _judged(toy: Path, recording: Path, changes: set[str]) -> list[dict]:
     """The rows of some mutants, made in a fresh process: run_mutants forks, which pytest's threads don't survive."""
     program = f"""if True:
         import json, sys
@@ -79,7 +79,7 @@ def _judged(toy: Path, recording: Path, keys: set[str]) -> list[dict]:
         sys.path.insert(0, {str(ROOT / "benchmarks")!r})
         import mutants
         root = Path({str(toy)!r})
-        made = [mutant for mutant in mutants.mutants_of(root, root / "toy" / "scale.py") if mutants.key(vars(mutant)) in {keys!r}]
+        made = [mutant for mutant in mutants.mutants_of(root, root / "toy" / "scale.py") if mutant.after in {changes!r}]
         recording = mutants.Recording(Path({str(recording)!r}))
         for row in mutants.run_mutants(root, made, recording, workers=1, budget=60):
             print(json.dumps(row))
@@ -124,9 +124,7 @@ def test_the_noticed_mutant_is_killed_and_the_equivalent_one_survives(toy, tmp_p
     largest, between, root = (f"tests/test_scale.py::test_{name}" for name in ("the_largest", "in_between", "root"))
     assert set(recorded.judges(equivalent)) == set(recorded.judges(noticed)) == {largest, between}
     assert set(recorded.judges(constant)) == {largest, between, root}
-    rows = {
-        row["after"]: row for row in _judged(toy, recording, {*map(key, map(vars, (equivalent, noticed, constant)))})
-    }
+    rows = {row["after"]: row for row in _judged(toy, recording, set(changes))}
     assert [(rows[after]["outcome"], rows[after]["by"]) for after in changes] == [
         ("survived", ""),
         ("killed", between),
