@@ -85,11 +85,6 @@ def test_several_texts_at_once(sample, tmp_path):
     assert found == (0, "== 1\nabcdefghijklm\n== 2\ncdefghi\n== 3\nijklmnop", "")
 
 
-def test_the_cache_changes_no_word(sample):
-    base = "--prompt p --num-tokens 50 --temperature 1.2 --top-p 0.95"
-    assert sample(base) == sample(f"{base} --no-kv-cache")
-
-
 def test_a_chat_is_asked_by_its_template(checkpoint, sample, tmp_path):
     """The template writes the alphabet around the message, and one of the end tokens ends the answer."""
     code, _, err = sample("--chat")
