@@ -123,14 +123,6 @@ def test_embeddings_are_tied_as_asked(architecture):
         assert model.tie_embeddings_and_output_weights != model.untie_embeddings_and_output_weights
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_parse(name):
-    settings, notes = parse(f"--preset {name} {ONE_STEP}", "gpt" if name in GPT.presets else "llama")
-    values = settings.as_flat_dict()
-    assert {key: values[key] for key in PRESETS[name]} == PRESETS[name]
-    assert notes == []
-
-
 def test_flags_override_the_preset():
     model = parse(f"--preset gpt-125m --num-layers 2 {ONE_STEP}")[0].model
     assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (2, 768, 12)
