@@ -23,7 +23,8 @@ from tests.ranks import run_ranks
 from tests.training.small_run import SHAPE, Metrics, flags, start, write_text
 
 ZEROPP = (
-    "--zero-quantized-weights --zero-quantized-gradients --zeropp-ranks-per-node 1 --zeropp-loco --zeropp-weight-moves"
+    "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco "
+    "--zeropp-weight-moves"
 )
 GIVEN, BARE_GIVEN = "tests.families.toy:TOY", "tests.families.toy:BARE"
 
@@ -44,7 +45,7 @@ def trained(tmp_path_factory) -> tuple[Path, list[tuple[Metrics, str, str]]]:
     """A folder with data and checkpoints, and the results of the run that wrote them."""
     folder = tmp_path_factory.mktemp("toy")
     argv = flags(write_text(folder), ZEROPP, f"--save {folder}/run --save-interval 4")
-    return folder, run_ranks(2, train_toy, argv)
+    return folder, run_ranks(4, train_toy, argv)
 
 
 def test_it_trains_and_its_auxiliary_loss_is_logged(trained):
@@ -77,7 +78,7 @@ def std_of_output(argv: list[str]) -> float:
 def test_it_resumes_to_the_bit(trained):
     folder, whole = trained
     argv = flags(f"{folder}/text", ZEROPP, f"--load {folder}/run --ckpt-step 4")
-    for (metrics, digest, _), (expected, expected_digest, _) in zip(run_ranks(2, train_toy, argv), whole, strict=True):
+    for (metrics, digest, _), (expected, expected_digest, _) in zip(run_ranks(4, train_toy, argv), whole, strict=True):
         assert digest == expected_digest
         for key in ("lm loss", "square loss", "grad-norm"):
             assert metrics[key] == expected[key][4:]
@@ -149,7 +150,7 @@ def test_it_is_exported_imported_and_sampled(call, trained, tmp_path):
     code, out, err = call(generate_text, "--load", tmp_path / "imported", "--num-tokens", 5, *architecture)
     assert code == 0, err
     code, out, err = call(inspect_checkpoint, "list", run)
-    assert code == 0 and "toy, 2 ranks" in out, err
+    assert code == 0 and "toy, 4 ranks" in out, err
 
     # What a checkpoint says is never imported: the user says it.
     for tool, argv in {export_hf: ("--output", tmp_path / "again"), generate_text: ()}.items():
