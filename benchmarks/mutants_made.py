@@ -48,8 +48,8 @@ def key(row: dict[str, Any]) -> str:
 
 def mutants_of(root: Path, file: Path) -> list[Mutant]:
     """All mutants of a file, in the order of their lines."""
-    source, made = file.read_bytes(), {}
-    line_starts = [0]
+    source, line_starts = file.read_bytes(), [0]
+    made: dict[str, Mutant] = {}
     for line in source.splitlines(keepends=True):
         line_starts.append(line_starts[-1] + len(line))
     for function, operator, node, replacement in _changes(ast.parse(source)):
