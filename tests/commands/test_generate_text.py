@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from megatron_zpp.data.text.tokenizers import ByteTokenizer
 from megatron_zpp.families import ARCHITECTURES
 from megatron_zpp.training.pretrain import train
 from tests.ranks import run_ranks
+from tests.tools import call
 from tests.training.small_run import start
 
 ALPHABET = "abcdefghijklmnop"
@@ -40,13 +40,11 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def sample(monkeypatch, capsys, checkpoint):
+def sample(checkpoint):
     """Run the program: exit code, stdout and stderr."""
 
     def run(words: str, load: str | Path = checkpoint) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["generate_text.py", "--load", str(load), *words.split()])
-        code = generate_text.main()
-        out, err = capsys.readouterr()
+        code, out, err = call(generate_text, "--load", load, *words.split())
         return code, out.removesuffix("\n"), err
 
     return run
