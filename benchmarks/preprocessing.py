@@ -132,14 +132,13 @@ def tool_command(tokenizer: dict[str, Any], corpus: Path, prefix: Path, workers:
 
 
 def watched(command: list[str]) -> dict[str, float]:
-    """Wall and processor seconds of a command with its children, and the peak memory of its largest process."""
+    """Wall and processor seconds of a command with its children."""
     began = time.perf_counter()
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise RuntimeError(f"{' '.join(command)} failed")
-    peak_mb = round(usage.ru_maxrss * 1024 / 1e6)
-    return {"seconds": time.perf_counter() - began, "cpu": usage.ru_utime + usage.ru_stime, "peak_mb": peak_mb}
+    return {"seconds": time.perf_counter() - began, "cpu": usage.ru_utime + usage.ru_stime}
 
 
 def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
@@ -182,8 +181,6 @@ def measure_turn(
         "plain_mb_s": megabytes / plain["seconds"],
         "cpu_efficiency": batch_cpu * megabytes / tool["cpu"],
         "plain_cpu_efficiency": batch_cpu * megabytes / plain["cpu"],
-        "tool_peak_mb": tool["peak_mb"],
-        "plain_peak_mb": plain["peak_mb"],
     }
 
 
