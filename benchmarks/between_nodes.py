@@ -11,7 +11,6 @@ what is there already is not run again. Bytes are read from the nodes' interface
 
 from __future__ import annotations
 
-import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +19,9 @@ from typing import Any
 from cluster_in_a_box import run
 from common import RESULTS, ROOT, markdown_table, measure_once, read_rows, run_choice
 
+from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.families import GPT
+
 BYTES, THROUGHPUT = RESULTS / "between_nodes_bytes.jsonl", RESULTS / "between_nodes_throughput.jsonl"
 # 26M parameters, and hardly any tokens: the network is what is measured.
 MODEL = (
@@ -27,6 +29,7 @@ MODEL = (
     "--vocab-size 1024 --attention-dropout 0 --hidden-dropout 0 --lr 1e-4 --eval-iters 0 --log-interval 1 "
     "--num-workers 0 --bf16 --grad-reduce-in-bf16"
 )
+VOCABULARY = 1152  # NullTokenizer's 1024 and the end of a document, padded to a multiple of 128
 QUANTIZED = "--zero-quantized-weights --zero-quantized-gradients"
 SETTINGS = {
     "ZeRO-3 bf16": "",
@@ -94,26 +97,12 @@ def measure(
     def measured() -> dict[str, Any]:
         command = [str(ROOT / "pretrain_gpt.py"), *flags.split()]
         found = asdict(run(command, nodes, ranks_per_node, rate, warmup_steps=1, timeout=900, echo=False))
-        return found | {"parameters": count_parameters(flags), "command": f"pretrain_gpt.py {flags}"}
+        settings = parse_settings(GPT, flags.split(), nodes * ranks_per_node, note=lambda _: None)
+        parameters = GPT.num_parameters(GPT.build_config(settings.model, VOCABULARY))
+        return found | {"parameters": parameters, "command": f"pretrain_gpt.py {flags}"}
 
     if row := measure_once(path, shape | {"rate": rate, "micro_batches": micro_batches}, measured):
         print(f"    {per_parameter(row):.3f} bytes/parameter, {row['tokens_per_second']:.0f} tokens/s", file=sys.stderr)
-
-
-def count_parameters(flags: str) -> int:
-    from megatron_zpp.families import GPT
-    from megatron_zpp.models.decoder import DecoderConfig
-
-    size = {flag: int(number) for flag, number in re.findall(r"--([a-z-]+) (\d+)", flags)}
-    config = DecoderConfig(
-        size["num-layers"],
-        size["hidden-size"],
-        size["num-attention-heads"],
-        vocab_size=-(-size["vocab-size"] // 128) * 128 + 128,  # NullTokenizer's end-of-document, padded
-        max_position_embeddings=size["seq-length"],
-        tie_embeddings="--untie-embeddings-and-output-weights" not in flags,
-    )
-    return GPT.num_parameters(config)
 
 
 def per_parameter(row: dict[str, Any]) -> float:

@@ -55,18 +55,6 @@ def measure_once(path: Path, key: Mapping[str, Any], measure: Callable[[], Mappi
     return row
 
 
-def write_json(result: Mapping[str, Any], output: Path | None) -> None:
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def write_result(result: Mapping[str, Any], output: Path | None) -> None:
-    """Print a result as JSON, and write it to ``output`` if given."""
-    print(json.dumps(result, indent=1))
-    write_json(result, output)
-
-
 def markdown_table(headings: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     """Format a Markdown table, one line per row, without a newline at the end."""
     headings = list(headings)

@@ -1,12 +1,11 @@
-"""How fast are indices built and samples read, and in how much memory?
+"""How fast are a dataset's indices built, and in how much memory?
 
     .venv/bin/python benchmarks/data_indices.py
 
 Every measurement runs in a process of its own, whose largest memory is reported (``imports_mb``: what it held before).
-Beside ours stands the reference: Megatron's published rules as one would first write them, a Python loop over documents
-for the sample index, and a sample put together from slices of two memory maps. Both must give the same bytes. It
-takes Linux, eight gigabytes of memory and three of disk: the dataset, a billion random tokens in a million documents,
-is made in ``--folder`` and stays there.
+Beside ours stands the reference: Megatron's published rules as one would first write them, a Python loop over
+documents. Both must give the same bytes. It needs Linux, and two gigabytes of disk: the dataset, a billion random
+tokens in a million documents, is made in ``--folder`` and stays there.
 
 ``cpu_seconds`` tell what a machine of its own would take where others compute too (``load_average`` above 1).
 Prints JSON lines; ``benchmarks/results/data_indices.jsonl`` holds those of the machine that they name.
@@ -18,7 +17,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -28,80 +26,59 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from common import new_parser
+from common import machine, new_parser
 from numpy.typing import NDArray
 
-from megatron_zpp.data.blended_dataset import weighted_blend
 from megatron_zpp.data.build import build_datasets
 from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron_zpp.data.indices import Arrays, build_sample_index, megatron_order
-from megatron_zpp.data.loader import build_loader
 
 SEQ_LENGTH, SEED = 1024, 1234
-SAMPLES_READ = 200_000
-Result = dict[str, Any]
+Indices = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]  # of documents, samples and the samples' order
 
 
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--folder", default="runs/benchmarks", help="where the dataset is made")
     parser.add_argument("--documents", type=int, default=1_000_000, help="of about 1,000 tokens each")
-    parser.add_argument("--samples", type=int, default=100_000_000, help="of the large sample index")
     args = parser.parse_args()
     prefix = str(Path(args.folder) / f"random-{args.documents}")
     make_dataset(prefix, args.documents)
     IndexedDataset(prefix).token_range()  # into the page cache
     command = " ".join(["python", "benchmarks/data_indices.py", *sys.argv[1:]])
-    machine = f"{platform.machine()}, {multiprocessing.cpu_count()} CPUs, Python {platform.python_version()}"
-    for measure, arguments in (
-        (index_by_reference, (prefix,)),
-        (index, (prefix,)),
-        (index_from_cache, (prefix,)),
-        (large_sample_index, (args.samples,)),
-        (large_order, (args.samples,)),
-        (blend, (10_000_000, 2)),
-        (blend, (1_000_000, 100)),
-        (read_by_reference, (prefix,)),
-        (read, (prefix,)),
-        (load, (prefix, 0)),
-        (load, (prefix, 1)),
-        (load, (prefix, 2)),
-    ):
+    for build in (index_by_reference, index, index_from_cache):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-            result = process.submit(measured, measure, arguments).result()
-        name = measure.__name__.replace("_", " ")
-        origin = {"command": command, "machine": machine, "load_average": os.getloadavg()[0]}
+            result = process.submit(measured, build, prefix).result()
+        name = build.__name__.replace("_", " ")
+        origin = {"command": command, "machine": machine(), "load_average": os.getloadavg()[0]}
         print(json.dumps({"measurement": name, **result, **origin}), flush=True)
 
 
-def measured(measure: Callable[..., Result], arguments: tuple[Any, ...]) -> Result:
-    # A process begins with its parent's peak: forget it.
-    Path("/proc/self/clear_refs").write_text("5")
+def measured(build: Callable[[str], Indices], prefix: str) -> dict[str, Any]:
+    Path("/proc/self/clear_refs").write_text("5")  # a process begins with its parent's peak: forget it
     before = peak_megabytes()
-    result = measure(*arguments)
-    return {**result, "peak_mb": peak_megabytes(), "imports_mb": before}
+    if build is index_from_cache:
+        index_from_cache(prefix)
+    clock, cpu = time.perf_counter(), time.process_time()
+    indices = build(prefix)
+    seconds, cpu_seconds = time.perf_counter() - clock, time.process_time() - cpu
+    hashed = hashlib.sha256()
+    for array in indices:
+        hashed.update(np.ascontiguousarray(array).data)
+    return {
+        "seconds": round(seconds, 3),
+        "cpu_seconds": round(cpu_seconds, 3),
+        "samples": len(indices[-1]),
+        "sha256": hashed.hexdigest()[:16],
+        "peak_mb": peak_megabytes(),
+        "imports_mb": before,
+    }
 
 
 def peak_megabytes() -> int:
     """The largest resident memory of this process, mapped files included."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024 // 1_000_000
-
-
-class Stopwatch:
-    """Seconds on the clock, and of this process on a processor: what it would take on a machine of its own."""
-
-    def __init__(self) -> None:
-        self.clock, self.cpu = time.perf_counter(), time.process_time()
-
-    def taken(self, samples: int | None = None) -> Result:
-        clock, cpu = time.perf_counter() - self.clock, time.process_time() - self.cpu
-        result: Result = {"seconds": round(clock, 3), "cpu_seconds": round(cpu, 3)}
-        if samples is not None:
-            result |= {"samples_per_second": round(samples / clock), "samples_per_cpu_second": round(samples / cpu)}
-        return result
 
 
 def make_dataset(prefix: str, documents: int) -> None:
@@ -115,17 +92,20 @@ def make_dataset(prefix: str, documents: int) -> None:
             writer.add_documents(tokens, lengths, np.ones(len(lengths), dtype=int))
 
 
-# Building
-
-
-def reference_sample_index(lengths: list[int], document_index: list[int], num_samples: int) -> NDArray[np.int32]:
+def index_by_reference(prefix: str) -> Indices:
     """Walk over the documents, sample by sample, as Megatron's helper does."""
+    lengths = IndexedDataset(prefix).sequence_lengths
+    random = np.random.RandomState(SEED)
+    document_index = np.arange(len(lengths), dtype=np.int32)
+    random.shuffle(document_index)
+    num_samples = (int(lengths.sum(dtype=np.int64)) - 1) // SEQ_LENGTH
     sample_index = np.zeros((num_samples + 1, 2), dtype=np.int32)
+    lengths_in_order = lengths[document_index].tolist()
     row = offset = 0
     for k in range(1, num_samples + 1):
         remaining = SEQ_LENGTH + 1
         while remaining:
-            length = lengths[document_index[row]] - offset
+            length = lengths_in_order[row] - offset
             remaining -= length
             if remaining <= 0:
                 offset += remaining + length - 1  # the last token is the next sample's first
@@ -133,146 +113,22 @@ def reference_sample_index(lengths: list[int], document_index: list[int], num_sa
             else:
                 row, offset = row + 1, 0
         sample_index[k] = row, offset
-    return sample_index
-
-
-def index_by_reference(prefix: str) -> Result:
-    start = Stopwatch()
-    lengths = IndexedDataset(prefix).sequence_lengths
-    random = np.random.RandomState(SEED)
-    document_index = np.arange(len(lengths), dtype=np.int32)
-    random.shuffle(document_index)
-    num_samples = (int(lengths.sum(dtype=np.int64)) - 1) // SEQ_LENGTH
-    sample_index = reference_sample_index(lengths.tolist(), document_index.tolist(), num_samples)
     shuffle_index = np.arange(num_samples, dtype=np.uint32)
     random.shuffle(shuffle_index)
-    seconds = start.taken()
-    arrays = {"document_index": document_index, "sample_index": sample_index, "shuffle_index": shuffle_index}
-    return {**seconds, "samples": num_samples, "sha256": digest(arrays)}
+    return document_index, sample_index, shuffle_index
 
 
-def index(prefix: str) -> Result:
+def index(prefix: str) -> Indices:
     with tempfile.TemporaryDirectory(dir=Path(prefix).parent) as folder:
-        start = Stopwatch()
-        dataset = open_dataset(prefix, folder)
-        return {**start.taken(), "samples": len(dataset), "sha256": of(dataset)}
+        return index_from_cache(prefix, folder)
 
 
-def index_from_cache(prefix: str) -> Result:
-    open_dataset(prefix)
-    start = Stopwatch()
-    dataset = open_dataset(prefix)
-    return {**start.taken(), "samples": len(dataset), "sha256": of(dataset)}
-
-
-def open_dataset(prefix: str, folder: str | None = None) -> GPTDataset:
+def index_from_cache(prefix: str, folder: str | None = None) -> Indices:
     options = SampleOptions(SEQ_LENGTH, SEED)
     split = build_datasets(options, data_path=[prefix], split="1", num_samples=(None, 0, 0), cache_path=folder)
     assert isinstance(split.train, GPTDataset)
-    return split.train
-
-
-def of(dataset: GPTDataset) -> str:
-    names = ("document_index", "sample_index", "shuffle_index")
-    return digest({name: getattr(dataset, name) for name in names})
-
-
-def digest(arrays: Arrays) -> str:
-    hashed = hashlib.sha256()
-    for array in arrays.values():
-        hashed.update(np.ascontiguousarray(array).data)
-    return hashed.hexdigest()[:16]
-
-
-def large_lengths(samples: int) -> NDArray[np.int32]:
-    """As many documents as samples, of 1,024 tokens on the average."""
-    lengths = np.random.default_rng(0).integers(1, 2 * SEQ_LENGTH, size=samples, dtype=np.int32)
-    missing = samples * SEQ_LENGTH + 1 - int(lengths.sum(dtype=np.int64))
-    lengths[: abs(missing)] += np.sign(missing)  # one token more, or less, in that many documents
-    return np.maximum(lengths, 0, out=lengths)
-
-
-def large_sample_index(samples: int) -> Result:
-    lengths = large_lengths(samples)
-    document_index = np.arange(samples, dtype=np.int32)
-    np.random.RandomState(SEED).shuffle(document_index)
-    start = Stopwatch()
-    rows = len(build_sample_index(lengths, document_index, SEQ_LENGTH, samples))
-    return {**start.taken(), "samples": rows - 1}
-
-
-def large_order(samples: int) -> Result:
-    """Document, sample and shuffle index, which is mostly NumPy shuffling."""
-    lengths = large_lengths(samples)
-    start = Stopwatch()
-    arrays = megatron_order(lengths, range(samples), 1, False, SEQ_LENGTH, SEED)
-    return {**start.taken(), "samples": len(arrays["shuffle_index"])}
-
-
-def blend(samples: int, datasets: int) -> Result:
-    weights = np.random.default_rng(0).random(datasets)
-    start = Stopwatch()
-    weighted_blend((weights / weights.sum()).tolist(), samples)
-    return {**start.taken(), "datasets": datasets, "samples": samples}
-
-
-# Reading
-
-
-def read_by_reference(prefix: str) -> Result:
-    """A sample as the rules say it: slices of a memory map, one per document, joined, and turned into tensors."""
-    dataset, tokens = open_dataset(prefix), np.memmap(f"{prefix}.bin", dtype=np.uint16, mode="r")
-    folder = next((Path(prefix).parent / "index_cache").glob(f"{Path(prefix).name}-train-*"))
-    arrays = (np.load(folder / f"{name}_index.npy", mmap_mode="r") for name in ("document", "sample", "shuffle"))
-    document_index, sample_index, shuffle_index = arrays
-    lengths = np.array(dataset.indexed.sequence_lengths)
-    begins = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-
-    def sample(i: int) -> dict[str, torch.Tensor]:
-        k = shuffle_index[i]
-        (first, offset), (last, end) = sample_index[k], sample_index[k + 1]
-        parts = []
-        for row in range(first, last + 1):
-            document = document_index[row]
-            start = begins[document] + (offset if row == first else 0)
-            stop = begins[document] + (end + 1 if row == last else lengths[document])
-            parts.append(tokens[start:stop])
-        ids = torch.from_numpy(np.concatenate(parts).astype(np.int64))
-        return {"tokens": ids[:-1].contiguous(), "labels": ids[1:].contiguous(), "loss_mask": torch.ones(SEQ_LENGTH)}
-
-    expected = [np.append(batch["tokens"], batch["labels"][-1]) for batch in map(sample, range(100))]
-    assert all(np.array_equal(ids, dataset[i]) for i, ids in enumerate(expected))
-    return timed_reading(sample, len(dataset))
-
-
-def read(prefix: str) -> Result:
-    dataset = open_dataset(prefix)
-    return timed_reading(dataset.__getitem__, len(dataset))
-
-
-def timed_reading(sample: Callable[[int], Any], length: int) -> Result:
-    count = min(SAMPLES_READ, length)
-    for i in range(count):  # into the page cache
-        sample(i)
-    start = Stopwatch()
-    for i in range(count):
-        sample(i)
-    return {**start.taken(count), "samples": count}
-
-
-def load(prefix: str, workers: int) -> Result:
-    """Batches of 8 samples as the trainer gets them, masks and all."""
-    options: dict[str, Any] = {"consumed_samples": 0, "micro_batch_size": 8, "dp_rank": 0, "dp_size": 1}
-    dataset = open_dataset(prefix)
-    batches = build_loader(dataset, **options, num_workers=workers, device="cpu")
-    next(batches)  # starts the workers
-    start = Stopwatch()
-    count = min(SAMPLES_READ // 80, len(dataset) // 8 - 1)
-    for _ in range(count):
-        next(batches)
-    return {**start.taken(8 * count), "workers": workers, "samples": 8 * count}
+    return split.train.document_index, split.train.sample_index, split.train.shuffle_index
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     main()

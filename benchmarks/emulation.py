@@ -5,7 +5,6 @@
 
 Both sides are the trainer, with the same weights, micro-batches and global batches, and take turns; the plain side
 accumulates over as many micro-batches as the other has ranks. The emulated side runs with all flags of ZeRO++ and LoCo.
-The bar of the project is a ratio of 0.70.
 """
 
 from __future__ import annotations
@@ -32,23 +31,24 @@ MODELS = {  # shape, vocabulary
     "gpt-125m": ("--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024", 50257),
     "gpt-350m": ("--preset gpt-350m --seq-length 2048", 50257),
 }
+RANKS, NODES, MICRO_BATCH_SIZE = 8, 2, 4  # the last of each rank
 ZERO = (
-    "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size {per_node} --zeropp-loco "
-    "--emulate-ranks {ranks} --emulate-nodes {nodes}"
+    f"--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size {RANKS // NODES} --zeropp-loco "
+    f"--emulate-ranks {RANKS} --emulate-nodes {NODES}"
 )
 
 
 def measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     shape, vocab_size = MODELS[args.model]
-    batch, num_steps = args.micro_batch_size * args.ranks, (args.rounds + 1) * args.steps
+    batch, num_steps = MICRO_BATCH_SIZE * RANKS, (args.rounds + 1) * args.steps
     common = f"{shape} --global-batch-size {batch} --num-workers 0 --lr-warmup-iters 0"
-    common += (" --bf16" if args.bf16 else "") + (" --compile" if args.compile else "")
+    common += " --bf16" if args.bf16 else ""
     flags = {
         "plain": f"{common} --zero-stage 0",
-        "emulated": f"{common} {ZERO.format(ranks=args.ranks, nodes=args.nodes, per_node=args.ranks // args.nodes)}",
+        "emulated": f"{common} {ZERO}",
     }
     with tempfile.TemporaryDirectory() as folder:
-        sizes = vocab_size, args.micro_batch_size, num_steps, args.steps, batch
+        sizes = vocab_size, MICRO_BATCH_SIZE, num_steps, args.steps, batch
         sides = {name: OurTraining(our_run(GPT, folder, flags[name], device, *sizes)) for name in flags}
         turns = {name: lambda side=side: seconds_of(lambda: side.steps(args.steps)) for name, side in sides.items()}
         seconds = in_turns(turns, args.rounds)
@@ -60,11 +60,10 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "model": args.model,
         "parameters": run.architecture.num_parameters(run.model.config),
         "seq_length": run.settings.training.seq_length,
-        "micro_batch_size": args.micro_batch_size,
-        "ranks": args.ranks,
-        "nodes": args.nodes,
+        "micro_batch_size": MICRO_BATCH_SIZE,
+        "ranks": RANKS,
+        "nodes": NODES,
         "precision": "bf16" if args.bf16 else "fp32",
-        "compiled": args.compile,
         **{f"tokens_per_second_{name}": round(tokens / statistics.median(seconds[name])) for name in sides},
         "ratio": round(statistics.median(ratios), 3),
         "ratio_of_each_turn": [round(ratio, 3) for ratio in ratios],
@@ -79,13 +78,9 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--model", choices=MODELS, default="gpt-25m")
-    parser.add_argument("--ranks", type=int, default=8, metavar="W", help="default 8")
-    parser.add_argument("--nodes", type=int, default=2, metavar="N", help="default 2")
-    parser.add_argument("--micro-batch-size", type=int, default=4, metavar="B", help="of each rank; default 4")
     parser.add_argument("--steps", type=int, default=1, metavar="K", help="optimizer steps of a turn; default 1")
     parser.add_argument("--rounds", type=int, default=4, metavar="K", help="turns after the one that warms up")
     parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also append the result there, as a JSON line")
     args = parser.parse_args()
     result = measure(args, init_distributed(None, 10))

@@ -9,28 +9,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import ROOT, append_row, machine
-
-sys.path.insert(0, str(ROOT))
-
 from fault_runs import ITERATIONS, SETTINGS, Result, Run
 
 from megatron_zpp.checkpoint import candidates, iterate_tensors, read_meta
-
-
-@dataclass
-class Case:
-    kind: str
-    number: int
-    outcome: str
-    detail: str
-    seconds: float
-
 
 Outcome = tuple[str, str]  # and its detail
 Outcomes = list[Outcome]  # of each fault that hit one run
@@ -41,7 +27,7 @@ class Campaign:
     def __init__(self, folder: Path, rng: random.Random, seed: int, output: Path | None) -> None:
         self.folder, self.rng, self.seed, self.output = folder, rng, seed, output
         self.corpus = folder / "corpus" / "docs_text_document"
-        self.cases: list[Case] = []
+        self.outcomes: dict[str, Counter[str]] = {}  # by kind
         self.begun = time.monotonic()
 
     def prepare(self) -> None:
@@ -105,18 +91,15 @@ class Campaign:
             shutil.rmtree(folder, ignore_errors=True)
 
     def record(self, kind: str, number: int, outcome: str, detail: str, seconds: float) -> None:
-        case = Case(kind, number, outcome, detail, round(seconds, 2))
-        self.cases.append(case)
+        self.outcomes.setdefault(kind, Counter())[outcome] += 1
         print(f"{time.monotonic() - self.begun:7.1f} s  {kind} {number}: {outcome} ({detail})"[:240], flush=True)
-        append_row(self.output, {"seed": self.seed} | asdict(case))
+        row = {"kind": kind, "number": number, "outcome": outcome, "detail": detail, "seconds": round(seconds, 2)}
+        append_row(self.output, {"seed": self.seed} | row)
 
     def summary(self) -> None:
-        table: dict[str, Counter[str]] = {}
-        for case in self.cases:
-            table.setdefault(case.kind, Counter())[case.outcome] += 1
-        for kind, outcomes in table.items():
-            print(f"{kind:20s} {dict(outcomes)}")
-        summary = {kind: dict(outcomes) for kind, outcomes in table.items()}
+        summary = {kind: dict(outcomes) for kind, outcomes in self.outcomes.items()}
+        for kind, outcomes in summary.items():
+            print(f"{kind:20s} {outcomes}")
         seconds = round(time.monotonic() - self.begun, 1)
         append_row(self.output, {"summary": summary, "seed": self.seed, "seconds": seconds, "machine": machine()})
 

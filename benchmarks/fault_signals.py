@@ -32,20 +32,6 @@ def kills(campaign: Campaign, folder: Path, at_most: int) -> Outcomes:
     return finished(campaign, folder, hits)
 
 
-def kills_in_a_place(campaign: Campaign, folder: Path, at_most: int) -> Outcomes:
-    """SIGKILL to a rank that builds the index, loads, evaluates or saves."""
-    hits: Outcomes = []
-    for place in places(campaign, at_most, "building the index", "load", "evaluation", "save"):
-        if place == "building the index":
-            shutil.rmtree(folder / "cache", ignore_errors=True)
-        run = campaign.start(folder, "--save-interval", "1")
-        hit = hit_in(campaign, run, place, signal.SIGKILL)
-        result = run.wait()
-        if hit is not None:
-            hits.append(("hung" if result.hung else "survived", hit))
-    return finished(campaign, folder, hits)
-
-
 def stops(campaign: Campaign, folder: Path, at_most: int) -> Outcomes:
     """SIGTERM or SIGUSR1 to one rank at a time drawn from the steps."""
     hits: Outcomes = []
@@ -65,25 +51,38 @@ def stops(campaign: Campaign, folder: Path, at_most: int) -> Outcomes:
     return finished(campaign, folder, hits)
 
 
+def kills_in_a_place(campaign: Campaign, folder: Path, at_most: int) -> Outcomes:
+    """SIGKILL to a rank that builds the index, loads, evaluates or saves."""
+    places = ["building the index", "load", "evaluation", "save"]
+    return in_places(campaign, folder, signal.SIGKILL, "1", places, at_most)
+
+
 def stops_in_a_place(campaign: Campaign, folder: Path, at_most: int) -> Outcomes:
     """SIGTERM to one rank, in any place of a run."""
+    places = ["building the index", "load", "step", "evaluation", "save"]
+    return in_places(campaign, folder, signal.SIGTERM, "3", places, at_most)
+
+
+def in_places(
+    campaign: Campaign, folder: Path, number: signal.Signals, save_interval: str, places: list[str], at_most: int
+) -> Outcomes:
+    """A signal in each place, in the order in which a run of two starts and more comes by: the first loads nothing."""
     hits: Outcomes = []
-    for place in places(campaign, at_most, "building the index", "load", "step", "evaluation", "save"):
+    for place in campaign.rng.sample(places, k=len(places))[:at_most]:
         if place == "building the index":
             shutil.rmtree(folder / "cache", ignore_errors=True)
-        # An evaluation that alone takes longer than a run may take to stop.
-        slow = {"evaluated micro-batch": 2.0} if place == "evaluation" else {}
-        run = campaign.start(folder, "--save-interval", "3", slow=slow)
-        hit = hit_in(campaign, run, place, signal.SIGTERM)
+        # A run that is asked to stop meets an evaluation that alone takes longer than it may take to stop.
+        is_slow = place == "evaluation" and number == signal.SIGTERM
+        run = campaign.start(
+            folder, "--save-interval", save_interval, slow={"evaluated micro-batch": 2.0} if is_slow else {}
+        )
+        where = hit_in(campaign, run, place, number)
         result = run.wait()
-        if hit is not None:
-            hits.append((stopped(result), f"{hit}, ended in {result.seconds_after_hit:.1f} s, status {result.codes}"))
+        if where is not None:
+            killed = "hung" if result.hung else "survived"
+            outcome = killed if number == signal.SIGKILL else stopped(result)
+            hits.append((outcome, f"{where}, ended in {result.seconds_after_hit:.1f} s, status {result.codes}"))
     return finished(campaign, folder, hits)
-
-
-def places(campaign: Campaign, at_most: int, *places: str) -> list[str]:
-    """In the order in which a run of two starts and more comes by: the first has nothing to load."""
-    return campaign.rng.sample(places, k=len(places))[:at_most]
 
 
 def hit_in(campaign: Campaign, run: Run, place: str, number: signal.Signals) -> str | None:

@@ -22,19 +22,9 @@ import random
 import tempfile
 from pathlib import Path
 
+import fault_damage
 from common import new_parser
 from fault_campaign import Campaign, Fault
-from fault_damage import (
-    damaged_cache,
-    damaged_checkpoint,
-    damaged_data,
-    disk_full,
-    diverged,
-    killed_link,
-    read_only,
-    special_file,
-    two_jobs,
-)
 from fault_runs import preload
 from fault_signals import kills, kills_in_a_place, stops, stops_in_a_place
 
@@ -44,15 +34,15 @@ KINDS: dict[str, tuple[int, Fault]] = {
     "kill in a place": (80, kills_in_a_place),
     "stop": (20, stops),
     "stop in a place": (50, stops_in_a_place),
-    "damaged checkpoint": (24, damaged_checkpoint),
-    "special file": (12, special_file),
-    "damaged data": (24, damaged_data),
-    "damaged cache": (20, damaged_cache),
-    "diverged": (8, diverged),
-    "two jobs": (2, two_jobs),
-    "disk full": (2, disk_full),
-    "read-only": (2, read_only),
-    "killed link": (2, killed_link),
+    "damaged checkpoint": (24, fault_damage.damaged_checkpoint),
+    "special file": (12, fault_damage.special_file),
+    "damaged data": (24, fault_damage.damaged_data),
+    "damaged cache": (20, fault_damage.damaged_cache),
+    "diverged": (8, fault_damage.diverged),
+    "two jobs": (2, fault_damage.two_jobs),
+    "disk full": (2, fault_damage.disk_full),
+    "read-only": (2, fault_damage.read_only),
+    "killed link": (2, fault_damage.killed_link),
 }
 NEED_ROOT = ("disk full", "read-only", "killed link")
 

@@ -1,6 +1,6 @@
 """What keeping keys and values is worth to text generation: tokens per second of one thread, in turns.
 
-    python benchmarks/generation.py --output benchmarks/results/generation.json
+    python benchmarks/generation.py
 
 Models have random weights, and write 300 tokens behind a prompt of 8 ids, the likeliest ones. That both ways write the
 same text is checked. Seconds are the processor's, so that other programs on the machine count less.
@@ -8,14 +8,14 @@ same text is checked. Seconds are the processor's, so that other programs on the
 
 from __future__ import annotations
 
+import json
 import platform
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import in_turns, new_parser, write_result
+from common import in_turns, new_parser
 
 from megatron_zpp.families import GPT
 from megatron_zpp.models.decoder import DecoderConfig
@@ -75,14 +75,11 @@ def measure(name: str, rounds: int, rows: int) -> dict[str, Any]:
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS], metavar="NAME")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], metavar="B", help="texts at once")
-    parser.add_argument("--output", type=Path, metavar="FILE")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    results = [measure(name, args.rounds, rows) for name in args.models for rows in args.rows]
+    results = [measure(name, args.rounds, rows) for name in MODELS for rows in (1, 8)]
     machine = {"processor": platform.processor() or platform.machine(), "threads": 1}
-    write_result({"torch": torch.__version__, **machine, "results": results}, args.output)
+    print(json.dumps({"torch": torch.__version__, **machine, "results": results}, indent=1))
 
 
 if __name__ == "__main__":

@@ -3,12 +3,12 @@
     python benchmarks/kernels.py [--device cuda] [--megabytes 64 4] [--threads 1 2] [--output kernels.json]
 
 Bytes are what a kernel must read and write once: its inputs and outputs. The measure is a copy of as many bytes, in
-turns with the kernel. Plain torch is megatron_zpp/zeropp/wire/reference.py, eager or compiled (``--beside``).
-``--deepspeed PATH`` measures DeepSpeed's quantizer kernels, of a source tree of its, on the same tensors (CUDA only).
+turns with the kernel. Plain torch is megatron_zpp/zeropp/wire/reference.py.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +18,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from common import ROOT, new_parser, seconds_of, write_json
+from common import new_parser, seconds_of
 from torch import Tensor
 
-sys.path.insert(0, str(ROOT))
 from megatron_zpp.zeropp.wire import kernels, moves, reference
 from megatron_zpp.zeropp.wire.format import WireFormat
 from megatron_zpp.zeropp.wire.layout import Compensation, KeptScales, ParameterShard
@@ -173,34 +172,14 @@ def measure(kernel: Kernel, device: torch.device, rounds: int, beside: Sequence[
     runs: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source), "kernel": kernel.run}
     if "plain" in beside:
         runs["plain"] = kernel.plain
-    if "compiled" in beside:
-        torch._dynamo.reset()
-        runs["compiled"] = torch.compile(kernel.plain)
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
-        run()  # warm up, and compile
+        run()  # warm up
     for turn in range(rounds):
         for name, run in runs.items():
             if name != "plain" or turn < PLAIN_ROUNDS:
                 times[name].append(seconds_on(device, run, repeat=1 if name == "plain" else 20))
     return {name: min(seconds) for name, seconds in times.items()}
-
-
-def deepspeed_kernels(path: Path, device: torch.device, megabytes: int) -> Iterator[Kernel]:
-    """DeepSpeed's symmetric quantization kernels, fp16, in groups of 2048, its default for weights."""
-    sys.path.insert(0, str(path))
-    from deepspeed.ops.op_builder import QuantizerBuilder  # type: ignore[import-not-found]
-
-    module = QuantizerBuilder().load()
-    values = torch.randn(megabytes * 2**20 // 2, device=device).half()
-    groups = values.numel() // 2048
-    for bits in (8, 4):
-        codes, scales = module.quantize(values, groups, bits, module.Symmetric)
-        nbytes = values.nbytes + codes.nbytes + scales.nbytes
-        quantize = partial(module.quantize, values, groups, bits, module.Symmetric)
-        yield Kernel(f"DeepSpeed quantize fp16, int{bits}/2048", nbytes, quantize, quantize)
-        dequantize = partial(module.dequantize, codes, scales, groups, bits, module.Symmetric)
-        yield Kernel(f"DeepSpeed dequantize fp16, int{bits}/2048", nbytes, dequantize, dequantize)
 
 
 def main() -> None:
@@ -209,16 +188,13 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, nargs="+", default=[64, 4], help="of values in a tensor")
     parser.add_argument("--threads", type=int, nargs="+", help="on a CPU; default 1 and all")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--beside", nargs="*", choices=["plain", "compiled"], default=["plain"], help="plain torch")
-    parser.add_argument("--deepspeed", type=Path, metavar="PATH", help="a source tree of DeepSpeed")
+    parser.add_argument("--beside", nargs="*", choices=["plain"], default=["plain"], help="plain torch")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the results there as JSON")
     args = parser.parse_args()
     device = torch.device(args.device)
     reason = kernels.why_not_on(device)
     if reason is not None:
         parser.error(f"there are no kernels to measure: {reason}")
-    if args.deepspeed is not None and (device.type != "cuda" or not (args.deepspeed / "deepspeed").is_dir()):
-        parser.error("--deepspeed needs a CUDA device and the folder that holds DeepSpeed's setup.py")
     all_threads = sorted({1, os.cpu_count() or 1})
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
 
@@ -230,9 +206,7 @@ def main() -> None:
             print(f"\n{megabytes} MB of values, {where}\n")
             others = "".join(f" {f'x {other}':>10}" for other in args.beside)
             print(f"{'kernel':58} {'GB/s':>8} {'of a copy':>9}{others}")
-            ours = kernels_on(device, megabytes)
-            theirs = deepspeed_kernels(args.deepspeed, device, megabytes) if args.deepspeed is not None else ()
-            for kernel in [*ours, *theirs]:
+            for kernel in kernels_on(device, megabytes):
                 seconds = measure(kernel, device, args.rounds, args.beside)
                 row = {
                     "kernel": kernel.name,
@@ -248,7 +222,9 @@ def main() -> None:
                 print(
                     f"{kernel.name:58} {row['gigabytes_per_second']:8.1f} {row['of_a_copy']:9.0%}{others}", flush=True
                 )
-    write_json({"command": " ".join(sys.argv), "torch": torch.__version__, "kernels": rows}, args.output)
+    if args.output is not None:
+        result = {"command": " ".join(sys.argv), "torch": torch.__version__, "kernels": rows}
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

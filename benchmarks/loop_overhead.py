@@ -1,6 +1,6 @@
 """What our training loop costs beside plain PyTorch: tokens per second of both, for the same GPT on one rank.
 
-    python benchmarks/loop_overhead.py --output benchmarks/results/loop_overhead.json
+    python benchmarks/loop_overhead.py > benchmarks/results/loop_overhead.json
 
 The plain side is the shortest program that trains a GPT: a model of torch.nn layers, batches that lie in memory,
 AdamW, clipping, a cosine. Ours is the trainer as it is: flags, FSDP2, the indexed dataset, logging. Both begin with
@@ -10,14 +10,14 @@ That they did the same work shows in the losses of their last turns.
 
 from __future__ import annotations
 
+import json
 import statistics
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import device_name, in_turns, new_parser, seconds_of, write_result
+from common import device_name, in_turns, new_parser, seconds_of
 from side_by_side import WARMUP, OurTraining, PlainTraining, full_weights, our_run, plain_model, same_batches
 
 from megatron_zpp.families import GPT
@@ -58,13 +58,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, metavar="N", help="turns of each side; default 10")
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="optimizer steps of a turn; default 5")
     parser.add_argument("--bf16", action="store_true", help="bf16 on both sides: autocast there, --bf16 here")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the result there, as JSON")
     args = parser.parse_args()
     if (args.rounds + 1) * args.steps <= WARMUP:
         parser.error(f"--rounds and --steps must make more than the {WARMUP} steps of the warm-up")
     model = f"GPT: {LAYERS} layers, hidden {HIDDEN}, {HEADS} heads, vocabulary {VOCAB}; {BATCH} x {LENGTH} tokens"
     machine = f"{device_name(torch.device('cpu'))}, torch {torch.__version__}"
-    write_result({"model": model, "machine": machine, **measure(args.bf16, args.rounds, args.steps)}, args.output)
+    result = measure(args.bf16, args.rounds, args.steps)
+    print(json.dumps({"model": model, "machine": machine, **result}, indent=1))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import shlex
 
 from common import markdown_table
+from planner import LLAMA_70B
 
 from megatron_zpp.commands import estimate
 
@@ -19,14 +20,10 @@ COMMON = (
     "--bf16 --micro-batch-size 1 --train-iters 1000 --lr 1e-4 --mock-data --recompute-granularity full "
     "--recompute-method uniform --recompute-num-layers 1"
 )
-LLAMA_70B = (
-    "--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --group-query-attention "
-    "--num-query-groups 8 --seq-length 4096 --vocab-size 128256"
-)
 MODELS = {
     "GPT-13B": (50257, "pretrain_gpt.py --preset gpt-13b --vocab-size 50257"),
     "Llama-8B": (128256, "pretrain_llama.py --preset llama-8b --seq-length 4096 --vocab-size 128256"),
-    "Llama-70B": (128256, f"pretrain_llama.py {LLAMA_70B}"),
+    "Llama-70B": (128256, f"pretrain_llama.py {LLAMA_70B} --vocab-size 128256"),
 }
 ALL_FLAGS = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 8 --zeropp-loco"
 INT8 = "--zero-gradient-sum-dtype int8 --zeropp-weight-moves"

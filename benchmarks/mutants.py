@@ -1,24 +1,20 @@
 """Mutation tests of megatron_zpp: does the suite notice small mistakes in the code?
 
-    python benchmarks/mutants.py record                # once: which test executes which statement; or some: tests/data
+    python benchmarks/mutants.py record                # once: which test executes which function; or some: tests/data
     python benchmarks/mutants.py run                   # the tests against 160 mutants; --only data/indices.py: some
     python benchmarks/mutants.py run --recheck         # those that survived, again, without --budget
-    python benchmarks/mutants.py list                  # the mutants that run would take
     python benchmarks/mutants.py table                 # what is in the results, as Markdown
 
-A mutant is the package with one operator, constant, condition, call or return value changed; seed and count choose
-them, at equal distances over the lines of the folders. ``run`` gives each to the tests that execute its line, the quick
-and special ones first, until one fails: no other test can tell the mutant from the original. What an import executes,
-such as a constant, is given to all tests. Killed, both go on where they were.
-
-The results are JSON lines. Read those that survived, and give each a field "judgement": "equivalent: why", where no
-test could see it, or what is missing. It is kept when the mutant is tested again.
+``run`` gives each mutant to the tests that execute its function, the quick and special ones first, until one fails.
+What an import executes, such as a constant, is given to all tests. Killed, ``run`` goes on where it was. The page
+docs/benchmarks.md says how to read the results.
 """
 
 from __future__ import annotations
 
+import ast
 import ctypes
-import itertools
+import functools
 import json
 import math
 import multiprocessing
@@ -31,21 +27,19 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-import pytest
+import mutants_recorder as recorder
 from common import RESULTS as FOLDER
-from common import ROOT, markdown_table, new_parser, read_rows
-from mutants_made import Mutant, draw, mutants_of
-from mutants_recording import NOT_COPIED, Recording, files_in, record
+from common import ROOT, append_row, markdown_table, new_parser, read_rows
+from mutants_made import Mutant, draw, functions, key, mutants_of
 
 RECORDING = ROOT / "runs" / "mutants" / "recording.jsonl"
 RESULTS = FOLDER / "mutants.jsonl"
 FOLDERS = ("megatron_zpp/zeropp", "megatron_zpp/training", "megatron_zpp/data")
 ALIVE = ("survived", "unfinished")
-COLLECTION = "collection"  # in place of a test: importing the tests, and so the package
+NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "runs", "build", "__pycache__", ".*_cache", ".hypothesis")
 
 
 def main() -> None:
@@ -53,170 +47,169 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     record_ = commands.add_parser("record", help="run the tests, and write down what each executes")
     run = commands.add_parser("run", help="run the tests against mutants that have no result yet")
-    list_ = commands.add_parser("list", help="print the mutants that run would take")
-    table_ = commands.add_parser("table", help="print the results by folder, and what survived")
+    commands.add_parser("table", help="print the results by folder, and what survived")
     record_.add_argument("tests", nargs="*", help="of pytest; default: what make test runs. Options behind --")
     run.add_argument("--budget", type=float, default=120, help="seconds for one mutant (default: %(default)s)")
     run.add_argument("--recheck", action="store_true", help="run all tests on what survived or is unfinished")
     for command in (record_, run):
         command.add_argument("--workers", type=int, default=2)
-        command.add_argument("--recording", type=Path, default=RECORDING)
-    for command in (run, list_):
-        command.add_argument("--count", type=int, default=160)
-        command.add_argument("--seed", type=int, default=1)
-        command.add_argument("--only", default="", metavar="TEXT", help="mutants of files whose path holds it")
-    for command in (run, table_):
-        command.add_argument("--results", type=Path, default=RESULTS)
+    run.add_argument("--count", type=int, default=160)
+    run.add_argument("--seed", type=int, default=1)
+    run.add_argument("--only", default="", metavar="TEXT", help="mutants of files whose path holds it")
     args = parser.parse_args()
     if args.command == "record":
-        sys.exit(record(ROOT, FOLDERS, args.recording, args.workers, args.tests))
+        sys.exit(record(ROOT, FOLDERS, RECORDING, args.workers, args.tests))
     if args.command == "table":
-        print(table(read_results(args.results).values()))
+        print(table(read_results(RESULTS).values()))
         return
     mutants = [mutant for file in files_in(ROOT, FOLDERS) for mutant in mutants_of(ROOT, file)]
     mutants = [mutant for mutant in draw(mutants, args.count, args.seed) if args.only in mutant.file]
-    if args.command == "list":
-        print(*(f"{mutant.line:4} {mutant.key}" for mutant in mutants), sep="\n")
-        return
-    results = read_results(args.results)
+    if not RECORDING.exists():
+        sys.exit(f"error: there is no {RECORDING}: run python benchmarks/mutants.py record first")
+    results = read_results(RESULTS)
     wanted = ALIVE if args.recheck else (None,)
-    mutants = [mutant for mutant in mutants if results.get(mutant.key, {}).get("outcome") in wanted]
+    mutants = [mutant for mutant in mutants if results.get(key(vars(mutant)), {}).get("outcome") in wanted]
     budget = math.inf if args.recheck else args.budget
-    rows = run_mutants(ROOT, mutants, Recording(ROOT, args.recording), args.workers, budget)
+    rows = run_mutants(ROOT, mutants, Recording(RECORDING), args.workers, budget)
     for number, row in enumerate(rows, 1):
         kept = {name: text for name, text in results.get(key(row), {}).items() if name == "judgement"}
         results[key(row)] = row | kept
-        write_results(args.results, results.values())
+        append_row(RESULTS, results[key(row)])
         print(f"{number}/{len(mutants)} {row['outcome']} in {row['seconds']} s: {key(row)}", flush=True)
     print(table(results.values()))
 
 
-def run_tests(tree: Path, limits: dict[str, float], scratch: Path) -> tuple[str, str]:
-    """Run the tests that ``limits`` names, in this order, until one fails or takes longer than its seconds.
-
-    Returns "passed", "failed" or "timeout", and the last test that ran. scratch: for temporary files and the output; it
-    is emptied.
-    """
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir()
-    output, test, deadline = scratch / "output.txt", COLLECTION, time.monotonic() + 120
-    options = ["-x", "-v", "--no-header", "-p", "no:cacheprovider", f"--basetemp={scratch}/pytest", "-m", ""]
-    environment = os.environ | {"PYTHONPATH": str(tree), "TMPDIR": str(scratch)}
-    with open(output, "w") as file:
-        streams: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=file, stderr=file)
-        command = [sys.executable, "-m", "pytest", *options, *limits]
-        tests = subprocess.Popen(command, cwd=tree, env=environment, start_new_session=True, **streams)
-    try:
-        while True:
-            status, text = tests.poll(), output.read_text()
-            places = {text.rfind(f"\n{name} "): name for name in limits}
-            if max(places) >= 0 and places[max(places)] != test:
-                test = places[max(places)]
-                deadline = time.monotonic() + limits[test]
-            if status is not None:
-                passed = status in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
-                return "passed" if passed else "failed", test
-            if time.monotonic() > deadline:
-                return "timeout", test
-            time.sleep(0.1)
-    finally:
-        # End its processes; their children are this process's then, and so on.
-        while children := Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-            for child in map(int, children):
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
+def files_in(root: Path, folders: Iterable[str]) -> list[Path]:
+    return [file for folder in folders for file in sorted((root / folder).rglob("*.py"))]
 
 
-class Worker:
-    """A copy of the tree, in which one file after the other is mutated and tested."""
+def record(root: Path, folders: Iterable[str], recording: Path, workers: int, options: list[str]) -> int:
+    """Run tests in a copy of the tree whose functions leave marks, and add a row for each; return pytest's status."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        tree, job = Path(folder) / "tree", Path(folder) / "job.json"
+        shutil.copytree(root, tree, symlinks=True, ignore=NOT_COPIED)
+        shutil.copy(recorder.__file__, folder)
+        names: list[str] = []
+        for file in files_in(tree, folders):
+            name = file.relative_to(tree)
+            file.write_text(marked(file.read_text(), str(name), names))
+            (tree / name.parts[0] / "_marks.py").write_text(recorder.MARKS)
+        recording.parent.mkdir(parents=True, exist_ok=True)
+        job.write_text(json.dumps({"functions": names, "output": str(recording.resolve())}))
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), folder]), recorder.JOB: str(job)}
+        in_parallel = ["-n", str(workers), "--dist", "worksteal"]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "mutants_recorder", *in_parallel, *options]
+        return subprocess.run(command, cwd=tree, env=environment).returncode
 
-    def __init__(self, root: Path, folder: Path, recording: Recording):
-        self.tree, self.scratch, self.recording = folder / "tree", folder / "scratch", recording
-        shutil.copytree(root, self.tree, symlinks=True, ignore=NOT_COPIED)
-        self.trusted = {COLLECTION}  # tests that were seen to pass here without a mutant
-        self.distrusted: set[str] = set()
-        self.times = itertools.count(1_000_000_000, 10)
 
-    def judge(self, mutant: Mutant, budget: float) -> dict[str, Any]:
-        """The row of a mutant: what became of it, and which test decided that."""
-        start = time.monotonic()
-        names = [name for name in self.recording.judges(mutant) if name not in self.distrusted]
-        original = (self.tree / mutant.file).read_bytes()
-        outcome, by, ran = "survived", "", 0
-        for stage in self.recording.stages(names):
-            if time.monotonic() - start > budget:
-                outcome = "unfinished"
-                break
-            self._write(mutant.file, mutant.apply(original))
-            try:
-                outcome, by = run_tests(self.tree, stage, self.scratch)
-            finally:
-                self._write(mutant.file, original)
-            if outcome == "passed":
-                outcome, by, ran = "survived", "", ran + len(stage)
-            elif self._passes_without(by, stage):
-                outcome = "timeout" if outcome == "timeout" else "killed"
-                break
-            else:
-                return self.judge(mutant, budget)
-        known = {name: getattr(mutant, name) for name in ("file", "line", "operator", "before", "after")}
-        seconds = round(time.monotonic() - start, 1)
-        return known | {"outcome": outcome, "by": by, "ran": ran, "of": len(names), "seconds": seconds}
+def marked(source: str, file: str, names: list[str]) -> str:
+    """The text of a file in which each function first sets a byte; its name is added to ``names`` at that byte."""
+    tree = ast.parse(source)
+    for function, node in functions(tree):
+        place = int(ast.get_docstring(node) is not None)
+        node.body.insert(place, ast.parse(f"__marks__[{len(names)}] = 1").body[0])
+        names.append(f"{file}: {function}")
+    begin = int(ast.get_docstring(tree) is not None)
+    while begin < len(tree.body) and getattr(tree.body[begin], "module", "") == "__future__":
+        begin += 1
+    tree.body.insert(begin, ast.parse(f"from {Path(file).parts[0]}._marks import marks as __marks__").body[0])
+    return ast.unparse(ast.fix_missing_locations(tree))
 
-    def _passes_without(self, test: str, limits: dict[str, float]) -> bool:
-        """Whether a test passes here on the tree as it is."""
-        if test not in self.trusted:
-            if run_tests(self.tree, {test: limits[test]}, self.scratch)[0] == "passed":
-                self.trusted.add(test)
-            else:
-                print(f"note: {test} fails here without a mutant, and is left out", file=sys.stderr)
-                self.distrusted.add(test)
-        return test in self.trusted
 
-    def _write(self, file: str, text: bytes) -> None:
-        """With another time, in whole seconds: by that Python knows whether its compiled file is up to date."""
-        (self.tree / file).write_bytes(text)
-        os.utime(self.tree / file, times=(next(self.times),) * 2)
+class Recording:
+    """Which tests execute a function, and in how many seconds."""
+
+    def __init__(self, path: Path) -> None:
+        rows = {row["test"]: row for row in read_rows(path)}  # of a test that was recorded again, the last row
+        self.imported = set(rows.pop(None)["functions"])
+        self.seconds = {test: row["seconds"] for test, row in rows.items()}
+        self.functions = {test: set(row["functions"]) for test, row in rows.items()}
+
+    def judges(self, mutant: Mutant) -> list[str]:
+        """The tests that may notice it, the quick and special ones first."""
+        name = f"{mutant.file}: {mutant.function}"
+        if mutant.function is not None and name not in self.imported:
+            return self._in_order(test for test, executed in self.functions.items() if name in executed)
+        in_file = f"{mutant.file}: "
+        near = {test for test, executed in self.functions.items() if any(f.startswith(in_file) for f in executed)}
+        return [*self._in_order(near), *self._in_order(self.functions.keys() - near)]
+
+    def _in_order(self, tests: Iterable[str]) -> list[str]:
+        """File by file, those with the quickest and most special tests first."""
+        costs = {test: ((0.1 + self.seconds[test]) * (1 + len(self.functions[test])), test) for test in tests}
+        files: dict[str, list[str]] = {}
+        for test in sorted(costs, key=costs.__getitem__):
+            files.setdefault(test.partition("::")[0], []).append(test)
+        return [test for of_file in files.values() for test in of_file]
 
 
 def run_mutants(root: Path, mutants: list[Mutant], recording: Recording, workers: int, budget: float) -> Iterator[dict]:
     """A row of each mutant, as they come."""
-    # No TemporaryDirectory: a fork that a test makes and that ends as a program does would remove it.
-    folder = Path(tempfile.mkdtemp(prefix="mutants-"))
-    try:
-        fork = multiprocessing.get_context("fork")
-        with ProcessPoolExecutor(workers, fork, _start_worker, (root, folder, recording)) as pool:
-            judged = [pool.submit(_judge, mutant, budget) for mutant in mutants]
-            yield from (future.result() for future in as_completed(judged))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with multiprocessing.get_context("fork").Pool(workers, _adopt_orphans) as pool:
+        yield from pool.imap_unordered(functools.partial(judge, root, recording, budget), mutants)
 
 
-_worker: Worker  # of a process of the pool: a tree is too dear to be copied for each mutant
-
-
-def _start_worker(root: Path, folder: Path, recording: Recording) -> None:
-    global _worker
+def _adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what a killed program leaves behind is this one's child
-    _worker = Worker(root, Path(tempfile.mkdtemp(dir=folder)), recording)
 
 
-def _judge(mutant: Mutant, budget: float) -> dict[str, Any]:
-    return _worker.judge(mutant, budget)
+def judge(root: Path, recording: Recording, budget: float, mutant: Mutant) -> dict[str, Any]:
+    """The row of a mutant: what became of it, and which test decided that."""
+    start, tests = time.monotonic(), recording.judges(mutant)
+    judges, outcome, by = tests, "survived", ""
+    while judges and outcome == "survived":
+        hangs_after = 60 + 6 * sum(recording.seconds[test] for test in judges)
+        found, by = run_tests(root, mutant, tuple(judges), min(budget, hangs_after))
+        # Tests that fail without a mutant, too, say nothing: the others run again.
+        blamed = (by,) if by else tuple(judges)
+        if found == "passed":
+            break
+        if found == "timeout" and budget < hangs_after:
+            outcome = "unfinished"
+        elif run_tests(root, None, blamed, hangs_after)[0] == "passed":
+            outcome = found
+        else:
+            judges = [test for test in judges if test not in blamed]
+    known = {name: getattr(mutant, name) for name in ("file", "line", "operator", "before", "after")}
+    seconds = round(time.monotonic() - start, 1)
+    return known | {"outcome": outcome, "by": by, "ran": len(judges), "of": len(tests), "seconds": seconds}
 
 
-def key(row: dict[str, Any]) -> str:
-    """What a mutant is known by: its line's number may change."""
-    return f"{row['file']}: {row['operator']}: {row['before']} -> {row['after']}"
+def run_tests(root: Path, mutant: Mutant | None, tests: tuple[str, ...], limit: float) -> tuple[str, str]:
+    """Run tests on a copy of the tree until one fails; return "passed", "killed" or "timeout", and by which test."""
+    with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
+        tree, scratch = Path(folder) / "tree", Path(folder) / "scratch"
+        scratch.mkdir()
+        shutil.copytree(root, tree, symlinks=True, ignore=NOT_COPIED)
+        if mutant is not None:
+            (tree / mutant.file).write_bytes(mutant.apply((root / mutant.file).read_bytes()))
+        options = ["-x", "-q", "-rfE", "-m", "", "-p", "no:cacheprovider", f"--basetemp={scratch}/pytest"]
+        environment = os.environ | {"PYTHONPATH": str(tree), "TMPDIR": str(scratch), "COLUMNS": "1000"}
+        with open(Path(folder) / "output", "w+") as output:
+            streams: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            command = [sys.executable, "-m", "pytest", *options, *tests]
+            process = subprocess.Popen(command, cwd=tree, env=environment, start_new_session=True, **streams)
+            try:
+                status = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                return "timeout", ""
+            finally:
+                # End its processes; their children are this process's then, and so on.
+                while children := Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+                    for child in map(int, children):
+                        os.kill(child, signal.SIGKILL)
+                        os.waitpid(child, 0)
+            output.seek(0)
+            lines = output.read().splitlines()
+    if status in (0, 5):  # passed, or nothing was collected
+        return "passed", ""
+    named = (test for line in lines for test in tests if line.startswith((f"FAILED {test}", f"ERROR {test}")))
+    return "killed", max(named, key=len, default="")
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
-    return {key(row): row for row in read_rows(path)}
-
-
-def write_results(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    in_order = sorted(rows, key=lambda row: (row["file"], row["line"]))
-    path.write_text("".join(json.dumps(row) + "\n" for row in in_order))
+    """The last row of each mutant, in the order of files and lines."""
+    return {key(row): row for row in sorted(read_rows(path), key=lambda row: (row["file"], row["line"]))}
 
 
 def table(rows: Iterable[dict[str, Any]]) -> str:
@@ -229,10 +222,10 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
         count = Counter(row["outcome"] for row in some)
         killed = count["killed"] + count["timeout"]
         same = sum(row.get("judgement", "").startswith("equivalent") for row in some)
-        shares = [f"{killed / total:.1%}" if total else "-" for total in (len(some), len(some) - same)]
+        share = f"{killed / len(some):.1%}" if some else "-"
         outcomes = (killed, count["timeout"], count["survived"], count["unfinished"])
-        counted.append([folder or "all", len(some), *outcomes, same, *shares])
-    lines = [markdown_table([*heads, "killed of all", "killed of those that differ"], counted)]
+        counted.append([folder or "all", len(some), *outcomes, same, share])
+    lines = [markdown_table([*heads, "killed of all"], counted)]
     for row in (row for row in rows if row["outcome"] in ALIVE):
         lines.append(f"\n{row['file']}:{row['line']}, {row['outcome']} after {row['ran']} of {row['of']} tests")
         lines.append(f"  {row['before']}\n  {row['after']}\n  {row.get('judgement', 'not judged yet')}")

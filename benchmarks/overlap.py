@@ -17,9 +17,9 @@ program counts them, and the headers that Ethernet, IP and TCP add, over the rat
 which (T_w + T_g) / (T_f + T_b) without headers is 0.25, 0.5, 1, 2 and 4; 0 is an unlimited link.
 
 Beside it run ZeRO-3 of FSDP2, which takes minutes a step at the slowest link, and with --before the same flags in
-another checkout, against the same bound; --settings chooses among them. All repetitions go to
+another checkout, against the same bound. All repetitions go to
 ``benchmarks/results/overlap.jsonl``; what is there already is not measured again. Each repetition measures the parts of
-a step anew, and the table shows medians.
+a step again, and the table shows medians.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=MICRO_BATCHES)
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS, help="those to measure")
     arguments = parser.parse_args()
     if arguments.what == "table":
         print_table()
@@ -72,7 +71,6 @@ def main() -> None:
     checkouts = {"this checkout": (ROOT, ALL_FLAGS), "FSDP2": (ROOT, "")}
     if arguments.before is not None:
         checkouts["before"] = (arguments.before.resolve(), ALL_FLAGS)
-    checkouts = {setting: checkout for setting, checkout in checkouts.items() if setting in arguments.settings}
     for repetition in range(arguments.repetitions):
         measure(checkouts, repetition, arguments.steps, arguments.ratios, arguments.micro_batches)
 

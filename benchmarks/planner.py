@@ -6,21 +6,21 @@
     sudo .venv/bin/python benchmarks/planner.py box   # measures in the cluster in a box: on an idle machine, an hour
     .venv/bin/python benchmarks/planner.py compare    # those measurements beside what is predicted for them
 
-``planner_published.py``, ``planner_islands.py`` and ``planner_box.py`` say what they compare.
+``planner_published.py`` and ``planner_box.py`` say what they compare.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import planner_box
-import planner_islands
 import planner_published
 from common import markdown_table, run_choice
 
 from megatron_zpp.commands.plan import suggested
 from megatron_zpp.families import LLAMA
-from megatron_zpp.planning.cluster import default_cluster
+from megatron_zpp.planning.cluster import Cluster, default_cluster, parse_cluster
 from megatron_zpp.planning.search.plan import Outcome, make_plan
 
 LLAMA_70B = (
@@ -35,6 +35,20 @@ MODELS = {
 NODES, RATES = (8, 64, 512), (25, 100, 400, 800)
 TOKENS_PER_GPU = 4 * 4096  # of a step
 LLAMA_3_VOCABULARY = 128256
+# Two sites as one cluster, and as two islands.
+SITE = "2x32x8xH100@400"
+GBITS = (1, 5, 25, 100, 400)  # that leave a site
+RUN = "--preset llama-8b --seq-length 4096 --tensor-model-parallel-size 1 --global-batch-size 2048"
+ISLANDS = "--islands 2 --island-sync-interval 100"
+STREAMING = "--island-fragments 4 --island-sync-delay 20 --island-merge-alpha 0.5"
+COLUMNS = {  # the wire preset of all ranks that train together, and flags
+    "ZeRO-3": ("ZeRO-3", ""),
+    "ZeRO++, all flags": ("all flags", ""),
+    "ZeRO++, moved codes": ("all flags, moves", ""),
+    "islands, fp32": ("ZeRO-3", ISLANDS),
+    "islands, 4 bits": ("ZeRO-3", f"{ISLANDS} --island-bits 4 --island-loco"),
+    "islands, 4 bits, streaming": ("ZeRO-3", f"{ISLANDS} --island-bits 4 --island-loco {STREAMING}"),
+}
 
 
 def table() -> None:
@@ -59,13 +73,34 @@ def cell(found: Outcome | None) -> str:
     return f"{found.prediction.mfu:.0%}, {found.prediction.time.seconds:.2f} s, {found.candidate.layout.name}"
 
 
+def tokens_per_second(cluster: Cluster, flags: str) -> dict[str, float]:
+    """Return the rate of each wire preset that fits."""
+    plan = make_plan(LLAMA, f"{RUN} {flags}".split(), LLAMA_3_VOCABULARY, cluster)
+    return {outcome.candidate.wire.name: outcome.prediction.tokens_per_second for outcome in plan.outcomes}
+
+
+def islands() -> None:
+    """Of Llama-8B on 2 sites of 32 nodes: tokens per second over those where no link takes any time."""
+    without_links = dataclasses.replace(
+        parse_cluster(f"{SITE}@1"), sites=1, between_gbits=1e12, within_gbytes=1e12, between_microseconds=0.0
+    )
+    most = tokens_per_second(dataclasses.replace(without_links, within_microseconds=0.0), "")["ZeRO-3"]
+    lines = []
+    for gbits in GBITS:
+        cluster = parse_cluster(f"{SITE}@{gbits}")
+        found = {flags: tokens_per_second(cluster, flags) for _, flags in COLUMNS.values()}
+        shares = [found[flags][wire] / most for wire, flags in COLUMNS.values()]
+        lines.append([gbits, *(f"{share:.1%}" for share in shares)])
+    print(markdown_table(["Gbit/s between sites", *COLUMNS], lines))
+
+
 if __name__ == "__main__":
     run_choice(
         __doc__,
         {
             "published": planner_published.print_errors,
             "table": table,
-            "islands": planner_islands.print_table,
+            "islands": islands,
             "box": planner_box.measure,
             "compare": planner_box.compare,
         },

@@ -23,6 +23,7 @@ from megatron_zpp.planning.predict import estimate_on, predict
 MEASURED = RESULTS / "planner_box.jsonl"
 CLUSTER = RESULTS / "planner_box.yaml"
 SCATTER = RESULTS / "planner_box.png"
+TOOL = ROOT / "tools" / "measure_cluster.py"
 NODES = 2
 RANKS = 2  # of a node
 COMMON = (
@@ -50,7 +51,7 @@ def measure() -> None:
 
     check_requirements()
     if not CLUSTER.exists():
-        tool = [str(ROOT / "tools" / "measure_cluster.py"), "--output", str(CLUSTER), *SIZES.split()]
+        tool = [str(TOOL), "--output", str(CLUSTER), *SIZES.split()]
         with cluster(NODES, None) as namespaces, programs(tool, namespaces, RANKS) as processes:
             said = [process.communicate(timeout=900)[0] for process in processes]
         if not CLUSTER.exists():

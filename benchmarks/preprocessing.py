@@ -1,6 +1,6 @@
 """How fast tools/preprocess_data.py is beside the tokenizers themselves and beside plain multiprocessing.
 
-    python benchmarks/preprocessing.py speed --output benchmarks/results/preprocessing.jsonl
+    python benchmarks/preprocessing.py speed >> benchmarks/results/preprocessing.jsonl
 
 The text is real: sources of this Python's standard library and of torch. The program takes turns between
 
@@ -16,13 +16,11 @@ seconds, which other programs on the machine disturb less.
 from __future__ import annotations
 
 import argparse
-import base64
 import itertools
 import json
 import math
 import multiprocessing
 import os
-import platform
 import shlex
 import statistics
 import subprocess
@@ -35,16 +33,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import ROOT, append_row, new_parser
+from common import ROOT, machine, new_parser
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_zpp.data.text.tokenizers import build_tokenizer
 
-SIDES, PEAKS = ("tool", "plain"), ("main_peak_mb", "worker_peaks_mb")
-TOKENIZERS = ("SentencePiece", "tokenizers", "tiktoken")
-
-
-# Text and tokenizers
+TOKENIZERS = ("SentencePiece", "tokenizers")
 
 
 def make_corpus(path: Path, max_megabytes: float) -> int:
@@ -66,7 +60,7 @@ def read_texts(path: Path, max_bytes: float) -> Iterator[str]:
 
 
 def make_tokenizers(folder: Path, corpus: Path) -> dict[str, dict[str, Any]]:
-    """Trained on the corpus: SentencePiece of 8,192 pieces, byte-level BPE of 32,000 for tokenizers and tiktoken."""
+    """Trained on the corpus: SentencePiece of 8,192 pieces, byte-level BPE of 32,000."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     model = folder / "tokenizer.model"
@@ -78,40 +72,25 @@ def make_tokenizers(folder: Path, corpus: Path) -> dict[str, dict[str, Any]]:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=32_000, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(read_texts(corpus, 10e6), trainer)
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's letters of the bytes
-    others = [byte for byte in range(256) if byte not in printable]
-    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-    with open(folder / "own.tiktoken", "wb") as file:
-        for token, rank in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
-            file.write(base64.b64encode(bytes(byte_of[letter] for letter in token)) + b" %d\n" % rank)
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     return {
         "SentencePiece": {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(model)},
         "tokenizers": {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder / "tokenizer.json")},
-        "tiktoken": {
-            "tokenizer_type": "TikTokenizer",
-            "tokenizer_model": str(folder / "own.tiktoken"),
-            "tiktoken_pattern": "gpt2",
-        },
     }
-
-
-# What is compared
 
 
 def batch_speed(tokenizer: dict[str, Any], corpus: Path, max_bytes: float) -> tuple[float, float]:
     """MB per second and processor seconds per MB of the tokenizer's own batch function."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     built = build_tokenizer(**tokenizer)
-    library: Any = getattr(built, "_processor", None) or getattr(built, "_tokenizer", None) or built._encoding  # type: ignore[attr-defined]
-    match tokenizer["tokenizer_type"]:
-        case "SentencePieceTokenizer":
-            encode = lambda texts: library.encode(texts, num_threads=1)  # noqa: E731
-        case "HuggingFaceTokenizer":
-            encode = lambda texts: [e.ids for e in library.encode_batch_fast(texts, add_special_tokens=False)]  # noqa: E731
-        case _:
-            encode = lambda texts: library.encode_ordinary_batch(texts, num_threads=1)  # noqa: E731
+    library: Any = getattr(built, "_processor", None) or built._tokenizer  # type: ignore[attr-defined]
+    encode = {
+        "SentencePieceTokenizer": lambda texts: library.encode(texts, num_threads=1),
+        "HuggingFaceTokenizer": lambda texts: [
+            e.ids for e in library.encode_batch_fast(texts, add_special_tokens=False)
+        ],
+    }[tokenizer["tokenizer_type"]]
     texts = list(read_texts(corpus, max_bytes))
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
     encode(texts[:10])
@@ -152,43 +131,14 @@ def tool_command(tokenizer: dict[str, Any], corpus: Path, prefix: Path, workers:
     return [sys.executable, *words.split(), "--log-interval", "1000000", *flags]
 
 
-def watched(command: list[str]) -> dict[str, Any]:
-    """Wall and processor seconds of a command with its children, and the peak memory of each of its processes."""
+def watched(command: list[str]) -> dict[str, float]:
+    """Wall and processor seconds of a command with its children."""
     began = time.perf_counter()
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    peaks: dict[int, float] = {}
-    while True:
-        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-        if pid:
-            break
-        for each in [process.pid, *children(process.pid)]:
-            peaks[each] = max(peak_megabytes(each), peaks.get(each, 0.0))
-        time.sleep(0.02)
-    seconds = time.perf_counter() - began
+    _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise RuntimeError(f"{' '.join(command)} failed")
-    main = peaks.pop(process.pid)
-    workers = sorted((round(peak) for peak in peaks.values() if peak > 20), reverse=True)
-    cpu = usage.ru_utime + usage.ru_stime
-    return {"seconds": seconds, "cpu": cpu, "main_peak_mb": round(main), "worker_peaks_mb": workers}
-
-
-def children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def peak_megabytes(pid: int) -> float:
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return 0.0
-    return next((int(line.split()[1]) * 1024 / 1e6 for line in status.splitlines() if line.startswith("VmHWM")), 0.0)
-
-
-# The measurement
+    return {"seconds": time.perf_counter() - began, "cpu": usage.ru_utime + usage.ru_stime}
 
 
 def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
@@ -196,7 +146,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     megabytes = make_corpus(corpus, args.megabytes) / 1e6
     tokenizers = make_tokenizers(folder, corpus)
     for name in args.tokenizers:
-        rows: dict[int, list[dict[str, Any]]] = {workers: [] for workers in args.workers}
+        rows: dict[int, list[dict[str, float]]] = {workers: [] for workers in args.workers}
         for _ in range(args.rounds):
             for workers in args.workers:
                 rows[workers].append(measure_turn(folder, corpus, megabytes, tokenizers[name], workers))
@@ -206,7 +156,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
 
 def measure_turn(
     folder: Path, corpus: Path, megabytes: float, tokenizer: dict[str, Any], workers: int
-) -> dict[str, Any]:
+) -> dict[str, float]:
     spawn = multiprocessing.get_context("spawn")
     batch_arguments = (tokenizer, corpus, megabytes * 1e6 / 8)  # enough for a batch measurement
     with spawn.Pool(workers) as pool:
@@ -231,29 +181,17 @@ def measure_turn(
         "plain_mb_s": megabytes / plain["seconds"],
         "cpu_efficiency": batch_cpu * megabytes / tool["cpu"],
         "plain_cpu_efficiency": batch_cpu * megabytes / plain["cpu"],
-        **{f"{side}_{what}": seen[what] for side, seen in zip(SIDES, (tool, plain), strict=True) for what in PEAKS},
     }
 
 
-def summary(workers: int, turns: list[dict[str, Any]]) -> dict[str, Any]:
-    def median(key: str) -> float:
-        return round(statistics.median(turn[key] for turn in turns), 3)
-
-    efficiencies = [turn["tool_mb_s"] / (turn["batch_mb_s"] * workers) for turn in turns]
-    together = [turn["tool_mb_s"] / turn["batch_together_mb_s"] for turn in turns]
-    return {
-        "batch_mb_s": median("batch_mb_s"),
-        "batch_together_mb_s": median("batch_together_mb_s"),
-        "tool_mb_s": median("tool_mb_s"),
-        "plain_multiprocessing_mb_s": median("plain_mb_s"),
-        "efficiency": round(statistics.median(efficiencies), 3),
-        "efficiency_of_each_turn": [round(value, 3) for value in efficiencies],
-        "efficiency_beside_batch_together": round(statistics.median(together), 3),
-        "cpu_efficiency": median("cpu_efficiency"),
-        "plain_cpu_efficiency": median("plain_cpu_efficiency"),
-        **{key: max(turn[key] for turn in turns) for key in (f"{side}_{what}" for side in SIDES for what in PEAKS)},
-        "load_of_machine": round(os.getloadavg()[0], 1),
-    }
+def summary(workers: int, turns: list[dict[str, float]]) -> dict[str, Any]:
+    """Medians over the turns; efficiency: the tool's speed over that of as many batch processes."""
+    for turn in turns:
+        turn["efficiency"] = turn["tool_mb_s"] / (turn["batch_mb_s"] * workers)
+        turn["efficiency_beside_batch_together"] = turn["tool_mb_s"] / turn["batch_together_mb_s"]
+    medians = {name: round(statistics.median(turn[name] for turn in turns), 3) for name in turns[0]}
+    of_each_turn = [round(turn["efficiency"], 3) for turn in turns]
+    return {**medians, "efficiency_of_each_turn": of_each_turn, "load_of_machine": round(os.getloadavg()[0], 1)}
 
 
 def main() -> None:
@@ -263,15 +201,12 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], metavar="N", help="default 1 2")
     parser.add_argument("--tokenizers", nargs="+", choices=TOKENIZERS, default=TOKENIZERS, help="default all")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns; default 3")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="append JSON lines here")
     args = parser.parse_args()
-    machine = f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
-    versions = {name: version(name) for name in ("sentencepiece", "tokenizers", "tiktoken")}
-    head = {"command": shlex.join(["python", *sys.argv]), "machine": machine, "priority": os.nice(0), **versions}
+    versions = {name: version(name) for name in ("sentencepiece", "tokenizers")}
+    head = {"command": shlex.join(["python", *sys.argv]), "machine": machine(), "priority": os.nice(0), **versions}
     with tempfile.TemporaryDirectory() as folder:
         for row in itertools.chain([head], measure(args, Path(folder))):
             print(json.dumps(row), flush=True)
-            append_row(args.output, row)
 
 
 if __name__ == "__main__":

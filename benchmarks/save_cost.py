@@ -1,14 +1,13 @@
 """What a checkpoint costs: how long training stops for a save, beside how long the save takes.
 
-    .venv/bin/python benchmarks/save_cost.py --output benchmarks/results/save_cost.jsonl
+    .venv/bin/python benchmarks/save_cost.py >> benchmarks/results/save_cost.jsonl
 
 Trains a GPT on local ranks that saves every few steps, in the background and at once (``--no-async-save``), and reads
-both times from the log. Prints, and appends, one JSON line for each.
+both times from the log. Prints one JSON line for each.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import statistics
@@ -16,34 +15,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import append_row, machine, new_parser, run_trainer
+from common import machine, run_trainer
 
-MODEL = """--num-attention-heads 8 --seq-length 32 --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --mock-data
-    --vocab-size 8000 --eval-iters 0 --num-workers 0 --log-interval 1"""
-
-
-def main() -> None:
-    parser = new_parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--num-layers", type=int, default=6)
-    parser.add_argument("--hidden-size", type=int, default=512)
-    parser.add_argument("--saves", type=int, default=6)
-    parser.add_argument("--steps-between", type=int, default=6)
-    parser.add_argument("--output", type=Path, help="append the JSON lines here")
-    arguments = parser.parse_args()
-    for mode in ("", "--no-async-save"):
-        row = measure(arguments, mode)
-        print(json.dumps(row))
-        append_row(arguments.output, row)
+RANKS = 2
+MODEL = """--num-layers 6 --hidden-size 512 --num-attention-heads 8 --seq-length 32 --micro-batch-size 1
+    --global-batch-size 2 --lr 1e-3 --mock-data --vocab-size 8000 --eval-iters 0 --num-workers 0 --log-interval 1
+    --train-iters 36 --save-interval 6 --save-keep-last 2"""
 
 
-def measure(arguments: argparse.Namespace, mode: str) -> dict[str, Any]:
+def measure(mode: str) -> dict[str, Any]:
     """Medians over the saves but the first, which allocates, and the last, for which the run waits anyway."""
     with tempfile.TemporaryDirectory() as folder:
-        shape = f"--num-layers {arguments.num_layers} --hidden-size {arguments.hidden_size}"
-        length = f"--train-iters {arguments.saves * arguments.steps_between}"
-        save = f"--save {folder} --save-interval {arguments.steps_between} --save-keep-last 2 {mode}"
-        printed = run_trainer(f"{MODEL} {shape} {length} {save}", arguments.ranks)
+        printed = run_trainer(f"{MODEL} --save {folder} {mode}", RANKS)
         meta = json.loads(next(Path(folder).glob("iter_*/meta.json")).read_text())
     times = re.findall(r"written in (\S+) s, training stopped for (\S+) s", printed)
     written, stopped = ([float(pair[i]) for pair in times][1:-1] for i in (0, 1))
@@ -56,10 +39,11 @@ def measure(arguments: argparse.Namespace, mode: str) -> dict[str, Any]:
         "seconds_stopped": round(statistics.median(stopped), 3),
         "stopped_fraction": round(statistics.median(stopped) / statistics.median(written), 3),
         "seconds_per_step": round(statistics.median(steps), 3),
-        "ranks": arguments.ranks,
+        "ranks": RANKS,
         "machine": machine(),
     }
 
 
 if __name__ == "__main__":
-    main()
+    for mode in ("", "--no-async-save"):
+        print(json.dumps(measure(mode)))

@@ -55,10 +55,9 @@ SCALES = {
 class Arm:
     """One way to travel: its name in the tables, and its flags.
 
-    ``{half}`` stands for half of the scale's micro-batch size, ``{batch}`` for the samples of a step, ``{twice}`` for
-    two times as many, ``{warmup}`` for the steps in which the learning rate warms up, ``{begun}`` for the checkpoint of
-    an arm that ``begins`` with other flags, for a fifth of the steps. ``control``: the flags of the arm that it is
-    compared with.
+    ``{half}`` stands for half of the scale's micro-batch size, ``{batch}`` for the samples of a step, ``{warmup}`` for
+    the steps in which the learning rate warms up, ``{begun}`` for the checkpoint of an arm that ``begins`` with other
+    flags, for a fifth of the steps. ``control``: the flags of the arm that it is compared with.
     """
 
     name: str
@@ -143,15 +142,12 @@ HADAMARD = "--zero-hadamard"
 ELEMENT_SCALES = "--zero-gradient-element-scales"
 
 
-def with_four_bits_at_first(flags: str) -> str:
-    return f"{flags} --zero-gradient-bits-warmup {{warmup}}:4"
-
-
 def few_bits(gradient_bits: int, difference_bits: int) -> str:
     """The recipe of docs/zeropp.md: 8 bits within nodes, LoCo between them, 4 bits at first."""
     is_int4 = difference_bits == 4
     weights = differences(4) if is_int4 else differences(difference_bits, 256, "mean")
-    flags = with_four_bits_at_first(f"{BF16} {weights} {gradients(8, gradient_bits)} {loco(0.8, 'inter')}")
+    flags = f"{BF16} {weights} {gradients(8, gradient_bits)} {loco(0.8, 'inter')}"
+    flags += " --zero-gradient-bits-warmup {warmup}:4"
     return flags if is_int4 else f"{flags} --zero-weight-difference-bits-warmup {{warmup}}:4"
 
 
@@ -163,12 +159,12 @@ CONTROLS = Group("Controls", (FP32, BF16_WIRE))
 # The same arms, trained otherwise
 
 
-def on_twice_the_ranks(arms: Group, nodes: int = NODES) -> Group:
+def on_twice_the_ranks(arms: Group) -> Group:
     """The same batches on twice the ranks, each of which has half of the samples."""
-    eight = f"--emulate-ranks {2 * RANKS} --emulate-nodes {nodes} --micro-batch-size {{half}}"
-    hpz = f"--zero-hpz-partition-size {2 * RANKS // nodes}"
+    eight = f"--emulate-ranks {2 * RANKS} --emulate-nodes {NODES} --micro-batch-size {{half}}"
+    hpz = f"--zero-hpz-partition-size {2 * RANKS // NODES}"
     flags = {arm.name: f"{arm.flags.replace(HPZ, hpz)} {eight}" for arm in arms.arms}
-    return group(f"{arms.title}, {nodes} nodes of {2 * RANKS // nodes} ranks", flags, recovers=arms.recovers)
+    return group(f"{arms.title}, {NODES} nodes of {2 * RANKS // NODES} ranks", flags, recovers=arms.recovers)
 
 
 # The best learning rate of 0.03, 0.06, 0.1, 0.3, 1 and 3 for the fp32 wire.

@@ -1,6 +1,7 @@
 """What the study trains: experiments as lists of arms, each an arm of training with other flags for what is sent.
 
 An arm that two experiments share is trained once. 4 ranks on 2 nodes are emulated in one process; in some arms 8 ranks.
+E6 and E8 were of weight differences, which are gone.
 """
 
 from __future__ import annotations
@@ -20,10 +21,8 @@ from study_arms import (
     ISLANDS,
     LOCO,
     LOCO_ON_BOTH_HOPS,
-    NODES,
     SGD_CONTROL,
     UNBIASED,
-    Arm,
     Experiment,
     Group,
     differences,
@@ -36,7 +35,6 @@ from study_arms import (
     weights,
     with_and_without_element_scales,
     with_experts,
-    with_four_bits_at_first,
     with_sgd,
 )
 
@@ -79,40 +77,7 @@ E4_SENSITIVITY = group(
     recovers=True,
 )
 
-# E6: 4 micro-batches
-
-MICRO_BATCHES = f"{FOUR_BITS} --micro-batch-size {{half}} --global-batch-size {{twice}}"
-
-# E8
-
-FEW_BITS = group(
-    "LoCo between nodes, 4 bits at first",
-    {
-        "2-bit gradients, int4 differences": few_bits(2, 4),
-        "2-bit gradients, int2 differences": few_bits(2, 2),
-    },
-)
 ONE_BIT = few_bits(1, 4)
-FEEDBACK_AT_TWO_BITS = group(
-    "2-bit gradients, int4 differences, 4 bits at first",
-    {
-        name: with_four_bits_at_first(f"{INT4_DIFFERENCES} {gradients(intra_bits, 2)} {feedback}".strip())
-        for name, intra_bits, feedback in (
-            ("no feedback", 8, ""),
-            ("error feedback", 8, loco(0.0, "inter")),
-            ("LoCo, beta 0.5", 8, loco(0.5, "inter")),
-            ("LoCo, beta 0.8", 8, LOCO),
-            ("LoCo, beta 0.95", 8, loco(0.95, "inter")),
-            ("LoCo, beta 0.95, and scales of elements", 8, f"{loco(0.95, 'inter')} {ELEMENT_SCALES}"),
-            ("LoCo, beta rising from 0 to 0.95", 8, f"{LOCO} --trial rising-beta"),
-            ("LoCo, beta 0.8, error in bf16", 8, loco(0.8, "inter", error="bf16")),
-            ("LoCo, beta 0.8, error in fp32", 8, loco(0.8, "inter", error="fp32")),
-            ("LoCo, beta 0.8, on both hops", 8, LOCO_ON_BOTH_HOPS),
-            ("LoCo, beta 0.8, on both hops, 2 bits within nodes too", 2, LOCO_ON_BOTH_HOPS),
-        )
-    },
-    recovers=True,
-)
 
 # E9
 
@@ -242,21 +207,6 @@ EXPERIMENTS = {
             },
         ),
     ),
-    "E6": Experiment(
-        "Less memory",
-        group(
-            f"{FOUR_BITS_NAME}, 4 micro-batches",
-            {
-                "sums in fp32": "",
-                "sums in bf16": "--zero-gradient-sum-dtype bf16",
-                "sums in int8": "--zero-gradient-sum-dtype int8",
-                "sums and copies in int8": "--zero-gradient-sum-dtype int8 --zero-quantized-weights "
-                "--hpz-secondary-dtype int8",
-            },
-            common=MICRO_BATCHES,
-            control=MICRO_BATCHES,
-        ),
-    ),
     "E7": Experiment(
         "Scales of elements",
         CONTROLS,
@@ -279,42 +229,6 @@ EXPERIMENTS = {
         ),
         with_and_without_element_scales(
             "8 bits within, 4 between nodes, blocks of 4096, LoCo", f"{BF16} {gradients(8, 4, 4096)} {LOCO}"
-        ),
-    ),
-    "E8": Experiment(
-        "Two bits and one",
-        CONTROLS,
-        Group(FEW_BITS.title, (*FEW_BITS.arms, Arm("1-bit gradients, int4 differences", ONE_BIT))),
-        on_twice_the_ranks(FEW_BITS),
-        on_twice_the_ranks(FEW_BITS, nodes=2 * NODES),
-        SGD_CONTROL,
-        with_sgd(FEW_BITS),
-        FEEDBACK_AT_TWO_BITS,
-        group(
-            "Tried: 1-bit gradients, int4 differences, LoCo between nodes, 4 bits at first",
-            {
-                "1-bit gradients, int4 differences": "",
-                "scales of elements, learned from the 4 bits": ELEMENT_SCALES,
-                "the largest of a block in bf16": "--trial outliers",
-                "the four largest of a block in bf16": "--trial four-outliers",
-                "4 bits for the embeddings, 1 for the rest": "--trial bits-by-layer",
-                "subtractive dither": "--trial dither",
-            },
-            common=ONE_BIT,
-        ),
-        group(
-            "Tried: 2-bit gradients, int4 differences, LoCo between nodes",
-            {
-                "as they are": "",
-                "subtractive dither": "--trial dither",
-                "the largest of a block in bf16": "--trial outliers",
-            },
-            common=TWO_BITS,
-        ),
-        group(
-            "Tried: 2-bit gradients, int2 differences, LoCo between nodes, 4 bits at first",
-            {FEW_BITS.arms[1].name: "", "scales of elements of differences": "--trial difference-scales"},
-            common=few_bits(2, 2),
         ),
     ),
     "E9": Experiment(

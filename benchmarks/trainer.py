@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -55,26 +56,7 @@ MEMORY_TO_FILL = 0.85  # of what is free: the rest is for fragmentation and for 
 BATCH_ON_CPU = 4
 
 
-@dataclass(frozen=True)
-class Options:
-    device: torch.device
-    compiled: bool
-    steps: int
-    rounds: int
-    profiled_steps: int
-    flags: str
-
-    @property
-    def timed_steps(self) -> int:
-        """The round that warms up included."""
-        return (self.rounds + 1) * self.steps
-
-    @property
-    def all_steps(self) -> int:
-        return self.timed_steps + WARM_UP_STEPS + self.profiled_steps
-
-
-def measure(name: str, micro_batch_size: int | None, options: Options) -> dict[str, Any]:
+def measure(name: str, micro_batch_size: int | None, options: Namespace) -> dict[str, Any]:
     """One model's result, as a line of JSON holds it."""
     model, device, started = MODELS[name], options.device, time.perf_counter()
     given = micro_batch_size is not None
@@ -122,13 +104,13 @@ def measure(name: str, micro_batch_size: int | None, options: Options) -> dict[s
     }
 
 
-def build(model: Model, micro_batch_size: int, folder: str, options: Options) -> Run:
+def build(model: Model, micro_batch_size: int, folder: str, options: Namespace) -> Run:
     flags = f"{model.flags} --bf16 {'--compile' if options.compiled else ''} {options.flags}"
     sizes = model.vocab_size, micro_batch_size, options.all_steps, options.steps
     return our_run(model.architecture, folder, flags, options.device, *sizes)
 
 
-def run_ours(run: Run, options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
+def run_ours(run: Run, options: Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """The trainer's own figures of each round, and the parts of its steps."""
     training = OurTraining(run)
     reset_peak(options.device)
@@ -157,7 +139,7 @@ def run_plain(
     config: Any,
     weights: dict[str, Tensor],
     batches: list[tuple[Tensor, Tensor]],
-    options: Options,
+    options: Namespace,
 ) -> dict[str, Any]:
     """The plain side on the same batches; if its whole logits do not fit, on the first half of each."""
     device, micro_batch_size = options.device, batches[0][0].shape[0]
@@ -183,7 +165,7 @@ def run_plain(
     return result
 
 
-def largest_micro_batch(model: Model, options: Options) -> int:
+def largest_micro_batch(model: Model, options: Namespace) -> int:
     """Peak memory grows by the same amount with every sequence: measured at two sizes, continued to the card's end."""
     sizes, peaks = (2, 6), []  # with fewer, the peak may be the optimizer's
     for size in sizes:
@@ -235,10 +217,12 @@ def main() -> None:
         parser.error("--steps, --rounds, --profiled-steps and --micro-batch-size must be at least 1")
     device = init_distributed(None, 10)
     torch._dynamo.config.automatic_dynamic_shapes = False  # each micro-batch size is compiled for itself
-    options = Options(device, not args.no_compile, args.steps, args.rounds, args.profiled_steps, args.flags)
+    args.device, args.compiled = device, not args.no_compile
+    args.timed_steps = (args.rounds + 1) * args.steps  # the round that warms up included
+    args.all_steps = args.timed_steps + WARM_UP_STEPS + args.profiled_steps
     for name in args.model or ["gpt-350m", "llama-0.8b"]:
         try:
-            result = measure(name, args.micro_batch_size, options)
+            result = measure(name, args.micro_batch_size, args)
         except torch.OutOfMemoryError as error:
             sys.exit(f"error: {name} does not fit; give --micro-batch-size ({error})")
         note(json.dumps(result, indent=1))

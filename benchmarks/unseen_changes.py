@@ -1,6 +1,6 @@
 """What it costs to find weights that a program changed behind autograd's back: checksums' CPU time over a step's.
 
-    python benchmarks/unseen_changes.py --output benchmarks/results/unseen_changes.json
+    python benchmarks/unseen_changes.py > benchmarks/results/unseen_changes.json
 
 A GPT trains on one rank, unsharded; beside each step, the checksums of the shards that a rank of 4 would have are
 taken. So both numbers are of one rank, and the step is without its collectives. CPU time, on one thread: it counts
@@ -9,14 +9,13 @@ work, not waiting for a shared core.
 
 from __future__ import annotations
 
-import platform
+import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import new_parser, seconds_of, write_result
+from common import machine, seconds_of
 
 from megatron_zpp.models.decoder import Decoder, DecoderConfig
 from megatron_zpp.models.init import init_weights
@@ -62,14 +61,6 @@ def measure() -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = new_parser(__doc__)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    machine = f"{platform.machine()} CPU, 1 thread, torch {torch.__version__}"
-    write_result({"machine": machine, **measure()}, args.output)
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    print(json.dumps({"machine": machine(), "threads": 1, **measure()}, indent=1))

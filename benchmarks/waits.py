@@ -1,6 +1,6 @@
 """What it costs that the trainer always records how long ranks wait for links, in two ways.
 
-    torchrun --nproc-per-node 4 benchmarks/waits.py --output benchmarks/results/waits.json
+    torchrun --nproc-per-node 4 benchmarks/waits.py > benchmarks/results/waits.json
 
 First directly: the processor's time of one recorded wait, times the waits of a step, over the step's time. That says it
 to a small fraction of a percent, also on a busy machine. Then in pairs: turns of a few steps of the same run with and
@@ -10,19 +10,19 @@ all flags and LoCo, on a CPU with gloo.
 
 from __future__ import annotations
 
+import json
 import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from common import in_turns, new_parser, seconds_of, write_result
+from common import in_turns, new_parser, seconds_of
 from side_by_side import OurTraining, our_run
 
 from megatron_zpp.families import GPT
@@ -94,7 +94,6 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=40, metavar="N", help="pairs of turns; default 40")
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="optimizer steps of a turn; default 4")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the result there, as JSON")
     args = parser.parse_args()
     device = init_distributed("gloo", 10)
     num_steps = (2 * args.rounds + 4) * args.steps
@@ -117,7 +116,7 @@ def main() -> None:
         "time with over without, of processors": spread(ratios[1]),
     }
     if dist.get_rank() == 0:
-        write_result(result, args.output)
+        print(json.dumps(result, indent=1))
     dist.destroy_process_group()
 
 

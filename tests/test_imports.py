@@ -12,33 +12,12 @@ import pytest
 from tests.conftest import ROOT
 
 PACKAGE = ROOT / "megatron_zpp"
-# From the bottom up: a folder may import those in its list, which all stand above it here. So there are no circles.
+# From the bottom up: a folder may import those in its row, which all stand above it. So there are no circles.
 LAYERS = {
-    "zeropp": [],
-    "models": [],
-    "data": [],
-    "integrations": ["zeropp"],
-    "islands": ["zeropp"],
-    "settings": ["zeropp", "islands"],
-    "metrics": ["settings"],
-    "optim": ["zeropp", "settings"],
-    "parallel": ["zeropp", "models", "settings"],
-    "families": ["models", "settings", "parallel"],
-    "arguments": ["zeropp", "islands", "settings", "optim", "parallel", "families"],
-    "checkpoint": ["zeropp", "models", "data", "islands", "settings", "metrics", "parallel", "families"],
-    "convert": ["models", "data", "settings", "optim", "families", "arguments", "checkpoint"],
-    "planning": [
-        *("zeropp", "models", "islands", "settings", "metrics", "optim"),
-        *("parallel", "families", "arguments"),
-    ],
-    "training": [
-        *("zeropp", "models", "data", "islands", "settings", "metrics", "optim"),
-        *("parallel", "families", "arguments", "checkpoint"),
-    ],
-    "commands": [
-        *("zeropp", "models", "data", "settings", "metrics", "optim", "parallel"),
-        *("families", "arguments", "checkpoint", "convert", "planning", "training"),
-    ],
+    folder: re.findall(r"`(\w+)`", lower)
+    for folder, lower in re.findall(
+        r"^\| `(\w+)` \| (.*) \|$", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE
+    )
 }
 # The same within zeropp/, whose files at the top may import all of it: only these of them are imported from below.
 PARTS_OF_ZEROPP = {
@@ -62,11 +41,6 @@ ALONE = {  # what the lower folders may import beside the standard library
 }
 
 
-def test_contributing_says_the_same() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE)
-    assert {folder: re.findall(r"`(\w+)`", lower) for folder, lower in rows} == LAYERS
-
-
 def imports_of(file: Path) -> Iterator[str]:
     """Every module that a file imports, wherever in the file, by its absolute name."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -87,6 +61,7 @@ def files_of(folder: str) -> list[Path]:
 
 
 def test_every_folder_has_a_layer_above_those_that_it_imports() -> None:
+    assert len(LAYERS) > 10
     folders = [path.parent.name for path in PACKAGE.glob("*/__init__.py")]
     assert sorted(folders) == sorted(LAYERS)
     order = list(LAYERS)

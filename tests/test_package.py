@@ -123,8 +123,10 @@ def test_install_into_an_empty_environment_and_train(checkout, tmp_path):
     share_torch(site_packages)
     pip = (python, "-m", "pip", "install", "--constraint", ROOT / "constraints.txt")
 
-    # The library alone.
-    succeed(*pip, ".", folder=checkout)
+    # The library alone, built as from a checkout.
+    succeed(python, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, ".", folder=checkout)
+    (wheel,) = tmp_path.glob("*.whl")
+    succeed(*pip, wheel, folder=checkout)
     assert (site_packages / "megatron_zpp" / "zeropp" / "wire" / "_kernels.so").exists()
     for package in ("numpy", "rich", "sentencepiece"):
         assert call(python, "-c", f"import {package}", folder=elsewhere).returncode != 0
@@ -135,7 +137,7 @@ def test_install_into_an_empty_environment_and_train(checkout, tmp_path):
     assert refused.returncode == 2 and "pip install numpy rich sentencepiece" in refused.stderr
 
     # The trainer, without a GPU and outside of any checkout.
-    succeed(*pip, ".[train]", folder=checkout)
+    succeed(*pip, f"{wheel}[train]", folder=checkout)
     listed = succeed(programs / "megatron-zpp", "--help", folder=elsewhere)
     assert re.search(r"^  suggest-settings  ", listed, re.MULTILINE)
     torchrun = (python, "-m", "torch.distributed.run", "--nproc-per-node", "2")

@@ -44,12 +44,12 @@ TINY_RUN = shlex.split("""--num-layers 1 --hidden-size 32 --ffn-hidden-size 32 -
     --max-position-embeddings 32 --eval-iters 1 --log-interval 1 --num-workers 0""")
 SMALL = {
     "benchmarks/loop_overhead.py": ["--rounds", "1", "--steps", "3"],
-    "benchmarks/kernels.py": ["--rounds", "1", "--megabytes", "1"],
+    "benchmarks/kernels.py": ["--rounds", "1", "--megabytes", "1", "--threads", "1"],
     "benchmarks/trainer.py": ["--rounds", "1", "--steps", "2", "--no-compile"],
     "benchmarks/study.py": ["E12", "--match", "int6", "--scale", "tiny", "--seeds", "1", "--results", "study.jsonl"],
     "examples/quickstart/make_corpus.py": ["--max-megabytes", "0.3"],
     "tools/suggest_settings.py": ["--iterations", "20", "--try=--zero-quantized-gradients"],
-    "tools/train_tokenizer.py": ["--vocab-size", "400"],
+    "tools/train_tokenizer.py": ["--vocab-size", "400", "--max-megabytes", "0.3"],
     "tools/generate_text.py": ["--num-tokens", "5"],
 }
 MAX_RANKS = 4

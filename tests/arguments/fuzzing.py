@@ -9,6 +9,7 @@ from megatron_zpp.settings.flags import Flag, iterate_flags
 from megatron_zpp.settings.groups import all_flags
 
 WORDS = ("0", "-1", "nan", "inf", "1e300", "", "9" * 20, "ünï🙂", "1e-300", "0.5", "1")
+TEXTS = ("", "1", "ünï🙂")  # for flags that take no number
 # Without these, a run only notes that a flag has no effect. Each needs no more than is here.
 EXPERTS = "--disable-bias-linear --num-experts 2"
 ISLANDS = "--emulate-ranks 2 --emulate-nodes 2 --islands 2"
@@ -74,6 +75,6 @@ def cases(folder: str) -> Iterator[tuple[Flag, str, list[str]]]:
     """Each flag, a word, and the command line of the two. Switches get the word they do not take."""
     for flag in all_flags().values():
         needed = words_needed(flag).format(folder=folder).split()
-        for word in WORDS:
+        for word in WORDS if flag.value_type in (int, float) else TEXTS:
             count = flag.nargs if isinstance(flag.nargs, int) else 1
             yield flag, word, [*needed, flag.name, *[word] * count]

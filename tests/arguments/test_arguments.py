@@ -12,30 +12,15 @@ from megatron_zpp.arguments.help import help_text
 from megatron_zpp.arguments.page import render_reference
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.families import ARCHITECTURES, GPT, LLAMA, find_architecture
-from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.settings.checks import flag_of
 from megatron_zpp.settings.flags import iterate_flags, setting_of
 from megatron_zpp.settings.groups import all_flags, iterate_groups, with_current_names
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
-from tests.arguments.parsing import BYTES, MOCK, SMALL, YARN, flat, parse
+from tests.arguments.parsing import BYTES, MOCK, SMALL, flat, parse
 from tests.models.configs import llama_config
 
 PRESETS = {name: preset for each in ARCHITECTURES for name, preset in each.presets.items()}
 ONE_STEP = "--micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --vocab-size 9"
-
-
-def test_megatron_defaults():
-    settings = flat(SMALL)
-    megatron = dict(
-        make_vocab_size_divisible_by=128, norm_epsilon=1e-5, init_method_std=0.02, rotary_base=10000,
-        attention_dropout=0.1, hidden_dropout=0.1, weight_decay=0.01, clip_grad=1.0, adam_beta1=0.9, adam_beta2=0.999,
-        adam_eps=1e-8, sgd_momentum=0.9, optimizer="adam", seed=1234, eval_iters=100, lr_decay_style="linear",
-        min_lr=0.0, lr_warmup_init=0.0, lr_wsd_decay_style="exponential", weight_decay_incr_style="constant",
-        initial_loss_scale=2**32, min_loss_scale=1.0, loss_scale_window=1000, hysteresis=2, num_workers=2,
-        log_interval=100, tensorboard_log_interval=1, tensorboard_queue_size=1000, distributed_timeout_minutes=10,
-        rope_scaling_factor=8.0, tensor_model_parallel_size=1, manual_gc_interval=0,
-    )  # fmt: skip
-    assert {name: settings[name] for name in megatron} == megatron
 
 
 def test_every_setting_is_one_flag_with_help():
@@ -136,14 +121,6 @@ def test_embeddings_are_tied_as_asked(architecture):
         model = parse(f"{SMALL} {ask and f'{ask}-embeddings-and-output-weights'}", architecture)[0].model
         assert find_architecture(architecture).build_model(model, 100).config.tie_embeddings == tied
         assert model.tie_embeddings_and_output_weights != model.untie_embeddings_and_output_weights
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_parse(name):
-    settings, notes = parse(f"--preset {name} {ONE_STEP}", "gpt" if name in GPT.presets else "llama")
-    values = settings.as_flat_dict()
-    assert {key: values[key] for key in PRESETS[name]} == PRESETS[name]
-    assert notes == []
 
 
 def test_flags_override_the_preset():
@@ -330,23 +307,3 @@ def test_reference_page_is_up_to_date():
     assert page.read_text(encoding="utf-8") == render_reference(), (
         "run: python -m megatron_zpp.arguments.page docs/arguments.md"
     )
-
-
-def test_flags_describe_any_decoder():
-    flags = """--swiglu --normalization RMSNorm --position-embedding-type rope --rotary-percent 0.5 --rotary-base 500000
-        --group-query-attention --num-query-groups 2 --disable-bias-linear --add-qkv-bias --qk-layernorm
-        --window-size '(15,0)' --apply-layernorm-1p --untie-embeddings-and-output-weights --use-rope-scaling"""
-    settings, notes = parse(f"{SMALL} {flags}")
-    config = GPT.build_model(settings.model, 100).config
-    assert notes == [] and config == DecoderConfig(
-        *(4, 64, 4, 128), ffn_hidden_size=128,  # SwiGLU's
-        num_query_groups=2, kv_channels=16, normalization="RMSNorm", layernorm_1p=True, qk_layernorm=True, swiglu=True,
-        add_bias_linear=False, add_qkv_bias=True, window_size=15, position_embedding_type="rope", rotary_percent=0.5,
-        rotary_base=500000, rope_scaling_factor=8.0, tie_embeddings=False,
-    )  # fmt: skip
-    # Llama's flags, given to pretrain_gpt.py, describe pretrain_llama.py's model.
-    llama = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
-        --attention-dropout 0 --hidden-dropout 0 --untie-embeddings-and-output-weights"""
-    assert parse(SMALL + llama)[0].model == parse(SMALL, "llama")[0].model
-    other = parse(SMALL + f"--normalization LayerNorm {YARN}", "llama")[0].model
-    assert (other.normalization, other.position_embedding_type) == ("LayerNorm", "yarn")

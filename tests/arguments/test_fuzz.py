@@ -43,7 +43,7 @@ def test_every_flag_with_every_word(tmp_path):
             assert word not in ("nan", "inf", "") or flag.value_type is str, argv
             assert word != "9" * 20 or flag.value_type is not int, argv
             json.dumps(settings.as_flat_dict(), allow_nan=False)
-    assert refused > 5 * accepted > 0
+    assert refused > accepted > 0
 
 
 def test_every_number_has_a_smallest_value():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 
+import planner
 import planner_box
-import planner_islands
 import planner_published
 import pytest
 
@@ -37,15 +37,25 @@ def test_the_fit_finds_the_share_that_made_the_rates():
 
 def test_islands_are_compared_with_one_cluster(monkeypatch, capsys):
     """Of a smaller model on fewer nodes, over a slow link, and one as fast as the nodes'."""
-    run = planner_islands.RUN.replace("--global-batch-size 2048", "--global-batch-size 64 --num-layers 4")
+    run = planner.RUN.replace("--global-batch-size 2048", "--global-batch-size 64 --num-layers 4")
     for name, value in {"RUN": run, "SITE": "2x2x8xH100@400", "GBITS": (1, 800)}.items():
-        monkeypatch.setattr(planner_islands, name, value)
-    planner_islands.print_table()
+        monkeypatch.setattr(planner, name, value)
+    planner.islands()
     _, _, slow, fast = capsys.readouterr().out.splitlines()
     of_slow, of_fast = ([float(cell) for cell in re.findall(r"([\d.]+)%", row)] for row in (slow, fast))
     zero3, *_, fp32, four_bits, streaming = of_slow
     assert zero3 < 10 < fp32 < four_bits < streaming <= 100
     assert all(0 < share <= 100 for share in of_fast) and of_fast[0] > 5 * zero3
+
+
+MEASURE_QUICKLY = """
+import sys
+from functools import partial
+from megatron_zpp.commands import measure_cluster
+
+measure_cluster.Options = partial(measure_cluster.Options, most_bytes=2**14, seconds=0.01)
+sys.exit(measure_cluster.main())
+"""
 
 
 @pytest.mark.long
@@ -55,6 +65,7 @@ def test_the_box_is_measured_and_compared(tmp_path, monkeypatch, capsys):
         "MEASURED": tmp_path / "box.jsonl",
         "CLUSTER": tmp_path / "box.yaml",
         "SCATTER": tmp_path / "box.png",
+        "TOOL": tmp_path / "measure_quickly.py",
         "MODELS": {"tiny": TINY},
         "SETTINGS": dict([*planner_box.SETTINGS.items()][:2]),
         "SIZES": "--hidden-size 64 --tokens 32",
@@ -63,6 +74,7 @@ def test_the_box_is_measured_and_compared(tmp_path, monkeypatch, capsys):
     }
     for name, value in changes.items():
         monkeypatch.setattr(planner_box, name, value)
+    planner_box.TOOL.write_text(MEASURE_QUICKLY)
     with pytest.raises(SystemExit, match="nothing is measured yet"):
         planner_box.compare()
     planner_box.measure()

@@ -13,7 +13,7 @@ import torch
 from tests.conftest import ROOT, environment
 from tests.warm_python import programs
 
-SMALL = ["--no-compile", "--steps", "2", "--rounds", "1", "--profiled-steps", "2"]
+SMALL = ["--no-compile", "--steps", "2", "--rounds", "1", "--profiled-steps", "1"]
 PARTS = {"forward", "backward", "optimizer", "collectives", "quantizers", "data", "other"}
 
 
@@ -69,17 +69,12 @@ def test_exposed_communication_is_what_no_computation_covers():
     assert step_parts.covered([]) == 0
 
 
-def test_ranks_that_share_a_device_are_profiled(tmp_path):
+def test_ranks_that_share_a_device_are_profiled_and_quantizers_are_a_part_of_their_own(tmp_path):
     share = ["tests/gpu/share_device.py", "cpu"]
-    (result,), printed = measure(tmp_path, "--model", "tiny-gpt", ranks=2, through=share)
-    assert result["ranks"] == 2 and result["parts"]["launches"] is None
-    assert printed.count("| collectives |") == 1
-
-
-def test_quantizers_are_a_part_of_their_own(tmp_path):
     flags = "--zero-quantized-weights --zero-quantized-gradients --zeropp-ranks-per-node 1 --num-workers 0"
-    (result,), _ = measure(tmp_path, "--model", "tiny-gpt", "--flags", flags, ranks=2)
-    assert result["ranks"] == 2 and result["plain"] is None
+    (result,), printed = measure(tmp_path, "--model", "tiny-gpt", "--flags", flags, ranks=2, through=share)
+    assert result["ranks"] == 2 and result["plain"] is None and result["parts"]["launches"] is None
+    assert printed.count("| collectives |") == 1
     assert check_parts(result)["quantizers"] > 0
 
 

@@ -24,13 +24,10 @@ from tests.ranks import run_ranks
 from tests.tools import call_well, call_wrongly
 from tests.training.small_run import flags, start, write_text
 
-RUNS = {
-    "gpt": "",
-    "gpt-untied": "--untie-embeddings-and-output-weights --ffn-hidden-size 48 --norm-epsilon 1e-3",
-    "llama": "",
-    "llama-grouped": "--group-query-attention --num-query-groups 2 --kv-channels 16 --use-rope-scaling",
-    "llama-tied": "--tie-embeddings-and-output-weights --rotary-base 500000",
-    "llama-qwen3": "--qk-layernorm --window-size 20,0",
+RUNS = {  # test_import_hf.py has all families
+    "gpt": "--untie-embeddings-and-output-weights --ffn-hidden-size 48 --norm-epsilon 1e-3",
+    "llama": "--group-query-attention --num-query-groups 2 --kv-channels 16 --use-rope-scaling "
+    "--tie-embeddings-and-output-weights --rotary-base 500000",
 }
 
 
@@ -38,7 +35,7 @@ def train_all(data: str, folder: str) -> None:
     """A few steps of each run, at a rate that moves every weight. For ``run_ranks``."""
     for name, more in RUNS.items():
         argv = flags(data, f"--lr 2e-2 --save {folder}/{name} --save-interval 4 {more}", length="--train-iters 4")
-        run, _ = start(argv, name.partition("-")[0])
+        run, _ = start(argv, name)
         train(run, time.monotonic())
         if run.lock is not None:
             run.lock.release()
@@ -90,14 +87,14 @@ def test_transformers_computes_our_logits(checkpoints, tmp_path, name):
 
 
 def test_trimmed_to_the_tokenizer_and_rounded(checkpoints, tmp_path):
-    argv = ["--load", checkpoints / "gpt-untied", "--output", tmp_path / "hf", "--dtype", "bfloat16", "--trim-vocab"]
+    argv = ["--load", checkpoints / "gpt", "--output", tmp_path / "hf", "--dtype", "bfloat16", "--trim-vocab"]
     assert "1 file of bfloat16 weights" in call_well(export_hf, *argv)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert model.config.vocab_size == model.get_output_embeddings().weight.shape[0] == 257
     tokens = torch.arange(32).unsqueeze(0)
-    ours = our_logits(checkpoints / "gpt-untied", tokens)[..., :257]
+    ours = our_logits(checkpoints / "gpt", tokens)[..., :257]
     torch.testing.assert_close(model.float()(tokens).logits, ours, rtol=0, atol=0.05)
 
 

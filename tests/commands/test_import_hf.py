@@ -53,9 +53,8 @@ def tensors_of(folder: Path) -> dict[str, tuple[torch.dtype, bytes]]:
     [
         ("gpt", "float32", {}),
         ("gpt-untied", "bfloat16", {"max_shard_size": "20KB"}),
-        ("llama", "float16", {}),
         ("llama-grouped", "float32", {"max_shard_size": "20KB"}),
-        ("llama-tied", "bfloat16", {}),
+        ("llama-tied", "float16", {}),
         ("mistral", "bfloat16", {}),
         ("qwen2-window", "float32", {}),
         ("qwen3", "bfloat16", {}),

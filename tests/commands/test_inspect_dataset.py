@@ -1,13 +1,11 @@
 """The inspecting program, as a user starts it."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 
 from megatron_zpp.commands.data.inspect_dataset import main, parse_arguments, run
-from tests.conftest import ROOT
 from tests.data.small_data import GOLDEN, A, B, write
 from tests.data.test_golden import EXPECTED
 
@@ -78,10 +76,3 @@ def test_mistakes_are_named(words, message, monkeypatch, capsys):
     except SystemExit as exit_:  # of argparse
         assert exit_.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_program_prints_json():
-    command = [sys.executable, str(ROOT / "tools" / "inspect_dataset.py")]
-    words = ["--digest", "--data-path", A, "--split", "1", "--seq-length", "128", "--num-samples", "500"]
-    done = subprocess.run([*command, *words], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["gpt"]["train"] == EXPECTED["gpt"]["separate_last_epoch_500"]

@@ -1,23 +1,16 @@
 """tools/merge_datasets.py as a user starts it."""
 
-import sys
-
 import numpy as np
 import pytest
 
 from megatron_zpp.commands.data import merge_datasets
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from tests.data.small_data import read, write
+from tests.tools import call
 
 
-@pytest.fixture
-def merge(monkeypatch, capsys):
-    def merge(*inputs, output):
-        argv = ["merge_datasets.py", "--input", *map(str, inputs), "--output-prefix", str(output)]
-        monkeypatch.setattr(sys, "argv", argv)
-        return merge_datasets.main(), *capsys.readouterr()
-
-    return merge
+def merge(*inputs, output):
+    return call(merge_datasets, "--input", *inputs, "--output-prefix", output)
 
 
 def write_random(prefix, seed, dtype="<u2"):
@@ -30,7 +23,7 @@ def write_random(prefix, seed, dtype="<u2"):
     return documents
 
 
-def test_a_folder_is_merged_in_the_order_of_names(tmp_path, merge):
+def test_a_folder_is_merged_in_the_order_of_names(tmp_path):
     (tmp_path / "parts").mkdir()
     b, a = write_random(tmp_path / "parts" / "b", 1), write_random(tmp_path / "parts" / "a", 2)
     tokens = sum(len(sequence) for document in a + b for sequence in document)
@@ -50,7 +43,7 @@ def test_pieces_of_any_size_make_the_same_dataset(tmp_path, monkeypatch, piece, 
     assert read(tmp_path / "all") == documents
 
 
-def test_what_does_not_fit_is_named(tmp_path, merge):
+def test_what_does_not_fit_is_named(tmp_path):
     write_random(tmp_path / "a", 1)
     write_random(tmp_path / "b", 2, "<i4")
     for inputs, output, message in [

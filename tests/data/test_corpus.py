@@ -59,7 +59,7 @@ def small_blocks(monkeypatch):
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
 @given(documents=st.lists(DOCUMENT, min_size=1, max_size=12))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_corpus_comes_back(tmp_path, small_blocks, suffix, documents):
     documents = [*documents, "the end"]
     path = write(tmp_path, f"in.{suffix}", documents)
@@ -73,7 +73,7 @@ def test_any_corpus_comes_back(tmp_path, small_blocks, suffix, documents):
 
 
 @given(lines=st.lists(TEXT.map(lambda text: text.replace("\n", " ")), max_size=12), cuts=st.data())
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_reading_goes_on_at_the_end_of_any_block(tmp_path, small_blocks, lines, cuts):
     files = [write(tmp_path, name, lines) for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet")]
     (tmp_path / "e.txt").write_text("one file")

@@ -26,7 +26,7 @@ def split_at(values, *separators):
     return parts
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     documents=st.lists(st.lists(st.integers(1, 99), max_size=12), min_size=1, max_size=5),
     rate=st.sampled_from([0.0, 0.5, 1.0]),

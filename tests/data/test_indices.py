@@ -21,7 +21,7 @@ def walk(lengths, document_index, seq_length, num_samples):
     return [[0, 0]] + [list(positions[min(k * seq_length, last)]) for k in range(1, num_samples + 1)]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 30), min_size=1, max_size=20).filter(sum),
     epochs=st.integers(1, 3),
@@ -40,7 +40,7 @@ def test_sample_index_is_where_a_walk_arrives(lengths, epochs, seq_length, seed,
     assert index.tolist() == walk(lengths, document_index, seq_length, num_samples)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(tokens=st.integers(1, 500), num_samples=st.integers(1, 300), seq_length=st.integers(1, 40))
 def test_epochs_are_just_enough(tokens, num_samples, seq_length):
     epochs, separate = count_epochs(tokens, num_samples, seq_length)
@@ -71,7 +71,7 @@ def ways(request, monkeypatch):
     monkeypatch.setattr(blended_dataset, "CHUNK", 37)
 
 
-ANY_WAY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ANY_WAY = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @ANY_WAY

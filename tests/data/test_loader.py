@@ -89,7 +89,7 @@ def test_padding_has_no_loss_and_spoils_no_other_sample():
     assert second["loss_mask"][1].tolist() == [1, 1, 1, 1]  # masks are not shared
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     ranks=st.integers(1, 4),
     micro_batch_size=st.integers(1, 3),
@@ -188,7 +188,7 @@ def permutation(size, epoch):
     return torch.randperm(size, generator=torch.Generator().manual_seed(epoch)).tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     micro_batch_size=st.integers(1, 4),
     ranks=st.integers(1, 6),

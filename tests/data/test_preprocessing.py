@@ -10,14 +10,22 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset
+from megatron_zpp.data.text import corpus
 from megatron_zpp.data.text.corpus import Reading
 from megatron_zpp.data.text.preprocessing import Job, preprocess
 from tests.crashes import run_killed
 from tests.data.small_data import bytes_of
 
 KEYS = ("text", "title")
-TEXTS = [{"text": f"document {i} " + "words " * (i % 97), "title": f"title {i}"} for i in range(1200)]
-LINES = [*map(json.dumps, TEXTS)]  # two blocks
+TEXTS = [{"text": f"document {i} " + "words " * (i % 97), "title": f"title {i}"} for i in range(150)]
+LINES = [*map(json.dumps, TEXTS)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_blocks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "BLOCK_BYTES", 32 << 10)
+        yield
 
 
 def job_in(folder: Path, **more) -> Job:
@@ -39,7 +47,7 @@ def undisturbed(tmp_path_factory):
     files = bytes_of(folder)
     assert set(files) == {f"out_{key}_document.{suffix}" for key in KEYS for suffix in ("bin", "idx")}
     titles = IndexedDataset(folder / "out_title_document")
-    assert bytes(titles[1199][:-1].tolist()) == b"title 1199"
+    assert bytes(titles[149][:-1].tolist()) == b"title 149"
     return files
 
 
@@ -85,19 +93,19 @@ def test_bad_lines_that_come_only_after_a_kill_are_listed_alone(tmp_path, undist
     run(job_in(tmp_path, **saved))
     files = bytes_of(tmp_path)
     listed = files.pop("out.bad_lines.txt").decode()
-    assert listed.startswith(f"{tmp_path}/in.jsonl:1201: ") and listed.count("\n") == 1
+    assert listed.startswith(f"{tmp_path}/in.jsonl:151: ") and listed.count("\n") == 1
     assert files == undisturbed
 
 
 def test_an_old_output_stays_until_the_new_one_is_whole(tmp_path, undisturbed):
     run(job_in(tmp_path))
     old = bytes_of(tmp_path)
-    (tmp_path / "in.jsonl").write_text("\n".join([*LINES[:1100], "{"]) + "\n")
-    with pytest.raises(ValueError, match=r"in\.jsonl:1101"):
+    (tmp_path / "in.jsonl").write_text("\n".join([*LINES[:140], "{"]) + "\n")
+    with pytest.raises(ValueError, match=r"in\.jsonl:141"):
         run(job_in(tmp_path))
     assert {name: content for name, content in bytes_of(tmp_path).items() if name in old} == old
     run(job_in(tmp_path, skip_bad=True))
-    assert IndexedDataset(tmp_path / "out_text_document").num_documents == 1100
+    assert IndexedDataset(tmp_path / "out_text_document").num_documents == 140
 
 
 def test_a_full_disk_loses_nothing(tmp_path, undisturbed):
@@ -106,7 +114,7 @@ def test_a_full_disk_loses_nothing(tmp_path, undisturbed):
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writing beyond the limit is an error then, as on a full disk
-        resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000))  # one block of two
+        resource.setrlimit(resource.RLIMIT_FSIZE, (70_000, 70_000))  # one block of two
         try:
             run(job)
         except OSError:

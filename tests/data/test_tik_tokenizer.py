@@ -15,16 +15,8 @@ from tests.data.small_data import BYTES, write_ranks
 from tests.data.test_tokenizers import TEXTS
 
 
-def test_tiktoken_merges_what_the_file_says(tmp_path):
-    file = write_ranks(tmp_path / "t.tiktoken", [*BYTES, b"th", b"the", b" c", b"at", b" cat"])
-    tokenizer = build_tokenizer("TikTokenizer", file, tiktoken_pattern="gpt2")
-    assert tokenizer.tokenize("the cat") == [257, 260]
-    assert (tokenizer.eod, tokenizer.vocab_size) == (261, 262)
-    assert tokenizer.detokenize([257, 261]) == "the<|endoftext|>"
-
-
-@pytest.mark.parametrize("size", [50_256, 128_000])
-def test_published_tik_tokenizer_are_known_by_their_size(tmp_path, size):
+def test_published_tik_tokenizer_are_known_by_their_size(tmp_path):
+    size = 50_256
     tokens = [*BYTES, *(b"%06d" % number for number in range(size - 256))]
     tokenizer = build_tokenizer("TikTokenizer", write_ranks(tmp_path / "t.tiktoken", tokens))
     pattern, eod, vocab_size = TIKTOKEN_FILES[size]

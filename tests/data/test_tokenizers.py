@@ -111,7 +111,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u25
 @pytest.mark.parametrize("name", ["sentencepiece", "gpt2", "hf", "tiktoken", "byte"])
 @given(texts=st.lists(TEXT, max_size=5))
 @example(texts=TEXTS)
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_texts_come_back_and_a_batch_is_no_other_than_its_texts(request, name, texts):
     tokenizer = request.getfixturevalue(f"{name}_tokenizer")
     batch = [list(map(int, ids)) for ids in tokenizer.tokenize_batch(texts)]

@@ -105,16 +105,17 @@ def test_every_layout_comes_to_the_same(data, alone, ranks):
             assert metrics[key] == pytest.approx(alone[key], rel=tolerance), f"{name}, {key}"
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_a_pipeline_adds_those_of_its_last_stage(data, schedule):
-    virtual = "--num-layers-per-virtual-pipeline-stage 1" if schedule == "zero-bubble" else ""
-    pipeline = f"--pipeline-model-parallel-size 2 --pipeline-schedule {schedule} {virtual}"
-    results = []
-    for ranks, more in (1, ""), (2, pipeline):
-        run = flags(data, NO_DROPOUT, more, "--micro-batch-size 2 --num-layers 4", length="--train-iters 4")
-        results.append(run_ranks(ranks, train_each, {"": run})[-1][""])
-    for key in KEYS:
-        assert results[1][key] == pytest.approx(results[0][key], rel=1e-5), key
+def test_a_pipeline_adds_those_of_its_last_stage(data):
+    def argv(more: str) -> list[str]:
+        return flags(data, NO_DROPOUT, more, "--micro-batch-size 2 --num-layers 4", length="--train-iters 4")
+
+    stages = "--pipeline-model-parallel-size 2 --pipeline-schedule"
+    virtual = "--num-layers-per-virtual-pipeline-stage 1"
+    schedules = {"1f1b": argv(f"{stages} 1f1b"), "zero-bubble": argv(f"{stages} zero-bubble {virtual}")}
+    whole = run_ranks(1, train_each, {"": argv("")})[0][""]
+    for schedule, metrics in run_ranks(2, train_each, schedules)[-1].items():
+        for key in KEYS:
+            assert metrics[key] == pytest.approx(whole[key], rel=1e-5), f"{schedule}, {key}"
 
 
 def test_a_pipeline_refuses_them_per_token(data):

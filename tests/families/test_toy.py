@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import sys
 import time
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from megatron_zpp.training.pretrain import train
 from tests.arguments.parsing import SMALL, mistakes, parse, refusal
 from tests.families.toy import BARE, TOY, Toy, ToyConfig
 from tests.ranks import run_ranks
+from tests.tools import call
 from tests.training.small_run import SHAPE, Metrics, flags, start, write_text
 
 ZEROPP = (
@@ -126,20 +126,7 @@ def test_it_is_estimated():
         estimate.run(estimate.parse_arguments(["--architecture", BARE_GIVEN, *ESTIMATED]))
 
 
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """Run a tool: exit code, stdout and stderr."""
-
-    def run(tool, *argv: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", [tool.__name__, *map(str, argv)])
-        code = tool.main()
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
-
-
-def test_it_is_exported_imported_and_sampled(call, trained, tmp_path):
+def test_it_is_exported_imported_and_sampled(trained, tmp_path):
     run = trained[0] / "run"
     architecture = ("--architecture", GIVEN)
     # The tool itself compares the logits with those of transformers' GPT-NeoX.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from megatron_zpp.models.decoder import Decoder
 from megatron_zpp.models.init import init_weights
 from tests.models.configs import gpt_config
 from tests.models.test_models import CONFIGS, GPT_CONFIG, batch, build
-from tests.ranks import run_ranks
+from tests.ranks import run_in_turn
 
 CHOICES = pytest.mark.parametrize(
     "choice",
@@ -125,20 +126,20 @@ def sharded_gradients(choice, dtype, reshard, compiled) -> dict[str, torch.Tenso
     return {name: gradient.full_tensor() for name, gradient in gradients(model).items()}
 
 
-@pytest.mark.parametrize(
-    "choice, dtype, reshard, compiled, tolerance",
-    [
-        (("full",), torch.float32, True, False, 1e-5),
-        (("selective",), torch.float32, True, False, 1e-5),
-        (("full", "uniform", 2), torch.bfloat16, True, False, 3e-2),
-        pytest.param(("full",), torch.float32, False, True, 1e-5, marks=pytest.mark.long),
-        (("selective",), torch.float32, True, True, 1e-5),
-    ],
-)
-def test_composes_with_fully_shard(choice, dtype, reshard, compiled, tolerance):
+SHARDED = {  # choice, dtype, reshard_after_forward, compiled; and the tolerance
+    "full": ((("full",), torch.float32, True, False), 1e-5),
+    "uniform, bf16": ((("full", "uniform", 2), torch.bfloat16, True, False), 3e-2),
+    "full, kept, compiled": ((("full",), torch.float32, False, True), 1e-5),
+    "selective, compiled": ((("selective",), torch.float32, True, True), 1e-5),
+}
+
+
+def test_composes_with_fully_shard():
+    cases = {name: partial(sharded_gradients, *arguments) for name, (arguments, _) in SHARDED.items()}
     expected = gradients(build(GPT_CONFIG))
-    for result in run_ranks(2, sharded_gradients, choice, dtype, reshard, compiled):
-        assert result.keys() == expected.keys()
-        for name, value in result.items():
-            error = (value - expected[name]).norm() / expected[name].norm()
-            assert error < tolerance, name
+    for case, ranks in run_in_turn(2, cases).items():
+        for result in ranks:
+            assert result.keys() == expected.keys()
+            for name, value in result.items():
+                error = (value - expected[name]).norm() / expected[name].norm()
+                assert error < SHARDED[case][1], (case, name)

@@ -1,4 +1,4 @@
-"""Mixtures of experts against transformers' Mixtral and Qwen3-MoE, and against formulas."""
+"""Mixtures of experts against formulas; tests/convert/hf/test_compare.py trains them beside transformers'."""
 
 from __future__ import annotations
 
@@ -25,56 +25,6 @@ def moe_of(swiglu: bool = True, **options: object) -> MoE:
 
 def tokens_of(seed: int = 0) -> Tensor:
     return torch.randn(2, 7, HIDDEN, generator=torch.Generator().manual_seed(seed), requires_grad=True)
-
-
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen3_moe without norm_topk_prob"])
-def test_outputs_and_gradients_are_those_of_transformers(family):
-    transformers = pytest.importorskip("transformers")
-    if family == "mixtral":
-        from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock as Block
-
-        config = transformers.MixtralConfig(
-            hidden_size=HIDDEN, intermediate_size=FFN, num_local_experts=EXPERTS, num_experts_per_tok=TOPK
-        )
-        moe = moe_of()
-    else:
-        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock as Block
-
-        normalize = family == "qwen3_moe"
-        config = transformers.Qwen3MoeConfig(
-            hidden_size=HIDDEN, moe_intermediate_size=FFN, num_experts=EXPERTS, num_experts_per_tok=TOPK,
-            norm_topk_prob=normalize,
-        )  # fmt: skip
-        moe = moe_of(router_pre_softmax=not normalize)
-    theirs = Block(config)
-    experts = moe.experts
-
-    def of_experts(layer: torch.nn.Module) -> Tensor:
-        return layer.weight.detach().view(EXPERTS, -1, layer.weight.size(1))
-
-    gate_and_up = torch.cat([of_experts(experts.linear_fc1_gate), of_experts(experts.linear_fc1_up)], dim=1)
-    theirs.load_state_dict(
-        {
-            "gate.weight": moe.router.weight.detach(),
-            "experts.gate_up_proj": gate_and_up,
-            "experts.down_proj": of_experts(experts.linear_fc2),
-        }
-    )
-    x, direction = tokens_of(), torch.randn(2, 7, HIDDEN, generator=torch.Generator().manual_seed(2))
-    expected = theirs(x)
-    expected = expected[0] if isinstance(expected, tuple) else expected
-    weights = [theirs.gate.weight, theirs.experts.gate_up_proj, theirs.experts.down_proj]
-    gradients = torch.autograd.grad((expected * direction).sum(), [x, *weights])
-    y, routed = moe(x)
-    layers = [moe.router, experts.linear_fc1_gate, experts.linear_fc1_up, experts.linear_fc2]
-    of_x, of_router, of_gate, of_up, of_down = torch.autograd.grad(
-        (y * direction).sum(), [x, *(layer.weight for layer in layers)]
-    )
-    torch.testing.assert_close(y, expected)
-    gate_and_up = torch.cat([of.view(EXPERTS, FFN, HIDDEN) for of in (of_gate, of_up)], dim=1)
-    for ours, gradient in zip((of_x, of_router, gate_and_up, of_down), gradients, strict=True):
-        torch.testing.assert_close(ours.view_as(gradient), gradient)
-    assert routed.load.sum() == 2 * 7 * TOPK and routed.dropped == 0
 
 
 def test_a_full_expert_drops_the_tokens_that_weigh_least():

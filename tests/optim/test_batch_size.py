@@ -59,27 +59,6 @@ def test_rounding_down_on_request() -> None:
     assert batch.samples_after(5) == 5 * 96
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            dict(global_batch_size=100),
-            r"100 is not divisible by micro-batch size 4 \* data-parallel size 8 = 32; use 96",
-        ),
-        (dict(global_batch_size=16), "use 32$"),
-        (dict(global_batch_size=16, decrease_if_needed=True), "use 32$"),
-        (dict(global_batch_size=64, rampup=(16, 16, 300)), "16 during --rampup-batch-size is not divisible"),
-        (dict(global_batch_size=96, rampup=(32, 48, 300)), "increment 48 does not divide"),
-        (dict(global_batch_size=64, rampup=(96, 32, 300)), "starts at 96"),
-        (dict(global_batch_size=64, rampup=(32, 0, 300)), "at least 1"),
-        (dict(global_batch_size=64, rampup=(32, 32)), "START INCREMENT SAMPLES"),
-    ],
-)
-def test_impossible_sizes_are_refused_at_once(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        BatchSchedule(micro_batch_size=4, data_parallel_size=8, **arguments)
-
-
 def test_lengths_are_deepspeeds():
     curriculum = Curriculum(first=80, last=2048, iters=13767, step=8)
     for iteration in 1, 2, 500, 6883, 13766, 13767, 20000:

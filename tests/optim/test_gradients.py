@@ -20,7 +20,7 @@ from megatron_zpp.optim.gradients import (
 )
 from megatron_zpp.settings.groups import PrecisionSettings
 from megatron_zpp.zeropp import OwnRank, ZeroPPConfig, emulate_zeropp
-from tests.ranks import run_ranks
+from tests.ranks import run_in_turn
 
 WORLD_SIZE = 4
 
@@ -86,13 +86,12 @@ def measure_real():
     return measure(model, ranks)
 
 
-def test_emulated_ranks_measure_and_clip_as_real_ones_to_the_bit():
-    real = run_ranks(WORLD_SIZE, measure_real)
+def test_emulated_ranks_measure_and_clip_as_real_ones_to_the_bit(on_ranks):
     model = build_model()
     emulated = emulate_zeropp(model, ZeroPPConfig(), 2, 2, units=list(model))
     set_gradients(model)
     measured, shards = measure(model, emulated.ranks)
-    for rank, (of_rank, (its_shards,)) in enumerate(real):
+    for rank, (of_rank, (its_shards,)) in enumerate(on_ranks["real"]):
         assert of_rank == measured
         for mine, its in zip(shards[rank], its_shards, strict=True):
             assert mine.shape == its.shape and mine.equal(its)
@@ -136,8 +135,8 @@ def measure_layouts():
     return expected, results
 
 
-def test_every_element_counts_once_in_every_layout():
-    for expected, results in run_ranks(WORLD_SIZE, measure_layouts):
+def test_every_element_counts_once_in_every_layout(on_ranks):
+    for expected, results in on_ranks["layouts"]:
         for name, (norm, of_parameters, zeros) in results.items():
             assert norm == pytest.approx(expected[0], rel=1e-6), name
             assert of_parameters == pytest.approx(expected[1], rel=1e-6), name
@@ -154,8 +153,8 @@ def clip_with_nan_on_one_rank():
     return clip_gradients(parameters, 1.0, OwnRank()).item(), parameters[2].grad.full_tensor()
 
 
-def test_nan_on_one_rank_is_seen_on_all():
-    for norm, gradient in run_ranks(WORLD_SIZE, clip_with_nan_on_one_rank):
+def test_nan_on_one_rank_is_seen_on_all(on_ranks):
+    for norm, gradient in on_ranks["nan"]:
         assert norm != norm
         model = build_model()
         set_gradients(model)
@@ -181,8 +180,15 @@ def measure_where_only_rank_0_has_parameters():
     )
 
 
-def test_a_rank_without_parameters_has_the_same_results():
-    assert run_ranks(2, measure_where_only_rank_0_has_parameters) == [(1, 2.0, 5.0)] * 2
+@pytest.fixture(scope="module")
+def on_ranks() -> dict[str, list]:
+    """What each rank measured, by case."""
+    cases = {"real": measure_real, "layouts": measure_layouts, "nan": clip_with_nan_on_one_rank}
+    return run_in_turn(WORLD_SIZE, cases | {"without": measure_where_only_rank_0_has_parameters})
+
+
+def test_a_rank_without_parameters_has_the_same_results(on_ranks):
+    assert on_ranks["without"] == [(1, 2.0, 5.0)] * WORLD_SIZE
 
 
 def dynamic(**changes: float) -> LossScaler:

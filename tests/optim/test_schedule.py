@@ -103,31 +103,6 @@ def test_weight_decay_ramps() -> None:
     assert constant.weight_decay(0) == constant.weight_decay(5000) == 0.3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (dict(optimizer=OptimizerSettings()), "--lr is required"),
-        (dict(optimizer=OptimizerSettings(lr=0.1, min_lr=0.2)), "--min-lr"),
-        (dict(lr_warmup_init=2.0), "--lr-warmup-init"),
-        (dict(train_samples=100), "either --train-iters or --train-samples"),
-        (dict(train_iters=None), "either --train-iters or --train-samples"),
-        (dict(lr_decay_samples=100), "--lr-decay-samples does not go with --train-iters; use --lr-decay-iters"),
-        (dict(train_iters=None, train_samples=100, lr_warmup_iters=5), "use --lr-warmup-samples"),
-        (dict(lr_warmup_iters=5, lr_warmup_fraction=0.1), "give the warm-up once"),
-        (dict(lr_warmup_fraction=1.5), "--lr-warmup-fraction"),
-        (dict(lr_warmup_iters=100), "must be shorter than the decay"),
-        (dict(lr_warmup_iters=-1), "must not be negative"),
-        (dict(lr_decay_style="WSD"), "needs --lr-wsd-decay-iters"),
-        (dict(lr_decay_style="WSD", lr_wsd_decay_iters=95, lr_warmup_iters=10), "must fit between"),
-        (dict(optimizer=dataclasses.replace(OPTIMIZER, weight_decay_incr_style="linear")), "--start-weight-decay and"),
-        (dict(optimizer=dataclasses.replace(OPTIMIZER, end_weight_decay=0.1)), "--weight-decay-incr-style linear"),
-    ],
-)
-def test_contradictions_are_refused(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build(**arguments)
-
-
 def test_resume_demands_the_same_schedule_or_a_choice() -> None:
     saved, changed = build(lr_warmup_iters=10), build(lr_warmup_iters=20)
     assert resume_schedule(saved, saved.state_dict()) == saved

@@ -16,7 +16,7 @@ from megatron_zpp.planning.cluster import Cluster, parse_cluster
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
 
-OPTIONS = Options(torch.device("cpu"), hidden_size=64, tokens=32, most_bytes=2**16, seconds=0.01)
+OPTIONS = Options(torch.device("cpu"), hidden_size=64, tokens=32, most_bytes=2**14, seconds=0.01)
 
 
 def _measure(ranks_per_node: int) -> tuple[Cluster, list[str]]:
@@ -38,7 +38,7 @@ def test_ranks_return_the_same(ranks_per_node):
     kinds = ("all-gather", "all-to-all", "reduction")
     assert set(cluster.collective_seconds) == {f"{kind} {n}x{p}" for kind in kinds for n, p in groups}
     for curve in cluster.collective_seconds.values():
-        assert [int(size) for size in curve] == [4096, 16384, 65536] and min(curve.values()) > 0
+        assert [int(size) for size in curve] == [4096, 16384] and min(curve.values()) > 0
 
 
 @pytest.mark.long

@@ -95,7 +95,7 @@ def test_nvcc_compiles_for_cards_that_the_build_leaves_to_ptx_without_spills(tmp
     """And without a warning. test_cuda_build.py looks at what the build compiles itself, for sm_80 and sm_90."""
     flags = ["-std=c++20", "-O3", "--fmad=false", "-Werror=all-warnings", "-Xptxas=-v", "-arch=sm_100"]
     source = ROOT / "csrc" / "cuda" / f"{name}.cu"
-    command = ["nvcc", *flags, "-c", str(source), "-o", str(tmp_path / "kernels.o")]
+    command = ["nvcc", *flags, "-cubin", str(source), "-o", str(tmp_path / "kernels.cubin")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     stacks = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)

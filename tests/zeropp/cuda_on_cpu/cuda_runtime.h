@@ -79,10 +79,14 @@ inline void wait_at(Barrier& barrier) {
   }
 }
 
+// One thread of each block after the other: to begin on a stack takes system calls.
 inline void run_coroutine() {
-  body(body_argument);
-  coroutines[thread_index.x]->is_done = true;
-  _longjmp(scheduler, 1);
+  for (;;) {
+    body(body_argument);
+    Coroutine& own = *coroutines[thread_index.x];
+    own.is_done = true;
+    if (_setjmp(own.state) == 0) _longjmp(scheduler, 1);
+  }
 }
 
 // Until it waits or is done.
@@ -100,7 +104,8 @@ inline void run_block(unsigned threads) {
   shuffled.assign(threads, 0);
   for (unsigned t = 0; t < threads; t++) {
     Coroutine& coroutine = *coroutines[t];
-    coroutine.has_begun = coroutine.is_done = false;
+    coroutine.is_done = false;
+    if (coroutine.has_begun) continue;
     getcontext(&coroutine.beginning);
     coroutine.beginning.uc_stack.ss_sp = coroutine.stack.data();
     coroutine.beginning.uc_stack.ss_size = coroutine.stack.size();
