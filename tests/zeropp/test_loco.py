@@ -63,14 +63,6 @@ def test_without_exact_undo_there_is_no_second_copy_from_step_to_step():
         assert (id(old) in kept) == exact_undo and len(kept) == 1 + exact_undo
 
 
-@pytest.mark.parametrize("exact_undo", [True, False])
-def test_rescaling_by_a_power_of_two_is_exact(exact_undo):
-    feedback = after_one_step(exact_undo)
-    error = feedback.decode(feedback.error)
-    feedback.rescale(0.5)
-    assert error.any() and feedback.decode(feedback.error).equal(error * 0.5)
-
-
 @pytest.mark.parametrize("beta", [0.0, 0.2, 0.8, 0.95])
 def test_what_was_sent_telescopes(beta):
     """With a fixed beta and an exact error, sum(sent) = sum(g) - e_T / (1 - beta)."""

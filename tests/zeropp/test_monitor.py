@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
 from megatron_zpp.zeropp.fsdp.shared import ErrorMonitor
-from megatron_zpp.zeropp.wire.quantization import Code, quantize_blocks
 from tests.ranks import run_in_turn
 from tests.zeropp.fsdp_model import build, coefficients, local_gradients, parameters_of, shards_of
 from tests.zeropp.oracle import Hop
@@ -55,18 +54,12 @@ def rms_ratio(numerators, denominators) -> float:
 
 
 def share_of_largest(hop: Hop, shards: list[Tensor]) -> float:
-    """Codes of the two outermost levels over all of the quantized parameters, block by block, for shards [..., L]."""
-    largest = total = start = 0
-    for parameter in hop.parameters:
-        own = slice(start, start + parameter.numel)
-        start = own.stop
-        for row in torch.cat([each.reshape(-1, each.shape[-1]) for each in shards])[:, own]:
-            for block in row.split(BLOCK) if hop.is_quantized(parameter) else ():
-                codes, scale = quantize_blocks(block, Code(hop.bits))
-                levels = 2 * codes + (1 if hop.bits < 4 and scale > 0 else 0)  # twice the level over |scale|
-                outermost = 2**hop.bits - 1 if hop.bits < 4 and scale > 0 else 2**hop.bits - 2
-                largest += int((levels.abs() == outermost).sum())
-                total += BLOCK * bool(scale != 0)
+    """Codes of the two outermost levels over all of the quantized parameters' blocks, for shards [..., L]."""
+    largest = total = 0
+    for each in shards:
+        _, levels = hop.transmit_levels(each, None)
+        largest += int((levels.abs() >= 2 ** (hop.bits - 1) - 1).sum())
+        total += sum(BLOCK * int((~levels[..., block.start].isnan()).sum()) for block in hop.blocks())
     return largest / total
 
 
