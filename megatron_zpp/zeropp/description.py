@@ -28,7 +28,7 @@ def describe(config: ZeroPPConfig, layouts: Sequence[RankLayout]) -> str:
     num_units = Counter((layout.num_nodes, layout.ranks_per_node) for layout in layouts)
     lines = [_describe_group(config, *shape) for shape in num_units]
     if len(lines) > 1:
-        lines = [f"{line} ({n} units)" for line, n in zip(lines, num_units.values(), strict=True)]
+        lines = [f"{line} ({n} {_plural('unit', n)})" for line, n in zip(lines, num_units.values(), strict=True)]
     return "\n".join(lines)
 
 

@@ -1,6 +1,6 @@
 """The two-level collectives as pure functions over the inputs of all ranks, to check the distributed code.
 
-Written for clarity, parameter by parameter and without wire buffers. It shares no step with what it checks: blocks,
+Written for clarity, block by block and without wire buffers. It shares no step with what it checks: blocks,
 random numbers and rotation have a definition of their own here. Results are equal to the bit. Rank r = n * P + p is
 the p-th of node n.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,58 +27,55 @@ _ERROR_HOPS = {"int8": (8, torch.float32), "bf16": (None, torch.bfloat16), "fp32
 
 
 def absmax_levels(
-    block: Tensor,
+    blocks: Tensor,
     bits: int,
     noise: Tensor | None,
     scale_dtype: torch.dtype = torch.float32,
     reach: float = 1.0,
     kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The levels [B] of a block [B], and their unit: the nearest, even at ties, or with ``noise`` [B] the random ones.
+    """Levels of blocks [..., B] and each block's unit [..., 1]: the nearest, even at ties, or random ones by ``noise``.
 
     The unit is 0 or NaN where the whole block is that. ``reach``: the share of the largest level that the largest value
-    takes. ``kept``: a unit that stays where that share is from 0.6 to 1.
+    takes. ``kept``: units that stay where that share is from 0.6 to 1.
     """
-    values, largest = block.float(), torch.tensor(2.0 ** (bits - 1) - 1)
-    scale = values.abs().max() / torch.tensor(reach * (2.0 ** (bits - 1) - 1), dtype=torch.float32)
-    if kept is not None and 0.6 <= values.abs().max() / (kept * largest) <= 1:
-        return (values / kept).round().clamp(-largest, largest), kept
+    values, largest = blocks.float(), torch.tensor(2.0 ** (bits - 1) - 1)
+    peak = values.abs().amax(-1, keepdim=True)
+    scale = peak / torch.tensor(reach * (2.0 ** (bits - 1) - 1), dtype=torch.float32)
     short = scale.to(scale_dtype)
-    if short < scale:  # rounded down, so that the block's largest value would be clipped
-        short = short.nextafter(torch.tensor(torch.inf, dtype=scale_dtype))
-    scale = short.float()
-    if not scale.isfinite() or scale == 0:
-        return torch.zeros_like(values), torch.where(scale == 0, 0.0, torch.nan)
-    codes = (values / scale).round() if noise is None else (values / scale + noise).floor()
-    return codes.clamp(-largest, largest), scale
+    above = short.nextafter(torch.tensor(torch.inf, dtype=scale_dtype))
+    scale = torch.where(short < scale, above, short).float()  # not rounded down: the largest value would be clipped
+    unit = torch.where(scale == 0, 0.0, torch.where(scale.isfinite(), scale, torch.nan))
+    if kept is not None:
+        share = peak / (kept * largest)
+        unit = torch.where((share >= 0.6) & (share <= 1), kept, unit)
+    codes = (values / unit).round() if noise is None else (values / unit + noise).floor()
+    return torch.where(unit > 0, codes.clamp(-largest, largest), 0.0), unit
 
 
-def mean_levels(block: Tensor, bits: int, noise: Tensor | None, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def mean_levels(blocks: Tensor, bits: int, noise: Tensor | None, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The same by the mean: the middle of the step that each value is in, or whole steps."""
-    values = block.float().numpy()
-    magnitudes, zeros = np.abs(values.astype(np.float64)), int((values == 0).sum())
-    nothing, everything = ((torch.zeros(len(values)), torch.tensor(unit)) for unit in (0.0, torch.nan))
-    if not np.isfinite(magnitudes).all():
-        return everything
-    whole_steps = bits > 1 and zeros / len(values) >= 0.25
-    unit = 2.0 ** (max(math.frexp(magnitudes.max())[1] - 1, -63) - 22)
-    total = sum(int(n) for n in magnitudes // unit)
-    if total == 0:
-        return nothing
-    step = np.float32(STEPS_WITH_ZEROS[bits] if whole_steps else STEPS[bits])
-    with np.errstate(over="ignore"):
-        mean = step * np.float32(total) / np.float32(len(values) - zeros if whole_steps else len(values))
-        scale = torch.tensor(mean * np.float32(unit)).to(scale_dtype).float().numpy()
-    if np.isinf(scale):
-        return everything
-    in_steps = values * (np.float32(1) / scale)
-    random = np.float32(0.5) if noise is None else noise.numpy()
-    if whole_steps:
-        levels = np.floor(in_steps + random).clip(1 - 2 ** (bits - 1), 2 ** (bits - 1) - 1)
-    else:
-        lower = np.floor(in_steps + (random - np.float32(0.5)))
-        levels = lower.clip(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) + np.float32(0.5)
-    return torch.from_numpy(levels.astype(np.float32)), torch.tensor(scale)
+    values, numel = blocks.float().numpy(), blocks.shape[-1]
+    magnitudes, zeros = np.abs(values.astype(np.float64)), (values == 0).sum(-1, keepdims=True)
+    is_finite = np.isfinite(magnitudes).all(-1, keepdims=True)
+    magnitudes = np.where(is_finite, magnitudes, 0.0)
+    whole_steps = (zeros / numel >= 0.25) & (bits > 1)
+    exponent = np.frexp(magnitudes.max(-1, keepdims=True))[1] - 1
+    unit = np.ldexp(1.0, np.maximum(exponent, -63) - 22)
+    total = (magnitudes // unit).sum(-1, keepdims=True)  # whole numbers, exact in fp64
+    step = np.where(whole_steps, np.float32(STEPS_WITH_ZEROS.get(bits, 0)), np.float32(STEPS[bits]))
+    count = np.where(whole_steps, numel - zeros, numel).astype(np.float32)
+    with np.errstate(all="ignore"):
+        mean = step * total.astype(np.float32) / count
+        scale = torch.from_numpy(mean * unit.astype(np.float32)).to(scale_dtype).float().numpy()
+        in_steps = values * (np.float32(1) / scale)
+        random = np.float32(0.5) if noise is None else noise.numpy()
+        middle = np.floor(in_steps + (random - np.float32(0.5))).clip(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        whole = np.floor(in_steps + random).clip(1 - 2 ** (bits - 1), 2 ** (bits - 1) - 1)
+    levels = np.where(whole_steps, whole, middle + np.float32(0.5)).astype(np.float32)
+    units = np.where(total == 0, np.float32(0), np.where(np.isinf(scale), np.float32(np.nan), scale))
+    units = np.where(is_finite, units, np.float32(np.nan))
+    return torch.from_numpy(np.where(units > 0, levels, np.float32(0))), torch.from_numpy(units)
 
 
 def code_at(step: int, later: tuple[int | None, str | None], warmup: str | None, scaling_at_first: str | None) -> tuple:
@@ -139,64 +136,52 @@ class Hop:
         fewest = min(self.block_size or 8, 32)
         return self.bits is not None and parameter.quantizable and parameter.numel >= fewest
 
-    def blocks(self, numel: int) -> list[slice]:
-        """Of the ``numel`` elements of a quantized parameter."""
-        size = self.block_size or numel
-        return [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
-
-    def transmit_kept(self, shard: Tensor, scales: dict[tuple[int, int], Tensor], rank: int) -> Tensor:
-        """What arrives, in fp32, of a rank's shard [L] whose blocks keep their scales while they fit."""
-        arrived, start = [], 0
+    def blocks(self) -> Iterator[slice]:
+        """The places of all blocks of quantized parameters in a shard."""
+        start = 0
         for parameter in self.parameters:
-            own = slice(start, start + parameter.numel)
-            start = own.stop
-            if not self.is_quantized(parameter):
-                arrived.append(shard[own].to(self.dtype).float())
-                continue
-            assert self.bits is not None
-            for place in self.blocks(parameter.numel):
-                block, key = shard[own][place], (rank, own.start + place.start)
-                levels, scales[key] = absmax_levels(block, self.bits, None, self.scale_dtype, 0.9, scales.get(key))
-                arrived.append(levels * scales[key])
-        return torch.cat(arrived)
+            stop, size = start + parameter.numel, self.block_size or parameter.numel
+            for begin in range(start, stop, size) if self.is_quantized(parameter) else ():
+                yield slice(begin, min(begin + size, stop))
+            start = stop
 
-    def transmit(self, shard: Tensor, noise: Tensor | None = None) -> Tensor:
-        """What arrives, in fp32, of a shard [L] that is sent over this hop; ``noise`` [L] rounds stochastically."""
-        return self.transmit_levels(shard, noise)[0]
-
-    def transmit_levels(self, shard: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What arrives, and its levels [L]: NaN where there are none, or where a block's unit is 0 or NaN."""
-        arrived, levels, start = [], [], 0
-        for parameter in self.parameters:
-            own = slice(start, start + parameter.numel)
-            start = own.stop
-            if not self.is_quantized(parameter):
-                arrived.append(shard[own].to(self.dtype).float())
-                levels.append(torch.full((parameter.numel,), torch.nan))
-                continue
+    def transmit_kept(self, shards: Tensor, scales: dict[int, Tensor]) -> Tensor:
+        """What arrives, in fp32, of all ranks' shards [W, L] whose blocks keep their scales while they fit."""
+        arrived = shards.to(self.dtype).float().clone()
+        for place in self.blocks():
             assert self.bits is not None
-            for place in self.blocks(parameter.numel):
-                one_way = mean_levels if self.is_mean else absmax_levels
-                noise_of_block = None if noise is None else noise[own][place]
-                of_block, unit = one_way(shard[own][place], self.bits, noise_of_block, self.scale_dtype)
-                arrived.append(of_block * unit)
-                levels.append(of_block if unit > 0 else torch.full_like(of_block, torch.nan))
-        return torch.cat(arrived), torch.cat(levels)
+            kept = scales.get(place.start)
+            levels, scales[place.start] = absmax_levels(shards[:, place], self.bits, None, self.scale_dtype, 0.9, kept)
+            arrived[:, place] = levels * scales[place.start]
+        return arrived
+
+    def transmit_levels(self, shards: Tensor, noise_seed: int | None) -> tuple[Tensor, Tensor]:
+        """What arrives of one rank's shards [..., L], in fp32; ``noise_seed`` rounds stochastically. And its levels.
+
+        Levels [..., L] are NaN where there are none, or where a block's unit is 0 or NaN.
+        """
+        arrived, levels = shards.to(self.dtype).float().clone(), torch.full(shards.shape, torch.nan)
+        noise = None if noise_seed is None else uniform(noise_seed, shards.numel()).view(shards.shape)
+        one_way = mean_levels if self.is_mean else absmax_levels
+        for place in self.blocks():
+            assert self.bits is not None
+            noise_of_block = None if noise is None else noise[..., place]
+            of_block, unit = one_way(shards[..., place], self.bits, noise_of_block, self.scale_dtype)
+            arrived[..., place] = of_block * unit
+            levels[..., place] = torch.where(unit > 0, of_block, torch.nan)
+        return arrived, levels
 
     def transmit_all(self, shards: Tensor, noise_seed: int | None) -> Tensor:
-        """``transmit`` for each of shards [..., L] of one rank."""
-        rows = shards.flatten(0, -2)
-        noise: Sequence[Tensor | None] = [None] * len(rows)
-        if noise_seed is not None:
-            noise = list(uniform(noise_seed, rows.numel()).view(rows.shape))
-        return torch.stack([self.transmit(row, u) for row, u in zip(rows, noise, strict=True)]).view(shards.shape)
+        """What arrives of one rank's shards [..., L], in fp32."""
+        return self.transmit_levels(shards, noise_seed)[0]
 
     def rotate(self, shards: Tensor) -> Tensor:
         """Rotate each quantized parameter of shards [..., L], as far as it makes up groups of 32."""
         turned, start = shards.float().clone(), 0
         for parameter in self.parameters:
-            for group in range(start, start + parameter.numel - 31, 32) if self.is_quantized(parameter) else ():
-                turned[..., group : group + 32] = rotated(turned[..., group : group + 32])
+            if self.is_quantized(parameter):
+                groups = slice(start, start + parameter.numel // 32 * 32)
+                turned[..., groups] = rotated(turned[..., groups].unflatten(-1, (-1, 32))).flatten(-2)
             start += parameter.numel
         return turned
 
@@ -206,7 +191,7 @@ class WeightState:
     """What the ranks keep of the weights from one version of the parameters to the next."""
 
     versions: int = 0
-    scales: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # kept, by rank and number of the block
+    scales: dict[int, Tensor] = field(default_factory=dict)  # kept of all ranks [W, 1], by where a block begins
 
 
 def all_gather(
@@ -228,13 +213,13 @@ def all_gather(
 
     def send(values: Sequence[Tensor], bits: int | None, block_size: int | None, scaling: str | None) -> list[Tensor]:
         hop = Hop(parameters, bits, block_size, dtype, scaling, scale_dtype)
-        return [hop.transmit_all(v.unsqueeze(0), noise_seed("inter", r)).squeeze(0) for r, v in enumerate(values)]
+        return [hop.transmit_all(v, noise_seed("inter", r)) for r, v in enumerate(values)]
 
     has_secondary = config.hpz_partition_size > 1 and num_nodes > 1
     bits = config.weight_bits if config.quantized_weights else None
     if has_secondary and config.weight_moves:
         hop = Hop(parameters, bits, config.weight_block_size, dtype, "absmax", scale_dtype)
-        sent = [hop.transmit_kept(shard, state.scales, rank) for rank, shard in enumerate(shards)]
+        sent = list(hop.transmit_kept(torch.stack(list(shards)), state.scales))
     else:
         sent = send(shards, bits, config.weight_block_size, config.weight_scaling)
     gathered = [arrived.to(dtype) for arrived in sent]
@@ -257,12 +242,9 @@ class ElementScales:
     def transmit_all(self, pieces: Tensor, noise_seed: int | None) -> Tensor:
         """What arrives of pieces [N, L], each element of which is sent in units of its scale."""
         scales = torch.from_numpy((0.5 ** (self.quieter / 16)).astype(np.float32))
-        noise: Sequence[Tensor | None] = [None] * len(pieces)
-        if noise_seed is not None:
-            noise = list(uniform(noise_seed, pieces.numel()).view(pieces.shape))
-        sent = [self.hop.transmit_levels(row, u) for row, u in zip(pieces / scales, noise, strict=True)]
-        self._learn(torch.stack([levels for _, levels in sent]).double().numpy())
-        return torch.stack([arrived for arrived, _ in sent]) * scales
+        sent, levels = self.hop.transmit_levels(pieces / scales, noise_seed)
+        self._learn(levels.double().numpy())
+        return sent * scales
 
     def _learn(self, levels: np.ndarray) -> None:
         bits = self.hop.bits
@@ -272,12 +254,8 @@ class ElementScales:
         octaves = np.log2(1 - weight + weight * levels**2 / usual) / 2  # of the scale, half of those of the square
         louder = np.floor(16 * octaves + self.steps * 0.6180339887498949 % 1)
         self.quieter -= np.where(np.isnan(levels), 0, louder).astype(np.int64)
-        start = 0
-        for parameter in self.hop.parameters:
-            for place in self.hop.blocks(parameter.numel) if self.hop.is_quantized(parameter) else ():
-                block = self.quieter[:, start + place.start : start + place.stop]
-                block -= block.min(axis=1, keepdims=True)
-            start += parameter.numel
+        for place in self.hop.blocks():
+            self.quieter[:, place] -= self.quieter[:, place].min(axis=1, keepdims=True)
         self.quieter = self.quieter.clip(0, 255)
         self.steps += 1
 

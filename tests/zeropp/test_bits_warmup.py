@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, emulate_zeropp
-from tests.ranks import run_in_turn
 from tests.zeropp import training_on_ranks
-from tests.zeropp.training_on_ranks import resumes_exactly, shard
+from tests.zeropp.training_on_ranks import resumes_exactly
 
 NODES, RANKS_PER_NODE, ROWS, COLUMNS, BLOCK = 2, 2, 64, 32, 32
 GRADIENTS = dict(quantized_gradients=True, gradient_bits=2, gradient_block_size=BLOCK, loco=LoCoConfig())
@@ -42,12 +38,10 @@ def test_what_cannot_be_is_refused_by_name(options, message):
     assert message in str(caught.value)
 
 
-def model_and_zeropp(config: ZeroPPConfig, is_emulated: bool):
+def model_and_zeropp(config: ZeroPPConfig):
     torch.manual_seed(1)
     model = nn.Linear(COLUMNS, ROWS, bias=False)
-    if is_emulated:
-        return model, emulate_zeropp(model, config, NODES, RANKS_PER_NODE)
-    return model, shard(model, config)
+    return model, emulate_zeropp(model, config, NODES, RANKS_PER_NODE)
 
 
 def backward(model, zeropp, step: int, num_micro_batches: int = 1):
@@ -60,22 +54,6 @@ def backward(model, zeropp, step: int, num_micro_batches: int = 1):
     training_on_ranks.backward(zeropp, loss_of, step, num_micro_batches)
 
 
-def evaluate(model, zeropp):
-    for as_rank in zeropp.ranks:
-        with as_rank, torch.no_grad():
-            model(torch.ones(1, COLUMNS))
-    if len(zeropp.ranks) == 1:
-        model.reshard()
-
-
-def sent_between_nodes(zeropp) -> int:
-    """Since the last call, by all ranks."""
-    sent = torch.tensor(zeropp.traffic.take().inter_node)
-    if len(zeropp.ranks) == 1:
-        dist.all_reduce(sent)
-    return int(sent)
-
-
 WEIGHTS = (NODES - 1) * 4 * ROWS * COLUMNS
 
 
@@ -85,15 +63,15 @@ def nbytes(bits: int) -> int:
     return (NODES - 1) * (numel * bits // 8 + 4 * numel // BLOCK)
 
 
-def _bytes_by_step(is_emulated: bool):
-    """Steps of two micro-batches, with all that is no optimizer step in between."""
-    model, zeropp = model_and_zeropp(config_of(), is_emulated)
+def test_bytes_of_each_step_are_those_of_its_bits():
+    """Gradients of steps 0 and 1 in 4 bits, weights in full; with all that is no optimizer step in between."""
+    model, zeropp = model_and_zeropp(config_of())
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05), torch.optim.SGD(model.parameters(), lr=0.05)]
-    sent = []
-    for step in range(5):
+    for step, bits in enumerate((4, 4, 2, 2)):
         if step == 1:
-            evaluate(model, zeropp)
-            evaluate(model, zeropp)
+            for as_rank in zeropp.ranks:
+                with as_rank, torch.no_grad():
+                    model(torch.ones(1, COLUMNS))
             for skipped in (70, 71):
                 backward(model, zeropp, skipped)
                 model.zero_grad()
@@ -103,17 +81,9 @@ def _bytes_by_step(is_emulated: bool):
         for optimizer in optimizers:
             optimizer.step()
         model.zero_grad()
-        sent.append(sent_between_nodes(zeropp))
-    return sent, zeropp.describe(), int(next(v for k, v in zeropp.state_dict().items() if "optimizer_steps" in k))
-
-
-@pytest.mark.parametrize("is_emulated", [False, True])
-def test_bytes_of_each_step_are_those_of_its_bits(on_real_ranks, on_emulated_ranks, is_emulated):
-    """Gradients of steps 0 and 1 in 4 bits, weights in full."""
-    expected = [WEIGHTS + nbytes(bits) for bits in (4, 4, 2, 2, 2)]
-    for sent, description, steps in (on_emulated_ranks if is_emulated else on_real_ranks)["bytes"]:
-        assert (sent, steps) == (expected, 5)
-        assert "int2 (mean, int4 in the first 2 steps) with LoCo" in description
+        assert zeropp.traffic.take().inter_node == WEIGHTS + nbytes(bits)
+    assert "int2 (mean, int4 in the first 2 steps) with LoCo" in zeropp.describe()
+    assert next(value for key, value in zeropp.state_dict().items() if "optimizer_steps" in key) == 4
 
 
 def train(model, zeropp, steps, skipped: int | None = None):
@@ -129,37 +99,26 @@ def train(model, zeropp, steps, skipped: int | None = None):
         model.zero_grad()
 
 
-def _resumed(is_emulated: bool, cases) -> list[bool]:
-    """Whether each resume after some steps, of which one may be skipped, goes on to the same bits."""
+@pytest.mark.parametrize("save_at, skipped", [(1, None), (2, None), (2, 1), (3, 3)])  # gradients switch after 2 steps
+def test_a_resume_before_at_and_after_a_switch_is_exact(save_at, skipped):
+    """Training resumes after ``save_at`` steps; before the step ``skipped`` another one is skipped."""
 
-    def resumed(save_at: int, skipped: int | None) -> bool:
-        def build():
-            model, zeropp = model_and_zeropp(config_of(), is_emulated)
-            return model, zeropp, torch.optim.SGD(model.parameters(), lr=0.05)
+    def build():
+        model, zeropp = model_and_zeropp(config_of())
+        return model, zeropp, torch.optim.SGD(model.parameters(), lr=0.05)
 
-        def train_part(model, zeropp, optimizer, part):
-            train(model, zeropp, range(save_at, 6) if part else range(save_at), skipped)
+    def train_part(model, zeropp, optimizer, part):
+        train(model, zeropp, range(save_at, 4) if part else range(save_at), skipped)
 
-        return resumes_exactly(build, train_part)
-
-    return [resumed(*case) for case in cases]
-
-
-# Gradients switch after 2 steps.
-RESUMES = [(1, None), (2, None), (2, 1), (3, None), (3, 3)]
-
-
-def test_a_resume_before_at_and_after_a_switch_is_exact(on_real_ranks, on_emulated_ranks):
-    assert on_real_ranks["resumes"] == [[True] * 2] * 4
-    assert on_emulated_ranks["resumes"] == [[True] * len(RESUMES)]
+    assert resumes_exactly(build, train_part)
 
 
 def _continued(options_of_saved, told: int | None = None, has_number: bool = True):
     """Bytes of the step after 4 others were taken, saved with other settings, and loaded; as emulated ranks."""
-    model, zeropp = model_and_zeropp(config_of(**options_of_saved), is_emulated=True)
+    model, zeropp = model_and_zeropp(config_of(**options_of_saved))
     train(model, zeropp, range(4))
     state = {key: value for key, value in zeropp.state_dict().items() if has_number or "optimizer_steps" not in key}
-    again, zeropp = model_and_zeropp(config_of(gradient_bits_warmup="5:4"), is_emulated=True)
+    again, zeropp = model_and_zeropp(config_of(gradient_bits_warmup="5:4"))
     again.load_state_dict(model.state_dict())
     zeropp.load_state_dict(state)
     if told is not None:
@@ -167,29 +126,12 @@ def _continued(options_of_saved, told: int | None = None, has_number: bool = Tru
     sent = []
     for step in range(4, 6):
         train(again, zeropp, [step])
-        sent.append(sent_between_nodes(zeropp) - WEIGHTS)
+        sent.append(zeropp.traffic.take().inter_node - WEIGHTS)
     return sent
 
 
-def _continuations():
+def test_another_warmup_takes_over_the_state_and_its_number_of_steps():
     none = dict.fromkeys(WARMUP)
-    by_an_earlier_version = (_continued(none, told, has_number=False) for told in (None, 4))
-    return _continued({}), _continued(none), *by_an_earlier_version
-
-
-@pytest.fixture(scope="module")
-def on_real_ranks():
-    functions = {"bytes": partial(_bytes_by_step, False), "resumes": partial(_resumed, False, RESUMES[1:3])}
-    return run_in_turn(NODES * RANKS_PER_NODE, functions)
-
-
-@pytest.fixture(scope="module")
-def on_emulated_ranks():
-    functions = {"bytes": partial(_bytes_by_step, True), "resumes": partial(_resumed, True, RESUMES)}
-    return run_in_turn(1, functions | {"continuations": _continuations})
-
-
-def test_another_warmup_takes_over_the_state_and_its_number_of_steps(on_emulated_ranks):
-    ((with_warmup, with_number, without_one, told),) = on_emulated_ranks["continuations"]
-    assert with_warmup == with_number == told == [nbytes(4), nbytes(2)]
-    assert without_one == [nbytes(4)] * 2
+    assert _continued({}) == _continued(none) == [nbytes(4), nbytes(2)]
+    assert _continued(none, has_number=False) == [nbytes(4)] * 2  # saved by an earlier version
+    assert _continued(none, told=4, has_number=False) == [nbytes(4), nbytes(2)]

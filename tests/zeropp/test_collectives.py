@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
 from megatron_zpp.zeropp.config import SUPPORTED_BITS
-from tests.ranks import run_in_turn, run_ranks
+from tests.ranks import run_ranks
 from tests.zeropp import oracle
 from tests.zeropp.fsdp_model import (
     ChosenGradients,
@@ -25,7 +25,7 @@ from tests.zeropp.fsdp_model import (
 )
 from tests.zeropp.training_on_ranks import micro_batches, train
 
-WORLD_SIZES = pytest.mark.parametrize("world_size", [2, 3, 4, pytest.param(6, marks=pytest.mark.long), 8])
+WORLD_SIZES = pytest.mark.parametrize("world_size", [2, 3, 6])  # 6: with each number of ranks in a node
 DTYPES = [torch.float32, torch.bfloat16]
 ALL_DTYPES = [*DTYPES, torch.float16]
 ALL_BITS = [*SUPPORTED_BITS, None]
@@ -37,9 +37,9 @@ def divisors(n):
 
 
 def covering(*axes):
-    """Cases in which every value of every axis occurs with several of the others: the grid, thinned."""
+    """About 20 cases in which every value of every axis occurs with several of the others: the grid, thinned."""
     grid = list(itertools.product(*axes))
-    return grid if len(grid) <= 24 else grid[:: len(grid) // 24 | 1]
+    return grid[:: next(n for n in itertools.count(len(grid) // 20) if math.gcd(n, len(grid)) == 1)]
 
 
 @dataclass(frozen=True)
@@ -144,48 +144,37 @@ def padding_mask(world_size):
 
 @WORLD_SIZES
 def test_all_gather_equals_the_oracle(world_size):
-    grid = covering(divisors(world_size), ALL_BITS, [None, 8], BLOCKS, ALL_DTYPES)
-    check_all_gather(
-        world_size,
-        [
-            Case(
-                ZeroPPConfig(
-                    quantized_weights=bits is not None,
-                    hpz_partition_size=ranks_per_node,
-                    weight_bits=bits,
-                    weight_scaling="mean" if bits == 1 else "absmax",
-                    weight_intra_bits=intra_bits if ranks_per_node > 1 else None,
-                    weight_block_size=block,
-                ),
-                world_size // ranks_per_node,
-                dtype,
-            )
-            for ranks_per_node, bits, intra_bits, block, dtype in grid
-        ],
-    )
+    cases = []
+    for ranks_per_node, bits, intra_bits, block, dtype in covering(
+        divisors(world_size), ALL_BITS, [None, 8], BLOCKS, ALL_DTYPES
+    ):
+        config = ZeroPPConfig(
+            quantized_weights=bits is not None,
+            hpz_partition_size=ranks_per_node,
+            weight_bits=bits,
+            weight_scaling="mean" if bits == 1 else "absmax",
+            weight_intra_bits=intra_bits if ranks_per_node > 1 else None,
+            weight_block_size=block,
+        )
+        cases.append(Case(config, world_size // ranks_per_node, dtype))
+    check_all_gather(world_size, cases)
 
 
 @WORLD_SIZES
 def test_reduce_scatter_equals_the_oracle(world_size):
-    grid = covering(divisors(world_size), ALL_BITS, [None, 4, 8], BLOCKS, ALL_DTYPES, [1, 3])
-    check_reduce_scatter(
-        world_size,
-        [
-            Case(
-                ZeroPPConfig(
-                    quantized_gradients=True,
-                    ranks_per_node=ranks_per_node,
-                    gradient_bits=bits,
-                    gradient_intra_bits=intra_bits,
-                    gradient_block_size=block,
-                ),
-                world_size // ranks_per_node,
-                dtype,
-                num_micro_batches=num_micro_batches,
-            )
-            for ranks_per_node, bits, intra_bits, block, dtype, num_micro_batches in grid
-        ],
-    )
+    cases = []
+    for ranks_per_node, bits, intra_bits, block, dtype, num_micro_batches in covering(
+        divisors(world_size), ALL_BITS, [None, 4, 8], BLOCKS, ALL_DTYPES, [1, 3]
+    ):
+        config = ZeroPPConfig(
+            quantized_gradients=True,
+            ranks_per_node=ranks_per_node,
+            gradient_bits=bits,
+            gradient_intra_bits=intra_bits,
+            gradient_block_size=block,
+        )
+        cases.append(Case(config, world_size // ranks_per_node, dtype, num_micro_batches=num_micro_batches))
+    check_reduce_scatter(world_size, cases)
 
 
 WEIGHT_OPTIONS = {
@@ -209,23 +198,21 @@ WEIGHT_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("world_size", [4, pytest.param(6, marks=pytest.mark.long)])
-def test_weight_options_equal_the_oracle_over_versions(world_size):
+def test_weight_options_equal_the_oracle_over_versions():
     configs = [ZeroPPConfig(hpz_partition_size=2, **options) for options in WEIGHT_OPTIONS.values()]
-    cases = [Case(config, world_size // 2, dtype, num_steps=4) for config in configs for dtype in DTYPES]
+    cases = [Case(config, 2, DTYPES[i % 2], num_steps=4) for i, config in enumerate(configs)]
     flat = ZeroPPConfig(quantized_weights=True, weight_bits=4, weight_rounding="stochastic")
-    check_all_gather(world_size, [*cases, Case(flat, 1, torch.float32, num_steps=3)])
+    check_all_gather(4, [*cases, Case(flat, 1, torch.float32, num_steps=3)])
 
 
 GRADIENT_OPTIONS = {
     "loco": dict(loco=LoCoConfig()),
-    "error feedback with hard resets": dict(loco=LoCoConfig(beta=0.0, reset_interval=3)),
-    "loco on both hops": dict(loco=LoCoConfig(hops="both", reset_interval=4), gradient_intra_bits=4),
+    "error feedback with hard resets": dict(loco=LoCoConfig(beta=0.0, reset_interval=2)),
+    "loco on both hops": dict(loco=LoCoConfig(hops="both", reset_interval=2), gradient_intra_bits=4),
     "loco with decay, bf16 error": dict(loco=LoCoConfig(reset="decay", reset_interval=10, error_dtype="bf16")),
     "loco on both hops with decay": dict(
         loco=LoCoConfig(hops="both", reset="decay", reset_interval=3), gradient_intra_bits=4
     ),
-    "fp32 error": dict(loco=LoCoConfig(error_dtype="fp32")),
     "stochastic": dict(gradient_rounding="stochastic", loco=LoCoConfig()),
     "more bits at first": dict(loco=LoCoConfig(), gradient_scaling="absmax", gradient_bits_warmup="2:3"),
     "absmax codes, short scales": dict(
@@ -245,24 +232,20 @@ GRADIENT_OPTIONS = {
         gradient_block_size=None,
         loco=LoCoConfig(error_dtype="bf16", reset="decay", reset_interval=10),
     ),
-    "hadamard": dict(hadamard=True),
     "everything": dict(hadamard=True, gradient_rounding="stochastic", loco=LoCoConfig(hops="both"), seed=3),
 }
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(4, marks=pytest.mark.long), 6])
-def test_gradient_options_equal_the_oracle_over_steps(world_size):
+def test_gradient_options_equal_the_oracle_over_steps():
     cases = []
-    for options in list(GRADIENT_OPTIONS.values())[-2 if world_size == 6 else 0 :]:
+    for i, options in enumerate(GRADIENT_OPTIONS.values()):
         low_bit = dict(gradient_bits=2, gradient_block_size=32) | options
         config = ZeroPPConfig(quantized_gradients=True, ranks_per_node=2, **low_bit)
-        cases += [Case(config, world_size // 2, dtype, num_steps=5, num_micro_batches=2) for dtype in DTYPES]
-    check_reduce_scatter(world_size, cases)
+        cases.append(Case(config, 2, DTYPES[i % 2], num_steps=3, num_micro_batches=2))
+    check_reduce_scatter(4, cases)
 
 
 SUM_OPTIONS = {
-    "int8": dict(gradient_sum_dtype="int8"),
-    "bf16": dict(gradient_sum_dtype="bf16"),
     "int8 with everything": dict(gradient_sum_dtype="int8", **GRADIENT_OPTIONS["everything"]),
     "bf16, decaying LoCo": dict(
         gradient_sum_dtype="bf16", offload_gradient_sums=True, **GRADIENT_OPTIONS["loco on both hops with decay"]
@@ -275,11 +258,10 @@ SUM_OPTIONS = {
 @pytest.mark.parametrize("world_size, ranks_per_node", [(4, 2), (3, 1)])
 def test_sums_between_micro_batches_equal_the_oracle(world_size, ranks_per_node):
     cases = []
-    for options in SUM_OPTIONS.values():
-        config = ZeroPPConfig(
-            quantized_gradients=True, ranks_per_node=ranks_per_node, **(dict(gradient_block_size=32) | options)
-        )
-        cases.append(Case(config, world_size // ranks_per_node, torch.bfloat16, num_steps=2, num_micro_batches=4))
+    for options in list(SUM_OPTIONS.values())[:: 1 if ranks_per_node > 1 else 3]:
+        low_bit = dict(gradient_block_size=32) | options
+        config = ZeroPPConfig(quantized_gradients=True, ranks_per_node=ranks_per_node, **low_bit)
+        cases.append(Case(config, world_size // ranks_per_node, torch.bfloat16, num_steps=2, num_micro_batches=3))
     check_reduce_scatter(world_size, cases)
 
 
@@ -315,33 +297,23 @@ def _scaled(factor):
     return model.weights[0].grad.full_tensor().mean().item()
 
 
-VALUES, POISONS, FACTORS = (1.0, -1.0), (float("nan"), float("inf")), {None: 1.0, 1.0: 4.0, 10.0: 0.4}
+def _by_value():
+    """Gradients: constant ones, those with a NaN or an Inf, and the mean for each divide factor."""
+    constant = {value: _constant_gradients(value) for value in (1.0, -1.0)}
+    poisoned = [_poisoned_gradient(poison) for poison in (torch.nan, torch.inf)]
+    return constant, poisoned, [_scaled(factor) for factor in (None, 1.0, 10.0)]
 
 
-@pytest.fixture(scope="module")
-def reduced():
-    functions = {f"constant {value}": partial(_constant_gradients, value) for value in VALUES}
-    functions |= {f"poison {poison}": partial(_poisoned_gradient, poison) for poison in POISONS}
-    return run_in_turn(4, functions | {f"factor {factor}": partial(_scaled, factor) for factor in FACTORS})
-
-
-@pytest.mark.parametrize("value", VALUES)
-def test_a_constant_gradient_keeps_its_scale_over_both_hops(reduced, value):
-    """DeepSpeed's qgZ returned 1.53 and -2 here."""
-    for gradient in reduced[f"constant {value}"][0]:
-        torch.testing.assert_close(gradient, torch.full_like(gradient, value), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("poison", POISONS)
-def test_nan_and_inf_of_one_rank_reach_the_owner(reduced, poison):
-    gradients = reduced[f"poison {poison}"][0]
-    assert not gradients[2][10, 3].isfinite()
-    assert all(gradient.isfinite().all() for i, gradient in enumerate(gradients) if i != 2)
-
-
-@pytest.mark.parametrize("factor", FACTORS)
-def test_division_is_what_fsdp_asks_for(reduced, factor):
-    assert reduced[f"factor {factor}"] == pytest.approx([FACTORS[factor]] * 4, rel=1e-6)
+def test_gradients_keep_their_size_and_nan_and_inf_reach_the_owner():
+    """DeepSpeed's qgZ returned 1.53 and -2 for constant gradients of 1 and -1."""
+    for constant, poisoned, means in run_ranks(4, _by_value):
+        for value, gradients in constant.items():
+            for gradient in gradients:
+                torch.testing.assert_close(gradient, torch.full_like(gradient, value), rtol=1e-6, atol=0)
+        for gradients in poisoned:
+            assert not gradients[2][10, 3].isfinite()
+            assert all(gradient.isfinite().all() for i, gradient in enumerate(gradients) if i != 2)
+        assert means == pytest.approx([1.0, 4.0, 0.4], rel=1e-6)  # divided as FSDP2 is asked to
 
 
 @pytest.mark.parametrize("ranks_per_node, world_size", [(1, 1), (2, 2)])

@@ -1,4 +1,4 @@
-"""What the CUDA build of csrc/ shows where there is no GPU: it has the kernels, and looks at arguments before a launch.
+"""What the CUDA build of csrc/ shows where there is no GPU: which kernels it has, and what nvcc made of them.
 
 `make test-cuda-build` makes such a build, against torch for CUDA, in an environment of its own.
 """
@@ -11,20 +11,13 @@ import shutil
 import site
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator
 from glob import glob
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import cpp_extension
 
 from megatron_zpp.zeropp.wire import kernels
-from megatron_zpp.zeropp.wire.format import WireFormat
-from megatron_zpp.zeropp.wire.layout import Compensation, ParameterShard
-from tests.zeropp.test_kernels import Operators
 
 CUDA = torch.device("cuda:0")
 # Of the toolkit, or else what comes with torch.
@@ -34,13 +27,7 @@ FOLDERS = [
     *glob(f"{site.getsitepackages()[0]}/triton/backends/*/bin"),
 ]
 CUOBJDUMP = shutil.which("cuobjdump", path=os.pathsep.join(FOLDERS))
-NOWHERE = 4096  # an address; a null pointer would be a tensor without memory
 pytestmark = pytest.mark.skipif(not kernels.has_cuda, reason=f"no CUDA build: {kernels.why_not_on(CUDA)}")
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU: test_kernels.py runs the kernels on it")
-
-PARAMETERS = [ParameterShard("weight", 4096, True), ParameterShard("bias", 37, False)]
-FORMAT = WireFormat(PARAMETERS, 4, 128, torch.bfloat16)
-ERROR = WireFormat(PARAMETERS, 8, 128, torch.float32)  # LoCo's
 
 
 @pytest.mark.parametrize("operator", kernels.OPERATORS)
@@ -138,117 +125,3 @@ def test_values_are_read_in_vectors_wherever_they_begin(compiled):
             errors = "ELb1E" in name
             kept = {"LDG.E": in_flight, "LDG.E.U16": in_flight}  # scales of moved codes, which go without errors
             assert loads == ({"LDG.E.64": 1, "LDG.E": 1, "LDG.E.U16": 1} if errors else kept), name
-
-
-def test_values_of_large_blocks_are_read_in_vectors(compiled):
-    """Kernels for blocks take those of more than 256 elements; kernels for tiles take the rest."""
-    checked = {name: code for name, code in compiled.items() if re.match("encode_blocksI.*SourceE[01]E", name)}
-    assert len(checked) == 4
-    for name, code in checked.items():
-        loads = {instruction for instruction in code if instruction.startswith("LDG")}
-        scales = {"LDG.E", "LDG.E.U16"}  # of errors, or those that are kept
-        assert loads == {"LDG.E.128"} | scales | ({"LDG.E.64"} if "ELb1E" in name else set()), name  # errors' codes
-
-
-# Arguments
-
-
-def on_a_gpu_that_is_not_there(tensor: Tensor) -> Tensor:
-    """A CUDA tensor with the sizes, strides and type of ``tensor``, whose memory nothing may touch."""
-    nbytes = tensor.untyped_storage().nbytes()
-    storage = torch._C._construct_storage_from_data_pointer(NOWHERE, CUDA, nbytes)
-    metadata = dict(
-        storage_offset=0, size=tensor.shape, stride=tensor.stride(), dtype=tensor.dtype, device=CUDA,
-        data_ptr=NOWHERE, nbytes=nbytes,
-    )  # fmt: skip
-    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
-
-
-def arguments() -> dict[str, dict[str, Any]]:
-    """Right ones of each operator, as keywords, with tensors on the CPU."""
-    values = torch.zeros(2, FORMAT.numel)
-    wire = torch.zeros(2, FORMAT.nbytes, dtype=torch.uint8)
-    peers = torch.zeros(3, 2, FORMAT.nbytes, dtype=torch.uint8)
-    error = torch.zeros(2, ERROR.nbytes, dtype=torch.uint8)
-    table = FORMAT.table
-    return {
-        "encode": dict(
-            values=values, peers=None, peers_format=[], addend=values.clone(), wire=wire,
-            format=table, error=error, new_error=error.clone(), error_format=ERROR.table, beta=0.8, decay=1.0,
-            noise_seed=None,
-        ),
-        "decode": dict(peers=peers, format=table, out=values, accumulate=False),
-        "rotate": dict(values=values, format=table, out=values.clone()),
-    }  # fmt: skip
-
-
-def call(operator: str, change: dict[str, Callable[[Any], Any]], stays: str | None = None) -> None:
-    """Call it with tensors on a GPU that is not there; ``stays``: the argument that is left on the CPU."""
-    changed = {name: change[name](value) if name in change else value for name, value in arguments()[operator].items()}
-    moved = {
-        name: on_a_gpu_that_is_not_there(value) if isinstance(value, Tensor) and name != stays else value
-        for name, value in changed.items()
-    }
-    getattr(torch.ops.megatron_zpp, operator)(**moved)
-
-
-def shorter(tensor: Tensor) -> Tensor:
-    return tensor[..., :-1].contiguous()
-
-
-def more_rows(tensor: Tensor) -> Tensor:
-    return torch.cat([tensor, tensor], dim=-2)
-
-
-def strided(tensor: Tensor) -> Tensor:
-    return tensor.repeat_interleave(2, dim=-1)[..., ::2]
-
-
-def mistakes() -> Iterator[Any]:
-    floats = {"encode": ["values", "addend"], "decode": ["out"], "rotate": ["values", "out"]}
-    wires = {"encode": ["wire", "error", "new_error"], "decode": ["peers"], "rotate": []}
-    for operator in kernels.OPERATORS:
-        for name in floats[operator] + wires[operator]:
-            wrong_type = torch.Tensor.double if name in floats[operator] else torch.Tensor.int
-            for change, error in ((wrong_type, TypeError), (shorter, ValueError), (strided, ValueError)):
-                yield pytest.param(operator, {name: change}, None, error, id=f"{operator}-{name}-{change.__name__}")
-            if name not in ("wire", "out"):  # whose rows are what the others must have
-                yield pytest.param(operator, {name: more_rows}, None, ValueError, id=f"{operator}-{name}-more_rows")
-            yield pytest.param(operator, {}, name, ValueError, id=f"{operator}-{name}-on the CPU")
-    yield pytest.param("encode", {"values": lambda _: None}, None, ValueError, id="encode-nothing")
-    yield pytest.param("decode", {"format": lambda table: table[:-1]}, None, ValueError, id="decode-half a table")
-
-
-@without_gpu
-@pytest.mark.parametrize("operator, change, stays, error", list(mistakes()))
-def test_wrong_arguments_are_refused_before_a_launch(operator, change, stays, error):
-    with pytest.raises(error):
-        call(operator, change, stays)
-
-
-@without_gpu
-@pytest.mark.parametrize("operator", kernels.OPERATORS)
-def test_right_arguments_come_as_far_as_the_driver_that_is_missing(operator):
-    with pytest.raises(RuntimeError, match=r"(?i)cuda.*driver|driver.*cuda|no CUDA-capable device"):
-        call(operator, {})
-
-
-# Tracing
-
-
-def test_each_step_is_one_launch_on_a_traced_gpu():
-    """Allocations aside; and results are where, and as large as, what follows expects."""
-    plain = WireFormat(FORMAT.parameters, None, 128, torch.bfloat16)
-    error_format = WireFormat(FORMAT.parameters, 8, 128, torch.bfloat16)
-    with FakeTensorMode(), Operators() as operators:
-        values = torch.empty(2, FORMAT.numel, device=CUDA, dtype=torch.bfloat16)
-        errors = [torch.empty(2, error_format.nbytes, device=CUDA, dtype=torch.uint8) for _ in range(2)]
-        wire = FORMAT.encode(values, compensation=Compensation(error_format, *errors, 0.8, 1.0))
-        assert (wire.device, wire.dtype, wire.shape) == (CUDA, torch.uint8, (2, FORMAT.nbytes))
-        assert FORMAT.decode(wire, torch.empty_like(values)).device == CUDA
-        rotated = FORMAT.rotate(values)
-        assert (rotated.device, rotated.dtype, rotated.shape) == (CUDA, torch.float32, values.shape)
-        for source in (FORMAT, plain):
-            peers = torch.empty(3, 2, source.nbytes, device=CUDA, dtype=torch.uint8)
-            assert FORMAT.encode_sum(peers, source, plus=values).shape == wire.shape
-    assert operators.names == ["encode", "decode", "rotate", "encode", "encode"]

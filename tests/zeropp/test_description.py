@@ -1,4 +1,7 @@
-"""What a configuration is said to do on some nodes and ranks, against the bytes it sends and the state it keeps."""
+"""What a configuration is said to do on some nodes and ranks, against the bytes it sends and the state it keeps.
+
+On emulated ranks; emulation/test_emulation.py shows that real ones send the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,7 @@ from torch import nn
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, emulate_zeropp
 from megatron_zpp.zeropp.description import warn
-from tests.ranks import run_ranks
-from tests.zeropp.training_on_ranks import backward, shard
+from tests.zeropp.training_on_ranks import backward
 
 NUMEL, BLOCK, MICRO_BATCHES = 64 * 96, 32, 2
 LOCO = LoCoConfig(beta=0.7)
@@ -47,9 +49,9 @@ GRADIENTS = [
 
 
 def configs(ranks_per_node):
-    """The grid for nodes of so many ranks; with hpZ it is thinned to every fifth, where every value occurs."""
+    """The grid for nodes of ``ranks_per_node``, thinned so that all weights and all gradients occur."""
     grid = [weights | gradients for weights, gradients in itertools.product(WEIGHTS, GRADIENTS)]
-    grid = grid[::5] if ranks_per_node > 1 else [options for options in grid if "hpz" not in options]
+    grid = grid[::7] if ranks_per_node > 1 else [options for options in grid if "hpz" not in options][::3]
     blocks = dict.fromkeys(["weight_block_size", "gradient_block_size"], BLOCK)
     for options in grid:
         size = ranks_per_node if options.get("hpz") else 1
@@ -135,26 +137,6 @@ def test_emulated_ranks_do_what_is_said(num_nodes, ranks_per_node):
         within, between, hops, noise = said(description, num_nodes, ranks_per_node)
         assert counted == [within, between, hops], (description, config)
         assert weights.equal(weights_of_other_seed) != noise, (description, config)
-
-
-def _train_on_ranks(ranks_per_node):
-    results = []
-    for config in configs(ranks_per_node):
-        torch.manual_seed(0)
-        model = nn.Linear(64, 96, bias=False)
-        description, *counted, _ = train(model, shard(model, replace(config, seed=5)))
-        results.append((config, description, counted))
-    return results
-
-
-@pytest.mark.parametrize("num_nodes, ranks_per_node", [(1, 1), (1, 2), (2, 1), (2, 2)])
-def test_real_ranks_do_what_is_said(num_nodes, ranks_per_node):
-    of_ranks = run_ranks(num_nodes * ranks_per_node, _train_on_ranks, ranks_per_node)
-    for of_rank in zip(*of_ranks, strict=True):
-        config, description, (_, _, hops) = of_rank[0]
-        within, between, described_hops, _ = said(description, num_nodes, ranks_per_node)
-        sent = [sum(counted[level] for _, _, counted in of_rank) for level in (0, 1)]
-        assert [*sent, hops] == [within, between, described_hops], (description, config)
 
 
 def test_one_queue_for_all_streams_is_warned_of(caplog, monkeypatch):

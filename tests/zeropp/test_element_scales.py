@@ -129,41 +129,6 @@ def test_zeros_stay_zeros_and_nothing_else_is_lost_of_a_nan():
         assert of_blocks.tolist() == ([[False, False], [False, True]] if node == 0 else [[True, False], [False, False]])
 
 
-def test_what_did_not_arrive_and_what_was_undone_count_at_neither_end():
-    expected, nodes = TwoNodes(), TwoNodes()
-    expected.steps(0, 5)
-    nodes.steps(0, 5)
-    for scales in nodes.scales:
-        scales.begin_step()
-        GradientSum(gradients_of(0, 7)).encode(scales.to_send(HOP), None)  # a backward pass that fails
-    nodes.steps(8, 9)
-    for scales in nodes.scales:
-        scales.undo_step()
-    assert all(a.equal(b) for a, b in zip(nodes.steps(5, 8), expected.steps(5, 8), strict=True))
-
-
-def test_a_loaded_state_goes_on_as_the_saved_one():
-    nodes, loaded = TwoNodes(), TwoNodes()
-    nodes.steps(0, 7)
-    for own, other in zip(nodes.scales, loaded.scales, strict=True):
-        other.load_state_dict({key: value.clone() for key, value in own.state_dict().items()})
-    assert all(a.equal(b) for a, b in zip(nodes.steps(7, 12), loaded.steps(7, 12), strict=True))
-
-
-def test_loco_keeps_its_error_in_the_units_of_gradients():
-    """Nothing is lost in the long run: sum(sent) = sum(g) - e_T / (1 - beta)."""
-    beta = 0.8
-    nodes = TwoNodes(loco=LoCoConfig(beta=beta, reset_interval=None, error_dtype="fp32"))
-    arrived, sent = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
-    for step in range(100):
-        gradients = [gradients_of(node, step) for node in (0, 1)]
-        arrived += nodes.step(gradients)[1][0]
-        sent += gradients[0][0].double() + gradients[1][0]
-    errors = sum(feedback.decode(feedback.error)[0].double() for feedback in nodes.feedback)
-    torch.testing.assert_close(arrived, sent - errors / (1 - beta), rtol=0, atol=2e-3)
-    assert (arrived - sent).abs().max() > 0.1
-
-
 @pytest.mark.parametrize("bits", [None, 1])
 def test_codes_that_tell_no_size_are_refused(bits):
     with pytest.raises(ValueError, match=f"gradient_element_scales .* gradient_bits {bits} does not say"):

@@ -37,7 +37,8 @@ needs_meshes_of_parameters = pytest.mark.skipif(
     ShardPlacementResult is None, reason="this torch's FSDP2 has one mesh for all parameters of a module"
 )
 
-ALL_FLAGS = replace(DEFAULTS, loco=LoCoConfig(hops="both"), gradient_bits=3)
+STOCHASTIC = dict(weight_rounding="stochastic", gradient_rounding="stochastic")  # each unit draws numbers of its own
+ALL_FLAGS = replace(DEFAULTS, loco=LoCoConfig(hops="both"), gradient_bits=3, **STOCHASTIC)
 RANKS, STEPS = 4, 3
 PAIRS = ((0, 1), (2, 3))  # the groups of the second unit; the first one is on all ranks, two nodes of two
 
@@ -47,41 +48,34 @@ def meshes():
     return init_device_mesh("cpu", (RANKS,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "rank"))["rank"]
 
 
-def mixed_groups():
-    """Blocks on all ranks and on pairs in turn; what belongs to no block is on all ranks."""
-    return Net(num_blocks=4)
-
-
 def by_module(model):
     everyone, pair = meshes()
-    for i, block in enumerate(model.blocks):
-        fully_shard(block, mesh=pair if i % 2 else everyone)
-    fully_shard(model, mesh=everyone)
+    for module, mesh in ((model.blocks[0], everyone), (model.blocks[1], pair), (model, everyone)):
+        fully_shard(module, mesh=mesh)
 
 
 def by_parameter(model):
     """As torchtitan's expert parallelism: some parameters of a block on strided pairs, along another dimension."""
     everyone = init_device_mesh("cpu", (RANKS,))
     strided = FSDPMeshInfo(init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "rank"))["node"], shard_mesh_dim=0)
-    for i, block in enumerate(model.blocks):
-        experts = set(block[2].parameters()) if i % 2 else set()
+    experts = set(model.blocks[1][2].parameters())
 
-        def place(parameter, experts=experts):
-            if parameter in experts:
-                return ShardPlacementResult(placement=Shard(parameter.ndim - 1), mesh_info=strided)
-            return None
+    def place(parameter):
+        if parameter in experts:
+            return ShardPlacementResult(placement=Shard(parameter.ndim - 1), mesh_info=strided)
+        return None
 
-        fully_shard(block, mesh=everyone, shard_placement_fn=place)
-    fully_shard(model, mesh=everyone)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=everyone, shard_placement_fn=place)
 
 
 def _train(config, shard=by_module):
     """Losses, what is said of the ranks, the bytes that this rank sends between nodes in each step, and unit names."""
-    model = mixed_groups()
+    model = Net(num_blocks=2)
     shard(model)
     zeropp = apply_zeropp(model, config) if config is not None else None
     generator = torch.Generator().manual_seed(dist.get_rank())
-    trained = train(model, zeropp, lambda *_: model(torch.randn(8, 24, generator=generator)).square().mean(), 6, 2)
+    trained = train(model, zeropp, lambda *_: model(torch.randn(8, 24, generator=generator)).square().mean(), STEPS, 2)
     if zeropp is None:
         return trained.losses
     units = sorted({key.split("/")[1] for key in own_state(zeropp) if key.startswith("gradients/")})
@@ -92,7 +86,7 @@ def _train(config, shard=by_module):
 def found():
     functions = {"plain": partial(_train, None), "ours": partial(_train, HIERARCHY_ONLY), "quantized": _quantized}
     if ShardPlacementResult is not None:
-        configs = {"plain": None, "ours": HIERARCHY_ONLY, "quantized": replace(ALL_FLAGS, weight_moves=True)}
+        configs = {"plain": None, "ours": HIERARCHY_ONLY, "quantized": replace(DEFAULTS, weight_moves=True)}
         functions |= {
             f"{name}, by parameter": partial(_train, config, by_parameter) for name, config in configs.items()
         }
@@ -102,24 +96,22 @@ def found():
 def test_without_quantization_training_equals_fsdp2(found):
     for expected, (losses, (everyone, pair), _, _) in zip(found["plain"], found["ours"], strict=True):
         assert losses == pytest.approx(expected, rel=1e-5)
-        assert everyone.startswith("2 nodes of 2 ranks; ") and everyone.endswith("(3 units)")
-        assert pair.startswith("1 node of 2 ranks; ") and pair.endswith("(2 units)")
+        assert everyone.startswith("2 nodes of 2 ranks; ") and everyone.endswith("(2 units)")
+        assert pair.startswith("1 node of 2 ranks; ") and pair.endswith("(1 unit)")
 
 
 @needs_meshes_of_parameters
 def test_parameters_of_one_module_on_several_meshes_train_as_under_fsdp2(found):
-    model = mixed_groups()
-    experts = [block[2] for block in model.blocks[1::2]]  # units on 2 ranks each
-    others = [*model.blocks[0::2], *(block[0] for block in model.blocks[1::2]), model.head]  # on 4
-    shards = [sum(p.numel() for p in unit.parameters()) // 2 for unit in experts]
-    shards += [sum(p.numel() for p in unit.parameters()) // 4 for unit in others]
+    model = Net(num_blocks=2)
+    units = {model.blocks[1][2]: 2, model.blocks[0]: 4, model.blocks[1][0]: 4, model.head: 4}  # and their ranks
+    shards = [sum(p.numel() for p in unit.parameters()) // ranks for unit, ranks in units.items()]
     of_ranks = zip(found["plain, by parameter"], found["ours, by parameter"], strict=True)
     for expected, (losses, (everyone, strided), sent, _) in of_ranks:
         assert losses == pytest.approx(expected, rel=1e-5)
-        assert everyone.startswith("2 nodes of 2 ranks; ") and everyone.endswith("(5 units)")
-        assert strided.startswith("2 nodes of 1 rank; ") and strided.endswith("(2 units)")
+        assert everyone.startswith("2 nodes of 2 ranks; ") and everyone.endswith("(3 units)")
+        assert strided.startswith("2 nodes of 1 rank; ") and strided.endswith("(1 unit)")
         # A shard of the weights and one of the gradients to the other node, of 4 bytes an element in steps of 16 bytes.
-        assert sent == [2 * sum(-(-4 * numel // 16) * 16 for numel in shards)] * 6
+        assert sent == [2 * sum(-(-4 * numel // 16) * 16 for numel in shards)] * STEPS
 
 
 @needs_meshes_of_parameters
@@ -127,7 +119,7 @@ def test_quantized_units_of_one_module_have_names_and_states_of_their_own(found)
     of_ranks = zip(found["plain, by parameter"], found["quantized, by parameter"], strict=True)
     for expected, (losses, _, _, units) in of_ranks:
         assert losses == pytest.approx(expected, rel=0.05) and losses != expected
-        assert units == ["blocks.0", "blocks.1", "blocks.1[1]", "blocks.2", "blocks.3", "blocks.3[1]", "root"]
+        assert units == ["blocks.0", "blocks.1", "blocks.1[1]", "root"]
 
 
 def build():
@@ -174,7 +166,7 @@ def test_each_unit_equals_the_oracle_of_its_group(quantized, unit, groups):
     padding = shards_of([torch.ones_like(c) for c in coefficients(0)], size)
     shards = shards_of([p.detach() for p in ChosenGradients().weights], size)
     parameters, num_nodes = parameters_of(size), size // 2
-    weights = oracle.all_gather(shards, ALL_FLAGS, num_nodes, parameters, oracle.WeightState()) * padding
+    weights = oracle.all_gather(shards, ALL_FLAGS, num_nodes, parameters, oracle.WeightState(), unit) * padding
     for group in groups:
         state = oracle.GradientState()
         for step in range(STEPS):

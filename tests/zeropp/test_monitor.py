@@ -8,15 +8,13 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
 from megatron_zpp.zeropp.fsdp.shared import ErrorMonitor
-from megatron_zpp.zeropp.wire.quantization import Code, quantize_blocks
 from tests.ranks import run_in_turn
 from tests.zeropp.fsdp_model import build, coefficients, local_gradients, parameters_of, shards_of
 from tests.zeropp.oracle import Hop
-from tests.zeropp.training_on_ranks import shard
 
 RANKS, NODES, BLOCK, STEPS, BETA = 4, 2, 32, 2, 0.75
 CONFIG = ZeroPPConfig(
@@ -45,9 +43,7 @@ def _train(every):
 @pytest.fixture(scope="module")
 def found():
     functions = {f"every {every}": functools.partial(_train, every) for every in (1, 3, None)}
-    return run_in_turn(
-        RANKS, functions | {"poisoned": _with_an_infinite_gradient_and_a_block_of_zeros, "units": _unit_by_unit}
-    )
+    return run_in_turn(RANKS, functions | {"poisoned": _with_an_infinite_gradient_and_a_block_of_zeros})
 
 
 def rms_ratio(numerators, denominators) -> float:
@@ -58,18 +54,12 @@ def rms_ratio(numerators, denominators) -> float:
 
 
 def share_of_largest(hop: Hop, shards: list[Tensor]) -> float:
-    """Codes of the two outermost levels over all of the quantized parameters, block by block, for shards [..., L]."""
-    largest = total = start = 0
-    for parameter in hop.parameters:
-        own = slice(start, start + parameter.numel)
-        start = own.stop
-        for row in torch.cat([each.reshape(-1, each.shape[-1]) for each in shards])[:, own]:
-            for block in row.split(BLOCK) if hop.is_quantized(parameter) else ():
-                codes, scale = quantize_blocks(block, Code(hop.bits))
-                levels = 2 * codes + (1 if hop.bits < 4 and scale > 0 else 0)  # twice the level over |scale|
-                outermost = 2**hop.bits - 1 if hop.bits < 4 and scale > 0 else 2**hop.bits - 2
-                largest += int((levels.abs() == outermost).sum())
-                total += BLOCK * bool(scale != 0)
+    """Codes of the two outermost levels over all of the quantized parameters' blocks, for shards [..., L]."""
+    largest = total = 0
+    for each in shards:
+        _, levels = hop.transmit_levels(each, None)
+        largest += int((levels.abs() >= 2 ** (hop.bits - 1) - 1).sum())
+        total += sum(BLOCK * int((~levels[..., block.start].isnan()).sum()) for block in hop.blocks())
     return largest / total
 
 
@@ -152,22 +142,3 @@ def test_blocks_with_an_inf_are_counted_and_zeros_are_not_saturated(found):
     assert statistics["nonfinite-blocks/weights"] == 0
     assert math.isnan(statistics["error/gradients/inter"])
     assert 1 / BLOCK < statistics["largest-codes/gradients/inter"] < 1  # neither NaN nor zeros count
-
-
-def _unit_by_unit():
-    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
-    zeropp = shard(model, ZeroPPConfig(True, 2, True, weight_block_size=64, gradient_bits=3), [model[0]])
-    zeropp.monitor_errors(every=1)
-    model(torch.randn(8, 256)).square().sum().backward()
-    return zeropp.quantization_errors()
-
-
-def test_units_are_told_apart_and_add_up(found):
-    values = found["units"][0]
-    units = {key.removeprefix("error/gradients/inter/") for key in values if key.startswith("error/gradients/inter/")}
-    assert units == {"0", "root"}
-    for hop in ("weights", "gradients/intra", "gradients/inter"):
-        low, high = sorted(values[f"error/{hop}/{unit}"] for unit in units)
-        assert low < values[f"error/{hop}"] < high
-    assert 0.05 < values["error/gradients/inter"] < 0.4  # of 3 bits
-    assert not any(key.startswith("error-state") for key in values)  # no LoCo

@@ -304,12 +304,9 @@ def test_refuses_arguments_that_cannot_be(arguments: dict, message: str) -> None
         Muon(groups(model), emulate_zeropp(model, ZeroPPConfig(), 1, 1), **arguments)
 
 
-def test_refuses_offloaded_matrices() -> None:
-    with pytest.raises(ValueError, match="on the device that computes, cuda"):
-        Muon(Matrices().matrices, SimpleNamespace(device=torch.device("cuda")))
-
-
-def test_refuses_what_is_no_matrix() -> None:
+def test_refuses_offloaded_matrices_and_what_is_no_matrix() -> None:
     model = Matrices()
+    with pytest.raises(ValueError, match="on the device that computes, cuda"):
+        Muon(model.matrices, SimpleNamespace(device=torch.device("cuda")))
     with pytest.raises(ValueError, match="Muon is for matrices, not for a parameter of shape \\(7,\\)"):
         Muon(model.parameters(), emulate_zeropp(model, ZeroPPConfig(), 1, 1))

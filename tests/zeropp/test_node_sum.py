@@ -41,14 +41,6 @@ def test_what_is_less_than_half_a_step_is_not_lost(dtype, others):
     assert gained.view(BLOCKS, SIZE)[:, 1:].mean().item() == pytest.approx(64 * SMALL, rel=0.05)
 
 
-def test_small_and_one_dimensional_parameters_stay_in_fp32():
-    total, gradients = node_sum("int8"), values(1.0, 0.1)
-    for _ in range(3):
-        total.add(GradientSum(gradients), noise_seed=0)
-    expected = gradients[:, -3:] + gradients[:, -3:] + gradients[:, -3:] + gradients[:, -3:]
-    assert total.plus(GradientSum(gradients)).compute()[:, -3:].equal(expected)
-
-
 def test_bytes_are_those_of_the_form():
     for dtype, per_element in (("fp32", 4), ("bf16", 2), ("int8", 1 + 4 / SIZE)):
         total = node_sum(dtype)

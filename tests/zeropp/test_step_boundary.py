@@ -14,7 +14,7 @@ from tests.ranks import run_in_turn
 from tests.zeropp.fsdp_model import CapturedWarnings
 from tests.zeropp.training_on_ranks import ALL_FLAGS, shard
 
-MICRO_BATCHES, STEPS = 3, 3
+MICRO_BATCHES, STEPS = 3, 2
 IN_A_CLOSURE = "set_is_last_backward, in the optimizer's closure"  # as Lightning's Trainer runs the last
 SAID_BY = {
     "ZeRO++": lambda model, zeropp, is_last: zeropp.set_is_last_micro_batch(is_last),

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.zeropp.fsdp.topology import _ranks_per_node_of, build_topology
-from tests.ranks import run_in_turn, run_ranks
+from tests.ranks import run_in_turn
 
 
 def test_equal_consecutive_nodes():
@@ -36,12 +36,11 @@ def _groups(ranks_per_node):
     )
 
 
-def test_groups_of_three_nodes_of_two():
-    seen = run_ranks(6, _groups, 2)
-    for rank, (node, local_rank, intra, inter) in enumerate(seen):
+def test_groups_of_two_nodes_of_two(on_four_ranks):
+    for rank, (node, local_rank, intra, inter) in enumerate(on_four_ranks["2 per node"]):
         assert (node, local_rank) == divmod(rank, 2)
         assert intra == [2 * node, 2 * node + 1]
-        assert inter == [local_rank, local_rank + 2, local_rank + 4]
+        assert inter == [local_rank, local_rank + 2]
 
 
 def _timeouts():
@@ -65,6 +64,7 @@ def _on_two_nodes(function, *args):
 @pytest.fixture(scope="module")
 def on_four_ranks():
     functions = {"timeouts": _timeouts, "one host": partial(_groups, None), "3 per node": partial(_refusal, 3)}
+    functions["2 per node"] = partial(_groups, 2)
     functions["1 per node"] = partial(_on_two_nodes, _groups, 1)
     functions["4 per node"] = partial(_on_two_nodes, _refusal, 4)
     return run_in_turn(4, functions)

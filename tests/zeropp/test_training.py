@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
@@ -16,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
 from megatron_zpp.zeropp.fsdp.fsdp_unit import FSDPUnit
-from tests.ranks import run_in_turn, run_ranks
+from tests.ranks import run_in_turn
 from tests.zeropp.fsdp_model import HAS_UNUSED_SWITCH, CapturedWarnings, own_state
 from tests.zeropp.training_on_ranks import (
     ALL_FLAGS,
@@ -25,7 +24,6 @@ from tests.zeropp.training_on_ranks import (
     equal,
     micro_batches,
     shard,
-    step,
     token_batch,
     train,
 )
@@ -68,25 +66,18 @@ def plain_and(config, *args, **options):
 UNQUANTIZED = [("fused", True, False), ("foreach", True, True), ("sgd", False, False)]
 
 
-@pytest.fixture(scope="module")
-def unquantized():
-    return run_in_turn(4, {case[0]: partial(plain_and, HIERARCHY_ONLY, 4, *case) for case in UNQUANTIZED})
-
-
 @pytest.mark.parametrize("optimizer", [case[0] for case in UNQUANTIZED])
-def test_without_quantization_training_equals_fsdp2(unquantized, optimizer):
+def test_without_quantization_training_equals_fsdp2(found, optimizer):
     """In fp32 sums are taken in another order, hence 1e-5; a stale or mixed-up weight would be off by percents."""
-    for (plain_outputs, plain), (outputs, ours) in unquantized[optimizer]:
+    for (plain_outputs, plain), (outputs, ours) in found[optimizer]:
         assert outputs == pytest.approx(plain_outputs, rel=1e-5)
         for p, q in zip(plain, ours, strict=True):
             torch.testing.assert_close(q, p, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.long), torch.bfloat16])
-def test_all_flags_train_close_to_fsdp2_and_alike_on_all_ranks(dtype):
-    results = run_ranks(4, partial(plain_and, ALL_FLAGS, 8, dtype=dtype))
-    expected, weights = results[0][1]
-    for (plain_outputs, _), (outputs, ours) in results:
+def test_all_flags_train_close_to_fsdp2_and_alike_on_all_ranks(found):
+    expected, weights = found["all flags"][0][1]
+    for (plain_outputs, _), (outputs, ours) in found["all flags"]:
         assert outputs[-1] == pytest.approx(plain_outputs[-1], rel=0.1)
         assert outputs == expected and equal(ours, weights)
 
@@ -112,10 +103,10 @@ def _mixed_dtypes():
     model(torch.ones(1, 4))
 
 
-def _with_a_sharded_part(config=ALL_FLAGS):
+def _with_a_sharded_part():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model[0])
-    apply_zeropp(model, config)
+    apply_zeropp(model, ALL_FLAGS)
     return model
 
 
@@ -132,28 +123,16 @@ def _other_collectives_later():
     model(torch.ones(1, 4))
 
 
-@contextmanager
-def _capturing():
-    """What cannot run here: a GPU, and a capture on it."""
+def _in_a_cuda_graph(is_reduced):
+    model = nn.Linear(4, 4)
+    shard(model, ALL_FLAGS)
+    # What cannot run here: a GPU, and a capture on it. The root stays whole for its backward pass.
+    loss = model(torch.ones(1, 4)).sum() if is_reduced else None
     with (
         patch.object(FSDPUnit, "device", property(lambda _: torch.device("cuda"))),
         patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
     ):
-        yield
-
-
-def _gathered_in_a_cuda_graph(config):
-    model = _with_a_sharded_part(config)
-    with _capturing():
-        model(torch.ones(1, 4))
-
-
-def _reduced_in_a_cuda_graph():
-    model = nn.Linear(4, 4)
-    shard(model, ALL_FLAGS)
-    loss = model(torch.ones(1, 4)).sum()  # the root stays whole for its backward pass
-    with _capturing():
-        loss.backward()
+        loss.backward() if is_reduced else model(torch.ones(1, 4))
 
 
 def _unused_parameters_left_out():
@@ -182,9 +161,8 @@ REFUSED = {
     ),
     "a sibling sharded later": (partial(_sharded_later, True), "fully_shard was called on 1 after apply_zeropp"),
     "other collectives": (_other_collectives_later, "the collectives of 0 were replaced"),
-    "hpZ in a CUDA graph": (partial(_gathered_in_a_cuda_graph, ALL_FLAGS), IN_A_GRAPH),
-    "qwZ in a CUDA graph": (partial(_gathered_in_a_cuda_graph, ZeroPPConfig(quantized_weights=True)), IN_A_GRAPH),
-    "qgZ in a CUDA graph": (_reduced_in_a_cuda_graph, IN_A_GRAPH),
+    "a gather in a CUDA graph": (partial(_in_a_cuda_graph, False), IN_A_GRAPH),
+    "a reduction in a CUDA graph": (partial(_in_a_cuda_graph, True), IN_A_GRAPH),
     "unused parameters": (
         _unused_parameters_left_out,
         "some trainable parameters of the root module got no gradient in this backward pass",
@@ -201,8 +179,8 @@ def _refused():
     return messages
 
 
-def test_what_is_not_supported_is_refused_by_name_on_every_rank():
-    for messages in run_ranks(4, _refused):
+def test_what_is_not_supported_is_refused_by_name_on_every_rank(found):
+    for messages in found["_refused"]:
         for name, (_, message) in REFUSED.items():
             assert message in messages[name], name
         for way_out in ("requires_grad = False", "set_reduce_scatter_unused_params(True)"):
@@ -294,20 +272,6 @@ def _changes_are_seen_alike():
     return seen
 
 
-def _inference_then_training():
-    model = nn.Linear(64, 64)
-    shard(model, ZeroPPConfig(hpz_partition_size=2, weight_moves=True))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(3):  # FSDP2 itself wants to train before it infers
-        losses.append(step(model, optimizer, torch.ones(1, 64)).item())
-        model.load_state_dict({name: p.detach().clone() for name, p in model.named_parameters()})
-        with torch.inference_mode():
-            model(torch.ones(1, 64))
-        model.reshard()
-    return losses
-
-
 def _state_of_another_config():
     """For each of other settings: whether the state was taken over, and the warnings."""
     model = nn.Linear(64, 64)
@@ -330,13 +294,15 @@ def _state_of_another_config():
 
 
 @pytest.fixture(scope="module")
-def between_steps():
-    functions = (_undone_step, _forgiving, _changes_are_seen_alike, _inference_then_training, _state_of_another_config)
-    return run_in_turn(4, {function.__name__: function for function in functions})
+def found():
+    functions = {case[0]: partial(plain_and, HIERARCHY_ONLY, 3, *case) for case in UNQUANTIZED}
+    functions["all flags"] = partial(plain_and, ALL_FLAGS, 4, dtype=torch.bfloat16)
+    others = (_undone_step, _forgiving, _changes_are_seen_alike, _state_of_another_config, _refused)
+    return run_in_turn(4, functions | {function.__name__: function for function in others})
 
 
-def test_an_undone_step_leaves_no_trace_and_rescaling_is_exact(between_steps):
-    for before, moved, after, (error, rescaled) in between_steps["_undone_step"]:
+def test_an_undone_step_leaves_no_trace_and_rescaling_is_exact(found):
+    for before, moved, after, (error, rescaled) in found["_undone_step"]:
         for name in ("intra.error", "inter.error", "element_scales.exponents"):
             name = f"gradients/root/{name}"
             assert before[name].any() and not moved[name].equal(before[name])
@@ -344,24 +310,19 @@ def test_an_undone_step_leaves_no_trace_and_rescaling_is_exact(between_steps):
         assert error.any() and rescaled.equal(error * 0.5)  # a power of 2 changes exponents alone
 
 
-def test_an_inf_passes_and_dropped_gradients_are_gone(between_steps):
-    after_inf, untouched, dropped, stepped = between_steps["_forgiving"][0]
+def test_an_inf_passes_and_dropped_gradients_are_gone(found):
+    after_inf, untouched, dropped, stepped = found["_forgiving"][0]
     torch.testing.assert_close(after_inf, torch.full((64,), 8.0), rtol=1e-2, atol=0)
     assert untouched
     torch.testing.assert_close(dropped, torch.full((64,), 8.0), rtol=1e-2, atol=0)
     assert stepped == [True]  # after undo_step
 
 
-def test_all_ranks_see_changes_alike(between_steps):
-    first, *others = between_steps["_changes_are_seen_alike"]
+def test_all_ranks_see_changes_alike(found):
+    first, *others = found["_changes_are_seen_alike"]
     assert all(seen == first for seen in others)
     assert first[-2:] == [False, True]
 
 
-def test_inference_mode_does_not_freeze_the_copies(between_steps):
-    losses = between_steps["_inference_then_training"][0]
-    assert losses[2] < losses[1] < losses[0]
-
-
-def test_state_of_another_config_is_left_out_but_not_where_it_keeps_the_same(between_steps):
-    assert between_steps["_state_of_another_config"][0] == [(True, [])] * 2 + [(False, [True])] * 2
+def test_state_of_another_config_is_left_out_but_not_where_it_keeps_the_same(found):
+    assert found["_state_of_another_config"][0] == [(True, [])] * 2 + [(False, [True])] * 2

@@ -76,15 +76,6 @@ def test_every_part_of_a_wire_begins_at_16_bytes_and_small_neighbours_are_one_pa
     assert (layout.numel, layout.nbytes) == (217, 192)
 
 
-def test_a_parameter_of_exactly_a_block_is_quantized():
-    parameters = [ParameterShard("whole", 64, True), ParameterShard("less", 63, True)]
-    layout = WireFormat(parameters, 4, 64, torch.float32)
-    assert [(s.start, s.stop, s.block_size) for s in layout.quantized] == [(0, 64, 64), (64, 127, 64)]
-    parameters = [ParameterShard("eight", 8, True), ParameterShard("seven", 7, True)]
-    layout = WireFormat(parameters, 4, None, torch.float32)
-    assert [(s.start, s.stop, s.block_size) for s in layout.quantized] == [(0, 8, 8)]
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_shard_costs_more_with_fewer_bits_or_larger_blocks(dtype):
     """4-bit weight differences in blocks of 2048 beside int8 weights in blocks of 256, and both beside none."""
@@ -98,9 +89,14 @@ def test_no_shard_costs_more_with_fewer_bits_or_larger_blocks(dtype):
 
 
 def test_a_shard_smaller_than_a_block_is_one_block():
-    parameters = [ParameterShard("weight", numel, True) for numel in (127, 128, 129, 32, 31)]
-    sizes = [(s.stop - s.start, s.block_size) for s in WireFormat(parameters, 4, 128, torch.float32).quantized]
-    assert sizes == [(127, 128), (128, 128), (129, 128), (32, 32)]
+    def blocks(block_size: int | None, *numels: int) -> list[tuple[int, int]]:
+        parameters = [ParameterShard("weight", numel, True) for numel in numels]
+        format = WireFormat(parameters, 4, block_size, torch.float32)
+        return [(s.stop - s.start, s.block_size) for s in format.quantized]
+
+    assert blocks(128, 127, 128, 129, 32, 31) == [(127, 128), (128, 128), (129, 128), (32, 32)]
+    assert blocks(64, 64, 63) == [(64, 64), (63, 64)]
+    assert blocks(None, 8, 7) == [(8, 8)]
 
 
 @pytest.mark.parametrize(

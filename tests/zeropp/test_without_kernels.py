@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 @pytest.mark.long
 def test_wires_and_loco_work_in_plain_torch():
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "test_wire_format.py", "test_identities.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "test_wire_format.py", "test_loco.py"]
     environment = os.environ | {"ZEROPP_KERNELS": "off"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=HERE)
     assert done.returncode == 0, done.stdout[-3000:]

@@ -194,7 +194,7 @@ def resumes_exactly(
     train_part: Callable[[nn.Module, Any, torch.optim.Optimizer, int], None],
     before_saving: Callable[[nn.Module, Any], None] = lambda model, zeropp: None,
 ) -> bool:
-    """Whether a saved state, loaded into new objects, trains on to the same bits as the objects that it is of.
+    """Whether a saved state, loaded into new objects, trains on to the same bits, and stays as it was saved.
 
     ``build``: returns a model, its ZeroPP and its optimizer. ``train_part``: trains the steps before the state is
     saved (part 0) and those after it (part 1).
@@ -208,6 +208,8 @@ def resumes_exactly(
     for parameter, weight in zip(again.parameters(), weights, strict=True):
         local(parameter).copy_(weight)
     optimizer.load_state_dict(moments)
-    zeropp.load_state_dict(state)
+    loaded = copy.deepcopy(state)
+    zeropp.load_state_dict(loaded)
     train_part(again, zeropp, optimizer, 1)
-    return equal(shards(model), shards(again)) and not equal(shards(model), weights)
+    is_untouched = all(value.equal(state[key]) for key, value in loaded.items())
+    return is_untouched and equal(shards(model), shards(again)) and not equal(shards(model), weights)

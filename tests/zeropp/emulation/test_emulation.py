@@ -28,18 +28,17 @@ ALL = ZeroPPConfig(
     gradient_block_size=32,
 )
 LOCO = replace(ALL, loco=LoCoConfig())
-WHOLE_PARAMETERS = dict(weight_block_size=None, gradient_block_size=None)
 CASES = {
     # name: (model, config, dtype)
-    "all flags": ("net", LOCO, None),
-    "LoCo on both hops": (
+    "bits that warm up": ("net", replace(LOCO, gradient_bits=2, gradient_bits_warmup="2:4"), None),
+    "LoCo on both hops, no blocks": (
         "net",
-        replace(ALL, loco=LoCoConfig(hops="both", error_dtype="bf16", reset_interval=2)),
-        None,
-    ),
-    "bits that warm up": (
-        "net",
-        replace(LOCO, gradient_bits=2, gradient_bits_warmup="2:4"),
+        replace(
+            ALL,
+            weight_block_size=None,
+            gradient_block_size=None,
+            loco=LoCoConfig(hops="both", error_dtype="bf16", reset_interval=2),
+        ),
         None,
     ),
     "noise": (
@@ -54,37 +53,31 @@ CASES = {
         ),
         None,
     ),
-    "int8 copies": ("net", replace(ALL, hpz_secondary_dtype="int8", gradient_bits=None), None),
+    "int8 copies, bf16 sums": (
+        "net",
+        replace(ALL, hpz_secondary_dtype="int8", gradient_sum_dtype="bf16", gradient_bits=None),
+        None,
+    ),
     "int8 copies, int8 sums": (
         "net",
-        replace(
-            ALL,
-            hpz_secondary_dtype="int8",
-            gradient_sum_dtype="int8",
-            loco=LoCoConfig(exact_undo=False),
-        ),
+        replace(ALL, hpz_secondary_dtype="int8", gradient_sum_dtype="int8", loco=LoCoConfig(exact_undo=False)),
         torch.bfloat16,
     ),
-    "moved codes": ("net", replace(LOCO, weight_moves=True, weight_bits=6), None),
-    "moved bits": (
+    "moved codes": ("net", replace(LOCO, weight_moves=True, weight_bits=6, gradient_intra_bits=None), None),
+    "moved bits, scales of elements": (
         "net",
-        ZeroPPConfig(quantized_gradients=True, hpz_partition_size=2, gradient_block_size=32, weight_moves=True),
+        replace(LOCO, quantized_weights=False, weight_moves=True, gradient_bits=2, gradient_element_scales=True),
         torch.bfloat16,
     ),
-    "bf16 sums": ("net", replace(ALL, gradient_sum_dtype="bf16"), None),
-    "scales of elements": ("net", replace(LOCO, gradient_bits=2, gradient_element_scales=True), torch.bfloat16),
-    "no blocks": ("net", replace(ALL, **WHOLE_PARAMETERS, gradient_intra_bits=None), None),
-    "bf16": ("gpt", LOCO, torch.bfloat16),
-    "fp16": ("llama", LOCO, torch.float16),
-    "GPT": ("gpt", LOCO, None),
-    "Llama": ("llama", LOCO, None),
+    "GPT in bf16": ("gpt", LOCO, torch.bfloat16),
+    "Llama in fp16": ("llama", LOCO, torch.float16),
     "qwZ alone": ("gpt", ZeroPPConfig(quantized_weights=True, ranks_per_node=2, weight_rounding="stochastic"), None),
     "hpZ alone": ("net", ZeroPPConfig(hpz_partition_size=2), None),
     "ZeRO-3": ("net", ZeroPPConfig(ranks_per_node=2), None),
 }
 CONFIGS = {
-    "gpt": gpt_config(2, 36, 2, vocab_size=50, max_position_embeddings=16, attention_dropout=0.1, hidden_dropout=0.1),
-    "llama": llama_config(2, 36, 2, vocab_size=50),
+    "gpt": gpt_config(1, 36, 2, vocab_size=50, max_position_embeddings=16, attention_dropout=0.1, hidden_dropout=0.1),
+    "llama": llama_config(1, 36, 2, vocab_size=50),
 }
 UNQUANTIZED_GRADIENTS = ("qwZ alone", "hpZ alone", "ZeRO-3")
 
@@ -103,7 +96,7 @@ def policy(dtype: torch.dtype | None) -> MixedPrecisionPolicy:
 
 
 def trained(model: nn.Module, zeropp) -> tuple[Trained, list[torch.Tensor]]:
-    """Four steps of two micro-batches, and outputs of two evaluations after the second step.
+    """Three steps of two micro-batches, and outputs of two evaluations after the second step.
 
     Before the second evaluation parameters are changed behind autograd's back; not those of the root, which FSDP2 keeps
     after an evaluation.
@@ -128,7 +121,7 @@ def trained(model: nn.Module, zeropp) -> tuple[Trained, list[torch.Tensor]]:
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, fused=True)
     if len(zeropp.ranks) > 1:
         zeropp.ranks.step_by_shards(optimizer)
-    return train(model, zeropp, loss_of, 4, 2, optimizer, evaluate), outputs
+    return train(model, zeropp, loss_of, 3, 2, optimizer, evaluate), outputs
 
 
 def on_real_ranks(kind, config, dtype):
@@ -148,27 +141,19 @@ def emulated(kind, config, dtype, num_nodes, ranks_per_node):
     return trained(model, zeropp)
 
 
-LAYOUTS = {4: (2, 2), 6: (3, 2)}  # nodes and ranks per node
-
-
-def _real_cases(names):
+def _on_real_ranks(names):
     return {name: on_real_ranks(*CASES[name]) for name in names}
 
 
-def _emulated_cases(names, num_nodes, ranks_per_node):
-    return {name: emulated(*CASES[name], num_nodes, ranks_per_node) for name in names}
-
-
-def both(names, world_size):
-    """By case: what each real rank returned, and the emulation of all."""
-    real = run_ranks(world_size, _real_cases, names, timeout=400.0)
-    emulation = run_ranks(1, _emulated_cases, names, *LAYOUTS[world_size], timeout=400.0)[0]
-    return {name: ([of_rank[name] for of_rank in real], emulation[name]) for name in names}
+def both(names, num_nodes):
+    """Return for each case what each real rank returned, and the emulation of all, on nodes of 2 ranks."""
+    real = run_ranks(2 * num_nodes, _on_real_ranks, names, timeout=400.0)
+    return {name: ([of_rank[name] for of_rank in real], emulated(*CASES[name], num_nodes, 2)) for name in names}
 
 
 @pytest.fixture(scope="module")
 def on_four_ranks():
-    return both(list(CASES), 4)
+    return both(list(CASES), num_nodes=2)
 
 
 def check_traffic(real, emulation):
@@ -192,7 +177,7 @@ def test_equals_real_ranks_to_the_bit(on_four_ranks, name):
 
 
 def test_equals_six_ranks_on_three_nodes():
-    check_equal(*both(["noise"], 6)["noise"])
+    check_equal(*both(["noise"], num_nodes=3)["noise"])
 
 
 @pytest.mark.parametrize("name", UNQUANTIZED_GRADIENTS)
@@ -207,7 +192,7 @@ def test_unquantized_gradients_differ_by_the_order_of_sums_alone(on_four_ranks, 
     check_traffic(real, emulation)
 
 
-def _states_of_step_1(loco: LoCoConfig, before: Sequence[int], undo: Callable, num_micro_batches: int = 1):
+def states_of_step_1(loco: LoCoConfig, before: Sequence[int], undo: Callable, num_micro_batches: int = 1):
     """LoCo's state and the gradients of step 1, after these steps: 0 is taken, and ``undo`` runs and undoes step 8."""
     model = Net().eval()
     config = replace(ALL, loco=loco, gradient_element_scales=loco.exact_undo)
@@ -231,7 +216,15 @@ def _states_of_step_1(loco: LoCoConfig, before: Sequence[int], undo: Callable, n
     return zeropp.state_dict() | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def _undone(every_rank: bool, loco: LoCoConfig, num_micro_batches: int):
+@pytest.mark.parametrize("every_rank", [True, False])
+@pytest.mark.parametrize(
+    "loco, num_micro_batches, hops",
+    [
+        (LoCoConfig(), 1, ["inter"]),
+        (LoCoConfig(hops="both", reset_interval=3), 2, ["inter", "intra"]),  # an undone step counts for no reset
+    ],
+)
+def test_an_undone_step_leaves_no_trace(every_rank, loco, num_micro_batches, hops):
     def undo(zeropp, loss_of):
         for i in micro_batches(zeropp, num_micro_batches):
             for rank, as_rank in enumerate(zeropp.ranks):
@@ -241,52 +234,35 @@ def _undone(every_rank: bool, loco: LoCoConfig, num_micro_batches: int):
                     loss_of(8, i, rank).backward()
         zeropp.undo_step()
 
-    return [_states_of_step_1(loco, before, undo, num_micro_batches) for before in ((0,), (0, 8))]
-
-
-@pytest.mark.parametrize("every_rank", [True, False])
-@pytest.mark.parametrize(
-    "loco, num_micro_batches, hops",
-    [
-        (LoCoConfig(), 1, ["inter"]),
-        (LoCoConfig(hops="both", reset_interval=3), 2, ["inter", "intra"]),  # an undone step counts for no reset
-        (LoCoConfig(hops="both", reset_interval=3, reset="decay"), 2, ["inter", "intra"]),
-    ],
-)
-def test_an_undone_step_leaves_no_trace(every_rank, loco, num_micro_batches, hops):
-    expected, state = run_ranks(1, _undone, every_rank, loco, num_micro_batches)[0]
+    expected, state = (states_of_step_1(loco, before, undo, num_micro_batches) for before in ((0,), (0, 8)))
     assert sorted({key.split("/")[-1][:5] for key in state if key.endswith(".error")}) == hops
     assert any("weight" in name for name in state)
     assert state.keys() == expected.keys()
     assert all(value.equal(expected[name]) for name, value in state.items())
 
 
-def _begun_anew():
+def test_without_a_copy_an_undone_step_lets_loco_begin_anew():
     def undo(zeropp, loss_of):
         backward(zeropp, lambda *batch: 1e30 * loss_of(*batch), 8)
         zeropp.undo_step()
 
-    return [_states_of_step_1(LoCoConfig(exact_undo=False), before, undo) for before in ((), (0, 8))]
-
-
-def test_without_a_copy_an_undone_step_lets_loco_begin_anew():
-    expected, state = run_ranks(1, _begun_anew)[0]
+    loco = LoCoConfig(exact_undo=False)
+    expected, state = (states_of_step_1(loco, before, undo) for before in ((), (0, 8)))
     assert state.keys() == expected.keys() and any(name.endswith(".error") for name in state)
     assert all(value.equal(expected[name]) for name, value in state.items())
 
 
 def test_wrong_use_is_refused():
     model = build("net")
-    config = CASES["all flags"][1]
     with pytest.raises(ValueError, match="hpz_partition_size 2 must be"):
-        emulate_zeropp(model, config, 2, 4)
+        emulate_zeropp(model, LOCO, 2, 4)
     with pytest.raises(ValueError, match="not stage 1"):
-        emulate_zeropp(model, config, 2, 2, zero_stage=1)
+        emulate_zeropp(model, LOCO, 2, 2, zero_stage=1)
     with pytest.raises(ValueError, match="has no storage yet"):
-        emulate_zeropp(nn.Linear(4, 4, device="meta"), config, 2, 2)
+        emulate_zeropp(nn.Linear(4, 4, device="meta"), LOCO, 2, 2)
     with pytest.raises(ValueError, match="shares a parameter with another unit"):
-        emulate_zeropp(model, config, 2, 2, units=[model.embedding])
-    emulated = emulate_zeropp(model, config, 2, 2, units=list(model.layers))
+        emulate_zeropp(model, LOCO, 2, 2, units=[model.embedding])
+    emulated = emulate_zeropp(model, LOCO, 2, 2, units=list(model.layers))
     with pytest.raises(RuntimeError, match="in turn: this is rank 1, it is rank 0's"), list(emulated.ranks)[1]:
         model(*token_batch(0, 0, 1)).mean().backward()
     assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
@@ -307,21 +283,13 @@ def test_settings_without_effect_are_named(caplog):
     caplog.clear()
     emulate_zeropp(nn.Linear(32, 32), ZeroPPConfig(quantized_gradients=True, gradient_intra_bits=None), 1, 4)
     assert "qgZ has no effect on 4 data-parallel ranks on one node" in caplog.text and "matrices" not in caplog.text
-    alone = ZeroPPConfig(True), ZeroPPConfig(quantized_gradients=True)
-    for config in alone:
+    for config in (ZeroPPConfig(True), ZeroPPConfig(quantized_gradients=True)):
         caplog.clear()
         emulate_zeropp(model, config, 2, 2)
         assert "matrices of the root module are sent unquantized" in caplog.text
     caplog.clear()
     emulate_zeropp(model, ZeroPPConfig(False, 2), 2, 2)
     assert "matrices" not in caplog.text
-
-
-def test_every_unit_has_a_topology():
-    model = build("net")
-    emulated = emulate_zeropp(model, ZeroPPConfig(quantized_weights=True), 2, 3, units=list(model.layers))
-    assert [(t.num_nodes, t.ranks_per_node, t.rank) for t in emulated.topologies] == [(2, 3, 0)] * 4
-    assert emulated.describe().startswith("2 nodes of 3 ranks;") and "\n" not in emulated.describe()
 
 
 def draws_of(emulated):

@@ -183,7 +183,6 @@ PROGRAMS: dict[str, Callable[[Loop], None]] = {
 CONFIGS: dict[str, tuple[bool, ZeroPPConfig]] = {
     "off": (True, ZeroPPConfig()),
     "qwZ": (True, ZeroPPConfig(quantized_weights=True)),
-    "hpZ": (True, ZeroPPConfig(hpz_partition_size=2)),
     "hpZ, parameters stay gathered": (False, ZeroPPConfig(hpz_partition_size=2)),
     "qgZ": (True, ZeroPPConfig(quantized_gradients=True, gradient_intra_bits=None)),
     "all": (True, replace(ZEROPP, loco=LoCoConfig(hops="both"))),
