@@ -29,7 +29,10 @@ import torch.distributed as dist
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
-    ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "megatron_zpp.commands.pretrain"]
+    [
+        *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "megatron_zpp.commands.pretrain"),
+        *("pytest", "tests.training.small_run"),  # which a rank imports to find the test's function
+    ]
 )
 
 
