@@ -34,6 +34,14 @@ def train(run, start):
 pretrain.train = train
 pretrain.main(GPT)
 """
+DIES_AT_START = """
+import os
+if os.environ["RANK"] == "2":
+    os._exit(3)
+from megatron_zpp.commands.pretrain import main
+from megatron_zpp.families import GPT
+main(GPT)
+"""
 
 
 def our_errors(err: str) -> list[str]:
@@ -84,9 +92,8 @@ def test_an_environment_that_no_launcher_makes(data):
 
 
 def test_a_rank_that_dies_at_start_ends_the_job(data, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("import os\nif os.environ.get('RANK') == '2': os._exit(3)\n")
-    argv = flags(data, "--micro-batch-size 1 --global-batch-size 6")
-    process = torchrun(3, argv, warm=False, PYTHONPATH=str(tmp_path))
+    (script := tmp_path / "train.py").write_text(DIES_AT_START)
+    process = torchrun(3, flags(data, "--global-batch-size 6"), str(script))
     _, err = process.communicate(timeout=60)
     assert process.returncode != 0
     assert "rank      : 2" in err and "exitcode  : 3" in err  # torchrun's own report
