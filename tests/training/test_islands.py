@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.families import GPT
+from megatron_zpp.training.islands import prepare_island
+from tests.islands.elastic_jobs import secret_file
 from tests.parallel.layouts import EPS, assert_same, results_on
 from tests.ranks import run_ranks
 from tests.training.small_run import NO_DROPOUT, call_pretrain, flags, train_each
@@ -146,6 +149,25 @@ def test_no_sample_is_seen_twice(data):
     losses = run_ranks(4, train_each, runs)[-1]
     for number in ("2", "4"):  # of the initial weights, on the first batch
         assert losses[number]["lm loss"] == pytest.approx(losses["1"]["lm loss"], rel=1e-6)
+
+
+def _folders(load: Path) -> list[str | None]:
+    """Return what an elastic island would load, as checkpoints come into ``load``."""
+    found, its_folder = [], load / "island_1"
+    words = f"--global-batch-size 2 --island-lighthouse localhost:1 --island-secret-file {secret_file()} --load {load}"
+    for tracker in (None, "", "4", "not an iteration"):
+        if tracker is not None:
+            its_folder.mkdir(exist_ok=True)
+        if tracker:
+            (its_folder / "latest_checkpointed_iteration.txt").write_text(tracker)
+        settings = parse_settings(GPT, flags("nowhere", ELASTIC, words), 1, note=lambda text: None)
+        found.append(prepare_island(settings).checkpoint.load)
+    return found
+
+
+def test_an_elastic_island_loads_its_own_checkpoint_even_if_that_is_damaged(tmp_path):
+    """Loading says what is wrong with it, or finds an older one, as --load-latest-good and --ckpt-step ask."""
+    assert run_ranks(1, _folders, tmp_path) == [[str(tmp_path)] * 2 + [str(tmp_path / "island_1")] * 2]
 
 
 ELASTIC = "--islands 2 --islands-may-leave --island-number 1 --island-sync-interval 3"
