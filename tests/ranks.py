@@ -32,6 +32,7 @@ FORKSERVER.set_forkserver_preload(
     [
         *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "megatron_zpp.commands.pretrain"),
         *("pytest", "tests.training.small_run"),  # which a rank imports to find the test's function
+        "torch.distributed.launcher.api",  # torchrun
     ]
 )
 

@@ -21,6 +21,7 @@ from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.training.nonfinite import NotFiniteError
 from megatron_zpp.training.pretrain import train
+from tests.conftest import environment
 from tests.ranks import run_ranks
 from tests.training.small_run import (
     NO_DROPOUT,
@@ -103,7 +104,7 @@ def test_a_lost_node_is_left_behind(data, tmp_path):
                 nodes.append(
                     subprocess.Popen(
                         [sys.executable, *launcher.split(), str(ROOT / "pretrain_gpt.py"), *argv],
-                        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHON_EXEC": str(programs() / "python")},
+                        env=environment(PYTHON_EXEC=str(programs() / "python"), JOB_OF_TEST=str(node)),
                         stdout=out,
                         stderr=subprocess.STDOUT,
                     )
