@@ -31,7 +31,8 @@ FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
     [
         *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "megatron_zpp.commands.pretrain"),
-        "pytest",  # or every rank would import it, with the module of its test
+        *("pytest", "tests.training.small_run"),  # which a rank imports to find the test's function
+        "torch.distributed.launcher.api",  # torchrun
     ]
 )
 

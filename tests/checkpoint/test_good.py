@@ -8,6 +8,7 @@ import io
 import math
 import random
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,8 @@ from megatron_zpp.commands.inspect_checkpoint import main as inspect
 from megatron_zpp.families import GPT
 from megatron_zpp.training.pretrain import NotFiniteError, train
 from tests.checkpoint.saved import iterations, meta_of, save
-from tests.ranks import run_ranks
-from tests.training.small_run import NO_DROPOUT, call_pretrain, flags, start, write_text
+from tests.ranks import run_in_turn, run_ranks
+from tests.training.small_run import NO_DROPOUT, call_pretrain, flags, start
 
 NAN = math.nan
 
@@ -125,27 +126,27 @@ def _diverge(argv: list[str], spoil: str) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("spoil", ["parameter", "optimizer", "loss"])
-def test_a_run_that_diverges_keeps_a_checkpoint_to_go_on_from(tmp_path, spoil):
-    data = write_text(tmp_path)
-    folder = tmp_path / "saved"
-    common = "--global-batch-size 2 --train-iters 6"
-    save = f"--save {folder} --save-interval 1 --save-keep-last 1 --max-nonfinite-steps 3"
-    out = run_ranks(2, _diverge, flags(data, NO_DROPOUT, common, save), spoil)[0]
-    finite = 3 if spoil == "loss" else 2
-    assert iterations(folder) == [finite, 6]
-    names = read_meta(folder / "iter_0000006")["nonfinite"]
-    wanted = {"parameter": "model.layers.1.mlp.linear_fc1.weight", "optimizer": "optimizer.", "loss": "the loss"}[spoil]
-    assert any(name.startswith(wanted) for name in names)
-    assert "note: this checkpoint holds NaN or Inf in" in out
+SPOILT = {"parameter": "model.layers.1.mlp.linear_fc1.weight", "optimizer": "optimizer.", "loss": "the loss"}
 
-    loads = [flags(data, NO_DROPOUT, common, f"--load {folder}", more) for more in ("--load-latest-good", "")]
-    good, latest = run_ranks(1, call_pretrain, *loads)[0]
-    assert good[0] == 0 and f"note: passed over: {folder}/iter_0000006 is not finite" in good[1], good
-    assert f"iter_{finite:07d} at iteration {finite}" in good[1]
-    status = 0 if spoil == "loss" else 3  # a run that begins with NaN in its parameters comes to nothing
-    assert latest[0] == status and "--load-latest-good takes the newest checkpoint that is finite" in latest[1], latest
-    assert "iter_0000006 at iteration 6" in latest[1]
+
+def test_a_run_that_diverges_keeps_a_checkpoint_to_go_on_from(data, tmp_path):
+    common = f"{NO_DROPOUT} --global-batch-size 2 --train-iters 6"
+    save = "--save-interval 1 --save-keep-last 1 --max-nonfinite-steps 3 --save"
+    calls = {spoil: partial(_diverge, flags(data, common, save, f"{tmp_path / spoil}"), spoil) for spoil in SPOILT}
+    outs = run_in_turn(2, calls)
+    found = {spoil: iterations(tmp_path / spoil) for spoil in SPOILT}
+    loads = [f"--load {tmp_path / spoil} {more}" for spoil in SPOILT for more in ("--load-latest-good", "")]
+    results = run_ranks(1, call_pretrain, *(flags(data, common, load) for load in loads))[0]
+    for (spoil, wanted), good, latest in zip(SPOILT.items(), results[::2], results[1::2], strict=True):
+        finite, folder = 3 if spoil == "loss" else 2, tmp_path / spoil
+        assert found[spoil] == [finite, 6]
+        assert any(name.startswith(wanted) for name in read_meta(folder / "iter_0000006")["nonfinite"])
+        assert "note: this checkpoint holds NaN or Inf in" in outs[spoil][0]
+        assert good[0] == 0 and f"note: passed over: {folder}/iter_0000006 is not finite" in good[1], good
+        assert f"iter_{finite:07d} at iteration {finite}" in good[1]
+        assert latest[0] == (0 if spoil == "loss" else 3), latest  # 3: it begins with NaN, and comes to nothing
+        assert "--load-latest-good takes the newest checkpoint that is finite" in latest[1]
+        assert "iter_0000006 at iteration 6" in latest[1]
 
 
 # Damage

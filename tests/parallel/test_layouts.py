@@ -28,17 +28,17 @@ UNTIED = "--untie-embeddings-and-output-weights"  # tokens that do not occur hav
 TOKEN_MEAN = "--calculate-per-token-loss --recompute-granularity full --reset-attention-mask"
 
 FOUR_LAYERS = f"--num-layers 4 {NO_DROPOUT} {EPS} --log-params-norm"
-COMBINED = f"{FOUR_LAYERS} --train-iters 4 --global-batch-size 4"
+COMBINED = f"{FOUR_LAYERS} --train-iters 3 --global-batch-size 4"
 VIRTUAL_CP = {8: {"tp 2 with sp, pp 2 of virtual stages, cp 2": f"{SP} {PP} {CP} {VIRTUAL}"}}
-PIPELINES = f"--num-layers 4 --train-iters 5 --eval-interval 3 --log-params-norm {NO_DROPOUT}"
+PIPELINES = f"--num-layers 4 --train-iters 3 --eval-interval 2 --log-params-norm {NO_DROPOUT}"
 # All that flags can describe of a decoder.
 DESCRIBED = (
     f"--num-layers 2 {GQA} --swiglu --normalization RMSNorm --apply-layernorm-1p "
     "--qk-layernorm --disable-bias-linear --add-qkv-bias --window-size 5,0 --rotary-percent 0.5 "
     "--position-embedding-type yarn --yarn-rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16 "
-    f"{NO_DROPOUT} {EPS} --micro-batch-size 2 --log-params-norm"
+    f"{NO_DROPOUT} {EPS} --micro-batch-size 2 --log-params-norm --train-iters 4"
 )
-TENSORS = f"{NO_DROPOUT} {EPS} --log-params-norm --global-batch-size 4 --micro-batch-size 2"
+TENSORS = f"{NO_DROPOUT} {EPS} --log-params-norm --global-batch-size 4 --micro-batch-size 2 --train-iters 4"
 EIGHT_HEADS = "--group-query-attention --num-query-groups 4 --num-attention-heads 8 --ffn-hidden-size 64"
 ON_TWO = {2: {"tp": TP, "sp": SP}}
 ON_FOUR = {
@@ -48,7 +48,7 @@ ON_FOUR = {
         "beside dp": f"{SP} --zero-stage 1 --calculate-per-token-loss",
     }
 }
-CONTEXTS = f"{NO_DROPOUT} --train-iters 6 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 {EPS}"
+CONTEXTS = f"{NO_DROPOUT} --train-iters 3 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 {EPS}"
 GPT_DOCUMENTS, LLAMA_DOCUMENTS = f"{DOCUMENTS} --recompute-granularity full", f"{DOCUMENTS} --calculate-per-token-loss"
 GROWS = (
     f"--curriculum-min-length 8 --curriculum-iters 3 {FOUR_LAYERS} --train-iters 3 --train-tokens 100000 "
@@ -175,7 +175,8 @@ def test_norms_and_zeros_are_those_of_one_rank(data):
         "replicas": f"--zero-stage 0 {UNTIED}",
         "shards": f"--zero-stage 3 {UNTIED}",
     }
-    common = f"{NO_DROPOUT} {EPS} --log-params-norm --log-num-zeros-in-grad --train-iters 1"
+    common = f"{NO_DROPOUT} {EPS} --log-params-norm --log-num-zeros-in-grad --train-iters 1 --eval-iters 0"
+    common += " --global-batch-size 2"
     one = assert_trains_as_one_rank(data, "gpt", common, {2: layouts}, changing=(UNTIED,), also=("num-zeros",))
     assert one[""][0]["grad-norm"][0] > 1.0 and one[UNTIED][0]["num-zeros"][0] > 1000 > one[""][0]["num-zeros"][0]
 
@@ -185,34 +186,31 @@ EXPERTS = (
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05"
 )
 EP, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
-SAVED = f"{NO_DROPOUT} {EPS} --train-iters 8 --save-interval 2 --no-async-save"
-MOVES = {  # architecture, flags of all runs, and of each run its own, and of which run and step the checkpoint is
-    "contexts": ("gpt", SAVED, {"cp 2": (CP, "whole", 4), "dp 4": ("", "cp 2", 6)}),
-    "replicas": (
-        *("gpt", SAVED),
-        {"hsdp": (f"{REPLICAS} --zeropp-ranks-per-node 2", "whole", 4), "dp 4": ("", "hsdp", 6)},
-    ),
+SAVED = f"{NO_DROPOUT} {EPS} --train-iters 4 --save-interval 1 --no-async-save"
+MOVES = {  # architecture, flags of all runs; of each run its own, and the run whose checkpoint it loads
+    "contexts": ("gpt", SAVED, {"cp 2": (CP, "whole"), "dp 4": ("", "cp 2")}),
+    "replicas": ("gpt", SAVED, {"hsdp": (f"{REPLICAS} --zeropp-ranks-per-node 2", "whole"), "dp 4": ("", "hsdp")}),
     "tensors": (
         *("llama", f"{SAVED} --global-batch-size 4 {EIGHT_HEADS} {POSITIONS}"),
-        {"tp 4": (TP4, "whole", 4), "sp": (SP, "whole", 4), "sp to tp 4": (TP4, "sp", 6), "dp 4": ("", "sp", 6)},
+        {"tp 4": (TP4, "whole"), "sp": (SP, "whole"), "sp to tp 4": (TP4, "sp"), "dp 4": ("", "sp")},
     ),
     "pipelines": (
         *("gpt", f"{SAVED} --num-layers 4"),
         {
-            "pp 4": (PP4, "whole", 4),
-            "virtual": (f"{PP} {VIRTUAL}", "whole", 4),
-            "virtual to pp 2": (f"{PP} --zero-stage 1", "virtual", 6),
-            "virtual to dp 4": ("", "virtual", 6),
-            "virtual to pp 2 * tp 2": (f"{PP} {TP}", "virtual", 6),
+            "pp 4": (PP4, "whole"),
+            "virtual": (f"{PP} {VIRTUAL}", "whole"),
+            "virtual to pp 2": (f"{PP} --zero-stage 1", "virtual"),
+            "virtual to dp 4": ("", "virtual"),
+            "virtual to pp 2 * tp 2": (f"{PP} {TP}", "virtual"),
         },
     ),
     "experts": (
         *("llama", f"{SAVED} {EXPERTS}"),
         {
-            "ep 2": (EP, "whole", 4),
-            "ep 2 to ep 4": (EP4, "ep 2", 6),
-            "ep 2 to tp 2, ep 2": (f"{EP} {TP}", "ep 2", 6),
-            "ep 2 to pp 2, ep 2": (f"{EP} {PP}", "ep 2", 6),
+            "ep 2": (EP, "whole"),
+            "ep 2 to ep 4": (EP4, "ep 2"),
+            "ep 2 to tp 2, ep 2": (f"{EP} {TP}", "ep 2"),
+            "ep 2 to pp 2, ep 2": (f"{EP} {PP}", "ep 2"),
         },
     ),
 }
@@ -223,20 +221,20 @@ MOVES = {  # architecture, flags of all runs, and of each run its own, and of wh
 def test_checkpoints_move_between_layouts(data, tmp_path, case):
     architecture, common, moves = MOVES[case]
     runs = {"whole": (architecture, flags(data, common, f"--save {tmp_path / 'whole'}"))}
-    for name, (more, source, step) in moves.items():
+    for name, (more, source) in moves.items():
         to, of = (tmp_path / folder.replace(" ", "_") for folder in (name, source))
-        words = f"--save {to} --load {of} --ckpt-step {step}"
+        words = f"--save {to} --load {of} --ckpt-step {2 if source == 'whole' else 3}"
         runs[name] = architecture, flags(data, common, more, words)
     results = results_on(4, runs)
     whole = results.pop("whole")
     biases = [value for name, value in whole[1].items() if name.endswith("expert_bias")]
     assert len(biases) == (4 if case == "experts" else 0) and any(bias.any() for bias in biases) == (case == "experts")
-    saved = find_checkpoint(str(tmp_path / "whole"), 8)
+    saved = find_checkpoint(str(tmp_path / "whole"), 4)
     parameters = dict(iterate_parameters(saved, read_meta(saved)))
     for name, result in results.items():
-        assert len(result[0]["lm loss"]) == 8 - moves[name][2], name
+        assert len(result[0]["lm loss"]) == (2 if moves[name][1] == "whole" else 1), name
         assert_same(result, whole, name)
-        other = find_checkpoint(str(tmp_path / name.replace(" ", "_")), 8)  # the tools read it as any other
+        other = find_checkpoint(str(tmp_path / name.replace(" ", "_")), 4)  # the tools read it as any other
         torch.testing.assert_close(dict(iterate_parameters(other, read_meta(other))), parameters, rtol=0, atol=1e-5)
         if case in ("contexts", "replicas"):  # each shard is written once
             size, expected = (sum(file.stat().st_size for file in of.rglob("*.safetensors")) for of in (other, saved))

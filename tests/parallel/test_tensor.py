@@ -58,11 +58,18 @@ def train_and_look(argv: list[str]) -> dict[str, Any]:
 @pytest.mark.parametrize("more", ["", pytest.param("--sequence-parallel", marks=pytest.mark.long)])
 def test_dropout_and_parameters_that_all_ranks_hold(data, more):
     """tp 2 x dp 2, dropout of 0.1 everywhere: what the two ranks of a group have alike, and what not."""
-    few = flags(data, f"--tensor-model-parallel-size 2 --micro-batch-size 2 {more}", length="--train-iters 3")
-    ranks = run_ranks(4, train_and_look, few, timeout=600)
+    few = flags(
+        data, f"--tensor-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 4 --eval-iters 0 {more}"
+    )
+    few += ["--train-iters", "3"]
+    calls = {"": partial(train_and_look, few)}
+    if not more:
+        calls["recomputed"] = partial(train_and_look, [*few, "--recompute-granularity", "full"])
+    found = run_in_turn(4, calls)
+    ranks = found[""]
     for dp in (0, 1):
         ours, theirs = ranks[2 * dp], ranks[2 * dp + 1]
-        assert len(ours["attention"]) == 3 * 2 and len(set(ours["attention"])) == len(ours["attention"])
+        assert len(ours["attention"]) == 3 and len(set(ours["attention"])) == len(ours["attention"])
         assert set(ours["attention"]).isdisjoint(theirs["attention"])
         assert (ours["mlp"] == theirs["mlp"]) == (not more)
         assert len(ours["kept_by_all"]) == 2 * 6 + 3  # norms, summed biases; final norm, positions
@@ -70,8 +77,7 @@ def test_dropout_and_parameters_that_all_ranks_hold(data, more):
             assert torch.equal(value, theirs["kept_by_all"][name]), name
     assert set(ranks[0]["mlp"]).isdisjoint(ranks[2]["mlp"])  # other samples, other draws
     if not more:  # recomputation draws what was drawn before
-        again = run_ranks(4, train_and_look, [*few, "--recompute-granularity", "full"], timeout=600)
-        assert again[0]["loss"] == pytest.approx(ranks[0]["loss"], rel=1e-6)
+        assert found["recomputed"][0]["loss"] == pytest.approx(ranks[0]["loss"], rel=1e-6)
 
 
 def test_one_tensor_parallel_rank_draws_as_before():
@@ -173,7 +179,7 @@ def topology_of(argv: list[str]) -> tuple[list[int], list[int], list[float]]:
 @pytest.mark.long
 def test_zeropp_works_inside_each_data_parallel_group(data):
     """tp 2 x dp 4 on two nodes of 4 ranks: P = 2; losses close to those of plain ZeRO-3 on one rank."""
-    small = ("--lr 1e-3 --micro-batch-size 2", NO_DROPOUT)
+    small = ("--lr 2e-3 --micro-batch-size 2 --train-iters 4 --eval-iters 0", NO_DROPOUT)
     alone = run_ranks(1, topology_of, flags(data, *small, "--zeropp-ranks-per-node 1"))[0][2]
     argv = flags(data, *small, f"--tensor-model-parallel-size 2 --sequence-parallel {ALL_FLAGS}")
     ranks = run_ranks(8, topology_of, argv, timeout=600)
@@ -185,4 +191,4 @@ def test_zeropp_works_inside_each_data_parallel_group(data):
     ]
     for _, _, losses in ranks:
         assert losses == pytest.approx(alone, rel=2e-3)
-        assert losses[-1] < losses[0] - 0.1
+        assert losses[-1] < losses[0]

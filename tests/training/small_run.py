@@ -8,6 +8,7 @@ import gc
 import io
 import os
 import random
+import secrets
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from megatron_zpp.commands.pretrain import pretrain
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.families import GPT, Architecture, find_architecture
 from megatron_zpp.metrics.log_reader import parse_line
+from megatron_zpp.settings.groups import flags_by_name
 from megatron_zpp.training.data import batches_of
 from megatron_zpp.training.pretrain import train
 from megatron_zpp.training.run import IslandStep, Run
@@ -36,6 +38,7 @@ ROOT = Path(__file__).parents[2]
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --make-vocab-size-divisible-by 32"
 RUN = "--micro-batch-size 1 --global-batch-size 8 --lr 3e-3 --log-interval 1 --eval-iters 1"
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+flags_by_name()  # are read once, before ranks are forked from a process that has imported this
 
 Metrics = dict[str, list[float]]  # every value that was written under a key, in order
 
@@ -122,18 +125,14 @@ def torchrun(
 ) -> subprocess.Popen:
     """The program as a user starts it; ranks 0: by python alone. ``launcher``: more flags of torchrun.
 
-    The launcher is torchrun itself. ``warm``: its ranks are forked from a process that has imported torch.
+    ``warm``: torchrun and its ranks are forked from a process that has imported torch.
     """
-    command = [sys.executable]
-    if warm:
-        environment["PYTHON_EXEC"] = str(programs() / "python")
-    if ranks == 0 and warm:
-        command = [environment["PYTHON_EXEC"]]
+    command = [str(programs() / "python") if warm else sys.executable]
     if ranks:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *launcher]
     return subprocess.Popen(
         [*command, str(ROOT / script), *argv],
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "JOB_OF_TEST": secrets.token_hex(8)} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -141,17 +140,19 @@ def torchrun(
 
 
 def ranks_of(torchrun: subprocess.Popen) -> list[int]:
-    """Process ids of the ranks that ``torchrun`` runs, in order."""
-    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
-    found = {}
-    for child in map(int, children):
+    """Process ids of the ranks that ``torchrun`` runs, in order. What is warm is no child of torchrun's."""
+    job, found = _environment_of(torchrun.pid)["JOB_OF_TEST"], {}
+    for process in sorted((int(path.name) for path in Path("/proc").glob("[0-9]*")), reverse=True):
         with contextlib.suppress(OSError):
-            environment = dict(
-                entry.split("=", 1) for entry in Path(f"/proc/{child}/environ").read_text().split("\0") if "=" in entry
-            )
-            if "LOCAL_RANK" in environment:
-                found[int(environment["LOCAL_RANK"])] = child
+            environment = _environment_of(process)
+            if environment.get("JOB_OF_TEST") == job and "LOCAL_RANK" in environment:
+                found[int(environment["LOCAL_RANK"])] = process  # the first of those that it forks
     return [found[rank] for rank in sorted(found)]
+
+
+def _environment_of(process: int) -> dict[str, str]:
+    entries = Path(f"/proc/{process}/environ").read_text().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
 def wait_for_iteration(process: subprocess.Popen, iteration: int) -> None:

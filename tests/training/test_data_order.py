@@ -31,48 +31,48 @@ def write_data(prefix: Path, skip: int = 0) -> None:
             writer.add_document([np.where(a[i] == 256, NullTokenizer(300).eod, a[i])])
 
 
-def run(folder: Path, *more: str, ranks: int = 1, length: int = 4) -> tuple[int, list[str], str]:
-    """Exit code, the losses as printed, and stderr."""
-    argv = flags(str(folder / "x"), RUN, *more, length=f"--train-iters {length}")
-    codes, outs, errs = zip(*(answers[0] for answers in run_ranks(ranks, call_pretrain, argv)), strict=True)
-    return codes[0], re.findall(r"lm loss: (\S+)", outs[-1]), errs[0]
+def run(folder: Path, *runs: str) -> list[tuple[int, list[str], str]]:
+    """Exit code, the losses as printed, and stderr of each run."""
+    argvs = [flags(str(folder / "x"), RUN, more) for more in runs]
+    return [
+        (code, re.findall(r"lm loss: (\S+)", out), err) for code, out, err in run_ranks(1, call_pretrain, *argvs)[0]
+    ]
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        "--reset-position-ids --reset-attention-mask --eod-mask-loss",
-        "--fim-data --fim-prefix-token 290 --fim-middle-token 291 --fim-suffix-token 292",
-        "--dataloader-type cyclic --no-mmap-bin-files",
-        "--data-order-stable",
-    ],
-)
-def test_resumed_run_goes_on_with_the_same_batches(tmp_path, more):
+ORDERS = [
+    "--reset-position-ids --reset-attention-mask --eod-mask-loss",
+    "--fim-data --fim-prefix-token 290 --fim-middle-token 291 --fim-suffix-token 292",
+    "--dataloader-type cyclic --no-mmap-bin-files",
+    "--data-order-stable",
+]
+
+
+def test_resumed_run_goes_on_with_the_same_batches(tmp_path):
     write_data(tmp_path / "x")
-    plain = run(tmp_path, length=6)
-    whole = run(tmp_path, more, length=6)
-    assert (plain[0], whole[0]) == (0, 0), plain[2] + whole[2]
-    assert len(whole[1]) == 6
-    if more != "--data-order-stable":  # whose first epoch is Megatron's
-        assert whole[1] != plain[1]
-    save = f"--save {tmp_path}/saved --save-interval 3 --lr-decay-iters 6"
-    assert run(tmp_path, more, save, "--exit-interval 3", length=6)[1] == whole[1][:3]
-    resumed = run(tmp_path, more, save, f"--load {tmp_path}/saved", length=6)
-    assert resumed[1] == whole[1][3:], resumed[2]
+    small = "--train-iters 4 --global-batch-size 32"
+    runs = [small]
+    for number, more in enumerate(ORDERS):
+        save = f"{small} {more} --save {tmp_path}/{number} --save-interval 2"
+        runs += [f"{small} {more}", f"{save} --exit-interval 2", f"{save} --load {tmp_path}/{number}"]
+    (code, plain, error), *results = run(tmp_path, *runs)
+    assert code == 0, error
+    for number, more in enumerate(ORDERS):
+        (_, whole, error), (_, begun, _), (_, resumed, resumed_error) = results[3 * number : 3 * number + 3]
+        assert len(whole) == 4, error
+        assert (whole == plain) == (more == "--data-order-stable"), more  # whose first epoch is Megatron's
+        assert begun == whole[:2] and resumed == whole[2:], more + resumed_error
 
 
 def test_run_lengthened_past_an_epoch_is_refused_or_mapped(tmp_path):
     write_data(tmp_path / "x")
     save = f"--save {tmp_path}/saved --save-interval 3 --lr-decay-style constant"
-    assert run(tmp_path, save, length=3)[0] == 0
-    load = f"{save} --load {tmp_path}/saved --override-data"
-    code, losses, error = run(tmp_path, load, length=9)  # 1152 samples
-    assert (code, losses) == (2, [])
-    assert "--data-order-stable" in error
-    assert "2 epochs of the training data, not 1" in error
-    code, losses, error = run(tmp_path, load, "--data-order-stable", length=9)
-    assert (code, len(losses)) == (0, 6), error
-    assert losses == run(tmp_path, "--data-order-stable --lr-decay-style constant", length=9)[1][3:]
+    longer = f"{save} --load {tmp_path}/saved --override-data --train-iters 9"  # 1152 samples
+    stable = "--data-order-stable --lr-decay-style constant --train-iters 9"
+    begun, refused, mapped, whole = run(tmp_path, f"{save} --train-iters 3", longer, f"{longer} {stable}", stable)
+    assert begun[0] == 0 and refused[:2] == (2, [])
+    assert "--data-order-stable" in refused[2] and "2 epochs of the training data, not 1" in refused[2]
+    assert (mapped[0], len(mapped[1])) == (0, 6), mapped[2]
+    assert mapped[1] == whole[1][3:]
 
 
 def train_on_a_node_of_its_own(folder: str, port: int) -> tuple[int, str, str]:

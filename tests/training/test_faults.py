@@ -21,6 +21,7 @@ from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.training.nonfinite import NotFiniteError
 from megatron_zpp.training.pretrain import train
+from tests.conftest import environment
 from tests.ranks import run_ranks
 from tests.training.small_run import (
     NO_DROPOUT,
@@ -45,16 +46,24 @@ def test_a_killed_rank_ends_the_job_and_is_named_at_the_end(data):
     err_after_a_kill(process, 1)
 
 
+HAS_A_BUG = """
+import os
+from megatron_zpp.commands.pretrain import main
+from megatron_zpp.families import GPT
+from megatron_zpp.optim.batch_size import BatchSchedule
+
+def broken(self, consumed):
+    raise AssertionError("planted")
+
+if os.environ["RANK"] == "1":
+    BatchSchedule.num_micro_batches = broken
+main(GPT)
+"""
+
+
 def test_a_bug_on_one_rank_is_named_with_its_traceback(data, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os\n"
-        "if os.environ.get('RANK') == '1':\n"
-        "    import megatron_zpp.optim.batch_size as b\n"
-        "    def broken(self, consumed):\n"
-        "        raise AssertionError('planted')\n"
-        "    b.BatchSchedule.num_micro_batches = broken\n"
-    )
-    process = torchrun(2, flags(data), warm=False, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    (script := tmp_path / "train.py").write_text(HAS_A_BUG)
+    process = torchrun(2, flags(data), str(script))
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     report = err[err.index("Root Cause (first observed failure)") :]
@@ -95,7 +104,7 @@ def test_a_lost_node_is_left_behind(data, tmp_path):
                 nodes.append(
                     subprocess.Popen(
                         [sys.executable, *launcher.split(), str(ROOT / "pretrain_gpt.py"), *argv],
-                        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHON_EXEC": str(programs() / "python")},
+                        env=environment(PYTHON_EXEC=str(programs() / "python"), JOB_OF_TEST=str(node)),
                         stdout=out,
                         stderr=subprocess.STDOUT,
                     )
@@ -158,7 +167,7 @@ def _train_with_nan(argv: list[str], plant) -> tuple[str, str, int]:
 
 
 def _spoil_parameter(run) -> None:
-    if dist.get_rank() == 1:
+    if dist.get_rank() == dist.get_world_size() - 1:
         with torch.no_grad():
             run.model.layers[1].mlp.linear_fc1.weight.to_local()[0, 0] = float("nan")
 
@@ -210,43 +219,44 @@ def _spoil_steps_2_and_4(run) -> None:
     run.model.layers[0].register_forward_hook(hook)
 
 
-@pytest.mark.parametrize(
-    "plant, where",
-    [
-        (_spoil_parameter, "it began in the parameter layers.1.mlp.linear_fc1.weight (the part of rank 1 on"),
-        (_spoil_output, "it began in the output of layers.1.mlp.linear_fc2 on rank 1 on"),
-        (_spoil_gradient, "it began in the gradient of the output of layers.0.mlp.linear_fc1 on rank 0 on"),
-    ],
-)
-def test_nan_stops_after_some_steps_with_a_saved_state_and_its_origin(data, tmp_path, plant, where):
-    argv = flags(data, f"--global-batch-size 2 --max-nonfinite-steps 3 --save {tmp_path} --save-interval 100")
-    out, error, steps = run_ranks(2, _train_with_nan, argv, plant)[0]
-    assert steps == 3 and "3 steps in a row, up to iteration 3, had NaN or Inf" in error and where in error
-    assert f"saved in {tmp_path}" in error
-    assert out.count("the step was skipped") == 1
-    meta = read_meta(tmp_path / "iter_0000003")
-    assert ("the loss" not in meta["nonfinite"]) == (plant is _spoil_gradient) == (meta["loss"] is not None)
-    counters = meta["counters"]
-    assert counters["skipped_iterations"] == 3 and counters["consumed_train_samples"] == 6
-    assert counters["scheduled_samples"] == 0
+ORIGINS = {
+    _spoil_parameter: "it began in the parameter layers.1.mlp.linear_fc1.weight (the part of rank 1 on",
+    _spoil_output: "it began in the output of layers.1.mlp.linear_fc2 on rank 1 on",
+    _spoil_gradient: "it began in the gradient of the output of layers.0.mlp.linear_fc1 on rank 0 on",
+}
+
+
+def _train_each_with_nan(cases):
+    return [_train_with_nan(argv, plant) for argv, plant in cases]
+
+
+def test_nan_stops_after_some_steps_with_a_saved_state_and_its_origin(data, tmp_path):
+    common = "--global-batch-size 2 --max-nonfinite-steps 3 --save-interval 100 --save"
+    cases = [(flags(data, common, f"{tmp_path / plant.__name__}"), plant) for plant in ORIGINS]
+    results = run_ranks(2, _train_each_with_nan, cases)[0]
+    for (plant, where), (out, error, steps) in zip(ORIGINS.items(), results, strict=True):
+        assert steps == 3 and "3 steps in a row, up to iteration 3, had NaN or Inf" in error and where in error
+        assert f"saved in {tmp_path / plant.__name__}" in error
+        assert out.count("the step was skipped") == 1
+        meta = read_meta(tmp_path / plant.__name__ / "iter_0000003")
+        assert ("the loss" not in meta["nonfinite"]) == (plant is _spoil_gradient) == (meta["loss"] is not None)
+        counters = meta["counters"]
+        assert counters["skipped_iterations"] == 3 and counters["consumed_train_samples"] == 6
+        assert counters["scheduled_samples"] == 0
 
 
 def test_single_nan_steps_are_skipped_and_counted(data):
-    argv = flags(data, NO_DROPOUT, "--global-batch-size 2 --max-nonfinite-steps 2")
+    argv = flags(data, NO_DROPOUT, "--global-batch-size 2 --max-nonfinite-steps 2 --train-iters 6")
     (out, error, steps), _ = run_ranks(2, _train_with_nan, argv, _spoil_steps_2_and_4)
-    assert steps == 8 and error == ""
+    assert steps == 6 and error == ""
     assert out.count("the step was skipped") == 2
     assert "computed again, the step is finite: a fault that passed" in out
 
 
 def test_an_adapting_loss_scale_has_more_patience(data):
-    argv = flags(data, "--fp16 --micro-batch-size 4", length="--train-iters 60")
-    _, error, steps = run_ranks(2, _train_with_nan, argv, _spoil_parameter)[0]
+    argv = flags(data, "--fp16 --micro-batch-size 1 --global-batch-size 1 --train-iters 60")
+    ((_, error, steps),) = run_ranks(1, _train_with_nan, argv, _spoil_parameter)
     assert steps == 50 and "the parameter layers.1.mlp.linear_fc1.weight" in error
-
-
-def _train_each_with_nan(cases):
-    return {name: _train_with_nan(argv, plant) for name, (argv, plant) in cases.items()}
 
 
 def test_a_run_that_came_to_nothing_says_so_however_short_it_is_and_whatever_ended_it(data, tmp_path):
@@ -262,19 +272,9 @@ def test_a_run_that_came_to_nothing_says_so_however_short_it_is_and_whatever_end
             _spoil_parameter_in_last_step,
             ["NaN or Inf is in the parameter layers.1.mlp.linear_fc1.weight (the part of rank 1 on", "iteration 2"],
         ),
-        (
-            "validation",
-            "--train-iters 2 --eval-iters 1",
-            _spoil_evaluation,
-            ["validation set is inf after"],
-        ),
+        ("validation", "--train-iters 2 --eval-iters 1", _spoil_evaluation, ["validation set is inf after"]),
         ("test", "--train-iters 2 --eval-iters 1 --split 9,0,1", _spoil_evaluation, ["the test set is inf after"]),
-        (
-            "skip train",
-            "--skip-train --eval-iters 1",
-            _spoil_parameter,
-            ["validation set is nan after"],
-        ),
+        ("skip train", "--skip-train --eval-iters 1", _spoil_parameter, ["validation set is nan after"]),
         ("no scale", "--fp16 --exit-interval 2", _spoil_loss_scale, [f"{two} (loss scale inf)", "gradient"]),
         # Its loss scale has not come down yet, and goes on to when the run does.
         ("early", "--fp16 --exit-interval 2", _spoil_nothing, []),
@@ -282,20 +282,14 @@ def test_a_run_that_came_to_nothing_says_so_however_short_it_is_and_whatever_end
         ("least scale", "--fp16 --initial-loss-scale 2 --min-loss-scale 2 --train-iters 2", _spoil_gradient, [two]),
         ("early nan", "--fp16 --exit-interval 2", _spoil_parameter, [two, "it began in the parameter layers.1"]),
     ]
-    cases = {
-        name: (flags(data, f"--global-batch-size 2 --eval-iters 0 --save {tmp_path / name.replace(' ', '')}",
-                     "--save-interval 100", more), plant)
-        for name, more, plant, _ in rows
-    }  # fmt: skip
+    common = "--global-batch-size 2 --eval-iters 0 --save-interval 100 --save"
+    cases = [(flags(data, common, f"{tmp_path / name.replace(' ', '')}", more), plant) for name, more, plant, _ in rows]
     for of_rank in run_ranks(2, _train_each_with_nan, cases):
-        for name, _, _, expected in rows:
-            error = of_rank[name][1]
+        for (name, _, _, expected), (_, error, _) in zip(rows, of_rank, strict=True):
             assert bool(error) == bool(expected), (name, error)
             assert all(text in error for text in expected), (name, error)
-    for name in ("short", "interval", "parameter", "early"):
-        assert (
-            "the loss" not in read_meta(tmp_path / name / "iter_0000002")["nonfinite"]
-        )  # only the gradients were spoilt
+    for name in ("short", "interval", "parameter", "early"):  # only the gradients were spoilt
+        assert "the loss" not in read_meta(tmp_path / name / "iter_0000002")["nonfinite"]
 
 
 def test_status_3_and_what_was_written_before_it(data, tmp_path):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.families import GPT
+from megatron_zpp.training.islands import prepare_island
+from tests.islands.elastic_jobs import secret_file
 from tests.parallel.layouts import EPS, assert_same, results_on
 from tests.ranks import run_ranks
-from tests.training.small_run import NO_DROPOUT, call_pretrain, flags, train_each, write_text
+from tests.training.small_run import NO_DROPOUT, call_pretrain, flags, train_each
 
 ISLANDS = "--islands 2 --island-sync-interval 3"
 EMULATE = ["--emulate-ranks", "4", "--emulate-nodes", "4"]
@@ -31,14 +34,9 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> str:
-    return write_text(tmp_path_factory.mktemp("data"))
-
-
 @pytest.mark.parametrize("names", [("streaming",), pytest.param(("low bits", "fp16"), marks=pytest.mark.long)])
 def test_emulated_islands_log_what_real_ones_log(data, names):
-    argv = {name: flags(data, RUNS[name]) for name in names}
+    argv = {name: flags(data, RUNS[name], "--train-iters 6" if name == "streaming" else "") for name in names}
     real = run_ranks(4, train_each, argv)[3]
     emulated = run_ranks(1, train_each, {name: [*words, *EMULATE] for name, words in argv.items()})[0]
     for name in names:
@@ -76,28 +74,29 @@ def test_a_resume_is_exact(data, tmp_path, kind, saves, loads):
 
     At every step: torch steps an optimizer to load its state, which islands do not count.
     """
-    argv, load = flags(data, RUNS[kind]), ["--load", str(tmp_path), *loads]
+    argv, load = flags(data, RUNS[kind], "--train-iters 6"), ["--load", str(tmp_path), *loads]
     save = f"--save {tmp_path} --save-interval 4 --exit-interval 4".split() + saves
     whole, begun, rest = (
         run_ranks(1 if "--emulate-ranks" in more else 4, _losses_and_bytes, [*argv, *more])[-1]
         for more in (EMULATE, save, load)
     )
-    assert [one + other for one, other in zip(begun, rest, strict=True)] == whole and len(rest[0]) == 4
+    assert [one + other for one, other in zip(begun, rest, strict=True)] == whole and len(rest[0]) == 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_that_begins_as_one_resumes_in_islands(data, tmp_path, ranks):
     """With its optimizer, whose steps have the momentum of those before. The mean of SGD's steps is a step of all."""
-    argv = flags(data, NO_DROPOUT, "--optimizer sgd --sgd-momentum 0.9 --lr 0.1 --clip-grad 0 --save-interval 4")
+    argv = flags(data, NO_DROPOUT, "--optimizer sgd --sgd-momentum 0.9 --lr 0.1 --clip-grad 0 --save-interval 2")
+    argv += ["--train-iters", "4"]
     argv += EMULATE if ranks == 1 else []
     mean = "--islands 2 --island-sync-interval 1 --island-outer-optimizer sgd --island-outer-lr 1"
     runs = {
         "one": argv,
-        "begun": [*argv, "--save", str(tmp_path), "--exit-interval", "4"],
+        "begun": [*argv, "--save", str(tmp_path), "--exit-interval", "2"],
         "islands": [*argv, "--load", str(tmp_path), *mean.split(), "--island-outer-momentum", "0"],
     }
     losses = {name: metrics["lm loss"] for name, metrics in run_ranks(ranks, train_each, runs)[-1].items()}
-    assert len(losses["islands"]) == 4
+    assert len(losses["islands"]) == 2
     assert losses["begun"] + losses["islands"] == pytest.approx(losses["one"], rel=1e-5)
 
 
@@ -150,6 +149,25 @@ def test_no_sample_is_seen_twice(data):
     losses = run_ranks(4, train_each, runs)[-1]
     for number in ("2", "4"):  # of the initial weights, on the first batch
         assert losses[number]["lm loss"] == pytest.approx(losses["1"]["lm loss"], rel=1e-6)
+
+
+def _folders(load: Path) -> list[str | None]:
+    """Return what an elastic island would load, as checkpoints come into ``load``."""
+    found, its_folder = [], load / "island_1"
+    words = f"--global-batch-size 2 --island-lighthouse localhost:1 --island-secret-file {secret_file()} --load {load}"
+    for tracker in (None, "", "4", "not an iteration"):
+        if tracker is not None:
+            its_folder.mkdir(exist_ok=True)
+        if tracker:
+            (its_folder / "latest_checkpointed_iteration.txt").write_text(tracker)
+        settings = parse_settings(GPT, flags("nowhere", ELASTIC, words), 1, note=lambda text: None)
+        found.append(prepare_island(settings).checkpoint.load)
+    return found
+
+
+def test_an_elastic_island_loads_its_own_checkpoint_even_if_that_is_damaged(tmp_path):
+    """Loading says what is wrong with it, or finds an older one, as --load-latest-good and --ckpt-step ask."""
+    assert run_ranks(1, _folders, tmp_path) == [[str(tmp_path)] * 2 + [str(tmp_path / "island_1")] * 2]
 
 
 ELASTIC = "--islands 2 --islands-may-leave --island-number 1 --island-sync-interval 3"

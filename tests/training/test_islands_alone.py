@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
 import os
 import re
 import signal
-import time
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -18,25 +16,12 @@ import torch.distributed as dist
 from megatron_zpp.checkpoint import read_meta
 from megatron_zpp.islands import OuterSync
 from megatron_zpp.training.nonfinite import NotFiniteError
-from megatron_zpp.training.pretrain import train
-from megatron_zpp.training.run import Checkpoints, Run
-from tests.ranks import run_ranks
-from tests.training.small_run import NO_DROPOUT, flags, start, train_each, write_text
+from megatron_zpp.training.run import Checkpoints
+from tests.ranks import run_in_turn, run_ranks
+from tests.training.small_run import NO_DROPOUT, flags, start, train_each, train_quietly
 
 ISLANDS = f"--islands 2 {NO_DROPOUT} --eval-iters 0"
 EMULATE = ["--emulate-ranks", "4", "--emulate-nodes", "4"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> str:
-    return write_text(tmp_path_factory.mktemp("data"))
-
-
-def train_quietly(run: Run) -> str:
-    """Train; return what was printed."""
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        train(run, time.monotonic())
-    return out.getvalue()
 
 
 def _train_while_one_waits(argv: list[str], halts: int, until: int) -> int:
@@ -59,15 +44,15 @@ def _train_while_one_waits(argv: list[str], halts: int, until: int) -> int:
 @pytest.mark.parametrize("more", ["", "--zero-quantized-gradients --zeropp-loco --zeropp-ranks-per-node 1"])
 def test_an_island_trains_on_while_another_stands_still(data, more):
     """From one log line and synchronization to the next; any collective of both islands would never end."""
-    argv = flags(data, ISLANDS, "--island-sync-interval 10 --log-interval 10 --tensorboard-log-interval 1", more)
-    argv += ["--train-iters", "20"]
-    assert run_ranks(4, _train_while_one_waits, argv, 11, 19) == [20] * 4
+    argv = flags(data, ISLANDS, "--island-sync-interval 5 --log-interval 5 --tensorboard-log-interval 1", more)
+    argv += ["--train-iters", "10", "--global-batch-size", "4"]
+    assert run_ranks(4, _train_while_one_waits, argv, 6, 9) == [10] * 4
 
 
 def test_what_is_written_of_each_step_does_not_depend_on_the_log_interval(data):
     """Points of all steps come at the next log line, and evaluation."""
     common = f"--islands 2 --island-sync-interval 4 --log-num-zeros-in-grad --train-iters 11 {NO_DROPOUT}"
-    common += " --eval-interval 6"
+    common += " --eval-interval 6 --global-batch-size 2"
     argv = {every: flags(data, common, f"--log-interval {every}") for every in ("1", "5")}
     metrics = run_ranks(2, train_each, argv)[-1]
     for key in ("lm loss", "grad-norm", "learning-rate", "num-zeros", "lm loss validation"):
@@ -99,24 +84,30 @@ def _train_spoilt(argv: list[str], island: int, bad_steps: Sequence[int]) -> Sim
 FP16 = "--fp16 --initial-loss-scale 256 --hysteresis 1"
 
 
-@pytest.mark.parametrize("precision", ["", FP16])
-def test_an_island_skips_its_own_steps_alone(data, precision):
+def test_an_island_skips_its_own_steps_alone(data):
     """Real and emulated islands do and log the same. The other one takes all steps, and with fp16 keeps its scale."""
-    argv = flags(data, ISLANDS, "--island-sync-interval 3 --log-interval 4", precision)
-    real = run_ranks(4, _train_spoilt, argv, 1, [2, 3, 5])
-    (emulated,) = run_ranks(1, _train_spoilt, [*argv, *EMULATE], 1, [2, 3, 5])
-    assert [rank.steps for rank in real] == [[8], [8], [5], [5]] and emulated.steps == [8, 5]
-    scales = [256.0, 32.0] if precision else [1.0, 1.0]
-    assert [rank.scales for rank in real] == [scales[:1], scales[:1], scales[1:], scales[1:]]
-    assert emulated.scales == scales and not any(run.error for run in (emulated, *real))
-    expected = real[3].metrics
-    assert len(expected["lm loss"]) == 8 and all(map(math.isfinite, expected["lm loss"] + expected["grad-norm"]))
-    for key in ("lm loss", "grad-norm", "learning-rate", "loss-scale"):
-        assert emulated.metrics.get(key) == expected.get(key), key
-    if not precision:  # with fp16 an overflow is nothing to look into
-        notes = [run.out.count("the step was skipped") for run in (*real, emulated)]
-        assert notes == [0, 0, 2, 0, 2]  # of two in a row the first
-    assert "number of skipped iterations:   2" in real[3].out  # steps 2 and 3, in the line of step 4
+    common = f"{ISLANDS} --island-sync-interval 3 --log-interval 4 --train-iters 6 --global-batch-size 4"
+    spoilt = {
+        precision: partial(_train_spoilt, flags(data, common, precision), 1, [2, 3, 5]) for precision in ("", FP16)
+    }
+    emulate = {
+        precision: partial(_train_spoilt, [*call.args[0], *EMULATE], 1, [2, 3, 5]) for precision, call in spoilt.items()
+    }
+    of_real, of_emulated = run_in_turn(4, spoilt), run_in_turn(1, emulate)
+    for precision, real in of_real.items():
+        (emulated,) = of_emulated[precision]
+        assert [rank.steps for rank in real] == [[6], [6], [3], [3]] and emulated.steps == [6, 3]
+        scales = [256.0, 32.0] if precision else [1.0, 1.0]
+        assert [rank.scales for rank in real] == [scales[:1], scales[:1], scales[1:], scales[1:]]
+        assert emulated.scales == scales and not any(run.error for run in (emulated, *real))
+        expected = real[3].metrics
+        assert len(expected["lm loss"]) == 6 and all(map(math.isfinite, expected["lm loss"] + expected["grad-norm"]))
+        for key in ("lm loss", "grad-norm", "learning-rate", "loss-scale"):
+            assert emulated.metrics.get(key) == expected.get(key), key
+        if not precision:  # with fp16 an overflow is nothing to look into
+            notes = [run.out.count("the step was skipped") for run in (*real, emulated)]
+            assert notes == [0, 0, 2, 0, 2]  # of two in a row the first
+        assert "number of skipped iterations:   2" in real[3].out  # steps 2 and 3, in the line of step 4
 
 
 NAN = {
@@ -130,15 +121,16 @@ NAN = {
 }
 
 
-@pytest.mark.parametrize("more", NAN)
-def test_nan_in_one_island_ends_all_with_its_origin(data, tmp_path, more):
-    bad_steps, message = NAN[more]
-    common = f"--island-sync-interval 2 --max-nonfinite-steps {4 if 'iters' in more else 3} --save-interval 100"
-    argv = flags(data, ISLANDS, common, more, f"--save {tmp_path}")
-    for rank in run_ranks(2, _train_spoilt, argv, 1, bad_steps):
-        assert re.search(f"{message}.* saved in {tmp_path}", rank.error, re.DOTALL), rank.error
-    if len(bad_steps) > 8:
-        assert read_meta(tmp_path / "iter_0000005")["counters"]["skipped_iterations"] == 5
+def test_nan_in_one_island_ends_all_with_its_origin(data, tmp_path):
+    common = f"{ISLANDS} --island-sync-interval 2 --global-batch-size 2 --save-interval 100"
+    calls = {}
+    for number, (more, (bad_steps, _)) in enumerate(NAN.items()):
+        allowed = f"--max-nonfinite-steps {4 if 'iters' in more else 3} --save {tmp_path / str(number)}"
+        calls[more] = partial(_train_spoilt, flags(data, common, more, allowed), 1, bad_steps)
+    for number, (more, ranks) in enumerate(run_in_turn(2, calls).items()):
+        for rank in ranks:
+            assert re.search(f"{NAN[more][1]}.* saved in {tmp_path / str(number)}", rank.error, re.DOTALL), rank.error
+    assert read_meta(tmp_path / "0" / "iter_0000005")["counters"]["skipped_iterations"] == 5
 
 
 @pytest.mark.parametrize(
@@ -146,13 +138,13 @@ def test_nan_in_one_island_ends_all_with_its_origin(data, tmp_path, more):
 )
 def test_an_island_that_has_not_stepped_yet_resumes(data, tmp_path, ranks, spoilt):
     """Its optimizer has no state to save, where the other's has."""
-    argv = [*flags(data, ISLANDS, "--island-sync-interval 3"), *(EMULATE if ranks == 1 else [])]
-    folder = f"--save {tmp_path} --load {tmp_path} --save-interval 4".split()
-    whole, begun, rest = (
-        [rank.metrics["lm loss"] for rank in run_ranks(ranks, _train_spoilt, words, spoilt, [1, 2, 3, 4])]
-        for words in (argv, [*argv, *folder, "--exit-interval", "4"], [*argv, *folder])
-    )
-    assert [one + other for one, other in zip(begun, rest, strict=True)] == whole and len(whole[-1]) == 8
+    common = f"{ISLANDS} --island-sync-interval 3 --train-iters 5 --global-batch-size 4"
+    argv = [*flags(data, common), *(EMULATE if ranks == 1 else [])]
+    folder = f"--save {tmp_path} --load {tmp_path} --save-interval 2".split()
+    words = {"whole": argv, "begun": [*argv, *folder, "--exit-interval", "2"], "rest": [*argv, *folder]}
+    found = run_in_turn(ranks, {name: partial(_train_spoilt, argv, spoilt, [1, 2]) for name, argv in words.items()})
+    whole, begun, rest = ([rank.metrics["lm loss"] for rank in of_ranks] for of_ranks in found.values())
+    assert [one + other for one, other in zip(begun, rest, strict=True)] == whole and len(whole[-1]) == 5
 
 
 def _resumed_scales(argv: list[str]) -> list[float]:
@@ -162,7 +154,7 @@ def _resumed_scales(argv: list[str]) -> list[float]:
 
 def test_a_checkpoint_keeps_the_loss_scale_of_each_island(data, tmp_path):
     argv = flags(data, ISLANDS, FP16, "--island-sync-interval 2")
-    save = f"--save {tmp_path} --save-interval 4 --exit-interval 4".split()
+    save = f"--save {tmp_path} --save-interval 2 --exit-interval 2".split()
     assert [rank.scales for rank in run_ranks(2, _train_spoilt, [*argv, *save], 1, [2])] == [[256.0], [128.0]]
     load = f"--load {tmp_path}".split()
     assert run_ranks(2, _resumed_scales, [*argv, *load]) == [[256.0], [128.0]]

@@ -20,8 +20,8 @@ from tests.ranks import run_ranks
 from tests.training.small_run import call_pretrain, flags, write_text
 
 TINY = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2 "
-    "--global-batch-size 4 --train-iters 6 --lr 1e-3 --mock-data --vocab-size 100 --log-interval 1 --eval-iters 1 "
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2 "
+    "--global-batch-size 2 --train-iters 6 --lr 1e-3 --mock-data --vocab-size 100 --log-interval 1 --eval-iters 1 "
     "--num-workers 0"
 )
 SAVED = "latest_checkpointed_iteration.txt"

@@ -9,13 +9,14 @@ import math
 import re
 import time
 from collections import Counter
+from functools import partial
 from unittest.mock import patch
 
 import pytest
 
 from megatron_zpp.metrics.throughput import IntervalTimer
 from megatron_zpp.training.run import Checkpoints
-from tests.ranks import run_ranks
+from tests.ranks import run_in_turn, run_ranks
 from tests.training.small_run import call_pretrain, flags, log_lines, start, take_step, train_quietly
 
 STEPS, SEQ_LENGTH, RANKS = 10, 32, 2
@@ -64,8 +65,9 @@ def _logged_seconds(argv: list[str]) -> list[float]:
 
 
 def test_evaluations_and_saves_are_no_time_of_training(data, tmp_path):
-    argv = flags(data, f"--eval-interval 1 --split 9,1,0 --save {tmp_path} --save-interval 2", length="--train-iters 4")
-    assert run_ranks(1, _logged_seconds, argv)[0] == [8.0] * 4  # micro-batches of a step
+    argv = flags(data, f"--eval-interval 1 --split 9,1,0 --save {tmp_path} --save-interval 2 --train-iters 4")
+    argv += ["--global-batch-size", "2"]
+    assert run_ranks(1, _logged_seconds, argv)[0] == [2.0] * 4  # micro-batches of a step
 
 
 class Terminal(io.StringIO):
@@ -79,7 +81,7 @@ def _shown(argv: list[str]) -> str:
 
 
 def test_a_terminal_gets_short_lines(data):
-    shown = run_ranks(1, _shown, flags(data, length="--train-iters 3"))[0]
+    shown = run_ranks(1, _shown, flags(data, "--train-iters 3 --global-batch-size 1"))[0]
     steps = re.findall(r"^  step +(\d+)/3   loss \d\.\d{3}   +[\d,]+ tokens/s   .*left$", shown, re.MULTILINE)
     assert steps == ["1", "2", "3"] and "learning rate" not in shown
 
@@ -196,13 +198,15 @@ def _printed(argv: list[str]):
 
 
 def test_published_expressions_match(data):
-    argv = flags(data, "--log-throughput --eval-iters 0 --log-interval 1", length="--train-iters 5")
-    text, metrics = run_ranks(1, _printed, argv)[0]
+    small = "--log-throughput --eval-iters 0 --global-batch-size 2"
+    argvs = [flags(data, small, more) for more in ("--train-iters 5", "--log-interval 4 --train-iters 4")]
+    found = run_in_turn(1, {argv[-1]: partial(_printed, argv) for argv in argvs})
+    ((text, metrics),), ((of_four, metrics_of_four),) = found.values()
     lines = [line for line in text.splitlines() if ITERATION.search(line) and "learning rate" in line]
     assert [ITERATION.search(line).groups() for line in lines] == [(str(n), "5") for n in range(1, 6)]
     for i, line in enumerate(lines):
         found = {name: float(re.search(pattern, line)[1]) for name, pattern in ALWAYS.items()}
-        assert found["consumed samples"] == 8 * (i + 1) and found["global batch size"] == 8
+        assert found["consumed samples"] == 2 * (i + 1) and found["global batch size"] == 2
         assert found["elapsed"] > 0 and found["throughput"] >= 0 and found["loss scale"] == 1
         skipped = i + 1 in (2, 3)
         assert (found["skipped"], found["nan"]) == (skipped, skipped)
@@ -211,13 +215,9 @@ def test_published_expressions_match(data):
         if not skipped:
             assert float(re.search(OF_STEPS_THAT_COUNT["lm loss"], line)[1]) == float(f"{metrics['lm loss'][i]:.6E}")
             assert float(re.search(OF_STEPS_THAT_COUNT["grad norm"], line)[1]) == round(metrics["grad-norm"][i], 3)
-
-
-def test_a_line_of_several_steps_leaves_the_skipped_ones_out(data):
-    argv = flags(data, "--eval-iters 0 --log-interval 4", length="--train-iters 4")
-    text, metrics = run_ranks(1, _printed, argv)[0]
-    line = next(line for line in text.splitlines() if " 4/ " in line and "lm loss" in line)
-    assert float(re.search(OF_STEPS_THAT_COUNT["lm loss"], line)[1]) == float(f"{metrics['lm loss'][3]:.6E}")
+    # Steps 2 to 4 in one line, without the skipped ones.
+    line = next(line for line in of_four.splitlines() if " 4/ " in line and "lm loss" in line)
+    assert float(re.search(OF_STEPS_THAT_COUNT["lm loss"], line)[1]) == float(f"{metrics_of_four['lm loss'][3]:.6E}")
     assert re.search(ALWAYS["skipped"], line)[1] == re.search(ALWAYS["nan"], line)[1] == "2"
 
 
@@ -255,7 +255,7 @@ def test_profiled_steps_have_a_trace_with_names(data, tmp_path):
 
 
 def test_a_profile_ends_with_the_run(data, tmp_path):
-    run_ranks(1, logged, flags(data, f"{PROFILED} --save {tmp_path}/run --save-interval 3", length="--train-iters 3"))
+    run_ranks(1, logged, flags(data, f"{PROFILED} --save {tmp_path}/run --save-interval 3 --train-iters 3"))
     trace = tmp_path / "run" / "profile" / "rank00000.trace.json.gz"
     assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
 

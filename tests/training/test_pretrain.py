@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,36 +18,27 @@ from megatron_zpp.data.gpt_dataset import SampleOptions
 from megatron_zpp.data.loader import make_batch
 from megatron_zpp.families import find_architecture
 from megatron_zpp.models.init import init_weights
-from tests.ranks import run_ranks
+from tests.ranks import run_in_turn, run_ranks
 from tests.training.small_run import NO_DROPOUT, flags, start, take_step, torchrun, train_each
 
-STEPS, BATCH = 8, 8
+STEPS, BATCH = 4, 8
+SAME = f"{NO_DROPOUT} --weight-decay 0.1 --train-iters {STEPS}"  # as the plain loop
 
 
 # The user's way
 
 
-@pytest.mark.parametrize(
-    "ranks, script, more",
-    [
-        pytest.param(0, "pretrain_gpt.py", "--bf16", marks=pytest.mark.long),
-        (
-            4,
-            "pretrain_llama.py",
-            "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco",
-        ),
-    ],
-)
-def test_learns(data, ranks, script, more):
-    argv = flags(data, more, "--train-iters 30 --lr 1e-2 --num-workers 1 --lr-decay-style cosine --log-interval 10")
-    out, err = (process := torchrun(ranks, argv, script, warm=ranks > 0)).communicate(timeout=120)
+def test_learns(data):
+    zeropp = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco"
+    argv = flags(data, zeropp, "--train-iters 16 --lr 1e-2 --num-workers 1 --lr-decay-style cosine --log-interval 8")
+    argv += ["--global-batch-size", "4"]
+    out, err = (process := torchrun(4, argv, "pretrain_llama.py")).communicate(timeout=120)
     assert process.returncode == 0, err
     losses = [float(loss) for loss in re.findall(r"\| lm loss: (\S+) \|", out)]
-    assert losses[0] > 5.3 and losses[-1] < 3.7  # ln 257 = 5.55
-    assert "iteration       30/      30 | consumed samples:          240 |" in out
-    assert re.search(r"validation loss at iteration 30 on test set \| lm loss value: 3\.", out)
-    if ranks:
-        assert float(re.search(r"between nodes per step \(MB\): (\S+)", out)[1]) > 0
+    assert losses[0] > 5.3 and losses[-1] < 4.3  # ln 257 = 5.55
+    assert "iteration       16/      16 | consumed samples:           64 |" in out
+    assert re.search(r"validation loss at iteration 16 on test set \| lm loss value: [34]\.", out)
+    assert float(re.search(r"between nodes per step \(MB\): (\S+)", out)[1]) > 0
 
 
 # Against plain PyTorch
@@ -88,12 +80,12 @@ def plain_gpt(data) -> tuple[list[float], float]:
     return plain_training(data, "gpt", eod_mask_loss=False)
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_every_stage_and_number_of_ranks_trains_like_a_plain_loop(data, plain_gpt, world_size):
     losses, validation = plain_gpt
     choices = [f"--zero-stage {stage}" for stage in ((0, 3) if world_size == 1 else range(4))]
     choices.append(f"--micro-batch-size {BATCH // world_size}")  # no accumulation
-    runs = {choice: flags(data, NO_DROPOUT, "--weight-decay 0.1", choice) for choice in choices}
+    runs = {choice: flags(data, SAME, choice) for choice in choices}
     for metrics in run_ranks(world_size, train_each, runs):
         for name, run in metrics.items():
             assert run["lm loss"] == pytest.approx(losses, rel=1e-5), name
@@ -102,7 +94,7 @@ def test_every_stage_and_number_of_ranks_trains_like_a_plain_loop(data, plain_gp
 
 def test_llama_averages_over_the_unmasked_tokens_of_all_ranks(data):
     losses, validation = plain_training(data, "llama", eod_mask_loss=True)
-    argv = flags(data, "--weight-decay 0.1 --eod-mask-loss --calculate-per-token-loss")
+    argv = flags(data, SAME, "--eod-mask-loss --calculate-per-token-loss")
     run = run_ranks(4, train_each, {"": argv}, "llama")[0][""]
     assert run["lm loss"] == pytest.approx(losses, rel=1e-5)
     assert run["lm loss validation"] == pytest.approx([validation], rel=1e-5)
@@ -129,7 +121,7 @@ QUANTIZED = {
 )
 def test_zeropp_trains_like_zero_3(data, plain_gpt, world_size, per_node, names):
     losses, validation = plain_gpt
-    common = f"{NO_DROPOUT} --weight-decay 0.1 --eval-interval 3"
+    common = f"{SAME} --eval-interval 2"
     runs = {name: flags(data, common, QUANTIZED[name].format(per_node=per_node)) for name in names}
     if per_node > 1:
         runs["hpZ"] = flags(data, common, f"{HPZ} {per_node}")
@@ -158,7 +150,8 @@ def test_activation_checkpointing_changes_nothing(data):
         "block": "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
         "uniform": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
     }
-    runs = {name: flags(data, more, "--train-iters 3") for name, more in granularities.items()}  # with dropout
+    common = "--train-iters 2 --global-batch-size 4 --eval-iters 0"  # with dropout
+    runs = {name: flags(data, more, common) for name, more in granularities.items()}
     metrics = run_ranks(2, train_each, runs)[0]
     for name, run in metrics.items():
         assert run["lm loss"] == pytest.approx(metrics["none"]["lm loss"], rel=1e-6), name
@@ -177,7 +170,7 @@ def test_compiled(data):
 @pytest.mark.long
 def test_half_precisions_train_like_fp32(data, plain_gpt):
     runs = {
-        precision: flags(data, NO_DROPOUT, "--weight-decay 0.1", precision)
+        precision: flags(data, SAME, precision)
         for precision in ("--bf16", "--bf16 --grad-reduce-in-bf16", "--fp16 --loss-scale 128")
     }
     for name, run in run_ranks(2, train_each, runs)[0].items():
@@ -188,17 +181,23 @@ def test_half_precisions_train_like_fp32(data, plain_gpt):
 def test_gradients_handed_over_in_bf16_are_those_in_fp32_to_the_bit(data):
     """They are bf16 as autograd makes them, and all sums are in fp32; so is what is sent unquantized between nodes."""
     common = "--bf16 --zero-quantized-gradients --zeropp-ranks-per-node 2 --zeropp-loco --zeropp-gradient-block-size 32"
-    in_fp32 = "--accumulate-allreduce-grads-in-fp32"
-    for more in ("", "--zeropp-hadamard --zeropp-gradient-sum-dtype int8"):
-        runs = {name: flags(data, common, more, name, "--train-iters 4") for name in ("", in_fp32)}
-        results = run_ranks(4, train_each, runs)[0]
-        assert results[""]["lm loss"] == results[in_fp32]["lm loss"]
-        assert results[""]["grad-norm"] == results[in_fp32]["grad-norm"]
+    length = "--train-iters 3 --eval-iters 0"
+    kinds, precisions = (
+        ("", "--zeropp-hadamard --zeropp-gradient-sum-dtype int8"),
+        ("", "--accumulate-allreduce-grads-in-fp32"),
+    )
+    runs = {
+        kind + precision: flags(data, common, length, kind, precision) for kind in kinds for precision in precisions
+    }
+    results = run_ranks(4, train_each, runs)[0]
+    for kind in kinds:
+        in_bf16, in_fp32 = (results[kind + precision] for precision in precisions)
+        assert in_bf16["lm loss"] == in_fp32["lm loss"] and in_bf16["grad-norm"] == in_fp32["grad-norm"]
 
 
 def test_dynamic_loss_scale(data, plain_gpt):
     # Overflows at 2^32 and, after the tolerated one, at each power down to what fp16's gradients can hold.
-    argv = flags(data, NO_DROPOUT, "--weight-decay 0.1 --fp16 --micro-batch-size 4 --train-iters 40")
+    argv = flags(data, NO_DROPOUT, "--weight-decay 0.1 --fp16 --micro-batch-size 4 --train-iters 30 --eval-iters 0")
     run = run_ranks(2, train_each, {"": argv})[0][""]
     scales = run["loss-scale"]
     skipped = sum(later < earlier for earlier, later in zip([2.0**32, *scales], scales, strict=False)) + 1
@@ -231,7 +230,8 @@ def test_an_overflow_changes_neither_parameters_nor_locos_errors(data):
         "--fp16 --initial-loss-scale 512 --hysteresis 1 --zero-quantized-gradients --zeropp-loco",
         "--zeropp-ranks-per-node 1 --optimizer sgd --lr 1.0",  # Adam would hide a wrong scale
     )
-    expected, result = (run_ranks(2, _parameters_after_two_steps, argv, overflow)[0] for overflow in (False, True))
+    calls = {overflow: partial(_parameters_after_two_steps, argv, overflow) for overflow in (False, True)}
+    expected, result = (of_ranks[0] for of_ranks in run_in_turn(2, calls).values())
     ours, theirs = (torch.cat([parameter.flatten() for parameter in of_run]) for of_run in (result, expected))
     # fp16 rounds otherwise at another scale, which may carry a gradient to the next code.
     others = (ours - theirs).abs() > 1e-5 + 1e-3 * theirs.abs()
@@ -242,19 +242,14 @@ def test_an_overflow_changes_neither_parameters_nor_locos_errors(data):
 
 
 def test_batch_sizes(data):
-    ramp = "--rampup-batch-size 2 2 24"
-    runs = {
-        "ramp": flags(data, ramp, length="--train-iters 10"),
-        "samples": flags(data, ramp, length="--train-samples 40"),
-        "constant": flags(data, length="--train-samples 39"),
-        "decreased": flags(data, "--global-batch-size 7 --decrease-batch-size-if-needed", length="--train-iters 2"),
+    sizes = {
+        "--train-samples 50 --rampup-batch-size 2 2 24": [2, 2, 2, 2, 4, 4, 6, 6, 8, 8],  # the next would not be full
+        "--train-samples 15": [8],
+        "--train-iters 1 --global-batch-size 7 --decrease-batch-size-if-needed": [6],
     }
+    runs = {more: flags(data, "--num-layers 1 --eval-iters 0", length=more) for more in sizes}
     metrics = run_ranks(2, train_each, runs)[0]
-    sizes = {name: run["batch-size"] for name, run in metrics.items()}
-    assert sizes["ramp"] == [2, 2, 2, 2, 4, 4, 6, 6, 8, 8]
-    assert sizes["samples"] == [2, 2, 2, 2, 4, 4, 6, 6, 8]  # 36, and the next batch would not be full
-    assert sizes["constant"] == [8] * 4
-    assert sizes["decreased"] == [6] * 2
+    assert {more: run["batch-size"] for more, run in metrics.items()} == sizes
 
 
 def test_exit_interval_and_duration(data, tmp_path):

@@ -5,7 +5,6 @@ What is behind ``SMALL`` are sizes, lengths and paths: of a flag that is given t
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -59,43 +58,19 @@ SMALL = (
     "--eval-iters 1 --log-interval 1 --num-workers 0 --tokenizer-type ByteTokenizer --distributed-backend gloo "
 )
 SMALLER = {
-    "--train-iters": 3,
-    "--train-samples": 24,
-    "--train-tokens": 768,
-    "--lr-decay-tokens": 768,
-    "--lr-decay-samples": 24,
-    "--lr-decay-iters": 3,
-    "--lr-warmup-tokens": 256,
-    "--lr-warmup-samples": 8,
-    "--lr-warmup-iters": 1,
+    **{"--train-iters": 2, "--train-samples": 16, "--train-tokens": 512},
+    **{"--lr-decay-iters": 2, "--lr-decay-samples": 16, "--lr-decay-tokens": 512},
+    **{"--lr-warmup-iters": 1, "--lr-warmup-samples": 8, "--lr-warmup-tokens": 256},
     "--num-layers-per-virtual-pipeline-stage": 1,
 }
-FILE = {
-    "train_batch_size": 512,  # --global-batch-size wins
-    "train_micro_batch_size_per_gpu": 1,
-    "steps_per_print": 10,
-    "gradient_clipping": 1.0,
-    "prescale_gradients": True,
-    "wall_clock_breakdown": False,
-}
-FP16 = {
-    "fp16": {
-        "enabled": True,
-        "loss_scale": 0,
-        "loss_scale_window": 500,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-        "initial_scale_power": 11,
-    }
-}
-CURRICULUM = {
-    "enabled": True,
-    "curriculum_type": "seqlen",
-    "min_difficulty": 8,
-    "max_difficulty": 32,
-    "schedule_type": "fixed_linear",
-    "schedule_config": {"total_curriculum_step": 3, "difficulty_step": 8},
-}
+FILE = """"train_batch_size": 512, "train_micro_batch_size_per_gpu": 1, "steps_per_print": 10, "gradient_clipping": 1.0,
+    "prescale_gradients": true, "wall_clock_breakdown": false"""  # --global-batch-size wins
+BF16 = '"bf16": {"enabled": true}'
+FP16 = """"fp16": {"enabled": true, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1,
+    "initial_scale_power": 11}"""
+CURRICULUM = """"curriculum_learning": {"enabled": true, "curriculum_type": "seqlen", "min_difficulty": 8,
+    "max_difficulty": 32, "schedule_type": "fixed_linear",
+    "schedule_config": {"total_curriculum_step": 3, "difficulty_step": 8}}"""
 
 
 @pytest.mark.long
@@ -105,15 +80,14 @@ def test_published_scripts_train_small(tmp_path):
         words = [*script.split(), *SMALL.split(), "--data-path", data]
         words += [str(word) for flag, value in SMALLER.items() if flag in words for word in (flag, value)]
         if "--deepspeed" in words:
-            content = FILE | (FP16 if "--fp16" in words else {"bf16": {"enabled": True}})
-            content |= {"curriculum_learning": CURRICULUM} if name.startswith("lengths") else {}
-            content["zero_optimization"] = {"stage": 3 if "--zero-stage 3" in script else 0}
+            content = [FILE, FP16 if "--fp16" in words else BF16, *([CURRICULUM] if name.startswith("lengths") else [])]
+            content.append(f'"zero_optimization": {{"stage": {3 if "--zero-stage 3" in script else 0}}}')
             file = tmp_path / f"{len(runs)}.json"
-            file.write_text(json.dumps(content))
+            file.write_text(f"{{{', '.join(content)}}}")
             words += ["--deepspeed_config", str(file)]
         runs[name] = "gpt", words
     for name, (metrics, _, out) in results_on(4, runs).items():
         losses = metrics["lm loss"]
-        assert len(losses) == 3 and all(map(math.isfinite, losses)), name
+        assert len(losses) == 2 and all(map(math.isfinite, losses)), name
         assert losses[0] == pytest.approx(math.log(288), abs=0.5), name  # of the padded vocabulary
         assert "lm loss value" in out, name

@@ -37,7 +37,7 @@ def _first_step(argv: list[str]) -> tuple[float, float, int]:
 
 
 def test_the_loss_of_growing_samples_is_that_of_the_first_tokens(data):
-    argv = flags(data, f"--curriculum-min-length 8 --curriculum-iters 3 {NO_DROPOUT} --train-iters 4")
+    argv = flags(data, f"--curriculum-min-length 8 --curriculum-iters 3 {NO_DROPOUT} --train-iters 4 --eval-iters 0")
     ((trained, expected, cut),) = run_ranks(1, _first_step, argv)
     assert trained == pytest.approx(expected, rel=1e-5)
     assert cut == 8 * ((32 - 16) + (32 - 24) + 0 + 0)
@@ -69,7 +69,7 @@ def test_muon_trains_as_on_one_rank(data):
 
 
 def test_offloading_changes_no_result(data):
-    common = "--zero-quantized-gradients --zeropp-loco --zeropp-ranks-per-node 1 --bf16 --train-iters 3"
+    common = "--zero-quantized-gradients --zeropp-loco --zeropp-ranks-per-node 1 --bf16 --train-iters 3 --eval-iters 0"
     offloads = ["", "--cpu-offload", "--zeropp-offload-gradient-sums", "--cpu-offload --zeropp-offload-gradient-sums"]
     for of_rank in run_ranks(2, train_each, {more: flags(data, common, more) for more in offloads}):
         assert len(of_rank[""]["lm loss"]) == 3
@@ -81,7 +81,7 @@ def test_offloading_changes_no_result(data):
 # A step that is skipped because its loss spikes leaves the run as if it had never been
 
 
-BATCH = 8
+BATCH = 4
 LOCO = "--zero-quantized-gradients --zeropp-loco --zeropp-gradient-bits 3 --zeropp-ranks-per-node 2"
 RUNS = {
     "both hops, decaying": f"{LOCO} --zeropp-loco-hops both --zeropp-loco-reset decay --zeropp-loco-reset-interval 5",

@@ -40,12 +40,13 @@ def said(argv: list[str], slow: dict[int, range]) -> list[str]:
 
 
 def test_a_rank_is_named_while_it_computes_slowly_and_no_other(data):
-    argv = flags(data, "--log-straggler --zeropp-ranks-per-node 4 --eval-interval 7", length="--train-iters 20")
+    argv = flags(data, "--log-straggler --zeropp-ranks-per-node 4 --eval-interval 7 --global-batch-size 4")
+    argv += ["--train-iters", "20"]
     slow = {2: range(5, 13), 1: range(5, 11)}  # of rank 1 it does not last
     first, *others = run_ranks(4, said, argv, slow)
     host = os.uname().nodename
     assert first == [
-        f"straggler: rank 2 ({host}) computes slowly, 4000.0 ms a step instead of 2000.0, since step 5",
+        f"straggler: rank 2 ({host}) computes slowly, 2000.0 ms a step instead of 1000.0, since step 5",
         f"straggler: over since step 13: rank 2 ({host}) computes slowly",
     ]
     assert others == [[], [], []]
