@@ -42,8 +42,27 @@ class Trial(ScaledFormat):
     def decode(self, wires: Tensor, out: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def encode(self, values: Tensor, noise_seed: int | None, compensation: Compensation | None = None) -> Tensor:
-        values = values.float()
+    def encode_sum(
+        self,
+        peers: Tensor,
+        source: WireFormat,
+        noise_seed: int | None,
+        *,
+        plus: Tensor | None = None,
+        compensation: Compensation | None = None,
+    ) -> Tensor:
+        total = source.decode_sum(peers, torch.empty(*peers.shape[1:-1], self.numel, device=peers.device))
+        return self.encode(total, noise_seed, plus=plus, compensation=compensation)
+
+    def encode(
+        self,
+        values: Tensor,
+        noise_seed: int | None,
+        *,
+        plus: Tensor | None = None,
+        compensation: Compensation | None = None,
+    ) -> Tensor:
+        values = values.float() if plus is None else values.float() + plus
         if compensation is None:
             return self.wires_of(values)
         assert isinstance(compensation.format, WireFormat)
