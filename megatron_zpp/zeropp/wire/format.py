@@ -45,7 +45,7 @@ class WireFormat(WireLayout):
         plus: [..., L] to add, in fp32.
         compensation: LoCo's error, added and replaced.
         kept: keep scales where they fit; with code absmax.
-        exponents: uint8 [..., L] of the elements' scales, by which values are divided; see scales.py.
+        exponents: uint8 [..., L] of the scales that elements are divided by (scales.py); 0 where nothing is quantized.
         out: the buffers to fill, if they are there already.
         """
         wire = self._empty_wire(values.shape[:-1], values.device) if out is None else out
