@@ -73,8 +73,8 @@ def test_all_values_stay_in_registers(architecture):
 
 # What nvcc made of the kernels, for sm_90
 KERNELS = (
-    "encode_tiles|encode_blocks|decode_tiles|decode_sums|move_tiles|rotate_tiles|find_new_scales|encode_chunks|"
-    "write_heads|locate|rescale|move_chunks"
+    "encode_tiles|encode_blocks|decode_tiles|decode_sums|decode_scaled|move_tiles|move_exponents_of_tiles|"
+    "move_exponents_of_blocks|rotate_tiles|find_new_scales|encode_chunks|write_heads|locate|rescale|move_chunks"
 )
 
 
@@ -101,7 +101,7 @@ def places(instructions: list[str], *beginnings: str) -> list[int]:
 def test_all_loads_come_before_the_first_store(compiled):
     """And values stay in registers. Kernels for blocks that a warp does not hold read them once more for each pass."""
     checked = {name: code for name, code in compiled.items() if name.startswith(("encode_tiles", "decode"))}
-    assert len(checked) == 32 + 24
+    assert len(checked) == 32 + 16 + 24 + 2  # encoding, with scales of elements; decoding, with scales of elements
     for name, code in checked.items():
         assert places(code, "LDG")[-1] < places(code, "STG")[0], name
         assert not places(code, "LDL", "STL"), name
@@ -142,7 +142,9 @@ def test_values_are_read_in_vectors_wherever_they_begin(compiled):
 
 def test_values_of_large_blocks_are_read_in_vectors(compiled):
     """Kernels for blocks take those of more than 256 elements; kernels for tiles take the rest."""
-    checked = {name: code for name, code in compiled.items() if re.match("encode_blocksI.*SourceE[01]E", name)}
+    checked = {
+        name: code for name, code in compiled.items() if re.match("encode_blocksI.*SourceE[01]ELb[01]ELi0", name)
+    }
     assert len(checked) == 4
     for name, code in checked.items():
         loads = {instruction for instruction in code if instruction.startswith("LDG")}
@@ -170,15 +172,19 @@ def arguments() -> dict[str, dict[str, Any]]:
     wire = torch.zeros(2, FORMAT.nbytes, dtype=torch.uint8)
     peers = torch.zeros(3, 2, FORMAT.nbytes, dtype=torch.uint8)
     error = torch.zeros(2, ERROR.nbytes, dtype=torch.uint8)
+    exponents = torch.zeros(2, FORMAT.numel, dtype=torch.uint8)
     table = FORMAT.table
     return {
         "encode": dict(
             values=values, peers=None, peers_format=[], addend=values.clone(), wire=wire,
             format=table, error=error, new_error=error.clone(), error_format=ERROR.table, beta=0.8, decay=1.0,
-            noise_seed=None,
+            noise_seed=None, exponents=exponents,
         ),
         "decode": dict(peers=peers, format=table, out=values, accumulate=False),
         "rotate": dict(values=values, format=table, out=values.clone()),
+        "move_exponents": dict(
+            exponents=exponents, wire=wire, format=table, moves=list(range(17)), out=exponents.clone()
+        ),
     }  # fmt: skip
 
 
@@ -205,8 +211,9 @@ def strided(tensor: Tensor) -> Tensor:
 
 
 def mistakes() -> Iterator[Any]:
-    floats = {"encode": ["values", "addend"], "decode": ["out"], "rotate": ["values", "out"]}
-    wires = {"encode": ["wire", "error", "new_error"], "decode": ["peers"], "rotate": []}
+    floats = {"encode": ["values", "addend"], "decode": ["out"], "rotate": ["values", "out"], "move_exponents": []}
+    wires = {"encode": ["wire", "error", "new_error", "exponents"], "decode": ["peers"], "rotate": []}
+    wires["move_exponents"] = ["exponents", "wire", "out"]
     for operator in kernels.OPERATORS:
         for name in floats[operator] + wires[operator]:
             wrong_type = torch.Tensor.double if name in floats[operator] else torch.Tensor.int

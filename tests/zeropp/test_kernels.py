@@ -123,8 +123,9 @@ def exponents_like(values, format, seed=0):
 @on_devices
 @pytest.mark.parametrize("bits, scaling, block_size", [(2, "mean", 128), (2, "absmax", 40), (4, "absmax", 2048), *REST])
 @pytest.mark.parametrize("source_bits", [None, 8, 4], ids=["values", "peers in 8 bits", "peers in 4 bits"])
-@pytest.mark.parametrize("error_bits", ["no LoCo", 8, None])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "error_bits, dtype", [("no LoCo", torch.float32), (8, torch.bfloat16), (8, torch.float32), (None, torch.float32)]
+)
 def test_scales_of_elements_small(bits, scaling, block_size, source_bits, error_bits, dtype, device):
     """Values are divided by them, their sums multiplied, and LoCo's error is in the values' units."""
     scale_dtype, noise_seed = (torch.bfloat16, 77) if error_bits is None else (torch.float32, None)
@@ -155,7 +156,7 @@ def test_scales_of_elements_small(bits, scaling, block_size, source_bits, error_
             values = torch.empty(2, NUMEL, device=device)
             reference.decode(source, peers, values, accumulate=False)
         assert_encoded(wire, format, values, noise_seed, plus, compensation, exponents)
-        for peers, accumulate in itertools.product([1, 2, 19], [False, True]):
+        for peers, accumulate in [(1, False), (19, True)]:  # and more than are read at once
             wires = torch.stack([wire.roll(peer, 0) for peer in range(peers)])
             scales = exponents_like(torch.empty(peers, 2, NUMEL, device=device), format, step)
             decode(format, wires, random(2, NUMEL, device=device, seed=8), accumulate, scales)
