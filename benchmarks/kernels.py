@@ -117,6 +117,7 @@ def reductions(device: torch.device, numel: int) -> Iterator[Kernel]:
     error = errors.encode(torch.randn(numel, device=device) * 0.01)
     wire, new_error = inter.encode(gradients), torch.empty_like(error)
     compensation = Compensation(errors, error, new_error, 0.8, 1.0)
+    yield from scaled(gradients, compensation)
     for format, bits in [(intra, 8), (inter, 4)]:
         peers = torch.stack([format.encode(torch.randn(numel, device=device)) for _ in range(PEERS)])
         yield Kernel(
@@ -148,6 +149,35 @@ def reductions(device: torch.device, numel: int) -> Iterator[Kernel]:
         gradients.nbytes + total.nbytes,
         lambda: inter.rotate(gradients),
         lambda: reference.rotate(inter, gradients, expected_total),
+    )
+
+
+def scaled(gradients: Tensor, compensation: Compensation) -> Iterator[Kernel]:
+    """Scales of elements around 2-bit codes, with LoCo: the default recipe's hop between two nodes."""
+    numel, device = gradients.numel(), gradients.device
+    format = weight_format(numel, 2, 128, torch.float32)
+    exponents = torch.randint(0, 100, (2, numel), dtype=torch.uint8, device=device)
+    wire, total, expected = format.encode(gradients), torch.empty_like(gradients), torch.empty_like(gradients)
+    error, wires = compensation.error, torch.stack([wire, wire])
+    assert error is not None
+    moves, moved = [-1, 0, 1, 2, 3], torch.empty_like(exponents)
+    yield Kernel(
+        "LoCo, scales of elements, quantize fp32, int2/128",
+        gradients.nbytes + exponents[0].nbytes + wire.nbytes + 2 * error.nbytes,
+        lambda: format.encode(gradients, compensation=compensation, exponents=exponents[0], out=wire),
+        lambda: reference.encode(format, gradients, wire, None, compensation, None, exponents=exponents[0]),
+    )
+    yield Kernel(
+        "dequantize and add 2 peers, scales of elements, int2/128",
+        wires.nbytes + exponents.nbytes + total.nbytes,
+        lambda: format.decode_sum(wires, total, exponents=exponents),
+        lambda: reference.decode(format, wires, expected, False, exponents),
+    )
+    yield Kernel(
+        "move the scales of elements, int2/128",
+        wires.nbytes + 2 * exponents.nbytes,
+        lambda: format.move_exponents(exponents, wires, moves),
+        lambda: reference.move_exponents(format, exponents, wires, moves, moved),
     )
 
 

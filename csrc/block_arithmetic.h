@@ -280,6 +280,40 @@ ZEROPP_INLINE float moved_finite_error(float error, float compensated, float sen
   return (averaging.beta * error + averaging.one_minus_beta * (compensated - sent)) * averaging.decay;
 }
 
+// ---- Scales of elements (megatron_zpp/zeropp/wire/scales.py): s = 2^(-e / 16) for an exponent e of one byte.
+
+// 2^(-k / 16) in fp32, as bits. A whole octave is one less in the fp32 exponent.
+#ifdef ZEROPP_CUDA
+__constant__
+#endif
+    constexpr uint32_t kSixteenths[16] = {0x3f800000, 0x3f75257d, 0x3f6ac0c7, 0x3f60ccdf, 0x3f5744fd, 0x3f4e248c,
+                                          0x3f45672a, 0x3f3d08a4, 0x3f3504f3, 0x3f2d583f, 0x3f25fed7, 0x3f1ef532,
+                                          0x3f1837f0, 0x3f11c3d3, 0x3f0b95c2, 0x3f05aac3};
+
+// sixteenths: kSixteenths, in the memory that the caller reads fastest.
+ZEROPP_INLINE float scale_of_exponent(uint32_t exponent, const uint32_t* sixteenths) {
+  return float_of(sixteenths[exponent & 15] - (exponent >> 4 << 23));
+}
+
+constexpr int kQuietest = 255;
+constexpr int kMostChanges = 32;  // 8 bits have 28 at most
+
+// How far an exponent falls, by twice the size of its code's level: `first`, and by[t] more from from[t] on.
+struct LevelMoves {
+  int num_changes;
+  int first;
+  int from[kMostChanges], by[kMostChanges];
+};
+
+// Twice the size of a code's level. A scale that is positive says that levels lie halfway between codes, with code "mean".
+ZEROPP_INLINE int doubled_level(int code, bool has_half_steps) {
+  const int doubled = 2 * code + has_half_steps;
+  return doubled < 0 ? -doubled : doubled;
+}
+
+// Whether a block's codes say anything: not those of a block of zeros, or with a NaN.
+ZEROPP_INLINE bool moves_exponents(float sent_scale) { return fabsf(sent_scale) > 0; }
+
 // ---- The orthonormal 32 x 32 Hadamard rotation, its own inverse: for each width of 1, 2, 4, 8 and 16, elements i and
 // i + width become their sum and difference; then all are multiplied.
 

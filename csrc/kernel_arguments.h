@@ -1,11 +1,15 @@
 // What the operators hand to the kernels: tensors as pointers and strides, and the wire format of
 // megatron_zpp/zeropp/wire/layout.py as a table of segments.
 //
-// Three kernels do everything. R rows (of two dimensions, so that a transposed tensor needs no copy) of L elements:
+// R rows (of two dimensions, so that a transposed tensor needs no copy) of L elements:
 //
-//   encode   values, or the sum of what several peers sent   -> + addend -> + error -> wire, new error
-//   decode   the sum of what several peers sent              -> + out    -> out
-//   rotate   values                                          -> out, Hadamard-rotated
+//   encode           values, or the sum of what several peers sent   -> + addend -> + error -> wire, new error
+//   decode           the sum of what several peers sent              -> + out    -> out
+//   rotate           values                                          -> out, Hadamard-rotated
+//   move_exponents   exponents, and the wire that was sent           -> exponents for the next one
+//
+// With exponents, quantized values are divided by the scales of their elements before they are encoded, and multiplied by
+// them after they are decoded.
 #pragma once
 
 #include <cstdint>
@@ -50,6 +54,12 @@ struct Wires {
   Format format;
 };
 
+// One byte for each element, uint8 [G peers, R0, R1, L]; strides in bytes. Rows begin anywhere.
+struct Exponents {
+  uint8_t* data = nullptr;
+  int64_t peer_stride = 0, stride0 = 0, stride1 = 0;
+};
+
 struct EncodeArguments {
   int64_t rows0, rows1, numel;  // R0, R1, L
   Rows values;                  // the source: these,
@@ -63,6 +73,7 @@ struct EncodeArguments {
   uint32_t noise_seed = 0;
   bool keeps_scales = false;  // blocks keep the scales that they have in `kept`, while they fit
   Wires kept;                 // of the wire's format; data is null where all scales are fresh
+  Exponents exponents;        // data is null where elements have no scales
 
   ZEROPP_INLINE Type plain_type() const { return wire.format.type; }
   // Whether values that are sent as they are only change their place.
@@ -76,9 +87,19 @@ struct DecodeArguments {
   Wires peers;
   Rows out;
   bool accumulates = false;
+  Exponents exponents;  // of each peer; then out is fp32
 
   ZEROPP_INLINE Type plain_type() const { return peers.format.type; }
-  ZEROPP_INLINE bool moves_bits() const { return out.type == peers.format.type && peers.num_peers == 1 && !accumulates; }
+  ZEROPP_INLINE bool moves_bits() const {
+    return out.type == peers.format.type && peers.num_peers == 1 && !accumulates && exponents.data == nullptr;
+  }
+};
+
+struct MoveExponentsArguments {
+  int64_t rows0, rows1;
+  Wires wire;
+  Exponents exponents, out;  // exponents.data is null where all are 0
+  LevelMoves moves;
 };
 
 struct RotateArguments {
@@ -101,6 +122,7 @@ namespace cpu {
 void encode(const EncodeArguments&);
 void decode(const DecodeArguments&);
 void rotate(const RotateArguments&);
+void move_exponents(const MoveExponentsArguments&);
 }  // namespace cpu
 
 namespace cuda {
@@ -108,6 +130,7 @@ namespace cuda {
 int encode(const EncodeArguments&, void* stream);
 int decode(const DecodeArguments&, void* stream);
 int rotate(const RotateArguments&, void* stream);
+int move_exponents(const MoveExponentsArguments&, void* stream);
 }  // namespace cuda
 
 }  // namespace zeropp

@@ -1,4 +1,4 @@
-// The operators megatron_zpp::encode, decode and rotate: checks, and the way to the kernels of the tensors' device.
+// The operators megatron_zpp::encode, decode, rotate, move_exponents and those of moved codes: checks, and the way to the kernels of the tensors' device.
 // Their Python side, with what each argument means, is megatron_zpp/zeropp/wire/kernels.py.
 
 #include <ATen/core/Tensor.h>
@@ -117,6 +117,14 @@ Wires wires_of(const OptionalTensor& tensor, bool has_peers, const FormatTable& 
   return wires;
 }
 
+Exponents exponents_of(const OptionalTensor& tensor, bool has_peers, const Shape& shape) {
+  if (!tensor) return {};
+  TORCH_CHECK_TYPE(tensor->scalar_type() == at::kByte, "exponents are uint8, not ", tensor->scalar_type());
+  const Leading leading(*tensor, has_peers);
+  shape.check(*tensor, leading, shape.numel);
+  return {tensor->data_ptr<uint8_t>(), has_peers ? tensor->stride(0) : 0, leading.strides[0], leading.strides[1]};
+}
+
 #ifdef ZEROPP_WITH_CUDA
 constexpr bool kHasCuda = true;
 
@@ -136,7 +144,8 @@ constexpr bool kHasCuda = false;
 void encode(const OptionalTensor& values, const OptionalTensor& peers, IntArrayRef peers_format,
             const OptionalTensor& addend, const Tensor& wire, IntArrayRef format,
             const OptionalTensor& error, const OptionalTensor& new_error, IntArrayRef error_format, double beta,
-            double decay, std::optional<int64_t> noise_seed, bool keeps_scales, const OptionalTensor& kept) {
+            double decay, std::optional<int64_t> noise_seed, bool keeps_scales, const OptionalTensor& kept,
+            const OptionalTensor& exponents) {
   TORCH_CHECK_VALUE(values.has_value() != peers.has_value(), "either values or peers are encoded");
   const FormatTable wire_table(format), peers_table(peers_format), error_table(error_format);
   if (peers) peers_table.check_has_tiles_of(wire_table);
@@ -164,15 +173,20 @@ void encode(const OptionalTensor& values, const OptionalTensor& peers, IntArrayR
                     "scales are kept with the code absmax alone, and without LoCo");
   arguments.keeps_scales = keeps_scales;
   arguments.kept = wires_of(kept, false, wire_table, shape);
+  TORCH_CHECK_VALUE(!keeps_scales || !exponents, "scales are kept of blocks whose elements have none");
+  arguments.exponents = exponents_of(exponents, false, shape);
   ZEROPP_RUN(encode, arguments, wire);
 }
 
-void decode(const Tensor& peers, IntArrayRef format, const Tensor& out, bool accumulate) {
+void decode(const Tensor& peers, IntArrayRef format, const Tensor& out, bool accumulate,
+            const OptionalTensor& exponents) {
   const FormatTable table(format);
   const Leading rows(out, 0);
   const Shape shape{rows.sizes[0], rows.sizes[1], table.numel(), out.device()};
-  const DecodeArguments arguments{
-      shape.rows0, shape.rows1, wires_of(peers, true, table, shape), rows_of(out, shape), accumulate};
+  TORCH_CHECK_VALUE(!exponents || exponents->size(0) == peers.size(0), "exponents of all peers are needed");
+  TORCH_CHECK_TYPE(!exponents || out.scalar_type() == at::kFloat, "with exponents out is fp32, not ", out.scalar_type());
+  const DecodeArguments arguments{shape.rows0, shape.rows1, wires_of(peers, true, table, shape), rows_of(out, shape),
+                                  accumulate, exponents_of(exponents, true, shape)};
   ZEROPP_RUN(decode, arguments, out);
 }
 
@@ -186,6 +200,26 @@ void rotate(const Tensor& values, IntArrayRef format, const Tensor& out) {
   const RotateArguments arguments{
       shape.rows0, shape.rows1, shape.numel, table.format, rows_of(values, shape), rows_of(out, shape)};
   ZEROPP_RUN(rotate, arguments, out);
+}
+
+void move_exponents(const OptionalTensor& exponents, const Tensor& wire, IntArrayRef format, IntArrayRef moves,
+                    const Tensor& out) {
+  const FormatTable table(format);
+  TORCH_CHECK_VALUE(table.format.bits > 0, "values that are not quantized move no exponents");
+  TORCH_CHECK_VALUE(moves.size() == (size_t(1) << table.format.bits) + 1, "a move for each size of a level is needed");
+  const Leading rows(out, 0);
+  const Shape shape{rows.sizes[0], rows.sizes[1], table.numel(), out.device()};
+  MoveExponentsArguments arguments{shape.rows0, shape.rows1, wires_of(wire, false, table, shape),
+                                   exponents_of(exponents, false, shape), exponents_of(out, false, shape), {}};
+  LevelMoves& by_level = arguments.moves;
+  by_level.first = int(moves[0]);
+  for (size_t size = 1; size < moves.size(); size++) {
+    if (moves[size] == moves[size - 1]) continue;
+    TORCH_CHECK_VALUE(by_level.num_changes < kMostChanges, "moves change more than ", kMostChanges, " times");
+    by_level.from[by_level.num_changes] = int(size);
+    by_level.by[by_level.num_changes++] = int(moves[size] - moves[size - 1]);
+  }
+  ZEROPP_RUN(move_exponents, arguments, out);
 }
 
 // The codes of a wire buffer as moves.h describes them; `table` points into the other members.
@@ -330,9 +364,10 @@ TORCH_LIBRARY(megatron_zpp, library) {
   library.def(
       "encode(Tensor? values, Tensor? peers, int[] peers_format, Tensor? addend, Tensor(a!) wire, "
       "int[] format, Tensor? error, Tensor(b!)? new_error, int[] error_format, float beta, float decay, "
-      "int? noise_seed, bool keeps_scales=False, Tensor? kept=None) -> ()");
-  library.def("decode(Tensor peers, int[] format, Tensor(a!) out, bool accumulate) -> ()");
+      "int? noise_seed, bool keeps_scales=False, Tensor? kept=None, Tensor? exponents=None) -> ()");
+  library.def("decode(Tensor peers, int[] format, Tensor(a!) out, bool accumulate, Tensor? exponents=None) -> ()");
   library.def("rotate(Tensor values, int[] format, Tensor(a!) out) -> ()");
+  library.def("move_exponents(Tensor? exponents, Tensor wire, int[] format, int[] moves, Tensor(a!) out) -> ()");
   // Moved codes: megatron_zpp/zeropp/wire/moves.py.
   library.def("encode_moves(Tensor old, Tensor now, int[] format) -> Tensor");
   library.def("apply_moves(Tensor moves, int[] format, Tensor(a!) wires) -> ()");
@@ -343,6 +378,7 @@ TORCH_LIBRARY_IMPL(megatron_zpp, CPU, library) {
   library.impl("encode", &encode);
   library.impl("decode", &decode);
   library.impl("rotate", &rotate);
+  library.impl("move_exponents", &move_exponents);
   library.impl("encode_moves", &encode_moves);
   library.impl("apply_moves", &apply_moves);
 }
@@ -352,6 +388,7 @@ TORCH_LIBRARY_IMPL(megatron_zpp, CUDA, library) {
   library.impl("encode", &encode);
   library.impl("decode", &decode);
   library.impl("rotate", &rotate);
+  library.impl("move_exponents", &move_exponents);
   library.impl("encode_moves", &encode_moves);
   library.impl("apply_moves", &apply_moves);
 }

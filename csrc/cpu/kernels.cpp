@@ -2,6 +2,9 @@
 // processor has is taken. Compilers other than GCC make one version, for what they are told to compile for.
 
 #include <ATen/Parallel.h>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 
 #include <algorithm>
 #include <vector>
@@ -59,5 +62,8 @@ namespace v3 = plain;
 void encode(const EncodeArguments& a) { run_parallel(a, a.wire.format, v4::encode, v3::encode, plain::encode); }
 void decode(const DecodeArguments& a) { run_parallel(a, a.peers.format, v4::decode, v3::decode, plain::decode); }
 void rotate(const RotateArguments& a) { run_parallel(a, a.format, v4::rotate, v3::rotate, plain::rotate); }
+void move_exponents(const MoveExponentsArguments& a) {
+  run_parallel(a, a.wire.format, v4::move_exponents, v3::move_exponents, plain::move_exponents);
+}
 
 }  // namespace zeropp::cpu

@@ -50,9 +50,11 @@ struct Scratch {
     int64_t size = kTile;
     for (int s = 0; s < format.num_segments; s++) size = std::max(size, tile_size(format.segments[s]));
     values.resize(size), sent.resize(size), error.resize(size), codes.resize(size);
+    divided.resize(size), element_scales.resize(size), moved.resize(size);
     scales.resize(kTile / 8), sums.resize(kTile / 8);  // of the smallest blocks
   }
-  std::vector<float> values, sent, error, scales;
+  std::vector<float> values, sent, error, scales, divided, element_scales;
+  std::vector<int16_t> moved;
   std::vector<Sums> sums;
   std::vector<uint8_t> codes;
 };
@@ -126,6 +128,31 @@ void store(const float* values, Type type, int64_t count, void* to) {
 uint8_t* at(const Rows& rows, const Tile& tile, int64_t element) {
   const int64_t offset = tile.row0 * rows.stride0 + tile.row1 * rows.stride1 + element;
   return static_cast<uint8_t*>(rows.data) + offset * size_of(rows.type);
+}
+
+// ---- Scales of elements.
+
+const uint8_t* at(const Exponents& exponents, int peer, const Tile& tile, int64_t element) {
+  return exponents.data + peer * exponents.peer_stride + tile.row0 * exponents.stride0 +
+         tile.row1 * exponents.stride1 + element;
+}
+
+void load_scales(const uint8_t* __restrict exponents, int64_t count, float* __restrict scales) {
+  fetch_next(exponents, count);
+  int64_t i = 0;
+#ifdef __AVX512F__  // whose permutation looks 16 up at once
+  const __m512i sixteenths = _mm512_loadu_si512(kSixteenths);
+  for (; i + 16 <= count; i += 16) {
+    const __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(exponents + i)));
+    const __m512i octaves = _mm512_slli_epi32(_mm512_srli_epi32(e, 4), 23);
+    _mm512_storeu_si512(scales + i, _mm512_sub_epi32(_mm512_permutexvar_epi32(e, sixteenths), octaves));
+  }
+#endif
+  for (; i < count; i++) scales[i] = scale_of_exponent(exponents[i], kSixteenths);
+}
+
+void divide(const float* __restrict values, const float* __restrict scales, int64_t count, float* __restrict divided) {
+  for (int64_t i = 0; i < count; i++) divided[i] = values[i] / scales[i];
 }
 
 // ---- Packed codes.
@@ -234,6 +261,23 @@ void read_wire(const Wires& wires, int peer, const Segment& own, const Tile& til
   }
 }
 
+// The sum of values whose elements have scales; it begins at 0, as in plain torch.
+void read_scaled_sum(const DecodeArguments& a, const Segment& own, const Tile& tile, Scratch& scratch,
+                     float* __restrict values) {
+  const float* __restrict scales = scratch.element_scales.data();
+  for (int64_t i = 0; i < tile.count; i++) values[i] = 0;
+  for (int peer = 0; peer < a.peers.num_peers; peer++) {
+    if (own.block_size == 0) {
+      read_wire(a.peers, peer, own, tile, scratch,
+                [values](int64_t i, float value) __attribute__((always_inline)) { values[i] += value; });
+    } else {
+      load_scales(at(a.exponents, peer, tile, own.start + tile.first), tile.count, scratch.element_scales.data());
+      read_wire(a.peers, peer, own, tile, scratch, [values, scales](int64_t i, float value)
+                                                       __attribute__((always_inline)) { values[i] += value * scales[i]; });
+    }
+  }
+}
+
 void read_sum(const Wires& wires, const Segment& own, const Tile& tile, Scratch& scratch, float* __restrict values) {
   const auto set = [values](int64_t i, float value) __attribute__((always_inline)) { values[i] = value; };
   const auto add = [values](int64_t i, float value) __attribute__((always_inline)) { values[i] += value; };
@@ -305,6 +349,17 @@ struct MovesError {
   ZEROPP_INLINE void tell(int64_t i, float sent) const {
     const auto moved = all_finite ? moved_finite_error : moved_error;
     error[i] = moved(error[i], values[i], sent, averaging);
+  }
+};
+
+// The same where elements have scales; `values` and the error are in the gradients' units, `sent` in those of the codes.
+struct MovesScaledError {
+  MovesError moves;
+  const float* __restrict scales;
+
+  template <bool all_finite>
+  ZEROPP_INLINE void tell(int64_t i, float sent) const {
+    moves.tell<all_finite>(i, sent * scales[i]);
   }
 };
 
@@ -487,9 +542,17 @@ void encode_tiles(const EncodeArguments& a, int64_t begin, int64_t end) {
     }
     Kept kept{a.keeps_scales};
     if (a.kept.data) kept.scales = a.kept.data + tile.row0 * a.kept.stride0 + tile.row1 * a.kept.stride1 + segment.scales;
-    if (!a.new_error.data) return write_wire<kBits>(a.wire, segment, tile, noise, kept, scratch, values, Unasked{});
+    const bool is_scaled = a.exponents.data && segment.block_size;
+    float *scales = scratch.element_scales.data(), *coded = is_scaled ? scratch.divided.data() : values;
+    if (is_scaled) {
+      load_scales(at(a.exponents, 0, tile, element), tile.count, scales);
+      divide(values, scales, tile.count, coded);
+    }
+    if (!a.new_error.data) return write_wire<kBits>(a.wire, segment, tile, noise, kept, scratch, coded, Unasked{});
 
-    write_wire<kBits>(a.wire, segment, tile, noise, kept, scratch, values, MovesError{values, error, a.averaging});
+    const MovesError moves{values, error, a.averaging};
+    if (is_scaled) write_wire<kBits>(a.wire, segment, tile, noise, kept, scratch, coded, MovesScaledError{moves, scales});
+    else write_wire<kBits>(a.wire, segment, tile, noise, kept, scratch, values, moves);
     write_wire<8>(a.new_error, segment, tile, Noise{}, Kept{}, scratch, error, Unasked{});
   });
 }
@@ -513,9 +576,65 @@ void decode(const DecodeArguments& a, int64_t begin, int64_t end) {
     }
     const bool straight = a.out.type == Type::kFloat && !a.accumulates;
     float* values = straight ? reinterpret_cast<float*>(out) : scratch.values.data();
-    read_sum(a.peers, segment, tile, scratch, values);
+    if (a.exponents.data) read_scaled_sum(a, segment, tile, scratch, values);
+    else read_sum(a.peers, segment, tile, scratch, values);
     if (a.accumulates) add(out, a.out.type, tile.count, values);
     if (!straight) store(values, a.out.type, tile.count, out);
+  });
+}
+
+// How far the exponents of a block fall, by its codes; up to 4 changes of the move at a time.
+void moves_of_block(const uint8_t* __restrict codes, int64_t count, bool has_half_steps, const LevelMoves& moves,
+                    int16_t* __restrict moved) {
+  for (int64_t i = 0; i < count; i++) moved[i] = int16_t(moves.first);
+  for (int t = 0; t < moves.num_changes; t += 4) {
+    int16_t from[4] = {}, by[4] = {};
+    for (int j = 0; j < std::min(moves.num_changes - t, 4); j++) from[j] = moves.from[t + j], by[j] = moves.by[t + j];
+    for (int64_t i = 0; i < count; i++) {
+      const int16_t level = doubled_level(int8_t(codes[i]), has_half_steps);
+      int16_t move = moved[i];
+      ZEROPP_UNROLL
+      for (int j = 0; j < 4; j++) move += level >= from[j] ? by[j] : 0;
+      moved[i] = move;
+    }
+  }
+}
+
+// Exponents of `count` elements of a block, the rest of which is padding, after `moved`, which gets overwritten.
+void move_block(const uint8_t* __restrict exponents, int64_t count, int64_t block, int16_t* __restrict moved,
+                uint8_t* __restrict out) {
+  for (int64_t i = 0; i < count; i++) moved[i] = int16_t((exponents ? exponents[i] : 0) - moved[i]);
+  for (int64_t i = count; i < block; i++) moved[i] = int16_t(kQuietest - moved[i]);
+  int16_t least = moved[0];
+  for (int64_t i = 0; i < block; i++) least = std::min(least, moved[i]);
+  for (int64_t i = 0; i < count; i++) out[i] = uint8_t(std::min<int16_t>(moved[i] - least, kQuietest));
+}
+
+void move_exponents(const MoveExponentsArguments& a, int64_t begin, int64_t end) {
+  const Format& format = a.wire.format;
+  Scratch scratch(format);
+  for_each_tile(format, a.rows1, begin, end, [&](const Segment& segment, const Tile& tile) {
+    const int64_t element = segment.start + tile.first, size = segment.block_size;
+    const uint8_t* exponents = a.exponents.data ? at(a.exponents, 0, tile, element) : nullptr;
+    uint8_t* out = const_cast<uint8_t*>(at(a.out, 0, tile, element));
+    if (size == 0) {
+      for (int64_t i = 0; i < tile.count; i++) out[i] = exponents ? exponents[i] : 0;
+      return;
+    }
+    const uint8_t* wire = a.wire.data + tile.row0 * a.wire.stride0 + tile.row1 * a.wire.stride1;
+    const uint8_t* codes = wire + segment.codes + tile.first * format.bits / 8;
+    if (format.bits != 8) {
+      unpack_codes(format.bits, codes, tile.blocks * size, scratch.codes.data());
+      codes = scratch.codes.data();
+    }
+    for (int64_t b = 0; b < tile.blocks; b++) {
+      const float scale = load_scale(wire + segment.scales, tile.block + b, format.scale_bytes);
+      int16_t* moved = scratch.moved.data();
+      if (moves_exponents(scale)) moves_of_block(codes + b * size, size, format.is_mean && scale > 0, a.moves, moved);
+      else std::fill(moved, moved + size, 0);
+      const int64_t first = b * size;
+      move_block(exponents ? exponents + first : nullptr, std::min(size, tile.count - first), size, moved, out + first);
+    }
   });
 }
 

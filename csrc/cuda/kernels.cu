@@ -188,6 +188,63 @@ __device__ void store(const float (&values)[kGroup], Type type, int valid, void*
   else store_as<Half>(values, valid, to);
 }
 
+// ---- Scales of elements: 8 exponents a thread, which begin at any byte. A thread reads the aligned words that hold them.
+
+struct Bytes {
+  uint2 first, second;  // aligned
+  uint32_t before;      // bytes before the group
+};
+
+__device__ uint8_t* at(const Exponents& exponents, const Row& row, int64_t element) {
+  return exponents.data + row.row0 * exponents.stride0 + row.row1 * exponents.stride1 + element;
+}
+
+__device__ void fetch(const uint8_t* from, int nbytes, Bytes& bytes) {
+  bytes.before = uint32_t(reinterpret_cast<uintptr_t>(from) % 8);
+  bytes.first = bytes.second = make_uint2(0, 0);
+  const uint2* words = reinterpret_cast<const uint2*>(from - bytes.before);
+  if (nbytes > 0) bytes.first = words[0];
+  if (int(bytes.before) + nbytes > 8) bytes.second = words[1];
+}
+
+__device__ uint64_t word_of(uint2 word) { return word.x | uint64_t(word.y) << 32; }
+
+__device__ uint64_t read(const Bytes& bytes) {
+  const uint32_t bits = 8 * bytes.before;
+  return bits == 0 ? word_of(bytes.first) : word_of(bytes.first) >> bits | word_of(bytes.second) << (64 - bits);
+}
+
+__device__ uint32_t byte_of(uint64_t bytes, int i) { return uint32_t(bytes >> (8 * i)) & 0xff; }
+
+// All threads of a warp come here together. What is written are aligned words: a thread takes over from the next one.
+__device__ void store(uint64_t bytes, int valid, uint8_t* to) {
+  const uint32_t before = uint32_t(reinterpret_cast<uintptr_t>(to) % 8), lane = threadIdx.x % 32;
+  const int left = before == 0 ? 0 : int(8 - before);  // to the thread before, or to nobody
+  int stored = valid - left;
+  if (before != 0) {
+    for (int i = 0; lane == 0 && i < left && i < valid; i++) to[i] = uint8_t(byte_of(bytes, i));
+    const int next_valid = __shfl_down_sync(0xffffffffu, valid, 1);
+    if (lane < 31) stored += next_valid < left ? next_valid : left;
+    const uint32_t low = __shfl_down_sync(0xffffffffu, uint32_t(bytes), 1);
+    const uint32_t high = __shfl_down_sync(0xffffffffu, uint32_t(bytes >> 32), 1);
+    bytes = bytes >> (8 * left) | (low | uint64_t(high) << 32) << (64 - 8 * left);
+  }
+  to += left;
+  if (stored == kGroup) *reinterpret_cast<uint2*>(to) = make_uint2(uint32_t(bytes), uint32_t(bytes >> 32));
+  else for (int i = 0; i < stored; i++) to[i] = uint8_t(byte_of(bytes, i));
+}
+
+// The 16 words lie in 16 banks of shared memory: no two threads of a warp wait for each other.
+struct Sixteenths {
+  uint32_t words[16];
+
+  __device__ void fill() {
+    if (threadIdx.x < 16) words[threadIdx.x] = kSixteenths[threadIdx.x];
+    __syncthreads();
+  }
+  __device__ float scale(uint64_t exponents, int i) const { return scale_of_exponent(byte_of(exponents, i), words); }
+};
+
 // What a receiver makes of a value that travels as it is.
 __device__ float rounded_to(Type type, float value) {
   BFloat16 bfloat16;
@@ -478,20 +535,22 @@ template <Source kSource, bool kCompensates>
 constexpr int kEncodesInFlight = is_wires(kSource) || kCompensates ? 1 : 2;
 constexpr int kDecodesInFlight = 2;
 
-// What a group is encoded from, as it is in memory; of peers' wires, nothing yet.
+// What a group is encoded from, as it is in memory; of peers' wires, nothing yet. kScaled, 0 or 1: with scales of elements.
 template <Source kSource>
 struct Fetched {
   Vectors<kSource == Source::kFloat ? kGroupWords<float> + 4 : kGroupWords<Half> + 4> values;
   VectorsOf<float> addend, plain_error;
   Encoded error;  // in 8 bits, where it is not kept as it is
+  Bytes exponents;
 };
 
-template <Source kSource, bool kCompensates>
+template <Source kSource, bool kCompensates, int kScaled>
 __device__ void fetch_group(
     const EncodeArguments& a, const Item& item, const Row& row, int64_t element, int valid, Fetched<kSource>& group) {
   if constexpr (!is_wires(kSource)) {
     fetch(at(a.values, row, element), valid * (kSource == Source::kFloat ? 4 : 2), group.values);
   }
+  if constexpr (kScaled) fetch(at(a.exponents, row, element), valid, group.exponents);
   if (a.addend.data != nullptr) fetch(at(a.addend, row, element), valid * int(size_of(a.addend.type)), group.addend);
   if constexpr (kCompensates) {
     if (a.error.data != nullptr && valid > 0) {
@@ -526,6 +585,18 @@ __device__ void read_group(const EncodeArguments& a, const Item& item, const Row
     }
     add(values, error);
   }
+}
+
+// Values in units of their elements' scales, and back.
+__device__ void divide(const float (&values)[kGroup], uint64_t exponents, const Sixteenths& sixteenths,
+                       float (&divided)[kGroup]) {
+#pragma unroll
+  for (int i = 0; i < kGroup; i++) divided[i] = values[i] / sixteenths.scale(exponents, i);
+}
+
+__device__ void multiply(float (&values)[kGroup], uint64_t exponents, const Sixteenths& sixteenths) {
+#pragma unroll
+  for (int i = 0; i < kGroup; i++) values[i] *= sixteenths.scale(exponents, i);
 }
 
 // Replaces the error by the new one; ``values`` are compensated, ``sent`` what arrives of them.
@@ -615,7 +686,7 @@ __device__ float absmax_scale(const EncodeArguments& a, uint32_t largest, float 
 }
 
 // Blocks of 8 to 256 elements, a power of two: each is in the registers of some threads of one warp, a team.
-template <int kBits, Source kSource, bool kCompensates>
+template <int kBits, Source kSource, bool kCompensates, int kScaled = 0>
 __global__ void __launch_bounds__(kThreads) encode_tiles(const __grid_constant__ Launch<EncodeArguments> launch) {
   const EncodeArguments& a = launch.arguments;
   const Item& item = item_of_block(launch);
@@ -628,11 +699,13 @@ __global__ void __launch_bounds__(kThreads) encode_tiles(const __grid_constant__
 #pragma unroll
   for (int j = 0; j < kInFlight; j++) {
     const int64_t offset = first + j * kStride;
-    fetch_group<kSource, kCompensates>(a, item, row, own.start + offset, num_valid(own, offset), fetched[j]);
+    fetch_group<kSource, kCompensates, kScaled>(a, item, row, own.start + offset, num_valid(own, offset), fetched[j]);
   }
+  __shared__ Sixteenths sixteenths;
+  if constexpr (kScaled) sixteenths.fill();
   float kept[kInFlight];
 #pragma unroll
-  for (int j = 0; j < kInFlight; j++) kept[j] = kCompensates ? 0 : kept_scale(a, own, row, first + j * kStride);
+  for (int j = 0; j < kInFlight; j++) kept[j] = kCompensates || kScaled ? 0 : kept_scale(a, own, row, first + j * kStride);
   float values[kInFlight][kGroup], error[kInFlight][kGroup];
 #pragma unroll
   for (int j = 0; j < kInFlight; j++) {
@@ -660,25 +733,30 @@ __global__ void __launch_bounds__(kThreads) encode_tiles(const __grid_constant__
       write_plain<kCompensates>(a, item, row, element, valid, values[j], error[j]);
       continue;
     }
+    const uint64_t exponents = kScaled ? read(fetched[j].exponents) : 0;
+    float divided[kGroup];
+    if constexpr (kScaled) divide(values[j], exponents, sixteenths, divided);
+    const float(&coded)[kGroup] = kScaled ? divided : values[j];
     const int bits = code_bits<kBits>(a.wire.format);
     const bool is_short = a.wire.format.scale_bytes == 2;
-    const uint32_t largest = largest_of_team(values[j]);
+    const uint32_t largest = largest_of_team(coded);
     float scale;
     if (is_mean<kBits>(a.wire.format)) {
-      const uint32_t nonzeros = sum_of_team(num_nonzeros(values[j]));
-      const uint32_t total = sum_of_team(total_in_units(values[j], per_unit(exponent_of(largest))));
+      const uint32_t nonzeros = sum_of_team(num_nonzeros(coded));
+      const uint32_t total = sum_of_team(total_in_units(coded, per_unit(exponent_of(largest))));
       scale = mean_scale(total, largest, size_of_block(own, offset), nonzeros, bits, is_short);
     } else {
-      scale = absmax_scale<kBits, !kCompensates>(a, largest, kept[j]);
+      scale = absmax_scale<kBits, !kCompensates && !kScaled>(a, largest, kept[j]);
     }
     const bool exists = is_in_block(own, offset);
     float sent[kGroup];
     if (exists) {
       const Noise noise = kBits ? Noise{} : noise_at(a, row, element);  // noise goes with the general kernel only
-      write_codes<kBits>(at(a.wire, row), a.wire.format, own, offset, valid, scale, noise, values[j], sent);
+      write_codes<kBits>(at(a.wire, row), a.wire.format, own, offset, valid, scale, noise, coded, sent);
     }
     if constexpr (kCompensates) {
       if (a.new_error.data == nullptr) continue;
+      if constexpr (kScaled) multiply(sent, exponents, sixteenths);
       move_error(a, values[j], sent, valid, error[j]);
       if (item.error.block_size == 0) {
         store_plain(error[j], a.new_error, item.error, row, element, valid);
@@ -695,7 +773,7 @@ __global__ void __launch_bounds__(kThreads) encode_tiles(const __grid_constant__
 }
 
 // Blocks of any other size: a thread block for each, which reads it once more for every pass, from the caches if small.
-template <Source kSource, bool kCompensates>
+template <Source kSource, bool kCompensates, int kScaled = 0>
 __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_constant__ Launch<EncodeArguments> launch) {
   const EncodeArguments& a = launch.arguments;
   const Item& item = item_of_block(launch);
@@ -704,7 +782,11 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
   const int64_t block = tile_of_block(launch) - item.first_tile;
   const int64_t start = block * own.block_size, stop = start + own.block_size;
 
-  float values[kGroup], error[kGroup], sent[kGroup];
+  float values[kGroup], error[kGroup], sent[kGroup], divided[kGroup];
+  const float(&coded)[kGroup] = kScaled ? divided : values;
+  uint64_t exponents = 0;
+  __shared__ Sixteenths sixteenths;
+  if constexpr (kScaled) sixteenths.fill();
   // work(offset, valid, whether it exists) for a group of each thread at a time, once its values are read.
   const auto for_each_group = [&](const auto& work) {
     for (int64_t tile = start; tile < stop; tile += kStride) {
@@ -712,8 +794,12 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
       const bool exists = offset < stop;
       const int valid = exists ? num_valid(own, offset) : 0;
       Fetched<kSource> fetched;
-      fetch_group<kSource, kCompensates>(a, item, row, element, valid, fetched);
+      fetch_group<kSource, kCompensates, kScaled>(a, item, row, element, valid, fetched);
       read_group<kSource, kCompensates>(a, item, row, element, valid, fetched, values, error);
+      if constexpr (kScaled) {
+        exponents = read(fetched.exponents);
+        divide(values, exponents, sixteenths, divided);
+      }
       work(offset, valid, exists);
     }
   };
@@ -742,16 +828,16 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
   float largest = 0;
   uint64_t nonzeros = 0;
   for_each_group([&](int64_t, int, bool) {
-    largest = max_nan(largest, largest_magnitude(values));
-    nonzeros += num_nonzeros(values);
+    largest = max_nan(largest, largest_magnitude(coded));
+    nonzeros += num_nonzeros(coded);
   });
   const uint32_t largest_of_block = largest_of_threads(largest);
   const bool is_short = a.wire.format.scale_bytes == 2;
-  float scale = absmax_scale<0, !kCompensates>(a, largest_of_block, kept_scale(a, own, row, start));
+  float scale = absmax_scale<0, !kCompensates && !kScaled>(a, largest_of_block, kept_scale(a, own, row, start));
   if (a.wire.format.is_mean) {
     uint64_t total = 0;
     for_each_group([&](int64_t, int, bool) {
-      total += total_in_units(values, per_unit(exponent_of(largest_of_block)));
+      total += total_in_units(coded, per_unit(exponent_of(largest_of_block)));
     });
     total = sum_of_threads(total);
     nonzeros = sum_of_threads(nonzeros);
@@ -763,9 +849,10 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
     const int64_t element = own.start + offset;
     if (exists) {
       const Noise noise = noise_at(a, row, element);
-      write_codes<0>(at(a.wire, row), a.wire.format, own, offset, valid, scale, noise, values, sent);
+      write_codes<0>(at(a.wire, row), a.wire.format, own, offset, valid, scale, noise, coded, sent);
     }
     if constexpr (kCompensates) {
+      if constexpr (kScaled) multiply(sent, exponents, sixteenths);
       move_error(a, values, sent, valid, error);
       largest = max_nan(largest, largest_magnitude(error));
       if (a.new_error.data != nullptr && item.error.block_size == 0) {
@@ -778,7 +865,8 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
       const float error_scale = scale_of(largest_of_threads(largest), qmax_of(8), false);
       for_each_group([&](int64_t offset, int valid, bool exists) {
         uint32_t low, high;
-        quantize<0>(values, valid, scale, a.wire.format, noise_at(a, row, own.start + offset), low, high, sent);
+        quantize<0>(coded, valid, scale, a.wire.format, noise_at(a, row, own.start + offset), low, high, sent);
+        if constexpr (kScaled) multiply(sent, exponents, sixteenths);
         move_error(a, values, sent, valid, error);
         if (exists) {
           write_codes<8>(
@@ -850,6 +938,183 @@ __global__ void __launch_bounds__(kThreads) decode_sums(const __grid_constant__ 
   float values[kGroup];
   read_sum<kBits>(a.peers, item.own, row, element, valid, values);
   write_out<Out>(a, before, valid, values, out);
+}
+
+// Of peers whose elements have scales. The sum begins at 0, as in plain torch, which ends up the same as 0 added last.
+constexpr int kScaledPeers = 8;
+
+template <int kBits>
+__global__ void __launch_bounds__(kThreads) decode_scaled(const __grid_constant__ Launch<DecodeArguments> launch) {
+  const DecodeArguments& a = launch.arguments;
+  const Item& item = item_of_block(launch);
+  const Format& format = a.peers.format;
+  const Row row = row_of_block(launch);
+  const int64_t offset = (tile_of_block(launch) - item.first_tile) * kStride + threadIdx.x * kGroup;
+  const int64_t element = item.own.start + offset;
+  const int valid = num_valid(item.own, offset);
+  uint8_t* out = at(a.out, row, element);
+  VectorsOf<float> before;
+  if (a.accumulates) fetch(out, valid * int(sizeof(float)), before);
+  __shared__ Sixteenths sixteenths;
+  sixteenths.fill();
+  float values[kGroup];
+  if (item.own.block_size == 0) {
+    read_sum<kBits>(a.peers, item.own, row, element, valid, values);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kGroup; i++) values[i] = 0;
+    const Place place = place_of<kBits>(format, item.own, element);
+    const uint8_t *wire = at(a.peers, row), *exponents = at(a.exponents, row, element);
+#pragma unroll 1
+    for (int left = valid > 0 ? a.peers.num_peers : 0; left > 0; left -= kScaledPeers) {
+      Encoded groups[kScaledPeers];
+      Bytes bytes[kScaledPeers];
+#pragma unroll
+      for (int j = 0; j < kScaledPeers; j++) {
+        if (j >= left) continue;
+        fetch_codes<kBits>(wire + j * a.peers.peer_stride, format, place, groups[j]);
+        fetch(exponents + j * a.exponents.peer_stride, valid, bytes[j]);
+      }
+#pragma unroll
+      for (int j = 0; j < kScaledPeers; j++) {
+        if (j >= left) continue;
+        float addend[kGroup];
+        read_codes<kBits>(groups[j], format, valid, addend);
+        multiply(addend, read(bytes[j]), sixteenths);
+        add(values, addend);
+      }
+      wire += kScaledPeers * a.peers.peer_stride, exponents += kScaledPeers * a.exponents.peer_stride;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kGroup; i++) values[i] += 0.f;
+  write_out<float>(a, before, valid, values, out);
+}
+
+// ---- Exponents, moved by the codes that were sent.
+
+struct FetchedMove {
+  Encoded group;
+  Bytes exponents;
+};
+
+template <int kBits>
+__device__ void fetch_move(const MoveExponentsArguments& a, const Segment& own, const Row& row, int64_t offset,
+                           bool exists, FetchedMove& fetched) {
+  const int valid = num_valid(own, offset);
+  const int64_t element = own.start + offset;
+  fetched.exponents = {};
+  if (a.exponents.data != nullptr) fetch(at(a.exponents, row, element), valid, fetched.exponents);
+  if (own.block_size == 0 || !exists) return;
+  const Format& format = a.wire.format;
+  fetch_codes<kBits>(at(a.wire, row), format, place_of<kBits>(format, own, element), fetched.group);
+}
+
+constexpr int kNoBlock = 1 << 20;  // more than any exponent
+
+// Exponents before the block's least one is taken off. Returns the least of this group.
+template <int kBits>
+__device__ int moved_group(const MoveExponentsArguments& a, const FetchedMove& fetched, int valid, bool exists,
+                           int (&moved)[kGroup]) {
+  float codes[kGroup] = {};
+  const float scale = exists ? fetched.group.scale : 0;
+  const bool has_half_steps = is_mean<kBits>(a.wire.format) && scale > 0;
+  if (exists) {
+    with_bits<kBits>(a.wire.format.bits,
+                     [&](auto bits) { read_stream_as<decltype(bits)::value>(fetched.group.stream, codes); });
+  }
+  const uint64_t exponents = read(fetched.exponents);
+  const int first = moves_exponents(scale) ? a.moves.first : 0, changes = moves_exponents(scale) ? a.moves.num_changes : 0;
+#pragma unroll
+  for (int i = 0; i < kGroup; i++) moved[i] = (i < valid ? int(byte_of(exponents, i)) : kQuietest) - first;
+#pragma unroll 1
+  for (int t = 0; t < changes; t++) {
+#pragma unroll
+    for (int i = 0; i < kGroup; i++) {
+      moved[i] -= doubled_level(int(codes[i]), has_half_steps) >= a.moves.from[t] ? a.moves.by[t] : 0;
+    }
+  }
+  int least = exists ? moved[0] : kNoBlock;
+#pragma unroll
+  for (int i = 0; exists && i < kGroup; i++) least = moved[i] < least ? moved[i] : least;
+  return least;
+}
+
+// All threads of a warp come here together.
+__device__ void store_moved(const MoveExponentsArguments& a, const Row& row, int64_t element, int valid, int least,
+                            const int (&moved)[kGroup]) {
+  uint64_t bytes = 0;
+#pragma unroll
+  for (int i = 0; i < kGroup; i++) {
+    const int quieter = moved[i] - least;
+    bytes |= uint64_t(quieter < kQuietest ? quieter : kQuietest) << (8 * i);
+  }
+  store(bytes, valid, at(a.out, row, element));
+}
+
+constexpr int kMovesInFlight = 2;
+
+// Blocks that a team of threads of a warp holds, and what is not quantized.
+template <int kBits>
+__global__ void __launch_bounds__(kThreads) move_exponents_of_tiles(
+    const __grid_constant__ Launch<MoveExponentsArguments> launch) {
+  const MoveExponentsArguments& a = launch.arguments;
+  const Segment& own = item_of_block(launch).own;
+  const Row row = row_of_block(launch);
+  const int64_t first = (tile_of_block(launch) - item_of_block(launch).first_tile) * kMovesInFlight * kStride +
+                        threadIdx.x * kGroup;
+  const bool is_plain = own.block_size == 0;
+  FetchedMove fetched[kMovesInFlight];
+#pragma unroll
+  for (int j = 0; j < kMovesInFlight; j++) {
+    const int64_t offset = first + j * kStride;
+    fetch_move<kBits>(a, own, row, offset, !is_plain && is_in_block(own, offset), fetched[j]);
+  }
+#pragma unroll
+  for (int j = 0; j < kMovesInFlight; j++) {
+    const int64_t offset = first + j * kStride;
+    const int valid = num_valid(own, offset);
+    int moved[kGroup];
+    int least = moved_group<kBits>(a, fetched[j], valid, !is_plain && is_in_block(own, offset), moved);
+    for (int other = int(own.block_size) / kGroup / 2; other > 0; other /= 2) {
+      const int others = __shfl_xor_sync(0xffffffffu, least, other);
+      least = others < least ? others : least;
+    }
+    store_moved(a, row, own.start + offset, valid, is_plain ? 0 : least, moved);
+  }
+}
+
+// Blocks of any other size: a thread block for each, which reads it twice.
+template <int kBits>
+__global__ void __launch_bounds__(kThreads) move_exponents_of_blocks(
+    const __grid_constant__ Launch<MoveExponentsArguments> launch) {
+  const MoveExponentsArguments& a = launch.arguments;
+  const Segment& own = item_of_block(launch).own;
+  const Row row = row_of_block(launch);
+  const int64_t start = (tile_of_block(launch) - item_of_block(launch).first_tile) * own.block_size;
+  const int64_t stop = start + own.block_size;
+  int moved[kGroup];
+  // work(offset, valid, the least) of a group of each thread at a time.
+  const auto for_each_group = [&](const auto& work) {
+    for (int64_t tile = start; tile < stop; tile += kStride) {
+      const int64_t offset = tile + threadIdx.x * kGroup;
+      const bool exists = offset < stop;
+      const int valid = exists ? num_valid(own, offset) : 0;
+      FetchedMove fetched;
+      fetch_move<kBits>(a, own, row, exists ? offset : start, exists, fetched);
+      work(offset, valid, moved_group<kBits>(a, fetched, valid, exists, moved));
+    }
+  };
+  int least = kNoBlock;
+  for_each_group([&](int64_t, int, int of_group) { least = of_group < least ? of_group : least; });
+  __shared__ int least_of_thread[kThreads];
+  least_of_thread[threadIdx.x] = least;
+  __syncthreads();
+#pragma unroll 1
+  for (int thread = 0; thread < kThreads; thread++) {
+    least = least_of_thread[thread] < least ? least_of_thread[thread] : least;
+  }
+  for_each_group([&](int64_t offset, int valid, int) { store_moved(a, row, own.start + offset, valid, least, moved); });
 }
 
 // ---- Unquantized segments whose values only change their place.
@@ -982,28 +1247,33 @@ int compiled_bits(const Format& format) {
   return exists ? format.bits : 0;
 }
 
-template <Source kSource, bool kCompensates>
+template <Source kSource, bool kCompensates, int kScaled = 0>
 int encode_from(const EncodeArguments& a, cudaStream_t stream) {
   const Format* source = is_wires(kSource) ? &a.peers.format : nullptr;
   const Format* error = kCompensates ? &a.error.format : nullptr;
   constexpr int kInFlight = kEncodesInFlight<kSource, kCompensates>;
-  auto* tiles = encode_tiles<0, kSource, kCompensates>;
+  auto* tiles = encode_tiles<0, kSource, kCompensates, kScaled>;
   const int bits = a.stochastic ? 0 : compiled_bits(a.wire.format);
-  if (bits == 8) tiles = encode_tiles<8, kSource, kCompensates>;
-  if (bits == 4) tiles = encode_tiles<4, kSource, kCompensates>;
-  if (bits == 2) tiles = encode_tiles<2, kSource, kCompensates>;
+  if constexpr (!kScaled) {
+    if (bits == 8) tiles = encode_tiles<8, kSource, kCompensates>;
+    if (bits == 4) tiles = encode_tiles<4, kSource, kCompensates>;
+  }
+  if (bits == 2) tiles = encode_tiles<2, kSource, kCompensates, kScaled>;
   const auto wanted = [&a](const Segment& segment) { return fits_a_warp(segment) && !is_moved(a, segment); };
   int status = launch(tiles, a, a.wire.format, source, error, stream, wanted, num_tiles<kInFlight>);
   if (status != cudaSuccess) return status;
   status = move(a, a.wire.format, stream);
   if (status != cudaSuccess) return status;
-  auto* blocks = encode_blocks<kSource, kCompensates>;
+  auto* blocks = encode_blocks<kSource, kCompensates, kScaled>;
   const auto others = [](const Segment& segment) { return !fits_a_warp(segment); };
   return launch(blocks, a, a.wire.format, source, error, stream, others, num_blocks);
 }
 
 template <Source kSource>
 int encode_with(const EncodeArguments& a, cudaStream_t stream) {
+  if (a.exponents.data != nullptr) {
+    return a.compensates ? encode_from<kSource, true, 1>(a, stream) : encode_from<kSource, false, 1>(a, stream);
+  }
   return a.compensates ? encode_from<kSource, true>(a, stream) : encode_from<kSource, false>(a, stream);
 }
 
@@ -1042,6 +1312,11 @@ int encode(const EncodeArguments& a, void* stream) {
 int decode(const DecodeArguments& a, void* stream) {
   const auto on = static_cast<cudaStream_t>(stream);
   if (a.rows0 * a.rows1 == 0) return cudaSuccess;
+  if (a.exponents.data != nullptr) {
+    const auto all = [](const Segment&) { return true; };
+    auto* kernel = compiled_bits(a.peers.format) == 2 ? decode_scaled<2> : decode_scaled<0>;
+    return launch(kernel, a, a.peers.format, nullptr, nullptr, on, all, num_tiles<1>);
+  }
   if (a.out.type == Type::kFloat) return decode_to<float>(a, on);
   if (a.out.type == Type::kBFloat16) return decode_to<BFloat16>(a, on);
   return decode_to<Half>(a, on);
@@ -1051,6 +1326,18 @@ int rotate(const RotateArguments& a, void* stream) {
   if (a.rows0 * a.rows1 == 0) return cudaSuccess;
   const auto all = [](const Segment&) { return true; };
   return launch(rotate_tiles, a, a.format, nullptr, nullptr, static_cast<cudaStream_t>(stream), all, num_tiles<1>);
+}
+
+int move_exponents(const MoveExponentsArguments& a, void* stream) {
+  if (a.rows0 * a.rows1 == 0) return cudaSuccess;
+  const auto on = static_cast<cudaStream_t>(stream);
+  const Format& format = a.wire.format;
+  const bool is_common = compiled_bits(format) == 2;
+  auto* tiles = is_common ? move_exponents_of_tiles<2> : move_exponents_of_tiles<0>;
+  const int status = launch(tiles, a, format, nullptr, nullptr, on, fits_a_warp, num_tiles<kMovesInFlight>);
+  if (status != cudaSuccess) return status;
+  const auto others = [](const Segment& segment) { return !fits_a_warp(segment); };
+  return launch(move_exponents_of_blocks<0>, a, format, nullptr, nullptr, on, others, num_blocks);
 }
 
 }  // namespace zeropp::cuda

@@ -18,6 +18,7 @@ DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 # Bits and scaling of every code, and no code.
 CODES = [(1, "mean"), (2, "mean"), (2, "absmax"), (3, "mean"), (3, "absmax"), (4, "mean")]
 CODES += [(4, "absmax"), (6, "absmax"), (8, "absmax"), (None, None)]
+REST = [(8, "absmax", None), (3, "mean", 32), (1, "mean", 256)]  # of scales of elements
 over_codes = pytest.mark.parametrize("bits, scaling", CODES, ids=lambda c: str(c))
 on_devices = pytest.mark.parametrize("device", DEVICES)
 # A matrix, a bias, a matrix with a remainder, one smaller than a block, one too small for any: every kind of segment.
@@ -49,21 +50,21 @@ def identical(a, b):
     return bool((same_number | (a.isnan() & b.isnan())).all())
 
 
-def assert_encoded(wire, format, values, noise_seed=None, addend=None, compensation=None):
+def assert_encoded(wire, format, values, noise_seed=None, addend=None, compensation=None, exponents=None):
     """Assert that a wire, and LoCo's new error if any, are those that plain torch writes."""
     expected, compared = torch.zeros_like(wire), compensation
     if compensation is not None:
         compared = replace(compensation, new_error=torch.empty_like(compensation.new_error))
-    reference.encode(format, values, expected, addend, compared, noise_seed)
+    reference.encode(format, values, expected, addend, compared, noise_seed, exponents=exponents)
     assert wire.equal(expected)
     assert compensation is None or compensation.new_error.equal(compared.new_error)
 
 
-def decode(format, wires, out, accumulate=False):
+def decode(format, wires, out, accumulate=False, exponents=None):
     """Decode wires [G, ..., nbytes] into ``out``, and assert that this is what plain torch makes of them."""
     expected = out.clone()
-    reference.decode(format, wires, expected, accumulate)
-    assert identical(format.decode_sum(wires, out, accumulate), expected), (out.dtype, accumulate)
+    reference.decode(format, wires, expected, accumulate, exponents)
+    assert identical(format.decode_sum(wires, out, accumulate, exponents), expected), (out.dtype, accumulate)
     return out
 
 
@@ -107,6 +108,90 @@ def test_sum_compensate_encode_in_one_pass_small(source_bits, bits, block_size, 
         reference.decode(source, peers, total, accumulate=False)
         assert_encoded(wire, format, total, addend=node_sum, compensation=compensation)
         error = new
+
+
+def exponents_like(values, format, seed=0):
+    """Exponents of any size, uint8 [..., L], in rows that begin at any byte; 0 where nothing is quantized."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, numel = values.numel() // values.shape[-1], values.shape[-1]
+    every = torch.randint(0, 256, (rows, numel + 3), generator=generator, dtype=torch.uint8)
+    every[:, 200:600] = 0  # as before the first step
+    for segment in format.unquantized:
+        every[:, segment.start + 1 : segment.stop + 1] = 0
+    return every.to(values.device)[:, 1 : numel + 1].view(values.shape)
+
+
+@on_devices
+@pytest.mark.parametrize("bits, scaling, block_size", [(2, "mean", 128), (2, "absmax", 40), (4, "absmax", 2048), *REST])
+@pytest.mark.parametrize("source_bits", [None, 8, 4], ids=["values", "peers in 8 bits", "peers in 4 bits"])
+@pytest.mark.parametrize(
+    "error_bits, dtype", [("no LoCo", torch.float32), (8, torch.bfloat16), (8, torch.float32), (None, torch.float32)]
+)
+def test_scales_of_elements_small(bits, scaling, block_size, source_bits, error_bits, dtype, device):
+    """Values are divided by them, their sums multiplied, and LoCo's error is in the values' units."""
+    scale_dtype, noise_seed = (torch.bfloat16, 77) if error_bits is None else (torch.float32, None)
+    format = WireFormat(PARAMETERS, bits, block_size, torch.float32, scaling, scale_dtype)
+    error_format = None if error_bits == "no LoCo" else WireFormat(PARAMETERS, error_bits, block_size, torch.float32)
+    source = None if source_bits is None else WireFormat(PARAMETERS, source_bits, block_size, dtype)
+    error = None
+    for step in range(3):
+        values = random(2, NUMEL, dtype=dtype, device=device, seed=step)
+        exponents, plus = (
+            exponents_like(values, format, step),
+            random(2, NUMEL, device=device, seed=9) if step else None,
+        )
+        if step == 2:
+            values[0, 700], values[1, 2500] = torch.nan, -torch.inf
+        compensation = None
+        if error_format is not None:
+            new = torch.empty(2, error_format.nbytes, dtype=torch.uint8, device=device)
+            compensation = Compensation(error_format, error, new, 0.8, 0.99)
+            error = new
+        if source is None:
+            options = dict(plus=plus, compensation=compensation, exponents=exponents)
+            wire = format.encode(values, noise_seed, **options)
+        else:
+            peers = source.encode(torch.stack([values, values.flip(0), values]))
+            options = dict(plus=plus, compensation=compensation, exponents=exponents)
+            wire = format.encode_sum(peers, source, noise_seed, **options)
+            values = torch.empty(2, NUMEL, device=device)
+            reference.decode(source, peers, values, accumulate=False)
+        assert_encoded(wire, format, values, noise_seed, plus, compensation, exponents)
+        for peers, accumulate in [(1, False), (19, True)]:  # and more than are read at once
+            wires = torch.stack([wire.roll(peer, 0) for peer in range(peers)])
+            scales = exponents_like(torch.empty(peers, 2, NUMEL, device=device), format, step)
+            decode(format, wires, random(2, NUMEL, device=device, seed=8), accumulate, scales)
+
+
+def test_every_exponent_has_the_scale_of_plain_torch():
+    exponents = torch.arange(256, dtype=torch.uint8)
+    format = WireFormat([ParameterShard("weight", 256, True)], 8, 256, torch.float32)
+    wire = format.encode(torch.full((256,), 127.0))
+    scales = format.decode_sum(wire.unsqueeze(0), torch.empty(256), exponents=exponents.unsqueeze(0)) / 127
+    assert scales.equal(reference.element_scales(exponents))
+    assert scales.double().log2().mul(-16).sub(exponents).abs().max() < 1e-5
+
+
+@on_devices
+@pytest.mark.parametrize("bits, scaling", CODES[:-1])
+@pytest.mark.parametrize("block_size", [8, 40, 128, 2048, None])
+@pytest.mark.parametrize("shift", [0, 1, 6])
+def test_exponents_move_as_in_plain_torch(bits, scaling, block_size, shift, device):
+    """Whatever was sent, NaN and zeros too; by no more than a table says, and by nothing where it says so."""
+    parameters = [ParameterShard("norm", shift, False), *PARAMETERS]
+    format = WireFormat(
+        parameters, bits, block_size, torch.float32, scaling, torch.bfloat16 if shift else torch.float32
+    )
+    values = random(3, format.numel, device=device)
+    values[0, 700] = torch.nan
+    wires = format.encode(values)
+    generator = torch.Generator().manual_seed(shift)
+    steep = torch.randint(0, 40, (2**bits + 1,), generator=generator).eq(0).int().cumsum(0).sub(8).tolist()
+    for exponents in (None, exponents_like(values, format)):
+        for moves in (steep, [-1] * len(steep), list(range(len(steep)))[: 2**4 + 1] + [20] * (len(steep) - 17)):
+            expected = torch.empty(values.shape, dtype=torch.uint8, device=device)
+            reference.move_exponents(format, exponents, wires, moves[: len(steep)], expected)
+            assert format.move_exponents(exponents, wires, moves[: len(steep)]).equal(expected)
 
 
 @on_devices
@@ -296,6 +381,12 @@ def test_opcheck(device):
     )
     torch.library.opcheck(ops.decode, (wire.unsqueeze(0), table, out, True))
     torch.library.opcheck(ops.rotate, (values, table, out))
+    exponents = exponents_like(values, format)
+    torch.library.opcheck(
+        ops.encode, (values, None, [], out, wire, table, None, None, [], 0.0, 1.0, None), dict(exponents=exponents)
+    )
+    torch.library.opcheck(ops.decode, (wire.unsqueeze(0), table, out, True, exponents.unsqueeze(0)))
+    torch.library.opcheck(ops.move_exponents, (exponents, wire, table, list(range(17)), exponents.clone()))
 
 
 class Operators(TorchDispatchMode):

@@ -57,8 +57,6 @@ class GradientSum:
         self, format: WireFormat | ScaledFormat, noise_seed: int | None, compensation: Compensation | None = None
     ) -> Tensor:
         """Add up and encode: uint8 [..., nbytes]."""
-        if isinstance(format, ScaledFormat):  # there is no kernel that adds up on the way
-            return format.encode(self.computed().parts, noise_seed, compensation)
         if self.format is None:
             return format.encode(self.parts, noise_seed, plus=self.plus, compensation=compensation)
         assert isinstance(self.format, WireFormat)  # scaled gradients are decoded, not sent again

@@ -36,6 +36,7 @@ class WireFormat(WireLayout):
         plus: Tensor | None = None,
         compensation: Compensation | None = None,
         kept: KeptScales | None = None,
+        exponents: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Encode values [..., L] of any float type into wire buffers uint8 [..., nbytes], in one pass.
@@ -44,16 +45,17 @@ class WireFormat(WireLayout):
         plus: [..., L] to add, in fp32.
         compensation: LoCo's error, added and replaced.
         kept: keep scales where they fit; with code absmax.
+        exponents: uint8 [..., L] of the scales that elements are divided by (scales.py); 0 where nothing is quantized.
         out: the buffers to fill, if they are there already.
         """
         wire = self._empty_wire(values.shape[:-1], values.device) if out is None else out
         if self._has_kernels(values.device, values.dtype, plus):
             keeps = (kept is not None, kept.wire if kept is not None else None)
             torch.ops.megatron_zpp.encode(
-                values, None, [], plus, wire, self.table, *_arguments(compensation), noise_seed, *keeps
+                values, None, [], plus, wire, self.table, *_arguments(compensation), noise_seed, *keeps, exponents
             )
         else:
-            reference.encode(self, values, wire, plus, compensation, noise_seed, kept)
+            reference.encode(self, values, wire, plus, compensation, noise_seed, kept, exponents)
         return wire
 
     def encode_sum(
@@ -64,6 +66,7 @@ class WireFormat(WireLayout):
         *,
         plus: Tensor | None = None,
         compensation: Compensation | None = None,
+        exponents: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Encode the sum of what G peers sent in the format ``source``, uint8 [G, ..., nbytes]: uint8 [..., nbytes].
@@ -75,9 +78,10 @@ class WireFormat(WireLayout):
         one_pass = source.is_compiled and (source.bits is None or self.bits is not None)
         if not one_pass or not self._has_kernels(peers.device, source.dtype, plus):
             total = source.decode_sum(peers, out=torch.empty(*wire.shape[:-1], self.numel, device=peers.device))
-            return self.encode(total, noise_seed, plus=plus, compensation=compensation, out=wire)
+            return self.encode(total, noise_seed, plus=plus, compensation=compensation, exponents=exponents, out=wire)
+        keeps = (False, None)
         torch.ops.megatron_zpp.encode(
-            None, peers, source.table, plus, wire, self.table, *_arguments(compensation), noise_seed, False, None
+            None, peers, source.table, plus, wire, self.table, *_arguments(compensation), noise_seed, *keeps, exponents
         )
         return wire
 
@@ -85,15 +89,33 @@ class WireFormat(WireLayout):
         """Decode wire buffers uint8 [..., nbytes] into ``out`` [..., L] of any float type; returns ``out``."""
         return self.decode_sum(wire.unsqueeze(0), out)
 
-    def decode_sum(self, peers: Tensor, out: Tensor, accumulate: bool = False) -> Tensor:
+    def decode_sum(
+        self, peers: Tensor, out: Tensor, accumulate: bool = False, exponents: Tensor | None = None
+    ) -> Tensor:
         """Decode the buffers uint8 [G, ..., nbytes] of G peers and add them in fp32, in peer order.
 
         accumulate: onto ``out`` [..., L], not into it. Returns ``out``.
+        exponents: uint8 [G, ..., L] of the elements' scales, which multiply what each peer sent; ``out`` is fp32 then.
         """
         if self._has_kernels(out.device, out.dtype):
-            torch.ops.megatron_zpp.decode(peers, self.table, out, accumulate)
+            torch.ops.megatron_zpp.decode(peers, self.table, out, accumulate, exponents)
         else:
-            reference.decode(self, peers, out, accumulate)
+            reference.decode(self, peers, out, accumulate, exponents)
+        return out
+
+    def move_exponents(self, exponents: Tensor | None, wires: Tensor, moves: list[int]) -> Tensor:
+        """Return exponents uint8 [..., L] moved by the codes of wire buffers uint8 [..., nbytes]; None = all are 0.
+
+        moves: how far an exponent falls, by twice the size of its code's level: 0 to 2^bits.
+        """
+        out = torch.empty(*wires.shape[:-1], self.numel, dtype=torch.uint8, device=wires.device)
+        if self.is_compiled and kernels.why_not_on(wires.device) is None:
+            rows = None if exponents is None else exponents.reshape(-1, self.numel)
+            torch.ops.megatron_zpp.move_exponents(
+                rows, wires.reshape(-1, self.nbytes), self.table, moves, out.view(-1, self.numel)
+            )
+        else:
+            reference.move_exponents(self, exponents, wires, moves, out)
         return out
 
     def rotate(self, values: Tensor) -> Tensor:

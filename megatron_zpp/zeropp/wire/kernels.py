@@ -3,9 +3,10 @@
     encode(values or peers, addend, error -> wire, new_error)   everything that is sent is written by this one
     decode(peers -> out)                                        everything that arrives is read by this one
     rotate(values -> out)
+    move_exponents(exponents, wire -> out)                      scales of elements: scales.py
     encode_moves, apply_moves                                   moved codes: moves.py
 
-Their arguments are those of WireFormat.encode, encode_sum, decode_sum and rotate, with each format as its ``table``.
+Their arguments are those of the methods of WireFormat that call them, with each format as its ``table``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 _CHOICE = os.environ.get("ZEROPP_KERNELS")
 LIBRARY = Path(_CHOICE or Path(__file__).with_name("_kernels.so"))
 _REBUILD = "`pip install --no-build-isolation -e .` in the source tree builds it"
-OPERATORS = ("encode", "decode", "rotate")
+OPERATORS = ("encode", "decode", "rotate", "move_exponents")
 BITS = (1, 2, 3, 4, 6, 8)  # of codes that they pack
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in csrc/kernel_arguments.h
 
@@ -66,6 +67,6 @@ def warn_if_missing(device: torch.device) -> None:
 
 
 if why_not_loaded is None:
-    # All three write to their arguments and return nothing: all there is to say is that they may be traced.
+    # All of them write to their arguments and return nothing: all there is to say is that they may be traced.
     for _name in OPERATORS:
         torch.library.register_fake(f"megatron_zpp::{_name}", lambda *args: None)

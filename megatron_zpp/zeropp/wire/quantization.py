@@ -36,6 +36,8 @@ STEPS = {1: (2.0, 2.0), 2: (1.25, 1.5), 3: (0.75, 0.8125), 4: (0.4375, 0.4375)}
 # A scale that is kept from step to step stays while the block's largest value is between KEPT_FROM and 1 times what its
 # codes can say. A new one puts the largest value at FRESH.
 KEPT_FROM, FRESH = 0.6, 0.9
+# A scale of an element is 2^(-e / STEPS_PER_OCTAVE), e a byte (scales.py).
+STEPS_PER_OCTAVE, QUIETEST = 16, 255
 # |x| is counted in units of 2^-22 of the power of two in the block's largest, or of 2^-63 if that is smaller.
 _FIXED_POINT, _SMALLEST_EXPONENT = 22, -63
 

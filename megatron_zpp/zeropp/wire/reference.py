@@ -6,12 +6,16 @@ no wire, checks both. It also runs where the operators are not built, and for ty
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .layout import Compensation, KeptScales, Segment, WireLayout
 from .quantization import (
+    QUIETEST,
+    STEPS_PER_OCTAVE,
     count_largest,
     counter_uniform,
     dequantize_blocks,
@@ -30,26 +34,38 @@ def encode(
     compensation: Compensation | None,
     noise_seed: int | None,
     kept: KeptScales | None = None,
+    exponents: Tensor | None = None,
 ) -> None:
     """Fill ``wire`` uint8 [..., nbytes] from values [..., L]; see WireFormat.encode."""
     if addend is not None:
         values = values.float() + addend.float()
+    scales = None
+    if exponents is not None:
+        values, scales = values.float(), element_scales(exponents)
     if compensation is None:
-        _write(format, values, wire, noise_seed, kept)
+        _write(format, values if scales is None else values / scales, wire, noise_seed, kept)
         return
     error = torch.zeros(values.shape, device=values.device)
     if compensation.error is not None:
         decode(compensation.format, compensation.error.unsqueeze(0), error, accumulate=False)
     compensated = values + error  # fp32
-    _write(format, compensated, wire, noise_seed, kept)
+    _write(format, compensated if scales is None else compensated / scales, wire, noise_seed, kept)
     if compensation.new_error is not None:
         sent = torch.empty_like(error)
         decode(format, wire.unsqueeze(0), sent, accumulate=False)
+        if scales is not None:
+            sent *= scales
         _write(compensation.format, compensation.moved(error, compensated, sent), compensation.new_error)
 
 
-def decode(format: WireLayout, peers: Tensor, out: Tensor, accumulate: bool) -> None:
+def decode(format: WireLayout, peers: Tensor, out: Tensor, accumulate: bool, exponents: Tensor | None = None) -> None:
     """Add up the buffers uint8 [G, ..., nbytes] of G peers, in order and in fp32, into or onto ``out`` [..., L]."""
+    if exponents is not None:
+        total = torch.zeros_like(out)
+        for peer, of_peer in zip(peers, exponents, strict=True):
+            total += _read(format, peer, torch.empty_like(out)).mul_(element_scales(of_peer))
+        out.copy_(total.add_(out) if accumulate else total)
+        return
     if len(peers) == 1 and not accumulate:
         _read(format, peers[0], out)
         return
@@ -70,6 +86,31 @@ def count_codes(format: WireLayout, wire: Tensor) -> Tensor:
         total = (scales.abs() > 0).sum() * segment.block_size
         counts += torch.stack([count_largest(codes, scales, format.code), total, scales.isnan().sum()])
     return counts
+
+
+def element_scales(exponents: Tensor) -> Tensor:
+    """Return the scales 2^(-e / 16), fp32, of exponents e uint8 of any shape."""
+    every = torch.arange(QUIETEST + 1, dtype=torch.float64, device=exponents.device)
+    table = every.div_(-STEPS_PER_OCTAVE).exp2_().float()
+    return table.index_select(0, exponents.reshape(-1).to(torch.int32)).view(exponents.shape)
+
+
+def move_exponents(format: WireLayout, exponents: Tensor | None, wires: Tensor, moves: list[int], out: Tensor) -> None:
+    """Fill ``out`` uint8 [..., L]; see WireFormat.move_exponents."""
+    assert format.code is not None
+    out.zero_() if exponents is None else out.copy_(exponents)
+    for segment in format.quantized:
+        codes, scales = codes_and_scales(format, segment, wires)  # [..., blocks, B], [..., blocks]
+        halves = (scales > 0) & format.code.is_mean  # levels are c + 1/2 there, elsewhere c
+        doubled = codes.to(torch.int16).mul_(2).add_(halves.unsqueeze(-1)).abs_()  # twice the size of levels
+        louder = torch.full_like(doubled, moves[0])
+        for size, (less, more) in enumerate(itertools.pairwise(moves), start=1):
+            if less != more:
+                louder.add_(doubled >= size, alpha=more - less)
+        louder.mul_((scales.abs() > 0).unsqueeze(-1))  # blocks of zeros or NaN tell nothing
+        blocks = louder.neg_().add_(block_values(segment, out, padding=QUIETEST))  # padding is as quiet as can be
+        blocks = blocks.sub_(blocks.amin(dim=-1, keepdim=True)).clamp_(max=QUIETEST).to(torch.uint8)
+        out[..., segment.start : segment.stop] = blocks.flatten(-2)[..., : segment.stop - segment.start]
 
 
 def rotate(format: WireLayout, values: Tensor, out: Tensor) -> None:

@@ -21,21 +21,16 @@ As only ratios count, the loss scale does not matter.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from . import reference
 from .format import WireFormat
-from .layout import Compensation, ParameterShard, Segment
-from .quantization import STEPS, Code
+from .layout import Compensation, ParameterShard
+from .quantization import STEPS, STEPS_PER_OCTAVE, Code
 
-STEPS_PER_OCTAVE = 16
-QUIETEST = 255
 WEIGHT = 0.02  # w; larger at first, so that v is the mean of what came
 
 
@@ -58,33 +53,40 @@ class ScaledFormat:
     def block_size(self) -> int | None:
         return self.format.block_size
 
-    def encode(self, values: Tensor, noise_seed: int | None, compensation: Compensation | None = None) -> Tensor:
-        """Encode values [N, L] of any float type into uint8 [N, nbytes]."""
-        values = values.float()
-        scales = _scales(self.exponents, _table(values.device))
-        if compensation is None:
-            return self.format.encode(values / scales, noise_seed)
-        assert isinstance(compensation.format, WireFormat)
-        error = torch.zeros_like(values)
-        if compensation.error is not None:
-            compensation.format.decode(compensation.error, out=error)
-        compensated = values + error
-        wires = self.format.encode(compensated / scales, noise_seed)
-        if compensation.new_error is not None:
-            sent = self.format.decode(wires, out=torch.empty_like(values)).mul_(scales)
-            compensation.format.encode(compensation.moved(error, compensated, sent), out=compensation.new_error)
-        return wires
+    def encode(
+        self,
+        values: Tensor,
+        noise_seed: int | None,
+        *,
+        plus: Tensor | None = None,
+        compensation: Compensation | None = None,
+    ) -> Tensor:
+        """Encode values [N, L] of any float type into uint8 [N, nbytes]; see WireFormat.encode."""
+        exponents = self.exponents
+        return self.format.encode(values, noise_seed, plus=plus, compensation=compensation, exponents=exponents)
+
+    def encode_sum(
+        self,
+        peers: Tensor,
+        source: WireFormat,
+        noise_seed: int | None,
+        *,
+        plus: Tensor | None = None,
+        compensation: Compensation | None = None,
+    ) -> Tensor:
+        """Encode the sum of what G peers sent, uint8 [G, N, nbytes]: uint8 [N, nbytes]; see WireFormat.encode_sum."""
+        exponents = self.exponents
+        return self.format.encode_sum(
+            peers, source, noise_seed, plus=plus, compensation=compensation, exponents=exponents
+        )
 
     def decode(self, wires: Tensor, out: Tensor) -> Tensor:
         """Decode wire buffers uint8 [N, nbytes] into ``out`` fp32 [N, L]; returns ``out``."""
-        return self.format.decode(wires, out).mul_(_scales(self.exponents, _table(out.device)))
+        return self.format.decode_sum(wires.unsqueeze(0), out, exponents=self.exponents.unsqueeze(0))
 
     def decode_sum(self, peers: Tensor, out: Tensor, accumulate: bool = False) -> Tensor:
         """Decode the buffers uint8 [N, nbytes] of N peers, and add them in order, into or onto ``out`` fp32 [L]."""
-        total, addend, table = torch.zeros_like(out), torch.empty_like(out), _table(out.device)
-        for peer, exponents in zip(peers, self.exponents, strict=True):
-            total += self.format.decode(peer, addend).mul_(_scales(exponents, table))
-        return out.copy_(total.add_(out) if accumulate else total)
+        return self.format.decode_sum(peers, out, accumulate, self.exponents)
 
 
 class ElementScales:
@@ -140,31 +142,10 @@ class ElementScales:
 def moved(exponents: Tensor | None, format: WireFormat, wires: Tensor, steps: int) -> Tensor:
     """Exponents uint8 [..., L] after ``steps`` reductions and one more, whose wire buffers were uint8 [..., nbytes]."""
     assert format.code is not None
-    if exponents is None:
-        exponents = torch.zeros(*wires.shape[:-1], format.numel, dtype=torch.uint8, device=wires.device)
     moves = _moves(format.code, steps)
-    if not any(moves):
+    if exponents is not None and not any(moves):
         return exponents
-    result = exponents.clone()
-    for segment in format.quantized:
-        codes, scales = reference.codes_and_scales(format, segment, wires)  # [..., blocks, B], [..., blocks]
-        halves = (scales > 0) & format.code.is_mean  # levels are c + 1/2 there, elsewhere c
-        doubled = codes.to(torch.int16).mul_(2).add_(halves.unsqueeze(-1)).abs_()  # twice the size of levels
-        louder = torch.full_like(doubled, moves[0])
-        for size, (less, more) in enumerate(itertools.pairwise(moves), start=1):
-            if less != more:
-                louder.add_(doubled >= size, alpha=more - less)
-        louder.mul_((scales.abs() > 0).unsqueeze(-1))  # blocks of zeros or NaN tell nothing
-        blocks = louder.neg_().add_(_blocks(segment, exponents))
-        blocks = blocks.sub_(blocks.amin(dim=-1, keepdim=True)).clamp_(max=QUIETEST).to(torch.uint8)
-        result[..., segment.start : segment.stop] = blocks.flatten(-2)[..., : segment.stop - segment.start]
-    return result
-
-
-def _blocks(segment: Segment, exponents: Tensor) -> Tensor:
-    """Cut a segment of exponents [..., L] into blocks [..., blocks, B]; padding is as quiet as can be."""
-    padded = F.pad(exponents[..., segment.start : segment.stop], (0, segment.padding), value=QUIETEST)
-    return padded.unflatten(-1, (segment.num_blocks, segment.block_size))
+    return format.move_exponents(exponents, wires, moves)
 
 
 @functools.lru_cache(maxsize=16)
@@ -177,14 +158,3 @@ def _moves(code: Code, steps: int) -> list[int]:
     levels = [size / 2 for size in range(2**code.bits + 1)]
     factors = [1 - weight + weight * level**2 / mean_square for level in levels]
     return [math.floor(STEPS_PER_OCTAVE / 2 * math.log2(factor) + dither) for factor in factors]
-
-
-def _table(device: torch.device) -> Tensor:
-    """s, fp32, of every exponent."""
-    every = torch.arange(QUIETEST + 1, dtype=torch.float64, device=device)
-    return every.div_(-STEPS_PER_OCTAVE).exp2_().float()
-
-
-def _scales(exponents: Tensor, table: Tensor) -> Tensor:
-    """s, fp32, of exponents uint8 of any shape."""
-    return table.index_select(0, exponents.reshape(-1).to(torch.int32)).view(exponents.shape)

@@ -18,6 +18,7 @@
 #define __host__
 #define __device__
 #define __global__
+#define __constant__
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)

@@ -14,4 +14,5 @@ static void check(int error) {
 void encode(const EncodeArguments& arguments) { check(cuda::encode(arguments, nullptr)); }
 void decode(const DecodeArguments& arguments) { check(cuda::decode(arguments, nullptr)); }
 void rotate(const RotateArguments& arguments) { check(cuda::rotate(arguments, nullptr)); }
+void move_exponents(const MoveExponentsArguments& arguments) { check(cuda::move_exponents(arguments, nullptr)); }
 }  // namespace zeropp::cpu
