@@ -3,7 +3,7 @@
     encode(values or peers, addend, error -> wire, new_error)   everything that is sent is written by this one
     decode(peers -> out)                                        everything that arrives is read by this one
     rotate(values -> out)
-    encode_moves, apply_moves                                   moved codes: moves.py
+    measure_moves, write_moves, apply_moves                     moved codes: moves.py
 
 Their arguments are those of WireFormat.encode, encode_sum, decode_sum and rotate, with each format as its ``table``.
 """
