@@ -269,7 +269,8 @@ struct MovesOnDevice {
     arguments.table.runs = static_cast<const Run*>(copied(codes.runs));
     arguments.table.raw = static_cast<const Raw*>(copied(codes.raw));
     arguments.rows = rows;
-    arguments.scales_before = static_cast<int32_t*>(memory(4 * rows * codes.table.flag_bytes()));
+    scales_before = at::empty({rows, codes.table.flag_bytes()}, options.dtype(at::kInt));
+    arguments.scales_before = scales_before.data_ptr<int32_t>();
     chunk_starts = at::empty({rows, codes.table.num_chunks() + 1}, options.dtype(at::kLong));
     arguments.chunk_starts = chunk_starts.data_ptr<int64_t>();
   }
@@ -289,7 +290,7 @@ struct MovesOnDevice {
 
   at::TensorOptions options;
   std::vector<Tensor> held;
-  Tensor chunk_starts;
+  Tensor scales_before, chunk_starts;
   MovesArguments arguments;
 };
 
@@ -299,14 +300,28 @@ struct MovesOnDevice {
 #define ZEROPP_RUN_MOVES(kernel, arguments, tensor) run_on_cuda(cuda::kernel, arguments, tensor)
 #endif
 
-Tensor encode_moves_on_device(const Codes& codes, const Tensor& old, const Tensor& now) {
-  MovesOnDevice moves(codes, old, 1);
-  MovesArguments& arguments = moves.arguments;
+MovesArguments encoding(const MovesOnDevice& moves, const Tensor& old, const Tensor& now) {
+  MovesArguments arguments = moves.arguments;
   arguments.old = old.const_data_ptr<uint8_t>(), arguments.now = now.const_data_ptr<uint8_t>();
-  arguments.flags = static_cast<uint8_t*>(moves.memory(codes.table.flag_bytes()));
-  arguments.headers = static_cast<uint8_t*>(moves.memory(kHeaderBytes * codes.table.num_chunks()));
+  return arguments;
+}
+
+std::vector<Tensor> measure_moves_on_device(const Codes& codes, const Tensor& old, const Tensor& now) {
+  MovesOnDevice moves(codes, old, 1);
+  MovesArguments arguments = encoding(moves, old, now);
+  const Tensor flags = at::empty({codes.table.flag_bytes()}, old.options());
+  const Tensor headers = at::empty({kHeaderBytes * codes.table.num_chunks()}, old.options());
+  arguments.flags = flags.data_ptr<uint8_t>(), arguments.headers = headers.data_ptr<uint8_t>();
   ZEROPP_RUN_MOVES(measure_moves, arguments, old);
-  const int64_t nbytes = moves.chunk_starts[0][-1].item<int64_t>();  // the host waits
+  return {moves.chunk_starts[0].narrow(0, -1, 1), flags, headers, moves.scales_before, moves.chunk_starts};
+}
+
+Tensor write_moves_on_device(const Codes& codes, const Tensor& old, const Tensor& now, at::TensorList measured,
+                             int64_t nbytes) {
+  MovesOnDevice moves(codes, old, 1);
+  MovesArguments arguments = encoding(moves, old, now);
+  arguments.flags = measured[1].data_ptr<uint8_t>(), arguments.headers = measured[2].data_ptr<uint8_t>();
+  arguments.scales_before = measured[3].data_ptr<int32_t>(), arguments.chunk_starts = measured[4].data_ptr<int64_t>();
   Tensor out = at::zeros({nbytes + 3}, old.options()).narrow(0, 0, nbytes);  // bits are set in words of 4 bytes
   arguments.moves = out.data_ptr<uint8_t>();
   ZEROPP_RUN_MOVES(write_moves, arguments, old);
@@ -329,17 +344,35 @@ void apply_moves_on_device(const Codes& codes, const Tensor& moves, const Tensor
 #endif
 #endif
 
-Tensor encode_moves(const Tensor& old, const Tensor& now, IntArrayRef format) {
+// Returns the bytes of the moves, int64 [1] on their device, and what write_moves needs besides.
+std::vector<Tensor> measure_moves(const Tensor& old, const Tensor& now, IntArrayRef format) {
   const FormatTable table(format);
   const Codes codes(table);
   const uint8_t *before = rows_of_bytes(old, 1, table.nbytes), *after = rows_of_bytes(now, 1, table.nbytes);
 #ifdef ZEROPP_MOVES_ON_DEVICE
-  if (ZEROPP_MOVES_ON_DEVICE(old)) return encode_moves_on_device(codes, old, now);
+  if (ZEROPP_MOVES_ON_DEVICE(old)) return measure_moves_on_device(codes, old, now);
 #endif
   std::vector<uint8_t> moves;
   cpu::encode_moves(codes.table, before, after, moves);
-  Tensor out = at::empty({int64_t(moves.size())}, old.options());
-  if (!moves.empty()) memcpy(out.data_ptr(), moves.data(), moves.size());
+  Tensor written = at::empty({int64_t(moves.size())}, old.options());
+  if (!moves.empty()) memcpy(written.data_ptr(), moves.data(), moves.size());
+  Tensor nbytes = at::empty({1}, old.options().dtype(at::kLong));
+  *nbytes.data_ptr<int64_t>() = int64_t(moves.size());
+  return {nbytes, written};
+}
+
+// Writes measured moves into `nbytes` bytes or, at their end, less.
+Tensor write_moves(const Tensor& old, const Tensor& now, IntArrayRef format, at::TensorList measured, int64_t nbytes) {
+#ifdef ZEROPP_MOVES_ON_DEVICE
+  if (ZEROPP_MOVES_ON_DEVICE(old)) {
+    const FormatTable table(format);
+    return write_moves_on_device(Codes(table), old, now, measured, nbytes);
+  }
+#endif
+  const Tensor& written = measured[1];
+  TORCH_CHECK_VALUE(nbytes >= written.numel(), "moves of ", written.numel(), " bytes do not fit into ", nbytes);
+  Tensor out = at::zeros({nbytes}, old.options());
+  out.narrow(0, 0, written.numel()).copy_(written);
   return out;
 }
 
@@ -369,7 +402,8 @@ TORCH_LIBRARY(megatron_zpp, library) {
   library.def("rotate(Tensor values, int[] format, Tensor(a!) out) -> ()");
   library.def("move_exponents(Tensor? exponents, Tensor wire, int[] format, int[] moves, Tensor(a!) out) -> ()");
   // Moved codes: megatron_zpp/zeropp/wire/moves.py.
-  library.def("encode_moves(Tensor old, Tensor now, int[] format) -> Tensor");
+  library.def("measure_moves(Tensor old, Tensor now, int[] format) -> Tensor[]");
+  library.def("write_moves(Tensor old, Tensor now, int[] format, Tensor[] measured, int nbytes) -> Tensor");
   library.def("apply_moves(Tensor moves, int[] format, Tensor(a!) wires) -> ()");
   library.def("has_cuda() -> bool", [] { return kHasCuda; });
 }
@@ -379,7 +413,8 @@ TORCH_LIBRARY_IMPL(megatron_zpp, CPU, library) {
   library.impl("decode", &decode);
   library.impl("rotate", &rotate);
   library.impl("move_exponents", &move_exponents);
-  library.impl("encode_moves", &encode_moves);
+  library.impl("measure_moves", &measure_moves);
+  library.impl("write_moves", &write_moves);
   library.impl("apply_moves", &apply_moves);
 }
 
@@ -389,7 +424,8 @@ TORCH_LIBRARY_IMPL(megatron_zpp, CUDA, library) {
   library.impl("decode", &decode);
   library.impl("rotate", &rotate);
   library.impl("move_exponents", &move_exponents);
-  library.impl("encode_moves", &encode_moves);
+  library.impl("measure_moves", &measure_moves);
+  library.impl("write_moves", &write_moves);
   library.impl("apply_moves", &apply_moves);
 }
 #endif

@@ -72,9 +72,11 @@ def test_moves_lead_from_any_buffer_to_any_other(way, bits, dtype, scale_dtype):
     old = requantize(format, torch.zeros_like(values), None)
     for step in steps:
         new = requantize(format, step, old)
-        sent = moves.encode_moves(format, old, new)
-        padded = torch.cat([sent, torch.full((13,), 255, dtype=torch.uint8)])  # the longest of several ranks
-        arrived = moves.apply_moves(format, torch.stack([old, old]), torch.stack([padded, padded]))
+        measured = moves.measure_moves(format, old, new)
+        sent = measured.write(int(measured.num_bytes))
+        longer = measured.write(len(sent) + 13)  # as long as another rank's
+        padded = torch.cat([sent, torch.full((13,), 255, dtype=torch.uint8)])
+        arrived = moves.apply_moves(format, torch.stack([old, old]), torch.stack([longer, padded]))
         assert torch.equal(arrived[0], new) and torch.equal(arrived[1], new)
         old = new
 

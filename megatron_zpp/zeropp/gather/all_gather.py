@@ -21,7 +21,7 @@ from ..fsdp.unit import UnitPart
 from ..fsdp.waits import is_capturing, on_stream, refuse_capture
 from ..wire.format import WireFormat
 from ..wire.layout import KeptScales
-from ..wire.moves import apply_moves, encode_moves
+from ..wire.moves import Moves, apply_moves, measure_moves
 from .unseen_changes import UnseenChanges, load_changes, state_of_changes
 from .weight_encoder import WeightEncoder, load_row
 
@@ -66,7 +66,7 @@ class QuantizedAllGather(DefaultAllocMixin, AllGather):
         self.encoder.load_state_dict(state)
 
 
-@dataclass
+@dataclass(eq=False)
 class SentShard:
     """A part of a shard [L] on its way to other nodes, while the program goes on.
 
@@ -76,13 +76,17 @@ class SentShard:
     unit: FSDPUnit
     part: UnitPart
     format: WireFormat
-    are_moves: bool  # of the codes in the secondary partition; or the wire is the shard itself
-    wire: Tensor  # uint8 [n], this rank's
+    encoded: Tensor | Moves  # this rank's wire buffer uint8 [n], or moves of its codes in the secondary partition
     version: int  # of the encoder, before this shard was sent
     state: dict[str, Tensor]  # of the gather, at that time
 
-    def start(self) -> None:
-        """Send to the N ranks with equal p."""
+    @property
+    def are_moves(self) -> bool:
+        return isinstance(self.encoded, Moves)
+
+    def start(self, num_bytes: int = 0) -> None:
+        """Send to the N ranks with equal p. num_bytes: of moves, the most that one of them has."""
+        self.wire = self.encoded.write(num_bytes) if isinstance(self.encoded, Moves) else self.encoded
         self.wires, self.work = start_gather(self.wire, self.unit.topology.inter_group)  # uint8 [N, n] after ``work``
 
 
@@ -91,21 +95,20 @@ class SentShard:
 def send(shards: Sequence[SentShard], traffic: Traffic) -> None:
     """Start sending encoded shards between nodes. Moves have as many bytes as they need: the longest rules.
 
-    The sizes of all are exchanged at once, which the host waits for.
+    The sizes of all are exchanged at once, and read at once by the host, which waits for them.
     """
-    moves = [shard for shard in shards if shard.are_moves]
-    for topology in dict.fromkeys(shard.unit.topology for shard in moves):
-        members = [shard for shard in moves if shard.unit.topology is topology]
-        sizes = torch.tensor(
-            [shard.wire.numel() for shard in members], dtype=torch.int32, device=members[0].wire.device
-        )
-        with members[0].unit.waits.collective("sizes of moves", members[0].unit, crosses_nodes=True):
-            longest = gather_wires(sizes.view(torch.uint8), topology.inter_group).view(torch.int32).amax(0).tolist()
+    moves = [(shard, shard.encoded) for shard in shards if isinstance(shard.encoded, Moves)]
+    longest: dict[SentShard, int] = {}
+    for topology in dict.fromkeys(shard.unit.topology for shard, _ in moves):
+        members = [(shard, of_shard) for shard, of_shard in moves if shard.unit.topology is topology]
+        sizes = torch.cat([of_shard.num_bytes for _, of_shard in members]).int()
+        first = members[0][0].unit
+        with first.waits.collective("sizes of moves", first, crosses_nodes=True):
+            most = gather_wires(sizes.view(torch.uint8), topology.inter_group).view(torch.int32).amax(0).tolist()
         traffic.add(inter_node=(topology.num_nodes - 1) * sizes.nbytes, stays=True)
-        for shard, size in zip(members, longest, strict=True):
-            shard.wire = torch.nn.functional.pad(shard.wire, (0, size - shard.wire.numel()))
+        longest |= {shard: size for (shard, _), size in zip(members, most, strict=True)}
     for shard in shards:
-        shard.start()
+        shard.start(longest.get(shard, 0))
 
 
 class HierarchicalAllGather(QuantizedAllGather):
@@ -211,15 +214,15 @@ class HierarchicalAllGather(QuantizedAllGather):
         part = self.unit.whole if self.secondary_partition is None else self.unit.changed_part(changed)
         self.encoder.versions += bool(changed)
         self.unseen_changes.gathered(self.unit, shard, part)
-        values, format, are_moves = part.take(shard), self.formats.weights(part, shard.dtype), False
+        values, format = part.take(shard), self.formats.weights(part, shard.dtype)
         if not self.formats.sends_moves:
-            wire = self.encoder.encode(values, format, self.topology.rank)
+            encoded: Tensor | Moves = self.encoder.encode(values, format, self.topology.rank)
         elif self.secondary_partition is None:
-            wire = format.encode(values, kept=KeptScales(self._loaded_row))
+            encoded = format.encode(values, kept=KeptScales(self._loaded_row))
         else:
             old = self.encoder.copies_of(part, self.secondary_partition[self.topology.node], shard.dtype)
-            wire, are_moves = encode_moves(format, old, format.encode(values, kept=KeptScales(old))), True
-        self._sent = SentShard(self.unit, part, format, are_moves, wire, version, state)
+            encoded = measure_moves(format, old, format.encode(values, kept=KeptScales(old)))
+        self._sent = SentShard(self.unit, part, format, encoded, version, state)
         self.unit.mark_gathered()
         return self._sent
 

@@ -4,7 +4,7 @@
     decode(peers -> out)                                        everything that arrives is read by this one
     rotate(values -> out)
     move_exponents(exponents, wire -> out)                      scales of elements: scales.py
-    encode_moves, apply_moves                                   moved codes: moves.py
+    measure_moves, write_moves, apply_moves                     moved codes: moves.py
 
 Their arguments are those of the methods of WireFormat that call them, with each format as its ``table``.
 """

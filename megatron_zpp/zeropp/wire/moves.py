@@ -19,6 +19,7 @@ Header: m1, m2, three times k, the bytes of the chunk. All integers and bits are
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,17 +32,47 @@ CHUNK = 16384  # codes
 HEADER_BYTES = 12  # uint16 m1, m2; uint8 k of gaps, of gaps between the m2, of sizes, and 0; uint32 bytes
 
 
+@dataclass(frozen=True)
+class Moves:
+    """What makes the wire buffer ``new`` of ``old``: measured, and not yet written, for which the host must know n."""
+
+    format: WireLayout
+    old: Tensor  # uint8 [nbytes]
+    new: Tensor
+    measured: list[Tensor]  # n, int64 [1] on the buffers' device, and what ``write`` needs besides
+
+    @property
+    def num_bytes(self) -> Tensor:
+        """The bytes n of the moves, int64 [1]."""
+        return self.measured[0]
+
+    def write(self, num_bytes: int) -> Tensor:
+        """Write the moves into uint8 [num_bytes], which may be more than n."""
+        if _has_kernels(self.format, self.old):
+            buffers = (self.old, self.new)
+            moves: Tensor = torch.ops.megatron_zpp.write_moves(*buffers, self.format.table, self.measured, num_bytes)
+            return moves
+        written = self.measured[1]
+        return torch.nn.functional.pad(written, (0, num_bytes - len(written)))
+
+
 def encode_moves(format: WireLayout, old: Tensor, new: Tensor) -> Tensor:
     """Encode what makes the wire buffer ``new`` of ``old``, both uint8 [nbytes]: uint8 [n], of any n."""
+    moves = measure_moves(format, old, new)
+    return moves.write(int(moves.num_bytes))
+
+
+def measure_moves(format: WireLayout, old: Tensor, new: Tensor) -> Moves:
+    """Measure what makes the wire buffer ``new`` of ``old``, both uint8 [nbytes]. The host does not wait for a GPU."""
     if _has_kernels(format, old):
-        moves: Tensor = torch.ops.megatron_zpp.encode_moves(old, new, format.table)
-        return moves
+        return Moves(format, old, new, torch.ops.megatron_zpp.measure_moves(old, new, format.table))
     has_new_scale, scales = _changed_scales(format, old, new)
     moved = _codes(format, new) - _predicted(format, old, scales)
     parts = [_pack(has_new_scale), scales[has_new_scale].view(torch.uint8), *_raw(format, new)]
     chunks = [_encode_chunk(chunk) for chunk in _chunks(moved)]
     headers, bodies = [header for header, _ in chunks], [body for _, body in chunks]
-    return torch.cat([part.to(old.device) for part in (*parts, *headers, *bodies)])
+    written = torch.cat([part.to(old.device) for part in (*parts, *headers, *bodies)])
+    return Moves(format, old, new, [torch.tensor([len(written)], device=old.device), written])
 
 
 def apply_moves(format: WireLayout, wires: Tensor, moves: Tensor) -> Tensor:
