@@ -176,8 +176,8 @@ def _check_curriculum(settings: Settings) -> None:
     )
     require(
         not settings.data.reset_attention_mask and not settings.data.sft,
-        "--reset-attention-mask and --sft count documents in whole samples, --curriculum-min-length cuts them: leave it "
-        "out",
+        "--reset-attention-mask and --sft count documents in whole samples, which --curriculum-min-length cuts: leave "
+        "one of them out",
     )
 
 

@@ -91,9 +91,7 @@ def build_datasets(
             files[prefix], sequences, options, num_samples=size, name=name, keep_last=keep_last, cache=cache
         )
 
-    def build_split(
-        name: str, source: Source | None, size: int | None
-    ) -> AnyDataset | None:
+    def build_split(name: str, source: Source | None, size: int | None) -> AnyDataset | None:
         """Build one dataset or blend of ``size`` samples or a few more; None: one epoch of each dataset."""
         if source is None or size == 0:
             return None
