@@ -165,7 +165,7 @@ def extract_texts(record: Any, file_format: str, reading: Reading) -> dict[str, 
             raise ValueError("JSON that is nested too deep") from None
         if not isinstance(record, dict):
             raise ValueError(f"not a JSON object but a {type(record).__name__}")
-    documents = {}
+    documents: dict[str, list[Any]] = {}
     for key in reading.keys:
         if key not in record:
             raise ValueError(f"no key {key!r}; it has {', '.join(map(repr, record)) or 'none'}")
