@@ -124,7 +124,9 @@ def pack_epochs(lengths: NDArray[np.int64], capacity: int, num_samples: int, see
 
     Returns the chats of all samples in a row, int64, and where each sample begins there, int64 [M + 1].
     """
-    chats, sizes, built = [], [], 0  # the chats of each epoch, and their number in each of its samples
+    chats: list[NDArray[np.int64]] = []  # of each epoch
+    sizes: list[NDArray[np.int64]] = []  # of each epoch, the number of chats in each of its samples
+    built = 0
     while built < num_samples:
         random = np.random.default_rng([seed, len(chats)])
         order = random.permutation(len(lengths))

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ class Encoder:
         texts = [text for document in documents for texts in document.values() for text in texts]
         if self.reading.chats:
             assert isinstance(self.tokenizer, HuggingFaceTokenizer)
-            ids = iter(self.tokenizer.tokenize_chats(texts))
+            ids: Iterator[Ids] = iter(self.tokenizer.tokenize_chats(texts))
         else:
             ids = iter(self.tokenizer.tokenize_batch(texts))
         return [
