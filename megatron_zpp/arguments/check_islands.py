@@ -33,7 +33,7 @@ def check_islands(settings: Settings, given: Collection[str]) -> None:
         "--num-distributed-optimizer-instances (HSDP) would send each shard once per replica": (
             ranks.num_distributed_optimizer_instances > 1
         ),
-        "--calculate-per-token-loss weighs ranks by the tokens of all": training.calculate_per_token_loss,
+        "--calculate-per-token-loss, as in --sft, weighs ranks by the tokens of all": training.calculate_per_token_loss,
         "--loss-spike-factor compares the loss of all ranks at every step": training.loss_spike_factor is not None,
         "--moe-router-enable-expert-bias keeps equal biases on all ranks": settings.model.moe_router_enable_expert_bias,
     }

@@ -55,6 +55,8 @@ def resolve(
     """
     mistakes, distributed, training = Mistakes(), settings.distributed, settings.training
     seq_length = training.seq_length or 0
+    if settings.data.sft:  # answers differ in length: a mean of micro-batches' means would weigh their tokens unequally
+        training = dataclasses.replace(training, calculate_per_token_loss=True)
     with mistakes.collected():
         architecture.check_parallel(distributed)
     with mistakes.collected():
@@ -173,8 +175,9 @@ def _check_curriculum(settings: Settings) -> None:
         f"{parts}, the parts into which --context-parallel-size and --sequence-parallel divide a sample",
     )
     require(
-        not settings.data.reset_attention_mask,
-        "--reset-attention-mask counts documents in whole samples, --curriculum-min-length cuts them; leave one out",
+        not settings.data.reset_attention_mask and not settings.data.sft,
+        "--reset-attention-mask and --sft count documents in whole samples, which --curriculum-min-length cuts: leave "
+        "one of them out",
     )
 
 
@@ -247,6 +250,9 @@ def _check_data(data: DataSettings) -> None:
     )
     is_cyclic = data.dataloader_type == "cyclic"
     require(is_cyclic or not data.data_sharding, "--data-sharding needs --dataloader-type cyclic")
+    for name in ("mock_data", "fim_data", "eod_mask_loss"):
+        message = f"{flag_of(name)} does not go with --sft, which reads whole chats and their loss masks; leave one out"
+        require(not (data.sft and getattr(data, name)), message)
 
 
 def _resolve_tokenizer(tokenizer: TokenizerSettings, data: DataSettings) -> TokenizerSettings:

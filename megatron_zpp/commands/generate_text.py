@@ -18,7 +18,7 @@ from megatron_zpp.checkpoint.meta import saved_model
 from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
 from megatron_zpp.commands.common import given_architecture, report_errors
 from megatron_zpp.convert.hf.files import generation_settings
-from megatron_zpp.data.text.tokenizers import HuggingFaceTokenizer, build_tokenizer
+from megatron_zpp.data.text.tokenizers import build_tokenizer, chat_tokenizer
 from megatron_zpp.families import Architecture
 from megatron_zpp.files import read_text
 from megatron_zpp.models.generate import Drawing, generate
@@ -73,11 +73,7 @@ def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator
     ends = {tokenizer.eod, *(eos if isinstance(eos, list) else [eos])}
     texts = [*args.prompt, *(read_text(args.prompt_file).splitlines() if args.prompt_file else [])] or [""]
     if args.chat:
-        if not isinstance(tokenizer, HuggingFaceTokenizer):  # others read special tokens as text
-            raise ValueError(
-                f"--chat: {settings['tokenizer_type']} has no chat template; HuggingFaceTokenizer may have one"
-            )
-        texts = tokenizer.apply_chat_template(texts)
+        texts = chat_tokenizer(tokenizer, settings["tokenizer_type"]).apply_chat_template(texts)
     # A new document follows the end of one.
     prompts = [tokenizer.tokenize(text) or [tokenizer.eod] for text in texts]
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))

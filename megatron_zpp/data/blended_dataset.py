@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from megatron_zpp.data.chat_dataset import ChatDataset
 from megatron_zpp.data.gpt_dataset import GPTDataset
 from megatron_zpp.data.index_cache import IndexCache
 from megatron_zpp.data.indices import Advance, Arrays
@@ -34,7 +35,7 @@ class BlendedDataset(Dataset):
 
     def __init__(
         self,
-        datasets: Sequence[GPTDataset],
+        datasets: Sequence[GPTDataset | ChatDataset],
         weights: Sequence[float] | None,
         size: int | None,
         *,

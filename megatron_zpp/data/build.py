@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from megatron_zpp.data.blended_dataset import SURPLUS, BlendedDataset, normalize, shares
+from megatron_zpp.data.chat_dataset import ChatDataset
 from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions
 from megatron_zpp.data.index_cache import IndexCache, Progress, no_progress
 from megatron_zpp.data.indexed_dataset import IndexedDataset
@@ -35,7 +36,7 @@ class MockDataset(Dataset):
         return {"mock_data": self.vocab_size, "seed": self.options.seed, "seq_length": self.options.seq_length}
 
 
-AnyDataset = GPTDataset | BlendedDataset | MockDataset
+AnyDataset = GPTDataset | ChatDataset | BlendedDataset | MockDataset
 NumSamples = tuple[int | None, int | None, int | None]  # for train, valid and test; None: one epoch
 
 
@@ -76,18 +77,21 @@ def build_datasets(
     cache = IndexCache(cache_path, progress)
     files: dict[str, IndexedDataset] = {}
 
-    def build_one(name: str, prefix: str, edges: Edges, size: int | None) -> GPTDataset:
+    def build_one(name: str, prefix: str, edges: Edges, size: int | None) -> GPTDataset | ChatDataset:
         if prefix not in files:
             files[prefix] = IndexedDataset(prefix, mmap_tokens)
             if vocab_size is not None:
                 check_vocabulary(files[prefix], vocab_size, cache)
             check_end_of_document(files[prefix], options)
+        if options.sft:
+            chats = split_sequences(files[prefix].num_documents, edges)
+            return ChatDataset(files[prefix], chats, options, num_samples=size, name=name, cache=cache)
         sequences, keep_last = split_sequences(len(files[prefix]), edges), keep_last_valid and name == "valid"
         return GPTDataset(
             files[prefix], sequences, options, num_samples=size, name=name, keep_last=keep_last, cache=cache
         )
 
-    def build_split(name: str, source: Source | None, size: int | None) -> GPTDataset | BlendedDataset | None:
+    def build_split(name: str, source: Source | None, size: int | None) -> AnyDataset | None:
         """Build one dataset or blend of ``size`` samples or a few more; None: one epoch of each dataset."""
         if source is None or size == 0:
             return None
@@ -137,7 +141,7 @@ def check_vocabulary(indexed: IndexedDataset, vocab_size: int, cache: IndexCache
 
 def check_end_of_document(indexed: IndexedDataset, options: SampleOptions) -> None:
     """Raise ValueError if ``options`` use ends of documents, but none of up to 1,000 documents ends with that id."""
-    if not (options.eod_mask_loss or options.reset_position_ids or options.reset_attention_mask):
+    if options.sft or not (options.eod_mask_loss or options.reset_position_ids or options.reset_attention_mask):
         return
     sampled = np.linspace(0, indexed.num_documents - 1, min(indexed.num_documents, 1000)).astype(np.int64)
     begins, ends = indexed.document_indices[sampled], indexed.document_indices[sampled + 1]

@@ -29,6 +29,7 @@ class SampleOptions:
     eod_mask_loss: bool = False  # no loss where the input is eod
     reset_position_ids: bool = False  # positions restart after eod
     reset_attention_mask: bool = False  # tokens attend to their document alone
+    sft: bool = False  # samples are whole chats, which say where they begin and what has loss
     fill_in_the_middle: FillInTheMiddle | None = None
 
 
@@ -53,6 +54,8 @@ class GPTDataset(Dataset):
         keep_last: bool = False,
         cache: IndexCache,
     ) -> None:
+        if indexed.sequence_modes is not None and indexed.sequence_modes.any():
+            raise ValueError(f"{indexed.prefix} holds chats, or several modes of data: train on chats with --sft")
         self.indexed, self.options, self.sequences = indexed, options, sequences
         num_tokens = int(indexed.sequence_lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
         if num_tokens == 0:

@@ -3,7 +3,8 @@
 ``PREFIX.bin`` holds the token ids of all sequences back to back. ``PREFIX.idx`` holds, all little-endian:
 magic, version, dtype code, number of sequences S, number of documents + 1 D, then the arrays
 lengths int32 [S], byte offsets int64 [S], documents int64 [D] (sequences before each document's end, from 0)
-and, in multimodal files only, one mode byte per sequence, which is not read.
+and, in Megatron's multimodal files and in ours of chats, modes: one byte per sequence. The sequences of a chat are its
+parts in a row; mode 1 marks what the assistant says.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class IndexedDataset:
     """The sequences of ``prefix.bin`` by number, memory-mapped or, with ``mmap_tokens=False``, read from the file.
 
     Attributes: ``sequence_lengths`` int32 [S]; ``document_indices`` int64 [D]: document d is the sequences
-    ``document_indices[d] : document_indices[d + 1]``; ``dtype`` of the tokens, from the file.
+    ``document_indices[d] : document_indices[d + 1]``; ``dtype`` of the tokens, from the file; ``sequence_modes`` uint8
+    [S], or None in a file without them.
 
     Raises FileNotFoundError if a file is missing, ValueError if one is truncated, damaged, foreign, or not the other's.
     All of the ``.idx`` is checked; the tokens have no redundancy to check.
@@ -54,6 +56,8 @@ class IndexedDataset:
         for path in (self.index_path, self.token_path):
             if not path.exists():
                 hint = "leave out the file suffix" if self.prefix.endswith((".bin", ".idx")) else "check the path"
+                if self.prefix.endswith((".json", ".jsonl")):
+                    hint = "tools/preprocess_data.py makes a dataset of such a file"
                 raise FileNotFoundError(f"no dataset at {self.prefix}: {path} does not exist ({hint})")
             regular_file(path)
 
@@ -78,6 +82,9 @@ class IndexedDataset:
         self._byte_offsets: NDArray[np.int64] = np.frombuffer(index, "<i8", num_sequences, offset)
         offset += 8 * num_sequences
         self.document_indices: NDArray[np.int64] = np.frombuffer(index, "<i8", num_documents, offset)
+        self.sequence_modes: NDArray[np.uint8] | None = None
+        if len(index) > size:
+            self.sequence_modes = np.frombuffer(index, "u1", num_sequences, size)
         self.num_tokens = self._check_index()
         self._bytes = {self.index_path: len(index), self.token_path: self.num_tokens * self.dtype.itemsize}
         expected, actual = self._bytes[self.token_path], self.token_path.stat().st_size
@@ -177,14 +184,18 @@ class IndexedDatasetWriter:
 
     Everything goes to ``*.partial`` files beside the target; ``finalize`` moves them into place, ``.idx`` last, so that
     ``prefix.idx`` exists only with its complete ``.bin``. As a context manager it finalizes on success and removes
-    the partial files on an exception.
+    the partial files on an exception. ``has_modes``: every sequence gets a mode byte.
 
     ``resume_from``, the counts that ``sync`` returned, continues the partial files of a writer that was killed or
     closed; ValueError if they are missing.
     """
 
     def __init__(
-        self, prefix: str | os.PathLike[str], dtype: DTypeLike, resume_from: tuple[int, int, int] | None = None
+        self,
+        prefix: str | os.PathLike[str],
+        dtype: DTypeLike,
+        resume_from: tuple[int, int, int] | None = None,
+        has_modes: bool = False,
     ) -> None:
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
@@ -195,8 +206,12 @@ class IndexedDatasetWriter:
         # The .idx holds its arrays one after the other, so each is a separate file until the end.
         self._partial = _partial_files(self.prefix)
         self.num_tokens, self.num_sequences, self.num_documents = resume_from or (0, 0, 0)
-        sizes = (self.num_tokens * self.dtype.itemsize, 4 * self.num_sequences, 8 * self.num_documents)
-        paths = [self._partial[part] for part in ("bin", "lengths", "documents")]
+        self._parts = {"bin": self.dtype, "lengths": np.dtype("<i4"), "documents": np.dtype("<i8")}
+        sizes = [self.num_tokens * self.dtype.itemsize, 4 * self.num_sequences, 8 * self.num_documents]
+        if has_modes:
+            self._parts["modes"] = np.dtype("u1")
+            sizes.append(self.num_sequences)
+        paths = [self._partial[part] for part in self._parts]
         if resume_from:
             if not paths[0].exists() and not Path(f"{self.prefix}.idx").exists():
                 os.replace(f"{self.prefix}.bin", paths[0])  # killed during finalize
@@ -212,12 +227,23 @@ class IndexedDatasetWriter:
         tokens = np.concatenate(arrays) if arrays else np.empty(0, self.dtype)
         self.add_documents(tokens, [len(array) for array in arrays], [len(arrays)])
 
-    def add_documents(self, tokens: NDArray, sequence_lengths: ArrayLike, sequences_per_document: ArrayLike) -> None:
-        """Add many documents at once. Raises ValueError if an id does not fit the dtype."""
+    def add_documents(
+        self,
+        tokens: NDArray,
+        sequence_lengths: ArrayLike,
+        sequences_per_document: ArrayLike,
+        modes: NDArray[np.uint8] | None = None,
+    ) -> None:
+        """Add many documents at once. Raises ValueError if an id does not fit the dtype.
+
+        modes: of each sequence, if the writer ``has_modes``.
+        """
         lengths = np.asarray(sequence_lengths, dtype=np.int64)
         counts = np.asarray(sequences_per_document, dtype=np.int64)
         if lengths.sum() != len(tokens) or counts.sum() != len(lengths):
             raise ValueError("tokens, sequence lengths and sequences per document do not add up")
+        if ("modes" in self._parts) != (modes is not None) or (modes is not None and len(modes) != len(lengths)):
+            raise ValueError("a dataset with modes has one for each sequence, and one without has none")
         if self.dtype.kind in "iu" and tokens.size and tokens.dtype != self.dtype:
             limits = np.iinfo(self.dtype)
             if tokens.min() < limits.min or tokens.max() > limits.max:
@@ -225,7 +251,8 @@ class IndexedDatasetWriter:
         if lengths.size and lengths.max() > np.iinfo(np.int32).max:
             raise ValueError(f"a sequence of {lengths.max()} tokens; the format holds fewer than 2**31")
         ends = self.num_sequences + np.cumsum(counts)
-        for file, array, dtype in zip(self._files, (tokens, lengths, ends), (self.dtype, "<i4", "<i8"), strict=True):
+        arrays = [tokens, lengths, ends] + ([] if modes is None else [modes])
+        for file, array, dtype in zip(self._files, arrays, self._parts.values(), strict=True):
             file.write(array.astype(dtype, copy=False).tobytes())
         self.num_tokens += len(tokens)
         self.num_sequences += len(lengths)
@@ -258,8 +285,9 @@ class IndexedDatasetWriter:
                     index.write((ends - sizes).astype("<i8").tobytes())
                     end = int(ends[-1])
             index.write(bytes(8))  # where the first document begins
-            with open(self._partial["documents"], "rb") as documents:
-                shutil.copyfileobj(documents, index)
+            for part in [*self._parts][2:]:  # documents and modes
+                with open(self._partial[part], "rb") as file:
+                    shutil.copyfileobj(file, index)
             index.flush()
             os.fsync(index.fileno())
         with open(self._partial["bin"], "rb") as tokens:
@@ -294,7 +322,7 @@ def finish_finalizing(prefix: str) -> bool:
 
 
 def _partial_files(prefix: str) -> dict[str, Path]:
-    return {part: Path(f"{prefix}.{part}.partial") for part in ("bin", "lengths", "documents", "idx")}
+    return {part: Path(f"{prefix}.{part}.partial") for part in ("bin", "lengths", "documents", "modes", "idx")}
 
 
 def _remove_partial_files(prefix: str) -> None:

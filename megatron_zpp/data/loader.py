@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from megatron_zpp.data.chat_dataset import CHAT_BEGINS, HAS_LOSS, ID
 from megatron_zpp.data.gpt_dataset import SampleOptions
 
 # tokens int64 [B, L], labels int64 [B, L], loss_mask float32 [B, L]; if asked for, position_ids int64 [B, L] and
@@ -112,18 +113,26 @@ def stack_samples(samples: Sequence[NDArray[np.int64]], length: int) -> NDArray[
 def make_batch(ids: NDArray[np.int64], options: SampleOptions) -> Batch:
     """Make the model's inputs of samples [B, L + 1]; ``PADDING`` becomes token 0 without loss.
 
-    An end-of-document token belongs to the document that it ends.
+    An end-of-document token belongs to the document that it ends. Chats say where they begin, and what has loss.
     """
     is_token = ids != PADDING
+    begins, has_loss = np.zeros_like(is_token), is_token  # [B, L + 1]: a document begins here; it is to be predicted
+    if options.sft:
+        begins = is_token & (ids & CHAT_BEGINS > 0)
+        has_loss = is_token & (ids & HAS_LOSS > 0) & ~begins  # the chat before predicts nothing of this one
+        begins[:, 1:] |= is_token[:, :-1] & ~is_token[:, 1:]  # padding is a document
+        ids = ids & ID
     ids = np.where(is_token, ids, 0)
-    tokens, labels, loss_mask = (np.ascontiguousarray(part) for part in (ids[:, :-1], ids[:, 1:], is_token[:, 1:]))
+    tokens, labels, loss_mask = (np.ascontiguousarray(part) for part in (ids[:, :-1], ids[:, 1:], has_loss[:, 1:]))
     batch = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
     if options.eod_mask_loss:
         loss_mask &= tokens != options.eod  # nothing can predict what follows
     batch["loss_mask"] = torch.from_numpy(loss_mask.astype(np.float32))
     if options.reset_position_ids or options.reset_attention_mask:
-        begins = np.ones(tokens.shape, dtype=bool)  # [B, L]: whether a document or the sample begins here
-        begins[:, 1:] = tokens[:, :-1] == options.eod
+        if not options.sft:
+            begins[:, 1:] = ids[:, :-1] == options.eod
+        begins = begins[:, :-1]  # [B, L]
+        begins[:, 0] = True  # the sample
         if options.reset_position_ids:
             positions = np.arange(options.seq_length)
             last_begin = np.maximum.accumulate(np.where(begins, positions, 0), axis=1)

@@ -51,6 +51,7 @@ class DataSettings:
     dataloader_type: str = flag("single", "read samples once, or in a cycle", choices=("single", "cyclic"))
     data_sharding: bool = flag(False, "with --dataloader-type cyclic: each rank reads its own part of the data")
     pad_last_valid_sample: bool = flag(False, "validate on the last, incomplete sample too, padded without loss")
+    sft: bool = flag(False, "train on chats of preprocess_data --chat, with loss on the assistant's tokens alone")
     mock_data: bool = flag(False, "random tokens instead of data, to measure speed")
     num_workers: int = flag(2, "loader processes per rank", at_least=0, at_most=256)
     eod_mask_loss: bool = flag(False, "no loss where the input is the end-of-document token")

@@ -7,13 +7,16 @@ import json
 from collections.abc import Iterator
 from functools import partial
 
+from megatron_zpp.data.blended_dataset import BlendedDataset
 from megatron_zpp.data.build import Datasets, build_datasets
+from megatron_zpp.data.chat_dataset import ChatDataset
 from megatron_zpp.data.fill_in_the_middle import FillInTheMiddle, find_token
 from megatron_zpp.data.gpt_dataset import SampleOptions
 from megatron_zpp.data.loader import Batch, build_loader
+from megatron_zpp.data.text.sources import SPLIT_NAMES
 from megatron_zpp.data.text.tokenizers import Tokenizer, build_tokenizer
 from megatron_zpp.metrics.progress import progress
-from megatron_zpp.parallel.distributed import errors_on_all_ranks
+from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
 from megatron_zpp.settings.resolved import ResolvedSettings, ResolvedTokenizer
 from megatron_zpp.training.run import Run
 from megatron_zpp.zeropp.fsdp.topology import gather_objects
@@ -39,8 +42,9 @@ def build_data(settings: ResolvedSettings, num_samples: tuple[int, int, int]) ->
         stable_order=data.data_order_stable,
         eod=tokenizer.eod,
         eod_mask_loss=data.eod_mask_loss,
-        reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=data.reset_attention_mask,
+        reset_position_ids=data.reset_position_ids or data.sft,
+        reset_attention_mask=data.reset_attention_mask or data.sft,
+        sft=data.sft,
         fill_in_the_middle=fill_in_the_middle,
     )
     datasets = build_datasets(
@@ -62,6 +66,10 @@ def build_data(settings: ResolvedSettings, num_samples: tuple[int, int, int]) ->
         # The rank that builds shows it: the others of its node wait for it.
         progress=partial(progress, any_rank=True, line_every=10.0),
     )
+    for name, dataset in zip(SPLIT_NAMES, datasets, strict=True):
+        for part in dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]:
+            if isinstance(part, ChatDataset):
+                print_once(f"  {name}: {part.describe()}")
     return tokenizer.vocab_size, datasets
 
 

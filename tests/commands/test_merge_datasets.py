@@ -57,4 +57,5 @@ def test_what_does_not_fit_is_named(tmp_path):
         assert not (tmp_path / "all.idx").exists()
     with open(tmp_path / "a.idx", "ab") as index:
         index.write(bytes(len(IndexedDataset(tmp_path / "a"))))  # modes of a multimodal dataset
-    assert "which would be lost" in merge(tmp_path / "a", output=tmp_path / "all")[2]
+    write_random(tmp_path / "d", 4)
+    assert "one holds chats" in merge(tmp_path / "a", tmp_path / "d", output=tmp_path / "all")[2]

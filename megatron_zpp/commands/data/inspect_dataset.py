@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from megatron_zpp.commands.common import add_number, add_tokenizer_flags, given_tokenizer, report_errors
 from megatron_zpp.data.blended_dataset import SURPLUS, BlendedDataset
-from megatron_zpp.data.build import NumSamples, build_datasets
+from megatron_zpp.data.build import AnyDataset, NumSamples, build_datasets
 from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.loader import make_batch, stack_samples
@@ -110,7 +110,7 @@ def digests(args: argparse.Namespace) -> dict[str, Any]:
         return found
 
 
-def digest_dataset(dataset: GPTDataset | BlendedDataset) -> dict[str, Any]:
+def digest_dataset(dataset: AnyDataset) -> dict[str, Any]:
     names = [name for name in vars(dataset) if name.endswith("_index")]
     found: dict[str, Any] = {"length": len(dataset)} | {name: digest_array(getattr(dataset, name)) for name in names}
     if isinstance(dataset, BlendedDataset):
@@ -119,7 +119,7 @@ def digest_dataset(dataset: GPTDataset | BlendedDataset) -> dict[str, Any]:
     return found | digest_samples(dataset)
 
 
-def digest_samples(dataset: GPTDataset | BlendedDataset) -> dict[str, Any]:
+def digest_samples(dataset: AnyDataset) -> dict[str, Any]:
     """Digest the first samples: all ids int64 [n, L + 1], the first 8 of each, and the labels that have a loss."""
     first = [dataset[i] for i in range(min(FIRST_SAMPLES, len(dataset)))]
     ids = stack_samples(first, dataset.options.seq_length + 1)

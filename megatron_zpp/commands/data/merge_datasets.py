@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from megatron_zpp.commands.common import report_errors
-from megatron_zpp.data.indexed_dataset import HEADER, IndexedDataset, IndexedDatasetWriter
+from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 
 PIECE = 16 << 20  # bytes of tokens that are copied at a time, if no document is larger
 MAX_DOCUMENTS = 1 << 16
@@ -48,15 +48,16 @@ def merge(prefixes: list[str], output_prefix: str) -> tuple[int, int]:
                 f"{datasets[0].prefix} holds {datasets[0].dtype}, {dataset.prefix} {dataset.dtype}: "
                 "they are from different tokenizers; preprocess their text again with one"
             )
-        plain_bytes = HEADER.size + 12 * len(dataset) + 8 * len(dataset.document_indices)
-        if dataset.index_path.stat().st_size != plain_bytes:
+        if (dataset.sequence_modes is None) != (datasets[0].sequence_modes is None):
             raise ValueError(
-                f"{dataset.index_path} has modes of sequences (multimodal), which would be lost: leave it out"
+                f"of {datasets[0].prefix} and {dataset.prefix}, one holds chats (modes of sequences), the other plain "
+                "documents: merge them separately"
             )
     total = sum(dataset.num_tokens for dataset in datasets) * datasets[0].dtype.itemsize
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("merging", total=total)
-        with IndexedDatasetWriter(output_prefix, datasets[0].dtype) as writer:
+        has_modes = datasets[0].sequence_modes is not None
+        with IndexedDatasetWriter(output_prefix, datasets[0].dtype, has_modes=has_modes) as writer:
             for dataset in datasets:
                 for num_bytes in copy(dataset, writer):
                     bar.advance(task, num_bytes)
@@ -65,7 +66,7 @@ def merge(prefixes: list[str], output_prefix: str) -> tuple[int, int]:
 
 def copy(dataset: IndexedDataset, writer: IndexedDatasetWriter) -> Iterator[int]:
     """Add all documents; yield the bytes of each step."""
-    ends, itemsize = dataset.document_indices, dataset.dtype.itemsize
+    ends, itemsize, modes = dataset.document_indices, dataset.dtype.itemsize, dataset.sequence_modes
     first = 0  # document
     with open(dataset.token_path, "rb") as tokens:
         while first < dataset.num_documents:
@@ -77,7 +78,8 @@ def copy(dataset: IndexedDataset, writer: IndexedDatasetWriter) -> Iterator[int]
             lengths = lengths[: ends[last] - ends[first]]
             num_bytes = int(document_ends[last - first - 1])
             piece = np.frombuffer(tokens.read(num_bytes), dataset.dtype)
-            writer.add_documents(piece, lengths, np.diff(ends[first : last + 1]))
+            modes_of_piece = None if modes is None else modes[ends[first] : ends[last]]
+            writer.add_documents(piece, lengths, np.diff(ends[first : last + 1]), modes_of_piece)
             yield num_bytes
             first = last
 

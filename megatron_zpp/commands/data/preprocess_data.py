@@ -106,7 +106,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help="files, patterns of files, or folders")
     add("--input-format", choices=FORMATS, help="of all files; default: by suffix, else JSON lines")
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys or columns to tokenize; default text")
+    keys = "keys or columns to tokenize; default text, with --chat messages"
+    add("--json-keys", nargs="+", metavar="KEY", help=keys)
+    add("--chat", action="store_true", help="documents are chats, for the trainer's --sft; writes PREFIX_KEY_chat.bin")
     add("--text-documents", choices=("file", "line"), default="file", help="documents of text files; default file")
     add("--append-eod", action="store_true", help="end each document with the end-of-document id")
     add("--split-sentences", action="store_true", help="make each sentence a sequence; writes PREFIX_KEY_sentence.bin")
@@ -130,6 +132,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         add(flag, help=argparse.SUPPRESS)
     add_tokenizer_flags(parser, "tokenizer", required=True)
     args = parser.parse_args(argv)
+    args.json_keys = args.json_keys or ["messages" if args.chat else "text"]
+    if args.chat and (args.append_eod or args.split_sentences):
+        parser.error("--chat excludes --append-eod and --split-sentences: the chat template says how a chat is written")
     if args.keep_newlines and not args.split_sentences:
         parser.error("--keep-newlines requires --split-sentences: whole texts keep their line breaks anyway")
     if len(set(args.json_keys)) < len(args.json_keys):
@@ -145,7 +150,7 @@ def run(args: argparse.Namespace) -> None:
         output_prefix=args.output_prefix,
         tokenizer=given_tokenizer(args),
         input_format=args.input_format,
-        reading=Reading(tuple(args.json_keys), args.text_documents, max_document_bytes, sentences),
+        reading=Reading(tuple(args.json_keys), args.text_documents, max_document_bytes, sentences, args.chat),
         append_eod=args.append_eod,
         workers=args.workers,
         ordered=not args.unordered,

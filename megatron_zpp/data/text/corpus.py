@@ -81,6 +81,7 @@ class Reading:
     text_documents: str = "file"  # documents of a text file: "file" or "line"
     max_document_bytes: int = 4 << 20
     sentences: str | None = None  # each is a sequence: "alone", or with the "blanks" after it; None: no splitting
+    chats: bool = False  # a document is a list of messages, {"role": ..., "content": ...}
 
 
 def find_files(inputs: Sequence[str], file_format: str | None = None) -> list[CorpusFile]:
@@ -149,8 +150,11 @@ def records(block: Block) -> Iterator[tuple[str, Any]]:
             yield f"{block.path}:{number}", record
 
 
-def extract_texts(record: Any, file_format: str, reading: Reading) -> dict[str, list[str]]:
-    """Return each key's document, as the texts of its sequences. Raises ValueError that describes a bad record."""
+def extract_texts(record: Any, file_format: str, reading: Reading) -> dict[str, list[Any]]:
+    """Return each key's document, as the texts of its sequences; or its one chat, a list of messages.
+
+    Raises ValueError that describes a bad record.
+    """
     if file_format == "text":
         text = record.decode("utf-8")
         record = {reading.keys[0]: text.removesuffix("\r") if reading.text_documents == "line" else text}
@@ -161,10 +165,13 @@ def extract_texts(record: Any, file_format: str, reading: Reading) -> dict[str, 
             raise ValueError("JSON that is nested too deep") from None
         if not isinstance(record, dict):
             raise ValueError(f"not a JSON object but a {type(record).__name__}")
-    documents = {}
+    documents: dict[str, list[Any]] = {}
     for key in reading.keys:
         if key not in record:
             raise ValueError(f"no key {key!r}; it has {', '.join(map(repr, record)) or 'none'}")
+        if reading.chats:
+            documents[key] = [_check_chat(record[key], key, reading)]
+            continue
         texts = [_check_text(text, key) for text in (record[key] if isinstance(record[key], list) else [record[key]])]
         if sum(map(len, texts)) > reading.max_document_bytes:  # a row; a line was measured when it was read
             raise ValueError(too_long(reading))
@@ -184,6 +191,15 @@ def _check_text(value: Any, key: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"the value of {key!r} is neither a text nor a list of texts")
     value.encode()  # refuses half a surrogate pair, which JSON can spell and which is not text
+    return value
+
+
+def _check_chat(value: Any, key: str, reading: Reading) -> list[dict[str, Any]]:
+    if not (isinstance(value, list) and value and all(isinstance(each, dict) and "role" in each for each in value)):
+        raise ValueError(f'the value of {key!r} is not a chat, [{{"role": "user", "content": "..."}}, ...]')
+    num_bytes = len(json.dumps(value, ensure_ascii=False).encode())  # refuses half a surrogate pair
+    if num_bytes > reading.max_document_bytes:
+        raise ValueError(too_long(reading))
     return value
 
 

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from megatron_zpp.data.indexed_dataset import best_dtype
 from megatron_zpp.data.text.corpus import BLOCK_BYTES, Block, Reading, extract_texts, records, too_long
-from megatron_zpp.data.text.tokenizers import Ids, build_tokenizer
+from megatron_zpp.data.text.tokenizers import HuggingFaceTokenizer, Ids, build_tokenizer
 
 BLOCKS_AHEAD = 4  # blocks in flight per worker
 LARGE_BLOCK = 4 * BLOCK_BYTES
@@ -32,6 +32,7 @@ class Column(NamedTuple):
     tokens: NDArray
     sequence_lengths: NDArray[np.int64]  # [sequences]
     sequences_per_document: list[int]
+    modes: NDArray[np.uint8] | None = None  # of the parts of chats [sequences]: 1 where the assistant speaks
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Encoder:
         self.dtype = best_dtype(self.tokenizer.vocab_size)
 
     def encode(self, block: Block) -> EncodedBlock:
-        documents: list[dict[str, list[str]]] = []
+        documents: list[dict[str, list[Any]]] = []
         places: list[str] = []
         bad = [f"{block.path}:{block.start.line}: {too_long(self.reading)}"] if block.too_long else []
         for place, record in records(block):
@@ -68,16 +69,23 @@ class Encoder:
                     encoded += self._tokenize([document])
                 except ValueError as error:
                     bad.append(f"{place}: {error}")
-        columns = {key: self._column([document[key] for document in encoded]) for key in self.reading.keys}
+        column = self._column_of_chats if self.reading.chats else self._column
+        columns = {key: column([document[key] for document in encoded]) for key in self.reading.keys}
         num_eods = sum(int(np.count_nonzero(column.tokens == self.tokenizer.eod)) for column in columns.values())
+        if self.reading.chats:
+            num_eods = 0  # its template writes them
         if self.append_eod:
             num_eods -= sum(bool(sequences) for document in encoded for sequences in document.values())
         return EncodedBlock(columns, bad, len(encoded), num_eods)
 
-    def _tokenize(self, documents: list[dict[str, list[str]]]) -> list[dict[str, list[Ids]]]:
-        """Return the ids of each document's sequences; all texts are tokenized in one batch."""
+    def _tokenize(self, documents: list[dict[str, list[Any]]]) -> list[dict[str, list[Ids]]]:
+        """Return the ids of each document's sequences, or ids and mask of its chat; all are tokenized in one batch."""
         texts = [text for document in documents for texts in document.values() for text in texts]
-        ids = iter(self.tokenizer.tokenize_batch(texts))
+        if self.reading.chats:
+            assert isinstance(self.tokenizer, HuggingFaceTokenizer)
+            ids: Iterator[Ids] = iter(self.tokenizer.tokenize_chats(texts))
+        else:
+            ids = iter(self.tokenizer.tokenize_batch(texts))
         return [
             {key: [sequence for _ in texts if len(sequence := next(ids))] for key, texts in document.items()}
             for document in documents
@@ -95,6 +103,20 @@ class Encoder:
                 pieces.append(eod)
                 lengths[-1] += 1
         return Column(np.concatenate(pieces), np.array(lengths, np.int64), [len(document) for document in documents])
+
+    def _column_of_chats(self, documents: list[list[Ids]]) -> Column:
+        """Cut chats, ids and mask [2, tokens], where the assistant begins and ends."""
+        chats = [np.asarray(chat) for document in documents for chat in document]
+        begins = [np.flatnonzero(np.diff(mask, prepend=-1)) for _, mask in chats]  # of each chat's parts
+        lengths = [np.diff(begin, append=len(mask)) for begin, (_, mask) in zip(begins, chats, strict=True)]
+        modes = [mask[begin] for begin, (_, mask) in zip(begins, chats, strict=True)]
+        nothing = [np.empty(0, np.int64)]
+        return Column(
+            np.concatenate(nothing + [ids for ids, _ in chats]).astype(self.dtype),
+            np.concatenate(nothing + lengths),
+            [len(begin) for begin in begins],
+            np.concatenate(nothing + modes).astype(np.uint8),
+        )
 
 
 def encode_blocks(

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter, best_dtype, finish_finalizing
 from megatron_zpp.data.text.corpus import Block, CorpusFile, Position, Reading, find_files, read_blocks
 from megatron_zpp.data.text.encoding import EncodedBlock, encode_blocks
-from megatron_zpp.data.text.tokenizers import build_tokenizer, huggingface_path
+from megatron_zpp.data.text.tokenizers import build_tokenizer, chat_tokenizer, huggingface_path
 from megatron_zpp.files import open_lock, read_json_object
 
 PRINTED_BAD_RECORDS = 10  # the others are only in the file
@@ -44,7 +44,8 @@ class Job:
     save_seconds: float = 10.0
 
     def prefix(self, key: str) -> str:
-        return f"{self.output_prefix}_{key}_{'sentence' if self.reading.sentences else 'document'}"
+        kind = "chat" if self.reading.chats else "sentence" if self.reading.sentences else "document"
+        return f"{self.output_prefix}_{key}_{kind}"
 
     @property
     def state_file(self) -> Path:
@@ -91,7 +92,7 @@ def preprocess(job: Job, report: Callable[[State, int], None], note: Callable[[s
         else:
             job.state_file.unlink(missing_ok=True)
         writers = {
-            key: IndexedDatasetWriter(job.prefix(key), dtype, state.written.get(key))
+            key: IndexedDatasetWriter(job.prefix(key), dtype, state.written.get(key), has_modes=job.reading.chats)
             for key in job.reading.keys
             if not (state.complete and finish_finalizing(job.prefix(key)))
         }
@@ -212,6 +213,9 @@ def _identity(job: Job, files: list[CorpusFile]) -> dict[str, Any]:
     flags = job.tokenizer
     tokenizer = build_tokenizer(**flags)
     digest = hashlib.sha256()
+    if job.reading.chats:
+        template = chat_tokenizer(tokenizer, flags["tokenizer_type"]).training_template()
+        digest.update(template.encode())
     for name in (flags.get("tokenizer_model"), flags.get("vocab_file"), flags.get("merge_file")):
         if name:
             path = Path(name) if Path(name).exists() else huggingface_path(name)
@@ -231,6 +235,7 @@ def _identity(job: Job, files: list[CorpusFile]) -> dict[str, Any]:
         "text_documents": job.reading.text_documents,
         "append_eod": job.append_eod,
         "sentences": job.reading.sentences,
+        "chats": job.reading.chats or None,  # None as in jobs from before this
     }
 
 

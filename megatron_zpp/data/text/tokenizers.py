@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ TOKENIZER_TYPES = (
 )
 # End-of-document tokens of published tokenizer.json files without a tokenizer_config.json.
 KNOWN_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>", "[EOS]", "<|eot_id|>")
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # begins what the assistant says in a chat template
 MODEL = re.compile(r"[\w.-]+(/[\w.-]+)?")  # a model's name at Hugging Face
 
 Ids = Sequence[int] | NDArray
@@ -163,6 +164,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         except Exception as error:  # the library raises a bare Exception for anything it can't read
             raise ValueError(f"{file} is not a tokenizer.json: {error}") from error
         self.file = file
+        self._chats: Any = None  # transformers' tokenizer, from the first chat on
         config_file = file.parent / "tokenizer_config.json"
         configured = read_json_object(config_file).get("eos_token") if config_file.is_file() else None
         if isinstance(configured, dict):
@@ -192,22 +194,71 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
 
         Raises ValueError if there is no template, or one that does not work; ImportError.
         """
+        chats = [[{"role": "user", "content": message}] for message in messages]
+        library = self._with_template()
+        with _errors_of_template():
+            return [library.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+
+    def training_template(self) -> str:
+        """Return the chat template. Raises ValueError unless it marks what the assistant says; ImportError."""
+        library = self._with_template()
+        with _errors_of_template():
+            template: str = library.get_chat_template()
+        if not GENERATION.search(template):
+            raise ValueError(
+                f"--chat: the chat template in {self.file.parent} does not mark what the assistant says: in a copy of "
+                "the folder, put its text and its end token between {% generation %} and {% endgeneration %} "
+                "(docs/finetuning.md shows one)"
+            )
+        return template
+
+    def tokenize_chats(self, chats: list[list[dict[str, Any]]]) -> list[NDArray[np.int64]]:
+        """Format and tokenize chats, lists of messages: ids, and 1 where the assistant speaks, int64 [2, tokens] each.
+
+        The template is that of the first call. Raises ValueError if it refuses a chat, or no assistant speaks in one.
+        """
+        if self._chats is None:
+            self.training_template()
+            self._chats = self._with_template()
+        options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        with _errors_of_template():
+            encoded = self._chats.apply_chat_template(chats, **options)
+        pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+        tokenized = [np.array([ids, mask], dtype=np.int64) for ids, mask in pairs]
+        if not all(mask.any() for _, mask in tokenized):
+            raise ValueError("the chat template marks no token of this chat as the assistant's")
+        return tokenized
+
+    def _with_template(self) -> Any:
+        """Load transformers' tokenizer of these files. Raises ValueError if they hold no chat template; ImportError."""
         load_package("transformers", "--chat", "hf")
-        from jinja2 import TemplateError
         from transformers import PreTrainedTokenizerFast
 
-        chats = [[{"role": "user", "content": message}] for message in messages]
-        options = {"tokenize": False, "add_generation_prompt": True}
-        try:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(self.file.parent, tokenizer_file=str(self.file))
-            if tokenizer.chat_template:
-                return [tokenizer.apply_chat_template(chat, **options) for chat in chats]
-        except (TemplateError, TypeError, ValueError, OSError) as error:
-            raise ValueError(f"--chat: the tokenizer's chat template does not work: {error}") from error
-        raise ValueError(
-            f"--chat: {self.file.parent} has no chat template: neither chat_template.jinja nor one in "
-            "tokenizer_config.json"
-        )
+        with _errors_of_template():
+            library = PreTrainedTokenizerFast.from_pretrained(self.file.parent, tokenizer_file=str(self.file))
+        if not library.chat_template:
+            raise ValueError(
+                f"--chat: {self.file.parent} has no chat template: neither chat_template.jinja nor one in "
+                "tokenizer_config.json"
+            )
+        return library
+
+
+@contextlib.contextmanager
+def _errors_of_template() -> Iterator[None]:
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except (TemplateError, TypeError, ValueError, OSError) as error:
+        raise ValueError(f"--chat: the tokenizer's chat template does not work: {error}") from error
+
+
+def chat_tokenizer(tokenizer: Tokenizer, tokenizer_type: str) -> HuggingFaceTokenizer:
+    """Return ``tokenizer``. Raises ValueError if it is of a type without chat templates."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer):  # others read special tokens as text
+        raise ValueError(f"--chat: {tokenizer_type} has no chat template; HuggingFaceTokenizer may have one")
+    return tokenizer
 
 
 class GPT2BPETokenizer(_LibraryTokenizer):
