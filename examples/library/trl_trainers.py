@@ -23,6 +23,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("method", choices=["sft", "dpo", "grpo"])
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--lora", action="store_true")
+parser.add_argument("--no-resident-weights", action="store_true", help="gather for each token")
 parser.add_argument("--output", default="runs/trl_trainers")
 arguments = parser.parse_args()
 
@@ -89,7 +90,7 @@ num_parameters = sum(parameter.numel() for parameter in model.parameters())
 config = ZeroPPConfig(
     quantized_weights=True, hpz_partition_size=2, hpz_secondary_dtype="int8", quantized_gradients=True
 )
-trainer = with_zeropp(trainer, config)
+trainer = with_zeropp(trainer, config, resident_weights=not arguments.no_resident_weights)
 
 
 class Bytes(TrainerCallback):  # type: ignore[misc]

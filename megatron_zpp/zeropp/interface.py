@@ -186,8 +186,8 @@ class ZeroPPInterface:
         try:
             yield
         finally:
-            self._passes.set_resident(was_resident)
             if not was_resident:
+                self._passes.set_resident(False)
                 self._forget_resident()
 
     def undo_step(self) -> None:

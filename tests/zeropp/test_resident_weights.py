@@ -249,8 +249,10 @@ def _changes():
                 calls.clear()
                 for _ in range(dist.get_rank()):
                     model(X)
-            outputs.append((torch.tensor(train(*outside, steps=False)), torch.tensor(train(*inside, steps=False))))
+            losses = [train(*inside, steps=False)]
             gathers.append(len(calls))
+            losses.append(train(*outside, steps=False))
+            outputs.append((torch.tensor(losses[1]), torch.tensor(losses[0])))
             with torch.no_grad():
                 model(X)
                 model(X)
