@@ -38,5 +38,4 @@ def test_policy_and_reference_of_dpo_round_alike_and_the_reference_crosses_nodes
 def test_rollouts_and_further_iterations_of_grpo_gather_nothing(tmp_path):
     steps = steps_of(tmp_path, "grpo", "--steps", "8")
     assert len({(between, within) for _, (between, within) in steps}) == 1  # those with rollouts, and those without
-    per_step, (gathering, *_) = steps[0][1], steps_of(tmp_path, "grpo", "--steps", "2", "--no-resident-weights")
-    assert gathering[1][1] > 4 * per_step[1]
+    assert steps[0][1][1] < 2.2  # the weights' codes once, and those of the gradients

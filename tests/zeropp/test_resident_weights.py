@@ -153,12 +153,13 @@ def test_generation_gathers_once_after_a_step_and_computes_with_the_same_bits(sc
     assert inside[2].tolist() == inside[5].tolist() == [0, 0]
     for i in (1, 4):  # the first generation after a step
         within, between = inside[i].tolist()
+        # The frozen block, a fifth of the model, is still there.
+        assert 0.7 < within * NUM_TOKENS / outside[i, 0] < 0.85
         if CONFIGS[name].hpz_partition_size > 1:  # outside, each further pass takes a look
             looks = outside[2, 1].item() // NUM_TOKENS
             assert outside[i, 1] - between == (NUM_TOKENS - 1) * looks
-            assert abs(within * NUM_TOKENS / outside[i, 0] - 1) < 0.01
         else:  # the ring through all ranks, and the checksums' all-reduce
-            assert abs(within * NUM_TOKENS / outside[i, 0] - 1) < 0.02 and within == between
+            assert within == between
     assert inside[6, 0] == outside[6, 0]  # nothing stays
 
 
@@ -294,7 +295,7 @@ def test_a_rank_keeps_the_whole_model_as_the_formats_say(found):
     for kept, said in found["memory"][0].values():
         assert kept == said
     memory = {name: kept for name, (kept, _) in found["memory"][0].items()}
-    assert memory["off"] == memory["hpZ"] > 3 * memory["int8 copies"]
+    assert 1.01 * memory["hpZ"] > memory["off"] >= memory["hpZ"] > 3 * memory["int8 copies"]
 
 
 def _preferences():
@@ -304,7 +305,7 @@ def _preferences():
         reference, frozen, _ = build(CONFIGS["int8 copies"])
     reference.requires_grad_(False)
     losses, traffic = [], []
-    chosen, rejected = torch.tensor([[1, 2, 3]]) + dist.get_rank(), torch.tensor([[4, 5, 6]])
+    chosen, rejected = torch.tensor([[1, 2, 3]]) + dist.get_rank(), torch.tensor([[14, 15, 16]])
     with frozen.resident_weights():
         for _ in range(3):
             scores = policy(torch.cat([chosen, rejected])).log_softmax(-1)[:, 7]

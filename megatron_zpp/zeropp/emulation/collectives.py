@@ -161,8 +161,9 @@ class EmulatedAllGather:
             sent = layout.num_nodes * (within_node.nbytes if within_node is not None else nbytes)
             self.traffic.add(intra_node=(layout.ranks_per_node - 1) * sent, stays=stays)
         else:
-            full = self.formats.weights(self.unit.whole, self.unit.dtype).nbytes if self._is_encoded else nbytes
-            count_flat_ring(self.traffic, layout, full, stays)
+            if self._is_encoded or self.passes.is_resident:  # in a wire buffer, which is padded
+                nbytes = self.formats.weights(self.unit.whole, self.unit.dtype).nbytes
+            count_flat_ring(self.traffic, layout, nbytes, stays)
 
     def reshard(self) -> None:
         """Have every rank's next forward pass gather the weights."""
