@@ -320,7 +320,7 @@ class ZeroPPConfig:
 
     def for_weights(self) -> ZeroPPConfig:
         """Return these settings for a model that is never trained: how its weights are sent, and nothing else."""
-        of_gradients = {
+        of_gradients: dict[str, Any] = {
             field.name: field.default
             for field in dataclasses.fields(self)
             if "gradient" in field.name or field.name in ("loco", "hadamard")
