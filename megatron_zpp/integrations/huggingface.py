@@ -63,7 +63,7 @@ class ZeroPPCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         # TRL moves the reference towards the policy, and writes it by means that leave no trace.
-        if getattr(args, "sync_ref_model", False) and state.global_step % args.ref_model_sync_steps == 0:
+        if getattr(args, "sync_ref_model", False) and state.global_step % vars(args)["ref_model_sync_steps"] == 0:
             for zeropp in self.others:
                 zeropp.invalidate()
 
