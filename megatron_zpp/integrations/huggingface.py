@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from megatron_zpp.zeropp import ZeroPP, ZeroPPConfig, apply_zeropp
@@ -19,16 +22,27 @@ class ZeroPPCallback(TrainerCallback):
 
     Each of the Trainer's checkpoints gets a folder with its state, which
     ``trainer.train(resume_from_checkpoint=...)`` loads.
+
+    other_models: sharded models that are not trained, such as the reference of DPO; their weights are sent alike.
+    resident_weights: keep what is gathered while the Trainer trains, see ``ZeroPP.resident_weights``.
     """
 
-    def __init__(self, config: ZeroPPConfig) -> None:
-        self.config = config
+    def __init__(
+        self, config: ZeroPPConfig, other_models: Sequence[nn.Module] = (), resident_weights: bool = False
+    ) -> None:
+        self.config, self.other_models, self.resident_weights = config, other_models, resident_weights
         self.zeropp: ZeroPP | None = None  # until training begins
+        self.others: list[ZeroPP] = []  # of ``other_models``
+        self._training = ExitStack()
         self._loss_scale: float | None = None  # of fp16's gradients, since the first step
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         if self.zeropp is None:  # train() may be called again
             self.zeropp = apply_zeropp(kw["model"], self.config)
+            self.others = [apply_zeropp(model, self.config.for_weights()) for model in self.other_models]
+        self._training.close()  # an exception may have ended the last training
+        for zeropp in (self.zeropp, *self.others) if self.resident_weights else ():
+            self._training.enter_context(zeropp.resident_weights())
         folder = _folder(args, state)
         if folder.exists():
             dcp.load({"zeropp": self.zeropp}, checkpoint_id=folder)
@@ -46,6 +60,15 @@ class ZeroPPCallback(TrainerCallback):
             scale = optimizer.scaler.get_scale()
             self.zeropp.rescale_errors(scale / (self._loss_scale or scale))
             self._loss_scale = scale
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+        # TRL moves the reference towards the policy, and writes it by means that leave no trace.
+        if getattr(args, "sync_ref_model", False) and state.global_step % vars(args)["ref_model_sync_steps"] == 0:
+            for zeropp in self.others:
+                zeropp.invalidate()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+        self._training.close()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         dcp.save({"zeropp": self.zeropp}, checkpoint_id=_folder(args, state))

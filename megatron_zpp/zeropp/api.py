@@ -25,8 +25,8 @@ from .fsdp.fsdp_unit import AllGather, FSDPUnit, ReduceScatter, find_units, foll
 from .fsdp.topology import Topology, process_rank
 from .fsdp.unit import follow_optimizers
 from .fsdp.waits import new_stream, on_stream
-from .gather.all_gather import HierarchicalAllGather, QuantizedAllGather, send
-from .gather.unseen_changes import Passes, UnseenChanges
+from .gather.all_gather import FullPrecisionAllGather, HierarchicalAllGather, QuantizedAllGather, send
+from .gather.unseen_changes import UnseenChanges
 from .interface import RankState, ZeroPPInterface
 from .muon.matrix_blocks import MatrixBlocks, MomentumWire, batches
 from .own_rank import OwnRank
@@ -82,7 +82,6 @@ class ZeroPP(ZeroPPInterface):
         super().__init__(units, config)
         self._model, self.ranks, self.waits = model, OwnRank(), units[0].waits
         self._pipeline, self._tensor_parallel = pipeline, tensor_parallel
-        self._passes = Passes(self.shared.micro_batch)
         topologies = dict.fromkeys(self.topologies)
         self._unseen_changes = {each: UnseenChanges(each, self._passes, self.traffic) for each in topologies}
         for unit in units:
@@ -94,6 +93,7 @@ class ZeroPP(ZeroPPInterface):
                 self._unused_parameters[topology] = UnusedParameters(topology, members, self.traffic)
         self._consistency_check = RankConsistencyCheck(units, self.traffic) if config.check_agreement else None
         self._gather_stream = new_stream(self.device)
+        self._gathers: list[QuantizedAllGather] = []  # of all units that are on several ranks
         self._all_gathers: dict[str, QuantizedAllGather] = {}  # by unit, without FSDP2's own; as the next
         self._reduce_scatters: dict[str, HierarchicalReduceScatter] = {}
         for unit in units:
@@ -104,16 +104,22 @@ class ZeroPP(ZeroPPInterface):
 
     def _all_gather(self, unit: FSDPUnit) -> AllGather:
         """Choose the all-gather for ``unit``: ZeRO++'s, or FSDP2's own where nothing is quantized or kept."""
+        if unit.topology.world_size == 1:
+            return PlainAllGather(unit, self.shared)
+        unseen_changes = self._unseen_changes[unit.topology]
+        gather: QuantizedAllGather
         if self.config.hpz_partition_size > 1 and unit.topology.num_nodes > 1:
-            unseen_changes = self._unseen_changes[unit.topology]
-            self._all_gathers[unit.name] = HierarchicalAllGather(
+            gather = HierarchicalAllGather(
                 unit, self.shared, unseen_changes, self._consistency_check, self._gather_stream
             )
-        elif self.config.quantized_weights and unit.topology.world_size > 1:
-            self._all_gathers[unit.name] = QuantizedAllGather(unit, self.shared)
+        elif self.config.quantized_weights:
+            gather = QuantizedAllGather(unit, self.shared, unseen_changes, self._gather_stream)
         else:
-            return PlainAllGather(unit, self.shared)
-        return self._all_gathers[unit.name]
+            gather = FullPrecisionAllGather(unit, self.shared, unseen_changes, self._gather_stream)
+        self._gathers.append(gather)
+        if not isinstance(gather, FullPrecisionAllGather):
+            self._all_gathers[unit.name] = gather
+        return gather
 
     def _reduce_scatter(self, unit: FSDPUnit) -> ReduceScatter:
         """Choose the reduce-scatter for ``unit``: ZeRO++'s, or FSDP2's own where nothing is quantized."""
@@ -148,8 +154,8 @@ class ZeroPP(ZeroPPInterface):
         for unit in self.units:
             unit.module.reshard()  # the root stays gathered after an evaluation
             unit.mark_changed()
-        for all_gather in self._all_gathers.values():
-            all_gather.forget_secondary_partition()
+        for gather in self._gathers:
+            gather.forget_secondary_partition()
 
     def undo_step(self) -> None:
         """Drop the gradients since the last optimizer step."""
@@ -182,6 +188,10 @@ class ZeroPP(ZeroPPInterface):
         for topology in sorted(dict.fromkeys(self.topologies), key=lambda topology: topology.world_size):
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=topology.group)
         return bool(flag)
+
+    def _forget_resident(self) -> None:
+        for gather in self._gathers:
+            gather.forget_resident()
 
     def _hops(self) -> Iterator[GradientHops]:
         return (reduce_scatter.hops for reduce_scatter in self._reduce_scatters.values())

@@ -318,6 +318,15 @@ class ZeroPPConfig:
             return warmup.bits, None
         return self.gradient_bits, self.gradient_scaling
 
+    def for_weights(self) -> ZeroPPConfig:
+        """Return these settings for a model that is never trained: how its weights are sent, and nothing else."""
+        of_gradients: dict[str, Any] = {
+            field.name: field.default
+            for field in dataclasses.fields(self)
+            if "gradient" in field.name or field.name in ("loco", "hadamard")
+        }
+        return dataclasses.replace(self, **of_gradients)
+
     @property
     def enabled(self) -> bool:
         """Whether anything differs from plain ZeRO-3."""

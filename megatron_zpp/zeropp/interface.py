@@ -15,6 +15,7 @@ from .fsdp.shared import Shared, below
 from .fsdp.topology import RankLayout
 from .fsdp.unit import Unit
 from .fsdp.waits import Waits
+from .gather.unseen_changes import Passes
 from .muon.matrix_blocks import MomentumWire, Orthogonalize
 from .reduce.gradient_hops import GradientHops
 
@@ -128,6 +129,7 @@ class ZeroPPInterface:
     def __init__(self, units: Sequence[Unit], config: ZeroPPConfig) -> None:
         self.units, self.config, self.shared = units, config, Shared(config)
         self.traffic = self.shared.traffic  # what the ranks of this process have sent
+        self._passes = Passes(self.shared.micro_batch)
         (self.device,) = {unit.device for unit in units}  # of unsharded parameters and of LoCo's errors
 
     @property
@@ -164,6 +166,29 @@ class ZeroPPInterface:
             yield
         finally:
             self.invalidate()
+
+    @contextmanager
+    def resident_weights(self) -> Iterator[None]:
+        """Keep gathered weights on every rank inside this context, so that passes gather nothing until they change.
+
+        For generation, evaluation and epochs of reinforcement learning. A rank keeps the whole model: the codes that
+        its node sends, or numbers in the gathered dtype where it sends these. Backward passes use them, too.
+
+        Optimizer steps, loads and other changes that ``changed weights`` in docs/zeropp.md lists end what is kept; the
+        next pass gathers once. Changes that leave no trace are looked for when this context is entered, also within
+        itself, and in passes that compute gradients. Further passes without gradients send nothing at all, so ranks
+        need not run equally many; they raise RuntimeError if this rank's shards were written to unseen.
+        """
+        was_resident = self._passes.is_resident
+        if not was_resident:
+            self._forget_resident()
+        self._passes.set_resident(True)
+        try:
+            yield
+        finally:
+            if not was_resident:
+                self._passes.set_resident(False)
+                self._forget_resident()
 
     def undo_step(self) -> None:
         """Drop the gradients since the last optimizer step (after an overflow, or an exception).
@@ -247,6 +272,10 @@ class ZeroPPInterface:
     def _all_have(self, has: bool) -> bool:
         """Return whether ``has`` is true on all ranks that share units. Collective."""
         return has
+
+    def _forget_resident(self) -> None:
+        """Free resident weights."""
+        raise NotImplementedError
 
     def _hops(self) -> Iterator[GradientHops]:
         """Yield the hops of all units and ranks of this process."""

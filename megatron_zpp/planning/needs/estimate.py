@@ -50,6 +50,7 @@ class RankEstimate:
     host: dict[str, int]  # states that host memory keeps instead of the device
     exchanges: list[UnitExchanges]
     num_layers: int
+    resident_weights: int  # more than ``memory``, inside ``zeropp.resident_weights()``
 
     @property
     def memory(self) -> int:
@@ -136,7 +137,14 @@ def estimate(
             unit: unit_exchanges(settings, unit, micro_batches, ring_passes, grid.group("replicas"))
             for unit in set(units)
         }
-        ranks.append(RankEstimate(states, working, host, [exchanges[unit] for unit in units], count_layers(units)))
+        weights, _ = wire_dtypes(settings)
+        resident = [
+            unit.group.size * unit.formats(settings.zeropp).resident_bytes(unit.part, weights)
+            for unit in units
+            if unit.group.size > 1
+        ]
+        sends = [exchanges[unit] for unit in units]
+        ranks.append(RankEstimate(states, working, host, sends, count_layers(units), sum(resident)))
     sending = [rank.exchanges for rank in ranks]
     between_nodes, within_nodes = step_traffic(settings, planned, grid, sending, micro_batches)
     # A rank sends one piece to each other island, and then one around the ring.
@@ -286,6 +294,8 @@ def memory_and_traffic(needs: Estimate) -> list[str]:
     used = "" if active == needs.parameters else f", {active:,} of them for a token"
     lines = [f"{needs.parameters:,} parameters{used}", ""]
     lines += _gigabytes(f"memory of a GPU{which}, GB", rank.states | working | {"in all": needs.memory})
+    if effective_zero_stage(needs.settings) == 3:
+        lines += [f"  {rank.resident_weights / 1e9:9.3g}  more inside zeropp.resident_weights(), for generation"]
     if rank.host:
         lines += ["", *_gigabytes("host memory for each GPU, GB", rank.host)]
     sent = {what: nbytes / nodes for what, nbytes in needs.sent_between_nodes.items()}

@@ -24,7 +24,6 @@ from ..description import warn
 from ..fsdp.collectives import count_all_reduce
 from ..fsdp.topology import RankLayout
 from ..fsdp.unit import follow_optimizers
-from ..gather.unseen_changes import Passes
 from ..interface import RankState, ZeroPPInterface
 from ..muon.matrix_blocks import MomentumWire, batches
 from ..reduce.gradient_hops import GradientHops
@@ -108,14 +107,13 @@ class EmulatedZeroPP(ZeroPPInterface):
         self._emulated, self.layouts, self._first_rank = units, layouts, first_rank
         self.waits = None  # emulated ranks wait for nothing
         self.ranks = EmulatedRanks(self.device, len(layouts), self.as_rank, first_rank)
-        self._weights = [EmulatedAllGather(unit, layouts, self.shared, zero_stage) for unit in units]
+        self._weights = [EmulatedAllGather(unit, layouts, self.shared, self._passes, zero_stage) for unit in units]
         self._gradients = [
             EmulatedReduceScatter(unit, layouts, self.shared, reduce_dtype, find_unused_parameters) for unit in units
         ]
         self._find_unused_parameters = find_unused_parameters
         self._next_rank = 0  # whose gradients come next
         self._last_rank = len(layouts)  # that computed something; ranks do in turn, so that a lower one begins a pass
-        self._passes = Passes(self.shared.micro_batch)
         for weights in self._weights:
             # Most codes of loaded parameters have moved.
             weights.unit.module.register_load_state_dict_post_hook(weights.after_loading)
@@ -191,6 +189,10 @@ class EmulatedZeroPP(ZeroPPInterface):
         """``matrices``, in batches, and how the emulated ranks share them: all alike."""
         blocks = EmulatedMatrixBlocks(self.layouts, self.traffic, wire)
         return [(blocks, batch) for batch in batches(matrices, self.layouts[0].ranks_per_node)]
+
+    def _forget_resident(self) -> None:
+        for weights in self._weights:
+            weights.forget_resident()
 
     def _hops(self) -> Iterator[GradientHops]:
         return (hops for reduce_scatter in self._gradients for hops in reduce_scatter.hops)

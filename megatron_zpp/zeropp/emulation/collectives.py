@@ -11,7 +11,7 @@ from ..fsdp.collectives import count_all_reduce, count_flat_ring, count_reduce_s
 from ..fsdp.shared import Shared
 from ..fsdp.topology import RankLayout
 from ..fsdp.unit import UnitPart
-from ..gather.unseen_changes import checksums, load_changes, state_of_changes
+from ..gather.unseen_changes import Passes, checksums, load_changes, refuse_changes, state_of_changes
 from ..gather.weight_encoder import WeightEncoder, load_row
 from ..reduce.gradient_hops import GradientHops
 from ..wire.layout import KeptScales
@@ -22,8 +22,10 @@ from .unit import EmulatedUnit
 class EmulatedAllGather:
     """What all ranks' all-gathers make of one unit's weights, as QuantizedAllGather and HierarchicalAllGather do."""
 
-    def __init__(self, unit: EmulatedUnit, layouts: list[RankLayout], shared: Shared, zero_stage: int) -> None:
-        self.unit, self.layouts, self.traffic = unit, layouts, shared.traffic
+    def __init__(
+        self, unit: EmulatedUnit, layouts: list[RankLayout], shared: Shared, passes: Passes, zero_stage: int
+    ) -> None:
+        self.unit, self.layouts, self.traffic, self.passes = unit, layouts, shared.traffic, passes
         self.encoder = WeightEncoder(unit, layouts[0].num_nodes, shared)
         self.formats = self.encoder.formats
         self.rows: Tensor | None = None  # [W, nbytes], the ranks' shards as codes, where moves of them are sent
@@ -35,20 +37,31 @@ class EmulatedAllGather:
         self._reshards_after_forward = zero_stage == 3 and not unit.is_gathered_once
         self._reshards_after_backward = zero_stage == 3
         self._unsharded = [False] * len(layouts)
+        self._has_resident = [False] * len(layouts)  # ranks whose next gathers send nothing
+
+    @property
+    def _keeps_weights(self) -> bool:
+        """Whether gathers depend on what earlier ones left on the ranks."""
+        return self._has_secondary or self.passes.is_resident
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def refresh(self, look: bool) -> None:
         """Gather the weights again, if they changed; ``look``: also where nothing says so, as UnseenChanges does."""
-        if look and self._has_secondary and self.unit.unchanged_parts() and self._look():
+        if look and self._keeps_weights and self.unit.unchanged_parts() and self._look():
+            if self.passes.sends_nothing:
+                refuse_changes([self.unit])
             self.unit.mark_changed()
         changed = self.unit.changed()
         if not self.unit.keeps_copies(changed):
             self.forget_secondary_partition()
         # Without a secondary partition, ranks gather their parameters at every pass.
-        if self._arrived and not changed and (self._has_secondary or not look):
+        if self._arrived and not changed and (self._keeps_weights or not look):
             return
+        self._has_resident = [False] * len(self.layouts)
         self.encoder.versions += bool(changed)
+        if self._keeps_weights and not self._has_secondary:
+            self._keep_checksums(self.unit.shards_of(self.unit.masters, self.unit.dtype), self.unit.whole)
         if self._is_encoded:
             self._gather(changed)
         else:
@@ -62,7 +75,7 @@ class EmulatedAllGather:
         if not self._checksums[0]:
             return False
         for layout in self.layouts:
-            if self.is_gathered(layout.rank):
+            if self.is_gathered(layout.rank) and not self.passes.sends_nothing:
                 count_all_reduce(self.traffic, layout, torch.int32.itemsize)
         shards = self.unit.shards_of(self.unit.masters, self.unit.dtype)
         return any(
@@ -89,10 +102,7 @@ class EmulatedAllGather:
     def _gather_between_nodes(self, shards: Tensor, part: UnitPart) -> Tensor:
         """Return a part of all ranks' shards [W, L] as it arrives on other nodes, [W, l]."""
         if self._has_secondary:
-            for shard, of_parts in zip(shards, self._checksums, strict=True):
-                if part.is_whole:
-                    of_parts.clear()
-                of_parts |= checksums(shard, self.unit.parts if part.is_whole else (part,))
+            self._keep_checksums(shards, part)
         shards = part.take(shards)
         if self._has_secondary and self.formats.sends_moves:
             return self._move(shards, part)
@@ -121,6 +131,12 @@ class EmulatedAllGather:
         self.rows = wires if self.rows is None else self.encoder.put_copies(part, wires, self.rows, shards.dtype)
         return format.decode(wires, out=torch.empty_like(shards))
 
+    def _keep_checksums(self, shards: Tensor, part: UnitPart) -> None:
+        for shard, of_parts in zip(shards, self._checksums, strict=True):
+            if part.is_whole:
+                of_parts.clear()
+            of_parts |= checksums(shard, self.unit.parts if part.is_whole else (part,))
+
     def is_gathered(self, rank: int) -> bool:
         """Return whether the rank's next forward pass gathers: not if the last one left the weights gathered."""
         return not self._unsharded[rank]
@@ -129,7 +145,9 @@ class EmulatedAllGather:
         """Count the gathers of one rank's forward pass and, if it ``trained``, its backward pass."""
         gathers = int(self.is_gathered(rank)) + int(trained and self._reshards_after_forward)
         for _ in range(gathers):
-            self._count_gather(self.layouts[rank])
+            if not self._has_resident[rank]:
+                self._count_gather(self.layouts[rank])
+                self._has_resident[rank] = self.passes.is_resident
         if trained:
             self._unsharded[rank] = not (self._reshards_after_backward or is_last_micro_batch)
         else:
@@ -143,8 +161,9 @@ class EmulatedAllGather:
             sent = layout.num_nodes * (within_node.nbytes if within_node is not None else nbytes)
             self.traffic.add(intra_node=(layout.ranks_per_node - 1) * sent, stays=stays)
         else:
-            full = self.formats.weights(self.unit.whole, self.unit.dtype).nbytes if self._is_encoded else nbytes
-            count_flat_ring(self.traffic, layout, full, stays)
+            if self._is_encoded or self.passes.is_resident:  # in a wire buffer, which is padded
+                nbytes = self.formats.weights(self.unit.whole, self.unit.dtype).nbytes
+            count_flat_ring(self.traffic, layout, nbytes, stays)
 
     def reshard(self) -> None:
         """Have every rank's next forward pass gather the weights."""
@@ -153,6 +172,12 @@ class EmulatedAllGather:
     def forget_secondary_partition(self) -> None:
         """Gather the weights again, and in full."""
         self.rows, self._arrived = None, False
+
+    def forget_resident(self) -> None:
+        """Gather the weights again within nodes; without a secondary partition, between them."""
+        self._has_resident = [False] * len(self.layouts)
+        if not self._has_secondary:
+            self._arrived, self._checksums = False, [{} for _ in self.layouts]
 
     def after_loading(self, *_: object) -> None:
         self.forget_secondary_partition()

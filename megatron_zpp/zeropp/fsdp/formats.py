@@ -79,6 +79,12 @@ class Formats:
         """Return the bytes of one node's shard in the secondary partition."""
         return self.weights(part, dtype).nbytes if self.keeps_wires else dtype.itemsize * part.numel
 
+    def resident_bytes(self, part: UnitPart, dtype: torch.dtype) -> int:
+        """Return the bytes of one rank's shard among the resident weights, of which a rank keeps all shards."""
+        whole = self.weights_within_node if self.has_secondary_partition else self.weights
+        format = whole(part, dtype)
+        return dtype.itemsize * part.numel if format is None else format.nbytes
+
     def gradients_within_node(self, part: UnitPart, dtype: torch.dtype) -> WireFormat:
         config = self.config
         bits, scaling = config.gradient_intra_bits, config.gradient_intra_scaling

@@ -7,11 +7,15 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+# By process group: the groups of some of its ranks. Models that are sharded over one group share them.
+_SUBGROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,13 @@ def build_topology(group: dist.ProcessGroup, ranks_per_node: int | None = None) 
 def _subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
     if len(ranks) == group.size():
         return group
+    known = _SUBGROUPS.setdefault(group, {})
+    if tuple(ranks) not in known:
+        known[tuple(ranks)] = _new_subgroup(group, ranks)
+    return known[tuple(ranks)]
+
+
+def _new_subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
     # Only the members call: other FSDP groups (of other tensor- or pipeline-parallel ranks) know nothing of this one.
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     options = group._get_backend(torch.device(device)).options  # a fake group, which counts launches, has none

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from ..fsdp.collectives import all_gather, count_flat_ring
+from ..fsdp.collectives import PlainAllGather, all_gather, count_flat_ring
 from ..fsdp.consistency import RankConsistencyCheck
 from ..fsdp.fsdp_unit import AllGather, DefaultAllocMixin, FSDPUnit
 from ..fsdp.shared import Shared, Traffic
@@ -27,36 +27,70 @@ from .weight_encoder import WeightEncoder, load_row
 
 
 class QuantizedAllGather(DefaultAllocMixin, AllGather):
-    """qwZ alone (ZeRO++ section 3.1): a flat all-gather of quantized shards."""
+    """qwZ alone (ZeRO++ section 3.1): a flat all-gather of quantized shards.
 
-    def __init__(self, unit: FSDPUnit, shared: Shared) -> None:
+    Inside ``ZeroPP.resident_weights`` a rank keeps what arrived, and decodes it again until the parameters change.
+
+    Memory and streams: what is kept between gathers, what is in flight and all that is made of them are allocated,
+    written, read and freed on ``stream``, so the allocator reuses their memory only for work that comes after them
+    there. The stream waits for the caller, and the caller for the stream.
+    """
+
+    def __init__(self, unit: FSDPUnit, shared: Shared, unseen_changes: UnseenChanges, stream: torch.Stream) -> None:
         self.unit, self.topology, self.traffic = unit, unit.topology, shared.traffic
         self.encoder = WeightEncoder(unit, unit.topology.num_nodes, shared)
         self.formats = self.encoder.formats
+        self.unseen_changes, self.stream = unseen_changes, stream
+        unseen_changes.units.append(unit)
+        # Resident weights: the wires of all W shards, uint8 [W, nbytes]; with hpZ, see ``_gather_within_node``.
+        self.resident: Tensor | None = None
+        self._kept_as: tuple[torch.dtype, torch.device] | None = None
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         refuse_capture(self.unit)
         check_gathered(self.unit, input_tensor)
-        self.encoder.versions += bool(self.unit.changed())
-        whole = self.unit.whole
-        weights = self.formats.weights(whole, input_tensor.dtype)
-        wire = self.encoder.encode(input_tensor, weights, self.topology.rank)
-        self.encoder.sample(input_tensor, weights, wire, self.topology.rank)
-        with self.unit.waits.collective("gather", self.unit, crosses_nodes=self.topology.num_nodes > 1):
-            wires = gather_wires(wire, group)
-        weights.decode(wires, out=output_tensor.view(-1, weights.numel))
-        self.unit.mark_gathered()
-        count_flat_ring(self.traffic, self.topology, weights.nbytes, self.unit.stays_gathered)
+        # FSDP2 gathers on its own stream, but ``unshard()`` by hand on the current one.
+        with on_stream(self.stream, input_tensor.device):
+            kept_as = (input_tensor.dtype, input_tensor.device)
+            if kept_as != self._kept_as:  # the model was cast or moved
+                self.forget_secondary_partition()
+                self._kept_as = kept_as
+            self._gather(output_tensor, input_tensor)
         return None
+
+    def _gather(self, output: Tensor, shard: Tensor) -> None:
+        is_resident = self.unseen_changes.passes.is_resident
+        if is_resident:
+            self.unseen_changes.look_for(self.unit)
+        changed, wires = bool(self.unit.changed()), self.resident
+        weights = self.formats.weights(self.unit.whole, shard.dtype)
+        if changed or wires is None:
+            self.encoder.versions += changed
+            if is_resident:
+                self.unseen_changes.gathered(self.unit, shard, self.unit.whole)
+            wire = self.encoder.encode(shard, weights, self.topology.rank)
+            self.encoder.sample(shard, weights, wire, self.topology.rank)
+            with self.unit.waits.collective("gather", self.unit, crosses_nodes=self.topology.num_nodes > 1):
+                wires = gather_wires(wire, self.topology.group)
+            self.resident = wires if is_resident else None
+            self.unit.mark_gathered()
+            count_flat_ring(self.traffic, self.topology, weights.nbytes, self.unit.stays_gathered)
+        weights.decode(wires, out=output.view(-1, weights.numel))
 
     def encode_early(self) -> SentShard | None:
         """Return None: every gather sends again. See HierarchicalAllGather."""
         return None
 
     def forget_secondary_partition(self) -> None:
-        """Do nothing: there is none. See HierarchicalAllGather."""
+        """Gather in full next time."""
+        self.resident = None
+
+    def forget_resident(self) -> None:
+        """Free the resident weights, and what is known of changes since they arrived."""
+        self.resident = None
+        self.unit.checksums.clear()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what the next gather depends on besides the parameters; nothing with the default settings."""
@@ -64,6 +98,20 @@ class QuantizedAllGather(DefaultAllocMixin, AllGather):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.encoder.load_state_dict(state)
+
+
+class FullPrecisionAllGather(QuantizedAllGather):
+    """FSDP2's own all-gather, but inside ``ZeroPP.resident_weights``, where a rank keeps the numbers that arrive."""
+
+    def __init__(self, unit: FSDPUnit, shared: Shared, unseen_changes: UnseenChanges, stream: torch.Stream) -> None:
+        super().__init__(unit, shared, unseen_changes, stream)
+        self._plain = PlainAllGather(unit, shared)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        gather = super().__call__ if self.unseen_changes.passes.is_resident else self._plain
+        return gather(output_tensor, input_tensor, group, async_op)
 
 
 @dataclass(eq=False)
@@ -120,10 +168,6 @@ class HierarchicalAllGather(QuantizedAllGather):
 
     When a forward pass begins, the gathers of all changed shards start, and each must have finished when FSDP2 asks for
     its unit. If a pass did not ask, and the parameters have changed by the next one, what was sent is dropped.
-
-    Memory and streams: the secondary partition, what is in flight and all that is made of them are allocated, written,
-    read and freed on ``stream``, so the allocator reuses their memory only for work that comes after them there. The
-    stream waits for the caller, and the caller for the stream.
     """
 
     def __init__(
@@ -134,35 +178,17 @@ class HierarchicalAllGather(QuantizedAllGather):
         consistency_check: RankConsistencyCheck | None,
         stream: torch.Stream,
     ) -> None:
-        super().__init__(unit, shared)
-        self.unseen_changes, self.consistency_check, self.stream = unseen_changes, consistency_check, stream
-        unseen_changes.units.append(unit)
+        super().__init__(unit, shared, unseen_changes, stream)
+        self.consistency_check = consistency_check
         # [N, L] in the gather's dtype; where wires are kept, uint8 [N, nbytes].
         self.secondary_partition: Tensor | None = None
         self._loaded_row: Tensor | None = None  # with moves: this rank's, of a checkpoint, until it is sent in full
-        self._kept_as: tuple[torch.dtype, torch.device] | None = None
         self._sent: SentShard | None = None
         # Most codes of loaded parameters have moved.
         for module in unit.modules:
             module.register_load_state_dict_post_hook(lambda *_: self.forget_secondary_partition())
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        refuse_capture(self.unit)
-        check_gathered(self.unit, input_tensor)
-        num_nodes, ranks_per_node = self.topology.num_nodes, self.topology.ranks_per_node
-        output = output_tensor.view(num_nodes, ranks_per_node, input_tensor.numel())
-        # FSDP2 gathers on its own stream, but ``unshard()`` by hand on the current one.
-        with on_stream(self.stream, input_tensor.device):
-            self._gather(output, input_tensor)
-        return None
-
     def _gather(self, output: Tensor, shard: Tensor) -> None:
-        kept_as = (shard.dtype, shard.device)
-        if kept_as != self._kept_as:  # the model was cast or moved
-            self.forget_secondary_partition()
-            self._kept_as = kept_as
         if self.consistency_check is not None:  # before any collective that only some ranks may take part in
             self.consistency_check.check(self.unit)
         self.unseen_changes.look_for(self.unit)
@@ -176,7 +202,8 @@ class HierarchicalAllGather(QuantizedAllGather):
         if self._sent is not None:
             self.secondary_partition = self._receive(shard)
         assert self.secondary_partition is not None
-        self._gather_within_node(self.secondary_partition, output)
+        num_nodes, ranks_per_node = self.topology.num_nodes, self.topology.ranks_per_node
+        self._gather_within_node(self.secondary_partition, output.view(num_nodes, ranks_per_node, shard.numel()))
 
     def encode_early(self) -> SentShard | None:
         """Encode the shard at the beginning of a forward pass, if it changed, for ``send``.
@@ -203,7 +230,11 @@ class HierarchicalAllGather(QuantizedAllGather):
     def forget_secondary_partition(self) -> None:
         """Gather in full next time."""
         self._drop_sent()
-        self.secondary_partition = self._loaded_row = None
+        self.secondary_partition = self._loaded_row = self.resident = None
+
+    def forget_resident(self) -> None:
+        """Free the resident weights; the secondary partition stays."""
+        self.resident = None
 
     # The partition outlives an evaluation in inference mode, so it must not be an inference tensor.
     @torch.inference_mode(False)
@@ -232,7 +263,8 @@ class HierarchicalAllGather(QuantizedAllGather):
         """Finish the inter-node stage: return the shards of the N ranks with equal p as the new secondary partition."""
         sent, old = self._sent, self.secondary_partition
         assert sent is not None
-        self._sent = self.secondary_partition = self._loaded_row = None  # nothing half-done if this fails
+        # Nothing half-done if this fails.
+        self._sent = self.secondary_partition = self._loaded_row = self.resident = None
         with self.unit.waits.collective("gather", self.unit, crosses_nodes=True):
             sent.work.wait()
         self._count(sent)
@@ -273,18 +305,29 @@ class HierarchicalAllGather(QuantizedAllGather):
         self.traffic.add(inter_node=(self.topology.num_nodes - 1) * sent.wire.nbytes, stays=True)
 
     def _gather_within_node(self, secondary_partition: Tensor, output: Tensor) -> None:
-        """Run the intra-node stage: gather the secondary partitions of the node's P ranks into [N, P, L]."""
+        """Run the intra-node stage: gather the secondary partitions of the node's P ranks into [N, P, L].
+
+        Resident weights are what arrives: wires uint8 [N, P, nbytes], or numbers [N, P, L].
+        """
         group, weights = self.topology.intra_group, self.formats.weights_within_node(self.unit.whole, output.dtype)
-        sent = secondary_partition
+        if self.resident is not None:
+            if weights is None:
+                output.copy_(self.resident)
+            else:
+                weights.decode(self.resident, out=output)
+            return
+        sent, is_resident = secondary_partition, self.unseen_changes.passes.is_resident
         if weights is None:
             with self.unit.waits.collective("gather", self.unit, crosses_nodes=False):
                 all_gather_each(output.flatten(1).unbind(), secondary_partition.unbind(), group)
+            self.resident = output.clone() if is_resident else None
         else:
             if not self.formats.keeps_wires:
                 sent = self.encoder.encode_within_node(secondary_partition, weights, self.topology.local_rank)
             with self.unit.waits.collective("gather", self.unit, crosses_nodes=False):
-                wires = gather_wires(sent, group)
-            weights.decode(wires.transpose(0, 1), out=output)
+                wires = gather_wires(sent, group).transpose(0, 1)
+            weights.decode(wires, out=output)
+            self.resident = wires if is_resident else None
         nbytes = (self.topology.ranks_per_node - 1) * sent.nbytes
         self.traffic.add(intra_node=nbytes, stays=self.unit.stays_gathered)
 

@@ -84,6 +84,15 @@ class Passes:
         self.micro_batch = micro_batch
         self.known: set[Unit] = set()  # units whose parameters were looked at, or gathered, in this pass
         self._accumulation: int | None = None
+        self.is_resident = False  # inside ``resident_weights``: what is gathered stays for the next passes
+        # Whether this pass follows one of its kind there, both without gradients. Such passes send nothing, so ranks
+        # need not run equally many of them: generated texts differ in length.
+        self.sends_nothing = False
+        self._has_evaluated = False
+
+    def set_resident(self, is_resident: bool) -> None:
+        """Set whether gathered weights stay. The ranks agree in the next pass that nothing has changed unseen."""
+        self.is_resident, self.sends_nothing, self._has_evaluated = is_resident, False, False
 
     def begin(self) -> None:
         """Begin a forward pass. Between the micro-batches of one training step nothing is looked at again."""
@@ -93,6 +102,9 @@ class Passes:
         if accumulation is None or accumulation != self._accumulation:
             self.known.clear()
         self._accumulation = accumulation
+        evaluates = self.is_resident and not torch.is_grad_enabled()
+        self.sends_nothing = evaluates and self._has_evaluated
+        self._has_evaluated = evaluates
 
 
 class UnseenChanges:
@@ -132,11 +144,24 @@ class UnseenChanges:
             return
         self.passes.known.update(units)
         flags = torch.stack([_has_changed(unit) for unit in units]).int()
+        if self.passes.sends_nothing:
+            refuse_changes([unit for unit, changed in zip(units, flags.tolist(), strict=True) if changed])
+            return
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.topology.group)
         for unit, changed in zip(units, flags.tolist(), strict=True):
             count_all_reduce(self.traffic, self.topology, flags.itemsize)
             if changed:
                 unit.mark_changed()
+
+
+def refuse_changes(units: Sequence[Unit]) -> None:
+    """Raise RuntimeError for units that changed unseen, in a pass in which ranks cannot agree to gather them again."""
+    if units:
+        raise RuntimeError(
+            f"parameters of {', '.join(unit.label for unit in units)} were written between two passes inside "
+            "resident_weights(), by means that leave no trace: call zeropp.invalidate() on all ranks after writing "
+            "them, or enter resident_weights() again"
+        )
 
 
 def _has_changed(unit: FSDPUnit) -> Tensor:
