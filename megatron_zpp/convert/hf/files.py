@@ -194,7 +194,7 @@ def in_memory(
 
 def their_shapes(architecture: Architecture, config: TransformerConfig) -> dict[str, torch.Size]:
     """Return {name: shape} of every tensor in the files of transformers' model."""
-    ours = dict(architecture.build_empty(config).named_parameters())
+    ours = architecture.build_empty(config).state_dict()
     return {
         name: tensor.shape
         for weight in architecture.huggingface_model(config).weights(config)

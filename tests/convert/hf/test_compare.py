@@ -36,7 +36,7 @@ def test_every_weight_of_both_sides_has_its_counterpart_and_keeps_its_bits(confi
     with safe_open(tmp_path / "model.safetensors", "pt") as file:  # a tied one once
         expected = {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     assert their_shapes(architecture_of(config), config) == expected
-    ours = dict(build(config).named_parameters())
+    ours = build(config).state_dict()
     weights = list(mapping_of(config).weights(config))
     assert sorted(weight.ours for weight in weights) == sorted(ours)
     for weight in weights:
@@ -49,7 +49,7 @@ def test_every_weight_of_both_sides_has_its_counterpart_and_keeps_its_bits(confi
 @torch.no_grad()
 def test_streamed_logits_are_those_of_the_whole_model(config):
     ours = build(config)
-    parameters = dict(ours.named_parameters())
+    parameters = ours.state_dict()
     assert torch.equal(streamed_logits(build_empty(config).eval(), parameters.__getitem__, TOKENS), ours(TOKENS))
 
     hf_config, tensors = to_hf_config(config), split(config, parameters)
@@ -65,7 +65,7 @@ def test_streamed_logits_are_those_of_the_whole_model(config):
 def test_a_training_step_is_transformers(config):
     ours = build(config)
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf_config(config))).eval()  # no dropout
-    theirs.load_state_dict(split(config, dict(ours.named_parameters())), strict=False)
+    theirs.load_state_dict(split(config, ours.state_dict()), strict=False)
     found = []
     for model, logits in (ours, ours), (theirs, lambda tokens: theirs(tokens).logits):
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
