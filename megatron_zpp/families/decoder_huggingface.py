@@ -62,6 +62,7 @@ class Family:
     norms: Mapping[str, str] = field(default_factory=lambda: NORMS)  # names of a block's norms, ours and theirs
     window: str | None = None  # which keys say where a window is: mistral's, qwen's, or layer_types
     has_head_dim: bool = True  # else heads have hidden_size / num_attention_heads channels
+    is_fused: bool = False  # queries, keys and values are one tensor, and so are gates and ups
     has_partial_rotary: bool = False
     has_local_rotary: bool = False  # rope_parameters are two: of blocks with a window, and of the others
     experts: Experts | None = None
@@ -75,8 +76,8 @@ class Family:
             model_type=self.model_type,
             to_config=partial(to_config, self),
             from_config=partial(from_config, self),
-            weights=partial(weights, self.norms, self.experts),
-            in_memory=partial(in_memory, self.experts),
+            weights=partial(weights, self.norms, self.experts, self.is_fused),
+            in_memory=partial(in_memory, self.experts, self.is_fused),
         )
 
 
@@ -132,6 +133,7 @@ def from_config(family: Family, hf: Mapping[str, Any]) -> tuple[DecoderConfig, i
     config = DecoderConfig(
         **{name: hf[key] for key, name in keys.items()}
         | {key.field: key.read(hf) for key in family.special_keys}
+        | _read_rotary(family, hf)
         | family.fixed_fields(hf["hidden_size"]),
         ffn_hidden_size=hf["intermediate_size"],
         num_query_groups=hf["num_key_value_heads"] or hf["num_attention_heads"],
@@ -139,7 +141,6 @@ def from_config(family: Family, hf: Mapping[str, Any]) -> tuple[DecoderConfig, i
         hidden_dropout=0.0,
         **({} if family.experts is None else family.experts.read(hf)),
         **_read_window(family, hf),
-        **_read_rotary(family, hf),
     )
     return config, hf["max_position_embeddings"]
 

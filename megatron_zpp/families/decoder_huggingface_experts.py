@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.families.huggingface import InMemory, Weight, require_fields, require_sizes, require_values, same
+from megatron_zpp.families.huggingface import (
+    InMemory,
+    Weight,
+    require_fields,
+    require_sizes,
+    require_values,
+    same,
+    same_weight_and_bias,
+)
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.models.moe import MoEConfig
 
@@ -137,3 +145,30 @@ class Experts:
         """List the names of all gates, ups and downs."""
         experts = range(moe.num_experts)
         return [tuple(f"{theirs}.experts.{i}.{name}.weight" for i in experts) for name in self.projections]
+
+
+class GptOssExperts(Experts):
+    """Experts whose tensors have a first dimension E, no ``_proj.weight``, and gates and ups side by side in pairs."""
+
+    def weights(self, ours: str, theirs: str, moe: MoEConfig) -> Iterator[Weight]:
+        def split(x: Tensor) -> tuple[Tensor, ...]:  # [E * out, in] -> [E, in, out]; biases [E * out] -> [E, out]
+            return (x.unflatten(0, (moe.num_experts, -1)).movedim(1, -1),)
+
+        def join(x: Tensor) -> Tensor:
+            return x.movedim(-1, 1).flatten(0, 1)
+
+        yield from same_weight_and_bias(f"{ours}.router", f"{theirs}.router")
+        for kind, ending in ("weight", ""), ("bias", "_bias"):
+            for layer, name in ("fc1_gate", "gate_proj"), ("fc1_up", "up_proj"), ("fc2", "down_proj"):
+                name = f"{theirs}.experts.{name}{ending}"
+                yield Weight(f"{ours}.experts.linear_{layer}.{kind}", (name,), split, join)
+
+    def in_memory(self, layer: str, moe: MoEConfig) -> Iterator[InMemory]:
+        for ending in "", "_bias":
+            parts = tuple(f"{layer}.mlp.experts.{name}_proj{ending}" for name in ("gate", "up"))
+            yield InMemory(
+                f"{layer}.mlp.experts.gate_up_proj{ending}",
+                parts,
+                join=lambda gate, up: torch.stack([gate, up], dim=-1).flatten(-2),
+                split=lambda x: x.unflatten(-1, (-1, 2)).unbind(-1),
+            )

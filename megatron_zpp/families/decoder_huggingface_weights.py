@@ -12,16 +12,22 @@ from megatron_zpp.families.huggingface import InMemory, Weight, same
 from megatron_zpp.models.decoder import DecoderConfig
 
 
-def weights(norms: Mapping[str, str], experts: Experts | None, config: DecoderConfig) -> Iterator[Weight]:
-    """Yield the whole model. norms: names of a block's norms, ours and theirs."""
+def weights(
+    norms: Mapping[str, str], experts: Experts | None, is_fused: bool, config: DecoderConfig
+) -> Iterator[Weight]:
+    """Yield the whole model. norms: names of a block's norms, ours and theirs. is_fused: queries, keys and values are
+    one tensor, and so are gates and ups."""
     kinds = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
     yield same("word_embeddings.weight", "model.embed_tokens.weight")
     for layer in range(config.num_layers):
         ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
         for our_norm, their_norm in norms.items():
             yield from (same(f"{ours}.{our_norm}.{kind}", f"{theirs}.{their_norm}.{kind}") for kind in kinds)
-        attention = _latent_attention if config.multi_latent_attention else _attention
-        yield from attention(config, f"{ours}.self_attention", f"{theirs}.self_attn")
+        attention = f"{ours}.self_attention", f"{theirs}.self_attn"
+        if config.multi_latent_attention:
+            yield from _latent_attention(config, *attention)
+        else:
+            yield from _attention(config, *attention, is_fused)
         if experts is not None and config.moe is not None and layer in config.layers_with_experts:
             yield from experts.weights(f"{ours}.mlp", f"{theirs}.{experts.module}", config.moe)
             continue
@@ -35,7 +41,7 @@ def weights(norms: Mapping[str, str], experts: Experts | None, config: DecoderCo
         yield same("output_layer.weight", "lm_head.weight")
 
 
-def _attention(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Weight]:
+def _attention(config: DecoderConfig, ours: str, theirs: str, is_fused: bool) -> Iterator[Weight]:
     groups, head_dim = config.num_groups, config.head_dim
     queries = config.num_attention_heads // groups  # per group
 
@@ -47,10 +53,20 @@ def _attention(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Weight
     def join_qkv(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.cat([x.unflatten(0, (groups, -1, head_dim)) for x in (q, k, v)], dim=1).flatten(0, 2)
 
-    for kind in ("weight", "bias") if config.add_qkv_bias else ("weight",):
+    def join_fused(x: Tensor) -> Tensor:
+        return join_qkv(*x.split([config.num_attention_heads * head_dim, groups * head_dim, groups * head_dim]))
+
+    for kind in ("weight", "bias") if config.add_qkv_bias or config.add_bias_linear else ("weight",):
         parts = tuple(f"{theirs}.{name}_proj.{kind}" for name in "qkv")
-        yield Weight(f"{ours}.linear_qkv.{kind}", parts, split_qkv, join_qkv)
-    yield same(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight")
+        if is_fused:
+            fused = (f"{theirs}.qkv_proj.{kind}",)
+            yield Weight(f"{ours}.linear_qkv.{kind}", fused, lambda x: (torch.cat(split_qkv(x)),), join_fused)
+        else:
+            yield Weight(f"{ours}.linear_qkv.{kind}", parts, split_qkv, join_qkv)
+    for kind in ("weight", "bias") if config.add_bias_linear else ("weight",):
+        yield same(f"{ours}.linear_proj.{kind}", f"{theirs}.o_proj.{kind}")
+    if config.has_sinks:
+        yield same(f"{ours}.sinks.bias", f"{theirs}.sinks")
     if config.qk_layernorm:
         yield same(f"{ours}.q_layernorm.weight", f"{theirs}.q_norm.weight")
         yield same(f"{ours}.k_layernorm.weight", f"{theirs}.k_norm.weight")
@@ -86,7 +102,10 @@ def _latent_attention(config: DecoderConfig, ours: str, theirs: str) -> Iterator
     yield same(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight")
 
 
-def in_memory(experts: Experts | None, config: DecoderConfig) -> Iterator[InMemory]:
+def in_memory(experts: Experts | None, is_fused: bool, config: DecoderConfig) -> Iterator[InMemory]:
+    for layer in range(config.num_layers if is_fused else 0):
+        gate, up, both = (f"model.layers.{layer}.mlp.{name}_proj.weight" for name in ("gate", "up", "gate_up"))
+        yield InMemory(both, (gate, up), join=lambda *parts: torch.cat(parts), split=lambda x: x.tensor_split(2))
     if experts is not None and config.moe is not None:
         for layer in config.layers_with_experts:
             yield from experts.in_memory(f"model.layers.{layer}", config.moe)

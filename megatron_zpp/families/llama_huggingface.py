@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_zpp.families.decoder_huggingface import Family, Key
-from megatron_zpp.families.decoder_huggingface_experts import Experts
+from megatron_zpp.families.decoder_huggingface_experts import Experts, GptOssExperts
 from megatron_zpp.models.decoder import DecoderConfig
 
 _NO_BIAS = {"attention_bias": False}
@@ -50,6 +50,7 @@ _GEMMA: dict[str, Any] = dict(
     embedding_multiplier=lambda hidden_size: hidden_size**0.5,
 )
 _SOFTCAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+_LINEAR = "rotary_seq_len_interpolation_factor"
 _QWEN_EXPERTS = Experts("num_experts", "moe_intermediate_size", pre_softmax="norm_topk_prob")
 _ALL_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False}
 # DeepSeek-V2's latent attention; its norms have an epsilon of 1e-6 whatever rms_norm_eps is.
@@ -206,6 +207,27 @@ FAMILIES = (
             bias="e_score_correction_bias",
         ),
         always={"router_jitter_noise": 0.0},
+    ),
+    Family(
+        "phi3",
+        "Phi3ForCausalLM",
+        fields={"position_embedding_type": "rope", "rope_scaling_factor": None, _LINEAR: None},
+        window="mistral",
+        has_head_dim=False,
+        has_partial_rotary=True,
+        is_fused=True,
+        always={"resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    ),
+    Family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        fields=dict(
+            add_bias_linear=True, swiglu=False, quick_geglu=True, glu_linear_offset=1.0, softmax_type="learnable"
+        ),
+        keys={"swiglu_limit": "activation_func_clamp_value"},
+        window="layer_types",
+        experts=GptOssExperts("num_local_experts", "intermediate_size", fields={"router_bias": True}),
+        always={"attention_bias": True, "swiglu_alpha": 1.702},
     ),
     Family(
         "deepseek_v2",

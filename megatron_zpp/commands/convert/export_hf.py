@@ -77,7 +77,11 @@ def export(args: argparse.Namespace, given: Architecture | None = None) -> str:
 
     parts = {theirs: (weight, part) for weight in mapping.weights(config) for part, theirs in enumerate(weight.theirs)}
 
+    merged = mapping.merged(config)
+
     def theirs(name: str) -> Tensor:
+        if name in merged:
+            return merged[name].join(*map(theirs, merged[name].tensors))
         weight, part = parts[name]
         return weight.split(ours(weight.ours))[part]
 

@@ -58,9 +58,10 @@ def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = AR
         return stored.read(name_of[name])
 
     weights = {weight.ours: weight for weight in mapping.weights(config)}
+    read_part = files.unmerged(mapping, config, theirs)
 
     def ours(name: str, state: str) -> Tensor:
-        tensor = weights[name].join(*(theirs(part).float() for part in weights[name].theirs))
+        tensor = weights[name].join(*(read_part(part).float() for part in weights[name].theirs))
         if not tensor.isfinite().all():
             raise ValueError(f"{', '.join(weights[name].theirs)} of {args.input} has NaN or Inf")
         return tensor

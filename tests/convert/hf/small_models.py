@@ -89,6 +89,13 @@ CONFIGS |= {
         moe=MoEConfig(6, 24, 3, topk_scaling_factor=1.5, shared_expert_size=24, **_SIGMOID),
     ),
     "minimax-m2": _llama(24, 2, 16, **_WHOLE, rotary_percent=0.5, moe=MoEConfig(6, 24, 3, **_SIGMOID)),
+    "phi3": _llama(64, 2, 8, window_size=5, rotary_percent=0.5),
+    "gpt-oss": _llama(
+        *(24, 2, 16), swiglu=False, quick_geglu=True, glu_linear_offset=1.0, activation_func_clamp_value=0.5,
+        softmax_type="learnable", add_bias_linear=True, window_size=5, window_attn_skip_freq="[1, 0]",
+        moe=MoEConfig(6, 24, 3, router_bias=True), position_embedding_type="yarn", **YARN,
+        no_yarn_correction_range_round_to_int=True,
+    ),
     "deepseek-v2": _llama(
         *(64, 4, 8, 3), **_LATENT, **_MSCALE,
         moe=MoEConfig(6, 24, 3, router_pre_softmax=True, topk_scaling_factor=1.5, shared_expert_size=48),

@@ -24,7 +24,8 @@ def split(config, ours: dict[str, Tensor]) -> dict[str, Tensor]:
         for weight in mapping.weights(config)
         for name, tensor in zip(weight.theirs, weight.split(ours[weight.ours]), strict=True)
     }
-    made = {parameter.name: parameter for parameter in mapping.in_memory(config)}
+    tensors |= {name: each.join(*map(tensors.pop, each.tensors)) for name, each in mapping.merged(config).items()}
+    made = {parameter.name: parameter for parameter in mapping.in_memory(config) if parameter.split is None}
     joined = {name for parameter in made.values() for name in parameter.tensors}
     read = in_memory(mapping, config, tensors.__getitem__)
     return {name: read(name) for name in (*(tensors.keys() - joined), *made)}

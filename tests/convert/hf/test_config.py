@@ -18,7 +18,7 @@ from tests.convert.hf.small_models import YARN as YARN_FIELDS
 def test_configurations_survive_the_round_trip_and_as_flags(config):
     theirs = AutoConfig.for_model(**to_hf_config(config)).to_dict()
     # GPT's flags describe all; Llama's are shorter for the others.
-    expected = GPT if config.position_embedding_type == "learned_absolute" else LLAMA
+    expected = GPT if config.add_bias_linear else LLAMA
     assert from_hf_config(theirs, ARCHITECTURES) == (expected, config, POSITIONS)
     for architecture in (GPT, LLAMA) if expected is LLAMA else (GPT,):
         flags = [*architecture.flags(config, POSITIONS), "--mock-data", "--vocab-size", "50", "--lr", "1"]
