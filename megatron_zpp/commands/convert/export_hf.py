@@ -96,7 +96,7 @@ def export(args: argparse.Namespace, given: Architecture | None = None) -> str:
         files.write_json(folder / "config.json", hf_config | special | {"torch_dtype": args.dtype})
         files.write_json(folder / "generation_config.json", generation)
         with progress("writing weights"):
-            shapes = files.their_shapes(architecture, config)
+            shapes = files.their_shapes(architecture, config, mapping)
             written = files.write_weights(folder, shapes, DTYPES[args.dtype], theirs, args.max_file_size)
         with progress("comparing logits"):
             model, stored = architecture.build_empty(config), files.WeightFiles(folder)

@@ -212,10 +212,11 @@ def unmerged(
     return read_part
 
 
-def their_shapes(architecture: Architecture, config: TransformerConfig) -> dict[str, torch.Size]:
+def their_shapes(
+    architecture: Architecture, config: TransformerConfig, mapping: HuggingFaceMapping
+) -> dict[str, torch.Size]:
     """Return {name: shape} of every tensor in the files of transformers' model."""
     ours = architecture.build_empty(config).state_dict()
-    mapping = architecture.huggingface_model(config)
     theirs = {
         name: tensor
         for weight in mapping.weights(config)
