@@ -196,7 +196,7 @@ def _check_experts(model: ModelSettings, experts: int, layers: int) -> None:
     frequency, first = moe_layer_freq(model), model.moe_first_layer
     for flag, layer in ("--moe-layer-freq", frequency), ("--moe-first-layer", first):
         if isinstance(layer, int):
-            require(1 <= layer <= layers, f"{flag} {layer} must be from 1 to --num-layers {layers}")
+            require(1 <= layer <= layers, f"{flag} {layer} is 0 or more than --num-layers {layers}; give at most that")
     try:
         listed = [] if isinstance(frequency, int) else read_pattern("--moe-layer-freq", frequency, layers)[1]
     except ValueError as error:
@@ -369,8 +369,8 @@ def flops_per_token(config: DecoderConfig, seq_length: int) -> float:
     weights = config.num_layers * attention_weights + mlp_weights + router + hidden * config.vocab_size
     attended = 0.0  # tokens, on average, over all layers
     for layer in range(config.num_layers):
-        window = min((config.window_of(layer) or seq_length) + 1, seq_length)
-        attended += window - window**2 / (2 * seq_length)
+        window = (config.window_of(layer) or seq_length) + 1
+        attended += seq_length / 2 if window >= seq_length else window - window**2 / (2 * seq_length)
     # Scores and their product with the values: each 2 * width * attended forward, and twice that backward.
     attention = 6 * heads * (key_dim + value_dim) * attended
     return float(6 * weights + attention)

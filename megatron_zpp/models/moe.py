@@ -37,8 +37,8 @@ class MoEConfig:
     min_capacity: int = 1  # tokens that an expert takes however small its share is
     shared_expert_size: int | None = None  # width of an expert that has all tokens
     shared_expert_gate: bool = False  # that expert is weighed by a sigmoid, of a layer that learns it
-    router_num_groups: int | None = None  # the experts are in so many groups, and a token's are in the best
-    router_group_topk: int | None = None  # so many groups, by the sum of each group's best topk / group_topk scores
+    router_num_groups: int | None = None  # of experts; a token's are in the best
+    router_group_topk: int | None = None  # of them, by the sum of each group's topk / group_topk best scores
     router_bias: bool = False
     residual: bool = False  # that expert and the others are weighed for each token, by a layer that learns it
     bias_update_rate: float | None = None  # of biases for the choice of experts, which follow their load; None: none
@@ -52,7 +52,9 @@ class MoEConfig:
         if self.router_pre_softmax and self.score_function == "sigmoid":
             raise ValueError("router_pre_softmax requires score_function softmax, not sigmoid")
         if self.shared_expert_size is None and (self.residual or self.shared_expert_gate):
-            raise ValueError("residual and shared_expert_gate weigh the shared expert: give shared_expert_size")
+            raise ValueError(
+                "residual weighs the shared expert, and so does shared_expert_gate: give shared_expert_size"
+            )
         groups, best = self.router_num_groups, self.router_group_topk
         if (groups is None) != (best is None):
             raise ValueError("router_num_groups and router_group_topk need each other: give both")
