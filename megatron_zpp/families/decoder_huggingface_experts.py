@@ -122,8 +122,8 @@ class Experts:
             yield Weight(f"{ours}.experts.linear_{layer}.weight", name, split, lambda *experts: torch.cat(experts))
         if self.bias:
             yield same(f"{ours}.expert_bias", f"{theirs}.{self.bias}")
-        for layer, name in zip(("fc1_gate", "fc1_up", "fc2"), GATED if self.shared else (), strict=False):
-            yield same(f"{ours}.shared_expert.linear_{layer}.weight", f"{theirs}.{self.shared}.{name}.weight")
+        for layer, part in zip(("fc1_gate", "fc1_up", "fc2"), GATED if self.shared else (), strict=False):
+            yield same(f"{ours}.shared_expert.linear_{layer}.weight", f"{theirs}.{self.shared}.{part}.weight")
         if moe.shared_expert_gate:
             yield same(f"{ours}.shared_gate.weight", f"{theirs}.{self.shared}_gate.weight")
 

@@ -173,8 +173,8 @@ def _check_positions(model: ModelSettings, head_dim: int) -> None:
         return
     scalings = [name for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor") if getattr(model, name)]
     scalings += ["position_embedding_type"] if kind == "yarn" else []
-    both = " and ".join(map(flag_of, scalings))
-    require(len(scalings) <= 1, f"{both} scale rotary frequencies in different ways and exclude each other; give one")
+    both = " and ".join(map(flag_of, scalings)) + (" yarn" if kind == "yarn" else "")
+    require(len(scalings) <= 1, f"{both} exclude each other: they scale rotary frequencies differently; give one")
     rotated = model.qk_pos_emb_head_dim if model.multi_latent_attention else int(head_dim * model.rotary_percent)
     require(
         rotated % 2 == 0 and rotated > 0,

@@ -151,7 +151,7 @@ class Decoder(Transformer):
         tables, documents = self.positions_and_documents(ids, position_ids, cu_seqlens, x.dtype)
         routed_layers: list[Routed] = []
         for layer in self.layers:
-            number = layer.layer
+            number = int(layer.layer)  # type: ignore[arg-type]
             cos, sin = tables[config.is_local(number)] if config.has_rope(number) else (None, None)
             x = layer(x, cos, sin, documents[config.window_of(number)])
             if isinstance(x, tuple):
@@ -192,7 +192,7 @@ class Decoder(Transformer):
         self, ids: Tensor, position_ids: Tensor | None, cu_seqlens: Tensor | None, dtype: torch.dtype
     ) -> tuple[dict[bool, tuple[Tensor | None, Tensor | None]], dict[int | None, Tensor | None]]:
         """Compute for all blocks at once: ``rotary`` by ``config.is_local``, ``document_attention`` by window."""
-        config, layers = self.config, [layer.layer for layer in self.layers]
+        config, layers = self.config, [int(layer.layer) for layer in self.layers]  # type: ignore[arg-type]
         needs_mask = config.changes_scores or (self.training and config.attention_dropout > 0)
         locals_, windows = {config.is_local(i) for i in layers}, {config.window_of(i) for i in layers}
         return (

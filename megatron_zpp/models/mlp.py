@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +18,7 @@ def squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-FUNCTIONS = {
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,  # by the error function
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
