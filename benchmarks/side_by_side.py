@@ -20,7 +20,7 @@ from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.data.loader import build_loader
 from megatron_zpp.families import Architecture
 from megatron_zpp.models.decoder import DecoderConfig
-from megatron_zpp.models.layers import frequencies, rotary_table
+from megatron_zpp.models.rotary import frequencies, rotary_table
 from megatron_zpp.training.pretrain import train
 from megatron_zpp.training.run import Run
 from megatron_zpp.training.setup import build_run

@@ -10,11 +10,12 @@ from typing import Any
 from megatron_zpp.families.architecture import Architecture, BlockActivations
 from megatron_zpp.families.huggingface import HuggingFaceMapping
 from megatron_zpp.models.decoder import Decoder, DecoderConfig, default_ffn_size
+from megatron_zpp.models.decoder_config import read_pattern
 from megatron_zpp.models.moe import MoEConfig
 from megatron_zpp.parallel.context import apply_context_parallel
 from megatron_zpp.parallel.plans import decoder_plan
 from megatron_zpp.parallel.stages import StageModules
-from megatron_zpp.settings.checks import flag_of, require
+from megatron_zpp.settings.checks import SettingsError, flag_of, require
 from megatron_zpp.settings.groups import ModelSettings, all_flags
 
 MEGATRON_DEFAULTS = {field.name: field.default for field in dataclasses.fields(DecoderConfig)}
@@ -29,7 +30,7 @@ _RENAMED = {
 # Fields computed from flags: see ``build_config``, ``flags_for`` and ``convert.megatron.config``.
 _COMPUTED = (
     *("vocab_size", "max_position_embeddings", "num_query_groups", "exact_gelu", "add_bias_linear", "window_size"),
-    *("rope_scaling_factor", "tie_embeddings", "moe"),
+    *("rope_scaling_factor", "tie_embeddings", "moe", "moe_layer_freq"),
 )
 FLAGS = {name: _RENAMED.get(name, name) for name in MEGATRON_DEFAULTS if name not in _COMPUTED}
 _RENAMED_EXPERT_FLAGS = {
@@ -104,7 +105,13 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
     both = "--tie-embeddings-and-output-weights and --untie-embeddings-and-output-weights"
     require(not (tie and untie), f"{both} exclude each other; give one")
     tied = tie or (defaults["tie_embeddings"] and not untie)
-    swiglu = model.swiglu or defaults["swiglu"]
+    swiglu = model.swiglu or (defaults["swiglu"] and not (model.geglu or model.quick_geglu or model.squared_relu))
+    kind = model.position_embedding_type or defaults["position_embedding_type"]
+    original_context = model.yarn_original_max_position_embeddings
+    if model.multi_latent_attention and kind in ("rope", "yarn"):  # Megatron-LM's rules
+        stretched = (model.yarn_rotary_scaling_factor or 1) > 1
+        kind = model.rope_type or ("yarn" if kind == "yarn" or stretched else "rope")
+        original_context = original_context or (4096 if kind == "yarn" else None)
     dropouts = {name: getattr(model, name) for name in ("attention_dropout", "hidden_dropout")}
     ffn_size = model.ffn_hidden_size or default_ffn_size(hidden, swiglu)
     model = dataclasses.replace(
@@ -116,7 +123,8 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
         normalization=NORMALIZATIONS[(model.normalization or defaults["normalization"]).lower()],
         swiglu=swiglu,
         disable_bias_linear=model.disable_bias_linear or not defaults["add_bias_linear"],
-        position_embedding_type=model.position_embedding_type or defaults["position_embedding_type"],
+        position_embedding_type=kind,
+        yarn_original_max_position_embeddings=original_context,
         **{name: defaults[name] if given is None else given for name, given in dropouts.items()},
         untie_embeddings_and_output_weights=not tied,
         tie_embeddings_and_output_weights=tied,
@@ -135,12 +143,19 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
             moe_shared_expert_intermediate_size=shared or (ffn_size if model.moe_residual else None),
         )
         _check_experts(model, model.num_experts or 0, layers)
+    try:
+        build_config(model, vocab_size=1)
+    except ValueError as error:
+        raise SettingsError(f"these flags describe no model: {error}") from error
     return model
 
 
 NORMALIZATIONS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}  # Megatron-DeepSpeed's names and Megatron-LM's
-_ROTARY = ("rotary_base", "rotary_percent", "use_rope_scaling")
-_YARN = ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow")
+_ROTARY = ("rotary_base", "rotary_percent", "use_rope_scaling", "rotary_base_local", "no_rope_freq")
+_YARN = (
+    *("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
+    *("no_yarn_correction_range_round_to_int", "mscale", "mscale_all_dim"),
+)
 
 
 def _check_positions(model: ModelSettings, head_dim: int) -> None:
@@ -149,12 +164,18 @@ def _check_positions(model: ModelSettings, head_dim: int) -> None:
     for names, kinds in (_ROTARY, ("rope", "yarn")), (_YARN, ("yarn",)):
         for name in names:
             require(
-                kind in kinds or getattr(model, name) == all_flags()[name].default,
+                kind in kinds
+                or (model.multi_latent_attention and kind == "rope")  # Megatron-LM's scripts give them all the same
+                or getattr(model, name) == all_flags()[name].default,
                 f"{flag_of(name)} is of --position-embedding-type {' or '.join(kinds)}, and this model's is {kind}",
             )
     if kind not in ("rope", "yarn"):
         return
-    rotated = int(head_dim * model.rotary_percent)
+    scalings = [name for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor") if getattr(model, name)]
+    scalings += ["position_embedding_type"] if kind == "yarn" else []
+    both = " and ".join(map(flag_of, scalings)) + (" yarn" if kind == "yarn" else "")
+    require(len(scalings) <= 1, f"{both} exclude each other: they scale rotary frequencies differently; give one")
+    rotated = model.qk_pos_emb_head_dim if model.multi_latent_attention else int(head_dim * model.rotary_percent)
     require(
         rotated % 2 == 0 and rotated > 0,
         f"rotary embeddings need an even number of channels per head, got {rotated}; change --hidden-size, "
@@ -163,7 +184,6 @@ def _check_positions(model: ModelSettings, head_dim: int) -> None:
     if kind == "yarn":
         for name in _YARN[:2]:
             require(getattr(model, name) is not None, f"--position-embedding-type yarn needs {flag_of(name)}")
-        require(not model.use_rope_scaling, "--use-rope-scaling and --position-embedding-type yarn exclude each other")
         require(model.rotary_base > 1, "--position-embedding-type yarn needs a --rotary-base above 1")
         require(
             model.yarn_beta_fast > model.yarn_beta_slow,
@@ -173,10 +193,18 @@ def _check_positions(model: ModelSettings, head_dim: int) -> None:
 
 def _check_experts(model: ModelSettings, experts: int, layers: int) -> None:
     """Raise SettingsError for experts that do not fit."""
-    for flag, layer in ("--moe-layer-freq", model.moe_layer_freq), ("--moe-first-layer", model.moe_first_layer):
-        require(layer <= layers, f"{flag} {layer} is more than --num-layers {layers}; give at most that")
+    frequency, first = moe_layer_freq(model), model.moe_first_layer
+    for flag, layer in ("--moe-layer-freq", frequency), ("--moe-first-layer", first):
+        if isinstance(layer, int):
+            require(1 <= layer <= layers, f"{flag} {layer} is 0 or more than --num-layers {layers}; give at most that")
+    try:
+        listed = [] if isinstance(frequency, int) else read_pattern("--moe-layer-freq", frequency, layers)[1]
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    require(not listed or first == 1, "--moe-first-layer and a list of --moe-layer-freq exclude each other; give one")
+    require(not listed or any(listed), f"--moe-layer-freq {frequency} has no block with experts; drop --num-experts")
     per_layer, top_k = model.moe_experts_per_layer, model.moe_router_topk
-    blocks = range(model.moe_first_layer - 1, layers, model.moe_layer_freq)
+    blocks = range(first - 1, layers, frequency) if isinstance(frequency, int) else range(sum(listed))
     numbers = [str(experts)] if per_layer is None else per_layer.split(",")
     require(
         all(number.isdecimal() and 1 <= int(number) <= experts for number in numbers),
@@ -213,6 +241,12 @@ def _check_experts(model: ModelSettings, experts: int, layers: int) -> None:
     )
 
 
+def moe_layer_freq(model: ModelSettings) -> int | str:
+    """Return --moe-layer-freq, a number or a list, as the config has it."""
+    text = model.moe_layer_freq or "1"
+    return int(text) if text.isdecimal() else text
+
+
 def _window(model: ModelSettings) -> int | None:
     """Return how many earlier tokens a token attends to; None for all. Raises SettingsError."""
     if model.window_size is None:
@@ -240,11 +274,12 @@ def build_config(model: ModelSettings, vocab_size: int) -> DecoderConfig:
         vocab_size=vocab_size,
         max_position_embeddings=model.max_position_embeddings if has_learned_positions else None,
         num_query_groups=model.num_query_groups,
-        exact_gelu=model.no_bias_gelu_fusion and not model.swiglu,
+        exact_gelu=model.no_bias_gelu_fusion and not (model.swiglu or model.quick_geglu or model.squared_relu),
         add_bias_linear=not model.disable_bias_linear,
         window_size=_window(model),
         rope_scaling_factor=model.rope_scaling_factor if model.use_rope_scaling else None,
         tie_embeddings=model.tie_embeddings_and_output_weights,
+        moe_layer_freq=moe_layer_freq(model) if moe else 1,
         moe=moe,
     )
 
@@ -283,6 +318,8 @@ def flags_for(config: DecoderConfig, positions: int, defaults: Mapping[str, Any]
     if config.window_size is not None:
         words += ["--window-size", f"{config.window_size},0"]
     if config.moe is not None:
+        if config.moe_layer_freq != 1:
+            words += ["--moe-layer-freq", str(config.moe_layer_freq)]
         for field in dataclasses.fields(MoEConfig):
             value = getattr(config.moe, field.name)
             if field.name in EXPERT_FLAGS and value != field.default:
@@ -297,6 +334,8 @@ _ALWAYS_WRITTEN = ("norm_epsilon", "attention_dropout", "hidden_dropout", "init_
 
 
 def _words(flag: str, value: object) -> list[str]:
+    if value is False:  # SwiGLU, where another activation's flag replaces it
+        return []
     return [flag_of(flag)] if value is True else [flag_of(flag), str(value)]
 
 
@@ -310,35 +349,49 @@ def flops_per_token(config: DecoderConfig, seq_length: int) -> float:
     output layer with its padded vocabulary included. Attention is causal: a token attends to half of the sequence, or
     of its window. Embedding look-ups, norms and activation recomputation count nothing.
     """
-    hidden, queries = config.hidden_size, config.num_attention_heads * config.head_dim
-    keys = config.num_groups * config.head_dim
-    attention_weights = hidden * (queries + 2 * keys) + queries * hidden
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    if config.multi_latent_attention:
+        key_dim, value_dim = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
+        q_rank, kv_rank = config.q_lora_rank, config.kv_lora_rank
+        attention_weights = hidden * q_rank + q_rank * heads * key_dim if q_rank else hidden * heads * key_dim
+        attention_weights += hidden * (kv_rank + config.qk_pos_emb_head_dim)
+        attention_weights += kv_rank * heads * (config.qk_head_dim + value_dim) + heads * value_dim * hidden
+    else:
+        key_dim = value_dim = config.head_dim
+        attention_weights = hidden * config.head_dim * 2 * (heads + config.num_groups)
     # In a mixture of experts, a token passes the router, its experts and the shared one.
     widths, router = [config.ffn_size] * config.num_layers, 0
     if (moe := config.moe) is not None:
         for layer in config.layers_with_experts:
             widths[layer] = moe.router_topk * moe.ffn_hidden_size + (moe.shared_expert_size or 0)
-        router = hidden * sum(config.experts_of_layers)
-    mlp_weights = (3 if config.swiglu else 2) * hidden * sum(widths)
+        router = hidden * (sum(config.experts_of_layers) + moe.shared_expert_gate * len(config.layers_with_experts))
+    mlp_weights = (3 if config.activation.is_gated else 2) * hidden * sum(widths)
     weights = config.num_layers * attention_weights + mlp_weights + router + hidden * config.vocab_size
-    attended = seq_length / 2  # tokens, on average
-    if config.window_size is not None and config.window_size + 1 < seq_length:
-        window = config.window_size + 1
-        attended = window - window**2 / (2 * seq_length)
-    # Scores and their product with the values: each 2 * queries * attended forward, and twice that backward.
-    attention = config.num_layers * 12 * queries * attended
+    attended = 0.0  # tokens, on average, over all layers
+    for layer in range(config.num_layers):
+        window = (config.window_of(layer) or seq_length) + 1
+        attended += seq_length / 2 if window >= seq_length else window - window**2 / (2 * seq_length)
+    # Scores and their product with the values: each 2 * width * attended forward, and twice that backward.
+    attention = 6 * heads * (key_dim + value_dim) * attended
     return float(6 * weights + attention)
 
 
 def activations(config: DecoderConfig, itemsize: int) -> BlockActivations:
     """Count what autograd keeps of a block; ``itemsize``: bytes of an element. GPT with dropout: 34 S B H in 16 bit."""
-    hidden, queries = config.hidden_size, config.num_attention_heads * config.head_dim
-    keys, ffn = config.num_groups * config.head_dim, config.ffn_size
-    attention = 2 * queries + 2 * keys  # q, k, v, result
-    before_norms = queries + keys if config.qk_layernorm else 0
+    hidden, head_dim, groups = config.hidden_size, config.head_dim, config.num_groups
+    latents = 0
+    if config.multi_latent_attention:  # q, k, and v padded to their width; and the latent vectors
+        head_dim, groups = config.qk_head_dim + config.qk_pos_emb_head_dim, config.num_attention_heads
+        latents = (config.q_lora_rank or 0) + config.kv_lora_rank + config.qk_pos_emb_head_dim
+    queries, keys, ffn = config.num_attention_heads * head_dim, groups * head_dim, config.ffn_size
+    attention = 2 * queries + 2 * keys + latents  # q, k, v, result
+    before_norms = 0
+    if config.qk_layernorm:
+        before_norms = latents if config.multi_latent_attention else queries + keys
+    before_norms += hidden * (config.post_self_attn_layernorm + config.post_mlp_layernorm)
     # Vectors of the MLP's width: outputs of linear layers, and all that is kept. GELU keeps its input, fc2 its own.
     # SwiGLU keeps gate, up, SiLU of the gate, and the product.
-    outputs, kept = (2, 4) if config.swiglu else (1, 2)
+    outputs, kept = (2, 4) if config.activation.is_gated else (1, 2)
     if (moe := config.moe) is not None:  # the largest blocks: per expert of a token, and its input and output
         ffn = moe.router_topk * moe.ffn_hidden_size + (moe.shared_expert_size or 0)
         before_norms += 2 * moe.router_topk * hidden

@@ -40,6 +40,8 @@ class InMemory:
     name: str
     tensors: tuple[str, ...]
     join: Callable[..., Tensor]  # tensors -> parameter
+    # parameter -> tensors, where the files hold the parameter and ``tensors`` are its parts in ``Weight.theirs`` alone
+    split: Callable[[Tensor], tuple[Tensor, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,13 @@ class HuggingFaceMapping:
     from_config: Callable[[Mapping[str, Any]], tuple[Any, int]]
     weights: Callable[[Any], Iterator[Weight]]  # every parameter, each side's tensors once
     in_memory: Callable[[Any], Iterator[InMemory]] = lambda config: iter(())
+
     # Our parameters with a row per token: rows beyond the tokenizer's may be left out.
     with_vocabulary: tuple[str, ...] = ("word_embeddings.weight", "output_layer.weight")
+
+    def merged(self, config: Any) -> dict[str, InMemory]:
+        """Return the tensors of their files that are several of ``Weight.theirs``, by name."""
+        return {parameter.name: parameter for parameter in self.in_memory(config) if parameter.split is not None}
 
 
 def require_fields(config: Any, title: str, supported: Mapping[str, tuple[Any, ...]], written: Collection[str]) -> None:

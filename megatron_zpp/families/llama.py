@@ -53,4 +53,6 @@ PRESETS: dict[str, dict[str, object]] = {
     | dict(num_experts=8, moe_router_topk=2, moe_aux_loss_coeff=0.02),
 }
 
-LLAMA = decoder(name="llama", title="Llama", defaults=DEFAULTS, presets=PRESETS, huggingface=LLAMA_FAMILIES)
+# No flag gives a Llama the biases of gpt-oss; a GPT has them.
+_WITHOUT_BIASES = tuple(mapping for mapping in LLAMA_FAMILIES if mapping.model_type != "gpt_oss")
+LLAMA = decoder(name="llama", title="Llama", defaults=DEFAULTS, presets=PRESETS, huggingface=_WITHOUT_BIASES)

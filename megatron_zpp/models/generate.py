@@ -1,6 +1,6 @@
 """Generate texts, id by id, many at a time. A text does not depend on the texts beside it.
 
-A cache takes the place of ``layers.attention`` and ``layers.document_attention``, as context parallelism does, so no
+A cache takes the place of ``attention.attention`` and ``document_attention``, as context parallelism does, so no
 layer knows of it. A row has room for C ids, one per column; rows that are shorter are padded on the left.
 """
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layers import SelfAttention, replace_attention
+from .attention import Attention, plain_attention, replace_attention
 from .moe import MoE
 from .transformer import Transformer
 
@@ -128,7 +128,7 @@ class CachedModel:
     """A model that reads each id once, B rows at a time, and keeps keys and values. It cannot train."""
 
     def __init__(self, model: Transformer, columns: int) -> None:
-        """columns: C. Raises ValueError for a layer without ``layers.SelfAttention``."""
+        """columns: C. Raises ValueError for a layer without ``attention.Attention``."""
         self.model = model
         self.columns = columns
         self.filled = 0  # columns
@@ -137,8 +137,8 @@ class CachedModel:
         # Of each attention: keys and values [B, groups, C, head_dim], where what a query reads of a head is in a row.
         self.caches: dict[int, tuple[Tensor, Tensor]] = {}
         for number, layer in enumerate(model.layers):
-            if not any(isinstance(module, SelfAttention) for module in layer.modules()):
-                raise ValueError(f"layer {number} of {type(model).__name__} has no SelfAttention, so nothing to cache")
+            if not any(isinstance(module, Attention) for module in layer.modules()):
+                raise ValueError(f"layer {number} of {type(model).__name__} has no Attention, so nothing to cache")
         replace_attention(model, self.mask, lambda layer: partial(self.attention, id(layer)))
 
     def read(self, rows: list[list[int]]) -> Tensor:
@@ -160,7 +160,7 @@ class CachedModel:
         return logits[:, -1]
 
     def mask(
-        self, cu_seqlens: Tensor | None, tokens: Tensor, dtype: torch.dtype, dropout: bool, window: int | None = None
+        self, cu_seqlens: Tensor | None, tokens: Tensor, dtype: torch.dtype, needs_mask: bool, window: int | None = None
     ) -> Tensor | None:
         """Replace ``document_attention``: the columns that ids [B, Q] attend to, 0 or -inf [B, 1, Q, K]; None: all.
 
@@ -180,9 +180,19 @@ class CachedModel:
         return torch.zeros(seen.shape, dtype=dtype, device=tokens.device).masked_fill(~seen, -torch.inf).unsqueeze(1)
 
     def attention(
-        self, name: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, window: int | None = None
+        self,
+        name: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        dropout: float,
+        window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Replace ``layers.attention``: q [B, Q, heads, head_dim] and k, v [B, Q, groups, head_dim] of new ids."""
+        """Replace ``attention.attention``: q [B, Q, heads, head_dim] and k, v [B, Q, groups, head_dim] of new ids."""
         if name not in self.caches:
             batch, _, groups, head_dim = k.shape
             shape = (batch, groups, self.columns, head_dim)
@@ -192,11 +202,16 @@ class CachedModel:
         for cache, new in (keys, k), (values, v):
             cache.narrow(2, self.filled, q.shape[1]).copy_(new.transpose(1, 2))
         total = self.filled + q.shape[1]
+        keys, values = (cache.narrow(2, 0, total) for cache in (keys, values))  # [B, groups, K, head_dim]
+        if softcap is not None or sinks is not None:
+            k, v = keys.transpose(1, 2), values.transpose(1, 2)
+            return plain_attention(q, k, v, mask, 0.0, scale, softcap, sinks)
         attended = F.scaled_dot_product_attention(
             q.transpose(1, 2),
-            keys.narrow(2, 0, total),  # [B, groups, K, head_dim]
-            values.narrow(2, 0, total),
+            keys,
+            values,
             attn_mask=mask,
+            scale=scale,
             enable_gqa=k.shape[2] < q.shape[2],
         )
         return attended.transpose(1, 2)

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .mlp import Activation
+
 
 @dataclass(frozen=True)
 class MoEConfig:
@@ -34,6 +36,10 @@ class MoEConfig:
     eval_capacity_factor: float | None = None  # the same in evaluations; None = as in training
     min_capacity: int = 1  # tokens that an expert takes however small its share is
     shared_expert_size: int | None = None  # width of an expert that has all tokens
+    shared_expert_gate: bool = False  # that expert is weighed by a sigmoid, of a layer that learns it
+    router_num_groups: int | None = None  # of experts; a token's are in the best
+    router_group_topk: int | None = None  # of them, by the sum of each group's topk / group_topk best scores
+    router_bias: bool = False
     residual: bool = False  # that expert and the others are weighed for each token, by a layer that learns it
     bias_update_rate: float | None = None  # of biases for the choice of experts, which follow their load; None: none
 
@@ -45,8 +51,21 @@ class MoEConfig:
             raise ValueError(f"score_function is {self.score_function!r}; choose softmax or sigmoid")
         if self.router_pre_softmax and self.score_function == "sigmoid":
             raise ValueError("router_pre_softmax requires score_function softmax, not sigmoid")
-        if self.residual and self.shared_expert_size is None:
-            raise ValueError("residual weighs the shared expert: give shared_expert_size")
+        if self.shared_expert_size is None and (self.residual or self.shared_expert_gate):
+            raise ValueError(
+                "residual weighs the shared expert, and so does shared_expert_gate: give shared_expert_size"
+            )
+        groups, best = self.router_num_groups, self.router_group_topk
+        if (groups is None) != (best is None):
+            raise ValueError("router_num_groups and router_group_topk need each other: give both")
+        if groups is not None and best is not None:
+            if self.num_experts % groups or not 1 <= best <= groups or self.router_topk % best:
+                raise ValueError(
+                    f"router_num_groups {groups} must divide num_experts {self.num_experts}, and router_group_topk "
+                    f"{best} be at most that and divide router_topk {self.router_topk}"
+                )
+            if self.router_topk // best > self.num_experts // groups:
+                raise ValueError(f"router_topk {self.router_topk} is more than {best} groups have experts")
         if self.bias_update_rate is not None and self.score_function == "softmax":
             raise ValueError("bias_update_rate moves biases of sigmoid scores, and score_function is softmax")
         for name in ("expert_capacity_factor", "eval_capacity_factor"):
@@ -83,13 +102,24 @@ def route(logits: Tensor, config: MoEConfig, bias: Tensor | None = None) -> Rout
         scores = every / every.sum(dim=-1, keepdim=True)
     else:
         every = scores = logits.softmax(dim=-1)
-    experts = (every if bias is None else every + bias).topk(config.router_topk, dim=-1).indices
+    choice = every if bias is None else every + bias
+    if config.router_num_groups is not None and config.router_group_topk is not None:
+        choice = in_best_groups(choice, config.router_num_groups, config.router_group_topk, config.router_topk)
+    experts = choice.topk(config.router_topk, dim=-1).indices
     weights = every.gather(-1, experts)
     # Softmax over the chosen ones is softmax over all of them, normalised. A single sigmoid stays as it is.
     if not config.router_pre_softmax and (config.score_function == "softmax" or config.router_topk > 1):
         weights = weights / weights.sum(dim=-1, keepdim=True)
     load = experts.flatten().bincount(minlength=config.num_experts)
     return Routing(experts, weights * config.topk_scaling_factor, scores, load)
+
+
+def in_best_groups(scores: Tensor, num_groups: int, group_topk: int, topk: int) -> Tensor:
+    """Set ``scores`` [T, E] to -inf outside each token's best groups (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    groups = scores.unflatten(-1, (num_groups, -1))  # [T, groups, E / groups]
+    best = groups.topk(topk // group_topk, dim=-1).values.sum(dim=-1).topk(group_topk, dim=-1).indices
+    outside = torch.ones(groups.shape[:2], dtype=torch.bool, device=scores.device).scatter(-1, best, False)
+    return groups.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
 def balancing_loss(scores: Tensor, load: Tensor) -> Tensor:
@@ -137,14 +167,13 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    """SwiGLUs, or MLPs with GELU, for tokens that are sorted by expert."""
+    """MLPs, with a gate or without, for tokens that are sorted by expert."""
 
-    def __init__(self, config: MoEConfig, hidden_size: int, swiglu: bool, bias: bool, exact_gelu: bool) -> None:
+    def __init__(self, config: MoEConfig, hidden_size: int, activation: Activation, bias: bool) -> None:
         super().__init__()
         sizes = config.num_experts, hidden_size, config.ffn_hidden_size, bias
-        self.swiglu = swiglu
-        self.approximate = "none" if exact_gelu else "tanh"
-        if swiglu:
+        self.activation = activation
+        if activation.is_gated:
             self.linear_fc1_gate, self.linear_fc1_up = GroupedLinear(*sizes), GroupedLinear(*sizes)
         else:
             self.linear_fc1 = GroupedLinear(*sizes)
@@ -152,10 +181,10 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, stops: Tensor) -> Tensor:
         """``x`` [R, H] -> [R, H]; ``stops`` as in ``GroupedLinear``."""
-        if self.swiglu:
-            hidden = F.silu(self.linear_fc1_gate(x, stops)) * self.linear_fc1_up(x, stops)
+        if self.activation.is_gated:
+            hidden = self.activation.gate(self.linear_fc1_gate(x, stops), self.linear_fc1_up(x, stops))
         else:
-            hidden = F.gelu(self.linear_fc1(x, stops), approximate=self.approximate)
+            hidden = self.activation(self.linear_fc1(x, stops))
         return self.linear_fc2(hidden, stops)
 
 
@@ -169,7 +198,7 @@ class Router(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [T, H] -> fp32 [T, E]."""
-        return F.linear(x.float(), self.weight.float())
+        return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
 
 class MoE(nn.Module):
@@ -182,16 +211,17 @@ class MoE(nn.Module):
         self,
         config: MoEConfig,
         hidden_size: int,
-        swiglu: bool,
+        activation: Activation,
         shared_expert: nn.Module | None,
         bias: bool = False,
-        exact_gelu: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
-        self.router = Router(hidden_size, config.num_experts, bias=False)
-        self.experts = Experts(config, hidden_size, swiglu, bias, exact_gelu)
+        self.router = Router(hidden_size, config.num_experts, bias=config.router_bias)
+        self.experts = Experts(config, hidden_size, activation, bias)
         self.shared_expert = shared_expert
+        if config.shared_expert_gate:
+            self.shared_gate = nn.Linear(hidden_size, 1, bias=False)
         if config.residual:  # DeepSpeed-MoE, arXiv 2201.05596, section 4.1
             self.coefficient = nn.Linear(hidden_size, 2)
         if config.bias_update_rate is not None:
@@ -222,7 +252,8 @@ class MoE(nn.Module):
             share = self.coefficient(x).softmax(dim=-1)  # [B, S, 2]
             y = y * share[..., :1] + self.shared_expert(x) * share[..., 1:]
         elif self.shared_expert is not None:
-            y = y + self.shared_expert(x)
+            shared = self.shared_expert(x)
+            y = y + (self.shared_gate(x).sigmoid() * shared if config.shared_expert_gate else shared)
         load = routing.load
         if self.sample_group is not None:
             load = load.clone()

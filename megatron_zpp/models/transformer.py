@@ -38,7 +38,7 @@ class Transformer(nn.Module):
     config: TransformerConfig
     layers: nn.ModuleList  # the blocks [B, S, H] -> [B, S, H]: units of sharding, recomputation and compilation
     ends: tuple[str, ...] = ()  # modules before and after them that are units of sharding too
-    document_attention: Callable[..., Tensor | None]  # see ``layers.replace_attention``
+    document_attention: Callable[..., Tensor | None]  # see ``attention.replace_attention``
 
     def end_units(self) -> list[nn.Module]:
         """The ``ends`` that this model has; a pipeline's stage has some. What is in no unit is one more."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from megatron_zpp.models.layers import attention, replace_attention, takes_variable_lengths, whole_rows
+from megatron_zpp.models.attention import attention, replace_attention, takes_variable_lengths, whole_rows
 from megatron_zpp.models.moe import MoE
 from megatron_zpp.models.transformer import Transformer
 
@@ -49,7 +50,7 @@ def crop_cu_seqlens(cu_seqlens: Tensor, length: int, begin: int, end: int) -> tu
 def apply_context_parallel(model: Transformer, mesh: DeviceMesh) -> None:
     """Let ``model`` take what ``shard_batch`` gives; ``mesh`` has the one dimension cp. Before ``fully_shard``.
 
-    Its attention must be ``layers.SelfAttention``, with what ``model.document_attention`` returns.
+    Its attention must be an ``attention.Attention``, with what ``model.document_attention`` returns.
     """
     context = ContextParallel(mesh, mesh.get_local_rank(), mesh.size())
     replace_attention(model, context.document_attention, lambda layer: context.attention)
@@ -67,14 +68,14 @@ class ContextParallel:
     size: int
 
     def document_attention(
-        self, cu_seqlens: Tensor | None, tokens: Tensor, dtype: torch.dtype, dropout: bool, window: int | None = None
+        self, cu_seqlens: Tensor | None, tokens: Tensor, dtype: torch.dtype, needs_mask: bool, window: int | None = None
     ) -> Tensor:
-        """Replace ``layers.document_attention`` for ``tokens`` [B, S / cp]; the mask is bool [B or 1, 1, S / cp, S].
+        """Replace ``attention.document_attention`` for ``tokens`` [B, S / cp]; the mask is bool [B or 1, 1, S / cp, S].
 
         Also without documents: then each sequence is one.
         """
         batch, length, device = tokens.shape[0], tokens.shape[1] * self.size, tokens.device
-        if takes_variable_lengths(device, dtype, dropout):
+        if takes_variable_lengths(device, dtype, needs_mask):
             return whole_rows(batch, length, device) if cu_seqlens is None else cu_seqlens
         if cu_seqlens is None:
             batch, cu_seqlens = 1, whole_rows(1, length, device)  # the same mask for all
@@ -85,9 +86,16 @@ class ContextParallel:
         return mask if window is None else mask & (query - position.unsqueeze(-2) <= window)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, dropout: float, window: int | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor,
+        dropout: float,
+        window: int | None = None,
+        **options: Any,
     ) -> Tensor:
-        """Replace ``layers.attention`` for q [B, S / cp, heads, head_dim] and k, v [B, S / cp, groups, head_dim]."""
+        """Replace ``attention.attention`` for q [B, S / cp, heads, head_dim] and k, v [B, S / cp, groups, head_dim]."""
         k, v = self._gather(k, v)
         chunk = q.shape[1] // 2
         length, attended = k.shape[1], []
@@ -98,7 +106,8 @@ class ContextParallel:
                 visible, key_seqlens = crop_cu_seqlens(documents, length, begin, end)
             else:
                 visible, key_seqlens = documents[:, :, here, :end], None
-            attended.append(attention(q[:, here], k[:, :end], v[:, :end], visible, dropout, window, key_seqlens))
+            keys, values = k[:, :end], v[:, :end]
+            attended.append(attention(q[:, here], keys, values, visible, dropout, window, key_seqlens, **options))
         return torch.cat(attended, dim=1)
 
     def _gather(self, k: Tensor, v: Tensor) -> Tensor:

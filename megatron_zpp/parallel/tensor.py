@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from megatron_zpp.models.layers import SelfAttention
+from megatron_zpp.models.attention import Attention
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.parallel.mesh import Mesh
 
@@ -30,7 +30,7 @@ def apply_tensor_parallelism(
     """
     parallelize_module(model, mesh.tp, plan)
     for module in model.modules():
-        if isinstance(module, SelfAttention) and module.dropout > 0 and not sequence_parallel:
+        if isinstance(module, Attention) and module.dropout > 0 and not sequence_parallel:
             module.forward = _with_random_numbers_per_rank(module, mesh.tp_rank)  # type: ignore[method-assign]
 
 
@@ -46,8 +46,15 @@ def dropout_seed(seed: int, rank: int, tp_size: int, sequence_parallel: bool) ->
 class Replicated(ParallelStyle):
     """A module whose parameters every rank holds, and which all compute alike; its output is laid out as asked."""
 
-    def __init__(self, output_layouts: Placement | None = None, use_local_output: bool = False) -> None:
+    def __init__(
+        self,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = False,
+        input_layouts: Placement | None = None,
+    ) -> None:
+        """input_layouts: how the ranks hold an input that is no DTensor; default: all of it."""
         super().__init__()
+        self.input_layouts = input_layouts or Replicate()
         self.output_layouts, self.use_local_output = output_layouts or Replicate(), use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -55,7 +62,9 @@ class Replicated(ParallelStyle):
 
     def _prepare_input(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
         (x,) = inputs
-        return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, mesh, [self.input_layouts], run_check=False)
+        return x.redistribute(placements=[Replicate()])
 
     def _prepare_output(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         output = output.redistribute(placements=[self.output_layouts])

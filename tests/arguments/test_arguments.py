@@ -34,7 +34,7 @@ def test_every_setting_is_one_flag_with_help():
         assert flag_of(flag.setting) == flag.name
         assert flag.name not in flag.aliases, flag.name
     names = {flag.name for flag in flags}
-    assert len(flags) == len(names) == len({flag.setting for flag in flags}) <= 300
+    assert len(flags) == len(names) == len({flag.setting for flag in flags}) <= 340
     assert {"--num-layers", "--override-opt_param-scheduler", "--zeropp-loco-beta"} <= names
     assert not names & NOT_NEEDED.keys() and not names & REFUSED.keys()
     assert not REFUSED.keys() & NOT_NEEDED.keys() and not TRANSLATED.keys() & {*names, *REFUSED, *NOT_NEEDED}
@@ -75,10 +75,10 @@ def test_refusals_and_translations_name_flags_that_exist():
               moe_shared_expert_intermediate_size=256)),
         ("--num-experts 4 --mlp-type standard", dict(moe_residual=False)),
         ("--num-experts 8 --topk 2 --expert-interval 1 --moe-min-capacity 7",  # Megatron-DeepSpeed's
-         dict(moe_router_topk=2, moe_router_pre_softmax=False, moe_min_capacity=7, moe_layer_freq=1,
+         dict(moe_router_topk=2, moe_router_pre_softmax=False, moe_min_capacity=7, moe_layer_freq="1",
               moe_first_layer=1)),
         ("--num-experts 8 --moe-router-topk 2",  # Megatron-LM's
-         dict(moe_layer_freq=1, moe_aux_loss_coeff=0.0, moe_expert_capacity_factor=None)),
+         dict(moe_layer_freq=None, moe_aux_loss_coeff=0.0, moe_expert_capacity_factor=None)),
         ("--train-tokens 1000", dict(train_iters=4)),  # of 8 * 32 tokens
         ("--train-tokens 100000", dict(train_iters=10)),
         # Steps of 8 samples: 8 and then 16 tokens, 24, 32.
@@ -236,7 +236,7 @@ def test_flags_with_another_name(foreign, ours):
 def test_defaults_of_megatron_deepspeeds_experts_are_as_there():
     settings, notes = parse(f"{SMALL} --num-experts 8 --moe-expert-parallel-size 1 --moe-loss-coeff 0.01")
     expected = dict(
-        moe_router_topk=1, moe_router_pre_softmax=True, moe_aux_loss_coeff=0.01, moe_layer_freq=2, moe_first_layer=2,
+        moe_router_topk=1, moe_router_pre_softmax=True, moe_aux_loss_coeff=0.01, moe_layer_freq="2", moe_first_layer=2,
         moe_expert_capacity_factor=1.0, moe_eval_capacity_factor=1.0, moe_min_capacity=4,
     )  # fmt: skip
     assert {name: getattr(settings.model, name) for name in expected} == expected

@@ -16,14 +16,9 @@ from torch import Tensor, nn
 from megatron_zpp.families import Architecture, BlockActivations, HuggingFaceMapping, Weight
 from megatron_zpp.families.decoder_only import require_shape
 from megatron_zpp.families.huggingface import require_sizes, require_values, same, same_weight_and_bias
-from megatron_zpp.models.layers import (
-    SelfAttention,
-    document_attention,
-    frequencies,
-    linear_cross_entropy,
-    output_logits,
-    rotary_table,
-)
+from megatron_zpp.models.attention import SelfAttention, document_attention
+from megatron_zpp.models.layers import linear_cross_entropy, output_logits
+from megatron_zpp.models.rotary import frequencies, rotary_table
 from megatron_zpp.models.transformer import ModelOutput, Transformer
 from megatron_zpp.settings.checks import require
 from megatron_zpp.settings.groups import ModelSettings

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_zpp.models import layers
+from megatron_zpp.models import attention
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
+from megatron_zpp.models.attention import document_attention
 from megatron_zpp.models.decoder import Decoder
 from megatron_zpp.models.init import init_weights
-from megatron_zpp.models.layers import document_attention
 from tests.models.configs import gpt_config, llama_config
 
 LENGTHS = [[5, 1, 10], [16], [1, 8, 7]]  # documents of each row
@@ -98,8 +98,8 @@ def test_the_kernel_is_asked_for_what_the_mask_hides(monkeypatch, architecture, 
     tokens, labels = batch()
     model = build(architecture, window_size=3)
     masked = model(tokens, labels, POSITIONS, cu_seqlens)
-    monkeypatch.setattr(layers, "takes_variable_lengths", lambda *of: True)
-    monkeypatch.setattr(layers, "varlen_attn", varlen_by_formula)
+    monkeypatch.setattr(attention, "takes_variable_lengths", lambda *of: True)
+    monkeypatch.setattr(attention, "varlen_attn", varlen_by_formula)
     torch.testing.assert_close(model(tokens, labels, POSITIONS, cu_seqlens), masked)
     assert (build(architecture)(tokens, labels, POSITIONS, cu_seqlens) - masked).abs().max() > 1e-2  # it does hide
 

@@ -10,19 +10,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_zpp.models import layers
-from megatron_zpp.models.layers import (
-    VOCABULARY_BLOCK,
-    LayerNorm1p,
-    RMSNorm1p,
-    SelfAttention,
-    apply_rotary,
-    document_attention,
-    frequencies,
-    head_size,
-    linear_cross_entropy,
-    rotary_table,
-    scaled_as_llama3,
-)
+from megatron_zpp.models.attention import SelfAttention, document_attention
+from megatron_zpp.models.layers import VOCABULARY_BLOCK, LayerNorm1p, RMSNorm1p, head_size, linear_cross_entropy
+from megatron_zpp.models.rotary import apply_rotary, frequencies, rotary_table, scaled_as_llama3
 
 CPU = torch.device("cpu")
 

@@ -9,14 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_zpp.models.mlp import Activation
 from megatron_zpp.models.moe import GroupedLinear, MoE, MoEConfig, balancing_loss, finish_step, route, z_loss
 
 HIDDEN, FFN, EXPERTS, TOPK = 16, 24, 6, 2
+SWIGLU = Activation("silu", is_gated=True)
 
 
 def moe_of(swiglu: bool = True, **options: object) -> MoE:
     config = MoEConfig(EXPERTS, FFN, TOPK, **options)
-    moe = MoE(config, HIDDEN, swiglu, shared_expert=None)
+    moe = MoE(config, HIDDEN, SWIGLU if swiglu else Activation(), shared_expert=None)
     generator = torch.Generator().manual_seed(1)
     for parameter in moe.parameters():
         parameter.data.normal_(0, 0.3, generator=generator)
@@ -45,7 +47,7 @@ def test_a_full_expert_drops_the_tokens_that_weigh_least():
 
 def test_experts_with_gelu_and_a_shared_expert():
     shared = torch.nn.Linear(HIDDEN, HIDDEN)
-    moe = MoE(MoEConfig(EXPERTS, FFN, 1), HIDDEN, swiglu=False, shared_expert=shared)
+    moe = MoE(MoEConfig(EXPERTS, FFN, 1), HIDDEN, Activation(), shared_expert=shared)
     for parameter in moe.parameters():
         parameter.data.normal_(0, 0.3)
     x = tokens_of()
@@ -170,7 +172,7 @@ def test_a_residual_expert_is_weighed_against_the_others():
     torch.manual_seed(0)
     shared = torch.nn.Linear(HIDDEN, HIDDEN)
     plain = moe_of()
-    moe = MoE(MoEConfig(EXPERTS, FFN, TOPK, shared_expert_size=FFN, residual=True), HIDDEN, True, shared)
+    moe = MoE(MoEConfig(EXPERTS, FFN, TOPK, shared_expert_size=FFN, residual=True), HIDDEN, SWIGLU, shared)
     moe.load_state_dict(plain.state_dict(), strict=False)
     x = tokens_of()
     share = torch.nn.functional.softmax(moe.coefficient(x), dim=-1)

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_zpp.models import layers
+from megatron_zpp.models import attention as layers
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
+from megatron_zpp.models.attention import document_attention
 from megatron_zpp.models.decoder import Decoder
 from megatron_zpp.models.init import init_weights
-from megatron_zpp.models.layers import document_attention
 from megatron_zpp.parallel import context as context_module
 from megatron_zpp.parallel.context import ContextParallel, apply_context_parallel, crop_cu_seqlens, shard, shard_batch
 from tests.models.configs import llama_config
@@ -88,7 +88,7 @@ def test_documents_of_a_chunk(begin, end):
             for key in keys[: len(keys) - (queries[-1] - query)]:  # causal from the lower right corner
                 assert key // end == query // width  # of the same row
                 allowed[query // width, query % width, key % end] = True
-    mask = document_attention(CU_SEQLENS, torch.zeros(3, 16), torch.float32, dropout=False)
+    mask = document_attention(CU_SEQLENS, torch.zeros(3, 16), torch.float32, needs_mask=False)
     assert torch.equal(allowed, mask[:, 0, begin:end])
 
 

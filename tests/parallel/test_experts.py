@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
+from megatron_zpp.models.mlp import Activation
 from megatron_zpp.models.moe import MoE, MoEConfig
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
 from tests.parallel.layouts import EPS, Result, assert_same, assert_trains_as_one_rank, results_on
@@ -141,7 +142,7 @@ def gradients_of_a_shunned_expert(config, first_step_to_it):
     With ``first_step_to_it`` all tokens of the first step go there.
     """
     torch.manual_seed(0)
-    moe = MoE(MoEConfig(4, 24, 1), 16, swiglu=True, shared_expert=None)
+    moe = MoE(MoEConfig(4, 24, 1), 16, Activation("silu", is_gated=True), shared_expert=None)
     for parameter in moe.parameters():
         parameter.data.normal_(0, 0.3)
     towards, x = torch.zeros(4, 1), torch.rand(4, 32, 16, generator=torch.Generator().manual_seed(dist.get_rank()))

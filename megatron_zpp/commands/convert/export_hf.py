@@ -77,7 +77,11 @@ def export(args: argparse.Namespace, given: Architecture | None = None) -> str:
 
     parts = {theirs: (weight, part) for weight in mapping.weights(config) for part, theirs in enumerate(weight.theirs)}
 
+    merged = mapping.merged(config)
+
     def theirs(name: str) -> Tensor:
+        if name in merged:
+            return merged[name].join(*map(theirs, merged[name].tensors))
         weight, part = parts[name]
         return weight.split(ours(weight.ours))[part]
 
@@ -92,7 +96,7 @@ def export(args: argparse.Namespace, given: Architecture | None = None) -> str:
         files.write_json(folder / "config.json", hf_config | special | {"torch_dtype": args.dtype})
         files.write_json(folder / "generation_config.json", generation)
         with progress("writing weights"):
-            shapes = files.their_shapes(architecture, config)
+            shapes = files.their_shapes(architecture, config, mapping)
             written = files.write_weights(folder, shapes, DTYPES[args.dtype], theirs, args.max_file_size)
         with progress("comparing logits"):
             model, stored = architecture.build_empty(config), files.WeightFiles(folder)

@@ -41,9 +41,10 @@ def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = AR
         raise ValueError(f"--input {args.input} is not a folder: give the one that holds the model's config.json")
     hf_config = files.read_config(args.input, files.model_types(architectures))
     architecture, config, positions = files.from_hf_config(hf_config, architectures)
-    mapping = architecture.huggingface_model(config)
+    # Not the first that can express the config: a Phi-3 may equal a Mistral, whose tensors have other names.
+    mapping = next(each for each in architecture.huggingface if each.model_type == hf_config["model_type"])
     stored = files.WeightFiles(args.input)
-    name_of = match_names(stored, files.their_shapes(architecture, config), hf_config["tie_word_embeddings"])
+    name_of = match_names(stored, files.their_shapes(architecture, config, mapping), hf_config["tie_word_embeddings"])
     chosen = given_tokenizer(args) or find_tokenizer(args.input)
     if not chosen:
         raise ValueError(
@@ -58,9 +59,10 @@ def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = AR
         return stored.read(name_of[name])
 
     weights = {weight.ours: weight for weight in mapping.weights(config)}
+    read_part = files.unmerged(mapping, config, theirs)
 
     def ours(name: str, state: str) -> Tensor:
-        tensor = weights[name].join(*(theirs(part).float() for part in weights[name].theirs))
+        tensor = weights[name].join(*(read_part(part).float() for part in weights[name].theirs))
         if not tensor.isfinite().all():
             raise ValueError(f"{', '.join(weights[name].theirs)} of {args.input} has NaN or Inf")
         return tensor

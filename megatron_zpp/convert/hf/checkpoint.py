@@ -77,7 +77,7 @@ def save_imported(
     }
     shapes: dict[str, tuple[int, ...]] = {}
     sources = {}
-    for name, parameter in architecture.build_empty(config).named_parameters():
+    for name, parameter in architecture.build_empty(config).state_dict().items():
         for state in ("", *states):
             key = f"optimizer.{name}.{state}" if state else f"model.{name}"
             shapes[key] = () if state == "step" else tuple(parameter.shape)

@@ -49,6 +49,9 @@ def transformers_model(config: dict[str, Any]) -> nn.Module:
     rotary = getattr(model.base_model, "rotary_emb", None)
     if rotary is not None:  # its frequencies are not weights, so nothing would fill them in
         model.base_model.rotary_emb = type(rotary)(hf_config)
+    for module in model.modules():  # nor are Gemma's factors of embeddings
+        if "embed_scale" in module._buffers:
+            module.embed_scale = torch.tensor(module.scalar_embed_scale)
     return model
 
 

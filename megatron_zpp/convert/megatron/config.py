@@ -16,6 +16,7 @@ from megatron_zpp.families import GPT, LLAMA, Architecture
 from megatron_zpp.families.decoder_only import EXPERT_FLAGS, FLAGS, MEGATRON_DEFAULTS, NORMALIZATIONS
 from megatron_zpp.families.huggingface import require_fields
 from megatron_zpp.models.decoder import DecoderConfig, default_ffn_size
+from megatron_zpp.models.decoder_config import read_pattern
 from megatron_zpp.models.moe import MoEConfig
 
 from .neutral_flags import NEUTRAL, READ
@@ -66,27 +67,22 @@ def counters_of(saved: Saved) -> Counters:
 
 # Flags that change the model, and the values that ours supports; a flag with a field in our config may have any value.
 _NONE = """
-activation_func_clamp_value experimental_attention_variant heterogeneous_layers_config_encoded_json
-heterogeneous_layers_config_path hybrid_override_pattern linear_attention_type moe_latent_size moe_router_group_topk
-moe_router_num_groups moe_router_topk_limited_devices no_rope_freq scale_normalization softmax_scale
-window_attn_skip_freq
+experimental_attention_variant heterogeneous_layers_config_encoded_json heterogeneous_layers_config_path
+hybrid_override_pattern linear_attention_type moe_latent_size moe_router_topk_limited_devices scale_normalization
 """
 _FALSE = """
 apply_residual_connection_post_layernorm attention_output_gate embed_layernorm is_hybrid_model moe_apply_probs_on_input
-moe_router_enable_expert_bias moe_shared_expert_gate multi_latent_attention openai_gelu qk_l2_norm quick_geglu
-rotary_interleaved squared_relu use_mup
+moe_router_enable_expert_bias multi_latent_attention openai_gelu qk_l2_norm rotary_interleaved use_mup
 """
 _OURS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_NONE.split(), (None,)),
     **dict.fromkeys(_FALSE.split(), (False,)),
     "glu_activation": (None, "swiglu"),
-    "glu_linear_offset": (0.0,),
     "mlp_type": ("standard",),
     "moe_input_jitter_eps": (None, 0.0),
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
     "moe_token_drop_policy": ("probs",),
     "mtp_num_layers": (None, 0),
-    "rotary_seq_len_interpolation_factor": (None, 1),
     "softmax_type": ("vanilla",),
 }
 _POSITIONS = ("learned_absolute", "rope", "yarn", "none")
@@ -98,7 +94,7 @@ def config_of(args: Args, vocab_size: int) -> DecoderConfig:
     wrong = [
         f"{name} is {_plain(args[name])!r}"
         for name, values in _OURS.items()
-        if name in args and name not in FLAGS.values() and _plain(args[name]) not in values
+        if name in args and _plain(args[name]) not in values
     ]
     has_experts = _num_experts(args) is not None
     wrong += [
@@ -113,11 +109,9 @@ def config_of(args: Args, vocab_size: int) -> DecoderConfig:
     normalization = NORMALIZATIONS.get(str(args.get("normalization", "LayerNorm")).lower())
     if normalization is None:
         wrong.append(f"normalization is {args['normalization']!r}")
-    window, layers_with_experts = args.get("window_size"), args.get("moe_layer_freq", 1)
+    window, factor = args.get("window_size"), args.get("rotary_seq_len_interpolation_factor")
     if window is not None and not (isinstance(window, tuple | list) and len(window) == 2 and window[1] in (0, -1)):
         wrong.append(f"window_size is {window!r}")
-    if has_experts and type(layers_with_experts) is not int:
-        wrong.append(f"moe_layer_freq is {layers_with_experts!r}")
     if wrong:
         raise CheckpointError(f"our models do not have what these flags of the checkpoint ask for: {'; '.join(wrong)}")
     hidden, heads = size(args, "hidden_size"), size(args, "num_attention_heads")
@@ -138,7 +132,8 @@ def config_of(args: Args, vocab_size: int) -> DecoderConfig:
         "normalization": normalization,
         "norm_epsilon": args.get("norm_epsilon", args.get("layernorm_epsilon", 1e-5)),
         "swiglu": swiglu,
-        "exact_gelu": not swiglu and args.get("bias_gelu_fusion", True) is False,
+        "exact_gelu": not (swiglu or args.get("quick_geglu", False) or args.get("squared_relu", False))
+        and args.get("bias_gelu_fusion", True) is False,
         "add_bias_linear": add_bias_linear,
         "add_qkv_bias": bool(args.get("add_qkv_bias", False)) and not add_bias_linear,
         "window_size": None if window is None or window[0] == -1 else window[0],
@@ -147,10 +142,14 @@ def config_of(args: Args, vocab_size: int) -> DecoderConfig:
             args.get("rope_scaling_factor", 8.0) if rotary and args.get("use_rope_scaling", False) else None
         ),
         "tie_embeddings": not args.get("untie_embeddings_and_output_weights", False),
+        "rotary_seq_len_interpolation_factor": None if factor in (None, 1) else float(factor),
+        "moe_layer_freq": _pattern(args.get("moe_layer_freq", 1)),
+        **{name: None if args.get(name) is None else str(_pattern(args[name])) for name in _PATTERNS},
     }
     unused = [] if rotary else ["rotary_percent", "rotary_base"]
     unused += [] if positions == "yarn" else [name for name in FLAGS if name.startswith("yarn_")]
-    unused += [] if has_experts else [name for name in FLAGS if name.startswith("moe_")]
+    unused += [] if has_experts else [name for name in values if name.startswith("moe_")]
+    unused += _OF_LATENT_ATTENTION
     try:
         config = DecoderConfig(
             **{name: value for name, value in values.items() if name not in unused}, moe=_experts(args)
@@ -159,6 +158,18 @@ def config_of(args: Args, vocab_size: int) -> DecoderConfig:
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the checkpoint's flags describe no model ({error})") from error
     return config
+
+
+# Patterns of layers: numbers, lists or texts there, texts here.
+_PATTERNS = ("no_rope_freq", "window_attn_skip_freq")
+_OF_LATENT_ATTENTION = (
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    *("mscale", "mscale_all_dim"),
+)
+
+
+def _pattern(value: Any) -> int | str:
+    return value if type(value) is int else str(value)
 
 
 def architecture_of(config: DecoderConfig) -> Architecture:
@@ -224,12 +235,16 @@ def args_of(config: DecoderConfig, positions: int) -> argparse.Namespace:
     """Return Megatron-LM's flags of a config, as its checkpoints keep them. Raises ValueError if it lacks a feature."""
     if config.moe is not None:
         raise ValueError("a mixture of experts cannot be written for Megatron-LM yet")
-    if not (config.swiglu or config.exact_gelu or config.add_bias_linear):
+    if config.activation.name == "gelu_tanh" and not config.add_bias_linear:
         raise ValueError("GELU without biases is the exact one in Megatron-LM, and here its tanh approximation")
     # Megatron-LM has the flags that an import knows; a field with another flag must have its default.
-    known = {name: flag for name, flag in FLAGS.items() if flag in READ or flag in _OURS}
+    known = {name: flag for name, flag in FLAGS.items() if flag in READ}
     require_fields(config, "Megatron-LM", {}, MEGATRON_DEFAULTS.keys() - (FLAGS.keys() - known.keys()))
     written = {flag: getattr(config, name) for name, flag in known.items() if not name.startswith("moe_")}
+    for name in _PATTERNS:
+        if written[name] is not None:
+            every, layers = read_pattern(name, written[name], config.num_layers)
+            written[name] = layers or every
     return argparse.Namespace(
         **written
         | {

@@ -68,7 +68,7 @@ def _norm(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Weight]:
 
 
 def _mlp(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Weight]:
-    if config.swiglu:  # gates above ups
+    if config.activation.is_gated:  # gates above ups
         for kind in ("weight", "bias") if config.add_bias_linear else ("weight",):
             yield Weight(
                 f"{theirs}.linear_fc1.{kind}",
@@ -102,7 +102,7 @@ def _experts(config: DecoderConfig, moe: MoEConfig, ours: str, theirs: str) -> I
     inner, outer = f"{ours}.experts", f"{theirs}.experts"
     for kind in ("weight", "bias") if config.add_bias_linear else ("weight",):
         fc1, fc2 = f"{outer}.linear_fc1.{kind}", f"{outer}.linear_fc2.{kind}"
-        if config.swiglu:
+        if config.activation.is_gated:
             names = (f"{inner}.linear_fc1_gate.{kind}", f"{inner}.linear_fc1_up.{kind}")
             yield Weight(fc1, names, split=gates_and_ups, join=both)
         else:
@@ -110,6 +110,8 @@ def _experts(config: DecoderConfig, moe: MoEConfig, ours: str, theirs: str) -> I
         yield Weight(fc2, (f"{inner}.linear_fc2.{kind}",), split=flat, join=stacked)
     if moe.shared_expert_size is not None:
         yield from _mlp(config, f"{ours}.shared_expert", f"{theirs}.shared_experts")
+    if moe.shared_expert_gate:
+        yield Weight(f"{theirs}.shared_experts.gate_weight", (f"{ours}.shared_gate.weight",))
 
 
 # Names in checkpoints of Megatron-LM and Megatron-DeepSpeed of all ages, replaced in this order. The first are those of

@@ -48,6 +48,66 @@ CONFIGS: dict[str, DecoderConfig] = {
     "qwen3-moe-normalized": _llama(64, 1, 8, qk_layernorm=True, moe=MoEConfig(4, 24, 2)),
 }
 
+_WHOLE = dict(qk_layernorm=True, qk_layernorm_whole=True)
+_AFTER = dict(no_pre_norms=True, post_self_attn_layernorm=True, post_mlp_layernorm=True)
+_AROUND = dict(layernorm_1p=True, post_self_attn_layernorm=True, post_mlp_layernorm=True)
+_GEMMA: dict[str, Any] = _AROUND | dict(swiglu=False, geglu=True, embedding_multiplier=32**0.5, softmax_scale=24**-0.5)
+_SIGMOID: dict[str, Any] = dict(score_function="sigmoid", bias_update_rate=1e-3)
+_MSCALE = YARN | dict(position_embedding_type="yarn", mscale=0.7, mscale_all_dim=1.2)
+_LATENT: dict[str, Any] = dict(
+    multi_latent_attention=True, qk_layernorm=True, norm_epsilon=1e-6, kv_lora_rank=12, qk_head_dim=8,
+    qk_pos_emb_head_dim=4, v_head_dim=6, moe_layer_freq="[0]*1+[1]*2",
+)  # fmt: skip
+CONFIGS |= {
+    "smollm3": _llama(64, 2, 8, 4, no_rope_freq="[0, 0, 0, 1]", tie_embeddings=True),
+    "olmo2": _llama(64, 4, 8, **_WHOLE, **_AFTER),
+    "olmo3": _llama(
+        *(64, 4, 8, 3), **_WHOLE, **_AFTER, window_size=5, window_attn_skip_freq="[1, 1, 0]", rotary_base_local=500000,
+        rotary_base=500000, position_embedding_type="yarn", **YARN,
+    ),
+    "olmoe": _llama(24, 2, 8, **_WHOLE, moe=MoEConfig(6, 24, 3, router_pre_softmax=True)),
+    "granite": _llama(
+        64, 2, 8, embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=8.0, softmax_scale=0.0625
+    ),
+    "gemma2": _llama(
+        *(64, 2, 16), **_GEMMA, window_size=5, window_attn_skip_freq="[1, 0]", attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0, tie_embeddings=True,
+    ),
+    "gemma3": _llama(
+        *(64, 2, 16, 3), **_GEMMA, qk_layernorm=True, window_size=5, window_attn_skip_freq="[1, 1, 0]",
+        rotary_base=1000000, rotary_base_local=10000, rotary_seq_len_interpolation_factor=8.0, tie_embeddings=True,
+    ),
+    "nemotron": _llama(
+        64, 2, 8, normalization="LayerNorm", layernorm_1p=True, swiglu=False, squared_relu=True, rotary_percent=0.5
+    ),
+    "qwen2-moe": _llama(
+        *(64, 2, 8), add_qkv_bias=True,
+        moe=MoEConfig(6, 24, 3, router_pre_softmax=True, shared_expert_size=40, shared_expert_gate=True),
+    ),
+    "glm4-moe": _llama(
+        *(64, 2, 16, 3), add_qkv_bias=True, qk_layernorm=True, rotary_percent=0.5, moe_layer_freq="[0]*1+[1]*2",
+        moe=MoEConfig(6, 24, 3, topk_scaling_factor=1.5, shared_expert_size=24, **_SIGMOID),
+    ),
+    "minimax-m2": _llama(24, 2, 16, **_WHOLE, rotary_percent=0.5, moe=MoEConfig(6, 24, 3, **_SIGMOID)),
+    "phi3": _llama(64, 2, 8, window_size=5, rotary_percent=0.5),
+    "gpt-oss": _llama(
+        *(24, 2, 16), swiglu=False, quick_geglu=True, glu_linear_offset=1.0, activation_func_clamp_value=0.5,
+        softmax_type="learnable", add_bias_linear=True, window_size=5, window_attn_skip_freq="[1, 0]",
+        moe=MoEConfig(6, 24, 3, router_bias=True), position_embedding_type="yarn", **YARN,
+        no_yarn_correction_range_round_to_int=True,
+    ),
+    "deepseek-v2": _llama(
+        *(64, 4, 8, 3), **_LATENT, **_MSCALE,
+        moe=MoEConfig(6, 24, 3, router_pre_softmax=True, topk_scaling_factor=1.5, shared_expert_size=48),
+    ),
+    "deepseek-v3": _llama(
+        *(64, 4, 8, 3), **_LATENT, q_lora_rank=20, **_MSCALE, moe=MoEConfig(
+            *(16, 24, 4), topk_scaling_factor=2.5, shared_expert_size=24, router_num_groups=4, router_group_topk=2,
+            **_SIGMOID,
+        ),
+    ),
+}  # fmt: skip
+
 
 def mapping_of(config: DecoderConfig) -> HuggingFaceMapping:
     return architecture_of(config).huggingface_model(config)
@@ -65,6 +125,6 @@ def build(config: DecoderConfig, seed: int = 0) -> Transformer:
     """Our model with random weights in every place, norms and biases too; ready to compute logits."""
     model = build_empty(config).to_empty(device="cpu").eval()
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.state_dict().items():
         nn.init.normal_(parameter, 1.0 if name.endswith("norm.weight") else 0.0, 0.2, generator=generator)
     return model

@@ -17,7 +17,8 @@ from tests.convert.hf.small_models import YARN as YARN_FIELDS
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_configurations_survive_the_round_trip_and_as_flags(config):
     theirs = AutoConfig.for_model(**to_hf_config(config)).to_dict()
-    expected = LLAMA if config.swiglu else GPT  # GPT's flags describe all; Llama's are shorter for the others
+    # GPT's flags describe all; Llama's are shorter for the others.
+    expected = GPT if config.add_bias_linear else LLAMA
     assert from_hf_config(theirs, ARCHITECTURES) == (expected, config, POSITIONS)
     for architecture in (GPT, LLAMA) if expected is LLAMA else (GPT,):
         flags = [*architecture.flags(config, POSITIONS), "--mock-data", "--vocab-size", "50", "--lr", "1"]
@@ -57,7 +58,7 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("gpt", {"model_type": "bert"}, "bert; gpt2, llama, mistral, qwen2, qwen3, mixtral and qwen3_moe can be"),
+        ("gpt", {"model_type": "bert"}, "bert; gpt2, llama, mistral, qwen2, .*, deepseek_v2 and deepseek_v3 can be"),
         ("gpt", {"activation_function": "relu"}, "activation_function is relu, supported: gelu or gelu_new or"),
         ("gpt", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         ("gpt", {"scale_attn_weights": False}, "scale_attn_weights is False"),
@@ -66,14 +67,16 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
         ("llama", {"hidden_act": "gelu"}, "hidden_act is gelu, supported: silu"),
         ("llama", {"attention_bias": True, "mlp_bias": True}, "attention_bias is True, supported: False; mlp_bias is"),
         ("llama", {"rope_scaling": YARN | {"mscale": 0.7}}, "rope_parameters.mscale is 0.7, supported: None"),
-        ("llama", {"rope_scaling": YARN | {"truncate": False}}, "rope_parameters.truncate is False"),
         ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "original_max_position_embeddings is None"),
         ("llama", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is"),
         ("qwen2", {"head_dim": 16}, "head_dim is 16, supported: None or 8"),
         ("qwen3", {"attention_bias": True}, "attention_bias is True, supported: False"),
-        ("qwen2-window", {"layer_types": ["full_attention", "sliding_attention"]}, "has both full_attention and slid"),
-        ("qwen2-window", {"layer_types": None, "max_window_layers": 1}, "max_window_layers 1 is between 0 and"),
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_parameters.rope_type is linear"),
+        ("gemma2", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types has chunked_attention"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_parameters.rope_type is dynamic"),
+        ("deepseek-v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05, supported: 1e-06"),
+        ("deepseek-v3", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3, supported: 4"),
+        ("deepseek-v2", {"topk_method": "group_limited_greedy"}, "topk_method is group_limited_greedy"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, supported: None"),
         ("llama", {"rope_scaling": LLAMA3}, "original_max_position_embeddings is None, supported: 8192"),
         ("llama", {"rope_theta": 10000.5}, "only whole numbers"),
     ],
@@ -103,6 +106,10 @@ def test_what_ours_cannot_express_is_named(name, change, message):
             "llama does not have .*moe .*; mixtral does not have shared_expert_size 8",
         ),
         ("qwen3-moe", {"moe_layer_freq": 2}, "qwen3_moe does not have moe_layer_freq 2"),
+        ("glm4-moe", {"moe_layer_freq": "[1, 0, 1]"}, r"glm4_moe does not have moe_layer_freq \[1, 0, 1\]"),
+        ("gemma2", {"softmax_scale": 0.3}, "1 / sqrt of a whole number, and not 0.3"),
+        ("olmo3", {"rotary_base_local": None}, "olmo3 does not scale rotary frequencies in blocks with a window"),
+        ("deepseek-v2", {"norm_epsilon": 1e-5}, "deepseek_v2 does not have norm_epsilon 1e-05"),
     ],
 )
 def test_what_theirs_cannot_express_is_named(name, change, message):
@@ -113,7 +120,10 @@ def test_what_theirs_cannot_express_is_named(name, change, message):
 # Another value of each field that transformers' models may lack, or that only training needs.
 OTHER = dict(moe=MoEConfig(4, 40), moe_experts_per_layer="4", position_embedding_type="none", window_size=9)
 OTHER |= dict(normalization="LayerNorm", rope_scaling_factor=8.0, yarn_scaling_factor=4.0, yarn_original_context=16)
-ONLY_TRAINED_WITH = ("hidden_dropout", *YARN_FIELDS)
+OTHER |= dict(no_rope_freq="[0, 1]", window_attn_skip_freq="2", softmax_type="learnable", softmax_scale=0.5)
+OTHER |= dict(moe_layer_freq="[1, 0]", q_lora_rank=4, final_logit_softcapping=2.0)
+ONLY_YARN = (*YARN_FIELDS, "mscale", "mscale_all_dim", "no_yarn_correction_range_round_to_int")
+ONLY_TRAINED_WITH = ("hidden_dropout", *ONLY_YARN)
 
 
 def another(config, name):

@@ -1,0 +1,264 @@
+"""Decoders as models of transformers: ``Family`` says how one of its models differs from Llama in config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from megatron_zpp.families.decoder_huggingface_experts import Experts
+from megatron_zpp.families.decoder_huggingface_weights import in_memory, weights
+from megatron_zpp.families.huggingface import HuggingFaceMapping, require_fields, require_sizes, require_values
+from megatron_zpp.models.decoder import DecoderConfig
+
+# Keys of config.json, and the fields of our config that have the same value.
+KEYS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "attention_dropout": "attention_dropout",
+    "initializer_range": "init_method_std",
+    "tie_word_embeddings": "tie_embeddings",
+}
+# Fields of our config that config.json has, or that only training needs.
+WRITTEN = (
+    *KEYS.values(),
+    *("norm_epsilon", "ffn_hidden_size", "num_query_groups", "kv_channels", "hidden_dropout", "rotary_base"),
+    *("rope_scaling_factor", "rotary_seq_len_interpolation_factor", "position_embedding_type"),
+    *("yarn_scaling_factor", "yarn_original_context", "yarn_beta_fast", "yarn_beta_slow", "mscale", "mscale_all_dim"),
+    "no_yarn_correction_range_round_to_int",
+)
+# Values of fields of our config where a family does not say otherwise.
+FIELDS: dict[str, Any] = dict(normalization="RMSNorm", swiglu=True, add_bias_linear=False)
+# Llama 3.1's scaling of rotary frequencies beside its factor: constants in ``models.rotary``.
+LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+NORMS = {"input_norm": "input_layernorm", "pre_mlp_norm": "post_attention_layernorm"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of config.json for one field of our config, where the two do not have the same value."""
+
+    name: str
+    field: str
+    write: Callable[[DecoderConfig], Any]  # raises ValueError for what it cannot express
+    read: Callable[[Mapping[str, Any]], Any]  # config.json -> the field
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one of transformers' models differs from Llama."""
+
+    model_type: str
+    class_name: str
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of our config, and their value; a function of its width
+    keys: Mapping[str, str] = field(default_factory=dict)  # of config.json, and the fields that have the same value
+    special_keys: tuple[Key, ...] = ()
+    always: Mapping[str, Any] = field(default_factory=dict)  # further keys of config.json, and their only value
+    activation: tuple[str, str] = ("hidden_act", "silu")  # a key, and its value
+    norm_epsilon: str = "rms_norm_eps"
+    norms: Mapping[str, str] = field(default_factory=lambda: NORMS)  # names of a block's norms, ours and theirs
+    window: str | None = None  # which keys say where a window is: mistral's, qwen's, or layer_types
+    has_head_dim: bool = True  # else heads have hidden_size / num_attention_heads channels
+    is_fused: bool = False  # queries, keys and values are one tensor, and so are gates and ups
+    has_partial_rotary: bool = False
+    has_local_rotary: bool = False  # rope_parameters are two: of blocks with a window, and of the others
+    experts: Experts | None = None
+
+    def fixed_fields(self, hidden_size: int) -> dict[str, Any]:
+        values = FIELDS | dict(self.fields)
+        return {name: value(hidden_size) if callable(value) else value for name, value in values.items()}
+
+    def mapping(self) -> HuggingFaceMapping:
+        return HuggingFaceMapping(
+            model_type=self.model_type,
+            to_config=partial(to_config, self),
+            from_config=partial(from_config, self),
+            weights=partial(weights, self.norms, self.experts, self.is_fused),
+            in_memory=partial(in_memory, self.experts, self.is_fused),
+        )
+
+
+def to_config(family: Family, config: DecoderConfig, positions: int) -> dict[str, Any]:
+    required = {name: (value,) for name, value in family.fixed_fields(config.hidden_size).items()}
+    written = [*WRITTEN, *family.keys.values(), *(key.field for key in family.special_keys)]
+    written += ["window_size"] if family.window else []
+    written += ["window_attn_skip_freq"] if family.window in ("qwen", "layer_types") else []
+    written += ["rotary_percent"] if family.has_partial_rotary else []
+    written += ["rotary_base_local"] if family.has_local_rotary else []
+    written += [] if family.experts is None else ["moe", *(["moe_layer_freq"] if family.experts.first else [])]
+    require_fields(config, family.model_type, required, [name for name in written if name not in required])
+    if config.position_embedding_type not in ("rope", "yarn"):
+        raise ValueError(f"{family.model_type} does not have positions {config.position_embedding_type}")
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    if hidden % heads or not (family.has_head_dim or config.head_dim == hidden // heads):
+        raise ValueError(
+            f"{family.model_type} needs a hidden_size that its number of heads divides"
+            f"{'' if family.has_head_dim else ', into heads of that width'}; this model's is {hidden}, with {heads} "
+            f"heads of {config.head_dim} channels (--kv-channels), so it cannot be exported"
+        )
+    keys = KEYS | {family.norm_epsilon: "norm_epsilon"} | dict(family.keys)
+    return {
+        "architectures": [family.class_name],
+        "model_type": family.model_type,
+        **{key: getattr(config, name) for key, name in keys.items()},
+        "intermediate_size": config.ffn_size,
+        "num_key_value_heads": config.num_groups,
+        **({"head_dim": config.head_dim} if family.has_head_dim else {}),
+        family.activation[0]: family.activation[1],
+        "max_position_embeddings": positions,
+        "pad_token_id": None,  # the default of some families is beyond a small vocabulary
+        **_write_rotary(family, config),
+        **_write_window(family, config),
+        **({} if family.experts is None else family.experts.write(family.model_type, config)),
+        **{key.name: key.write(config) for key in family.special_keys},
+        **family.always,
+    }
+
+
+def from_config(family: Family, hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
+    require_sizes(hf, "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size")
+    require_sizes(hf, "max_position_embeddings")
+    always: dict[str, tuple[Any, ...]] = {key: (value,) for key, value in family.always.items()}
+    if not family.has_head_dim:
+        always["head_dim"] = (None, hf["hidden_size"] // hf["num_attention_heads"])
+        if family.fields.get("multi_latent_attention"):  # there it is the width of what is rotated
+            del always["head_dim"]
+    activation, value = family.activation
+    require_values(hf, {activation: (value, "swish" if value == "silu" else value), **always})
+    keys = KEYS | {family.norm_epsilon: "norm_epsilon"} | dict(family.keys)
+    head_dim = (hf.get("head_dim") if family.has_head_dim else None) or hf["hidden_size"] // hf["num_attention_heads"]
+    config = DecoderConfig(
+        **{name: hf[key] for key, name in keys.items()}
+        | {key.field: key.read(hf) for key in family.special_keys}
+        | _read_rotary(family, hf)
+        | family.fixed_fields(hf["hidden_size"]),
+        ffn_hidden_size=hf["intermediate_size"],
+        num_query_groups=hf["num_key_value_heads"] or hf["num_attention_heads"],
+        kv_channels=head_dim,
+        hidden_dropout=0.0,
+        **({} if family.experts is None else family.experts.read(hf)),
+        **_read_window(family, hf),
+    )
+    return config, hf["max_position_embeddings"]
+
+
+def _write_window(family: Family, config: DecoderConfig) -> dict[str, Any]:
+    """Write a sliding window as in config.json, where it counts the token itself too."""
+    if family.window is None:
+        return {}
+    size = None if config.window_size is None else config.window_size + 1
+    has_window = [config.window_of(layer) is not None for layer in range(config.num_layers)]
+    kinds = ["sliding_attention" if has else "full_attention" for has in has_window]
+    qwen = {"use_sliding_window": size is not None, "max_window_layers": 0 if size else config.num_layers}
+    return {
+        "sliding_window": size,
+        **(qwen if family.window == "qwen" else {}),
+        **({"layer_types": kinds} if family.window == "layer_types" or len(set(has_window)) > 1 else {}),
+    }
+
+
+def _read_window(family: Family, hf: Mapping[str, Any]) -> dict[str, Any]:
+    size, layers = hf.get("sliding_window"), hf["num_hidden_layers"]
+    if family.window is None or size is None or (family.window == "qwen" and not hf["use_sliding_window"]):
+        return {}
+    if family.window == "mistral":
+        return {"window_size": size - 1}
+    first = hf.get("max_window_layers", 0)
+    kinds = hf.get("layer_types") or ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
+    if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"layer_types has {', '.join(sorted(unknown))}; full_attention and sliding_attention are read")
+    has_window = [int(kind == "sliding_attention") for kind in kinds]
+    if not any(has_window):
+        return {}
+    return {"window_size": size - 1, "window_attn_skip_freq": None if all(has_window) else str(has_window)}
+
+
+def _write_rotary(family: Family, config: DecoderConfig) -> dict[str, Any]:
+    partial_factor = {"partial_rotary_factor": config.rotary_percent} if family.has_partial_rotary else {}
+    scaling = _scaling(config)
+    if family.has_local_rotary:
+        if config.rotary_base_local is None and scaling is not None:
+            raise ValueError(f"{family.model_type} does not scale rotary frequencies in blocks with a window")
+        local = {"rope_type": "default", "rope_theta": float(config.rotary_base_local or config.rotary_base)}
+        full = {"rope_type": "default"} | (scaling or {}) | {"rope_theta": float(config.rotary_base)}
+        return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
+    # Two keys that every version reads; version 5 would write them as one, rope_parameters.
+    return {"rope_theta": float(config.rotary_base), "rope_scaling": scaling} | partial_factor
+
+
+def _scaling(config: DecoderConfig) -> dict[str, Any] | None:
+    if config.position_embedding_type == "yarn":
+        yarn: dict[str, Any] = {
+            "rope_type": "yarn",
+            "factor": config.yarn_scaling_factor,
+            "original_max_position_embeddings": config.yarn_original_context,
+            "beta_fast": config.yarn_beta_fast,
+            "beta_slow": config.yarn_beta_slow,
+        }
+        if config.mscale_all_dim and config.mscale:  # transformers reads both or none
+            yarn |= {"mscale": config.mscale, "mscale_all_dim": config.mscale_all_dim}
+        elif config.mscale != 1 or config.mscale_all_dim:
+            raise ValueError("transformers does not have YaRN's mscale without mscale_all_dim")
+        return yarn | ({"truncate": False} if config.no_yarn_correction_range_round_to_int else {})
+    if config.rope_scaling_factor is not None:
+        return {"rope_type": "llama3", "factor": config.rope_scaling_factor} | LLAMA3_SCALING
+    if config.rotary_seq_len_interpolation_factor is not None:
+        return {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
+    return None
+
+
+def _read_rotary(family: Family, hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Read our config's fields of positions."""
+    # Version 5 keeps rotary embeddings in rope_parameters; earlier ones have two keys.
+    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    local: dict[str, Any] = {}
+    if family.has_local_rotary:
+        sliding, rope = rope["sliding_attention"], dict(rope["full_attention"])
+        require_values({"rope_type": sliding.get("rope_type", "default")}, {"rope_type": ("default",)})
+        local = {"rotary_base_local": _whole("rope_theta", sliding["rope_theta"])}
+    rope.setdefault("rope_theta", hf.get("rope_theta"))
+    kind = rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    share = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    if family.has_partial_rotary and share is not None:
+        local["rotary_percent"] = rope["partial_rotary_factor"] = float(share)
+    supported: dict[str, tuple[Any, ...]] = {"rope_type": ("default", "linear", "llama3", "yarn")}
+    if not family.has_partial_rotary:
+        supported["partial_rotary_factor"] = (None, 1.0)
+    if kind == "llama3":
+        supported |= {key: (value,) for key, value in LLAMA3_SCALING.items()}
+    if kind == "yarn":
+        supported |= {"attention_factor": (None,), "truncate": (None, True, False)}
+        if bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):
+            supported |= {"mscale": (None,), "mscale_all_dim": (None,)}
+    require_values(
+        {f"rope_parameters.{key}": value for key, value in rope.items()},
+        {f"rope_parameters.{key}": values for key, values in supported.items()},
+    )
+    base = {"position_embedding_type": "rope", "rotary_base": _whole("rope_theta", rope["rope_theta"])} | local
+    if kind == "llama3":
+        return base | {"rope_scaling_factor": float(rope["factor"])}
+    if kind == "linear":
+        return base | {"rotary_seq_len_interpolation_factor": float(rope["factor"])}
+    if kind == "yarn":
+        require_sizes(rope, "original_max_position_embeddings")
+        has_mscale = bool(rope.get("mscale"))
+        return base | {
+            "position_embedding_type": "yarn",
+            "yarn_scaling_factor": float(rope["factor"]),
+            "yarn_original_context": rope["original_max_position_embeddings"],
+            "yarn_beta_fast": float(rope.get("beta_fast") or 32),
+            "yarn_beta_slow": float(rope.get("beta_slow") or 1),
+            "mscale": float(rope["mscale"]) if has_mscale else 1.0,
+            "mscale_all_dim": float(rope["mscale_all_dim"]) if has_mscale else 0.0,
+            "no_yarn_correction_range_round_to_int": rope.get("truncate") is False,
+        }
+    return base
+
+
+def _whole(name: str, value: float) -> int:
+    if value != int(value):
+        raise ValueError(f"{name} is {value}; only whole numbers can be imported (--rotary-base)")
+    return int(value)

@@ -1,0 +1,302 @@
+"""Attention: queries, keys and values of two kinds, and the kernels and masks by which tokens attend to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.varlen import varlen_attn
+
+from .layers import gather_tokens
+from .rotary import apply_rotary
+from .transformer import Transformer
+
+
+class Attention(nn.Module):
+    """The part that every kind of attention has: how queries attend to keys, once these are there."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        dropout: float,
+        window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        has_sinks: bool = False,
+    ) -> None:
+        """window: how many tokens before it a token attends to; default all. scale: of scores; default 1 / sqrt of the
+        queries' width. softcap, has_sinks: see ``plain_attention``."""
+        super().__init__()
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.window = window
+        self.options = {name: x for name, x in (("scale", scale), ("softcap", softcap)) if x is not None}
+        self.sinks = Sinks(num_heads) if has_sinks else None
+        self.attention = attention  # see ``replace_attention``
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+        """Compute ``attention`` -> [B, S, heads * head_dim of v]."""
+        options: dict[str, Any] = dict(self.options)
+        if self.sinks is not None:
+            options["sinks"] = self.sinks()
+        dropout = self.dropout if self.training else 0.0
+        return self.attention(q, k, v, documents, dropout, self.window, **options).flatten(2)
+
+
+class Sinks(nn.Module):
+    """One learned score per head, of a key without a value, which lets a head attend to nothing."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(num_heads))
+
+    def forward(self) -> Tensor:
+        """Return the scores of this rank's heads."""
+        return self.bias.to_local() if isinstance(self.bias, DTensor) else self.bias
+
+
+class SelfAttention(Attention):
+    """Causal multi-head attention, with grouped key/value heads (GQA) when ``num_query_groups < num_heads``.
+
+    The rows of ``linear_qkv`` are packed as in Megatron, group by group: ``[q ... q, k, v]``, each ``head_dim`` rows.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_query_groups: int,
+        head_dim: int,
+        bias: bool,
+        dropout: float,
+        qkv_bias: bool | None = None,
+        head_norm: Callable[[int], nn.Module] | None = None,
+        norms_all_heads: bool = False,
+        **options: Any,
+    ) -> None:
+        """qkv_bias: default ``bias``. head_norm: makes a norm of a number of channels; queries get one, and keys: of
+        each head, or with ``norms_all_heads`` of all heads at once. options: of ``Attention``."""
+        super().__init__(num_heads, dropout, **options)
+        self.num_query_groups = num_query_groups
+        self.head_dim = head_dim
+        self.norms_all_heads = norms_all_heads
+        rows = (num_heads + 2 * num_query_groups) * head_dim
+        self.linear_qkv = nn.Linear(hidden_size, rows, bias=bias if qkv_bias is None else qkv_bias)
+        self.linear_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=bias)
+        q_heads, k_heads = (num_heads, num_query_groups) if norms_all_heads else (1, 1)
+        self.q_layernorm = None if head_norm is None else head_norm(q_heads * head_dim)
+        self.k_layernorm = None if head_norm is None else head_norm(k_heads * head_dim)
+
+    def forward(
+        self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        """``x`` [B, S, H] -> [B, S, H]. ``cos`` and ``sin`` are the ``rotary_table``; without it there is no rotation.
+
+        ``documents``, of ``document_attention``, keeps tokens from attending to another document than their own, or
+        beyond the window.
+        """
+        queries_per_group = self.num_heads // self.num_query_groups
+        qkv = self.linear_qkv(x)  # under tensor parallelism of this rank's heads alone
+        batch, length, _ = qkv.shape
+        qkv = qkv.view(batch, length, -1, queries_per_group + 2, self.head_dim)
+        q, k, v = qkv.split([queries_per_group, 1, 1], dim=3)
+        q = q.reshape(batch, length, -1, self.head_dim)  # [B, S, heads, head_dim]
+        k, v = k.squeeze(3), v.squeeze(3)  # [B, S, groups, head_dim]
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            if self.norms_all_heads:
+                q, k = self.q_layernorm(q.flatten(2)).view_as(q), self.k_layernorm(k.flatten(2)).view_as(k)
+            else:
+                q, k = self.q_layernorm(q), self.k_layernorm(k)
+        if cos is not None and sin is not None:
+            q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        return self.linear_proj(self.attend(q, k, v, documents))
+
+
+class LatentAttention(Attention):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Keys and values of all heads come from one narrow latent vector per token, and all heads share one rotated key.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        q_rank: int | None,
+        kv_rank: int,
+        plain_dim: int,
+        rotated_dim: int,
+        v_dim: int,
+        dropout: float,
+        latent_norm: Callable[[int], nn.Module] | None,
+        **options: Any,
+    ) -> None:
+        """q_rank: width of the queries' latent vectors; None: queries have none. plain_dim, rotated_dim: channels of a
+        query or key without and with positions. latent_norm: makes a norm of latent vectors. options: of
+        ``Attention``."""
+        super().__init__(num_heads, dropout, **options)
+        self.kv_rank, self.plain_dim, self.rotated_dim, self.v_dim = kv_rank, plain_dim, rotated_dim, v_dim
+        norm = latent_norm or nn.Identity
+        q_rows = num_heads * (plain_dim + rotated_dim)
+        self.has_latent_queries = q_rank is not None
+        if q_rank is None:
+            self.linear_q_proj = nn.Linear(hidden_size, q_rows, bias=False)
+        else:
+            self.linear_q_down_proj = nn.Linear(hidden_size, q_rank, bias=False)
+            self.q_layernorm = norm(q_rank)
+            self.linear_q_up_proj = nn.Linear(q_rank, q_rows, bias=False)
+        self.linear_kv_down_proj = nn.Linear(hidden_size, kv_rank + rotated_dim, bias=False)
+        self.kv_layernorm = norm(kv_rank)
+        self.linear_kv_up_proj = nn.Linear(kv_rank, num_heads * (plain_dim + v_dim), bias=False)
+        self.linear_proj = nn.Linear(num_heads * v_dim, hidden_size, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None) -> Tensor:
+        """``x`` [B, S, H] -> [B, S, H]. ``cos``, ``sin`` and ``documents`` as in ``SelfAttention``."""
+        if self.has_latent_queries:
+            q = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(x)))
+        else:
+            q = self.linear_q_proj(x)
+        q = q.unflatten(-1, (-1, self.plain_dim + self.rotated_dim))  # [B, S, heads, plain + rotated]
+        latent, shared = self.linear_kv_down_proj(x).split([self.kv_rank, self.rotated_dim], dim=-1)
+        kv = self.linear_kv_up_proj(self.kv_layernorm(latent)).unflatten(-1, (-1, self.plain_dim + self.v_dim))
+        k, v = kv.split([self.plain_dim, self.v_dim], dim=-1)  # [B, S, heads, ...]
+        shared = (gather_tokens(shared) if isinstance(shared, DTensor) else shared).unsqueeze(2)  # [B, S, 1, rotated]
+        plain_q, rotated_q = q.split([self.plain_dim, self.rotated_dim], dim=-1)
+        q = torch.cat([plain_q, apply_rotary(rotated_q, cos, sin)], dim=-1)
+        k = torch.cat([k, apply_rotary(shared, cos, sin).expand(*k.shape[:3], -1)], dim=-1)
+        # Kernels, caches and context parallelism want values as wide as keys.
+        v = F.pad(v, (0, k.shape[-1] - self.v_dim))
+        attended = self.attend(q, k, v, documents).unflatten(-1, (-1, k.shape[-1]))
+        return self.linear_proj(attended[..., : self.v_dim].flatten(2))
+
+
+def replace_attention(
+    model: Transformer,
+    documents: Callable[..., Tensor | None],
+    attention_of: Callable[[Attention], Callable[..., Tensor]],
+) -> None:
+    """Replace how tokens of ``model`` attend to each other, for context parallelism or a cache of keys.
+
+    documents: in place of ``document_attention``. attention_of: gives each layer's function in place of ``attention``.
+    """
+    model.document_attention = documents
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attention = attention_of(module)  # type: ignore[assignment]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    dropout: float,
+    window: int | None = None,
+    key_documents: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of q [B, Q, heads, head_dim] to k, v [B, K, groups, head_dim] -> [B, Q, heads, head_dim].
+
+    ``documents`` is what ``document_attention`` returns for this ``window``; None only for Q = K. Where it is a
+    cu_seqlens and K is not Q, ``key_documents`` is that of the keys: the last query of a document is where its last
+    key is, the one before it a key earlier. ``scale``, ``softcap``, ``sinks``: see ``plain_attention``.
+    """
+    if softcap is not None or sinks is not None:
+        return plain_attention(q, k, v, documents, dropout, scale, softcap, sinks)
+    options: dict[str, Any] = {"enable_gqa": True} if k.shape[2] < q.shape[2] else {}
+    options |= {} if scale is None else {"scale": scale}
+    if documents is not None and documents.dim() == 1:
+        # All documents of the batch side by side, [B * Q, heads, head_dim]; the right edge of the kernel's window is
+        # causal, and -1 is no left edge.
+        queries, keys, values = (tensor.flatten(0, 1) for tensor in (q, k, v))
+        key_documents = documents if key_documents is None else key_documents
+        edges = (-1 if window is None else window, 0)
+        attended = varlen_attn(
+            *(queries, keys, values, documents, key_documents, q.shape[1], k.shape[1]),
+            window_size=edges,
+            **options,
+        )
+        assert isinstance(attended, Tensor)
+        return attended.view(q.shape)
+    return F.scaled_dot_product_attention(
+        q.transpose(1, 2),  # [B, heads, Q, head_dim]
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=documents,
+        dropout_p=dropout,
+        is_causal=documents is None,
+        **options,
+    ).transpose(1, 2)
+
+
+def plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Compute ``attention`` with all scores [B, heads, Q, K] in memory: no kernel of PyTorch has what follows.
+
+    ``softcap`` c turns a score s into c * tanh(s / c) (Gemma 2, arXiv 2408.00118, section 2). ``sinks`` [heads] are one
+    more score per head, of a key without a value. ``mask`` [B or 1, 1, Q, K]: True where a query attends, or added to
+    scores; None: causal.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, heads or groups, Q or K, head_dim]
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = (q @ k.transpose(2, 3)).float() * (scale or q.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    batch, _, queries, keys = scores.shape
+    if mask is None:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(batch, -1, queries, 1)], dim=-1)
+    shares = scores.softmax(dim=-1)[..., :keys].to(v.dtype)
+    return (F.dropout(shares, dropout) @ v).transpose(1, 2)
+
+
+def document_attention(
+    cu_seqlens: Tensor | None, tokens: Tensor, dtype: torch.dtype, needs_mask: bool, window: int | None = None
+) -> Tensor | None:
+    """Make the ``documents`` of ``SelfAttention``, once for all layers; None if attention is only causal.
+
+    ``cu_seqlens`` int32 [D + 1] says where the documents of the flattened batch ``tokens`` [B, S] begin; None where
+    each row is one. It is itself what PyTorch's kernel for variable lengths takes, on GPUs in 16 bit, unless it
+    ``needs_mask``: the kernel has no dropout of attention weights, no soft-caps and no sinks. Elsewhere a mask bool
+    [B or 1, 1, S, S], True where a token attends, does the same with ``scaled_dot_product_attention``. ``window``: how
+    many tokens before it a token attends to; None for all.
+    """
+    batch, length = tokens.shape
+    if window is not None and window >= length - 1:
+        window = None
+    if cu_seqlens is None and window is None:
+        return None
+    if takes_variable_lengths(tokens.device, dtype, needs_mask):
+        return whole_rows(batch, length, tokens.device) if cu_seqlens is None else cu_seqlens
+    if cu_seqlens is None:
+        batch, cu_seqlens = 1, whole_rows(1, length, tokens.device)  # the same mask for all
+    position = torch.arange(batch * length, device=tokens.device, dtype=cu_seqlens.dtype)
+    document = torch.bucketize(position, cu_seqlens, right=True).view(batch, 1, length)
+    mask = (document.unsqueeze(-1) == document.unsqueeze(-2)).tril()
+    return mask if window is None else mask.triu(-window)
+
+
+def whole_rows(batch: int, length: int, device: torch.device) -> Tensor:
+    """Return the ``cu_seqlens`` of a batch whose rows are one document each."""
+    return torch.arange(0, (batch + 1) * length, length, device=device, dtype=torch.int32)
+
+
+def takes_variable_lengths(device: torch.device, dtype: torch.dtype, needs_mask: bool) -> bool:
+    """Return whether PyTorch's kernel for variable lengths can be used."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and not needs_mask

@@ -1,0 +1,79 @@
+"""Rotary positions (Su et al., arXiv 2104.09864), and how their frequencies are scaled for longer contexts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+# Rotary tables are cheap, so each forward pass makes them again; a buffer would have to survive ``to_empty``.
+
+
+def frequencies(dim: int, base: float, device: torch.device) -> Tensor:
+    """Return base^(-2i / dim) for each pair i of ``dim`` rotated channels: fp32 [dim / 2]."""
+    return base ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
+
+
+def scaled_as_llama3(frequency: Tensor, factor: float) -> Tensor:
+    """Llama 3.1's scaling: wavelengths beyond the original context of 8192 tokens are stretched by the factor, those
+    below a quarter of it are kept, and those between are interpolated."""
+    low, high, original_context = 1.0, 4.0, 8192
+    turns = original_context * frequency / (2 * math.pi)  # rotations within the original context
+    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: high frequency, kept; 0: low frequency, stretched
+    return keep * frequency + (1 - keep) * frequency / factor
+
+
+def scaled_as_yarn(
+    frequency: Tensor,
+    base: float,
+    factor: float,
+    original_context: int,
+    beta_fast: float,
+    beta_slow: float,
+    whole_pairs: bool = True,
+) -> Tensor:
+    """YaRN's scaling (Peng et al., arXiv 2309.00071): pairs of channels that turn ``beta_fast`` times or more within
+    the original context are kept, those that turn ``beta_slow`` times or less are stretched by the factor, and between
+    those two the share that is stretched grows with the pair's number. whole_pairs: round both ends of that range
+    outward to numbers of pairs."""
+    pairs = frequency.shape[0]
+
+    def pair_with(turns: float) -> float:
+        return pairs * math.log(original_context / (turns * 2 * math.pi)) / math.log(base)
+
+    first, last = pair_with(beta_fast), pair_with(beta_slow)
+    if whole_pairs:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    number = torch.arange(pairs, dtype=torch.float32, device=frequency.device)
+    stretched = ((number - first) / max(last - first, 0.001)).clamp(0, 1)
+    return stretched * frequency / factor + (1 - stretched) * frequency
+
+
+def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    """Return what YaRN multiplies queries and keys by, so that attention over more tokens stays as sharp."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def rotary_table(frequency: Tensor, length: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [S, 1, dim / 2], fp32, of the angles position * ``frequency``.
+
+    ``positions`` int [B, S] instead of 0 to S - 1 make these [B, S, 1, dim / 2].
+    """
+    if positions is None:
+        positions = torch.arange(length, device=frequency.device)
+    angle = positions.float().unsqueeze(-1) * frequency  # [..., S, dim / 2]
+    return angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of ``x`` [B, S, heads, head_dim]; channel i forms a pair with channel i + dim / 2.
+
+    Channels beyond the ``dim`` that the table is of stay as they are.
+    """
+    dim = 2 * cos.shape[-1]
+    if dim < x.shape[-1]:
+        return torch.cat([apply_rotary(x[..., :dim], cos, sin), x[..., dim:]], dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

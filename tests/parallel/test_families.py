@@ -1,0 +1,46 @@
+"""Decoders of every kind train on several ranks as on one: latent attention, sinks, soft-caps, norms over all heads."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel.layouts import EPS, assert_trains_as_one_rank
+from tests.training.small_run import NO_DROPOUT
+
+SHAPE = f"--num-layers 4 --micro-batch-size 2 {EPS} {NO_DROPOUT} --lr-decay-style constant --log-params-norm"
+DEEPSEEK = (
+    f"{SHAPE} --multi-latent-attention --q-lora-rank 12 --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 6 --qk-layernorm --rotary-scaling-factor 4 --mscale-all-dim 1 --num-experts 8 --moe-router-topk 4 "
+    "--moe-layer-freq [0]+[1]*3 --moe-ffn-hidden-size 40 --moe-shared-expert-intermediate-size 24 "
+    "--moe-shared-expert-gate --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias"
+)
+WINDOWS = "--window-size 6,0 --window-attn-skip-freq 2 --group-query-attention --num-query-groups 2"
+GPT_OSS = (
+    f"{SHAPE} {WINDOWS} --position-embedding-type rope --softmax-type learnable --quick-geglu --glu-linear-offset 1 "
+    "--activation-func-clamp-value 1 --no-rope-freq 4"
+)
+GEMMA = (
+    f"{SHAPE} {WINDOWS} --geglu --apply-layernorm-1p --post-self-attn-layernorm --post-mlp-layernorm "
+    "--embedding-multiplier 5.6 --attn-logit-softcapping 2 --final-logit-softcapping 3 --rotary-base-local 100"
+)
+OLMO = (
+    f"{SHAPE} --qk-layernorm --qk-layernorm-whole --no-pre-norms --post-self-attn-layernorm --post-mlp-layernorm "
+    "--residual-multiplier 0.5 --logits-scaling 2 --softmax-scale 0.2"
+)
+TP2, PP2, CP2 = (f"--{kind}-parallel-size 2" for kind in ("tensor-model", "pipeline-model", "context"))
+EP2 = "--expert-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "common", "layouts"),
+    [
+        ("llama", DEEPSEEK, {"tp, ep": f"{TP2} {EP2} --sequence-parallel", "tp, pp": f"{TP2} {PP2}", "cp": CP2}),
+        ("gpt", GPT_OSS, {"tp, cp": f"{TP2} {CP2}", "tp, pp": f"{TP2} {PP2} --sequence-parallel"}),
+        ("llama", GEMMA, {"tp, cp": f"{TP2} {CP2} --sequence-parallel", "tp, pp": f"{TP2} {PP2}"}),
+        ("llama", OLMO, {"tp, cp": f"{TP2} {CP2}", "tp, pp": f"{TP2} {PP2} --sequence-parallel"}),
+    ],
+    ids=["deepseek", "gpt-oss", "gemma", "olmo"],
+)
+def test_four_ranks_train_as_one(data, architecture, common, layouts):
+    assert_trains_as_one_rank(data, architecture, f"{common} --train-iters 3", {4: layouts})
