@@ -38,6 +38,7 @@ _RENAMED_EXPERT_FLAGS = {
     "router_pre_softmax": "moe_router_pre_softmax",
     "topk_scaling_factor": "moe_router_topk_scaling_factor",
     "shared_expert_size": "moe_shared_expert_intermediate_size",
+    "load_balancing": "moe_router_load_balancing_type",
 }
 EXPERT_FLAGS = {  # the same of ``MoEConfig``
     field.name: _RENAMED_EXPERT_FLAGS.get(field.name, f"moe_{field.name}")
@@ -133,6 +134,8 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
             model,
             moe_ffn_hidden_size=model.moe_ffn_hidden_size or ffn_size,
             moe_shared_expert_intermediate_size=shared or (ffn_size if model.moe_residual else None),
+            # As in Megatron: sigmoid scores are those of all experts anyway.
+            moe_router_pre_softmax=model.moe_router_pre_softmax and model.moe_router_score_function == "softmax",
         )
         _check_experts(model, model.num_experts or 0, layers)
     return model
@@ -171,6 +174,12 @@ def _check_positions(model: ModelSettings, head_dim: int) -> None:
         )
 
 
+_NOT_WITH_SINKHORN = (
+    *("moe_aux_loss_coeff", "moe_router_score_function", "moe_router_enable_expert_bias"),
+    *("moe_router_topk_scaling_factor", "moe_expert_capacity_factor"),
+)
+
+
 def _check_experts(model: ModelSettings, experts: int, layers: int) -> None:
     """Raise SettingsError for experts that do not fit."""
     for flag, layer in ("--moe-layer-freq", model.moe_layer_freq), ("--moe-first-layer", model.moe_first_layer):
@@ -192,22 +201,23 @@ def _check_experts(model: ModelSettings, experts: int, layers: int) -> None:
         f"--moe-router-topk {top_k} is more than --num-experts {experts}, or than one of --moe-experts-per-layer "
         f"{per_layer or experts}",
     )
-    is_sigmoid = model.moe_router_score_function == "sigmoid"
+    is_sigmoid, balancing = model.moe_router_score_function == "sigmoid", model.moe_router_load_balancing_type
+    for name in _NOT_WITH_SINKHORN:
+        require(
+            balancing != "sinkhorn" or getattr(model, name) == all_flags()[name].default,
+            f"{flag_of(name)} has no meaning with --moe-router-load-balancing-type sinkhorn; leave one of them out",
+        )
     require(
-        top_k > 1 or model.moe_router_pre_softmax or is_sigmoid,
+        top_k > 1 or model.moe_router_pre_softmax or is_sigmoid or balancing == "sinkhorn",
         "--moe-router-topk 1 weighs the only expert by 1, whatever the router says, so that it learns nothing from the "
         "loss: give --moe-router-pre-softmax too",
-    )
-    require(
-        not (model.moe_router_pre_softmax and is_sigmoid),
-        "--moe-router-pre-softmax requires softmax; leave it out with --moe-router-score-function sigmoid",
     )
     require(
         is_sigmoid or not model.moe_router_enable_expert_bias,
         "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: give it too",
     )
     require(
-        not (model.moe_aux_loss_coeff and model.moe_router_load_balancing_type == "none"),
+        not (model.moe_aux_loss_coeff and balancing == "none"),
         f"--moe-aux-loss-coeff {model.moe_aux_loss_coeff:g} and --moe-router-load-balancing-type none exclude each "
         "other; give one",
     )
@@ -234,6 +244,8 @@ def build_config(model: ModelSettings, vocab_size: int) -> DecoderConfig:
     if model.num_experts is not None:
         bias_update_rate = model.moe_router_bias_update_rate if model.moe_router_enable_expert_bias else None
         experts: dict[str, Any] = {name: getattr(model, flag) for name, flag in EXPERT_FLAGS.items()}
+        if experts["load_balancing"] == "none":  # the same as no coefficient
+            experts["load_balancing"] = "aux_loss"
         moe = MoEConfig(**experts, bias_update_rate=bias_update_rate)
     return DecoderConfig(
         **values,

@@ -182,7 +182,7 @@ def to_config(family: Family, config: DecoderConfig, positions: int) -> dict[str
         if config.moe is None:
             raise ValueError(f"{family.model_type} does not have layers without experts")
         written = [*WRITTEN_MOE, *(["router_pre_softmax"] if family.experts.pre_softmax else [])]
-        require_fields(config.moe, family.model_type, {}, written)
+        require_fields(config.moe, family.model_type, {"load_balancing": ("aux_loss", "seq_aux_loss")}, written)
         experts = family.experts.write(config.moe, config.num_layers)
     hidden, heads = config.hidden_size, config.num_attention_heads
     if hidden % heads or not (family.has_head_dim or config.head_dim == hidden // heads):

@@ -20,7 +20,7 @@ from megatron_zpp.checkpoint.resume import (
     checkpoint_to_load,
 )
 from megatron_zpp.data.build import Datasets
-from megatron_zpp.families import Architecture, padded_vocab_size
+from megatron_zpp.families import Architecture, vocabulary_of
 from megatron_zpp.islands import OuterSync, apply_islands, emulate_islands
 from megatron_zpp.metrics.writers import MetricWriters, describe_program
 from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum
@@ -62,9 +62,8 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
     train_iters, num_eval_micro_batches, num_samples = _plan_length(settings, batches, counters, mesh)
     with errors_on_all_ranks():
         tokens_in_vocabulary, datasets = build_data(settings, num_samples)
-        multiple = settings.model.make_vocab_size_divisible_by
-        vocab_size = padded_vocab_size(tokens_in_vocabulary, multiple)
-        check_vocabulary(settings.distributed, vocab_size, multiple)
+        vocab_size = vocabulary_of(settings.model, tokens_in_vocabulary)
+        check_vocabulary(settings.distributed, vocab_size, settings.model.make_vocab_size_divisible_by)
         if resumed is not None:
             check_same_order(settings, resumed, datasets)
         resumes_logs = resumed is not None and settings.checkpoint.load == save

@@ -83,7 +83,7 @@ _OURS: dict[str, tuple[Any, ...]] = {
     "glu_linear_offset": (0.0,),
     "mlp_type": ("standard",),
     "moe_input_jitter_eps": (None, 0.0),
-    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
     "moe_token_drop_policy": ("probs",),
     "mtp_num_layers": (None, 0),
     "rotary_seq_len_interpolation_factor": (None, 1),
@@ -216,6 +216,8 @@ def _experts(args: Args) -> MoEConfig | None:
     values = _values(args, EXPERT_FLAGS, MoEConfig)
     values["num_experts"] = number
     values["ffn_hidden_size"] = args.get("moe_ffn_hidden_size") or size(args, "ffn_hidden_size")
+    if values.get("load_balancing") in ("global_aux_loss", "none"):  # how it was trained changes no weight
+        values["load_balancing"] = "aux_loss"
     values["topk_scaling_factor"] = args.get("moe_router_topk_scaling_factor") or 1.0
     return MoEConfig(**values)
 
