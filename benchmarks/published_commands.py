@@ -44,7 +44,7 @@ SIZES = {
     "window-size": "8,0", "micro-batch-size": 1, "global-batch-size": 8, "eval-global-batch-size": 8,
     "eval-micro-batch-size": 1, "num-layers-per-virtual-pipeline-stage": 1, "decoder-first-pipeline-num-layers": 1,
     "decoder-last-pipeline-num-layers": 1, "num-virtual-stages-per-pipeline-rank": 2, "recompute-num-layers": 1,
-    "moe-experts-per-layer": 8, "yarn-original-max-position-embeddings": 16, "num-workers": 0,
+    "moe-experts-per-layer": 8, "yarn-original-max-position-embeddings": 16,
     # lengths and intervals
     "train-iters": 2, "train-samples": 16, "lr-decay-iters": 2, "lr-decay-samples": 16, "lr-warmup-iters": 1,
     "lr-warmup-samples": 8, "lr-wsd-decay-iters": 1, "lr-wsd-decay-samples": 8, "eval-iters": 1, "log-interval": 1,
@@ -102,7 +102,7 @@ def split_words(words: list[str]) -> dict[str, list[str]]:
 
 def small(words: list[str], layers: int, files: dict[str, str], output: str) -> list[str]:
     """Append to a command the values that make it small; the last value of a flag counts."""
-    flags, more = split_words(words), dict[str, object]({"eval-iters": 1})
+    flags, more = split_words(words), dict[str, object]({"eval-iters": 1, "num-workers": 0})
     for name in flags:
         if name in SIZES:
             first = flags[name][0] if flags[name] else ""
@@ -119,6 +119,8 @@ def small(words: list[str], layers: int, files: dict[str, str], output: str) -> 
             is_dense = first_is_dense is not None and first_is_dense[0] == "0"
             more[name] = f"[0]*1+[1]*{layers - 1}" if is_dense else f"[1]*{layers}"
     more["num-layers"] = layers
+    if "NullTokenizer" in flags.get("tokenizer-type", []):  # whose vocabulary another program may know
+        more["vocab-size"] = SIZES["vocab-size"]
     if "tokenizer-model" in flags:
         kind = flags.get("tokenizer-type", [""])[0]
         more["tokenizer-model"] = files["hf" if kind in ("HuggingFaceTokenizer", "HFTokenizer") else "sp"]

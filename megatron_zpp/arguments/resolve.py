@@ -155,6 +155,12 @@ def _resolve_training(training: TrainingSettings, dp_size: int, accumulation_ste
         f"global batch size {total} is not micro-batch size {micro} * {accumulation_steps} accumulation steps * "
         f"{dp_size} data-parallel ranks = {expected}; make them agree or leave one out",
     )
+    at_once, of_evaluation = micro * dp_size, training.eval_global_batch_size
+    require(
+        of_evaluation is None or of_evaluation % at_once == 0,
+        f"--eval-global-batch-size {of_evaluation} is not a multiple of micro-batch size {micro} * {dp_size} "
+        f"data-parallel ranks = {at_once}",
+    )
     return dataclasses.replace(training, global_batch_size=total)
 
 

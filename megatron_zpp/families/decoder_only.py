@@ -142,7 +142,7 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
 
 
 NORMALIZATIONS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}  # Megatron-DeepSpeed's names and Megatron-LM's
-_ROTARY = ("rotary_base", "rotary_percent", "use_rope_scaling")
+_ROTARY = ("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling")
 _YARN = ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow")
 
 

@@ -64,6 +64,7 @@ class DecoderConfig:
     position_embedding_type: str = "learned_absolute"  # one of POSITIONS
     rotary_percent: float = 1.0  # share of a head's channels that are rotated
     rotary_base: float = 10000
+    rotary_interleaved: bool = False  # channels 2i and 2i + 1 are rotated together, not i and i + half of them
     rope_scaling_factor: float | None = None  # Llama 3.1's scaling of rope; it uses 8
     yarn_scaling_factor: float | None = None  # and what else yarn takes
     yarn_original_context: int | None = None
@@ -176,6 +177,7 @@ class Block(nn.Module):
             dropout=config.attention_dropout,
             head_norm=partial(make_norm, config) if config.qk_layernorm else None,
             window=config.window_size,
+            rotary_interleaved=config.rotary_interleaved,
         )
         self.pre_mlp_norm = make_norm(config, config.hidden_size)
         self.mlp = mlp

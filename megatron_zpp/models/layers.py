@@ -36,15 +36,18 @@ class SelfAttention(nn.Module):
         qkv_bias: bool | None = None,
         head_norm: Callable[[int], nn.Module] | None = None,
         window: int | None = None,
+        rotary_interleaved: bool = False,
     ) -> None:
         """qkv_bias: default ``bias``. head_norm: makes a norm of ``head_dim`` channels; queries get one, and keys.
-        window: how many tokens before it a token attends to; default all."""
+        window: how many tokens before it a token attends to; default all. rotary_interleaved: neighboring channels
+        are rotated together, as in ``apply_rotary``."""
         super().__init__()
         self.num_heads = num_heads
         self.num_query_groups = num_query_groups
         self.head_dim = head_dim
         self.dropout = dropout
         self.window = window
+        self.rotary_interleaved = rotary_interleaved
         rows = (num_heads + 2 * num_query_groups) * head_dim
         self.linear_qkv = nn.Linear(hidden_size, rows, bias=bias if qkv_bias is None else qkv_bias)
         self.linear_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=bias)
@@ -70,7 +73,7 @@ class SelfAttention(nn.Module):
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if cos is not None and sin is not None:
-            q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+            q, k = (apply_rotary(x, cos, sin, self.rotary_interleaved) for x in (q, k))
         attended = self.attention(q, k, v, documents, self.dropout if self.training else 0.0, self.window)
         return self.linear_proj(attended.flatten(2))
 
@@ -213,14 +216,18 @@ def rotary_table(frequency: Tensor, length: int, positions: Tensor | None = None
     return angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotary embedding of ``x`` [B, S, heads, head_dim]; channel i forms a pair with channel i + dim / 2.
 
-    Channels beyond the ``dim`` that the table is of stay as they are.
+    interleaved: channel 2i forms a pair with channel 2i + 1. Channels beyond the ``dim`` that the table is of stay as
+    they are.
     """
     dim = 2 * cos.shape[-1]
     if dim < x.shape[-1]:
-        return torch.cat([apply_rotary(x[..., :dim], cos, sin), x[..., dim:]], dim=-1)
+        return torch.cat([apply_rotary(x[..., :dim], cos, sin, interleaved), x[..., dim:]], dim=-1)
+    if interleaved:
+        first, second = x[..., 0::2], x[..., 1::2]
+        return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 

@@ -202,6 +202,8 @@ class DistributedSettings:
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "the same, as the number of stages", at_least=1)
     decoder_first_pipeline_num_layers: int | None = flag(None, "first rank's layers; default its share", at_least=1)
     decoder_last_pipeline_num_layers: int | None = flag(None, "last rank's layers; default its share", at_least=1)
+    account_for_embedding_in_pipeline_split: bool = flag(False, "count the embeddings as a layer of the first stage")
+    account_for_loss_in_pipeline_split: bool = flag(False, "count output layer and loss as a layer of the last stage")
     context_parallel_size: int = _size("ranks that share each sequence; twice this must divide its length")
     expert_model_parallel_size: int = _size("ranks among which a layer's experts are divided; tokens are sent to them")
     expert_tensor_parallel_size: int | None = flag(

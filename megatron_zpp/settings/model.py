@@ -32,6 +32,7 @@ class ModelSettings:
     )
     rotary_base: int = flag(10000, "base of the rotary embedding", at_least=1)
     rotary_percent: float = flag(1.0, "share of each head's channels that are rotated", above=0, at_most=1)
+    rotary_interleaved: bool = flag(False, "rotate neighboring channels together, not those half a head apart")
     use_rope_scaling: bool = flag(False, "scale low rotary frequencies as Llama 3.1, for more than 8192 tokens")
     rope_scaling_factor: float = flag(8.0, "factor by which --use-rope-scaling divides frequencies", above=0)
     yarn_rotary_scaling_factor: float | None = flag(None, "YaRN: factor that extends the context", at_least=1)

@@ -50,6 +50,9 @@ class TrainingSettings:
     curriculum_length_step: int = _curriculum(8, "lengths of growing samples are multiples of this")
     seed: int = flag(1234, "seed of weights, data order, dropout, stochastic rounding", at_least=0, at_most=2**32 - 1)
     eval_iters: int = flag(100, "batches per evaluation", at_least=0)
+    eval_global_batch_size: int | None = flag(
+        None, "samples per batch of an evaluation; default the last batch size of training", at_least=1, at_most=2**24
+    )
     eval_interval: int | None = flag(None, "optimizer steps between evaluations; default none but the last", at_least=1)
     deterministic_mode: bool = flag(
         False, "choose torch's deterministic algorithms, for the same numbers in each run; slower on GPUs"

@@ -144,7 +144,10 @@ def _plan_length(
         to_come = batches.total_iterations(training.train_samples or 0, counters.consumed_train_samples)
         train_iters = counters.iteration + to_come
     train_samples = batches.samples_after(max(0, train_iters - counters.iteration), counters.consumed_train_samples)
-    num_eval_micro_batches = training.eval_iters * batches.num_micro_batches(train_samples) * mesh.num_jobs
+    per_batch = batches.num_micro_batches(train_samples)
+    if training.eval_global_batch_size is not None:
+        per_batch = training.eval_global_batch_size // (training.micro_batch_size * mesh.dp_size)
+    num_eval_micro_batches = training.eval_iters * per_batch * mesh.num_jobs
     eval_samples = num_eval_micro_batches * training.micro_batch_size * mesh.dp_size_of_job
     # All islands take the same samples, whenever they come: those of one that is there from the first step on.
     begun = Counters() if settings.distributed.islands_may_leave else counters

@@ -74,7 +74,7 @@ window_attn_skip_freq
 _FALSE = """
 apply_residual_connection_post_layernorm attention_output_gate embed_layernorm is_hybrid_model moe_apply_probs_on_input
 moe_router_enable_expert_bias moe_shared_expert_gate multi_latent_attention openai_gelu qk_l2_norm quick_geglu
-rotary_interleaved squared_relu use_mup
+squared_relu use_mup
 """
 _OURS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_NONE.split(), (None,)),
@@ -148,7 +148,7 @@ def config_of(args: Args, vocab_size: int) -> DecoderConfig:
         ),
         "tie_embeddings": not args.get("untie_embeddings_and_output_weights", False),
     }
-    unused = [] if rotary else ["rotary_percent", "rotary_base"]
+    unused = [] if rotary else ["rotary_percent", "rotary_base", "rotary_interleaved"]
     unused += [] if positions == "yarn" else [name for name in FLAGS if name.startswith("yarn_")]
     unused += [] if has_experts else [name for name in FLAGS if name.startswith("moe_")]
     try:
