@@ -38,7 +38,7 @@ def test_steps_follow_megatron() -> None:
     assert batch.micro_batch_counts() == {1, 2, 4}
 
 
-@pytest.mark.parametrize("wrong", ["8", "0:x", "5:8", "0:8 40:16 20:32", "0:8 3:16", "0:0", ""])
+@pytest.mark.parametrize("wrong", ["8", "0:x", "64:8", "0:8 40:16 20:32", "0:8 3:16", "0:0", ""])
 def test_impossible_steps_are_refused(wrong) -> None:
     with pytest.raises(ValueError, match="--step-batch-size-schedule"):
         read_steps([wrong], seq_length=32)
