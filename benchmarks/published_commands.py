@@ -156,13 +156,17 @@ def train_all(work: Path, output: Path) -> None:
                 pretrain(GPT)
             except SystemExit as exit_:
                 status = exit_.code
-        losses = [line["lm loss"] for line in map(parse_line, out.getvalue().splitlines()) if line is not None]
+        lines = [line for line in map(parse_line, out.getvalue().splitlines()) if line is not None]
+        # With fp16 the first steps are skipped, and have no loss; an evaluation has one.
+        losses = [line["lm loss"] for line in lines if "lm loss" in line]
+        losses += map(float, re.findall(r"lm loss value: (\S+)", out.getvalue()))
         is_last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
         row: dict[str, Any] = {"command": name, "ranks": int(os.environ["WORLD_SIZE"])}
         if status and os.environ["RANK"] == "0":
             append_row(output, row | {"trains": False, "error": errors_in(err.getvalue()) or f"status {status}"})
         elif is_last and not status:
-            append_row(output, row | {"trains": bool(losses) and all(map(math.isfinite, losses)), "losses": losses})
+            trains = bool(lines and losses) and all(map(math.isfinite, losses))
+            append_row(output, row | {"trains": trains, "steps": len(lines), "losses": losses})
 
 
 def errors_in(text: str) -> str:
