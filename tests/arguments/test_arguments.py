@@ -239,14 +239,15 @@ def test_flags_of_megatrons_tests_change_nothing():
     """Those that most of its functional tests of 2025-26 have, and their like."""
     flags = (
         "--use-persistent-ckpt-worker --async-save --async-strategy mcore --verify-integrity "
-        "--cross-entropy-fusion-impl te --apply-query-key-layer-scaling --use-tp-pp-dp-mapping "
-        "--rerun-mode validate_results --logging-level 40 --defer-embedding-wgrad-compute --wgrad-deferral-limit 2 "
-        "--ddp-average-in-collective --enable-experimental --overlap-param-gather-with-optimizer-step --disable-gloo-process-groups "
-        "--init-model-with-meta-device --check-weight-hash-across-dp-replicas-interval 10 "
-        "--rotary-seq-len-interpolation-factor 1 --test-mode --use-precision-aware-optimizer --main-grads-dtype fp32 --exp-avg-dtype fp32 "
-        "--cp-comm-type a2a+p2p --fsdp-double-buffer --outer-dp-sharding-strategy no_shard --cuda-graph-modules attn "
-        "mlp --te-rng-tracker --num-dataset-builder-threads 4 --repeated-dataloader --optimizer-offload-fraction "
-        "0.5 --megatron-fsdp-main-params-dtype fp32 --moe-layer-recompute --expert-tensor-parallel-size 4"
+        "--cross-entropy-fusion-impl te --apply-query-key-layer-scaling --use-tp-pp-dp-mapping --rerun-mode "
+        "validate_results --logging-level 40 --defer-embedding-wgrad-compute --wgrad-deferral-limit 2 "
+        "--ddp-average-in-collective --enable-experimental --overlap-param-gather-with-optimizer-step "
+        "--disable-gloo-process-groups --init-model-with-meta-device "
+        "--check-weight-hash-across-dp-replicas-interval 10 --rotary-seq-len-interpolation-factor 1 --test-mode "
+        "--use-precision-aware-optimizer --main-grads-dtype fp32 --exp-avg-dtype fp32 --cp-comm-type a2a+p2p "
+        "--fsdp-double-buffer --outer-dp-sharding-strategy no_shard --cuda-graph-modules attn mlp "
+        "--te-rng-tracker --num-dataset-builder-threads 4 --repeated-dataloader --optimizer-offload-fraction 0.5 "
+        "--megatron-fsdp-main-params-dtype fp32 --moe-layer-recompute --expert-tensor-parallel-size 4"
     )
     settings, notes = parse(SMALL + flags)
     assert settings == parse(SMALL)[0]
