@@ -121,6 +121,8 @@ def _split(argv: Iterable[str]) -> list[tuple[str, list[str]]]:
 
 
 def _value(flag: Flag, words: list[str]) -> Any:
+    if flag.nargs is not None and words and words[0].startswith("[") and words[-1].endswith("]"):
+        words = " ".join(words)[1:-1].replace(",", " ").split()  # a list, as in the YAML of Megatron's tests
     try:
         return flag.read(words)
     except ValueError as error:

@@ -111,6 +111,7 @@ def test_refusals_and_translations_name_flags_that_exist():
         ("--num-layers 6 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
          "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
          dict(num_layers_per_virtual_pipeline_stage=2)),
+        ("--rampup-batch-size '[8 8 100]' --global-batch-size 32", dict(rampup_batch_size=(8, 8, 100))),
         ("--step-batch-size-schedule 0:8 1K:16", dict(global_batch_size=16)),
         ("--override-opt-param-scheduler --most-recent-k 3",
          dict(override_opt_param_scheduler=True, save_keep_last=3)),
