@@ -88,4 +88,4 @@ def check_muon(settings: Settings) -> None:
         "--use-apex": optimizer.use_apex,
     }
     for flag, is_given in unsupported.items():
-        require(not is_given, f"--optimizer muon does not support {flag}: leave {flag} out")
+        require(not is_given, f"--optimizer muon does not support {flag}: leave {flag} out, or use adam")

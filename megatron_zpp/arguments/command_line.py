@@ -70,6 +70,8 @@ def read_command_line(
             elif name == EXPERTS and len(words) > 1:  # Megatron-DeepSpeed's, of each block with experts
                 numbers = [_value(flags[name], [word]) for word in words]
                 line.given |= {"num_experts": max(numbers), "moe_experts_per_layer": ",".join(map(str, numbers))}
+            elif (asked := " ".join([name, *words])) in REFUSED:  # this value alone
+                refused[asked] = REFUSED[asked]
             elif name in flags:
                 line.given[flags[name].setting] = _value(flags[name], words)
             elif name in TRANSLATED:
@@ -119,6 +121,8 @@ def _split(argv: Iterable[str]) -> list[tuple[str, list[str]]]:
 
 
 def _value(flag: Flag, words: list[str]) -> Any:
+    if flag.nargs is not None and words and words[0].startswith("[") and words[-1].endswith("]"):
+        words = " ".join(words)[1:-1].replace(",", " ").split()  # a list, as in the YAML of Megatron's tests
     try:
         return flag.read(words)
     except ValueError as error:

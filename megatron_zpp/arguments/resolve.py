@@ -20,9 +20,10 @@ from megatron_zpp.arguments.resolve_parallel import (
     check_tensor_parallel,
     data_parallel_size,
     resolve_schedule,
+    resolve_sizes,
 )
 from megatron_zpp.families import Architecture
-from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum, end_after_tokens
+from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum, end_after_tokens, read_steps
 from megatron_zpp.optim.schedule import Schedule
 from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD
 from megatron_zpp.settings.checks import Mistakes, SettingsError, flag_of, require
@@ -65,6 +66,7 @@ def resolve(
         require(seq_length, "how long is a sample? give --seq-length")
         model = architecture.resolve(settings.model, seq_length)
         num_layers = model.num_layers or 0
+        distributed = resolve_sizes(distributed, num_layers)
         activation = _resolve_activation(settings.activation, num_layers)
     with mistakes.collected():
         precision = _resolve_precision(settings.precision, _sums_gradients_in_fp32(settings))
@@ -82,7 +84,13 @@ def resolve(
     loco = None if zeropp.loco is None else dataclasses.replace(zeropp.loco, exact_undo=undoes_steps)
     zeropp = dataclasses.replace(zeropp, seed=training.seed, loco=loco)
     settings = dataclasses.replace(
-        settings, model=model, activation=activation, precision=precision, tokenizer=tokenizer, zeropp=zeropp
+        settings,
+        model=model,
+        activation=activation,
+        precision=precision,
+        tokenizer=tokenizer,
+        zeropp=zeropp,
+        distributed=distributed,
     )
     with mistakes.collected():
         check_pipeline(settings, num_layers)
@@ -121,9 +129,17 @@ def _resolve_training(training: TrainingSettings, dp_size: int, accumulation_ste
     if accumulation_steps is not None:
         given = f"gradient_accumulation_steps {accumulation_steps}"
         require(accumulation_steps >= 1, f"{given} must be at least 1")
-        ramps = training.rampup_batch_size is not None
-        require(not ramps, f"{given} fixes what --rampup-batch-size changes; leave one out")
-    micro, total = training.micro_batch_size, training.global_batch_size
+        for name in ("rampup_batch_size", "step_batch_size_schedule"):
+            require(getattr(training, name) is None, f"{given} fixes what {flag_of(name)} changes; leave one out")
+    micro, total, steps = training.micro_batch_size, training.global_batch_size, training.step_batch_size_schedule
+    if steps is not None:
+        try:
+            last = read_steps(steps, training.seq_length or 1)[-1][1]
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
+        require(training.rampup_batch_size is None, "--step-batch-size-schedule and --rampup-batch-size: give one")
+        total = last if total is None else total
+        require(total == last, f"--step-batch-size-schedule ends at {last}, not at --global-batch-size {total}")
     if micro is None and total is not None and accumulation_steps is not None:
         micro, rest = divmod(total, accumulation_steps * dp_size)
         require(
@@ -140,6 +156,12 @@ def _resolve_training(training: TrainingSettings, dp_size: int, accumulation_ste
         accumulation_steps is None or total == expected,
         f"global batch size {total} is not micro-batch size {micro} * {accumulation_steps} accumulation steps * "
         f"{dp_size} data-parallel ranks = {expected}; make them agree or leave one out",
+    )
+    at_once, of_evaluation = micro * dp_size, training.eval_global_batch_size
+    require(
+        of_evaluation is None or of_evaluation % at_once == 0,
+        f"--eval-global-batch-size {of_evaluation} is not a multiple of micro-batch size {micro} * {dp_size} "
+        f"data-parallel ranks = {at_once}",
     )
     return dataclasses.replace(training, global_batch_size=total)
 
@@ -327,6 +349,8 @@ def _notes(settings: Settings, given: set[str]) -> Iterator[str]:
             f"the last {steps % interval} of {steps} steps are not in the outer parameters, which are evaluated and "
             f"saved: make --train-iters a multiple of --island-sync-interval {interval}"
         )
+    if "moe_router_pre_softmax" in given and settings.model.moe_router_score_function == "sigmoid":
+        yield "--moe-router-pre-softmax has no effect with --moe-router-score-function sigmoid, as in Megatron"
     if settings.distributed.sequence_parallel and settings.distributed.tensor_model_parallel_size == 1:
         yield "--sequence-parallel has no effect without --tensor-model-parallel-size"
     if settings.precision.fp16 and settings.precision.loss_scale is not None:

@@ -66,6 +66,37 @@ def data_parallel_size(distributed: DistributedSettings, world_size: int) -> int
     return (distributed.emulate_ranks or 1) * world_size // ranks_per_model_copy(distributed)
 
 
+def resolve_sizes(ranks: DistributedSettings, num_layers: int) -> DistributedSettings:
+    """Translate Megatron's number of virtual stages, and expert parallelism beside ``--expert-tensor-parallel-size``.
+
+    There EP * ETP ranks share a layer's experts. Here EP * TP ranks do, each with whole experts, so that EP is
+    EP * ETP / TP, and a rank holds as many weights. Raises SettingsError.
+    """
+    stages, size = ranks.num_virtual_stages_per_pipeline_rank, ranks.pipeline_model_parallel_size
+    if stages is not None and stages > 1:
+        given = f"--num-virtual-stages-per-pipeline-rank {stages}"
+        require(
+            ranks.num_layers_per_virtual_pipeline_stage is None,
+            f"{given} and --num-layers-per-virtual-pipeline-stage say the same; give one",
+        )
+        num_layers += ranks.account_for_embedding_in_pipeline_split + ranks.account_for_loss_in_pipeline_split
+        require(
+            num_layers % (stages * size) == 0,
+            f"{given} * --pipeline-model-parallel-size {size} does not divide {num_layers} layers",
+        )
+        ranks = dataclasses.replace(ranks, num_layers_per_virtual_pipeline_stage=num_layers // (stages * size))
+    if (expert_tp_size := ranks.expert_tensor_parallel_size) is not None:
+        parts, tp_size = ranks.expert_model_parallel_size * expert_tp_size, ranks.tensor_model_parallel_size
+        require(
+            parts % tp_size == 0,
+            f"--expert-model-parallel-size * --expert-tensor-parallel-size = {parts} ranks share a layer's experts; "
+            f"make this a multiple of --tensor-model-parallel-size {tp_size}",
+        )
+        ranks = dataclasses.replace(ranks, expert_model_parallel_size=parts // tp_size)
+    # Translated: nothing is left to say.
+    return dataclasses.replace(ranks, num_virtual_stages_per_pipeline_rank=None, expert_tensor_parallel_size=None)
+
+
 _UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _PIPELINE_ONLY = ("pipeline_schedule", "num_layers_per_virtual_pipeline_stage", *_UNEVEN)
 
@@ -132,6 +163,7 @@ def placement_of(ranks: DistributedSettings, num_layers: int) -> Placement:
         ranks.decoder_first_pipeline_num_layers,
         ranks.decoder_last_pipeline_num_layers,
         v_shaped=ranks.pipeline_schedule == "zbv",
+        fewer_at_ends=(ranks.account_for_embedding_in_pipeline_split, ranks.account_for_loss_in_pipeline_split),
     )
 
 
@@ -187,9 +219,11 @@ def check_expert_parallel(settings: Settings, fsdp_size: int) -> None:
     require(bits in (None, 4, 6, 8), f"--moe-token-bits must be one of (4, 6, 8), got {bits}")
     if size > 1:
         require_divides(flag, size, fsdp_size, "rank(s) that have different samples or parts of them")
+        replicas = distributed.num_distributed_optimizer_instances
         require(
-            distributed.num_distributed_optimizer_instances == 1,
-            f"{given} does not work with --num-distributed-optimizer-instances (HSDP): leave one out",
+            fsdp_size // replicas % size == 0,
+            f"{given} does not divide the {fsdp_size // replicas} rank(s) of each of the "
+            f"--num-distributed-optimizer-instances {replicas} (HSDP); change one",
         )
         require(distributed.emulate_ranks is None, f"{given} cannot be emulated; leave --emulate-ranks or it out")
         compiles = settings.activation.compile

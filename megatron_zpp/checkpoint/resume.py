@@ -100,7 +100,9 @@ def _latest_good(folder: str, digests: str) -> tuple[Path | None, list[str]]:
     return None, passed_over
 
 
-_BATCH_SETTINGS = ("global_batch_size", "rampup_batch_size", "decrease_batch_size_if_needed")
+_BATCH_SETTINGS = (
+    *("global_batch_size", "rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"),
+)
 # These do not change which data are read in which order, except the last two, which check_order checks.
 _WITHOUT_INFLUENCE = {
     *("num_workers", "data_cache_path", "no_mmap_bin_files", "pad_last_valid_sample"),

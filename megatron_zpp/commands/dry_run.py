@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.arguments.resolve_parallel import check_vocabulary, data_parallel_size, num_jobs
-from megatron_zpp.families import Architecture, padded_vocab_size
+from megatron_zpp.families import Architecture, vocabulary_of
 from megatron_zpp.optim.optimizer import state_numel
 from megatron_zpp.parallel.distributed import is_first_rank, ranks_of_environment
 from megatron_zpp.parallel.mesh import MODEL_PARALLEL_SETTINGS, ranks_per_model_copy
@@ -95,7 +95,7 @@ def _needs(architecture: Architecture, settings: ResolvedSettings, grid: RankGri
         if settings.tokenizer.vocab_size is None:
             return [f"model, memory and traffic are not estimated without --vocab-size: {error}"]
         vocabulary = settings.tokenizer.vocab_size
-    check_vocabulary(distributed, padded_vocab_size(vocabulary, multiple), multiple)
+    check_vocabulary(distributed, vocabulary_of(settings.model, vocabulary), multiple)
     try:
         needs = estimate(architecture, settings, vocabulary, grid)
     except ValueError as error:

@@ -71,6 +71,10 @@ def pretrain(architecture: Architecture) -> None:
         if settings.training.exit_signal_handler:
             # Python's own handler would wait until a collective returns, and then print a traceback.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if settings.training.deterministic_mode:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time
+            torch.use_deterministic_algorithms(True)
         run = build_run(architecture, settings, device)
         describe(run)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from .architecture import Architecture, BlockActivations, padded_vocab_size
+from .architecture import Architecture, BlockActivations, padded_vocab_size, vocabulary_of
 from .gpt import GPT
 from .huggingface import HuggingFaceMapping, Weight
 from .llama import LLAMA
@@ -20,6 +20,7 @@ __all__ = [
     "find_architecture",
     "load_architecture",
     "padded_vocab_size",
+    "vocabulary_of",
 ]
 
 ARCHITECTURES: tuple[Architecture, ...] = (GPT, LLAMA)

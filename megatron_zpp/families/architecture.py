@@ -81,8 +81,7 @@ class Architecture:
 
         settings: completed. vocab_size: the tokenizer's.
         """
-        padded = padded_vocab_size(vocab_size, settings.make_vocab_size_divisible_by)
-        return self.build_empty(self.build_config(settings, padded))
+        return self.build_empty(self.build_config(settings, vocabulary_of(settings, vocab_size)))
 
     def build_empty(self, config: TransformerConfig) -> Transformer:
         """Build the model on the meta device."""
@@ -121,6 +120,14 @@ class Architecture:
             except ValueError as error:
                 reasons.append(str(error))
         raise ValueError(f"transformers has no such model: {'; '.join(reasons)}")
+
+
+def vocabulary_of(settings: ModelSettings, vocab_size: int) -> int:
+    """Return the model's vocabulary for a tokenizer's. Raises ValueError if ``--padded-vocab-size`` is smaller."""
+    size = settings.padded_vocab_size or padded_vocab_size(vocab_size, settings.make_vocab_size_divisible_by)
+    if size < vocab_size:
+        raise ValueError(f"--padded-vocab-size {size} is below the tokenizer's {vocab_size} tokens; give at least that")
+    return size
 
 
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:

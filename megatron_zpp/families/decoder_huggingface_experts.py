@@ -54,7 +54,9 @@ class Experts:
         written += ["router_num_groups", "router_group_topk"] if self.has_groups else []
         written += ["shared_expert_size"] if self.shared else []
         written += ["bias_update_rate"] if self.bias and moe.bias_update_rate else []
-        require_fields(moe, model_type, {name: (value,) for name, value in self.fields.items()}, written)
+        required: dict[str, tuple[Any, ...]] = {name: (value,) for name, value in self.fields.items()}
+        required["load_balancing"] = ("aux_loss", "seq_aux_loss")
+        require_fields(moe, model_type, required, written)
         values: dict[str, Any] = {
             self.number: moe.num_experts,
             self.width: moe.ffn_hidden_size,

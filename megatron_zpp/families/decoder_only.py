@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from megatron_zpp.families.architecture import Architecture, BlockActivations
+from megatron_zpp.families.architecture import Architecture
+from megatron_zpp.families.decoder_costs import activations, flops_per_token
 from megatron_zpp.families.huggingface import HuggingFaceMapping
 from megatron_zpp.models.decoder import Decoder, DecoderConfig, default_ffn_size
 from megatron_zpp.models.decoder_config import read_pattern
@@ -39,6 +40,7 @@ _RENAMED_EXPERT_FLAGS = {
     "router_pre_softmax": "moe_router_pre_softmax",
     "topk_scaling_factor": "moe_router_topk_scaling_factor",
     "shared_expert_size": "moe_shared_expert_intermediate_size",
+    "load_balancing": "moe_router_load_balancing_type",
 }
 EXPERT_FLAGS = {  # the same of ``MoEConfig``
     field.name: _RENAMED_EXPERT_FLAGS.get(field.name, f"moe_{field.name}")
@@ -141,6 +143,8 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
             model,
             moe_ffn_hidden_size=model.moe_ffn_hidden_size or ffn_size,
             moe_shared_expert_intermediate_size=shared or (ffn_size if model.moe_residual else None),
+            # As in Megatron: sigmoid scores are those of all experts anyway.
+            moe_router_pre_softmax=model.moe_router_pre_softmax and model.moe_router_score_function == "softmax",
         )
         _check_experts(model, model.num_experts or 0, layers)
     try:
@@ -151,7 +155,14 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
 
 
 NORMALIZATIONS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}  # Megatron-DeepSpeed's names and Megatron-LM's
-_ROTARY = ("rotary_base", "rotary_percent", "use_rope_scaling", "rotary_base_local", "no_rope_freq")
+_ROTARY = (
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "use_rope_scaling",
+    "rotary_base_local",
+    "no_rope_freq",
+)
 _YARN = (
     *("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
     *("no_yarn_correction_range_round_to_int", "mscale", "mscale_all_dim"),
@@ -191,6 +202,12 @@ def _check_positions(model: ModelSettings, head_dim: int) -> None:
         )
 
 
+_NOT_WITH_SINKHORN = (
+    *("moe_aux_loss_coeff", "moe_router_score_function", "moe_router_enable_expert_bias"),
+    *("moe_router_topk_scaling_factor", "moe_expert_capacity_factor"),
+)
+
+
 def _check_experts(model: ModelSettings, experts: int, layers: int) -> None:
     """Raise SettingsError for experts that do not fit."""
     frequency, first = moe_layer_freq(model), model.moe_first_layer
@@ -220,22 +237,23 @@ def _check_experts(model: ModelSettings, experts: int, layers: int) -> None:
         f"--moe-router-topk {top_k} is more than --num-experts {experts}, or than one of --moe-experts-per-layer "
         f"{per_layer or experts}",
     )
-    is_sigmoid = model.moe_router_score_function == "sigmoid"
+    is_sigmoid, balancing = model.moe_router_score_function == "sigmoid", model.moe_router_load_balancing_type
+    for name in _NOT_WITH_SINKHORN:
+        require(
+            balancing != "sinkhorn" or getattr(model, name) == all_flags()[name].default,
+            f"{flag_of(name)} has no meaning with --moe-router-load-balancing-type sinkhorn; leave one of them out",
+        )
     require(
-        top_k > 1 or model.moe_router_pre_softmax or is_sigmoid,
+        top_k > 1 or model.moe_router_pre_softmax or is_sigmoid or balancing == "sinkhorn",
         "--moe-router-topk 1 weighs the only expert by 1, whatever the router says, so that it learns nothing from the "
         "loss: give --moe-router-pre-softmax too",
-    )
-    require(
-        not (model.moe_router_pre_softmax and is_sigmoid),
-        "--moe-router-pre-softmax requires softmax; leave it out with --moe-router-score-function sigmoid",
     )
     require(
         is_sigmoid or not model.moe_router_enable_expert_bias,
         "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: give it too",
     )
     require(
-        not (model.moe_aux_loss_coeff and model.moe_router_load_balancing_type == "none"),
+        not (model.moe_aux_loss_coeff and balancing == "none"),
         f"--moe-aux-loss-coeff {model.moe_aux_loss_coeff:g} and --moe-router-load-balancing-type none exclude each "
         "other; give one",
     )
@@ -268,6 +286,8 @@ def build_config(model: ModelSettings, vocab_size: int) -> DecoderConfig:
     if model.num_experts is not None:
         bias_update_rate = model.moe_router_bias_update_rate if model.moe_router_enable_expert_bias else None
         experts: dict[str, Any] = {name: getattr(model, flag) for name, flag in EXPERT_FLAGS.items()}
+        if experts["load_balancing"] == "none":  # the same as no coefficient
+            experts["load_balancing"] = "aux_loss"
         moe = MoEConfig(**experts, bias_update_rate=bias_update_rate)
     return DecoderConfig(
         **values,
@@ -337,71 +357,6 @@ def _words(flag: str, value: object) -> list[str]:
     if value is False:  # SwiGLU, where another activation's flag replaces it
         return []
     return [flag_of(flag)] if value is True else [flag_of(flag), str(value)]
-
-
-# What it costs
-
-
-def flops_per_token(config: DecoderConfig, seq_length: int) -> float:
-    """Count floating-point operations per token of one forward and backward pass, by Megatron-LM's convention.
-
-    Each weight of a linear layer costs 6 (a multiplication and an addition, once forward and twice backward), the
-    output layer with its padded vocabulary included. Attention is causal: a token attends to half of the sequence, or
-    of its window. Embedding look-ups, norms and activation recomputation count nothing.
-    """
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    if config.multi_latent_attention:
-        key_dim, value_dim = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
-        q_rank, kv_rank = config.q_lora_rank, config.kv_lora_rank
-        attention_weights = hidden * q_rank + q_rank * heads * key_dim if q_rank else hidden * heads * key_dim
-        attention_weights += hidden * (kv_rank + config.qk_pos_emb_head_dim)
-        attention_weights += kv_rank * heads * (config.qk_head_dim + value_dim) + heads * value_dim * hidden
-    else:
-        key_dim = value_dim = config.head_dim
-        attention_weights = hidden * config.head_dim * 2 * (heads + config.num_groups)
-    # In a mixture of experts, a token passes the router, its experts and the shared one.
-    widths, router = [config.ffn_size] * config.num_layers, 0
-    if (moe := config.moe) is not None:
-        for layer in config.layers_with_experts:
-            widths[layer] = moe.router_topk * moe.ffn_hidden_size + (moe.shared_expert_size or 0)
-        router = hidden * (sum(config.experts_of_layers) + moe.shared_expert_gate * len(config.layers_with_experts))
-    mlp_weights = (3 if config.activation.is_gated else 2) * hidden * sum(widths)
-    weights = config.num_layers * attention_weights + mlp_weights + router + hidden * config.vocab_size
-    attended = 0.0  # tokens, on average, over all layers
-    for layer in range(config.num_layers):
-        window = (config.window_of(layer) or seq_length) + 1
-        attended += seq_length / 2 if window >= seq_length else window - window**2 / (2 * seq_length)
-    # Scores and their product with the values: each 2 * width * attended forward, and twice that backward.
-    attention = 6 * heads * (key_dim + value_dim) * attended
-    return float(6 * weights + attention)
-
-
-def activations(config: DecoderConfig, itemsize: int) -> BlockActivations:
-    """Count what autograd keeps of a block; ``itemsize``: bytes of an element. GPT with dropout: 34 S B H in 16 bit."""
-    hidden, head_dim, groups = config.hidden_size, config.head_dim, config.num_groups
-    latents = 0
-    if config.multi_latent_attention:  # q, k, and v padded to their width; and the latent vectors
-        head_dim, groups = config.qk_head_dim + config.qk_pos_emb_head_dim, config.num_attention_heads
-        latents = (config.q_lora_rank or 0) + config.kv_lora_rank + config.qk_pos_emb_head_dim
-    queries, keys, ffn = config.num_attention_heads * head_dim, groups * head_dim, config.ffn_size
-    attention = 2 * queries + 2 * keys + latents  # q, k, v, result
-    before_norms = 0
-    if config.qk_layernorm:
-        before_norms = latents if config.multi_latent_attention else queries + keys
-    before_norms += hidden * (config.post_self_attn_layernorm + config.post_mlp_layernorm)
-    # Vectors of the MLP's width: outputs of linear layers, and all that is kept. GELU keeps its input, fc2 its own.
-    # SwiGLU keeps gate, up, SiLU of the gate, and the product.
-    outputs, kept = (2, 4) if config.activation.is_gated else (1, 2)
-    if (moe := config.moe) is not None:  # the largest blocks: per expert of a token, and its input and output
-        ffn = moe.router_topk * moe.ffn_hidden_size + (moe.shared_expert_size or 0)
-        before_norms += 2 * moe.router_topk * hidden
-    masks = 2 * hidden if config.hidden_dropout > 0 else 0  # a byte each
-    return BlockActivations(
-        everything=itemsize * (4 * hidden + attention + before_norms + kept * ffn) + masks,
-        linear_layers=itemsize * (3 * hidden + attention + outputs * ffn),
-        input=itemsize * hidden,
-        keys_and_values=itemsize * 2 * keys,
-    )
 
 
 def stages(config: DecoderConfig) -> StageModules:

@@ -76,14 +76,17 @@ class SelfAttention(Attention):
         qkv_bias: bool | None = None,
         head_norm: Callable[[int], nn.Module] | None = None,
         norms_all_heads: bool = False,
+        rotary_interleaved: bool = False,
         **options: Any,
     ) -> None:
         """qkv_bias: default ``bias``. head_norm: makes a norm of a number of channels; queries get one, and keys: of
-        each head, or with ``norms_all_heads`` of all heads at once. options: of ``Attention``."""
+        each head, or with ``norms_all_heads`` of all heads at once. rotary_interleaved: neighboring channels are
+        rotated together. options: of ``Attention``."""
         super().__init__(num_heads, dropout, **options)
         self.num_query_groups = num_query_groups
         self.head_dim = head_dim
         self.norms_all_heads = norms_all_heads
+        self.rotary_interleaved = rotary_interleaved
         rows = (num_heads + 2 * num_query_groups) * head_dim
         self.linear_qkv = nn.Linear(hidden_size, rows, bias=bias if qkv_bias is None else qkv_bias)
         self.linear_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=bias)
@@ -112,7 +115,7 @@ class SelfAttention(Attention):
             else:
                 q, k = self.q_layernorm(q), self.k_layernorm(k)
         if cos is not None and sin is not None:
-            q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+            q, k = (apply_rotary(x, cos, sin, self.rotary_interleaved) for x in (q, k))
         return self.linear_proj(self.attend(q, k, v, documents))
 
 

@@ -89,6 +89,7 @@ def make_attention(config: DecoderConfig, layer: int) -> nn.Module:
         dropout=config.attention_dropout,
         head_norm=norm,
         norms_all_heads=config.qk_layernorm_whole,
+        rotary_interleaved=config.rotary_interleaved,
         window=config.window_of(layer),
         scale=config.attention_scale,
         softcap=config.attn_logit_softcapping,

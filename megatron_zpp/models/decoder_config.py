@@ -51,6 +51,7 @@ class DecoderConfig:
     position_embedding_type: str = "learned_absolute"  # one of POSITIONS
     no_rope_freq: str | None = None  # blocks without rotary positions: each k-th, or a list with 1 for them
     rotary_percent: float = 1.0  # share of a head's channels that are rotated
+    rotary_interleaved: bool = False  # channels 2i and 2i + 1 are rotated together, not i and i + half of them
     rotary_base: float = 10000
     rotary_base_local: float | None = None  # of blocks with a window, whose frequencies are not scaled; default: alike
     rotary_seq_len_interpolation_factor: float | None = None  # divides all frequencies
@@ -120,7 +121,8 @@ class DecoderConfig:
     def _check_latent_attention(self) -> None:
         if self.num_groups != self.num_attention_heads:
             raise ValueError("multi_latent_attention has no query groups: leave group_query_attention out")
-        others = ("add_bias_linear", "add_qkv_bias", "qk_layernorm_whole", "window_size", "attn_logit_softcapping")
+        others = ("add_bias_linear", "add_qkv_bias", "qk_layernorm_whole", "rotary_interleaved", "window_size")
+        others += ("attn_logit_softcapping",)
         if wrong := [name for name in others if getattr(self, name)] or (["softmax_type"] if self.has_sinks else []):
             raise ValueError(
                 f"multi_latent_attention does not work with {', '.join(wrong)}; leave these out (--disable-bias-linear)"

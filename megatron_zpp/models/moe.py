@@ -30,6 +30,7 @@ class MoEConfig:
     score_function: str = "softmax"  # or sigmoid
     router_pre_softmax: bool = False  # softmax over all experts, not over the chosen ones, whose weights add up to 1
     topk_scaling_factor: float = 1.0  # of the weights
+    load_balancing: str = "aux_loss"  # over a micro-batch; seq_aux_loss: over each sample; or sinkhorn
     aux_loss_coeff: float = 0.0
     z_loss_coeff: float = 0.0
     expert_capacity_factor: float | None = None  # multiple of its even share of tokens that an expert takes; None = all
@@ -51,6 +52,8 @@ class MoEConfig:
             raise ValueError(f"score_function is {self.score_function!r}; choose softmax or sigmoid")
         if self.router_pre_softmax and self.score_function == "sigmoid":
             raise ValueError("router_pre_softmax requires score_function softmax, not sigmoid")
+        if self.load_balancing not in ("aux_loss", "seq_aux_loss", "sinkhorn"):
+            raise ValueError(f"load_balancing is {self.load_balancing!r}; choose aux_loss, seq_aux_loss or sinkhorn")
         if self.shared_expert_size is None and (self.residual or self.shared_expert_gate):
             raise ValueError(
                 "residual weighs the shared expert, and so does shared_expert_gate: give shared_expert_size"
@@ -92,11 +95,18 @@ class Routed(NamedTuple):
     entropy: Tensor  # of a token's scores, mean over the tokens; log E where the router knows no difference
 
 
-def route(logits: Tensor, config: MoEConfig, bias: Tensor | None = None) -> Routing:
+def route(logits: Tensor, config: MoEConfig, bias: Tensor | None = None, training: bool = True) -> Routing:
     """Choose each token's experts by the router's ``logits``, fp32 [T, E].
 
-    bias: fp32 [E], added to the scores for the choice alone (Wang et al., arXiv 2408.15664).
+    bias: fp32 [E], added to the scores for the choice alone (Wang et al., arXiv 2408.15664). training: whether
+    Sinkhorn routing balances the choice, as it does in training alone.
     """
+    if config.load_balancing == "sinkhorn":
+        scores = logits.softmax(dim=-1)
+        every = logits.sigmoid() if config.router_topk == 1 else scores
+        experts = (sinkhorn(logits.detach()) if training else every).topk(config.router_topk, dim=-1).indices
+        load = experts.flatten().bincount(minlength=config.num_experts)
+        return Routing(experts, every.gather(-1, experts), scores, load)
     if config.score_function == "sigmoid":
         every = logits.sigmoid()
         scores = every / every.sum(dim=-1, keepdim=True)
@@ -122,10 +132,30 @@ def in_best_groups(scores: Tensor, num_groups: int, group_topk: int, topk: int) 
     return groups.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
+def sinkhorn(logits: Tensor, tolerance: float = 1e-4, most_rounds: int = 100) -> Tensor:
+    """Scale rows and columns of exp(``logits``), fp32 [T, E], until each token and each expert has an even share.
+
+    The choice of S-BASE (Clark et al., arXiv 2202.01169), which stops as Megatron-LM's does.
+    """
+    tokens, num_experts = logits.shape
+    kernel = (logits - logits.amax(dim=-1, keepdim=True)).exp()
+    rows, columns = kernel.new_ones(tokens), kernel.new_ones(num_experts)
+    for _ in range(most_rounds):
+        rows = 1 / (tokens * (kernel @ columns + 1e-8))
+        previous, columns = columns, 1 / (num_experts * (rows @ kernel + 1e-8))
+        if not (columns - previous).abs().mean() > tolerance:
+            break
+    return rows.unsqueeze(-1) * kernel * columns
+
+
 def balancing_loss(scores: Tensor, load: Tensor) -> Tensor:
-    """E * sum over experts of (share of the choices) * (mean score): 1 where both are even (Switch, equation 4)."""
-    tokens, num_experts = scores.shape
-    return num_experts * (load.float() / load.sum() * scores.sum(dim=0) / max(tokens, 1)).sum()
+    """E * sum over experts of (share of the choices) * (mean score): 1 where both are even (Switch, equation 4).
+
+    scores: fp32 [..., T, E]. load: int64 [..., E]. Returns the mean over the leading dimensions.
+    """
+    tokens, num_experts = scores.shape[-2:]
+    share = load.float() / load.sum(dim=-1, keepdim=True)
+    return num_experts * (share * scores.sum(dim=-2) / max(tokens, 1)).sum(dim=-1).mean()
 
 
 def z_loss(logits: Tensor) -> Tensor:
@@ -234,7 +264,8 @@ class MoE(nn.Module):
         """``x`` [B, S, H] -> [B, S, H]."""
         config, tokens = self.config, x.flatten(0, -2)  # [T, H]
         logits = self.router(tokens)  # [T, E]
-        routing = route(logits, config, self.expert_bias if config.bias_update_rate is not None else None)
+        bias = self.expert_bias if config.bias_update_rate is not None else None
+        routing = route(logits, config, bias, self.training)
         if config.bias_update_rate is not None and self.training:
             self.chosen += routing.load  # recomputation counts all of a layer's tokens twice, which changes no sign
         factor = config.expert_capacity_factor
@@ -254,12 +285,18 @@ class MoE(nn.Module):
         elif self.shared_expert is not None:
             shared = self.shared_expert(x)
             y = y + (self.shared_gate(x).sigmoid() * shared if config.shared_expert_gate else shared)
-        load = routing.load
+        # The loss counts what a token would choose without the bias, over G samples or 1 micro-batch.
+        choices = routing.experts if bias is None else routing.scores.topk(config.router_topk, dim=-1).indices
+        num_groups = x.size(0) if config.load_balancing == "seq_aux_loss" else 1
+        first_of_group = config.num_experts * torch.arange(num_groups, device=x.device).unsqueeze(-1)
+        counted = (choices.view(num_groups, -1) + first_of_group).flatten()
+        loads = counted.bincount(minlength=num_groups * config.num_experts).view(num_groups, -1)
+        loads = torch.cat([routing.load.unsqueeze(0), loads])  # [1 + G, E]
         if self.sample_group is not None:
-            load = load.clone()
-            dist.all_reduce(load, group=self.sample_group)
+            dist.all_reduce(loads, group=self.sample_group)
+        load, loads = loads[0], loads[1:]
         routed = Routed(
-            balancing_loss=config.aux_loss_coeff * balancing_loss(routing.scores, load),
+            balancing_loss=config.aux_loss_coeff * balancing_loss(routing.scores.unflatten(0, (num_groups, -1)), loads),
             z_loss=config.z_loss_coeff * z_loss(logits),
             load=load,
             dropped=dropped,

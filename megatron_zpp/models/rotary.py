@@ -67,13 +67,17 @@ def rotary_table(frequency: Tensor, length: int, positions: Tensor | None = None
     return angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotary embedding of ``x`` [B, S, heads, head_dim]; channel i forms a pair with channel i + dim / 2.
 
-    Channels beyond the ``dim`` that the table is of stay as they are.
+    interleaved: channel 2i forms a pair with channel 2i + 1. Channels beyond the ``dim`` that the table is of stay as
+    they are.
     """
     dim = 2 * cos.shape[-1]
     if dim < x.shape[-1]:
-        return torch.cat([apply_rotary(x[..., :dim], cos, sin), x[..., dim:]], dim=-1)
+        return torch.cat([apply_rotary(x[..., :dim], cos, sin, interleaved), x[..., dim:]], dim=-1)
+    if interleaved:
+        first, second = x[..., 0::2], x[..., 1::2]
+        return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

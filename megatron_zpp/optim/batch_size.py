@@ -1,11 +1,14 @@
-"""Batch size by consumed samples, with Megatron's ramp-up; sample length by iteration, as DeepSpeed's curriculum."""
+"""Batch size by consumed samples, as in Megatron; sample length by iteration, as in DeepSpeed's curriculum."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megatron_zpp.settings.resolved import ResolvedTraining
 
@@ -15,7 +18,7 @@ class BatchSchedule:
 
     Without ``rampup`` every step takes ``global_batch_size`` samples. With ``rampup=(start, increment, samples)``
     (Megatron's ``--rampup-batch-size``) the batch grows from ``start`` to ``global_batch_size`` by ``increment``, in
-    ``(global_batch_size - start) / increment`` stages of equally many samples.
+    ``(global_batch_size - start) / increment`` stages of equally many samples. ``steps`` lists any other sizes.
 
     Args:
         global_batch_size: samples per optimizer step over all ranks.
@@ -24,6 +27,7 @@ class BatchSchedule:
         rampup: ``(start size, increment, samples over which to ramp)`` or None.
         decrease_if_needed: round a batch size that no whole number of micro-batches makes up down to one that does.
             The run then trains on the smaller batch.
+        steps: ``(consumed samples, batch size from then on)`` in order, in place of ``rampup``; see ``read_steps``.
 
     Raises:
         ValueError: a batch size of the run is not a multiple of
@@ -37,28 +41,34 @@ class BatchSchedule:
         data_parallel_size: int,
         rampup: Sequence[int] | None = None,
         decrease_if_needed: bool = False,
+        steps: Sequence[tuple[int, int]] | None = None,
     ) -> None:
-        self._final_size = global_batch_size
         self._micro_batch_size = micro_batch_size
         self._data_parallel_size = data_parallel_size
         self._samples_per_micro_batch = micro_batch_size * data_parallel_size  # over all ranks
         self._decrease_if_needed = decrease_if_needed
 
-        ramp = (global_batch_size, 1, 0) if rampup is None else _checked_ramp(rampup, global_batch_size)
-        self._start_size, self._increment, self._ramp_samples = ramp
-        self._num_increments = (global_batch_size - self._start_size) // self._increment
-        for increments in range(self._num_increments + 1):
-            self._check_divisible(self._start_size + increments * self._increment)
+        if rampup is not None:
+            start, increment, samples = _checked_ramp(rampup, global_batch_size)
+            count = (global_batch_size - start) // increment or 1
+            sizes = range(start, global_batch_size + 1, increment)
+            steps = [(-(-number * samples // count), size) for number, size in enumerate(sizes)]
+        self._begins, self._sizes = zip(*(steps or [(0, global_batch_size)]), strict=True)
+        cause = "--step-batch-size-schedule" if rampup is None else "--rampup-batch-size"
+        for size in self._sizes:
+            self._check_divisible(size, "" if size == global_batch_size else f" during {cause}")
 
     @classmethod
     def from_settings(cls, training: ResolvedTraining, data_parallel_size: int) -> BatchSchedule:
         """Build the schedule of a run. Raises ValueError as the constructor does."""
+        schedule = training.step_batch_size_schedule
         return cls(
             training.global_batch_size,
             training.micro_batch_size,
             data_parallel_size,
             training.rampup_batch_size,
             training.decrease_batch_size_if_needed,
+            None if schedule is None else read_steps(schedule, training.seq_length),
         )
 
     def global_batch_size(self, consumed_samples: int) -> int:
@@ -67,8 +77,7 @@ class BatchSchedule:
 
     def num_micro_batches(self, consumed_samples: int) -> int:
         """Forward passes per rank in the step after ``consumed_samples``."""
-        requested = self._start_size + self._increments_at(consumed_samples) * self._increment
-        return requested // self._samples_per_micro_batch
+        return self._sizes[self._level(consumed_samples)] // self._samples_per_micro_batch
 
     def total_iterations(self, train_samples: int, consumed: int = 0) -> int:
         """Count the steps from ``consumed`` samples to ``train_samples``, without a last batch that is not full."""
@@ -99,34 +108,46 @@ class BatchSchedule:
         """Every number of micro-batches that a step of the run may have."""
         return {size // self._samples_per_micro_batch for size, _ in self._levels()}
 
-    def _increments_at(self, consumed_samples: int) -> int:
-        if consumed_samples >= self._ramp_samples:
-            return self._num_increments
-        return consumed_samples * self._num_increments // self._ramp_samples
+    def _level(self, consumed_samples: int) -> int:
+        return bisect_right(self._begins, consumed_samples) - 1
 
     def _levels(self, consumed: int = 0) -> Iterator[tuple[int, int | None]]:
         """Yield ``(batch size, steps at it)`` in order; the last has no end, and None steps."""
-        while (increments := self._increments_at(consumed)) < self._num_increments:
+        while (level := self._level(consumed)) < len(self._sizes) - 1:
             size = self.global_batch_size(consumed)
-            # The first sample count at which the next increment is due; steps that start before it use this size.
-            level_end = -(-(increments + 1) * self._ramp_samples // self._num_increments)
-            steps = -(-(level_end - consumed) // size)
+            steps = -(-(self._begins[level + 1] - consumed) // size)  # those that start before the next size is due
             yield size, steps
             consumed += steps * size
         yield self.global_batch_size(consumed), None
 
-    def _check_divisible(self, size: int) -> None:
+    def _check_divisible(self, size: int, during: str) -> None:
         unit = self._samples_per_micro_batch
         if size % unit == 0 or (self._decrease_if_needed and size >= unit):
             return
         lower, upper = size // unit * unit, (size // unit + 1) * unit
         suggestion = f"{lower} or {upper}" if lower else str(upper)
-        during = "" if size == self._final_size else " during --rampup-batch-size"
         raise ValueError(
             f"global batch size {size}{during} is not divisible by micro-batch size {self._micro_batch_size} * "
             f"data-parallel size {self._data_parallel_size} = {unit}; use {suggestion}"
             + (", or --decrease-batch-size-if-needed" if lower and not self._decrease_if_needed else "")
         )
+
+
+def read_steps(schedule: Sequence[str], seq_length: int) -> list[tuple[int, int]]:
+    """Read ``--step-batch-size-schedule``, as "0:384 200B:768", where numbers before a colon are tokens.
+
+    Returns ``(consumed samples, batch size)`` in order. Raises ValueError for what is no schedule.
+    """
+    steps, unit = list[tuple[int, int]](), {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+    for step in " ".join(schedule).replace(",", " ").split():
+        match = re.fullmatch(r"([0-9]+\.?[0-9]*)([KMBT]?):([1-9][0-9]*)", step.upper())
+        if match is None:
+            raise ValueError(f"--step-batch-size-schedule {step} must be TOKENS:BATCH_SIZE, as 0:384 or 200B:768")
+        steps.append((int(float(match[1]) * unit[match[2]]) // seq_length, int(match[3])))
+    begins = [begin for begin, _ in steps]
+    if not begins or begins[0] != 0 or any(begin >= later for begin, later in pairwise(begins)):
+        raise ValueError("--step-batch-size-schedule must begin at 0 tokens, and each step a sample or more later")
+    return steps
 
 
 def _checked_ramp(rampup: Sequence[int], global_batch_size: int) -> tuple[int, int, int]:

@@ -77,10 +77,12 @@ class Mesh:
         self.fsdp_size = self.fsdp.size() * emulated_ranks // emulated_islands
         self.ep_size = expert_parallel
         if expert_parallel > 1:
-            # Where every rank has a replica, so has each rank of those with the same experts.
+            # Where every rank has a replica, so has each rank of those with the same experts; where some of them have
+            # one together, it divides the experts among them.
             same = self.fsdp.size() // expert_parallel
-            is_replicated = replicas == self.fsdp.size() and same > 1
-            replicas_and_shards = (same, 1) if is_replicated else (1, same)
+            replicas = min(replicas, same)
+            is_replicated = replicas > 1
+            replicas_and_shards = (replicas, same // replicas)
             names = ("expert_replicate", "expert_fsdp", "ep")
             experts = self.fsdp._unflatten(0, (*replicas_and_shards, expert_parallel), names)
             self.ep = experts["ep"]  # the ranks with other samples, and the other experts of this rank's layers

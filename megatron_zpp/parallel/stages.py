@@ -39,12 +39,15 @@ def place_stages(
     first_rank_layers: int | None = None,
     last_rank_layers: int | None = None,
     v_shaped: bool = False,
+    fewer_at_ends: tuple[bool, bool] = (False, False),
 ) -> Placement:
     """Divide ``num_layers`` among ``num_ranks`` pipeline ranks, evenly except for the given first and last ranks.
 
     ``layers_per_stage`` makes virtual stages, several on a rank: stage s is on rank s modulo ranks, or with
-    ``v_shaped`` two on a rank, in order and in reverse. Raises ValueError for what does not divide.
+    ``v_shaped`` two on a rank, in order and in reverse. ``fewer_at_ends``: the first stage, and the last one, has one
+    layer less than its share. Raises ValueError for what does not divide.
     """
+    num_layers += sum(fewer_at_ends)
     if layers_per_stage is None:
         sizes = _layers_of_ranks(num_layers, num_ranks, first_rank_layers, last_rank_layers)
     elif num_layers % (layers_per_stage * num_ranks):
@@ -53,6 +56,8 @@ def place_stages(
         )
     else:
         sizes = [layers_per_stage] * (num_layers // layers_per_stage)
+    for end, has_fewer in zip((0, -1), fewer_at_ends, strict=True):
+        sizes[end] -= has_fewer
     ends = [sum(sizes[: stage + 1]) for stage in range(len(sizes))]
     ranks = [stage % num_ranks for stage in range(len(sizes))]
     if v_shaped:

@@ -200,10 +200,18 @@ class DistributedSettings:
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, "layers of one stage, if a pipeline rank has several; default one stage a rank", at_least=1
     )
+    num_virtual_stages_per_pipeline_rank: int | None = flag(None, "the same, as the number of stages", at_least=1)
     decoder_first_pipeline_num_layers: int | None = flag(None, "first rank's layers; default its share", at_least=1)
     decoder_last_pipeline_num_layers: int | None = flag(None, "last rank's layers; default its share", at_least=1)
+    account_for_embedding_in_pipeline_split: bool = flag(False, "count the embeddings as a layer of the first stage")
+    account_for_loss_in_pipeline_split: bool = flag(False, "count output layer and loss as a layer of the last stage")
     context_parallel_size: int = _size("ranks that share each sequence; twice this must divide its length")
     expert_model_parallel_size: int = _size("ranks among which a layer's experts are divided; tokens are sent to them")
+    expert_tensor_parallel_size: int | None = flag(
+        None,
+        "ranks among which Megatron shards an expert, and here whole experts; default the tensor-parallel ones",
+        at_least=1,
+    )
     moe_token_bits: int | None = flag(
         None,
         "bits (4, 6, 8) of tokens sent to experts and back, and of their gradients; default: as computed",

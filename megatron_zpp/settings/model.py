@@ -48,6 +48,7 @@ class ModelSettings:
         None, "divide rotary frequencies by this (linear scaling)", above=0
     )
     rotary_percent: float = flag(1.0, "share of each head's channels that are rotated", above=0, at_most=1)
+    rotary_interleaved: bool = flag(False, "rotate neighboring channels together, not those half a head apart")
     use_rope_scaling: bool = flag(False, "scale low rotary frequencies as Llama 3.1, for more than 8192 tokens")
     rope_scaling_factor: float = flag(8.0, "factor by which --use-rope-scaling divides frequencies", above=0)
     yarn_rotary_scaling_factor: float | None = flag(
@@ -85,6 +86,9 @@ class ModelSettings:
     residual_multiplier: float = flag(1.0, "multiply what attention and MLP add to the residual stream", above=0)
     logits_scaling: float = flag(1.0, "divide the model's logits by this", above=0)
     make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary up to a multiple of this", at_least=1)
+    padded_vocab_size: int | None = flag(
+        None, "size of the vocabulary with its padding, in place of --make-vocab-size-divisible-by", at_least=1
+    )
     normalization: str | None = flag(
         None, "norms; default: the architecture's", choices=("LayerNorm", "RMSNorm", "layernorm", "rmsnorm")
     )
@@ -131,11 +135,15 @@ class ModelSettings:
     moe_router_score_function: str = _expert("softmax", "scores from router logits", choices=("softmax", "sigmoid"))
     moe_router_enable_expert_bias: bool = _expert(False, "with sigmoid: balance experts by biases that follow load")
     moe_router_bias_update_rate: float = flag(
-        1e-3, "change of a score bias per step", needs="moe_router_enable_expert_bias", above=0
+        1e-3, "change of a score bias per step", needs="moe_router_enable_expert_bias", at_least=0
     )
     moe_router_pre_softmax: bool = _expert(False, "softmax over all experts, so that a token's weights do not sum to 1")
     moe_router_topk_scaling_factor: float = _expert(1.0, "multiply the weights of a token's experts", above=0)
-    moe_router_load_balancing_type: str = _expert("aux_loss", "how to balance experts", choices=("aux_loss", "none"))
+    moe_router_load_balancing_type: str = _expert(
+        "aux_loss",
+        "balance experts by a loss over micro-batches, by one over samples (seq_), or by sinkhorn's transport",
+        choices=("aux_loss", "seq_aux_loss", "sinkhorn", "none"),
+    )
     moe_aux_loss_coeff: float = _expert(0.0, "coefficient of the balancing loss, as 0.01", at_least=0)
     moe_z_loss_coeff: float = _expert(0.0, "coefficient of the router's z-loss, as 0.001", at_least=0)
     moe_expert_capacity_factor: float | None = _expert(

@@ -29,6 +29,12 @@ class TrainingSettings:
         at_least=1,
         at_most=2**53,
     )
+    step_batch_size_schedule: tuple[str, ...] | None = flag(
+        None,
+        "batch sizes from numbers of tokens on, as 0:384 200B:768; the last is --global-batch-size",
+        nargs="+",
+        metavar="TOKENS:SIZE",
+    )
     decrease_batch_size_if_needed: bool = flag(False, "round a batch size that does not divide down, not refuse it")
     train_iters: int | None = flag(None, "optimizer steps to train", at_least=1)
     train_samples: int | None = flag(None, "samples to train, instead of --train-iters", at_least=1, at_most=2**53)
@@ -44,7 +50,13 @@ class TrainingSettings:
     curriculum_length_step: int = _curriculum(8, "lengths of growing samples are multiples of this")
     seed: int = flag(1234, "seed of weights, data order, dropout, stochastic rounding", at_least=0, at_most=2**32 - 1)
     eval_iters: int = flag(100, "batches per evaluation", at_least=0)
+    eval_global_batch_size: int | None = flag(
+        None, "samples per batch of an evaluation; default the last batch size of training", at_least=1, at_most=2**24
+    )
     eval_interval: int | None = flag(None, "optimizer steps between evaluations; default none but the last", at_least=1)
+    deterministic_mode: bool = flag(
+        False, "choose torch's deterministic algorithms, for the same numbers in each run; slower on GPUs"
+    )
     skip_train: bool = flag(False, "only evaluate")
     dry_run: bool = flag(False, "print what this command asks for and what it needs, and exit without starting it")
     dry_run_world_size: int | None = flag(

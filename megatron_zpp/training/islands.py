@@ -83,7 +83,10 @@ def build_elastic_islands(
         ranks.island_patience_seconds,
     )
     batches = (ranks.islands, mesh.dp_size, training.micro_batch_size, training.global_batch_size)
-    ramps = (training.rampup_batch_size, training.curriculum_min_length, training.curriculum_iters)
+    ramps = (
+        *(training.rampup_batch_size, training.step_batch_size_schedule),
+        *(training.curriculum_min_length, training.curriculum_iters),
+    )
     lengths = (training.train_iters, training.train_samples, training.eval_interval, training.eval_iters)
     orders = [split.order for split in datasets if split is not None]
     samplers = (settings.data.dataloader_type, settings.data.data_sharding)

@@ -20,7 +20,7 @@ from megatron_zpp.checkpoint.resume import (
     checkpoint_to_load,
 )
 from megatron_zpp.data.build import Datasets
-from megatron_zpp.families import Architecture, padded_vocab_size
+from megatron_zpp.families import Architecture, vocabulary_of
 from megatron_zpp.islands import OuterSync, apply_islands, emulate_islands
 from megatron_zpp.metrics.writers import MetricWriters, describe_program
 from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum
@@ -62,9 +62,8 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
     train_iters, num_eval_micro_batches, num_samples = _plan_length(settings, batches, counters, mesh)
     with errors_on_all_ranks():
         tokens_in_vocabulary, datasets = build_data(settings, num_samples)
-        multiple = settings.model.make_vocab_size_divisible_by
-        vocab_size = padded_vocab_size(tokens_in_vocabulary, multiple)
-        check_vocabulary(settings.distributed, vocab_size, multiple)
+        vocab_size = vocabulary_of(settings.model, tokens_in_vocabulary)
+        check_vocabulary(settings.distributed, vocab_size, settings.model.make_vocab_size_divisible_by)
         if resumed is not None:
             check_same_order(settings, resumed, datasets)
         resumes_logs = resumed is not None and settings.checkpoint.load == save
@@ -145,7 +144,10 @@ def _plan_length(
         to_come = batches.total_iterations(training.train_samples or 0, counters.consumed_train_samples)
         train_iters = counters.iteration + to_come
     train_samples = batches.samples_after(max(0, train_iters - counters.iteration), counters.consumed_train_samples)
-    num_eval_micro_batches = training.eval_iters * batches.num_micro_batches(train_samples) * mesh.num_jobs
+    per_batch = batches.num_micro_batches(train_samples)
+    if training.eval_global_batch_size is not None:
+        per_batch = training.eval_global_batch_size // (training.micro_batch_size * mesh.dp_size)
+    num_eval_micro_batches = training.eval_iters * per_batch * mesh.num_jobs
     eval_samples = num_eval_micro_batches * training.micro_batch_size * mesh.dp_size_of_job
     # All islands take the same samples, whenever they come: those of one that is there from the first step on.
     begun = Counters() if settings.distributed.islands_may_leave else counters

@@ -20,6 +20,7 @@ from tests.arguments.parsing import BYTES, MOCK, SMALL, flat, parse
 from tests.models.configs import llama_config
 
 PRESETS = {name: preset for each in ARCHITECTURES for name, preset in each.presets.items()}
+TP_EP = "--num-experts 8 --tensor-model-parallel-size 2"
 ONE_STEP = "--micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --vocab-size 9"
 
 
@@ -79,6 +80,26 @@ def test_refusals_and_translations_name_flags_that_exist():
               moe_first_layer=1)),
         ("--num-experts 8 --moe-router-topk 2",  # Megatron-LM's
          dict(moe_layer_freq=None, moe_aux_loss_coeff=0.0, moe_expert_capacity_factor=None)),
+        ("--num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
+         dict(moe_router_load_balancing_type="sinkhorn")),
+        ("--num-experts 8 --moe-router-score-function sigmoid --moe-router-pre-softmax",
+         dict(moe_router_pre_softmax=False)),
+        ("--num-experts 8 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+         "--moe-router-bias-update-rate 0", dict(moe_router_bias_update_rate=0.0)),
+        # 8 ranks with a whole expert each are 4 data-parallel ones times 2 tensor-parallel ones here.
+        (f"{TP_EP} --expert-model-parallel-size 4 --expert-tensor-parallel-size 1",
+         dict(expert_model_parallel_size=2, expert_tensor_parallel_size=None)),
+        (f"{TP_EP} --expert-model-parallel-size 2 --expert-tensor-parallel-size 2",
+         dict(expert_model_parallel_size=2)),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+         dict(num_layers_per_virtual_pipeline_stage=1, pipeline_schedule="interleaved")),
+        ("--num-layers 6 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+         dict(num_layers_per_virtual_pipeline_stage=2)),
+        ("--rampup-batch-size '[8 8 100]' --global-batch-size 32", dict(rampup_batch_size=(8, 8, 100))),
+        ("--step-batch-size-schedule 0:8 1K:16", dict(global_batch_size=16)),
+        ("--override-opt-param-scheduler --most-recent-k 3",
+         dict(override_opt_param_scheduler=True, save_keep_last=3)),
         ("--train-tokens 1000", dict(train_iters=4)),  # of 8 * 32 tokens
         ("--train-tokens 100000", dict(train_iters=10)),
         # Steps of 8 samples: 8 and then 16 tokens, 24, 32.
@@ -190,6 +211,26 @@ def test_flags_of_a_deepspeed_launcher_and_of_logging_change_nothing():
         "--moe-expert-parallel-size, --num-experts, --moe-loss-coeff, --mlp-type are accepted but need no setting: "
         "there is one MLP, and so no experts"
     )
+
+
+def test_flags_of_megatrons_tests_change_nothing():
+    """Those that most of its functional tests of 2025-26 have, and their like."""
+    flags = (
+        "--use-persistent-ckpt-worker --async-save --async-strategy mcore --verify-integrity "
+        "--cross-entropy-fusion-impl te --apply-query-key-layer-scaling --use-tp-pp-dp-mapping --rerun-mode "
+        "validate_results --logging-level 40 --defer-embedding-wgrad-compute --wgrad-deferral-limit 2 "
+        "--ddp-average-in-collective --enable-experimental --overlap-param-gather-with-optimizer-step "
+        "--disable-gloo-process-groups --init-model-with-meta-device "
+        "--check-weight-hash-across-dp-replicas-interval 10 --rotary-seq-len-interpolation-factor 1 --test-mode "
+        "--use-precision-aware-optimizer --main-grads-dtype fp32 --exp-avg-dtype fp32 --cp-comm-type a2a+p2p "
+        "--fsdp-double-buffer --outer-dp-sharding-strategy no_shard --cuda-graph-modules attn mlp "
+        "--te-rng-tracker --num-dataset-builder-threads 4 --repeated-dataloader --optimizer-offload-fraction 0.5 "
+        "--megatron-fsdp-main-params-dtype fp32 --moe-layer-recompute --expert-tensor-parallel-size 4"
+    )
+    settings, notes = parse(SMALL + flags)
+    assert settings == parse(SMALL)[0]
+    said = " ".join(notes)
+    assert all(word in said for word in flags.split() if word.startswith("--"))
 
 
 @pytest.mark.parametrize("flag", ["--muon-tp-mode blockwise", "--muon-fp32-matmul-prec high", "--muon-no-split-qkv"])

@@ -91,7 +91,8 @@ def test_everything_is_read(write):
         },
         "bf16": {"enabled": False},
         "optimizer": {
-            "type": "AdamW", "params": {"lr": 6e-4, "betas": [0.8, 0.99], "eps": 1e-6, "weight_decay": 0.1},
+            "type": "AdamW",
+            "params": {"lr": 6e-4, "betas": [0.8, 0.99], "eps": 1e-6, "weight_decay": 0.1, "max_grad_norm": 0.5},
         },
         "scheduler": {
             "type": "WarmupDecayLR",

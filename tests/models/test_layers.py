@@ -66,6 +66,15 @@ def test_rotation_is_a_complex_product():
     assert torch.equal(apply_rotary(wider, cos, sin), torch.cat([apply_rotary(x, cos, sin), wider[..., 16:]], dim=-1))
 
 
+def test_interleaved_rotary_embeddings_are_megatrons():
+    theirs = pytest.importorskip("megatron.core.models.common.embeddings.rope_utils")
+    frequency = frequencies(16, 10000, torch.device("cpu"))
+    x, (cos, sin) = torch.randn(2, 9, 3, 20), rotary_table(frequency, 9)
+    angles = (torch.arange(9).unsqueeze(-1) * frequency).repeat_interleave(2, dim=-1)[:, None, None]  # [S, 1, 1, 16]
+    expected = theirs._apply_rotary_pos_emb_bshd(x.transpose(0, 1), angles, rotary_interleaved=True)
+    torch.testing.assert_close(apply_rotary(x, cos, sin, interleaved=True), expected.transpose(0, 1))
+
+
 def test_llama3_scaling_of_rotary_frequencies():
     # Written with wavelengths, as the scaling was published.
     kept = stretched = between = 0

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_zpp.models.mlp import Activation
-from megatron_zpp.models.moe import GroupedLinear, MoE, MoEConfig, balancing_loss, finish_step, route, z_loss
+from megatron_zpp.models.moe import GroupedLinear, MoE, MoEConfig, balancing_loss, finish_step, route, sinkhorn, z_loss
 
 HIDDEN, FFN, EXPERTS, TOPK = 16, 24, 6, 2
 SWIGLU = Activation("silu", is_gated=True)
@@ -103,6 +103,7 @@ def test_losses_by_their_formulas():
             "router_pre_softmax requires score_function",
         ),
         ({"expert_capacity_factor": 0.0}, "must be above 0"),
+        ({"load_balancing": "global_aux_loss"}, "choose aux_loss, seq_aux_loss or sinkhorn"),
     ],
 )
 def test_what_cannot_be_built_is_refused(options, message):
@@ -128,6 +129,40 @@ def test_biases_follow_the_load():
     moe.eval()
     moe(x)
     assert not moe.chosen.any()  # an evaluation moves nothing
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_sinkhorn_routes_as_in_megatron_core(topk):
+    theirs = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    logits = 3 * torch.randn(40, EXPERTS, generator=torch.Generator().manual_seed(topk))
+    torch.testing.assert_close(sinkhorn(logits), theirs.sinkhorn(logits), rtol=1e-4, atol=1e-8)
+    config = MoEConfig(EXPERTS, FFN, topk, load_balancing="sinkhorn")
+    every = logits.sigmoid() if topk == 1 else logits.softmax(-1)
+    for training, chosen in (True, theirs.sinkhorn(logits)), (False, every):
+        routing = route(logits, config, training=training)
+        assert torch.equal(routing.experts, chosen.topk(topk).indices)
+        torch.testing.assert_close(routing.weights, every.gather(-1, routing.experts))
+    balanced, greedy = (route(logits + torch.arange(EXPERTS) / 2, config, training=mode) for mode in (True, False))
+    assert balanced.load.max() < greedy.load.max()
+    assert not sinkhorn(torch.full((4, 2), torch.nan)).isfinite().any()  # and it ends
+
+
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
+def test_balancing_losses_are_megatrons(kind):
+    """Against megatron-core's function, which has samples as further experts; a bias changes the choice alone."""
+    theirs = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    moe = moe_of(score_function="sigmoid", bias_update_rate=0.0, aux_loss_coeff=0.5, load_balancing=kind)
+    moe.expert_bias[0] = 9
+    x = tokens_of()
+    _, routed = moe(x)
+    assert routed.load[0] == 14
+    # Megatron has [S, B, E]: the sequence first.
+    logits = F.linear(x, moe.router.weight).transpose(0, 1).reshape(14, EXPERTS)
+    chosen, scores = theirs.compute_routing_scores_for_aux_loss(logits, TOPK, "sigmoid")
+    samples = 2 if kind == "seq_aux_loss" else 1
+    chosen, scores = (of.reshape(14 // samples, -1) for of in (chosen, scores))
+    loss = theirs.switch_load_balancing_loss_func(scores, chosen.sum(0), 14 // samples, TOPK, EXPERTS, 0.5)
+    torch.testing.assert_close(routed.balancing_loss, loss / samples)
 
 
 def test_experts_with_biases_are_linear_layers_of_their_own():

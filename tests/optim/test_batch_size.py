@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum, end_after_tokens
+from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum, end_after_tokens, read_steps
 from megatron_zpp.settings.groups import TrainingSettings
 
 
@@ -26,6 +26,22 @@ def test_ramp_up_follows_megatron() -> None:
     assert {consumed: batch.global_batch_size(consumed) for consumed in by_consumed} == by_consumed
     assert batch.num_micro_batches(200) == 48 // 8
     assert BatchSchedule(32, 2, 4, rampup=(32, 8, 100)).global_batch_size(0) == 32  # starts at its end
+
+
+def test_steps_follow_megatron() -> None:
+    steps = read_steps(["0:8", "1.6K:16,", "0.01M:32"], seq_length=32)
+    assert steps == [(0, 8), (50, 16), (312, 32)] == read_steps(["0:8 1.6K:16 0.01M:32"], 32)
+    batch = BatchSchedule(32, 2, 4, steps=steps)
+    by_consumed = {0: 8, 49: 8, 50: 16, 311: 16, 312: 32, 10**6: 32}
+    assert {consumed: batch.global_batch_size(consumed) for consumed in by_consumed} == by_consumed
+    assert batch.samples_after(8) == 7 * 8 + 16 and batch.total_iterations(72) == 8
+    assert batch.micro_batch_counts() == {1, 2, 4}
+
+
+@pytest.mark.parametrize("wrong", ["8", "0:x", "64:8", "0:8 40:16 20:32", "0:8 3:16", "0:0", ""])
+def test_impossible_steps_are_refused(wrong) -> None:
+    with pytest.raises(ValueError, match="--step-batch-size-schedule"):
+        read_steps([wrong], seq_length=32)
 
 
 @settings(deadline=None)
@@ -57,6 +73,28 @@ def test_rounding_down_on_request() -> None:
     assert batch.global_batch_size(0) == 96
     assert batch.num_micro_batches(0) == 3
     assert batch.samples_after(5) == 5 * 96
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            dict(global_batch_size=100),
+            r"100 is not divisible by micro-batch size 4 \* data-parallel size 8 = 32; use 96",
+        ),
+        (dict(global_batch_size=16), "use 32$"),
+        (dict(global_batch_size=16, decrease_if_needed=True), "use 32$"),
+        (dict(global_batch_size=64, rampup=(16, 16, 300)), "16 during --rampup-batch-size is not divisible"),
+        (dict(global_batch_size=96, rampup=(32, 48, 300)), "increment 48 does not divide"),
+        (dict(global_batch_size=64, rampup=(96, 32, 300)), "starts at 96"),
+        (dict(global_batch_size=64, rampup=(32, 0, 300)), "at least 1"),
+        (dict(global_batch_size=64, rampup=(32, 32)), "START INCREMENT SAMPLES"),
+        (dict(global_batch_size=64, steps=[(0, 48), (9, 64)]), "48 during --step-batch-size-schedule is not divisible"),
+    ],
+)
+def test_impossible_sizes_are_refused_at_once(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BatchSchedule(micro_batch_size=4, data_parallel_size=8, **arguments)
 
 
 def test_lengths_are_deepspeeds():

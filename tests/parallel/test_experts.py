@@ -54,6 +54,7 @@ MORE = {
     "zero-bubble, ep 2, selectively recomputed": f"{PP2} {EP2} --pipeline-schedule zero-bubble --recompute-activations",
     "cp 2, ep 2": f"--context-parallel-size 2 {EP2}",
     "offloaded": f"{EP2} --cpu-offload",
+    "ep 2 in each of 2 replicas": f"{EP2} --num-distributed-optimizer-instances 2",
 }
 WITHOUT_EP = {
     1: {"recomputed": "--recompute-granularity full", "emulated": EMULATED},

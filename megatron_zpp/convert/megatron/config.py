@@ -72,7 +72,7 @@ hybrid_override_pattern linear_attention_type moe_latent_size moe_router_topk_li
 """
 _FALSE = """
 apply_residual_connection_post_layernorm attention_output_gate embed_layernorm is_hybrid_model moe_apply_probs_on_input
-moe_router_enable_expert_bias multi_latent_attention openai_gelu qk_l2_norm rotary_interleaved use_mup
+moe_router_enable_expert_bias multi_latent_attention openai_gelu qk_l2_norm use_mup
 """
 _OURS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_NONE.split(), (None,)),
@@ -80,7 +80,7 @@ _OURS: dict[str, tuple[Any, ...]] = {
     "glu_activation": (None, "swiglu"),
     "mlp_type": ("standard",),
     "moe_input_jitter_eps": (None, 0.0),
-    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
     "moe_token_drop_policy": ("probs",),
     "mtp_num_layers": (None, 0),
     "softmax_type": ("vanilla",),
@@ -146,7 +146,7 @@ def config_of(args: Args, vocab_size: int) -> DecoderConfig:
         "moe_layer_freq": _pattern(args.get("moe_layer_freq", 1)),
         **{name: None if args.get(name) is None else str(_pattern(args[name])) for name in _PATTERNS},
     }
-    unused = [] if rotary else ["rotary_percent", "rotary_base"]
+    unused = [] if rotary else ["rotary_percent", "rotary_base", "rotary_interleaved"]
     unused += [] if positions == "yarn" else [name for name in FLAGS if name.startswith("yarn_")]
     unused += [] if has_experts else [name for name in values if name.startswith("moe_")]
     unused += _OF_LATENT_ATTENTION
@@ -227,6 +227,8 @@ def _experts(args: Args) -> MoEConfig | None:
     values = _values(args, EXPERT_FLAGS, MoEConfig)
     values["num_experts"] = number
     values["ffn_hidden_size"] = args.get("moe_ffn_hidden_size") or size(args, "ffn_hidden_size")
+    if values.get("load_balancing") in ("global_aux_loss", "none"):  # how it was trained changes no weight
+        values["load_balancing"] = "aux_loss"
     values["topk_scaling_factor"] = args.get("moe_router_topk_scaling_factor") or 1.0
     return MoEConfig(**values)
 
