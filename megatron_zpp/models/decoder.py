@@ -6,7 +6,7 @@ Weights are garbage until ``init_weights`` has filled them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -30,7 +30,8 @@ class Block(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         """layer: number of the block in the whole model, from 0."""
         super().__init__()
-        self.layer = layer
+        self.window = config.window_of(layer)
+        self.has_rope, self.is_local = config.has_rope(layer), config.is_local(layer)
         self.residual_multiplier = config.residual_multiplier
         no_norm = nn.Identity()
         self.input_norm = no_norm if config.no_pre_norms else make_norm(config, config.hidden_size)
@@ -151,10 +152,9 @@ class Decoder(Transformer):
         ids = tokens if labels is None else labels  # [B, S], which hidden states may have a part of
         tables, documents = self.positions_and_documents(ids, position_ids, cu_seqlens, x.dtype)
         routed_layers: list[Routed] = []
-        for layer in self.layers:
-            number = int(layer.layer)  # type: ignore[arg-type]
-            cos, sin = tables[config.is_local(number)] if config.has_rope(number) else (None, None)
-            x = layer(x, cos, sin, documents[config.window_of(number)])
+        for block in self.blocks:
+            cos, sin = tables[block.is_local] if block.has_rope else (None, None)
+            x = block(x, cos, sin, documents[block.window])
             if isinstance(x, tuple):
                 x, routed = x
                 routed_layers.append(routed)
@@ -170,6 +170,10 @@ class Decoder(Transformer):
             return output
         observed = observations(routed_layers, config.moe, len(config.layers_with_experts))
         return ModelOutput(output, auxiliary_losses(routed_layers, config.moe), observed)
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        return self.layers  # type: ignore[return-value]
 
     def finish_step(self, moved: bool, add_up: Callable[[Tensor], None]) -> None:
         if self.config.moe is not None:
@@ -192,10 +196,9 @@ class Decoder(Transformer):
     def positions_and_documents(
         self, ids: Tensor, position_ids: Tensor | None, cu_seqlens: Tensor | None, dtype: torch.dtype
     ) -> tuple[dict[bool, tuple[Tensor | None, Tensor | None]], dict[int | None, Tensor | None]]:
-        """Compute for all blocks at once: ``rotary`` by ``config.is_local``, ``document_attention`` by window."""
-        config, layers = self.config, [int(layer.layer) for layer in self.layers]  # type: ignore[arg-type]
-        needs_mask = config.changes_scores or (self.training and config.attention_dropout > 0)
-        locals_, windows = {config.is_local(i) for i in layers}, {config.window_of(i) for i in layers}
+        """Compute for all blocks at once: ``rotary`` by ``Block.is_local``, ``document_attention`` by window."""
+        needs_mask = self.config.changes_scores or (self.training and self.config.attention_dropout > 0)
+        locals_, windows = {block.is_local for block in self.blocks}, {block.window for block in self.blocks}
         return (
             {is_local: self.rotary(ids, position_ids, dtype, is_local) for is_local in locals_},
             {window: self.document_attention(cu_seqlens, ids, dtype, needs_mask, window) for window in windows},
