@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -114,6 +115,7 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
         stretched = (model.yarn_rotary_scaling_factor or 1) > 1
         kind = model.rope_type or ("yarn" if kind == "yarn" or stretched else "rope")
         original_context = original_context or (4096 if kind == "yarn" else None)
+    factor = model.rotary_seq_len_interpolation_factor
     dropouts = {name: getattr(model, name) for name in ("attention_dropout", "hidden_dropout")}
     ffn_size = model.ffn_hidden_size or default_ffn_size(hidden, swiglu)
     model = dataclasses.replace(
@@ -126,6 +128,7 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
         swiglu=swiglu,
         disable_bias_linear=model.disable_bias_linear or not defaults["add_bias_linear"],
         position_embedding_type=kind,
+        rotary_seq_len_interpolation_factor=factor if factor != 1 else None,
         yarn_original_max_position_embeddings=original_context,
         **{name: defaults[name] if given is None else given for name, given in dropouts.items()},
         untie_embeddings_and_output_weights=not tied,
@@ -150,7 +153,8 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
     try:
         build_config(model, vocab_size=1)
     except ValueError as error:
-        raise SettingsError(f"these flags describe no model: {error}") from error
+        as_flags = re.sub(r"\w+", lambda name: flag_of(FLAGS[name[0]]) if name[0] in FLAGS else name[0], str(error))
+        raise SettingsError(f"these flags describe no model: {as_flags}") from error
     return model
 
 

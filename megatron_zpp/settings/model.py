@@ -102,7 +102,7 @@ class ModelSettings:
     geglu: bool = flag(False, "a gate with GELU in the MLP")
     quick_geglu: bool = flag(False, "a gate with x * sigmoid(1.702 x) in the MLP")
     squared_relu: bool = flag(False, "squared ReLU in the MLP instead of GELU")
-    glu_linear_offset: float = flag(0.0, "add this to what a gate multiplies")
+    glu_linear_offset: float = flag(0.0, "add this to what a gate multiplies", at_least=0)
     activation_func_clamp_value: float | None = flag(None, "bound gates, and what they multiply, by this", above=0)
     swiglu: bool = flag(False, "SwiGLU in the MLP instead of GELU; always with pretrain_llama.py")
     no_bias_gelu_fusion: bool = flag(False, "exact GELU (erf), as Megatron unfused; default the tanh approximation")

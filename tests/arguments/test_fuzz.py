@@ -20,6 +20,7 @@ SMALL = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --lr 1e-3 "
     "--mock-data --vocab-size 100 --num-workers 0"
 )
+OF_LLAMA = ("multi_latent_attention", "num_query_groups", "rope_scaling_factor")
 RUN = f"{SMALL} --train-iters 2"
 
 
@@ -27,7 +28,7 @@ def test_every_flag_with_every_word(tmp_path):
     refused = accepted = 0
     for flag, word, argv in cases(str(tmp_path)):
         command = SMALL if "--train-samples" in argv else RUN
-        architecture = LLAMA if flag.setting in ("num_query_groups", "rope_scaling_factor") else GPT
+        architecture = LLAMA if flag.setting in OF_LLAMA or flag.needs == "multi_latent_attention" else GPT
         try:
             settings, _ = parse(f"{command} {shlex.join(argv)}", architecture, 1)
         except SettingsError as error:

@@ -144,5 +144,5 @@ def test_padding_of_the_vocabulary_is_never_drawn():
 def test_a_layer_without_attention_of_ours_cannot_be_cached():
     model = make("gpt")
     model.layers[1] = torch.nn.Linear(32, 32)
-    with pytest.raises(ValueError, match="layer 1 of Decoder has no SelfAttention"):
+    with pytest.raises(ValueError, match="layer 1 of Decoder has no Attention"):
         CachedModel(model, 4)

@@ -176,7 +176,6 @@ def test_norms_and_zeros_are_those_of_one_rank(data):
         "shards": f"--zero-stage 3 {UNTIED}",
     }
     common = f"{NO_DROPOUT} {EPS} --log-params-norm --log-num-zeros-in-grad --train-iters 1 --eval-iters 0"
-    common += " --global-batch-size 2"
     one = assert_trains_as_one_rank(data, "gpt", common, {2: layouts}, changing=(UNTIED,), also=("num-zeros",))
     assert one[""][0]["grad-norm"][0] > 1.0 and one[UNTIED][0]["num-zeros"][0] > 1000 > one[""][0]["num-zeros"][0]
 
