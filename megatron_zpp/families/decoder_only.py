@@ -153,7 +153,10 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
     try:
         build_config(model, vocab_size=1)
     except ValueError as error:
-        as_flags = re.sub(r"\w+", lambda name: flag_of(FLAGS[name[0]]) if name[0] in FLAGS else name[0], str(error))
+        settings = FLAGS | EXPERT_FLAGS
+        as_flags = re.sub(
+            r"\w+", lambda word: flag_of(settings[word[0]]) if word[0] in settings else word[0], str(error)
+        )
         raise SettingsError(f"these flags describe no model: {as_flags}") from error
     return model
 

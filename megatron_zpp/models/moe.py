@@ -68,7 +68,9 @@ class MoEConfig:
                     f"{best} be at most that and divide router_topk {self.router_topk}"
                 )
             if self.router_topk // best > self.num_experts // groups:
-                raise ValueError(f"router_topk {self.router_topk} is more than {best} groups have experts")
+                raise ValueError(
+                    f"router_topk {self.router_topk} is more than router_group_topk {best} groups have experts"
+                )
         if self.bias_update_rate is not None and self.score_function == "softmax":
             raise ValueError("bias_update_rate moves biases of sigmoid scores, and score_function is softmax")
         for name in ("expert_capacity_factor", "eval_capacity_factor"):
