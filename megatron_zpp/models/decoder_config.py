@@ -125,7 +125,7 @@ class DecoderConfig:
         others += ["attn_logit_softcapping"]
         if wrong := [name for name in others if getattr(self, name)] or (["softmax_type"] if self.has_sinks else []):
             raise ValueError(
-                f"multi_latent_attention does not work with {', '.join(wrong)}; leave these out (--disable-bias-linear)"
+                f"multi_latent_attention does not work with {', '.join(wrong)}; leave them out"
             )
         if self.position_embedding_type not in ("rope", "yarn") or self.no_rope_freq:
             raise ValueError("multi_latent_attention needs position_embedding_type rope or yarn in every block")
