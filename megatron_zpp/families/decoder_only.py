@@ -153,10 +153,9 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
     try:
         build_config(model, vocab_size=1)
     except ValueError as error:
-        settings = FLAGS | EXPERT_FLAGS
-        as_flags = re.sub(
-            r"\w+", lambda word: flag_of(settings[word[0]]) if word[0] in settings else word[0], str(error)
-        )
+        words = {name: flag_of(setting) for name, setting in (FLAGS | EXPERT_FLAGS).items()}
+        words["add_bias_linear"] = "biases (--disable-bias-linear)"
+        as_flags = re.sub(r"\w+", lambda word: words.get(word[0], word[0]), str(error))
         raise SettingsError(f"these flags describe no model: {as_flags}") from error
     return model
 
