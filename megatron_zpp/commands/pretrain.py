@@ -96,7 +96,7 @@ def pretrain(architecture: Architecture) -> None:
             dist.destroy_process_group()
 
 
-# For users of plain Megatron scripts, which shard nothing over data-parallel ranks, and have no --zero-stage.
+# Megatron's scripts do not give --zero-stage: this line says what their run shards.
 _SHARDED = (
     "data-parallel ranks shard nothing, as Megatron without --use-distributed-optimizer",
     "data-parallel ranks shard optimizer state, as Megatron with --use-distributed-optimizer",

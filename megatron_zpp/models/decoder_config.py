@@ -124,9 +124,7 @@ class DecoderConfig:
         others = ["add_bias_linear", "add_qkv_bias", "qk_layernorm_whole", "rotary_interleaved", "window_size"]
         others += ["attn_logit_softcapping"]
         if wrong := [name for name in others if getattr(self, name)] or (["softmax_type"] if self.has_sinks else []):
-            raise ValueError(
-                f"multi_latent_attention does not work with {', '.join(wrong)}; leave them out"
-            )
+            raise ValueError(f"multi_latent_attention does not work with {', '.join(wrong)}; leave them out")
         if self.position_embedding_type not in ("rope", "yarn") or self.no_rope_freq:
             raise ValueError("multi_latent_attention needs position_embedding_type rope or yarn in every block")
 

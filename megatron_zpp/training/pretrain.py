@@ -29,7 +29,7 @@ def train(run: Run, start: float) -> None:
     batches = BatchIterators(run)
     if run.settings.training.manual_gc:
         gc.disable()
-    if run.counters.iteration == run.train_iters > loaded:  # an island that returns when the others end
+    if run.counters.iteration == run.train_iters > loaded:  # it rejoined after the others' last step
         run.islands.leave()
         checkpoints.save()
         checkpoints.wait()
@@ -54,7 +54,7 @@ def _train_steps(
         num_micro_batches = run.batches.num_micro_batches(counters.consumed_train_samples)
         minutes = (time.monotonic() - start) / 60
         is_over = training.exit_duration_in_mins is not None and minutes > training.exit_duration_in_mins
-        with reporter.first_step():
+        with reporter.show_compiling():
             steps = train_step(run, batches.train, num_micro_batches, stop=signals.is_asked or is_over)
         if training.exit_signal_handler:
             signals.catch()  # not earlier: a signal ends a rank at once, whatever it waits for before its first step

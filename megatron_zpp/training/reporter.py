@@ -87,7 +87,7 @@ class Reporter:
         if self.stragglers is not None and (is_log_step or points):
             self.stragglers.resume()  # ranks have waited for each other here
 
-    def first_step(self) -> AbstractContextManager[object]:
+    def show_compiling(self) -> AbstractContextManager[object]:
         """Show, around the first step, that it compiles the model."""
         compiles = self.run.settings.activation.compile and self.is_first_step
         return progress("compiling") if compiles else nullcontext()

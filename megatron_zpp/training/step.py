@@ -1,4 +1,8 @@
-"""One optimizer step of each island; without islands, all ranks are one island."""
+"""One optimizer step of each island.
+
+An island is a group of ranks that trains its own copy of the model, and agrees with the others every few steps. An
+ordinary run is one island.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,10 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
 def _divide_batches(
     batches: Iterator[Batch], states: list[TrainState], num_micro_batches: int
 ) -> list[Iterator[Batch]]:
-    """Split a step's micro-batches between states. They come in turn: of all ranks of a state, then of the next."""
+    """Split a step's micro-batches between states, of which a process with real ranks has one.
+
+    They come in rounds: one for each rank of the first state, then of the next.
+    """
     if len(states) == 1:
         return [batches]
     per_state: list[list[Batch]] = [[] for _ in states]
@@ -70,7 +77,7 @@ def _step(run: Run, state: TrainState, batches: Iterator[Batch], num_micro_batch
     loss = mean_loss(loss_sum, num_tokens)
     is_finite = math.isfinite(grad_norm) and math.isfinite(loss)
     spike_factor = run.settings.training.loss_spike_factor
-    # As their gradients: FSDP2 averages over ranks.
+    # Scale auxiliary losses like their gradients, which FSDP2 averages over ranks.
     auxiliary_factor = 1 / max(1.0, num_tokens) if per_token else 1 / run.mesh.fsdp_size
     step = IslandStep(
         loss_sum=loss_sum,
@@ -96,7 +103,7 @@ def _step(run: Run, state: TrainState, batches: Iterator[Batch], num_micro_batch
 def accumulate_gradients(
     run: Run, state: TrainState, batches: Iterator[Batch], num_micro_batches: int
 ) -> tuple[Tensor, list[str], list[Batch]]:
-    """Run the forward and backward passes of one step. Gradients are reduced but not scaled back.
+    """Run the forward and backward passes of one step. Reduced gradients are still multiplied by the loss scale.
 
     Returns this rank's summed loss, its count, and A auxiliary losses and observations, fp64 [2 + A], to be summed over
     all ranks of the island; the names of these A; and the micro-batches that it read.
@@ -121,7 +128,7 @@ def accumulate_gradients(
     read = []
     for i in range(num_micro_batches):
         state.set_is_last_micro_batch(i == num_micro_batches - 1)
-        for as_rank in state.ranks:
+        for as_rank in state.ranks:  # a real rank once, as it is; emulated ranks in turn
             with as_rank:
                 read.append(next(batches))
                 inputs, target = run.loss.split(read[-1])

@@ -93,8 +93,9 @@ class ZeroPP(ZeroPPInterface):
                 self._unused_parameters[topology] = UnusedParameters(topology, members, self.traffic)
         self._consistency_check = RankConsistencyCheck(units, self.traffic) if config.check_agreement else None
         self._gather_stream = new_stream(self.device)
-        self._gathers: list[QuantizedAllGather] = []  # of all units that are on several ranks
-        self._all_gathers: dict[str, QuantizedAllGather] = {}  # by unit, without FSDP2's own; as the next
+        self._gathers: list[QuantizedAllGather] = []  # every all-gather that replaces FSDP2's
+        # Those with state to save or weights to send early, and reduce-scatters, by the unit's name.
+        self._all_gathers: dict[str, QuantizedAllGather] = {}
         self._reduce_scatters: dict[str, HierarchicalReduceScatter] = {}
         for unit in units:
             unit.set_collectives(self._all_gather(unit), self._reduce_scatter(unit))
@@ -206,8 +207,8 @@ class ZeroPP(ZeroPPInterface):
         if torch.is_grad_enabled():
             self.shared.micro_batch.begin(is_last)
         self._passes.begin()
-        # In the order of the model. Not right after the optimizer's step: all ranks would have to look for what a
-        # program changes between that step and this pass, over links that are busy with the weights by then.
+        # Send in the model's order. Not right after the optimizer's step: a program may write weights until this pass
+        # begins, and ranks would have to compare what it wrote over links that are busy with the weights by then.
         if self._all_gathers:
             with on_stream(self._gather_stream, self.device):
                 encoded = [all_gather.encode_early() for all_gather in self._all_gathers.values()]

@@ -123,7 +123,7 @@ class ZeroPPConfig:
     ranks_per_node: int | None = config_flag(
         "--zeropp-ranks-per-node",
         None,
-        "ranks that share a node; default from where the ranks run, or --zero-hpz-partition-size",
+        "ranks that share a node; default --zero-hpz-partition-size if that is above 1, else the ranks of each host",
         at_least=1,
     )
     weight_bits: int | None = _qwz_flag(

@@ -34,7 +34,7 @@ class RandomStates(Protocol):
 
 
 class Ranks(Protocol):
-    """The R of all W ranks that this process computes for: one real rank, or all emulated ones.
+    """The R ranks, of the job's W, that this process computes for: one real rank, or all emulated ones.
 
     ``for as_rank in ranks: with as_rank: ...`` computes as each of them, in turn; ``len(ranks)`` is R.
     """
@@ -147,14 +147,14 @@ class ZeroPPInterface:
         return describe(self.config, self.topologies)
 
     def set_is_last_micro_batch(self, is_last: bool) -> None:
-        """Mark whether the next backward pass is the last of this optimizer step; only that one crosses nodes."""
+        """Mark whether the next backward pass is the last of this step; quantized gradients cross nodes only there."""
         raise NotImplementedError
 
     def invalidate(self) -> None:
         """Force the next gather to send all parameters in full. Call it on all ranks.
 
         Needed only after changes that are not looked for: within a forward pass, or between the micro-batches of one
-        step; and after other weights were written over those of a step that no pass has used.
+        step; and after overwriting weights that an optimizer changed and no forward pass has gathered yet.
         """
         raise NotImplementedError
 
@@ -208,8 +208,8 @@ class ZeroPPInterface:
     def set_optimizer_steps(self, steps: int) -> None:
         """Set how many optimizer steps the run has taken, without skipped ones, where no loaded state says it.
 
-        A warm-up of bits depends on this number. It counts on by itself: a step's gradients count when the next forward
-        pass begins, unless ``undo_step`` was called.
+        A warm-up of bits depends on this number. It then counts by itself: a step's gradients count when the next
+        forward pass begins, unless ``undo_step`` was called.
         """
         self.shared.micro_batch.set_optimizer_steps(steps)
 

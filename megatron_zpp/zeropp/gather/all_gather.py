@@ -166,8 +166,9 @@ class HierarchicalAllGather(QuantizedAllGather):
     [N, L]; every gather is then among the P ranks of the node. All ranks see the same weights: each rank quantizes and
     decodes its local shard, too. Frozen parameters of a unit are sent only when they changed.
 
-    When a forward pass begins, the gathers of all changed shards start, and each must have finished when FSDP2 asks for
-    its unit. If a pass did not ask, and the parameters have changed by the next one, what was sent is dropped.
+    When a forward pass begins, the gathers of all changed shards start (``encode_early`` names exceptions), and each
+    must have finished when FSDP2 asks for its unit. If a pass did not ask, and the parameters have changed by the next
+    one, what was sent is dropped.
     """
 
     def __init__(
@@ -208,9 +209,9 @@ class HierarchicalAllGather(QuantizedAllGather):
     def encode_early(self) -> SentShard | None:
         """Encode the shard at the beginning of a forward pass, if it changed, for ``send``.
 
-        The first shard is sent only when it is asked for, and so is one that would be sent in full instead of as
-        moves, or whose unit did not need what was sent before. With a consistency check, no rank sends before
-        ranks have compared at the gather.
+        Without a secondary partition (at the first step, after a load or ``invalidate``) a unit is sent only when FSDP2
+        asks for it, and so is one that did not need what was sent before. With a consistency check, no rank sends
+        before ranks have compared at the gather.
         """
         unit = self.unit
         if self.consistency_check is not None or not unit.can_be_gathered or is_capturing(unit):

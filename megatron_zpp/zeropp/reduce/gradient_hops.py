@@ -30,7 +30,7 @@ class Progress:
 
 @dataclass(kw_only=True)
 class GradientHop:
-    """What one rank sends and receives among the G ranks of one hop: those of its node, or those of its local rank."""
+    """What one rank sends and receives among the G ranks of a hop: its node's P, or the N with its local rank."""
 
     name: str  # "intra" or "inter" nodes
     rows: tuple[int, ...]  # of what is sent, without L: (P, N) or (N,)
