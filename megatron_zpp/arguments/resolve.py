@@ -275,6 +275,8 @@ def _check_data(data: DataSettings) -> None:
     for name in ("mock_data", "fim_data", "eod_mask_loss"):
         message = f"{flag_of(name)} does not go with --sft, which reads whole chats and their loss masks; leave one out"
         require(not (data.sft and getattr(data, name)), message)
+    shuffles = "--dataloader-type cyclic does not go with --sft, which shuffles chats in each epoch; leave it out"
+    require(not (data.sft and is_cyclic), shuffles)
 
 
 def _resolve_tokenizer(tokenizer: TokenizerSettings, data: DataSettings) -> TokenizerSettings:

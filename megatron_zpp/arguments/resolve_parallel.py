@@ -109,6 +109,19 @@ def check_pipeline(settings: Settings, num_layers: int) -> None:
         for name in _PIPELINE_ONLY:
             require(getattr(ranks, name) is None, f"{flag_of(name)} needs --pipeline-model-parallel-size above 1")
         return
+    model, per_token = settings.model, settings.training.calculate_per_token_loss or settings.data.sft
+    require(
+        not (per_token and model.num_experts and (model.moe_aux_loss_coeff or model.moe_z_loss_coeff)),
+        "a stage does not know how many tokens count: --moe-aux-loss-coeff and --moe-z-loss-coeff do not work with "
+        "--pipeline-model-parallel-size and --calculate-per-token-loss, as in --sft; leave one out",
+    )
+    ends = [name for name in _UNEVEN if getattr(ranks, name) is not None]
+    fewer = ranks.account_for_embedding_in_pipeline_split or ranks.account_for_loss_in_pipeline_split
+    require(
+        not (ends and fewer),
+        "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split divide layers evenly; "
+        f"leave out {', '.join(map(flag_of, ends))}",
+    )
     schedule, virtual = _schedule_or_default(ranks), "--num-layers-per-virtual-pipeline-stage"
     for name in _UNEVEN:
         require(
@@ -198,6 +211,8 @@ def check_tensor_parallel(
     require(size == 1 or not compiles, f"--compile does not support --tensor-model-parallel-size {size}: leave one out")
     split = {flag_of(name): getattr(model, name) for name in ("num_attention_heads", "num_query_groups")}
     split["--ffn-hidden-size"] = model.ffn_hidden_size
+    if model.num_experts is not None and model.moe_shared_expert_intermediate_size is not None:
+        split["--moe-shared-expert-intermediate-size"] = model.moe_shared_expert_intermediate_size
     if distributed.sequence_parallel:
         shared = " / --context-parallel-size" if distributed.context_parallel_size > 1 else ""
         split[f"--seq-length{shared} (split by --sequence-parallel)"] = seq_length // distributed.context_parallel_size

@@ -154,7 +154,8 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
         build_config(model, vocab_size=1)
     except ValueError as error:
         words = {name: flag_of(setting) for name, setting in (FLAGS | EXPERT_FLAGS).items()}
-        words["add_bias_linear"] = "biases (--disable-bias-linear)"
+        words |= {"add_bias_linear": "biases (--disable-bias-linear)", "window_size": "--window-size"}
+        words["group_query_attention"] = "--group-query-attention"
         as_flags = re.sub(r"\w+", lambda word: words.get(word[0], word[0]), str(error))
         raise SettingsError(f"these flags describe no model: {as_flags}") from error
     return model
@@ -210,7 +211,7 @@ def _check_positions(model: ModelSettings, head_dim: int) -> None:
 
 _NOT_WITH_SINKHORN = (
     *("moe_aux_loss_coeff", "moe_router_score_function", "moe_router_enable_expert_bias"),
-    *("moe_router_topk_scaling_factor", "moe_expert_capacity_factor"),
+    *("moe_router_topk_scaling_factor", "moe_expert_capacity_factor", "moe_router_num_groups"),
 )
 
 
@@ -339,6 +340,8 @@ def flags_for(config: DecoderConfig, positions: int, defaults: Mapping[str, Any]
         "tie_embeddings": f"--{'tie' if config.tie_embeddings else 'untie'}-embeddings-and-output-weights",
     }
     words += [flag for name, flag in switches.items() if getattr(config, name) != defaults[name]]
+    if config.multi_latent_attention:  # else a scaling factor means yarn
+        words += ["--rope-type", config.position_embedding_type]
     if config.rope_scaling_factor is not None:
         words += ["--use-rope-scaling", "--rope-scaling-factor", str(config.rope_scaling_factor)]
     if config.window_size is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .layers import NORMS, head_size
 from .mlp import Activation
@@ -99,6 +99,9 @@ class DecoderConfig:
                 f"moe_experts_per_layer has {len(self.experts_of_layers)} numbers, and {len(self.layers_with_experts)} "
                 "blocks have experts"
             )
+        for num_experts in self.experts_of_layers:
+            assert self.moe is not None
+            replace(self.moe, num_experts=num_experts)  # raises ValueError where these do not fit
         if self.position_embedding_type == "yarn" and None in (self.yarn_scaling_factor, self.yarn_original_context):
             raise ValueError("yarn needs yarn_scaling_factor and yarn_original_context")
         if sum((self.swiglu, self.geglu, self.quick_geglu, self.squared_relu)) > 1:
@@ -125,6 +128,10 @@ class DecoderConfig:
         others += ["attn_logit_softcapping"]
         if wrong := [name for name in others if getattr(self, name)] or (["softmax_type"] if self.has_sinks else []):
             raise ValueError(f"multi_latent_attention does not work with {', '.join(wrong)}; leave them out")
+        if self.rotary_percent != 1:
+            raise ValueError("multi_latent_attention rotates all of qk_pos_emb_head_dim: leave rotary_percent out")
+        if self.v_head_dim > self.qk_head_dim + self.qk_pos_emb_head_dim:
+            raise ValueError(f"v_head_dim {self.v_head_dim} must be at most qk_head_dim + qk_pos_emb_head_dim")
         if self.position_embedding_type not in ("rope", "yarn") or self.no_rope_freq:
             raise ValueError("multi_latent_attention needs position_embedding_type rope or yarn in every block")
 
@@ -156,8 +163,8 @@ class DecoderConfig:
     @property
     def attention_scale(self) -> float | None:
         """The factor of attention scores; None is 1 / sqrt of the queries' width."""
-        if self.softmax_scale is None and self.multi_latent_attention and self.position_embedding_type == "yarn":
-            assert self.yarn_scaling_factor is not None
+        # As in Megatron, whatever scales the frequencies.
+        if self.softmax_scale is None and self.multi_latent_attention and self.yarn_scaling_factor is not None:
             magnitude = yarn_magnitude(self.yarn_scaling_factor, self.mscale_all_dim)
             return magnitude**2 / (self.qk_head_dim + self.qk_pos_emb_head_dim) ** 0.5
         return self.softmax_scale

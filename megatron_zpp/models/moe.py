@@ -1,7 +1,7 @@
 """A mixture of experts in place of an MLP: a router sends each token to k of E experts, and sums their outputs.
 
 Shazeer et al. (arXiv 1701.06538), with the balancing loss of Switch Transformers (Fedus et al., arXiv 2101.03961) and
-the z-loss of ST-MoE (Zoph et al., arXiv 2202.08906). T tokens are B * S; experts are SwiGLUs or MLPs without biases.
+the z-loss of ST-MoE (Zoph et al., arXiv 2202.08906). T tokens are B * S; experts are gated or plain MLPs.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ class MoEConfig:
             raise ValueError(
                 "residual weighs the shared expert, and so does shared_expert_gate: give shared_expert_size"
             )
+        if self.residual and self.shared_expert_gate:
+            raise ValueError("residual and shared_expert_gate both weigh the shared expert: give one")
         groups, best = self.router_num_groups, self.router_group_topk
         if (groups is None) != (best is None):
             raise ValueError("router_num_groups and router_group_topk need each other: give both")
@@ -115,6 +117,8 @@ def route(logits: Tensor, config: MoEConfig, bias: Tensor | None = None, trainin
     else:
         every = scores = logits.softmax(dim=-1)
     choice = every if bias is None else every + bias
+    if config.score_function == "softmax" and not config.router_pre_softmax and config.router_num_groups is not None:
+        choice = logits  # Megatron adds up those of a group
     if config.router_num_groups is not None and config.router_group_topk is not None:
         choice = in_best_groups(choice, config.router_num_groups, config.router_group_topk, config.router_topk)
     experts = choice.topk(config.router_topk, dim=-1).indices
@@ -287,8 +291,9 @@ class MoE(nn.Module):
         elif self.shared_expert is not None:
             shared = self.shared_expert(x)
             y = y + (self.shared_gate(x).sigmoid() * shared if config.shared_expert_gate else shared)
-        # The loss counts what a token would choose without the bias, over G samples or 1 micro-batch.
-        choices = routing.experts if bias is None else routing.scores.topk(config.router_topk, dim=-1).indices
+        # The loss counts what a token would choose without bias and groups, over G samples or 1 micro-batch.
+        is_free = bias is None and config.router_num_groups is None
+        choices = routing.experts if is_free else routing.scores.topk(config.router_topk, dim=-1).indices
         num_groups = x.size(0) if config.load_balancing == "seq_aux_loss" else 1
         first_of_group = config.num_experts * torch.arange(num_groups, device=x.device).unsqueeze(-1)
         counted = (choices.view(num_groups, -1) + first_of_group).flatten()

@@ -58,6 +58,8 @@ def place_stages(
         sizes = [layers_per_stage] * (num_layers // layers_per_stage)
     for end, has_fewer in zip((0, -1), fewer_at_ends, strict=True):
         sizes[end] -= has_fewer
+    if min(sizes) < 1:
+        raise ValueError(f"a stage has no layer: {num_layers} layers, with what counts as one, in {len(sizes)} stages")
     ends = [sum(sizes[: stage + 1]) for stage in range(len(sizes))]
     ranks = [stage % num_ranks for stage in range(len(sizes))]
     if v_shaped:

@@ -215,3 +215,10 @@ def test_a_residual_expert_is_weighed_against_the_others():
     torch.testing.assert_close(moe(x)[0], expected)
     with pytest.raises(ValueError, match="residual weighs the shared expert"):
         MoEConfig(EXPERTS, FFN, TOPK, residual=True)
+
+
+def test_groups_of_softmax_scores_are_those_of_the_logits():
+    """Megatron adds up logits to choose groups; probabilities would choose others."""
+    config = MoEConfig(num_experts=8, ffn_hidden_size=8, router_topk=4, router_num_groups=4, router_group_topk=2)
+    logits = torch.tensor([[5.0, -9.0, 2.0, 1.0, 1.5, 1.4, -1.0, -1.0]])
+    assert set(route(logits, config).experts[0].tolist()) == {2, 3, 4, 5}  # 5 - 9 is less than 2 + 1 and 1.5 + 1.4
