@@ -686,8 +686,9 @@ __device__ float absmax_scale(const EncodeArguments& a, uint32_t largest, float 
 }
 
 // Blocks of 8 to 256 elements, a power of two: each is in the registers of some threads of one warp, a team.
+// With scales of elements one thread block a multiprocessor is asked for, or sm_100's compiler keeps to 64 registers.
 template <int kBits, Source kSource, bool kCompensates, int kScaled = 0>
-__global__ void __launch_bounds__(kThreads) encode_tiles(const __grid_constant__ Launch<EncodeArguments> launch) {
+__global__ void __launch_bounds__(kThreads, kScaled) encode_tiles(const __grid_constant__ Launch<EncodeArguments> launch) {
   const EncodeArguments& a = launch.arguments;
   const Item& item = item_of_block(launch);
   const Segment& own = item.own;
