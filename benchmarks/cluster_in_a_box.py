@@ -74,10 +74,10 @@ def run(
     nodes: int,
     ranks_per_node: int,
     rate: str | None = None,
-    delay_ms: float = 0.0,
     warmup_steps: int = 2,
     timeout: float = 600.0,
     echo: bool = True,
+    delay_ms: float = 0.0,
 ) -> Measurement:
     """Run ``command``, a training program and its arguments, on a fresh cluster; raises RuntimeError if it fails."""
     check_requirements()
