@@ -80,7 +80,7 @@ def tokens_per_second(cluster: Cluster, flags: str) -> dict[str, float]:
 
 
 def islands() -> None:
-    """Of Llama-8B on 2 sites of 32 nodes: tokens per second over those where no link takes any time."""
+    """Return tokens per second of Llama-8B on 2 sites of 32 nodes, as shares of those without any time on links."""
     without_links = dataclasses.replace(
         parse_cluster(f"{SITE}@1"), sites=1, between_gbits=1e12, within_gbytes=1e12, between_microseconds=0.0
     )

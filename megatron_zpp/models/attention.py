@@ -211,7 +211,7 @@ def attention(
     key is, the one before it a key earlier. ``scale``, ``softcap``, ``sinks``: see ``plain_attention``.
     """
     if softcap is not None or sinks is not None:
-        return plain_attention(q, k, v, documents, dropout, scale, softcap, sinks)
+        return plain_attention(q, k, v, documents, scale, softcap, sinks)  # such configs have no dropout
     options: dict[str, Any] = {"enable_gqa": True} if k.shape[2] < q.shape[2] else {}
     options |= {} if scale is None else {"scale": scale}
     if documents is not None and documents.dim() == 1:
@@ -243,7 +243,6 @@ def plain_attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    dropout: float,
     scale: float | None,
     softcap: float | None,
     sinks: Tensor | None,
@@ -266,7 +265,7 @@ def plain_attention(
     if sinks is not None:
         scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(batch, -1, queries, 1)], dim=-1)
     shares = scores.softmax(dim=-1)[..., :keys].to(v.dtype)
-    return (F.dropout(shares, dropout) @ v).transpose(1, 2)
+    return (shares @ v).transpose(1, 2)
 
 
 def document_attention(

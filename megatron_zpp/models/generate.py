@@ -205,7 +205,7 @@ class CachedModel:
         keys, values = (cache.narrow(2, 0, total) for cache in (keys, values))  # [B, groups, K, head_dim]
         if softcap is not None or sinks is not None:
             k, v = keys.transpose(1, 2), values.transpose(1, 2)
-            return plain_attention(q, k, v, mask, 0.0, scale, softcap, sinks)
+            return plain_attention(q, k, v, mask, scale, softcap, sinks)
         attended = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             keys,

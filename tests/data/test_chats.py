@@ -64,7 +64,7 @@ def preprocess(tmp_path, tokenizer, capsys):
 
 
 def parts(prefix, tokenizer) -> list[list[tuple[str, int]]]:
-    """Of each chat, the text of each part and whether it has loss."""
+    """Return each chat's parts: the text, and whether it has loss."""
     from tokenizers import Tokenizer
 
     library, dataset = Tokenizer.from_file(str(tokenizer / "tokenizer.json")), IndexedDataset(prefix)

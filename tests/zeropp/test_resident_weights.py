@@ -101,7 +101,7 @@ def generate_unsharded(model, text):
 
 
 def scenario(config, is_emulated=False):
-    """Of each rank losses and tokens, and bytes: of two steps and, after each, two generations; of one at the end.
+    """Return each rank's losses, tokens and bytes: of two steps and, after each, two generations; of one at the end.
 
     Outside of the context, and inside of it but for the last generation.
     """
@@ -279,7 +279,7 @@ def test_changed_weights_are_gathered_again_once(found, name):
 
 
 def _memory():
-    """Of each configuration: the bytes that a rank keeps, and what the formats say that it keeps."""
+    """Return, by configuration, the bytes that a rank keeps, and those that the formats say it keeps."""
     found = {}
     for name, config in CONFIGS.items():
         model, zeropp, _ = build(config)

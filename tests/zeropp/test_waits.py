@@ -21,7 +21,7 @@ UNITS, MICRO_BATCHES = 3, 2  # two layers and the root
 
 
 def counted(config: ZeroPPConfig) -> tuple[list[tuple[float, float]], set[str]]:
-    """Of three steps how often a rank waited within and between nodes, as each wait takes a second; and their names."""
+    """Return how often a rank waited within and between nodes in each of three steps, and for what."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
     zeropp = shard(model, config, model[:2])

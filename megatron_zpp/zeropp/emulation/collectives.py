@@ -11,7 +11,7 @@ from ..fsdp.collectives import count_all_reduce, count_flat_ring, count_reduce_s
 from ..fsdp.shared import Shared
 from ..fsdp.topology import RankLayout
 from ..fsdp.unit import UnitPart
-from ..gather.unseen_changes import Passes, checksums, load_changes, refuse_changes, state_of_changes
+from ..gather.unseen_changes import Passes, checksums, keep_checksums, load_changes, refuse_changes, state_of_changes
 from ..gather.weight_encoder import WeightEncoder, load_row
 from ..reduce.gradient_hops import GradientHops
 from ..wire.layout import KeptScales
@@ -133,9 +133,7 @@ class EmulatedAllGather:
 
     def _keep_checksums(self, shards: Tensor, part: UnitPart) -> None:
         for shard, of_parts in zip(shards, self._checksums, strict=True):
-            if part.is_whole:
-                of_parts.clear()
-            of_parts |= checksums(shard, self.unit.parts if part.is_whole else (part,))
+            keep_checksums(of_parts, self.unit, shard, part)
 
     def is_gathered(self, rank: int) -> bool:
         """Return whether the rank's next forward pass gathers: not if the last one left the weights gathered."""
