@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from common import RESULTS, ROOT
-from study_arms import AFTER_A_FIFTH, FP32, HIGHER_RATE, INTERVALS, ISLANDS, Arm, Experiment, Group, every
+from study_arms import AFTER_A_FIFTH, FP32, HIGHER_RATE, INTERVALS, ISLANDS, NODES, Arm, Experiment, Group, every
 from study_experiments import E4_BITS_AND_BLOCKS, E4_SENSITIVITY, EXPERIMENTS
 
 PAGE = ROOT / "docs" / "experiments.md"
@@ -21,7 +21,7 @@ Rows = dict[str, dict[int, dict[str, Any]]]  # by flags, then by seed
 
 
 def write_page(rows: Rows) -> None:
-    """Replace what stands between the page's markers, and draw the plots anew."""
+    """Replace what stands between the page's markers, and draw the plots again."""
     page = PAGE.read_text()
     for name, experiment in EXPERIMENTS.items():
         page = replace_table(page, name, table(experiment, rows))
@@ -30,6 +30,7 @@ def write_page(rows: Rows) -> None:
     plot_loss_over_bytes(rows)
     plot_feedback(rows)
     plot_islands(rows)
+    plot_moved_codes(rows)
 
 
 def by_flags_and_seed(rows: list[dict[str, Any]]) -> Rows:
@@ -236,3 +237,22 @@ def plot_islands(rows: Rows) -> None:
     axes.grid(alpha=0.3)
     figure.legend(fontsize=7, loc="outside lower center", ncols=3)
     figure.savefig(RESULTS / "study_islands.png", dpi=130)
+
+
+def plot_moved_codes(rows: Rows) -> None:
+    """E12: bits that a moved weight takes between nodes, over the schedule of the learning rate."""
+    figure, axes = _pyplot().subplots(figsize=(7, 4), layout="constrained")
+    gradients, per_weight = (
+        6.0,
+        8 * NODES,
+    )  # bytes of fp32 gradients in each step; a node sends the rest of its own shards
+    for arm in _trained(EXPERIMENTS["E12"].groups[1].arms, rows):
+        of_seeds = [row.get("bytes_of_intervals", [])[1:] for row in rows[arm.flags].values()]  # the first sends all in full
+        if all(of_seeds):
+            bits = [per_weight * (statistics.mean(sent) - gradients) for sent in zip(*of_seeds, strict=True)]
+            axes.plot([20 * (i + 1) for i in range(len(bits))], bits, label=arm.name)
+    axes.set(xlabel="step", ylabel="bits per weight and step between nodes", yscale="log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(RESULTS / "study_moved_codes.png", dpi=130)
