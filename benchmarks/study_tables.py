@@ -247,7 +247,9 @@ def plot_moved_codes(rows: Rows) -> None:
         8 * NODES,
     )  # bytes of fp32 gradients in each step; a node sends the rest of its own shards
     for arm in _trained(EXPERIMENTS["E12"].groups[1].arms, rows):
-        of_seeds = [row.get("bytes_of_intervals", [])[1:] for row in rows[arm.flags].values()]  # the first sends all in full
+        of_seeds = [
+            row.get("bytes_of_intervals", [])[1:] for row in rows[arm.flags].values()
+        ]  # the first sends all in full
         if all(of_seeds):
             bits = [per_weight * (statistics.mean(sent) - gradients) for sent in zip(*of_seeds, strict=True)]
             axes.plot([20 * (i + 1) for i in range(len(bits))], bits, label=arm.name)
