@@ -21,16 +21,21 @@ Rows = dict[str, dict[int, dict[str, Any]]]  # by flags, then by seed
 
 
 def write_page(rows: Rows) -> None:
-    """Replace what stands between the page's markers, and draw the plots again."""
-    page = PAGE.read_text()
-    for name, experiment in EXPERIMENTS.items():
-        page = replace_table(page, name, table(experiment, rows))
-    PAGE.write_text(page)
+    """Replace the page's tables, and draw the plots again."""
+    PAGE.write_text(page_of(rows))
     plot_without_state(rows)
     plot_loss_over_bytes(rows)
     plot_feedback(rows)
     plot_islands(rows)
     plot_moved_codes(rows)
+
+
+def page_of(rows: Rows) -> str:
+    """Return the page with the tables of these results."""
+    page = PAGE.read_text()
+    for name, experiment in EXPERIMENTS.items():
+        page = replace_block(page, name, table(experiment, rows))
+    return page
 
 
 def by_flags_and_seed(rows: list[dict[str, Any]]) -> Rows:
@@ -42,7 +47,7 @@ def by_flags_and_seed(rows: list[dict[str, Any]]) -> Rows:
     return {flags: of_seeds for flags, of_seeds in by_flags.items() if len(of_seeds) == len(SEEDS)}
 
 
-def replace_table(page: str, name: str, text: str) -> str:
+def replace_block(page: str, name: str, text: str) -> str:
     """``page`` with ``text`` between <!-- NAME --> and <!-- end of NAME -->."""
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     assert begin in page and end in page, f"{PAGE} has no place for {name}"
