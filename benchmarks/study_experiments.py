@@ -312,7 +312,10 @@ EXPERIMENTS = {
                 for threshold, beta in ((0.9, 0.9), (1.2, 0.95), (1.2, 0.9), (1.2, 0.8), (1.2, 0.0), (1.6, 0.9))
             },
         ),
-        at_learning_rates("Three levels, 0 below 1.2 RMS, beta 0.9", f"{few_levels(0.9)} --trial ternary:1.2"),
+        *(
+            at_learning_rates(f"Three levels, 0 below 1.2 RMS, beta {beta}", f"{few_levels(beta)} --trial ternary:1.2")
+            for beta in (0.9, 0.95)
+        ),
     ),
 }
 OBSERVED = {name for experiment in EXPERIMENTS.values() for name in experiment.observed}
