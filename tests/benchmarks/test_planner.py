@@ -36,7 +36,7 @@ def test_the_fit_finds_the_share_that_made_the_rates():
 
 
 def test_islands_are_compared_with_one_cluster(monkeypatch, capsys):
-    """Of a smaller model on fewer nodes, over a slow link, and one as fast as the nodes'."""
+    """A smaller model on fewer nodes shows it, over a slow link and over one as fast as the nodes'."""
     run = planner.RUN.replace("--global-batch-size 2048", "--global-batch-size 64 --num-layers 4")
     for name, value in {"RUN": run, "SITE": "2x2x8xH100@400", "GBITS": (1, 800)}.items():
         monkeypatch.setattr(planner, name, value)

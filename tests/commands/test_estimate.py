@@ -209,7 +209,7 @@ LARGE_ENDS = "--untie-embeddings-and-output-weights --make-vocab-size-divisible-
 
 
 def _peaks(runs: dict[str, list[str]]) -> dict[str, int]:
-    """Of each run: the most bytes that this rank had allocated at once, by torch's own count of every allocation."""
+    """Return for each run the most bytes that this rank had allocated at once, by torch's count of allocations."""
     wait, peaks = dist.Work.wait, {}
 
     def wait_and_settle(work: dist.Work, *arguments: Any) -> bool:
@@ -302,7 +302,7 @@ def base_time(words: str, *more: str) -> estimate.RunTime:
 
 
 def test_bytes_between_islands_are_those_of_a_run(tmp_path):
-    """Of one interval; pieces that do not divide evenly are taken for full ones."""
+    """It holds for one interval; pieces that do not divide evenly count as full ones."""
     wires = ("", "--island-bits 4 --island-block-size 32 --island-fragments 2")
     interval = 2
     # One more step: after the last one, all that was trained since is sent as well.

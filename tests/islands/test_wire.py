@@ -113,7 +113,7 @@ def test_it_arrives_as_blocks_say(num_islands):
 
 
 def bytes_of(parts: list[int], bits: int | None) -> int:
-    """Of a piece: codes and scales of the matrices, then the vector's values; each begins at a multiple of 16."""
+    """Count the bytes of a piece: codes and scales of matrices, then the vector; each begins at a multiple of 16."""
 
     def aligned(nbytes: int) -> int:
         return -(-nbytes // 16) * 16

@@ -52,7 +52,7 @@ def build_model() -> nn.Module:
 
 
 def set_gradients(model: nn.Module) -> None:
-    """Of the same elements, whole or as shards; some are zeros."""
+    """Set gradients with the same elements, whole or as shards; some are zeros."""
     generator = torch.Generator().manual_seed(7)
     for parameter in model.parameters():
         gradient = torch.randn(parameter.shape, generator=generator)

@@ -138,7 +138,7 @@ def test_tokens_are_counted_and_may_be_sent_in_few_bits(data):
 
 
 def gradients_of_a_shunned_expert(config, first_step_to_it):
-    """Of each of three steps the largest gradient of the last expert, to which no token goes, and of the others.
+    """Return for each of three steps the largest gradient of the last expert, which gets no token, and of the others.
 
     With ``first_step_to_it`` all tokens of the first step go there.
     """

@@ -64,7 +64,7 @@ class Growth(torch.optim.Optimizer):
 
 
 def _gather_on_ranks(cases):
-    """For each case and version of the parameters what a forward pass sees on this rank, as [W, L]."""
+    """Return for each case and version of the parameters what a forward pass sees on this rank, as [W, L]."""
     world_size = dist.get_world_size()
     seen = []
     for case in cases:
@@ -79,7 +79,7 @@ def _gather_on_ranks(cases):
 
 
 def _reduce_on_ranks(cases):
-    """For each case and optimizer step this rank's reduced gradients [L]."""
+    """Return this rank's reduced gradients [L] for each case and optimizer step."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     reduced = []
     for case in cases:

@@ -64,7 +64,7 @@ def _swapped(is_emulated: bool):
     weight = model.weight  # the sharded one, also while the model has it whole
 
     def run(trains: bool) -> torch.Tensor:
-        """Of every rank a pass over the unit matrix: the weights that it sees, [rows, columns]."""
+        """Run a pass over the unit matrix on every rank; return the weights that it sees, [rows, columns]."""
         for as_rank in zeropp.ranks:
             with as_rank, torch.set_grad_enabled(trains):
                 seen = model(torch.eye(128)) - model(torch.zeros(1, 128))

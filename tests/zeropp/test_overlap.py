@@ -69,7 +69,7 @@ def _is_group(value: torch.ScriptObject) -> bool:
 
 
 def _collectives_of_a_pass():
-    """In an optimizer's step and in the forward pass after it, the groups of all collectives."""
+    """Return the groups of all collectives in an optimizer's step and in the forward pass after it."""
     model, _ = build(HPZ)
     optimizer = sgd(model.parameters())
     model(X).sum().backward()

@@ -273,7 +273,7 @@ def _changes_are_seen_alike():
 
 
 def _state_of_another_config():
-    """For each of other settings: whether the state was taken over, and the warnings."""
+    """Return for each of other settings whether the state was taken over, and the warnings."""
     model = nn.Linear(64, 64)
     zeropp = shard(model, ALL_FLAGS)
     model(torch.randn(2, 64)).sum().backward()
