@@ -32,7 +32,6 @@ from tests.islands.elastic_jobs import (
     saved_by,
     start,
     wait_for,
-    wait_for_asking,
     wake,
     words_of,
 )
@@ -131,26 +130,6 @@ def test_a_kill_between_the_hops_restarts_the_synchronization(tmp_path):
         assert_same_bits(first[step], value)
     for step, values in run_ranks(6, islands_of_one_job, 3, 4, 6)[0].items():
         assert all(torch.equal(a, b) for a, b in zip(first[step]["parameters"], values, strict=True))
-
-
-def test_one_that_was_silent_returns_while_another_is_lost_and_adds_nothing(tmp_path):
-    """Stopped, it finds that the others went on. It has their state when their synchronization breaks off."""
-    with lighthouse() as at:
-        first, leaves = (start(at, tmp_path, i, 3, ranks=1, end=9, hold=8, kill_between=9 * i) for i in range(2))
-        silent = start(at, tmp_path, 2, 3, ranks=1, end=9, stop=4)
-        wait_for(tmp_path / "0.8.holds", first, leaves, silent)
-        assert not (tmp_path / "2.6.outer").exists()
-        wake(tmp_path / "2.4.stopped")
-        wait_for_asking(at, 1)  # or the first two synchronize without it
-        for island in range(2):
-            (tmp_path / f"{island}.8.goes").touch()
-        assert leaves.wait(120) != 0
-        log, _ = logs_of(first, silent)
-    assert re.search(r"island 2 left.*\n.*island 2 came.*\n.*broke off.*\n.*island 1 left", log), log
-    mine, its = saved_by(tmp_path, 0)[9], saved_by(tmp_path, 2)[9]
-    assert mine["islands"] == 2
-    assert_same_bits(mine, its)
-    assert_near(mine, diloco({2: 6, 1: 9}, {}, 9)[9])
 
 
 def test_islands_that_all_end_resume_where_they_synchronized(tmp_path):

@@ -205,7 +205,6 @@ def test_islands_that_stay_train_as_those_of_one_job(tmp_path):
     "inside",
     [
         "--tensor-model-parallel-size 2 --sequence-parallel --fp16 --initial-loss-scale 1048576 --hysteresis 1",
-        "--pipeline-model-parallel-size 2 --optimizer muon",
         "--context-parallel-size 2 --zero-quantized-gradients --zeropp-loco --island-sync-interval 1",
     ],
 )
