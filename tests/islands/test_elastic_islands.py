@@ -132,35 +132,9 @@ def test_a_kill_between_the_hops_restarts_the_synchronization(tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(first[step]["parameters"], values, strict=True))
 
 
-def test_islands_that_all_end_resume_where_they_synchronized(tmp_path):
-    """Each from its last checkpoint by torch.distributed.checkpoint; one of them is from an earlier synchronization."""
-    again = tmp_path / "again"
-    again.mkdir()
-    with lighthouse() as at:
-        logs_of(*[start(at, tmp_path, number, 2, end=8) for number in range(2)])
-        resumes = [tmp_path / "0.3.state", tmp_path / "1.6.state"]
-        logs_of(*[start(at, again, number, 2, end=12, resume=resumes[number]) for number in range(2)])
-    for number in range(2):
-        assert sorted(saved_by(again, number)) == [6, 9, 12]
-        assert_same_bits(saved_by(again, number)[6], saved_by(tmp_path, 1)[6])
-        assert_same_bits(saved_by(again, number)[12], saved_by(again, 0)[12])
-
-
 def assert_fails(island, message: str) -> None:
     _, err = island.communicate(timeout=100)
     assert island.returncode != 0 and message in err, err
-
-
-def test_an_island_that_does_not_fit_ends_alone(tmp_path):
-    with lighthouse() as at:
-        stays, leaves = (start(at, tmp_path, island, 2, ranks=1, kill=9 * island) for island in range(2))
-        assert leaves.wait(120) != 0
-        wait_for(tmp_path / "0.9.outer", stays)
-        assert_fails(start(at, tmp_path, 1, 2, ranks=1, bits=4), "start all islands alike")
-        assert_fails(start(at, tmp_path, 0, 2, ranks=1), "island 0 is there already")
-        log, _ = logs_of(stays, start(at, tmp_path, 1, 2, ranks=1))
-    assert "start all islands alike" in log
-    assert_same_bits(*(saved_by(tmp_path, island)[max(saved_by(tmp_path, 0))] for island in range(2)))
 
 
 def test_islands_that_disagree_on_their_number_all_end(tmp_path):
