@@ -33,8 +33,14 @@ EP2 = "--expert-model-parallel-size 2"
 @pytest.mark.parametrize(
     ("architecture", "common", "layouts"),
     [
-        ("llama", DEEPSEEK, {"tp, ep": f"{TP2} {EP2} --sequence-parallel", "tp, pp": f"{TP2} {PP2}", "cp": CP2}),
-        ("gpt", GPT_OSS, {"tp, cp": f"{TP2} {CP2}", "tp, pp": f"{TP2} {PP2} --sequence-parallel"}),
+        pytest.param(
+            *("llama", DEEPSEEK, {"tp, ep": f"{TP2} {EP2} --sequence-parallel", "tp, pp": f"{TP2} {PP2}", "cp": CP2}),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            *("gpt", GPT_OSS, {"tp, cp": f"{TP2} {CP2}", "tp, pp": f"{TP2} {PP2} --sequence-parallel"}),
+            marks=pytest.mark.long,
+        ),
         ("llama", GEMMA_AND_OLMO, {"tp, cp": f"{TP2} {CP2} --sequence-parallel", "tp, pp": f"{TP2} {PP2}"}),
     ],
     ids=["deepseek", "gpt-oss", "gemma and olmo"],
