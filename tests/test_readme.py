@@ -83,8 +83,7 @@ def trainer(command: str) -> tuple[int, str, list[str]] | None:
 
 def small_flags(flags: list[str]) -> list[str]:
     """Flags to put behind ``flags`` so that the same run is small: the last of a flag counts."""
-    # A model that was imported keeps its shape.
-    small = TINY_RUN[TINY_RUN.index("--eval-iters") :] if "--finetune" in flags else list(TINY_RUN)
+    small = list(TINY_RUN)
     if "--deepspeed_config" not in flags:  # its file may hold the batch sizes
         small += ["--micro-batch-size", "1", "--global-batch-size", "8"]
     for flag, value in {
