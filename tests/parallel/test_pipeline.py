@@ -99,9 +99,9 @@ def test_nan_on_one_stage_is_skipped_by_all_and_found(data):
 
 
 def test_a_killed_stage_ends_the_job_and_is_named(data):
-    argv = flags(data, FOUR_LAYERS, PP2, length="--train-iters 100000")
+    argv = flags(data, FOUR_LAYERS, PP4, length="--train-iters 100000")
     for _ in range(5):
-        err = err_after_a_kill(torchrun(2, argv), 1)
+        err = err_after_a_kill(torchrun(4, argv), 2)
         if "failed in the exchange with a neighbouring pipeline stage" in err:
             return
     pytest.fail("torchrun ended the other stages each time before one could say what it waited for")
