@@ -10,6 +10,8 @@ import planner_box
 import planner_published
 import pytest
 
+from tests.planning.test_measure import MEASURE_QUICKLY
+
 TINY = f"--num-layers 2 --hidden-size 64 --num-attention-heads 2 {planner_box.COMMON}".replace("256", "32")
 
 
@@ -36,7 +38,7 @@ def test_the_fit_finds_the_share_that_made_the_rates():
 
 
 def test_islands_are_compared_with_one_cluster(monkeypatch, capsys):
-    """Of a smaller model on fewer nodes, over a slow link, and one as fast as the nodes'."""
+    """A smaller model on fewer nodes shows it, over a slow link and over one as fast as the nodes'."""
     run = planner.RUN.replace("--global-batch-size 2048", "--global-batch-size 64 --num-layers 4")
     for name, value in {"RUN": run, "SITE": "2x2x8xH100@400", "GBITS": (1, 800)}.items():
         monkeypatch.setattr(planner, name, value)
@@ -46,16 +48,6 @@ def test_islands_are_compared_with_one_cluster(monkeypatch, capsys):
     zero3, *_, fp32, four_bits, streaming = of_slow
     assert zero3 < 10 < fp32 < four_bits < streaming <= 100
     assert all(0 < share <= 100 for share in of_fast) and of_fast[0] > 5 * zero3
-
-
-MEASURE_QUICKLY = """
-import sys
-from functools import partial
-from megatron_zpp.commands import measure_cluster
-
-measure_cluster.Options = partial(measure_cluster.Options, most_bytes=2**14, seconds=0.01)
-sys.exit(measure_cluster.main())
-"""
 
 
 @pytest.mark.long

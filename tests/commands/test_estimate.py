@@ -43,7 +43,6 @@ RECIPES = {
     "hpZ": "--zero-hpz-partition-size 2",
     "all": f"{ALL_FLAGS} --zeropp-weight-block-size 0",
     "LoCo, both hops": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-hops both --zeropp-secondary-dtype int8",
-    "int8 copies with scales in bf16": f"{ALL_FLAGS} --zeropp-secondary-dtype int8 --zeropp-scale-dtype bf16",
     "more bits at first": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-error-dtype bf16 "
     "--zeropp-gradient-bits 2 --zeropp-scale-dtype bf16 --zeropp-gradient-bits-warmup 2:8",
     "least memory": f"{ALL_FLAGS} --zeropp-loco --zeropp-secondary-dtype int8 --zeropp-gradient-sum-dtype int8",
@@ -164,15 +163,12 @@ MODEL_PARALLEL = {  # on 2 nodes of 2 ranks
     "a pipeline over nodes": "--pipeline-model-parallel-size 2 --global-batch-size 8",
     "a pipeline of virtual stages": "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
     "a pipeline without bubbles": "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
-    "Muon in a pipeline": "--pipeline-model-parallel-size 2 --optimizer muon",
-    "a pipeline in nodes": "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2",
     "experts over nodes": f"{MIXED} --expert-model-parallel-size 4 {LOW_BITS} --zero-hpz-partition-size 2",
     "experts over nodes, few bits": f"{MIXED} --expert-model-parallel-size 4 --moe-token-bits 4 "
     "--recompute-activations",
     "experts beside tensor parallelism": f"{MIXED} --tensor-model-parallel-size 2 --expert-model-parallel-size 2 "
     f"{LOW_BITS}",
     "experts by tensor parallelism": f"{MIXED} --tensor-model-parallel-size 2 --sequence-parallel --moe-layer-freq 2",
-    "experts over nodes, all again": f"{MIXED} --expert-model-parallel-size 2 {LOW_BITS} --recompute-granularity full",
     "experts in a pipeline": f"{MIXED} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
@@ -209,7 +205,7 @@ LARGE_ENDS = "--untie-embeddings-and-output-weights --make-vocab-size-divisible-
 
 
 def _peaks(runs: dict[str, list[str]]) -> dict[str, int]:
-    """Of each run: the most bytes that this rank had allocated at once, by torch's own count of every allocation."""
+    """Return for each run the most bytes that this rank had allocated at once, by torch's count of allocations."""
     wait, peaks = dist.Work.wait, {}
 
     def wait_and_settle(work: dist.Work, *arguments: Any) -> bool:
@@ -302,7 +298,7 @@ def base_time(words: str, *more: str) -> estimate.RunTime:
 
 
 def test_bytes_between_islands_are_those_of_a_run(tmp_path):
-    """Of one interval; pieces that do not divide evenly are taken for full ones."""
+    """It holds for one interval; pieces that do not divide evenly count as full ones."""
     wires = ("", "--island-bits 4 --island-block-size 32 --island-fragments 2")
     interval = 2
     # One more step: after the last one, all that was trained since is sent as well.

@@ -66,7 +66,7 @@ def test_rates_are_what_happens():
 
 
 def test_every_cut_is_as_likely_as_its_draws():
-    """Of two tokens there are six pairs of cuts; of nine draws, three have both cuts in one place."""
+    """Two tokens have six pairs of cuts; three of nine draws have both cuts in one place."""
     random, counts = np.random.default_rng(0), Counter()
     permute = FillInTheMiddle(101, 102, 103, rate=1.0, spm_rate=0.0)
     for _ in range(900):

@@ -74,23 +74,6 @@ def test_items_are_new_arrays(tmp_path):
             dataset[number]
 
 
-def test_a_longer_run_keeps_the_order_within_the_same_epochs(tmp_path):
-    first, longer, shorter = (dataset_of(tmp_path, num_samples=n) for n in (480, 500, 300))
-    assert first.epochs == longer.epochs == shorter.epochs == 2
-    assert np.array_equal(first.shuffle_index, longer.shuffle_index)
-    # 300 samples take 43 of the second epoch's 257, so that is shuffled by itself: another order, another entry.
-    assert not np.array_equal(first.shuffle_index, shorter.shuffle_index)
-    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 2
-
-
-def test_a_stable_order_has_the_samples_of_any_run(tmp_path):
-    short, long = (dataset_of(tmp_path, num_samples=n, stable_order=True) for n in (257, 258))
-    assert (len(short), len(long)) == (257, 514)
-    assert not np.array_equal(short.document_index, long.document_index[-200:])
-    assert short.order == long.order
-    assert dataset_of(tmp_path, num_samples=257).order != dataset_of(tmp_path, num_samples=258).order
-
-
 def test_rewritten_data_is_not_served_by_the_old_index(tmp_path):
     write_lengths(tmp_path / "x", [50, 30])
     assert len(dataset_of(tmp_path, tmp_path / "x", seq_length=8).document_index) == 2

@@ -17,7 +17,6 @@ from megatron_zpp.data.loader import (
     cyclic_order,
     make_batch,
     sharded_cyclic_order,
-    single_order,
     stack_samples,
 )
 from megatron_zpp.optim.batch_size import BatchSchedule
@@ -175,12 +174,6 @@ def test_the_last_validation_sample_is_padded_where_asked(tmp_path):
 
 def flat(micro_batches):
     return [sample for micro_batch in micro_batches for sample in micro_batch]
-
-
-def test_each_rank_takes_its_contiguous_part():
-    assert list(single_order(17, 1, 2, 1, 3)) == [[3, 4], [9, 10]]
-    assert len(list(single_order(19, 1, 2, 1, 3))) == 3  # the last block is complete
-    assert list(single_order(2, 3, 2, 0, 1)) == []
 
 
 def permutation(size, epoch):

@@ -177,7 +177,6 @@ def run_laptop(script: Path, variant: str, folder: Path) -> tuple[RunLog, list[s
         pytest.param("zeropp/gpt_13b", "RECIPE=zero3", marks=pytest.mark.long),
         pytest.param("zeropp/gpt_18b", "RECIPE=qwz", marks=pytest.mark.long),
         pytest.param("zeropp/finetune", "BITS=2", marks=pytest.mark.long),
-        pytest.param("zeropp/finetune", "BITS=8", marks=pytest.mark.long),
         pytest.param("loco/llama_0.8b", "RECIPE=loco", marks=pytest.mark.long),
         ("loco/llama_8b", "RECIPE=recommended"),
         pytest.param("loco/mixtral", "RECIPE=recommended", marks=pytest.mark.long),

@@ -85,12 +85,12 @@ def logged_losses(output):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("device", ["cpu", CUDA])
-def test_the_program_resumes(device, runs, tmp_path):
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_program_resumes(runs, tmp_path):
     """pretrain_gpt.py under torchrun: what it saves and loads on the device continues as if it had not stopped."""
 
     def losses(*more):
-        argv = [device, str(ROOT / "pretrain_gpt.py"), *runs["moved codes"], *more]
+        argv = ["cuda", str(ROOT / "pretrain_gpt.py"), *runs["moved codes"], *more]
         process = torchrun(4, argv, script="tests/gpu/share_device.py")
         output, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors
@@ -99,4 +99,4 @@ def test_the_program_resumes(device, runs, tmp_path):
     whole = losses("--save", str(tmp_path), "--save-interval", "4", "--train-iters", "8")
     resumed = losses("--load", str(tmp_path), "--ckpt-step", "4", "--train-iters", "8")
     assert len(whole) == 8
-    assert resumed == (whole[4:] if device == "cpu" else pytest.approx(whole[4:], rel=1e-3))
+    assert resumed == pytest.approx(whole[4:], rel=1e-3)

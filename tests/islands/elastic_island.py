@@ -5,7 +5,7 @@
 It ends after step ``end``, or two synchronizations after all islands were there again. After step ``kill`` each rank
 kills itself, or between the hops of the synchronization after step ``kill_between``. After each step in ``stop``, such
 as 7,10, it waits for a SIGCONT. After step ``hold`` it waits for a file; with ``hold_when_back`` also between the hops
-of the first synchronization after it was away. ``resume`` is the folder of a checkpoint to resume.
+of the first synchronization after it was away.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -32,7 +31,7 @@ from megatron_zpp.islands.elastic import ElasticIslands, Membership
 INTERVAL = 3
 BATCH = 6  # samples of an island in a step
 OPTIONS = {
-    **dict(bits=0, end=10**6, kill=0, kill_between=0, stop="", hold=0, hold_when_back=0, resume="", timeout=20.0),
+    **dict(bits=0, end=10**6, kill=0, kill_between=0, stop="", hold=0, hold_when_back=0, timeout=20.0),
     **dict(lighthouse="", secret=""),
 }
 
@@ -93,26 +92,20 @@ def main(folder: Path, island: int, num_islands: int, o: SimpleNamespace) -> Non
     membership = Membership(island, num_islands, o.lighthouse, o.secret, timeout=o.timeout, patience=100)
     islands = ElasticIslands(model, optimizer, config_of(o.bits), membership)
 
-    def whole_state() -> dict[str, torch.Tensor]:
-        return {**islands.outer_state(), **islands.state_dict()}
-
     def save() -> None:
         file = folder / f"{island}.{islands.steps}.outer"
-        dcp.save(state := whole_state(), checkpoint_id=file.with_suffix(".state"))
-        momentum = [tensor.full_tensor() for key, tensor in state.items() if key.startswith("momentum.")]
+        outer_state = islands.outer_state()
+        momentum = [tensor.full_tensor() for key, tensor in outer_state.items() if key.startswith("momentum.")]
         with islands.outer_parameters():
             parameters = [parameter.full_tensor() for parameter in model.parameters()]
         if rank == 0:
             saved = {"parameters": parameters, "momentum": momentum, "islands": islands.num_islands}
             write(file, partial(torch.save, saved))
 
-    if o.resume:
-        dcp.load(state := whole_state(), checkpoint_id=o.resume)
-        islands.load_state_dict(state)
     islands.join()
     save()
     last, were_fewer = o.end, False
-    if islands.steps > 0 and not o.resume:
+    if islands.steps > 0:
         last = islands.steps + 2 * INTERVAL
     while islands.steps < last:
         step = islands.steps + 1

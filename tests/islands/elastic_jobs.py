@@ -23,8 +23,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_zpp.islands import apply_islands
-from megatron_zpp.islands.elastic.channel import read_secret
-from megatron_zpp.islands.elastic.lighthouse import status
 from tests.conftest import ROOT, environment
 from tests.islands.elastic_island import INTERVAL, build_sharded, config_of, train_step
 from tests.ranks import free_port
@@ -111,11 +109,6 @@ def wait_until(is_true: Callable[[], bool], *islands: subprocess.Popen) -> None:
 
 def wait_for(file: Path, *islands: subprocess.Popen) -> None:
     wait_until(file.exists, *islands)
-
-
-def wait_for_asking(address: str, islands: int) -> None:
-    """Wait until this many islands ask the lighthouse for a quorum."""
-    wait_until(lambda: len(status(address, read_secret(secret_file()))["asking"]) >= islands)
 
 
 def wake(stopped: Path) -> None:

@@ -32,7 +32,6 @@ from tests.islands.elastic_jobs import (
     saved_by,
     start,
     wait_for,
-    wait_for_asking,
     wake,
     words_of,
 )
@@ -133,55 +132,9 @@ def test_a_kill_between_the_hops_restarts_the_synchronization(tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(first[step]["parameters"], values, strict=True))
 
 
-def test_one_that_was_silent_returns_while_another_is_lost_and_adds_nothing(tmp_path):
-    """Stopped, it finds that the others went on. It has their state when their synchronization breaks off."""
-    with lighthouse() as at:
-        first, leaves = (start(at, tmp_path, i, 3, ranks=1, end=9, hold=8, kill_between=9 * i) for i in range(2))
-        silent = start(at, tmp_path, 2, 3, ranks=1, end=9, stop=4)
-        wait_for(tmp_path / "0.8.holds", first, leaves, silent)
-        assert not (tmp_path / "2.6.outer").exists()
-        wake(tmp_path / "2.4.stopped")
-        wait_for_asking(at, 1)  # or the first two synchronize without it
-        for island in range(2):
-            (tmp_path / f"{island}.8.goes").touch()
-        assert leaves.wait(120) != 0
-        log, _ = logs_of(first, silent)
-    assert re.search(r"island 2 left.*\n.*island 2 came.*\n.*broke off.*\n.*island 1 left", log), log
-    mine, its = saved_by(tmp_path, 0)[9], saved_by(tmp_path, 2)[9]
-    assert mine["islands"] == 2
-    assert_same_bits(mine, its)
-    assert_near(mine, diloco({2: 6, 1: 9}, {}, 9)[9])
-
-
-def test_islands_that_all_end_resume_where_they_synchronized(tmp_path):
-    """Each from its last checkpoint by torch.distributed.checkpoint; one of them is from an earlier synchronization."""
-    again = tmp_path / "again"
-    again.mkdir()
-    with lighthouse() as at:
-        logs_of(*[start(at, tmp_path, number, 2, end=8) for number in range(2)])
-        resumes = [tmp_path / "0.3.state", tmp_path / "1.6.state"]
-        logs_of(*[start(at, again, number, 2, end=12, resume=resumes[number]) for number in range(2)])
-    for number in range(2):
-        assert sorted(saved_by(again, number)) == [6, 9, 12]
-        assert_same_bits(saved_by(again, number)[6], saved_by(tmp_path, 1)[6])
-        assert_same_bits(saved_by(again, number)[12], saved_by(again, 0)[12])
-
-
 def assert_fails(island, message: str) -> None:
     _, err = island.communicate(timeout=100)
     assert island.returncode != 0 and message in err, err
-
-
-def test_an_island_that_does_not_fit_ends_alone(tmp_path):
-    with lighthouse() as at:
-        stays, leaves = (start(at, tmp_path, island, 2, ranks=1, kill=9 * island) for island in range(2))
-        assert leaves.wait(120) != 0
-        wait_for(tmp_path / "0.9.outer", stays)
-        assert_fails(start(at, tmp_path, 1, 2, ranks=1, bits=4), "start all islands alike")
-        assert_fails(start(at, tmp_path, 0, 2, ranks=1), "island 0 is there already")
-        log, _ = logs_of(stays, start(at, tmp_path, 1, 2, ranks=1))
-    assert "start all islands alike" in log
-    assert_same_bits(*(saved_by(tmp_path, island)[max(saved_by(tmp_path, 0))] for island in range(2)))
 
 
 def test_islands_that_disagree_on_their_number_all_end(tmp_path):

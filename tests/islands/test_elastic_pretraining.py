@@ -205,7 +205,6 @@ def test_islands_that_stay_train_as_those_of_one_job(tmp_path):
     "inside",
     [
         "--tensor-model-parallel-size 2 --sequence-parallel --fp16 --initial-loss-scale 1048576 --hysteresis 1",
-        "--pipeline-model-parallel-size 2 --optimizer muon",
         "--context-parallel-size 2 --zero-quantized-gradients --zeropp-loco --island-sync-interval 1",
     ],
 )
@@ -322,10 +321,9 @@ def test_an_island_with_too_many_infinite_steps_ends_alone_and_can_return(tmp_pa
     assert all(np.isfinite(loss) for loss in stays.losses().values())
 
 
-@pytest.mark.parametrize("flag, values", [("--seed", ["0", "1"]), ("--lr", ["1e-3", "1e-2"])])
-def test_islands_with_other_data_or_steps_do_not_train(tmp_path, flag, values):
+def test_islands_with_other_data_do_not_train(tmp_path):
     with cluster_of(tmp_path, endless("--global-batch-size 2")) as cluster:
-        for island in [cluster.island(number, 2, flag, values[number]) for number in range(2)]:
+        for island in [cluster.island(number, 2, "--seed", str(number)) for number in range(2)]:
             assert island.end() != 0
             assert "settings or data than the others: start all islands alike" in "".join(island.err)
         assert not cluster.read()

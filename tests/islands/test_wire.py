@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_zpp.islands import IslandConfig, OuterSync, apply_islands
+from megatron_zpp.islands import IslandConfig, apply_islands
 from megatron_zpp.islands.outer_sync import split_into_fragments
 from tests.ranks import run_in_turn, run_ranks
 
@@ -113,7 +113,7 @@ def test_it_arrives_as_blocks_say(num_islands):
 
 
 def bytes_of(parts: list[int], bits: int | None) -> int:
-    """Of a piece: codes and scales of the matrices, then the vector's values; each begins at a multiple of 16."""
+    """Count the bytes of a piece: codes and scales of matrices, then the vector; each begins at a multiple of 16."""
 
     def aligned(nbytes: int) -> int:
         return -(-nbytes // 16) * 16
@@ -188,42 +188,3 @@ def test_layers_go_round():
     ]
     with pytest.raises(ValueError, match="more than the 4 layers"):
         split_into_fragments(dict.fromkeys(names), 5)
-
-
-class _Counted:
-    """A fragment whose parameters are the number of the step that they are of."""
-
-    is_in_flight = on_mean = has_turned = False
-    own = outer = 0
-
-    def start(self) -> None:
-        self.sent, self.is_in_flight, self.has_turned = self.own, True, False
-
-    def start_second_hop(self) -> None:
-        assert self.is_in_flight and not self.has_turned
-        self.has_turned = True
-
-    def finish(self, on_mean: bool = False) -> None:
-        assert self.is_in_flight and self.has_turned
-        self.outer, self.is_in_flight, self.on_mean = self.sent, False, on_mean
-
-
-@pytest.mark.parametrize("interval, fragments, delay", [(1, 1, 0), (3, 1, 2), (4, 2, 0), (5, 2, 3), (6, 4, 5)])
-def test_all_that_was_trained_is_synchronized_whenever_training_ends(interval, fragments, delay):
-    was_left_out = False
-    for end in range(1, 3 * interval + 1):
-        islands = OuterSync(IslandConfig(interval, fragments=fragments, sync_delay=delay))
-        islands._fragments = [_Counted() for _ in range(fragments)]
-        for step in range(1, end + 1):
-            for fragment in islands._fragments:
-                fragment.own = step
-            islands.count_step()
-        left_out = any(fragment.outer < end for fragment in islands._fragments)
-        islands.has_synchronized = False
-        islands.conclude()
-        assert islands.has_synchronized == left_out
-        for number, fragment in enumerate(islands._fragments):
-            assert fragment.outer == end and not fragment.is_in_flight
-            assert fragment.on_mean == ((end - number * interval // fragments) % interval > 0)
-        was_left_out = was_left_out or left_out
-    assert was_left_out == (interval > 1)

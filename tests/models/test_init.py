@@ -1,4 +1,4 @@
-"""Initial weights: Megatron's rules, the same for every layout, never the whole model at once."""
+"""Initial weights: Megatron's rules, never the whole model at once. parallel/test_tensor.py compares layouts."""
 
 from __future__ import annotations
 
@@ -6,21 +6,15 @@ import math
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megatron_zpp.models import init
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.models.transformer import Transformer
 from tests.families.find import architecture_of
-from tests.models.configs import gpt_config, llama_config
+from tests.models.configs import gpt_config
 from tests.models.test_layers import LargestTensor
-from tests.ranks import run_ranks
 
-# Three position embeddings over four ranks: one rank has an empty shard.
 GPT_CONFIG = gpt_config(2, 36, 3, vocab_size=130, max_position_embeddings=3)
-LLAMA_CONFIG = llama_config(2, 36, 6, vocab_size=131, num_query_groups=2, ffn_hidden_size=50)
 LESS_1_CONFIG = gpt_config(1, 36, 3, vocab_size=130, max_position_embeddings=3, layernorm_1p=True, qk_layernorm=True)
 SMALL_BLOCK = 500  # several blocks per weight, whose edges are no shard's edges
 
@@ -82,48 +76,3 @@ def test_draws_one_block_at_a_time(monkeypatch):
         for name, weight in weights.items():
             init.fill_normal(weight, 1.0, 1, name)
     assert largest.numel <= SMALL_BLOCK
-
-
-def sharded_weights() -> list[dict[str, torch.Tensor]]:
-    """Runs on each rank: full tensors of both models, sharded by FSDP2 while still on the meta device."""
-    init.BLOCK_ELEMENTS = SMALL_BLOCK
-    result = []
-    for config in (GPT_CONFIG, LLAMA_CONFIG):
-        model = on_meta(config)
-        for block in model.layers:
-            fully_shard(block)
-        fully_shard(model)
-        model.to_empty(device="cpu")
-        init.init_weights(model, 5)
-        result.append({name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()})
-    return result
-
-
-def test_fsdp_ranks_hold_the_weights_of_one_process(monkeypatch):
-    monkeypatch.setattr(init, "BLOCK_ELEMENTS", SMALL_BLOCK)
-    for result in run_ranks(4, sharded_weights):
-        for config, weights in zip((GPT_CONFIG, LLAMA_CONFIG), result, strict=True):
-            expected = initialised(config)
-            assert weights.keys() == expected.keys()
-            for name, value in weights.items():
-                assert torch.equal(value, expected[name]), name
-
-
-def weights_on_two_dimensions() -> list[torch.Tensor]:
-    init.BLOCK_ELEMENTS = SMALL_BLOCK
-    mesh = init_device_mesh("cpu", (2, 2))
-    result = []
-    for placements in ((Shard(0), Shard(1)), (Shard(1), Shard(0)), (Shard(0), Replicate()), (Shard(1), Shard(1))):
-        weight = distribute_tensor(torch.zeros(37, 23), mesh, placements)
-        init.fill_normal(weight, 0.02, 5, "weight")
-        result.append(weight.full_tensor())
-    return result
-
-
-def test_shards_in_two_dimensions_hold_the_weights_of_one_process(monkeypatch):
-    monkeypatch.setattr(init, "BLOCK_ELEMENTS", SMALL_BLOCK)
-    expected = torch.zeros(37, 23)
-    init.fill_normal(expected, 0.02, 5, "weight")
-    for weights in run_ranks(4, weights_on_two_dimensions):
-        for weight in weights:
-            assert torch.equal(weight, expected)

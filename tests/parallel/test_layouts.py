@@ -58,9 +58,9 @@ GROWS = (
 
 def contexts(plain: str, documents: str) -> dict[int, dict[str, str]]:
     """Layouts of context parallelism, without and with documents."""
-    on = {2: {"cp 2": CP}, 4: {"cp 4": CP.replace("2", "4"), "cp 2, tp 2": f"{CP} {SP}"}}
+    by = {"cp 4": CP.replace("2", "4"), "cp 2, tp 2": f"{CP} {SP}"}
     kinds = {"": plain, ", documents": documents}
-    return {size: {f"{n}{k}": f"{by[n]} {kinds[k]}" for n in by for k in kinds} for size, by in on.items()}
+    return {4: {f"{name}{kind}": f"{by[name]} {kinds[kind]}" for name in by for kind in kinds}}
 
 
 CASES = {  # architecture, flags, layouts by number of ranks, and flags that one rank has too
@@ -68,8 +68,6 @@ CASES = {  # architecture, flags, layouts by number of ranks, and flags that one
         *("gpt", COMBINED),
         {
             8: {
-                "tp 2, pp 2, dp 2": f"{TP} {PP}",
-                "pp 2, cp 2, dp 2": f"{PP} {CP}",
                 "tp 2 with sp, pp 2, cp 2, documents": f"{SP} {PP} {CP} {DOCUMENTS}",
                 "tp 2, cp 2, dp 2, documents": f"{TP} {CP} {DOCUMENTS} --zero-stage 2",
                 **VIRTUAL_CP[8],
@@ -116,7 +114,6 @@ CASES = {  # architecture, flags, layouts by number of ranks, and flags that one
                 "1f1b": PP4,
                 "gpipe": f"{PP4} --pipeline-schedule gpipe",
                 "zero-bubble": f"{PP4} {ZERO_BUBBLE}",
-                "pp 2 * dp 2": PP,
                 "pp 2 * dp 2, interleaved": f"{PP} {VIRTUAL} --zero-stage 2",
                 "pp 2 * dp 2, zbv": f"{PP} {VIRTUAL} --pipeline-schedule zbv",
                 "pp 2 * dp 2, stages of 1 and 3": f"{PP} --decoder-last-pipeline-num-layers 3 --zero-stage 1",
@@ -141,12 +138,9 @@ CASES = {  # architecture, flags, layouts by number of ranks, and flags that one
         *("gpt", f"{FOUR_LAYERS} --train-iters 3"),
         {
             8: {
-                "sp": f"{REPLICAS} {SP}",
-                "cp": f"{REPLICAS} {CP}",
+                "sp, cp": f"{REPLICAS} {SP} {CP}",
                 "pp": f"{REPLICAS} {PP} --zero-stage 2",
-                "pp, zero-bubble": f"{REPLICAS} {PP} {ZERO_BUBBLE}",
-                "tp, pp": f"{REPLICAS} {TP} {PP}",
-                "tp, cp": f"{REPLICAS} {TP} {CP}",
+                "tp, pp, zero-bubble": f"{REPLICAS} {TP} {PP} {ZERO_BUBBLE}",
             }
         },
     ),

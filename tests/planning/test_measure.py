@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,8 +11,8 @@ import torch
 from megatron_zpp.commands import measure_cluster as tool
 from megatron_zpp.commands.measure_cluster import Options, measure_cluster
 from megatron_zpp.planning.cluster import Cluster, parse_cluster
-from tests.conftest import ROOT
 from tests.ranks import run_ranks
+from tests.training.small_run import torchrun
 
 OPTIONS = Options(torch.device("cpu"), hidden_size=64, tokens=32, most_bytes=2**14, seconds=0.01)
 
@@ -24,30 +22,39 @@ def _measure(ranks_per_node: int) -> tuple[Cluster, list[str]]:
         return measure_cluster(ranks_per_node, OPTIONS), out.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("ranks_per_node", [pytest.param(1, marks=pytest.mark.long), 4])
-def test_ranks_return_the_same(ranks_per_node):
-    (cluster, lines), *others = run_ranks(4, _measure, ranks_per_node)
+MEASURE_QUICKLY = """
+import sys
+from functools import partial
+from megatron_zpp.commands import measure_cluster
+
+measure_cluster.Options = partial(measure_cluster.Options, most_bytes=2**14, seconds=0.01)
+sys.exit(measure_cluster.main())
+"""
+
+
+@pytest.mark.long
+def test_ranks_return_the_same():
+    (cluster, lines), *others = run_ranks(4, _measure, 2)
     assert all(other == (cluster, []) for other in others)
-    assert (cluster.nodes, cluster.gpus_per_node) == (4 // ranks_per_node, ranks_per_node)
+    assert (cluster.nodes, cluster.gpus_per_node) == (2, 2)
     assert (cluster.overlaps, cluster.ring_passes) == (False, 2)  # gloo
     assert max(cluster.efficiency, cluster.attention_efficiency) == 1  # of the faster one, as a CPU's peak is unknown
     assert len(lines) == 8 and lines[-2].startswith("between matrix products: ")
     assert 0 < cluster.layer_gbytes <= cluster.kernel_gbytes and cluster.step_microseconds > 0
     assert min(cluster.layer_microseconds, cluster.entry_microseconds) >= 0
-    groups = {(1, ranks_per_node), (4 // ranks_per_node, 1), (4 // ranks_per_node, ranks_per_node)}
-    kinds = ("all-gather", "all-to-all", "reduction")
-    assert set(cluster.collective_seconds) == {f"{kind} {n}x{p}" for kind in kinds for n, p in groups}
+    kinds, groups = ("all-gather", "all-to-all", "reduction"), ("1x2", "2x1", "2x2")
+    assert set(cluster.collective_seconds) == {f"{kind} {group}" for kind in kinds for group in groups}
     for curve in cluster.collective_seconds.values():
         assert [int(size) for size in curve] == [4096, 16384] and min(curve.values()) > 0
 
 
 @pytest.mark.long
 def test_the_tool_writes_a_file_that_plans_take(tmp_path):
-    output = tmp_path / "cluster.yaml"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    tool = ["tools/measure_cluster.py", "--output", str(output), "--hidden-size", "64", "--tokens", "32"]
-    done = subprocess.run([*torchrun, *tool], cwd=ROOT, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0 and f"written: {output}" in done.stdout, done.stderr
+    output, program = tmp_path / "cluster.yaml", tmp_path / "measure_quickly.py"
+    program.write_text(MEASURE_QUICKLY)
+    process = torchrun(2, ["--output", str(output), "--hidden-size", "64", "--tokens", "32"], str(program))
+    out, err = process.communicate(timeout=250)
+    assert process.returncode == 0 and f"written: {output}" in out, err
     assert parse_cluster(str(output)).gpu == "CPU" and "# Measured on " in output.read_text()
 
 

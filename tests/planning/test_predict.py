@@ -30,7 +30,7 @@ def find(more: str, spec: Cluster) -> tuple[StepShape, tuple[Arithmetic, Arithme
 
 
 def cluster(**more: float) -> Cluster:
-    """Of 1 TFLOP/s; memory so fast that its time is nothing by default."""
+    """Return a GPU of 1 TFLOP/s; by default its memory is so fast that it takes no time."""
     rates = dict(peak_tflops=1.0, efficiency=0.5, attention_efficiency=0.25, kernel_gbytes=1e12) | more
     return dataclasses.replace(parse_cluster("2x2xA100@10"), **rates)
 

@@ -34,14 +34,6 @@ def train(run, start):
 pretrain.train = train
 pretrain.main(GPT)
 """
-DIES_AT_START = """
-import os
-if os.environ["RANK"] == "2":
-    os._exit(3)
-from megatron_zpp.commands.pretrain import main
-from megatron_zpp.families import GPT
-main(GPT)
-"""
 
 
 def our_errors(err: str) -> list[str]:
@@ -56,7 +48,7 @@ def test_torchrun_reports_a_mistake_once(data, tmp_path):
         several: ["--log-interval", "--seed", "--bf16", "zero_quantized_weights"],  # before the ranks know each other
         f"--load {config}": ["is a file, not a folder of checkpoints"],  # when they do
     }
-    processes = [torchrun(4, flags(data, case)) for case in cases]
+    processes = [torchrun(2, flags(data, case)) for case in cases]
     for process, expected in zip(processes, cases.values(), strict=True):
         _, err = process.communicate(timeout=60)
         assert [part in error for part, error in zip(expected, our_errors(err), strict=True)] == [True] * len(expected)
@@ -89,14 +81,6 @@ def test_an_environment_that_no_launcher_makes(data):
         assert line.startswith("error: ") and f"{name} in the environment must be a whole number from " in line
         assert f"is '{value}': start the ranks with torchrun, or unset it for a single one" in line
         assert process.returncode == 2
-
-
-def test_a_rank_that_dies_at_start_ends_the_job(data, tmp_path):
-    (script := tmp_path / "train.py").write_text(DIES_AT_START)
-    process = torchrun(3, flags(data, "--global-batch-size 6"), str(script))
-    _, err = process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert "rank      : 2" in err and "exitcode  : 3" in err  # torchrun's own report
 
 
 # The same on ranks that are there already

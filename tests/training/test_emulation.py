@@ -25,7 +25,6 @@ LONG = f"{QUANTIZED} --train-iters 24 --log-params-norm --log-num-zeros-in-grad"
 RUNS = {
     "all flags": f"{ALL_FLAGS} --eval-interval 2",
     "noise": f"{ALL_FLAGS} {NOISE} --recompute-activations --dataloader-type cyclic",
-    "fp32": LONG,
     "bf16": f"{LONG} --bf16",
     "fp16": f"{LONG} --fp16 --initial-loss-scale 1048576 --hysteresis 1 --loss-scale-window 5",
     "muon": MUON,
@@ -42,7 +41,7 @@ def command(data: str, *more: str) -> list[str]:
     [
         ("gpt", ("all flags", "noise")),
         pytest.param("gpt", ("fp16",), marks=pytest.mark.long),
-        pytest.param("gpt", ("fp32", "bf16", "stage 2"), marks=pytest.mark.long),
+        pytest.param("gpt", ("bf16", "stage 2"), marks=pytest.mark.long),
         pytest.param("llama", ("noise", "muon"), marks=pytest.mark.long),
     ],
 )
@@ -124,7 +123,6 @@ def test_an_evaluation_leaves_the_bytes_of_training_steps_as_they_are(data, worl
     "saves, loads, settings",
     [
         ("emulated", ["emulated", "real"], f"{ALL_FLAGS} {NOISE}"),
-        pytest.param("real", ["emulated"], f"{ALL_FLAGS} {NOISE}", marks=pytest.mark.long),
         pytest.param("real", ["emulated"], MUON, id="muon"),
     ],
 )

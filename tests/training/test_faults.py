@@ -27,7 +27,6 @@ from tests.training.small_run import (
     NO_DROPOUT,
     ROOT,
     call_pretrain,
-    err_after_a_kill,
     flags,
     ranks_of,
     start,
@@ -39,11 +38,6 @@ from tests.training.small_run import (
 from tests.warm_python import programs
 
 # A rank dies
-
-
-def test_a_killed_rank_ends_the_job_and_is_named_at_the_end(data):
-    process = torchrun(3, flags(data, "--global-batch-size 3 --exit-signal-handler", length="--train-iters 100000"))
-    err_after_a_kill(process, 1)
 
 
 HAS_A_BUG = """

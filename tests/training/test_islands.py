@@ -64,9 +64,7 @@ def _losses_and_bytes(argv: list[str]) -> list[list[float]]:
         ("every step", EMULATE, EMULATE),
         ("offload", [*EMULATE, "--island-offload"], EMULATE),
         pytest.param("streaming", EMULATE, [], marks=pytest.mark.long),
-        pytest.param("low bits", EMULATE, EMULATE, marks=pytest.mark.long),
         pytest.param("low bits", [], [], marks=pytest.mark.long),
-        pytest.param("every step", [], [], marks=pytest.mark.long),
     ],
 )
 def test_a_resume_is_exact(data, tmp_path, kind, saves, loads):

@@ -127,7 +127,7 @@ def children(process: int) -> list[int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's prctl")
 def test_data_workers_die_with_a_killed_rank():
-    """Of SIGKILL a rank learns nothing."""
+    """A rank cannot clean up: it learns nothing of SIGKILL."""
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *TINY.split(), "--num-workers", "2"]
     words[words.index("--train-iters") + 1] = "1000000"
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})

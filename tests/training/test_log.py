@@ -44,7 +44,7 @@ def _logged(argvs: dict[str, list[str]]):
 
 
 def _logged_seconds(argv: list[str]) -> list[float]:
-    """Of each step, on a clock that only forward passes and saves move."""
+    """Return the logged seconds of each step, on a clock that only forward passes and saves move."""
     run, _ = start(argv)
     clock, save = [0.0], Checkpoints.save
 

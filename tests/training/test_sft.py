@@ -68,8 +68,6 @@ def train_alone(prefix: str, architecture: str) -> list[float]:
             "llama",
             4,
             {
-                "dp 4": "",
-                "stage 1": "--zero-stage 1",
                 "2 x 2": "--zero-hpz-partition-size 2 --zeropp-ranks-per-node 2",
                 "cp 2": "--context-parallel-size 2",
                 "pp 2": "--pipeline-model-parallel-size 2 --micro-batch-size 2",

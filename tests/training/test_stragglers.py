@@ -67,7 +67,7 @@ def test_rounds_measure_each_link_alone(num_nodes):
 
 
 def rates_of(num_nodes: int, slow: dict[tuple[int | None, int | None], float], usual: float = 1.25e9):
-    """Of all links that are measured; those from or to a node, or between two, times a factor."""
+    """Return the rates of all measured links; those from or to a node, or between two, times a factor."""
     rates = {}
     for link in itertools.chain.from_iterable(round.items() for round in rounds_of(num_nodes)):
         factors = [f for (a, b), f in slow.items() if a in (None, link[0]) and b in (None, link[1])]

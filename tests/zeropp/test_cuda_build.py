@@ -26,7 +26,7 @@ FOLDERS = [
     f"{cpp_extension.CUDA_HOME}/bin",
     *glob(f"{site.getsitepackages()[0]}/triton/backends/*/bin"),
 ]
-CUOBJDUMP = shutil.which("cuobjdump", path=os.pathsep.join(FOLDERS))
+CUOBJDUMP, PTXAS = (shutil.which(name, path=os.pathsep.join(FOLDERS)) for name in ("cuobjdump", "ptxas"))
 pytestmark = pytest.mark.skipif(not kernels.has_cuda, reason=f"no CUDA build: {kernels.why_not_on(CUDA)}")
 
 
@@ -56,6 +56,21 @@ def test_all_values_stay_in_registers(architecture):
     assert len(used) == text.count("REG:") > 0
     for name, stack, local in used:
         assert (stack, local) == ("0", "0"), f"{name} uses local memory"
+
+
+@pytest.mark.skipif(
+    CUOBJDUMP is None or PTXAS is None, reason="needs cuobjdump and ptxas, of the CUDA toolkit or triton"
+)
+def test_newer_cards_translate_the_ptx_without_spills(tmp_path):
+    """A driver makes sm_100's code of the PTX for sm_90, as ptxas does here."""
+    subprocess.run([CUOBJDUMP, "--extract-ptx", "all", str(kernels.LIBRARY)], cwd=tmp_path, check=True)
+    for file in tmp_path.glob("*.ptx"):
+        command = [PTXAS, "-v", "-arch=sm_100", str(file), "-o", str(tmp_path / "kernels.cubin")]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        names = re.findall(r"Compiling entry function '(\w+)' for 'sm_100'", said)
+        stacks = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
+        assert names and not [n for n, stack in zip(names, stacks, strict=True) if stack != ("0", "0", "0")], file.name
+    assert len([*tmp_path.glob("*.ptx")]) == 2  # kernels.cu and moves.cu
 
 
 # What nvcc made of the kernels, for sm_90

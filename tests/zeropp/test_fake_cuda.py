@@ -226,7 +226,7 @@ def test_no_setting_waits_for_the_device_or_computes_on_the_host(name):
 
 
 def _offences() -> dict[str, tuple[bool, bool]]:
-    """Of programs of one line: whether the host waits, and whether they use its memory."""
+    """Return for each program of one line whether the host waits, and whether it uses host memory."""
     seen = {}
     with fake_cuda(), Host() as host, Recorder("cuda") as recorder:
         x = torch.ones(4, device=CUDA)

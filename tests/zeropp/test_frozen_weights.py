@@ -15,9 +15,6 @@ from torch import Tensor, nn
 
 from megatron_zpp.zeropp import ZeroPPConfig
 from megatron_zpp.zeropp.emulation import emulate_zeropp
-from megatron_zpp.zeropp.fsdp.unit import UnitPart
-from megatron_zpp.zeropp.wire.format import WireFormat
-from megatron_zpp.zeropp.wire.layout import ParameterShard
 from tests.ranks import run_in_turn, run_ranks
 from tests.zeropp import training_on_ranks as on_ranks
 from tests.zeropp.training_on_ranks import ALL_FLAGS, equal, evaluate, resumes_exactly, shard
@@ -209,27 +206,6 @@ def test_only_the_trained_weights_are_sent(found):
         assert sent[counted] == [first, trained + looks, again - looks + looks_counted, trained + looks]
         # What began its way before the look is sent twice.
         assert sent[behind_autograd] == [first, trained + looks, again + adapters, trained + looks]
-
-
-def test_a_part_is_taken_out_of_shards_and_wires_and_put_back():
-    shards = [(40, True), (5, False), (0, True), (33, True), (7, False), (3, False), (20, True)]
-    parameters = tuple(ParameterShard(str(i), numel, matrix) for i, (numel, matrix) in enumerate(shards))
-    values = torch.randn(2, sum(numel for numel, _ in shards))
-    for bits in (None, 4, 8):
-        whole = WireFormat(parameters, bits, 16, torch.float32)
-        wires = whole.encode(values)
-        for indices in ((0, 1, 3), (2, 4), (5,), (1, 6), tuple(range(7))):
-            part = UnitPart(parameters, indices)
-            own = WireFormat(part.parameters, bits, 16, torch.float32)
-            pieces = values.split([numel for numel, _ in shards], dim=-1)
-            assert part.take(values).equal(torch.cat([pieces[i] for i in indices], dim=-1))
-            assert part.take_wires(wires, whole, own).equal(own.encode(part.take(values)))
-            changed = values.clone()
-            changed = part.put(part.take(values) * 2, changed)
-            mask = part.put(torch.ones_like(part.take(values)), torch.zeros_like(values))
-            assert changed.equal(torch.where(mask > 0, 2 * values, values))
-            moved = part.put_wires(own.encode(part.take(changed)), wires.clone(), whole, own)
-            assert moved.equal(whole.encode(changed))
 
 
 @pytest.mark.long

@@ -131,7 +131,7 @@ def build():
 
 
 def _quantized():
-    """By unit: weights as they are gathered [W, L], and this rank's gradients [L] of each step."""
+    """Return by unit the weights as they are gathered [W, L], and this rank's gradients [L] of each step."""
     with CapturedWarnings() as warnings:
         model, zeropp = build()
     zeropp.monitor_errors(1)

@@ -1,4 +1,4 @@
-"""What calls of ZeroPP's methods leave behind: weights that a program invalidated, or swapped for a while."""
+"""What calls of ZeroPP's methods leave behind: weights that a program swapped for a while."""
 
 from __future__ import annotations
 
@@ -11,38 +11,9 @@ from torch import nn
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, emulate_zeropp
 from tests.ranks import run_in_turn
-from tests.zeropp.training_on_ranks import shard, step
+from tests.zeropp.training_on_ranks import shard
 
 MOVES = ZeroPPConfig(hpz_partition_size=2, weight_moves=True, quantized_gradients=True, loco=LoCoConfig())
-
-
-def _build():
-    torch.manual_seed(0)
-    model = nn.Linear(128, 96)
-    return model, shard(model, MOVES), torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def _step(model, optimizer):
-    step(model, optimizer, torch.ones(4, 128))
-
-
-def _invalidated_after_a_step():
-    """The largest distance of the gathered weights from those that were written after a step."""
-    model, zeropp, optimizer = _build()
-    _step(model, optimizer)
-    _step(model, optimizer)
-    with torch.no_grad():
-        model.weight.to_local().normal_().mul_(100)  # further away than 4 bits can say
-    zeropp.invalidate()
-    written = model.weight.full_tensor()
-    model.unshard()
-    gathered = model.weight.detach().clone()
-    model.reshard()
-    return (gathered - written).abs().max().item()
-
-
-def test_invalidated_weights_are_sent_in_full(found):
-    assert found["invalidated"][0] == 0.0
 
 
 class _InterruptedError(Exception):
@@ -64,7 +35,7 @@ def _swapped(is_emulated: bool):
     weight = model.weight  # the sharded one, also while the model has it whole
 
     def run(trains: bool) -> torch.Tensor:
-        """Of every rank a pass over the unit matrix: the weights that it sees, [rows, columns]."""
+        """Run a pass over the unit matrix on every rank; return the weights that it sees, [rows, columns]."""
         for as_rank in zeropp.ranks:
             with as_rank, torch.set_grad_enabled(trains):
                 seen = model(torch.eye(128)) - model(torch.zeros(1, 128))
@@ -96,7 +67,7 @@ def _swapped(is_emulated: bool):
 
 @pytest.fixture(scope="module")
 def found():
-    return run_in_turn(4, {"invalidated": _invalidated_after_a_step, "swapped": partial(_swapped, False)})
+    return run_in_turn(4, {"swapped": partial(_swapped, False)})
 
 
 def test_passes_see_swapped_weights_and_those_that_are_put_back(found):

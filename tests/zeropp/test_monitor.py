@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
-from megatron_zpp.zeropp.fsdp.shared import ErrorMonitor
 from tests.ranks import run_in_turn
 from tests.zeropp.fsdp_model import build, coefficients, local_gradients, parameters_of, shards_of
 from tests.zeropp.oracle import Hop
@@ -113,16 +112,6 @@ def test_steps_in_between_are_not_sampled_and_nothing_depends_on_sampling(found)
     for (statistics, never), (_, always) in zip(found["every None"], found["every 1"], strict=True):
         assert statistics == [{}, {}]
         assert torch.equal(never, always)
-
-
-def test_samples_of_one_process_are_summed_until_they_are_taken():
-    monitor = ErrorMonitor()
-    monitor.record("weights", "a", torch.tensor([3.0]), torch.tensor([2.0]))
-    monitor.record("weights", "a", torch.tensor([4.0]), torch.tensor([6.0]))
-    monitor.record("weights", "", torch.zeros(2), torch.zeros(2))  # nothing was sent, and nothing lost
-    ratio = pytest.approx(math.sqrt((1 + 4) / (9 + 16)))
-    assert monitor.take({}) == {"error/weights": ratio, "error/weights/a": ratio, "error/weights/root": 0.0}
-    assert monitor.take({}) == {}
 
 
 def _with_an_infinite_gradient_and_a_block_of_zeros():

@@ -41,15 +41,6 @@ def test_what_is_less_than_half_a_step_is_not_lost(dtype, others):
     assert gained.view(BLOCKS, SIZE)[:, 1:].mean().item() == pytest.approx(64 * SMALL, rel=0.05)
 
 
-def test_bytes_are_those_of_the_form():
-    for dtype, per_element in (("fp32", 4), ("bf16", 2), ("int8", 1 + 4 / SIZE)):
-        total = node_sum(dtype)
-        total.add(GradientSum(values(1.0, 0.5)), noise_seed=0)
-        assert total.kept.nbytes == pytest.approx(per_element * BLOCKS * SIZE, abs=16)
-        total.drop()
-        assert total.kept is None
-
-
 def test_nan_and_inf_stay_in_bf16():
     special = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0, -0.0])
     # The NaN of all ones would overflow into a zero.

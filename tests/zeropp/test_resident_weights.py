@@ -23,7 +23,6 @@ HPZ = ZeroPPConfig(hpz_partition_size=2, weight_block_size=32)
 ALL_FLAGS = replace(HPZ, quantized_weights=True, quantized_gradients=True)
 CONFIGS = {
     "off": ZeroPPConfig(ranks_per_node=2),
-    "qwZ": ZeroPPConfig(ranks_per_node=2, quantized_weights=True, weight_block_size=32),
     "hpZ": HPZ,
     "codes within a node": replace(ALL_FLAGS, weight_intra_bits=6, weight_rounding="stochastic"),
     "int8 copies": replace(ALL_FLAGS, hpz_secondary_dtype="int8"),
@@ -227,7 +226,7 @@ X = torch.arange(8).view(2, 4)
 def _changes():
     """Outputs inside and outside after each change, and the gathers that the passes inside took; errors at the end."""
     found = {}
-    for name in ("off", "qwZ", "hpZ", "int8 copies", "moved codes"):
+    for name in ("off", "hpZ", "int8 copies", "moved codes"):
         outside, inside = build(CONFIGS[name]), build(CONFIGS[name])
         model, zeropp, _ = inside
         outputs, gathers = [], []
@@ -267,7 +266,7 @@ def _changes():
     return found
 
 
-@pytest.mark.parametrize("name", ["off", "qwZ", "hpZ", "int8 copies", "moved codes"])
+@pytest.mark.parametrize("name", ["off", "hpZ", "int8 copies", "moved codes"])
 def test_changed_weights_are_gathered_again_once(found, name):
     for of_rank in found["changes"]:
         outputs, gathers, kept = of_rank[name]

@@ -126,7 +126,7 @@ KEYS = {
 
 
 def _keys_and_shapes():
-    """By setting: what the state has before anything, after a step, and after an evaluation."""
+    """Return by setting what the state has before anything, after a step, and after an evaluation."""
     results = {}
     for name, config in SETTINGS.items():
         loop, seen = Loop(config, torch.bfloat16), []

@@ -86,24 +86,3 @@ def test_no_shard_costs_more_with_fewer_bits_or_larger_blocks(dtype):
         ]
         assert nbytes == sorted(nbytes), numel
         assert nbytes[0] < nbytes[2] or numel < 32, numel
-
-
-def test_a_shard_smaller_than_a_block_is_one_block():
-    def blocks(block_size: int | None, *numels: int) -> list[tuple[int, int]]:
-        parameters = [ParameterShard("weight", numel, True) for numel in numels]
-        format = WireFormat(parameters, 4, block_size, torch.float32)
-        return [(s.stop - s.start, s.block_size) for s in format.quantized]
-
-    assert blocks(128, 127, 128, 129, 32, 31) == [(127, 128), (128, 128), (129, 128), (32, 32)]
-    assert blocks(64, 64, 63) == [(64, 64), (63, 64)]
-    assert blocks(None, 8, 7) == [(8, 8)]
-
-
-@pytest.mark.parametrize(
-    "bits, block_size, expected", [(8, 256, 1 + 4 / 256), (4, 128, 0.5 + 4 / 128), (2, 2048, 0.25 + 4 / 2048)]
-)
-def test_bytes_per_element_include_the_scales(bits, block_size, expected):
-    wire_format = WireFormat([ParameterShard("weight", 1 << 20, True)], bits, block_size, torch.bfloat16)
-    assert wire_format.nbytes / (1 << 20) == pytest.approx(expected, rel=1e-5)
-    short = WireFormat(wire_format.parameters, bits, block_size, torch.bfloat16, scale_dtype=torch.bfloat16)
-    assert short.nbytes / (1 << 20) == pytest.approx(expected - 2 / block_size, rel=1e-5)

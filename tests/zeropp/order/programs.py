@@ -181,10 +181,8 @@ PROGRAMS: dict[str, Callable[[Loop], None]] = {
 }
 # Whether FSDP2 frees parameters after the forward pass, and what ZeRO++ does.
 CONFIGS: dict[str, tuple[bool, ZeroPPConfig]] = {
-    "off": (True, ZeroPPConfig()),
-    "qwZ": (True, ZeroPPConfig(quantized_weights=True)),
     "hpZ, parameters stay gathered": (False, ZeroPPConfig(hpz_partition_size=2)),
-    "qgZ": (True, ZeroPPConfig(quantized_gradients=True, gradient_intra_bits=None)),
+    "qwZ, qgZ": (True, ZeroPPConfig(quantized_weights=True, quantized_gradients=True, gradient_intra_bits=None)),
     "all": (True, replace(ZEROPP, loco=LoCoConfig(hops="both"))),
     "all, int8 copies, element scales": (
         True,
