@@ -246,7 +246,9 @@ class ZeroPPConfig:
     )
     # "nf4": matrices that were never trainable and whose names have no word of nf4_skip are sent in NF4 (wire/nf4.py);
     # copies of all parameters are kept as they are sent. None: they are sent like trained ones.
-    frozen_dtype: str | None = dataclasses.field(default=None, repr=False)
+    frozen_dtype: str | None = config_flag(
+        "--zeropp-frozen-dtype", None, "code of frozen matrices, with --lora-rank", choices=("nf4",), repr=False
+    )
     nf4_skip: tuple[str, ...] = dataclasses.field(default=SKIP, repr=False)
     seed: int = 0  # of stochastic rounding; the trainer sets it to --seed
 
@@ -301,8 +303,6 @@ class ZeroPPConfig:
                 )
 
     def _check_frozen(self) -> None:
-        if self.frozen_dtype != "nf4":
-            raise ValueError(f"frozen_dtype must be nf4 or None, got {self.frozen_dtype!r}")
         if self.weight_rounding == "stochastic" or self.weight_intra_bits is not None:
             raise ValueError(
                 "frozen_dtype rounds once and sends the codes on: leave weight_rounding and weight_intra_bits out"

@@ -97,7 +97,7 @@ def test_a_wire_has_nf4_beside_other_codes_and_4_127_bits_for_each_element():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(frozen_dtype="fp4"), "frozen_dtype must be nf4"),
+        (dict(frozen_dtype="fp4"), "frozen_dtype must be one of nf4"),
         (dict(hpz_partition_size=1), "frozen_dtype requires hpz_partition_size"),
         (dict(weight_rounding="stochastic"), "leave weight_rounding and weight_intra_bits out"),
         (dict(weight_intra_bits=8), "leave weight_rounding and weight_intra_bits out"),

@@ -40,7 +40,7 @@ LEVELS = (
 
 
 def scale_bytes(num_blocks: int) -> int:
-    """Return the bytes of the scales of so many blocks: the groups' steps in fp32, and a byte for each block."""
+    """Return the bytes of the scales of ``num_blocks`` blocks: steps of groups in fp32, and a byte for each block."""
     return 4 * -(-num_blocks // GROUP) + num_blocks
 
 
