@@ -39,7 +39,7 @@ FASTER = 0.45  # share of the peak; the blog's 53 TFLOP/s are 0.42 of it, with a
 
 def step(nodes: int, gbits: float, tokens_per_gpu: int, wire: str, **of_gpu: float) -> StepTime:
     """Predict a step; ``of_gpu`` replaces what is assumed of a V100."""
-    cluster = dataclasses.replace(default_cluster(nodes, 16, "V100", gbits), **of_gpu)
+    cluster = dataclasses.replace(default_cluster(nodes, 16, "V100", gbits), **of_gpu)  # type: ignore[arg-type]
     micro_batch = tokens_per_gpu // LENGTH
     batch = f"--micro-batch-size {micro_batch} --global-batch-size {micro_batch * cluster.world_size}"
     flags = f"{MODEL} {batch} {WIRES[wire]}".split()

@@ -26,6 +26,7 @@ TOOLS = {  # each a file below commands/, but for the lighthouse
     "inspect-checkpoint": "list, verify and compare checkpoints",
     "generate-text": "sample text from a checkpoint",
     "export-hf": "write a checkpoint as a model of Hugging Face transformers",
+    "export-peft": "write a checkpoint's adapters as a folder of PEFT",
     "import-hf": "make a checkpoint out of a model of Hugging Face transformers",
     "export-megatron": "write a checkpoint for Megatron-LM",
     "import-megatron": "make a checkpoint out of one of Megatron-LM or Megatron-DeepSpeed",

@@ -1,8 +1,8 @@
 """LoRA on a Hugging Face Llama under ZeRO++: torchrun --nproc-per-node 4 examples/library/lora.py
 
 Frozen weights cross nodes once. After that only the adapters do, and their gradients in 4 bits. --weight-bits says in
-how many bits weights are sent, and ranks keep their copies of them: of the frozen ones, and of the adapters. With
---moves only those codes of the adapters are sent that a step moved.
+how many bits weights are sent, and ranks keep their copies of them: of the frozen ones, and of the adapters. With --nf4
+frozen matrices take 4 bits, as in QLoRA. With --moves only those codes of the adapters are sent that a step moved.
 
 Needs the packages transformers and peft. The model is made from a configuration; nothing is downloaded.
 """
@@ -20,6 +20,7 @@ from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
 parser = argparse.ArgumentParser()
 parser.add_argument("--weight-bits", type=int, choices=[4, 8, 16], default=8)
 parser.add_argument("--moves", action="store_true", help="send the codes that moved; with 16 bits the bits")
+parser.add_argument("--nf4", action="store_true", help="send and keep frozen matrices in NF4")
 arguments = parser.parse_args()
 weight_bits = arguments.weight_bits
 
@@ -61,6 +62,7 @@ config = ZeroPPConfig(
     quantized_weights=weight_bits < 16,
     weight_bits=min(weight_bits, 8),
     hpz_partition_size=2,
+    frozen_dtype="nf4" if arguments.nf4 else None,
     hpz_secondary_dtype="16bit" if weight_bits == 16 else "int8",
     weight_moves=arguments.moves,
     quantized_gradients=True,

@@ -100,6 +100,8 @@ def resolve(
     with mistakes.collected():
         _check_curriculum(settings)
     with mistakes.collected():
+        _check_lora(settings)
+    with mistakes.collected():
         check_tensor_parallel(distributed, model, seq_length, activation.compile)
     with mistakes.collected():
         check_islands(settings, set(given))
@@ -258,6 +260,19 @@ def _resolve_activation(activation: ActivationSettings, num_layers: int) -> Acti
 
 
 # Data and checkpoints
+
+
+def _check_lora(settings: Settings) -> None:
+    lora, ranks = settings.lora, settings.distributed
+    if lora.lora_rank is None:
+        return
+    require(lora.pretrained_checkpoint, "adapters of which weights? --lora-rank needs --pretrained-checkpoint")
+    sizes = (ranks.tensor_model_parallel_size, ranks.pipeline_model_parallel_size, ranks.islands)
+    require(
+        max(sizes) == 1 and settings.model.num_experts is None,
+        "--lora-rank works with data and context parallelism: leave tensor and pipeline parallelism, islands and "
+        "experts out",
+    )
 
 
 def _check_data(data: DataSettings) -> None:

@@ -8,6 +8,7 @@ from .folder import is_complete as is_complete
 from .meta import read_meta as read_meta
 from .saver import CheckpointSaver as CheckpointSaver
 from .state import iterate_parameters as iterate_parameters
+from .state import load_base as load_base
 from .state import load_checkpoint as load_checkpoint
 from .storage import iterate_tensors as iterate_tensors
 from .storage import save_tensors as save_tensors

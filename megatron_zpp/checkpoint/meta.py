@@ -192,11 +192,18 @@ class Counters:
         return loss > factor * average
 
 
-def saved_model(meta: Mapping[str, Any], given: Architecture | None = None) -> tuple[Architecture, TransformerConfig]:
+def saved_model(
+    meta: Mapping[str, Any], given: Architecture | None = None, with_adapters: bool = False
+) -> tuple[Architecture, TransformerConfig]:
     """Return architecture and config of a checkpoint's model. Raises CheckpointError.
 
-    given: the user's architecture; without it the checkpoint's must be one of ours.
+    given: the user's architecture; without it the checkpoint's must be one of ours. with_adapters: whether it may hold
+    adapters alone.
     """
+    if meta["settings"].get("lora_rank") is not None and not with_adapters:
+        raise CheckpointError(
+            "the checkpoint holds adapters without their base: export-peft writes them for PEFT, which adds them to it"
+        )
     name = meta["settings"]["architecture"]
     if given is not None and name != given.name:
         use = f"use the program or --architecture of {name}"

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from megatron_zpp.islands import OuterSync
+from megatron_zpp.models.lora import is_adapter
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 
 from .files import CheckpointError
@@ -41,7 +43,7 @@ from .trained import Trained, plan_resume
 def checkpoint_state(trained: Trained, save_rng: bool) -> dict[str, Tensor]:
     """Return this rank's tensors by name; with emulated ranks those of all."""
     islands = trained.islands
-    state = _prefixed({prefix: get_model_state_dict(model) for prefix, model in trained.named_models()})
+    state = _prefixed({prefix: _model_tensors(model) for prefix, model in trained.named_models()})
     # For an optimizer without a step (fp16 skips the first ones) torch would make a step of zeros, which counts.
     for prefix, model, optimizer in trained.named_optimizers():
         if optimizer.state:
@@ -52,7 +54,7 @@ def checkpoint_state(trained: Trained, save_rng: bool) -> dict[str, Tensor]:
         state |= _prefixed({"zeropp.": zeropp.state_dict()})
     if islands is not None:
         # What is not trained is the same in all.
-        state |= _prefixed({"model.": get_model_state_dict(trained.models[0])})
+        state |= _prefixed({"model.": _model_tensors(trained.models[0])})
         state |= _outer_tensors(islands) | _prefixed({"islands.": islands.state_dict()})
     return state
 
@@ -73,7 +75,7 @@ def load_checkpoint(
     islands, local_ranks = trained.islands, _ranks_in(*(zeropp.state_dict() for zeropp in trained.zeropps))
     plan = plan_resume(meta, trained, layout, load_rng, has_zeropp_state=bool(local_ranks))
     loaded = trained if plan.islands else trained.first()
-    models = {prefix: get_model_state_dict(model) for prefix, model in loaded.named_models()}
+    models = {prefix: _model_tensors(model) for prefix, model in loaded.named_models()}
     optimizers = {
         prefix: get_optimizer_state_dict(model, optimizer)
         for island, (prefix, model, optimizer) in enumerate(loaded.named_optimizers(), loaded.first_island)
@@ -105,7 +107,7 @@ def load_checkpoint(
     _read(CheckpointReader(checkpoint, metadata), state)
 
     for prefix, model in loaded.named_models():
-        set_model_state_dict(model, models[prefix])
+        set_model_state_dict(model, models[prefix], options=StateDictOptions(strict=False))
     for prefix, model, optimizer in loaded.named_optimizers():
         if prefix in optimizers:
             set_optimizer_state_dict(model, optimizer, optimizers[prefix])
@@ -125,6 +127,22 @@ def load_checkpoint(
         else:
             islands.restart()
     return list(plan.notes)
+
+
+def load_base(checkpoint: Path, meta: Mapping[str, Any], model: nn.Module) -> None:
+    """Load the frozen weights below adapters. Collective. Raises FailedTogether after printing the reason."""
+    tensors = {name: tensor for name, tensor in get_model_state_dict(model).items() if not is_adapter(name)}
+    with errors_on_all_ranks():
+        metadata = read_index(checkpoint, meta)
+        _check_shapes(checkpoint, _prefixed({"model.": tensors}), metadata.state_dict_metadata)
+    _read(CheckpointReader(checkpoint, metadata), _prefixed({"model.": tensors}))
+    set_model_state_dict(model, tensors, options=StateDictOptions(strict=False))
+
+
+def _model_tensors(model: nn.Module) -> dict[str, Any]:
+    """Return what is saved of a model: all, or its adapters alone."""
+    tensors = get_model_state_dict(model)
+    return {name: tensor for name, tensor in tensors.items() if is_adapter(name)} or tensors
 
 
 def _read(reader: CheckpointReader, state: dict[str, Any]) -> None:

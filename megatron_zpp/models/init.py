@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from .layers import LayerNorm1p, RMSNorm1p
+from .lora import is_adapter
 from .transformer import Transformer, TransformerConfig
 
 BLOCK_ELEMENTS = 2**20
@@ -38,8 +39,10 @@ def init_weights(model: Transformer, seed: int, std_of: Callable[[str, Any], flo
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"{name} is on the meta device; call model.to_empty(device=...) before init_weights")
-        if name.endswith("bias") or name in kept_less_1:
+        if name.endswith(("bias", ".lora_B")) or name in kept_less_1:
             parameter.zero_()
+        elif is_adapter(name):
+            fill_normal(parameter, (3 * parameter.shape[1]) ** -0.5, seed, name)  # PEFT's variance
         elif parameter.dim() == 1:
             parameter.fill_(1.0)
         else:

@@ -27,7 +27,7 @@ from megatron_zpp.settings.job import (
     ZeroSettings,
 )
 from megatron_zpp.settings.model import ActivationSettings, ModelSettings, PrecisionSettings
-from megatron_zpp.settings.training import OptimizerSettings, ScheduleSettings, TrainingSettings
+from megatron_zpp.settings.training import LoraSettings, OptimizerSettings, ScheduleSettings, TrainingSettings
 from megatron_zpp.zeropp.config import ZeroPPConfig
 
 
@@ -39,6 +39,7 @@ class Settings:
     model: ModelSettings = ModelSettings()
     training: TrainingSettings = TrainingSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
+    lora: LoraSettings = LoraSettings()
     schedule: ScheduleSettings = ScheduleSettings()
     precision: PrecisionSettings = PrecisionSettings()
     activation: ActivationSettings = ActivationSettings()

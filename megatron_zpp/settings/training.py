@@ -119,6 +119,22 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True)
+class LoraSettings:
+    """Low-rank adapters (LoRA) beside frozen weights."""
+
+    lora_rank: int | None = flag(
+        None, "train adapters of this rank beside the frozen weights of --pretrained-checkpoint", at_least=1
+    )
+    lora_alpha: float = flag(32.0, "adapters count this over their rank", above=0, needs="lora_rank")
+    lora_target_modules: tuple[str, ...] | None = flag(
+        None, "linear layers that get adapters; default all of the blocks", nargs="+", metavar="NAME", needs="lora_rank"
+    )
+    pretrained_checkpoint: str | None = flag(
+        None, "folder of checkpoints whose latest has the frozen weights", metavar="DIR", needs="lora_rank"
+    )
+
+
+@dataclass(frozen=True)
 class ScheduleSettings:
     """Learning-rate schedule, counted in samples as in Megatron."""
 

@@ -14,6 +14,7 @@ from megatron_zpp.families import Architecture
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
 from megatron_zpp.models.init import init_weights
+from megatron_zpp.models.lora import add_adapters
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.optimizer import state_numel
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
@@ -107,6 +108,9 @@ class ModelBuilder:
         """Build the whole model on the meta device, as the context-, tensor- and expert-parallel ranks have it."""
         architecture, settings, mesh = self.architecture, self.settings, self.mesh
         model = architecture.build_model(settings.model, self.vocab_size)
+        if (lora := settings.lora).lora_rank is not None:
+            with errors_on_all_ranks():
+                add_adapters(model, lora.lora_rank, lora.lora_alpha, lora.lora_target_modules)
         if mesh.cp_size > 1:
             assert architecture.apply_context_parallel is not None  # by parse_settings
             architecture.apply_context_parallel(model, mesh.cp)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.arguments.resolve_parallel import check_vocabulary, num_jobs
-from megatron_zpp.checkpoint import CheckpointError, FolderLock, load_checkpoint, read_meta
+from megatron_zpp.checkpoint import CheckpointError, FolderLock, load_base, load_checkpoint, read_meta
 from megatron_zpp.checkpoint.folder import describe_empty
 from megatron_zpp.checkpoint.meta import Counters, saved_model
 from megatron_zpp.checkpoint.resume import (
@@ -30,6 +30,7 @@ from megatron_zpp.optim.schedule import Schedule, resume_schedule
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
 from megatron_zpp.parallel.mesh import MODEL_PARALLEL_AXES, Mesh, ranks_per_model_copy
 from megatron_zpp.parallel.tensor import dropout_seed
+from megatron_zpp.settings.groups import CheckpointSettings, LoraSettings
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.data import build_data, check_same_data_on_all_ranks
 from megatron_zpp.training.islands import build_elastic_islands, prepare_island
@@ -103,6 +104,15 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         state.ranks.random_states.seed(
             lambda rank: dropout_seed(seed, first_rank + rank, mesh.tp_size, sequence_parallel)
         )
+    if (base_folder := settings.lora.pretrained_checkpoint) is not None:
+        only = CheckpointSettings(load=base_folder, exit_on_missing_checkpoint=True)
+        if (base := checkpoint_to_load(only)) is not None:
+            with errors_on_all_ranks():
+                base_meta = read_meta(base)
+                _check_same_model(run, base, base_meta, has_adapters=False)
+            for state in states:
+                load_base(base, base_meta, state.model)
+            print_once(f"  loaded the frozen weights of {base}")
     if checkpoint is not None and meta is not None:
         _load(run, checkpoint, meta)
     elif settings.checkpoint.load is not None:
@@ -246,15 +256,19 @@ def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
     print_once(f"  successfully loaded checkpoint {checkpoint} at iteration {meta['iteration']}")
 
 
-def _check_same_model(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
+def _check_same_model(run: Run, checkpoint: Path, meta: dict[str, Any], has_adapters: bool = True) -> None:
     """Raise CheckpointError if the checkpoint's model has another shape or uses its weights otherwise."""
-    _, saved = saved_model(meta, run.architecture)
+    _, saved = saved_model(meta, run.architecture, with_adapters=True)
     theirs = dataclasses.asdict(saved)
     differing = [
         f"{k} {theirs[k]} there, {v} here"
         for k, v in dataclasses.asdict(run.model.config).items()
         if theirs[k] != v and not k.endswith("dropout") and k != "init_method_std"
     ]
+    # A base may have none; target modules are checked as tensors.
+    for name in ("lora_rank", "lora_alpha") if has_adapters else ():
+        there, here = meta["settings"].get(name, getattr(LoraSettings, name)), getattr(run.settings.lora, name)
+        differing += [f"{name} {there} there, {here} here"] if there != here else []
     if differing:
         raise CheckpointError(
             f"{checkpoint} is of another model: {'; '.join(differing)}. Give the flags of the model that was saved, "

@@ -11,6 +11,7 @@ import torch
 
 from megatron_zpp.bounds import Bounds
 
+from .wire.nf4 import SKIP
 from .wire.quantization import SCALINGS, BitsWarmup, Code
 
 SUPPORTED_BITS = (1, 2, 3, 4, 6, 8)
@@ -243,6 +244,12 @@ class ZeroPPConfig:
         "scale each element of gradients between nodes by itself, as ranks learn from the codes that are sent",
         repr=False,
     )
+    # "nf4": matrices that were never trainable and whose names have no word of nf4_skip are sent in NF4 (wire/nf4.py);
+    # copies of all parameters are kept as they are sent. None: they are sent like trained ones.
+    frozen_dtype: str | None = config_flag(
+        "--zeropp-frozen-dtype", None, "code of frozen matrices, with --lora-rank", choices=("nf4",), repr=False
+    )
+    nf4_skip: tuple[str, ...] = dataclasses.field(default=SKIP, repr=False)
     seed: int = 0  # of stochastic rounding; the trainer sets it to --seed
 
     def __post_init__(self) -> None:
@@ -275,6 +282,8 @@ class ZeroPPConfig:
             raise ValueError("hpz_secondary_dtype int8 sends the blocks on as they are: leave weight_intra_bits out")
         if self.weight_moves:
             self._check_moves()
+        if self.frozen_dtype is not None:
+            self._check_frozen()
         learns = self.gradient_bits not in (None, 1) or self.gradient_bits_warmup is not None
         if self.gradient_element_scales and not learns:
             raise ValueError(
@@ -292,6 +301,12 @@ class ZeroPPConfig:
                 raise ValueError(
                     f"weight_moves rounds to the nearest code and sends the codes on as they are: leave {name} out"
                 )
+
+    def _check_frozen(self) -> None:
+        if self.weight_rounding == "stochastic" or self.weight_intra_bits is not None:
+            raise ValueError(
+                "frozen_dtype rounds once and sends the codes on: leave weight_rounding and weight_intra_bits out"
+            )
 
     def _has(self, name: str) -> bool:
         value = getattr(self, name)
@@ -356,6 +371,8 @@ _REQUIREMENTS = (
     ("gradient_bits_warmup", "gradient_bits"),
     ("weight_intra_bits", "hpz_partition_size"),
     ("weight_moves", "hpz_partition_size"),
+    ("frozen_dtype", "hpz_partition_size"),
+    ("nf4_skip", "frozen_dtype"),
     ("check_agreement", "hpz_partition_size"),
     ("hpz_secondary_dtype", "hpz_partition_size"),
     ("hpz_secondary_dtype", "quantized_weights"),

@@ -45,10 +45,11 @@ def _weights(config: ZeroPPConfig, num_nodes: int) -> str:
     in_full = _bits(config.weight_bits if config.quantized_weights else None, config.weight_scaling, rounding)
     if config.hpz_partition_size == 1 or num_nodes == 1:
         return f"{in_full} at every gather"
-    keeps_wires = config.hpz_secondary_dtype == "int8" or config.weight_moves
+    keeps_wires = config.hpz_secondary_dtype == "int8" or config.weight_moves or config.frozen_dtype is not None
+    frozen = f", frozen matrices in {config.frozen_dtype}" if config.frozen_dtype is not None else ""
     between = f"as moves of {'bits' if in_full == 'unquantized' else in_full}" if config.weight_moves else in_full
     within = in_full if keeps_wires else _bits(config.weight_intra_bits, config.weight_intra_scaling, rounding)
-    return f"{between} between nodes once per step, {within} within a node at every gather"
+    return f"{between} between nodes once per step, {within} within a node at every gather{frozen}"
 
 
 def _gradients(config: ZeroPPConfig, num_nodes: int, ranks_per_node: int) -> str:
@@ -92,7 +93,7 @@ def fingerprint(config: ZeroPPConfig, layouts: Sequence[RankLayout], units: Sequ
     """Return a number that identifies the layout of a rank's state; ``layouts`` has one for each unit."""
     shapes = [(layout.num_nodes, layout.ranks_per_node, layout.rank) for layout in layouts]
     shape = shapes[0] if len(set(shapes)) == 1 else shapes
-    shards = [(unit.name, [(p.numel, p.quantizable) for p in unit.shards]) for unit in units]
+    shards = [(unit.name, [(p.numel, p.quantizable, *p.is_nf4 * ("nf4",)) for p in unit.shards]) for unit in units]
     # The seed of stochastic rounding, and the fields without repr, do not change what is kept.
     # How copies are kept as wires; there was one way when the first states were saved.
     ways = (config.weight_scaling, config.scale_dtype)
@@ -150,6 +151,11 @@ def warn(config: ZeroPPConfig, units: Sequence[Unit], layouts: Sequence[RankLayo
                 logger.warning(
                     "qgZ has no effect on %s: gradient_intra_bits leaves the hop within it unquantized", where
                 )
+    if config.frozen_dtype is not None and not any(shard.is_nf4 for unit in units for shard in unit.shards):
+        logger.warning(
+            "frozen_dtype has no effect: it needs several nodes, and matrices that are frozen (requires_grad False) "
+            "before apply_zeropp and that nf4_skip does not name"
+        )
     small = [
         unit.label
         for unit, layout in zip(units, layouts, strict=True)

@@ -122,6 +122,11 @@ from tests.convert.hf.small_models import CONFIGS, to_hf_config
         ("--optimizer muon --cpu-offload", "muon leave --cpu-offload out"),
         ("--optimizer muon --zero-stage 0", "--optimizer muon needs --zero-stage 1, 2 or 3"),
         ("--optimizer muon --use-apex", "muon leave --use-apex out"),
+        ("--lora-rank 4", "--lora-rank needs --pretrained-checkpoint"),
+        (
+            "--lora-rank 4 --pretrained-checkpoint x --tensor-model-parallel-size 2",
+            "leave tensor and pipeline parallelism, islands and experts out",
+        ),
         ("--optimizer muon --muon-stale-rows", "give a --muon-period above 1"),
         ("--optimizer muon --muon-momentum-bits 7", "--muon-momentum-bits must be one of 1, 2, 3, 4"),
         # ZeRO++

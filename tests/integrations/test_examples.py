@@ -75,7 +75,7 @@ def test_a_program_learns_and_resumes_to_the_bit(tmp_path, name):
         assert_same(whole, saved_in(tmp_path / end / part))
 
 
-@pytest.mark.parametrize("words", ["--weight-bits 4", "--weight-bits 8 --moves"])
+@pytest.mark.parametrize("words", ["--weight-bits 4", "--weight-bits 8 --moves --nf4"])
 def test_lora_sends_little_more_than_the_adapters_between_nodes(words):
     out = output_of("examples/library/lora.py", *words.split())
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", out)]

@@ -139,6 +139,15 @@ def test_emulated_ranks_do_what_is_said(num_nodes, ranks_per_node):
         assert weights.equal(weights_of_other_seed) != noise, (description, config)
 
 
+def test_nf4_without_effect_is_warned_of(caplog):
+    config = ZeroPPConfig(hpz_partition_size=2, frozen_dtype="nf4")
+    for num_nodes, is_frozen, warns in ((2, True, 0), (2, False, 1), (1, True, 2)):  # and hpZ has none on one node
+        emulate_zeropp(nn.Linear(64, 64).requires_grad_(not is_frozen), config, num_nodes, 2)
+        assert [message[:26] for message in caplog.messages][-1:] == ["frozen_dtype has no effect"] * (warns > 0)
+        assert len(caplog.messages) == warns
+        caplog.clear()
+
+
 def test_one_queue_for_all_streams_is_warned_of(caplog, monkeypatch):
     for connections, warns in (("8", False), ("1", True)):
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)

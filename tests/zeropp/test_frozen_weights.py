@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from megatron_zpp.zeropp import ZeroPPConfig
 from megatron_zpp.zeropp.emulation import emulate_zeropp
@@ -25,6 +26,8 @@ CONFIGS = {
     "4 bits": replace(ALL_FLAGS, weight_bits=4, weight_intra_bits=8),
     "int4 copies": replace(ALL_FLAGS, hpz_secondary_dtype="int8", weight_bits=4),
     "moves": replace(ALL_FLAGS, weight_moves=True),
+    "NF4": replace(ALL_FLAGS, frozen_dtype="nf4"),
+    "NF4 and moves": replace(ALL_FLAGS, frozen_dtype="nf4", weight_moves=True),
 }
 X = torch.linspace(-1, 1, 3 * 20).view(3, 20)
 
@@ -162,7 +165,7 @@ def _resumed(name, is_gathered):
 
 
 def _resumes():
-    return _resumed("all flags", is_gathered=False), _resumed("moves", is_gathered=True)
+    return _resumed("all flags", is_gathered=False), _resumed("NF4 and moves", is_gathered=True)
 
 
 def test_a_resumed_run_is_exact(found):
@@ -245,12 +248,66 @@ def _with_and_without(config):
     return [_bytes_with_reference_passes(config, has) for has in (False, True)]
 
 
-@pytest.mark.parametrize("name", ["all flags", "moves"])
+@pytest.mark.parametrize("name", ["all flags", "NF4 and moves"])
 def test_reference_passes_that_freeze_the_adapters_send_no_base_again(found, name):
     """DPO and GRPO with adapters: what was ever trained stays in the trained part."""
     (without, expected), (sent, weights) = found[name][0]
     assert sum(sent) <= 1.01 * sum(without) and sent[1:] == without[1:]
     assert equal(expected, weights)
+
+
+def _rounded_outputs(model, in_nf4):
+    """Outputs of a plain model with the weights of ``model``, where rows of these matrices, by rank, went as NF4."""
+    plain = Net()
+    plain.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+    for name in in_nf4:
+        weight = plain.get_parameter(name).data
+        rows = weight.view(dist.get_world_size(), -1)
+        format = WireFormat([ParameterShard(name, rows.shape[1], True, is_nf4=True)], None, None, weight.dtype)
+        weight.copy_(format.decode(format.encode(rows), torch.empty_like(rows)).view_as(weight))
+    return plain(X).detach()
+
+
+def _in_nf4():
+    """Outputs, those that are expected, and those without any rounding, while weights freeze, unfreeze and change."""
+    model, zeropp, optimizer = build(replace(HPZ, frozen_dtype="nf4", nf4_skip=("layers.1",)))
+    first, last = "layers.0.base.weight", "layers.2.base.weight"
+    # What was ever trained stays out of NF4.
+    events = ((None, (first, last)), (unfreeze, (last,)), (freeze, (last,)), (behind_autograd, (last,)))
+    outputs = []
+    for event, in_nf4 in events:
+        if event is not None:
+            event(model)
+        step(model, optimizer)
+        outputs.append((evaluate(model, X), _rounded_outputs(model, in_nf4), _rounded_outputs(model, ())))
+    return outputs, zeropp.describe()
+
+
+def test_frozen_matrices_arrive_in_nf4_and_all_else_as_it_is(found):
+    for outputs, description in found["nf4"]:
+        for arrived, expected, exact in outputs:
+            assert arrived.equal(expected) and not arrived.equal(exact)
+        assert ", frozen matrices in nf4; gradients" in description
+
+
+def _fp32_adapters_on_a_bf16_base():
+    """Losses, and dtypes of parameters, under plain FSDP2 and hpZ: PEFT makes adapters fp32 by default."""
+    results = []
+    for config in (None, HPZ):
+        model = Net()
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else torch.bfloat16)
+        shard(model, config, model.layers, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        losses = [step(model, optimizer) for _ in range(3)]
+        results.append((losses, [parameter.dtype for parameter in model.parameters()]))
+    return results
+
+
+def test_a_unit_may_have_fp32_adapters_on_a_bf16_base(found):
+    for (plain, dtypes), (ours, our_dtypes) in found["fp32 adapters"]:
+        assert equal(plain, ours) and len(set(map(float, ours))) == 3
+        assert dtypes == our_dtypes and set(dtypes) == {torch.float32, torch.bfloat16}
 
 
 class Packed(nn.Module):
@@ -292,8 +349,9 @@ def _packed_as_it_arrives(configs):
 def found():
     stochastic = replace(ALL_FLAGS, weight_rounding="stochastic")
     packed = partial(_packed_as_it_arrives, {"hpZ": HPZ, "stochastic": stochastic, **CONFIGS})
-    reference_passes = {name: partial(_with_and_without, CONFIGS[name]) for name in ("all flags", "moves")}
+    reference_passes = {name: partial(_with_and_without, CONFIGS[name]) for name in ("all flags", "NF4 and moves")}
     functions = {"events": _events_with_and_without, "resumes": _resumes, "sent": _sent, "packed": packed}
+    functions |= {"nf4": _in_nf4, "fp32 adapters": _fp32_adapters_on_a_bf16_base}
     return run_in_turn(4, functions | reference_passes)
 
 

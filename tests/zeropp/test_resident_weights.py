@@ -27,6 +27,7 @@ CONFIGS = {
     "codes within a node": replace(ALL_FLAGS, weight_intra_bits=6, weight_rounding="stochastic"),
     "int8 copies": replace(ALL_FLAGS, hpz_secondary_dtype="int8"),
     "moved codes": replace(ALL_FLAGS, weight_moves=True),
+    "frozen weights in NF4": replace(HPZ, frozen_dtype="nf4"),
     "moved bits": replace(HPZ, weight_moves=True),
 }
 EXACT = ("off", "hpZ", "moved bits")  # computes with the weights themselves
@@ -152,8 +153,8 @@ def test_generation_gathers_once_after_a_step_and_computes_with_the_same_bits(sc
     assert inside[2].tolist() == inside[5].tolist() == [0, 0]
     for i in (1, 4):  # the first generation after a step
         within, between = inside[i].tolist()
-        # The frozen block, a fifth of the model, is still there.
-        assert 0.7 < within * NUM_TOKENS / outside[i, 0] < 0.85
+        # The frozen block, a fifth of the model, is still there; in NF4 it has fewer bytes.
+        assert 0.7 < within * NUM_TOKENS / outside[i, 0] < (0.97 if CONFIGS[name].frozen_dtype else 0.85)
         if CONFIGS[name].hpz_partition_size > 1:  # outside, each further pass takes a look
             looks = outside[2, 1].item() // NUM_TOKENS
             assert outside[i, 1] - between == (NUM_TOKENS - 1) * looks

@@ -153,7 +153,7 @@ REFUSED = {
         partial(shard, nn.Linear(4, 4), ALL_FLAGS, reshard_after_forward=2),
         "reshard_after_forward=<int>",
     ),
-    "mixed dtypes": (_mixed_dtypes, "different dtypes"),
+    "mixed dtypes": (_mixed_dtypes, "param_dtype=...), as for fp32 adapters on a bf16 base"),
     "a root sharded later": (
         partial(_sharded_later, False),
         "fully_shard was called on the root module after apply_zeropp",

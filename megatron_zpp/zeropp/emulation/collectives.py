@@ -52,8 +52,9 @@ class EmulatedAllGather:
             if self.passes.sends_nothing:
                 refuse_changes([self.unit])
             self.unit.mark_changed()
+        is_thawed = self.unit.thaw()
         changed = self.unit.changed()
-        if not self.unit.keeps_copies(changed):
+        if is_thawed or not self.unit.keeps_copies(changed):
             self.forget_secondary_partition()
         # Without a secondary partition, ranks gather their parameters at every pass.
         if self._arrived and not changed and (self._keeps_weights or not look):

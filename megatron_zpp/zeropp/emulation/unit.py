@@ -170,8 +170,13 @@ def find_emulated_units(
             raise ValueError(f"{label} has no storage yet: call to_empty and initialize it before it is emulated")
         if any(master.ndim == 0 or not master.is_contiguous() for master in masters):
             raise ValueError(f"{label} has a parameter without dimensions or rows, which FSDP2 cannot shard")
-        if len({master.dtype for master in masters}) > 1 or not masters[0].is_floating_point():
-            raise ValueError(f"the parameters of {label} must have one floating-point dtype")
+        gathered = {param_dtype or master.dtype for master in masters}
+        trained = {master.dtype for master in masters if master.requires_grad}
+        if len(gathered) > 1 or len(trained) > 1 or not all(master.is_floating_point() for master in masters):
+            raise ValueError(
+                f"the parameters of {label} must have one floating-point dtype; frozen ones may have another where "
+                "param_dtype is set"
+            )
         dtype = param_dtype or masters[0].dtype
         arrived = [nn.Parameter(torch.empty_like(m, dtype=dtype), requires_grad=m.requires_grad) for m in masters]
         units.append(

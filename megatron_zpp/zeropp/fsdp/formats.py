@@ -48,7 +48,8 @@ class Formats:
     @cached_property
     def keeps_wires(self) -> bool:
         """Whether the secondary partition is kept as it arrived, in wire buffers."""
-        return self.config.hpz_secondary_dtype == "int8" or self.sends_moves
+        has_nf4 = self.has_secondary_partition and self.config.frozen_dtype is not None
+        return self.config.hpz_secondary_dtype == "int8" or self.sends_moves or has_nf4
 
     def weights(self, part: UnitPart, dtype: torch.dtype) -> WireFormat:
         """Return the format of shards themselves."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, compress, count
 from operator import attrgetter
@@ -117,6 +117,7 @@ class Unit:
     # Of the shard that was last sent between nodes, for each of ``parts`` by its indices.
     checksums: dict[tuple[int, ...], Tensor] = field(default_factory=dict, repr=False)
     gathers_frozen: bool = False  # whenever trained parameters change
+    nf4_skip: tuple[str, ...] | None = None  # words in names of frozen matrices that are not in NF4; None = none is
     # Whether, since the last gather, an optimizer stepped, or gradients came that some optimizer may have used.
     may_have_stepped: bool = False
     # Indices of parameters that, since the last gather, an optimizer may have moved, and whose gradients were reduced.
@@ -133,9 +134,21 @@ class Unit:
 
     def specify(self, shards: tuple[ParameterShard, ...], packed: frozenset[int] = frozenset()) -> None:
         """Set the unit's parameters. Parts and formats follow from them, and are made once."""
+        self._ever_trainable.update(self._trainable())
+        if (skip := self.nf4_skip) is not None:
+            fits = [shard.quantizable and not any(word in shard.name for word in skip) for shard in shards]
+            fits = [fit and index not in self._ever_trainable for index, fit in enumerate(fits)]
+            shards = tuple(replace(shard, is_nf4=fit) for shard, fit in zip(shards, fits, strict=True))
         self.shards, self.packed, self._parts = shards, packed, {}
         self.whole = self.part(range(len(shards)))
-        self._ever_trainable.update(self._trainable())
+
+    def thaw(self) -> bool:
+        """Take parameters that have become trainable out of NF4; return whether there were any."""
+        if self.nf4_skip is None or not any(self.shards[index].is_nf4 for index in self._trainable()):
+            return False
+        self.specify(self.shards, self.packed)
+        self.mark_changed()
+        return True
 
     @property
     def label(self) -> str:

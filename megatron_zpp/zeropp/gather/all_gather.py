@@ -54,7 +54,7 @@ class QuantizedAllGather(DefaultAllocMixin, AllGather):
         # FSDP2 gathers on its own stream, but ``unshard()`` by hand on the current one.
         with on_stream(self.stream, input_tensor.device):
             kept_as = (input_tensor.dtype, input_tensor.device)
-            if kept_as != self._kept_as:  # the model was cast or moved
+            if self.unit.thaw() or kept_as != self._kept_as:  # the model was cast or moved, or parts of it unfrozen
                 self.forget_secondary_partition()
                 self._kept_as = kept_as
             self._gather(output_tensor, input_tensor)
@@ -216,6 +216,8 @@ class HierarchicalAllGather(QuantizedAllGather):
         unit = self.unit
         if self.consistency_check is not None or not unit.can_be_gathered or is_capturing(unit):
             return None
+        if unit.thaw():
+            self.forget_secondary_partition()
         changed = unit.changed()
         if not changed:
             return None
@@ -386,7 +388,8 @@ def check_gathered(unit: FSDPUnit, shard: Tensor) -> None:
     if not shard.is_floating_point():
         raise ValueError(
             f"the parameters of {unit.label} are gathered in different dtypes, or as integers; ZeRO++ needs one "
-            "floating-point dtype per fully_shard unit: set MixedPrecisionPolicy(param_dtype=...) or wrap them apart"
+            "floating-point dtype per fully_shard unit: set MixedPrecisionPolicy(param_dtype=...), as "
+            "for fp32 adapters on a bf16 base, or wrap them apart"
         )
     if shard.numel() != unit.whole.numel:
         raise ValueError(

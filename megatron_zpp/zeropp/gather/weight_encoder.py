@@ -21,6 +21,9 @@ class WeightEncoder:
         self.formats = Formats(shared.config, num_nodes)
         # Stochastic rounding is right on average over many roundings, so frozen weights are rounded again, too.
         unit.gathers_frozen = shared.config.weight_rounding == "stochastic"
+        if shared.config.frozen_dtype is not None and self.formats.has_secondary_partition:
+            unit.nf4_skip = shared.config.nf4_skip
+            unit.specify(unit.shards, unit.packed)
         self.versions = 0
         self._sampled: dict[int, int] = {}  # by rank, the version whose error the monitor has
 

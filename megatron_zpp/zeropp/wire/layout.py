@@ -3,6 +3,7 @@
 A shard of L elements is the concatenation of the unit's parameters' shards. Its wire buffer is
 
     | packed codes of each quantized parameter | scales of each | values of the unquantized parameters |
+    | codes and scales of each parameter in NF4 |
 
 with every parameter's part of every section starting at a multiple of 16 bytes. Blocks never span two parameters: a
 parameter's last block is padded with zeros, on the wire only. A parameter with less than a block in a shard is one
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import kernels
+from . import kernels, nf4
 from .quantization import Code
 
 _ALIGNMENT = 16  # bytes; what a vectorized load wants
@@ -31,6 +32,7 @@ class ParameterShard:
     name: str
     numel: int
     quantizable: bool  # has two dimensions or more
+    is_nf4: bool = False  # in NF4 instead of the format's bits (nf4.py)
 
 
 def rows_per_rank(rows: int, world_size: int) -> int:
@@ -89,12 +91,15 @@ class WireLayout:
         self.numel = sum(parameter.numel for parameter in parameters)  # L
         self.quantized: list[Segment] = []
         self.unquantized: list[Segment] = []
+        self.nf4: list[Segment] = []
 
-        spans, rest, start = [], [], 0  # (start, stop, block size) and (start, stop)
+        spans, rest, in_nf4, start = [], [], [], 0  # (start, stop, block size), (start, stop), as the first
         for parameter in parameters:
             stop = start + parameter.numel
             size = block_size_of(parameter.numel, block_size) if bits is not None and parameter.quantizable else 0
-            if size:
+            if parameter.is_nf4 and (nf4_size := block_size_of(parameter.numel, nf4.BLOCK)):
+                in_nf4.append((start, stop, nf4_size))
+            elif size:
                 spans.append((start, stop, size))
             else:
                 rest.append((start, stop))
@@ -115,9 +120,14 @@ class WireLayout:
             self.quantized.append(Segment(start, stop, size, code, scale))
         for start, stop in _merge_adjacent(rest):
             self.unquantized.append(Segment(start, stop, 0, take((stop - start) * dtype.itemsize), slice(0)))
+        for start, stop, size in in_nf4:
+            num_blocks = -(-(stop - start) // size)
+            code, scale = take(num_blocks * size // 2), take(nf4.scale_bytes(num_blocks))
+            self.nf4.append(Segment(start, stop, size, code, scale))
         self.nbytes = offset
         self.table = self._table()
-        self.is_compiled = (bits is None or bits in kernels.BITS) and dtype in kernels.TYPES  # in the operators
+        # Whether the operators have it.
+        self.is_compiled = (bits is None or bits in kernels.BITS) and dtype in kernels.TYPES and not self.nf4
 
     def bytes_of(self, index: int) -> tuple[slice, ...]:
         """Return where the codes and the scales of one parameter are in a wire buffer, or its values."""
@@ -125,7 +135,7 @@ class WireLayout:
         stop = start + self.parameters[index].numel
         if start == stop:
             return ()
-        (segment,) = (s for s in self.quantized + self.unquantized if s.start <= start < s.stop)
+        (segment,) = (s for s in self.quantized + self.unquantized + self.nf4 if s.start <= start < s.stop)
         if segment.block_size:
             return segment.codes, segment.scales
         first, last = (segment.codes.start + (at - segment.start) * self.dtype.itemsize for at in (start, stop))

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import nf4
 from .layout import Compensation, KeptScales, Segment, WireLayout
 from .quantization import (
     QUIETEST,
@@ -148,6 +149,9 @@ def _write(
     for segment in format.unquantized:
         plain = values[..., segment.start : segment.stop].to(format.dtype)
         wire[..., segment.codes] = plain.contiguous().view(torch.uint8)
+    for segment in format.nf4:
+        packed, wire[..., segment.scales] = nf4.encode_blocks(block_values(segment, values))
+        wire[..., segment.codes] = packed.flatten(-2)
 
 
 def _read(format: WireLayout, wire: Tensor, out: Tensor) -> Tensor:
@@ -157,6 +161,10 @@ def _read(format: WireLayout, wire: Tensor, out: Tensor) -> Tensor:
         out[..., segment.start : segment.stop] = values[..., : segment.stop - segment.start]
     for segment in format.unquantized:
         out[..., segment.start : segment.stop] = wire[..., segment.codes].view(format.dtype)
+    for segment in format.nf4:
+        packed = wire[..., segment.codes].unflatten(-1, (segment.num_blocks, -1))
+        values = nf4.decode_blocks(packed, wire[..., segment.scales]).flatten(-2)
+        out[..., segment.start : segment.stop] = values[..., : segment.stop - segment.start]
     return out
 
 

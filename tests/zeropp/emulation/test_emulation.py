@@ -69,6 +69,11 @@ CASES = {
         replace(LOCO, quantized_weights=False, weight_moves=True, gradient_bits=2, gradient_element_scales=True),
         torch.bfloat16,
     ),
+    "frozen bf16 weights in NF4, moved codes": (
+        "net on a bf16 base",
+        replace(LOCO, frozen_dtype="nf4", nf4_skip=("layers.2",), weight_moves=True),
+        torch.bfloat16,
+    ),
     "GPT in bf16": ("gpt", LOCO, torch.bfloat16),
     "Llama in fp16": ("llama", LOCO, torch.float16),
     "qwZ alone": ("gpt", ZeroPPConfig(quantized_weights=True, ranks_per_node=2, weight_rounding="stochastic"), None),
@@ -83,8 +88,11 @@ UNQUANTIZED_GRADIENTS = ("qwZ alone", "hpZ alone", "ZeRO-3")
 
 
 def build(kind: str) -> nn.Module:
-    if kind == "net":
-        return Net(dropout=0.1)
+    if kind.startswith("net"):
+        net = Net(dropout=0.1)
+        for parameter in net.parameters() if "bf16 base" in kind else ():
+            parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else torch.bfloat16)
+        return net
     config = CONFIGS[kind]
     model = architecture_of(config).module(config)
     init_weights(model, seed=1)
