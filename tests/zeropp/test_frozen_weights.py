@@ -16,6 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from megatron_zpp.zeropp import ZeroPPConfig
 from megatron_zpp.zeropp.emulation import emulate_zeropp
+from megatron_zpp.zeropp.wire.format import WireFormat
+from megatron_zpp.zeropp.wire.layout import ParameterShard
 from tests.ranks import run_in_turn, run_ranks
 from tests.zeropp import training_on_ranks as on_ranks
 from tests.zeropp.training_on_ranks import ALL_FLAGS, equal, evaluate, resumes_exactly, shard
