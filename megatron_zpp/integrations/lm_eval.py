@@ -18,7 +18,6 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
-from tqdm import tqdm
 
 from megatron_zpp.data.text.tokenizers import Tokenizer
 from megatron_zpp.zeropp.fsdp.topology import gather_objects
@@ -38,7 +37,7 @@ class Tasks:
 
     def __init__(self, names: Iterable[str], folder: str | None = None, limit: int | None = None) -> None:
         datasets.disable_progress_bars()  # every rank would show its own
-        task_module.tqdm = partial(tqdm, disable=True)
+        task_module.tqdm = partial(task_module.tqdm, disable=True)
         if folder is not None and not Path(folder).is_dir():
             raise ValueError(f"--eval-tasks-path {folder} is no folder: give the one with the tasks' YAML files")
         manager, self._limit = TaskManager(include_path=folder, include_defaults=folder is None), limit
@@ -132,7 +131,8 @@ class ShardedLM(TemplateLM):
     ) -> list[Answer]:
         """Have each rank answer its part of ``requests``, in batches of similar ``size``, and return all answers."""
         order = sorted(range(len(requests)), key=lambda i: -size(requests[i]))
-        mine, answers = order[self._this :: self._ranks], {}
+        mine = order[self._this :: self._ranks]
+        answers: dict[int, Answer] = {}
         for number in range(math.ceil(len(order) / self._ranks / self._batch_size)):
             # A rank without requests answers one again: passes may gather weights from it.
             batch = mine[number * self._batch_size :][: self._batch_size] or order[:1]
