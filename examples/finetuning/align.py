@@ -95,12 +95,12 @@ else:
 if arguments.zero3:
     config = ZeroPPConfig(ranks_per_node=ranks_per_node)
 else:
+    hpz: dict[str, Any] = dict(hpz_partition_size=ranks_per_node, hpz_secondary_dtype="int8")
     config = ZeroPPConfig(
         quantized_weights=True,
-        hpz_partition_size=ranks_per_node,
-        hpz_secondary_dtype="int8",
         quantized_gradients=True,
         ranks_per_node=ranks_per_node,
+        **(hpz if ranks_per_node > 1 else {}),
     )
 trainer = with_zeropp(trainer, config, resident_weights=not arguments.zero3)
 
