@@ -28,8 +28,8 @@ from rl_race import SETTINGS
 PATH = RESULTS / "rl.jsonl"
 LEARNING = {  # by name: words of trl_trainers.py, and what must become of a figure
     "DPO": (["dpo", "--steps", "60"], "margins"),
-    "GRPO, digits": (["grpo", "--steps", "60"], "reward"),
-    "GRPO, addition": (["addition", "--steps", "400"], "reward"),
+    "GRPO, digits": (["grpo", "--steps", "60", "--lr", "1e-2"], "reward"),
+    "GRPO, addition": (["addition", "--steps", "400", "--lr", "3e-3"], "reward"),
 }
 
 
@@ -47,7 +47,8 @@ def learn(name: str) -> dict[str, Any]:
     if done.returncode != 0:
         raise RuntimeError(f"{name}: exit code {done.returncode}\n{done.stderr[-4000:]}")
     steps = re.findall(r"^step \d+: (.*); bytes (.*)$", done.stdout, re.MULTILINE)
-    values = [float(re.findall(rf"{figure} (-?[\d.]+)", logged)[0]) for logged, _ in steps]
+    # A step that trains on the last one's rollouts logs no reward.
+    values = [float(value) for logged, _ in steps for value in re.findall(rf"{figure} (-?[\d.]+)", logged)]
     sent = [[float(value) for value in of_step.split()] for _, of_step in steps]
     right = re.findall(r"^right: (\d+) of (\d+)$", done.stdout, re.MULTILINE)
     return {
@@ -120,7 +121,7 @@ def print_tables() -> None:
 
 def main() -> None:
     parser = new_parser(__doc__)
-    parser.add_argument("--only", choices=("learning", "race"))
+    parser.add_argument("--only", choices=("learning", *LEARNING, "race"))
     parser.add_argument("--rate", default="100mbit", help="of each node's link, as tc takes it")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--note", default="", help="kept with the results, such as how busy the machine was")
@@ -128,9 +129,9 @@ def main() -> None:
     arguments = parser.parse_args()
     common = {"date": str(date.today()), "machine": machine(), "note": arguments.note}
     if not arguments.table and arguments.only != "race":
-        for name in LEARNING:
+        for name in [arguments.only] if arguments.only in LEARNING else LEARNING:
             append_row(PATH, {"what": name, **common, **learn(name)})
-    if not arguments.table and arguments.only != "learning":
+    if not arguments.table and arguments.only in (None, "race"):
         rows = race(arguments.rate, arguments.rounds)
         append_row(PATH, {"what": "race", **common, "rate": arguments.rate, "rows": rows})
     print_tables()

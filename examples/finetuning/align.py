@@ -77,7 +77,8 @@ if method == "sft":
     options = SFTConfig(**settings, assistant_only_loss=True)
     trainer = SFTTrainer(load(), options, **common)
 elif method == "dpo":
-    options = DPOConfig(**settings)
+    # With the chosen answers' own loss: alone, DPO may also make them less likely, if only the rejected ones fall more.
+    options = DPOConfig(**settings, loss_type=["sigmoid", "sft"], loss_weights=[1.0, 1.0])
     trainer = DPOTrainer(load(), None if arguments.lora else load(), options, **common)
 else:
 

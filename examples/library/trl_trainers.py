@@ -23,6 +23,7 @@ from megatron_zpp.zeropp import ZeroPPConfig
 parser = argparse.ArgumentParser()
 parser.add_argument("method", choices=["sft", "dpo", "grpo", "addition"])
 parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--lr", type=float, help="constant learning rate; default 3e-3, with --lora 1e-2, and falling")
 parser.add_argument("--lora", action="store_true")
 parser.add_argument("--no-resident-weights", action="store_true", help="gather for each token")
 parser.add_argument("--output", default="runs/trl_trainers")
@@ -55,7 +56,8 @@ settings: dict[str, Any] = dict(
     output_dir=arguments.output,
     max_steps=arguments.steps,
     per_device_train_batch_size=4,
-    learning_rate=1e-2 if arguments.lora else 3e-3,
+    learning_rate=arguments.lr or (1e-2 if arguments.lora else 3e-3),
+    lr_scheduler_type="constant" if arguments.lr else "linear",
     logging_steps=1,
     disable_tqdm=True,
     save_strategy="no",
@@ -84,7 +86,7 @@ elif arguments.method == "addition":
         pairs = zip(completions, answer, strict=True)
         return [1.0 if text == number else 0.1 * text.isdigit() for text, number in pairs]
 
-    settings |= dict(per_device_train_batch_size=32, lr_scheduler_type="constant")
+    settings["per_device_train_batch_size"] = 32
     trainer = GRPOTrainer(
         model,
         reward_funcs=right,
