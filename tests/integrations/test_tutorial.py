@@ -1,4 +1,4 @@
-"""The commands of docs/tutorial.md, as printed: a model learns facts, then to answer briefly, passes its exam, and chats."""
+"""The commands of docs/tutorial.md, as printed: a model learns facts and then to answer briefly, passes, and chats."""
 
 import re
 import subprocess
