@@ -82,9 +82,13 @@ elif arguments.method == "addition":
     sums = {f"{a}+{b}=": str(a + b) for a in range(10) for b in range(10 - a)}
 
     def right(completions: list[str], answer: list[str], **_: object) -> list[float]:
-        """Whether the sum is right; a wrong digit is better than a letter."""
+        """1 for the right sum; half at most for another digit, the more the nearer it is; 0 for letters."""
         pairs = zip(completions, answer, strict=True)
-        return [1.0 if text == number else 0.1 * text.isdigit() for text, number in pairs]
+        digits = [(text, number, text.isdigit()) for text, number in pairs]
+        return [
+            1.0 if text == number else 0.5 - abs(int(text) - int(number)) / 20 if is_digit else 0.0
+            for text, number, is_digit in digits
+        ]
 
     settings["per_device_train_batch_size"] = 32
     trainer = GRPOTrainer(
