@@ -49,15 +49,14 @@ class Policy:
             eos_token_id=None,
             pad_token_id=0,
         )
-        self.model, self.zeropp = LlamaForCausalLM(self.shape), None
+        self.model = LlamaForCausalLM(self.shape)
         bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         self.units: list[FSDPModule] = [
             fully_shard(unit, mp_policy=bf16, reshard_after_forward=True)
             for unit in (*self.model.model.layers, self.model)
         ]
         config = SETTINGS[name]
-        if config is not None:
-            self.zeropp: ZeroPP | None = apply_zeropp(self.model, config)
+        self.zeropp: ZeroPP | None = None if config is None else apply_zeropp(self.model, config)
         self.gathers_once = name == "FSDP2, gathers once per generation"
         self.is_resident = name == "resident weights"
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
@@ -149,7 +148,7 @@ def check(policy: Policy) -> dict[str, Any]:
 
 
 def sent_bytes() -> int:
-    """Bytes that left this node's interface; of all interfaces but the loopback where there is no eth0."""
+    """Bytes that left this node's interface in the cluster in a box."""
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
