@@ -25,6 +25,7 @@ TOOLS = {  # each a file below commands/, but for the lighthouse
     "inspect-dataset": "show what is in a dataset, and in which order a run reads it",
     "inspect-checkpoint": "list, verify and compare checkpoints",
     "generate-text": "sample text from a checkpoint",
+    "evaluate": "evaluate a checkpoint on tasks of lm-evaluation-harness",
     "export-hf": "write a checkpoint as a model of Hugging Face transformers",
     "export-peft": "write a checkpoint's adapters as a folder of PEFT",
     "import-hf": "make a checkpoint out of a model of Hugging Face transformers",

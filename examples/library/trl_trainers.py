@@ -1,7 +1,8 @@
-"""ZeRO++ under TRL's trainers: torchrun --nproc-per-node 4 examples/library/trl_trainers.py {sft,dpo,grpo}
+"""ZeRO++ under TRL's trainers: torchrun --nproc-per-node 4 examples/library/trl_trainers.py METHOD
 
-Needs the packages trl, peft and accelerate. A small Llama, made from a configuration, learns to answer with digits;
-nothing is downloaded. Each step prints the loss or the reward, and the bytes per parameter that left a node.
+Needs the packages trl, peft and accelerate. A small Llama, made from a configuration, learns to answer with digits by
+sft, dpo or grpo, or to add two digits by GRPO (addition); nothing is downloaded. Each step prints the loss or the
+reward, and the bytes per parameter that left a node.
 """
 
 import argparse
@@ -20,14 +21,18 @@ from megatron_zpp.integrations.trl import with_zeropp
 from megatron_zpp.zeropp import ZeroPPConfig
 
 parser = argparse.ArgumentParser()
-parser.add_argument("method", choices=["sft", "dpo", "grpo"])
+parser.add_argument("method", choices=["sft", "dpo", "grpo", "addition"])
 parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--lr", type=float, help="constant learning rate; default 3e-3, with --lora 1e-2, and falling")
 parser.add_argument("--lora", action="store_true")
 parser.add_argument("--no-resident-weights", action="store_true", help="gather for each token")
 parser.add_argument("--output", default="runs/trl_trainers")
 arguments = parser.parse_args()
 
-characters = {character: i for i, character in enumerate(["<pad>", "<end>", *string.digits, *string.ascii_lowercase])}
+SHOWN = ("loss", "rewards/margins", "reward")
+characters = {
+    character: i for i, character in enumerate(["<pad>", "<end>", *string.digits, *string.ascii_lowercase, *"+="])
+}
 tokenizer = PreTrainedTokenizerFast(
     tokenizer_object=Tokenizer(models.WordLevel(characters, unk_token="<pad>")), pad_token="<pad>", eos_token="<end>"
 )
@@ -51,7 +56,8 @@ settings: dict[str, Any] = dict(
     output_dir=arguments.output,
     max_steps=arguments.steps,
     per_device_train_batch_size=4,
-    learning_rate=1e-2 if arguments.lora else 3e-3,
+    learning_rate=arguments.lr or (1e-2 if arguments.lora else 3e-3),
+    lr_scheduler_type="constant" if arguments.lr else "linear",
     logging_steps=1,
     disable_tqdm=True,
     save_strategy="no",
@@ -72,6 +78,26 @@ elif arguments.method == "dpo":
     pairs = {"prompt": prompts, "chosen": ["0123"] * len(prompts), "rejected": ["abcd"] * len(prompts)}
     options: dict[str, Any] = {} if arguments.lora else {"ref_model": reference}
     trainer = DPOTrainer(model, args=DPOConfig(**settings), train_dataset=Dataset.from_dict(pairs), **options, **common)
+elif arguments.method == "addition":
+    sums = {f"{a}+{b}=": str(a + b) for a in range(10) for b in range(10 - a)}
+
+    def right(completions: list[str], answer: list[str], **_: object) -> list[float]:
+        """1 for the right sum; half at most for another digit, the more the nearer it is; 0 for letters."""
+        pairs = zip(completions, answer, strict=True)
+        digits = [(text, number, text.isdigit()) for text, number in pairs]
+        return [
+            1.0 if text == number else 0.5 - abs(int(text) - int(number)) / 20 if is_digit else 0.0
+            for text, number, is_digit in digits
+        ]
+
+    settings["per_device_train_batch_size"] = 32
+    trainer = GRPOTrainer(
+        model,
+        reward_funcs=right,
+        args=GRPOConfig(**settings, num_generations=8, max_completion_length=1, num_iterations=2),
+        train_dataset=Dataset.from_dict({"prompt": [*sums], "answer": [*sums.values()]}),
+        **common,
+    )
 else:
 
     def digits(completions: list[str], **_: object) -> list[float]:
@@ -114,5 +140,14 @@ trainer.add_callback(counted)
 trainer.train()
 if trainer.is_world_process_zero():
     for line, row in zip(trainer.state.log_history, counted.rows, strict=False):
-        shown = ", ".join(f"{name} {float(line[name]):.7f}" for name in ("loss", "reward") if name in line)
+        shown = ", ".join(f"{name} {float(line[name]):.7f}" for name in SHOWN if name in line)
         print(f"step {line['step']}: {shown}; bytes {' '.join(f'{value:.3f}' for value in row)}")
+
+if arguments.method == "addition":  # the likeliest answers, of all ranks alike
+    prompts = tokenizer([*sums], return_tensors="pt")
+    with torch.no_grad():
+        answers = trainer.model(**prompts).logits[:, -1].argmax(-1)
+    given = [tokenizer.decode([answer]) for answer in answers]
+    if trainer.is_world_process_zero():
+        count = sum(text == number for text, number in zip(given, sums.values(), strict=True))
+        print(f"right: {count} of {len(sums)}")

@@ -14,8 +14,9 @@
 # Fine-tuning with weights that are sent in 8, 6, 4 or 2 bits, and gradients in 8: how few are enough? (ZeRO++, arXiv
 # 2306.10209, fine-tuning)
 #
-#   BITS=4 examples/zeropp/finetune.sh                 pretrains a tiny Llama on Python sources, then fine-tunes it on the
-#                                                      pages of docs/, on this machine's processor, in a minute
+#   BITS=4 examples/zeropp/finetune.sh                 makes a tiny Llama of Hugging Face by pretraining it on Python
+#                                                      sources, then fine-tunes it on the pages of docs/, on this
+#                                                      machine's processor, in a minute
 #   SCALE=gpu BITS=4 examples/zeropp/finetune.sh       the same with a Llama of 125M on this machine's GPUs
 #   BITS=4 sbatch examples/zeropp/finetune.sh          Llama-2-13B from Hugging Face; requeues itself, and goes on
 #
@@ -24,11 +25,12 @@
 #
 # BITS=8|6|4|2   of the weights between nodes, in blocks of 256; hpZ; gradients in 8 bit on both hops
 #      16        ZeRO-3: weights and gradients in 16 bit, by PyTorch FSDP2's own collectives
-# HF_MODEL       folder of the model to start from at full scale: config.json, safetensors, tokenizer.model. To fetch it:
+# HF_MODEL       folder of the model to start from: config.json, safetensors, tokenizer.model. At full scale, to fetch it:
 #                hf download meta-llama/Llama-2-13b-hf --local-dir data/Llama-2-13b-hf
+#                At the small scales it is BASE/hf, which is made
 # PAGES_FROM     files and folders of text to fine-tune on at the small scales; default docs README.md CONTRIBUTING.md
-# BASE           folder of the checkpoint to start from; made, if it is not there, from HF_MODEL or by pretraining; that
-#                goes on where it was stopped until BASE/done says that it ended
+# BASE           folder of the checkpoint to start from; made, if it is not there, from HF_MODEL. Pretraining goes on where
+#                it was stopped until BASE/pretraining/done says that it ended
 #
 # Your own text at full scale, as JSON lines, becomes what --data-path names by
 #   python tools/preprocess_data.py --input my.jsonl --output-prefix data/finetune --append-eod --workers 16 \
@@ -54,6 +56,7 @@ one_of BITS 16 8 6 4 2
 OUT=${OUT:-runs/zeropp/finetune/$SCALE-$BITS}
 BASE=${BASE:-runs/zeropp/finetune/$SCALE-base}
 PAGES_FROM=${PAGES_FROM:-docs README.md CONTRIBUTING.md}
+[ "$SCALE" = full ] || HF_MODEL=$BASE/hf
 HF_MODEL=${HF_MODEL:-data/Llama-2-13b-hf}
 GPU=${GPU:-A100}
 cluster 2 8
@@ -84,30 +87,33 @@ esac
 if [ "$SCALE" = full ]; then
     TOKENIZER=(--tokenizer-type SentencePieceTokenizer --tokenizer-model "$HF_MODEL/tokenizer.model")
     PAGES=data/finetune_text_document
-    # It makes the folder when all went well, or not at all. Jobs that share the base wait for the one that makes it.
-    if starts && [ ! -d "$BASE/checkpoints" ]; then
-        mkdir -p "$BASE"
-        (
-            flock 9
-            [ -d "$BASE/checkpoints" ] || python tools/import_hf.py --input "$HF_MODEL" --save "$BASE/checkpoints"
-        ) 9>"$BASE/lock"
-    fi
 else
     PAGES=$CORPUS/pages_text_document
     # shellcheck disable=SC2086  # several words
     [ -f "$PAGES.idx" ] || ! starts || python tools/preprocess_data.py --input $PAGES_FROM \
         --output-prefix "$CORPUS/pages" --append-eod "${TOKENIZER[@]}"
-    if [ ! -f "$BASE/done" ]; then
-        OUT=$BASE launch pretrain_llama.py "${MODEL[@]}" --bf16 \
+    FIRST=$BASE/pretraining
+    if [ ! -f "$FIRST/done" ]; then
+        OUT=$FIRST launch pretrain_llama.py "${MODEL[@]}" --bf16 \
             "${PRETRAINING[@]}" --train-iters "$BASE_STEPS" --lr-decay-style cosine --adam-beta1 0.9 \
             --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 "${TEXT[@]}" "${OFTEN[@]}" \
             --zeropp-ranks-per-node "$RANKS_PER_NODE" \
-            --save "$BASE/checkpoints" --load "$BASE/checkpoints" --load-latest-good --exit-signal-handler
+            --save "$FIRST/checkpoints" --load "$FIRST/checkpoints" --load-latest-good --exit-signal-handler
         if starts; then # which it also returns from when it was asked to save and stop
-            [ "$(OUT=$BASE saved_iteration)" = "$BASE_STEPS" ] || fail "the base was not trained to its end: start again"
-            touch "$BASE/done"
+            [ "$(OUT=$FIRST saved_iteration)" = "$BASE_STEPS" ] || fail "the base was not trained to its end: start again"
+            touch "$FIRST/done"
         fi
     fi
+    [ -d "$HF_MODEL" ] || ! starts || python tools/export_hf.py --load "$FIRST/checkpoints" --output "$HF_MODEL"
+fi
+
+# It makes the folder when all went well, or not at all. Jobs that share the base wait for the one that makes it.
+if starts && [ ! -d "$BASE/checkpoints" ]; then
+    mkdir -p "$BASE"
+    (
+        flock 9
+        [ -d "$BASE/checkpoints" ] || python tools/import_hf.py --input "$HF_MODEL" --save "$BASE/checkpoints"
+    ) 9>"$BASE/lock"
 fi
 
 # From the base at first, with a new optimizer; from the run's own checkpoint when it was stopped.

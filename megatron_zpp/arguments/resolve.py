@@ -116,6 +116,8 @@ def resolve(
         check_zero(settings.zero, settings.zeropp, fsdp_size, distributed)
     with mistakes.collected():
         check_muon(settings)
+    with mistakes.collected():
+        _check_tasks(settings, dp_size, world_size)
     mistakes.report()
     notes = [*_notes(settings, set(given))]
     if settings.logging.log_straggler and (reason := cannot_tell_stragglers(distributed, settings.zero, world_size)):
@@ -180,6 +182,17 @@ def _resolve_length(settings: Settings, dp_size: int) -> Settings:
     except ValueError as error:
         raise SettingsError(str(error)) from error
     return dataclasses.replace(settings, training=training)
+
+
+def _check_tasks(settings: Settings, dp_size: int, world_size: int) -> None:
+    """Check that every rank can take a part of the requests that --eval-tasks asks."""
+    ranks = settings.distributed
+    require(
+        settings.training.eval_tasks is None
+        or (dp_size == world_size and ranks.islands == 1 and ranks.emulate_ranks is None),
+        "--eval-tasks divides its requests among data-parallel ranks alone: leave tensor, pipeline and context "
+        "parallelism, islands and emulated ranks out; megatron-zpp evaluate takes the checkpoints of such a run",
+    )
 
 
 def _check_curriculum(settings: Settings) -> None:

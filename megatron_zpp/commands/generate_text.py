@@ -18,7 +18,7 @@ from megatron_zpp.checkpoint.meta import saved_model
 from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
 from megatron_zpp.commands.common import given_architecture, report_errors
 from megatron_zpp.convert.hf.files import generation_settings
-from megatron_zpp.data.text.tokenizers import build_tokenizer, chat_tokenizer
+from megatron_zpp.data.text.tokenizers import Tokenizer, build_tokenizer, chat_tokenizer
 from megatron_zpp.families import Architecture
 from megatron_zpp.files import read_text
 from megatron_zpp.models.generate import Drawing, generate
@@ -28,6 +28,24 @@ from megatron_zpp.settings.flags import number
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")  # in the order of ``build_tokenizer``
 TIKTOKEN = ("tiktoken_pattern", "tiktoken_num_special_tokens")
 TOKENIZER_SETTINGS = ("tokenizer_type", *TOKENIZER_FILES, "vocab_size", *TIKTOKEN)
+
+
+def open_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any], dict[str, Any], Tokenizer]:
+    """Find what ``add_checkpoint_flags`` names: the checkpoint, its meta, its settings, and its tokenizer.
+
+    Raises CheckpointError, and what ``build_tokenizer`` raises.
+    """
+    checkpoint = find_checkpoint(args.load, args.ckpt_step)
+    if checkpoint is None:
+        raise CheckpointError(f"{args.load} holds no checkpoint: give --load what was given to --save in training")
+    meta = read_meta(checkpoint)
+    files = {name: getattr(args, name) for name in TOKENIZER_FILES}
+    settings = settings_with_tokenizer(checkpoint, meta) | {name: path for name, path in files.items() if path}
+    return checkpoint, meta, settings, build_tokenizer(*(settings[name] for name in TOKENIZER_SETTINGS))
+
+
+def chosen_device(args: argparse.Namespace) -> torch.device:
+    return torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def load_model(
@@ -61,13 +79,7 @@ def stream(written: Iterator[list[int | None]], text: list[int], decode: Callabl
 
 def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator[str]:
     """Yield the output in pieces. Raises ValueError or OSError on a user's mistake."""
-    checkpoint = find_checkpoint(args.load, args.ckpt_step)
-    if checkpoint is None:
-        raise CheckpointError(f"{args.load} holds no checkpoint: give --load what was given to --save in training")
-    meta = read_meta(checkpoint)
-    files = {name: getattr(args, name) for name in TOKENIZER_FILES}
-    settings = settings_with_tokenizer(checkpoint, meta) | {name: path for name, path in files.items() if path}
-    tokenizer = build_tokenizer(*(settings[name] for name in TOKENIZER_SETTINGS))
+    checkpoint, meta, settings, tokenizer = open_checkpoint(args)
     # A text ends with the end of a document, and with the end tokens of the model's generation_config.json.
     eos = generation_settings(settings, {"eos_token_id": tokenizer.eod})[1]["eos_token_id"]
     ends = {tokenizer.eod, *(eos if isinstance(eos, list) else [eos])}
@@ -76,9 +88,8 @@ def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator
         texts = chat_tokenizer(tokenizer, settings["tokenizer_type"]).apply_chat_template(texts)
     # A new document follows the end of one.
     prompts = [tokenizer.tokenize(text) or [tokenizer.eod] for text in texts]
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     written = generate(
-        load_model(checkpoint, meta, device, given),
+        load_model(checkpoint, meta, chosen_device(args), given),
         prompts,
         args.num_tokens,
         vocab_size=tokenizer.vocab_size,
@@ -105,8 +116,6 @@ def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Sample text from a checkpoint.", allow_abbrev=False)
     add, natural, share = parser.add_argument, number(int, at_least=0), number(float, above=0, at_most=1)
-    add("--load", required=True, metavar="DIR", help="folder given to --save in training")
-    add("--ckpt-step", type=natural, metavar="N", help="iteration to load; default the latest")
     text = "text to continue; repeat for several at once; default a new document"
     add("--prompt", action="append", default=[], metavar="TEXT", help=text)
     add("--prompt-file", type=Path, metavar="FILE", help="texts to continue, one per line")
@@ -118,15 +127,24 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     top_p = "draw from the likeliest that together have probability X; default 1 = all"
     add("--top-p", type=share, default=1.0, metavar="X", help=top_p)
     add("--seed", type=natural, default=1234, metavar="N", help="seed of the drawing; default 1234")
-    add("--device", type=device, metavar="NAME", help="such as cpu or cuda:1; default the GPU, if there is one")
     uncached = "process the whole text again for each token: slow, but works with any model"
     add("--no-kv-cache", action="store_true", help=uncached)
+    add_checkpoint_flags(parser)
+    return parser.parse_args(argv)
+
+
+def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that choose a model, its tokenizer, and where it computes."""
+    add = parser.add_argument
+    add("--load", required=True, metavar="DIR", help="folder given to --save in training")
+    step = number(int, at_least=0)
+    add("--ckpt-step", type=step, metavar="N", help="iteration to load; default the latest")
+    add("--device", type=device, metavar="NAME", help="such as cpu or cuda:1; default the GPU, if there is one")
     add("--architecture", metavar="MODULE:NAME", help="the checkpoint's, if it is not built in")
     add = parser.add_argument_group("tokenizer, if its files have moved since training").add_argument
     add("--tokenizer-model", metavar="PATH", help="SentencePiece model, or tokenizer.json or its folder")
     add("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
     add("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
-    return parser.parse_args(argv)
 
 
 def temperature(word: str) -> float:

@@ -92,6 +92,11 @@ def format_validation_lines(iteration: int, losses: Mapping[str, float], data_se
     return [rule, line, rule]
 
 
+def format_scores_line(iteration: int, scores: Mapping[str, float]) -> str:
+    """Format the scores on tasks after an iteration, by their TensorBoard keys."""
+    return f" scores at iteration {iteration} | " + "".join(f"{key}: {score:.6f} | " for key, score in scores.items())
+
+
 def perplexity(loss: float) -> float:
     """Return exp(loss), capped at exp(20) as in Megatron; NaN stays NaN."""
     return math.exp(loss if math.isnan(loss) else min(20.0, loss))

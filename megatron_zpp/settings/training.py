@@ -54,6 +54,18 @@ class TrainingSettings:
         None, "samples per batch of an evaluation; default the last batch size of training", at_least=1, at_most=2**24
     )
     eval_interval: int | None = flag(None, "optimizer steps between evaluations; default none but the last", at_least=1)
+    eval_tasks: tuple[str, ...] | None = flag(
+        None, "tasks of lm-evaluation-harness to evaluate on, after training", nargs="+", metavar="NAME"
+    )
+    eval_tasks_path: str | None = flag(
+        None, "folder with the tasks' YAML files; default the harness's own tasks", metavar="DIR", needs="eval_tasks"
+    )
+    eval_tasks_interval: int | None = flag(
+        None, "optimizer steps between evaluations on tasks; default none but the last", needs="eval_tasks", at_least=1
+    )
+    eval_tasks_limit: int | None = flag(
+        None, "documents of each task to evaluate on, the first ones; default all", needs="eval_tasks", at_least=1
+    )
     deterministic_mode: bool = flag(
         False, "choose torch's deterministic algorithms, for the same numbers in each run; slower on GPUs"
     )

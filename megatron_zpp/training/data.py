@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 from megatron_zpp.data.blended_dataset import BlendedDataset
 from megatron_zpp.data.build import Datasets, build_datasets
@@ -13,13 +14,18 @@ from megatron_zpp.data.chat_dataset import ChatDataset
 from megatron_zpp.data.fill_in_the_middle import FillInTheMiddle, find_token
 from megatron_zpp.data.gpt_dataset import SampleOptions
 from megatron_zpp.data.loader import Batch, build_loader
+from megatron_zpp.data.text.packages import load_package
 from megatron_zpp.data.text.sources import SPLIT_NAMES
 from megatron_zpp.data.text.tokenizers import Tokenizer, build_tokenizer
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
+from megatron_zpp.settings.groups import TrainingSettings
 from megatron_zpp.settings.resolved import ResolvedSettings, ResolvedTokenizer
 from megatron_zpp.training.run import Run
 from megatron_zpp.zeropp.fsdp.topology import gather_objects
+
+if TYPE_CHECKING:
+    from megatron_zpp.integrations.lm_eval import Tasks
 
 
 def build_data(settings: ResolvedSettings, num_samples: tuple[int, int, int]) -> tuple[int, Datasets]:
@@ -75,6 +81,16 @@ def build_data(settings: ResolvedSettings, num_samples: tuple[int, int, int]) ->
 
 def find_tokenizer(names: ResolvedTokenizer) -> Tokenizer:
     return build_tokenizer(**dataclasses.asdict(names))
+
+
+def load_tasks(training: TrainingSettings) -> Tasks | None:
+    """Load the tasks of ``--eval-tasks``. Raises ValueError for one that does not exist, ImportError."""
+    if training.eval_tasks is None:
+        return None
+    load_package("lm_eval", "--eval-tasks", "eval")
+    from megatron_zpp.integrations.lm_eval import Tasks
+
+    return Tasks(training.eval_tasks, training.eval_tasks_path, training.eval_tasks_limit)
 
 
 def check_same_data_on_all_ranks(datasets: Datasets) -> None:

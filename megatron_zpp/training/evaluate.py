@@ -1,4 +1,4 @@
-"""Compute the loss on validation and test data."""
+"""Compute the loss on validation and test data, and scores on tasks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.data.loader import Batch
-from megatron_zpp.metrics.lines import format_validation_lines
+from megatron_zpp.metrics.lines import format_scores_line, format_validation_lines
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.metrics.writers import validation_metrics
 from megatron_zpp.models.transformer import as_model_output
 from megatron_zpp.parallel.distributed import StopSignals, print_once
-from megatron_zpp.training.data import batches_of
+from megatron_zpp.training.data import batches_of, find_tokenizer
 from megatron_zpp.training.loss import Target, count_once, mean_loss
 from megatron_zpp.training.nonfinite import NotFiniteError
 from megatron_zpp.training.run import Run, TrainState
@@ -99,6 +99,33 @@ def test(run: Run, signals: StopSignals) -> None:
     batches = batches_of(run, "test", 0)
     if batches is not None and (loss := _evaluate_and_print(run, batches, signals, "test")) is not None:
         _check_finite(run, loss, "test")
+
+
+def evaluate_tasks(run: Run) -> None:
+    """Evaluate on the tasks of ``--eval-tasks``, if there are any, and report the scores. All ranks share the work."""
+    if run.tasks is None:
+        return
+    from megatron_zpp.integrations.lm_eval import ShardedLM
+
+    training, iteration = run.settings.training, run.counters.iteration
+    model = ShardedLM(
+        run.model,
+        find_tokenizer(run.settings.tokenizer),
+        length=training.seq_length,
+        batch_size=training.micro_batch_size,
+        device=run.device,
+    )
+    _set_training(run, False)
+    with ExitStack() as stack:
+        for zeropp in run.zeropps:
+            stack.enter_context(zeropp.traffic.evaluating())
+            stack.enter_context(zeropp.resident_weights())
+        stack.enter_context(run.token_traffic.evaluating())
+        scores = run.tasks.evaluate(model)
+    _set_training(run, True)
+    run.writers.write(scores, iteration, run.counters.consumed_train_samples)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        print(format_scores_line(iteration, scores), flush=True)
 
 
 def _evaluate_and_print(run: Run, batches: Iterator[Batch], signals: StopSignals, data_set: str | None) -> float | None:

@@ -9,7 +9,7 @@ from megatron_zpp.metrics.progress import progress
 from megatron_zpp.parallel.distributed import StopSignals, errors_on_all_ranks, print_once
 from megatron_zpp.training.data import BatchIterators
 from megatron_zpp.training.deferred_stats import DeferredStats
-from megatron_zpp.training.evaluate import test, validate
+from megatron_zpp.training.evaluate import evaluate_tasks, test, validate
 from megatron_zpp.training.islands import catch_up, join, report_sync
 from megatron_zpp.training.nonfinite import NotFiniteError
 from megatron_zpp.training.profile import StepProfile
@@ -38,6 +38,7 @@ def train(run: Run, start: float) -> None:
         return
     if validate(run, batches.valid, signals, "validation"):
         test(run, signals)
+        evaluate_tasks(run)
 
 
 def _train_steps(
@@ -78,6 +79,9 @@ def _train_steps(
         if due.evaluate:
             with reporter.paused():
                 is_asked_to_stop |= not validate(run, batches.valid, signals)
+        if due.evaluate_tasks:
+            with reporter.paused():
+                evaluate_tasks(run)
 
         # Save.
         too_many_nonfinite = any(result.has_too_many_nonfinite for result in results)

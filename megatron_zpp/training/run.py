@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,9 @@ from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.loss import LanguageModelLoss, LossSoFar, mean_loss
 from megatron_zpp.zeropp import Ranks, Traffic, ZeroPPInterface
 from megatron_zpp.zeropp.fsdp.topology import gather_objects
+
+if TYPE_CHECKING:
+    from megatron_zpp.integrations.lm_eval import Tasks
 
 T = TypeVar("T")
 
@@ -90,6 +93,7 @@ class Run:
     num_eval_micro_batches: int  # per data-parallel rank of this job and evaluation
     counters: Counters
     loss_since_agreement: LossSoFar  # where this island is a job of its own; elsewhere it stays 0
+    tasks: Tasks | None = None  # of --eval-tasks
     lock: FolderLock | None = None  # on --save, held by rank 0
     last_loss: float | None = None
 
@@ -216,6 +220,7 @@ class Due:
 
     log: bool
     evaluate: bool  # during training; an evaluation of its own follows the last iteration
+    evaluate_tasks: bool  # likewise
     save: bool
     exit: bool
     end: bool  # it is the last iteration
@@ -235,6 +240,7 @@ def what_is_due(settings: ResolvedSettings, iteration: int, train_iters: int) ->
     return Due(
         log=divides(settings.logging.log_interval) or iteration == 1,
         evaluate=divides(training.eval_interval) and iteration < train_iters,
+        evaluate_tasks=divides(training.eval_tasks_interval) and iteration < train_iters,
         save=checkpoint.save is not None and divides(checkpoint.save_interval),
         exit=divides(training.exit_interval),
         end=iteration == train_iters,

@@ -32,7 +32,7 @@ from megatron_zpp.parallel.mesh import MODEL_PARALLEL_AXES, Mesh, ranks_per_mode
 from megatron_zpp.parallel.tensor import dropout_seed
 from megatron_zpp.settings.groups import CheckpointSettings, LoraSettings
 from megatron_zpp.settings.resolved import ResolvedSettings
-from megatron_zpp.training.data import build_data, check_same_data_on_all_ranks
+from megatron_zpp.training.data import build_data, check_same_data_on_all_ranks, load_tasks
 from megatron_zpp.training.islands import build_elastic_islands, prepare_island
 from megatron_zpp.training.loss import LanguageModelLoss, LossSoFar
 from megatron_zpp.training.model import ModelBuilder
@@ -68,6 +68,7 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         if resumed is not None:
             check_same_order(settings, resumed, datasets)
         resumes_logs = resumed is not None and settings.checkpoint.load == save
+        tasks = load_tasks(training)
         writers = _build_writers(architecture, settings, vocab_size, resumes_logs)
         schedule = None
         if not training.skip_train:
@@ -96,6 +97,7 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         train_iters=train_iters,
         num_eval_micro_batches=num_eval_micro_batches,
         counters=counters,
+        tasks=tasks,
         lock=lock,
     )
     # From here on only dropout draws random numbers; ranks of other jobs draw others.

@@ -4,6 +4,7 @@ Each script's comment lists its variants and what they need, as "#   RECIPE=zero
 """
 
 import io
+import itertools
 import json
 import os
 import re
@@ -24,7 +25,8 @@ from megatron_zpp.families import ARCHITECTURES, find_architecture
 from megatron_zpp.metrics.log_reader import BETWEEN, RunLog, read_log
 from tests.conftest import ROOT, environment
 
-SCRIPTS = sorted([*(ROOT / "examples/zeropp").glob("*.sh"), *(ROOT / "examples/loco").glob("*.sh")])
+RLHF = ROOT / "examples/zeropp/rlhf.sh"  # starts TRL, not the trainer
+SCRIPTS = sorted({*(ROOT / "examples/zeropp").glob("*.sh"), *(ROOT / "examples/loco").glob("*.sh")} - {RLHF})
 OURS = (
     *("SCALE", "RECIPE", "BITS", "WEIGHT_BITS", "OPTIMIZER", "DATA", "PRECISION"),
     *("OUT", "BASE", "CORPUS", "PAGES_FROM", "NODES"),
@@ -145,6 +147,36 @@ def test_a_wrong_choice_is_refused_by_name():
     assert done.stderr == "error: RECIPE=zeroplus does not exist; choose one of: zero3 zeropp loco recommended\n"
 
 
+def test_each_method_of_rlhf_starts_from_the_model_of_the_one_before():
+    """As printed: all three with both recipes, and on nodes of 8 at full scale."""
+    for scale, launcher in (("laptop", "torchrun --standalone"), ("full", "torchrun --nnodes 4")):
+        wanted = clean(DRY_RUN="1", SCALE=scale, OUT="out")
+        done = subprocess.run([RLHF, "--steps", "3"], env=wanted, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        lines = done.stdout.splitlines()
+        assert len(lines) == 6 and all(line.startswith(launcher) and " --steps 3 " in line for line in lines)
+        assert ["--zero3" in line for line in lines] == [True] * 3 + [False] * 3
+        models = [(re.findall(r"--model (\S+)", line)[0], re.findall(r"--output (\S+)", line)[0]) for line in lines]
+        for before, after in itertools.pairwise(models):
+            assert after[0] == (models[0][0] if after is models[3] else before[1])
+
+
+@pytest.mark.integrations
+def test_rlhf_prints_zero3_beside_zeropp_which_sends_less(folder):
+    out = folder / "rlhf"
+    wanted = clean(SCALE="laptop", OUT=str(out), DATA=str(folder / "chats"), METHODS="grpo")
+    words = [RLHF, "--steps", "4", "--new-tokens", "8"]
+    done = subprocess.run(words, env=wanted, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stdout + done.stderr
+    heading, speed, between, within = done.stdout.splitlines()[-4:]
+    assert heading.split("  ")[-1].strip() == "ZeRO++, resident weights" and "ZeRO-3" in heading
+    assert min(map(float, speed.split()[-2:])) > 0
+    zero3, zeropp = map(float, between.split()[-2:])
+    assert 0 < zeropp < zero3 / 20  # 8 tokens' gathers against none
+    assert float(within.split()[-1]) < float(within.split()[-2]) / 5
+    assert (out / "zeropp-grpo" / "model.safetensors").is_file()  # merged
+
+
 # Laptop scale
 
 
@@ -207,15 +239,18 @@ def test_laptop_scale_trains_and_sends_what_its_flags_say(name, variant, folder)
 def test_a_base_that_was_stopped_is_not_fine_tuned(folder, tmp_path):
     places = dict(OUT=str(tmp_path / "run"), BASE=str(tmp_path / "base"), CORPUS=str(folder / "corpus"))
     torchrun = tmp_path / "torchrun"  # saves after 5 of 20 steps and leaves with 0, as the trainer does when asked to
-    saved = "$BASE/checkpoints/latest_checkpointed_iteration.txt"
-    torchrun.write_text(f'#!/usr/bin/env bash\nmkdir -p "$BASE/checkpoints"\necho 5 >"{saved}"\n')
+    saved = "$BASE/pretraining/checkpoints"
+    torchrun.write_text(
+        f'#!/usr/bin/env bash\nmkdir -p "{saved}"\necho 5 >"{saved}/latest_checkpointed_iteration.txt"\n'
+    )
     torchrun.chmod(0o755)
     wanted = clean(SCALE="laptop", **places)
     wanted["PATH"] = f"{tmp_path}{os.pathsep}{wanted['PATH']}"
     script = ROOT / "examples/zeropp/finetune.sh"
     done = subprocess.run([script], env=wanted, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "the base was not trained to its end: start again" in done.stderr
-    assert not (tmp_path / "base/done").exists() and not (tmp_path / "run").exists()
+    assert not (tmp_path / "base/pretraining/done").exists() and not (tmp_path / "run").exists()
+    assert not (tmp_path / "base/checkpoints").exists()
 
 
 SRUN = """#!/usr/bin/env bash

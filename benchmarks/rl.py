@@ -1,0 +1,141 @@
+"""Preferences and reinforcement learning under ZeRO++: what is learned, what is sent, and how long a step takes.
+
+    make test-integrations                                  # installs the packages
+    sudo .venv/bin/python benchmarks/rl.py                  # everything; appends to benchmarks/results/rl.jsonl
+    .venv/bin/python benchmarks/rl.py --only learning       # TRL's trainers alone, which need no network namespaces
+    .venv/bin/python benchmarks/rl.py --table
+
+Learning: DPO, and GRPO with two rewards, by ``examples/library/trl_trainers.py`` on 2 nodes of 2 ranks. The race:
+a step of GRPO (4 rollouts of 24 tokens, 2 epochs) with each way to have weights for the rollouts, in turns, in the
+cluster in a box at ``--rate``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from datetime import date
+from statistics import median
+from typing import Any
+
+from cluster_in_a_box import check_requirements, cluster, programs
+from common import RESULTS, ROOT, append_row, machine, markdown_table, new_parser, read_rows
+from rl_race import SETTINGS
+
+PATH = RESULTS / "rl.jsonl"
+LEARNING = {  # by name: words of trl_trainers.py, and what must become of a figure
+    "DPO": (["dpo", "--steps", "60"], "margins"),
+    "GRPO, digits": (["grpo", "--steps", "60", "--lr", "1e-2"], "reward"),
+    "GRPO, addition": (["addition", "--steps", "400", "--lr", "5e-3"], "reward"),
+}
+
+
+def learn(name: str) -> dict[str, Any]:
+    words, figure = LEARNING[name]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    program = ["examples/library/on_cpus.py", "examples/library/trl_trainers.py", *words]
+    done = subprocess.run(
+        [sys.executable, *torchrun, *program],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{name}: exit code {done.returncode}\n{done.stderr[-4000:]}")
+    steps = re.findall(r"^step \d+: (.*); bytes (.*)$", done.stdout, re.MULTILINE)
+    # A step that trains on the last one's rollouts logs no reward.
+    values = [float(value) for logged, _ in steps for value in re.findall(rf"{figure} (-?[\d.]+)", logged)]
+    sent = [[float(value) for value in of_step.split()] for _, of_step in steps]
+    right = re.findall(r"^right: (\d+) of (\d+)$", done.stdout, re.MULTILINE)
+    return {
+        "figure": figure,
+        "first": values[0],
+        "last": values[-1],
+        "steps": len(steps),
+        "policy_bytes_per_parameter": sent[-1][:2],
+        **(
+            {"reference_bytes": [sent[0][2:], [max(of) for of in zip(*(s[2:] for s in sent[1:]), strict=True)]]}
+            if len(sent[0]) > 2
+            else {}
+        ),
+        **({"right": [int(count) for count in right[0]]} if right else {}),
+    }
+
+
+def race(rate: str, rounds: int) -> list[dict[str, Any]]:
+    check_requirements()
+    command = [str(ROOT / "benchmarks/rl_race.py"), "--rounds", str(rounds)]
+    rows, words = [], []
+    with cluster(2, rate) as namespaces, programs(command, namespaces, 2) as processes:
+        assert processes[0].stdout is not None
+        for line in processes[0].stdout:  # rank 0's node
+            words.append(line)
+            if line.startswith("{"):
+                rows.append(json.loads(line))
+                print(line, end="", flush=True)
+        if processes[0].wait() != 0:
+            raise RuntimeError(f"the race failed:\n{''.join(words[-30:])}")
+    return rows
+
+
+def print_tables() -> None:
+    rows = read_rows(PATH)
+    learned = {row["what"]: row for row in rows if "figure" in row}  # the last one of each
+    headings = ("", "figure", "first", "last", "steps", "right", "bytes of the reference, step 1, later")
+    lines = [
+        [
+            name,
+            r["figure"],
+            f"{r['first']:.2f}",
+            f"{r['last']:.2f}",
+            r["steps"],
+            r.get("right", ""),
+            r.get("reference_bytes", ""),
+        ]
+        for name, r in learned.items()
+    ]
+    print(markdown_table(headings, lines), end="\n\n")
+    races = [row for row in rows if row.get("what") == "race"]
+    if races:
+        steps = [row for row in races[-1]["rows"] if "setting" in row]
+        best = median(row["seconds"] for row in steps if row["setting"] == "resident weights")
+        lines = []
+        for name in SETTINGS:
+            seconds = sorted(row["seconds"] for row in steps if row["setting"] == name)
+            sent = median(row["bytes_of_a_node"] for row in steps if row["setting"] == name)
+            lines.append(
+                [
+                    name,
+                    f"{median(seconds):.2f} ({seconds[0]:.2f} to {seconds[-1]:.2f})",
+                    f"{median(seconds) / best:.1f}",
+                    f"{sent / 1e6:.2f}",
+                ]
+            )
+        print(races[-1]["rate"], races[-1]["date"], races[-1].get("note", ""))
+        print(markdown_table(("weights for rollouts", "s a step", "times resident", "MB a node and step"), lines))
+
+
+def main() -> None:
+    parser = new_parser(__doc__)
+    parser.add_argument("--only", choices=("learning", *LEARNING, "race"))
+    parser.add_argument("--rate", default="100mbit", help="of each node's link, as tc takes it")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--note", default="", help="kept with the results, such as how busy the machine was")
+    parser.add_argument("--table", action="store_true", help="print what was measured last")
+    arguments = parser.parse_args()
+    common = {"date": str(date.today()), "machine": machine(), "note": arguments.note}
+    if not arguments.table and arguments.only != "race":
+        for name in [arguments.only] if arguments.only in LEARNING else LEARNING:
+            append_row(PATH, {"what": name, **common, **learn(name)})
+    if not arguments.table and arguments.only in (None, "race"):
+        rows = race(arguments.rate, arguments.rounds)
+        append_row(PATH, {"what": "race", **common, "rate": arguments.rate, "rows": rows})
+    print_tables()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Evaluate a checkpoint's model on tasks of lm-evaluation-harness, in one process and in fp32.
+
+python tools/evaluate.py --load runs/finetuning/tuned --eval-tasks facts --eval-tasks-path examples/finetuning/tasks
+
+A sharded model is evaluated by its own trainer: --skip-train --eval-tasks NAME.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from megatron_zpp.commands.common import given_architecture, report_errors
+from megatron_zpp.commands.generate_text import add_checkpoint_flags, chosen_device, load_model, open_checkpoint
+from megatron_zpp.data.text.packages import load_package
+from megatron_zpp.families import Architecture
+from megatron_zpp.settings.flags import number
+
+
+def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator[str]:
+    """Yield a line per score. Raises ValueError, OSError or ImportError on a user's mistake."""
+    load_package("lm_eval", "evaluate", "eval")
+    from megatron_zpp.integrations.lm_eval import ShardedLM, Tasks
+
+    checkpoint, meta, settings, tokenizer = open_checkpoint(args)
+    tasks, device = Tasks(args.eval_tasks, args.eval_tasks_path, args.eval_tasks_limit), chosen_device(args)
+    model = load_model(checkpoint, meta, device, given)
+    scores = tasks.evaluate(
+        ShardedLM(model, tokenizer, length=settings["seq_length"], batch_size=args.batch_size, device=device)
+    )
+    for name, score in scores.items():
+        yield f"{name.removeprefix('tasks/')}: {score:.6f}"
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Evaluate a checkpoint on tasks.", allow_abbrev=False)
+    natural = number(int, at_least=1)
+    add = parser.add_argument
+    add("--eval-tasks", required=True, nargs="+", metavar="NAME", help="tasks of lm-evaluation-harness")
+    add("--eval-tasks-path", metavar="DIR", help="folder with their YAML files; default the harness's own tasks")
+    add("--eval-tasks-limit", type=natural, metavar="N", help="the first N documents of each task; default all")
+    add("--batch-size", type=natural, default=8, metavar="N", help="texts per forward pass; default 8")
+    add_checkpoint_flags(parser)
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    args = parse_arguments()
+    return report_errors(lambda: print(*run(args, given_architecture(args)), sep="\n"))
