@@ -1,4 +1,4 @@
-"""Published shapes of Llama and its relatives: what ``--preset`` fills in. Widths are those of the published weights."""
+"""Published shapes of Llama and its relatives, for ``--preset``. Widths are those of the published weights."""
 
 from __future__ import annotations
 
