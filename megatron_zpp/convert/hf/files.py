@@ -86,11 +86,11 @@ class WeightFiles:
             raise ValueError(f"{folder / self._file_of[missing[0]]} lacks {missing[0]}, which {INDEX} has there")
         self._packed: dict[str, tuple[str, str]] = {}
         for blocks in [name for name in self.shapes if name.endswith("_blocks") and self.dtypes[name] == "U8"]:
-            shape, name = self.shapes[blocks], blocks.removesuffix("_blocks")
+            size, name = self.shapes[blocks], blocks.removesuffix("_blocks")
             scales = f"{name}_scales"
-            if len(shape) == 4 and shape[-1] == 16 and self.shapes.get(scales) == shape[:-1]:
+            if len(size) == 4 and size[-1] == 16 and self.shapes.get(scales) == size[:-1]:
                 self._packed[name] = blocks, scales
-                self.shapes[name], self.dtypes[name] = torch.Size((shape[0], 32 * shape[2], shape[1])), "BF16"
+                self.shapes[name], self.dtypes[name] = torch.Size((size[0], 32 * size[2], size[1])), "BF16"
                 del self.shapes[blocks], self.shapes[scales]
 
     def read(self, name: str) -> Tensor:
