@@ -43,9 +43,9 @@ def translate(name: str, words: list[str]) -> str:
         raise SettingsError(f"{name} {expected}, got {' '.join(words) or 'none'}")
     if isinstance(meaning, str):
         return meaning.format(*words)
-    if words[0] not in meaning:
+    if words[0] not in meaning and "*" not in meaning:
         raise SettingsError(f"{name} must be one of {', '.join(meaning)}, got {words[0]}")
-    return meaning[words[0]]
+    return meaning.get(words[0], meaning.get("*", "")).format(*words)
 
 
 # Megatron-DeepSpeed's scripts describe a dense model by all of these and one expert.

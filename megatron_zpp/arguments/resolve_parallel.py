@@ -115,6 +115,11 @@ def check_pipeline(settings: Settings, num_layers: int) -> None:
         "a stage does not know how many tokens count: --moe-aux-loss-coeff and --moe-z-loss-coeff do not work with "
         "--pipeline-model-parallel-size and --calculate-per-token-loss, as in --sft; leave one out",
     )
+    require(
+        not (model.num_experts and model.moe_router_load_balancing_type == "all_layers_aux_loss"),
+        "--moe-router-load-balancing-type all_layers_aux_loss multiplies scores and loads of all layers, and a stage "
+        "of --pipeline-model-parallel-size has some of them: give aux_loss, or leave the pipeline out",
+    )
     ends = [name for name in _UNEVEN if getattr(ranks, name) is not None]
     fewer = ranks.account_for_embedding_in_pipeline_split or ranks.account_for_loss_in_pipeline_split
     require(

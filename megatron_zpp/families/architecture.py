@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,12 +23,13 @@ Config = Any
 
 @dataclass(frozen=True)
 class BlockActivations:
-    """Bytes per token that autograd keeps of one block, with fused attention."""
+    """Bytes per token that autograd keeps of one block."""
 
     everything: int
     linear_layers: int  # with --recompute-granularity selective
     input: int  # with --recompute-granularity full
     keys_and_values: int = 0  # the part that context-parallel ranks gather
+    scores: int = 0  # for each key that a token may see, where attention is not fused
 
     def per_tensor_parallel_rank(self, ranks: int, sequence_parallel: bool) -> BlockActivations:
         """Return what one of ``ranks`` keeps. Without sequence parallelism, all keep the tensors between linear layers:
@@ -43,7 +44,14 @@ class BlockActivations:
             linear_layers=(self.linear_layers - 3 * alike) // ranks + 3 * alike,
             input=(self.input - alike) // ranks + alike,
             keys_and_values=self.keys_and_values // ranks,
+            scores=-(-self.scores // ranks),
         )
+
+    def attending(self, length: int, ranks: int) -> BlockActivations:
+        """Add what a token keeps of others, where context-parallel ``ranks`` share a sequence of ``length``."""
+        keys = length if ranks == 1 else length * (2 * ranks + 1) // (4 * ranks)  # a rank has 2 of 2 * ranks chunks
+        more = (ranks - 1) * self.keys_and_values + keys * self.scores
+        return replace(self, everything=self.everything + more)
 
 
 @dataclass(frozen=True)

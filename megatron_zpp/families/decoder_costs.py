@@ -48,7 +48,12 @@ def activations(config: DecoderConfig, itemsize: int) -> BlockActivations:
         head_dim, groups = config.qk_head_dim + config.qk_pos_emb_head_dim, config.num_attention_heads
         latents = (config.q_lora_rank or 0) + config.kv_lora_rank + config.qk_pos_emb_head_dim
     queries, keys, ffn = config.num_attention_heads * head_dim, groups * head_dim, config.ffn_size
-    attention = 2 * queries + 2 * keys + latents  # q, k, v, result
+    attention = linear_attention = 2 * queries + 2 * keys + latents  # q, k, v, result
+    scores = 0
+    if config.changes_scores:  # see ``plain_attention``: keys and values of every head; shares, and these in 16 bit
+        attention, linear_attention = 4 * queries + latents, queries + 2 * keys + latents
+        scores_kept = 4 + (itemsize if itemsize < 4 else 0) + 4 * (config.attn_logit_softcapping is not None)
+        scores = config.num_attention_heads * scores_kept + 1  # and the mask
     before_norms = 0
     if config.qk_layernorm:
         before_norms = latents if config.multi_latent_attention else queries + keys
@@ -62,7 +67,8 @@ def activations(config: DecoderConfig, itemsize: int) -> BlockActivations:
     masks = 2 * hidden if config.hidden_dropout > 0 else 0  # a byte each
     return BlockActivations(
         everything=itemsize * (4 * hidden + attention + before_norms + kept * ffn) + masks,
-        linear_layers=itemsize * (3 * hidden + attention + outputs * ffn),
+        linear_layers=itemsize * (3 * hidden + linear_attention + outputs * ffn),
         input=itemsize * hidden,
         keys_and_values=itemsize * 2 * keys,
+        scores=scores,
     )

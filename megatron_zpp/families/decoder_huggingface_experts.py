@@ -55,7 +55,7 @@ class Experts:
         written += ["shared_expert_size"] if self.shared else []
         written += ["bias_update_rate"] if self.bias and moe.bias_update_rate else []
         required: dict[str, tuple[Any, ...]] = {name: (value,) for name, value in self.fields.items()}
-        required["load_balancing"] = ("aux_loss", "seq_aux_loss")
+        required["load_balancing"] = ("aux_loss", "seq_aux_loss", "all_layers_aux_loss")
         require_fields(moe, model_type, required, written)
         values: dict[str, Any] = {
             self.number: moe.num_experts,
@@ -63,7 +63,8 @@ class Experts:
             "num_experts_per_tok": moe.router_topk,
         }
         if self.balancing:  # there it is a mean over layers, and counts each of a token's choices whole
-            values[self.balancing] = moe.aux_loss_coeff * config.num_layers / moe.router_topk
+            layers = 1 if moe.load_balancing == "all_layers_aux_loss" else config.num_layers
+            values[self.balancing] = moe.aux_loss_coeff * layers / moe.router_topk
         if self.pre_softmax:
             values[self.pre_softmax] = not moe.router_pre_softmax
         if self.scaling:

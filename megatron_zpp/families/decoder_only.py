@@ -268,7 +268,7 @@ def _check_experts(model: ModelSettings, experts: int, layers: int) -> None:
 
 def moe_layer_freq(model: ModelSettings) -> int | str:
     """Return --moe-layer-freq, a number or a list, as the config has it."""
-    text = model.moe_layer_freq or "1"
+    text = (model.moe_layer_freq or "1").strip(" '\"")
     return int(text) if text.isdecimal() else text
 
 

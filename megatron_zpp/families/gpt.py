@@ -112,6 +112,33 @@ def _transposed(ours: str, theirs: str) -> Iterator[Weight]:
 
 GPT2 = HuggingFaceMapping("gpt2", to_config, from_config, weights)
 
+GPT_OSS: dict[str, object] = dict(
+    hidden_size=2880,
+    num_attention_heads=64,
+    kv_channels=64,
+    group_query_attention=True,
+    num_query_groups=8,
+    ffn_hidden_size=2880,
+    seq_length=4096,
+    normalization="RMSNorm",
+    quick_geglu=True,
+    glu_linear_offset=1.0,
+    activation_func_clamp_value=7.0,
+    softmax_type="learnable",
+    window_size="127,0",
+    window_attn_skip_freq="2",
+    position_embedding_type="yarn",
+    rotary_base=150000,
+    yarn_rotary_scaling_factor=32.0,
+    yarn_original_max_position_embeddings=4096,
+    no_yarn_correction_range_round_to_int=True,
+    moe_router_topk=4,
+    moe_router_bias=True,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+    untie_embeddings_and_output_weights=True,
+)
+
 PRESETS: dict[str, dict[str, object]] = {
     # GPT-3 (Brown et al., arXiv 2005.14165, table 2.1). The table's 24 heads of 128 do not make the 1.3B model's width
     # of 2048, and its 5140 for 13B is no multiple of 40 heads of 128: Megatron's users train 16 heads and 5120.
@@ -121,6 +148,9 @@ PRESETS: dict[str, dict[str, object]] = {
     "gpt-13b": dict(num_layers=40, hidden_size=5120, num_attention_heads=40, seq_length=2048),
     # DeepSpeed's ZeRO++ tutorial.
     "gpt-18b": dict(num_layers=40, hidden_size=6144, num_attention_heads=32, seq_length=512),
+    # gpt-oss (OpenAI, arXiv 2508.10925, table 1), which is no Llama for its biases.
+    "gpt-oss-20b": GPT_OSS | dict(num_layers=24, num_experts=32),
+    "gpt-oss-120b": GPT_OSS | dict(num_layers=36, num_experts=128),
 }
 
 GPT = decoder(name="gpt", title="GPT", defaults={}, presets=PRESETS, huggingface=(GPT2, *LLAMA_FAMILIES))

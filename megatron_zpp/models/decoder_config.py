@@ -99,6 +99,8 @@ class DecoderConfig:
                 f"moe_experts_per_layer has {len(self.experts_of_layers)} numbers, and {len(self.layers_with_experts)} "
                 "blocks have experts"
             )
+        if self.moe is not None and self.moe.load_balancing.startswith("all_") and len(set(self.experts_of_layers)) > 1:
+            raise ValueError("load_balancing all_layers_aux_loss needs as many experts in every layer")
         for num_experts in self.experts_of_layers:
             assert self.moe is not None
             replace(self.moe, num_experts=num_experts)  # raises ValueError where these do not fit
@@ -243,7 +245,7 @@ def read_pattern(name: str, text: str, num_layers: int) -> tuple[int, list[int]]
         raise ValueError(text)
 
     try:
-        found = read(ast.parse(text.strip(), mode="eval").body)
+        found = read(ast.parse(text.strip(" '\""), mode="eval").body)  # scripts quote lists within quotes
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         found = []
     if isinstance(found, int) and found > 0:

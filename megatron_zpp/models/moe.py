@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from .mlp import Activation
 
+LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "all_layers_aux_loss", "sinkhorn")
+
 
 @dataclass(frozen=True)
 class MoEConfig:
@@ -30,7 +32,9 @@ class MoEConfig:
     score_function: str = "softmax"  # or sigmoid
     router_pre_softmax: bool = False  # softmax over all experts, not over the chosen ones, whose weights add up to 1
     topk_scaling_factor: float = 1.0  # of the weights
-    load_balancing: str = "aux_loss"  # over a micro-batch; seq_aux_loss: over each sample; or sinkhorn
+    load_balancing: str = (
+        "aux_loss"  # over a micro-batch; seq_: over each sample; all_layers_: over layers too; or sinkhorn
+    )
     aux_loss_coeff: float = 0.0
     z_loss_coeff: float = 0.0
     expert_capacity_factor: float | None = None  # multiple of its even share of tokens that an expert takes; None = all
@@ -52,8 +56,8 @@ class MoEConfig:
             raise ValueError(f"score_function is {self.score_function!r}; choose softmax or sigmoid")
         if self.router_pre_softmax and self.score_function == "sigmoid":
             raise ValueError("router_pre_softmax requires score_function softmax, not sigmoid")
-        if self.load_balancing not in ("aux_loss", "seq_aux_loss", "sinkhorn"):
-            raise ValueError(f"load_balancing is {self.load_balancing!r}; choose aux_loss, seq_aux_loss or sinkhorn")
+        if self.load_balancing not in LOAD_BALANCING:
+            raise ValueError(f"load_balancing is {self.load_balancing!r}; choose from {', '.join(LOAD_BALANCING)}")
         if self.shared_expert_size is None and (self.residual or self.shared_expert_gate):
             raise ValueError(
                 "residual weighs the shared expert, and so does shared_expert_gate: give shared_expert_size"
@@ -96,6 +100,8 @@ class Routed(NamedTuple):
     z_loss: Tensor
     load: Tensor  # int64 [E]: tokens that chose each expert, over all parts of the samples
     dropped: Tensor  # choices that an expert had no room for, of T * k
+    counted: Tensor  # int64 [E]: choices as balancing counts them, without bias and groups
+    mean_scores: Tensor  # fp32 [E], over this rank's tokens
     entropy: Tensor  # of a token's scores, mean over the tokens; log E where the router knows no difference
 
 
@@ -307,6 +313,8 @@ class MoE(nn.Module):
             z_loss=config.z_loss_coeff * z_loss(logits),
             load=load,
             dropped=dropped,
+            counted=loads.sum(dim=0),
+            mean_scores=routing.scores.sum(dim=0) / max(tokens.size(0), 1),
             entropy=torch.special.entr(routing.scores.detach()).sum(dim=-1).mean(),
         )
         return y, routed
@@ -366,7 +374,12 @@ def active_parameters(model: nn.Module) -> int:
 def auxiliary_losses(layers: Sequence[Routed], config: MoEConfig) -> dict[str, Tensor]:
     """Return what is added to the loss, by name: sums over the layers. A loss without a coefficient is left out."""
     losses = {}
-    if config.aux_loss_coeff:
+    if config.aux_loss_coeff and config.load_balancing == "all_layers_aux_loss":
+        scores, counted = (
+            torch.stack(each) for each in zip(*((r.mean_scores, r.counted) for r in layers), strict=True)
+        )
+        losses["load balancing loss"] = config.aux_loss_coeff * balancing_loss(scores, counted.sum(dim=0))
+    elif config.aux_loss_coeff:
         losses["load balancing loss"] = torch.stack([routed.balancing_loss for routed in layers]).sum()
     if config.z_loss_coeff:
         losses["router z-loss"] = torch.stack([routed.z_loss for routed in layers]).sum()

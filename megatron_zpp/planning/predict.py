@@ -195,6 +195,7 @@ def arithmetic(
     if architecture.activations is not None:
         block = architecture.activations(config, weights.itemsize)
         block = block.per_tensor_parallel_rank(tensor_parallel, distributed.sequence_parallel)
+        block = block.attending(training.seq_length, distributed.context_parallel_size)
         kept = tokens * block.everything / cluster.layer_bytes_per_second
         if activation.recompute_granularity == "selective":
             recomputed = tokens * max(0, block.everything - block.linear_layers) / cluster.layer_bytes_per_second

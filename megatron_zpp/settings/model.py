@@ -141,8 +141,9 @@ class ModelSettings:
     moe_router_topk_scaling_factor: float = _expert(1.0, "multiply the weights of a token's experts", above=0)
     moe_router_load_balancing_type: str = _expert(
         "aux_loss",
-        "balance experts by a loss over micro-batches, by one over samples (seq_), or by sinkhorn's transport",
-        choices=("aux_loss", "seq_aux_loss", "sinkhorn", "none"),
+        "balance experts by a loss over micro-batches, by one over samples (seq_) or over all layers at once "
+        "(all_layers_, transformers'), or by sinkhorn's transport",
+        choices=("aux_loss", "seq_aux_loss", "all_layers_aux_loss", "sinkhorn", "none"),
     )
     moe_aux_loss_coeff: float = _expert(0.0, "coefficient of the balancing loss, as 0.01", at_least=0)
     moe_z_loss_coeff: float = _expert(0.0, "coefficient of the router's z-loss, as 0.001", at_least=0)

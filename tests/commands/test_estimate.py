@@ -257,13 +257,16 @@ class Results(TorchDispatchMode):
 
 
 RECOMPUTED = "--recompute-granularity full"
+PLAIN = "--attn-logit-softcapping 30 --softmax-type learnable"
 
 
 @pytest.mark.parametrize(
     "words",
     [f"{RECOMPUTED} --recompute-method uniform --recompute-num-layers {k}" for k in (2, 3, 4)]
     + [f"{RECOMPUTED} --recompute-method block --recompute-num-layers 2", "--recompute-granularity selective"]
-    + ["--swiglu --position-embedding-type rope --qk-layernorm --recompute-granularity selective"],
+    + ["--swiglu --position-embedding-type rope --qk-layernorm --recompute-granularity selective"]
+    + [f"{PLAIN} --group-query-attention --recompute-granularity selective"]
+    + [f"{PLAIN} {RECOMPUTED} --recompute-method block --recompute-num-layers 2"],
 )
 def test_activations_that_recomputing_leaves_are_those_of_a_forward_pass(words):
     shape = "--num-layers 5 --hidden-size 72 --num-attention-heads 3 --seq-length 64 --max-position-embeddings 64"
@@ -288,6 +291,41 @@ def test_activations_that_recomputing_leaves_are_those_of_a_forward_pass(words):
     least = f"{words.partition('--recompute')[0]} {RECOMPUTED}"
     least_planned, least_kept = planned_and_kept(least)  # what is not of blocks is the same in both
     assert planned - least_planned == pytest.approx(kept - least_kept, rel=0.1)
+
+
+def test_attention_over_context_parallel_ranks_by_hand():
+    """Llama-8B at 131,072 tokens in 8 ranks: all keys and values in each block, 7 of 8 from other ranks."""
+    long = (
+        f"--seq-length 131072 --context-parallel-size 8 {RECOMPUTED} --recompute-method block --recompute-num-layers 1"
+    )
+    words = f"--nodes 1 --ranks-per-node 8 --vocabulary 32000 pretrain_llama.py --preset llama-8b {long} --bf16 --lr 1"
+    words += " --micro-batch-size 1 --train-iters 1 --mock-data --vocab-size 32000"
+    working = estimate.run(estimate.parse_arguments(words.split())).needs.largest.working
+    assert "masks of attention" not in working  # kernels on GPUs take offsets of documents
+    # Of 31 blocks everything, of one its input, and everything again while that one is recomputed.
+    of_others, own = 7 * 2 * 1024 * 2, 2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 4 * 14336)
+    assert working["activations"] == 131072 // 8 * (32 * (own + of_others) + 2 * 4096)
+    assert 32 * 131072 // 8 * of_others == pytest.approx(15.03e9, rel=1e-3)
+    # Masks in fp32, and scores in fp32 of 32 heads to 17 / 32 of the keys: a rank's chunks are the first and the last.
+    single = estimate.run(estimate.parse_arguments(words.replace("--bf16", "").split())).needs.largest.working
+    assert single["masks of attention"] == 131072 // 8 * 131072
+    capped = f"{words} --attn-logit-softcapping 30"
+    found = estimate.run(estimate.parse_arguments(capped.split())).needs.largest.working
+    more = (32 * (4 + 2 + 4) + 1) * 131072 * 17 // 32 + 2 * (4 * 4096 - 2 * 4096 - 2 * 1024)
+    assert found["activations"] - working["activations"] == 131072 // 8 * 32 * more
+    assert found["masks of attention"] == 131072 // 8 * 131072
+
+
+@pytest.mark.parametrize(
+    "preset, of_block", [("llama-8b", 2 * 1024), ("deepseek-v2-lite", 2 * 16 * (128 + 64)), ("gemma3-1b", 2 * 256)]
+)
+def test_caches_of_keys_and_values_by_hand(preset, of_block):
+    words = (
+        f"--nodes 1 --ranks-per-node 1 --vocabulary 9 pretrain_llama.py --preset {preset} --num-layers 3 --bf16 --lr 1"
+    )
+    words += " --micro-batch-size 1 --train-iters 1 --mock-data --vocab-size 9"
+    needs = estimate.run(estimate.parse_arguments(words.split())).needs
+    assert needs.largest.cache_per_token == 3 * 2 * of_block
 
 
 BASE = "--preset gpt-350m --micro-batch-size 4 --bf16 --lr 1e-3 --mock-data --vocab-size 50257"

@@ -1,6 +1,7 @@
 """Import models that transformers saved: train from them, sample from them, and export them again bit for bit."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import shlex
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megatron_zpp.commands import generate_text
 from megatron_zpp.commands.convert import export_hf, import_hf
@@ -69,6 +71,47 @@ def test_imported_and_exported_again_the_tensors_are_the_same_bytes(tmp_path, na
     theirs, back = (AutoConfig.from_pretrained(tmp_path / folder).to_dict() for folder in ("theirs", "back"))
     differing = {key for key in theirs if theirs[key] != back[key]}
     assert differing <= {"_name_or_path", "bos_token_id", "eos_token_id"}  # NullTokenizer has another end of document
+
+
+def test_weights_in_mxfp4_are_those_that_transformers_unpacks(tmp_path):
+    config = dataclasses.replace(CONFIGS["gpt-oss"], ffn_hidden_size=64)
+    config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, ffn_hidden_size=64))
+    save_theirs(tmp_path / "unpacked" / "theirs", config, torch.bfloat16)
+    shutil.copytree(tmp_path / "unpacked", tmp_path / "packed")
+    packed, unpacked, generator = {}, {}, torch.Generator().manual_seed(0)
+    for name, tensor in load_file(tmp_path / "packed" / "theirs" / "model.safetensors").items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            num_experts, width, rows = tensor.shape
+            shape = num_experts, rows, width // 32
+            blocks = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
+            scales = torch.randint(119, 124, shape, dtype=torch.uint8, generator=generator)  # up to 6 / 8
+            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            unpacked[name] = convert_moe_packed_tensors(blocks, scales)
+        else:
+            packed[name] = unpacked[name] = tensor
+    assert len(packed) == len(unpacked) + 4
+    edit_weights(tmp_path / "packed" / "theirs", lambda tensors: packed)
+    edit_weights(tmp_path / "unpacked" / "theirs", lambda tensors: unpacked)
+    edit_config(tmp_path / "packed" / "theirs", quantization_config={"quant_method": "mxfp4"})
+    for folder in ("packed", "unpacked"):
+        import_(tmp_path / folder, *NO_TOKENIZER)
+        exported = ["--output", tmp_path / folder / "back", "--dtype", "bfloat16"]
+        call_well(export_hf, "--load", tmp_path / folder / "ours", *exported)
+    assert tensors_of(tmp_path / "packed" / "back") == tensors_of(tmp_path / "unpacked" / "back")
+    edit_weights(tmp_path / "packed" / "theirs", lambda tensors: tensors | {"x_blocks": torch.ones(3).byte()})
+    words = "--input", tmp_path / "packed" / "theirs", "--save", tmp_path / "again", *NO_TOKENIZER
+    assert "has no place for: x_blocks" in call_wrongly(import_hf, *words)
+
+
+def test_layers_of_multi_token_prediction_are_left_out_with_a_note(tmp_path):
+    save_theirs(tmp_path / "theirs", CONFIGS["deepseek-v3"])
+    name = f"model.layers.{CONFIGS['deepseek-v3'].num_layers}.eh_proj.weight"
+    edit_weights(tmp_path / "theirs", lambda tensors: tensors | {name: torch.ones(32, 64)})
+    edit_config(tmp_path / "theirs", num_nextn_predict_layers=0)
+    words = "--input", tmp_path / "theirs", "--save", tmp_path / "ours", *NO_TOKENIZER
+    assert f"has no place for: {name}" in call_wrongly(import_hf, *words)
+    edit_config(tmp_path / "theirs", num_nextn_predict_layers=1)
+    assert "Layers that predict further tokens (MTP) are left out" in import_(tmp_path, *NO_TOKENIZER)
 
 
 def check_parameters(argv: list[str], architecture: str, folder: str) -> tuple[list[str], float]:

@@ -21,9 +21,15 @@ def preset_config(name: str) -> DecoderConfig:
     architecture = next(each for each in ARCHITECTURES if name in each.presets)
     run = "--micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --vocab-size 9"
     settings = parse_settings(architecture, f"--preset {name} {run}".split())
-    vocabulary = {"gpt": 50304, "qwen3": 151936, "llama-8b": 128256}
-    size = vocabulary.get(name) or vocabulary.get(name.partition("-")[0]) or 32000
+    (size,) = {vocabulary for prefix, vocabulary in VOCABULARIES.items() if name.startswith(prefix)} or {32000}
     return architecture.build_config(settings.model, size)
+
+
+VOCABULARIES = {  # by the beginnings of names
+    **{"gpt-1": 50304, "gpt-3": 50304, "gpt-oss": 201088, "qwen3": 151936, "qwen2.5": 152064, "smollm3": 128256},
+    **dict.fromkeys(("llama-8b", "llama-70b", "llama-405b", "llama-1b", "llama-3b"), 128256),
+    **{"deepseek-v2": 102400, "deepseek-v3": 129280, "gemma3": 262144, "glm": 151552, "olmo2": 100352},
+}
 
 
 def test_flops_by_hand():
@@ -58,12 +64,17 @@ SIZES = {  # in billions of parameters
     "gpt-125m": 0.125, "gpt-350m": 0.356, "gpt-1.3b": 1.32, "gpt-13b": 12.85, "gpt-18b": 18.4, "llama-0.8b": 0.78,
     "llama-7b": 6.738, "llama-13b": 13.016, "llama-8b": 8.030,  # as published with the weights
     "mistral-7b": 7.242, "qwen3-0.6b": 0.596, "qwen3-8b": 8.191, "qwen3-30b-a3b": 30.53, "mixtral-8x7b": 46.70,
+    "llama-1b": 1.236, "llama-3b": 3.213, "llama-70b": 70.554, "llama-405b": 405.85, "qwen3-14b": 14.77,
+    "qwen3-32b": 32.76, "qwen3-235b-a22b": 235.09, "qwen2.5-7b": 7.616, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
+    "deepseek-v2-lite": 15.71, "deepseek-v3": 671.03, "gemma3-1b": 1.000, "gemma3-12b": 11.77, "gemma3-27b": 27.01,
+    "glm-4.5-air": 106.85, "olmo2-7b": 7.299, "olmo2-32b": 32.23, "smollm3-3b": 3.075,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name, billions", SIZES.items())
-def test_presets_have_their_size(name, billions):
-    assert num_parameters(preset_config(name)) / 1e9 == pytest.approx(billions, rel=0.01)
+def test_every_preset_has_its_published_size():
+    assert SIZES.keys() == {name for each in ARCHITECTURES for name in each.presets}
+    sizes = {name: num_parameters(preset_config(name)) / 1e9 for name in SIZES}
+    assert sizes == pytest.approx(SIZES, rel=0.005)
 
 
 def test_18b_on_meta_allocates_nothing():

@@ -10,7 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_zpp.models.mlp import Activation
-from megatron_zpp.models.moe import GroupedLinear, MoE, MoEConfig, balancing_loss, finish_step, route, sinkhorn, z_loss
+from megatron_zpp.models.moe import (
+    GroupedLinear,
+    MoE,
+    MoEConfig,
+    auxiliary_losses,
+    balancing_loss,
+    finish_step,
+    route,
+    sinkhorn,
+    z_loss,
+)
 
 HIDDEN, FFN, EXPERTS, TOPK = 16, 24, 6, 2
 SWIGLU = Activation("silu", is_gated=True)
@@ -103,7 +113,7 @@ def test_losses_by_their_formulas():
             "router_pre_softmax requires score_function",
         ),
         ({"expert_capacity_factor": 0.0}, "must be above 0"),
-        ({"load_balancing": "global_aux_loss"}, "choose aux_loss, seq_aux_loss or sinkhorn"),
+        ({"load_balancing": "global_aux_loss"}, "choose from aux_loss, seq_aux_loss, all_layers_aux_loss"),
     ],
 )
 def test_what_cannot_be_built_is_refused(options, message):
@@ -163,6 +173,22 @@ def test_balancing_losses_are_megatrons(kind):
     chosen, scores = (of.reshape(14 // samples, -1) for of in (chosen, scores))
     loss = theirs.switch_load_balancing_loss_func(scores, chosen.sum(0), 14 // samples, TOPK, EXPERTS, 0.5)
     torch.testing.assert_close(routed.balancing_loss, loss / samples)
+
+
+def test_the_balancing_loss_over_all_layers_is_that_of_transformers():
+    """Value and gradient; theirs counts each of a token's choices whole, ours as a share."""
+    modeling = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    layer = moe_of(aux_loss_coeff=0.5, load_balancing="all_layers_aux_loss")
+    inputs = [tokens_of(seed) for seed in (0, 1, 2)]  # of three layers with the same weights
+    routed = [layer(x)[1] for x in inputs]
+    ours = auxiliary_losses(routed, layer.config)["load balancing loss"]
+    logits = tuple(F.linear(x.flatten(0, 1), layer.router.weight) for x in inputs)
+    theirs = 0.5 / TOPK * modeling.load_balancing_loss_func(logits, EXPERTS, TOPK)
+    torch.testing.assert_close(ours, theirs)
+    per_layer = sum(each.balancing_loss for each in routed) / 3
+    assert (ours - per_layer).abs() > 1e-4  # another loss than the mean over layers
+    ours, theirs = (torch.autograd.grad(loss, layer.router.weight) for loss in (ours, theirs))
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_experts_with_biases_are_linear_layers_of_their_own():

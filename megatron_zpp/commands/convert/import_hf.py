@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,14 @@ def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = AR
         raise ValueError(f"--input {args.input} is not a folder: give the one that holds the model's config.json")
     hf_config = files.read_config(args.input, files.model_types(architectures))
     architecture, config, positions = files.from_hf_config(hf_config, architectures)
+    hf_config.pop("quantization_config", None)  # what is compared is not quantized
     # Not the first that can express the config: a Phi-3 may equal a Mistral, whose tensors have other names.
     mapping = next(each for each in architecture.huggingface if each.model_type == hf_config["model_type"])
     stored = files.WeightFiles(args.input)
-    name_of = match_names(stored, files.their_shapes(architecture, config, mapping), hf_config["tie_word_embeddings"])
+    next_tokens = tokens_predicted_ahead(stored, hf_config)
+    name_of = match_names(
+        stored, files.their_shapes(architecture, config, mapping), hf_config["tie_word_embeddings"], next_tokens
+    )
     chosen = given_tokenizer(args) or find_tokenizer(args.input)
     if not chosen:
         raise ValueError(
@@ -78,7 +82,8 @@ def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = AR
     trainer = f"megatron-zpp pretrain-{architecture.name}" if is_ours else architecture.script
     return (
         f"{args.save}: {architecture.name} with {architecture.num_parameters(config):,} parameters from {args.input}; "
-        f"its logits differ from transformers' by {difference:.1e} at most. Train from it with\n"
+        f"its logits differ from transformers' by {difference:.1e} at most. "
+        f"{'Layers that predict further tokens (MTP) are left out. ' if next_tokens else ''}Train from it with\n"
         f"    {trainer} --load {shlex.quote(str(args.save))} --finetune {shlex.join(flags)}\n{NEXT}"
     )
 
@@ -88,10 +93,20 @@ def tokenizer_words(tokenizer: Mapping[str, Any]) -> list[str]:
     return [word for name, value in tokenizer.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
-def match_names(stored: files.WeightFiles, shapes: Mapping[str, torch.Size], tied: bool) -> dict[str, str]:
+def tokens_predicted_ahead(stored: files.WeightFiles, hf_config: Mapping[str, Any]) -> set[str]:
+    """Return the tensors of blocks after the last one, which predict further tokens; transformers has none either."""
+    first, number = hf_config.get("num_hidden_layers", 0), hf_config.get("num_nextn_predict_layers") or 0
+    layers = tuple(f"model.layers.{layer}." for layer in range(first, first + number))
+    return {name for name in stored.shapes if name.startswith(layers)}
+
+
+def match_names(
+    stored: files.WeightFiles, shapes: Mapping[str, torch.Size], tied: bool, left_out: Collection[str]
+) -> dict[str, str]:
     """Return {name in transformers' model: name in the files}. Raises ValueError unless they hold exactly that model.
 
     Files that were saved without the output layer lack the first part of the names, "transformer." or "model.".
+    left_out: names in the files that are of no interest.
     """
     name_of = {}
     for name, shape in shapes.items():
@@ -105,6 +120,7 @@ def match_names(stored: files.WeightFiles, shapes: Mapping[str, torch.Size], tie
         if dtype not in ("F32", "BF16", "F16"):
             raise ValueError(f"{name} in {stored.folder} is {dtype}; F32, BF16 or F16 can be read")
     left_over = {name for name in stored.shapes.keys() - set(name_of.values()) if not CONSTANTS.search(name)}
+    left_over.difference_update(left_out)
     if tied and "lm_head.weight" in left_over:
         embeddings = next(iter(shapes))
         if not stored.read("lm_head.weight").equal(stored.read(name_of[embeddings])):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint.meta import check_config
+from megatron_zpp.convert.hf import mxfp4
 from megatron_zpp.families import Architecture, HuggingFaceMapping
 from megatron_zpp.files import read_bounded
 from megatron_zpp.models.transformer import TransformerConfig
@@ -55,7 +56,10 @@ def new_folder(path: Path, flag: str) -> Iterator[Path]:
 
 
 class WeightFiles:
-    """The safetensors files of a folder. Raises ValueError if they are missing or damaged."""
+    """The safetensors files of a folder. Raises ValueError if they are missing or damaged.
+
+    Blocks and scales in MXFP4 are one tensor, in bf16.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -80,11 +84,21 @@ class WeightFiles:
         missing = sorted(self._file_of.keys() - self.shapes.keys())
         if missing:
             raise ValueError(f"{folder / self._file_of[missing[0]]} lacks {missing[0]}, which {INDEX} has there")
+        self._packed: dict[str, tuple[str, str]] = {}
+        for blocks in [name for name in self.shapes if name.endswith("_blocks") and self.dtypes[name] == "U8"]:
+            size, name = self.shapes[blocks], blocks.removesuffix("_blocks")
+            scales = f"{name}_scales"
+            if len(size) == 4 and size[-1] == 16 and self.shapes.get(scales) == size[:-1]:
+                self._packed[name] = blocks, scales
+                self.shapes[name], self.dtypes[name] = torch.Size((size[0], 32 * size[2], size[1])), "BF16"
+                del self.shapes[blocks], self.shapes[scales]
 
     def read(self, name: str) -> Tensor:
         """Read one tensor in its stored dtype."""
         from safetensors import safe_open
 
+        if name in self._packed:
+            return mxfp4.decode(*map(self.read, self._packed[name]))
         with safe_open(self.folder / self._file_of[name], framework="pt") as file:
             return file.get_tensor(name).clone()  # or it would keep the whole file mapped
 
@@ -172,7 +186,8 @@ def from_hf_config(
     if kind not in kinds:
         *others, last = kinds
         raise ValueError(f"model_type is {kind}; {', '.join(others)} and {last} can be imported")
-    if hf.get("quantization_config") is not None:
+    quantization = hf.get("quantization_config")
+    if quantization is not None and not (kind == "gpt_oss" and quantization.get("quant_method") == "mxfp4"):
         raise ValueError("the weights are quantized (quantization_config); import the model they were made from")
     architecture, mapping = kinds[kind]
     config, positions = mapping.from_config(hf)

@@ -50,7 +50,8 @@ class RankEstimate:
     host: dict[str, int]  # states that host memory keeps instead of the device
     exchanges: list[UnitExchanges]
     num_layers: int
-    resident_weights: int  # more than ``memory``, inside ``zeropp.resident_weights()``
+    resident_weights: int  # more than ``memory``, inside ``zeropp.resident_weights()``,
+    cache_per_token: int  # and for each token of generated texts
 
     @property
     def memory(self) -> int:
@@ -132,7 +133,7 @@ def estimate(
         if schedule is not None and placement is not None:
             kept = micro_batches_kept(schedule, placement, pipeline_rank, micro_batches)
         states, host = _rank_states(settings, units, micro_batches)
-        working = _working_memory(architecture, settings, planned.whole, units, kept)
+        working, cache = _working_memory(architecture, settings, planned.whole, units, kept)
         exchanges = {  # equal layers have equal units
             unit: unit_exchanges(settings, unit, micro_batches, ring_passes, grid.group("replicas"))
             for unit in set(units)
@@ -144,7 +145,7 @@ def estimate(
             if unit.group.size > 1
         ]
         sends = [exchanges[unit] for unit in units]
-        ranks.append(RankEstimate(states, working, host, sends, count_layers(units), sum(resident)))
+        ranks.append(RankEstimate(states, working, host, sends, count_layers(units), sum(resident), cache))
     sending = [rank.exchanges for rank in ranks]
     between_nodes, within_nodes = step_traffic(settings, planned, grid, sending, micro_batches)
     # A rank sends one piece to each other island, and then one around the ring.
@@ -259,8 +260,11 @@ def _rank_states(
 
 def _working_memory(
     architecture: Architecture, settings: ResolvedSettings, model: Transformer, units: list[PlannedUnit], kept: float
-) -> dict[str, int]:
-    """Estimate what is allocated within a step only. kept: micro-batches whose activations are kept at once."""
+) -> tuple[dict[str, int], int]:
+    """Estimate what is allocated within a step only, and the bytes that generation keeps of a token.
+
+    kept: micro-batches whose activations are kept at once.
+    """
     if architecture.activations is None:
         raise ValueError(f"the architecture {architecture.name} does not say what memory its activations take")
     weights, gradients = (dtype.itemsize for dtype in wire_dtypes(settings))
@@ -273,6 +277,7 @@ def _working_memory(
     block = architecture.activations(model.config, weights).per_tensor_parallel_rank(
         distributed.tensor_model_parallel_size, distributed.sequence_parallel
     )
+    block = block.attending(settings.training.seq_length, distributed.context_parallel_size)
     if activation.recompute_granularity is None:
         bytes_kept, recomputed = num_layers * block.everything, 0
     elif activation.recompute_granularity == "selective":
@@ -281,10 +286,25 @@ def _working_memory(
         again = recomputed_blocks(activation, num_layers)
         bytes_kept, recomputed = again * block.input + (num_layers - again) * block.everything, block.everything
     tokens = settings.training.micro_batch_size * settings.training.seq_length // distributed.context_parallel_size
-    return {
+    working = {
         "gathered weights, gradients on their way": gathered + (weights + gradients) * (max(others) + layer),
         "activations": round(tokens * (kept * bytes_kept + recomputed)),
     }
+    if masks := _attention_masks(settings, model, block.scores > 0):
+        working["masks of attention"] = masks
+    return working, num_layers * block.keys_and_values
+
+
+def _attention_masks(settings: ResolvedSettings, model: Transformer, is_plain: bool) -> int:
+    """Return the bytes of masks [B or 1, 1, S / CP, S], one for each window: where GPUs' kernels need one."""
+    training, ranks, precision = settings.training, settings.distributed.context_parallel_size, settings.precision
+    if (precision.bf16 or precision.fp16) and not is_plain and not settings.model.attention_dropout:
+        return 0
+    has_documents = settings.data.reset_attention_mask or settings.data.sft
+    windows = {getattr(layer, "window", None) for layer in model.layers}
+    masks = [window for window in windows if window is not None or has_documents or ranks > 1]
+    rows = training.micro_batch_size if has_documents else 1
+    return rows * len(masks) * (training.seq_length // ranks) * training.seq_length
 
 
 def memory_and_traffic(needs: Estimate) -> list[str]:
@@ -297,7 +317,8 @@ def memory_and_traffic(needs: Estimate) -> list[str]:
     lines = [f"{needs.parameters:,} parameters{used}", ""]
     lines += _gigabytes(f"memory of a GPU{which}, GB", rank.states | working | {"in all": needs.memory})
     if effective_zero_stage(needs.settings) == 3:
-        lines += [f"  {rank.resident_weights / 1e9:9.3g}  more inside zeropp.resident_weights(), for generation"]
+        lines += [f"  {rank.resident_weights / 1e9:9.3g}  more inside zeropp.resident_weights(), for generation, and"]
+        lines += [f"  {1000 * rank.cache_per_token / 1e9:9.3g}  more for each 1,000 tokens of texts, in its cache"]
     if rank.host:
         lines += ["", *_gigabytes("host memory for each GPU, GB", rank.host)]
     sent = {what: nbytes / nodes for what, nbytes in needs.sent_between_nodes.items()}
