@@ -109,10 +109,8 @@ def build_datasets(
         parts = [build_one(name, prefix, edges, count) for prefix, count in zip(prefixes, to_build, strict=True)]
         blend = BlendedDataset(parts, weights, blend_size, name=name, cache=cache)
         if size is not None and len(blend) < size:
-            raise ValueError(
-                f"prefixes without weights are read once each: {len(blend)} samples in the {name} split, "
-                f"but the run asks for {size}; give each prefix a weight, or shorten the run"
-            )
+            once = f"prefixes without weights are read once each: {len(blend)} samples in the {name} split"
+            raise ValueError(f"{once}, but the run asks for {size}; give each prefix a weight, or shorten the run")
         return blend
 
     return Datasets(*map(build_split, SPLIT_NAMES, sources, num_samples))
@@ -133,10 +131,8 @@ def check_vocabulary(indexed: IndexedDataset, vocab_size: int, cache: IndexCache
         indexed.num_tokens,
     )["range"]
     if smallest < 0 or largest >= vocab_size:
-        raise ValueError(
-            f"{indexed.token_path} holds token {smallest if smallest < 0 else largest}, but the vocabulary has "
-            f"{vocab_size}: use the tokenizer that the data was made with"
-        )
+        beyond = f"{indexed.token_path} holds token {smallest if smallest < 0 else largest} of {vocab_size}"
+        raise ValueError(f"{beyond}: use the tokenizer that the data was made with")
 
 
 def check_end_of_document(indexed: IndexedDataset, options: SampleOptions) -> None:
@@ -148,8 +144,6 @@ def check_end_of_document(indexed: IndexedDataset, options: SampleOptions) -> No
     last = [sequence for sequence in ends[ends > begins] - 1 if indexed.sequence_lengths[sequence]]
     found = {int(indexed.get(sequence, int(indexed.sequence_lengths[sequence]) - 1)[0]) for sequence in last}
     if found and options.eod not in found:
-        raise ValueError(
-            f"no document of {indexed.prefix} ends with {options.eod}, the tokenizer's end-of-document id, which "
-            "--eod-mask-loss, --reset-position-ids and --reset-attention-mask need: make the data with --append-eod "
-            "and the same tokenizer, or leave these flags out"
-        )
+        none = f"no document of {indexed.prefix} ends with {options.eod}, the tokenizer's end-of-document id"
+        flags = "--eod-mask-loss, --reset-position-ids and --reset-attention-mask"
+        raise ValueError(f"{none}: make the data with --append-eod and the same tokenizer, or leave {flags} out")

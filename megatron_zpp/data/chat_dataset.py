@@ -47,15 +47,10 @@ class ChatDataset(Dataset):
         cache: IndexCache,
     ) -> None:
         if indexed.sequence_modes is None:
-            raise ValueError(
-                f"{indexed.prefix} does not say what the assistant speaks, which --sft needs: make it with "
-                "tools/preprocess_data.py --chat"
-            )
+            raise ValueError(f"{indexed.prefix} does not mark the assistant's words: make it with --chat")
         if len(chats) == 0:
-            raise ValueError(
-                f"the {name} split of {indexed.prefix} has none of its {indexed.num_documents} chats: give it a larger "
-                "share with --split, more data, or ask for none (--eval-iters 0 for valid and test)"
-            )
+            none = f"the {name} split of {indexed.prefix} has none of its {indexed.num_documents} chats"
+            raise ValueError(f"{none}: give a larger share with --split, more data, or --eval-iters 0")
         self.indexed, self.options, self.chats, self.modes = indexed, options, chats, indexed.sequence_modes
         ends = np.concatenate([[0], np.cumsum(indexed.sequence_lengths, dtype=np.int64)])[indexed.document_indices]
         lengths = np.diff(ends)[chats.start : chats.stop]  # tokens of each chat

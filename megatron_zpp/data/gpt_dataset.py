@@ -59,11 +59,8 @@ class GPTDataset(Dataset):
         self.indexed, self.options, self.sequences = indexed, options, sequences
         num_tokens = int(indexed.sequence_lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
         if num_tokens == 0:
-            raise ValueError(
-                f"the {name} split of {indexed.prefix} is empty ({len(sequences)} of {len(indexed)} documents), but "
-                f"{num_samples or 'some'} samples are asked of it: give it a larger share with --split, more data, or "
-                f"ask for none (--eval-iters 0 for valid and test)"
-            )
+            empty = f"the {name} split of {indexed.prefix} is empty ({len(sequences)} of {len(indexed)} documents)"
+            raise ValueError(f"{empty}: give a larger share with --split, more data, or --eval-iters 0")
         seq_length, seed, stable = options.seq_length, options.seed, options.stable_order
         samples_per_epoch = samples_in(1, num_tokens, seq_length, keep_last)
         if stable:
@@ -71,10 +68,8 @@ class GPTDataset(Dataset):
         else:
             self.epochs, self.separate_last_epoch = count_epochs(num_tokens, num_samples, seq_length)
         if samples_in(1 if stable else self.epochs, num_tokens, seq_length, keep_last) == 0:
-            raise ValueError(
-                f"the {name} split of {indexed.prefix} holds {num_tokens} tokens, less than one sample of "
-                f"{seq_length} + 1: give more data, or a smaller --seq-length"
-            )
+            few = f"the {name} split of {indexed.prefix} holds {num_tokens} tokens, less than {seq_length} + 1"
+            raise ValueError(f"{few}: give more data, or a smaller --seq-length")
 
         def build(advance: Advance) -> Arrays:
             lengths = indexed.sequence_lengths

@@ -71,9 +71,7 @@ class IndexedDataset:
             raise ValueError(f"{self.index_path} has version {version} and dtype code {code}; known: {VERSION}, 1 to 8")
         size = HEADER.size + 12 * num_sequences + 8 * num_documents
         if len(index) not in (size, size + num_sequences):
-            raise ValueError(
-                f"{self.index_path} is truncated or damaged: {len(index)} bytes, its header says {size}; make it again"
-            )
+            raise ValueError(f"{self.index_path} is truncated or damaged: {len(index)} bytes, its header says {size}")
 
         self.dtype = np.dtype(DTYPES[code])
         offset = HEADER.size
@@ -90,8 +88,7 @@ class IndexedDataset:
         expected, actual = self._bytes[self.token_path], self.token_path.stat().st_size
         if expected != actual:
             raise ValueError(
-                f"{self.token_path} holds {actual} bytes, {self.index_path} describes {expected}: "
-                f"truncated, or not from the same run; make both again"
+                f"{self.token_path} holds {actual} bytes, {self.index_path} says {expected}: make both again"
             )
         self._maps = {self.index_path: index}
         if mmap_tokens:

@@ -74,10 +74,8 @@ def build_loader(
                 raise ids
             batch = make_batch(ids, options)
             yield {name: tensor.pin_memory() for name, tensor in batch.items()} if pin_memory else batch
-        raise ValueError(
-            f"out of data: the dataset has {total} samples and the run asks for more, "
-            f"having started from sample {consumed_samples}; shorten the run or give more data"
-        )
+        over = f"out of data: the dataset has {total} samples, and the run asks for more from {consumed_samples} on"
+        raise ValueError(f"{over}; shorten the run or give more data")
 
     return batches()
 

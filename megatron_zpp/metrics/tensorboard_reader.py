@@ -89,9 +89,7 @@ def read_run(name: str, files: list[Path]) -> RunHistory:
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError:
-        raise ImportError(
-            "reading runs needs the package tensorboard: pip install tensorboard, or megatron_zpp's extra tensorboard"
-        ) from None
+        raise ImportError("reading runs needs the package tensorboard, of megatron_zpp's extra tensorboard") from None
 
     run = RunHistory(name)
     for file in files:

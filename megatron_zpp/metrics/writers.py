@@ -82,9 +82,7 @@ class MetricWriters:
             spec = importlib.util.find_spec(package)
             # A folder of that name, such as wandb's ./wandb, has no origin.
             if wanted[package] is not None and (spec is None or spec.origin is None):
-                raise ValueError(
-                    f"{flag} needs the package {package}: pip install {package}, or megatron_zpp's extra {package}"
-                )
+                raise ValueError(f"{flag} needs the package {package}, of megatron_zpp's extra {package}")
         if is_writer and settings.tensorboard_dir is not None:
             self._to_tensorboard = Attempts(f"TensorBoard's events in {settings.tensorboard_dir}")
             if not self._to_tensorboard(self._open_tensorboard):

@@ -17,14 +17,10 @@ VOCABULARY_BLOCK = 2048
 def head_size(hidden_size: int, num_heads: int, num_query_groups: int, kv_channels: int | None) -> int:
     """Width of one attention head. Raises ValueError for heads that do not divide."""
     if num_heads % num_query_groups:
-        raise ValueError(
-            f"num_attention_heads {num_heads} is not divisible by num_query_groups {num_query_groups}; "
-            "every group needs the same number of heads"
-        )
+        raise ValueError(f"num_attention_heads {num_heads} is not divisible by num_query_groups {num_query_groups}")
     if kv_channels is None and hidden_size % num_heads:
         raise ValueError(
-            f"hidden_size {hidden_size} is not divisible by num_attention_heads {num_heads}; "
-            "change one of them or set kv_channels"
+            f"hidden_size {hidden_size} is not divisible by num_attention_heads {num_heads}: set kv_channels"
         )
     return kv_channels or hidden_size // num_heads
 

@@ -159,10 +159,8 @@ def _checked_ramp(rampup: Sequence[int], global_batch_size: int) -> tuple[int, i
     if start > global_batch_size:
         raise ValueError(f"--rampup-batch-size starts at {start}, above --global-batch-size {global_batch_size}")
     if (global_batch_size - start) % increment:
-        raise ValueError(
-            f"--rampup-batch-size: the increment {increment} does not divide --global-batch-size {global_batch_size} "
-            f"- start {start} = {global_batch_size - start}, so the ramp would not end at the global batch size"
-        )
+        rest = f"--global-batch-size {global_batch_size} - start {start} = {global_batch_size - start}"
+        raise ValueError(f"--rampup-batch-size: the increment {increment} does not divide {rest}")
     return start, increment, samples
 
 
@@ -185,9 +183,9 @@ class Curriculum:
             raise ValueError("--curriculum-min-length requires --curriculum-iters, the steps over which samples grow")
         last = min(last or training.seq_length, training.seq_length)
         if not training.curriculum_length_step <= first <= last:
+            ends = f"--curriculum-min-length {first} to --curriculum-max-length {last} tokens"
             raise ValueError(
-                f"samples cannot grow from --curriculum-min-length {first} to --curriculum-max-length {last} tokens by "
-                f"steps of --curriculum-length-step {training.curriculum_length_step}"
+                f"samples cannot grow from {ends} by {training.curriculum_length_step} (--curriculum-length-step)"
             )
         return cls(first, last, iters, training.curriculum_length_step)
 

@@ -104,9 +104,7 @@ class LossScaler:
         self.is_dynamic = precision.fp16 and precision.loss_scale is None
         self.scale = float(precision.loss_scale or 1.0) if precision.fp16 else 1.0
         if self.is_dynamic:
-            self.scale, least = float(precision.initial_loss_scale), precision.min_loss_scale
-            if self.scale < least:
-                raise ValueError(f"--initial-loss-scale {self.scale} is below --min-loss-scale {least}: raise it")
+            self.scale = float(precision.initial_loss_scale)
         self._precision, self._clean_steps, self._tolerance = precision, 0, precision.hysteresis
 
     def update(self, overflow: bool) -> None:

@@ -159,11 +159,8 @@ def _apex_optimizer(
         optimizer_class = getattr(importlib.import_module("apex.optimizers"), name)
         importlib.import_module("amp_C")  # the compiled part, which an Apex built without --cuda_ext lacks
     except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"--use-apex: NVIDIA Apex with its CUDA extensions is not installed ({error}). Build it from "
-            "https://github.com/NVIDIA/apex (not `pip install apex`, which is another project), or leave --use-apex "
-            "out: torch's fused optimizer is the default"
-        ) from error
+        missing = f"--use-apex: NVIDIA Apex with its CUDA extensions is not installed ({error})"
+        raise ValueError(f"{missing}: build it from github.com/NVIDIA/apex, or leave it out") from error
     optimizer = optimizer_class(groups, weight_decay=0.0, **arguments, **more_arguments)
     setattr(optimizer, kernel, _on_local_tensors(getattr(optimizer, kernel)))
     return cast(torch.optim.Optimizer, optimizer)

@@ -120,10 +120,8 @@ class Schedule:
             return None
         least = self.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
         if not max(least, self.warmup_init_lr) <= optimizer.decoupled_lr:
-            raise ValueError(
-                f"--decoupled-lr {optimizer.decoupled_lr} is below --decoupled-min-lr {least}, by default --min-lr, or "
-                f"below --lr-warmup-init {self.warmup_init_lr}"
-            )
+            bounds = f"--decoupled-min-lr {least}, by default --min-lr, or below --lr-warmup-init {self.warmup_init_lr}"
+            raise ValueError(f"--decoupled-lr {optimizer.decoupled_lr} is below {bounds}")
         return dataclasses.replace(self, max_lr=optimizer.decoupled_lr, min_lr=least).lr(samples)
 
     def lr(self, samples: float) -> float:
@@ -209,15 +207,11 @@ class Schedule:
         if self.decay_samples < 1:
             raise ValueError("the learning-rate decay has no length; give a longer run or --lr-decay-iters/-samples")
         if not 0 <= self.warmup_samples < self.decay_samples:
-            raise ValueError(
-                f"the warm-up of {self.warmup_samples:g} samples must be shorter than the decay of "
-                f"{self.decay_samples} samples, which includes it; shorten it or lengthen --lr-decay-iters/-samples"
-            )
+            wrong = f"the warm-up of {self.warmup_samples:g} samples must be below the decay's {self.decay_samples}"
+            raise ValueError(f"{wrong}, which includes it; shorten it or lengthen --lr-decay-iters/-samples")
         if self.decay_style == "WSD" and not 1 <= self.wsd_decay_samples <= self.decay_samples - self.warmup_samples:
-            raise ValueError(
-                f"WSD's final decay of {self.wsd_decay_samples} samples must fit between the warm-up "
-                f"({self.warmup_samples:g} samples) and the end of the decay ({self.decay_samples} samples)"
-            )
+            room = f"the {self.decay_samples - self.warmup_samples:g} between the warm-up and the end of the decay"
+            raise ValueError(f"WSD's final decay of {self.wsd_decay_samples} samples must fit into {room}")
 
 
 def resume_schedule(
@@ -239,10 +233,8 @@ def resume_schedule(
     try:
         before = Schedule.from_state_dict(saved)
     except ValueError as error:
-        raise ValueError(
-            f"the checkpoint's schedule is damaged, or of another version ({error}): use the flags' with "
-            "--override-opt_param-scheduler"
-        ) from error
+        damaged = f"the checkpoint's schedule is damaged, or of another version ({error})"
+        raise ValueError(f"{damaged}: use the flags' with --override-opt_param-scheduler") from error
     if use_checkpoint:
         return before
     unused = before.unused() & from_flags.unused()
@@ -253,11 +245,10 @@ def resume_schedule(
         if values[name] != value and name not in unused
     ]
     if differences:
-        raise ValueError(
-            f"the schedule changed since the checkpoint was saved: {'; '.join(differences)}. Give the same (a longer "
-            "run keeps the decay with --lr-decay-iters or --lr-decay-samples), or choose the flags' with "
-            "--override-opt_param-scheduler, or the checkpoint's with --use-checkpoint-opt_param-scheduler"
-        )
+        changed = f"the schedule changed since the checkpoint was saved: {'; '.join(differences)}"
+        same = "Give the same (a longer run keeps the decay with --lr-decay-iters or --lr-decay-samples)"
+        flags = "--override-opt_param-scheduler, or the checkpoint's with --use-checkpoint-opt_param-scheduler"
+        raise ValueError(f"{changed}. {same}, or choose the flags' with {flags}")
     return from_flags
 
 
@@ -288,9 +279,7 @@ def _check_units(schedule: ScheduleSettings, training: ResolvedTraining) -> None
         raise ValueError("give the decay once: --lr-decay-tokens or --lr-decay-iters/-samples")
     warmups = [schedule.lr_warmup_tokens, schedule.lr_warmup_iters or schedule.lr_warmup_samples, fraction is not None]
     if sum(map(bool, warmups)) > 1:
-        raise ValueError(
-            "give the warm-up once: --lr-warmup-fraction, --lr-warmup-tokens or --lr-warmup-iters/-samples"
-        )
+        raise ValueError("give the warm-up once: --lr-warmup-fraction, -tokens, -iters or -samples")
     if fraction is not None and not 0 <= fraction < 1:
         raise ValueError(f"--lr-warmup-fraction is a part of the decay, 0 <= fraction < 1, not {fraction}")
 
@@ -300,15 +289,12 @@ def _weight_decay_range(optimizer: OptimizerSettings) -> tuple[float, float]:
     if optimizer.weight_decay_incr_style == "constant":
         if start is not None or end is not None:
             raise ValueError(
-                "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine; "
-                "use --weight-decay for a constant one"
+                "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine"
             )
         return optimizer.weight_decay, optimizer.weight_decay
     if start is None or end is None:
-        raise ValueError(
-            f"--weight-decay-incr-style {optimizer.weight_decay_incr_style} needs both --start-weight-decay and "
-            "--end-weight-decay"
-        )
+        style = optimizer.weight_decay_incr_style
+        raise ValueError(f"--weight-decay-incr-style {style} needs both --start-weight-decay and --end-weight-decay")
     if not 0 <= start <= end:
         raise ValueError(f"need 0 <= --start-weight-decay <= --end-weight-decay, but they are {start} and {end}")
     return start, end

@@ -87,10 +87,8 @@ def island_cluster(settings: ResolvedSettings, cluster: Cluster) -> Cluster:
     if islands == 1:
         return cluster
     if cluster.nodes % islands or islands % cluster.sites:
-        raise ValueError(
-            f"--islands {islands} of {cluster.nodes} nodes at {cluster.sites} site(s): islands that are planned are "
-            "whole nodes of one site; give another number"
-        )
+        cut = f"--islands {islands} of {cluster.nodes} nodes at {cluster.sites} site(s)"
+        raise ValueError(f"{cut}: islands that are planned are whole nodes of one site; give another number")
     return replace(cluster, nodes=cluster.nodes // islands, sites=1)
 
 

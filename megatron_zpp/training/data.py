@@ -84,10 +84,8 @@ def check_same_data_on_all_ranks(datasets: Datasets) -> None:
     with errors_on_all_ranks():
         others = [rank for rank, order in enumerate(orders) if order != orders[0]]
         if others:
-            raise ValueError(
-                f"ranks {', '.join(map(str, others))} read other data than rank 0: the files differ between nodes; "
-                "copy the .bin and .idx files of one node to all"
-            )
+            differs = f"ranks {', '.join(map(str, others))} read other data than rank 0: the files differ between nodes"
+            raise ValueError(f"{differs}; copy the .bin and .idx files of one node to all")
 
 
 class BatchIterators:

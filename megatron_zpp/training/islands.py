@@ -104,11 +104,9 @@ def join(run: Run) -> None:
     _set_counters(run, counters.iteration)
     with errors_on_all_ranks():
         if counters.consumed_train_samples != num_read:
-            raise ValueError(
-                f"the checkpoint's run read {num_read} samples in {counters.iteration} steps, where these batches make "
-                f"{counters.consumed_train_samples}. With --islands-may-leave the number of steps decides what is "
-                "read: give the batch size that the run had from its first step, or --finetune"
-            )
+            before = f"the checkpoint's run read {num_read} samples in {counters.iteration} steps"
+            now = f"where these batches make {counters.consumed_train_samples}"
+            raise ValueError(f"{before}, {now}: give the batch size that it had from its first step, or --finetune")
     print_once(f"{name} waits for the others")
     islands.join()
     _set_counters(run, islands.steps)

@@ -276,11 +276,9 @@ class Checkpoints:
         """Raise CheckpointError on all ranks if the run's last iteration was not saved."""
         with errors_on_all_ranks():
             if self.saver is not None and self.saver.saved_iteration != self._run.counters.iteration:
-                raise CheckpointError(
-                    f"the checkpoint of the last iteration, {self._run.counters.iteration}, was not saved, for the "
-                    f"reason above; the latest one in {self.saver.folder} is older, and the same command goes on from "
-                    "there"
-                )
+                lost = f"the checkpoint of the last iteration, {self._run.counters.iteration}, was not saved"
+                older = f"the latest one in {self.saver.folder} is older, and the same command goes on from there"
+                raise CheckpointError(f"{lost}, for the reason above; {older}")
 
     def describe(self) -> str:
         """Say where the run's last iteration is saved."""

@@ -256,7 +256,5 @@ def _check_same_model(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
         if theirs[k] != v and not k.endswith("dropout") and k != "init_method_std"
     ]
     if differing:
-        raise CheckpointError(
-            f"{checkpoint} is of another model: {'; '.join(differing)}. Give the flags of the model that was saved, "
-            "or --load another folder"
-        )
+        other = f"{checkpoint} is of another model: {'; '.join(differing)}"
+        raise CheckpointError(f"{other}. Give the flags of the model that was saved, or --load another folder")

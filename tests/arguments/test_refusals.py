@@ -95,7 +95,7 @@ from tests.convert.hf.small_models import CONFIGS, to_hf_config
          "--topk 1 is --moe-router-topk says otherwise"),
         ("--num-experts 8 --moe-min-capacity 4", "--moe-min-capacity needs --moe-expert-capacity-factor"),
         ("--num-layers 4 --num-experts 4 8 8", "--moe-experts-per-layer 4,8,8 has 3 numbers, and 4 of --num-layers 4"),
-        ("--num-experts 4 --moe-experts-per-layer 4,x", "must be numbers from 1 to --num-experts 4, as 32,32,64"),
+        ("--num-experts 4 --moe-experts-per-layer 4,x", "must be numbers from 1 to 4, as 32,32,64"),
         ("--num-experts 4 --mlp-type standart", "--mlp-type must be one of standard, residual, got standart"),
         # optimizer, schedule, precision, recomputation
         ("--min-lr 1", "--min-lr --lr"),
@@ -106,7 +106,8 @@ from tests.convert.hf.small_models import CONFIGS, to_hf_config
         ("--lr-warmup-iters 5 --lr-warmup-fraction 0.1", "give the warm-up once"),
         ("--lr-warmup-fraction 1.5", "--lr-warmup-fraction"),
         ("--lr-decay-style WSD", "--lr-wsd-decay-iters"),
-        ("--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-warmup-iters 2", "must fit between"),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-warmup-iters 2", "must fit into"),
+        ("--fp16 --initial-loss-scale 0.5", "--initial-loss-scale 0.5 is below --min-loss-scale 1"),
         ("--start-weight-decay 0.1", "--start-weight-decay --weight-decay-incr-style"),
         ("--end-weight-decay 0.1", "--weight-decay-incr-style linear"),
         ("--weight-decay-incr-style linear", "--start-weight-decay and"),

@@ -130,7 +130,7 @@ def test_bad_chats_are_named(preprocess, value, message):
 def test_a_template_that_marks_nothing_is_refused(preprocess, tokenizer):
     (tokenizer / "chat_template.jinja").write_text("{{ messages[0].content }}")
     code, err = preprocess([json.dumps({"messages": CHATS[0]})])
-    assert code == 1 and "between {% generation %} and {% endgeneration %}" in err
+    assert code == 1 and "put {% generation %} and {% endgeneration %} around it" in err
     (tokenizer / "chat_template.jinja").unlink()
     assert "has no chat template" in preprocess([json.dumps({"messages": CHATS[0]})])[1]
 

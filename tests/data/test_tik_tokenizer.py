@@ -110,7 +110,7 @@ def test_megatrons_json_vocabulary(tmp_path, num_special):
         ("{}", {}, "not a JSON vocabulary"),
         ('[{"rank": 0}]', {}, "not a JSON vocabulary"),
         ("[1", {}, "not a JSON vocabulary"),
-        (None, {}, "has 256 tokens, and --vocab-size 131072 less 1000 special ones .*: give --vocab-size 1256"),
+        (None, {}, "has 256 tokens, not --vocab-size 131072 less 1000 special ones: give --vocab-size 1256"),
         (None, {"vocab_size": 1255}, "room for 256 others"),
         (None, {"tiktoken_num_special_tokens": 2}, "at least 3 special tokens"),
         (BYTES[::-1], {"vocab_size": 1256}, "ranks must count from 0, bytes first"),

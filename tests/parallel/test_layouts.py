@@ -269,7 +269,7 @@ REFUSED = [  # ranks, flags, what the error says
     (4, f"{EIGHT} {VIRTUAL} --global-batch-size 9", "9 do not divide into 2 rounds"),
     (4, f"{SIX} {VIRTUAL} --decoder-last-pipeline-num-layers 2", "exclude each other"),
     (4, f"{EIGHT} {VIRTUAL} --pipeline-schedule gpipe", "has one stage on each rank"),
-    (4, f"{EIGHT} {VIRTUAL} --pipeline-schedule zbv", "cannot share tied embeddings"),
+    (4, f"{EIGHT} {VIRTUAL} --pipeline-schedule zbv", "cannot tie embeddings"),
     (4, f"{PP4} --num-layers 12 {VIRTUAL} --pipeline-schedule zbv", "--num-layers 12 / (2 * 4 pipeline ranks)"),
     (4, f"{EIGHT} {ZERO_BUBBLE} --compile", "leave one out"),
     (

@@ -115,9 +115,7 @@ def _build_tokenizer(settings: dict[str, Any], vocab_size: int) -> Tokenizer:
     try:
         tokenizer = build(settings)
     except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{error}: say where the tokenizer's files are now, or export the weights alone with --no-tokenizer"
-        ) from error
+        raise FileNotFoundError(f"{error}: say where it is now, or give --no-tokenizer") from error
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} ids, but the model only {vocab_size}")
     return tokenizer

@@ -41,10 +41,7 @@ def export(args: argparse.Namespace) -> str:
     def read(name: str) -> Tensor:
         tensor = saved(name).to(DTYPES[args.dtype])
         if not tensor.isfinite().all():
-            raise CheckpointError(
-                f"{name} of {checkpoint} has NaN or Inf as {args.dtype}: export an earlier one with --ckpt-step, or "
-                "with --dtype float32"
-            )
+            raise CheckpointError(f"{name} of {checkpoint} has NaN or Inf: give another --ckpt-step or --dtype")
         return tensor
 
     with new_folder(args.output, "--output") as folder, progress("writing the checkpoint"):

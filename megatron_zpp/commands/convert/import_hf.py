@@ -47,10 +47,8 @@ def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = AR
     name_of = match_names(stored, files.their_shapes(architecture, config, mapping), hf_config["tie_word_embeddings"])
     chosen = given_tokenizer(args) or find_tokenizer(args.input)
     if not chosen:
-        raise ValueError(
-            f"{args.input} has no tokenizer (tokenizer.json, tokenizer.model, or vocab.json and merges.txt): give its "
-            f"own with --tokenizer-type and its files; {NULL_TOKENIZER}"
-        )
+        none = f"{args.input} has no tokenizer (tokenizer.json, tokenizer.model, or vocab.json and merges.txt)"
+        raise ValueError(f"{none}: give its own with --tokenizer-type and its files; {NULL_TOKENIZER}")
     assert architecture.flags is not None
     flags = architecture.flags(config, positions) + tokenizer_words(chosen)
     settings = settings_of_import(architecture, config, flags, positions, build(chosen))
@@ -108,16 +106,12 @@ def match_names(stored: files.WeightFiles, shapes: Mapping[str, torch.Size], tie
     if tied and "lm_head.weight" in left_over:
         embeddings = next(iter(shapes))
         if not stored.read("lm_head.weight").equal(stored.read(name_of[embeddings])):
-            raise ValueError(
-                f"config.json of {stored.folder} ties the output layer to the embeddings, but lm_head.weight is "
-                'another matrix: set "tie_word_embeddings": false there if that is what was trained'
-            )
+            other = f"config.json of {stored.folder} ties the output layer to the embeddings, but lm_head.weight is"
+            raise ValueError(f'{other} another matrix: set "tie_word_embeddings": false there if that was trained')
         left_over.remove("lm_head.weight")
     if left_over:
         names = f"{', '.join(sorted(left_over)[:3])}{' and more' if len(left_over) > 3 else ''}"
-        raise ValueError(
-            f"the weights in {stored.folder} hold what the model of its config.json has no place for: {names}"
-        )
+        raise ValueError(f"the weights in {stored.folder} hold what its config.json has no place for: {names}")
     return name_of
 
 

@@ -40,10 +40,7 @@ def settings_of_import(
 ) -> Settings:
     """Build the settings that an imported checkpoint keeps. flags: of its model and tokenizer. Raises ValueError."""
     if tokenizer.vocab_size > config.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, but the model only {config.vocab_size}: give the "
-            "model's own with --tokenizer-type and its files"
-        )
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} ids, but the model only {config.vocab_size}")
     run = ["--mock-data", "--seq-length", str(positions), "--micro-batch-size", "1", "--train-iters", "1", "--lr", "0"]
     settings = parse_settings(architecture, [*flags, *run], note=lambda text: None)
     trained = architecture.build_model(settings.model, tokenizer.vocab_size).config

@@ -31,10 +31,8 @@ def compare(
     b = streamed_logits(transformers_model(hf_config), theirs, tokens)
     difference, allowed = float((a - b).abs().max()), TOLERANCE * max(1.0, float(b.abs().max()))
     if not difference <= allowed:
-        raise ValueError(
-            f"transformers' logits differ from ours by up to {difference:.1e}, where {allowed:.1e} is allowed, so the "
-            "result was not kept: please report this as a bug"
-        )
+        wrong = f"transformers' logits differ from ours by up to {difference:.1e}, where {allowed:.1e} is allowed"
+        raise ValueError(f"{wrong}, so the result was not kept: please report this as a bug")
     return difference
 
 

@@ -66,10 +66,8 @@ class WeightFiles:
         else:
             pickled = [path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth"))]
             if pickled:
-                raise ValueError(
-                    f"{folder} has its weights pickled ({pickled[0]}), and unpickling runs what is in the file. If you "
-                    "trust it, load it with transformers and save it with save_pretrained: that writes safetensors"
-                )
+                unsafe = f"{folder} has its weights pickled ({pickled[0]}), and unpickling runs what is in the file"
+                raise ValueError(f"{unsafe}: if you trust it, save it with transformers' save_pretrained")
             raise ValueError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}")
         self.shapes: dict[str, torch.Size] = {}
         self.dtypes: dict[str, str] = {}  # as safetensors names them: F32, BF16

@@ -68,15 +68,11 @@ def _check(tokenizer: Tokenizer, kind: str, folder: Path) -> dict[str, int]:
         expected = tokenizer.tokenize(text)
         got = theirs(text, add_special_tokens=False)["input_ids"]
         if got != expected:
-            raise ValueError(
-                f"this {kind} cannot be written for transformers: {text!r} is {expected[:12]} here and would be "
-                f"{got[:12]} there; export the weights without it (--no-tokenizer)"
-            )
+            differs = f"{text!r} is {expected[:12]} here and would be {got[:12]} there"
+            raise ValueError(f"this {kind} cannot be written for transformers: {differs}; give --no-tokenizer")
     if theirs.eos_token_id != tokenizer.eod:
-        raise ValueError(
-            f"documents end with id {tokenizer.eod} here, and with {theirs.eos_token_id} in transformers: set "
-            "eos_token in tokenizer_config.json beside the tokenizer.json"
-        )
+        ends = f"documents end with id {tokenizer.eod} here, and with {theirs.eos_token_id} in transformers"
+        raise ValueError(f"{ends}: set eos_token in tokenizer_config.json beside the tokenizer.json")
     begin = theirs.bos_token_id
     return {"bos_token_id": tokenizer.eod if begin is None else begin, "eos_token_id": tokenizer.eod}
 

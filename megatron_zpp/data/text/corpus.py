@@ -99,9 +99,7 @@ def find_files(inputs: Sequence[str], file_format: str | None = None) -> list[Co
             shown = [path / each for each in below if not any(part.startswith(".") for part in each.parts)]
             known = [(each, kind) for each in shown if (kind := file_format or _format_by_suffix(each))]
             if not known:
-                raise FileNotFoundError(
-                    f"--input {name} holds no file of {', '.join(SUFFIXES)}; --input-format takes all of its files"
-                )
+                raise FileNotFoundError(f"--input {name} holds no file of {', '.join(SUFFIXES)}: give --input-format")
             found += known
         elif path.is_file():
             found.append((path, file_format or _format_by_suffix(path) or "jsonl"))

@@ -252,10 +252,8 @@ def _load(job: Job, identity: dict[str, Any]) -> State:
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{job.state_file} is damaged ({error!r}): give --restart to start over") from error
     if differing:
-        raise ValueError(
-            f"{job.state_file} is from an unfinished job with another {', '.join(differing)}: run that to its end, "
-            f"choose another --output-prefix, or give --restart to start over"
-        )
+        other = f"{job.state_file} is from an unfinished job with another {', '.join(differing)}"
+        raise ValueError(f"{other}: run that to its end, or give another --output-prefix, or --restart to start over")
     return state
 
 

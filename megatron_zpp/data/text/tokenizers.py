@@ -172,22 +172,16 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         names = [configured, *KNOWN_EOD_TOKENS] if isinstance(configured, str) else KNOWN_EOD_TOKENS
         ends = [self.vocabulary[name] for name in names if name in self.vocabulary]
         if not ends:
-            raise ValueError(
-                f'{file} has no known end-of-document token; name it in {config_file} as {{"eos_token": "..."}}'
-            )
+            raise ValueError(f'{file} has no known end-of-document token; name its "eos_token" in {config_file}')
         self.eod = ends[0]
         model_file = file.parent / "config.json"
         size = read_json_object(model_file).get("vocab_size") if model_file.is_file() else None
         if isinstance(size, int) and size < self.vocab_size:
-            raise ValueError(
-                f"{file} has ids up to {self.vocab_size - 1}, but the model of {model_file} only {size} ids"
-            )
+            raise ValueError(f"{file} has ids up to {self.vocab_size - 1}, but the model of {model_file} only {size}")
         for character in ALL_KINDS:
             if unicodedata.category(character)[0] in "LNPS" and not self.tokenize(character):
-                raise ValueError(
-                    f"{file} leaves characters out that it does not know, such as {character!r}: texts would lose "
-                    "them without a trace; give its model an unknown token or all bytes"
-                )
+                lost = f"{file} leaves characters out that it does not know, such as {character!r}"
+                raise ValueError(f"{lost}: give its model an unknown token or all bytes")
 
     def apply_chat_template(self, messages: list[str]) -> list[str]:
         """Format each message of a user by the model's chat template, up to where the answer begins.
@@ -205,10 +199,9 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         with _errors_of_template():
             template: str = library.get_chat_template()
         if not GENERATION.search(template):
+            unmarked = f"--chat: the chat template in {self.file.parent} does not mark what the assistant says"
             raise ValueError(
-                f"--chat: the chat template in {self.file.parent} does not mark what the assistant says: in a copy of "
-                "the folder, put its text and its end token between {% generation %} and {% endgeneration %} "
-                "(docs/finetuning.md shows one)"
+                f"{unmarked}: put {{% generation %}} and {{% endgeneration %}} around it (docs/finetuning.md)"
             )
         return template
 
@@ -237,10 +230,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         with _errors_of_template():
             library = PreTrainedTokenizerFast.from_pretrained(self.file.parent, tokenizer_file=str(self.file))
         if not library.chat_template:
-            raise ValueError(
-                f"--chat: {self.file.parent} has no chat template: neither chat_template.jinja nor one in "
-                "tokenizer_config.json"
-            )
+            raise ValueError(f"--chat: {self.file.parent} has no chat template (chat_template.jinja)")
         return library
 
 
@@ -337,10 +327,8 @@ def huggingface_path(value: str | None) -> Path:
 
         found = try_to_load_from_cache(value, "tokenizer.json")
     if not isinstance(found, str):
-        raise FileNotFoundError(
-            f"--tokenizer-model {value} does not exist, and Hugging Face's cache has no tokenizer.json of a model of "
-            f"that name; where there is a network: hf download {value} tokenizer.json tokenizer_config.json"
-        )
+        missing = f"--tokenizer-model {value} does not exist, and Hugging Face's cache has no model of that name"
+        raise FileNotFoundError(f"{missing}: hf download {value} tokenizer.json tokenizer_config.json")
     return Path(found).parent
 
 

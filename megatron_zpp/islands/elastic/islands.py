@@ -68,10 +68,7 @@ class ElasticIslands(OuterSync):
         Raises ValueError if a synchronization would take several steps.
         """
         if config.fragments > 1 or config.sync_delay:
-            raise ValueError(
-                f"elastic islands require fragments 1 and sync_delay 0, got {config.fragments} and "
-                f"{config.sync_delay}: an island that leaves would take parameters in flight along"
-            )
+            raise ValueError("elastic islands require fragments 1 and sync_delay 0: nothing stays in flight")
         self.last_sync_step = 0  # the number of steps when the outer parameters were synchronized
         parameters = trainable_parameters(model)
         shapes = [(name, tuple(local_data(p).shape), str(local_data(p).dtype)) for name, p in parameters.items()]
