@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from megatron_zpp.arguments.check_islands import check_islands
 from megatron_zpp.arguments.check_zero import check_muon, check_zero
@@ -157,7 +157,7 @@ def _resolve_training(training: TrainingSettings, dp_size: int, accumulation_ste
 
 def _resolve_length(settings: Settings, dp_size: int) -> Settings:
     """End the run by its tokens. Builds the schedules that the trainer will build, which refuse what cannot work."""
-    training = ResolvedTraining(**vars(settings.training))
+    training = cast(ResolvedTraining, settings.training)
     try:
         batches = BatchSchedule.from_settings(training, dp_size)
         if not training.skip_train:
@@ -172,7 +172,7 @@ def _resolve_length(settings: Settings, dp_size: int) -> Settings:
 def _check_curriculum(settings: Settings) -> None:
     """Check that cut samples can still be divided among ranks, and are one document each."""
     try:
-        curriculum = Curriculum.from_settings(ResolvedTraining(**vars(settings.training)))
+        curriculum = Curriculum.from_settings(cast(ResolvedTraining, settings.training))
     except ValueError as error:
         raise SettingsError(str(error)) from error
     if curriculum is None:

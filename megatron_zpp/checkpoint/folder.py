@@ -78,6 +78,14 @@ def find_checkpoint(folder: str, iteration: int | None = None) -> Path | None:
     return checkpoint
 
 
+def require_checkpoint(folder: str, iteration: int | None = None) -> Path:
+    """Find a checkpoint as ``find_checkpoint`` does. Raises CheckpointError if there is none."""
+    checkpoint = find_checkpoint(folder, iteration)
+    if checkpoint is None:
+        raise CheckpointError(f"{folder} holds no checkpoint: give what was given to --save in training")
+    return checkpoint
+
+
 def candidates(folder: str) -> list[Path]:
     """List what a run may resume from, damaged ones too, newest first, up to the one that the text file names."""
     try:

@@ -13,30 +13,26 @@ from typing import Any
 
 import torch
 
-from megatron_zpp.checkpoint import CheckpointError, find_checkpoint, iterate_parameters, problems, read_meta
+from megatron_zpp.checkpoint import CheckpointError, iterate_parameters
 from megatron_zpp.checkpoint.meta import saved_model
 from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
-from megatron_zpp.commands.common import given_architecture, report_errors
+from megatron_zpp.commands.common import given_architecture, open_verified, report_errors
 from megatron_zpp.convert.hf.files import generation_settings
-from megatron_zpp.data.text.tokenizers import build_tokenizer, chat_tokenizer
+from megatron_zpp.convert.hf.tokenizer import build
+from megatron_zpp.data.text.tokenizers import chat_tokenizer
 from megatron_zpp.families import Architecture
 from megatron_zpp.files import read_text
 from megatron_zpp.models.generate import Drawing, generate
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.settings.flags import number
 
-TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")  # in the order of ``build_tokenizer``
-TIKTOKEN = ("tiktoken_pattern", "tiktoken_num_special_tokens")
-TOKENIZER_SETTINGS = ("tokenizer_type", *TOKENIZER_FILES, "vocab_size", *TIKTOKEN)
+TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 def load_model(
     checkpoint: Path, meta: dict[str, Any], device: torch.device, given: Architecture | None = None
 ) -> Transformer:
-    """Load the checkpoint's model, of the ``given`` architecture if it is not built in. Raises CheckpointError."""
-    wrong = problems(checkpoint)
-    if wrong:
-        raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(wrong)}")
+    """Load a verified checkpoint's model, of the ``given`` architecture if there is one. Raises CheckpointError."""
     architecture, config = saved_model(meta, given)
     model = architecture.build_empty(config).to_empty(device=device)
     state = model.state_dict()
@@ -61,13 +57,10 @@ def stream(written: Iterator[list[int | None]], text: list[int], decode: Callabl
 
 def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator[str]:
     """Yield the output in pieces. Raises ValueError or OSError on a user's mistake."""
-    checkpoint = find_checkpoint(args.load, args.ckpt_step)
-    if checkpoint is None:
-        raise CheckpointError(f"{args.load} holds no checkpoint: give --load what was given to --save in training")
-    meta = read_meta(checkpoint)
+    checkpoint, meta = open_verified(args.load, args.ckpt_step)
     files = {name: getattr(args, name) for name in TOKENIZER_FILES}
     settings = settings_with_tokenizer(checkpoint, meta) | {name: path for name, path in files.items() if path}
-    tokenizer = build_tokenizer(*(settings[name] for name in TOKENIZER_SETTINGS))
+    tokenizer = build(settings)
     # A text ends with the end of a document, and with the end tokens of the model's generation_config.json.
     eos = generation_settings(settings, {"eos_token_id": tokenizer.eod})[1]["eos_token_id"]
     ends = {tokenizer.eod, *(eos if isinstance(eos, list) else [eos])}

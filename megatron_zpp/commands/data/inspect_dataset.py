@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import sys
 import tempfile
 from functools import partial
 from typing import Any
@@ -184,7 +183,3 @@ def run(args: argparse.Namespace) -> str:
 def main() -> int:
     args = parse_arguments()
     return report_errors(lambda: print(run(args)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

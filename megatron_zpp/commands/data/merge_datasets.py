@@ -91,7 +91,3 @@ def main() -> int:
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the output, without suffix")
     args = parser.parse_args()
     return report_errors(lambda: run(args), (ValueError, OSError))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

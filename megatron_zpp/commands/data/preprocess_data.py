@@ -182,7 +182,3 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted; give the same command again to continue", file=sys.stderr)
         return 130
-
-
-if __name__ == "__main__":
-    sys.exit(main())

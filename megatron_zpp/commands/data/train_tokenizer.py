@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import sys
 from pathlib import Path
 
 import sentencepiece
@@ -104,7 +103,3 @@ def run(args: argparse.Namespace) -> None:
 def main() -> int:
     args = parse_arguments()
     return report_errors(lambda: run(args))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

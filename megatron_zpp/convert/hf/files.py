@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint.meta import check_config
+from megatron_zpp.data.text.packages import load_package
 from megatron_zpp.families import Architecture, HuggingFaceMapping
 from megatron_zpp.files import read_bounded
 from megatron_zpp.models.transformer import TransformerConfig
@@ -27,13 +28,7 @@ SINGLE = "model.safetensors"
 
 def require_packages() -> None:
     """Raise ImportError with what to install if transformers is missing. Silences its notes."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError(
-            f"the package {error.name} is not installed: pip install transformers, or megatron_zpp's extra hf"
-        ) from error
-    transformers.logging.set_verbosity_error()
+    load_package("transformers", "this program", "hf").logging.set_verbosity_error()
 
 
 @contextmanager
