@@ -12,10 +12,7 @@ from megatron_zpp.settings.groups import Settings
 
 
 def check_islands(settings: Settings, given: Collection[str]) -> None:
-    """Raise SettingsError where something else does not go with islands. ``check_parallel`` has checked their number.
-
-    given: names of the settings that the user chose.
-    """
+    """Raise SettingsError where something else does not go with islands. given: settings that the user chose."""
     ranks, config, training = settings.distributed, settings.island, settings.training
     if ranks.islands == 1:
         require(not ranks.islands_may_leave, "--islands-may-leave needs --islands above 1: how many begin the run")

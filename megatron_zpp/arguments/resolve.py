@@ -1,7 +1,6 @@
 """Complete the settings of a run and check that they fit together, before anything is built.
 
-One function per group: it checks what the user gave, fills what was left open, and returns the completed group. After
-``resolve`` no field is None whose default can be derived: batch size, MLP width, dropout, recomputation, precision.
+After ``resolve`` no field is None whose default can be derived: batch size, MLP width, dropout, precision.
 """
 
 from __future__ import annotations
@@ -48,11 +47,10 @@ def resolve(
     world_size: int,
     accumulation_steps: int | None = None,
 ) -> tuple[Settings, list[str]]:
-    """Complete the settings, and note each given setting that has no effect in this run.
+    """Complete the settings, and note each ``given`` setting that has no effect in this run.
 
-    given: names of the fields that the user set. world_size: ranks of all jobs. accumulation_steps: micro-batches per
-    optimizer step, where a DeepSpeed file says so. Raises SettingsError with all mistakes, but for those that wrong
-    settings may cause.
+    world_size: ranks of all jobs. accumulation_steps: micro-batches per optimizer step, where a DeepSpeed file says so.
+    Raises SettingsError with all mistakes, but for those that wrong settings may cause.
     """
     mistakes, distributed, training = Mistakes(), settings.distributed, settings.training
     seq_length = training.seq_length or 0

@@ -164,10 +164,7 @@ def resolve_schedule(ranks: DistributedSettings, batches: BatchSchedule) -> Dist
 def check_tensor_parallel(
     distributed: DistributedSettings, model: ModelSettings, seq_length: int, compiles: bool
 ) -> None:
-    """Raise SettingsError unless heads, MLP and, with sequence parallelism, the sequence can be split evenly.
-
-    model: completed. The vocabulary waits for the tokenizer: ``check_vocabulary``.
-    """
+    """Raise SettingsError unless heads, MLP and, with sequence parallelism, the sequence can be split evenly."""
     size = distributed.tensor_model_parallel_size
     require(size == 1 or not compiles, f"--compile does not support --tensor-model-parallel-size {size}: leave one out")
     split = {flag_of(name): getattr(model, name) for name in ("num_attention_heads", "num_query_groups")}

@@ -191,10 +191,7 @@ class Counters:
 
 
 def saved_model(meta: Mapping[str, Any], given: Architecture | None = None) -> tuple[Architecture, TransformerConfig]:
-    """Return architecture and config of a checkpoint's model. Raises CheckpointError.
-
-    given: the user's architecture; without it the checkpoint's must be one of ours.
-    """
+    """Return architecture and config of a checkpoint's model; ``given``: the user's own. Raises CheckpointError."""
     name = meta["settings"]["architecture"]
     if given is not None and name != given.name:
         use = f"use the program or --architecture of {name}"

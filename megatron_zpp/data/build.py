@@ -63,10 +63,8 @@ def build_datasets(
 ) -> Datasets:
     """Build the train, validation and test datasets, equal on every rank, without communication.
 
-    ``paths`` are the arguments of ``read_sources``. ``num_samples`` is what the run reads of each split; a split of 0
-    is not built. ``vocab_size`` None leaves the ids unchecked.
-
-    Raises FileNotFoundError or ValueError if data is missing, damaged, too little, or has ids beyond ``vocab_size``.
+    ``paths`` are the arguments of ``read_sources``; a split of 0 of ``num_samples`` is not built. ``vocab_size`` None
+    leaves the ids unchecked. Raises FileNotFoundError or ValueError if data is missing, damaged or too little.
     """
     if mock_data:
         assert vocab_size is not None

@@ -36,11 +36,9 @@ class SampleOptions:
 class GPTDataset(Dataset):
     """Samples of ``options.seq_length`` tokens from the sequences ``sequences`` of ``indexed``.
 
-    Each item is a new array of ids, int64 [L + 1]; ``loader.make_batch`` derives labels and masks from it.
-    ``num_samples`` None means one epoch; otherwise the dataset holds at least that many, normally more (all samples of
-    the epochs that they take). With ``keep_last``, the stream's last item may be shorter.
-
-    Raises ValueError if the range holds no tokens, or one epoch no sample.
+    Each item is a new array of ids, int64 [L + 1], for ``loader.make_batch``. ``num_samples`` None means one epoch;
+    otherwise the dataset holds all samples of the epochs that they take. With ``keep_last``, the last item may be
+    shorter.
     """
 
     def __init__(

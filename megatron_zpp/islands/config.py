@@ -14,10 +14,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class IslandConfig:
-    """Islands. Groups of ranks train by themselves, and synchronize parameters every H steps.
+    """Islands. Groups of ranks train by themselves, and synchronize every H steps (DiLoCo, arXiv 2311.08105).
 
-    DiLoCo is arXiv 2311.08105. Each field's help explains it. Raises ValueError for values out of bounds, or that do
-    not go together.
+    Each field's help explains it. Raises ValueError for values out of bounds, or that do not go together.
     """
 
     sync_interval: int = config_flag(

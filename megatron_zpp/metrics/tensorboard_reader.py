@@ -82,10 +82,7 @@ def find_runs(folders: list[Path]) -> dict[str, list[Path]]:
 
 
 def read_run(name: str, files: list[Path]) -> RunHistory:
-    """Join the event files of one run, oldest first; a file written after a resume replaces the later iterations.
-
-    Raises ValueError if nothing was trained, ImportError without the package tensorboard.
-    """
+    """Join the event files of one run, oldest first; a file written after a resume replaces the later iterations."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError:

@@ -329,9 +329,9 @@ def finish_step(layers: Sequence[MoE], moved: bool, add_up: Callable[[Tensor], N
 def sorted_by_expert(
     routing: Routing, capacity_factor: float | None, min_capacity: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choices of T * k by expert: which ones, int64 [R]; how many of each expert, int64 [E]; how many were dropped.
+    """Choices of T * k by expert, without those beyond its capacity that weigh least.
 
-    With a capacity an expert drops the tokens that weigh least.
+    Returns which ones, int64 [R]; how many of each expert, int64 [E]; how many were dropped.
     """
     experts, num_experts = routing.experts.flatten(), routing.load.numel()
     if capacity_factor is None:

@@ -16,22 +16,13 @@ from megatron_zpp.settings.resolved import ResolvedTraining
 class BatchSchedule:
     """The number of samples of each optimizer step, a pure function of the consumed samples.
 
-    Without ``rampup`` every step takes ``global_batch_size`` samples. With ``rampup=(start, increment, samples)``
-    (Megatron's ``--rampup-batch-size``) the batch grows from ``start`` to ``global_batch_size`` by ``increment``, in
-    ``(global_batch_size - start) / increment`` stages of equally many samples. ``steps`` lists any other sizes.
+    With ``rampup=(start, increment, samples)`` the batch grows from ``start`` to ``global_batch_size`` by
+    ``increment``, in stages of equally many samples. ``steps``, (consumed samples, batch size from then on), lists any
+    other sizes; see ``read_steps``. ``decrease_if_needed`` rounds a size down that no whole number of micro-batches
+    makes up.
 
-    Args:
-        global_batch_size: samples per optimizer step over all ranks.
-        micro_batch_size: samples per rank and forward pass.
-        data_parallel_size: number of ranks that see different samples.
-        rampup: ``(start size, increment, samples over which to ramp)`` or None.
-        decrease_if_needed: round a batch size that no whole number of micro-batches makes up down to one that does.
-            The run then trains on the smaller batch.
-        steps: ``(consumed samples, batch size from then on)`` in order, in place of ``rampup``; see ``read_steps``.
-
-    Raises:
-        ValueError: a batch size of the run is not a multiple of
-            ``micro_batch_size * data_parallel_size``, or the ramp does not end at ``global_batch_size``.
+    Raises ValueError if a size is not a multiple of ``micro_batch_size * data_parallel_size``, or the ramp does not
+    end.
     """
 
     def __init__(

@@ -37,11 +37,9 @@ def clip_gradients(
 ) -> Tensor:
     """Scale gradients so that their global L2 norm is at most ``max_norm``; 0 only measures. Collective.
 
-    ranks: that this process computes for. copies: parameters that another rank has too, and counts.
-
-    Returns:
-        The norm before clipping, over all parameters and shards, an fp32 scalar, the same on every rank; 0 if there are
-        none. Inf or NaN if any gradient is; the gradients are then left alone, and the caller must not step.
+    ranks: that this process computes for. copies: parameters that another rank has too, and counts. Returns the norm
+    before clipping, an fp32 scalar, the same on every rank. Inf or NaN if any gradient is; the gradients are then left
+    alone, and the caller must not step.
     """
     norm = sum_over_all_ranks(_sum_of_squares, parameters, ranks, copies).sqrt().float()
     if max_norm > 0:

@@ -75,20 +75,14 @@ OPTIMIZERS = {
 def build_optimizer(
     model: nn.Module, settings: OptimizerSettings, zeropp: ZeroPPInterface | None = None
 ) -> torch.optim.Optimizer:
-    """Build the optimizer that ``settings`` name, over the trainable parameters of ``model``.
+    """Build the optimizer that ``settings`` name, over the trainable parameters of ``model``, already sharded.
 
     Two parameter groups, by Megatron's rule: no weight decay on biases and 1-D parameters (norms), decay on everything
     else, embeddings included. With ``decoupled_lr`` word embeddings and output layer are a third group, and Muon's
     matrices are one more. ``set_lr_and_weight_decay`` sets the values of all. AdamW's weight decay is decoupled; SGD's
     is torch's, an L2 term in the gradient. Each group is divided further by the ranks that share its parameters.
 
-    Args:
-        model: already sharded; its parameters keep their identity afterwards.
-        settings: with ``use_apex``, NVIDIA Apex's fused kernels run in place of torch's.
-        zeropp: the model's collectives, which Muon needs.
-
-    Raises:
-        ValueError: an unknown optimizer, no trainable parameter, or ``use_apex`` without a usable NVIDIA Apex.
+    zeropp: the model's collectives, which Muon needs. Raises ValueError without parameters, or a usable Apex.
     """
     if settings.optimizer not in OPTIMIZERS:
         raise ValueError(f"--optimizer {settings.optimizer} is not one of {', '.join(OPTIMIZERS)}")

@@ -57,9 +57,8 @@ class Schedule:
     ) -> Schedule:
         """Convert lengths to samples: iterations to what ``batch`` consumes in them, tokens by ``--seq-length``.
 
-        Raises:
-            ValueError: lengths in the wrong unit (``--train-iters`` goes with ``--lr-*-iters``, ``--train-samples``
-                with ``--lr-*-samples``; tokens go with both), given twice, missing, or in an impossible order.
+        Raises ValueError for lengths in the wrong unit (``--train-iters`` goes with ``--lr-*-iters``), given twice or
+        missing.
         """
         if optimizer.lr is None:
             raise ValueError("--lr is required: the peak learning rate")
@@ -112,10 +111,7 @@ class Schedule:
         return result
 
     def decoupled_lr(self, optimizer: OptimizerSettings, samples: float) -> float | None:
-        """Return the learning rate of word embeddings and output layer; None if it is that of the rest.
-
-        Raises ValueError for bounds in an impossible order.
-        """
+        """Return the learning rate of word embeddings and output layer; None: that of the rest. Raises ValueError."""
         if optimizer.decoupled_lr is None:
             return None
         least = self.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
@@ -219,12 +215,8 @@ def resume_schedule(
 ) -> Schedule:
     """Choose the schedule with which to continue from a checkpoint that holds ``saved`` (a ``Schedule.state_dict``).
 
-    ``override``: the flags win (``--override-opt_param-scheduler``). ``use_checkpoint``: the checkpoint wins
-    (``--use-checkpoint-opt_param-scheduler``). With neither they must agree, as in Megatron, in all values that some
-    step depends on: a constant schedule has no length.
-
-    Raises:
-        ValueError: they differ and neither was asked for, or both were.
+    ``override``: the flags win. ``use_checkpoint``: the checkpoint wins. With neither they must agree, as in Megatron,
+    in all values that some step depends on: a constant schedule has no length. Raises ValueError if they differ.
     """
     if override and use_checkpoint:
         raise ValueError("--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other")

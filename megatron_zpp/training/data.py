@@ -23,10 +23,7 @@ from megatron_zpp.zeropp.fsdp.topology import gather_objects
 
 
 def build_data(settings: ResolvedSettings, num_samples: tuple[int, int, int]) -> tuple[int, Datasets]:
-    """Build the datasets; return the vocabulary's size and them.
-
-    num_samples: that the whole run reads to train, validate and test.
-    """
+    """Build the datasets; return the vocabulary's size and them. num_samples: to train, validate and test."""
     training, data = settings.training, settings.data
     tokenizer = find_tokenizer(settings.tokenizer)
     fill_in_the_middle = None

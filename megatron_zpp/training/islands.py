@@ -67,10 +67,7 @@ def build_elastic_islands(
     datasets: Datasets,
     loss_since_sync: LossSoFar,
 ) -> ElasticIslands:
-    """Synchronize with islands that read the same data in the same batches, and step by the same settings.
-
-    Others are refused when they join.
-    """
+    """Synchronize with islands that have the same data, batches and settings; others are refused when they join."""
     ranks, training = settings.distributed, settings.training
     assert ranks.island_number is not None and ranks.island_lighthouse and ranks.island_secret_file  # by check_islands
     membership = Membership(
@@ -114,10 +111,7 @@ def join(run: Run) -> None:
 
 
 def catch_up(run: Run) -> bool:
-    """Set the counters to the others' step, before its evaluation, if the last step moved this island there.
-
-    Returns whether it was behind.
-    """
+    """Set the counters to the others' step, before its evaluation, if this island was behind; return whether it was."""
     islands, iteration = run.elastic, run.counters.iteration
     if islands is None or islands.steps == iteration:
         return False

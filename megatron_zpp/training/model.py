@@ -43,10 +43,7 @@ class ModelBuilder:
     zeropp: ZeroPPInterface | None = None  # None at ZeRO stage 0
 
     def build(self, emulated_island: int = 0) -> Transformer:
-        """Build the model, sharded before it has storage, so that it never exists whole on one rank.
-
-        An emulated model is whole. emulated_island: the number of its island.
-        """
+        """Build the model, sharded before it has storage, so that only an emulated one exists whole on a rank."""
         settings, mesh, zero, ranks = self.settings, self.mesh, self.settings.zero, self.settings.distributed
         self._check_nodes()
         if mesh.pp_size > 1:

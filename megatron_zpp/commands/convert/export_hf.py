@@ -41,10 +41,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def export(args: argparse.Namespace, given: Architecture | None = None) -> str:
-    """Write the folder; return a message for the user. Raises ValueError, OSError or ImportError on a mistake.
-
-    given: the checkpoint's architecture, if it is not one of ours.
-    """
+    """Write the folder; return a message for the user. given: an architecture that is not one of ours."""
     files.require_packages()
     checkpoint, meta = open_verified(args.load, args.ckpt_step)
     architecture, config = saved_model(meta, given)

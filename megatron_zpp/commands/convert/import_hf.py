@@ -32,10 +32,7 @@ NEXT = "and the flags of the run: sequence length, batches, data, learning rate,
 
 
 def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = ARCHITECTURES) -> str:
-    """Save the checkpoint; return a message for the user. Raises ValueError, OSError or ImportError on a mistake.
-
-    architectures: those that the model may have.
-    """
+    """Save the checkpoint; return a message for the user. architectures: those that the model may have."""
     files.require_packages()
     if not args.input.is_dir():
         raise ValueError(f"--input {args.input} is not a folder: give the one that holds the model's config.json")

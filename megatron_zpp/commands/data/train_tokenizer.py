@@ -3,8 +3,7 @@
     python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output tokenizer.model
 
 The model is BPE with a fallback to bytes that keeps every blank and line break, so texts and source code are restored
-exactly. Use it with ``--tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model``; documents end with
-its ``</s>``.
+exactly. Documents end with its ``</s>``.
 """
 
 from __future__ import annotations

@@ -60,8 +60,7 @@ def save_imported(
 ) -> tuple[Path, dict[str, Any]]:
     """Save a checkpoint of imported parameters; return its folder and its ``read_meta``.
 
-    read: returns a parameter by name and "", or its optimizer state by name and one of ``states``. counters: default
-    those of a new run.
+    read: returns a parameter by name and "", or its optimizer state by name and one of ``states``.
     """
     counters = counters or Counters()
     imported = {"architecture": settings.architecture, "seq_length": settings.training.seq_length}

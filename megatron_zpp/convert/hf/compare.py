@@ -23,8 +23,8 @@ def compare(
 ) -> float:
     """Return the largest difference between our logits and transformers', in fp32 on random tokens.
 
-    model: ours, on the meta device. ours, theirs: read a parameter of that model by name. positions: the longest
-    sequence for both. Raises ValueError if the difference is more than rounding.
+    model: ours, on the meta device. ours, theirs: read its parameters by name. Raises ValueError for more than
+    rounding.
     """
     tokens = torch.randint(model.config.vocab_size, (2, min(64, positions)), generator=torch.Generator().manual_seed(0))
     a = streamed_logits(model.eval(), ours, tokens)
@@ -55,10 +55,7 @@ def transformers_model(config: dict[str, Any]) -> nn.Module:
 
 @torch.no_grad()
 def streamed_logits(model: nn.Module, read: Callable[[str], Tensor], tokens: Tensor) -> Tensor:
-    """Compute fp32 logits [B, S, V] of a model on the meta device. read: returns a parameter by name.
-
-    Only one transformer block has its weights at a time, besides embeddings, norm and output.
-    """
+    """Compute fp32 logits [B, S, V] of a model on the meta device, with one block's weights in memory at a time."""
     prefix, blocks = next((name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
     for index, block in enumerate(blocks):
         _fill_while_running(block, f"{prefix}.{index}.", read)

@@ -1,7 +1,4 @@
-"""Read and write a model's folder as transformers does: config.json, and safetensors files.
-
-Reads one tensor at a time, and writes one file at a time.
-"""
+"""Read and write a model's folder as transformers does, one tensor and one file at a time."""
 
 from __future__ import annotations
 
@@ -155,9 +152,9 @@ def read_config(folder: Path, model_types: Sequence[str]) -> dict[str, Any]:
 def from_hf_config(
     hf: Mapping[str, Any], architectures: Sequence[Architecture]
 ) -> tuple[Architecture, TransformerConfig, int]:
-    """Return our architecture, its config with every width filled in, and the number of positions.
+    """Return our architecture, its complete config, and the number of positions. hf: from ``read_config``.
 
-    hf: from ``read_config``. Raises ValueError if none of ``architectures`` can express the model; it names each key.
+    Raises ValueError, which names each key, if none of ``architectures`` can express the model.
     """
     # The last one wins: GPT's flags describe all models, but a Llama's are shorter.
     kinds = {mapping.model_type: (each, mapping) for each in architectures for mapping in each.huggingface}
@@ -228,7 +225,7 @@ def generation_settings(settings: Mapping[str, Any], tokens: dict[str, int]) -> 
     """Return the special tokens for config.json, and the content of generation_config.json.
 
     Keeps what generate() reads beside the tokenizer of an imported model, lists of end tokens too, and adds our end of
-    documents. settings: the checkpoint's. tokens: ids of our tokenizer, used without such files. Raises ValueError.
+    documents. tokens: ids of our tokenizer, used without such files. Raises ValueError.
     """
     path = settings.get("tokenizer_model") or settings.get("vocab_file")
     if not tokens or path is None:

@@ -31,10 +31,7 @@ def build(settings: Mapping[str, Any]) -> Tokenizer:
 
 
 def write_tokenizer(settings: dict[str, Any], tokenizer: Tokenizer, folder: Path) -> dict[str, int]:
-    """Write a run's tokenizer; return the token ids for config.json.
-
-    settings: ``tokenizer_type`` and its files. Raises ValueError if transformers would tokenize differently.
-    """
+    """Write a run's tokenizer; return ids for config.json. Raises ValueError if transformers' results differ."""
     match settings["tokenizer_type"]:
         case "HuggingFaceTokenizer" | "HFTokenizer":
             _copy_tokenizer(huggingface_path(settings["tokenizer_model"]), tokenizer.eod, folder)

@@ -1,8 +1,4 @@
-"""Flags of Megatron-LM and Megatron-DeepSpeed that leave the model as it is.
-
-An import refuses any other flag that is on, unless it reads it: one that nobody here has looked at may change the
-model.
-"""
+"""Flags of Megatron that leave the model as it is. An import refuses any other flag that is on, unless it reads it."""
 
 from __future__ import annotations
 

@@ -74,10 +74,9 @@ class State:
 
 
 def preprocess(job: Job, report: Callable[[State, int], None], note: Callable[[str], None]) -> State:
-    """Run the job to its end. ``report`` is called with the state and the bytes of all files after each block.
+    """Run the job to its end; ``report`` gets the state and the bytes of all files after each block.
 
-    Raises ValueError, FileNotFoundError, ImportError or RuntimeError (a worker died), and keeps what is done for the
-    next run of the job.
+    Raises ValueError, OSError, ImportError or RuntimeError (a worker died); the next run goes on from there.
     """
     files = find_files(job.inputs, job.input_format)
     if len(job.reading.keys) > 1 and any(file.format == "text" for file in files):

@@ -62,11 +62,7 @@ def build_tokenizer(
     tiktoken_pattern: str | None = None,
     tiktoken_num_special_tokens: int | None = None,
 ) -> Tokenizer:
-    """Build the tokenizer that Megatron's flags of the same names describe.
-
-    Raises ValueError for an unknown type, a missing flag or an unusable file, FileNotFoundError for a missing file,
-    ImportError if the package it needs is not installed.
-    """
+    """Build the tokenizer that Megatron's flags of these names describe. Raises ValueError, OSError or ImportError."""
 
     def file(flag: str, value: str | None) -> Path:
         path = _existing_path(tokenizer_type, flag, value)
@@ -96,10 +92,7 @@ def build_tokenizer(
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model, such as ``tools/train_tokenizer.py`` makes; documents end with its ``</s>``.
-
-    add_bos: begin each text with ``<s>``, as Megatron's Llama2Tokenizer does.
-    """
+    """A SentencePiece model; documents end with its ``</s>``. add_bos: begin each text with ``<s>``, as Llama's."""
 
     def __init__(self, model: Path, add_bos: bool) -> None:
         import sentencepiece
@@ -184,10 +177,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
                 raise ValueError(f"{lost}: give its model an unknown token or all bytes")
 
     def apply_chat_template(self, messages: list[str]) -> list[str]:
-        """Format each message of a user by the model's chat template, up to where the answer begins.
-
-        Raises ValueError if there is no template, or one that does not work; ImportError.
-        """
+        """Format each message of a user by the chat template, up to where the answer begins. Raises ValueError."""
         chats = [[{"role": "user", "content": message}] for message in messages]
         library = self._with_template()
         with _errors_of_template():
@@ -252,10 +242,7 @@ def chat_tokenizer(tokenizer: Tokenizer, tokenizer_type: str) -> HuggingFaceToke
 
 
 class GPT2BPETokenizer(_LibraryTokenizer):
-    """GPT-2's byte-level BPE from ``vocab.json`` and ``merges.txt``; documents end with ``<|endoftext|>``.
-
-    That name inside a text is text, not the end of a document.
-    """
+    """GPT-2's byte-level BPE; documents end with ``<|endoftext|>``, which inside a text is text."""
 
     def __init__(self, vocab_file: Path, merge_file: Path) -> None:
         load_package("tokenizers", "GPT2BPETokenizer", "hf")
@@ -315,10 +302,7 @@ class NullTokenizer:
 
 
 def huggingface_path(value: str | None) -> Path:
-    """Return the path that ``--tokenizer-model`` gives, or the folder of a model of that name in Hugging Face's cache.
-
-    Nothing is downloaded.
-    """
+    """Return the path of ``--tokenizer-model``, or the folder of a model of that name in Hugging Face's local cache."""
     if value is None or value.endswith(".json") or Path(value).exists() or not MODEL.fullmatch(value):
         return _existing_path("HuggingFaceTokenizer", "--tokenizer-model", value)
     found = None
