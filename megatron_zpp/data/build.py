@@ -129,8 +129,9 @@ def check_vocabulary(indexed: IndexedDataset, vocab_size: int, cache: IndexCache
         indexed.num_tokens,
     )["range"]
     if smallest < 0 or largest >= vocab_size:
-        beyond = f"{indexed.token_path} holds token {smallest if smallest < 0 else largest} of {vocab_size}"
-        raise ValueError(f"{beyond}: use the tokenizer that the data was made with")
+        token = smallest if smallest < 0 else largest
+        found = f"{indexed.token_path} holds token {token}, but the vocabulary has {vocab_size}"
+        raise ValueError(f"{found}: use the tokenizer that the data was made with")
 
 
 def check_end_of_document(indexed: IndexedDataset, options: SampleOptions) -> None:

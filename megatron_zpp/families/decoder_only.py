@@ -149,7 +149,7 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
     except ValueError as error:
         words = {name: flag_of(setting) for name, setting in (FLAGS | EXPERT_FLAGS).items()}
         words |= {"add_bias_linear": "biases (--disable-bias-linear)", "window_size": "--window-size"}
-        words["group_query_attention"] = "--group-query-attention"
+        words |= {"group_query_attention": "--group-query-attention", "num_query_groups": "--num-query-groups"}
         words["bias_update_rate"] = "--moe-router-enable-expert-bias"
         as_flags = re.sub(r"\w+", lambda word: words.get(word[0], word[0]), str(error))
         raise SettingsError(f"these flags describe no model: {as_flags}") from error
@@ -224,6 +224,10 @@ def _check_experts(model: ModelSettings, experts: int, layers: int) -> None:
         are_numbers,
         f"--moe-experts-per-layer {per_layer} must be numbers from 1 to {experts}, as 32,32,64",
     )
+    few = (
+        f"--moe-router-topk {top_k} is more than --num-experts {experts}, or one of --moe-experts-per-layer {per_layer}"
+    )
+    require(top_k <= min(map(int, numbers)), few)
     is_sigmoid, balancing = model.moe_router_score_function == "sigmoid", model.moe_router_load_balancing_type
     for name in _NOT_WITH_SINKHORN:
         is_given = getattr(model, name) != all_flags()[name].default

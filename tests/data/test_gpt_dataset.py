@@ -112,7 +112,7 @@ def test_the_cache_knows_all_that_the_order_depends_on(tmp_path):
 
 
 def test_an_empty_split_says_so(tmp_path):
-    with pytest.raises(ValueError, match=r"the valid split of .* is empty \(0 of 200 documents\), but 20 samples"):
+    with pytest.raises(ValueError, match=r"the valid split of .* is empty \(0 of 200 documents\): give a larger share"):
         dataset_of(tmp_path, sequences=range(5, 5), num_samples=20, name="valid")
 
 

@@ -144,7 +144,7 @@ def test_a_tokenizer_without_unknown_token_that_drops_characters_is_refused(tmp_
             )
         ),
         ("tokenizer_config.json", b'{"eos_token": ["<stop>"]}', "has no known end-of-document token"),
-        ("tokenizer_config.json", b"{}", r"tokenizer_config\.json as .*eos_token"),
+        ("tokenizer_config.json", b"{}", r'name its "eos_token" in .*tokenizer_config\.json'),
         ("config.json", b'{"vocab_size": 351}', r"ids up to 351, but the model of .*config\.json only 351"),
         ("config.json", b'{"vocab_size": 352}', None),
     ],
