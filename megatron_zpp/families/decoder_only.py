@@ -97,6 +97,8 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
     require(model.kv_channels is not None or hidden % heads == 0, uneven)
     # Megatron's default of --num-query-groups is 1; without --group-query-attention every head has its own group.
     groups = (model.num_query_groups or 1) if model.group_query_attention else heads
+    uneven = f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}; change one"
+    require(heads % groups == 0, uneven)
     length = model.max_position_embeddings or seq_length
     too_long = f"--seq-length {seq_length} is longer than --max-position-embeddings {length}; raise the latter"
     require(seq_length <= length, too_long)
@@ -149,7 +151,7 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
     except ValueError as error:
         words = {name: flag_of(setting) for name, setting in (FLAGS | EXPERT_FLAGS).items()}
         words |= {"add_bias_linear": "biases (--disable-bias-linear)", "window_size": "--window-size"}
-        words |= {"group_query_attention": "--group-query-attention", "num_query_groups": "--num-query-groups"}
+        words["group_query_attention"] = "--group-query-attention"
         words["bias_update_rate"] = "--moe-router-enable-expert-bias"
         as_flags = re.sub(r"\w+", lambda word: words.get(word[0], word[0]), str(error))
         raise SettingsError(f"these flags describe no model: {as_flags}") from error

