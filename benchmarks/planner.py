@@ -1,6 +1,7 @@
 """Are the planner's predictions right? Compared with published measurements, and with the cluster in a box.
 
     .venv/bin/python benchmarks/planner.py published  # predicts the rows of results/published_throughput.jsonl
+    .venv/bin/python benchmarks/planner.py zeropp     # predicts what was published of ZeRO++ on V100s
     .venv/bin/python benchmarks/planner.py table      # docs/planner.md's: models, nodes, rates
     .venv/bin/python benchmarks/planner.py islands    # docs/islands.md's: rates between two sites
     sudo .venv/bin/python benchmarks/planner.py box   # measures in the cluster in a box: on an idle machine, an hour
@@ -16,6 +17,7 @@ import itertools
 
 import planner_box
 import planner_published
+import planner_zeropp
 from common import markdown_table, run_choice
 
 from megatron_zpp.commands.plan import suggested
@@ -99,6 +101,7 @@ if __name__ == "__main__":
         __doc__,
         {
             "published": planner_published.print_errors,
+            "zeropp": planner_zeropp.print_predictions,
             "table": table,
             "islands": islands,
             "box": planner_box.measure,

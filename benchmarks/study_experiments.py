@@ -96,6 +96,19 @@ MUON_PERIODS = {
     "stale rows, every tenth whole in 4 bits": f"{EVERY_TENTH} 4 --muon-stale-rows",
     "stale rows, every tenth whole in 8 bits": f"{EVERY_TENTH} 8 --muon-stale-rows",
 }
+MUON = "--optimizer muon --muon-use-nesterov --muon-extra-scale-factor 0.2 --muon-period 1 --lr 0.004 --min-lr 0.0004"
+
+
+def at_learning_rates(title: str, wire: str) -> Group:
+    """The wire at four learning rates; 0.001 is the scale's own."""
+    rates = {"0.001": "", **{f"{rate}": f"--lr {rate} --min-lr {rate / 10:g}" for rate in (0.0007, 0.0014, 0.002)}}
+    return group(title, {f"learning rate {rate}": f"{wire} {flags}".strip() for rate, flags in rates.items()})
+
+
+def few_levels(beta: float) -> str:
+    """Weights in fp32 and gradients in 2 bits between nodes, with scales of elements, and with 4 bits at first."""
+    flags = f"{gradients(0, 2)} {loco(beta, 'inter')} {ELEMENT_SCALES}"
+    return flags + " --zero-gradient-bits-warmup {warmup}:4"
 
 
 def with_muon(title: str, wire: str, rates: tuple[float, ...]) -> Group:
@@ -279,6 +292,27 @@ EXPERIMENTS = {
         ),
         SGD_CONTROL,
         with_sgd(group("Gradients in fp32", {"int6, moved codes": f"{BF16} {moves(6)}"})),
+        group(
+            "Muon, whole matrices, learning rate 0.004: weights through hpZ, gradients in fp32",
+            {
+                "bf16, moved bits": f"{BF16} {moves(None)} {MUON}",
+                **{f"int{bits}, moved codes": f"{BF16} {moves(bits)} {MUON}" for bits in (8, 6)},
+            },
+            control=f"{BF16} {moves(None)} {MUON}",
+        ),
+    ),
+    "E13": Experiment(
+        "Ternary gradients",
+        at_learning_rates("The fp32 wire", ""),
+        at_learning_rates("2 bits between nodes, four levels, beta 0.8", few_levels(0.8)),
+        group(
+            "Three levels between nodes",
+            {
+                f"0 below {threshold} RMS, beta {beta}": f"{few_levels(beta)} --trial ternary:{threshold}"
+                for threshold, beta in ((0.9, 0.9), (1.2, 0.95), (1.2, 0.9), (1.2, 0.8), (1.2, 0.0), (1.6, 0.9))
+            },
+        ),
+        at_learning_rates("Three levels, 0 below 1.2 RMS, beta 0.9", f"{few_levels(0.9)} --trial ternary:1.2"),
     ),
 }
 OBSERVED = {name for experiment in EXPERIMENTS.values() for name in experiment.observed}

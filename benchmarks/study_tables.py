@@ -10,7 +10,22 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from common import RESULTS, ROOT
-from study_arms import AFTER_A_FIFTH, FP32, HIGHER_RATE, INTERVALS, ISLANDS, Arm, Experiment, Group, every
+from study_arms import (
+    AFTER_A_FIFTH,
+    BF16,
+    BF16_WIRE,
+    FP32,
+    HIGHER_RATE,
+    INTERVALS,
+    ISLANDS,
+    LOCO_ON_BOTH_HOPS,
+    NODES,
+    Arm,
+    Experiment,
+    Group,
+    every,
+    gradients,
+)
 from study_experiments import E4_BITS_AND_BLOCKS, E4_SENSITIVITY, EXPERIMENTS
 
 PAGE = ROOT / "docs" / "experiments.md"
@@ -21,15 +36,22 @@ Rows = dict[str, dict[int, dict[str, Any]]]  # by flags, then by seed
 
 
 def write_page(rows: Rows) -> None:
-    """Replace what stands between the page's markers, and draw the plots anew."""
-    page = PAGE.read_text()
-    for name, experiment in EXPERIMENTS.items():
-        page = replace_table(page, name, table(experiment, rows))
-    PAGE.write_text(page)
+    """Replace the page's tables, and draw the plots again."""
+    PAGE.write_text(page_of(rows))
     plot_without_state(rows)
     plot_loss_over_bytes(rows)
     plot_feedback(rows)
     plot_islands(rows)
+    plot_moved_codes(rows)
+    plot_curves(rows)
+
+
+def page_of(rows: Rows) -> str:
+    """Return the page with the tables of these results."""
+    page = PAGE.read_text()
+    for name, experiment in EXPERIMENTS.items():
+        page = replace_block(page, name, table(experiment, rows))
+    return page
 
 
 def by_flags_and_seed(rows: list[dict[str, Any]]) -> Rows:
@@ -41,7 +63,7 @@ def by_flags_and_seed(rows: list[dict[str, Any]]) -> Rows:
     return {flags: of_seeds for flags, of_seeds in by_flags.items() if len(of_seeds) == len(SEEDS)}
 
 
-def replace_table(page: str, name: str, text: str) -> str:
+def replace_block(page: str, name: str, text: str) -> str:
     """``page`` with ``text`` between <!-- NAME --> and <!-- end of NAME -->."""
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     assert begin in page and end in page, f"{PAGE} has no place for {name}"
@@ -236,3 +258,53 @@ def plot_islands(rows: Rows) -> None:
     axes.grid(alpha=0.3)
     figure.legend(fontsize=7, loc="outside lower center", ncols=3)
     figure.savefig(RESULTS / "study_islands.png", dpi=130)
+
+
+def plot_moved_codes(rows: Rows) -> None:
+    """E12: bits that a moved weight takes between nodes, over the schedule of the learning rate."""
+    figure, axes = _pyplot().subplots(figsize=(7, 4), layout="constrained")
+    for_gradients, per_weight = 6.0, 8 * NODES  # bytes in each step, in fp32; a node sends the rest of its own shards
+    for arm in _trained(EXPERIMENTS["E12"].groups[1].arms, rows):
+        # The first interval sends all in full.
+        of_seeds = [row.get("bytes_of_intervals", [])[1:] for row in rows[arm.flags].values()]
+        if all(of_seeds):
+            bits = [per_weight * (statistics.mean(sent) - for_gradients) for sent in zip(*of_seeds, strict=True)]
+            axes.plot([20 * (i + 1) for i in range(len(bits))], bits, label=arm.name)
+    axes.set(xlabel="step", ylabel="bits per weight and step between nodes", yscale="log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(RESULTS / "study_moved_codes.png", dpi=130)
+
+
+def plot_curves(rows: Rows) -> None:
+    """Training loss over steps, and what each wire adds to the fp32 wire's: the papers' curves, mean of the seeds."""
+    large, blocked = (gradients(4, 4, block_size) for block_size in (4096, 128))
+    arms = {
+        "ZeRO-3, fp32 wire": FP32.flags,
+        "ZeRO-3, bf16 wire": BF16_WIRE.flags,
+        "4-bit gradients, one scale (non-blocked)": f"{BF16} {gradients(4, 4, 0)}",
+        "4-bit gradients, blocks of 4096": f"{BF16} {large}",
+        "4-bit gradients, blocks of 4096, LoCo": f"{BF16} {large} {LOCO_ON_BOTH_HOPS}",
+        "4-bit gradients, blocks of 128": f"{BF16} {blocked}",
+    }
+    figure, (losses, excess) = _pyplot().subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    curves = {
+        name: [
+            statistics.mean(values)
+            for values in zip(*(row["train_losses"] for row in rows[flags].values()), strict=True)
+        ]
+        for name, flags in arms.items()
+        if flags in rows
+    }
+    fp32 = curves["ZeRO-3, fp32 wire"]
+    for name, curve in curves.items():
+        steps = [20 * i for i in range(1, len(curve))]
+        losses.plot(steps, curve[1:], label=name)
+        excess.plot(steps, [100 * (loss / first - 1) for loss, first in zip(curve[1:], fp32[1:], strict=True)])
+    losses.set(xlabel="step", ylabel="training loss", ylim=(None, 6.5))
+    excess.set(xlabel="step", ylabel="training loss over the fp32 wire, %")
+    losses.legend(fontsize=8)
+    for axes in (losses, excess):
+        axes.grid(alpha=0.3)
+    figure.savefig(RESULTS / "study_curves.png", dpi=130)

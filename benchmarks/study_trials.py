@@ -1,11 +1,13 @@
-"""The trainer with limits on gradients that were tried and are not in the package; the study runs it.
+"""The trainer with limits and codes of gradients that were tried and are not in the package; the study runs it.
 
 python benchmarks/study_trials.py --trial limited-elements ...  # the rest are flags of pretrain_gpt.py
+python benchmarks/study_trials.py --trial ternary:1.2 --zeropp-gradient-bits 2 ...
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from typing import Any
 
@@ -16,9 +18,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_zpp.commands.pretrain import main
 from megatron_zpp.families import GPT
-from megatron_zpp.zeropp.wire.quantization import STEPS
+from megatron_zpp.zeropp.wire import quantization
+from megatron_zpp.zeropp.wire.format import WireFormat
+from megatron_zpp.zeropp.wire.quantization import STEPS, Code
 
-TRIALS = {"limited-elements": False, "limited-elements-with-rest": True}
+LIMITS = {"limited-elements": False, "limited-elements-with-rest": True}
 
 
 def with_limited_elements(keeps_rest: bool) -> None:
@@ -51,8 +55,48 @@ def with_limited_elements(keeps_rest: bool) -> None:
     handle.remove()
 
 
+def with_ternary_codes(threshold: float) -> None:
+    """Train with three levels in place of four at 2 bits: 0 below ``threshold`` times the block's RMS, else +-level.
+
+    The level is the mean of what is not zero. Sent as the code mean sends blocks with many zeros, so the bytes that are
+    counted are those of 2 bits; what an entropy coder would take is printed at the end.
+    """
+    nonzero_share = math.erfc(threshold / math.sqrt(2))  # of normally distributed values
+    STEPS[2] = (math.sqrt(math.pi / 2 / nonzero_share), STEPS[2][1])  # scales.py reads the mean square of levels off it
+    by_mean, has_kernels = quantization._quantize_by_mean, WireFormat._has_kernels
+    coded = [0, 0]  # values that are not zero, values
+
+    def by_threshold(
+        values: Tensor, absmax: Tensor, code: Code, uniform: Tensor | None, sizes: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if code.bits != 2:
+            return by_mean(values, absmax, code, uniform, sizes)
+        size = torch.as_tensor(values.shape[-1]) if sizes is None else sizes
+        rms = (values.square().sum(dim=-1) / size).sqrt()
+        is_large = values.abs() > threshold * rms.unsqueeze(-1)
+        level = (values.abs() * is_large).sum(dim=-1) / is_large.sum(dim=-1).clamp(min=1)
+        level = torch.where(absmax.isfinite(), level, torch.nan)
+        coded[0] += int(is_large.sum())
+        coded[1] += int(size.sum()) if size.ndim else int(size) * absmax.numel()
+        # A scale below zero says that levels are c s; the scale of a block of zeros is 0.
+        return (values.sign() * is_large).to(torch.int8), quantization.as_sent(
+            torch.where(level > 0, -level, level), code
+        )
+
+    quantization._quantize_by_mean = by_threshold
+    WireFormat._has_kernels = lambda self, *types: self.bits != 2 and has_kernels(self, *types)  # type: ignore[method-assign]
+    main(GPT)
+    share = coded[0] / coded[1]
+    entropy = share - share * math.log2(share) - (1 - share) * math.log2(1 - share)
+    print(f"ternary codes: {share:.4f} are not zero, {entropy:.3f} bits with their signs")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, add_help=False)
-    parser.add_argument("--trial", choices=TRIALS, required=True)
+    parser.add_argument("--trial", required=True, help=f"{', '.join(LIMITS)}, ternary:THRESHOLD")
     arguments, sys.argv[1:] = parser.parse_known_args()
-    with_limited_elements(TRIALS[arguments.trial])
+    name, _, threshold = arguments.trial.partition(":")
+    if name == "ternary":
+        with_ternary_codes(float(threshold))
+    else:
+        with_limited_elements(LIMITS[name])

@@ -8,6 +8,7 @@
 #   ESTIMATE=1              print what the run needs, by tools/estimate.py, and start nothing
 #   NODES, RANKS_PER_NODE   another cluster than the script's, at full scale without Slurm; HEAD=node0:29400 there
 #   GPUS=1|2|4|8            how many of this machine's GPUs to use with SCALE=gpu; default all
+#   WANDB_PROJECT=NAME      report the run to wandb, under the name of its folder
 # shellcheck shell=bash disable=SC2034  # variables are the sourcing script's
 
 # Slurm's signal before the time limit would end this script; launch_in_slurm acts on it. Children inherit '', not this.
@@ -111,6 +112,7 @@ launch() {
         return
     fi
     set -- "$@" "${EMULATION[@]}"
+    [ -z "${WANDB_PROJECT:-}" ] || set -- "$@" --wandb-project "$WANDB_PROJECT" --wandb-exp-name "${OUT#runs/}"
     printf '%q ' "${launcher[@]}" "$@"
     echo
     starts || return 0

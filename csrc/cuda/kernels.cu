@@ -439,13 +439,14 @@ __device__ void zero_gaps(uint8_t* wire, const Format& format, const Segment& se
 
 // ---- Quantization.
 
-// The maximum of magnitudes that keeps a NaN: one instruction.
+// The maximum of magnitudes that keeps a NaN: one instruction from sm_80 on. Elsewhere bits are compared, which order
+// magnitudes and put NaNs above them.
 __device__ float max_nan(float a, float b) {
-#ifdef __CUDA_ARCH__
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
   return a;
 #else
-  return float_of(std::max(bits_of(a), bits_of(b)));
+  return float_of(bits_of(a) > bits_of(b) ? bits_of(a) : bits_of(b));
 #endif
 }
 

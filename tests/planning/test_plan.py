@@ -89,14 +89,17 @@ def test_refusals_name_the_memory_needed():
     assert more.outcomes and len(reasons(more)) == len(more.outcomes) - 1 + len(more.refused)
 
 
-def test_given_flags_are_kept():
-    flags = "--global-batch-size 64 --micro-batch-size 2 --recompute-activations --zero-hpz-partition-size 8 "
+@pytest.mark.parametrize(
+    ("recompute", "granularity"), [("--recompute-activations", "selective"), ("--checkpoint-activations", "full")]
+)
+def test_given_flags_are_kept(recompute, granularity):
+    flags = f"--global-batch-size 64 --micro-batch-size 2 {recompute} --zero-hpz-partition-size 8 "
     flags += "--tensor-model-parallel-size 1"
     plan = planned("4x8xH100@10", flags)
     (outcome,) = plan.outcomes
     assert outcome.candidate.wire.name == "as given" and outcome.flags == "--bf16"
     settings = outcome.prediction.needs.settings
-    assert settings.training.micro_batch_size == 2 and settings.activation.recompute_granularity == "selective"
+    assert settings.training.micro_batch_size == 2 and settings.activation.recompute_granularity == granularity
     assert settings.zeropp.hpz_partition_size == 8
 
 

@@ -91,7 +91,7 @@ class Layout:
 SETTLES = {
     "wire": ("--zero-", "--zeropp", "--hpz", "--num-distributed-optimizer-instances", "--cpu-offload"),
     "layout": ("--tensor-model", "--pipeline-model", "--context-parallel", "--expert-model"),
-    "recompute": ("--recompute",),
+    "recompute": ("--recompute", "--checkpoint-activations", "--deepspeed-activation-checkpointing"),
     "micro-batch": ("--micro-batch-size",),
 }
 

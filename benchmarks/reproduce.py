@@ -1,0 +1,91 @@
+"""Runs what examples/reproduce.toml lists: published results, each by one command, and writes where each stands.
+
+examples/reproduce.sh                 # list the experiments, with the time that each takes
+examples/reproduce.sh loco-llama      # run one at laptop scale, then write its tables and plots into docs/
+SCALE=full examples/reproduce.sh ...  # the real one; also SCALE=gpu
+examples/reproduce.sh --check         # fail if a table in docs/ is not that of the kept results
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from common import RESULTS, ROOT, markdown_table, new_parser, read_rows
+from study_arms import SCALES
+from study_experiments import EXPERIMENTS
+from study_tables import PAGE, Rows, by_flags_and_seed, page_of, replace_block, write_page
+
+CLAIMS = ROOT / "examples" / "reproduce.toml"
+
+
+def main() -> None:
+    parser = new_parser(__doc__)
+    parser.add_argument("name", nargs="?", help="of an experiment; default: list all")
+    parser.add_argument("--write", action="store_true", help="write tables and plots of the kept results into docs/")
+    parser.add_argument("--check", action="store_true", help="fail if a table in docs/ differs from the kept results")
+    args = parser.parse_args()
+    claims: dict[str, dict[str, Any]] = tomllib.loads(CLAIMS.read_text())
+    if args.check:
+        if page(claims) != PAGE.read_text():
+            sys.exit(f"error: {PAGE} is not what the kept results give: run examples/reproduce.sh --write")
+    elif args.write:
+        write(claims)
+    elif args.name is None:
+        lines = [[name, claim["state"], time_of(claim), claim["published"]] for name, claim in claims.items()]
+        print(markdown_table(["name", "state", "on 2 cores", "published"], lines))
+    elif args.name not in claims:
+        parser.error(f"there is no experiment {args.name}; choose one of {', '.join(claims)}")
+    else:
+        scale = os.environ.get("SCALE", "laptop")
+        if scale not in claims[args.name]:
+            parser.error(f"{args.name} has no SCALE={scale}")
+        for command in claims[args.name][scale]:
+            print(f"+ {command}", flush=True)
+            subprocess.run(command, shell=True, check=True, cwd=ROOT)
+        write(claims)
+
+
+def write(claims: Mapping[str, Mapping[str, Any]]) -> None:
+    write_page(rows())
+    PAGE.write_text(page(claims))
+
+
+def rows() -> Rows:
+    return by_flags_and_seed(read_results())
+
+
+def read_results() -> list[dict[str, Any]]:
+    return [row for row in read_rows(RESULTS / "study.jsonl") if row["scale"] == "cpu"]
+
+
+def page(claims: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return docs/experiments.md with the tables of the kept results and of all claims."""
+    lines = [
+        [
+            f"{claim['published']} ({claim['source']})",
+            f"**{claim['state'].capitalize()}**: {claim['here']}",
+            f"`{name}`",
+        ]
+        for name, claim in claims.items()
+    ]
+    table = markdown_table(["published", "here", "`examples/reproduce.sh`"], lines)
+    return replace_block(page_of(rows()), "claims", f"{table}\n")
+
+
+def time_of(claim: Mapping[str, Any]) -> str:
+    """How long the laptop's commands take: those of the study as long as the kept results took."""
+    names = re.findall(r"\bE\d+\b", " ".join(claim["laptop"]))
+    flags = {arm.flags for name in names for group in EXPERIMENTS[name].groups for arm in group.arms}
+    seconds = sum(row.get("seconds", 0) for row in read_results() if row["flags"] in flags) / SCALES["cpu"].jobs
+    minutes = claim.get("minutes", 0) + seconds / 60
+    return f"{minutes / 60:.1f} h" if minutes > 90 else f"{minutes:.0f} min"
+
+
+if __name__ == "__main__":
+    main()
