@@ -12,10 +12,7 @@ from megatron_zpp.settings.groups import Settings
 
 
 def check_islands(settings: Settings, given: Collection[str]) -> None:
-    """Raise SettingsError where something else does not go with islands. ``check_parallel`` has checked their number.
-
-    given: names of the settings that the user chose.
-    """
+    """Raise SettingsError where something else does not go with islands. given: settings that the user chose."""
     ranks, config, training = settings.distributed, settings.island, settings.training
     if ranks.islands == 1:
         require(not ranks.islands_may_leave, "--islands-may-leave needs --islands above 1: how many begin the run")
@@ -23,11 +20,8 @@ def check_islands(settings: Settings, given: Collection[str]) -> None:
             require(flag.setting not in given, f"{flag.name} needs --islands above 1")
         return
     islands, nodes = f"--islands {ranks.islands}", ranks.emulate_nodes
-    require(
-        ranks.emulate_ranks is None or nodes % ranks.islands == 0,
-        f"{islands} consist of whole nodes, and --emulate-nodes {nodes} is no multiple: choose other nodes, or one of "
-        f"{list_divisors(nodes)} islands",
-    )
+    uneven = f"{islands} of whole nodes do not divide --emulate-nodes {nodes}; choose one of {list_divisors(nodes)}"
+    require(ranks.emulate_ranks is None or nodes % ranks.islands == 0, uneven)
     require(settings.zero.zero_stage > 0, f"{islands} exchange shards, and --zero-stage 0 has none: give 1, 2 or 3")
     unsupported = {
         "--num-distributed-optimizer-instances (HSDP) would send each shard once per replica": (
@@ -47,10 +41,8 @@ def check_islands(settings: Settings, given: Collection[str]) -> None:
         return
     stages_of_ranks = [placement.stages_of(rank) for rank in range(ranks.pipeline_model_parallel_size)]
     fewest = min(sum(len(placement.layers[stage]) for stage in stages) for stages in stages_of_ranks)
-    require(
-        config.fragments <= fewest,
-        f"--island-fragments {config.fragments} are more than the {fewest} layer(s) of a rank: give at most {fewest}",
-    )
+    most = f"--island-fragments {config.fragments} are more than the {fewest} layer(s) of a rank: give at most {fewest}"
+    require(config.fragments <= fewest, most)
 
 
 def _check_elastic_islands(settings: Settings) -> None:
@@ -60,29 +52,17 @@ def _check_elastic_islands(settings: Settings) -> None:
     require(number is not None, f"which island is this job? give --island-number, from 0 to {ranks.islands - 1}")
     below = f"--island-number {number} must be below --islands {ranks.islands}: they count from 0"
     require(number is None or number < ranks.islands, below)
+    has_lighthouse = ranks.island_lighthouse is not None and ranks.island_secret_file is not None
     require(
-        ranks.island_lighthouse is not None and ranks.island_secret_file is not None,
-        "how do islands find and trust each other? start megatron-zpp lighthouse, and give --island-lighthouse "
-        "host:29510 and --island-secret-file FILE (docs/islands.md)",
+        has_lighthouse,
+        "islands meet by --island-lighthouse and --island-secret-file (docs/islands.md): give both",
     )
-    require(
-        config.fragments == 1 and config.sync_delay == 0,
-        "--island-fragments and --island-sync-delay keep parameters in flight, which an island that leaves would take "
-        "along: leave them or --islands-may-leave out",
-    )
-    require(
-        not training.skip_train,
-        "--skip-train needs no other island: leave --islands out, and --load one's folder",
-    )
-    require(
-        not checkpoint.override_batch_size,
-        "--override-batch-size: islands know by their steps which samples were read, so the batch size must stay; "
-        "leave it or --islands-may-leave out",
-    )
+    lost = "--islands-may-leave loses what --island-fragments and --island-sync-delay keep in flight: leave one out"
+    require(config.fragments == 1 and config.sync_delay == 0, lost)
+    require(not training.skip_train, "--skip-train needs no other island: leave --islands out, and --load one's folder")
+    counted = "--override-batch-size does not go with --islands-may-leave, where steps count samples: leave one out"
+    require(not checkpoint.override_batch_size, counted)
     intervals = {"--save-interval": checkpoint.save_interval, "--exit-interval": training.exit_interval}
     for flag, interval in intervals.items():
-        require(
-            (interval or 0) % config.sync_interval == 0,
-            f"{flag} {interval} must be a multiple of --island-sync-interval {config.sync_interval} with "
-            "--islands-may-leave: a run resumes from the islands' last synchronization",
-        )
+        multiple = f"{flag} {interval} must be a multiple of --island-sync-interval {config.sync_interval}"
+        require((interval or 0) % config.sync_interval == 0, f"{multiple} with --islands-may-leave")

@@ -19,25 +19,18 @@ def check_zero(zero: ZeroSettings, zeropp: ZeroPPConfig, fsdp_size: int, distrib
     if ranks is not None:
         per_node = ranks // distributed.emulate_nodes
         require(not zeropp.check_agreement, "--zeropp-check-agreement does not compare emulated ranks: leave it out")
-        require(
-            hpz_size in (1, per_node) and ranks_per_node in (None, per_node),
-            f"--emulate-ranks {ranks} on --emulate-nodes {distributed.emulate_nodes} are {per_node} a node: "
-            f"--zero-hpz-partition-size must be {per_node} or 1, and --zeropp-ranks-per-node {per_node} or left out",
-        )
-    require(
-        not zero.cpu_offload or (stage >= 1 and ranks is None),
-        "--cpu-offload moves the shards of real ranks at --zero-stage 1, 2 or 3 to host memory; leave it out",
-    )
+        fits = hpz_size in (1, per_node) and ranks_per_node in (None, per_node)
+        expected = f"--zero-hpz-partition-size must be {per_node} or 1, --zeropp-ranks-per-node {per_node} or left out"
+        require(fits, f"--emulate-ranks {ranks} are {per_node} on each node: {expected}")
+    offloads = "--cpu-offload moves the shards of real ranks at --zero-stage 1, 2 or 3 to host memory; leave it out"
+    require(not zero.cpu_offload or (stage >= 1 and ranks is None), offloads)
     quantized = {
         "--zero-quantized-weights": zeropp.quantized_weights,
         "--zero-quantized-gradients": zeropp.quantized_gradients,
     }
     for flag, is_on in quantized.items():
         require(not is_on or stage >= 1, f"{flag} needs --zero-stage 1, 2 or 3: stage 0 gathers nothing")
-    require(
-        hpz_size == 1 or stage == 3,
-        f"--zero-hpz-partition-size needs --zero-stage 3, got {stage}, which gathers parameters once per step anyway",
-    )
+    require(hpz_size == 1 or stage == 3, f"--zero-hpz-partition-size needs --zero-stage 3, got {stage}")
 
 
 def _check_replicas(distributed: DistributedSettings, zero: ZeroSettings, zeropp: ZeroPPConfig, fsdp_size: int) -> None:
@@ -48,11 +41,7 @@ def _check_replicas(distributed: DistributedSettings, zero: ZeroSettings, zeropp
     require_divides(flag, replicas, fsdp_size, _SHARDING)
     require(zero.zero_stage >= 1, f"{flag} {replicas} replicates shards, and --zero-stage 0 has none; leave one out")
     require(distributed.emulate_ranks is None, f"{flag} {replicas} cannot be emulated; leave --emulate-ranks or it out")
-    require(
-        not zeropp.enabled,
-        f"{flag} {replicas} (HSDP) sends nothing in low bits; leave it out, or --zero-quantized-weights, "
-        "--zero-hpz-partition-size and --zero-quantized-gradients",
-    )
+    require(not zeropp.enabled, f"{flag} {replicas} (HSDP) sends nothing in low bits; leave ZeRO++'s flags or it out")
     if zeropp.ranks_per_node is not None:
         check_replicas_on_nodes(replicas, fsdp_size, zeropp.ranks_per_node)
 
@@ -60,12 +49,8 @@ def _check_replicas(distributed: DistributedSettings, zero: ZeroSettings, zeropp
 def check_replicas_on_nodes(replicas: int, fsdp_size: int, ranks_per_node: int) -> None:
     """Raise SettingsError if nodes with this number of sharding ranks cut HSDP's replicas unevenly."""
     size = fsdp_size // replicas
-    require(
-        ranks_per_node % size == 0 or size % ranks_per_node == 0,
-        f"--num-distributed-optimizer-instances {replicas} makes replicas of {size} ranks, and nodes have "
-        f"{ranks_per_node}: one must be a multiple of the other, such as {fsdp_size // ranks_per_node} replicas, one "
-        "per node",
-    )
+    uneven = f"--num-distributed-optimizer-instances {replicas}: replicas of {size} ranks, {ranks_per_node} on a node"
+    require(ranks_per_node % size == 0 or size % ranks_per_node == 0, f"{uneven}: one must be a multiple of the other")
 
 
 def check_muon(settings: Settings) -> None:
@@ -76,10 +61,8 @@ def check_muon(settings: Settings) -> None:
     bits, supported = optimizer.muon_momentum_bits, ", ".join(map(str, SUPPORTED_BITS))
     is_supported = bits is None or bits in SUPPORTED_BITS
     require(is_supported, f"--muon-momentum-bits must be one of {supported}, or left out; got {bits}")
-    require(
-        not optimizer.muon_stale_rows or optimizer.muon_period > 1,
-        "--muon-stale-rows are renewed at every whole step: give a --muon-period above 1, such as 10",
-    )
+    renewed = "--muon-stale-rows are renewed at every whole step: give a --muon-period above 1, such as 10"
+    require(not optimizer.muon_stale_rows or optimizer.muon_period > 1, renewed)
     require(settings.zero.zero_stage >= 1, "--optimizer muon needs --zero-stage 1, 2 or 3, which shard matrices, got 0")
     unsupported = {
         "--tensor-model-parallel-size": settings.distributed.tensor_model_parallel_size > 1,

@@ -51,10 +51,7 @@ class CommandLine:
 def read_command_line(
     argv: Iterable[str], mistakes: Mistakes, presets: Mapping[str, Mapping[str, Any]] = {}
 ) -> CommandLine:
-    """Read the command line; of a flag given twice, the last one counts. Errors go to ``mistakes``.
-
-    presets: settings of models that ``--preset`` may name.
-    """
+    """Read the command line; the last of equal flags counts. Errors go to ``mistakes``. presets: of ``--preset``."""
     line, words_of, flags = CommandLine(), _split(argv), flags_by_name()
     has_experts = any(
         (name == EXPERTS and set(words) != {"1"})

@@ -1,8 +1,4 @@
-"""Read a DeepSpeed JSON file into settings: ``read_deepspeed_config``.
-
-The file sets what it names and nothing else: DeepSpeed's own defaults for absent keys do not apply. ``deepspeed_keys``
-has the keys and what becomes of each; this module walks through the file.
-"""
+"""Read a DeepSpeed JSON file into settings. DeepSpeed's own defaults for absent keys do not apply."""
 
 from __future__ import annotations
 
@@ -145,8 +141,7 @@ class DeepSpeedConfig:
 def read_deepspeed_config(path: str) -> DeepSpeedConfig:
     """Read the settings that a DeepSpeed JSON file states. "auto" and null leave a setting to the flags.
 
-    Raises SettingsError: no such file, no JSON; or every unknown or misspelt key, value of the wrong kind or out of
-    bounds, and key that cannot be honoured, each named by its path in the file.
+    Raises SettingsError that names each key that is unknown, of a wrong kind or value, or cannot be honoured.
     """
     try:
         content = json.loads(read_bounded(path), object_pairs_hook=_without_duplicates)

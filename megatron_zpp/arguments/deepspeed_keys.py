@@ -1,8 +1,4 @@
-"""Every known key of a DeepSpeed JSON file, and what becomes of it, from ``deepspeed_keys.toml``.
-
-A key sets settings, holds a section, must have a value that changes nothing here, or is not needed. All other keys are
-errors, since a misspelt key would otherwise train something other than what was asked for.
-"""
+"""Every known key of a DeepSpeed JSON file, and what becomes of it, from ``deepspeed_keys.toml``; others are errors."""
 
 from __future__ import annotations
 

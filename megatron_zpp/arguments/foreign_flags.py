@@ -75,10 +75,7 @@ def describes_experts(flag: str) -> bool:
 
 
 def deepspeed_expert_defaults(typed: Collection[str], given: Mapping[str, Any]) -> str:
-    """Return flags for Megatron-DeepSpeed's defaults of settings not given; "" for other scripts.
-
-    typed: flags of the command line. given: settings that they have set.
-    """
+    """Return flags for the defaults of Megatron-DeepSpeed's scripts that are not ``given``. typed: the flags there."""
     if _DEEPSPEED_EXPERT_FLAGS.isdisjoint(typed):
         return ""
     unsaid = [words for setting, words in _DEEPSPEED_DEFAULTS.items() if setting not in given]

@@ -49,10 +49,7 @@ def tier(flag: Flag) -> str:
 
 
 def help_text(architecture: Architecture, words: Sequence[str] = ("--help",)) -> str:
-    """Return what ``--help``, ``--help GROUP`` or ``--help-all`` prints for the trainer of one architecture.
-
-    Raises SettingsError for a group that does not exist.
-    """
+    """Return what ``--help``, ``--help GROUP`` or ``--help-all`` prints. Raises SettingsError for an unknown group."""
     # A trainer from outside this package is no command of ours.
     trainer = f"-m megatron_zpp pretrain-{architecture.name}" if architecture in ARCHITECTURES else "%(prog)s"
     groups = dict(iterate_groups())

@@ -1,7 +1,4 @@
-"""Write the reference page docs/arguments.md from the settings.
-
-Run it after a change: ``python -m megatron_zpp.arguments.page docs/arguments.md``
-"""
+"""Write docs/arguments.md from the settings: ``python -m megatron_zpp.arguments.page docs/arguments.md``."""
 
 from __future__ import annotations
 

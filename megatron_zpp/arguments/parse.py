@@ -1,8 +1,7 @@
 """From the command line to checked, frozen settings: ``parse_settings``.
 
-Every field of the dataclasses in ``settings/groups.py`` is a flag. A value comes from, in this order: the flag, the
-DeepSpeed file of ``--deepspeed_config`` (which may not contradict a flag), ``--preset``, the field's default. What is
-then still open is derived from the other settings, and everything is checked, in ``resolve.py``.
+A value comes from, in this order: the flag, the DeepSpeed file of ``--deepspeed_config`` (which may not contradict a
+flag), ``--preset``, the field's default. ``resolve.py`` derives what is then still open, and checks everything.
 """
 
 from __future__ import annotations
@@ -45,15 +44,12 @@ def parse_settings(
 ) -> ResolvedSettings:
     """Read, complete and check all settings of a run.
 
-    architecture: the kind of model that the program trains. argv: default ``sys.argv[1:]``. world_size: ranks of
-    the run, unless --dry-run-world-size gives another number. note: receives one line for each flag or key that was
-    accepted but changes nothing. counts_all_jobs: world_size counts the ranks of all islands, even where each is a job
-    of its own (--islands-may-leave).
+    world_size: ranks of the run, unless --dry-run-world-size gives another number. note: receives one line for each
+    flag or key that was accepted but changes nothing. counts_all_jobs: world_size counts the ranks of all islands, even
+    where each is a job of its own (--islands-may-leave).
 
-    Raises SettingsError with one line for each mistake, which says what to do. ``--help``, ``--help GROUP``
-    and ``--help-all`` print and raise SystemExit(0).
-
-    Needs no process group, and reads no file but that of ``--deepspeed_config``.
+    Raises SettingsError with one line for each mistake. ``--help`` prints and raises SystemExit(0). Needs no process
+    group, and reads no file but that of ``--deepspeed_config``.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     asked = [i for i, word in enumerate(argv) if word in ("-h", "--help", "--help-all")]

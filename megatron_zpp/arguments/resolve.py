@@ -1,14 +1,13 @@
 """Complete the settings of a run and check that they fit together, before anything is built.
 
-One function per group: it checks what the user gave, fills what was left open, and returns the completed group. After
-``resolve`` no field is None whose default can be derived: batch size, MLP width, dropout, recomputation, precision.
+After ``resolve`` no field is None whose default can be derived: batch size, MLP width, dropout, precision.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from megatron_zpp.arguments.check_islands import check_islands
 from megatron_zpp.arguments.check_zero import check_muon, check_zero
@@ -48,11 +47,10 @@ def resolve(
     world_size: int,
     accumulation_steps: int | None = None,
 ) -> tuple[Settings, list[str]]:
-    """Complete the settings, and note each given setting that has no effect in this run.
+    """Complete the settings, and note each ``given`` setting that has no effect in this run.
 
-    given: names of the fields that the user set. world_size: ranks of all jobs. accumulation_steps: micro-batches per
-    optimizer step, where a DeepSpeed file says so. Raises SettingsError with all mistakes, but for those that wrong
-    settings may cause.
+    world_size: ranks of all jobs. accumulation_steps: micro-batches per optimizer step, where a DeepSpeed file says so.
+    Raises SettingsError with all mistakes, but for those that wrong settings may cause.
     """
     mistakes, distributed, training = Mistakes(), settings.distributed, settings.training
     seq_length = training.seq_length or 0
@@ -109,10 +107,8 @@ def resolve(
     with mistakes.collected():
         check_expert_parallel(settings, fsdp_size)
     with mistakes.collected():
-        require(
-            not (settings.zero.cpu_offload and settings.optimizer.use_apex),
-            "--use-apex steps on the GPU, --cpu-offload on the host; leave one out",
-        )
+        steps_twice = settings.zero.cpu_offload and settings.optimizer.use_apex
+        require(not steps_twice, "--use-apex steps on the GPU, --cpu-offload on the host; leave one out")
         check_zero(settings.zero, settings.zeropp, fsdp_size, distributed)
     with mistakes.collected():
         check_muon(settings)
@@ -146,33 +142,24 @@ def _resolve_training(training: TrainingSettings, dp_size: int, accumulation_ste
         require(total == last, f"--step-batch-size-schedule ends at {last}, not at --global-batch-size {total}")
     if micro is None and total is not None and accumulation_steps is not None:
         micro, rest = divmod(total, accumulation_steps * dp_size)
-        require(
-            rest == 0 and micro > 0,
-            f"global batch size {total} is not divisible by {accumulation_steps} accumulation steps * "
-            f"{dp_size} data-parallel ranks",
-        )
+        parts = f"{accumulation_steps} accumulation steps * {dp_size} data-parallel ranks"
+        require(rest == 0 and micro > 0, f"global batch size {total} is not divisible by {parts}")
     if micro is None:
         raise SettingsError("how many samples per rank and forward pass? give --micro-batch-size")
     training = dataclasses.replace(training, micro_batch_size=micro)
     expected = micro * (accumulation_steps or 1) * dp_size
     total = expected if total is None else total
-    require(
-        accumulation_steps is None or total == expected,
-        f"global batch size {total} is not micro-batch size {micro} * {accumulation_steps} accumulation steps * "
-        f"{dp_size} data-parallel ranks = {expected}; make them agree or leave one out",
-    )
+    product = f"micro-batch size {micro} * {accumulation_steps} accumulation steps * {dp_size} ranks = {expected}"
+    require(accumulation_steps is None or total == expected, f"global batch size {total} is not {product}")
     at_once, of_evaluation = micro * dp_size, training.eval_global_batch_size
-    require(
-        of_evaluation is None or of_evaluation % at_once == 0,
-        f"--eval-global-batch-size {of_evaluation} is not a multiple of micro-batch size {micro} * {dp_size} "
-        f"data-parallel ranks = {at_once}",
-    )
+    uneven = f"--eval-global-batch-size {of_evaluation} is not a multiple of micro-batch size * ranks = {at_once}"
+    require(of_evaluation is None or of_evaluation % at_once == 0, uneven)
     return dataclasses.replace(training, global_batch_size=total)
 
 
 def _resolve_length(settings: Settings, dp_size: int) -> Settings:
     """End the run by its tokens. Builds the schedules that the trainer will build, which refuse what cannot work."""
-    training = ResolvedTraining(**vars(settings.training))
+    training = cast(ResolvedTraining, settings.training)
     try:
         batches = BatchSchedule.from_settings(training, dp_size)
         if not training.skip_train:
@@ -198,7 +185,7 @@ def _check_tasks(settings: Settings, dp_size: int, world_size: int) -> None:
 def _check_curriculum(settings: Settings) -> None:
     """Check that cut samples can still be divided among ranks, and are one document each."""
     try:
-        curriculum = Curriculum.from_settings(ResolvedTraining(**vars(settings.training)))
+        curriculum = Curriculum.from_settings(cast(ResolvedTraining, settings.training))
     except ValueError as error:
         raise SettingsError(str(error)) from error
     if curriculum is None:
@@ -206,16 +193,13 @@ def _check_curriculum(settings: Settings) -> None:
     ranks = settings.distributed
     parts = 2 * ranks.context_parallel_size if ranks.context_parallel_size > 1 else 1
     parts *= ranks.tensor_model_parallel_size if ranks.sequence_parallel else 1
-    require(
-        curriculum.step % parts == 0 and curriculum.last % parts == 0,
-        f"--curriculum-length-step {curriculum.step} and the last length {curriculum.last} must be multiples of "
-        f"{parts}, the parts into which --context-parallel-size and --sequence-parallel divide a sample",
+    uneven = (
+        f"--curriculum-length-step {curriculum.step} and last length {curriculum.last} are not multiples of {parts}"
     )
-    require(
-        not settings.data.reset_attention_mask and not settings.data.sft,
-        "--reset-attention-mask and --sft count documents in whole samples, which --curriculum-min-length cuts: leave "
-        "one of them out",
-    )
+    divided = "the parts into which --context-parallel-size and --sequence-parallel divide a sample"
+    require(curriculum.step % parts == 0 and curriculum.last % parts == 0, f"{uneven}, {divided}")
+    counted = "--reset-attention-mask and --sft count whole samples; leave them or --curriculum-min-length out"
+    require(not settings.data.reset_attention_mask and not settings.data.sft, counted)
 
 
 # Precision and memory
@@ -231,15 +215,11 @@ def _sums_gradients_in_fp32(settings: Settings) -> bool:
 
 def _resolve_precision(precision: PrecisionSettings, sums_in_fp32: bool) -> PrecisionSettings:
     require(not (precision.fp16 and precision.bf16), "--fp16 and --bf16 exclude each other; give one")
-    require(
-        not (precision.grad_reduce_in_bf16 and precision.accumulate_allreduce_grads_in_fp32),
-        "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; give one",
-    )
+    both = "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; give one"
+    require(not (precision.grad_reduce_in_bf16 and precision.accumulate_allreduce_grads_in_fp32), both)
     first, smallest = precision.initial_loss_scale, precision.min_loss_scale
-    require(
-        not precision.fp16 or precision.loss_scale is not None or first >= smallest,
-        f"--initial-loss-scale {first:g} is below --min-loss-scale {smallest:g}; raise the former or lower the latter",
-    )
+    below = f"--initial-loss-scale {first:g} is below --min-loss-scale {smallest:g}; raise it or lower that"
+    require(not precision.fp16 or precision.loss_scale is not None or first >= smallest, below)
     # Megatron's rule: bf16 has too few digits to sum gradients in, so sums are fp32 unless asked otherwise. Where sums
     # are fp32 anyway, autograd's gradients stay bf16, in half the memory.
     in_fp32 = precision.accumulate_allreduce_grads_in_fp32
@@ -294,10 +274,8 @@ def _check_data(data: DataSettings) -> None:
     given = [flag_of(name) for name in sources if getattr(data, name)]
     require(given, "what to train on? give --data-path PREFIX, --train-data-path PREFIX or --mock-data")
     require(len(given) == 1, f"{' and '.join(given)} both say where the data is; give one")
-    require(
-        not (per_split or data.per_split_data_args_path) or data.split is None,
-        f"--split divides --data-path; it has no meaning with {given[0]}: leave it out",
-    )
+    no_split = f"--split divides --data-path; it has no meaning with {given[0]}: leave it out"
+    require(not (per_split or data.per_split_data_args_path) or data.split is None, no_split)
     is_cyclic = data.dataloader_type == "cyclic"
     require(is_cyclic or not data.data_sharding, "--data-sharding needs --dataloader-type cyclic")
     for name in ("mock_data", "fim_data", "eod_mask_loss"):
@@ -315,23 +293,16 @@ def _resolve_tokenizer(tokenizer: TokenizerSettings, data: DataSettings) -> Toke
     if data.mock_data and tokenizer.vocab_size is not None:
         return dataclasses.replace(tokenizer, tokenizer_type="NullTokenizer")
     require(not data.mock_data, "which vocabulary? give --vocab-size with --mock-data")
-    raise SettingsError(
-        "which tokenizer was the data made with? give --tokenizer-type and its files, or --vocab-file and --merge-file "
-        "of GPT2BPETokenizer"
-    )
+    raise SettingsError("which tokenizer made the data? give --tokenizer-type, or --vocab-file and --merge-file")
 
 
 def _check_checkpoint(checkpoint: CheckpointSettings, schedule: ScheduleSettings) -> None:
     has_interval = checkpoint.save_interval is not None
     require(checkpoint.save is None or has_interval, "how often to save? --save needs --save-interval")
-    require(
-        not (checkpoint.load_latest_good and checkpoint.ckpt_step is not None),
-        "--load-latest-good and --ckpt-step both say which checkpoint to load; give one",
-    )
-    require(
-        not (schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler),
-        "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; give one",
-    )
+    both = "--load-latest-good and --ckpt-step both say which checkpoint to load; give one"
+    require(not (checkpoint.load_latest_good and checkpoint.ckpt_step is not None), both)
+    both = "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; give one"
+    require(not (schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler), both)
 
 
 # Settings that have no effect without another one

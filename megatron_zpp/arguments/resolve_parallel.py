@@ -17,28 +17,20 @@ def check_parallel(distributed: DistributedSettings, zero_stage: int, seq_length
     """Raise SettingsError unless the parallel sizes divide the ranks, and fit together."""
     product, job_size = ranks_per_model_copy(distributed), world_size // num_jobs(distributed)
     sizes = " * ".join(f"{flag_of(name)} {getattr(distributed, name)}" for name in MODEL_PARALLEL_SETTINGS)
-    require(
-        job_size % product == 0,
-        f"{sizes} = {product} does not divide the {job_size} rank(s) of this run; choose sizes whose product is one "
-        f"of {list_divisors(job_size)}",
-    )
+    uneven = f"{sizes} = {product} does not divide the {job_size} rank(s) of this run"
+    require(job_size % product == 0, f"{uneven}; choose sizes whose product is one of {list_divisors(job_size)}")
     dp_size, cp_size = data_parallel_size(distributed, world_size), distributed.context_parallel_size
     require_divides("--islands", distributed.islands, dp_size, "data-parallel rank(s)")
     if cp_size > 1 and seq_length is not None:
         fitting = [size for size in divisors(seq_length) if seq_length % (2 * size) == 0] or [1]
-        require(
-            seq_length % (2 * cp_size) == 0,
-            f"--seq-length {seq_length} is not a multiple of 2 * --context-parallel-size {cp_size}: each rank takes "
-            f"two of 2 * {cp_size} chunks of a sequence; choose another length, or a --context-parallel-size of "
-            f"{', '.join(map(str, fitting))}",
-        )
+        uneven = f"--seq-length {seq_length} is not a multiple of 2 * --context-parallel-size {cp_size}"
+        choose = f"choose another length, or a --context-parallel-size of {', '.join(map(str, fitting))}"
+        require(seq_length % (2 * cp_size) == 0, f"{uneven}; {choose}")
     ranks, nodes = distributed.emulate_ranks, distributed.emulate_nodes
     if ranks is None:
         return
-    require(
-        not distributed.islands_may_leave,
-        "--emulate-ranks has all islands in one process, which none may leave: leave it or --islands-may-leave out",
-    )
+    alone = "--emulate-ranks has all islands in one process, which none may leave: leave it or --islands-may-leave out"
+    require(not distributed.islands_may_leave, alone)
     require(world_size == 1, f"--emulate-ranks {ranks} needs one process, this run has {world_size}: start it alone")
     uneven = f"--emulate-nodes {nodes} does not divide --emulate-ranks {ranks}; choose one of {list_divisors(ranks)}"
     require(ranks % nodes == 0, uneven)
@@ -75,23 +67,16 @@ def resolve_sizes(ranks: DistributedSettings, num_layers: int) -> DistributedSet
     stages, size = ranks.num_virtual_stages_per_pipeline_rank, ranks.pipeline_model_parallel_size
     if stages is not None and stages > 1:
         given = f"--num-virtual-stages-per-pipeline-rank {stages}"
-        require(
-            ranks.num_layers_per_virtual_pipeline_stage is None,
-            f"{given} and --num-layers-per-virtual-pipeline-stage say the same; give one",
-        )
+        twice = f"{given} and --num-layers-per-virtual-pipeline-stage say the same; give one"
+        require(ranks.num_layers_per_virtual_pipeline_stage is None, twice)
         num_layers += ranks.account_for_embedding_in_pipeline_split + ranks.account_for_loss_in_pipeline_split
-        require(
-            num_layers % (stages * size) == 0,
-            f"{given} * --pipeline-model-parallel-size {size} does not divide {num_layers} layers",
-        )
+        uneven = f"{given} * --pipeline-model-parallel-size {size} does not divide {num_layers} layers"
+        require(num_layers % (stages * size) == 0, uneven)
         ranks = dataclasses.replace(ranks, num_layers_per_virtual_pipeline_stage=num_layers // (stages * size))
     if (expert_tp_size := ranks.expert_tensor_parallel_size) is not None:
         parts, tp_size = ranks.expert_model_parallel_size * expert_tp_size, ranks.tensor_model_parallel_size
-        require(
-            parts % tp_size == 0,
-            f"--expert-model-parallel-size * --expert-tensor-parallel-size = {parts} ranks share a layer's experts; "
-            f"make this a multiple of --tensor-model-parallel-size {tp_size}",
-        )
+        shared = f"--expert-model-parallel-size * --expert-tensor-parallel-size = {parts} ranks share a layer's experts"
+        require(parts % tp_size == 0, f"{shared}; make this a multiple of --tensor-model-parallel-size {tp_size}")
         ranks = dataclasses.replace(ranks, expert_model_parallel_size=parts // tp_size)
     # Translated: nothing is left to say.
     return dataclasses.replace(ranks, num_virtual_stages_per_pipeline_rank=None, expert_tensor_parallel_size=None)
@@ -110,66 +95,40 @@ def check_pipeline(settings: Settings, num_layers: int) -> None:
             require(getattr(ranks, name) is None, f"{flag_of(name)} needs --pipeline-model-parallel-size above 1")
         return
     model, per_token = settings.model, settings.training.calculate_per_token_loss or settings.data.sft
-    require(
-        not (per_token and model.num_experts and (model.moe_aux_loss_coeff or model.moe_z_loss_coeff)),
-        "a stage does not know how many tokens count: --moe-aux-loss-coeff and --moe-z-loss-coeff do not work with "
-        "--pipeline-model-parallel-size and --calculate-per-token-loss, as in --sft; leave one out",
-    )
-    require(
-        not (model.num_experts and model.moe_router_load_balancing_type == "all_layers_aux_loss"),
-        "--moe-router-load-balancing-type all_layers_aux_loss multiplies scores and loads of all layers, and a stage "
-        "of --pipeline-model-parallel-size has some of them: give aux_loss, or leave the pipeline out",
-    )
+    has_loss = model.num_experts is not None and (model.moe_aux_loss_coeff > 0 or model.moe_z_loss_coeff > 0)
+    losses = "--moe-aux-loss-coeff and --moe-z-loss-coeff do not work with --pipeline-model-parallel-size"
+    # A stage does not know how many tokens count.
+    require(not (per_token and has_loss), f"{losses} and --calculate-per-token-loss, as in --sft; leave one out")
+    over_all = model.num_experts is not None and model.moe_router_load_balancing_type == "all_layers_aux_loss"
+    needs_all = "--moe-router-load-balancing-type all_layers_aux_loss needs all layers on one rank"
+    require(not over_all, f"{needs_all}: give aux_loss, or leave --pipeline-model-parallel-size out")
     ends = [name for name in _UNEVEN if getattr(ranks, name) is not None]
     fewer = ranks.account_for_embedding_in_pipeline_split or ranks.account_for_loss_in_pipeline_split
-    require(
-        not (ends and fewer),
-        "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split divide layers evenly; "
-        f"leave out {', '.join(map(flag_of, ends))}",
-    )
+    even = "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split divide layers evenly"
+    require(not (ends and fewer), f"{even}; leave out {', '.join(map(flag_of, ends))}")
     schedule, virtual = _schedule_or_default(ranks), "--num-layers-per-virtual-pipeline-stage"
     for name in _UNEVEN:
-        require(
-            per_stage is None or getattr(ranks, name) is None,
-            f"{flag_of(name)} and {virtual} exclude each other: virtual stages are equal; give one",
-        )
-    require(
-        per_stage is None or schedule not in ("gpipe", "1f1b"),
-        f"--pipeline-schedule {schedule} has one stage on each rank; leave {virtual} out, or use interleaved",
-    )
-    require(
-        per_stage is not None or schedule not in ("interleaved", "zbv"),
-        f"--pipeline-schedule {schedule} has several stages on each rank: say how many layers each has by {virtual}",
-    )
-    require(
-        schedule != "zbv" or num_layers == 2 * num_ranks * (per_stage or 0),
-        f"--pipeline-schedule zbv has two stages on each rank: {virtual} must be --num-layers {num_layers} / (2 * "
-        f"{num_ranks} pipeline ranks)",
-    )
+        equal = f"{flag_of(name)} and {virtual} exclude each other: virtual stages are equal; give one"
+        require(per_stage is None or getattr(ranks, name) is None, equal)
+    one = f"--pipeline-schedule {schedule} has one stage on each rank; leave {virtual} out, or use interleaved"
+    require(per_stage is None or schedule not in ("gpipe", "1f1b"), one)
+    several = f"--pipeline-schedule {schedule} has several stages on each rank: give their layers by {virtual}"
+    require(per_stage is not None or schedule not in ("interleaved", "zbv"), several)
+    two = f"--pipeline-schedule zbv has two stages on each rank: {virtual} must be --num-layers / {2 * num_ranks}"
+    require(schedule != "zbv" or num_layers == 2 * num_ranks * (per_stage or 0), two)
     try:
         placement = placement_of(ranks, num_layers)
     except ValueError as error:
-        sizes = [size for size in divisors(num_layers) if size > 1]
-        raise SettingsError(
-            f"--num-layers {num_layers} cannot be split for --pipeline-model-parallel-size {num_ranks}: {error}; "
-            f"{num_layers} is divisible by {', '.join(map(str, sizes)) or 'nothing'}, and "
-            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers make stages uneven"
-        ) from error
+        wrong = f"--num-layers {num_layers} cannot be split for --pipeline-model-parallel-size {num_ranks}: {error}"
+        uneven = "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers make stages uneven"
+        raise SettingsError(f"{wrong}; choose one of {list_divisors(num_layers)}; {uneven}") from error
     recomputed, smallest = activation.recompute_num_layers, min(len(layers) for layers in placement.layers)
-    require(
-        recomputed is None or recomputed <= smallest,
-        f"--recompute-num-layers {recomputed} counts layers of one stage, and the smallest stage has {smallest}; give "
-        f"at most {smallest}",
-    )
-    require(
-        not (activation.compile and schedule in SPLITS_BACKWARD),
-        f"--pipeline-schedule {schedule} runs a backward pass in two parts, which --compile makes one; leave one out",
-    )
-    require(
-        not (schedule == "zbv" and settings.model.tie_embeddings_and_output_weights),
-        "--pipeline-schedule zbv puts the first and the last stage on one rank, which cannot share tied embeddings; "
-        "use --pipeline-schedule zero-bubble, or --untie-embeddings-and-output-weights",
-    )
+    most = f"--recompute-num-layers {recomputed} counts layers of one stage, and the smallest stage has {smallest}"
+    require(recomputed is None or recomputed <= smallest, f"{most}; give at most {smallest}")
+    parts = f"--pipeline-schedule {schedule} splits backward passes, which --compile makes one; leave one out"
+    require(not (activation.compile and schedule in SPLITS_BACKWARD), parts)
+    tied = "--pipeline-schedule zbv cannot tie embeddings: use zero-bubble, or --untie-embeddings-and-output-weights"
+    require(not (schedule == "zbv" and settings.model.tie_embeddings_and_output_weights), tied)
 
 
 def placement_of(ranks: DistributedSettings, num_layers: int) -> Placement:
@@ -208,10 +167,7 @@ def resolve_schedule(ranks: DistributedSettings, batches: BatchSchedule) -> Dist
 def check_tensor_parallel(
     distributed: DistributedSettings, model: ModelSettings, seq_length: int, compiles: bool
 ) -> None:
-    """Raise SettingsError unless heads, MLP and, with sequence parallelism, the sequence can be split evenly.
-
-    model: completed. The vocabulary waits for the tokenizer: ``check_vocabulary``.
-    """
+    """Raise SettingsError unless heads, MLP and, with sequence parallelism, the sequence can be split evenly."""
     size = distributed.tensor_model_parallel_size
     require(size == 1 or not compiles, f"--compile does not support --tensor-model-parallel-size {size}: leave one out")
     split = {flag_of(name): getattr(model, name) for name in ("num_attention_heads", "num_query_groups")}
@@ -223,11 +179,8 @@ def check_tensor_parallel(
         split[f"--seq-length{shared} (split by --sequence-parallel)"] = seq_length // distributed.context_parallel_size
     numbers = {what: number or 0 for what, number in split.items()}
     uneven = [f"{what} {number}" for what, number in numbers.items() if number % size]
-    require(
-        not uneven,
-        f"--tensor-model-parallel-size {size} does not divide {', '.join(uneven)}; choose one of "
-        f"{list_divisors(math.gcd(*numbers.values()))}",
-    )
+    sizes = list_divisors(math.gcd(*numbers.values()))
+    require(not uneven, f"--tensor-model-parallel-size {size} does not divide {', '.join(uneven)}; choose from {sizes}")
 
 
 def check_expert_parallel(settings: Settings, fsdp_size: int) -> None:
@@ -240,28 +193,21 @@ def check_expert_parallel(settings: Settings, fsdp_size: int) -> None:
     if size > 1:
         require_divides(flag, size, fsdp_size, "rank(s) that have different samples or parts of them")
         replicas = distributed.num_distributed_optimizer_instances
-        require(
-            fsdp_size // replicas % size == 0,
-            f"{given} does not divide the {fsdp_size // replicas} rank(s) of each of the "
-            f"--num-distributed-optimizer-instances {replicas} (HSDP); change one",
-        )
+        in_replica = f"{fsdp_size // replicas} rank(s) of each of --num-distributed-optimizer-instances {replicas}"
+        require(fsdp_size // replicas % size == 0, f"{given} does not divide {in_replica} (HSDP); change one")
         require(distributed.emulate_ranks is None, f"{given} cannot be emulated; leave --emulate-ranks or it out")
         compiles = settings.activation.compile
         require(not compiles, f"--compile does not see tokens sent to experts: leave it or {given} out")
         per_node = settings.zeropp.stated_ranks_per_node or 1
-        require(
-            per_node == 1 or per_node % size == 0 or size % per_node == 0,
-            f"{given} and nodes of {per_node} data-parallel ranks: one must be a multiple of the other",
-        )
+        lies_evenly = per_node == 1 or per_node % size == 0 or size % per_node == 0
+        require(lies_evenly, f"{given} and nodes of {per_node} ranks: one must be a multiple of the other")
     if experts is not None:
         parts, per_layer = size * tp_size, settings.model.moe_experts_per_layer
         uneven = [number for number in map(int, per_layer.split(",") if per_layer else [experts]) if number % parts]
         experts = next(iter(uneven), experts)
-        require(
-            not uneven,
-            f"--num-experts {experts} cannot be divided evenly among {given} * --tensor-model-parallel-size {tp_size} "
-            f"= {parts} rank(s); choose sizes whose product is one of {list_divisors(experts)}",
-        )
+        divided = f"{given} * --tensor-model-parallel-size {tp_size} = {parts} rank(s)"
+        choose = f"choose sizes whose product is one of {list_divisors(experts)}"
+        require(not uneven, f"--num-experts {experts} cannot be divided evenly among {divided}; {choose}")
 
 
 def check_vocabulary(distributed: DistributedSettings, padded_size: int, multiple: int) -> None:
@@ -270,9 +216,7 @@ def check_vocabulary(distributed: DistributedSettings, padded_size: int, multipl
     The padding does not depend on their number, as Megatron's does: checkpoints load under any.
     """
     size = distributed.tensor_model_parallel_size
-    require(
-        padded_size % size == 0,
-        f"--tensor-model-parallel-size {size} does not divide the vocabulary of {padded_size}, padded to a multiple of "
-        f"{multiple}; give --make-vocab-size-divisible-by {math.lcm(multiple, size)}, or a size that is one of "
-        f"{list_divisors(padded_size)}",
-    )
+    uneven = f"--tensor-model-parallel-size {size} does not divide the vocabulary of {padded_size}"
+    multiple = math.lcm(multiple, size)
+    choose = f"give --make-vocab-size-divisible-by {multiple}, or a size that is one of {list_divisors(padded_size)}"
+    require(padded_size % size == 0, f"{uneven}; {choose}")

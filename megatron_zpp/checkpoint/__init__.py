@@ -5,6 +5,7 @@ from .folder import FolderLock as FolderLock
 from .folder import candidates as candidates
 from .folder import find_checkpoint as find_checkpoint
 from .folder import is_complete as is_complete
+from .folder import require_checkpoint as require_checkpoint
 from .meta import read_meta as read_meta
 from .saver import CheckpointSaver as CheckpointSaver
 from .state import iterate_parameters as iterate_parameters

@@ -154,9 +154,8 @@ def write_safetensors(
     read: Callable[[str], Tensor],
     offsets: Mapping[str, Sequence[int]] | None = None,
 ) -> TensorFile:
-    """Write tensors one by one.
+    """Write tensors one by one, which ``read`` returns by name. tensors: name, dtype and shape of each.
 
-    tensors: name, dtype and shape of each, in any order. read: returns a tensor by name; called once for each.
     offsets: of each shard in its tensor, for DCP's HuggingFaceStorageReader; our reader uses the index.
     """
     tensors = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)  # aligns all of them

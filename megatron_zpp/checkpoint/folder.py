@@ -74,9 +74,15 @@ def find_checkpoint(folder: str, iteration: int | None = None) -> Path | None:
     if not is_complete(checkpoint):
         refuse_foreign(root)
         there = ", ".join(path.name for path in complete_checkpoints(root)) or "none"
-        raise CheckpointError(
-            f"{checkpoint} is not a complete checkpoint; complete ones in {folder}: {there}; {REMEDY}"
-        )
+        raise CheckpointError(f"{checkpoint} is not a complete checkpoint; complete ones: {there}; {REMEDY}")
+    return checkpoint
+
+
+def require_checkpoint(folder: str, iteration: int | None = None) -> Path:
+    """Find a checkpoint as ``find_checkpoint`` does. Raises CheckpointError if there is none."""
+    checkpoint = find_checkpoint(folder, iteration)
+    if checkpoint is None:
+        raise CheckpointError(f"{folder} holds no checkpoint: give what was given to --save in training")
     return checkpoint
 
 
@@ -102,10 +108,7 @@ def _latest_iteration(root: Path) -> int | None:
         text = file.read(40).decode(errors="replace").strip()
     if not re.fullmatch(r"[0-9]{1,12}", text):
         refuse_foreign(root)
-        raise CheckpointError(
-            f"{tracker} should hold an iteration, not {text!r}: write the number of one there, or take the newest good "
-            "checkpoint with --load-latest-good"
-        )
+        raise CheckpointError(f"{tracker} should hold an iteration, not {text!r}: write one, or use --load-latest-good")
     return int(text)
 
 
@@ -135,10 +138,7 @@ def kind_of(checkpoint: Path) -> str | None:
 def refuse_foreign(folder: Path) -> None:
     """Raise CheckpointError if ``folder`` holds checkpoints of another program, or is itself one of ours."""
     if (folder / META).exists() and (folder / MARKER).exists():
-        raise CheckpointError(
-            f"{folder} is one checkpoint, not a folder of checkpoints: give --load the folder that it is in, and its "
-            "iteration with --ckpt-step"
-        )
+        raise CheckpointError(f"{folder} is one checkpoint: give --load the folder that it is in, and --ckpt-step")
     folders = (folder, *sorted(path for path in folder.iterdir() if path.is_dir()))
     import_hf = "with tools/import_hf.py, and load that with --finetune"
     if kind := next(filter(None, map(kind_of, folders)), None):
@@ -209,10 +209,7 @@ def _wait_for_files(folder: Path, files: dict[str, dict[str, Any]], seconds: flo
         path = folder / name
         while not (path.exists() and path.stat().st_size == entry["bytes"]):
             if time.monotonic() > deadline:
-                raise OSError(
-                    f"{path} was written by another node and is not seen here: --save must be on storage that all "
-                    "nodes share"
-                )
+                raise OSError(f"{path} of another node is not seen here: --save must be on storage that all share")
             time.sleep(0.2)
 
 
@@ -266,10 +263,8 @@ class FolderLock:
                 if time.monotonic() > deadline:
                     holder = self._file.read(200).decode(errors="replace").strip() or "another process"
                     self._file.close()
-                    raise CheckpointError(
-                        f"{folder} is in use by another job ({holder}), which saves there: give --save another folder, "
-                        "or end that job"
-                    ) from None
+                    in_use = f"{folder} is in use by another job ({holder}): give another --save, or end it"
+                    raise CheckpointError(in_use) from None
                 time.sleep(0.2)
             except OSError as error:
                 if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):

@@ -175,9 +175,7 @@ class Counters:
             wrong = ["iteration"]
         if wrong:
             names = short(", ".join(wrong))
-            raise CheckpointError(
-                f"the checkpoint's counters are damaged, or of another version of megatron_zpp: {names}"
-            )
+            raise CheckpointError(f"the checkpoint's counters are damaged, or of another version: {names}")
         return cls(**saved)
 
     def is_loss_spike(self, loss: float, factor: float | None) -> bool:
@@ -195,10 +193,9 @@ class Counters:
 def saved_model(
     meta: Mapping[str, Any], given: Architecture | None = None, with_adapters: bool = False
 ) -> tuple[Architecture, TransformerConfig]:
-    """Return architecture and config of a checkpoint's model. Raises CheckpointError.
+    """Return architecture and config of a checkpoint's model; ``given``: the user's own. Raises CheckpointError.
 
-    given: the user's architecture; without it the checkpoint's must be one of ours. with_adapters: whether it may hold
-    adapters alone.
+    with_adapters: whether it may hold adapters alone.
     """
     if meta["settings"].get("lora_rank") is not None and not with_adapters:
         raise CheckpointError(
@@ -213,10 +210,8 @@ def saved_model(
         try:
             architecture = find_architecture(name)
         except ValueError as error:
-            raise CheckpointError(
-                f"the checkpoint is of the architecture {name}, which is not one of ours ({error}): if it is yours, "
-                "say where its record is with --architecture package.module:NAME"
-            ) from error
+            foreign = f"the checkpoint is of the architecture {name}, which is not one of ours ({error})"
+            raise CheckpointError(f"{foreign}: if it is yours, give --architecture package.module:NAME") from error
     try:
         if architecture in ARCHITECTURES:  # only other architectures know their valid values
             check_config(meta["model_config"], architecture.config_class)

@@ -31,10 +31,8 @@ def check_not_overwritten(settings: CheckpointSettings) -> None:
     if save is None or settings.overwrite_save or (load and os.path.realpath(load) == os.path.realpath(save)):
         return
     if there := complete_checkpoints(save):
-        raise CheckpointError(
-            f"{save} holds checkpoints of another run, up to {there[-1].name}: go on from there with --load {save}, "
-            "give --save another folder, or save over them with --overwrite-save"
-        )
+        other = f"{save} holds checkpoints of another run, up to {there[-1].name}"
+        raise CheckpointError(f"{other}: go on from there with --load {save}, give another --save, or --overwrite-save")
 
 
 def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
@@ -132,10 +130,7 @@ def _check_same(what: str, names: Iterable[str], settings: Settings, meta: Mappi
         if here != there:
             differing.append(f"{name} {there} there, {here} here")
     if differing:
-        raise CheckpointError(
-            f"{what} not the checkpoint's: {'; '.join(differing)}. Give what was given before, or {override} to go on "
-            "with this"
-        )
+        raise CheckpointError(f"{what} not the checkpoint's: {'; '.join(differing)}. Give the same, or {override}")
 
 
 def _file_names(paths: Any) -> list[Any]:

@@ -31,10 +31,7 @@ class _Pending:
 
 
 class CheckpointSaver:
-    """Saves in one folder, in the background (``asynchronous``) or at once. All methods are collective.
-
-    A failed save is reported and cleaned up; the checkpoint before it stays the latest.
-    """
+    """Saves in one folder, in the background (``asynchronous``) or at once. Reports a failed save. Collective."""
 
     def __init__(
         self,

@@ -211,7 +211,5 @@ def _check_shapes(checkpoint: Path, state: Mapping[str, Tensor], saved: Mapping[
             wrong.append(f"{name} is {there} there, {here} here")
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise CheckpointError(
-            f"{checkpoint} does not fit this run: {'; '.join(wrong[:3])}{more}. Give the settings that it was saved "
-            "with, or --no-load-optim where the optimizer's tensors are others, or --load another folder"
-        )
+        unfit = f"{checkpoint} does not fit this run: {'; '.join(wrong[:3])}{more}"
+        raise CheckpointError(f"{unfit}. Give the settings that saved it, or --no-load-optim, or another --load")

@@ -41,10 +41,7 @@ def copy_tokenizer(settings: Mapping[str, Any], checkpoint: Path) -> dict[str, d
 
 
 def settings_with_tokenizer(checkpoint: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's settings, with paths to the tokenizer's files in it, or None; see ``build_tokenizer``.
-
-    Raises CheckpointError if one of these files is a link, or is not sealed in meta.json.
-    """
+    """Return a checkpoint's settings with the paths of the tokenizer's files in it. Raises CheckpointError."""
     for name in _NAMES:
         if os.path.lexists(checkpoint / name):
             if name not in meta["files"]:

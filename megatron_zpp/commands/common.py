@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_zpp.data.text.tokenizers import TOKENIZER_FLAGS, TOKENIZER_TYPES
@@ -26,6 +27,19 @@ def report_errors(
         for text in getattr(error, "messages", (error,)):  # a SettingsError may have several
             print(f"error: {text}", file=sys.stderr)
         return status
+
+
+def open_verified(load: str, iteration: int | None) -> tuple[Path, dict[str, Any]]:
+    """Return the folder and meta.json of a checkpoint; iteration None: the latest. Raises CheckpointError."""
+    from megatron_zpp.checkpoint import CheckpointError, problems, read_meta, require_checkpoint
+    from megatron_zpp.metrics.progress import progress
+
+    checkpoint = require_checkpoint(load, iteration)
+    with progress("verifying the checkpoint"):
+        wrong = problems(checkpoint)
+    if wrong:
+        raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(wrong)}. Give another one with --ckpt-step")
+    return checkpoint, read_meta(checkpoint)
 
 
 def given_architecture(args: argparse.Namespace) -> Architecture | None:

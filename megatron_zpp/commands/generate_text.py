@@ -13,21 +13,20 @@ from typing import Any
 
 import torch
 
-from megatron_zpp.checkpoint import CheckpointError, find_checkpoint, iterate_parameters, problems, read_meta
+from megatron_zpp.checkpoint import CheckpointError, iterate_parameters
 from megatron_zpp.checkpoint.meta import saved_model
 from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
-from megatron_zpp.commands.common import given_architecture, report_errors
+from megatron_zpp.commands.common import given_architecture, open_verified, report_errors
 from megatron_zpp.convert.hf.files import generation_settings
-from megatron_zpp.data.text.tokenizers import Tokenizer, build_tokenizer, chat_tokenizer
+from megatron_zpp.convert.hf.tokenizer import build
+from megatron_zpp.data.text.tokenizers import Tokenizer, chat_tokenizer
 from megatron_zpp.families import Architecture
 from megatron_zpp.files import read_text
 from megatron_zpp.models.generate import Drawing, generate
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.settings.flags import number
 
-TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")  # in the order of ``build_tokenizer``
-TIKTOKEN = ("tiktoken_pattern", "tiktoken_num_special_tokens")
-TOKENIZER_SETTINGS = ("tokenizer_type", *TOKENIZER_FILES, "vocab_size", *TIKTOKEN)
+TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 def open_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any], dict[str, Any], Tokenizer]:
@@ -35,13 +34,10 @@ def open_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any], dic
 
     Raises CheckpointError, and what ``build_tokenizer`` raises.
     """
-    checkpoint = find_checkpoint(args.load, args.ckpt_step)
-    if checkpoint is None:
-        raise CheckpointError(f"{args.load} holds no checkpoint: give --load what was given to --save in training")
-    meta = read_meta(checkpoint)
+    checkpoint, meta = open_verified(args.load, args.ckpt_step)
     files = {name: getattr(args, name) for name in TOKENIZER_FILES}
     settings = settings_with_tokenizer(checkpoint, meta) | {name: path for name, path in files.items() if path}
-    return checkpoint, meta, settings, build_tokenizer(*(settings[name] for name in TOKENIZER_SETTINGS))
+    return checkpoint, meta, settings, build(settings)
 
 
 def chosen_device(args: argparse.Namespace) -> torch.device:
@@ -51,10 +47,7 @@ def chosen_device(args: argparse.Namespace) -> torch.device:
 def load_model(
     checkpoint: Path, meta: dict[str, Any], device: torch.device, given: Architecture | None = None
 ) -> Transformer:
-    """Load the checkpoint's model, of the ``given`` architecture if it is not built in. Raises CheckpointError."""
-    wrong = problems(checkpoint)
-    if wrong:
-        raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(wrong)}")
+    """Load a verified checkpoint's model, of the ``given`` architecture if there is one. Raises CheckpointError."""
     architecture, config = saved_model(meta, given)
     model = architecture.build_empty(config).to_empty(device=device)
     state = model.state_dict()

@@ -17,7 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint import CheckpointError, candidates, find_checkpoint, is_complete, problems, read_meta
+from megatron_zpp.checkpoint import (
+    CheckpointError,
+    candidates,
+    find_checkpoint,
+    is_complete,
+    problems,
+    read_meta,
+    require_checkpoint,
+)
 from megatron_zpp.checkpoint.storage import read_index, read_tensor
 from megatron_zpp.commands.common import report_errors
 from megatron_zpp.settings.flags import number
@@ -112,12 +120,7 @@ def diff(first: str, second: str) -> int:
 
 def _checkpoint(folder: str, iteration: int | None = None) -> Path:
     """Find a checkpoint: the folder itself, or the latest in it."""
-    if is_complete(Path(folder)):
-        return Path(folder)
-    path = find_checkpoint(folder, iteration)
-    if path is None:
-        raise CheckpointError(f"{folder} holds no checkpoint: {GIVE}")
-    return path
+    return Path(folder) if is_complete(Path(folder)) else require_checkpoint(folder, iteration)
 
 
 def _differing_values(group: str, ours: Any, theirs: Any) -> Iterator[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from megatron_zpp.commands.common import report_errors
 from megatron_zpp.commands.estimate import PROGRAMS, program_name
 from megatron_zpp.convert.hf import files
+from megatron_zpp.data.text.packages import load_package
 from megatron_zpp.families import ARCHITECTURES, Architecture
 from megatron_zpp.planning.cluster import parse_cluster
 from megatron_zpp.planning.needs.estimate import memory_and_traffic
@@ -148,11 +149,7 @@ def plot(plan: Plan, path: Path) -> None:
     """Draw tokens/s over memory, the loss as color, and the Pareto front. Raises ImportError or ValueError."""
     if not plan.outcomes:
         raise ValueError("nothing fits, so there is nothing to plot")
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError("plots need the package matplotlib: pip install matplotlib, or the extra plot") from error
-    matplotlib.use("Agg")
+    load_package("matplotlib", "--plot", "plot").use("Agg")
     from matplotlib import pyplot
 
     memories = [outcome.prediction.needs.memory / 1e9 for outcome in plan.outcomes]

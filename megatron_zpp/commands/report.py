@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_zpp.commands.common import report_errors
+from megatron_zpp.data.text.packages import load_package
 from megatron_zpp.metrics.lines import format_duration
 from megatron_zpp.metrics.tensorboard_reader import AXES, DASHBOARD, Curve, RunHistory, find_runs, read_run
 
@@ -98,13 +99,7 @@ def charts(runs: list[RunHistory]) -> dict[str, dict[tuple[str, str], dict[str, 
 
 def write_html(runs: list[RunHistory], path: Path, cluster: Cluster | None = None) -> None:
     """Write the page. Raises ImportError without matplotlib, ValueError if ``cluster`` is not the runs'."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ImportError(
-            "the page's plots need the package matplotlib: pip install matplotlib, or megatron_zpp's extra plot"
-        ) from None
-    matplotlib.use("Agg")
+    load_package("matplotlib", "the page", "plot").use("Agg")
     summaries = [summary(run) for run in runs]
     rows = {name: [per_run[name] for per_run in summaries] for name in summaries[0]}
     parts = [_table({name: cells for name, cells in rows.items() if any(cells)}, runs)]

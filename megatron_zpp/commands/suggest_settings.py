@@ -117,9 +117,7 @@ def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], 
     if args.iterations < 20:
         raise ValueError(f"--iterations {args.iterations} is too short to tell settings apart: give 20 or more")
     if nodes < 2 or ranks % nodes:
-        raise ValueError(
-            f"--emulate-ranks {ranks} on --emulate-nodes {nodes}: give 2 nodes or more that divide the ranks"
-        )
+        raise ValueError(f"--emulate-nodes {nodes} must be 2 or more, and divide --emulate-ranks {ranks}")
     flags = [*flags, *f"--emulate-ranks {ranks} --emulate-nodes {nodes} --train-iters {args.iterations}".split()]
     flags += ["--log-interval", "1", "--eval-iters", "0", "--zero-stage", "3"]
     per_node = ranks // nodes
@@ -162,10 +160,8 @@ def _check_plain(settings: ResolvedSettings) -> None:
     checkpoint, logging = settings.checkpoint, settings.logging
     continues = checkpoint.load and not checkpoint.finetune
     if checkpoint.save or logging.tensorboard_dir or logging.wandb_project or continues:
-        raise ValueError(
-            "every setting starts from scratch: leave --save, --tensorboard-dir and --wandb-project out; "
-            "--load only with --finetune"
-        )
+        scratch = "every setting starts from scratch: leave --save, --tensorboard-dir and --wandb-project out"
+        raise ValueError(f"{scratch}; --load only with --finetune")
     flat = settings.as_flat_dict()
     given = [
         flag.name
@@ -173,10 +169,8 @@ def _check_plain(settings: ResolvedSettings) -> None:
         if flat[flag.setting] != flag.default and flag.setting != "zeropp_monitor_interval"
     ]
     if given:
-        raise ValueError(
-            f"{', '.join(given)} would be in every setting, and plain {CONTROL} would not be plain: leave such flags "
-            f'out after --, or try them with --try="{given[0]} ..."'
-        )
+        plain = f"{', '.join(given)} would be in every setting, and plain {CONTROL} would not be plain"
+        raise ValueError(f'{plain}: leave such flags out after --, or try them with --try="{given[0]} ..."')
 
 
 def _warmup_steps(settings: ResolvedSettings, iterations: int) -> int:
@@ -186,8 +180,7 @@ def _warmup_steps(settings: ResolvedSettings, iterations: int) -> int:
     steps = batches.iterations_to_reach(math.ceil(schedule.warmup_samples))
     if steps > iterations / 4:
         raise ValueError(
-            f"the learning rate warms up over {steps} of --iterations {iterations}: give a shorter warm-up after "
-            "--, or more --iterations"
+            f"the learning rate warms up over {steps} of --iterations {iterations}: give a shorter warm-up"
         )
     return steps
 

@@ -67,10 +67,8 @@ class BlendedDataset(Dataset):
         taken = np.bincount(self.dataset_index, minlength=len(lengths)).tolist()
         for dataset, count in zip(self.datasets, taken, strict=True):
             if count > len(dataset):
-                raise ValueError(
-                    f"the {name} blend takes {count} samples of {dataset.indexed.prefix}, which holds {len(dataset)}: "
-                    f"raise --mid-level-dataset-surplus or correct the weights"
-                )
+                wrong = f"the {name} blend takes {count} of the {len(dataset)} samples of {dataset.indexed.prefix}"
+                raise ValueError(f"{wrong}: raise --mid-level-dataset-surplus or correct the weights")
 
     def __len__(self) -> int:
         return len(self.dataset_index)

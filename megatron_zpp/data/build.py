@@ -63,10 +63,8 @@ def build_datasets(
 ) -> Datasets:
     """Build the train, validation and test datasets, equal on every rank, without communication.
 
-    ``paths`` are the arguments of ``read_sources``. ``num_samples`` is what the run reads of each split; a split of 0
-    is not built. ``vocab_size`` None leaves the ids unchecked.
-
-    Raises FileNotFoundError or ValueError if data is missing, damaged, too little, or has ids beyond ``vocab_size``.
+    ``paths`` are the arguments of ``read_sources``; a split of 0 of ``num_samples`` is not built. ``vocab_size`` None
+    leaves the ids unchecked. Raises FileNotFoundError or ValueError if data is missing, damaged or too little.
     """
     if mock_data:
         assert vocab_size is not None
@@ -109,10 +107,8 @@ def build_datasets(
         parts = [build_one(name, prefix, edges, count) for prefix, count in zip(prefixes, to_build, strict=True)]
         blend = BlendedDataset(parts, weights, blend_size, name=name, cache=cache)
         if size is not None and len(blend) < size:
-            raise ValueError(
-                f"prefixes without weights are read once each: {len(blend)} samples in the {name} split, "
-                f"but the run asks for {size}; give each prefix a weight, or shorten the run"
-            )
+            once = f"prefixes without weights are read once each: {len(blend)} samples in the {name} split"
+            raise ValueError(f"{once}, but the run asks for {size}; give each prefix a weight, or shorten the run")
         return blend
 
     return Datasets(*map(build_split, SPLIT_NAMES, sources, num_samples))
@@ -133,10 +129,9 @@ def check_vocabulary(indexed: IndexedDataset, vocab_size: int, cache: IndexCache
         indexed.num_tokens,
     )["range"]
     if smallest < 0 or largest >= vocab_size:
-        raise ValueError(
-            f"{indexed.token_path} holds token {smallest if smallest < 0 else largest}, but the vocabulary has "
-            f"{vocab_size}: use the tokenizer that the data was made with"
-        )
+        token = smallest if smallest < 0 else largest
+        found = f"{indexed.token_path} holds token {token}, but the vocabulary has {vocab_size}"
+        raise ValueError(f"{found}: use the tokenizer that the data was made with")
 
 
 def check_end_of_document(indexed: IndexedDataset, options: SampleOptions) -> None:
@@ -148,8 +143,6 @@ def check_end_of_document(indexed: IndexedDataset, options: SampleOptions) -> No
     last = [sequence for sequence in ends[ends > begins] - 1 if indexed.sequence_lengths[sequence]]
     found = {int(indexed.get(sequence, int(indexed.sequence_lengths[sequence]) - 1)[0]) for sequence in last}
     if found and options.eod not in found:
-        raise ValueError(
-            f"no document of {indexed.prefix} ends with {options.eod}, the tokenizer's end-of-document id, which "
-            "--eod-mask-loss, --reset-position-ids and --reset-attention-mask need: make the data with --append-eod "
-            "and the same tokenizer, or leave these flags out"
-        )
+        none = f"no document of {indexed.prefix} ends with {options.eod}, the tokenizer's end-of-document id"
+        flags = "--eod-mask-loss, --reset-position-ids and --reset-attention-mask"
+        raise ValueError(f"{none}: make the data with --append-eod and the same tokenizer, or leave {flags} out")

@@ -29,11 +29,9 @@ ID = CHAT_BEGINS - 1
 class ChatDataset(Dataset):
     """Samples of up to ``options.seq_length + 1`` tokens from the documents ``chats`` of ``indexed``.
 
-    Each item is a new array, int64 [L + 1 or fewer], of ids with the bits ``CHAT_BEGINS`` and ``HAS_LOSS``;
-    ``loader.make_batch`` derives labels, masks and documents from it. A longer chat loses its end. ``num_samples`` None
-    means one epoch; otherwise the dataset holds at least that many, and whole epochs.
-
-    Raises ValueError if the range has no chat, or ``indexed`` holds plain documents.
+    Each item is a new array, int64 [L + 1 or fewer], of ids with the bits ``CHAT_BEGINS`` and ``HAS_LOSS``, for
+    ``loader.make_batch``. A longer chat loses its end. The dataset holds whole epochs, at least ``num_samples``; None:
+    one.
     """
 
     def __init__(
@@ -47,15 +45,10 @@ class ChatDataset(Dataset):
         cache: IndexCache,
     ) -> None:
         if indexed.sequence_modes is None:
-            raise ValueError(
-                f"{indexed.prefix} does not say what the assistant speaks, which --sft needs: make it with "
-                "tools/preprocess_data.py --chat"
-            )
+            raise ValueError(f"{indexed.prefix} does not mark the assistant's words: make it with --chat")
         if len(chats) == 0:
-            raise ValueError(
-                f"the {name} split of {indexed.prefix} has none of its {indexed.num_documents} chats: give it a larger "
-                "share with --split, more data, or ask for none (--eval-iters 0 for valid and test)"
-            )
+            none = f"the {name} split of {indexed.prefix} has none of its {indexed.num_documents} chats"
+            raise ValueError(f"{none}: give a larger share with --split, more data, or --eval-iters 0")
         self.indexed, self.options, self.chats, self.modes = indexed, options, chats, indexed.sequence_modes
         ends = np.concatenate([[0], np.cumsum(indexed.sequence_lengths, dtype=np.int64)])[indexed.document_indices]
         lengths = np.diff(ends)[chats.start : chats.stop]  # tokens of each chat
@@ -120,10 +113,7 @@ class ChatDataset(Dataset):
 
 
 def pack_epochs(lengths: NDArray[np.int64], capacity: int, num_samples: int, seed: int, advance: Advance) -> Arrays:
-    """Pack as many epochs of chats of ``lengths`` as give ``num_samples``.
-
-    Returns the chats of all samples in a row, int64, and where each sample begins there, int64 [M + 1].
-    """
+    """Pack epochs of chats of ``lengths`` until there are ``num_samples``: all chats, and where samples begin."""
     chats: list[NDArray[np.int64]] = []  # of each epoch
     sizes: list[NDArray[np.int64]] = []  # of each epoch, the number of chats in each of its samples
     built = 0

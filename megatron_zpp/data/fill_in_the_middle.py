@@ -58,7 +58,5 @@ def find_token(tokenizer: Tokenizer, name: str, flag: str) -> int:
         if len(ids) > 1 and tokenizer.detokenize(ids[-1:]).strip() == name:  # SentencePiece puts a blank before it
             ids = ids[-1:]
     if len(ids) != 1 or ids[0] >= tokenizer.vocab_size:
-        raise ValueError(
-            f"--fim-data requires {flag}, and {name!r} is not a token of this tokenizer: name another, or give its id"
-        )
+        raise ValueError(f"--fim-data requires {flag}, and {name!r} is not a token of this tokenizer: name another")
     return ids[0]

@@ -36,11 +36,9 @@ class SampleOptions:
 class GPTDataset(Dataset):
     """Samples of ``options.seq_length`` tokens from the sequences ``sequences`` of ``indexed``.
 
-    Each item is a new array of ids, int64 [L + 1]; ``loader.make_batch`` derives labels and masks from it.
-    ``num_samples`` None means one epoch; otherwise the dataset holds at least that many, normally more (all samples of
-    the epochs that they take). With ``keep_last``, the stream's last item may be shorter.
-
-    Raises ValueError if the range holds no tokens, or one epoch no sample.
+    Each item is a new array of ids, int64 [L + 1], for ``loader.make_batch``. ``num_samples`` None means one epoch;
+    otherwise the dataset holds all samples of the epochs that they take. With ``keep_last``, the last item may be
+    shorter.
     """
 
     def __init__(
@@ -59,11 +57,8 @@ class GPTDataset(Dataset):
         self.indexed, self.options, self.sequences = indexed, options, sequences
         num_tokens = int(indexed.sequence_lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
         if num_tokens == 0:
-            raise ValueError(
-                f"the {name} split of {indexed.prefix} is empty ({len(sequences)} of {len(indexed)} documents), but "
-                f"{num_samples or 'some'} samples are asked of it: give it a larger share with --split, more data, or "
-                f"ask for none (--eval-iters 0 for valid and test)"
-            )
+            empty = f"the {name} split of {indexed.prefix} is empty ({len(sequences)} of {len(indexed)} documents)"
+            raise ValueError(f"{empty}: give a larger share with --split, more data, or --eval-iters 0")
         seq_length, seed, stable = options.seq_length, options.seed, options.stable_order
         samples_per_epoch = samples_in(1, num_tokens, seq_length, keep_last)
         if stable:
@@ -71,10 +66,8 @@ class GPTDataset(Dataset):
         else:
             self.epochs, self.separate_last_epoch = count_epochs(num_tokens, num_samples, seq_length)
         if samples_in(1 if stable else self.epochs, num_tokens, seq_length, keep_last) == 0:
-            raise ValueError(
-                f"the {name} split of {indexed.prefix} holds {num_tokens} tokens, less than one sample of "
-                f"{seq_length} + 1: give more data, or a smaller --seq-length"
-            )
+            few = f"the {name} split of {indexed.prefix} holds {num_tokens} tokens, less than {seq_length} + 1"
+            raise ValueError(f"{few}: give more data, or a smaller --seq-length")
 
         def build(advance: Advance) -> Arrays:
             lengths = indexed.sequence_lengths

@@ -43,9 +43,9 @@ class IndexCache:
     ) -> Arrays:
         """Load the arrays of ``build(advance)`` for the data at ``prefix``, or build and save them.
 
-        ``key`` must hold everything that the result depends on (JSON-serializable). A damaged entry is built again,
-        after a warning. If the folder can't be written, the arrays stay in memory, after a warning. ``build`` calls
-        ``advance`` with the number of rows done, of ``rows`` in total.
+        ``key`` must hold everything that the result depends on. A damaged entry is built again, and if the folder can't
+        be written, the arrays stay in memory, after a warning. ``build`` calls ``advance`` with the number of ``rows``
+        done.
         """
         digest = hashlib.sha256(json.dumps(key, indent=2, sort_keys=True).encode()).hexdigest()
         folder = Path(self.path) if self.path else Path(prefix).parent / "index_cache"

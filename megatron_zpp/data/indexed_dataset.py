@@ -41,11 +41,9 @@ class IndexedDataset:
     """The sequences of ``prefix.bin`` by number, memory-mapped or, with ``mmap_tokens=False``, read from the file.
 
     Attributes: ``sequence_lengths`` int32 [S]; ``document_indices`` int64 [D]: document d is the sequences
-    ``document_indices[d] : document_indices[d + 1]``; ``dtype`` of the tokens, from the file; ``sequence_modes`` uint8
-    [S], or None in a file without them.
+    ``document_indices[d] : document_indices[d + 1]``; ``sequence_modes`` uint8 [S], or None in a file without them.
 
     Raises FileNotFoundError if a file is missing, ValueError if one is truncated, damaged, foreign, or not the other's.
-    All of the ``.idx`` is checked; the tokens have no redundancy to check.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], mmap_tokens: bool = True) -> None:
@@ -71,9 +69,7 @@ class IndexedDataset:
             raise ValueError(f"{self.index_path} has version {version} and dtype code {code}; known: {VERSION}, 1 to 8")
         size = HEADER.size + 12 * num_sequences + 8 * num_documents
         if len(index) not in (size, size + num_sequences):
-            raise ValueError(
-                f"{self.index_path} is truncated or damaged: {len(index)} bytes, its header says {size}; make it again"
-            )
+            raise ValueError(f"{self.index_path} is truncated or damaged: {len(index)} bytes, its header says {size}")
 
         self.dtype = np.dtype(DTYPES[code])
         offset = HEADER.size
@@ -90,8 +86,7 @@ class IndexedDataset:
         expected, actual = self._bytes[self.token_path], self.token_path.stat().st_size
         if expected != actual:
             raise ValueError(
-                f"{self.token_path} holds {actual} bytes, {self.index_path} describes {expected}: "
-                f"truncated, or not from the same run; make both again"
+                f"{self.token_path} holds {actual} bytes, {self.index_path} says {expected}: make both again"
             )
         self._maps = {self.index_path: index}
         if mmap_tokens:
@@ -183,11 +178,9 @@ class IndexedDatasetWriter:
     """Writes a dataset document by document; memory does not grow with the corpus.
 
     Everything goes to ``*.partial`` files beside the target; ``finalize`` moves them into place, ``.idx`` last, so that
-    ``prefix.idx`` exists only with its complete ``.bin``. As a context manager it finalizes on success and removes
-    the partial files on an exception. ``has_modes``: every sequence gets a mode byte.
-
-    ``resume_from``, the counts that ``sync`` returned, continues the partial files of a writer that was killed or
-    closed; ValueError if they are missing.
+    ``prefix.idx`` exists only with its complete ``.bin``. A context manager finalizes on success and cleans up on an
+    exception. ``has_modes``: every sequence gets a mode byte. ``resume_from``, the counts that ``sync`` returned,
+    continues the partial files of a writer that was killed; ValueError if they are missing.
     """
 
     def __init__(
@@ -234,10 +227,7 @@ class IndexedDatasetWriter:
         sequences_per_document: ArrayLike,
         modes: NDArray[np.uint8] | None = None,
     ) -> None:
-        """Add many documents at once. Raises ValueError if an id does not fit the dtype.
-
-        modes: of each sequence, if the writer ``has_modes``.
-        """
+        """Add many documents at once; modes: of each sequence. Raises ValueError if an id does not fit the dtype."""
         lengths = np.asarray(sequence_lengths, dtype=np.int64)
         counts = np.asarray(sequences_per_document, dtype=np.int64)
         if lengths.sum() != len(tokens) or counts.sum() != len(lengths):

@@ -43,9 +43,8 @@ def build_loader(
 ) -> Iterator[Batch]:
     """Iterate over the batches of one data-parallel rank (None: of all in turn) from ``consumed_samples`` on.
 
-    A batch depends on the arguments alone, so a run resumes anywhere; for a CUDA ``device`` it is in pinned memory.
-    ``num_workers`` processes read ahead. The iterator does not stop: it raises ValueError when the dataset has no
-    further full batch, and the ValueError or OSError of a file that can't be read.
+    A batch depends on the arguments alone, so a run resumes anywhere. The iterator does not stop: it raises ValueError
+    when the dataset has no further full batch, and the ValueError or OSError of a file that can't be read.
     """
     total = len(dataset)  # type: ignore[arg-type]
     options: SampleOptions = dataset.options  # type: ignore[attr-defined]
@@ -74,10 +73,8 @@ def build_loader(
                 raise ids
             batch = make_batch(ids, options)
             yield {name: tensor.pin_memory() for name, tensor in batch.items()} if pin_memory else batch
-        raise ValueError(
-            f"out of data: the dataset has {total} samples and the run asks for more, "
-            f"having started from sample {consumed_samples}; shorten the run or give more data"
-        )
+        over = f"out of data: the dataset has {total} samples, and the run asks for more from {consumed_samples} on"
+        raise ValueError(f"{over}; shorten the run or give more data")
 
     return batches()
 

@@ -18,26 +18,19 @@ def check_order(saved: Order, order: Order, other_data: bool = False) -> None:
     if saved.get("weights") != order.get("weights") or len(before) != len(now):
         if other_data:
             return
-        raise ValueError(
-            "the weights of the training data's blend differ from the checkpoint's: give the same weights, or "
-            "--override-data to continue with these"
-        )
+        raise ValueError("the weights of the blend differ from the checkpoint's: give the same, or --override-data")
     for number, (old, new) in enumerate(zip(before, now, strict=True), start=1):
         name = f"dataset {number} of the blend" if len(now) > 1 else "the training data"
         if _data(old) != _data(new):
             if other_data:
                 continue
-            raise ValueError(
-                f"{name} is not the checkpoint's: its .idx file, --split, --seq-length or --seed differ ({old} there, "
-                f"{new} here). Give the same, or --override-data to continue with this"
-            )
+            differs = f"its .idx file, --split, --seq-length or --seed differ ({old} there, {new} here)"
+            raise ValueError(f"{name} is not the checkpoint's: {differs}. Give the same, or --override-data")
         if _shuffles(old) != _shuffles(new) and not (other_data and new["epochs"] == "any"):
-            raise ValueError(
-                f"the run's new length takes {new['epochs']} epochs of {name}, not {old.get('epochs')}, or another "
-                "part of the last. Megatron shuffles across epochs, so the order would change and repeat data that was "
-                "read. Keep the length of the run, or give --data-order-stable: it continues where the first epoch "
-                "ends, or, with --override-data too, in a new order from here on"
-            )
+            length = f"{new['epochs']} epochs of {name}, not {old.get('epochs')}, or another part of the last"
+            why = "Megatron shuffles across epochs, so the order would change and repeat data that was read"
+            fix = "Keep the length of the run, or give --data-order-stable (with --override-data: a new order)"
+            raise ValueError(f"the run's new length takes {length}. {why}. {fix}")
 
 
 def _data(order: Order) -> Order:

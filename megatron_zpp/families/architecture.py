@@ -85,10 +85,7 @@ class Architecture:
         return f"pretrain_{self.name}.py"
 
     def build_model(self, settings: ModelSettings, vocab_size: int) -> Transformer:
-        """Build the model without storage, its vocabulary padded: call ``to_empty`` and ``init_weights`` on it.
-
-        settings: completed. vocab_size: the tokenizer's.
-        """
+        """Build the model without storage: call ``to_empty`` and ``init_weights``. vocab_size: the tokenizer's."""
         return self.build_empty(self.build_config(settings, vocabulary_of(settings, vocab_size)))
 
     def build_empty(self, config: TransformerConfig) -> Transformer:

@@ -94,11 +94,8 @@ def to_config(family: Family, config: DecoderConfig, positions: int) -> dict[str
         raise ValueError(f"{family.model_type} does not have positions {config.position_embedding_type}")
     hidden, heads = config.hidden_size, config.num_attention_heads
     if hidden % heads or not (family.has_head_dim or config.head_dim == hidden // heads):
-        raise ValueError(
-            f"{family.model_type} needs a hidden_size that its number of heads divides"
-            f"{'' if family.has_head_dim else ', into heads of that width'}; this model's is {hidden}, with {heads} "
-            f"heads of {config.head_dim} channels (--kv-channels), so it cannot be exported"
-        )
+        heads_of = f"{heads} heads of {config.head_dim} channels (--kv-channels) and hidden_size {hidden}"
+        raise ValueError(f"{family.model_type} cannot express {heads_of}: its number of heads must divide hidden_size")
     keys = KEYS | {family.norm_epsilon: "norm_epsilon"} | dict(family.keys)
     return {
         "architectures": [family.class_name],

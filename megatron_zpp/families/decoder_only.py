@@ -93,10 +93,8 @@ def require_shape(model: ModelSettings) -> tuple[int, int, int]:
 def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) -> ModelSettings:
     """Complete the flags. Raises SettingsError where they do not fit together."""
     layers, hidden, heads = require_shape(model)
-    require(
-        model.kv_channels is not None or hidden % heads == 0,
-        f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; change one or give --kv-channels",
-    )
+    uneven = f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; or give --kv-channels"
+    require(model.kv_channels is not None or hidden % heads == 0, uneven)
     # Megatron's default of --num-query-groups is 1; without --group-query-attention every head has its own group.
     groups = (model.num_query_groups or 1) if model.group_query_attention else heads
     uneven = f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}; change one"
@@ -134,10 +132,8 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
         untie_embeddings_and_output_weights=not tied,
         tie_embeddings_and_output_weights=tied,
     )
-    require(
-        model.disable_bias_linear or not model.add_qkv_bias,
-        "--add-qkv-bias adds nothing: all linear layers have biases; give --disable-bias-linear too, or leave it out",
-    )
+    biases = "--add-qkv-bias adds nothing: all linear layers have biases; give --disable-bias-linear, or leave it out"
+    require(model.disable_bias_linear or not model.add_qkv_bias, biases)
     _check_positions(model, model.kv_channels or 0)
     _window(model)
     if model.num_experts is not None:
@@ -156,6 +152,7 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
         words = {name: flag_of(setting) for name, setting in (FLAGS | EXPERT_FLAGS).items()}
         words |= {"add_bias_linear": "biases (--disable-bias-linear)", "window_size": "--window-size"}
         words["group_query_attention"] = "--group-query-attention"
+        words["bias_update_rate"] = "--moe-router-enable-expert-bias"
         as_flags = re.sub(r"\w+", lambda word: words.get(word[0], word[0]), str(error))
         raise SettingsError(f"these flags describe no model: {as_flags}") from error
     return model
@@ -194,19 +191,14 @@ def _check_positions(model: ModelSettings, head_dim: int) -> None:
     both = " and ".join(map(flag_of, scalings)) + (" yarn" if kind == "yarn" else "")
     require(len(scalings) <= 1, f"{both} exclude each other: they scale rotary frequencies differently; give one")
     rotated = model.qk_pos_emb_head_dim if model.multi_latent_attention else int(head_dim * model.rotary_percent)
-    require(
-        rotated % 2 == 0 and rotated > 0,
-        f"rotary embeddings need an even number of channels per head, got {rotated}; change --hidden-size, "
-        "--num-attention-heads or --rotary-percent, or give --kv-channels",
-    )
+    even = f"rotary embeddings need an even number of channels per head, got {rotated}"
+    require(rotated % 2 == 0 and rotated > 0, f"{even}; change --rotary-percent, or give --kv-channels")
     if kind == "yarn":
         for name in _YARN[:2]:
             require(getattr(model, name) is not None, f"--position-embedding-type yarn needs {flag_of(name)}")
         require(model.rotary_base > 1, "--position-embedding-type yarn needs a --rotary-base above 1")
-        require(
-            model.yarn_beta_fast > model.yarn_beta_slow,
-            f"--yarn-beta-fast {model.yarn_beta_fast:g} must be above --yarn-beta-slow {model.yarn_beta_slow:g}",
-        )
+        order = f"--yarn-beta-fast {model.yarn_beta_fast:g} must be above --yarn-beta-slow {model.yarn_beta_slow:g}"
+        require(model.yarn_beta_fast > model.yarn_beta_slow, order)
 
 
 _NOT_WITH_SINKHORN = (
@@ -228,42 +220,26 @@ def _check_experts(model: ModelSettings, experts: int, layers: int) -> None:
     require(not listed or first == 1, "--moe-first-layer and a list of --moe-layer-freq exclude each other; give one")
     require(not listed or any(listed), f"--moe-layer-freq {frequency} has no block with experts; drop --num-experts")
     per_layer, top_k = model.moe_experts_per_layer, model.moe_router_topk
-    blocks = range(first - 1, layers, frequency) if isinstance(frequency, int) else range(sum(listed))
     numbers = [str(experts)] if per_layer is None else per_layer.split(",")
+    are_numbers = all(number.isdecimal() and 1 <= int(number) <= experts for number in numbers)
     require(
-        all(number.isdecimal() and 1 <= int(number) <= experts for number in numbers),
-        f"--moe-experts-per-layer {per_layer} must be numbers from 1 to --num-experts {experts}, as 32,32,64",
+        are_numbers,
+        f"--moe-experts-per-layer {per_layer} must be numbers from 1 to {experts}, as 32,32,64",
     )
-    require(
-        per_layer is None or len(numbers) == len(blocks),
-        f"--moe-experts-per-layer {per_layer} has {len(numbers)} numbers, and {len(blocks)} of --num-layers {layers} "
-        "have experts: give one for each",
+    few = (
+        f"--moe-router-topk {top_k} is more than --num-experts {experts}, or one of --moe-experts-per-layer {per_layer}"
     )
-    require(
-        top_k <= min(map(int, numbers)),
-        f"--moe-router-topk {top_k} is more than --num-experts {experts}, or than one of --moe-experts-per-layer "
-        f"{per_layer or experts}",
-    )
+    require(top_k <= min(map(int, numbers)), few)
     is_sigmoid, balancing = model.moe_router_score_function == "sigmoid", model.moe_router_load_balancing_type
     for name in _NOT_WITH_SINKHORN:
-        require(
-            balancing != "sinkhorn" or getattr(model, name) == all_flags()[name].default,
-            f"{flag_of(name)} has no meaning with --moe-router-load-balancing-type sinkhorn; leave one of them out",
-        )
-    require(
-        top_k > 1 or model.moe_router_pre_softmax or is_sigmoid or balancing == "sinkhorn",
-        "--moe-router-topk 1 weighs the only expert by 1, whatever the router says, so that it learns nothing from the "
-        "loss: give --moe-router-pre-softmax too",
-    )
-    require(
-        is_sigmoid or not model.moe_router_enable_expert_bias,
-        "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: give it too",
-    )
-    require(
-        not (model.moe_aux_loss_coeff and balancing == "none"),
-        f"--moe-aux-loss-coeff {model.moe_aux_loss_coeff:g} and --moe-router-load-balancing-type none exclude each "
-        "other; give one",
-    )
+        is_given = getattr(model, name) != all_flags()[name].default
+        both = f"{flag_of(name)} has no meaning with --moe-router-load-balancing-type sinkhorn; leave one out"
+        require(balancing != "sinkhorn" or not is_given, both)
+    learns = top_k > 1 or model.moe_router_pre_softmax or is_sigmoid or balancing == "sinkhorn"
+    weighs = "--moe-router-topk 1 weighs the only expert by 1, whatever the router says, so that it learns nothing"
+    require(learns, f"{weighs}: give --moe-router-pre-softmax too")
+    none = "--moe-aux-loss-coeff and --moe-router-load-balancing-type none exclude each other; give one"
+    require(not (model.moe_aux_loss_coeff and balancing == "none"), none)
 
 
 def moe_layer_freq(model: ModelSettings) -> int | str:
@@ -277,11 +253,8 @@ def _window(model: ModelSettings) -> int | None:
     if model.window_size is None:
         return None
     left, _, right = model.window_size.strip("()").replace(" ", "").partition(",")
-    require(
-        left.isdecimal() and 1 <= int(left) < 2**31 and right == "0",
-        f"--window-size {model.window_size} must be LEFT,0: a token attends to LEFT tokens before it, at least 1, and "
-        "to none after it",
-    )
+    form = f"--window-size {model.window_size} must be LEFT,0: a token attends to LEFT tokens before it"
+    require(left.isdecimal() and 1 <= int(left) < 2**31 and right == "0", form)
     return int(left)
 
 

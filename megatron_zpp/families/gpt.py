@@ -48,10 +48,7 @@ def to_config(config: DecoderConfig, positions: int) -> dict[str, Any]:
     if config.num_groups != heads:
         raise ValueError(f"GPT-2 does not have grouped queries ({config.num_groups} groups for {heads} heads)")
     if config.head_dim * heads != hidden:
-        raise ValueError(
-            f"transformers' GPT-2 has heads of hidden_size / num_attention_heads = {hidden} / {heads} channels; "
-            f"this model's have {config.head_dim} (--kv-channels), so it cannot be exported"
-        )
+        raise ValueError(f"GPT-2 has heads of {hidden} / {heads} channels, not of {config.head_dim} (--kv-channels)")
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

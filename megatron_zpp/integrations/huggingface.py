@@ -18,10 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class ZeroPPCallback(TrainerCallback):
-    """Applies ZeRO++ to the model that the Trainer has sharded (``TrainingArguments(fsdp=True)``).
-
-    Each of the Trainer's checkpoints gets a folder with its state, which
-    ``trainer.train(resume_from_checkpoint=...)`` loads.
+    """Applies ZeRO++ to the model that the Trainer has sharded; the Trainer's checkpoints keep its state, too.
 
     other_models: sharded models that are not trained, such as the reference of DPO; their weights are sent alike.
     resident_weights: keep what is gathered while the Trainer trains, see ``ZeroPP.resident_weights``.

@@ -25,10 +25,7 @@ class ZeroPPTrainer(Trainer):
 
     def __init__(self, config: Config) -> None:
         if not config.training.disable_cuda_graphs:
-            raise ValueError(
-                "a CUDA graph would repeat forever what ZeRO++ decided to send when it was captured: set "
-                "--training.disable_cuda_graphs"
-            )
+            raise ValueError("a CUDA graph repeats what ZeRO++ sent at first: set --training.disable_cuda_graphs")
         chunks_loss = isinstance(config.loss, ChunkedLossWrapper.Config)
         if chunks_loss and config.parallelism.pipeline_parallel_degree > 1:
             raise ValueError(

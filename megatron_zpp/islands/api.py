@@ -56,10 +56,7 @@ def apply_islands(
     parts = [(name, tuple(local_data(parameter).shape), parameter.dtype) for name, parameter in parameters.items()]
     all_parts, configs = zip(*gather_objects((parts, config), group), strict=True)
     if any(parts != all_parts[0] for parts in all_parts):
-        raise ValueError(
-            "ranks of the same place in their islands hold other parameters, or other parts of them: shard the model "
-            "alike in each island, with meshes of its own ranks"
-        )
+        raise ValueError("ranks of the same place in their islands hold other parameters: shard the model alike")
     if any(config != configs[0] for config in configs):
         raise ValueError(f"islands have different settings, such as {config}: give all the same IslandConfig")
     traffic = Traffic()

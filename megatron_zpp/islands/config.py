@@ -14,10 +14,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class IslandConfig:
-    """Islands. Groups of ranks train by themselves, and synchronize parameters every H steps.
+    """Islands. Groups of ranks train by themselves, and synchronize every H steps (DiLoCo, arXiv 2311.08105).
 
-    DiLoCo is arXiv 2311.08105. Each field's help explains it. Raises ValueError for values out of bounds, or that do
-    not go together.
+    Each field's help explains it. Raises ValueError for values out of bounds, or that do not go together.
     """
 
     sync_interval: int = config_flag(
@@ -92,15 +91,9 @@ class IslandConfig:
         if self.loco and self.bits is None and self.dtype == "fp32":
             raise ValueError("loco returns what was lost, and fp32 loses nothing: set bits, or leave it out")
         if self.fragments > self.sync_interval:
-            raise ValueError(
-                f"fragments {self.fragments} must be at most sync_interval {self.sync_interval}: each starts at "
-                "another step"
-            )
+            raise ValueError(f"fragments {self.fragments} must be at most sync_interval {self.sync_interval}")
         if self.sync_delay >= self.sync_interval:
-            raise ValueError(
-                f"sync_delay {self.sync_delay} must be below sync_interval {self.sync_interval}: a fragment arrives "
-                "before it starts again"
-            )
+            raise ValueError(f"sync_delay {self.sync_delay} must be below sync_interval {self.sync_interval}")
 
     @property
     def feedback(self) -> LoCoConfig | None:

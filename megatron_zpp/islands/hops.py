@@ -61,10 +61,7 @@ class IslandHops:
         self._feedback = {} if feedback is None else {hop: ErrorFeedback(feedback) for hop in ("pieces", "mean")}
 
     def encode_pieces(self, differences: Sequence[Tensor], num_senders: int | None = None) -> Tensor:
-        """Encode fp32 tensors, cut and divided so that pieces add up to the mean: uint8 [K, nbytes].
-
-        num_senders: the mean is over so few islands, because the others send zeros; default all.
-        """
+        """Encode fp32 tensors, cut and divided so that pieces add up to the mean of all senders: uint8 [K, nbytes]."""
         pieces = torch.zeros(self.num_islands, sum(self._columns), device=self._device)
         for tensor, column in zip(differences, pieces.split(self._columns, dim=1), strict=True):
             column.copy_(pad(tensor.reshape(-1), (0, column.numel() - tensor.numel())).view_as(column))

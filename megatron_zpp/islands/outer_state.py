@@ -103,10 +103,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         raise ValueError("the model has no trainable parameter, so islands have nothing to synchronize")
     for name, parameter in parameters.items():
         if parameter.is_complex():
-            raise ValueError(
-                f"the parameter {name} is complex, and islands synchronize real numbers: make it a real parameter of "
-                "its two parts, and call torch.view_as_complex in the forward pass"
-            )
+            raise ValueError(f"the parameter {name} is complex: make it real, and use torch.view_as_complex")
     return parameters
 
 

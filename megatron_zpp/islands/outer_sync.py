@@ -19,11 +19,7 @@ from .outer_state import OuterState, local_data
 
 
 class Fragment:
-    """Parameters that are synchronized together.
-
-    islands: these parameters of each island that this process trains.
-    hops: what each rank of this process sends, by the rank's number.
-    """
+    """Parameters that are synchronized together: of each island of this process; hops: what each of its ranks sends."""
 
     def __init__(self, islands: Sequence[Mapping[str, nn.Parameter]], config: IslandConfig) -> None:
         self.islands, self.outer, self.hops = islands, OuterState(islands[0], config), dict[int, IslandHops]()
@@ -80,10 +76,7 @@ class OuterSync:
         model: nn.Module | None = None,
         zeropps: Sequence[ZeroPPInterface | None] = (),
     ) -> None:
-        """traffic: what the ranks of this process send to other islands. optimizer: count its steps.
-
-        model, zeropps: drop their copies of parameters that are replaced.
-        """
+        """optimizer: count its steps. model, zeropps: drop their copies of parameters that are replaced."""
         self.config, self.num_islands = config or IslandConfig(), num_islands
         self._fragments, self.traffic = fragments, traffic or Traffic()
         self._model, self._zeropps = model, zeropps
@@ -97,10 +90,7 @@ class OuterSync:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Start all islands from the first one's parameters, with no momentum, steps or hops in flight. Collective.
-
-        Call it after you load weights into the model.
-        """
+        """Start all islands again from the first one's parameters, after you loaded weights. Collective."""
         for fragment in self._fragments:
             fragment.start_alike()
             fragment.outer.reset(fragment.islands[0])
@@ -131,8 +121,7 @@ class OuterSync:
     def conclude(self) -> None:
         """Synchronize all steps so far, at the end of training. Collective.
 
-        Fragments in flight arrive. Later steps enter as the islands' mean, without the outer optimizer. Elastic islands
-        do nothing here: they synchronize at multiples of the interval alone.
+        Fragments in flight arrive. Later steps enter as the islands' mean, without the outer optimizer.
         """
         for number, fragment in enumerate(self._fragments):
             steps_since_start = (self.steps - self._offset(number)) % self.config.sync_interval
@@ -159,10 +148,7 @@ class OuterSync:
 
     @contextmanager
     def not_counting(self) -> Iterator[None]:
-        """Count no optimizer steps in this block. Load the optimizers' state in it.
-
-        Torch's ``set_optimizer_state_dict`` and ``get_optimizer_state_dict`` step an optimizer that has no state.
-        """
+        """Count no optimizer steps in this block: loading and reading an optimizer's state by torch steps a new one."""
         before, self._is_counting = self._is_counting, False
         try:
             yield
@@ -201,17 +187,11 @@ class OuterSync:
                 module.reshard()
 
     def outer_state(self) -> dict[str, Tensor]:
-        """Return the outer parameters, "agreed.NAME", and momentum, "momentum.NAME", the same in all islands.
-
-        These are the tensors in use, of the parameters' kind: a loader may fill them in place.
-        """
+        """Return the outer parameters, "agreed.NAME", and "momentum.NAME": the tensors in use, to fill in place."""
         return {key: tensor for fragment in self._fragments for key, tensor in fragment.outer.state_dict().items()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what else an exact resume needs: steps, LoCo's errors and hops in flight. Collective.
-
-        Keys begin with "RANK.", so that those of all ranks make one state.
-        """
+        """Return what else an exact resume needs, as "RANK.KEY": steps, LoCo's errors, hops in flight. Collective."""
         state = {}
         for number, fragment in enumerate(self._fragments):
             for rank, hops in fragment.hops.items():
@@ -220,10 +200,7 @@ class OuterSync:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load what ``state_dict`` returned on the same ranks, after the models and ``outer_state`` are filled.
-
-        An empty state restarts steps, errors and hops.
-        """
+        """Load what ``state_dict`` returned on the same ranks, after models and ``outer_state``; {} restarts all."""
         for number, fragment in enumerate(self._fragments):
             for rank, hops in fragment.hops.items():
                 self.steps = int(state.get(f"{rank}.steps", 0))

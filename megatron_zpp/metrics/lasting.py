@@ -13,10 +13,7 @@ RETRY_SECONDS = 60.0
 
 
 class Attempts:
-    """Attempts to write to one place. The first failure is a warning; the next attempt is made a minute later.
-
-    retries: whether the caller makes a next attempt, which the warning then announces.
-    """
+    """Attempts to write to one place: the first failure is a warning. retries: the next attempt is a minute later."""
 
     def __init__(self, place: str, retries: bool = True) -> None:
         self.place, self.retries = place, retries

@@ -80,10 +80,7 @@ def format_training_line(report: TrainingReport, now: datetime | None = None) ->
 
 
 def format_validation_lines(iteration: int, losses: Mapping[str, float], data_set: str | None = None) -> list[str]:
-    """Format Megatron's three lines of an evaluation: a rule, loss and perplexity, a rule.
-
-    data_set: ``"validation"`` or ``"test"`` for the evaluations after training; None during it.
-    """
+    """Format Megatron's three lines of an evaluation. data_set: "validation" or "test" for those after training."""
     where = f"iteration {iteration}" + (f" on {data_set} set" if data_set else "")
     line = f" validation loss at {where} | " + "".join(
         f"{name} value: {loss:.6E} | {name} PPL: {perplexity(loss):.6E} | " for name, loss in losses.items()

@@ -82,16 +82,11 @@ def find_runs(folders: list[Path]) -> dict[str, list[Path]]:
 
 
 def read_run(name: str, files: list[Path]) -> RunHistory:
-    """Join the event files of one run, oldest first; a file written after a resume replaces the later iterations.
-
-    Raises ValueError if nothing was trained, ImportError without the package tensorboard.
-    """
+    """Join the event files of one run, oldest first; a file written after a resume replaces the later iterations."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError:
-        raise ImportError(
-            "reading runs needs the package tensorboard: pip install tensorboard, or megatron_zpp's extra tensorboard"
-        ) from None
+        raise ImportError("reading runs needs the package tensorboard, of megatron_zpp's extra tensorboard") from None
 
     run = RunHistory(name)
     for file in files:

@@ -41,10 +41,7 @@ PEAK_TFLOPS = {
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Return the dense 16-bit peak TFLOP/s of a device by its name, as of ``torch.cuda.get_device_name()``.
-
-    None for unknown devices, CPUs, and lesser versions of known ones: a MIG slice, a laptop's GPU, GeForce's "D".
-    """
+    """Return the dense 16-bit peak TFLOP/s of a device by its name; None for others, and lesser versions of these."""
     words = device_name.upper().replace("-", " ").split()
     if not {"MIG", "LAPTOP", "D"}.isdisjoint(words):
         return None

@@ -48,18 +48,10 @@ def validation_metrics(losses: Mapping[str, float], settings: LoggingSettings) -
 class MetricWriters:
     """TensorBoard (``--tensorboard-dir``) and wandb (``--wandb-project``), each where it was asked for.
 
-    Build it on every rank, so that a missing package stops all of them alike; only the last rank writes. wandb's own
-    environment decides how it runs: ``WANDB_MODE=offline`` keeps the points in ``--wandb-save-dir`` for ``wandb sync``.
-
-    Args:
-        settings: which writers, and where.
-        run_config: every setting of the run, shown with it.
-        is_writer: True on the one rank that writes.
-        save: the run's checkpoint folder; wandb's default place is its subfolder ``wandb``.
-        resumes: whether the run goes on from a checkpoint there, and so with its wandb run.
-
-    Raises:
-        ValueError: a writer was asked for whose package is not installed.
+    Build it on every rank, so that a missing package stops all of them alike; only ``is_writer``'s writes.
+    ``run_config`` is shown with the run. ``save``: the run's checkpoint folder, in which wandb has a folder by default;
+    ``resumes``: whether the run goes on from a checkpoint there, and so with its wandb run. Raises ValueError for a
+    missing package.
     """
 
     def __init__(
@@ -82,9 +74,7 @@ class MetricWriters:
             spec = importlib.util.find_spec(package)
             # A folder of that name, such as wandb's ./wandb, has no origin.
             if wanted[package] is not None and (spec is None or spec.origin is None):
-                raise ValueError(
-                    f"{flag} needs the package {package}: pip install {package}, or megatron_zpp's extra {package}"
-                )
+                raise ValueError(f"{flag} needs the package {package}, of megatron_zpp's extra {package}")
         if is_writer and settings.tensorboard_dir is not None:
             self._to_tensorboard = Attempts(f"TensorBoard's events in {settings.tensorboard_dir}")
             if not self._to_tensorboard(self._open_tensorboard):

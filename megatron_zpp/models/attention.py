@@ -182,10 +182,7 @@ def replace_attention(
     documents: Callable[..., Tensor | None],
     attention_of: Callable[[Attention], Callable[..., Tensor]],
 ) -> None:
-    """Replace how tokens of ``model`` attend to each other, for context parallelism or a cache of keys.
-
-    documents: in place of ``document_attention``. attention_of: gives each layer's function in place of ``attention``.
-    """
+    """Replace ``document_attention`` by ``documents``, and each layer's ``attention``, for parallelism or a cache."""
     model.document_attention = documents
     for module in model.modules():
         if isinstance(module, Attention):

@@ -138,14 +138,13 @@ class Decoder(Transformer):
         cu_seqlens: Tensor | None = None,
     ) -> Tensor | ModelOutput:
         """``tokens``, ``labels`` int64 [B, S] -> each token's loss, fp32 [B, S]; without labels: logits [B, S, V].
-        With experts and labels a ``ModelOutput``.
 
-        ``position_ids`` int64 [B, S] or [1, S]: default 0 to S - 1. ``cu_seqlens`` int32 [D + 1]: where documents
-        begin in the flattened batch, and B * S, for attention within documents.
+        With experts and labels a ``ModelOutput``. ``position_ids`` int64 [B, S] or [1, S]: default 0 to S - 1.
+        ``cu_seqlens`` int32 [D + 1]: where documents begin in the flattened batch, and B * S, for attention within
+        documents.
 
         A model that is one stage of a pipeline takes the hidden states [B, S, H] of the stage before it in place of
         ``tokens``, and returns its own unless it is the last.
-        Raises ValueError when the sequence is longer than the learned positions.
         """
         config = self.config
         x = tokens if tokens.is_floating_point() else self.embed(tokens, position_ids)

@@ -89,15 +89,12 @@ class DecoderConfig:
         if self.window_size is not None and self.window_size < 1:
             raise ValueError(f"window_size is {self.window_size}; a token attends to at least 1 before it")
         if self.position_embedding_type not in POSITIONS:
-            raise ValueError(
-                f"position_embedding_type is {self.position_embedding_type!r}; choose from {', '.join(POSITIONS)}"
-            )
+            raise ValueError(f"position_embedding_type must be one of {', '.join(POSITIONS)}")
         if self.position_embedding_type == "learned_absolute" and self.max_position_embeddings is None:
             raise ValueError("learned positions need max_position_embeddings")
         if len(self.experts_of_layers) != len(self.layers_with_experts):
             raise ValueError(
-                f"moe_experts_per_layer has {len(self.experts_of_layers)} numbers, and {len(self.layers_with_experts)} "
-                "blocks have experts"
+                f"moe_experts_per_layer needs {len(self.layers_with_experts)} numbers, one for each block with some"
             )
         if self.moe is not None and self.moe.load_balancing.startswith("all_") and len(set(self.experts_of_layers)) > 1:
             raise ValueError("load_balancing all_layers_aux_loss needs as many experts in every layer")
@@ -109,9 +106,7 @@ class DecoderConfig:
         if sum((self.swiglu, self.geglu, self.quick_geglu, self.squared_relu)) > 1:
             raise ValueError("swiglu, geglu, quick_geglu and squared_relu exclude each other: choose one")
         if not self.activation.is_gated and (self.activation.offset or self.activation.clamp is not None):
-            raise ValueError(
-                "glu_linear_offset and activation_func_clamp_value are of gates: choose swiglu, geglu or quick_geglu"
-            )
+            raise ValueError("glu_linear_offset and activation_func_clamp_value need swiglu, geglu or quick_geglu")
         if self.no_pre_norms and not (self.post_self_attn_layernorm and self.post_mlp_layernorm):
             raise ValueError("no_pre_norms needs post_self_attn_layernorm and post_mlp_layernorm: norms after instead")
         if self.softmax_type not in ("vanilla", "learnable"):

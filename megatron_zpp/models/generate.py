@@ -76,18 +76,14 @@ def generate(
 def window(text: list[int], context_length: int) -> list[int]:
     """Return what the model sees of a text: all of it, or its end, half to all of the context.
 
-    The window moves by half the context at a time: if it moved with every id, so would all positions, and no computed
-    keys could be kept.
+    The window moves by half the context at a time: if it moved with every id, no computed keys could be kept.
     """
     half = max(1, context_length // 2)
     return text[math.ceil(max(0, len(text) - context_length) / half) * half :]
 
 
 def read_once(model: Transformer, context_length: int, columns: int) -> Callable[[list[list[int]]], Tensor]:
-    """Texts -> logits [B, V] of what follows them; called again when each of them has one id more.
-
-    columns: no window is longer.
-    """
+    """Texts -> logits [B, V] of what follows them; called again when each has one id more. columns: of a window."""
     cached = CachedModel(model, columns)
     device = next(model.parameters()).device
 

@@ -28,9 +28,7 @@ BLOCK_ELEMENTS = 2**20
 def init_weights(model: Transformer, seed: int, std_of: Callable[[str, Any], float] | None = None) -> None:
     """Fill every parameter in place; plain tensors and DTensors alike. Buffers begin at 0.
 
-    Norms multiply by 1, biases are 0, other weights normal with mean 0. ``std_of`` gives the standard deviation of a
-    weight by its name and the model's config; default ``initial_std``.
-    Raises ValueError for a model that is still on the meta device.
+    Norms multiply by 1, biases are 0, other weights normal with the standard deviation ``std_of(name, config)``.
     """
     std_of = std_of or initial_std
     for buffer in model.buffers():
@@ -50,11 +48,7 @@ def init_weights(model: Transformer, seed: int, std_of: Callable[[str, Any], flo
 
 
 def initial_std(name: str, config: TransformerConfig) -> float:
-    """Megatron's standard deviation of the initial values of the weight called ``name``.
-
-    ``config.init_method_std``, divided by sqrt(2 * num_layers) for the two linear layers of a block that add to the
-    residual stream.
-    """
+    """Megatron's standard deviation of initial weights: less for layers that add to the residual stream."""
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         return config.init_method_std / math.sqrt(2 * config.num_layers)
     return config.init_method_std

@@ -17,14 +17,10 @@ VOCABULARY_BLOCK = 2048
 def head_size(hidden_size: int, num_heads: int, num_query_groups: int, kv_channels: int | None) -> int:
     """Width of one attention head. Raises ValueError for heads that do not divide."""
     if num_heads % num_query_groups:
-        raise ValueError(
-            f"num_attention_heads {num_heads} is not divisible by num_query_groups {num_query_groups}; "
-            "every group needs the same number of heads"
-        )
+        raise ValueError(f"num_attention_heads {num_heads} is not divisible by num_query_groups {num_query_groups}")
     if kv_channels is None and hidden_size % num_heads:
         raise ValueError(
-            f"hidden_size {hidden_size} is not divisible by num_attention_heads {num_heads}; "
-            "change one of them or set kv_channels"
+            f"hidden_size {hidden_size} is not divisible by num_attention_heads {num_heads}: set kv_channels"
         )
     return kv_channels or hidden_size // num_heads
 
@@ -55,17 +51,14 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, softcap
     """Cross entropy of each token: ``hidden`` [..., H], ``weight`` [V, H], ``labels`` int64 [...] -> fp32 [...].
 
     As in Megatron the matrix products are taken in the inputs' dtype and the softmax in fp32. The logits [..., V] never
-    exist whole: forward and backward walk over blocks of the vocabulary, and backward computes each block's logits
-    again.
-    The loss of a label outside [0, V) is NaN.
+    exist whole: both passes walk over blocks of the vocabulary. The loss of a label outside [0, V) is NaN. ``softcap``
+    c turns a logit l into c * tanh(l / c).
 
     Not ``torch.nn.functional.linear_cross_entropy`` (torch 2.13), because that one returns the losses in the inputs'
     dtype: in bf16 they keep two digits, and so do the gradients that come back for them.
 
     Under tensor parallelism ``weight`` is a DTensor and each rank has its rows; ``hidden`` is one too, whole or
     sharded along the sequence. Ranks exchange two numbers per token, never logits.
-
-    ``softcap`` c turns a logit l into c * tanh(l / c).
     """
     if isinstance(weight, DTensor):
         group = weight.device_mesh.get_group()

@@ -59,9 +59,7 @@ class MoEConfig:
         if self.load_balancing not in LOAD_BALANCING:
             raise ValueError(f"load_balancing is {self.load_balancing!r}; choose from {', '.join(LOAD_BALANCING)}")
         if self.shared_expert_size is None and (self.residual or self.shared_expert_gate):
-            raise ValueError(
-                "residual weighs the shared expert, and so does shared_expert_gate: give shared_expert_size"
-            )
+            raise ValueError("residual and shared_expert_gate weigh the shared expert: give shared_expert_size")
         if self.residual and self.shared_expert_gate:
             raise ValueError("residual and shared_expert_gate both weigh the shared expert: give one")
         groups, best = self.router_num_groups, self.router_group_topk
@@ -74,9 +72,7 @@ class MoEConfig:
                     f"{best} be at most that and divide router_topk {self.router_topk}"
                 )
             if self.router_topk // best > self.num_experts // groups:
-                raise ValueError(
-                    f"router_topk {self.router_topk} is more than router_group_topk {best} groups have experts"
-                )
+                raise ValueError(f"router_topk {self.router_topk} is more than router_group_topk {best} groups have")
         if self.bias_update_rate is not None and self.score_function == "softmax":
             raise ValueError("bias_update_rate moves biases of sigmoid scores, and score_function is softmax")
         for name in ("expert_capacity_factor", "eval_capacity_factor"):
@@ -341,9 +337,9 @@ def finish_step(layers: Sequence[MoE], moved: bool, add_up: Callable[[Tensor], N
 def sorted_by_expert(
     routing: Routing, capacity_factor: float | None, min_capacity: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choices of T * k by expert: which ones, int64 [R]; how many of each expert, int64 [E]; how many were dropped.
+    """Choices of T * k by expert, without those beyond its capacity that weigh least.
 
-    With a capacity an expert drops the tokens that weigh least.
+    Returns which ones, int64 [R]; how many of each expert, int64 [E]; how many were dropped.
     """
     experts, num_experts = routing.experts.flatten(), routing.load.numel()
     if capacity_factor is None:

@@ -16,22 +16,13 @@ from megatron_zpp.settings.resolved import ResolvedTraining
 class BatchSchedule:
     """The number of samples of each optimizer step, a pure function of the consumed samples.
 
-    Without ``rampup`` every step takes ``global_batch_size`` samples. With ``rampup=(start, increment, samples)``
-    (Megatron's ``--rampup-batch-size``) the batch grows from ``start`` to ``global_batch_size`` by ``increment``, in
-    ``(global_batch_size - start) / increment`` stages of equally many samples. ``steps`` lists any other sizes.
+    With ``rampup=(start, increment, samples)`` the batch grows from ``start`` to ``global_batch_size`` by
+    ``increment``, in stages of equally many samples. ``steps``, (consumed samples, batch size from then on), lists any
+    other sizes; see ``read_steps``. ``decrease_if_needed`` rounds a size down that no whole number of micro-batches
+    makes up.
 
-    Args:
-        global_batch_size: samples per optimizer step over all ranks.
-        micro_batch_size: samples per rank and forward pass.
-        data_parallel_size: number of ranks that see different samples.
-        rampup: ``(start size, increment, samples over which to ramp)`` or None.
-        decrease_if_needed: round a batch size that no whole number of micro-batches makes up down to one that does.
-            The run then trains on the smaller batch.
-        steps: ``(consumed samples, batch size from then on)`` in order, in place of ``rampup``; see ``read_steps``.
-
-    Raises:
-        ValueError: a batch size of the run is not a multiple of
-            ``micro_batch_size * data_parallel_size``, or the ramp does not end at ``global_batch_size``.
+    Raises ValueError if a size is not a multiple of ``micro_batch_size * data_parallel_size``, or the ramp does not
+    end.
     """
 
     def __init__(
@@ -159,10 +150,8 @@ def _checked_ramp(rampup: Sequence[int], global_batch_size: int) -> tuple[int, i
     if start > global_batch_size:
         raise ValueError(f"--rampup-batch-size starts at {start}, above --global-batch-size {global_batch_size}")
     if (global_batch_size - start) % increment:
-        raise ValueError(
-            f"--rampup-batch-size: the increment {increment} does not divide --global-batch-size {global_batch_size} "
-            f"- start {start} = {global_batch_size - start}, so the ramp would not end at the global batch size"
-        )
+        rest = f"--global-batch-size {global_batch_size} - start {start} = {global_batch_size - start}"
+        raise ValueError(f"--rampup-batch-size: the increment {increment} does not divide {rest}")
     return start, increment, samples
 
 
@@ -185,9 +174,9 @@ class Curriculum:
             raise ValueError("--curriculum-min-length requires --curriculum-iters, the steps over which samples grow")
         last = min(last or training.seq_length, training.seq_length)
         if not training.curriculum_length_step <= first <= last:
+            ends = f"--curriculum-min-length {first} to --curriculum-max-length {last} tokens"
             raise ValueError(
-                f"samples cannot grow from --curriculum-min-length {first} to --curriculum-max-length {last} tokens by "
-                f"steps of --curriculum-length-step {training.curriculum_length_step}"
+                f"samples cannot grow from {ends} by {training.curriculum_length_step} (--curriculum-length-step)"
             )
         return cls(first, last, iters, training.curriculum_length_step)
 

@@ -37,11 +37,9 @@ def clip_gradients(
 ) -> Tensor:
     """Scale gradients so that their global L2 norm is at most ``max_norm``; 0 only measures. Collective.
 
-    ranks: that this process computes for. copies: parameters that another rank has too, and counts.
-
-    Returns:
-        The norm before clipping, over all parameters and shards, an fp32 scalar, the same on every rank; 0 if there are
-        none. Inf or NaN if any gradient is; the gradients are then left alone, and the caller must not step.
+    ranks: that this process computes for. copies: parameters that another rank has too, and counts. Returns the norm
+    before clipping, an fp32 scalar, the same on every rank. Inf or NaN if any gradient is; the gradients are then left
+    alone, and the caller must not step.
     """
     norm = sum_over_all_ranks(_sum_of_squares, parameters, ranks, copies).sqrt().float()
     if max_norm > 0:
@@ -104,9 +102,7 @@ class LossScaler:
         self.is_dynamic = precision.fp16 and precision.loss_scale is None
         self.scale = float(precision.loss_scale or 1.0) if precision.fp16 else 1.0
         if self.is_dynamic:
-            self.scale, least = float(precision.initial_loss_scale), precision.min_loss_scale
-            if self.scale < least:
-                raise ValueError(f"--initial-loss-scale {self.scale} is below --min-loss-scale {least}: raise it")
+            self.scale = float(precision.initial_loss_scale)
         self._precision, self._clean_steps, self._tolerance = precision, 0, precision.hysteresis
 
     def update(self, overflow: bool) -> None:

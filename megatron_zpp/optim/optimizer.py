@@ -75,20 +75,14 @@ OPTIMIZERS = {
 def build_optimizer(
     model: nn.Module, settings: OptimizerSettings, zeropp: ZeroPPInterface | None = None
 ) -> torch.optim.Optimizer:
-    """Build the optimizer that ``settings`` name, over the trainable parameters of ``model``.
+    """Build the optimizer that ``settings`` name, over the trainable parameters of ``model``, already sharded.
 
     Two parameter groups, by Megatron's rule: no weight decay on biases and 1-D parameters (norms), decay on everything
     else, embeddings included. With ``decoupled_lr`` word embeddings and output layer are a third group, and Muon's
     matrices are one more. ``set_lr_and_weight_decay`` sets the values of all. AdamW's weight decay is decoupled; SGD's
     is torch's, an L2 term in the gradient. Each group is divided further by the ranks that share its parameters.
 
-    Args:
-        model: already sharded; its parameters keep their identity afterwards.
-        settings: with ``use_apex``, NVIDIA Apex's fused kernels run in place of torch's.
-        zeropp: the model's collectives, which Muon needs.
-
-    Raises:
-        ValueError: an unknown optimizer, no trainable parameter, or ``use_apex`` without a usable NVIDIA Apex.
+    zeropp: the model's collectives, which Muon needs. Raises ValueError without parameters, or a usable Apex.
     """
     if settings.optimizer not in OPTIMIZERS:
         raise ValueError(f"--optimizer {settings.optimizer} is not one of {', '.join(OPTIMIZERS)}")
@@ -159,11 +153,8 @@ def _apex_optimizer(
         optimizer_class = getattr(importlib.import_module("apex.optimizers"), name)
         importlib.import_module("amp_C")  # the compiled part, which an Apex built without --cuda_ext lacks
     except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"--use-apex: NVIDIA Apex with its CUDA extensions is not installed ({error}). Build it from "
-            "https://github.com/NVIDIA/apex (not `pip install apex`, which is another project), or leave --use-apex "
-            "out: torch's fused optimizer is the default"
-        ) from error
+        missing = f"--use-apex: NVIDIA Apex with its CUDA extensions is not installed ({error})"
+        raise ValueError(f"{missing}: build it from github.com/NVIDIA/apex, or leave it out") from error
     optimizer = optimizer_class(groups, weight_decay=0.0, **arguments, **more_arguments)
     setattr(optimizer, kernel, _on_local_tensors(getattr(optimizer, kernel)))
     return cast(torch.optim.Optimizer, optimizer)

@@ -57,9 +57,8 @@ class Schedule:
     ) -> Schedule:
         """Convert lengths to samples: iterations to what ``batch`` consumes in them, tokens by ``--seq-length``.
 
-        Raises:
-            ValueError: lengths in the wrong unit (``--train-iters`` goes with ``--lr-*-iters``, ``--train-samples``
-                with ``--lr-*-samples``; tokens go with both), given twice, missing, or in an impossible order.
+        Raises ValueError for lengths in the wrong unit (``--train-iters`` goes with ``--lr-*-iters``), given twice or
+        missing.
         """
         if optimizer.lr is None:
             raise ValueError("--lr is required: the peak learning rate")
@@ -112,18 +111,13 @@ class Schedule:
         return result
 
     def decoupled_lr(self, optimizer: OptimizerSettings, samples: float) -> float | None:
-        """Return the learning rate of word embeddings and output layer; None if it is that of the rest.
-
-        Raises ValueError for bounds in an impossible order.
-        """
+        """Return the learning rate of word embeddings and output layer; None: that of the rest. Raises ValueError."""
         if optimizer.decoupled_lr is None:
             return None
         least = self.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
         if not max(least, self.warmup_init_lr) <= optimizer.decoupled_lr:
-            raise ValueError(
-                f"--decoupled-lr {optimizer.decoupled_lr} is below --decoupled-min-lr {least}, by default --min-lr, or "
-                f"below --lr-warmup-init {self.warmup_init_lr}"
-            )
+            bounds = f"--decoupled-min-lr {least}, by default --min-lr, or below --lr-warmup-init {self.warmup_init_lr}"
+            raise ValueError(f"--decoupled-lr {optimizer.decoupled_lr} is below {bounds}")
         return dataclasses.replace(self, max_lr=optimizer.decoupled_lr, min_lr=least).lr(samples)
 
     def lr(self, samples: float) -> float:
@@ -209,15 +203,11 @@ class Schedule:
         if self.decay_samples < 1:
             raise ValueError("the learning-rate decay has no length; give a longer run or --lr-decay-iters/-samples")
         if not 0 <= self.warmup_samples < self.decay_samples:
-            raise ValueError(
-                f"the warm-up of {self.warmup_samples:g} samples must be shorter than the decay of "
-                f"{self.decay_samples} samples, which includes it; shorten it or lengthen --lr-decay-iters/-samples"
-            )
+            wrong = f"the warm-up of {self.warmup_samples:g} samples must be below the decay's {self.decay_samples}"
+            raise ValueError(f"{wrong}, which includes it; shorten it or lengthen --lr-decay-iters/-samples")
         if self.decay_style == "WSD" and not 1 <= self.wsd_decay_samples <= self.decay_samples - self.warmup_samples:
-            raise ValueError(
-                f"WSD's final decay of {self.wsd_decay_samples} samples must fit between the warm-up "
-                f"({self.warmup_samples:g} samples) and the end of the decay ({self.decay_samples} samples)"
-            )
+            room = f"the {self.decay_samples - self.warmup_samples:g} between the warm-up and the end of the decay"
+            raise ValueError(f"WSD's final decay of {self.wsd_decay_samples} samples must fit into {room}")
 
 
 def resume_schedule(
@@ -225,12 +215,8 @@ def resume_schedule(
 ) -> Schedule:
     """Choose the schedule with which to continue from a checkpoint that holds ``saved`` (a ``Schedule.state_dict``).
 
-    ``override``: the flags win (``--override-opt_param-scheduler``). ``use_checkpoint``: the checkpoint wins
-    (``--use-checkpoint-opt_param-scheduler``). With neither they must agree, as in Megatron, in all values that some
-    step depends on: a constant schedule has no length.
-
-    Raises:
-        ValueError: they differ and neither was asked for, or both were.
+    ``override``: the flags win. ``use_checkpoint``: the checkpoint wins. With neither they must agree, as in Megatron,
+    in all values that some step depends on: a constant schedule has no length. Raises ValueError if they differ.
     """
     if override and use_checkpoint:
         raise ValueError("--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other")
@@ -239,10 +225,8 @@ def resume_schedule(
     try:
         before = Schedule.from_state_dict(saved)
     except ValueError as error:
-        raise ValueError(
-            f"the checkpoint's schedule is damaged, or of another version ({error}): use the flags' with "
-            "--override-opt_param-scheduler"
-        ) from error
+        damaged = f"the checkpoint's schedule is damaged, or of another version ({error})"
+        raise ValueError(f"{damaged}: use the flags' with --override-opt_param-scheduler") from error
     if use_checkpoint:
         return before
     unused = before.unused() & from_flags.unused()
@@ -253,11 +237,10 @@ def resume_schedule(
         if values[name] != value and name not in unused
     ]
     if differences:
-        raise ValueError(
-            f"the schedule changed since the checkpoint was saved: {'; '.join(differences)}. Give the same (a longer "
-            "run keeps the decay with --lr-decay-iters or --lr-decay-samples), or choose the flags' with "
-            "--override-opt_param-scheduler, or the checkpoint's with --use-checkpoint-opt_param-scheduler"
-        )
+        changed = f"the schedule changed since the checkpoint was saved: {'; '.join(differences)}"
+        same = "Give the same (a longer run keeps the decay with --lr-decay-iters or --lr-decay-samples)"
+        flags = "--override-opt_param-scheduler, or the checkpoint's with --use-checkpoint-opt_param-scheduler"
+        raise ValueError(f"{changed}. {same}, or choose the flags' with {flags}")
     return from_flags
 
 
@@ -288,9 +271,7 @@ def _check_units(schedule: ScheduleSettings, training: ResolvedTraining) -> None
         raise ValueError("give the decay once: --lr-decay-tokens or --lr-decay-iters/-samples")
     warmups = [schedule.lr_warmup_tokens, schedule.lr_warmup_iters or schedule.lr_warmup_samples, fraction is not None]
     if sum(map(bool, warmups)) > 1:
-        raise ValueError(
-            "give the warm-up once: --lr-warmup-fraction, --lr-warmup-tokens or --lr-warmup-iters/-samples"
-        )
+        raise ValueError("give the warm-up once: --lr-warmup-fraction, -tokens, -iters or -samples")
     if fraction is not None and not 0 <= fraction < 1:
         raise ValueError(f"--lr-warmup-fraction is a part of the decay, 0 <= fraction < 1, not {fraction}")
 
@@ -300,15 +281,12 @@ def _weight_decay_range(optimizer: OptimizerSettings) -> tuple[float, float]:
     if optimizer.weight_decay_incr_style == "constant":
         if start is not None or end is not None:
             raise ValueError(
-                "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine; "
-                "use --weight-decay for a constant one"
+                "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine"
             )
         return optimizer.weight_decay, optimizer.weight_decay
     if start is None or end is None:
-        raise ValueError(
-            f"--weight-decay-incr-style {optimizer.weight_decay_incr_style} needs both --start-weight-decay and "
-            "--end-weight-decay"
-        )
+        style = optimizer.weight_decay_incr_style
+        raise ValueError(f"--weight-decay-incr-style {style} needs both --start-weight-decay and --end-weight-decay")
     if not 0 <= start <= end:
         raise ValueError(f"need 0 <= --start-weight-decay <= --end-weight-decay, but they are {start} and {end}")
     return start, end

@@ -55,10 +55,8 @@ def init_distributed(backend: str | None, timeout_minutes: float) -> torch.devic
     if use_cuda:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         if device.index >= torch.cuda.device_count():
-            raise ValueError(
-                f"local rank {device.index} has no GPU, this machine has {torch.cuda.device_count()}: "
-                "start as many ranks as GPUs, or give --distributed-backend gloo"
-            )
+            none = f"local rank {device.index} has no GPU, this machine has {torch.cuda.device_count()}"
+            raise ValueError(f"{none}: start as many ranks as GPUs, or give --distributed-backend gloo")
         torch.cuda.set_device(device)
     timeout = timedelta(minutes=timeout_minutes)
     store: dist.Store
@@ -104,10 +102,8 @@ def fresh_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
         if store.check([f"{start}/answers"]) and json.loads(store.get(f"{start}/answers")).get(str(rank)) == mine:
             return dist.PrefixStore(start, store), rank, world_size
         time.sleep(0.02)
-    raise TimeoutError(
-        f"rank {rank} did not hear from rank 0 in {timeout.total_seconds():.0f} s: look at rank 0's output, and if it "
-        "only starts late, raise --distributed-timeout-minutes"
-    )
+    late = f"rank {rank} did not hear from rank 0 in {timeout.total_seconds():.0f} s: look at rank 0's output"
+    raise TimeoutError(f"{late}, and if it only starts late, raise --distributed-timeout-minutes")
 
 
 def wait_for_all_ranks(device: torch.device) -> None:
@@ -125,10 +121,8 @@ def ranks_of_environment() -> int:
         limits = {"WORLD_SIZE": 2**31 - 1, "MASTER_PORT": 65535, "LOCAL_WORLD_SIZE": world_size}
         largest = limits.get(name, world_size - 1)
         if not (text.isascii() and text.isdigit() and len(text) <= 10 and smallest <= int(text) <= largest):
-            raise ValueError(
-                f"{name} in the environment must be a whole number from {smallest} to {largest}, is {text!r}: start "
-                "the ranks with torchrun, or unset it for a single one"
-            )
+            wrong = f"{name} in the environment must be a whole number from {smallest} to {largest}, is {text!r}"
+            raise ValueError(f"{wrong}: start the ranks with torchrun, or unset it for a single one")
         if name == "WORLD_SIZE":
             world_size = int(text)
     return world_size

@@ -284,14 +284,9 @@ def wait_for_neighbour(work: dist.Work | None) -> None:
 def check_micro_batches(schedule: str, num_ranks: int, num_micro_batches: int) -> None:
     """Raise ValueError for a number of micro-batches that ``schedule`` cannot run on ``num_ranks`` pipeline ranks."""
     if schedule == "1f1b" and num_micro_batches < num_ranks:
-        raise ValueError(
-            f"--pipeline-schedule 1f1b needs at least as many micro-batches as its {num_ranks} stages, got "
-            f"{num_micro_batches}; use a larger --global-batch-size, a smaller --micro-batch-size, or gpipe"
-        )
+        few = f"--pipeline-schedule 1f1b needs at least as many micro-batches as its {num_ranks} stages"
+        raise ValueError(f"{few}; use a larger --global-batch-size, a smaller --micro-batch-size, or gpipe")
     rounds = max(1, num_micro_batches // num_ranks)
     if schedule in ("interleaved", "zero-bubble") and num_micro_batches % rounds:
-        raise ValueError(
-            f"--pipeline-schedule {schedule} runs micro-batches in rounds of {num_ranks} or more, one for each "
-            f"pipeline rank, and {num_micro_batches} do not divide into {rounds} rounds; use a --global-batch-size "
-            f"that makes a multiple of {num_ranks} micro-batches"
-        )
+        uneven = f"{num_micro_batches} micro-batches do not divide into {rounds} rounds of the schedule {schedule}"
+        raise ValueError(f"{uneven}; use a --global-batch-size that makes a multiple of {num_ranks} micro-batches")

@@ -51,9 +51,8 @@ def place_stages(
     if layers_per_stage is None:
         sizes = _layers_of_ranks(num_layers, num_ranks, first_rank_layers, last_rank_layers)
     elif num_layers % (layers_per_stage * num_ranks):
-        raise ValueError(
-            f"{num_layers} layers are not divisible by {layers_per_stage} layers per stage * {num_ranks} pipeline ranks"
-        )
+        product = f"{layers_per_stage} layers per stage * {num_ranks} pipeline ranks"
+        raise ValueError(f"{num_layers} layers are not divisible by {product}")
     else:
         sizes = [layers_per_stage] * (num_layers // layers_per_stage)
     for end, has_fewer in zip((0, -1), fewer_at_ends, strict=True):

@@ -1,8 +1,4 @@
-"""Tensor and sequence parallelism: linear layers, heads and vocabulary are sharded over the
-tensor-parallel ranks.
-
-``megatron_zpp.parallel.plans`` says how each module is sharded; PyTorch's DTensor does it.
-"""
+"""Tensor and sequence parallelism: PyTorch's DTensor shards each module as ``megatron_zpp.parallel.plans`` says."""
 
 from __future__ import annotations
 
@@ -72,10 +68,7 @@ class Replicated(ParallelStyle):
 
 
 class ShardedRows(ParallelStyle):
-    """A module whose parameters are split by rows, and which itself sees to what goes in and comes out.
-
-    Over a mesh of two dimensions by the first one, and each part by the second.
-    """
+    """A module whose parameters are split by rows, and which itself handles what goes in and comes out."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, self._split)

@@ -134,9 +134,7 @@ class Cluster:
             curves = self.collective_seconds.values()
             if all(c and all(int(size) > 0 < seconds < math.inf for size, seconds in c.items()) for c in curves):
                 return
-        raise ValueError(
-            'collective_seconds is not as {"all-gather 2x8": {"4096": 0.0001}}: seconds by kind and ranks, and by bytes'
-        )
+        raise ValueError('collective_seconds is not as {"all-gather 2x8": {"4096": 0.0001}}: seconds by kind and bytes')
 
     @property
     def world_size(self) -> int:
@@ -197,11 +195,8 @@ def parse_cluster(word: str) -> Cluster:
     if match is None:
         if Path(word).exists():
             return read_cluster(Path(word))
-        raise ValueError(
-            f"--cluster {word} is neither a file nor of the form 64x8xH100@100, which is nodes x GPUs of each x their "
-            "kind @ Gbit/s out of a node; nor, of several sites, as 2x32x8xH100@400@10, with the sites first, and the "
-            "Gbit/s out of one last"
-        )
+        form = "64x8xH100@100 (nodes x GPUs x kind @ Gbit/s out of a node), or 2x32x8xH100@400@10 of several sites"
+        raise ValueError(f"--cluster {word} is neither a file nor of the form {form}")
     sites, nodes, gpus, kind, gbits, site_gbits = match.groups()
     cluster = default_cluster(int(sites or 1) * int(nodes), int(gpus), kind, float(gbits))
     if sites is None:
@@ -214,9 +209,7 @@ def default_cluster(nodes: int, gpus_per_node: int, kind: str, gbits: float) -> 
     name = next((name for name in GPUS if name.lower() == kind.lower()), None)
     peak = peak_tflops(kind) if name is not None else None
     if name is None or peak is None:
-        raise ValueError(
-            f"the GPU {kind} is not known: give one of {', '.join(GPUS)}, or a cluster file by tools/measure_cluster.py"
-        )
+        raise ValueError(f"the GPU {kind} is not known: give one of {', '.join(GPUS)}, or a file of measure_cluster.py")
     memory_gb, memory_gbytes, link_gbytes, efficiency, attention_efficiency = GPUS[name]
     return Cluster(
         nodes,

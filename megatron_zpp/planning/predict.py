@@ -70,10 +70,7 @@ def estimate_on(cluster: Cluster, architecture: Architecture, settings: Resolved
 
 
 def predict(cluster: Cluster, needs: Estimate) -> Prediction:
-    """Predict the run that ``needs`` counts. A pipeline is as fast as its slowest stage.
-
-    Raises ValueError if islands are not whole nodes of a site.
-    """
+    """Predict the run that ``needs`` counts; its slowest stage decides. Raises ValueError where islands cut nodes."""
     shapes = set(step_shapes(needs, island_cluster(needs.settings, cluster)))
     slowest = max(map(simulate, shapes), key=lambda time: time.seconds)
     if needs.settings.distributed.islands > 1:
@@ -87,10 +84,8 @@ def island_cluster(settings: ResolvedSettings, cluster: Cluster) -> Cluster:
     if islands == 1:
         return cluster
     if cluster.nodes % islands or islands % cluster.sites:
-        raise ValueError(
-            f"--islands {islands} of {cluster.nodes} nodes at {cluster.sites} site(s): islands that are planned are "
-            "whole nodes of one site; give another number"
-        )
+        cut = f"--islands {islands} of {cluster.nodes} nodes at {cluster.sites} site(s)"
+        raise ValueError(f"{cut}: islands that are planned are whole nodes of one site; give another number")
     return replace(cluster, nodes=cluster.nodes // islands, sites=1)
 
 

@@ -57,9 +57,8 @@ def require(condition: object, message: str) -> None:
 
 def require_divides(flag: str, size: int, number: int, what: str) -> None:
     """Raise SettingsError that lists the divisors unless ``size`` divides ``number``, the count of ``what``."""
-    require(
-        number % size == 0, f"{flag} {size} does not divide the {number} {what}; choose one of {list_divisors(number)}"
-    )
+    uneven = f"{flag} {size} does not divide the {number} {what}; choose one of {list_divisors(number)}"
+    require(number % size == 0, uneven)
 
 
 def flags_in(message: str) -> set[str]:

@@ -1,10 +1,6 @@
 """All settings of a run: name, type, default, meaning and command-line flag.
 
-Each dataclass is one group of flags in ``--help``; the field ``num_layers`` is the flag ``--num-layers`` unless
-``flag(..., name=...)`` names another. Names and defaults are Megatron-LM's wherever it has the setting. The flags of
-ZeRO++ and LoCo are the fields of ``ZeroPPConfig``, those of islands of ``IslandConfig``. ``arguments.parse_settings``
-fills, checks and freezes them.
-
+Each dataclass is one group of flags in ``--help``. Names and defaults are Megatron-LM's wherever it has the setting.
 Bounds refuse what no run survives: products of larger sizes overflow 64 bits, smaller epsilons are 0 in fp32.
 """
 

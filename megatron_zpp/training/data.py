@@ -29,10 +29,7 @@ if TYPE_CHECKING:
 
 
 def build_data(settings: ResolvedSettings, num_samples: tuple[int, int, int]) -> tuple[int, Datasets]:
-    """Build the datasets; return the vocabulary's size and them.
-
-    num_samples: that the whole run reads to train, validate and test.
-    """
+    """Build the datasets; return the vocabulary's size and them. num_samples: to train, validate and test."""
     training, data = settings.training, settings.data
     tokenizer = find_tokenizer(settings.tokenizer)
     fill_in_the_middle = None
@@ -100,10 +97,8 @@ def check_same_data_on_all_ranks(datasets: Datasets) -> None:
     with errors_on_all_ranks():
         others = [rank for rank, order in enumerate(orders) if order != orders[0]]
         if others:
-            raise ValueError(
-                f"ranks {', '.join(map(str, others))} read other data than rank 0: the files differ between nodes; "
-                "copy the .bin and .idx files of one node to all"
-            )
+            differs = f"ranks {', '.join(map(str, others))} read other data than rank 0: the files differ between nodes"
+            raise ValueError(f"{differs}; copy the .bin and .idx files of one node to all")
 
 
 class BatchIterators:

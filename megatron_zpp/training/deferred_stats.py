@@ -28,10 +28,7 @@ class StepInfo:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The statistics of one optimizer step over all islands; the same on every rank.
-
-    Losses and norms are of the islands that took the step; of all if none did.
-    """
+    """The statistics of one optimizer step over all islands that took it (or all, if none did); equal on every rank."""
 
     at: StepInfo
     loss: float  # mean over the tokens of the global batch
@@ -51,10 +48,7 @@ class StepResult:
 
 
 class DeferredStats:
-    """Keeps what the islands of this process did, and exchanges it where all islands come by anyway.
-
-    They exchange some dozens of bytes for each step since the last exchange, in one collective.
-    """
+    """Keeps what the islands of this process did, and exchanges all steps since in one collective where they meet."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

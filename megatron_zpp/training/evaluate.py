@@ -141,7 +141,5 @@ def _evaluate_and_print(run: Run, batches: Iterator[Batch], signals: StopSignals
 
 def _check_finite(run: Run, loss: float, data_set: str) -> None:
     if not math.isfinite(loss):
-        raise NotFiniteError(
-            f"the loss on the {data_set} set is {loss:g} after iteration {run.counters.iteration}: look at the data, "
-            "or go back to an older checkpoint with --ckpt-step"
-        )
+        wrong = f"the loss on the {data_set} set is {loss:g} after iteration {run.counters.iteration}"
+        raise NotFiniteError(f"{wrong}: look at the data, or go back to an older checkpoint with --ckpt-step")

@@ -67,10 +67,7 @@ def build_elastic_islands(
     datasets: Datasets,
     loss_since_sync: LossSoFar,
 ) -> ElasticIslands:
-    """Synchronize with islands that read the same data in the same batches, and step by the same settings.
-
-    Others are refused when they join.
-    """
+    """Synchronize with islands that have the same data, batches and settings; others are refused when they join."""
     ranks, training = settings.distributed, settings.training
     assert ranks.island_number is not None and ranks.island_lighthouse and ranks.island_secret_file  # by check_islands
     membership = Membership(
@@ -104,11 +101,9 @@ def join(run: Run) -> None:
     _set_counters(run, counters.iteration)
     with errors_on_all_ranks():
         if counters.consumed_train_samples != num_read:
-            raise ValueError(
-                f"the checkpoint's run read {num_read} samples in {counters.iteration} steps, where these batches make "
-                f"{counters.consumed_train_samples}. With --islands-may-leave the number of steps decides what is "
-                "read: give the batch size that the run had from its first step, or --finetune"
-            )
+            before = f"the checkpoint's run read {num_read} samples in {counters.iteration} steps"
+            now = f"where these batches make {counters.consumed_train_samples}"
+            raise ValueError(f"{before}, {now}: give the batch size that it had from its first step, or --finetune")
     print_once(f"{name} waits for the others")
     islands.join()
     _set_counters(run, islands.steps)
@@ -116,10 +111,7 @@ def join(run: Run) -> None:
 
 
 def catch_up(run: Run) -> bool:
-    """Set the counters to the others' step, before its evaluation, if the last step moved this island there.
-
-    Returns whether it was behind.
-    """
+    """Set the counters to the others' step, before its evaluation, if this island was behind; return whether it was."""
     islands, iteration = run.elastic, run.counters.iteration
     if islands is None or islands.steps == iteration:
         return False

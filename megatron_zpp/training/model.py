@@ -44,10 +44,7 @@ class ModelBuilder:
     zeropp: ZeroPPInterface | None = None  # None at ZeRO stage 0
 
     def build(self, emulated_island: int = 0) -> Transformer:
-        """Build the model, sharded before it has storage, so that it never exists whole on one rank.
-
-        An emulated model is whole. emulated_island: the number of its island.
-        """
+        """Build the model, sharded before it has storage, so that only an emulated one exists whole on a rank."""
         settings, mesh, zero, ranks = self.settings, self.mesh, self.settings.zero, self.settings.distributed
         self._check_nodes()
         if mesh.pp_size > 1:
@@ -95,11 +92,8 @@ class ModelBuilder:
             with errors_on_all_ranks():
                 others = next((ranks for ranks in per_rank if ranks != per_rank[0]), None)
                 if others is not None:
-                    raise ValueError(
-                        f"some data-parallel groups have {per_rank[0]} ranks on their nodes, others {others}: choose "
-                        "--tensor-model-parallel-size and --pipeline-model-parallel-size so that all are alike, or "
-                        "give --zeropp-ranks-per-node"
-                    )
+                    unlike = f"some data-parallel groups have {per_rank[0]} ranks on their nodes, others {others}"
+                    raise ValueError(f"{unlike}: choose other parallel sizes, or give --zeropp-ranks-per-node")
         if has_replicas:
             with errors_on_all_ranks():
                 check_replicas_on_nodes(replicas, len(names), names.count(names[0]))
@@ -162,11 +156,9 @@ class ModelBuilder:
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's: they share it
         with errors_on_all_ranks():
             if needed * ranks > memory:
-                raise ValueError(
-                    f"the model needs about {needed / 1e9:,.1f} GB for parameters, gradients and optimizer on each "
-                    f"rank, {where} has {memory / 1e9:,.1f} GB for {ranks} rank(s): make the model smaller, or start "
-                    "on more machines"
-                )
+                needs = f"the model needs about {needed / 1e9:,.1f} GB of parameters, gradients and optimizer a rank"
+                has = f"{where} has {memory / 1e9:,.1f} GB for {ranks} rank(s)"
+                raise ValueError(f"{needs}, {has}: make the model smaller, or start on more machines")
         for model in models:
             model.to_empty(device=device)
 

@@ -32,10 +32,7 @@ class NotFiniteError(ValueError):
 
 
 class NonfiniteSteps:
-    """Counts the steps that an island skipped for NaN or Inf, and reports where NaN or Inf began.
-
-    Its methods are collective on the ranks of the island.
-    """
+    """Counts the steps that an island skipped for NaN or Inf, and reports where that began. Collective on its ranks."""
 
     def __init__(self, run: Run, state: TrainState) -> None:
         self.run, self.state, training = run, state, run.settings.training

@@ -19,10 +19,7 @@ from megatron_zpp.training.step import train_step
 
 
 def train(run: Run, start: float) -> None:
-    """Step, log, evaluate, save, until the last iteration or a request to stop. ``start``: monotonic seconds.
-
-    Raises NotFiniteError on all ranks, after all that can be saved is saved.
-    """
+    """Step, log, evaluate, save, until the last iteration or a request to stop. Raises NotFiniteError on all ranks."""
     checkpoints, signals = Checkpoints(run), StopSignals(run.device)
     loaded = run.counters.iteration
     join(run)

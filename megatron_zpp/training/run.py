@@ -58,10 +58,7 @@ class TrainState:
             self.zeropp.set_is_last_micro_batch(is_last)
 
     def finish_step(self, overflow: bool, skipped: bool, group: dist.ProcessGroup) -> None:
-        """Prepare for the next step when gradients are gone, and undo a skipped one.
-
-        group: the ranks over which the model sums what the optimizer does not update.
-        """
+        """Prepare for the next step when gradients are gone, and undo a skipped one. group: of the model's sums."""
         self.model.finish_step(not skipped, lambda tensor: dist.all_reduce(tensor, group=group))
         scale = self.scaler.scale
         self.scaler.update(overflow=overflow)
@@ -282,11 +279,9 @@ class Checkpoints:
         """Raise CheckpointError on all ranks if the run's last iteration was not saved."""
         with errors_on_all_ranks():
             if self.saver is not None and self.saver.saved_iteration != self._run.counters.iteration:
-                raise CheckpointError(
-                    f"the checkpoint of the last iteration, {self._run.counters.iteration}, was not saved, for the "
-                    f"reason above; the latest one in {self.saver.folder} is older, and the same command goes on from "
-                    "there"
-                )
+                lost = f"the checkpoint of the last iteration, {self._run.counters.iteration}, was not saved"
+                older = f"the latest one in {self.saver.folder} is older, and the same command goes on from there"
+                raise CheckpointError(f"{lost}, for the reason above; {older}")
 
     def describe(self) -> str:
         """Say where the run's last iteration is saved."""

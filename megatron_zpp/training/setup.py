@@ -272,7 +272,5 @@ def _check_same_model(run: Run, checkpoint: Path, meta: dict[str, Any], has_adap
         there, here = meta["settings"].get(name, getattr(LoraSettings, name)), getattr(run.settings.lora, name)
         differing += [f"{name} {there} there, {here} here"] if there != here else []
     if differing:
-        raise CheckpointError(
-            f"{checkpoint} is of another model: {'; '.join(differing)}. Give the flags of the model that was saved, "
-            "or --load another folder"
-        )
+        other = f"{checkpoint} is of another model: {'; '.join(differing)}"
+        raise CheckpointError(f"{other}. Give the flags of the model that was saved, or --load another folder")

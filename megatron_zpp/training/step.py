@@ -116,10 +116,7 @@ def accumulate_gradients(
 
         def add_of_stage(output: ModelOutput) -> Tensor | float:
             if output.auxiliary and per_token:  # a stage does not know whose tokens it has
-                raise ValueError(
-                    "auxiliary losses per token do not work in a pipeline: leave --calculate-per-token-loss out, or "
-                    "--pipeline-model-parallel-size"
-                )
+                raise ValueError("auxiliary losses per token do not work in a pipeline: leave one out")
             return totals.add_auxiliary(output, micro_batches[0][1])
 
         state.pipeline.forward_backward(micro_batches, totals.add, add_of_stage)

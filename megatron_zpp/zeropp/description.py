@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from .config import ZeroPPConfig
+from .fsdp.formats import Formats
 from .fsdp.topology import RankLayout
 from .fsdp.unit import Unit
 from .wire import kernels
@@ -43,12 +44,12 @@ def _describe_group(config: ZeroPPConfig, num_nodes: int, ranks_per_node: int) -
 def _weights(config: ZeroPPConfig, num_nodes: int) -> str:
     rounding = config.weight_rounding
     in_full = _bits(config.weight_bits if config.quantized_weights else None, config.weight_scaling, rounding)
-    if config.hpz_partition_size == 1 or num_nodes == 1:
+    formats = Formats(config, num_nodes)
+    if not formats.has_secondary_partition:
         return f"{in_full} at every gather"
-    keeps_wires = config.hpz_secondary_dtype == "int8" or config.weight_moves or config.frozen_dtype is not None
     frozen = f", frozen matrices in {config.frozen_dtype}" if config.frozen_dtype is not None else ""
-    between = f"as moves of {'bits' if in_full == 'unquantized' else in_full}" if config.weight_moves else in_full
-    within = in_full if keeps_wires else _bits(config.weight_intra_bits, config.weight_intra_scaling, rounding)
+    between = f"as moves of {'bits' if in_full == 'unquantized' else in_full}" if formats.sends_moves else in_full
+    within = in_full if formats.keeps_wires else _bits(config.weight_intra_bits, config.weight_intra_scaling, rounding)
     return f"{between} between nodes once per step, {within} within a node at every gather{frozen}"
 
 

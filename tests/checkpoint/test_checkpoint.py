@@ -242,7 +242,7 @@ def test_what_is_no_checkpoint_is_one_clear_error(data, checkpoint, tmp_path):
     (tracker / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\0")
     cases = {
         f"--load {tmp_path / 'file'}": "is a file, not a folder of checkpoints",
-        f"--load {checkpoint} --ckpt-step 2": "complete ones in",
+        f"--load {checkpoint} --ckpt-step 2": "complete ones: ",
         f"--load {checkpoint} --hidden-size 64": "is of another model: hidden_size 32 there, 64 here",
         f"--load {checkpoint} --optimizer sgd": "momentum_buffer is not in it",
         f"--load {damaged} --load-latest-good": "holds no good checkpoint",

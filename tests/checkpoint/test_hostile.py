@@ -311,5 +311,5 @@ def test_folders_of_other_programs_are_named(tmp_path, whose, tracked):
 
 
 def test_one_checkpoint_in_place_of_its_folder_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match="is one checkpoint, not a folder of checkpoints"):
+    with pytest.raises(CheckpointError, match="is one checkpoint: give --load the folder"):
         find_checkpoint(str(save(tmp_path, 1)))

@@ -389,7 +389,7 @@ def test_output(capsys, monkeypatch):
         ("--zero-hpz-partition-size 4", "", "make them agree"),
         ("--skip-train", "", "no training to estimate"),
         ("--num-layer 3", "", r"unknown flag --num-layer; did you mean --num-layers\?"),
-        (f"{REPLICAS} 2", "--nodes 3", "makes replicas of 3 ranks, and nodes have 2: .* such as 3 replicas"),
+        (f"{REPLICAS} 2", "--nodes 3", "replicas of 3 ranks, 2 on a node: one must be a multiple"),
         ("", "--gpu Z80", "--peak-tflops"),
     ],
 )

@@ -129,10 +129,10 @@ def test_mistakes_are_one_line_and_leave_nothing(checkpoints, tmp_path):
         f"{gpt} --output {tmp_path}/other": "other exists already: give a new folder",
         f"{gpt} --tokenizer-type HuggingFaceTokenizer --tokenizer-model gone.json": "gone.json does not exist: say",
         f"{gpt} --tokenizer-type NullTokenizer --vocab-size 999": "the tokenizer has 1000 ids, but the model only 288",
-        f"--load {damaged}": "is not what was written: its SHA-256 differs. Export another",
+        f"--load {damaged}": "is not what was written: its SHA-256 differs. Give another",
         f"--load {tmp_path}/nan": "has NaN or Inf: export an earlier one with --ckpt-step",
         f"--load {tmp_path}/large --dtype float16": "linear_fc2.weight has values beyond the range of float16",
-        f"--load {tmp_path}/odd": "llama needs a hidden_size that its number of heads divides",
+        f"--load {tmp_path}/odd": "its number of heads must divide hidden_size",
     }
     before = sorted(path.name for path in tmp_path.iterdir())
     for case, message in cases.items():

@@ -127,7 +127,7 @@ SCRATCH = "every setting starts from scratch: leave --save,"
     [
         ("", None, "after --"),
         ("", "--num-layers 2", "--seq-length"),
-        ("--emulate-nodes 3", f"{RUN} --mock-data", "give 2 nodes or more that divide the ranks"),
+        ("--emulate-nodes 3", f"{RUN} --mock-data", "must be 2 or more, and divide --emulate-ranks 4"),
         ("--iterations 3", f"{RUN} --mock-data", "too short"),
         (
             "",

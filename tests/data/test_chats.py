@@ -130,7 +130,7 @@ def test_bad_chats_are_named(preprocess, value, message):
 def test_a_template_that_marks_nothing_is_refused(preprocess, tokenizer):
     (tokenizer / "chat_template.jinja").write_text("{{ messages[0].content }}")
     code, err = preprocess([json.dumps({"messages": CHATS[0]})])
-    assert code == 1 and "between {% generation %} and {% endgeneration %}" in err
+    assert code == 1 and "put {% generation %} and {% endgeneration %} around it" in err
     (tokenizer / "chat_template.jinja").unlink()
     assert "has no chat template" in preprocess([json.dumps({"messages": CHATS[0]})])[1]
 
@@ -242,7 +242,7 @@ def test_each_kind_of_data_is_refused_by_the_other(tmp_path):
         build_datasets(SampleOptions(seq_length=8, seed=1), data_path=[chats], split="1", num_samples=(1, 0, 0))
     with IndexedDatasetWriter(tmp_path / "plain", "<u2") as writer:
         writer.add_document([[1, 2, 3]])
-    with pytest.raises(ValueError, match=r"--sft needs: make it with tools/preprocess_data.py --chat"):
+    with pytest.raises(ValueError, match="does not mark the assistant's words: make it with --chat"):
         build(str(tmp_path / "plain"), 8)
     with pytest.raises(FileNotFoundError, match=r"tools/preprocess_data.py makes a dataset of such a file"):
         build(str(tmp_path / "chats.jsonl"), 8)

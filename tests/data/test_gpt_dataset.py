@@ -95,16 +95,16 @@ def test_the_cache_knows_all_that_the_order_depends_on(tmp_path):
 
 
 def test_an_empty_split_says_so(tmp_path):
-    with pytest.raises(ValueError, match=r"the valid split of .* is empty \(0 of 200 documents\), but 20 samples"):
+    with pytest.raises(ValueError, match=r"the valid split of .* is empty \(0 of 200 documents\): give a larger share"):
         dataset_of(tmp_path, sequences=range(5, 5), num_samples=20, name="valid")
 
 
 @pytest.mark.parametrize("stable_order", [False, True])
 def test_less_than_one_sample_says_so(tmp_path, stable_order):
-    with pytest.raises(ValueError, match="32965 tokens, less than one sample of 40000"):
+    with pytest.raises(ValueError, match="32965 tokens, less than 40000"):
         dataset_of(tmp_path, seq_length=40_000, stable_order=stable_order)
     if stable_order:
-        with pytest.raises(ValueError, match="less than one sample"):
+        with pytest.raises(ValueError, match="less than"):
             dataset_of(tmp_path, seq_length=40_000, stable_order=True, num_samples=3)
     else:
         assert len(dataset_of(tmp_path, seq_length=40_000, num_samples=3)) == 3  # samples may span epochs

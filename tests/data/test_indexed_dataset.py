@@ -165,7 +165,7 @@ DOCUMENTS_OUT_OF_ORDER = "x.idx is damaged: its documents do not cover its seque
         (lambda a, b: cut(a / "x.idx", 20), "x.idx is truncated"),
         (lambda a, b: cut(a / "x.idx", 0), "x.idx is truncated"),
         (lambda a, b: (a / "x.idx").write_bytes(b"TNTIDX\x00\x00" * 9), "x.idx is not a Megatron .idx"),
-        (lambda a, b: (a / "x.bin").write_bytes((b / "y.bin").read_bytes()), "not from the same run"),
+        (lambda a, b: (a / "x.bin").write_bytes((b / "y.bin").read_bytes()), "make both again"),
     ],
 )
 @pytest.mark.parametrize("rows", [1, 2, 1 << 20])

@@ -107,5 +107,5 @@ def test_blend_that_takes_more_than_there_is_says_so(tmp_path):
     options = SampleOptions(seq_length=128, seed=1)
     cache = IndexCache(str(tmp_path))
     part = GPTDataset(IndexedDataset(A), range(200), options, num_samples=None, cache=cache)
-    with pytest.raises(ValueError, match=r"takes 300 samples of .*a, which holds 257"):
+    with pytest.raises(ValueError, match=r"takes 300 of the 257 samples of .*a"):
         BlendedDataset([part], [1.0], 300, name="train", cache=cache)

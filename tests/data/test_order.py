@@ -50,7 +50,7 @@ def test_other_data_is_refused_unless_asked_for(order):
         check_order(order(100), order(50, (B,)))
     with pytest.raises(ValueError, match="--seed differ"):
         check_order(order(100), order(100, seed=1))
-    with pytest.raises(ValueError, match="give the same weights"):
+    with pytest.raises(ValueError, match="weights of the blend differ"):
         check_order(order(100, ("1", A, "1", B)), order(100, ("1", A, "2", B)))
     check_order(order(100), order(50, (B,)), other_data=True)
     check_order(order(100, ("1", A, "1", B)), order(100, ("1", A, "2", B)), other_data=True)

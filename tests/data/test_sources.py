@@ -72,10 +72,10 @@ def test_default_split():
         ({"per_split_data_args_path": "FOLDER/pipe"}, "pipe is no regular file"),
         (
             {"per_split_data_args_path": "FOLDER/number"},
-            "path .*number gives 3 for train: it must be a list of prefixes",
+            "path .*number gives 3 for train: give a list of prefixes",
         ),
-        ({"per_split_data_args_path": "FOLDER/true"}, r"path .*true gives \[true\] for test: it must be a list"),
-        ({"per_split_data_args_path": "FOLDER/nested"}, r"nested gives .* for valid: it must be a list"),
+        ({"per_split_data_args_path": "FOLDER/true"}, r"path .*true gives \[true\] for test: give a list"),
+        ({"per_split_data_args_path": "FOLDER/nested"}, r"nested gives .* for valid: give a list"),
         ({"data_args_path": "FOLDER/binary"}, "binary is not UTF-8 text"),
         ({"data_args_path": "FOLDER/pipe"}, "pipe is no regular file"),
         ({"data_args_path": "FOLDER"}, "is no regular file"),

@@ -110,7 +110,7 @@ def test_megatrons_json_vocabulary(tmp_path, num_special):
         ("{}", {}, "not a JSON vocabulary"),
         ('[{"rank": 0}]', {}, "not a JSON vocabulary"),
         ("[1", {}, "not a JSON vocabulary"),
-        (None, {}, "has 256 tokens, and --vocab-size 131072 less 1000 special ones .*: give --vocab-size 1256"),
+        (None, {}, "has 256 tokens, not --vocab-size 131072 less 1000 special ones: give --vocab-size 1256"),
         (None, {"vocab_size": 1255}, "room for 256 others"),
         (None, {"tiktoken_num_special_tokens": 2}, "at least 3 special tokens"),
         (BYTES[::-1], {"vocab_size": 1256}, "ranks must count from 0, bytes first"),
@@ -129,12 +129,12 @@ def test_json_vocabularies_that_are_refused(tmp_path, content, sizes, message):
     ("pattern", "tokens", "message"),
     [
         *(
-            (pattern, BYTES, r"--tiktoken-pattern \S+ leaves out \d+ of 117 bytes of a text: give gpt2, ")
+            (pattern, BYTES, r"--tiktoken-pattern \S+ leaves out \d+ of 117 bytes: give gpt2, ")
             for pattern in ("v3", "cl100k", r"\w+", r"\S+", r"\p{L}+|\s+|\p{N}+", r"[^\x00]+")
         ),
         ("(?=a)", BYTES, r"--tiktoken-pattern \(\?=a\) matches an empty piece of text"),
         ("(", BYTES, r"--tiktoken-pattern \(: "),
-        (None, BYTES, "give --tiktoken-pattern, gpt2, cl100k_base, o200k_base, v1, v2 or a"),
+        (None, BYTES, "give --tiktoken-pattern: gpt2, cl100k_base, o200k_base, v1, v2 or a"),
         ("gpt2", BYTES[1:], "must hold each of the 256 bytes"),
     ],
 )
@@ -148,7 +148,7 @@ def test_a_text_of_which_a_pattern_loses_some_is_refused(tmp_path):
     tokenizer = build_tokenizer("TikTokenizer", write_ranks(tmp_path / "t", BYTES), tiktoken_pattern=r"[^ß]+")
     assert tokenizer.detokenize(tokenizer.tokenize("größer"[:2])) == "gr"
     for encode in (tokenizer.tokenize, lambda text: tokenizer.tokenize_batch(["fine", text])):
-        with pytest.raises(ValueError, match=r"--tiktoken-pattern \[\^ß\]\+ leaves out 2 of (8|12) bytes of a text"):
+        with pytest.raises(ValueError, match=r"--tiktoken-pattern \[\^ß\]\+ leaves out 2 of (8|12) bytes"):
             encode("größer")
 
 

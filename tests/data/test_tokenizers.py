@@ -144,8 +144,8 @@ def test_a_tokenizer_without_unknown_token_that_drops_characters_is_refused(tmp_
             )
         ),
         ("tokenizer_config.json", b'{"eos_token": ["<stop>"]}', "has no known end-of-document token"),
-        ("tokenizer_config.json", b"{}", r"tokenizer_config\.json as .*eos_token"),
-        ("config.json", b'{"vocab_size": 351}', r"ids up to 351, but the model of .*config\.json only 351 ids"),
+        ("tokenizer_config.json", b"{}", r'name its "eos_token" in .*tokenizer_config\.json'),
+        ("config.json", b'{"vocab_size": 351}', r"ids up to 351, but the model of .*config\.json only 351"),
         ("config.json", b'{"vocab_size": 352}', None),
     ],
 )
@@ -268,7 +268,7 @@ def test_a_model_of_hugging_face_by_its_name(tmp_path, byte_level_bpe, monkeypat
     ours = build_tokenizer("HFTokenizer", "some/model")  # its other name
     assert ours.tokenize(TEXTS[0]) == theirs.encode(TEXTS[0]).ids
     assert ours.eod == theirs.token_to_id("<|end|>")
-    with pytest.raises(FileNotFoundError, match=r"has no tokenizer.json .*: hf download other/model "):
+    with pytest.raises(FileNotFoundError, match=r"has no model of that name: hf download other/model "):
         build_tokenizer("HuggingFaceTokenizer", "other/model")
     with pytest.raises(FileNotFoundError, match=r"/no/such/folder does not exist$"):
         build_tokenizer("HuggingFaceTokenizer", "/no/such/folder")
@@ -291,7 +291,7 @@ def test_a_chat_template_writes_the_message(hf_tokenizer, hf_file):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("", "has no chat template: neither chat_template.jinja nor one in tokenizer_config.json"),
+        ("", r"has no chat template \(chat_template.jinja\)"),
         ("{% if %}", "template does not work: Expected an expression"),
         ("{{ raise_exception('only users') }}", "template does not work: only users"),
         ("{{ ''.__class__.__mro__ }}", "template does not work: .*unsafe"),

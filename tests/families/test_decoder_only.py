@@ -136,7 +136,7 @@ def test_operations_of_experts_by_hand():
         (2, "--num-experts 4 --expert-model-parallel-size 1 --moe-token-bits 8", "-size above 1"),
         (2, "--num-experts 4 --expert-model-parallel-size 2 --compile", "--compile does not see tokens"),
         (12, "--num-experts 4 --expert-model-parallel-size 4 --zeropp-ranks-per-node 6",
-         "--expert-model-parallel-size 4 and nodes of 6 data-parallel ranks"),
+         "--expert-model-parallel-size 4 and nodes of 6 ranks"),
     ],
 )  # fmt: skip
 def test_experts_that_do_not_fit_are_refused(world_size, flags, words):

@@ -239,7 +239,7 @@ def test_a_residual_expert_is_weighed_against_the_others():
     share = torch.nn.functional.softmax(moe.coefficient(x), dim=-1)
     expected = share[..., 0, None] * plain(x)[0] + share[..., 1, None] * shared(x)
     torch.testing.assert_close(moe(x)[0], expected)
-    with pytest.raises(ValueError, match="residual weighs the shared expert"):
+    with pytest.raises(ValueError, match="residual and shared_expert_gate weigh the shared expert"):
         MoEConfig(EXPERTS, FFN, TOPK, residual=True)
 
 

@@ -221,8 +221,3 @@ def test_a_resumed_loss_scale_continues_in_the_middle_of_a_window():
     fixed = LossScaler(PrecisionSettings(fp16=True, loss_scale=128.0))
     fixed.load_state_dict(first.state_dict())
     assert fixed.scale == 128
-
-
-def test_a_loss_scale_below_its_minimum_is_refused():
-    with pytest.raises(ValueError, match=r"--initial-loss-scale 0\.5 is below --min-loss-scale 1"):
-        dynamic(initial_loss_scale=0.5)

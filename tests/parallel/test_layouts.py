@@ -247,24 +247,28 @@ REFUSED = [  # ranks, flags, what the error says
     (4, "--zero-stge 3", "did you mean --zero-stage?"),
     (
         *(8, "--seq-length 36 --context-parallel-size 4"),
-        "--seq-length 36 is not a multiple of 2 * --context-parallel-size 4: each rank takes two of 2 * 4 chunks "
-        "of a sequence; choose another length, or a --context-parallel-size of 1, 2, 3, 6, 9, 18",
+        "--seq-length 36 is not a multiple of 2 * --context-parallel-size 4; choose another "
+        "length, or a --context-parallel-size of 1, 2, 3, 6, 9, 18",
     ),
     (8, "--context-parallel-size 3", "does not divide the 8 rank(s) of this run"),
     (8, "--context-parallel-size 2 --global-batch-size 6", "micro-batch size 1 * data-parallel size 4"),
     (8, "--context-parallel-size 0", "--context-parallel-size must be at least 1"),
     (4, SIX, "--num-layers 6 cannot be split for --pipeline-model-parallel-size 4: 6 layers are not divisible by 4"),
     (4, f"{SIX} --decoder-first-pipeline-num-layers 5", "1 layers are not divisible by 3 pipeline ranks"),
-    (4, f"{SIX} --pipeline-schedule interleaved", "say how many layers each has by --num-layers-per-virtual"),
+    (4, f"{SIX} --pipeline-schedule interleaved", "give their layers by --num-layers-per-virtual"),
     (
         *(4, f"{EIGHT} --global-batch-size 3 --pipeline-schedule 1f1b"),
-        "1f1b needs at least as many micro-batches as its 4 stages, got 3",
+        "1f1b needs at least as many micro-batches as its 4 stages",
     ),
-    (4, f"{EIGHT} {VIRTUAL} --global-batch-size 9", "9 do not divide into 2 rounds"),
+    (4, f"{EIGHT} {VIRTUAL} --global-batch-size 9", "9 micro-batches do not divide into 2 rounds"),
     (4, f"{SIX} {VIRTUAL} --decoder-last-pipeline-num-layers 2", "exclude each other"),
     (4, f"{EIGHT} {VIRTUAL} --pipeline-schedule gpipe", "has one stage on each rank"),
-    (4, f"{EIGHT} {VIRTUAL} --pipeline-schedule zbv", "cannot share tied embeddings"),
-    (4, f"{PP4} --num-layers 12 {VIRTUAL} --pipeline-schedule zbv", "--num-layers 12 / (2 * 4 pipeline ranks)"),
+    (4, f"{EIGHT} {VIRTUAL} --pipeline-schedule zbv", "cannot tie embeddings"),
+    (
+        4,
+        f"{PP4} --num-layers 12 {VIRTUAL} --pipeline-schedule zbv",
+        "--num-layers-per-virtual-pipeline-stage must be --num-layers / 8",
+    ),
     (4, f"{EIGHT} {ZERO_BUBBLE} --compile", "leave one out"),
     (
         *(4, f"{PP4} --num-layers 4 --recompute-granularity full --recompute-num-layers 2"),

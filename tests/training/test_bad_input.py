@@ -116,7 +116,7 @@ def test_what_is_wrong_with_files_is_said_once(data, tmp_path):
         (flags(data, null), "holds token 256, but the vocabulary has 101"),
         (flags(data, "--tokenizer-type SentencePieceTokenizer --tokenizer-model /none.model"), "/none.model"),
         (flags(data, "--split 1000000,1,1"), "valid"),  # not one document
-        (flags(data, "--hidden-size 524288"), "GB for parameters, gradients and optimizer on each rank"),
+        (flags(data, "--hidden-size 524288"), "GB of parameters, gradients and optimizer a rank"),
         (flags(data, "--hidden-size 524288 --pipeline-model-parallel-size 2"), "the model needs about "),
         (flags(data, f"--save {prefix}.bin --save-interval 1"), "File exists"),
     ]

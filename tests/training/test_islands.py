@@ -189,10 +189,10 @@ TRUST = "--island-lighthouse localhost:29510 --island-secret-file island.secret"
         (ELASTIC, 2, "--islands 1", "--islands-may-leave needs --islands above 1"),
         (ELASTIC, 2, "--island-number 2", "--island-number 2 must be below --islands 2"),
         (ELASTIC, 1, "--emulate-ranks 4 --emulate-nodes 4", "--emulate-ranks has all islands in one process"),
-        (ELASTIC, 2, "--island-fragments 2", "keep parameters in flight"),
-        (ELASTIC, 2, "--island-sync-delay 1", "keep parameters in flight"),
+        (ELASTIC, 2, "--island-fragments 2", "keep in flight"),
+        (ELASTIC, 2, "--island-sync-delay 1", "keep in flight"),
         (ELASTIC, 2, "--skip-train", "--skip-train needs no other island"),
-        (ELASTIC, 2, "--load x --override-batch-size", "--override-batch-size: islands know by their steps"),
+        (ELASTIC, 2, "--load x --override-batch-size", "--override-batch-size does not go with --islands-may-leave"),
         (ELASTIC, 2, "--save x --save-interval 4", "--save-interval 4 must be a multiple of --island-sync-interval 3"),
         (ELASTIC, 2, "--exit-interval 5", "--exit-interval 5 must be a multiple of --island-sync-interval 3"),
         (ELASTIC, 2, "--global-batch-size 6", "data-parallel size 4 = 4; use 4 or 8"),
@@ -209,7 +209,7 @@ def test_what_does_not_go_with_islands_is_refused(data, base, world_size, more, 
 
 def test_an_elastic_island_must_know_its_number_and_the_lighthouse(data):
     for missing in ("", *re.findall("--[a-z-]+ [^ ]+", TRUST)):
-        with pytest.raises(SettingsError, match="give --island-lighthouse host:29510 and --island-secret-file FILE"):
+        with pytest.raises(SettingsError, match="by --island-lighthouse and --island-secret-file"):
             parse_settings(GPT, flags(data, ELASTIC, missing), 2)
     with pytest.raises(SettingsError, match=r"which island is this job\? give --island-number, from 0 to 1"):
         parse_settings(GPT, flags(data, f"--islands 2 --islands-may-leave {TRUST}"), 2)

@@ -18,10 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint import CheckpointError, find_checkpoint, problems, read_meta
+from megatron_zpp.checkpoint import CheckpointError
 from megatron_zpp.checkpoint.meta import saved_model
 from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
-from megatron_zpp.commands.common import add_tokenizer_flags, given_architecture, given_tokenizer, report_errors
+from megatron_zpp.commands.common import (
+    add_tokenizer_flags,
+    given_architecture,
+    given_tokenizer,
+    open_verified,
+    report_errors,
+)
 from megatron_zpp.convert.hf import files
 from megatron_zpp.convert.hf.checkpoint import parameter_reader
 from megatron_zpp.convert.hf.compare import compare
@@ -34,25 +40,10 @@ from megatron_zpp.settings.flags import number
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def checkpoint_to_export(load: str, iteration: int | None) -> tuple[Path, dict[str, Any]]:
-    """Return a checkpoint's folder and meta.json; iteration None: the latest. Raises CheckpointError."""
-    checkpoint = find_checkpoint(load, iteration)
-    if checkpoint is None:
-        raise CheckpointError(f"{load} holds no checkpoint: give --load what was given to --save in training")
-    with progress("verifying the checkpoint"):
-        wrong = problems(checkpoint)
-    if wrong:
-        raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(wrong)}. Export another one with --ckpt-step")
-    return checkpoint, read_meta(checkpoint)
-
-
 def export(args: argparse.Namespace, given: Architecture | None = None) -> str:
-    """Write the folder; return a message for the user. Raises ValueError, OSError or ImportError on a mistake.
-
-    given: the checkpoint's architecture, if it is not one of ours.
-    """
+    """Write the folder; return a message for the user. given: an architecture that is not one of ours."""
     files.require_packages()
-    checkpoint, meta = checkpoint_to_export(args.load, args.ckpt_step)
+    checkpoint, meta = open_verified(args.load, args.ckpt_step)
     architecture, config = saved_model(meta, given)
     mapping = architecture.huggingface_model(config)
     settings = settings_with_tokenizer(checkpoint, meta) | given_tokenizer(args)
@@ -115,9 +106,7 @@ def _build_tokenizer(settings: dict[str, Any], vocab_size: int) -> Tokenizer:
     try:
         tokenizer = build(settings)
     except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{error}: say where the tokenizer's files are now, or export the weights alone with --no-tokenizer"
-        ) from error
+        raise FileNotFoundError(f"{error}: say where it is now, or give --no-tokenizer") from error
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} ids, but the model only {vocab_size}")
     return tokenizer

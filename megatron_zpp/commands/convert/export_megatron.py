@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint import CheckpointError
 from megatron_zpp.checkpoint.meta import Counters, saved_model
-from megatron_zpp.commands.common import report_errors
-from megatron_zpp.commands.convert.export_hf import DTYPES, checkpoint_to_export, export_parser
+from megatron_zpp.commands.common import open_verified, report_errors
+from megatron_zpp.commands.convert.export_hf import DTYPES, export_parser
 from megatron_zpp.convert.hf.checkpoint import parameter_reader
 from megatron_zpp.convert.hf.files import new_folder
 from megatron_zpp.convert.megatron.config import args_of
@@ -27,7 +27,7 @@ from megatron_zpp.models.decoder import DecoderConfig
 
 def export(args: argparse.Namespace) -> str:
     """Write the folder; return a message for the user. Raises ValueError or OSError on a mistake."""
-    checkpoint, meta = checkpoint_to_export(args.load, args.ckpt_step)
+    checkpoint, meta = open_verified(args.load, args.ckpt_step)
     _, config = saved_model(meta)
     assert isinstance(config, DecoderConfig)
     settings, counters, saved = meta["settings"], Counters.from_meta(meta), parameter_reader(checkpoint, meta)
@@ -41,10 +41,7 @@ def export(args: argparse.Namespace) -> str:
     def read(name: str) -> Tensor:
         tensor = saved(name).to(DTYPES[args.dtype])
         if not tensor.isfinite().all():
-            raise CheckpointError(
-                f"{name} of {checkpoint} has NaN or Inf as {args.dtype}: export an earlier one with --ckpt-step, or "
-                "with --dtype float32"
-            )
+            raise CheckpointError(f"{name} of {checkpoint} has NaN or Inf: give another --ckpt-step or --dtype")
         return tensor
 
     with new_folder(args.output, "--output") as folder, progress("writing the checkpoint"):

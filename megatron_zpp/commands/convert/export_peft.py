@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint import CheckpointError, iterate_parameters
 from megatron_zpp.checkpoint.meta import saved_model
-from megatron_zpp.commands.common import report_errors
-from megatron_zpp.commands.convert.export_hf import DTYPES, checkpoint_to_export, export_parser
+from megatron_zpp.commands.common import open_verified, report_errors
+from megatron_zpp.commands.convert.export_hf import DTYPES, export_parser
 from megatron_zpp.convert.hf import files
 
 
@@ -25,7 +25,7 @@ def export(args: argparse.Namespace) -> str:
     files.require_packages()
     from safetensors.torch import save_file
 
-    checkpoint, meta = checkpoint_to_export(args.load, args.ckpt_step)
+    checkpoint, meta = open_verified(args.load, args.ckpt_step)
     architecture, config = saved_model(meta, with_adapters=True)
     mapping, settings = architecture.huggingface_model(config), meta["settings"]
     if settings.get("lora_rank") is None:

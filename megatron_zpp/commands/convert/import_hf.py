@@ -32,10 +32,7 @@ NEXT = "and the flags of the run: sequence length, batches, data, learning rate,
 
 
 def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = ARCHITECTURES) -> str:
-    """Save the checkpoint; return a message for the user. Raises ValueError, OSError or ImportError on a mistake.
-
-    architectures: those that the model may have.
-    """
+    """Save the checkpoint; return a message for the user. architectures: those that the model may have."""
     files.require_packages()
     if not args.input.is_dir():
         raise ValueError(f"--input {args.input} is not a folder: give the one that holds the model's config.json")
@@ -51,10 +48,8 @@ def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = AR
     )
     chosen = given_tokenizer(args) or find_tokenizer(args.input)
     if not chosen:
-        raise ValueError(
-            f"{args.input} has no tokenizer (tokenizer.json, tokenizer.model, or vocab.json and merges.txt): give its "
-            f"own with --tokenizer-type and its files; {NULL_TOKENIZER}"
-        )
+        none = f"{args.input} has no tokenizer (tokenizer.json, tokenizer.model, or vocab.json and merges.txt)"
+        raise ValueError(f"{none}: give its own with --tokenizer-type and its files; {NULL_TOKENIZER}")
     assert architecture.flags is not None
     flags = architecture.flags(config, positions) + tokenizer_words(chosen)
     settings = settings_of_import(architecture, config, flags, positions, build(chosen))
@@ -124,16 +119,12 @@ def match_names(
     if tied and "lm_head.weight" in left_over:
         embeddings = next(iter(shapes))
         if not stored.read("lm_head.weight").equal(stored.read(name_of[embeddings])):
-            raise ValueError(
-                f"config.json of {stored.folder} ties the output layer to the embeddings, but lm_head.weight is "
-                'another matrix: set "tie_word_embeddings": false there if that is what was trained'
-            )
+            other = f"config.json of {stored.folder} ties the output layer to the embeddings, but lm_head.weight is"
+            raise ValueError(f'{other} another matrix: set "tie_word_embeddings": false there if that was trained')
         left_over.remove("lm_head.weight")
     if left_over:
         names = f"{', '.join(sorted(left_over)[:3])}{' and more' if len(left_over) > 3 else ''}"
-        raise ValueError(
-            f"the weights in {stored.folder} hold what the model of its config.json has no place for: {names}"
-        )
+        raise ValueError(f"the weights in {stored.folder} hold what its config.json has no place for: {names}")
     return name_of
 
 

@@ -71,10 +71,8 @@ def _their_tokenizer(args: Args) -> dict[str, Any]:
     kind = found.get("tokenizer_type")
     if files or kind not in TOKENIZER_TYPES:
         why = f"a path in a checkpoint, {files[0]}, is not opened" if files else f"it is a {kind}"
-        raise ValueError(
-            f"the tokenizer that the checkpoint names cannot be built ({why}): give it with --tokenizer-type and its "
-            f"files; {NULL_TOKENIZER}"
-        )
+        unknown = f"the tokenizer that the checkpoint names cannot be built ({why})"
+        raise ValueError(f"{unknown}: give it with --tokenizer-type and its files; {NULL_TOKENIZER}")
     if kind != "NullTokenizer":
         found.pop("vocab_size", None)  # some versions keep what the tokenizer said
     return found

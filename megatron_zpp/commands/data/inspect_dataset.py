@@ -2,15 +2,12 @@
 
     python tools/inspect_dataset.py data/corpus_text_document --tokenizer-type SentencePieceTokenizer \\
         --tokenizer-model tokenizer.model
-
-prints the number of documents and tokens, the lengths of documents, and the beginnings of some of them.
-
     python tools/inspect_dataset.py --digest --data-path 0.3 data/a 0.7 data/b --split 90,8,2 --seed 1234 \\
         --seq-length 128 --num-samples 400,20,3
 
-prints, as JSON, digests of the indices and of the first samples that a run with these flags reads: equal digests mean
-the same samples in the same order, here and in Megatron-LM. ``gpt`` holds the splits of one dataset, ``blend_SPLIT``
-those of a blend, with one of ``parts`` for each of its datasets.
+The second prints, as JSON, digests of the indices and of the first samples that a run with these flags reads: equal
+digests mean the same samples in the same order, here and in Megatron-LM. ``gpt`` holds the splits of one dataset,
+``blend_SPLIT`` those of a blend, with one of ``parts`` for each of its datasets.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import sys
 import tempfile
 from functools import partial
 from typing import Any
@@ -184,7 +180,3 @@ def run(args: argparse.Namespace) -> str:
 def main() -> int:
     args = parse_arguments()
     return report_errors(lambda: print(run(args)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

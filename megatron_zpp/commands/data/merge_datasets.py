@@ -44,15 +44,10 @@ def merge(prefixes: list[str], output_prefix: str) -> tuple[int, int]:
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     for dataset in datasets:
         if dataset.dtype != datasets[0].dtype:
-            raise ValueError(
-                f"{datasets[0].prefix} holds {datasets[0].dtype}, {dataset.prefix} {dataset.dtype}: "
-                "they are from different tokenizers; preprocess their text again with one"
-            )
+            two = f"{datasets[0].prefix} holds {datasets[0].dtype}, {dataset.prefix} {dataset.dtype}"
+            raise ValueError(f"{two}: they are from different tokenizers; preprocess their text again with one")
         if (dataset.sequence_modes is None) != (datasets[0].sequence_modes is None):
-            raise ValueError(
-                f"of {datasets[0].prefix} and {dataset.prefix}, one holds chats (modes of sequences), the other plain "
-                "documents: merge them separately"
-            )
+            raise ValueError(f"of {datasets[0].prefix} and {dataset.prefix}, one holds chats: merge them separately")
     total = sum(dataset.num_tokens for dataset in datasets) * datasets[0].dtype.itemsize
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("merging", total=total)
@@ -96,7 +91,3 @@ def main() -> int:
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the output, without suffix")
     args = parser.parse_args()
     return report_errors(lambda: run(args), (ValueError, OSError))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,11 +4,8 @@
         --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model
 
 writes ``data/corpus_text_document.bin`` and ``.idx``; the trainer takes ``--data-path data/corpus_text_document``.
-
-Input is JSON lines (plain, .gz, .zst), Parquet, text files, or folders of them. In a JSON object or a Parquet row, the
-value of each key of ``--json-keys`` is one document: a text, or a list of texts that become its sequences. An empty
-text leaves a document without tokens, as in Megatron. Everything is read, tokenized and written in a stream. The output
-gets its final name when it is complete; give the same command again to continue a run that was killed.
+In a JSON object or a Parquet row, the value of each key of ``--json-keys`` is one document: a text, or a list of texts
+that become its sequences. Give the same command again to continue a run that was killed.
 """
 
 from __future__ import annotations
@@ -182,7 +179,3 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted; give the same command again to continue", file=sys.stderr)
         return 130
-
-
-if __name__ == "__main__":
-    sys.exit(main())

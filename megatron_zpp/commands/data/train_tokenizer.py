@@ -3,8 +3,7 @@
     python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output tokenizer.model
 
 The model is BPE with a fallback to bytes that keeps every blank and line break, so texts and source code are restored
-exactly. Use it with ``--tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model``; documents end with
-its ``</s>``.
+exactly. Documents end with its ``</s>``.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import sys
 from pathlib import Path
 
 import sentencepiece
@@ -104,7 +102,3 @@ def run(args: argparse.Namespace) -> None:
 def main() -> int:
     args = parse_arguments()
     return report_errors(lambda: run(args))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -40,10 +40,7 @@ def settings_of_import(
 ) -> Settings:
     """Build the settings that an imported checkpoint keeps. flags: of its model and tokenizer. Raises ValueError."""
     if tokenizer.vocab_size > config.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, but the model only {config.vocab_size}: give the "
-            "model's own with --tokenizer-type and its files"
-        )
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} ids, but the model only {config.vocab_size}")
     run = ["--mock-data", "--seq-length", str(positions), "--micro-batch-size", "1", "--train-iters", "1", "--lr", "0"]
     settings = parse_settings(architecture, [*flags, *run], note=lambda text: None)
     trained = architecture.build_model(settings.model, tokenizer.vocab_size).config
@@ -63,8 +60,7 @@ def save_imported(
 ) -> tuple[Path, dict[str, Any]]:
     """Save a checkpoint of imported parameters; return its folder and its ``read_meta``.
 
-    read: returns a parameter by name and "", or its optimizer state by name and one of ``states``. counters: default
-    those of a new run.
+    read: returns a parameter by name and "", or its optimizer state by name and one of ``states``.
     """
     counters = counters or Counters()
     imported = {"architecture": settings.architecture, "seq_length": settings.training.seq_length}

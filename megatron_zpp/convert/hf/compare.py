@@ -23,18 +23,16 @@ def compare(
 ) -> float:
     """Return the largest difference between our logits and transformers', in fp32 on random tokens.
 
-    model: ours, on the meta device. ours, theirs: read a parameter of that model by name. positions: the longest
-    sequence for both. Raises ValueError if the difference is more than rounding.
+    model: ours, on the meta device. ours, theirs: read its parameters by name. Raises ValueError for more than
+    rounding.
     """
     tokens = torch.randint(model.config.vocab_size, (2, min(64, positions)), generator=torch.Generator().manual_seed(0))
     a = streamed_logits(model.eval(), ours, tokens)
     b = streamed_logits(transformers_model(hf_config), theirs, tokens)
     difference, allowed = float((a - b).abs().max()), TOLERANCE * max(1.0, float(b.abs().max()))
     if not difference <= allowed:
-        raise ValueError(
-            f"transformers' logits differ from ours by up to {difference:.1e}, where {allowed:.1e} is allowed, so the "
-            "result was not kept: please report this as a bug"
-        )
+        wrong = f"transformers' logits differ from ours by up to {difference:.1e}, where {allowed:.1e} is allowed"
+        raise ValueError(f"{wrong}, so the result was not kept: please report this as a bug")
     return difference
 
 
@@ -57,10 +55,7 @@ def transformers_model(config: dict[str, Any]) -> nn.Module:
 
 @torch.no_grad()
 def streamed_logits(model: nn.Module, read: Callable[[str], Tensor], tokens: Tensor) -> Tensor:
-    """Compute fp32 logits [B, S, V] of a model on the meta device. read: returns a parameter by name.
-
-    Only one transformer block has its weights at a time, besides embeddings, norm and output.
-    """
+    """Compute fp32 logits [B, S, V] of a model on the meta device, with one block's weights in memory at a time."""
     prefix, blocks = next((name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
     for index, block in enumerate(blocks):
         _fill_while_running(block, f"{prefix}.{index}.", read)

@@ -1,7 +1,4 @@
-"""Read and write a model's folder as transformers does: config.json, and safetensors files.
-
-Reads one tensor at a time, and writes one file at a time.
-"""
+"""Read and write a model's folder as transformers does, one tensor and one file at a time."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.meta import check_config
 from megatron_zpp.convert.hf import mxfp4
+from megatron_zpp.data.text.packages import load_package
 from megatron_zpp.families import Architecture, HuggingFaceMapping
 from megatron_zpp.files import read_bounded
 from megatron_zpp.models.transformer import TransformerConfig
@@ -28,13 +26,7 @@ SINGLE = "model.safetensors"
 
 def require_packages() -> None:
     """Raise ImportError with what to install if transformers is missing. Silences its notes."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError(
-            f"the package {error.name} is not installed: pip install transformers, or megatron_zpp's extra hf"
-        ) from error
-    transformers.logging.set_verbosity_error()
+    load_package("transformers", "this program", "hf").logging.set_verbosity_error()
 
 
 @contextmanager
@@ -70,10 +62,8 @@ class WeightFiles:
         else:
             pickled = [path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth"))]
             if pickled:
-                raise ValueError(
-                    f"{folder} has its weights pickled ({pickled[0]}), and unpickling runs what is in the file. If you "
-                    "trust it, load it with transformers and save it with save_pretrained: that writes safetensors"
-                )
+                unsafe = f"{folder} has its weights pickled ({pickled[0]}), and unpickling runs what is in the file"
+                raise ValueError(f"{unsafe}: if you trust it, save it with transformers' save_pretrained")
             raise ValueError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}")
         self.shapes: dict[str, torch.Size] = {}
         self.dtypes: dict[str, str] = {}  # as safetensors names them: F32, BF16
@@ -176,9 +166,9 @@ def read_config(folder: Path, model_types: Sequence[str]) -> dict[str, Any]:
 def from_hf_config(
     hf: Mapping[str, Any], architectures: Sequence[Architecture]
 ) -> tuple[Architecture, TransformerConfig, int]:
-    """Return our architecture, its config with every width filled in, and the number of positions.
+    """Return our architecture, its complete config, and the number of positions. hf: from ``read_config``.
 
-    hf: from ``read_config``. Raises ValueError if none of ``architectures`` can express the model; it names each key.
+    Raises ValueError, which names each key, if none of ``architectures`` can express the model.
     """
     # The last one wins: GPT's flags describe all models, but a Llama's are shorter.
     kinds = {mapping.model_type: (each, mapping) for each in architectures for mapping in each.huggingface}
@@ -250,7 +240,7 @@ def generation_settings(settings: Mapping[str, Any], tokens: dict[str, int]) -> 
     """Return the special tokens for config.json, and the content of generation_config.json.
 
     Keeps what generate() reads beside the tokenizer of an imported model, lists of end tokens too, and adds our end of
-    documents. settings: the checkpoint's. tokens: ids of our tokenizer, used without such files. Raises ValueError.
+    documents. tokens: ids of our tokenizer, used without such files. Raises ValueError.
     """
     path = settings.get("tokenizer_model") or settings.get("vocab_file")
     if not tokens or path is None:

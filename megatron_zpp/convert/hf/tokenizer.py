@@ -31,10 +31,7 @@ def build(settings: Mapping[str, Any]) -> Tokenizer:
 
 
 def write_tokenizer(settings: dict[str, Any], tokenizer: Tokenizer, folder: Path) -> dict[str, int]:
-    """Write a run's tokenizer; return the token ids for config.json.
-
-    settings: ``tokenizer_type`` and its files. Raises ValueError if transformers would tokenize differently.
-    """
+    """Write a run's tokenizer; return ids for config.json. Raises ValueError if transformers' results differ."""
     match settings["tokenizer_type"]:
         case "HuggingFaceTokenizer" | "HFTokenizer":
             _copy_tokenizer(huggingface_path(settings["tokenizer_model"]), tokenizer.eod, folder)
@@ -68,15 +65,11 @@ def _check(tokenizer: Tokenizer, kind: str, folder: Path) -> dict[str, int]:
         expected = tokenizer.tokenize(text)
         got = theirs(text, add_special_tokens=False)["input_ids"]
         if got != expected:
-            raise ValueError(
-                f"this {kind} cannot be written for transformers: {text!r} is {expected[:12]} here and would be "
-                f"{got[:12]} there; export the weights without it (--no-tokenizer)"
-            )
+            differs = f"{text!r} is {expected[:12]} here and would be {got[:12]} there"
+            raise ValueError(f"this {kind} cannot be written for transformers: {differs}; give --no-tokenizer")
     if theirs.eos_token_id != tokenizer.eod:
-        raise ValueError(
-            f"documents end with id {tokenizer.eod} here, and with {theirs.eos_token_id} in transformers: set "
-            "eos_token in tokenizer_config.json beside the tokenizer.json"
-        )
+        ends = f"documents end with id {tokenizer.eod} here, and with {theirs.eos_token_id} in transformers"
+        raise ValueError(f"{ends}: set eos_token in tokenizer_config.json beside the tokenizer.json")
     begin = theirs.bos_token_id
     return {"bos_token_id": tokenizer.eod if begin is None else begin, "eos_token_id": tokenizer.eod}
 

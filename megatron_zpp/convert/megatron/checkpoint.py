@@ -79,9 +79,8 @@ def parameter_reader(
         expected = weight.join(*(torch.empty(shapes[name], device="meta") for name in weight.ours)).shape
         rows = expected[0] if weight.theirs in VOCABULARY and tensor.dim() else None
         if tensor.shape[1:] != expected[1:] or (rows is None and tensor.shape != expected):
-            raise CheckpointError(
-                f"{saved.path}: {weight.theirs} is {list(tensor.shape)}, where its flags make it {list(expected)}"
-            )
+            there = f"{weight.theirs} is {list(tensor.shape)}, where its flags make it {list(expected)}"
+            raise CheckpointError(f"{saved.path}: {there}")
         if rows is not None:  # rows beyond the tokenizer's ids pad the vocabulary: cut or add them
             tensor = F.pad(tensor[:rows], (0, 0, 0, max(0, rows - tensor.shape[0])))
         if not tensor.isfinite().all():

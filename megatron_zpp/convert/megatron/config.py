@@ -19,11 +19,12 @@ from megatron_zpp.models.decoder import DecoderConfig, default_ffn_size
 from megatron_zpp.models.decoder_config import read_pattern
 from megatron_zpp.models.moe import MoEConfig
 
-from .neutral_flags import NEUTRAL, READ
-from .pickles import StandIn
+from .pickles import NAMES, StandIn
 
 Args = Mapping[str, Any]
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's
+READ = frozenset(NAMES["read"].split())
+NEUTRAL = tuple(" ".join(NAMES["neutral"].values()).split())
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Read what torch.save and torch.distributed.checkpoint wrote, without running any of it.
 
 A pickle names classes and functions, and unpickling calls them. Here a name either makes only plain values (a tensor, a
-size), or is on a list of what Megatron and DeepSpeed save, and becomes a ``StandIn``. Any other name refuses the file.
+size), or is in ``names.toml``, of what Megatron and DeepSpeed save, and becomes a ``StandIn``. Any other name refuses
+the file.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import pickle
 import re
+import tomllib
 import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -33,51 +35,19 @@ class StandIn:
             self.args = state
 
 
-# Names in files besides tensors and plain values, by the modules that wrote them.
-_IN_FILES = {
-    # Enumerations among the flags
-    "megatron.core.enums": "Fp4Recipe Fp8Recipe ModelType",
-    "megatron.core.transformer.enums": "AttnBackend AttnMaskType AttnType CudaGraphModule CudaGraphScope LayerType "
-    "InferenceCudaGraphScope",
-    "megatron.enums": "AttnMaskType PositionEmbeddingType",
-    "megatron.model.enums": "AttnMaskType ModelType PositionEmbeddingType",
-    "megatron.legacy.model.enums": "ModelType",
-    "signal": "Signals",
-    "pathlib": "Path PosixPath",
-    "pathlib._local": "PosixPath",
-    "types": "SimpleNamespace",
-    "megatron.core.optimizer.optimizer_config": "OptimizerConfig",
-    "_io": "BytesIO",  # Transformer Engine's state
-    "megatron.core.rerun_state_machine": "RerunDiagnostic RerunMode RerunState",
-    # Random states are arrays of numpy
-    "numpy.core.multiarray": "_reconstruct scalar",
-    "numpy._core.multiarray": "_reconstruct scalar",
-    "numpy": "ndarray dtype",
-    "numpy.dtypes": "UInt32DType",
-    "deepspeed.checkpoint.universal_checkpoint": "SubparamShape",
-    "deepspeed.runtime.fp16.loss_scaler": "DynamicLossScaler LossScaler",
-    "deepspeed.runtime.zero.config": "ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment": "fragment_address",
-}
-_IN_METADATA = {
-    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
-    "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
-    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
-    "torch.distributed.checkpoint.planner": "SavePlan TensorWriteData WriteItem WriteItemType",
-    "torch.serialization": "_get_layout",
-    "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
-    "pathlib": "Path PosixPath",
-    "pathlib._local": "PosixPath",
-}
+NAMES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
 
 
 def _full_names(table: Mapping[str, str]) -> list[str]:
     return [f"{module}.{name}" for module, names in table.items() for name in names.split()]
 
 
-_SAFE: list[Any] = [(argparse.Namespace, "argparse.Namespace"), *((StandIn, name) for name in _full_names(_IN_FILES))]
+_SAFE: list[Any] = [
+    (argparse.Namespace, "argparse.Namespace"),
+    *((StandIn, name) for name in _full_names(NAMES["pickled"])),
+]
 _CLASSES: dict[str, Any] = {
-    **dict.fromkeys(_full_names(_IN_METADATA), StandIn),
+    **dict.fromkeys(_full_names(NAMES["in_index"]), StandIn),
     "torch.Size": tuple,
     "collections.OrderedDict": OrderedDict,
     **{str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)},

@@ -51,10 +51,7 @@ def open_deepspeed(folder: Path) -> Saved:
     """Open a folder with DeepSpeed's ``mp_rank_*_model_states.pt``. Raises CheckpointError."""
     found = sorted(folder.glob("mp_rank_*_model_states.pt"))
     if not found:
-        raise CheckpointError(
-            f"{folder} has its parameters divided by ZeRO-3: make a universal checkpoint of it with DeepSpeed's "
-            "ds_to_universal.py, and import that"
-        )
+        raise CheckpointError(f"{folder} is divided by ZeRO-3: import what DeepSpeed's ds_to_universal.py makes of it")
     first = load_file(found[0])
     args = args_in(first, str(folder))
     tp = _parallel_size(args, "tensor")
@@ -91,9 +88,7 @@ def _require_files(folder: Path, files: Sequence[Path], ranks: str) -> None:
     missing = [str(file.relative_to(folder)) for file in files if not file.is_file()]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise CheckpointError(
-            f"{folder} is not complete: {', '.join(missing[:3])}{more} missing, of {len(files)} files of its {ranks}"
-        )
+        raise CheckpointError(f"{folder} is not complete: {', '.join(missing[:3])}{more} missing, files of its {ranks}")
 
 
 def _chunks(state: Any, file: Path) -> list[dict[str, Tensor]]:

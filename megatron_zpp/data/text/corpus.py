@@ -87,9 +87,9 @@ class Reading:
 def find_files(inputs: Sequence[str], file_format: str | None = None) -> list[CorpusFile]:
     """Find the files of a corpus: those named, those that a pattern such as part-*.jsonl matches, and those in folders.
 
-    Files of a folder are sorted by path. ``file_format`` None goes by suffix: a file with another suffix is JSON lines
-    if it is named, and is skipped in a folder. With a ``file_format``, a folder stands for all of its files that are
-    not hidden. Raises FileNotFoundError if there is nothing, ValueError for what is not a regular file.
+    ``file_format`` None goes by suffix: a file with another suffix is JSON lines if it is named, and is skipped in a
+    folder. Hidden files of folders are skipped. Raises FileNotFoundError for nothing, ValueError for what is no regular
+    file.
     """
     found: list[tuple[Path, str]] = []
     for name in inputs:
@@ -99,9 +99,7 @@ def find_files(inputs: Sequence[str], file_format: str | None = None) -> list[Co
             shown = [path / each for each in below if not any(part.startswith(".") for part in each.parts)]
             known = [(each, kind) for each in shown if (kind := file_format or _format_by_suffix(each))]
             if not known:
-                raise FileNotFoundError(
-                    f"--input {name} holds no file of {', '.join(SUFFIXES)}; --input-format takes all of its files"
-                )
+                raise FileNotFoundError(f"--input {name} holds no file of {', '.join(SUFFIXES)}: give --input-format")
             found += known
         elif path.is_file():
             found.append((path, file_format or _format_by_suffix(path) or "jsonl"))
@@ -120,10 +118,7 @@ def _format_by_suffix(path: Path) -> str | None:
 
 
 def read_blocks(files: list[CorpusFile], reading: Reading, start: Position = Position()) -> Iterator[Block]:
-    """Read the blocks of the corpus from ``start`` on, the beginning of one of them.
-
-    Raises ValueError for a damaged or foreign file, ImportError if a package is missing.
-    """
+    """Read the blocks of the corpus from ``start`` on. Raises ValueError for a damaged file, or ImportError."""
     number = start.file
     while number < len(files):
         file = files[number]
@@ -151,10 +146,7 @@ def records(block: Block) -> Iterator[tuple[str, Any]]:
 
 
 def extract_texts(record: Any, file_format: str, reading: Reading) -> dict[str, list[Any]]:
-    """Return each key's document, as the texts of its sequences; or its one chat, a list of messages.
-
-    Raises ValueError that describes a bad record.
-    """
+    """Return each key's document: the texts of its sequences, or its one chat. Raises ValueError for a bad record."""
     if file_format == "text":
         text = record.decode("utf-8")
         record = {reading.keys[0]: text.removesuffix("\r") if reading.text_documents == "line" else text}

@@ -74,10 +74,9 @@ class State:
 
 
 def preprocess(job: Job, report: Callable[[State, int], None], note: Callable[[str], None]) -> State:
-    """Run the job to its end. ``report`` is called with the state and the bytes of all files after each block.
+    """Run the job to its end; ``report`` gets the state and the bytes of all files after each block.
 
-    Raises ValueError, FileNotFoundError, ImportError or RuntimeError (a worker died), and keeps what is done for the
-    next run of the job.
+    Raises ValueError, OSError, ImportError or RuntimeError (a worker died); the next run goes on from there.
     """
     files = find_files(job.inputs, job.input_format)
     if len(job.reading.keys) > 1 and any(file.format == "text" for file in files):
@@ -252,10 +251,8 @@ def _load(job: Job, identity: dict[str, Any]) -> State:
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{job.state_file} is damaged ({error!r}): give --restart to start over") from error
     if differing:
-        raise ValueError(
-            f"{job.state_file} is from an unfinished job with another {', '.join(differing)}: run that to its end, "
-            f"choose another --output-prefix, or give --restart to start over"
-        )
+        other = f"{job.state_file} is from an unfinished job with another {', '.join(differing)}"
+        raise ValueError(f"{other}: run that to its end, or give another --output-prefix, or --restart to start over")
     return state
 
 

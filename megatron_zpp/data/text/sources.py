@@ -76,10 +76,8 @@ def read_per_split(path: str) -> list[Sequence[str] | None]:
     for name, value in splits.items():
         is_list = isinstance(value, list) and all(type(word) in (str, int, float) for word in value)
         if not (value is None or isinstance(value, str) or is_list):
-            raise ValueError(
-                f"--per-split-data-args-path {path} gives {json.dumps(value)} for {name}: it must be a list of "
-                'prefixes, or of weights and prefixes, such as ["0.7", "A", "0.3", "B"]'
-            )
+            form = f'for {name}: give a list of prefixes, or of weights and prefixes, as ["0.7", "A", "0.3", "B"]'
+            raise ValueError(f"--per-split-data-args-path {path} gives {json.dumps(value)} {form}")
     paths = [splits.get(name) for name in SPLIT_NAMES]
     return [value.split() if isinstance(value, str) else value and [str(word) for word in value] for value in paths]
 

@@ -67,10 +67,8 @@ class TikTokenizer:
         ids, self.eod, eod_name, self.vocab_size, known_pattern = vocabulary
         self._pattern = pattern or known_pattern
         if self._pattern is None:
-            raise ValueError(
-                f"{file} is none of the published files; how does it split texts into words? give --tiktoken-pattern, "
-                f"{', '.join(TIKTOKEN_PATTERNS)} or a regular expression"
-            )
+            unknown = f"{file} is none of the published files; how does it split texts into words?"
+            raise ValueError(f"{unknown} give --tiktoken-pattern: {', '.join(TIKTOKEN_PATTERNS)} or a regex")
         self._known = {*ids.values(), self.eod}
         self._num_bytes = np.zeros(max(ids.values()) + 1, np.int64)  # of each id
         self._num_bytes[list(ids.values())] = list(map(len, ids))
@@ -100,10 +98,8 @@ class TikTokenizer:
         num_bytes = len("".join(texts).encode("utf-8"))
         kept = int(self._num_bytes[np.concatenate(batch)].sum()) if batch else 0
         if kept != num_bytes:
-            raise ValueError(
-                f"--tiktoken-pattern {self._pattern} leaves out {num_bytes - kept} of {num_bytes} bytes of a text: "
-                f"give {', '.join(TIKTOKEN_PATTERNS)}, or a regular expression that matches every character"
-            )
+            left_out = f"--tiktoken-pattern {self._pattern} leaves out {num_bytes - kept} of {num_bytes} bytes"
+            raise ValueError(f"{left_out}: give {', '.join(TIKTOKEN_PATTERNS)}, or one that matches every character")
         return batch
 
     def detokenize(self, ids: list[int]) -> str:
@@ -141,16 +137,12 @@ def _read_json_vocabulary(file: Path, size: int | None, num_special: int | None)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{file} is not a JSON vocabulary of TikTokenizer: {error!r}") from error
     if num_special < 3 or wanted < 256:
-        raise ValueError(
-            f"--vocab-size {size} with --tiktoken-num-special-tokens {num_special}: give at least 3 special tokens, "
-            "and room for 256 others"
-        )
+        few = f"--vocab-size {size} with --tiktoken-num-special-tokens {num_special}"
+        raise ValueError(f"{few}: give at least 3 special tokens, and room for 256 others")
     if ranks != [*range(len(ranks))] or tokens[:256] != [bytes([byte]) for byte in range(256)]:
         raise ValueError(f"{file} is not a JSON vocabulary of TikTokenizer: its ranks must count from 0, bytes first")
     if len(set(tokens)) < wanted:
-        raise ValueError(
-            f"{file} has {len(set(tokens)):,} tokens, and --vocab-size {size} less {num_special} special ones needs "
-            f"{wanted:,}: give --vocab-size {len(set(tokens)) + num_special}"
-        )
+        few = f"{file} has {len(set(tokens)):,} tokens, not --vocab-size {size} less {num_special} special ones"
+        raise ValueError(f"{few}: give --vocab-size {len(set(tokens)) + num_special}")
     ids = {token: rank + num_special for rank, token in enumerate(tokens)}
     return ids, 2, "</s>", size, None

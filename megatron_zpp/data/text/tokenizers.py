@@ -62,11 +62,7 @@ def build_tokenizer(
     tiktoken_pattern: str | None = None,
     tiktoken_num_special_tokens: int | None = None,
 ) -> Tokenizer:
-    """Build the tokenizer that Megatron's flags of the same names describe.
-
-    Raises ValueError for an unknown type, a missing flag or an unusable file, FileNotFoundError for a missing file,
-    ImportError if the package it needs is not installed.
-    """
+    """Build the tokenizer that Megatron's flags of these names describe. Raises ValueError, OSError or ImportError."""
 
     def file(flag: str, value: str | None) -> Path:
         path = _existing_path(tokenizer_type, flag, value)
@@ -96,10 +92,7 @@ def build_tokenizer(
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model, such as ``tools/train_tokenizer.py`` makes; documents end with its ``</s>``.
-
-    add_bos: begin each text with ``<s>``, as Megatron's Llama2Tokenizer does.
-    """
+    """A SentencePiece model; documents end with its ``</s>``. add_bos: begin each text with ``<s>``, as Llama's."""
 
     def __init__(self, model: Path, add_bos: bool) -> None:
         import sentencepiece
@@ -172,28 +165,19 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         names = [configured, *KNOWN_EOD_TOKENS] if isinstance(configured, str) else KNOWN_EOD_TOKENS
         ends = [self.vocabulary[name] for name in names if name in self.vocabulary]
         if not ends:
-            raise ValueError(
-                f'{file} has no known end-of-document token; name it in {config_file} as {{"eos_token": "..."}}'
-            )
+            raise ValueError(f'{file} has no known end-of-document token; name its "eos_token" in {config_file}')
         self.eod = ends[0]
         model_file = file.parent / "config.json"
         size = read_json_object(model_file).get("vocab_size") if model_file.is_file() else None
         if isinstance(size, int) and size < self.vocab_size:
-            raise ValueError(
-                f"{file} has ids up to {self.vocab_size - 1}, but the model of {model_file} only {size} ids"
-            )
+            raise ValueError(f"{file} has ids up to {self.vocab_size - 1}, but the model of {model_file} only {size}")
         for character in ALL_KINDS:
             if unicodedata.category(character)[0] in "LNPS" and not self.tokenize(character):
-                raise ValueError(
-                    f"{file} leaves characters out that it does not know, such as {character!r}: texts would lose "
-                    "them without a trace; give its model an unknown token or all bytes"
-                )
+                lost = f"{file} leaves characters out that it does not know, such as {character!r}"
+                raise ValueError(f"{lost}: give its model an unknown token or all bytes")
 
     def apply_chat_template(self, messages: list[str]) -> list[str]:
-        """Format each message of a user by the model's chat template, up to where the answer begins.
-
-        Raises ValueError if there is no template, or one that does not work; ImportError.
-        """
+        """Format each message of a user by the chat template, up to where the answer begins. Raises ValueError."""
         chats = [[{"role": "user", "content": message}] for message in messages]
         library = self._with_template()
         with _errors_of_template():
@@ -205,10 +189,9 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         with _errors_of_template():
             template: str = library.get_chat_template()
         if not GENERATION.search(template):
+            unmarked = f"--chat: the chat template in {self.file.parent} does not mark what the assistant says"
             raise ValueError(
-                f"--chat: the chat template in {self.file.parent} does not mark what the assistant says: in a copy of "
-                "the folder, put its text and its end token between {% generation %} and {% endgeneration %} "
-                "(docs/finetuning.md shows one)"
+                f"{unmarked}: put {{% generation %}} and {{% endgeneration %}} around it (docs/finetuning.md)"
             )
         return template
 
@@ -237,10 +220,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         with _errors_of_template():
             library = PreTrainedTokenizerFast.from_pretrained(self.file.parent, tokenizer_file=str(self.file))
         if not library.chat_template:
-            raise ValueError(
-                f"--chat: {self.file.parent} has no chat template: neither chat_template.jinja nor one in "
-                "tokenizer_config.json"
-            )
+            raise ValueError(f"--chat: {self.file.parent} has no chat template (chat_template.jinja)")
         return library
 
 
@@ -262,10 +242,7 @@ def chat_tokenizer(tokenizer: Tokenizer, tokenizer_type: str) -> HuggingFaceToke
 
 
 class GPT2BPETokenizer(_LibraryTokenizer):
-    """GPT-2's byte-level BPE from ``vocab.json`` and ``merges.txt``; documents end with ``<|endoftext|>``.
-
-    That name inside a text is text, not the end of a document.
-    """
+    """GPT-2's byte-level BPE; documents end with ``<|endoftext|>``, which inside a text is text."""
 
     def __init__(self, vocab_file: Path, merge_file: Path) -> None:
         load_package("tokenizers", "GPT2BPETokenizer", "hf")
@@ -325,10 +302,7 @@ class NullTokenizer:
 
 
 def huggingface_path(value: str | None) -> Path:
-    """Return the path that ``--tokenizer-model`` gives, or the folder of a model of that name in Hugging Face's cache.
-
-    Nothing is downloaded.
-    """
+    """Return the path of ``--tokenizer-model``, or the folder of a model of that name in Hugging Face's local cache."""
     if value is None or value.endswith(".json") or Path(value).exists() or not MODEL.fullmatch(value):
         return _existing_path("HuggingFaceTokenizer", "--tokenizer-model", value)
     found = None
@@ -337,10 +311,8 @@ def huggingface_path(value: str | None) -> Path:
 
         found = try_to_load_from_cache(value, "tokenizer.json")
     if not isinstance(found, str):
-        raise FileNotFoundError(
-            f"--tokenizer-model {value} does not exist, and Hugging Face's cache has no tokenizer.json of a model of "
-            f"that name; where there is a network: hf download {value} tokenizer.json tokenizer_config.json"
-        )
+        missing = f"--tokenizer-model {value} does not exist, and Hugging Face's cache has no model of that name"
+        raise FileNotFoundError(f"{missing}: hf download {value} tokenizer.json tokenizer_config.json")
     return Path(found).parent
 
 

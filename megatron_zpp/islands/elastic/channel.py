@@ -52,10 +52,8 @@ def read_secret(file: str) -> bytes:
     with open(file, "rb") as opened:
         secret = opened.read(4096).strip()
     if len(secret) < 32:
-        raise ValueError(
-            f"the islands' secret in {file} has {len(secret)} bytes, and requires 32: run (umask 077; openssl rand "
-            f"-hex 32 > {file}), and copy it to every machine"
-        )
+        few = f"the islands' secret in {file} has {len(secret)} bytes, and requires 32"
+        raise ValueError(f"{few}: run (umask 077; openssl rand -hex 32 > {file}), and copy it to every machine")
     return secret
 
 

@@ -59,19 +59,13 @@ class ElasticIslands(OuterSync):
 
         Then fill ``outer_state()`` if you resume, call ``load_state_dict``, and ``join``.
 
-        optimizer, zeropp: as for ``apply_islands``.
-        must_match: anything else that all islands must have in common, such as a description of their data. An island
-            with another value is refused.
-        local_stats: numbers that this island sends to the others at each synchronization, such as its loss;
-            ``gathered_stats`` has those of all.
-
-        Raises ValueError if a synchronization would take several steps.
+        optimizer, zeropp: as for ``apply_islands``. must_match: what else all islands must have in common, such as a
+        description of their data; others are refused. local_stats: numbers that this island sends to the others at each
+        synchronization, such as its loss; ``gathered_stats`` has those of all. Raises ValueError if a synchronization
+        would take several steps.
         """
         if config.fragments > 1 or config.sync_delay:
-            raise ValueError(
-                f"elastic islands require fragments 1 and sync_delay 0, got {config.fragments} and "
-                f"{config.sync_delay}: an island that leaves would take parameters in flight along"
-            )
+            raise ValueError("elastic islands require fragments 1 and sync_delay 0: nothing stays in flight")
         self.last_sync_step = 0  # the number of steps when the outer parameters were synchronized
         parameters = trainable_parameters(model)
         shapes = [(name, tuple(local_data(p).shape), str(local_data(p).dtype)) for name, p in parameters.items()]

@@ -75,10 +75,7 @@ class Lighthouse:
     def __init__(
         self, bind: str, secret: bytes, min_islands: int = 1, heartbeat_timeout: float = 5.0, join_timeout: float = 60.0
     ) -> None:
-        """Start. ``megatron-zpp lighthouse --help`` explains the numbers.
-
-        Raises ValueError for a bad address, and OSError if it cannot listen there.
-        """
+        """Start; ``megatron-zpp lighthouse --help`` explains the numbers. Raises ValueError or OSError."""
         self._min_islands, self._heartbeat_timeout, self._join_timeout = min_islands, heartbeat_timeout, join_timeout
         self._members: dict[int, Member] = {}
         self._rivals: dict[str, float] = {}  # jobs whose island is there already, and since when they try

@@ -44,10 +44,7 @@ class Links:
             self._has_arrived.notify_all()
 
     def form(self, quorum: str, addresses: Mapping[int, tuple[str, int]]) -> None:
-        """Connect to the ranks at ``addresses``, by island, that call this with the same quorum's name.
-
-        Of two islands the one with the larger number connects. Raises BrokenOffError.
-        """
+        """Connect to the ranks at ``addresses``, by island, that form the same quorum. Raises BrokenOffError."""
         self.close()
         self.quorum, deadline = quorum, time.monotonic() + self._timeout
         try:

@@ -134,11 +134,8 @@ class Quorum:
             digest = hashlib.sha256((self._newest[1] + self.name).encode())
             self._version, self._has_taken = (self._newest[0] + 1, digest.hexdigest()), False
             return result
-        raise RuntimeError(
-            f"{MAX_FAILURES} attempts of island {self._membership.island} to synchronize broke off, the last one "
-            f"because: {reason}. Each machine of an island must reach those of the others at the addresses where they "
-            "listen (--island-bind)"
-        )
+        broke_off = f"{MAX_FAILURES} attempts of island {self._membership.island} to synchronize broke off: {reason}"
+        raise RuntimeError(f"{broke_off}. Do islands reach each other where they listen (--island-bind)?")
 
     def _wait_for_islands(self, renew: bool) -> None:
         """Enter the next quorum; where a run begins, that of all islands."""
@@ -152,10 +149,8 @@ class Quorum:
             if not (self.is_first and missing) or self._misfit() is not None:
                 break
             if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"{_named(missing)} did not come within {self._membership.patience:g} seconds: is every island "
-                    f"running with the same lighthouse, {self._membership.lighthouse}?"
-                )
+                late = f"{_named(missing)} did not come within {self._membership.patience:g} seconds"
+                raise RuntimeError(f"{late}: do all ask the lighthouse {self._membership.lighthouse}?")
             time.sleep(0.5)
         left, came = set(before) - set(self.islands), set(self.islands) - set(before)
         changes = [f"{_named(left)} left"] * bool(left) + [f"{_named(came)} came"] * bool(came)
@@ -177,11 +172,9 @@ class Quorum:
         dist.broadcast_object_list(answer, 0, group=self._ranks)
         (quorum,) = answer
         if isinstance(quorum, TimeoutError):
-            raise RuntimeError(
-                f"island {self._membership.island} found no others to synchronize with, or no lighthouse, in "
-                f"{self._membership.patience:g} seconds: {quorum}. Is the lighthouse running at "
-                f"{self._membership.lighthouse}, and do the others ask the same one?"
-            )
+            member = self._membership
+            alone = f"island {member.island} found no others, or no lighthouse, in {member.patience:g} seconds"
+            raise RuntimeError(f"{alone}: {quorum}. Is it running at {member.lighthouse}, and do others ask it?")
         if isinstance(quorum, ValueError):
             raise quorum
         return quorum

@@ -79,10 +79,8 @@ class RankGrid:
             return RankGroup(size, 1)
         if span % per_node == 0 and per_node % stride == 0:
             return RankGroup(span // per_node, per_node // stride)
-        raise ValueError(
-            f"groups of {size} ranks, each {stride} after the one before, do not lie alike on nodes of {per_node}: "
-            "choose parallel sizes that divide a node's ranks, or are multiples of them"
-        )
+        apart = f"groups of {size} ranks, each {stride} after the one before, do not lie alike on nodes of {per_node}"
+        raise ValueError(f"{apart}: choose parallel sizes that divide a node's ranks, or are multiples of them")
 
 
 @dataclass(frozen=True)

@@ -180,10 +180,8 @@ def _check(settings: ResolvedSettings, grid: RankGrid) -> None:
     averaging = grid.group("averaging")
     sharing = averaging.ranks_per_node
     if config.hpz_partition_size not in (1, sharing) or config.ranks_per_node not in (None, sharing):
-        raise ValueError(
-            f"of {grid.ranks_per_node} ranks per node {sharing} share parameters, and "
-            "--zeropp-ranks-per-node or --zero-hpz-partition-size say something else; make them agree"
-        )
+        flags = "--zeropp-ranks-per-node or --zero-hpz-partition-size say something else; make them agree"
+        raise ValueError(f"of {grid.ranks_per_node} ranks per node {sharing} share parameters, and {flags}")
     if distributed.num_distributed_optimizer_instances > 1:
         check_replicas_on_nodes(distributed.num_distributed_optimizer_instances, averaging.size, sharing)
 

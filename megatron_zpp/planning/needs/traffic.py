@@ -74,10 +74,7 @@ class UnitExchanges:
 def unit_exchanges(
     settings: ResolvedSettings, unit: PlannedUnit, micro_batches: int, ring_passes: int, replicas: RankGroup
 ) -> UnitExchanges:
-    """Return what ``apply_zeropp`` and FSDP2 would send for a unit.
-
-    ring_passes: of an unquantized reduce-scatter; 2 with gloo, whose is an all-reduce.
-    """
+    """Return what ``apply_zeropp`` and FSDP2 would send for a unit. ring_passes: of a reduce-scatter; 2 with gloo."""
     config, stage = settings.zeropp, effective_zero_stage(settings)
     weights, gradients = wire_dtypes(settings)
     group, part, formats, numel = unit.group, unit.part, unit.formats(config), unit.numel

@@ -87,10 +87,7 @@ def complete(flags: Sequence[str], cluster: Cluster, vocabulary: int) -> tuple[l
 def make_plan(
     architecture: Architecture, flags: Sequence[str], vocabulary: int, cluster: Cluster, usable: float = USABLE
 ) -> Plan:
-    """Predict all candidates. Raises ValueError, or SettingsError if the flags leave no candidate.
-
-    usable: share of a GPU's memory that tensors may take.
-    """
+    """Predict all candidates. usable: share of a GPU's memory. Raises ValueError if the flags leave no candidate."""
     words, added = complete(flags, cluster, vocabulary)
     plan = Plan(cluster, [], [])
     models: dict[RankGrid, PlannedModel] = {}  # planned once for all settings that divide it alike
