@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from megatron_zpp.families import Architecture
 from megatron_zpp.files import read_text
 from megatron_zpp.models.generate import Drawing, generate
 from megatron_zpp.models.transformer import Transformer
+from megatron_zpp.publish import PublishError, WeightReader
 from megatron_zpp.settings.flags import number
 
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")  # in the order of ``build_tokenizer``
@@ -61,10 +64,38 @@ def stream(written: Iterator[list[int | None]], text: list[int], decode: Callabl
 
 def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator[str]:
     """Yield the output in pieces. Raises ValueError or OSError on a user's mistake."""
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if args.follow is not None:
+        yield from follow(args, device, given)
+        return
     checkpoint = find_checkpoint(args.load, args.ckpt_step)
     if checkpoint is None:
         raise CheckpointError(f"{args.load} holds no checkpoint: give --load what was given to --save in training")
     meta = read_meta(checkpoint)
+    yield from write(args, checkpoint, meta, load_model(checkpoint, meta, device, given))
+
+
+def follow(args: argparse.Namespace, device: torch.device, given: Architecture | None) -> Iterator[str]:
+    """Yield the output of each version of the weights in ``--follow``, as long as the process runs."""
+    reader, model = WeightReader(args.follow), None
+    print(f"waiting for weights in {args.follow}", file=sys.stderr, flush=True)
+    while True:
+        if not reader.update():
+            time.sleep(0.1)
+            continue
+        if not {"settings", "model_config", "files"} <= reader.about.keys():
+            raise PublishError(f"{args.follow} does not say what its model is: only the trainer's --publish does")
+        if model is None:
+            architecture, config = saved_model(reader.about, given)
+            model = architecture.build_empty(config).to_empty(device=device).eval()
+        reader.load_into(model)
+        yield f"== step {reader.step}\n"
+        yield from write(args, reader.folder, reader.about, model)
+        yield "\n"
+
+
+def write(args: argparse.Namespace, checkpoint: Path, meta: dict[str, Any], model: Transformer) -> Iterator[str]:
+    """Yield what ``model`` writes, in pieces. checkpoint: has the tokenizer's files, and ``meta`` its settings."""
     files = {name: getattr(args, name) for name in TOKENIZER_FILES}
     settings = settings_with_tokenizer(checkpoint, meta) | {name: path for name, path in files.items() if path}
     tokenizer = build_tokenizer(*(settings[name] for name in TOKENIZER_SETTINGS))
@@ -76,9 +107,8 @@ def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator
         texts = chat_tokenizer(tokenizer, settings["tokenizer_type"]).apply_chat_template(texts)
     # A new document follows the end of one.
     prompts = [tokenizer.tokenize(text) or [tokenizer.eod] for text in texts]
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     written = generate(
-        load_model(checkpoint, meta, device, given),
+        model,
         prompts,
         args.num_tokens,
         vocab_size=tokenizer.vocab_size,
@@ -105,7 +135,9 @@ def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Sample text from a checkpoint.", allow_abbrev=False)
     add, natural, share = parser.add_argument, number(int, at_least=0), number(float, above=0, at_most=1)
-    add("--load", required=True, metavar="DIR", help="folder given to --save in training")
+    source = parser.add_mutually_exclusive_group(required=True).add_argument
+    source("--load", metavar="DIR", help="folder given to --save in training")
+    source("--follow", metavar="DIR", help="folder given to --publish in training: write again for each version there")
     add("--ckpt-step", type=natural, metavar="N", help="iteration to load; default the latest")
     text = "text to continue; repeat for several at once; default a new document"
     add("--prompt", action="append", default=[], metavar="TEXT", help=text)
@@ -151,4 +183,7 @@ def main() -> int:
             print(piece, end="", flush=True)
         print()
 
-    return report_errors(write)
+    try:
+        return report_errors(write)
+    except KeyboardInterrupt:  # how --follow ends
+        return 130

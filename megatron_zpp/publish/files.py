@@ -1,9 +1,9 @@
-"""Files of published weights: names, safetensors, and the shard of one rank as one buffer.
+"""Files of published weights, and the values of one rank as one buffer.
 
     FOLDER/v00000012.json                   manifest of version 12: run, step, base, size and SHA-256 of its files
     FOLDER/v00000012.rank00003.safetensors  what rank 3 wrote of it
 
-An anchor (base null) has the shards of all tensors by name. Other versions say which values changed since their base:
+An anchor (base null) has the shards of all tensors by name. Other versions say which values moved since their base:
 ``MOVES`` are the moves of a rank's values of the 16-bit type "dtype", in the order of the anchor, as
 ``zeropp.wire.moves`` codes them; tensors of other types are there in full. "__metadata__" repeats run, version, base.
 The manifest is renamed into its place when all other files are written, so a version is there or not.
@@ -29,9 +29,8 @@ FORMAT = "megatron_zpp weights 1"
 MOVES = ".moves"  # no tensor of a module has this name
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
-    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
-    **{"U8": torch.uint8, "BOOL": torch.bool},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool},
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -44,14 +43,9 @@ def manifest_path(folder: Path, version: int) -> Path:
     return folder / f"v{version:08d}.json"
 
 
-def shard_name(version: int, rank: int) -> str:
-    return f"v{version:08d}.rank{rank:05d}.safetensors"
-
-
 def versions_in(folder: Path) -> list[int]:
-    """List the complete versions in a folder, oldest first."""
-    names = (re.fullmatch(r"v(\d{8})\.json", path.name) for path in folder.glob("v*.json"))
-    return sorted(int(match[1]) for match in names if match)
+    """List the complete versions in a folder."""
+    return [int(path.stem[1:]) for path in folder.glob("v*.json") if re.fullmatch(r"v\d{8}", path.stem)]
 
 
 def pack(tensors: Iterable[Tensor], dtype: torch.dtype) -> tuple[WireFormat, Tensor]:
@@ -65,20 +59,18 @@ def pack(tensors: Iterable[Tensor], dtype: torch.dtype) -> tuple[WireFormat, Ten
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
     """Write tensors; return the file's size and SHA-256, for the manifest."""
     header: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
-    contents = []
+    contents, end = [], 0
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):  # aligns all of them
-        content = tensor.detach().cpu().contiguous()
-        begin, end = end, end + content.nbytes
+        contents.append(tensor.cpu().contiguous())
+        begin, end = end, end + contents[-1].nbytes
         header[name] = {"dtype": NAMES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
-        contents.append(content)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    sums = hashlib.sha256()
+    prefix, sums = len(text).to_bytes(8, "little") + text, hashlib.sha256()
+    # The tensors' memory, without numpy.
+    views = ((ctypes.c_char * part.nbytes).from_address(part.data_ptr()) for part in contents if part.nbytes)
     with open(path, "wb") as file:
-        for part in (len(text).to_bytes(8, "little"), text, *contents):
-            if isinstance(part, Tensor):  # its memory, without numpy
-                part = memoryview((ctypes.c_char * part.nbytes).from_address(part.data_ptr())) if part.nbytes else b""
+        for part in (prefix, *views):
             file.write(part)
             sums.update(part)
-    return {"bytes": 8 + len(text) + end, "sha256": sums.hexdigest()}
+    return {"bytes": len(prefix) + end, "sha256": sums.hexdigest()}
