@@ -29,6 +29,7 @@ def check_islands(settings: Settings, given: Collection[str]) -> None:
         ),
         "--calculate-per-token-loss, as in --sft, weighs ranks by the tokens of all": training.calculate_per_token_loss,
         "--loss-spike-factor compares the loss of all ranks at every step": training.loss_spike_factor is not None,
+        "--publish has the weights of one model": settings.checkpoint.publish is not None,
         "--moe-router-enable-expert-bias keeps equal biases on all ranks": settings.model.moe_router_enable_expert_bias,
     }
     for reason, is_given in unsupported.items():

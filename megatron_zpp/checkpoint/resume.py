@@ -27,12 +27,18 @@ from .verify import problems
 
 def check_not_overwritten(settings: CheckpointSettings) -> None:
     """Raise CheckpointError if this run would save over the checkpoints of another one."""
-    save, load = settings.save, settings.load
-    if save is None or settings.overwrite_save or (load and os.path.realpath(load) == os.path.realpath(save)):
+    save = settings.save
+    if save is None or settings.overwrite_save or goes_on_in(settings):
         return
     if there := complete_checkpoints(save):
         other = f"{save} holds checkpoints of another run, up to {there[-1].name}"
         raise CheckpointError(f"{other}: go on from there with --load {save}, give another --save, or --overwrite-save")
+
+
+def goes_on_in(settings: CheckpointSettings) -> bool:
+    """Return whether the run loads from the folder that it saves in, and so goes on after a restart."""
+    save, load = settings.save, settings.load
+    return bool(save and load) and os.path.realpath(str(load)) == os.path.realpath(str(save))
 
 
 def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:

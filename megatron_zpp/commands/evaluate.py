@@ -40,6 +40,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--eval-tasks-path", metavar="DIR", help="folder with their YAML files; default the harness's own tasks")
     add("--eval-tasks-limit", type=natural, metavar="N", help="the first N documents of each task; default all")
     add("--batch-size", type=natural, default=8, metavar="N", help="texts per forward pass; default 8")
+    add("--load", required=True, metavar="DIR", help="folder given to --save in training")
     add_checkpoint_flags(parser)
     return parser.parse_args(argv)
 

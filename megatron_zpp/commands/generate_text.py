@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from megatron_zpp.families import Architecture
 from megatron_zpp.files import read_text
 from megatron_zpp.models.generate import Drawing, generate
 from megatron_zpp.models.transformer import Transformer
+from megatron_zpp.publish import PublishError, WeightReader
 from megatron_zpp.settings.flags import number
 
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
@@ -35,9 +38,14 @@ def open_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any], dic
     Raises CheckpointError, and what ``build_tokenizer`` raises.
     """
     checkpoint, meta = open_verified(args.load, args.ckpt_step)
+    return checkpoint, meta, *open_tokenizer(args, checkpoint, meta)
+
+
+def open_tokenizer(args: argparse.Namespace, folder: Path, meta: dict[str, Any]) -> tuple[dict[str, Any], Tokenizer]:
+    """Return the run's settings, and its tokenizer, whose files are in ``folder`` or where ``args`` say."""
     files = {name: getattr(args, name) for name in TOKENIZER_FILES}
-    settings = settings_with_tokenizer(checkpoint, meta) | {name: path for name, path in files.items() if path}
-    return checkpoint, meta, settings, build(settings)
+    settings = settings_with_tokenizer(folder, meta) | {name: path for name, path in files.items() if path}
+    return settings, build(settings)
 
 
 def chosen_device(args: argparse.Namespace) -> torch.device:
@@ -72,7 +80,36 @@ def stream(written: Iterator[list[int | None]], text: list[int], decode: Callabl
 
 def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator[str]:
     """Yield the output in pieces. Raises ValueError or OSError on a user's mistake."""
+    if args.follow is not None:
+        yield from follow(args, given)
+        return
     checkpoint, meta, settings, tokenizer = open_checkpoint(args)
+    yield from write(args, settings, tokenizer, load_model(checkpoint, meta, chosen_device(args), given))
+
+
+def follow(args: argparse.Namespace, given: Architecture | None) -> Iterator[str]:
+    """Yield the output of each version of the weights in ``--follow``, as long as the process runs."""
+    reader, model = WeightReader(args.follow), None
+    print(f"waiting for weights in {args.follow}", file=sys.stderr, flush=True)
+    while True:
+        if not reader.update():
+            time.sleep(0.1)
+            continue
+        if not {"settings", "model_config", "files"} <= reader.about.keys():
+            raise PublishError(f"{args.follow} does not say what its model is: only the trainer's --publish does")
+        if model is None:
+            architecture, config = saved_model(reader.about, given)
+            model = architecture.build_empty(config).to_empty(device=chosen_device(args)).eval()
+        reader.load_into(model)
+        yield f"== step {reader.step}\n"
+        yield from write(args, *open_tokenizer(args, reader.folder, reader.about), model)
+        yield "\n"
+
+
+def write(
+    args: argparse.Namespace, settings: dict[str, Any], tokenizer: Tokenizer, model: Transformer
+) -> Iterator[str]:
+    """Yield what ``model`` writes, in pieces."""
     # A text ends with the end of a document, and with the end tokens of the model's generation_config.json.
     eos = generation_settings(settings, {"eos_token_id": tokenizer.eod})[1]["eos_token_id"]
     ends = {tokenizer.eod, *(eos if isinstance(eos, list) else [eos])}
@@ -82,7 +119,7 @@ def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator
     # A new document follows the end of one.
     prompts = [tokenizer.tokenize(text) or [tokenizer.eod] for text in texts]
     written = generate(
-        load_model(checkpoint, meta, chosen_device(args), given),
+        model,
         prompts,
         args.num_tokens,
         vocab_size=tokenizer.vocab_size,
@@ -122,14 +159,17 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=natural, default=1234, metavar="N", help="seed of the drawing; default 1234")
     uncached = "process the whole text again for each token: slow, but works with any model"
     add("--no-kv-cache", action="store_true", help=uncached)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--load", metavar="DIR", help="folder given to --save in training")
+    following = "folder given to --publish in training: write again for each version there"
+    source.add_argument("--follow", metavar="DIR", help=following)
     add_checkpoint_flags(parser)
     return parser.parse_args(argv)
 
 
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that choose a model, its tokenizer, and where it computes."""
+    """Add the flags that choose a checkpoint below ``--load``, its tokenizer, and where it computes."""
     add = parser.add_argument
-    add("--load", required=True, metavar="DIR", help="folder given to --save in training")
     step = number(int, at_least=0)
     add("--ckpt-step", type=step, metavar="N", help="iteration to load; default the latest")
     add("--device", type=device, metavar="NAME", help="such as cpu or cuda:1; default the GPU, if there is one")
@@ -162,4 +202,7 @@ def main() -> int:
             print(piece, end="", flush=True)
         print()
 
-    return report_errors(write)
+    try:
+        return report_errors(write)
+    except KeyboardInterrupt:  # how --follow ends
+        return 130

@@ -159,8 +159,11 @@ def _check_plain(settings: ResolvedSettings) -> None:
     """Raise ValueError unless the run without settings is plain, and starts from scratch."""
     checkpoint, logging = settings.checkpoint, settings.logging
     continues = checkpoint.load and not checkpoint.finetune
-    if checkpoint.save or logging.tensorboard_dir or logging.wandb_project or continues:
-        scratch = "every setting starts from scratch: leave --save, --tensorboard-dir and --wandb-project out"
+    reports = logging.tensorboard_dir or logging.wandb_project
+    if checkpoint.save or checkpoint.publish or reports or continues:
+        scratch = (
+            "every setting starts from scratch: leave --save, --publish, --tensorboard-dir and --wandb-project out"
+        )
         raise ValueError(f"{scratch}; --load only with --finetune")
     flat = settings.as_flat_dict()
     given = [

@@ -15,6 +15,7 @@ _size = partial(flag, 1, at_least=1)  # of a group of ranks
 _loading = partial(flag, needs="load")
 _profile = partial(flag, needs="profile")
 _leaving = partial(flag, needs="islands_may_leave")
+_publishing = partial(flag, needs="publish", at_least=1)
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,9 @@ class CheckpointSettings:
     no_save_rng: bool = flag(False, "leave random states out of checkpoints")
     no_load_optim: bool = _loading(False, "do not load the optimizer")
     no_load_rng: bool = _loading(False, "do not load random states")
+    publish: str | None = _folder("folder to publish weights in, to the bit of bf16, for processes that follow the run")
+    publish_interval: int = _publishing(1, "optimizer steps between published versions")
+    publish_anchor_interval: int = _publishing(100, "versions between those with all weights, for who missed some")
 
 
 @dataclass(frozen=True)

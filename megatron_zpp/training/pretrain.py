@@ -14,7 +14,7 @@ from megatron_zpp.training.islands import catch_up, join, report_sync
 from megatron_zpp.training.nonfinite import NotFiniteError
 from megatron_zpp.training.profile import StepProfile
 from megatron_zpp.training.reporter import Reporter
-from megatron_zpp.training.run import Checkpoints, Run, what_is_due
+from megatron_zpp.training.run import Checkpoints, Run, build_publisher, what_is_due
 from megatron_zpp.training.step import train_step
 
 
@@ -44,6 +44,7 @@ def _train_steps(
     """Run the loop; return False if it was asked to stop before the last iteration. Raises NotFiniteError."""
     settings, counters, training = run.settings, run.counters, run.settings.training
     reporter, stats = Reporter(run), DeferredStats(run)
+    publisher = build_publisher(run)
     with errors_on_all_ranks():
         step_profile = StepProfile(run)
     while counters.iteration < run.train_iters:
@@ -70,8 +71,13 @@ def _train_steps(
         if checkpoints.saver is not None:
             checkpoints.saver.poll()
 
-        # Evaluate.
+        # Publish, so that who follows the run waits for nothing else.
         due = what_is_due(settings, iteration, run.train_iters)
+        if publisher is not None and (due.publish or due.end):
+            with reporter.paused():
+                publisher.publish(iteration)
+
+        # Evaluate.
         is_asked_to_stop = any(result.should_stop for result in results)
         if due.evaluate:
             with reporter.paused():

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint import CheckpointError, CheckpointSaver, FolderLock, Trained
 from megatron_zpp.checkpoint.meta import Counters
+from megatron_zpp.checkpoint.resume import goes_on_in
+from megatron_zpp.checkpoint.tokenizer import copy_tokenizer
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.families import Architecture
@@ -28,6 +31,7 @@ from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.parallel.sharding import prepare_backward
+from megatron_zpp.publish import Publisher
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.loss import LanguageModelLoss, LossSoFar, mean_loss
 from megatron_zpp.zeropp import Ranks, Traffic, ZeroPPInterface
@@ -219,6 +223,7 @@ class Due:
     evaluate: bool  # during training; an evaluation of its own follows the last iteration
     evaluate_tasks: bool  # likewise
     save: bool
+    publish: bool
     exit: bool
     end: bool  # it is the last iteration
 
@@ -239,6 +244,7 @@ def what_is_due(settings: ResolvedSettings, iteration: int, train_iters: int) ->
         evaluate=divides(training.eval_interval) and iteration < train_iters,
         evaluate_tasks=divides(training.eval_tasks_interval) and iteration < train_iters,
         save=checkpoint.save is not None and divides(checkpoint.save_interval),
+        publish=checkpoint.publish is not None and divides(checkpoint.publish_interval),
         exit=divides(training.exit_interval),
         end=iteration == train_iters,
     )
@@ -289,3 +295,27 @@ class Checkpoints:
             return "not saved: there is no --save"
         is_saved = self.saver.saved_iteration == self._run.counters.iteration
         return f"saved in {self.saver.folder}" if is_saved else "NOT SAVED"
+
+
+def build_publisher(run: Run) -> Publisher | None:
+    """Publish what the run begins with, and what a reader needs to build the model; None without ``--publish``.
+
+    Collective. Raises PublishError on all ranks if another run publishes there.
+    """
+    checkpoint, settings = run.settings.checkpoint, run.settings.as_flat_dict()
+    if checkpoint.publish is None:
+        return None
+    publisher = Publisher(
+        run.model,
+        checkpoint.publish,
+        anchor_interval=checkpoint.publish_anchor_interval,
+        dtype=torch.float16 if run.settings.precision.fp16 else torch.bfloat16,
+        resume=run.counters.iteration > 0 or goes_on_in(checkpoint),
+    )
+    with errors_on_all_ranks():
+        if dist.get_rank() == 0:
+            files = copy_tokenizer(settings, Path(checkpoint.publish))
+            config = dataclasses.asdict(run.model.config)
+            publisher.about = {"settings": settings, "model_config": config, "files": files}
+    publisher.publish(run.counters.iteration)
+    return publisher

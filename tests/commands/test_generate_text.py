@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -15,27 +17,32 @@ from megatron_zpp.families import ARCHITECTURES
 from megatron_zpp.training.pretrain import train
 from tests.ranks import run_ranks
 from tests.tools import call
-from tests.training.small_run import start
+from tests.training.small_run import ROOT, start, torchrun
+from tests.warm_python import programs
 
 ALPHABET = "abcdefghijklmnop"
 
 
-def train_on_alphabet(folder: str) -> None:
-    """A GPT that has seen nothing but the alphabet, over and over. For ``run_ranks``."""
-    argv = f"""--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 8
+def flags_of_alphabet(folder: Path) -> list[str]:
+    """Of a GPT that sees nothing but the alphabet, over and over."""
+    with IndexedDatasetWriter(str(folder / "data"), "<u2") as writer:
+        writer.add_document([[*(ALPHABET * 400).encode(), 256]])
+    return f"""--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 8
         --train-iters 60 --lr 1e-2 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 --split 1,0,0 --num-workers 0
         --log-interval 1000 --tokenizer-type ByteTokenizer --data-path {folder}/data
-        --save {folder}/checkpoint --save-interval 60"""
-    run, _ = start(argv.split())
+        --save {folder}/checkpoint --save-interval 60 --publish {folder}/weights --publish-interval 20""".split()
+
+
+def train_once(argv: list[str]) -> None:
+    """For ``run_ranks``."""
+    run, _ = start(argv)
     train(run, time.monotonic())
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("generate")
-    with IndexedDatasetWriter(str(folder / "data"), "<u2") as writer:
-        writer.add_document([[*(ALPHABET * 400).encode(), 256]])
-    run_ranks(1, train_on_alphabet, str(folder))
+    run_ranks(1, train_once, flags_of_alphabet(folder))
     return folder / "checkpoint"
 
 
@@ -96,6 +103,38 @@ def test_a_chat_is_asked_by_its_template(checkpoint, sample, tmp_path):
     (hf / "generation_config.json").write_text(json.dumps({"eos_token_id": [ord("m"), 256]}))
     import_hf.import_(import_hf.parse_arguments(["--input", str(hf), "--save", str(tmp_path / "run")]), ARCHITECTURES)
     assert sample("--chat --prompt cdef --temperature 0", tmp_path / "run") == (0, "ijkl", "")
+
+
+def test_published_weights_write(checkpoint, tmp_path, capsys):
+    words = ["--follow", str(checkpoint.parent / "weights"), "--prompt", "abcdefgh", "--num-tokens", "8"]
+    pieces = generate_text.run(generate_text.parse_arguments([*words, "--temperature", "0"]))
+    written = ""
+    while not written.endswith("p\n"):  # then it waits for the next version
+        written += next(pieces)
+    assert written == f"== step 60\n{ALPHABET}\n"
+    assert capsys.readouterr().err == f"waiting for weights in {checkpoint.parent / 'weights'}\n"
+
+
+@pytest.mark.long
+def test_the_generator_follows_a_run_of_other_processes(tmp_path):
+    """It begins before the run does, and writes with its weights while it trains."""
+    command = [programs() / "python", ROOT / "tools" / "generate_text.py", "--follow", tmp_path / "weights"]
+    command += ["--prompt", "abcdefgh", "--num-tokens", "8", "--temperature", "0"]
+    generator = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    trainer = torchrun(2, [*flags_of_alphabet(tmp_path), "--publish-interval", "1"])
+    try:
+        steps, written = [], ""
+        while "== step 60\n" not in written or not written.endswith("p\n"):  # a text may have any characters
+            written += (line := generator.stdout.readline())
+            assert line, written
+            steps += [int(line.split()[-1])] if line.startswith("== step ") else []
+        generator.send_signal(signal.SIGINT)
+        assert generator.wait(60) == 130
+    finally:
+        generator.kill()
+    assert written.endswith(f"== step 60\n{ALPHABET}\n") and len(steps) > 3 and steps == sorted(set(steps))
+    _, err = trainer.communicate(timeout=60)
+    assert trainer.returncode == 0, err
 
 
 def test_errors_are_one_line(checkpoint, tmp_path, sample):

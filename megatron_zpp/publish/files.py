@@ -1,0 +1,78 @@
+"""Files of published weights, and the values of one rank as one buffer.
+
+    FOLDER/v00000012.json                   manifest of version 12: run, step, base, size and SHA-256 of its files
+    FOLDER/v00000012.rank00003.safetensors  what rank 3 wrote of it
+
+An anchor (base null) has the shards of all tensors by name. Other versions say which values moved since their base:
+``MOVES`` are the moves of a rank's values of the 16-bit type "dtype", in the order of the anchor, as
+``zeropp.wire.moves`` codes them; tensors of other types are there in full. "__metadata__" repeats run, version, base.
+The manifest is renamed into its place when all other files are written, so a version is there or not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.zeropp.wire.format import WireFormat, wire_format
+from megatron_zpp.zeropp.wire.layout import ParameterShard
+
+FORMAT = "megatron_zpp weights 1"
+MOVES = ".moves"  # no tensor of a module has this name
+DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool},
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class PublishError(ValueError):
+    """Weights cannot be published or read. The message is one line that says what to do."""
+
+
+def manifest_path(folder: Path, version: int) -> Path:
+    return folder / f"v{version:08d}.json"
+
+
+def versions_in(folder: Path) -> list[int]:
+    """List the complete versions in a folder."""
+    return [int(path.stem[1:]) for path in folder.glob("v*.json") if re.fullmatch(r"v\d{8}", path.stem)]
+
+
+def pack(tensors: Iterable[Tensor], dtype: torch.dtype) -> tuple[WireFormat, Tensor]:
+    """Pack those of a 16-bit type, whose moves are coded, into one buffer uint8 [nbytes]; return its format too."""
+    parts = [tensor.flatten() for tensor in tensors if tensor.dtype == dtype]
+    values = torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
+    format = wire_format((ParameterShard("shard", len(values), quantizable=False),), None, None, dtype)
+    return format, torch.nn.functional.pad(values.view(torch.uint8), (0, format.nbytes - values.nbytes))
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Write tensors; return the file's size and SHA-256, for the manifest."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    contents, end = [], 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):  # aligns all of them
+        contents.append(tensor.cpu().contiguous())
+        begin, end = end, end + contents[-1].nbytes
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    prefix, sums = len(text).to_bytes(8, "little") + text, hashlib.sha256()
+    # The tensors' memory, without numpy.
+    pieces = (
+        memoryview((ctypes.c_char * part.nbytes).from_address(part.data_ptr())) for part in contents if part.nbytes
+    )
+    with open(path, "wb") as file:
+        for part in (memoryview(prefix), *pieces):
+            file.write(part)
+            sums.update(part)
+    return {"bytes": len(prefix) + end, "sha256": sums.hexdigest()}

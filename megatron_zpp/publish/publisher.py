@@ -1,0 +1,176 @@
+"""Publish the weights of a model that trains: each rank writes what moved in its shards, and nothing is gathered."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron_zpp.files import open_lock
+from megatron_zpp.zeropp.fsdp.topology import gather_objects
+from megatron_zpp.zeropp.wire.moves import encode_moves
+
+from .files import FORMAT, MOVES, NAMES, PublishError, manifest_path, pack, versions_in, write_safetensors
+
+T = TypeVar("T")
+
+
+class Shard(NamedTuple):
+    """This rank's part of a tensor, as published."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: tuple[int, ...]  # of this part in it
+    values: Tensor
+
+
+class Publisher:
+    """Publishes versions of a model's weights into a folder that all ranks share. All methods are collective.
+
+    Any model, sharded by FSDP2, tensor or pipeline parallelism, or not at all. Floating-point parameters are published
+    in ``dtype``, as mixed precision computes with them; persistent buffers as they are. If parameters are frozen, as
+    with LoRA, only the others are published: readers have the frozen ones from elsewhere.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: str | os.PathLike[str],
+        *,
+        anchor_interval: int = 100,
+        dtype: torch.dtype = torch.bfloat16,
+        resume: bool = False,
+    ) -> None:
+        """Lock the folder. Raises PublishError on all ranks if another run publishes there.
+
+        anchor_interval: versions from one anchor, which has all weights, to the next; what is older than the anchor
+        before the latest is deleted. dtype: bf16 or fp16. resume: go on in a folder that has versions, with an anchor.
+        """
+        if dtype not in (torch.bfloat16, torch.float16) or anchor_interval < 1:
+            raise PublishError(f"give bf16 or fp16 and an anchor_interval from 1 on, not {dtype} and {anchor_interval}")
+        self.model, self.folder, self.dtype, self.anchor_interval = model, Path(folder), dtype, anchor_interval
+        self.about: dict[str, Any] = {}  # what readers find beside the weights of an anchor; of rank 0, JSON
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        opened = _together(lambda: (self._open(resume), uuid.uuid4().hex) if self.rank == 0 else None)[0]
+        assert opened is not None
+        self.version, self._run = opened  # the last version in the folder, and a name for this run
+        self._anchor = 0  # the latest of this run
+        self._wire: Tensor | None = None  # this rank's values in ``version``; None: not of this run
+        keys = _together(lambda: [_key(shard) for shard in self._shards()])
+        self._others = set().union(*keys[: self.rank])  # what ranks before this one publish, which have the same
+
+    def _open(self, resume: bool) -> int:
+        """Lock the folder; return its last version, 0 without one."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = open_lock(self.folder / "lock")  # the system releases it when the process ends
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                why = f"another run publishes into {self.folder}: give this one another folder, or end that run"
+                raise PublishError(why) from None
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise
+            print(f"note: {self.folder} knows no locks ({error.strerror}): let no other run publish there", flush=True)
+        last = max(versions_in(self.folder), default=0)
+        if last and not resume:
+            there = f"{self.folder} holds weights of another run, up to version {last}"
+            raise PublishError(f"{there}: give an empty folder, or go on with that run")
+        return last
+
+    def publish(self, step: int) -> int:
+        """Publish the weights as they are after optimizer step ``step``; return their version.
+
+        Raises PublishError on all ranks if one cannot write; readers then see the version before.
+        """
+        version, old = self.version + 1, self._wire
+        base = None if old is None or version - self._anchor >= self.anchor_interval else self.version
+        identity = {"run": self._run, "version": version, "base": base}
+        self._wire = wire = None  # so that an anchor follows a version that failed
+
+        def write() -> tuple[str, dict[str, Any]] | None:
+            nonlocal wire
+            shards = [shard for shard in self._shards() if _key(shard) not in self._others]
+            format, wire = pack((shard.values for shard in shards), self.dtype)
+            metadata = {key: json.dumps(value) for key, value in identity.items()}
+            tensors = {shard.name: shard.values for shard in shards}
+            if base is None:
+                places = {shard.name: [shard.shape, shard.offsets] for shard in shards}
+                metadata |= {"dtype": NAMES[self.dtype], "places": json.dumps(places)}
+            else:
+                assert old is not None
+                if len(old) != len(wire):
+                    raise PublishError("parameters were added, frozen or sharded again: make another Publisher")
+                tensors = {name: values for name, values in tensors.items() if values.dtype != self.dtype}
+                tensors[MOVES] = encode_moves(format, old, wire)
+            name = f"v{version:08d}.rank{self.rank:05d}.safetensors"
+            return (name, write_safetensors(self.folder / name, tensors, metadata)) if shards else None
+
+        files = dict(filter(None, _together(write)))
+        about = self.about if base is None else {}
+        manifest = {"format": FORMAT, **identity, "step": step, "about": about, "files": files}
+        _together(lambda: self._commit(manifest) if self.rank == 0 else None)
+        self.version, self._wire = version, wire
+        self._anchor = version if base is None else self._anchor
+        return version
+
+    def _commit(self, manifest: dict[str, Any]) -> None:
+        path = manifest_path(self.folder, manifest["version"])
+        incomplete = path.with_suffix(".incomplete")
+        incomplete.write_text(json.dumps(manifest))
+        os.replace(incomplete, path)
+        # Readers may still be at what the last anchor led to, but at nothing before it.
+        for path in sorted(self.folder.glob("v????????.*")) if manifest["base"] is None else ():  # manifests first
+            if path.name[1:9].isdigit() and int(path.name[1:9]) < self._anchor:
+                path.unlink(missing_ok=True)
+
+    def _shards(self) -> list[Shard]:
+        """Return this rank's parts of what is published, those of tied weights once."""
+        state = self.model.state_dict(keep_vars=True)  # FSDP2 shards what passes have left gathered
+        parameters = {id(tensor): tensor for tensor in state.values() if isinstance(tensor, nn.Parameter)}
+        has_frozen = not all(parameter.requires_grad for parameter in parameters.values())
+        shards: dict[int, Shard] = {}
+        for name, tensor in state.items():
+            is_wanted = isinstance(tensor, Tensor) and (tensor.requires_grad or not has_frozen)
+            if not is_wanted or id(tensor) in shards:
+                continue
+            values, offsets = tensor.detach(), (0,) * tensor.dim()
+            if isinstance(values, DTensor):
+                (chunk,) = values.__create_chunk_list__()
+                values, offsets = values.to_local(), tuple(chunk.offsets)
+            if id(tensor) in parameters and values.is_floating_point():
+                values = values.to(self.dtype)
+            if values.numel():
+                shards[id(tensor)] = Shard(name.replace("_orig_mod.", ""), tuple(tensor.shape), offsets, values)
+        return list(shards.values())
+
+
+def _key(shard: Shard) -> int:
+    """Return a number that ranks with the same part have in common."""
+    text = repr((shard.name, shard.offsets, tuple(shard.values.shape)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def _together(work: Callable[[], T]) -> list[T]:
+    """Return what ``work`` returns on each rank, in order; raise a user's error of one rank on all. Collective."""
+    result, error = None, None
+    try:
+        result = work()
+    except (OSError, ValueError) as caught:
+        error = str(caught)
+    answers = gather_objects((result, error)) if dist.is_initialized() else [(result, error)]
+    for rank, (_, text) in enumerate(answers):
+        if text is not None:
+            raise PublishError(f"rank {rank}: {text}" if rank else text)
+    return [result for result, _ in answers]  # type: ignore[misc]

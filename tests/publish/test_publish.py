@@ -1,0 +1,286 @@
+"""A second process has the weights of a run, to the bit, at every version that it sees."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import multiprocessing
+import shutil
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from megatron_zpp.publish import Publisher, PublishError, WeightReader
+from megatron_zpp.publish.files import versions_in
+from megatron_zpp.zeropp.wire import moves
+from tests.crashes import run_killed
+from tests.ranks import FORKSERVER, run_ranks
+from tests.zeropp.training_on_ranks import ALL_FLAGS, Net, TiedNet, shard, step
+
+STEPS = 50
+
+
+def digest(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """Of names, shapes, types and bits."""
+    sums = hashlib.sha256()
+    for name, tensor in sorted(weights, key=lambda item: item[0]):
+        sums.update(f"{name} {tensor.dtype} {[*tensor.shape]}".encode())
+        sums.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return sums.hexdigest()
+
+
+def gathered(model: nn.Module) -> dict[str, Tensor]:
+    """What the model computes with. Collective."""
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).to(torch.bfloat16) for n, t in tensors.items()}
+
+
+def train_and_publish(folder: str, rate: float) -> dict[int, str]:
+    """The digests of what this run published, by version. For ``run_ranks``."""
+    model = Net(width=256, hidden=512, outputs=256)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard(model, ALL_FLAGS, [*model.blocks], mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    publisher = Publisher(model, folder, anchor_interval=20)
+    published = {publisher.publish(0): digest(gathered(model).items())}
+    for i in range(STEPS):
+        step(model, optimizer, torch.randn(4, 256, generator=torch.Generator().manual_seed(i)))
+        published[publisher.publish(i + 1)] = digest(gathered(model).items())
+    return published
+
+
+def follow(folder: str, last: int, sender) -> None:
+    """Send the digest of every version seen, by version. In a process of its own."""
+    reader, seen = WeightReader(folder), {}
+    while reader.version != last:
+        if reader.update():
+            seen[reader.version] = digest(reader.tensors())
+        else:
+            time.sleep(0.01)
+    sender.send(seen)
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1e-3])
+def test_another_process_has_the_weights_of_four_ranks_to_the_bit(tmp_path, rate):
+    receiver, sender = FORKSERVER.Pipe(duplex=False)
+    process = FORKSERVER.Process(target=follow, args=(str(tmp_path), STEPS + 1, sender), daemon=True)
+    process.start()
+    sender.close()
+    published, *others = run_ranks(4, train_and_publish, str(tmp_path), rate)
+    assert receiver.poll(60)
+    seen = receiver.recv()
+    process.join()
+    assert all(other == published for other in others)
+    assert len(seen) > 5 and seen == {version: published[version] for version in seen}
+    assert versions_in(tmp_path)  # those before the anchor before the last are gone
+    num_parameters = sum(parameter.numel() for parameter in Net(256, 512, 256).parameters())
+    sizes = [
+        sum(path.stat().st_size for path in tmp_path.glob(f"v{version:08d}.*")) / num_parameters
+        for version in versions_in(tmp_path)
+        if version % 20 != 1  # no anchor
+    ]
+    print(f"{sum(sizes) / len(sizes):.4f} bytes per parameter and step at a learning rate of {rate:g}")
+    if rate == 1e-6:
+        assert max(sizes) <= 0.05
+
+
+class Small(nn.Module):
+    """A tied weight, a buffer, and less elements than a buffer of bytes is aligned to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(30, 7), nn.Linear(7, 30)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("bias", torch.randn(3))
+
+
+@torch.no_grad()
+def change(model: nn.Module) -> None:
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.add_(0.01 * torch.randn(tensor.shape))
+
+
+def weights(model: nn.Module) -> str:
+    return digest((gathered(model) | {name: buffer for name, buffer in model.named_buffers()}).items())
+
+
+@pytest.fixture
+def published(tmp_path):
+    """A model, its publisher, and a reader that has version 2."""
+    model = Small()
+    publisher, reader = Publisher(model, tmp_path, anchor_interval=4), WeightReader(tmp_path)
+    assert not reader.update()
+    for i in range(2):
+        change(model)
+        publisher.publish(i)
+    assert reader.update() and reader.version == 2 and reader.step == 1
+    return model, publisher, reader
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_a_reader_that_missed_versions_takes_the_anchor(published, has_kernels, monkeypatch):
+    if not has_kernels:
+        monkeypatch.setattr(moves, "_has_kernels", lambda format, tensor: False)
+    model, publisher, reader = published
+    for i in range(2, 14):
+        change(model)
+        publisher.publish(i)
+        if i in (3, 5, 13):  # with versions in between, with an anchor, and when what it has was deleted
+            assert reader.update() and reader.step == i
+            assert digest(reader.tensors()) == weights(model)
+            assert not reader.update()
+    assert versions_in(reader.folder)[0] > 6
+    other = Small()
+    reader.load_into(other)
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(other.parameters(), model.parameters(), strict=True))
+
+
+def test_values_that_are_no_numbers_arrive(published):
+    model, publisher, reader = published
+    with torch.no_grad():
+        model.head.bias[:4] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0])
+    publisher.publish(3)
+    assert reader.update() and digest(reader.tensors()) == weights(model)
+
+
+def test_only_what_is_trained_is_published(tmp_path):
+    """With LoRA the adapters alone."""
+    model, reader = TiedNet(), WeightReader(tmp_path)
+    publisher = Publisher(model, tmp_path)
+    for i in range(2):
+        change(model)
+        publisher.publish(i)
+        assert reader.update() and digest(reader.tensors()) == digest(gathered(model).items())
+    assert {name for name, _ in reader.tensors()} < {name for name, _ in model.named_parameters()}
+
+
+def test_killed_at_every_change_of_files(tmp_path):
+    """A reader sees the version before or the new one, and the next run goes on."""
+    model = Small()
+    for fatal in range(1, 20):
+        folder = tmp_path / str(fatal)
+        publisher = Publisher(model, folder, anchor_interval=1)
+        for i in range(3):
+            publisher.publish(i)
+        before, old = WeightReader(folder), weights(model)
+        change(model)
+        status = run_killed(functools.partial(publisher.publish, 3), fatal)
+        publisher._lock.close()
+        assert before.update() and before.version in ((4,) if status is None else (3, 4))
+        assert digest(before.tensors()) == (weights(model) if before.version == 4 else old)
+        change(model)
+        Publisher(model, folder, resume=True).publish(4)
+        assert before.update() and digest(before.tensors()) == weights(model)
+        if status is None:
+            break
+        assert status == -signal.SIGKILL
+    assert fatal >= 4
+
+
+def damage(path: Path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "changed":
+        content[-1] ^= 1
+    path.write_bytes({"cut": content[:-5], "changed": content, "foreign": b"\0" * 100, "empty": b""}[how])
+
+
+@pytest.mark.parametrize("how", ["cut", "changed", "foreign", "empty", "missing"])
+@pytest.mark.parametrize("name", ["v00000003.json", "v00000003.rank00000.safetensors"])
+def test_a_damaged_file_is_one_clear_error(published, how, name):
+    model, publisher, reader = published
+    before = weights(model)
+    change(model)
+    publisher.publish(3)
+    if how == "missing":
+        (reader.folder / name).unlink()
+        if name.endswith("json"):  # the version is not there
+            assert not reader.update()
+            return
+    else:
+        damage(reader.folder / name, how)
+    with pytest.raises(PublishError, match=rf"{name} .*: wait for the run's next anchor, or .*") as error:
+        reader.update()
+    assert "\n" not in str(error.value)
+    assert reader.version == 2 and digest(reader.tensors()) == before
+    publisher.publish(4)
+    with pytest.raises(PublishError):
+        reader.update()
+    publisher.publish(5)  # an anchor
+    assert reader.update() and digest(reader.tensors()) == weights(model)
+
+
+def test_a_file_of_another_version_is_refused(published):
+    """Also where somebody made its manifest fit."""
+    _, publisher, reader = published
+    publisher.publish(2)
+    manifest = json.loads((reader.folder / "v00000003.json").read_text())
+    last = json.loads((reader.folder / "v00000002.json").read_text())
+    manifest["files"] = last["files"]
+    (reader.folder / "v00000003.json").write_text(json.dumps(manifest))
+    with pytest.raises(PublishError, match="version is 2, but 3 in the manifest"):
+        reader.update()
+
+
+def test_weights_of_another_model_are_not_loaded(published):
+    *_, reader = published
+    with pytest.raises(PublishError, match=r"another model: bias, \[3\] there, is missing here"):
+        reader.load_into(TiedNet())
+
+
+def _publish(folder: Path, resume: bool) -> int:
+    return Publisher(Small(), folder, resume=resume).publish(7)
+
+
+def test_two_runs_do_not_publish_into_one_folder(published):
+    _, publisher, reader = published
+    folder = reader.folder
+    with multiprocessing.get_context("fork").Pool(1) as pool:  # locks belong to processes
+        for resume in (False, True):
+            with pytest.raises(PublishError, match=f"another run publishes into {folder}: give"):
+                pool.apply(_publish, (folder, resume))
+        publisher._lock.close()
+        with pytest.raises(PublishError, match=f"{folder} holds weights of another run, up to version 2"):
+            pool.apply(_publish, (folder, False))
+        assert pool.apply(_publish, (folder, True)) == 3
+    assert reader.update() and reader.step == 7 and digest(reader.tensors()) == weights(Small())
+
+
+def fail_on_one_rank(folder: str) -> tuple[list[str], int]:
+    """What each rank is told, and the version that is published then. For ``run_ranks``."""
+    model = Net(width=8, hidden=12, outputs=8, num_blocks=1)
+    shard(model, None)
+    publisher, told = Publisher(model, folder), []
+    rank = torch.distributed.get_rank()
+    publisher.publish(0)
+    if rank == 1:
+        publisher.folder = Path(folder) / "nowhere"
+    for _ in range(2):
+        try:
+            publisher.publish(1)
+        except PublishError as error:
+            told.append(str(error))
+    publisher.folder = Path(folder)
+    return told, publisher.publish(2)
+
+
+def test_what_one_rank_cannot_write_is_an_error_on_all(tmp_path):
+    for told, version in run_ranks(2, fail_on_one_rank, str(tmp_path)):
+        assert [text[:34] for text in told] == ["rank 1: [Errno 2] No such file or "] * 2 and version == 2
+    manifest = json.loads((tmp_path / "v00000002.json").read_text())
+    assert manifest["base"] is None and WeightReader(tmp_path).update()
+
+
+def test_an_anchor_is_a_safetensors_file(published):
+    safetensors = pytest.importorskip("safetensors.torch")
+    *_, reader = published
+    shutil.copy(reader.folder / "v00000001.rank00000.safetensors", reader.folder / "copy.safetensors")
+    assert safetensors.load_file(reader.folder / "copy.safetensors").keys() == dict(reader.tensors()).keys()

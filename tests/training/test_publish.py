@@ -1,0 +1,69 @@
+"""A run publishes its weights in every layout of ranks, and goes on after a restart."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from megatron_zpp.arguments.parse import SettingsError, parse_settings
+from megatron_zpp.families import GPT
+from megatron_zpp.publish import WeightReader
+from tests.parallel.layouts import results_on
+from tests.ranks import run_ranks
+from tests.training.small_run import call_pretrain, flags, write_text
+
+EXPERTS = (
+    "--num-experts 4 --moe-layer-freq 2 --disable-bias-linear --expert-model-parallel-size 2 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+)
+LAYOUTS = {
+    "all flags": "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --bf16",
+    "zero 1": "--zero-stage 1",
+    "zero 0, fp16": "--zero-stage 0 --fp16",
+    "replicas": "--num-distributed-optimizer-instances 2",
+    "tp": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "pp, tied": "--pipeline-model-parallel-size 2",
+    "experts": EXPERTS,
+}
+
+
+@pytest.mark.long
+def test_every_layout_publishes_the_whole_model(tmp_path):
+    data = write_text(tmp_path)
+    published = f"--train-iters 3 --publish-anchor-interval 3 --publish {tmp_path}"
+    folders = {name: str(number) for number, name in enumerate(LAYOUTS)}
+    argvs = {name: flags(data, f"{published}/{folders[name]} {more}") for name, more in LAYOUTS.items()}
+    for name, (_, weights, _) in results_on(4, {name: ("gpt", argv) for name, argv in argvs.items()}).items():
+        reader = WeightReader(tmp_path / folders[name])
+        assert reader.update() and (reader.version, reader.step) == (4, 3)
+        seen = dict(reader.tensors())
+        assert seen.keys() | {"output_layer.weight"} == weights.keys() | {"output_layer.weight"}  # may be tied
+        for key, tensor in seen.items():
+            expected = weights[key] if "expert_bias" in key else weights[key].to(tensor.dtype)
+            assert torch.equal(tensor, expected), f"{name}, {key}"
+        dtypes = {tensor.dtype for key, tensor in seen.items() if "expert_bias" not in key}
+        assert dtypes == {torch.float16 if "fp16" in name else torch.bfloat16}
+
+
+def test_a_run_goes_on_where_it_published_and_no_other_one_does(tmp_path):
+    data, weights = write_text(tmp_path), tmp_path / "weights"
+    run = partial(flags, data, f"--publish {weights} --publish-interval 2 --save {tmp_path}/run --save-interval 2")
+    first = run("--exit-interval 2", length="--train-iters 5")
+    again, other = run(f"--load {tmp_path}/run", length="--train-iters 5"), flags(data, f"--publish {weights}")
+    ((stopped, refused, went_on),) = run_ranks(1, call_pretrain, first, other, again)
+    assert stopped[0] == went_on[0] == 0, stopped[2] + went_on[2]
+    assert refused[0] == 2 and refused[2].count("\n") == 1
+    assert f"error: {weights} holds weights of another run, up to version 2: give an empty folder" in refused[2]
+    reader = WeightReader(weights)
+    assert reader.update() and (reader.version, reader.step) == (5, 5)  # of steps 0, 2; 2, 4, 5
+    assert reader.about["model_config"]["num_layers"] == 2
+
+
+def test_islands_do_not_publish():
+    argv = flags("x", "--islands 2 --publish y")
+    with pytest.raises(
+        SettingsError, match="--publish has the weights of one model, which does not work with --islands 2"
+    ):
+        parse_settings(GPT, argv, 4, note=lambda text: None)
