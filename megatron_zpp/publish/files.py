@@ -72,7 +72,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
         memoryview((ctypes.c_char * part.nbytes).from_address(part.data_ptr())) for part in contents if part.nbytes
     )
     with open(path, "wb") as file:
-        for part in (memoryview(prefix), *pieces):
+        for part in map(memoryview, (prefix, *views)):
             file.write(part)
             sums.update(part)
     return {"bytes": len(prefix) + end, "sha256": sums.hexdigest()}
