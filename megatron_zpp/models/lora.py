@@ -35,9 +35,8 @@ def add_adapters(model: Transformer, rank: int, alpha: float, targets: Sequence[
     if unknown := [name for name in targets or () if name not in names]:
         raise ValueError(f"--lora-target-modules {' '.join(unknown)}: choose from {', '.join(names)}")
     for name, linear in layers.items():
-        parent, _, own_name = name.rpartition(".")
-        if targets is None or own_name in targets:
-            setattr(model.layers.get_submodule(parent), own_name, LoraLinear(linear, rank, alpha))
+        if targets is None or name.rpartition(".")[2] in targets:
+            model.layers.set_submodule(name, LoraLinear(linear, rank, alpha))
 
 
 def is_adapter(name: str) -> bool:

@@ -68,11 +68,9 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
     text += b" " * (-len(text) % 8)
     prefix, sums = len(text).to_bytes(8, "little") + text, hashlib.sha256()
     # The tensors' memory, without numpy.
-    pieces = (
-        memoryview((ctypes.c_char * part.nbytes).from_address(part.data_ptr())) for part in contents if part.nbytes
-    )
+    views = ((ctypes.c_char * part.nbytes).from_address(part.data_ptr()) for part in contents if part.nbytes)
     with open(path, "wb") as file:
-        for part in map(memoryview, (prefix, *views)):
+        for part in (memoryview(prefix), *(memoryview(view) for view in views)):
             file.write(part)
             sums.update(part)
     return {"bytes": len(prefix) + end, "sha256": sums.hexdigest()}

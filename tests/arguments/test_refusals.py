@@ -43,7 +43,7 @@ from tests.convert.hf.small_models import CONFIGS, to_hf_config
         ("--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1",
          "--moe-aux-loss-coeff has no meaning with --moe-router-load-balancing-type sinkhorn"),
         ("--num-experts 4 --moe-router-load-balancing-type all_layers_aux_loss --pipeline-model-parallel-size 2",
-         "multiplies scores and loads of all layers --pipeline-model-parallel-size"),
+         "needs all layers on one rank --pipeline-model-parallel-size"),
         ("--num-experts 4 --tensor-model-parallel-size 4 --expert-tensor-parallel-size 2",
          "--expert-model-parallel-size * --expert-tensor-parallel-size = 2 a multiple of 4"),
         ("--num-layers 4 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2",

@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 
 def test_every_field_is_a_flag_but_those_that_the_trainer_sets():
     fields = [*dataclasses.fields(ZeroPPConfig), *dataclasses.fields(LoCoConfig)]
-    assert [field.name for field in fields if not field.metadata] == ["seed", "exact_undo"]
+    assert [field.name for field in fields if not field.metadata] == ["nf4_skip", "seed", "exact_undo"]
 
 
 @pytest.mark.parametrize(
