@@ -142,7 +142,8 @@ if trainer.is_world_process_zero():
     measured = {
         "method": method,
         "setting": "ZeRO-3" if arguments.zero3 else "ZeRO++, resident weights",
-        "tokens/s": round((log[-1]["num_tokens"] - log[1]["num_tokens"]) / meter.seconds) if steps > 0 else None,
+        # The mean of all steps: a rollout serves several, so the count of tokens does not grow in each.
+        "tokens/s": round(log[-1]["num_tokens"] * steps / arguments.steps / meter.seconds, 1) if steps > 0 else None,
         "MB between nodes per step": round(meter.sent[0].item() / max(1, steps) / 1e6, 3),
         "MB within nodes per step": round(meter.sent[1].item() / max(1, steps) / 1e6, 3),
         **shown,
