@@ -33,7 +33,7 @@ def sent(values: Tensor) -> Tensor:
 
 
 def gradients(x: Tensor, features: Tensor, labels: Tensor) -> Tensor:
-    """Of each worker: x [F], features [W, B, F], labels [W, B] of -1 and 1: [W, F]."""
+    """Return each worker's gradient [W, F] at x [F], for features [W, B, F] and labels [W, B] of -1 and 1."""
     slopes = -labels * torch.sigmoid(-labels * (features @ x))
     return torch.einsum("wb,wbf->wf", slopes, features) / labels.shape[1] + PENALTY * 2 * x / (1 + x.square()).square()
 

@@ -57,7 +57,7 @@ def overlapped_and_not(nodes: int, gbits: float, tokens_per_gpu: int, wire: str)
 
 
 def tflops(tokens_per_gpu: int, seconds: float) -> float:
-    """Per GPU."""
+    """Return TFLOP/s of a GPU."""
     rest = 1 + LENGTH / (6 * HIDDEN) + VOCABULARY / (16 * LAYERS * HIDDEN)
     return 96 * tokens_per_gpu * LAYERS * HIDDEN**2 * rest / seconds / 1e12
 

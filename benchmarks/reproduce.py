@@ -16,10 +16,10 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-from common import RESULTS, ROOT, markdown_table, new_parser, read_rows
+from common import ROOT, markdown_table, new_parser
+from study import RESULTS, arms, read_results
 from study_arms import SCALES
-from study_experiments import EXPERIMENTS
-from study_tables import PAGE, Rows, by_flags_and_seed, page_of, replace_block, write_page
+from study_tables import PAGE, Rows, by_flags_and_seed, draw_plots, page_of, replace_block
 
 CLAIMS = ROOT / "examples" / "reproduce.toml"
 
@@ -37,7 +37,8 @@ def main() -> None:
     elif args.write:
         write(claims)
     elif args.name is None:
-        lines = [[name, claim["state"], time_of(claim), claim["published"]] for name, claim in claims.items()]
+        results = read_results(RESULTS, "cpu")
+        lines = [[name, claim["state"], time_of(claim, results), claim["published"]] for name, claim in claims.items()]
         print(markdown_table(["name", "state", "on 2 cores", "published"], lines))
     elif args.name not in claims:
         parser.error(f"there is no experiment {args.name}; choose one of {', '.join(claims)}")
@@ -52,37 +53,30 @@ def main() -> None:
 
 
 def write(claims: Mapping[str, Mapping[str, Any]]) -> None:
-    write_page(rows())
+    """Write the tables of the kept results and of all claims into docs/experiments.md, and draw its plots."""
     PAGE.write_text(page(claims))
+    draw_plots(kept_rows())
 
 
-def rows() -> Rows:
-    return by_flags_and_seed(read_results())
-
-
-def read_results() -> list[dict[str, Any]]:
-    return [row for row in read_rows(RESULTS / "study.jsonl") if row["scale"] == "cpu"]
+def kept_rows() -> Rows:
+    return by_flags_and_seed(read_results(RESULTS, "cpu"))
 
 
 def page(claims: Mapping[str, Mapping[str, Any]]) -> str:
     """Return docs/experiments.md with the tables of the kept results and of all claims."""
-    lines = [
-        [
-            f"{claim['published']} ({claim['source']})",
-            f"**{claim['state'].capitalize()}**: {claim['here']}",
-            f"`{name}`",
-        ]
-        for name, claim in claims.items()
-    ]
+    lines = []
+    for name, claim in claims.items():
+        here = f"**{claim['state'].capitalize()}**: {claim['here']}"
+        lines.append([f"{claim['published']} ({claim['source']})", here, f"`{name}`"])
     table = markdown_table(["published", "here", "`examples/reproduce.sh`"], lines)
-    return replace_block(page_of(rows()), "claims", f"{table}\n")
+    return replace_block(page_of(kept_rows()), "claims", f"{table}\n")
 
 
-def time_of(claim: Mapping[str, Any]) -> str:
-    """How long the laptop's commands take: those of the study as long as the kept results took."""
+def time_of(claim: Mapping[str, Any], results: list[dict[str, Any]]) -> str:
+    """Return how long the laptop's commands take: those of the study as long as the kept results took."""
     names = re.findall(r"\bE\d+\b", " ".join(claim["laptop"]))
-    flags = {arm.flags for name in names for group in EXPERIMENTS[name].groups for arm in group.arms}
-    seconds = sum(row.get("seconds", 0) for row in read_results() if row["flags"] in flags) / SCALES["cpu"].jobs
+    flags = {arm.flags for arm in arms(names)}
+    seconds = sum(row.get("seconds", 0) for row in results if row["flags"] in flags) / SCALES["cpu"].jobs
     minutes = claim.get("minutes", 0) + seconds / 60
     return f"{minutes / 60:.1f} h" if minutes > 90 else f"{minutes:.0f} min"
 

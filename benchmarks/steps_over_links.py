@@ -11,12 +11,15 @@ row of ``benchmarks/results/steps_over_links.jsonl`` is one run; ratios are medi
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from cluster_in_a_box import run
-from common import RESULTS, ROOT, append_row, markdown_table, new_parser, read_rows
+from common import RESULTS, ROOT, markdown_table, measure_once, new_parser, read_rows
 
 PATH = RESULTS / "steps_over_links.jsonl"
 MODEL = (
@@ -27,81 +30,58 @@ MODEL = (
 WIRE = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco"
 TWO_BITS = "--zeropp-gradient-bits 2 --zeropp-gradient-element-scales --zeropp-gradient-bits-warmup 1:4"
 MOVES = "--zeropp-weight-moves --zeropp-weight-bits"
-DIFFERENCES = "4-bit differences"
+DIFFERENCES, OLDER_KERNELS = "4-bit differences", "moved int6, 2-bit gradients, older kernels"
 SETTINGS = {  # name: (whether the older tree runs it, flags)
     DIFFERENCES: (True, "--zeropp-weight-difference-bits 4"),
     "moved int8": (False, f"{MOVES} 8"),
     "moved int6": (False, f"{MOVES} 6"),
     "moved int6, 2-bit gradients": (False, f"{MOVES} 6 {TWO_BITS}"),
-    "moved int6, 2-bit gradients, older kernels": (True, f"{MOVES} 6 {TWO_BITS}"),
+    OLDER_KERNELS: (True, f"{MOVES} 6 {TWO_BITS}"),
 }
-# rate, sequence length, delays in ms, rounds, steps
+# rate, sequence length, delay in ms, rounds, steps
 CELLS = [
-    ("150mbit", 256, (0, 10, 50), 3, 10),
-    ("300mbit", 64, (0, 10, 50), 3, 16),
-    (None, 64, (0, 10, 50), 3, 24),
+    (rate, length, delay, 3 if delay == 0 else 1, steps)
+    for rate, length, steps in (("150mbit", 256, 10), ("300mbit", 64, 16), (None, 64, 24))
+    for delay in (0, 10, 50)
 ]
+WARMUP = 4  # steps; the first sends all weights in full
 
 
 def measure(before: Path) -> None:
-    for rate, length, delays, rounds, steps in CELLS:
-        for delay in delays:
-            for turn in range(rounds if delay == 0 else 1):
-                names = [name for name in SETTINGS if "older kernels" not in name or (rate is None and delay == 0)]
-                for name in names if turn % 2 else reversed(names):
-                    cell = {"setting": name, "rate": rate, "delay_ms": delay, "round": turn}
-                    if any(cell.items() <= row.items() for row in read_rows(PATH)):
-                        continue
-                    is_older, flags = SETTINGS[name]
-                    flags = f"{MODEL} {WIRE} {flags} --seq-length {length} --train-iters {steps + 4}"
-                    command = [str((before if is_older else ROOT).resolve() / "pretrain_gpt.py"), *flags.split()]
-                    found = asdict(run(command, 2, 2, rate, warmup_steps=4, timeout=900, echo=False, delay_ms=delay))
-                    append_row(PATH, cell | found | {"command": f"pretrain_gpt.py {flags}"})
-                    print(cell, f"{found['seconds_per_step']:.3f} s", flush=True)
+    for rate, length, delay, rounds, steps in CELLS:
+        names = [name for name in SETTINGS if name != OLDER_KERNELS or (rate is None and delay == 0)]
+        for turn in range(rounds):
+            for name in names if turn % 2 else reversed(names):
+                is_older, flags = SETTINGS[name]
+                flags = f"{MODEL} {WIRE} {flags} --seq-length {length} --train-iters {steps + WARMUP}"
+                key = {"setting": name, "rate": rate, "delay_ms": delay, "round": turn}
+                measure_once(PATH, key, partial(run_on, before if is_older else ROOT, flags, rate, delay))
+
+
+def run_on(tree: Path, flags: str, rate: str | None, delay: float) -> dict[str, Any]:
+    command = [str(tree.resolve() / "pretrain_gpt.py"), *flags.split()]
+    found = run(command, 2, 2, rate, warmup_steps=WARMUP, timeout=900, echo=False, delay_ms=delay)
+    return asdict(found) | {"command": f"pretrain_gpt.py {flags}"}
 
 
 def print_table() -> None:
-    rows = {(r["rate"], r["delay_ms"], r["setting"], r["round"]): r for r in read_rows(PATH)}
+    rows = {(row["rate"], row["delay_ms"], row["setting"], row["round"]): row for row in read_rows(PATH)}
     lines = []
-    for rate, length, delays, rounds, _ in CELLS:
-        for delay in delays:
-            base = [rows.get((rate, delay, DIFFERENCES, turn)) for turn in range(rounds)]
-            for name in SETTINGS:
-                pairs = [(rows.get((rate, delay, name, turn)), first) for turn, first in enumerate(base)]
-                found = [(row, first) for row, first in pairs if row and first]
-                if found:
-                    seconds = median(row["seconds_per_step"] for row, _ in found)
-                    ratios = sorted(row["seconds_per_step"] / first["seconds_per_step"] for row, first in found)
-                    sent = median(row["bytes_per_node_and_step"] for row, _ in found) / 1e6
-                    counted = median(
-                        row["counted_bytes_per_node_and_step"] / row["bytes_per_node_and_step"] for row, _ in found
-                    )
-                    spread = f"{median(ratios):.2f}" + (
-                        f" ({ratios[0]:.2f} to {ratios[-1]:.2f})" if len(ratios) > 1 else ""
-                    )
-                    lines.append(
-                        [
-                            rate or "unlimited",
-                            length,
-                            delay,
-                            name,
-                            f"{sent:.2f}",
-                            f"{counted:.3f}",
-                            f"{seconds:.3f}",
-                            spread,
-                        ]
-                    )
-    headings = [
-        "rate",
-        "sequence",
-        "delay, ms",
-        "setting",
-        "MB a node",
-        "counted / interface",
-        "s a step",
-        "over differences",
-    ]
-    print(markdown_table(headings, lines))
+    for (rate, length, delay, rounds, _), name in itertools.product(CELLS, SETTINGS):
+        pairs = [[rows.get((rate, delay, which, turn)) for which in (name, DIFFERENCES)] for turn in range(rounds)]
+        found = [(row, base) for row, base in pairs if row is not None and base is not None]
+        if not found:
+            continue
+        seconds, sent, counted = (
+            median(row[key] for row, _ in found)
+            for key in ("seconds_per_step", "bytes_per_node_and_step", "counted_bytes_per_node_and_step")
+        )
+        ratios = [row["seconds_per_step"] / base["seconds_per_step"] for row, base in found]
+        spread = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        cells = [f"{sent / 1e6:.2f}", f"{counted / sent:.3f}", f"{seconds:.3f}", spread]
+        lines.append([rate or "unlimited", length, delay, name, *cells])
+    headings = ["rate", "sequence", "delay, ms", "setting", "MB a node", "counted / interface", "s a step"]
+    print(markdown_table([*headings, "over differences"], lines))
 
 
 if __name__ == "__main__":

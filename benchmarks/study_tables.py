@@ -38,6 +38,10 @@ Rows = dict[str, dict[int, dict[str, Any]]]  # by flags, then by seed
 def write_page(rows: Rows) -> None:
     """Replace the page's tables, and draw the plots again."""
     PAGE.write_text(page_of(rows))
+    draw_plots(rows)
+
+
+def draw_plots(rows: Rows) -> None:
     plot_without_state(rows)
     plot_loss_over_bytes(rows)
     plot_feedback(rows)

@@ -79,9 +79,8 @@ def with_ternary_codes(threshold: float) -> None:
         coded[0] += int(is_large.sum())
         coded[1] += int(size.sum()) if size.ndim else int(size) * absmax.numel()
         # A scale below zero says that levels are c s; the scale of a block of zeros is 0.
-        return (values.sign() * is_large).to(torch.int8), quantization.as_sent(
-            torch.where(level > 0, -level, level), code
-        )
+        signed = torch.where(level > 0, -level, level)
+        return (values.sign() * is_large).to(torch.int8), quantization.as_sent(signed, code)
 
     quantization._quantize_by_mean = by_threshold
     WireFormat._has_kernels = lambda self, *types: self.bits != 2 and has_kernels(self, *types)  # type: ignore[method-assign]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import stat
@@ -27,6 +29,24 @@ def regular_file(path: str | os.PathLike[str]) -> Path:
 def open_lock(path: str | os.PathLike[str]) -> BinaryIO:
     """An empty file to lock, made where it is missing. Neither follows a link nor waits for a pipe's other end."""
     return open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "rb")
+
+
+def lock_for_process(file: BinaryIO, folder: str | os.PathLike[str], others: str) -> bool:
+    """Lock a file of ``folder`` until this process ends; return False after a note if the file system has no locks.
+
+    POSIX locks: unlike flock's they are not inherited by loader processes, which may outlive a killed rank. others:
+    what nobody else may do there, for the note. Raises BlockingIOError if another process has the lock.
+    """
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise BlockingIOError(error.errno, error.strerror) from None
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        print(f"note: {os.fspath(folder)} knows no locks ({error.strerror}): let no other {others} there", flush=True)
+        return False
+    return True
 
 
 def read_text(path: str | os.PathLike[str]) -> str:

@@ -82,7 +82,7 @@ elif method == "dpo":
     trainer = DPOTrainer(load(), None if arguments.lora else load(), options, **common)
 else:
 
-    def share_of_answer(completions: list[str], short: list[str], **_: object) -> list[float]:
+    def share_of_answer(completions: list[str], short: list[str], **_: object) -> list[float | None]:
         """The share of the right answer that a text begins with."""
 
         def share(text: str, answer: str) -> float:
@@ -134,12 +134,12 @@ if trainer.is_world_process_zero():
         tokenizer.save_pretrained(arguments.output)
     log = [line for line in trainer.state.log_history if "num_tokens" in line]
     steps = arguments.steps - 2
-    shown = {
+    shown: dict[str, str] = {
         name: f"{log[0][name]:.3f} -> {log[-1][name]:.3f}"
         for name in ("loss", "rewards/margins", "reward")
         if name in log[0] and (method != "grpo" or name == "reward")
     }
-    measured = {
+    measured: dict[str, Any] = {
         "method": method,
         "setting": "ZeRO-3" if arguments.zero3 else "ZeRO++, resident weights",
         # The mean of all steps: a rollout serves several, so the count of tokens does not grow in each.

@@ -81,7 +81,7 @@ elif arguments.method == "dpo":
 elif arguments.method == "addition":
     sums = {f"{a}+{b}=": str(a + b) for a in range(10) for b in range(10 - a)}
 
-    def right(completions: list[str], answer: list[str], **_: object) -> list[float]:
+    def right(completions: list[str], answer: list[str], **_: object) -> list[float | None]:
         """1 for the right sum; half at most for another digit, the more the nearer it is; 0 for letters."""
         pairs = zip(completions, answer, strict=True)
         digits = [(text, number, text.isdigit()) for text, number in pairs]
@@ -100,7 +100,7 @@ elif arguments.method == "addition":
     )
 else:
 
-    def digits(completions: list[str], **_: object) -> list[float]:
+    def digits(completions: list[str], **_: object) -> list[float | None]:
         """The share of digits among the characters."""
         return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 
@@ -145,6 +145,7 @@ if trainer.is_world_process_zero():
 
 if arguments.method == "addition":  # the likeliest answers, of all ranks alike
     prompts = tokenizer([*sums], return_tensors="pt")
+    assert trainer.model is not None
     with torch.no_grad():
         answers = trainer.model(**prompts).logits[:, -1].argmax(-1)
     given = [tokenizer.decode([answer]) for answer in answers]

@@ -12,4 +12,4 @@ for method in dict.fromkeys(row["method"] for row in rows):
     of_settings = {row["setting"]: row for row in rows if row["method"] == method}
     for figure in figures:
         values = [of_settings[setting][figure] if setting in of_settings else "" for setting in settings]
-        print(f"{method + ', ' + figure:34}" + "".join(f"{value:>26}" for value in values))
+        print(f"{method + ', ' + figure:34}" + "".join(f"{value!s:>26}" for value in values))

@@ -13,8 +13,6 @@ names it. The folder must be on storage that all nodes share. SAVE and iter_* ma
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import re
@@ -26,6 +24,8 @@ from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from megatron_zpp.files import lock_for_process
 
 from .files import CheckpointError, digest, make_folder, open_regular, sync_folder, write_durably
 from .meta import INDEX, MARKER, META, REMEDY, nonfinite, read_meta
@@ -252,25 +252,20 @@ class FolderLock:
         self._folder = folder
         root = Path(folder)
         make_folder(root)
-        # POSIX locks: unlike flock's they are not inherited by loader processes, which may outlive a killed rank.
         self._file = open_regular(root / LOCK, "r+b")
         deadline = time.monotonic() + patience_seconds
         while True:
             try:
-                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not lock_for_process(self._file, folder, "job save"):
+                    return
                 break
-            except (BlockingIOError, PermissionError):
+            except BlockingIOError:
                 if time.monotonic() > deadline:
                     holder = self._file.read(200).decode(errors="replace").strip() or "another process"
                     self._file.close()
                     in_use = f"{folder} is in use by another job ({holder}): give another --save, or end it"
                     raise CheckpointError(in_use) from None
                 time.sleep(0.2)
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                    raise
-                print(f"note: {folder} knows no locks ({error.strerror}): let no other job save there", flush=True)
-                return
         self._file.truncate(0)
         holder = f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}\n"
         self._file.write(holder.encode())

@@ -107,7 +107,7 @@ def load_checkpoint(
     _read(CheckpointReader(checkpoint, metadata), state)
 
     for prefix, model in loaded.named_models():
-        set_model_state_dict(model, models[prefix], options=StateDictOptions(strict=False))
+        _set_model_tensors(model, models[prefix])
     for prefix, model, optimizer in loaded.named_optimizers():
         if prefix in optimizers:
             set_optimizer_state_dict(model, optimizer, optimizers[prefix])
@@ -136,13 +136,19 @@ def load_base(checkpoint: Path, meta: Mapping[str, Any], model: nn.Module) -> No
         metadata = read_index(checkpoint, meta)
         _check_shapes(checkpoint, _prefixed({"model.": tensors}), metadata.state_dict_metadata)
     _read(CheckpointReader(checkpoint, metadata), _prefixed({"model.": tensors}))
-    set_model_state_dict(model, tensors, options=StateDictOptions(strict=False))
+    _set_model_tensors(model, tensors)
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Any]:
     """Return what is saved of a model: all, or its adapters alone."""
     tensors = get_model_state_dict(model)
     return {name: tensor for name, tensor in tensors.items() if is_adapter(name)} or tensors
+
+
+def _set_model_tensors(model: nn.Module, tensors: dict[str, Any]) -> None:
+    """Load a model's tensors: all, or where it has adapters these or the others alone."""
+    has_adapters = any(is_adapter(name) for name, _ in model.named_parameters())
+    set_model_state_dict(model, tensors, options=StateDictOptions(strict=not has_adapters))
 
 
 def _read(reader: CheckpointReader, state: dict[str, Any]) -> None:

@@ -43,8 +43,7 @@ def apply_activation_checkpointing(
         granularity: "full" keeps only the input of a checkpointed block. "selective" also keeps the results of linear
             layers and fused attention, in every block.
         method: which blocks, for "full" only. None: all. "uniform": every k-th. (Megatron makes k blocks one
-        checkpoint;
-            here each block gathers its own parameters, so a checkpoint never spans two.) "block": the first k.
+            checkpoint; here each block gathers its own parameters, so one never spans two.) "block": the first k.
         num_layers: k of ``method``; default 1.
         splits_backward: a backward pass runs in parts, each of which computes the block again; not with ``compile``.
 

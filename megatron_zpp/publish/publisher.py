@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -17,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_zpp.files import open_lock
+from megatron_zpp.files import lock_for_process, open_lock
 from megatron_zpp.zeropp.fsdp.topology import gather_objects
 from megatron_zpp.zeropp.wire.moves import encode_moves
 
@@ -75,14 +73,10 @@ class Publisher:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = open_lock(self.folder / "lock")  # the system releases it when the process ends
         try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                why = f"another run publishes into {self.folder}: give this one another folder, or end that run"
-                raise PublishError(why) from None
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                raise
-            print(f"note: {self.folder} knows no locks ({error.strerror}): let no other run publish there", flush=True)
+            lock_for_process(self._lock, self.folder, "run publish")
+        except BlockingIOError:
+            why = f"another run publishes into {self.folder}: give this one another folder, or end that run"
+            raise PublishError(why) from None
         last = max(versions_in(self.folder), default=0)
         if last and not resume:
             there = f"{self.folder} holds weights of another run, up to version {last}"

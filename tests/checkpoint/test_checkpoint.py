@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron_zpp.checkpoint import CheckpointError, iterate_tensors, read_meta
+from megatron_zpp.checkpoint.saver import CheckpointSaver
 from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.training.pretrain import train
 from tests.checkpoint.saved import iterations, rewrite
@@ -285,21 +287,20 @@ def test_retention(data, tmp_path):
     assert {more: iterations(folder) for more, folder in folders.items()} == RETENTION
 
 
-def _train_with_little_room(argv: list[str], room_from: int) -> tuple[str, int]:
-    """Return stderr, and the number of steps. No file may grow large before step ``room_from``."""
+def _train_with_little_room(argv: list[str], comes_room: bool) -> tuple[str, int]:
+    """Return stderr, and the number of steps. No file may grow large until, if ever, the first save has failed."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    settle = CheckpointSaver._settle
+
+    def settle_and_make_room(saver: CheckpointSaver) -> None:
+        settle(saver)
+        if comes_room:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
         run, metrics = start(argv)
-        write = run.writers.write
-
-        def write_and_make_room(metrics, iteration, consumed_samples) -> None:
-            write(metrics, iteration, consumed_samples)
-            if iteration == room_from:
-                resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-
-        run.writers.write = write_and_make_room
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
-        with contextlib.suppress(FailedTogether):
+        with mock.patch.object(CheckpointSaver, "_settle", settle_and_make_room), contextlib.suppress(FailedTogether):
             train(run, time.monotonic())
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     return err.getvalue(), len(metrics["lm loss"])
@@ -309,8 +310,8 @@ def test_a_failed_save_is_loud_and_training_goes_on(data, tmp_path):
     calls: dict[tuple[str, bool], Callable] = {}
     for mode in ("", "--no-async-save"):
         argv = flags(data, f"--save {tmp_path / mode} --save-interval 2 --train-iters 6 --global-batch-size 2", mode)
-        calls[mode, True] = partial(_train_with_little_room, argv, 3)
-        calls[mode, False] = partial(_train_with_little_room, [*argv, "--overwrite-save", "--train-iters", "2"], 100)
+        calls[mode, True] = partial(_train_with_little_room, argv, True)
+        calls[mode, False] = partial(_train_with_little_room, [*argv, "--overwrite-save", "--train-iters", "2"], False)
     for (mode, comes_room), ((err, steps), _) in run_in_turn(2, calls).items():
         assert iterations(tmp_path / mode) == [4, 6]  # also after the second run
         assert err.count("NOT SAVED: rank 0: OSError: [Errno 27] File too large") == 1  # iteration 2

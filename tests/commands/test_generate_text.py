@@ -24,7 +24,7 @@ ALPHABET = "abcdefghijklmnop"
 
 
 def flags_of_alphabet(folder: Path) -> list[str]:
-    """Of a GPT that sees nothing but the alphabet, over and over."""
+    """Return the flags of a GPT that sees nothing but the alphabet, over and over."""
     with IndexedDatasetWriter(str(folder / "data"), "<u2") as writer:
         writer.add_document([[*(ALPHABET * 400).encode(), 256]])
     return f"""--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 8

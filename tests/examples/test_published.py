@@ -148,7 +148,7 @@ def test_a_wrong_choice_is_refused_by_name():
 
 
 def test_each_method_of_rlhf_starts_from_the_model_of_the_one_before():
-    """As printed: all three with both recipes, and on nodes of 8 at full scale."""
+    """The printed command runs all three methods with both recipes, on nodes of 8 at full scale."""
     for scale, launcher in (("laptop", "torchrun --standalone"), ("full", "torchrun --nnodes 4")):
         wanted = clean(DRY_RUN="1", SCALE=scale, OUT="out")
         done = subprocess.run([RLHF, "--steps", "3"], env=wanted, capture_output=True, text=True, timeout=60)

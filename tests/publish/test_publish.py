@@ -29,7 +29,7 @@ STEPS = 50
 
 
 def digest(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """Of names, shapes, types and bits."""
+    """Hash names, shapes, types and bits."""
     sums = hashlib.sha256()
     for name, tensor in sorted(weights, key=lambda item: item[0]):
         sums.update(f"{name} {tensor.dtype} {[*tensor.shape]}".encode())

@@ -67,7 +67,7 @@ class TikTokenizer:
         ids, self.eod, eod_name, self.vocab_size, known_pattern = vocabulary
         self._pattern = pattern or known_pattern
         if self._pattern is None:
-            unknown = f"{file} is none of the published files; how does it split texts into words?"
+            unknown = f"{file} is not one of the published files; how does it split texts into words?"
             raise ValueError(f"{unknown} give --tiktoken-pattern: {', '.join(TIKTOKEN_PATTERNS)} or a regex")
         self._known = {*ids.values(), self.eod}
         self._num_bytes = np.zeros(max(ids.values()) + 1, np.int64)  # of each id
