@@ -2,12 +2,13 @@
 
     sudo .venv/bin/python benchmarks/between_nodes.py bytes       # bytes per parameter and step, several settings
     sudo .venv/bin/python benchmarks/between_nodes.py throughput  # tokens/s over link rates
-    sudo .venv/bin/python benchmarks/between_nodes.py techniques  # seconds of a step with each technique alone, in turns
+    sudo .venv/bin/python benchmarks/between_nodes.py techniques  # seconds of a step by technique, in turns
     .venv/bin/python benchmarks/between_nodes.py tables           # all as Markdown
     .venv/bin/python benchmarks/between_nodes.py plot             # throughput, as results/between_nodes_throughput.png
 
-Results are appended to ``benchmarks/results/between_nodes_{bytes,throughput,techniques}.jsonl``, one line a run with its command;
-what is there already is not run again. Bytes are read from the nodes' interfaces; every rank runs the real trainer.
+Results are appended to ``benchmarks/results/between_nodes_{bytes,throughput,techniques}.jsonl``, one line a run with
+its command; what is there already is not run again. Bytes are read from the nodes' interfaces; every rank runs the real
+trainer.
 """
 
 from __future__ import annotations
@@ -188,9 +189,7 @@ def print_tables() -> None:
         print(f"\nMicro-batches per step: {micro_batches}\n")
         print(markdown_table(["rate", *THROUGHPUT_SETTINGS], lines))
 
-    print(
-        "\nSeconds of a step with each technique alone, medians over rounds; in brackets ZeRO-3's over it, least and most\n"
-    )
+    print("\nSeconds of a step by technique, medians over rounds; in brackets ZeRO-3's over it, least and most\n")
     seconds = {(r["rate"], r["setting"], r["kernels"], r["round"]): r for r in read_rows(TECHNIQUES)}
     lines = []
     for rate, (name, kernels) in itertools.product(TECHNIQUE_RATES, TECHNIQUE_SETTINGS):

@@ -19,6 +19,8 @@ from study_arms import (
     HIGHER_RATE,
     INT4_DIFFERENCES,
     ISLANDS,
+    LARGER_LLAMA,
+    LLAMA,
     LOCO,
     LOCO_ON_BOTH_HOPS,
     SGD_CONTROL,
@@ -134,6 +136,18 @@ RECIPES = {
 }
 FOUR_BITS_NAME = "int4 differences, 8-4 gradients, LoCo between nodes"
 TWO_BITS_NAME = "int4 differences, 8-2 gradients, LoCo between nodes"
+
+
+def llama_recipes(title: str, model: str, block_sizes: tuple[int, ...]) -> Group:
+    """ZeRO-3, ZeRO++ and LoCo as the LoCo paper trains them, against the fp32 wire of the same model."""
+    arms = {BF16_WIRE.name: BF16_WIRE.flags}
+    for size in block_sizes:
+        wire = f"{weights(8, 256)} {gradients(4, 4, size)}"
+        arms[f"ZeRO++, gradients in blocks of {size}"] = wire
+        arms[f"ZeRO++ with LoCo, blocks of {size}"] = f"{wire} {LOCO_ON_BOTH_HOPS}"
+    return group(title, {FP32.name: "", **arms}, common=model, control=model)
+
+
 EXPERIMENTS = {
     "E1": Experiment(
         "Weights as low-bit integers (qwZ)",
@@ -248,6 +262,7 @@ EXPERIMENTS = {
         "A mixture of experts",
         with_experts(CONTROLS),
         with_experts(group("4 bits between nodes", {**RECIPES, FOUR_BITS_NAME: FOUR_BITS})),
+        with_experts(LARGE_BLOCKS),
         group(
             "Experts divided between two real nodes, all in bf16: tokens on the wire",
             {"bf16": "", **{f"int{bits}, blocks of 128": f"--moe-token-bits {bits}" for bits in (8, 4)}},
@@ -316,6 +331,11 @@ EXPERIMENTS = {
             at_learning_rates(f"Three levels, 0 below 1.2 RMS, beta {beta}", f"{few_levels(beta)} --trial ternary:1.2")
             for beta in (0.9, 0.95)
         ),
+    ),
+    "E15": Experiment(
+        "Dense Llama",
+        llama_recipes("Llama, 1.8M parameters", LLAMA, (4096, 128)),
+        llama_recipes("Llama, 6.6M parameters", LARGER_LLAMA, (4096,)),
     ),
 }
 OBSERVED = {name for experiment in EXPERIMENTS.values() for name in experiment.observed}
