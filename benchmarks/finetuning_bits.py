@@ -51,7 +51,7 @@ def pretrain(text: str) -> tuple[Path, float]:
         run_trainer(f"{flags} {make_text('cpu', CPU)}", ranks=None)
         run("tools/export_hf.py", "--load", base, "--output", FOLDER / "hf")
         run("tools/import_hf.py", "--input", FOLDER / "hf", "--save", checkpoint)
-    flags = f"{MODEL} {BF16_WIRE.flags} --load {checkpoint} --finetune --train-iters 0 {text}"
+    flags = f"{MODEL} {BF16_WIRE.flags} --load {checkpoint} --finetune --skip-train --train-iters 1 --lr 1 {text}"
     return checkpoint, parse_log(run_trainer(flags, ranks=None)).validation_loss
 
 
