@@ -216,25 +216,30 @@ void pack_largest(const uint8_t* codes, int64_t block, uint8_t* __restrict strea
   }
 }
 
-void unpack_largest(const uint8_t* stream, int64_t block, uint8_t* codes) {
+// Reads up to 7 bytes more than the block's, which a wire always has: scales follow.
+void unpack_largest(const uint8_t* stream, int64_t block, uint8_t* __restrict codes) {
   memset(codes, 0, block);
-  const auto load = [&](int64_t bit) {  // the block's bits from there on, 57 or more if it has them
-    uint64_t word = 0;
-    memcpy(&word, stream + bit / 8, std::min<int64_t>(block / 8 - bit / 8, 8));
-    return word >> (bit & 7);
-  };
-  for (int64_t begin = 0, at = 0, place = -1; at < block;) {
-    const uint64_t word = load(at);
-    if (word == 0) {
-      at += 64 - (at & 7);
-      continue;
+  uint64_t word = 0;  // the stream from bit `at` on, `valid` bits of it
+  int64_t valid = 0;
+  for (int64_t begin = 0, at = 0, place = -1; at < block;) {  // begin: of the symbol
+    int64_t zeros = word ? __builtin_ctzll(word) : valid;
+    if (zeros + 4 > valid) {  // the symbol goes on
+      at += zeros;
+      if (at >= block) return;
+      memcpy(&word, stream + at / 8, 8);
+      word >>= at & 7;
+      valid = 64 - (at & 7);
+      if (block - at < valid) valid = block - at, word &= (uint64_t(1) << valid) - 1;
+      if (!(word & 1)) continue;
+      zeros = 0;
     }
-    at += __builtin_ctzll(word);
-    const uint64_t symbol = load(at) >> 1;
-    place += 4 * (at - begin) + int64_t(symbol & 3) + 1;
+    const uint64_t symbol = word >> (zeros + 1);
+    place += 4 * (at + zeros - begin) + int64_t(symbol & 3) + 1;
     if (place >= block) return;
     codes[place] = symbol & 4 ? 0xff : 1;
-    begin = at += 4;
+    word = symbol >> 3;
+    valid -= zeros + 4;
+    begin = at += zeros + 4;
   }
 }
 
@@ -419,9 +424,10 @@ ZEROPP_INLINE void put_codes(int64_t first, int64_t count, Levels levels, uint8_
 }
 
 // The codes -1, 0 and 1 of a block of 1 bit, a byte each, and what its scale depends on: the largest fifth of its values,
-// of equal ones the first. Not of a block that holds a NaN or an Inf.
+// of equal ones the first. Not of a block that holds a NaN or an Inf. guess: the least of them in the block before.
 template <int64_t kCount>
-Sums take_largest(const float* __restrict values, int64_t block, uint32_t largest, uint8_t* __restrict codes) {
+Sums take_largest(const float* __restrict values, int64_t block, uint32_t largest, uint8_t* __restrict codes,
+                  uint32_t& guess) {
   const int64_t stop = kCount ? kCount : block, wanted = stop / 5;
   memset(codes, 0, stop);
   if (largest == 0 || largest >= 0x7f800000u) return {largest, 0, 0};
@@ -430,15 +436,21 @@ Sums take_largest(const float* __restrict values, int64_t block, uint32_t larges
     for (int64_t i = 0; i < stop; i++) count += magnitude_of(values[i]) >= least;
     return int64_t(count);
   };
-  // Halves the range in which the least of them is, until so many are at or above its lower end, or equal to it.
-  uint32_t least = 1, above = largest + 1;
+  // Narrows the range in which the least of them is, until so many are at or above its lower end, or equal to it.
+  uint32_t least = 1, above = largest + 1, step = 1u << 21;
   int64_t count = count_from(least);
-  while (count > wanted && above - least > 1) {
-    const uint32_t middle = least + (above - least) / 2;
-    const int64_t from_middle = count_from(middle);
-    if (from_middle >= wanted) least = middle, count = from_middle;
-    else above = middle;
+  bool is_below = true, is_above = true;  // all probes so far were: the range is still open there
+  for (uint32_t probe = guess; count > wanted && above - least > 1;) {
+    if (probe <= least || probe >= above) probe = least + (above - least) / 2;
+    const int64_t from_probe = count_from(probe);
+    if (from_probe >= wanted) least = probe, count = from_probe, is_above = false;
+    else above = probe, is_below = false;
+    // Away from the guess in growing steps, then by halves.
+    if (is_below || is_above) probe = is_below ? least + step : above - std::min(step, above);
+    else probe = least + (above - least) / 2;
+    step *= 2;
   }
+  guess = least;
   for (int64_t i = 0; i < stop; i++) {
     codes[i] = magnitude_of(values[i]) >= least ? (bits_of(values[i]) >> 31 ? 0xff : 1) : 0;
   }
@@ -509,11 +521,12 @@ void quantize(const float* values, int64_t block, const Tile& tile, const Format
     }
   }
   if (bits == 1) {
+    uint32_t guess = 0;
     for (int64_t b = 0; b < tile.blocks; b++) {
       const float* of_block = values + b * block;
       uint8_t* to = codes + b * block;
-      sums[b] = block == kCount ? take_largest<kCount>(of_block, block, sums[b].largest, to)
-                                : take_largest<0>(of_block, block, sums[b].largest, to);
+      sums[b] = block == kCount ? take_largest<kCount>(of_block, block, sums[b].largest, to, guess)
+                                : take_largest<0>(of_block, block, sums[b].largest, to, guess);
       const auto [largest, count, total] = sums[b];
       scales[b] = mean_scale(total, largest, count, count, bits, is_short);
       if (!(scales[b] > 0)) memset(to, 0, block);
