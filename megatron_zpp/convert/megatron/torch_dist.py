@@ -7,7 +7,8 @@
 
 Layers of one shape are stacked as a tensor [layers, …], under a name without layer number. The optimizer's state of a
 tensor has its name behind a prefix, if it is stored whole: with --dist-ckpt-optim-fully-reshardable, or without a
-distributed optimizer. What is written has shards of one layer, so that Megatron's ranks read what they need.
+distributed optimizer. Where some layers alone have experts, each layer's tensors are its own, with its number. What is
+written has shards of one layer, so that Megatron's ranks read what they need.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from megatron_zpp.models.decoder import DecoderConfig
 
 from .config import MOMENTS, Saved, args_in
 from .pickles import load, load_file, load_metadata
-from .weights import canonical, layer_of, rename_layer, weights
+from .weights import EXPERT_BIAS, canonical, layer_of, rename_layer, weights
 
 COMMON, METADATA, FORMAT = "common.pt", ".metadata", "metadata.json"
 _OPTIMIZER = re.compile(r"^(?:chained_[0-9]+\.)?optimizer\.(?:[\w.]*\.)?state\.(exp_avg_sq|exp_avg|fp32_param|param)\.")
@@ -71,13 +72,14 @@ def open_torch_dist(folder: Path) -> Saved:
         name, layer = place
         return stored[name].size if layer is None else stored[name].size[1:]
 
+    trained = {name: place for name, place in states[""].items() if not name.endswith(EXPERT_BIAS)}
     has_moments = all(
         name in states[moment] and shape(states[moment][name]) == shape(place)
-        for name, place in states[""].items()
+        for name, place in trained.items()
         for moment in MOMENTS
     )
-    if has_moments and masters.keys() >= names:
-        states[""] = masters
+    if has_moments and masters.keys() >= trained.keys():
+        states[""] |= masters
 
     def read(name: str, moment: str) -> Tensor:
         return _read(folder, index, *states[moment][name])
@@ -193,13 +195,17 @@ def _find_step(optimizer: Any) -> int | None:
 # Writing
 
 _FILE = "__0_0.distcp"
-# Megatron-LM stores these norms under the names of Transformer Engine's fused layers.
+# The names of norms in Transformer Engine's fused layers. Which norms Megatron-LM stores under them depends on the layer
+# and on --transformer-impl, so each norm is written once, and found under both names.
 _FUSED = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-# Linear layers look for state of Transformer Engine; without it, it is None.
-_WITH_EXTRA_STATE = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+_FUSED_IN_LATENT_ATTENTION = {
+    "q_layernorm.": "linear_q_up_proj.layer_norm_",
+    "kv_layernorm.": "linear_kv_up_proj.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
 
 
 def write_torch_dist(
@@ -213,30 +219,36 @@ def write_torch_dist(
     places: dict[MetadataIndex, _StorageInfo] = {}
     with open(checkpoint / _FILE, "wb") as file:
 
-        def write(index: MetadataIndex, value: Any) -> None:
+        def write(value: Any) -> _StorageInfo:
             begin = file.tell()
             torch.save(value, file)
-            places[index] = _StorageInfo(_FILE, begin, file.tell() - begin)
+            return _StorageInfo(_FILE, begin, file.tell() - begin)
 
+        fused = _FUSED_IN_LATENT_ATTENTION if config.multi_latent_attention else _FUSED
+        is_stacked = args.moe_layer_freq == 1
+        nothing = write([None])
         for weight in weights(config):
             tensor = weight.join(*map(read, weight.ours)).contiguous()
-            name, layer = weight.theirs, layer_of(weight.theirs)
+            name, layer = weight.theirs.replace(".mlp.experts.", ".mlp.experts.experts."), layer_of(weight.theirs)
             size, offset = tensor.shape, torch.Size([0] * tensor.dim())
-            if layer is not None:  # all layers are one tensor
-                name = name.replace(f".{layer}.", ".", 1)
-                for local, fused in _FUSED.items():
-                    name = name.replace(local, fused)
-                tensor, size = tensor.unsqueeze(0), torch.Size([config.num_layers, *tensor.shape])
-                offset = torch.Size([layer, *offset])
-            properties = TensorProperties(dtype=tensor.dtype)
-            entry = entries.setdefault(name, TensorStorageMetadata(properties, size, []))
-            entry.chunks.append(ChunkStorageMetadata(offset, tensor.shape))
-            write(MetadataIndex(name, offset, len(entry.chunks) - 1), tensor)
-        for layer in range(config.num_layers):
-            for module in _WITH_EXTRA_STATE:
-                name = f"decoder.layers.{module}._extra_state/shard_{layer}_{config.num_layers}"
-                entries[name] = BytesStorageMetadata()
-                write(MetadataIndex(name), [None])
+            module, _, kind = name.rpartition(".")
+            shard, shards = ([], []) if layer is None or not is_stacked else ([layer], [config.num_layers])
+            if shards:  # all layers are one tensor
+                name, module = (text.replace(f".{layer}.", ".", 1) for text in (name, module))
+                tensor, size, offset = tensor.unsqueeze(0), torch.Size([*shards, *size]), torch.Size([*shard, *offset])
+            place = write(tensor)
+            for alias in {name, *(name.replace(old, new) for old, new in fused.items())}:
+                entry = entries.setdefault(alias, TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), size, []))
+                entry.chunks.append(ChunkStorageMetadata(offset, tensor.shape))
+                places[MetadataIndex(alias, offset, len(entry.chunks) - 1)] = place
+            if layer is not None and kind == "weight" and ".linear_" in module:
+                # Linear layers look for state of Transformer Engine; without it, it is None.
+                experts = tensor.shape[len(shard)] if ".experts." in module else None
+                for index in [shard] if experts is None else [[*shard, expert] for expert in range(experts)]:
+                    of = [*shards, *([] if experts is None else [experts])]
+                    place_of = f"{'.'.join(map(str, index or [0]))}_{'.'.join(map(str, of or [1]))}"
+                    entries[key := f"{module}._extra_state/shard_{place_of}"] = BytesStorageMetadata()
+                    places[MetadataIndex(key)] = nothing
     (checkpoint / METADATA).write_bytes(pickle.dumps(Metadata(entries, storage_data=places)))
     progress = {
         "iteration": counters.iteration,
