@@ -108,8 +108,8 @@ class LatentCore(DotProductAttention):
 
 def build(args: argparse.Namespace) -> GPTModel:
     """Megatron's model of these flags, as its trainer builds it with --transformer-impl local, with random weights."""
+    kinds = ("tensor_model", "pipeline_model", "expert_model")
     if not parallel_state.model_parallel_is_initialized():
-        kinds = ("tensor_model", "pipeline_model", "expert_model")
         sizes = {f"{kind}_parallel_size": getattr(args, f"{kind}_parallel_size") for kind in kinds}
         etp = getattr(args, "expert_tensor_parallel_size", None)
         parallel_state.initialize_model_parallel(**sizes, expert_tensor_parallel_size=etp)
@@ -142,7 +142,7 @@ def build(args: argparse.Namespace) -> GPTModel:
     for name, value in vars(args).items():
         if name.startswith("yarn_"):  # GPTModel looks for them, and TransformerConfig has no fields
             setattr(config, name, value)
-    pp_rank, ep_rank = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank()
+    tp_rank, pp_rank, ep_rank = (getattr(parallel_state, f"get_{kind}_parallel_rank")() for kind in kinds)
     torch.manual_seed(1 + pp_rank)
     if config.num_moe_experts is None:
         spec: Any = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=args.normalization)
@@ -165,12 +165,12 @@ def build(args: argparse.Namespace) -> GPTModel:
     )
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
-            if "norm" in name or name.endswith("bias"):  # 1 and 0, of which a mistake would show nothing
-                whole = not getattr(parameter, "tensor_model_parallel", False)
-                generator = torch.Generator().manual_seed(0 if whole else 1 + dist.get_rank())
-                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
             if ".experts." in name:  # whose first numbers are the same on all expert-parallel ranks
                 generator = torch.Generator().manual_seed(100 + ep_rank)
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+            elif "norm" in name or name.endswith("bias"):  # 1 and 0, of which a mistake would show nothing
+                whole = not getattr(parameter, "tensor_model_parallel", False)
+                generator = torch.Generator().manual_seed(0 if whole else 1 + tp_rank)
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
         for name, buffer in model.named_buffers():
             if name.endswith("expert_bias"):
