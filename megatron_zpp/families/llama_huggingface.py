@@ -88,6 +88,12 @@ FAMILIES = (
     Family("llama", "LlamaForCausalLM", always=_NO_BIAS | {"mlp_bias": False}),
     Family("mistral", "MistralForCausalLM", window="mistral"),
     Family("qwen2", "Qwen2ForCausalLM", fields={"add_qkv_bias": True}, window="qwen", has_head_dim=False),
+    Family(
+        "seed_oss",
+        "SeedOssForCausalLM",
+        fields={"add_qkv_bias": True},
+        always={"attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "residual_dropout": 0.0},
+    ),
     Family("qwen3", "Qwen3ForCausalLM", fields={"qk_layernorm": True}, window="qwen", always=_NO_BIAS),
     Family(
         "mixtral",

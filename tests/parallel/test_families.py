@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.layouts import EPS, assert_trains_as_one_rank
-from tests.training.small_run import NO_DROPOUT
+from tests.convert.hf.small_models import CONFIGS, POSITIONS
+from tests.families.find import architecture_of
+from tests.parallel.layouts import EPS, assert_trains_as_one_rank, train_runs
+from tests.ranks import run_ranks
+from tests.training.small_run import NO_DROPOUT, flags
 
 SHAPE = f"--num-layers 4 --micro-batch-size 2 {EPS} {NO_DROPOUT} --lr-decay-style constant --log-params-norm"
 DEEPSEEK = (
@@ -47,3 +50,25 @@ EP2 = "--expert-model-parallel-size 2"
 )
 def test_four_ranks_train_as_one(data, architecture, common, layouts):
     assert_trains_as_one_rank(data, architecture, f"{common} --train-iters 2", {4: layouts})
+
+
+ZEROPP = (
+    "--bf16 --zero-quantized-weights --zero-hpz-partition-size 2 --zeropp-weight-moves --zero-quantized-gradients "
+    "--zeropp-loco --make-vocab-size-divisible-by 4 --attention-dropout 0 --hidden-dropout 0 --zeropp-ranks-per-node 2"
+)
+
+
+@pytest.mark.long
+def test_every_family_trains_with_all_of_zeropp_as_on_emulated_ranks(data):
+    """Three steps on two nodes of two ranks, with low bits everywhere: the losses are emulated ranks' to the bit."""
+    real, emulated = {}, {}
+    for name, config in CONFIGS.items():
+        architecture = architecture_of(config)
+        words = " ".join(architecture.flags(config, POSITIONS))
+        argv = flags(data, words, ZEROPP, "--vocab-size 256 --make-vocab-size-divisible-by 4", length="--train-iters 3")
+        real[name] = architecture.name, argv
+        emulated[name] = architecture.name, [*argv, "--emulate-ranks", "4", "--emulate-nodes", "2"]
+    found, expected = run_ranks(4, train_runs, real, timeout=600)[0], run_ranks(1, train_runs, emulated, timeout=600)[0]
+    for name in CONFIGS:
+        assert len(found[name][0]["lm loss"]) == 3
+        assert found[name][0]["lm loss"] == expected[name][0]["lm loss"], name

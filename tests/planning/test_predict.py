@@ -10,8 +10,8 @@ from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.planning.cluster import Cluster, parse_cluster
-from megatron_zpp.planning.search.candidates import RECOMPUTE_ALL
 from megatron_zpp.planning.predict import Arithmetic, arithmetic, estimate_on, step_shapes
+from megatron_zpp.planning.search.candidates import RECOMPUTE_ALL
 from megatron_zpp.planning.step import StepShape
 
 H, S, B, V, LAYERS = 64, 128, 2, 512, 3

@@ -192,9 +192,11 @@ def _latent_positions(args: Args) -> dict[str, Any]:
 
 def _yarn(args: Args) -> dict[str, Any]:
     """Return what the trainer's flags of YaRN are called in the checkpoint's."""
-    values = {"no_yarn_correction_range_round_to_int": args.get("yarn_correction_range_round_to_int") is False}
-    mscales = {name: args.get(f"yarn_{name}") for name in ("mscale", "mscale_all_dim")}
-    return values if None in mscales.values() else values | {name: float(x) for name, x in mscales.items()}
+    mscale, mscale_all_dim = args.get("yarn_mscale"), args.get("yarn_mscale_all_dim")
+    exact = {"no_yarn_correction_range_round_to_int": args.get("yarn_correction_range_round_to_int") is False}
+    if mscale is None or mscale_all_dim is None:  # Megatron takes both or none
+        return exact
+    return exact | {"mscale": float(mscale), "mscale_all_dim": float(mscale_all_dim)}
 
 
 def _pattern(value: Any) -> int | str:

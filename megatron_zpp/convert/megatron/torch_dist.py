@@ -195,8 +195,8 @@ def _find_step(optimizer: Any) -> int | None:
 # Writing
 
 _FILE = "__0_0.distcp"
-# The names of norms in Transformer Engine's fused layers. Which norms Megatron-LM stores under them depends on the layer
-# and on --transformer-impl, so each norm is written once, and found under both names.
+# Transformer Engine's fused layers have norms under other names. Which of the two a layer has depends on its kind and
+# on --transformer-impl, so each norm is written once, and found under both.
 _FUSED = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -217,6 +217,8 @@ def write_torch_dist(
     checkpoint.mkdir()
     entries: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
+    fused = _FUSED_IN_LATENT_ATTENTION if config.multi_latent_attention else _FUSED
+    is_stacked = args.moe_layer_freq == 1
     with open(checkpoint / _FILE, "wb") as file:
 
         def write(value: Any) -> _StorageInfo:
@@ -224,30 +226,28 @@ def write_torch_dist(
             torch.save(value, file)
             return _StorageInfo(_FILE, begin, file.tell() - begin)
 
-        fused = _FUSED_IN_LATENT_ATTENTION if config.multi_latent_attention else _FUSED
-        is_stacked = args.moe_layer_freq == 1
         nothing = write([None])
         for weight in weights(config):
             tensor = weight.join(*map(read, weight.ours)).contiguous()
             name, layer = weight.theirs.replace(".mlp.experts.", ".mlp.experts.experts."), layer_of(weight.theirs)
             size, offset = tensor.shape, torch.Size([0] * tensor.dim())
-            module, _, kind = name.rpartition(".")
-            shard, shards = ([], []) if layer is None or not is_stacked else ([layer], [config.num_layers])
-            if shards:  # all layers are one tensor
-                name, module = (text.replace(f".{layer}.", ".", 1) for text in (name, module))
-                tensor, size, offset = tensor.unsqueeze(0), torch.Size([*shards, *size]), torch.Size([*shard, *offset])
+            shards: list[tuple[int, int]] = []  # number and count: of layers, and of experts
+            if layer is not None and is_stacked:  # all layers are one tensor
+                name = name.replace(f".{layer}.", ".", 1)
+                shards, tensor = [(layer, config.num_layers)], tensor.unsqueeze(0)
+                size, offset = torch.Size([config.num_layers, *size]), torch.Size([layer, *offset])
             place = write(tensor)
             for alias in {name, *(name.replace(old, new) for old, new in fused.items())}:
                 entry = entries.setdefault(alias, TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), size, []))
                 entry.chunks.append(ChunkStorageMetadata(offset, tensor.shape))
                 places[MetadataIndex(alias, offset, len(entry.chunks) - 1)] = place
-            if layer is not None and kind == "weight" and ".linear_" in module:
+            if ".linear_" in name and name.endswith(".weight"):
                 # Linear layers look for state of Transformer Engine; without it, it is None.
-                experts = tensor.shape[len(shard)] if ".experts." in module else None
-                for index in [shard] if experts is None else [[*shard, expert] for expert in range(experts)]:
-                    of = [*shards, *([] if experts is None else [experts])]
-                    place_of = f"{'.'.join(map(str, index or [0]))}_{'.'.join(map(str, of or [1]))}"
-                    entries[key := f"{module}._extra_state/shard_{place_of}"] = BytesStorageMetadata()
+                experts = config.moe.num_experts if config.moe is not None and ".experts." in name else 0
+                for of_expert in [[(i, experts)] for i in range(experts)] or [[]]:
+                    numbers, counts = zip(*(shards + of_expert or [(0, 1)]), strict=True)
+                    shard = f"{'.'.join(map(str, numbers))}_{'.'.join(map(str, counts))}"
+                    entries[key := f"{name[: -len('weight')]}_extra_state/shard_{shard}"] = BytesStorageMetadata()
                     places[MetadataIndex(key)] = nothing
     (checkpoint / METADATA).write_bytes(pickle.dumps(Metadata(entries, storage_data=places)))
     progress = {

@@ -60,6 +60,7 @@ _LATENT: dict[str, Any] = dict(
 )  # fmt: skip
 CONFIGS |= {
     "smollm3": _llama(64, 2, 8, 4, no_rope_freq="[0, 0, 0, 1]", tie_embeddings=True),
+    "seed-oss": _llama(64, 2, 16, add_qkv_bias=True),
     "olmo2": _llama(64, 4, 8, **_WHOLE, **_AFTER),
     "olmo3": _llama(
         *(64, 4, 8, 3), **_WHOLE, **_AFTER, window_size=5, window_attn_skip_freq="[1, 1, 0]", rotary_base_local=500000,

@@ -1,5 +1,8 @@
 """Weights keep their bits to transformers and back, logits are the same block by block, and mistakes are noticed."""
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatron_zpp.convert.hf.compare import compare, streamed_logits, transformers_model
 from megatron_zpp.convert.hf.files import in_memory, their_shapes
 from tests.convert.hf.small_models import CONFIGS, POSITIONS, build, build_empty, mapping_of, to_hf_config
+from tests.convert.hf.small_models import YARN as YARN_FIELDS
 from tests.families.find import architecture_of
 
 YARN = to_hf_config(CONFIGS["llama-yarn"])["rope_scaling"]
@@ -87,6 +91,47 @@ def test_a_training_step_is_transformers(config):
         assert (mine[name] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1e-2), name
     assert found[0] == pytest.approx(found[1], rel=1e-5)
     assert found[0][1] < found[0][0]
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "tied": {"tie_embeddings": True},
+    "untied": {"tie_embeddings": False},
+    "one group": {"num_query_groups": 1},
+    "a group per head": {"num_query_groups": 4},
+    "norms": {"norm_epsilon": 1e-3},
+    "narrow": {"ffn_hidden_size": 20},
+    "a window": {"window_size": 3},
+    "no window": {"window_size": None, "window_attn_skip_freq": None},
+    "base": {"rotary_base": 1234},
+    "llama3": {"rope_scaling_factor": 4.0},
+    "linear": {"rotary_seq_len_interpolation_factor": 4.0},
+    "yarn": YARN_FIELDS | {"position_embedding_type": "yarn"},
+    "half rotary": {"rotary_percent": 0.25},
+    "no scaling": {"position_embedding_type": "rope", "rope_scaling_factor": None},
+    "top 1 more": {"moe": {"router_topk": 4}},
+    "more experts": {"moe": {"num_experts": 12}},
+    "weights": {"moe": {"topk_scaling_factor": 0.5}},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CONFIGS)
+def test_families_in_other_settings_are_transformers(name, tmp_path):
+    """Logits, gradients, and bits there and back, in each setting that the family has."""
+    compared = []
+    for setting, changes in OTHERS.items():
+        try:
+            if "moe" in changes:
+                changes = {"moe": dataclasses.replace(CONFIGS[name].moe, **changes["moe"])}
+            config = dataclasses.replace(CONFIGS[name], **changes)
+            to_hf_config(config)
+        except (ValueError, TypeError):  # not of this family
+            continue
+        test_every_weight_of_both_sides_has_its_counterpart_and_keeps_its_bits(config, tmp_path / setting)
+        test_streamed_logits_are_those_of_the_whole_model(config)
+        test_a_training_step_is_transformers(config)
+        compared.append(setting)
+    assert len(compared) >= 4, compared
 
 
 def test_one_block_is_in_memory_at_a_time():
