@@ -54,7 +54,7 @@ def test_four_ranks_train_as_one(data, architecture, common, layouts):
 
 ZEROPP = (
     "--bf16 --zero-quantized-weights --zero-hpz-partition-size 2 --zeropp-weight-moves --zero-quantized-gradients "
-    "--zeropp-loco --make-vocab-size-divisible-by 4 --attention-dropout 0 --hidden-dropout 0 --zeropp-ranks-per-node 2"
+    f"--zeropp-loco --make-vocab-size-divisible-by 4 {NO_DROPOUT}"
 )
 
 
@@ -64,9 +64,8 @@ def test_every_family_trains_with_all_of_zeropp_as_on_emulated_ranks(data):
     real, emulated = {}, {}
     for name, config in CONFIGS.items():
         architecture = architecture_of(config)
-        words = " ".join(architecture.flags(config, POSITIONS))
-        argv = flags(data, words, ZEROPP, "--vocab-size 256 --make-vocab-size-divisible-by 4", length="--train-iters 3")
-        real[name] = architecture.name, argv
+        argv = [*flags(data, length="--train-iters 3"), *architecture.flags(config, POSITIONS), *ZEROPP.split()]
+        real[name] = architecture.name, [*argv, "--zeropp-ranks-per-node", "2"]
         emulated[name] = architecture.name, [*argv, "--emulate-ranks", "4", "--emulate-nodes", "2"]
     found, expected = run_ranks(4, train_runs, real, timeout=600)[0], run_ranks(1, train_runs, emulated, timeout=600)[0]
     for name in CONFIGS:

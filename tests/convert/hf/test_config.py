@@ -94,7 +94,7 @@ def test_what_ours_cannot_express_is_named(name, change, message):
     [
         ("gpt", {"kv_channels": 16}, "GPT-2 has heads of 32 / 4 channels"),
         ("llama", {"num_attention_heads": 3, "num_query_groups": 3}, "llama cannot express 3 heads .* hidden_size 32"),
-        ("qwen2", {"kv_channels": 16}, "qwen2 cannot express .* heads of 16 channels"),
+        ("qwen2-window", {"kv_channels": 16}, "qwen2 cannot express .* heads of 16 channels"),
         (
             *("qwen3", {"add_bias_linear": True, "layernorm_1p": True}),
             "GPT-2 does not have .*; llama does not have .*; qwen3 does not have layernorm_1p True, add_bias_linear",
