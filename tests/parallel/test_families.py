@@ -59,15 +59,14 @@ ZEROPP = (
 
 
 @pytest.mark.long
-def test_every_family_trains_with_all_of_zeropp_as_on_emulated_ranks(data):
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_trains_with_all_of_zeropp_as_on_emulated_ranks(data, name):
     """Three steps on two nodes of two ranks, with low bits everywhere: the losses are emulated ranks' to the bit."""
-    real, emulated = {}, {}
-    for name, config in CONFIGS.items():
-        architecture = architecture_of(config)
-        argv = [*flags(data, length="--train-iters 3"), *architecture.flags(config, POSITIONS), *ZEROPP.split()]
-        real[name] = architecture.name, [*argv, "--zeropp-ranks-per-node", "2"]
-        emulated[name] = architecture.name, [*argv, "--emulate-ranks", "4", "--emulate-nodes", "2"]
-    found, expected = run_ranks(4, train_runs, real, timeout=600)[0], run_ranks(1, train_runs, emulated, timeout=600)[0]
-    for name in CONFIGS:
-        assert len(found[name][0]["lm loss"]) == 3
-        assert found[name][0]["lm loss"] == expected[name][0]["lm loss"], name
+    architecture = architecture_of(CONFIGS[name])
+    words = [*architecture.flags(CONFIGS[name], POSITIONS), *ZEROPP.split()]
+    argv = [*flags(data, length="--train-iters 3"), *words]
+    real = {"": (architecture.name, [*argv, "--zeropp-ranks-per-node", "2"])}
+    emulated = {"": (architecture.name, [*argv, "--emulate-ranks", "4", "--emulate-nodes", "2"])}
+    found, expected = (run_ranks(ranks, train_runs, run)[0][""][0] for ranks, run in ((4, real), (1, emulated)))
+    assert len(found["lm loss"]) == 3
+    assert found["lm loss"] == expected["lm loss"]
