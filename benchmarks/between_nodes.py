@@ -2,18 +2,24 @@
 
     sudo .venv/bin/python benchmarks/between_nodes.py bytes       # bytes per parameter and step, several settings
     sudo .venv/bin/python benchmarks/between_nodes.py throughput  # tokens/s over link rates
-    .venv/bin/python benchmarks/between_nodes.py tables           # both as Markdown
+    sudo .venv/bin/python benchmarks/between_nodes.py techniques  # seconds of a step by technique, in turns
+    .venv/bin/python benchmarks/between_nodes.py tables           # all as Markdown
     .venv/bin/python benchmarks/between_nodes.py plot             # throughput, as results/between_nodes_throughput.png
 
-Results are appended to ``benchmarks/results/between_nodes_{bytes,throughput}.jsonl``, one line a run with its command;
-what is there already is not run again. Bytes are read from the nodes' interfaces; every rank runs the real trainer.
+Results are appended to ``benchmarks/results/between_nodes_{bytes,throughput,techniques}.jsonl``, one line a run with
+its command; what is there already is not run again. Bytes are read from the nodes' interfaces; every rank runs the real
+trainer.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from cluster_in_a_box import run
@@ -22,7 +28,9 @@ from common import RESULTS, ROOT, markdown_table, measure_once, read_rows, run_c
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT
 
-BYTES, THROUGHPUT = RESULTS / "between_nodes_bytes.jsonl", RESULTS / "between_nodes_throughput.jsonl"
+BYTES, THROUGHPUT, TECHNIQUES = (
+    RESULTS / f"between_nodes_{what}.jsonl" for what in ("bytes", "throughput", "techniques")
+)
 # 26M parameters, and hardly any tokens: the network is what is measured.
 MODEL = (
     "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 32 --micro-batch-size 1 --mock-data "
@@ -63,6 +71,18 @@ BYTES_SHAPES = {  # (nodes, ranks of a node)
 }
 PIPELINE_MICRO_BATCHES = (2, 8)
 THROUGHPUT_SETTINGS = ["ZeRO-3 bf16", "all flags, LoCo", "all flags, LoCo, moved codes"]
+TECHNIQUE_RATES = ["300mbit", "1gbit"]
+TECHNIQUE_SETTINGS = [  # name, whether its kernels are used
+    ("ZeRO-3 bf16", True),
+    ("qwZ alone", True),
+    ("hpZ alone", True),
+    ("qgZ alone", True),
+    ("all flags", True),
+    ("all flags, LoCo", True),
+    ("all flags", False),
+    ("all flags, LoCo", False),
+]
+TECHNIQUE_ROUNDS = 3
 RATES = ["100mbit", "300mbit", "1gbit", "4gbit", None]  # at the first, ZeRO-3 does little but communicate
 
 
@@ -84,10 +104,24 @@ def measure_throughput() -> None:
                 measure(THROUGHPUT, name, 2, 2, micro_batches, rate, steps=steps)
 
 
+def measure_techniques() -> None:
+    for rate, turn in itertools.product(TECHNIQUE_RATES, range(TECHNIQUE_ROUNDS)):
+        for name, kernels in TECHNIQUE_SETTINGS if turn % 2 else reversed(TECHNIQUE_SETTINGS):
+            os.environ["ZEROPP_KERNELS"] = "" if kernels else "off"
+            measure(TECHNIQUES, name, 2, 2, 1, rate, steps=6, more={"kernels": kernels, "round": turn})
+
+
 def measure(
-    path: Path, name: str, nodes: int, ranks_per_node: int, micro_batches: int, rate: str | None, steps: int
+    path: Path,
+    name: str,
+    nodes: int,
+    ranks_per_node: int,
+    micro_batches: int,
+    rate: str | None,
+    steps: int,
+    more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Run one setting and append what was measured, unless it is there already."""
+    """Run one setting and append what was measured, unless it is there already. ``more``: of the row's key."""
     shape = {"setting": name, "nodes": nodes, "ranks_per_node": ranks_per_node}
     data_parallel = ranks_per_node // (2 if "tensor parallel 2" in name else 1)  # of a node
     copies = nodes * data_parallel // (2 if name == STAGES else 1)  # of the model
@@ -101,7 +135,7 @@ def measure(
         parameters = GPT.num_parameters(GPT.build_config(settings.model, VOCABULARY))
         return found | {"parameters": parameters, "command": f"pretrain_gpt.py {flags}"}
 
-    if row := measure_once(path, shape | {"rate": rate, "micro_batches": micro_batches}, measured):
+    if row := measure_once(path, shape | {"rate": rate, "micro_batches": micro_batches, **(more or {})}, measured):
         print(f"    {per_parameter(row):.3f} bytes/parameter, {row['tokens_per_second']:.0f} tokens/s", file=sys.stderr)
 
 
@@ -155,6 +189,22 @@ def print_tables() -> None:
         print(f"\nMicro-batches per step: {micro_batches}\n")
         print(markdown_table(["rate", *THROUGHPUT_SETTINGS], lines))
 
+    print("\nSeconds of a step by technique, medians over rounds; in brackets ZeRO-3's over it, least and most\n")
+    seconds = {(r["rate"], r["setting"], r["kernels"], r["round"]): r for r in read_rows(TECHNIQUES)}
+    lines = []
+    for rate, (name, kernels) in itertools.product(TECHNIQUE_RATES, TECHNIQUE_SETTINGS):
+        pairs = [
+            (seconds.get((rate, name, kernels, turn)), seconds.get((rate, *TECHNIQUE_SETTINGS[0], turn)))
+            for turn in range(TECHNIQUE_ROUNDS)
+        ]
+        found = [(row, base) for row, base in pairs if row is not None and base is not None]
+        if found:
+            ratios = sorted(base["seconds_per_step"] / row["seconds_per_step"] for row, base in found)
+            step = median(row["seconds_per_step"] for row, _ in found)
+            times = f"{step:.2f} ({median(ratios):.2f} x, {ratios[0]:.2f} to {ratios[-1]:.2f})"
+            lines.append([rate, name, "yes" if kernels else "no", f"{per_parameter(found[0][0]):.2f}", times])
+    print(markdown_table(["rate", "setting", "kernels", "bytes/parameter", "s a step"], lines))
+
 
 def plot_throughput() -> None:
     import matplotlib.pyplot as plt
@@ -179,5 +229,11 @@ def plot_throughput() -> None:
 if __name__ == "__main__":
     run_choice(
         __doc__,
-        {"bytes": measure_bytes, "throughput": measure_throughput, "tables": print_tables, "plot": plot_throughput},
+        {
+            "bytes": measure_bytes,
+            "throughput": measure_throughput,
+            "techniques": measure_techniques,
+            "tables": print_tables,
+            "plot": plot_throughput,
+        },
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from cluster_in_a_box import check_requirements, cluster, programs
 from common import ROOT
 from fault_campaign import Campaign, Outcomes, bad
-from fault_runs import ITERATIONS, PATIENCE, RANKS, enters
+from fault_runs import ITERATIONS, NODES, PATIENCE, RANKS, enters
 
 from megatron_zpp.checkpoint import candidates, problems
 
@@ -173,8 +173,8 @@ def killed_link(campaign: Campaign, folder: Path, at_most: int) -> Outcomes:
     """A node's link goes down for good: all ranks end in time, and the next start goes on."""
     check_requirements()
     with (
-        cluster(RANKS, None) as namespaces,
-        programs([str(ROOT / "pretrain_gpt.py"), *campaign.command(folder)], namespaces, 1) as nodes,
+        cluster(NODES, None) as namespaces,
+        programs([str(ROOT / "pretrain_gpt.py"), *campaign.command(folder)], namespaces, RANKS // NODES) as nodes,
     ):
         tracker = folder / "latest_checkpointed_iteration.txt"
         deadline = time.monotonic() + PATIENCE

@@ -1,4 +1,4 @@
-"""Starts of the training program on two local ranks, for the fault campaign: how they are hit, and how they end.
+"""Starts of the training program on local ranks, for the fault campaign: how they are hit, and how they end.
 
 Ranks are forked from one process that has imported torch, which takes the place of torchrun: it ends the others a while
 after one has died.
@@ -24,20 +24,22 @@ from typing import Any
 
 import torch
 
-RANKS = 2
+RANKS, NODES = 4, 2
 ITERATIONS = 12
 PATIENCE = 60.0  # seconds after which a run counts as hung
 GRACE = 30.0  # seconds in which all ranks must be gone after one has failed, as torchrun does it
 SETTINGS = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
     --global-batch-size 4 --train-iters {ITERATIONS} --lr 3e-3 --log-interval 1 --eval-interval 5 --eval-iters 8
     --num-workers 0 --tokenizer-type ByteTokenizer --split 90,5,5 --exit-signal-handler
-    --distributed-timeout-minutes 0.3 --zero-ranks-per-node 1 --zero-quantized-gradients --zeropp-loco
-    --save-keep-last 3"""
+    --distributed-timeout-minutes 0.3 --zeropp-ranks-per-node 2 --zero-quantized-gradients --zeropp-loco
+    --zero-quantized-weights --zero-hpz-partition-size 2 --zeropp-weight-moves --save-keep-last 3"""
 # Where a run can be hit: the module's function that does it.
 PLACES = {
     "building the index": ("megatron_zpp.data.index_cache", "_build"),
     "load": ("megatron_zpp.training.setup", "_load"),
     "step": ("megatron_zpp.training.pretrain", "train_step"),
+    "encoding of moved codes": ("megatron_zpp.zeropp.gather.all_gather", "measure_moves"),
+    "applying of moved codes": ("megatron_zpp.zeropp.gather.all_gather", "apply_moves"),
     "evaluation": ("megatron_zpp.training.evaluate", "evaluate"),
     "evaluated micro-batch": ("megatron_zpp.training.evaluate", "_sum_and_count"),
     "save": ("megatron_zpp.checkpoint.saver", "checkpoint_state"),

@@ -52,8 +52,9 @@ def stops(campaign: Campaign, folder: Path, at_most: int) -> Outcomes:
 
 
 def kills_in_a_place(campaign: Campaign, folder: Path, at_most: int) -> Outcomes:
-    """SIGKILL to a rank that builds the index, loads, evaluates or saves."""
-    places = ["building the index", "load", "evaluation", "save"]
+    """SIGKILL to a rank that builds the index, loads, encodes or applies moved codes, evaluates or saves."""
+    moves = ["encoding of moved codes", "applying of moved codes"]
+    places = ["building the index", "load", *moves, "evaluation", "save"]
     return in_places(campaign, folder, signal.SIGKILL, "1", places, at_most)
 
 
@@ -89,7 +90,11 @@ def hit_in(campaign: Campaign, run: Run, place: str, number: signal.Signals) -> 
     """Send a signal to a rank that is in a place, for the first or second time; None if it never came there."""
     rank = 0 if place == "building the index" else campaign.rng.randrange(RANKS)
     ranks = range(RANKS) if place == "building the index" else [rank]
-    times = campaign.rng.choice((1, 2)) if place in ("step", "evaluation", "save") else 1
+    times = 1
+    if place in ("step", "evaluation", "save"):
+        times = campaign.rng.choice((1, 2))
+    elif place.endswith("moved codes"):  # of each unit in each step
+        times = campaign.rng.randrange(1, 30)
     if not any(run.wait_for(enters(rank, place), times) for rank in ranks):
         return None
     where = run.hit(rank, number, campaign.rng.uniform(0.0, 0.02))

@@ -2,10 +2,10 @@
 
     sudo .venv/bin/python benchmarks/faults.py --seed 1 --output benchmarks/results/faults.jsonl
 
-One small GPT is trained on 2 ranks on real text, with dropout, LoCo, evaluations and a save at every step or two, once
-undisturbed and then many times with faults that are drawn from the seed. After each fault the same command is started
-again, and in the end all parameters and the optimizer must be those of the undisturbed run, bit for bit. Each case is
-one line of the output:
+One small GPT is trained on 4 ranks on real text, with dropout, moved codes, LoCo, evaluations and a save at every step
+or two, once undisturbed and then many times with faults that are drawn from the seed. After each fault the same command
+is started again, and in the end all parameters and the optimizer must be those of the undisturbed run, bit for bit.
+Each case is one line of the output:
 
     survived   went on by itself, or with the same command, and ended bit-identical
     reported   stopped with an error that names the cause, and changed nothing (damage, a folder in use, no room)

@@ -29,7 +29,7 @@ PATH = RESULTS / "rl.jsonl"
 LEARNING = {  # by name: words of trl_trainers.py, and what must become of a figure
     "DPO": (["dpo", "--steps", "60"], "margins"),
     "GRPO, digits": (["grpo", "--steps", "60", "--lr", "1e-2"], "reward"),
-    "GRPO, addition": (["addition", "--steps", "400", "--lr", "5e-3"], "reward"),
+    "GRPO, addition": (["addition", "--steps", "800"], "reward"),
 }
 
 

@@ -170,11 +170,12 @@ def on_twice_the_ranks(arms: Group) -> Group:
 # The best learning rate of 0.03, 0.06, 0.1, 0.3, 1 and 3 for the fp32 wire.
 SGD = "--optimizer sgd --sgd-momentum 0.9 --weight-decay 1e-4 --lr 0.1 --min-lr 0.01"
 SGD_CONTROL = group("SGD with momentum", {"fp32 wire": SGD}, control=SGD)
-EXPERTS = (
+LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --group-query-attention "
-    "--num-query-groups 2 --untie-embeddings-and-output-weights --num-experts 8 --moe-ffn-hidden-size 512 "
-    "--moe-aux-loss-coeff 0.02"
+    "--num-query-groups 2 --untie-embeddings-and-output-weights"
 )
+EXPERTS = f"{LLAMA} --num-experts 8 --moe-ffn-hidden-size 512 --moe-aux-loss-coeff 0.02"
+LARGER_LLAMA = f"{LLAMA} {LARGER}"
 
 # E14: a model of each kind as the scale's shape allows, with all that its attention, norms and router have.
 _EIGHT_EXPERTS = "--num-experts 8 --moe-router-topk 2"

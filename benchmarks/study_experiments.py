@@ -20,6 +20,8 @@ from study_arms import (
     HIGHER_RATE,
     INT4_DIFFERENCES,
     ISLANDS,
+    LARGER_LLAMA,
+    LLAMA,
     LOCO,
     LOCO_ON_BOTH_HOPS,
     SGD_CONTROL,
@@ -79,7 +81,10 @@ E4_SENSITIVITY = group(
     recovers=True,
 )
 
-ONE_BIT = few_bits(1, 4)
+ONE_BIT = few_bits(1, 4)  # signs of all values, which 1 bit was until it became those of the largest fifth
+LARGEST_FIFTH = f"{gradients(8, 1)} {loco(0.95, 'inter')} {ELEMENT_SCALES} --zeropp-scale-dtype bf16 "
+LARGEST_FIFTH += "--zero-gradient-bits-warmup {warmup}:4"
+HIGHER = "--lr 0.0014 --min-lr 0.00014"
 
 # E9
 
@@ -138,6 +143,18 @@ RECIPES = {
 MOVED_CODES = f"{few_bits(2, 4).replace(differences(4), moves(6))} {ELEMENT_SCALES}"
 FOUR_BITS_NAME = "int4 differences, 8-4 gradients, LoCo between nodes"
 TWO_BITS_NAME = "int4 differences, 8-2 gradients, LoCo between nodes"
+
+
+def llama_recipes(title: str, model: str, block_sizes: tuple[int, ...]) -> Group:
+    """ZeRO-3, ZeRO++ and LoCo as the LoCo paper trains them, against the fp32 wire of the same model."""
+    arms = {BF16_WIRE.name: BF16_WIRE.flags}
+    for size in block_sizes:
+        wire = f"{weights(8, 256)} {gradients(4, 4, size)}"
+        arms[f"ZeRO++, gradients in blocks of {size}"] = wire
+        arms[f"ZeRO++ with LoCo, blocks of {size}"] = f"{wire} {LOCO_ON_BOTH_HOPS}"
+    return group(title, {FP32.name: "", **arms}, common=model, control=model)
+
+
 EXPERIMENTS = {
     "E1": Experiment(
         "Weights as low-bit integers (qwZ)",
@@ -252,6 +269,7 @@ EXPERIMENTS = {
         "A mixture of experts",
         with_experts(CONTROLS),
         with_experts(group("4 bits between nodes", {**RECIPES, FOUR_BITS_NAME: FOUR_BITS})),
+        with_experts(LARGE_BLOCKS),
         group(
             "Experts divided between two real nodes, all in bf16: tokens on the wire",
             {"bf16": "", **{f"int{bits}, blocks of 128": f"--moe-token-bits {bits}" for bits in (8, 4)}},
@@ -294,6 +312,13 @@ EXPERIMENTS = {
                 },
             },
         ),
+        group(
+            "1-bit gradients with scales of elements and LoCo of beta 0.95, 4 bits at first, short scales",
+            {
+                **{f"int{bits}, moved codes": f"{BF16} {moves(bits)} {LARGEST_FIFTH}" for bits in (8, 6)},
+                "int6, moved codes, learning rate 0.0014": f"{BF16} {moves(6)} {LARGEST_FIFTH} {HIGHER}",
+            },
+        ),
         SGD_CONTROL,
         with_sgd(group("Gradients in fp32", {"int6, moved codes": f"{BF16} {moves(6)}"})),
         group(
@@ -327,6 +352,11 @@ EXPERIMENTS = {
             of_family(name, {**RECIPES, "int6 moved codes, 2-bit gradients, LoCo, 4 bits at first": MOVED_CODES})
             for name in FAMILIES
         ),
+    ),
+    "E15": Experiment(
+        "Dense Llama",
+        llama_recipes("Llama, 1.8M parameters", LLAMA, (4096, 128)),
+        llama_recipes("Llama, 6.6M parameters", LARGER_LLAMA, (4096,)),
     ),
 }
 OBSERVED = {name for experiment in EXPERIMENTS.values() for name in experiment.observed}

@@ -23,7 +23,9 @@ from megatron_zpp.zeropp import ZeroPPConfig
 parser = argparse.ArgumentParser()
 parser.add_argument("method", choices=["sft", "dpo", "grpo", "addition"])
 parser.add_argument("--steps", type=int, default=20)
-parser.add_argument("--lr", type=float, help="constant learning rate; default 3e-3, with --lora 1e-2, and falling")
+parser.add_argument(
+    "--lr", type=float, help="constant learning rate; default 3e-3, addition 1e-3, with --lora 1e-2, and falling"
+)
 parser.add_argument("--lora", action="store_true")
 parser.add_argument("--no-resident-weights", action="store_true", help="gather for each token")
 parser.add_argument("--output", default="runs/trl_trainers")
@@ -56,7 +58,7 @@ settings: dict[str, Any] = dict(
     output_dir=arguments.output,
     max_steps=arguments.steps,
     per_device_train_batch_size=4,
-    learning_rate=arguments.lr or (1e-2 if arguments.lora else 3e-3),
+    learning_rate=arguments.lr or (1e-2 if arguments.lora else 1e-3 if arguments.method == "addition" else 3e-3),
     lr_scheduler_type="constant" if arguments.lr else "linear",
     logging_steps=1,
     disable_tqdm=True,
@@ -90,11 +92,11 @@ elif arguments.method == "addition":
             for text, number, is_digit in digits
         ]
 
-    settings["per_device_train_batch_size"] = 32
+    settings["per_device_train_batch_size"] = 64
     trainer = GRPOTrainer(
         model,
         reward_funcs=right,
-        args=GRPOConfig(**settings, num_generations=8, max_completion_length=1, num_iterations=2),
+        args=GRPOConfig(**settings, num_generations=16, max_completion_length=1, num_iterations=2),
         train_dataset=Dataset.from_dict({"prompt": [*sums], "answer": [*sums.values()]}),
         **common,
     )

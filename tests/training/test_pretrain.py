@@ -139,6 +139,18 @@ def test_zeropp_trains_like_zero_3(data, plain_gpt, world_size, per_node, names)
             assert run["lm loss"] != pytest.approx(losses, rel=1e-6), name
 
 
+def test_loco_sends_the_same_at_every_stage(data):
+    """With one micro-batch a step, stages differ in what they keep, not in what they reduce."""
+    loco = f"{SAME} --micro-batch-size {BATCH // 4} {QUANTIZED['LoCo'].format(per_node=2)} --zeropp-gradient-bits 2"
+    argvs = {stage: flags(data, loco, f"--zero-stage {stage}") for stage in (1, 2, 3)}
+    argvs["without"] = [flag for flag in argvs[3] if flag != "--zeropp-loco"]
+    runs = run_ranks(4, train_each, argvs)[-1]
+    for stage in (1, 2):
+        assert runs[stage]["lm loss"] == runs[3]["lm loss"]
+        assert runs[stage]["comm/bytes-between-nodes"][-1] < runs[3]["comm/bytes-between-nodes"][-1]  # weights once
+    assert runs["without"]["lm loss"] != runs[3]["lm loss"]
+
+
 # Memory and precision
 
 
