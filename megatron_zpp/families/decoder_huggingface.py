@@ -183,6 +183,8 @@ def _write_rotary(family: Family, config: DecoderConfig) -> dict[str, Any]:
         local = {"rope_type": "default", "rope_theta": float(config.rotary_base_local or config.rotary_base)}
         full = {"rope_type": "default"} | (scaling or {}) | {"rope_theta": float(config.rotary_base)}
         return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
+    if scaling is None and family.model_type == "gpt_oss":  # whose default is YaRN
+        scaling = {"rope_type": "default"}
     # Two keys that every version reads; version 5 would write them as one, rope_parameters.
     return {"rope_theta": float(config.rotary_base), "rope_scaling": scaling} | partial_factor
 
