@@ -113,7 +113,10 @@ def run(args: argparse.Namespace) -> RunTime:
     """Estimate the run. Raises SettingsError or ValueError on a mistake."""
     architecture = given_architecture(args) or PROGRAMS[args.program]
     world_size = args.nodes * args.ranks_per_node
-    settings = parse_settings(architecture, args.flags, world_size, note=lambda text: None, counts_all_jobs=True)
+    per_node = args.ranks_per_node
+    settings = parse_settings(
+        architecture, args.flags, world_size, lambda text: None, counts_all_jobs=True, ranks_per_node=per_node
+    )
     peak = settings.logging.peak_tflops or peak_tflops(args.gpu)
     if peak is None:
         raise ValueError(f"the peak of --gpu {args.gpu} is not known; give the trainer's --peak-tflops")

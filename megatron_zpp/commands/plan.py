@@ -108,7 +108,7 @@ def table(plan: Plan, rows: int) -> list[str]:
     lines = [["", "wire", "layout", "batch", "recomputed", "GB", "step, s", *(PARTS[part][0] for part in parts)]]
     lines[0] += ["tokens/s", "MFU", *(["$/M tokens"] if has_price else []), "loss, %"]
     for row, outcome in enumerate(plan.outcomes[:rows], 1):
-        found, loss = outcome.prediction, outcome.candidate.wire.loss
+        found, loss = outcome.prediction, outcome.candidate.wire.recipe.loss
         cells = [str(row), outcome.candidate.wire.name, outcome.candidate.layout.name]
         cells += [f"{found.needs.micro_batches} x {found.needs.settings.training.micro_batch_size}", outcome.recompute]
         cells += [f"{found.needs.memory / 1e9:.1f}", f"{found.time.seconds:.3f}"]
@@ -154,7 +154,7 @@ def plot(plan: Plan, path: Path) -> None:
 
     memories = [outcome.prediction.needs.memory / 1e9 for outcome in plan.outcomes]
     rates = [outcome.prediction.tokens_per_second / 1e6 for outcome in plan.outcomes]
-    colors = [outcome.candidate.wire.risk for outcome in plan.outcomes]
+    colors = [outcome.candidate.wire.recipe.risk for outcome in plan.outcomes]
     figure, axes = pyplot.subplots(figsize=(10, 4.8), layout="constrained")
     # The Pareto front: nothing with as little memory is faster. plan.outcomes are ordered by their rates.
     front = [i for i, memory in enumerate(memories) if memory < min([*memories[:i], math.inf])]

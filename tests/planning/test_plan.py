@@ -40,7 +40,7 @@ def test_over_slow_links_few_bits_win(slow):
     assert seconds == sorted(seconds)
     presets = {o.candidate.wire.name: o.prediction.time.seconds for o in data_alone(slow)}
     first, *_, a, b, c = presets
-    assert first == "all flags, 6-bit moves, 2-bit gradients" and {a, b, c} == {"ZeRO-3", "hpZ", "HSDP"}
+    assert first == "int6" and {a, b, c} == {"ZeRO-3", "lossless", "HSDP"}
     assert presets["ZeRO-3"] > 3 * presets[first]
     # Larger micro-batches are tried as far as they fit: 64 samples on 32 ranks.
     assert {o.prediction.needs.settings.training.micro_batch_size for o in data_alone(slow)} <= {1, 2}
@@ -76,7 +76,7 @@ def test_the_command_line_repeats_the_prediction(slow):
         completed, added = complete([*MODEL.split(), "--global-batch-size", "64"], cluster, VOCABULARY)
         assert added == ["--bf16"] and outcome.flags.startswith("--bf16 ")
         words = [*completed, *outcome.flags.split()[1:]]
-        settings = parse_settings(LLAMA, words, cluster.world_size, note=lambda _: None)
+        settings = parse_settings(LLAMA, words, cluster.world_size, lambda _: None, ranks_per_node=8)
         again = predict(cluster, estimate_on(cluster, LLAMA, settings, VOCABULARY))
         assert (again.needs, again.time) == (outcome.prediction.needs, outcome.prediction.time)
 
@@ -138,7 +138,7 @@ def test_the_tool_prints_ranking_reasons_and_a_command(capsys, monkeypatch, tmp_
     pytest.importorskip("matplotlib")
     assert tool.main() == 0
     out = capsys.readouterr().out
-    assert "$/M tokens" in out and "suggested: all flags" in out and "waits for links between nodes for" in out
+    assert "$/M tokens" in out and "suggested: int" in out and "waits for links between nodes for" in out
     (command,) = re.findall(r"torchrun .*", out)
     words = shlex.split(command)
     assert words[1:6] == ["--nnodes", "4", "--nproc-per-node", "8", "pretrain_llama.py"]
