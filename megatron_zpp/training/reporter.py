@@ -18,6 +18,7 @@ from megatron_zpp.metrics.throughput import IntervalTimer, describe_mfu, mfu, mo
 from megatron_zpp.metrics.writers import training_metrics
 from megatron_zpp.optim.gradients import params_norm
 from megatron_zpp.parallel.distributed import print_once
+from megatron_zpp.training.advice import Advice
 from megatron_zpp.training.deferred_stats import StepResult
 from megatron_zpp.training.run import Run, what_is_due
 from megatron_zpp.training.stragglers import Stragglers
@@ -36,6 +37,7 @@ class Reporter:
         self.is_first_step = True
         self.timer = IntervalTimer(run.device)
         self.stragglers = Stragglers(run) if run.settings.logging.log_straggler else None
+        self.advice = Advice(run.predicted)
         self._resume()
         self._clear()
 
@@ -80,6 +82,10 @@ class Reporter:
         if interval is not None and dist.get_rank() == dist.get_world_size() - 1:
             line = format_training_line(interval)
             print(shorten(line) if sys.stdout.isatty() else line, flush=True)
+            waited, steps = interval.waited_between_nodes or 0.0, self.num_steps
+            advice = self.advice.after(steps, interval.seconds_per_iteration, waited)
+            if advice is not None:
+                print(advice, flush=True)
         for result in points:
             self._write_point(result, interval if result.at.iteration == iteration else None)
         if is_log_step:
