@@ -19,8 +19,8 @@ FIRST = {  # group of --help: its flags
     "The model": "--preset --num-layers --hidden-size --num-attention-heads --seq-length",
     "Data": "--data-path --tokenizer-type --tokenizer-model --mock-data --vocab-size",
     "Training": "--micro-batch-size --global-batch-size --train-iters --lr --min-lr --lr-warmup-iters --bf16 --compile",
-    "Memory and links": "--zeropp --zero-stage --zero-quantized-weights --zero-hpz-partition-size --zero-quantized-gradients "
-    "--zeropp-loco --tensor-model-parallel-size --pipeline-model-parallel-size",
+    "Memory and links": "--zeropp --zero-stage --zero-quantized-weights --zero-hpz-partition-size "
+    "--zero-quantized-gradients --zeropp-loco --tensor-model-parallel-size --pipeline-model-parallel-size",
     "Checkpoints and logs": "--save --load --save-interval --log-interval --eval-interval --eval-iters "
     "--tensorboard-dir --wandb-project",
 }

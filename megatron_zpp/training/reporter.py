@@ -82,8 +82,8 @@ class Reporter:
         if interval is not None and dist.get_rank() == dist.get_world_size() - 1:
             line = format_training_line(interval)
             print(shorten(line) if sys.stdout.isatty() else line, flush=True)
-            waited, steps = interval.waited_between_nodes or 0.0, self.num_steps
-            advice = self.advice.after(steps, interval.seconds_per_iteration, waited)
+            between = interval.waited_between_nodes or 0.0
+            advice = self.advice.after(self.num_steps, interval.seconds_per_iteration or 0.0, between)
             if advice is not None:
                 print(advice, flush=True)
         for result in points:

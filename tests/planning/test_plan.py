@@ -133,17 +133,23 @@ def test_the_price_of_tokens(slow):
 
 
 def test_the_tool_prints_ranking_reasons_and_a_command(capsys, monkeypatch, tmp_path):
-    words = f"--cluster 4x8xH100@10 --vocabulary {VOCABULARY} --dollars-per-gpu-hour 2 --plot {tmp_path / 'plan.png'}"
+    words = f"--cluster 4x8xH100@10 --vocabulary {VOCABULARY} --dollars-per-gpu-hour 2 --plot {tmp_path / 'plan.png'} "
+    words += f"--timeline {tmp_path / 'step.svg'}"
     monkeypatch.setattr("sys.argv", ["plan.py", *words.split(), "pretrain_llama.py", *MODEL.split()])
     pytest.importorskip("matplotlib")
     assert tool.main() == 0
     out = capsys.readouterr().out
-    assert "$/M tokens" in out and "suggested: int" in out and "waits for links between nodes for" in out
+    assert "$/M tokens" in out and "suggested: int" in out and "ZeRO-3, data takes" in out
+    assert "waits for links between nodes for" in out
     (command,) = re.findall(r"torchrun .*", out)
     words = shlex.split(command)
     assert words[1:6] == ["--nnodes", "4", "--nproc-per-node", "8", "pretrain_llama.py"]
     assert words[words.index("--global-batch-size") + 1] == "32"  # one sample for each GPU
     assert (tmp_path / "plan.png").stat().st_size > 1000
+    assert "between nodes" in (tmp_path / "step.svg").read_text()  # which matplotlib writes as comments of glyphs
+    sent = [line for line in out.splitlines() if re.search(r"\d x \d+ ", line)]
+    assert len(sent) == 1 + 10 and max(map(len, sent)) <= 110  # the cluster, and ten rows
+    assert "--all lists" in out
 
 
 def test_the_model_may_come_from_transformers(tmp_path, capsys, monkeypatch):
