@@ -3,9 +3,9 @@
     sudo .venv/bin/python benchmarks/auto_regret.py run --rates 100mbit 1gbit unlimited --micro-batches 1 8
     python benchmarks/auto_regret.py show
 
-A cell is a rate and a number of micro-batches of a GPT of 26M parameters on 2 nodes of 2 ranks. In each cell every recipe
-trains, and auto decides, in turns. Regret is the step's time with the chosen recipe over that with the fastest, less 1, of
-medians. What is in ``results/auto_regret.jsonl`` is not measured again.
+A cell is a rate and a number of micro-batches of a GPT of 26M parameters on 2 nodes of 2 ranks. In each cell every
+recipe trains, and auto decides, in turns. Regret is the step's time with the chosen recipe over that with the fastest,
+less 1, of medians. What is in ``results/auto_regret.jsonl`` is not measured again.
 """
 
 from __future__ import annotations
