@@ -26,6 +26,7 @@ from megatron_zpp.metrics.log_reader import parse_log
 PATH = RESULTS / "finetuning_bits.jsonl"
 FOLDER = Path("runs/finetuning_bits")
 SEEDS, STEPS = (1, 2, 3), 200
+PROGRAM = "pretrain_llama.py"
 EIGHT_BITS = gradients(8, 8)
 WIRES = {
     "16 bits (ZeRO-3)": BF16_WIRE.flags,
@@ -48,11 +49,11 @@ def pretrain(text: str) -> tuple[Path, float]:
             f"--lr {CPU.lr} --min-lr {CPU.lr / 10} --lr-warmup-fraction 0.1 --save {base} --overwrite-save --seed 1 "
             f"--save-interval {CPU.train_iters}"
         )
-        run_trainer(f"{flags} {make_text('cpu', CPU)}", ranks=None)
+        run_trainer(f"{flags} {make_text('cpu', CPU)}", ranks=None, program=PROGRAM)
         run("tools/export_hf.py", "--load", base, "--output", FOLDER / "hf")
         run("tools/import_hf.py", "--input", FOLDER / "hf", "--save", checkpoint)
-    flags = f"{MODEL} {BF16_WIRE.flags} --load {checkpoint} --finetune --train-iters 0 {text}"
-    return checkpoint, parse_log(run_trainer(flags, ranks=None)).validation_loss
+    flags = f"{MODEL} {BF16_WIRE.flags} --load {checkpoint} --finetune --skip-train --train-iters 1 --lr 1 {text}"
+    return checkpoint, parse_log(run_trainer(flags, ranks=None, program=PROGRAM)).validation_loss
 
 
 def make_tuning_text() -> str:
@@ -77,10 +78,10 @@ def tune(checkpoint: Path, text: str, wire: str, seed: int) -> dict[str, Any]:
         f"{MODEL} {wire} --load {checkpoint} --finetune --train-iters {STEPS} --eval-interval {STEPS} --lr 3e-4 "
         f"--min-lr 3e-5 --lr-warmup-fraction 0.05 --seed {seed} {text}"
     )
-    log = parse_log(run_trainer(flags, ranks=None))
+    log = parse_log(run_trainer(flags, ranks=None, program=PROGRAM))
     if math.isnan(log.validation_loss):
         raise RuntimeError(f"no validation loss: {flags}")
-    return {"validation_loss": log.validation_loss, "command": f"pretrain_gpt.py {flags}", "machine": machine()}
+    return {"validation_loss": log.validation_loss, "command": f"{PROGRAM} {flags}", "machine": machine()}
 
 
 def print_table() -> None:

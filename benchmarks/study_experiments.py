@@ -79,7 +79,10 @@ E4_SENSITIVITY = group(
     recovers=True,
 )
 
-ONE_BIT = few_bits(1, 4)
+ONE_BIT = few_bits(1, 4)  # signs of all values, which 1 bit was until it became those of the largest fifth
+LARGEST_FIFTH = f"{gradients(8, 1)} {loco(0.95, 'inter')} {ELEMENT_SCALES} --zeropp-scale-dtype bf16 "
+LARGEST_FIFTH += "--zero-gradient-bits-warmup {warmup}:4"
+HIGHER = "--lr 0.0014 --min-lr 0.00014"
 
 # E9
 
@@ -303,6 +306,13 @@ EXPERIMENTS = {
                     f"int{bits}, moved codes": f"{few_bits(2, 4).replace(differences(4), moves(bits))} {ELEMENT_SCALES}"
                     for bits in (8, 6)
                 },
+            },
+        ),
+        group(
+            "1-bit gradients with scales of elements and LoCo of beta 0.95, 4 bits at first, short scales",
+            {
+                **{f"int{bits}, moved codes": f"{BF16} {moves(bits)} {LARGEST_FIFTH}" for bits in (8, 6)},
+                "int6, moved codes, learning rate 0.0014": f"{BF16} {moves(6)} {LARGEST_FIFTH} {HIGHER}",
             },
         ),
         SGD_CONTROL,

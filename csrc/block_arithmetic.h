@@ -82,7 +82,7 @@ ZEROPP_INLINE void from_float(float value, Half& out) {
 
 // ---- Code "absmax": scale = absmax / qmax, code = round_half_even(value / scale).
 
-ZEROPP_INLINE constexpr int qmax_of(int bits) { return (1 << (bits - 1)) - 1; }
+ZEROPP_INLINE constexpr int qmax_of(int bits) { return bits == 1 ? 1 : (1 << (bits - 1)) - 1; }
 
 // As an integer |value| keeps its order, and NaN and Inf come last: a maximum that never loses a NaN.
 ZEROPP_INLINE uint32_t magnitude_of(float value) { return bits_of(value) & 0x7fffffffu; }
@@ -146,7 +146,7 @@ constexpr int kFixedPoint = 22;
 // The step over mean |x|, as in quantization.py.
 ZEROPP_INLINE float step_of(int bits, bool has_zeros) {
   switch (bits) {
-    case 1: return 2;
+    case 1: return 1;  // code "largest": their mean
     case 2: return has_zeros ? 1.5f : 1.25f;
     case 3: return has_zeros ? 0.8125f : 0.75f;
     default: return 0.4375f;

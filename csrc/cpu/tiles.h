@@ -196,16 +196,63 @@ void unpack_as(const uint8_t* __restrict stream, int64_t count, uint8_t* codes) 
   }
 }
 
-void pack_codes(int bits, const uint8_t* codes, int64_t count, uint8_t* stream) {
-  if (bits == 1) pack_as<1>(codes, count, stream);
+// A block of 1 bit: codes -1, 0 and 1, as quantization.py's pack_largest.
+void pack_largest(const uint8_t* codes, int64_t block, uint8_t* __restrict stream) {
+  memset(stream, 0, block / 8);
+  int64_t at = 0, last = -1;  // bit of the stream, and element
+  for (int64_t i = 0; i < block; i += 8) {
+    uint64_t word;
+    memcpy(&word, codes + i, 8);
+    while (word) {
+      const int byte = __builtin_ctzll(word) / 8;
+      const uint32_t is_negative = word >> (8 * byte + 7) & 1, gap = uint32_t(i + byte - last - 1);
+      at += gap >> 2;
+      const uint32_t symbol = (1 | (gap & 3) << 1 | is_negative << 3) << (at & 7);
+      stream[at >> 3] |= uint8_t(symbol);
+      if (symbol >> 8) stream[(at >> 3) + 1] |= uint8_t(symbol >> 8);
+      at += 4, last = i + byte;
+      word &= ~(uint64_t(0xff) << (8 * byte));
+    }
+  }
+}
+
+// Reads up to 7 bytes more than the block's, which a wire always has: scales follow.
+void unpack_largest(const uint8_t* stream, int64_t block, uint8_t* __restrict codes) {
+  memset(codes, 0, block);
+  uint64_t word = 0;  // the stream from bit `at` on, `valid` bits of it
+  int64_t valid = 0;
+  for (int64_t begin = 0, at = 0, place = -1; at < block;) {  // begin: of the symbol
+    int64_t zeros = word ? __builtin_ctzll(word) : valid;
+    if (zeros + 4 > valid) {  // the symbol goes on
+      at += zeros;
+      if (at >= block) return;
+      memcpy(&word, stream + at / 8, 8);
+      word >>= at & 7;
+      valid = 64 - (at & 7);
+      if (block - at < valid) valid = block - at, word &= (uint64_t(1) << valid) - 1;
+      if (!(word & 1)) continue;
+      zeros = 0;
+    }
+    const uint64_t symbol = word >> (zeros + 1);
+    place += 4 * (at + zeros - begin) + int64_t(symbol & 3) + 1;
+    if (place >= block) return;
+    codes[place] = symbol & 4 ? 0xff : 1;
+    word = symbol >> 3;
+    valid -= zeros + 4;
+    begin = at += zeros + 4;
+  }
+}
+
+void pack_codes(int bits, const uint8_t* codes, int64_t count, int64_t block, uint8_t* stream) {
+  for (int64_t i = 0; bits == 1 && i < count; i += block) pack_largest(codes + i, block, stream + i / 8);
   if (bits == 2) pack_as<2>(codes, count, stream);
   if (bits == 3) pack_as<3>(codes, count, stream);
   if (bits == 4) pack_as<4>(codes, count, stream);
   if (bits == 6) pack_as<6>(codes, count, stream);
 }
 
-void unpack_codes(int bits, const uint8_t* stream, int64_t count, uint8_t* codes) {
-  if (bits == 1) unpack_as<1>(stream, count, codes);
+void unpack_codes(int bits, const uint8_t* stream, int64_t count, int64_t block, uint8_t* codes) {
+  for (int64_t i = 0; bits == 1 && i < count; i += block) unpack_largest(stream + i / 8, block, codes + i);
   if (bits == 2) unpack_as<2>(stream, count, codes);
   if (bits == 3) unpack_as<3>(stream, count, codes);
   if (bits == 4) unpack_as<4>(stream, count, codes);
@@ -249,7 +296,7 @@ void read_wire(const Wires& wires, int peer, const Segment& own, const Tile& til
   const uint8_t* codes = wire + segment.codes + tile.first * format.bits / 8;
   fetch_next(codes, tile.count * format.bits / 8);
   if (format.bits != 8) {
-    unpack_codes(format.bits, codes, tile.count, scratch.codes.data());
+    unpack_codes(format.bits, codes, tile.count, segment.block_size, scratch.codes.data());
     codes = scratch.codes.data();
   }
   const int64_t size = segment.block_size;
@@ -287,7 +334,7 @@ void read_sum(const Wires& wires, const Segment& own, const Tile& tile, Scratch&
 
 // ---- Quantization.
 
-// What the compiler knows of a code: kBits; 0 = nothing. 2 is the code "mean", 4 and 8 are "absmax".
+// What the compiler knows of a code: kBits; 0 = nothing. 1 is the code "largest", 2 "mean", 4 and 8 are "absmax".
 template <int kBits>
 bool is_mean(const Format& format) {
   return kBits ? kBits == 2 : format.is_mean;
@@ -376,6 +423,50 @@ ZEROPP_INLINE void put_codes(int64_t first, int64_t count, Levels levels, uint8_
   }
 }
 
+// The codes -1, 0 and 1 of a block of 1 bit, a byte each, and what its scale depends on: the largest fifth of its values,
+// of equal ones the first. Not of a block that holds a NaN or an Inf. guess: the least of them in the block before.
+template <int64_t kCount>
+Sums take_largest(const float* __restrict values, int64_t block, uint32_t largest, uint8_t* __restrict codes,
+                  uint32_t& guess) {
+  const int64_t stop = kCount ? kCount : block, wanted = stop / 5;
+  memset(codes, 0, stop);
+  if (largest == 0 || largest >= 0x7f800000u) return {largest, 0, 0};
+  const auto count_from = [values, stop](uint32_t least) __attribute__((always_inline)) {
+    uint32_t count = 0;
+    for (int64_t i = 0; i < stop; i++) count += magnitude_of(values[i]) >= least;
+    return int64_t(count);
+  };
+  // Narrows the range in which the least of them is, until so many are at or above its lower end, or equal to it.
+  uint32_t least = 1, above = largest + 1, step = 1u << 21;
+  int64_t count = count_from(least);
+  bool is_below = true, is_above = true;  // all probes so far were: the range is still open there
+  for (uint32_t probe = guess; count > wanted && above - least > 1;) {
+    if (probe <= least || probe >= above) probe = least + (above - least) / 2;
+    const int64_t from_probe = count_from(probe);
+    if (from_probe >= wanted) least = probe, count = from_probe, is_above = false;
+    else above = probe, is_below = false;
+    // Away from the guess in growing steps, then by halves.
+    if (is_below || is_above) probe = is_below ? least + step : above - std::min(step, above);
+    else probe = least + (above - least) / 2;
+    step *= 2;
+  }
+  guess = least;
+  for (int64_t i = 0; i < stop; i++) {
+    codes[i] = magnitude_of(values[i]) >= least ? (bits_of(values[i]) >> 31 ? 0xff : 1) : 0;
+  }
+  for (int64_t i = stop - 1; count > wanted; i--) {  // equal ones, from the last on
+    if (magnitude_of(values[i]) == least) codes[i] = 0, count--;
+  }
+  const float units = per_unit(exponent_of(largest));
+  uint64_t total = 0;
+  for (int64_t first = 0; first < stop; first += 256) {
+    uint32_t part = 0;
+    for (int64_t i = first; i < std::min(first + 256, stop); i++) part += codes[i] ? in_units(values[i], units) : 0;
+    total += part;
+  }
+  return {largest, uint32_t(count), total};
+}
+
 // The codes of a strip of a tile whose elements from `size` on are padding.
 template <int kBits, int64_t kCount, class Arrives>
 ZEROPP_INLINE void quantize_strip(const float* __restrict values, int64_t first, int64_t count, int64_t size,
@@ -429,6 +520,23 @@ void quantize(const float* values, int64_t block, const Tile& tile, const Format
       sums[b].largest = std::max(sums[b].largest, largest_magnitude<kCount>(at, strip));
     }
   }
+  if (bits == 1) {
+    uint32_t guess = 0;
+    for (int64_t b = 0; b < tile.blocks; b++) {
+      const float* of_block = values + b * block;
+      uint8_t* to = codes + b * block;
+      sums[b] = block == kCount ? take_largest<kCount>(of_block, block, sums[b].largest, to, guess)
+                                : take_largest<0>(of_block, block, sums[b].largest, to, guess);
+      const auto [largest, count, total] = sums[b];
+      scales[b] = mean_scale(total, largest, count, count, bits, is_short);
+      if (!(scales[b] > 0)) memset(to, 0, block);
+      const Levels levels = levels_of(scales[b], false);
+      for (int64_t i = b * block; i < (b + 1) * block; i++) {
+        arrives.template tell<false>(i, value_of(code_value(codes[i]), levels));
+      }
+    }
+    return;
+  }
   if (is_mean<kBits>(format)) {
     for (int64_t b = 0; b < tile.blocks; b++) {
       const float units = per_unit(exponent_of(sums[b].largest));
@@ -472,7 +580,7 @@ void write_blocks(const Format& format, const Segment& segment, uint8_t* wire, c
   for (int64_t b = 0; b < tile.blocks; b++) {
     store_scale(scales[b], wire + segment.scales, tile.block + b, format.scale_bytes);
   }
-  if (bits != 8) pack_codes(bits, codes, padded, stream);
+  if (bits != 8) pack_codes(bits, codes, padded, block, stream);
 }
 
 // The gaps that alignment leaves behind the last code and the last scale.
@@ -560,6 +668,7 @@ void encode_tiles(const EncodeArguments& a, int64_t begin, int64_t end) {
 void encode(const EncodeArguments& a, int64_t begin, int64_t end) {
   const Format& format = a.wire.format;
   if (format.is_mean && format.bits == 2) encode_tiles<2>(a, begin, end);
+  else if (format.bits == 1) encode_tiles<1>(a, begin, end);
   else if (!format.is_mean && format.bits == 4) encode_tiles<4>(a, begin, end);
   else if (!format.is_mean && format.bits == 8) encode_tiles<8>(a, begin, end);
   else encode_tiles<0>(a, begin, end);
@@ -624,7 +733,7 @@ void move_exponents(const MoveExponentsArguments& a, int64_t begin, int64_t end)
     const uint8_t* wire = a.wire.data + tile.row0 * a.wire.stride0 + tile.row1 * a.wire.stride1;
     const uint8_t* codes = wire + segment.codes + tile.first * format.bits / 8;
     if (format.bits != 8) {
-      unpack_codes(format.bits, codes, tile.blocks * size, scratch.codes.data());
+      unpack_codes(format.bits, codes, tile.blocks * size, size, scratch.codes.data());
       codes = scratch.codes.data();
     }
     for (int64_t b = 0; b < tile.blocks; b++) {

@@ -286,7 +286,6 @@ __device__ void store_codes_as(uint32_t low, uint32_t high, uint8_t* to) {
     const uint64_t stream = pack<bits>(low) | uint64_t(pack<bits>(high)) << (4 * bits);
     if constexpr (bits == 4) *reinterpret_cast<uint32_t*>(to) = uint32_t(stream);
     if constexpr (bits == 2) *reinterpret_cast<uint16_t*>(to) = uint16_t(stream);
-    if constexpr (bits == 1) *to = uint8_t(stream);
     if constexpr (bits == 3 || bits == 6) {
 #pragma unroll
       for (int i = 0; i < bits; i++) to[i] = uint8_t(stream >> (8 * i));
@@ -323,7 +322,6 @@ __device__ void with_bits(int bits, const Work& work) {
     work(std::integral_constant<int, kBits>());
   } else {
     switch (bits) {
-      case 1: return work(std::integral_constant<int, 1>());
       case 2: return work(std::integral_constant<int, 2>());
       case 3: return work(std::integral_constant<int, 3>());
       case 4: return work(std::integral_constant<int, 4>());

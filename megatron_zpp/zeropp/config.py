@@ -19,7 +19,6 @@ MOVED_BITS = (4, 6, 8)  # of codes that are sent as moves
 SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUNDINGS = ("nearest", "stochastic")
 _FORMER_NAMES = {"--zeropp-secondary-dtype": "--hpz-secondary-dtype"}
-_ANY_BITS = f"{', '.join(map(str, SUPPORTED_BITS[:-1]))} or {SUPPORTED_BITS[-1]}"
 
 
 def config_flag(
@@ -127,11 +126,9 @@ class ZeroPPConfig:
         "ranks that share a node; default --zero-hpz-partition-size if that is above 1, else the ranks of each host",
         at_least=1,
     )
-    weight_bits: int | None = _qwz_flag(
-        "--zeropp-weight-bits", 8, f"bits of quantized weights between nodes: {_ANY_BITS}"
-    )
+    weight_bits: int | None = _qwz_flag("--zeropp-weight-bits", 8, "bits of weights between nodes: 2, 3, 4, 6 or 8")
     # Defined in quantization.py: "absmax" has levels up to the block's largest value; "mean" has steps that are a
-    # multiple of the block's mean |x|, for 1 to 4 bits, and cuts off large values. LoCo makes up for that in gradients.
+    # multiple of the block's mean |x|, for 2 to 4 bits, and cuts off large values. LoCo makes up for that in gradients.
     weight_scaling: str = _qwz_flag(
         "--zeropp-weight-scaling",
         "absmax",
@@ -156,13 +153,13 @@ class ZeroPPConfig:
     gradient_bits: int | None = _qgz_flag(
         "--zeropp-gradient-bits",
         4,
-        f"bits of quantized gradients between nodes: {_ANY_BITS}; 0 = unquantized",
+        "bits of gradients between nodes: 2, 3, 4, 6 or 8; 1 = signs of each block's largest fifth; 0 = unquantized",
         zero_is_none=True,
     )
     gradient_scaling: str | None = _qgz_flag(
         "--zeropp-gradient-scaling",
         None,
-        "what sets the scale of gradients between nodes; default mean below 4 bits, absmax from 4 on",
+        "what sets the scale of gradients between nodes; default mean for 2 and 3 bits, absmax from 4 on",
         choices=SCALINGS,
         repr=False,
     )
@@ -184,7 +181,7 @@ class ZeroPPConfig:
     gradient_intra_scaling: str | None = _qgz_flag(
         "--zeropp-gradient-intra-scaling",
         None,
-        "what sets the scale of gradients within a node; default mean below 4 bits, absmax from 4 on",
+        "what sets the scale of gradients within a node; default mean for 2 and 3 bits, absmax from 4 on",
         choices=SCALINGS,
         repr=False,
     )
@@ -284,11 +281,11 @@ class ZeroPPConfig:
             self._check_moves()
         if self.frozen_dtype is not None:
             self._check_frozen()
-        learns = self.gradient_bits not in (None, 1) or self.gradient_bits_warmup is not None
-        if self.gradient_element_scales and not learns:
+        has_one_bit = 1 in (self.gradient_bits, self.gradient_intra_bits)
+        if has_one_bit and (self.gradient_rounding != "nearest" or (self.gradient_block_size or 8192) > 4096):
             raise ValueError(
-                "gradient_element_scales learns from how large the codes between nodes are, which gradient_bits "
-                f"{self.gradient_bits} does not say: set 2 to 8 bits, or more bits at first (gradient_bits_warmup)"
+                "1 bit takes the largest values of blocks: it requires gradient_rounding nearest and a "
+                f"gradient_block_size of at most 4096, got {self.gradient_rounding} and {self.gradient_block_size}"
             )
         if self.hadamard and (self.gradient_block_size or 32) % 32:
             raise ValueError(f"hadamard requires gradient blocks of a multiple of 32, got {self.gradient_block_size}")
@@ -365,6 +362,7 @@ _REQUIREMENTS = (
     ("loco", "gradient_bits"),
     ("hadamard", "quantized_gradients"),
     ("gradient_element_scales", "quantized_gradients"),
+    ("gradient_element_scales", "gradient_bits"),
     ("gradient_sum_dtype", "quantized_gradients"),
     ("offload_gradient_sums", "quantized_gradients"),
     ("gradient_bits_warmup", "quantized_gradients"),

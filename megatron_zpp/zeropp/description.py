@@ -83,7 +83,8 @@ def _bits(
     if warmup is not None:
         first = BitsWarmup.parse(warmup)
         how.append(f"int{first.bits} in the first {first.steps} steps")
-    return f"int{bits}" + (f" ({', '.join(how)})" if how else "")
+    code = "ternary" if bits == 1 else f"int{bits}"
+    return code + (f" ({', '.join(how)})" if how else "")
 
 
 def _plural(noun: str, count: int) -> str:

@@ -7,6 +7,7 @@ the p-th of node n.
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from megatron_zpp.zeropp.config import ZeroPPConfig
 from megatron_zpp.zeropp.wire.layout import ParameterShard
 
 # The step over mean |x|, by bits, and where a quarter or more of a block is zero.
-STEPS = {1: 2, 2: 5 / 4, 3: 3 / 4, 4: 7 / 16}
+STEPS = {2: 5 / 4, 3: 3 / 4, 4: 7 / 16}
 STEPS_WITH_ZEROS = {2: 3 / 2, 3: 13 / 16, 4: 7 / 16}
 SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ERROR_HOPS = {"int8": (8, torch.float32), "bf16": (None, torch.bfloat16), "fp32": (None, torch.float32)}
@@ -59,7 +60,7 @@ def mean_levels(blocks: Tensor, bits: int, noise: Tensor | None, scale_dtype: to
     magnitudes, zeros = np.abs(values.astype(np.float64)), (values == 0).sum(-1, keepdims=True)
     is_finite = np.isfinite(magnitudes).all(-1, keepdims=True)
     magnitudes = np.where(is_finite, magnitudes, 0.0)
-    whole_steps = (zeros / numel >= 0.25) & (bits > 1)
+    whole_steps = zeros / numel >= 0.25
     exponent = np.frexp(magnitudes.max(-1, keepdims=True))[1] - 1
     unit = np.ldexp(1.0, np.maximum(exponent, -63) - 22)
     total = (magnitudes // unit).sum(-1, keepdims=True)  # whole numbers, exact in fp64
@@ -76,6 +77,24 @@ def mean_levels(blocks: Tensor, bits: int, noise: Tensor | None, scale_dtype: to
     units = np.where(total == 0, np.float32(0), np.where(np.isinf(scale), np.float32(np.nan), scale))
     units = np.where(is_finite, units, np.float32(np.nan))
     return torch.from_numpy(np.where(units > 0, levels, np.float32(0))), torch.from_numpy(units)
+
+
+def largest_levels(blocks: Tensor, count: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The same of one bit: signs of the ``count`` largest, of equal ones the first; the unit is their mean."""
+    values = blocks.float().numpy()
+    levels, units = np.zeros_like(values), np.zeros((*values.shape[:-1], 1), dtype=np.float32)
+    for where in np.ndindex(*values.shape[:-1]):
+        block = values[where]
+        taken = [i for i in sorted(range(len(block)), key=lambda i: -abs(block[i]))[:count] if block[i] != 0]
+        if not np.isfinite(block).all():
+            units[where] = np.nan
+        elif taken:
+            unit = 2.0 ** (max(np.frexp(np.abs(block).max())[1] - 1, -63) - 22)
+            total = sum(float(abs(block[i])) // unit for i in taken)  # whole numbers, exact in fp64
+            mean = np.float32(total) / np.float32(len(taken)) * np.float32(unit)
+            units[where] = torch.tensor(mean).to(scale_dtype).float().item()
+            levels[where][taken] = np.sign(block[taken]) * (units[where] > 0)
+    return torch.from_numpy(levels), torch.from_numpy(units)
 
 
 def code_at(step: int, later: tuple[int | None, str | None], warmup: str | None, scaling_at_first: str | None) -> tuple:
@@ -130,7 +149,14 @@ class Hop:
 
     @property
     def is_mean(self) -> bool:
-        return self.scaling == "mean" or (self.scaling is None and self.bits is not None and self.bits <= 3)
+        return self.scaling == "mean" or (self.scaling is None and self.bits in (2, 3))
+
+    def most_of_one_bit(self, place: slice) -> int:
+        """How many values of a block a code of one bit keeps: a fifth of what the whole block has room for."""
+        ends = itertools.accumulate(parameter.numel for parameter in self.parameters)
+        numel = next(p.numel for p, end in zip(self.parameters, ends, strict=True) if place.start < end)
+        whole = -(-numel // 8) * 8
+        return min(self.block_size or whole, whole) // 5
 
     def is_quantized(self, parameter: ParameterShard) -> bool:
         fewest = min(self.block_size or 8, 32)
@@ -166,7 +192,10 @@ class Hop:
         for place in self.blocks():
             assert self.bits is not None
             noise_of_block = None if noise is None else noise[..., place]
-            of_block, unit = one_way(shards[..., place], self.bits, noise_of_block, self.scale_dtype)
+            if self.bits == 1:
+                of_block, unit = largest_levels(shards[..., place], self.most_of_one_bit(place), self.scale_dtype)
+            else:
+                of_block, unit = one_way(shards[..., place], self.bits, noise_of_block, self.scale_dtype)
             arrived[..., place] = of_block * unit
             levels[..., place] = torch.where(unit > 0, of_block, torch.nan)
         return arrived, levels
@@ -250,6 +279,7 @@ class ElementScales:
         bits = self.hop.bits
         assert bits is not None
         usual = math.pi / 2 / STEPS[bits] ** 2 if self.hop.is_mean else ((2 ** (bits - 1) - 1) / 3) ** 2
+        usual = 0.2 if bits == 1 else usual
         weight = max(1 / (2 + self.steps), 0.02)
         octaves = np.log2(1 - weight + weight * levels**2 / usual) / 2  # of the scale, half of those of the square
         louder = np.floor(16 * octaves + self.steps * 0.6180339887498949 % 1)
@@ -301,6 +331,7 @@ def reduce_scatter(
         over: Hop | ElementScales = hops[hop]
         if config.gradient_element_scales and hop == "inter":
             over = state.scales.setdefault(rank, ElementScales(hops[hop], pieces.shape))
+            over.hop = hops[hop]  # of this step's bits
         if loco is None or (hop == "intra" and loco.hops == "inter"):
             return over.transmit_all(pieces, noise_seed)
         error = state.errors.get((hop, rank), torch.zeros_like(pieces, dtype=torch.float32))

@@ -7,11 +7,14 @@ A block of B values shares one scale s. A ``Code`` says what s is, and which lev
     absmax   s = largest |x| / qmax with qmax = 2^(b-1) - 1. Levels are c s, c from -qmax to qmax, so that both extremes
              are kept.
     mean     s = step * mean |x|. Levels are (c + 1/2) s, c from -2^(b-1) to 2^(b-1) - 1; what is beyond takes the outer
-             ones. But zeros must stay zeros in a block in which a quarter or more of the values are 0, if b > 1. There,
+             ones. But zeros must stay zeros in a block in which a quarter or more of the values are 0. There,
              s = step * mean |x| of the others, levels are c s as above, and -s is sent to tell that from the rest.
+    largest  of 1 bit: the B // 5 largest |x| become -s or s, with s = their mean |x|, and all others 0. Of equal |x|
+             the first are taken. A fifth is what fits into B bits ("pack_largest").
 
-A value takes the nearest level; at ties the even code with absmax, the upper one with mean. Stochastic rounding takes
-one of the two nearest levels, so that the expected one is the value, if that lies between the outer levels.
+With absmax and mean a value takes the nearest level; at ties the even code with absmax, the upper one with mean.
+Stochastic rounding takes one of the two nearest levels, so that the expected one is the value, if that lies between the
+outer levels.
 
 A block of zeros has scale 0. A block that holds a NaN or an Inf, or whose scale would be Inf, has scale NaN and
 dequantizes to NaN, so that overflow checks still see it. With mean, a block of nothing above 2^-85 counts as zeros:
@@ -29,10 +32,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SCALINGS = ("absmax", "mean")
+SCALINGS = ("absmax", "mean")  # of 2 bits and more
 # The step of code "mean" over mean |x|, by bits: where zeros are rare, and where they are many. At 2 bits by loss: less
 # cuts early gradients off. No border between levels may be at 1, where all of a block's |x| can be.
-STEPS = {1: (2.0, 2.0), 2: (1.25, 1.5), 3: (0.75, 0.8125), 4: (0.4375, 0.4375)}
+STEPS = {2: (1.25, 1.5), 3: (0.75, 0.8125), 4: (0.4375, 0.4375)}
+LARGEST = 5  # code "largest" takes one of so many values
 # A scale that is kept from step to step stays while the block's largest value is between KEPT_FROM and 1 times what its
 # codes can say. A new one puts the largest value at FRESH.
 KEPT_FROM, FRESH = 0.6, 0.9
@@ -44,7 +48,9 @@ _FIXED_POINT, _SMALLEST_EXPONENT = 22, -63
 
 @dataclass(frozen=True)
 class Code:
-    """How blocks become integers and scales. ``scaling`` None = by bits: "mean" below 4, where it loses less.
+    """How blocks become integers and scales.
+
+    ``scaling`` None = by bits: "largest" for 1, "mean" for 2 and 3, where it loses less than "absmax".
 
     Raises ValueError for what cannot be.
     """
@@ -55,11 +61,11 @@ class Code:
 
     def __post_init__(self) -> None:
         if self.scaling is None:
-            object.__setattr__(self, "scaling", "mean" if self.bits < 4 else "absmax")
+            object.__setattr__(self, "scaling", {1: "largest", 2: "mean", 3: "mean"}.get(self.bits, "absmax"))
+        if (self.bits == 1) != (self.scaling == "largest"):
+            raise ValueError(f"1 bit is a code of gradients that takes no scaling {self.scaling}")
         if self.is_mean and self.bits not in STEPS:
             raise ValueError(f"scaling mean is for {min(STEPS)} to {max(STEPS)} bits, not {self.bits}: use absmax")
-        if not self.is_mean and self.bits == 1:
-            raise ValueError("1 bit has no code with scaling absmax: use mean")
 
     @property
     def is_mean(self) -> bool:
@@ -67,7 +73,7 @@ class Code:
 
     @property
     def qmax(self) -> int:
-        return 2 ** (self.bits - 1) - 1
+        return max(1, 2 ** (self.bits - 1) - 1)
 
 
 def quantize_blocks(
@@ -86,6 +92,8 @@ def quantize_blocks(
     """
     values = blocks.float()
     absmax = values.abs().amax(dim=-1)
+    if code.bits == 1:
+        return _quantize_largest(values, absmax, code)
     if code.is_mean:
         return _quantize_by_mean(values, absmax, code, uniform, sizes)
     level = FRESH * code.qmax if keeps_scales else code.qmax
@@ -107,11 +115,8 @@ def _quantize_by_mean(
 ) -> tuple[Tensor, Tensor]:
     size = torch.as_tensor(values.shape[-1], device=values.device) if sizes is None else sizes
     nonzeros = (values != 0).sum(dim=-1)
-    has_zeros = (4 * (size - nonzeros) >= size) & (code.bits > 1)
-    exponent_bits = absmax.view(torch.int32).bitwise_and(0x7F800000).clamp_(min=(127 + _SMALLEST_EXPONENT) << 23)
-    unit = (exponent_bits - (_FIXED_POINT << 23)).view(torch.float32)
-    per_unit = (((127 + _FIXED_POINT + 127) << 23) - exponent_bits).view(torch.float32)
-    total = (values.abs() * per_unit.unsqueeze(-1)).long().sum(dim=-1)
+    has_zeros = 4 * (size - nonzeros) >= size
+    total, unit = _sum_magnitudes(values, absmax)
     step, step_with_zeros = (total.new_full((), step, dtype=torch.float32) for step in STEPS[code.bits])
     count = torch.where(has_zeros, nonzeros, size).clamp(min=1)
     scales = torch.where(has_zeros, step_with_zeros, step) * total.float() / count.float() * unit
@@ -124,6 +129,30 @@ def _quantize_by_mean(
     steps = torch.where((scales > 0).unsqueeze(-1), steps.floor_().clamp_(max=code.qmax).maximum(lowest), 0.0)
     signed = torch.where(has_zeros & (scales > 0), -scales, scales)
     return steps.to(torch.int8), as_sent(signed, code)
+
+
+def _quantize_largest(values: Tensor, absmax: Tensor, code: Code) -> tuple[Tensor, Tensor]:
+    magnitudes = values.abs().nan_to_num(0.0, 0.0)
+    count = values.shape[-1] // LARGEST
+    least = magnitudes.topk(count, dim=-1).values[..., -1:]
+    # Of those that equal the least, the first that there is room for.
+    equal = magnitudes == least
+    room = count - (magnitudes > least).sum(dim=-1, keepdim=True)
+    taken = ((magnitudes > least) | (equal & (equal.cumsum(dim=-1) <= room))) & (magnitudes > 0)
+    total, unit = _sum_magnitudes(values * taken, absmax)
+    scales = total.float() / taken.sum(dim=-1).clamp(min=1).float() * unit
+    scales = scales.to(code.scale_dtype).float()
+    scales = torch.where(absmax.isfinite() & scales.isfinite(), scales, torch.nan)
+    codes = values.sign().nan_to_num_(0.0).mul_(taken & (scales > 0).unsqueeze(-1))
+    return codes.to(torch.int8), as_sent(scales, code)
+
+
+def _sum_magnitudes(values: Tensor, absmax: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums of |x| of blocks [..., B] as integers [...], and their units, which absmax [...] decides."""
+    exponent_bits = absmax.view(torch.int32).bitwise_and(0x7F800000).clamp_(min=(127 + _SMALLEST_EXPONENT) << 23)
+    unit = (exponent_bits - (_FIXED_POINT << 23)).view(torch.float32)
+    per_unit = (((127 + _FIXED_POINT + 127) << 23) - exponent_bits).view(torch.float32)
+    return (values.abs() * per_unit.unsqueeze(-1)).long().sum(dim=-1), unit
 
 
 def as_sent(scales: Tensor, code: Code) -> Tensor:
@@ -181,7 +210,10 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """Pack signed codes int8 [..., B] into bytes uint8 [..., B * bits / 8]; B is a multiple of 8.
 
     The bytes are a little-endian bit stream: code i occupies the bits [bits * i, bits * (i + 1)), in two's complement.
+    Of 1 bit see ``pack_largest``.
     """
+    if bits == 1:
+        return pack_largest(codes)
     if bits == 8:
         return codes.view(torch.uint8)
     codes_per_word, bytes_per_word = _word(bits)
@@ -196,6 +228,8 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
 
 def unpack_bits(packed: Tensor, bits: int) -> Tensor:
     """Unpack bytes uint8 [..., B * bits / 8] into signed codes int8 [..., B]."""
+    if bits == 1:
+        return unpack_largest(packed)
     if bits == 8:
         return packed.view(torch.int8)
     codes_per_word, bytes_per_word = _word(bits)
@@ -206,6 +240,55 @@ def unpack_bits(packed: Tensor, bits: int) -> Tensor:
     fields = torch.stack([(words >> (bits * i)) & (2**bits - 1) for i in range(codes_per_word)], dim=-1)
     sign = 2 ** (bits - 1)
     return ((fields.to(torch.uint8) ^ sign) - sign).view(torch.int8).flatten(-2)  # wraps to the negative codes
+
+
+def pack_largest(codes: Tensor) -> Tensor:
+    """Pack codes -1, 0 and 1, int8 [..., B], at most B // 5 of them not 0, into bytes uint8 [..., B / 8].
+
+    Each code that is not 0 is a Rice code (k = 2) of the number of zeros since the last one, and a bit for its sign:
+    gap >> 2 zeros, a one, the low 2 bits of the gap, and a one if it is negative. Zeros fill the block's bits. That is
+    4 bits for each code and at most one for every 4 zeros, which B bits always hold.
+    """
+    blocks = codes.reshape(-1, codes.shape[-1])
+    rows, places = blocks.nonzero(as_tuple=True)
+    first = torch.ones_like(rows, dtype=torch.bool)
+    first[1:] = rows[1:] != rows[:-1]
+    before = torch.where(first, -1, places.roll(1))
+    gaps = places - before - 1
+    lengths = (gaps >> 2) + 4
+    ends = lengths.cumsum(0)
+    begins = ends - lengths  # and less what earlier blocks take
+    ones = begins - begins[first][first.cumsum(0) - 1] + (gaps >> 2) if len(rows) else begins
+    bits = torch.zeros_like(blocks, dtype=torch.uint8)
+    bits[rows, ones] = 1
+    bits[rows, ones + 1] = (gaps & 1).to(torch.uint8)
+    bits[rows, ones + 2] = (gaps >> 1 & 1).to(torch.uint8)
+    bits[rows, ones + 3] = (blocks[rows, places] < 0).to(torch.uint8)
+    powers = torch.arange(8, dtype=torch.uint8, device=codes.device)
+    return (bits.unflatten(-1, (-1, 8)) << powers).sum(-1, dtype=torch.uint8).view(*codes.shape[:-1], -1)
+
+
+def unpack_largest(packed: Tensor) -> Tensor:
+    """Unpack bytes uint8 [..., B / 8] of ``pack_largest`` into codes int8 [..., B]."""
+    powers = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    bits = ((packed.unsqueeze(-1) >> powers) & 1).flatten(-2).reshape(-1, 8 * packed.shape[-1]).long()
+    num_blocks, size = bits.shape
+    # Where the first one is, from each bit on; ``size`` = nowhere.
+    places = torch.arange(size, device=packed.device)
+    ones = torch.where(bits.bool(), places, size).flip(-1).cummin(dim=-1).values.flip(-1)
+    ones, bits = torch.nn.functional.pad(ones, (0, 4), value=size), torch.nn.functional.pad(bits, (0, 4))
+    codes = torch.zeros(num_blocks, size + 1, dtype=torch.int8, device=packed.device)  # the last for what is none
+    at = torch.zeros(num_blocks, 1, dtype=torch.int64, device=packed.device)
+    place = torch.full_like(at, -1)
+    for _ in range(size // LARGEST):
+        one = ones.gather(1, at)
+        is_code = one < size
+        one = one.clamp(max=size)
+        gap = 4 * (one - at) + bits.gather(1, one + 1) + 2 * bits.gather(1, one + 2)
+        place = torch.where(is_code, place + gap + 1, size).clamp_(max=size)
+        codes.scatter_(1, place, (1 - 2 * bits.gather(1, one + 3)).to(torch.int8))
+        at = torch.where(is_code, one + 4, at).clamp_(max=size)
+    return codes[:, :size].reshape(*packed.shape[:-1], size)
 
 
 def _as_words(values: Tensor, bits: int) -> Tensor:

@@ -69,6 +69,11 @@ CASES = {
         replace(LOCO, quantized_weights=False, weight_moves=True, gradient_bits=2, gradient_element_scales=True),
         torch.bfloat16,
     ),
+    "1 bit, scales of elements": (
+        "net",
+        replace(LOCO, gradient_bits=1, gradient_bits_warmup="1:4", gradient_element_scales=True, scale_dtype="bf16"),
+        None,
+    ),
     "frozen bf16 weights in NF4, moved codes": (
         "net on a bf16 base",
         replace(LOCO, frozen_dtype="nf4", nf4_skip=("layers.2",), weight_moves=True),
