@@ -29,6 +29,7 @@ def recipe_values(values: Mapping[str, Any], world_size: int, ranks_per_node: in
         chosen = [flag.name for flag in iterate_flags(ZeroPPConfig) if values.get(flag.setting) not in (None, False)]
         chosen = [flag for flag in chosen if flag not in map(flag_of, _BESIDE_AUTO)]
         require(not chosen, f"--zeropp auto chooses {', '.join(chosen)}: leave them out, or name a recipe")
+        require("emulate_ranks" not in values, "--zeropp auto measures real ranks: name a recipe with --emulate-ranks")
     if name not in RECIPES:
         return {}
     needs_nodes = RECIPES[name].fields and values.get("zero_stage", 3) == 3

@@ -25,7 +25,7 @@ from megatron_zpp.zeropp.recipes import RECIPES
 # however well the links were measured.
 PREDICTION_ERROR = 0.044
 MOST_TOKENS = {"cpu": 512, "cuda": 8192}  # of a micro-batch that is timed; more are computed at the same rate
-MOST_SECONDS = 0.03  # of a collective that is timed: some 300 KB at 100 Mbit/s
+MOST_SECONDS = 0.1  # of a collective that is timed: at 100 Mbit/s a MB or two, more than a link takes in one burst
 
 # Settings of the run with the recipe of that name, on nodes of that many ranks.
 Parse = Callable[[str, int], ResolvedSettings]
@@ -63,6 +63,7 @@ def choose_recipe(architecture: Architecture, parse: Parse, vocabulary: int, dev
         seconds=0.05,
         least_repeats=2,
         most_seconds=MOST_SECONDS,
+        is_brief=True,
         group=topology.intra_group,
     )
     cluster = measure_cluster(topology.ranks_per_node, options, say=lambda _: None)
@@ -76,8 +77,8 @@ def choose_recipe(architecture: Architecture, parse: Parse, vocabulary: int, dev
                 names = ", ".join(RECIPES)
                 raise ValueError(f"--zeropp auto cannot predict this run ({error}): name one of {names}") from error
             budget = settings.zero.zeropp_loss_budget
-            name, margin = choose(times, budget)
-            why = explain(cluster, times, refused, name, margin, budget, time.monotonic() - start)
+            name = choose(times, budget)
+            why = explain(cluster, times, refused, name, budget, time.monotonic() - start)
             chosen = [Choice(name, topology.ranks_per_node, why, times[name][0])]
     dist.broadcast_object_list(chosen)
     choice: Choice = chosen[0]
@@ -109,25 +110,22 @@ def predict_recipes(
     return times, refused
 
 
-def choose(times: Times, loss_budget: float) -> tuple[str, float]:
-    """Return what rounds least of the recipes that are as fast as the fastest, and the error within which they are.
+def choose(times: Times, loss_budget: float) -> str:
+    """Return what rounds least of the recipes that cannot be told from the fastest.
 
-    loss_budget: percent. The error is that of the prediction, or the difference of both measurements if it is larger.
+    loss_budget: percent. A recipe is slower if it is so by all measurements, and by more than ``PREDICTION_ERROR``.
     """
     allowed = {name: both for name, both in times.items() if RECIPES[name].risk <= loss_budget}
-    differences = [abs(a.seconds - b.seconds) / min(a.seconds, b.seconds) for a, b in allowed.values()]
-    margin = max(PREDICTION_ERROR, *differences)
-    fastest = min(map(_seconds, allowed.values()))
-    return next(name for name, both in allowed.items() if _seconds(both) <= (1 + margin) * fastest), margin
+    fastest = min(allowed.values(), key=_seconds)
+    limit = (1 + PREDICTION_ERROR) * max(time.seconds for time in fastest)
+    return next(name for name, both in allowed.items() if min(time.seconds for time in both) <= limit)
 
 
 def _seconds(both: tuple[StepTime, StepTime]) -> float:
     return sum(time.seconds for time in both) / 2
 
 
-def explain(
-    cluster: Cluster, times: Times, refused: Mapping[str, str], name: str, margin: float, budget: float, took: float
-) -> str:
+def explain(cluster: Cluster, times: Times, refused: Mapping[str, str], name: str, budget: float, took: float) -> str:
     """Say in one paragraph what was measured and chosen, and what the next two would cost."""
     time, others = times[name][0], sorted((other for other in times if other != name), key=lambda n: _seconds(times[n]))
     next_two = " and ".join(f"{_seconds(times[other]):.3g} s with {other}" for other in others[:2])
@@ -139,7 +137,8 @@ def explain(
         f"{cluster.gpus_per_node} ranks, {cluster.between_gbits:.3g} Gbit/s out of a node and "
         f"{cluster.within_gbytes:.3g} GB/s a rank within it. Predicted: {_seconds(times[name]):.3g} s a step, of which "
         f"{time.compute:.3g} s compute and {time.exposed_between:.3g} s wait for links between nodes; {next_two}. It "
-        f"rounds least of those within {margin:.0%} of the fastest."
+        "rounds least of those that neither two measurements of the links nor the planner's error of "
+        f"{PREDICTION_ERROR:.1%} tell from the fastest."
         + (f" Left out: {'; '.join(left_out)}." if left_out else "")
         + " Checkpoints keep the choice; --zeropp-redecide chooses again."
     )

@@ -61,6 +61,7 @@ class Options:
     seconds: float = 0.5  # of each measurement, at least
     least_repeats: int = 3
     most_seconds: float = math.inf  # of one collective, after which larger ones are not measured
+    is_brief: bool = False  # leave out kinds of collectives that no recipe has in a group
     group: dist.ProcessGroup | None = None  # that shards the small GPT; None: all ranks
 
 
@@ -157,6 +158,10 @@ def _measure_curves(groups: Mapping[RankGroup, dist.ProcessGroup], options: Opti
     steps = int(math.log(options.most_bytes / options.least_bytes, SIZE_STEP))
     curves: dict[str, Curve] = {}
     for (shape, group), kind in itertools.product(groups.items(), kinds):
+        if options.is_brief and kind == (
+            REDUCTION if shape.nodes == 1 else STRAIGHT if shape.ranks_per_node > 1 else None
+        ):
+            continue
         curve = {}
         for nbytes in (options.least_bytes * SIZE_STEP**step for step in range(steps + 1)):
             piece = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=options.device)

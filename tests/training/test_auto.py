@@ -27,12 +27,16 @@ def times(**seconds: tuple[float, float]) -> dict[str, tuple[StepTime, StepTime]
     ],
 )
 def test_the_least_rounding_of_the_fastest_is_chosen(seconds, budget, chosen):
-    assert choose(times(**{name: (s, s) for name, s in seconds.items()}), budget) == (chosen, PREDICTION_ERROR)
+    assert choose(times(**{name: (s, s) for name, s in seconds.items()}), budget) == chosen
 
 
 def test_recipes_within_the_error_of_the_measurement_are_equally_fast():
-    name, error = choose(times(zero3=(9, 9), lossless=(1.3, 1.3), int8=(1.0, 1.25), int6=(1.1, 1.2)), LOSS_BUDGET)
-    assert name == "lossless" and error == pytest.approx(0.25)
+    measured = times(zero3=(4, 9), lossless=(1.3, 1.3), int8=(1.0, 1.25), int6=(1.1, 1.2))
+    assert (
+        choose(measured, LOSS_BUDGET) == "lossless"
+    )  # no slower than int8 may be; zero3 is, though nobody knows how much
+    measured |= times(lossless=(1.25 * (1 + PREDICTION_ERROR) + 0.01, 2.0))
+    assert choose(measured, LOSS_BUDGET) == "int8"
 
 
 @pytest.mark.long
