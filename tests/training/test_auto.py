@@ -41,7 +41,7 @@ def test_recipes_within_the_error_of_the_measurement_are_equally_fast():
 
 @pytest.mark.long
 def test_a_run_decides_before_its_first_step_and_keeps_that(data, tmp_path):
-    saved = f"--save {tmp_path} --load {tmp_path} --save-interval 2 --eval-iters 0 --bf16"
+    saved = f"--save {tmp_path} --load {tmp_path} --save-interval 2 --eval-iters 0 --bf16 --lr-decay-iters 9"
     argv = flags(data, NO_DROPOUT, saved, "--zeropp auto --zeropp-ranks-per-node 2", length="--train-iters 2")
 
     def said(*more: str) -> str:

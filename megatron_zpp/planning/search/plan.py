@@ -77,11 +77,13 @@ def complete(flags: Sequence[str], cluster: Cluster, vocabulary: int) -> tuple[l
     added = [] if {"--bf16", "--fp16"} & set(flags) else ["--bf16"]
     if "--global-batch-size" not in flags:
         added += ["--global-batch-size", str(cluster.world_size)]
-    words = [*flags, *added]
-    for names, typed in FILLED_IN:
-        if not set(names) & set(flags):
-            words += typed.format(vocabulary=vocabulary).split()
-    return words, added
+    return [*filled_in(flags, vocabulary), *added], added
+
+
+def filled_in(flags: Sequence[str], vocabulary: int) -> list[str]:
+    """Add what the trainer requires but no estimate depends on: data, tokenizer, learning rate, and a length."""
+    missing = [typed for names, typed in FILLED_IN if not set(names) & set(flags)]
+    return [*flags, *" ".join(missing).format(vocabulary=vocabulary).split()]
 
 
 def make_plan(
