@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.metrics.advice import Advice
 from megatron_zpp.metrics.lines import TrainingReport, format_training_line
 from megatron_zpp.metrics.log_reader import shorten
 from megatron_zpp.metrics.progress import progress
@@ -18,7 +19,6 @@ from megatron_zpp.metrics.throughput import IntervalTimer, describe_mfu, mfu, mo
 from megatron_zpp.metrics.writers import training_metrics
 from megatron_zpp.optim.gradients import params_norm
 from megatron_zpp.parallel.distributed import print_once
-from megatron_zpp.training.advice import Advice
 from megatron_zpp.training.deferred_stats import StepResult
 from megatron_zpp.training.run import Run, what_is_due
 from megatron_zpp.training.stragglers import Stragglers

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_zpp.metrics.advice import STEPS, Advice
 from megatron_zpp.planning.step import StepTime
-from megatron_zpp.training.advice import STEPS, Advice
 
 
 @pytest.mark.parametrize("seconds, says", [(1.0, False), (1.4, False), (1.6, True), (0.6, True)])
