@@ -72,7 +72,7 @@ RECIPES = {
             warmup_bits=4,
             loss=(-0.16, 0.18),
         ),
-        # 1-bit gradients (LoCo's beta 0.95) have no arm with moved codes yet: E13. A recipe of them goes here.
+        # A recipe with 1-bit gradients goes here. E12 has its arm, but it wants a lower learning rate than the others.
     )
 }
 
