@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.metrics.advice import Advice
 from megatron_zpp.metrics.lines import TrainingReport, format_training_line
 from megatron_zpp.metrics.log_reader import shorten
 from megatron_zpp.metrics.progress import progress
@@ -36,6 +37,7 @@ class Reporter:
         self.is_first_step = True
         self.timer = IntervalTimer(run.device)
         self.stragglers = Stragglers(run) if run.settings.logging.log_straggler else None
+        self.advice = Advice(run.predicted)
         self._resume()
         self._clear()
 
@@ -80,6 +82,10 @@ class Reporter:
         if interval is not None and dist.get_rank() == dist.get_world_size() - 1:
             line = format_training_line(interval)
             print(shorten(line) if sys.stdout.isatty() else line, flush=True)
+            between = interval.waited_between_nodes or 0.0
+            advice = self.advice.after(self.num_steps, interval.seconds_per_iteration or 0.0, between)
+            if advice is not None:
+                print(advice, flush=True)
         for result in points:
             self._write_point(result, interval if result.at.iteration == iteration else None)
         if is_log_step:
