@@ -72,7 +72,15 @@ RECIPES = {
             warmup_bits=4,
             loss=(-0.16, 0.18),
         ),
-        # A recipe with 1-bit gradients goes here. E12 has its arm, but it wants a lower learning rate than the others.
+        Recipe(  # E12, each at its best learning rate: so few bits act like a larger one
+            "ternary",
+            "moved int6 codes of weights; 1-bit gradients between nodes with LoCo of beta 0.95 and scales of elements",
+            _QUANTIZED
+            | dict(weight_bits=6, gradient_bits=1, gradient_element_scales=True, scale_dtype="bf16")
+            | dict(loco=LoCoConfig(beta=0.95)),
+            warmup_bits=4,
+            loss=(-0.34, 0.41),
+        ),
     )
 }
 

@@ -92,7 +92,7 @@ def test_a_setting_that_fails_leaves_the_others(monkeypatch):
 
 def test_without_ranks_that_share_a_node_nothing_of_ours_needs_hpz(trained):
     outcomes, _ = measured(emulate_nodes=4, tried=None)
-    assert [outcome.name for outcome in outcomes] == ["ZeRO-3", "lossless", "int8", "int6"]
+    assert [outcome.name for outcome in outcomes] == ["ZeRO-3", "lossless", "int8", "int6", "ternary"]
     for flags in trained:
         assert parse_settings(GPT, flags, note=lambda _: None).zeropp.hpz_partition_size == 1
 
@@ -109,7 +109,7 @@ def test_without_ranks_that_share_a_node_nothing_of_ours_needs_hpz(trained):
 )
 def test_bits_warm_up_with_the_learning_rate(trained, given, steps):
     outcomes, _ = measured(given, tried=None)
-    assert outcomes[-1].flags == "--zeropp int6"
+    assert outcomes[-1].flags == "--zeropp ternary"
     settings = parse_settings(GPT, trained[3], note=lambda _: None)
     assert settings.zeropp.gradient_bits_warmup == f"{steps}:4"
 
