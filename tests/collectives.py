@@ -1,4 +1,4 @@
-"""Records the collectives that a program starts, and where its host waits for the device, also on CPUs."""
+"""Records the collectives that a program starts, and what it reads from the device, also on CPUs."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-# Operators for which the host waits for a GPU: they return a number, or a tensor whose shape depends on values.
-HOST_WAITS = {"_local_scalar_dense", "bincount", "masked_select", "nonzero", "unique_dim", "_unique2", "equal"}
+# The host waits for a GPU to know a number, or a shape that depends on values.
+READS = {"_local_scalar_dense", "bincount", "equal", "masked_select", "nonzero"}
 
 
 class Collective(NamedTuple):
     name: str  # of c10d's operator
-    ranks: tuple[int, ...]
+    ranks: list[int]
+
+    def crosses_nodes(self, ranks_per_node: int) -> bool:
+        return len({rank // ranks_per_node for rank in self.ranks}) > 1
 
 
-class Recorder(TorchDispatchMode):
-    """Within this context: collectives in the order in which they start, and the names of operators that wait."""
+class Collectives(TorchDispatchMode):
+    """The collectives that start in here, in order, and the operators that make the host wait."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.collectives: list[Collective] = []
-        self.host_waits: list[str] = []
-        self.launches = 0
+        self.started: list[Collective] = []
+        self.reads: list[str] = []
 
-    def __enter__(self) -> Recorder:
-        to_list, recorder = Tensor.tolist, self
+    def __enter__(self) -> Collectives:
+        tolist = Tensor.tolist  # not an operator on CPUs
 
-        def tolist(tensor: Tensor) -> Any:  # not an operator on CPUs
-            recorder.host_waits.append("tolist")
-            return to_list(tensor)
+        def noted(tensor: Tensor) -> Any:
+            self.reads.append("tolist")
+            return tolist(tensor)
 
-        self._patch = patch.object(Tensor, "tolist", tolist)
+        self._patch = patch.object(Tensor, "tolist", noted)
         self._patch.start()
         super().__enter__()
         return self
@@ -45,22 +46,19 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)
         self._patch.stop()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
-        if func.namespace == "c10d":
-            group = next(
-                each for each in args if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type())
-            )
-            ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
-            self.collectives.append(Collective(name, tuple(ranks)))
-        elif name in HOST_WAITS or (name.startswith("index") and any(_is_mask(each) for each in tree_leaves(args))):
-            self.host_waits.append(name)
-        elif name == "repeat_interleave" and kwargs.get("output_size") is None:
-            self.host_waits.append(name)
-        self.launches += func.namespace != "c10d" and not func.is_view
-        return func(*args, **kwargs)
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if function.namespace == "c10d":
+            (group,) = [dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and _is_group(a)]
+            self.started.append(Collective(name, dist.get_process_group_ranks(group)))
+        elif name in READS or (name in ("index", "index_put_") and any(_is_mask(index) for index in args[1])):
+            self.reads.append(name)
+        return function(*args, **(kwargs or {}))
 
 
-def _is_mask(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype == torch.bool and value.ndim > 0
+def _is_group(value: torch.ScriptObject) -> bool:
+    return "ProcessGroup" in str(value._type())
+
+
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
