@@ -190,20 +190,18 @@ def print_tables() -> None:
         print(markdown_table(["rate", *THROUGHPUT_SETTINGS], lines))
 
     print("\nSeconds of a step by technique, medians over rounds; in brackets ZeRO-3's over it, least and most\n")
-    seconds = {(r["rate"], r["setting"], r["kernels"], r["round"]): r for r in read_rows(TECHNIQUES)}
-    lines = []
+    timed = {(r["rate"], r["setting"], r["kernels"], r["round"]): r for r in read_rows(TECHNIQUES)}
+    table: list[list[object]] = []
     for rate, (name, kernels) in itertools.product(TECHNIQUE_RATES, TECHNIQUE_SETTINGS):
-        pairs = [
-            (seconds.get((rate, name, kernels, turn)), seconds.get((rate, *TECHNIQUE_SETTINGS[0], turn)))
-            for turn in range(TECHNIQUE_ROUNDS)
-        ]
-        found = [(row, base) for row, base in pairs if row is not None and base is not None]
-        if found:
-            ratios = sorted(base["seconds_per_step"] / row["seconds_per_step"] for row, base in found)
-            step = median(row["seconds_per_step"] for row, _ in found)
+        turns = range(TECHNIQUE_ROUNDS)
+        pairs = [(timed.get((rate, name, kernels, t)), timed.get((rate, *TECHNIQUE_SETTINGS[0], t))) for t in turns]
+        both = [(row, base) for row, base in pairs if row is not None and base is not None]
+        if both:
+            ratios = sorted(base["seconds_per_step"] / row["seconds_per_step"] for row, base in both)
+            step = median(row["seconds_per_step"] for row, _ in both)
             times = f"{step:.2f} ({median(ratios):.2f} x, {ratios[0]:.2f} to {ratios[-1]:.2f})"
-            lines.append([rate, name, "yes" if kernels else "no", f"{per_parameter(found[0][0]):.2f}", times])
-    print(markdown_table(["rate", "setting", "kernels", "bytes/parameter", "s a step"], lines))
+            table.append([rate, name, "yes" if kernels else "no", f"{per_parameter(both[0][0]):.2f}", times])
+    print(markdown_table(["rate", "setting", "kernels", "bytes/parameter", "s a step"], table))
 
 
 def plot_throughput() -> None:

@@ -14,6 +14,7 @@ import math
 import statistics
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def main() -> None:
         measure_once(PATH, {"what": "before"}, lambda: {"validation_loss": loss})
         for seed in SEEDS:
             for name, wire in WIRES.items():
-                measure_once(PATH, {"wire": name, "seed": seed}, lambda w=wire, s=seed: tune(checkpoint, text, w, s))
+                measure_once(PATH, {"wire": name, "seed": seed}, partial(tune, checkpoint, text, wire, seed))
     print_table()
 
 

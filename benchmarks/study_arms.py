@@ -177,6 +177,25 @@ LLAMA = (
 EXPERTS = f"{LLAMA} --num-experts 8 --moe-ffn-hidden-size 512 --moe-aux-loss-coeff 0.02"
 LARGER_LLAMA = f"{LLAMA} {LARGER}"
 
+# E14: a model of each kind as the scale's shape allows, with all that its attention, norms and router have.
+_EIGHT_EXPERTS = "--num-experts 8 --moe-router-topk 2"
+_WINDOW = "--window-size 31,0 --window-attn-skip-freq 2 --group-query-attention --num-query-groups 2"
+FAMILIES = {
+    "DeepSeek": "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --multi-latent-attention --qk-layernorm --q-lora-rank 96 --kv-lora-rank 48 "
+    f"--qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 48 {_EIGHT_EXPERTS} "
+    "--moe-ffn-hidden-size 128 --moe-shared-expert-intermediate-size 128 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-num-groups 4 "
+    "--moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 --moe-router-load-balancing-type seq_aux_loss "
+    "--moe-aux-loss-coeff 0.0001",
+    "gpt-oss": "--quick-geglu --glu-linear-offset 1 --activation-func-clamp-value 7 --normalization RMSNorm "
+    f"--position-embedding-type rope --untie-embeddings-and-output-weights --softmax-type learnable {_WINDOW} "
+    f"{_EIGHT_EXPERTS} --moe-ffn-hidden-size 192 --moe-router-bias --moe-aux-loss-coeff 0.02",
+    "Gemma": "--geglu --normalization RMSNorm --apply-layernorm-1p --position-embedding-type rope "
+    "--disable-bias-linear --qk-layernorm --post-self-attn-layernorm --post-mlp-layernorm --ffn-hidden-size 768 "
+    f"--rotary-base 1000000 --rotary-base-local 10000 --embedding-multiplier 13.86 {_WINDOW}",
+}
+
 
 def with_sgd(arms: Group) -> Group:
     """The same under SGD, against the fp32 wire under SGD."""
@@ -188,6 +207,11 @@ def with_experts(arms: Group) -> Group:
     """The same for a mixture of experts like Mixtral, of 5.7M parameters, of which a token meets 2.2M."""
     flags = {arm.name: f"{EXPERTS} {arm.flags}".strip() for arm in arms.arms}
     return group(f"Experts: {arms.title}", flags, control=EXPERTS)
+
+
+def of_family(name: str, arms: Mapping[str, str]) -> Group:
+    """The wires of ``arms`` under one family's model, each against its fp32 wire."""
+    return group(f"Like {name}", {FP32.name: "", **arms}, common=FAMILIES[name], control=FAMILIES[name])
 
 
 def with_and_without_element_scales(title: str, wire: str) -> Group:

@@ -13,6 +13,7 @@ from study_arms import (
     CONTROLS,
     ELEMENT_SCALES,
     EXPERTS,
+    FAMILIES,
     FOUR_BITS,
     FP32,
     HADAMARD,
@@ -33,6 +34,7 @@ from study_arms import (
     group,
     loco,
     moves,
+    of_family,
     on_twice_the_ranks,
     weights,
     with_and_without_element_scales,
@@ -137,6 +139,8 @@ RECIPES = {
     "ZeRO++ (int8 weights, 4-4 gradients)": f"{weights(8, 256)} {gradients(4, 4)}",
     "ZeRO++ with LoCo": f"{weights(8, 256)} {gradients(4, 4)} {LOCO_ON_BOTH_HOPS}",
 }
+# What docs/zeropp.md proposes for few bytes.
+MOVED_CODES = f"{few_bits(2, 4).replace(differences(4), moves(6))} {ELEMENT_SCALES}"
 FOUR_BITS_NAME = "int4 differences, 8-4 gradients, LoCo between nodes"
 TWO_BITS_NAME = "int4 differences, 8-2 gradients, LoCo between nodes"
 
@@ -340,6 +344,13 @@ EXPERIMENTS = {
         *(
             at_learning_rates(f"Three levels, 0 below 1.2 RMS, beta {beta}", f"{few_levels(beta)} --trial ternary:1.2")
             for beta in (0.9, 0.95)
+        ),
+    ),
+    "E14": Experiment(
+        "Families of 2026",
+        *(
+            of_family(name, {**RECIPES, "int6 moved codes, 2-bit gradients, LoCo, 4 bits at first": MOVED_CODES})
+            for name in FAMILIES
         ),
     ),
     "E15": Experiment(

@@ -94,11 +94,7 @@ def check_pipeline(settings: Settings, num_layers: int) -> None:
         for name in _PIPELINE_ONLY:
             require(getattr(ranks, name) is None, f"{flag_of(name)} needs --pipeline-model-parallel-size above 1")
         return
-    model, per_token = settings.model, settings.training.calculate_per_token_loss or settings.data.sft
-    has_loss = model.num_experts is not None and (model.moe_aux_loss_coeff > 0 or model.moe_z_loss_coeff > 0)
-    losses = "--moe-aux-loss-coeff and --moe-z-loss-coeff do not work with --pipeline-model-parallel-size"
-    # A stage does not know how many tokens count.
-    require(not (per_token and has_loss), f"{losses} and --calculate-per-token-loss, as in --sft; leave one out")
+    model = settings.model
     over_all = model.num_experts is not None and model.moe_router_load_balancing_type == "all_layers_aux_loss"
     needs_all = "--moe-router-load-balancing-type all_layers_aux_loss needs all layers on one rank"
     require(not over_all, f"{needs_all}: give aux_loss, or leave --pipeline-model-parallel-size out")

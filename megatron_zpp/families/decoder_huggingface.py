@@ -108,7 +108,7 @@ def to_config(family: Family, config: DecoderConfig, positions: int) -> dict[str
         "max_position_embeddings": positions,
         "pad_token_id": None,  # the default of some families is beyond a small vocabulary
         **_write_rotary(family, config),
-        **_write_window(family, config),
+        **_write_window(family, config, positions),
         **({} if family.experts is None else family.experts.write(family.model_type, config)),
         **{key.name: key.write(config) for key in family.special_keys},
         **family.always,
@@ -142,7 +142,7 @@ def from_config(family: Family, hf: Mapping[str, Any]) -> tuple[DecoderConfig, i
     return config, hf["max_position_embeddings"]
 
 
-def _write_window(family: Family, config: DecoderConfig) -> dict[str, Any]:
+def _write_window(family: Family, config: DecoderConfig, positions: int) -> dict[str, Any]:
     """Write a sliding window as in config.json, where it counts the token itself too."""
     if family.window is None:
         return {}
@@ -151,7 +151,8 @@ def _write_window(family: Family, config: DecoderConfig) -> dict[str, Any]:
     kinds = ["sliding_attention" if has else "full_attention" for has in has_window]
     qwen = {"use_sliding_window": size is not None, "max_window_layers": 0 if size else config.num_layers}
     return {
-        "sliding_window": size,
+        # Families that list layers want a window even where none has it.
+        "sliding_window": size or (positions if family.window == "layer_types" else None),
         **(qwen if family.window == "qwen" else {}),
         **({"layer_types": kinds} if family.window == "layer_types" or len(set(has_window)) > 1 else {}),
     }
@@ -182,6 +183,8 @@ def _write_rotary(family: Family, config: DecoderConfig) -> dict[str, Any]:
         local = {"rope_type": "default", "rope_theta": float(config.rotary_base_local or config.rotary_base)}
         full = {"rope_type": "default"} | (scaling or {}) | {"rope_theta": float(config.rotary_base)}
         return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
+    if scaling is None and family.model_type == "gpt_oss":  # whose default is YaRN
+        scaling = {"rope_type": "default"}
     # Two keys that every version reads; version 5 would write them as one, rope_parameters.
     return {"rope_theta": float(config.rotary_base), "rope_scaling": scaling} | partial_factor
 
@@ -200,6 +203,8 @@ def _scaling(config: DecoderConfig) -> dict[str, Any] | None:
         elif config.mscale != 1 or config.mscale_all_dim:
             raise ValueError("transformers does not have YaRN's mscale without mscale_all_dim")
         return yarn | ({"truncate": False} if config.no_yarn_correction_range_round_to_int else {})
+    if config.multi_latent_attention and config.yarn_scaling_factor is not None and config.mscale_all_dim:
+        raise ValueError("transformers does not have mscale_all_dim without position_embedding_type yarn")
     if config.rope_scaling_factor is not None:
         return {"rope_type": "llama3", "factor": config.rope_scaling_factor} | LLAMA3_SCALING
     if config.rotary_seq_len_interpolation_factor is not None:

@@ -72,22 +72,24 @@ def _attention(config: DecoderConfig, ours: str, theirs: str, is_fused: bool) ->
         yield same(f"{ours}.k_layernorm.weight", f"{theirs}.k_norm.weight")
 
 
+def rotated_in_pairs(heads: int, rotated: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """Return functions that reorder latent attention's rows [heads * width, ...] from ours to theirs, and back.
+
+    Their rotated channels 2 i and 2 i + 1 form a pair; ours i and i + rotated / 2. They are the last rows of a head.
+    """
+
+    def reorder(x: Tensor, shape: tuple[int, int]) -> Tensor:
+        parts = x.unflatten(0, (heads, -1)).unbind(0)
+        moved = (head[-rotated:].unflatten(0, shape).transpose(0, 1).flatten(0, 1) for head in parts)
+        return torch.cat([torch.cat([head[:-rotated], rows]) for head, rows in zip(parts, moved, strict=True)])
+
+    return lambda x: reorder(x, (2, -1)), lambda x: reorder(x, (-1, 2))
+
+
 def _latent_attention(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Weight]:
-    rotated = config.qk_pos_emb_head_dim
-
-    # Their rotated channels 2 i and 2 i + 1 form a pair; ours i and i + rotated / 2. They are the last rows of a head.
-    def to_pairs(x: Tensor) -> Tensor:
-        return x.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
-
-    def to_halves(x: Tensor) -> Tensor:
-        return x.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
-
     def reordered(ours: str, theirs: str, heads: int) -> Weight:
-        def with_rotated(x: Tensor, move: Callable[[Tensor], Tensor]) -> Tensor:
-            parts = x.unflatten(0, (heads, -1)).unbind(0)
-            return torch.cat([torch.cat([head[:-rotated], move(head[-rotated:])]) for head in parts])
-
-        return Weight(ours, (theirs,), lambda x: (with_rotated(x, to_pairs),), lambda x: with_rotated(x, to_halves))
+        to_pairs, to_halves = rotated_in_pairs(heads, config.qk_pos_emb_head_dim)
+        return Weight(ours, (theirs,), lambda x: (to_pairs(x),), to_halves)
 
     heads = config.num_attention_heads
     if config.q_lora_rank is None:

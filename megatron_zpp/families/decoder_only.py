@@ -197,8 +197,8 @@ def _check_positions(model: ModelSettings, head_dim: int) -> None:
         for name in _YARN[:2]:
             require(getattr(model, name) is not None, f"--position-embedding-type yarn needs {flag_of(name)}")
         require(model.rotary_base > 1, "--position-embedding-type yarn needs a --rotary-base above 1")
-        order = f"--yarn-beta-fast {model.yarn_beta_fast:g} must be above --yarn-beta-slow {model.yarn_beta_slow:g}"
-        require(model.yarn_beta_fast > model.yarn_beta_slow, order)
+        order = f"--yarn-beta-fast {model.yarn_beta_fast:g} must be at least --yarn-beta-slow {model.yarn_beta_slow:g}"
+        require(model.yarn_beta_fast >= model.yarn_beta_slow, order)
 
 
 _NOT_WITH_SINKHORN = (

@@ -33,6 +33,16 @@ def _write_softmax_scale(config: DecoderConfig) -> float:
     return config.softmax_scale or config.head_dim**-0.5
 
 
+def _write_epsilon(config: DecoderConfig) -> float:
+    if (epsilon := config.latent_norm_epsilon or config.norm_epsilon) != 1e-6:
+        raise ValueError(f"DeepSeek's norms of latent vectors have an epsilon of 1e-6, and not {epsilon:g}")
+    return config.norm_epsilon
+
+
+_LATENT_EPSILON = Key(
+    *("rms_norm_eps", "latent_norm_epsilon", _write_epsilon),
+    lambda hf: None if hf["rms_norm_eps"] == 1e-6 else 1e-6,  # whatever that of the others is
+)
 _ROPE_LAYERS = Key("no_rope_layers", "no_rope_freq", _write_rope_layers, _read_rope_layers)
 _QUERY_SCALAR = Key(
     "query_pre_attn_scalar", "softmax_scale", _write_query_scalar, lambda hf: hf["query_pre_attn_scalar"] ** -0.5
@@ -53,9 +63,7 @@ _SOFTCAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_soft
 _LINEAR = "rotary_seq_len_interpolation_factor"
 _QWEN_EXPERTS = Experts("num_experts", "moe_intermediate_size", pre_softmax="norm_topk_prob")
 _ALL_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False}
-# DeepSeek-V2's latent attention; its norms have an epsilon of 1e-6 whatever rms_norm_eps is.
-_LATENT = dict(multi_latent_attention=True, qk_layernorm=True, norm_epsilon=1e-6)
-_LATENT_ALWAYS = _NO_BIAS | {"rms_norm_eps": 1e-6}
+_LATENT = dict(multi_latent_attention=True, qk_layernorm=True)  # DeepSeek-V2's attention
 _LATENT_KEYS = {
     "q_lora_rank": "q_lora_rank",
     "kv_lora_rank": "kv_lora_rank",
@@ -80,6 +88,12 @@ FAMILIES = (
     Family("llama", "LlamaForCausalLM", always=_NO_BIAS | {"mlp_bias": False}),
     Family("mistral", "MistralForCausalLM", window="mistral"),
     Family("qwen2", "Qwen2ForCausalLM", fields={"add_qkv_bias": True}, window="qwen", has_head_dim=False),
+    Family(
+        "seed_oss",
+        "SeedOssForCausalLM",
+        fields={"add_qkv_bias": True},
+        always={"attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "residual_dropout": 0.0},
+    ),
     Family("qwen3", "Qwen3ForCausalLM", fields={"qk_layernorm": True}, window="qwen", always=_NO_BIAS),
     Family(
         "mixtral",
@@ -234,18 +248,20 @@ FAMILIES = (
         "DeepseekV2ForCausalLM",
         fields=_LATENT,
         keys=_LATENT_KEYS,
+        special_keys=(_LATENT_EPSILON,),
         has_head_dim=False,
         experts=Experts(**_DEEPSEEK_EXPERTS | {"fields": {"router_pre_softmax": True}}),
-        always=_LATENT_ALWAYS | {"mlp_bias": False, "topk_method": "greedy", "norm_topk_prob": False},
+        always=_NO_BIAS | {"mlp_bias": False, "topk_method": "greedy", "norm_topk_prob": False},
     ),
     Family(
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
         fields=_LATENT,
         keys=_LATENT_KEYS,
+        special_keys=(_LATENT_EPSILON,),
         has_head_dim=False,
         experts=Experts(**_DEEPSEEK_EXPERTS | _BIASED),
-        always=_LATENT_ALWAYS | {"rope_interleave": True, "norm_topk_prob": True},
+        always=_NO_BIAS | {"rope_interleave": True, "norm_topk_prob": True},
     ),
 )
 LLAMA_FAMILIES = tuple(family.mapping() for family in FAMILIES)

@@ -60,8 +60,8 @@ class Block(nn.Module):
         return x + (y if self.residual_multiplier == 1 else y * self.residual_multiplier)
 
 
-def make_norm(config: DecoderConfig, width: int) -> nn.Module:
-    return NORMS[config.normalization, config.layernorm_1p](width, eps=config.norm_epsilon)
+def make_norm(config: DecoderConfig, width: int, epsilon: float | None = None) -> nn.Module:
+    return NORMS[config.normalization, config.layernorm_1p](width, eps=epsilon or config.norm_epsilon)
 
 
 def make_attention(config: DecoderConfig, layer: int) -> nn.Module:
@@ -77,7 +77,7 @@ def make_attention(config: DecoderConfig, layer: int) -> nn.Module:
             config.qk_pos_emb_head_dim,
             config.v_head_dim,
             dropout=config.attention_dropout,
-            latent_norm=norm,
+            latent_norm=norm and partial(norm, epsilon=config.latent_norm_epsilon),
             scale=config.attention_scale,
         )
     return SelfAttention(

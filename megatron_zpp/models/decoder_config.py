@@ -69,6 +69,7 @@ class DecoderConfig:
     qk_head_dim: int = 128  # width of a query or key without positions
     qk_pos_emb_head_dim: int = 64  # and of its rotated part
     v_head_dim: int = 128
+    latent_norm_epsilon: float | None = None  # of the norms of narrow vectors; default norm_epsilon
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP add
     logits_scaling: float = 1.0  # logits are divided by this

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import re
 import signal
@@ -80,30 +79,52 @@ def fresh_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """Return torchrun's key-value store, this rank, and the number of ranks; RANK etc. must be set. Collective.
 
     torchrun keeps one store for all its restarts (pytorch issue 135712), in which ranks would find the addresses of
-    their dead predecessors. So rank 0 draws a prefix, which holds once rank 0 has answered with a number that each
-    other rank drew: an answer of an earlier start names other numbers.
+    their dead predecessors. So starts are numbered, and each has a prefix of its own.
     """
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return store, rank, world_size
-    mine = uuid.uuid4().hex
-    if rank == 0:
-        store.set("megatron_zpp/start", mine)
-        answers = {str(other): store.get(f"{mine}/{other}").decode() for other in range(1, world_size)}  # waits
-        store.set(f"{mine}/answers", json.dumps(answers))
-        return dist.PrefixStore(mine, store), rank, world_size
-    deadline = time.monotonic() + timeout.total_seconds()
-    greeted = ""
-    while time.monotonic() < deadline:
-        start = store.get("megatron_zpp/start").decode()
-        if start != greeted:
-            store.set(f"{start}/{rank}", mine)
-            greeted = start
-        if store.check([f"{start}/answers"]) and json.loads(store.get(f"{start}/answers")).get(str(rank)) == mine:
-            return dist.PrefixStore(start, store), rank, world_size
-        time.sleep(0.02)
-    late = f"rank {rank} did not hear from rank 0 in {timeout.total_seconds():.0f} s: look at rank 0's output"
-    raise TimeoutError(f"{late}, and if it only starts late, raise --distributed-timeout-minutes")
+    try:
+        start = _begin_start(store, world_size) if rank == 0 else _find_start(store, rank)
+    except dist.DistStoreError as error:
+        late = f"rank {rank} waited {timeout.total_seconds():.0f} s for {'another rank' if rank == 0 else 'rank 0'}"
+        raise TimeoutError(
+            f"{late} to start: look at its output, and if it only starts late, raise --distributed-timeout-minutes"
+        ) from error
+    return dist.PrefixStore(f"megatron_zpp/start {start}", store), rank, world_size
+
+
+def _begin_start(store: dist.Store, world_size: int) -> int:
+    """Return the number of this start; on rank 0. Sends O(1) requests, with O(W) bytes."""
+    start, others = store.add("megatron_zpp/starts", 1), range(1, world_size)
+    answers, numbers = ([_place(start, rank, what) for rank in others] for what in ("answer", "number"))
+    # Ranks that came first wait in the start before, whose rank 0 is dead: send them on.
+    _set_all(store, [_place(start - 1, rank, "answer") for rank in others], [b"go on"] * len(others))
+    for begun in (start - 1, start):
+        store.set(f"megatron_zpp/begun {begun}", "")
+    store.wait(numbers)
+    _set_all(store, answers, store.multi_get(numbers))
+    return start
+
+
+def _set_all(store: dist.Store, keys: list[str], values: list[bytes]) -> None:
+    """Set many keys by one request."""
+    store.multi_set(keys, [value.decode() for value in values])  # type: ignore[attr-defined]  # its stub lacks it
+
+
+def _find_start(store: dist.Store, rank: int) -> int:
+    """Return the number of the start whose rank 0 answers with the number that this rank drew."""
+    number, start = uuid.uuid4().hex, max(1, store.add("megatron_zpp/starts", 0))
+    while True:
+        store.wait([f"megatron_zpp/begun {start}"])
+        store.set(_place(start, rank, "number"), number)
+        if store.get(_place(start, rank, "answer")).decode() == number:  # waits
+            return start
+        start += 1
+
+
+def _place(start: int, rank: int, what: str) -> str:
+    return f"megatron_zpp/start {start}/rank {rank}/{what}"
 
 
 def wait_for_all_ranks(device: torch.device) -> None:

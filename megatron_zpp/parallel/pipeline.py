@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -65,7 +66,8 @@ class Pipeline:
         self.last = placement.num_stages - 1
         self._built: Any = None  # the schedule for as many micro-batches as were run last
         self._loss: Callable[[Tensor, Any], Tensor] | None = None
-        self._auxiliary: Callable[[ModelOutput], Tensor | float] | None = None
+        self._auxiliary: Callable[[ModelOutput, int], Tensor | float] | None = None
+        self._forward_passes: Counter[nn.Module] = Counter()  # of this step, by stage
         self._names: list[str] | None = None  # of what stages return beside hidden states or losses
         # The first and the last stage both have the tied weight; which the last one has is a copy, not to be counted.
         self._tied = f"{tied}.weight" if tied is not None and (0 in stages or self.last in stages) else None
@@ -89,14 +91,16 @@ class Pipeline:
         self,
         micro_batches: Sequence[tuple[Inputs, Any]],
         loss: Callable[[Tensor, Any], Tensor],
-        auxiliary: Callable[[ModelOutput], Tensor | float],
+        auxiliary: Callable[[ModelOutput, int], Tensor | float],
     ) -> None:
         """Run one optimizer step's forward and backward passes; gradients are reduced at the end.
 
         ``micro_batches``: the model's inputs, and the target that ``loss`` takes beside the tokens' losses [B, S]; it
-        returns what the last stage's backward pass begins with. ``auxiliary``: returns a stage's part of the loss.
+        returns what the last stage's backward pass begins with. ``auxiliary``: returns a stage's part of the loss, by
+        its output and the micro-batch's number.
         """
         self._loss, self._auxiliary = loss, auxiliary
+        self._forward_passes.clear()
         try:
             self._run_schedule(micro_batches)
         except RuntimeError as error:
@@ -147,7 +151,8 @@ class Pipeline:
         output = as_model_output(output)
         if self._auxiliary is None or not torch.is_grad_enabled():  # an evaluation, or shapes that are tried
             return output.losses
-        added = self._auxiliary(output)
+        added = self._auxiliary(output, self._forward_passes[stage])  # a stage takes micro-batches in their order
+        self._forward_passes[stage] += 1
         return AttachLoss.apply(output.losses, added) if isinstance(added, Tensor) else output.losses
 
     def names_of_all_stages(self, names: Sequence[str]) -> list[str]:

@@ -268,20 +268,20 @@ def layer_collectives(
                 parts.append(make_transfer(Exchange(tensor, piece), cluster))
         if not has_experts or settings.model.moe_shared_expert_intermediate_size:
             parts.append(all_reduce)
+    resent: list[Transfer] = []  # of what selective recomputation does not keep
     if context.size > 1 and needs.architecture.activations is not None:
         # Keys and values are gathered, and their gradients are reduce-scattered.
         width = needs.architecture.activations(config, weights.itemsize).keys_and_values
-        parts.append(make_transfer(Exchange(context, tokens * width // tensor.size), cluster))
-    to_experts: list[Transfer] = []
+        resent.append(make_transfer(Exchange(context, tokens * width // tensor.size), cluster))
     exchange = expert_all_to_all(settings, grid, model) if has_experts else None
     if exchange is not None:  # there and back
         if distributed.moe_token_bits is not None:
             quantized = row_bytes + exchange.group.size * exchange.nbytes
             exchange = replace(exchange, encoded=quantized, decoded=quantized)
-        to_experts = 2 * [make_transfer(exchange, cluster)]
+        resent += 2 * [make_transfer(exchange, cluster)]
     again = _scale(parts, recomputed_blocks(settings.activation, num_layers) / num_layers)
-    sent_again = _scale(to_experts, resent_share(settings.activation, num_layers))
-    return (*parts, *to_experts), (*parts, *again, *to_experts, *sent_again)
+    sent_again = _scale(resent, resent_share(settings.activation, num_layers))
+    return (*parts, *resent), (*parts, *again, *resent, *sent_again)
 
 
 def _scale(transfers: list[Transfer], share: float) -> list[Transfer]:

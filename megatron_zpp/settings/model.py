@@ -72,6 +72,9 @@ class ModelSettings:
     qk_head_dim: int = _latent(128, "width of a head's queries and keys without positions", at_least=1)
     qk_pos_emb_head_dim: int = _latent(64, "width of a head's queries and keys with positions", at_least=2)
     v_head_dim: int = _latent(128, "width of a head's values; at most that of its keys", at_least=1)
+    latent_norm_epsilon: float | None = _latent(
+        None, "epsilon of the norms of latent vectors; default --norm-epsilon", at_least=1e-37
+    )
     window_size: str | None = flag(None, "tokens before and after (0) to attend to; default all", metavar="LEFT,RIGHT")
     window_attn_skip_freq: str | None = flag(
         None, "blocks without the window: k for every k-th, or a list with 0 for them", needs="window_size"

@@ -110,10 +110,8 @@ def accumulate_gradients(
         read = [next(batches) for _ in range(num_micro_batches)]
         micro_batches = [run.loss.split(batch) for batch in read]
 
-        def add_of_stage(output: ModelOutput) -> Tensor | float:
-            if output.auxiliary and per_token:  # a stage does not know whose tokens it has
-                raise ValueError("auxiliary losses per token do not work in a pipeline: leave one out")
-            return totals.add_auxiliary(output, micro_batches[0][1])
+        def add_of_stage(output: ModelOutput, micro_batch: int) -> Tensor | float:
+            return totals.add_auxiliary(output, micro_batches[micro_batch][1])
 
         state.pipeline.forward_backward(micro_batches, totals.add, add_of_stage)
         names = state.pipeline.names_of_all_stages(list(totals.auxiliary))

@@ -199,7 +199,7 @@ def test_missing(left_out, instead, words):
         ("llama", "--position-embedding-type yarn", "yarn needs --yarn-rotary-scaling-factor"),
         ("llama", f"{YARN} --use-rope-scaling", "--use-rope-scaling and --position-embedding-type yarn exclude"),
         ("llama", f"{YARN} --rotary-base 1", "yarn needs a --rotary-base above 1"),
-        ("llama", f"{YARN} --yarn-beta-slow 40", "--yarn-beta-fast 32 must be above --yarn-beta-slow 40"),
+        ("llama", f"{YARN} --yarn-beta-slow 40", "--yarn-beta-fast 32 must be at least --yarn-beta-slow 40"),
         ("llama", "--window-size 4096", "--window-size 4096 must be LEFT,0"),
         ("llama", "--window-size 16,16", "--window-size 16,16 must be LEFT,0"),
         ("gpt", "--window-size 0,0", "--window-size 0,0 must be LEFT,0"),

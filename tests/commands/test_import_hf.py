@@ -114,6 +114,13 @@ def test_layers_of_multi_token_prediction_are_left_out_with_a_note(tmp_path):
     assert "Layers that predict further tokens (MTP) are left out" in import_(tmp_path, *NO_TOKENIZER)
 
 
+def test_kimi_k2_is_read_as_what_its_code_is(tmp_path):
+    """Its model_type is not known to transformers; code beside the weights is not run."""
+    save_theirs(tmp_path / "theirs", CONFIGS["kimi-k2"])
+    edit_config(tmp_path / "theirs", model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.Config"})
+    assert "logits differ from transformers' by" in import_(tmp_path, *NO_TOKENIZER)
+
+
 def check_parameters(argv: list[str], architecture: str, folder: str) -> tuple[list[str], float]:
     """Train a run; return the parameters that first differed from transformers' files, and the last loss."""
     run, metrics = start(argv, architecture)

@@ -105,8 +105,12 @@ def test_every_layout_comes_to_the_same(data, alone, ranks):
             assert metrics[key] == pytest.approx(alone[key], rel=tolerance), f"{name}, {key}"
 
 
-def test_a_pipeline_adds_those_of_its_last_stage(data):
+@pytest.mark.parametrize("per_token", ["", "--calculate-per-token-loss --eod-mask-loss"])
+def test_a_pipeline_adds_those_of_its_last_stage(data, per_token):
+    """Per token, each micro-batch's count as many tokens as it has, which differ."""
+
     def argv(more: str) -> list[str]:
+        more = f"{more} {per_token}"
         return flags(data, NO_DROPOUT, more, "--micro-batch-size 2 --num-layers 4", length="--train-iters 4")
 
     stages = "--pipeline-model-parallel-size 2 --pipeline-schedule"
@@ -116,9 +120,3 @@ def test_a_pipeline_adds_those_of_its_last_stage(data):
     for schedule, metrics in run_ranks(2, train_each, schedules)[-1].items():
         for key in KEYS:
             assert metrics[key] == pytest.approx(whole[key], rel=1e-5), f"{schedule}, {key}"
-
-
-def test_a_pipeline_refuses_them_per_token(data):
-    argv = flags(data, "--pipeline-model-parallel-size 2 --calculate-per-token-loss")
-    with pytest.raises(RuntimeError, match="auxiliary losses per token do not work in a pipeline"):
-        run_ranks(2, train_each, {"": argv})

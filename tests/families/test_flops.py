@@ -29,6 +29,8 @@ VOCABULARIES = {  # by the beginnings of names
     **{"gpt-1": 50304, "gpt-3": 50304, "gpt-oss": 201088, "qwen3": 151936, "qwen2.5": 152064, "smollm3": 128256},
     **dict.fromkeys(("llama-8b", "llama-70b", "llama-405b", "llama-1b", "llama-3b"), 128256),
     **{"deepseek-v2": 102400, "deepseek-v3": 129280, "gemma3": 262144, "glm": 151552, "olmo2": 100352},
+    **{"olmo3": 100352, "olmoe": 50304, "gemma2": 256000, "kimi": 163840, "moonlight": 163840, "minimax": 200064},
+    **{"qwen1.5": 151936, "phi-3": 32064, "phi-4": 100352, "nemotron": 256000, "granite": 49159},
 }
 
 
@@ -68,6 +70,10 @@ SIZES = {  # in billions of parameters
     "qwen3-32b": 32.76, "qwen3-235b-a22b": 235.09, "qwen2.5-7b": 7.616, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
     "deepseek-v2-lite": 15.71, "deepseek-v3": 671.03, "gemma3-1b": 1.000, "gemma3-12b": 11.77, "gemma3-27b": 27.01,
     "glm-4.5-air": 106.85, "olmo2-7b": 7.299, "olmo2-32b": 32.23, "smollm3-3b": 3.075,
+    "deepseek-v2": 235.74, "kimi-k2": 1026.4, "moonlight-16b-a3b": 15.96, "gemma2-2b": 2.614, "gemma2-9b": 9.242,
+    "gemma2-27b": 27.227, "glm-4.5": 352.8,  # without multi-token prediction's layer
+    "minimax-m2": 228.7, "qwen1.5-moe-a2.7b": 14.32, "phi-3-mini": 3.821, "phi-4": 14.66, "nemotron-4-15b": 15.6,
+    "nemotron-4-340b": 341.0, "granite-3.3-8b": 8.171, "olmoe-1b-7b": 6.919, "olmo3-7b": 7.298, "olmo3-32b": 32.23,
 }  # fmt: skip
 
 

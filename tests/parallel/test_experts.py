@@ -55,7 +55,11 @@ MORE = {
 }
 WITHOUT_EP = {
     1: {"recomputed": "--recompute-granularity full", "emulated": EMULATED},
-    2: {"pp, recomputed": f"{PP2} --recompute-granularity full", "zero-bubble": VIRTUAL_ZERO_BUBBLE},
+    2: {
+        "pp, recomputed": f"{PP2} --recompute-granularity full",
+        "pp, per token": f"{PP2} --calculate-per-token-loss",
+        "zero-bubble": VIRTUAL_ZERO_BUBBLE,
+    },
     4: {"dp 4": "", "stage 1, per token": "--zero-stage 1 --calculate-per-token-loss", "hierarchy": HIERARCHY},
 }
 

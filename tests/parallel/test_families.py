@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.layouts import EPS, assert_trains_as_one_rank
-from tests.training.small_run import NO_DROPOUT
+from tests.convert.hf.small_models import CONFIGS, POSITIONS
+from tests.families.find import architecture_of
+from tests.parallel.layouts import EPS, assert_trains_as_one_rank, train_runs
+from tests.ranks import run_ranks
+from tests.training.small_run import NO_DROPOUT, flags
 
 SHAPE = f"--num-layers 4 --micro-batch-size 2 {EPS} {NO_DROPOUT} --lr-decay-style constant --log-params-norm"
 DEEPSEEK = (
@@ -47,3 +50,23 @@ EP2 = "--expert-model-parallel-size 2"
 )
 def test_four_ranks_train_as_one(data, architecture, common, layouts):
     assert_trains_as_one_rank(data, architecture, f"{common} --train-iters 2", {4: layouts})
+
+
+ZEROPP = (
+    "--bf16 --zero-quantized-weights --zero-hpz-partition-size 2 --zeropp-weight-moves --zero-quantized-gradients "
+    f"--zeropp-loco --make-vocab-size-divisible-by 4 {NO_DROPOUT}"
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_trains_with_all_of_zeropp_as_on_emulated_ranks(data, name):
+    """Three steps on two nodes of two ranks, with low bits everywhere: the losses are emulated ranks' to the bit."""
+    architecture = architecture_of(CONFIGS[name])
+    words = [*architecture.flags(CONFIGS[name], POSITIONS), *ZEROPP.split()]
+    argv = [*flags(data, length="--train-iters 3"), *words]
+    real = {"": (architecture.name, [*argv, "--zeropp-ranks-per-node", "2"])}
+    emulated = {"": (architecture.name, [*argv, "--emulate-ranks", "4", "--emulate-nodes", "2"])}
+    found, expected = (run_ranks(ranks, train_runs, run)[0][""][0] for ranks, run in ((4, real), (1, emulated)))
+    assert len(found["lm loss"]) == 3
+    assert found["lm loss"] == expected["lm loss"]

@@ -11,6 +11,7 @@ from megatron_zpp.families import GPT
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.planning.cluster import Cluster, parse_cluster
 from megatron_zpp.planning.predict import Arithmetic, arithmetic, estimate_on, step_shapes
+from megatron_zpp.planning.search.candidates import RECOMPUTE_ALL
 from megatron_zpp.planning.step import StepShape
 
 H, S, B, V, LAYERS = 64, 128, 2, 512, 3
@@ -62,8 +63,8 @@ def test_overhead_of_the_program():
 
 def test_recomputation():
     spec = cluster(kernel_gbytes=1.0)
-    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    nothing, selective, everything = (find(more, spec)[1] for more in ("", "--recompute-activations", full))
+    kinds = ("", "--recompute-activations", RECOMPUTE_ALL)
+    nothing, selective, everything = (find(more, spec)[1] for more in kinds)
     assert nothing[0] == selective[0] == everything[0]
     assert everything[1].layer == pytest.approx(nothing[1].layer + nothing[0].layer)
     assert nothing[1].layer < selective[1].layer < everything[1].layer
@@ -103,6 +104,16 @@ def test_a_layer_waits_for_tokens_that_are_sent_to_experts(more, transfers, agai
         assert sum(each.seconds for each in unit.in_forward) == pytest.approx(2 * leaving / 1000, rel=1e-4)
         in_backward = sum(each.seconds for each in unit.in_backward)
         assert in_backward == pytest.approx((2 + again) * leaving / 1000, rel=1e-4)
+
+
+@pytest.mark.parametrize(("more", "gathers"), [("", 0), ("--recompute-activations", 1), (RECOMPUTE_ALL, 1)])
+def test_a_layer_waits_for_keys_and_values_that_are_gathered(more, gathers):
+    spec = cluster(within_gbytes=1e-6, between_gbits=8e-6, kernel_gbytes=1e12)  # 1000 bytes a second
+    shape = find(f"--context-parallel-size 4 {more}", spec)[0]
+    (unit, *_) = [unit for unit in shape.units if unit.in_forward]
+    (gather,) = unit.in_forward
+    assert gather.seconds > B * S * H * 2 / 1000  # at least the keys of other ranks
+    assert sum(each.seconds for each in unit.in_backward) == pytest.approx((1 + gathers) * gather.seconds)
 
 
 def test_transfers_of_experts():

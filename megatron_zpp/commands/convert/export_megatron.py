@@ -20,6 +20,7 @@ from megatron_zpp.convert.hf.checkpoint import parameter_reader
 from megatron_zpp.convert.hf.files import new_folder
 from megatron_zpp.convert.megatron.config import args_of
 from megatron_zpp.convert.megatron.torch_dist import write_torch_dist
+from megatron_zpp.convert.megatron.weights import EXPERT_BIAS
 from megatron_zpp.data.text.tokenizers import TOKENIZER_FLAGS
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.models.decoder import DecoderConfig
@@ -39,7 +40,8 @@ def export(args: argparse.Namespace) -> str:
     vars(flags).update({name: settings.get(name) for name in TOKENIZER_FLAGS if name != "tiktoken_pattern"})
 
     def read(name: str) -> Tensor:
-        tensor = saved(name).to(DTYPES[args.dtype])
+        tensor = saved(name)
+        tensor = tensor if name.endswith(EXPERT_BIAS) else tensor.to(DTYPES[args.dtype])
         if not tensor.isfinite().all():
             raise CheckpointError(f"{name} of {checkpoint} has NaN or Inf: give another --ckpt-step or --dtype")
         return tensor

@@ -40,7 +40,7 @@ def import_(args: argparse.Namespace) -> str:
     chosen = given_tokenizer(args) or _their_tokenizer(saved.args)
     tokenizer = build(chosen)
     multiple = size(saved.args, "make_vocab_size_divisible_by", 128)
-    config = config_of(saved.args, padded_vocab_size(tokenizer.vocab_size, multiple))
+    config = config_of(saved.args, padded_vocab_size(tokenizer.vocab_size, multiple), saved.names)
     architecture, counters = architecture_of(config), counters_of(saved)
     assert architecture.flags is not None
     flags = architecture.flags(config, max_positions(saved.args)) + tokenizer_words(chosen)
@@ -48,7 +48,7 @@ def import_(args: argparse.Namespace) -> str:
     length = size(saved.args, "seq_length")
     settings = settings_of_import(architecture, config, [*flags, *precision], length, tokenizer)
     model = architecture.build_empty(config)
-    read = parameter_reader(saved, config, {name: parameter.shape for name, parameter in model.named_parameters()})
+    read = parameter_reader(saved, config, {name: tensor.shape for name, tensor in model.state_dict().items()})
     with new_folder(args.save, "--save") as folder, progress("writing the checkpoint"):
         states = (*MOMENTS, "step") if saved.has_moments else ()
         save_imported(folder, architecture, config, settings, read, counters, states)

@@ -73,10 +73,12 @@ def save_imported(
     }
     shapes: dict[str, tuple[int, ...]] = {}
     sources = {}
-    for name, parameter in architecture.build_empty(config).state_dict().items():
-        for state in ("", *states):
+    model = architecture.build_empty(config)
+    trained = dict(model.named_parameters())
+    for name, tensor in model.state_dict().items():
+        for state in ("", *states) if name in trained else ("",):
             key = f"optimizer.{name}.{state}" if state else f"model.{name}"
-            shapes[key] = () if state == "step" else tuple(parameter.shape)
+            shapes[key] = () if state == "step" else tuple(tensor.shape)
             sources[key] = name, state
     checkpoint = save_tensors(str(folder), shapes, lambda key: read(*sources[key]), meta, counters.iteration)
     return checkpoint, read_meta(checkpoint)

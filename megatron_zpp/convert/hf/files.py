@@ -22,6 +22,7 @@ from megatron_zpp.models.transformer import TransformerConfig
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+SAME_AS = {"kimi_k2": "deepseek_v3"}  # models whose code, beside their weights, is another's under a new name
 
 
 def require_packages() -> None:
@@ -155,9 +156,12 @@ def read_config(folder: Path, model_types: Sequence[str]) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{folder} is not a model of transformers: it has no config.json")
     written = read_object(path)
-    if written.get("model_type") not in model_types:  # others may not even be known to transformers
+    kind = SAME_AS.get(str(written.get("model_type")), written.get("model_type"))
+    if kind not in model_types:  # others may not even be known to transformers
         return written
     try:
+        if kind != written["model_type"]:
+            return AutoConfig.for_model(**written | {"model_type": kind}).to_dict()
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).to_dict()
     except Exception as error:  # many kinds: transformers checks values with another library
         raise ValueError(f"{path} is damaged: {' '.join(str(error).split())[:300]}") from error

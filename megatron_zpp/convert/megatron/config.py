@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,7 @@ hybrid_override_pattern linear_attention_type moe_latent_size moe_router_topk_li
 """
 _FALSE = """
 apply_residual_connection_post_layernorm attention_output_gate embed_layernorm is_hybrid_model moe_apply_probs_on_input
-moe_router_enable_expert_bias multi_latent_attention openai_gelu qk_l2_norm use_mup
+openai_gelu qk_l2_norm use_mup
 """
 _OURS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_NONE.split(), (None,)),
@@ -84,14 +84,17 @@ _OURS: dict[str, tuple[Any, ...]] = {
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
     "moe_token_drop_policy": ("probs",),
     "mtp_num_layers": (None, 0),
-    "softmax_type": ("vanilla",),
+    "softmax_type": ("vanilla", "learnable"),
 }
 _POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 _DEEPSPEED_POSITIONS = {1: "rope", 2: "learned_absolute", 3: "alibi"}  # members of its enumeration
 
 
-def config_of(args: Args, vocab_size: int) -> DecoderConfig:
-    """Build the config that these flags describe. Raises CheckpointError that names every unsupported flag."""
+def config_of(args: Args, vocab_size: int, names: Collection[str] = ()) -> DecoderConfig:
+    """Build the config that these flags describe. Raises CheckpointError that names every unsupported flag.
+
+    names: of parameters, which say whether routers have biases.
+    """
     wrong = [
         f"{name} is {_plain(args[name])!r}"
         for name, values in _OURS.items()
@@ -105,7 +108,8 @@ def config_of(args: Args, vocab_size: int) -> DecoderConfig:
         and (has_experts or not name.startswith("moe_"))
     ]
     positions = _position_embedding(args)
-    if positions not in _POSITIONS:
+    is_latent = bool(args.get("multi_latent_attention", False))
+    if positions not in (("rope",) if is_latent else _POSITIONS):
         wrong.append(f"position_embedding_type is {positions!r}")
     normalization = NORMALIZATIONS.get(str(args.get("normalization", "LayerNorm")).lower())
     if normalization is None:
@@ -148,12 +152,14 @@ def config_of(args: Args, vocab_size: int) -> DecoderConfig:
         **{name: None if args.get(name) is None else str(_pattern(args[name])) for name in _PATTERNS},
     }
     unused = [] if rotary else ["rotary_percent", "rotary_base", "rotary_interleaved"]
-    unused += [] if positions == "yarn" else [name for name in FLAGS if name.startswith("yarn_")]
+    unused += [] if positions == "yarn" else [name for name in FLAGS if name.startswith(("yarn_", "no_yarn_"))]
     unused += [] if has_experts else [name for name in values if name.startswith("moe_")]
-    unused += _OF_LATENT_ATTENTION
+    unused += [] if is_latent else _OF_LATENT_ATTENTION
+    values = {name: value for name, value in values.items() if name not in unused}
     try:
         config = DecoderConfig(
-            **{name: value for name, value in values.items() if name not in unused}, moe=_experts(args)
+            **values | (_latent_positions(args) if is_latent else _yarn(args) if positions == "yarn" else {}),
+            moe=_experts(args, any(name.endswith("mlp.router.bias") for name in names)),
         )
         check_config(dataclasses.asdict(config), DecoderConfig)
     except (TypeError, ValueError) as error:
@@ -167,6 +173,30 @@ _OF_LATENT_ATTENTION = (
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     *("mscale", "mscale_all_dim"),
 )
+
+
+def _latent_positions(args: Args) -> dict[str, Any]:
+    """Return the rotary positions of latent attention, which have flags of their own."""
+    factor = float(args.get("rotary_scaling_factor", 1.0))
+    kind = args.get("rope_type") or ("yarn" if factor > 1 else "rope")
+    values = {"position_embedding_type": kind, "rotary_percent": 1.0, "rotary_interleaved": False}
+    if kind != "yarn":  # the factor of scores follows it all the same
+        return values | {"yarn_scaling_factor": None if factor == 1 else factor}
+    return values | {
+        "yarn_scaling_factor": factor,
+        "yarn_original_context": args.get("original_max_position_embeddings", 4096),
+        "yarn_beta_fast": float(args.get("beta_fast", 32)),
+        "yarn_beta_slow": float(args.get("beta_slow", 1)),
+    }
+
+
+def _yarn(args: Args) -> dict[str, Any]:
+    """Return what the trainer's flags of YaRN are called in the checkpoint's."""
+    mscale, mscale_all_dim = args.get("yarn_mscale"), args.get("yarn_mscale_all_dim")
+    exact = {"no_yarn_correction_range_round_to_int": args.get("yarn_correction_range_round_to_int") is False}
+    if mscale is None or mscale_all_dim is None:  # Megatron takes both or none
+        return exact
+    return exact | {"mscale": float(mscale), "mscale_all_dim": float(mscale_all_dim)}
 
 
 def _pattern(value: Any) -> int | str:
@@ -221,7 +251,7 @@ def _num_experts(args: Args) -> int | None:
     return None if number in (None, 0, 1) else number
 
 
-def _experts(args: Args) -> MoEConfig | None:
+def _experts(args: Args, router_bias: bool) -> MoEConfig | None:
     number = _num_experts(args)
     if number is None:
         return None
@@ -231,25 +261,34 @@ def _experts(args: Args) -> MoEConfig | None:
     if values.get("load_balancing") in ("global_aux_loss", "none"):  # how it was trained changes no weight
         values["load_balancing"] = "aux_loss"
     values["topk_scaling_factor"] = args.get("moe_router_topk_scaling_factor") or 1.0
-    return MoEConfig(**values)
+    if values.get("score_function") == "sigmoid":  # whose scores are those of all experts anyway
+        values["router_pre_softmax"] = False
+    if args.get("moe_router_enable_expert_bias", False):
+        values["bias_update_rate"] = args.get("moe_router_bias_update_rate", 1e-3)
+    return MoEConfig(**values, router_bias=router_bias)
 
 
 def args_of(config: DecoderConfig, positions: int) -> argparse.Namespace:
     """Return Megatron-LM's flags of a config, as its checkpoints keep them. Raises ValueError if it lacks a feature."""
-    if config.moe is not None:
-        raise ValueError("a mixture of experts cannot be written for Megatron-LM yet")
+    if config.moe_first_layer != 1:
+        layers = config.layers_with_experts
+        frequency = str([int(layer in layers) for layer in range(config.num_layers)])
+        config = dataclasses.replace(config, moe_layer_freq=frequency, moe_first_layer=1)
     if config.activation.name == "gelu_tanh" and not config.add_bias_linear:
         raise ValueError("GELU without biases is the exact one in Megatron-LM, and here its tanh approximation")
     # Megatron-LM has the flags that an import knows; a field with another flag must have its default.
     known = {name: flag for name, flag in FLAGS.items() if flag in READ}
     require_fields(config, "Megatron-LM", {}, MEGATRON_DEFAULTS.keys() - (FLAGS.keys() - known.keys()))
     written = {flag: getattr(config, name) for name, flag in known.items() if not name.startswith("moe_")}
-    for name in _PATTERNS:
+    written["moe_layer_freq"] = str(config.moe_layer_freq)
+    for name in (*_PATTERNS, "moe_layer_freq"):
         if written[name] is not None:
             every, layers = read_pattern(name, written[name], config.num_layers)
             written[name] = layers or every
     return argparse.Namespace(
         **written
+        | _args_of_experts(config)
+        | _args_of_positions(config)
         | {
             "ffn_hidden_size": config.ffn_size,
             "group_query_attention": config.num_groups != config.num_attention_heads,
@@ -269,3 +308,33 @@ def args_of(config: DecoderConfig, positions: int) -> argparse.Namespace:
             "pipeline_model_parallel_size": 1,
         }
     )
+
+
+def _args_of_experts(config: DecoderConfig) -> dict[str, Any]:
+    if (moe := config.moe) is None:
+        return {"num_experts": None}
+    known = {name: flag for name, flag in EXPERT_FLAGS.items() if flag in READ or flag in _OURS}
+    # There routers have biases with all other layers.
+    require_fields(moe, "Megatron-LM", {"router_bias": (config.add_bias_linear,)}, [*known, "bias_update_rate"])
+    written = {flag: getattr(moe, name) for name, flag in known.items()}
+    if moe.load_balancing == "all_layers_aux_loss":  # transformers' loss, over one layer there
+        written["moe_router_load_balancing_type"] = "aux_loss"
+    written["moe_router_enable_expert_bias"] = moe.bias_update_rate is not None
+    return written | {"moe_router_bias_update_rate": moe.bias_update_rate or 1e-3}
+
+
+def _args_of_positions(config: DecoderConfig) -> dict[str, Any]:
+    if not config.multi_latent_attention:
+        return {
+            "yarn_mscale": config.mscale,
+            "yarn_mscale_all_dim": config.mscale_all_dim,
+            "yarn_correction_range_round_to_int": not config.no_yarn_correction_range_round_to_int,
+        }
+    return {
+        "position_embedding_type": "rope",
+        "rope_type": config.position_embedding_type,
+        "rotary_scaling_factor": config.yarn_scaling_factor or 1.0,
+        "original_max_position_embeddings": config.yarn_original_context or 4096,
+        "beta_fast": config.yarn_beta_fast,
+        "beta_slow": config.yarn_beta_slow,
+    }

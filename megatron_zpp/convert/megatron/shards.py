@@ -131,8 +131,9 @@ def _add_stage(shards: Shards, states: Sequence[Mapping[str, Tensor]], first_lay
 
 def _saved(path: str, kind: str, args: Args, state: Mapping[str, Any], shards: Shards) -> Saved:
     config = config_of(args, 1)
-    if config.moe is not None:
-        raise CheckpointError(f"{path} is of a mixture of experts, which is imported from the format torch_dist alone")
+    if config.moe is not None or config.multi_latent_attention:
+        kind_of = "a mixture of experts" if config.moe is not None else "latent attention"
+        raise CheckpointError(f"{path} is of {kind_of}, which is imported from the format torch_dist alone")
     if config.tie_embeddings:
         shards.pop("output_layer.weight", None)  # the last stage's copy
     table = {weight.theirs: weight for weight in weights(config)}

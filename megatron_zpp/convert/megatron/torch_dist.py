@@ -7,7 +7,8 @@
 
 Layers of one shape are stacked as a tensor [layers, …], under a name without layer number. The optimizer's state of a
 tensor has its name behind a prefix, if it is stored whole: with --dist-ckpt-optim-fully-reshardable, or without a
-distributed optimizer. What is written has shards of one layer, so that Megatron's ranks read what they need.
+distributed optimizer. Where some layers alone have experts, each layer's tensors are its own, with its number. What is
+written has shards of one layer, so that Megatron's ranks read what they need.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from megatron_zpp.models.decoder import DecoderConfig
 
 from .config import MOMENTS, Saved, args_in
 from .pickles import load, load_file, load_metadata
-from .weights import canonical, layer_of, rename_layer, weights
+from .weights import EXPERT_BIAS, canonical, layer_of, rename_layer, weights
 
 COMMON, METADATA, FORMAT = "common.pt", ".metadata", "metadata.json"
 _OPTIMIZER = re.compile(r"^(?:chained_[0-9]+\.)?optimizer\.(?:[\w.]*\.)?state\.(exp_avg_sq|exp_avg|fp32_param|param)\.")
@@ -71,13 +72,14 @@ def open_torch_dist(folder: Path) -> Saved:
         name, layer = place
         return stored[name].size if layer is None else stored[name].size[1:]
 
+    trained = {name: place for name, place in states[""].items() if not name.endswith(EXPERT_BIAS)}
     has_moments = all(
         name in states[moment] and shape(states[moment][name]) == shape(place)
-        for name, place in states[""].items()
+        for name, place in trained.items()
         for moment in MOMENTS
     )
-    if has_moments and masters.keys() >= names:
-        states[""] = masters
+    if has_moments and masters.keys() >= trained.keys():
+        states[""] |= masters
 
     def read(name: str, moment: str) -> Tensor:
         return _read(folder, index, *states[moment][name])
@@ -193,13 +195,17 @@ def _find_step(optimizer: Any) -> int | None:
 # Writing
 
 _FILE = "__0_0.distcp"
-# Megatron-LM stores these norms under the names of Transformer Engine's fused layers.
+# Transformer Engine's fused layers have norms under other names. Which of the two a layer has depends on its kind and
+# on --transformer-impl, so each norm is written once, and found under both.
 _FUSED = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-# Linear layers look for state of Transformer Engine; without it, it is None.
-_WITH_EXTRA_STATE = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+_FUSED_IN_LATENT_ATTENTION = {
+    "q_layernorm.": "linear_q_up_proj.layer_norm_",
+    "kv_layernorm.": "linear_kv_up_proj.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
 
 
 def write_torch_dist(
@@ -211,32 +217,38 @@ def write_torch_dist(
     checkpoint.mkdir()
     entries: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
+    fused = _FUSED_IN_LATENT_ATTENTION if config.multi_latent_attention else _FUSED
+    is_stacked = args.moe_layer_freq == 1
     with open(checkpoint / _FILE, "wb") as file:
 
-        def write(index: MetadataIndex, value: Any) -> None:
+        def write(value: Any) -> _StorageInfo:
             begin = file.tell()
             torch.save(value, file)
-            places[index] = _StorageInfo(_FILE, begin, file.tell() - begin)
+            return _StorageInfo(_FILE, begin, file.tell() - begin)
 
+        nothing = write([None])
         for weight in weights(config):
             tensor = weight.join(*map(read, weight.ours)).contiguous()
-            name, layer = weight.theirs, layer_of(weight.theirs)
+            name, layer = weight.theirs.replace(".mlp.experts.", ".mlp.experts.experts."), layer_of(weight.theirs)
             size, offset = tensor.shape, torch.Size([0] * tensor.dim())
-            if layer is not None:  # all layers are one tensor
+            shards: list[tuple[int, int]] = []  # number and count: of layers, and of experts
+            if layer is not None and is_stacked:  # all layers are one tensor
                 name = name.replace(f".{layer}.", ".", 1)
-                for local, fused in _FUSED.items():
-                    name = name.replace(local, fused)
-                tensor, size = tensor.unsqueeze(0), torch.Size([config.num_layers, *tensor.shape])
-                offset = torch.Size([layer, *offset])
-            properties = TensorProperties(dtype=tensor.dtype)
-            entry = entries.setdefault(name, TensorStorageMetadata(properties, size, []))
-            entry.chunks.append(ChunkStorageMetadata(offset, tensor.shape))
-            write(MetadataIndex(name, offset, len(entry.chunks) - 1), tensor)
-        for layer in range(config.num_layers):
-            for module in _WITH_EXTRA_STATE:
-                name = f"decoder.layers.{module}._extra_state/shard_{layer}_{config.num_layers}"
-                entries[name] = BytesStorageMetadata()
-                write(MetadataIndex(name), [None])
+                shards, tensor = [(layer, config.num_layers)], tensor.unsqueeze(0)
+                size, offset = torch.Size([config.num_layers, *size]), torch.Size([layer, *offset])
+            place = write(tensor)
+            for alias in {name, *(name.replace(old, new) for old, new in fused.items())}:
+                entry = entries.setdefault(alias, TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), size, []))
+                entry.chunks.append(ChunkStorageMetadata(offset, tensor.shape))
+                places[MetadataIndex(alias, offset, len(entry.chunks) - 1)] = place
+            if ".linear_" in name and name.endswith(".weight"):
+                # Linear layers look for state of Transformer Engine; without it, it is None.
+                experts = config.moe.num_experts if config.moe is not None and ".experts." in name else 0
+                for of_expert in [[(i, experts)] for i in range(experts)] or [[]]:
+                    numbers, counts = zip(*(shards + of_expert or [(0, 1)]), strict=True)
+                    shard = f"{'.'.join(map(str, numbers))}_{'.'.join(map(str, counts))}"
+                    entries[key := f"{name[: -len('weight')]}_extra_state/shard_{shard}"] = BytesStorageMetadata()
+                    places[MetadataIndex(key)] = nothing
     (checkpoint / METADATA).write_bytes(pickle.dumps(Metadata(entries, storage_data=places)))
     progress = {
         "iteration": counters.iteration,

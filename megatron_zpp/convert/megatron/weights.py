@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_zpp.families.decoder_huggingface_weights import rotated_in_pairs
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.models.moe import MoEConfig
 
+EXPERT_BIAS = "expert_bias"  # a buffer in fp32, without moments
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # a row is a token
 
 
@@ -41,10 +43,15 @@ def weights(config: DecoderConfig) -> Iterator[Weight]:
         ours, theirs = f"layers.{layer}", f"decoder.layers.{layer}"
         yield from _norm(config, f"{ours}.input_norm", f"{theirs}.input_layernorm")
         attention, their_attention = f"{ours}.self_attention", f"{theirs}.self_attention"
-        has_bias = bias or config.add_qkv_bias
-        yield from _linear(f"{attention}.linear_qkv", f"{their_attention}.linear_qkv", 0, has_bias)
+        if config.multi_latent_attention:
+            yield from _latent_attention(config, attention, their_attention)
+        else:
+            has_bias = bias or config.add_qkv_bias
+            yield from _linear(f"{attention}.linear_qkv", f"{their_attention}.linear_qkv", 0, has_bias)
         yield from _linear(f"{attention}.linear_proj", f"{their_attention}.linear_proj", 1, bias)
-        for name in ("q_layernorm", "k_layernorm") if config.qk_layernorm else ():
+        if config.has_sinks:
+            yield Weight(f"{their_attention}.core_attention.softmax_offset", (f"{attention}.sinks.bias",), 0)
+        for name in _norms_of_attention(config) if config.qk_layernorm else ():
             yield from _norm(config, f"{attention}.{name}", f"{their_attention}.{name}")
         yield from _norm(config, f"{ours}.pre_mlp_norm", f"{theirs}.pre_mlp_layernorm")
         if config.moe is not None and layer in config.layers_with_experts:
@@ -60,6 +67,30 @@ def _linear(ours: str, theirs: str, sharded_dim: int, bias: bool) -> Iterator[We
     yield Weight(f"{theirs}.weight", (f"{ours}.weight",), sharded_dim)
     if bias:  # each rank has all of it if the layer's inputs are sharded
         yield Weight(f"{theirs}.bias", (f"{ours}.bias",), 0 if sharded_dim == 0 else None)
+
+
+def _latent_attention(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Weight]:
+    """Yield what makes queries, keys and values; shards of ranks are not read, which differ between implementations."""
+
+    def projection(name: str, heads: int) -> Weight:
+        to_pairs, to_halves = rotated_in_pairs(heads, config.qk_pos_emb_head_dim)
+        name = f"{name}.weight"
+        return Weight(f"{theirs}.{name}", (f"{ours}.{name}",), split=lambda x: (to_halves(x),), join=to_pairs)
+
+    heads = config.num_attention_heads
+    if config.q_lora_rank is None:
+        yield projection("linear_q_proj", heads)
+    else:
+        yield from _linear(f"{ours}.linear_q_down_proj", f"{theirs}.linear_q_down_proj", 0, False)
+        yield projection("linear_q_up_proj", heads)
+    yield projection("linear_kv_down_proj", 1)
+    yield from _linear(f"{ours}.linear_kv_up_proj", f"{theirs}.linear_kv_up_proj", 0, False)
+
+
+def _norms_of_attention(config: DecoderConfig) -> tuple[str, ...]:
+    if not config.multi_latent_attention:
+        return "q_layernorm", "k_layernorm"
+    return ("kv_layernorm",) if config.q_lora_rank is None else ("q_layernorm", "kv_layernorm")
 
 
 def _norm(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Weight]:
@@ -98,7 +129,10 @@ def _experts(config: DecoderConfig, moe: MoEConfig, ours: str, theirs: str) -> I
     def both(gates: Tensor, ups: Tensor) -> Tensor:
         return torch.cat([stacked(gates), stacked(ups)], dim=1)
 
-    yield Weight(f"{theirs}.router.weight", (f"{ours}.router.weight",))
+    for kind in ("weight", "bias") if moe.router_bias else ("weight",):
+        yield Weight(f"{theirs}.router.{kind}", (f"{ours}.router.{kind}",))
+    if moe.bias_update_rate is not None:
+        yield Weight(f"{theirs}.router.{EXPERT_BIAS}", (f"{ours}.{EXPERT_BIAS}",))
     inner, outer = f"{ours}.experts", f"{theirs}.experts"
     for kind in ("weight", "bias") if config.add_bias_linear else ("weight",):
         fc1, fc2 = f"{outer}.linear_fc1.{kind}", f"{outer}.linear_fc2.{kind}"
@@ -131,6 +165,7 @@ _RENAMED = (
     (r"\.(post_attention_layernorm|post_attention_norm)\.", ".pre_mlp_layernorm."),
     (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
     (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
+    (r"\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$", r".\1_layernorm.\2"),
     (r"\.mlp\.experts\.experts\.", ".mlp.experts."),
 )
 # The last stage's copy of tied embeddings, and state of Transformer Engine and rotary embeddings.

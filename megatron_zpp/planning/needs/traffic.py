@@ -226,7 +226,7 @@ def recomputed_blocks(activation: ActivationSettings, num_blocks: int) -> int:
 
 
 def resent_share(activation: ActivationSettings, num_layers: int) -> float:
-    """Return the share of layers whose tokens the backward pass sends again, because it computes experts again."""
+    """Return the share of layers whose backward pass gathers keys and values again, and sends tokens to experts."""
     if activation.recompute_granularity == "selective":
-        return 1.0  # results of linear layers are kept, those of experts are not
+        return 1.0  # results of linear layers and attention are kept, but not what they take from other ranks
     return recomputed_blocks(activation, num_layers) / num_layers

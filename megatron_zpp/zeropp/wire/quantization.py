@@ -36,7 +36,7 @@ SCALINGS = ("absmax", "mean")  # of 2 bits and more
 # The step of code "mean" over mean |x|, by bits: where zeros are rare, and where they are many. At 2 bits by loss: less
 # cuts early gradients off. No border between levels may be at 1, where all of a block's |x| can be.
 STEPS = {2: (1.25, 1.5), 3: (0.75, 0.8125), 4: (0.4375, 0.4375)}
-LARGEST = 5  # code "largest" takes one of so many values
+LARGEST = 5  # code "largest" takes one of 5 values
 # A scale that is kept from step to step stays while the block's largest value is between KEPT_FROM and 1 times what its
 # codes can say. A new one puts the largest value at FRESH.
 KEPT_FROM, FRESH = 0.6, 0.9

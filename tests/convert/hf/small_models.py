@@ -60,6 +60,7 @@ _LATENT: dict[str, Any] = dict(
 )  # fmt: skip
 CONFIGS |= {
     "smollm3": _llama(64, 2, 8, 4, no_rope_freq="[0, 0, 0, 1]", tie_embeddings=True),
+    "seed-oss": _llama(64, 2, 16, add_qkv_bias=True),
     "olmo2": _llama(64, 4, 8, **_WHOLE, **_AFTER),
     "olmo3": _llama(
         *(64, 4, 8, 3), **_WHOLE, **_AFTER, window_size=5, window_attn_skip_freq="[1, 1, 0]", rotary_base_local=500000,
@@ -99,6 +100,11 @@ CONFIGS |= {
     "deepseek-v2": _llama(
         *(64, 4, 8, 3), **_LATENT, **_MSCALE,
         moe=MoEConfig(6, 24, 3, router_pre_softmax=True, topk_scaling_factor=1.5, shared_expert_size=48),
+    ),
+    "kimi-k2": _llama(  # with YaRN's ends at one place, and one epsilon for latent vectors
+        *(64, 4, 8, 3), **_LATENT | {"norm_epsilon": 1e-5, "latent_norm_epsilon": 1e-6}, q_lora_rank=20,
+        **_MSCALE | {"yarn_beta_fast": 1.0, "yarn_beta_slow": 1.0, "yarn_original_context": 16},
+        moe=MoEConfig(6, 24, 3, topk_scaling_factor=2.827, shared_expert_size=24, **_SIGMOID),
     ),
     "deepseek-v3": _llama(
         *(64, 4, 8, 3), **_LATENT, q_lora_rank=20, **_MSCALE, moe=MoEConfig(

@@ -1,5 +1,8 @@
 """Weights keep their bits to transformers and back, logits are the same block by block, and mistakes are noticed."""
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_zpp.convert.hf.compare import compare, streamed_logits, transformers_model
 from megatron_zpp.convert.hf.files import in_memory, their_shapes
+from megatron_zpp.models.decoder import DecoderConfig
 from tests.convert.hf.small_models import CONFIGS, POSITIONS, build, build_empty, mapping_of, to_hf_config
+from tests.convert.hf.small_models import YARN as YARN_FIELDS
 from tests.families.find import architecture_of
 
 YARN = to_hf_config(CONFIGS["llama-yarn"])["rope_scaling"]
@@ -68,6 +73,7 @@ def test_a_training_step_is_transformers(config):
     ours = build(config)
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf_config(config))).eval()  # no dropout
     theirs.load_state_dict(split(config, ours.state_dict()), strict=False)
+    assert (ours(TOKENS) - theirs(TOKENS).logits).abs().max() <= 3e-5
     found, gradients = [], []
     for model, logits in (ours, ours), (theirs, lambda tokens: theirs(tokens).logits):
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
@@ -87,6 +93,54 @@ def test_a_training_step_is_transformers(config):
         assert (mine[name] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1e-2), name
     assert found[0] == pytest.approx(found[1], rel=1e-5)
     assert found[0][1] < found[0][0]
+
+
+ROPE: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "rope_scaling_factor": None,
+    "rotary_seq_len_interpolation_factor": None,
+    **{field.name: field.default for field in dataclasses.fields(DecoderConfig) if "yarn_" in field.name},
+    **{"mscale": 1.0, "mscale_all_dim": 0.0},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "tied": {"tie_embeddings": True},
+    "untied": {"tie_embeddings": False},
+    "one group": {"num_query_groups": 1},
+    "a group per head": {"num_query_groups": 4},
+    "norms": {"norm_epsilon": 1e-3},
+    "narrow": {"ffn_hidden_size": 20},
+    "a window": {"window_size": 3},
+    "no window": {"window_size": None, "window_attn_skip_freq": None},
+    "base": {"rotary_base": 1234},
+    "no scaling": ROPE,
+    "llama3": ROPE | {"rope_scaling_factor": 4.0},
+    "linear": ROPE | {"rotary_seq_len_interpolation_factor": 4.0},
+    "yarn": ROPE | YARN_FIELDS | {"position_embedding_type": "yarn"},
+    "rope, scores scaled as YaRN's": {"position_embedding_type": "rope", "rope_scaling_factor": None},
+    "half rotary": {"rotary_percent": 0.25},
+    "top 1 more": {"moe": {"router_topk": 4}},
+    "more experts": {"moe": {"num_experts": 12}},
+    "weights": {"moe": {"topk_scaling_factor": 0.5}},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CONFIGS)
+def test_families_in_other_settings_are_transformers(name, tmp_path):
+    """Logits, gradients, and bits there and back, in each setting that the family has."""
+    compared = []
+    for setting, changes in OTHERS.items():
+        try:
+            if "moe" in changes:
+                changes = {"moe": dataclasses.replace(CONFIGS[name].moe, **changes["moe"])}
+            config = dataclasses.replace(CONFIGS[name], **changes)
+            to_hf_config(config)
+        except (ValueError, TypeError):  # not of this family
+            continue
+        test_every_weight_of_both_sides_has_its_counterpart_and_keeps_its_bits(config, tmp_path / setting)
+        test_a_training_step_is_transformers(config)
+        compared.append(setting)
+    assert len(compared) >= 4, compared
 
 
 def test_one_block_is_in_memory_at_a_time():

@@ -29,9 +29,9 @@ CONFIGS: dict[str, DecoderConfig] = {
 
 
 def random_model(config: DecoderConfig) -> State:
-    """Return random parameters, by our names."""
+    """Return random parameters and buffers, by our names."""
     generator = torch.Generator().manual_seed(0)
-    shapes = {name: parameter.shape for name, parameter in Decoder(config).named_parameters()}
+    shapes = {name: tensor.shape for name, tensor in Decoder(config).state_dict().items()}
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 

@@ -145,8 +145,8 @@ def narrow(state: dict[str, Any]) -> None:
 
 WRONG_FLAGS = [
     ({"tensor_model_parallel_size": 3}, "mp_rank_02_000/model_optim_rng.pt"),
-    ({"multi_latent_attention": True}, "multi_latent_attention is True"),
-    ({"softmax_type": "learnable"}, "softmax_type is 'learnable'"),
+    ({"multi_latent_attention": True}, "position_embedding_type is 'learned_absolute'"),
+    ({"softmax_type": "off-by-one"}, "softmax_type is 'off-by-one'"),
     ({"no_rope_freq": [1, 0]}, "no_rope_freq is '[1, 0]'; give k for every k-th block"),
     ({"logit_softcap": 30.0}, "logit_softcap is 30.0, which is not known here"),
     (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,23 +50,23 @@ def train_and_save(folder: Path, name: str, data: str) -> tuple[Tensor, list[flo
     return logits, mcore.train(model, optimizer, batches[3:])
 
 
-def save_on_ranks(folder: Path, name: str) -> Tensor:
-    """Save megatron-core's model in both formats, on tensor-parallel ranks; return its logits. For ``run_ranks``."""
+def save_on_ranks(folder: Path, name: str, formats: tuple[str, ...], **sizes: int) -> Tensor:
+    """Save megatron-core's model on parallel ranks; return its logits. For ``run_ranks``."""
     from tests.convert.megatron import mcore
 
-    args = mcore.args_of(name, tp=2)
+    args = mcore.args_of(name, **sizes)
     model = mcore.build(args)
-    mcore.save_torch_dist(folder / "torch_dist", model, args)
-    mcore.save_torch(folder / "torch", model, args)
+    for kind in formats:
+        {"torch_dist": mcore.save_torch_dist, "torch": mcore.save_torch}[kind](folder / kind, model, args)
     with torch.no_grad():
         return mcore.logits(model, TOKENS)
 
 
-def load_on_ranks(folder: Path, name: str) -> Tensor:
-    """Return megatron-core's logits with exported weights; its vocabulary has 8 more rows. For ``run_ranks``."""
+def load_on_ranks(folder: Path, name: str, **sizes: int) -> Tensor:
+    """Return megatron-core's logits with exported weights; TP 2 pads its vocabulary by 8 rows. For ``run_ranks``."""
     from tests.convert.megatron import mcore
 
-    model = mcore.load_torch_dist(folder, mcore.args_of(name, tp=2))
+    model = mcore.load_torch_dist(folder, mcore.args_of(name, **sizes))
     with torch.no_grad():
         return mcore.logits(model, TOKENS)
 
@@ -104,7 +105,7 @@ def test_a_run_of_megatron_core_goes_on(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_tensor_parallel_ranks_of_megatron_core_there_and_back(tmp_path, name):
-    expected, _ = run_ranks(2, save_on_ranks, tmp_path, name, timeout=400)
+    expected, _ = run_ranks(2, partial(save_on_ranks, tp=2), tmp_path, name, ("torch", "torch_dist"), timeout=400)
     assert expected.shape[-1] == 272  # padded for two ranks
     for layout in ("torch", "torch_dist"):
         import_(tmp_path / layout, tmp_path / "ours" / layout)
@@ -113,5 +114,25 @@ def test_tensor_parallel_ranks_of_megatron_core_there_and_back(tmp_path, name):
         torch.testing.assert_close(logits, expected[..., :264], rtol=0, atol=1e-5)
     argv = ["--load", str(tmp_path / "ours" / "torch"), "--output", str(tmp_path / "exported")]
     export_megatron.export(export_megatron.parse_arguments(argv))
-    for loaded in run_ranks(2, load_on_ranks, tmp_path / "exported", name, timeout=400):
+    for loaded in run_ranks(2, partial(load_on_ranks, tp=2), tmp_path / "exported", name, timeout=400):
         torch.testing.assert_close(loaded[..., :264], expected[..., :264], rtol=0, atol=1e-5)
+
+
+STAGES, TENSORS = dict(pp=2, ep=2), dict(tp=2, ep=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "saved_on", "loaded_on"), [("deepseek", STAGES, TENSORS), ("gpt-oss", TENSORS, STAGES)]
+)
+def test_pipeline_and_expert_parallel_ranks_of_megatron_core_there_and_back(tmp_path, name, saved_on, loaded_on):
+    """Latent attention and experts in some layers; sinks, windows and experts with biases in all."""
+    save = partial(save_on_ranks, **saved_on)
+    expected = run_ranks(4, save, tmp_path, name, ("torch_dist",), timeout=400)[-1][..., :264]
+    command = import_(tmp_path / "torch_dist", tmp_path / "ours")
+    assert ("--moe-router-enable-expert-bias" in command) == (name == "deepseek")
+    torch.testing.assert_close(our_logits(tmp_path / "ours"), expected, rtol=0, atol=1e-5)
+    argv = ["--load", str(tmp_path / "ours"), "--output", str(tmp_path / "exported")]
+    export_megatron.export(export_megatron.parse_arguments(argv))
+    load = partial(load_on_ranks, **loaded_on)
+    loaded = run_ranks(4, load, tmp_path / "exported", name, timeout=400)[-1][..., :264]
+    torch.testing.assert_close(loaded, expected, rtol=0, atol=1e-5)

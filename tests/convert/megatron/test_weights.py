@@ -8,6 +8,7 @@ import torch
 from megatron_zpp.convert.megatron.weights import canonical, canonical_pipeline_names, weights
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.models.moe import MoEConfig
+from tests.convert.hf.small_models import CONFIGS as SMALL
 from tests.convert.megatron.layouts import CONFIGS, random_model
 from tests.models.configs import gpt_config, llama_config
 
@@ -17,6 +18,9 @@ KINDS: dict[str, DecoderConfig] = {
     "qkv-bias": llama_config(2, 32, 4, 64, ffn_hidden_size=48, add_qkv_bias=True, tie_embeddings=True),
     "swiglu-bias": gpt_config(2, 32, 4, 64, 16, ffn_hidden_size=48, swiglu=True),
     "experts": llama_config(3, 32, 4, 64, ffn_hidden_size=48, moe=EXPERTS, moe_layer_freq=2),
+    "deepseek": SMALL["deepseek-v3"],
+    "deepseek-without-latent-queries": SMALL["deepseek-v2"],
+    "gpt-oss": SMALL["gpt-oss"],
     "gelu-experts": gpt_config(2, 32, 4, 64, 16, ffn_hidden_size=48, add_bias_linear=False, moe=EXPERTS),
 }
 
