@@ -1,9 +1,8 @@
-"""Compiled blocks have no graph breaks, and are compiled once: no step after the first, nor an evaluation's second."""
+"""Compiled blocks have no graph breaks, and nothing is compiled after the first step."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 from torch._dynamo.utils import counters
 
 from megatron_zpp.training.data import batches_of
@@ -15,7 +14,7 @@ ZEROPP = "--bf16 --zero-quantized-weights --zero-quantized-gradients --zero-hpz-
 
 
 def compiled(argv):
-    """Graph breaks of two steps, and graphs compiled by the first and by the three after it."""
+    """Graph breaks, and the graphs that were compiled by the end of each of four steps."""
     run, _ = start(argv)
     batches, graphs = batches_of(run, "train", 0), []
     for _ in range(4):
@@ -28,6 +27,5 @@ def compiled(argv):
 @pytest.mark.parametrize("more", [ZEROPP, "--bf16 --num-experts 4 --moe-router-topk 2"])
 def test_blocks_compile_once_and_whole(data, more):
     for breaks, graphs in run_ranks(2, compiled, flags(data, "--compile", more), timeout=280):
-        print(breaks, graphs)
         assert breaks == {}
         assert graphs[0] > 0 and set(graphs) == {graphs[0]}
