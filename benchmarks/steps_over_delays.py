@@ -19,7 +19,7 @@ from common import RESULTS, ROOT, markdown_table, measure_once, new_parser, read
 from steps_over_links import MODEL, MOVES, WARMUP, WIRE, run_on
 
 PATH = RESULTS / "steps_over_delays.jsonl"
-RATE, STEPS, ROUNDS, DELAYS = "150mbit", 10, 2, (0, 10, 50)
+RATE, STEPS, ROUNDS, DELAYS = "150mbit", 10, 3, (0, 10, 50)
 
 
 def measure(before: Path) -> None:
