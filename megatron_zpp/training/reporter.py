@@ -68,11 +68,8 @@ class Reporter:
                 self.losses.setdefault(name, []).append(loss)
         for zeropp in run.zeropps:
             self.sent.add(*zeropp.traffic.take().of_levels())
-            if zeropp.waits is not None:
-                waited = zeropp.waits.take()
-                self.waited = [so_far + more for so_far, more in zip(self.waited, waited, strict=True)]
-                if self.stragglers is not None:
-                    self.stragglers.step(waited, run.counters.iteration)
+        if self.stragglers is not None:  # other runs look at the times that a GPU took only where they print a line
+            self.stragglers.step(self._add_waits(), run.counters.iteration)
         self.sent.add(*run.islands.traffic.take().of_levels())
         self.sent_for_tokens.add(*run.token_traffic.take().of_levels())
         iteration = run.counters.iteration
@@ -102,8 +99,16 @@ class Reporter:
     def paused(self) -> Iterator[None]:
         """Leave an evaluation or a saving out of the times of training."""
         self.seconds += self.timer.restart()
+        self._add_waits()
         yield
         self._resume()
+
+    def _add_waits(self) -> tuple[float, float]:
+        """Add what was waited for links since the last call to the interval's, and return it."""
+        waits = self.run.zeropp.waits if self.run.zeropp is not None else None
+        waited = waits.take() if waits is not None else (0.0, 0.0)
+        self.waited = [so_far + more for so_far, more in zip(self.waited, waited, strict=True)]
+        return waited
 
     def _resume(self) -> None:
         if self.run.zeropp is not None and self.run.zeropp.waits is not None:
@@ -115,6 +120,7 @@ class Reporter:
     def _interval_report(self, result: StepResult) -> TrainingReport:
         run, logging = self.run, self.run.settings.logging
         self.seconds += self.timer.restart()
+        self._add_waits()
         seconds = self.seconds / self.num_steps
         tokens_per_second = self.num_tokens / self.seconds
         per_device, flops_per_token = tokens_per_second / dist.get_world_size(), self.flops / self.num_tokens

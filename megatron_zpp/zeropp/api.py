@@ -25,7 +25,8 @@ from .fsdp.fsdp_unit import AllGather, FSDPUnit, ReduceScatter, find_units, foll
 from .fsdp.topology import Topology, process_rank
 from .fsdp.unit import follow_optimizers
 from .fsdp.waits import new_stream, on_stream
-from .gather.all_gather import FullPrecisionAllGather, HierarchicalAllGather, QuantizedAllGather, send
+from .gather.all_gather import FullPrecisionAllGather, HierarchicalAllGather, QuantizedAllGather
+from .gather.sent_shards import send
 from .gather.unseen_changes import UnseenChanges
 from .interface import RankState, ZeroPPInterface
 from .muon.matrix_blocks import MatrixBlocks, MomentumWire, batches
