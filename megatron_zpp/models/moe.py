@@ -111,8 +111,7 @@ def route(logits: Tensor, config: MoEConfig, bias: Tensor | None = None, trainin
         scores = logits.softmax(dim=-1)
         every = logits.sigmoid() if config.router_topk == 1 else scores
         experts = (sinkhorn(logits.detach()) if training else every).topk(config.router_topk, dim=-1).indices
-        load = count_each(experts.flatten(), config.num_experts)
-        return Routing(experts, every.gather(-1, experts), scores, load)
+        return Routing(experts, every.gather(-1, experts), scores, count_each(experts.flatten(), config.num_experts))
     if config.score_function == "sigmoid":
         every = logits.sigmoid()
         scores = every / every.sum(dim=-1, keepdim=True)
