@@ -49,7 +49,7 @@ def test_flags_override_the_recipe(monkeypatch):
     "words, said",
     [
         ("--zeropp int8", "give --zeropp-ranks-per-node"),
-        ("--zeropp int7", "must be one of zero3, lossless, int8, int6, auto"),
+        ("--zeropp int7", "must be one of zero3, lossless, int8, int6, ternary, auto"),
         ("--zeropp auto --zero-quantized-weights", "--zeropp auto chooses --zero-quantized-weights: leave them out"),
         ("--zeropp auto --emulate-ranks 2 --emulate-nodes 2 --dry-run --dry-run-world-size 1", "name a recipe with"),
         ("--zeropp int8 --num-distributed-optimizer-instances 2 --zeropp-ranks-per-node 2", "(HSDP) sends nothing"),
