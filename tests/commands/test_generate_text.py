@@ -133,7 +133,7 @@ def test_the_generator_follows_a_run_of_other_processes(tmp_path):
     finally:
         generator.kill()
     assert written.endswith(f"== step 60\n{ALPHABET}\n") and len(steps) > 3 and steps == sorted(set(steps))
-    _, err = trainer.communicate(timeout=60)
+    _, err = trainer.communicate(timeout=180)
     assert trainer.returncode == 0, err
 
 
