@@ -81,8 +81,9 @@ NOTED = """
     island_scaling island_dtype island_loco island_loco_beta island_fragments island_sync_delay island_merge_alpha
 """
 
-# Nothing is said: layout, speed, output, and what only the start of a run uses.
+# Nothing is said: layout, speed, output, what only the start of a run uses, and a recipe, which sets flags above.
 FREE = """
+    zeropp zeropp_redecide zeropp_loss_budget
     preset init_method_std initial_loss_scale
     micro_batch_size eval_iters eval_global_batch_size eval_interval eval_tasks eval_tasks_path eval_tasks_interval
     eval_tasks_limit deterministic_mode skip_train dry_run dry_run_world_size exit_interval exit_duration_in_mins
