@@ -58,10 +58,10 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Raises OSError, or ValueError where it is none."""
+    """Raises OSError, or ValueError where it is none, or has a key twice, of which the last would win."""
     text = read_text(path)
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=without_duplicates)
     except ValueError as error:
         raise ValueError(f"{os.fspath(path)} is not JSON: {error}") from error
     except RecursionError:
@@ -69,6 +69,15 @@ def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{os.fspath(path)} holds no JSON object but a {type(value).__name__}")
     return value
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make the dict of a JSON object, as its ``object_pairs_hook``. Raises ValueError for a key that is there twice."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)} is there twice")
+    return result
 
 
 def read_bounded(path: str | os.PathLike[str]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_zpp.arguments.deepspeed_keys import TOP, ByType, Key, MustEqual, NotNeeded, Off, Section, Sets
-from megatron_zpp.files import read_bounded
+from megatron_zpp.files import read_bounded, without_duplicates
 from megatron_zpp.settings.checks import Mistakes, SettingsError
 from megatron_zpp.settings.groups import all_flags
 
@@ -144,7 +144,7 @@ def read_deepspeed_config(path: str) -> DeepSpeedConfig:
     Raises SettingsError that names each key that is unknown, of a wrong kind or value, or cannot be honoured.
     """
     try:
-        content = json.loads(read_bounded(path), object_pairs_hook=_without_duplicates)
+        content = json.loads(read_bounded(path), object_pairs_hook=without_duplicates)
     except OSError as error:
         raise SettingsError(f"--deepspeed_config {path}: {error.strerror}; give the path of a JSON file") from error
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
@@ -154,14 +154,6 @@ def read_deepspeed_config(path: str) -> DeepSpeedConfig:
     config = DeepSpeedConfig(path)
     config.read(content)
     return config
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)} is there twice")
-    return result
 
 
 def _is_on(content: dict[str, Any], anywhere: bool) -> bool:

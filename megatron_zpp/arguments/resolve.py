@@ -325,7 +325,7 @@ def check_needed(values: Mapping[str, Any], given: Collection[str]) -> None:
 DYNAMIC_SCALE_SETTINGS = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 # Left-overs of a script, which do no harm: a note for each.
-_NO_EFFECT_WITHOUT = {
+_NO_EFFECT_WITHOUT: dict[str | tuple[str, str], tuple[str, ...]] = {  # a setting, or one with its value
     "use_rope_scaling": ("rope_scaling_factor",),
     "fim_data": ("fim_rate", "fim_spm_rate", "fim_prefix_token", "fim_middle_token", "fim_suffix_token"),
     "fp16": ("loss_scale", *DYNAMIC_SCALE_SETTINGS),
@@ -336,15 +336,30 @@ _NO_EFFECT_WITHOUT = {
     ),
     "load": ("verify_checkpoint",),
     "wandb_project": ("wandb_exp_name", "wandb_entity", "wandb_save_dir"),
+    ("optimizer", "sgd"): ("sgd_momentum",),
+    ("optimizer", "muon"): (
+        *("muon_momentum", "muon_use_nesterov", "muon_num_ns_steps", "muon_scale_mode", "muon_extra_scale_factor"),
+        *("muon_period", "muon_momentum_bits", "muon_stale_rows"),
+    ),
+    ("lr_decay_style", "WSD"): ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
 }
 
 
 def _notes(settings: Settings, given: set[str]) -> Iterator[str]:
     values = settings.as_flat_dict()
     for needed, names in _NO_EFFECT_WITHOUT.items():
+        setting, value = needed if isinstance(needed, tuple) else (needed, "")
+        is_on = values[setting] == value if value else values[setting]
         for name in names:
-            if name in given and not values[needed]:
-                yield f"{flag_of(name)} has no effect without {flag_of(needed)}"
+            if name in given and not is_on:
+                yield f"{flag_of(name)} has no effect without {flag_of(setting)} {value}".rstrip()
+    training = settings.training
+    batches_grow = training.rampup_batch_size or training.step_batch_size_schedule
+    if training.train_tokens and not training.curriculum_min_length and (training.train_samples or not batches_grow):
+        samples = training.train_samples or (training.train_iters or 0) * (training.global_batch_size or 0)
+        tokens = samples * (training.seq_length or 0)
+        if tokens > training.train_tokens:
+            yield f"--train-tokens {training.train_tokens} ends with the step that reaches it, after {tokens} tokens"
     interval, steps = settings.island.sync_interval, settings.training.train_iters
     if settings.distributed.islands_may_leave and steps is not None and steps % interval:
         yield (

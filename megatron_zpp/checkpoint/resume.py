@@ -1,11 +1,9 @@
-"""Choose the checkpoint that ``--load`` resumes from, and check that settings and data are still the same."""
+"""Choose the checkpoint that ``--load`` resumes from, and check that the data's order is still the same."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -117,46 +115,6 @@ def _latest_good(folder: str, digests: str) -> tuple[Path | None, list[str]]:
             return checkpoint, passed_over
         passed_over += wrong
     return None, passed_over
-
-
-_BATCH_SETTINGS = (
-    *("global_batch_size", "rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"),
-)
-# These do not change which data are read in which order, except the last two, which check_order checks.
-_WITHOUT_INFLUENCE = {
-    *("num_workers", "data_cache_path", "no_mmap_bin_files", "pad_last_valid_sample"),
-    *("data_order_stable", "mid_level_dataset_surplus"),
-}
-
-
-def check_same_batches_and_data(settings: Settings, meta: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if the run would read other data, or other batches, than before."""
-    data_settings = [field.name for field in dataclasses.fields(settings.data) if field.name not in _WITHOUT_INFLUENCE]
-    if not settings.data.fim_data:  # then no other fim_* setting has an effect
-        data_settings = [name for name in data_settings if name == "fim_data" or not name.startswith("fim_")]
-    data_settings += ["seq_length", "seed", "tokenizer_type"]
-    if not settings.checkpoint.override_batch_size:
-        _check_same("the batch size is", _BATCH_SETTINGS, settings, meta, "--override-batch-size")
-    if not settings.checkpoint.override_data:
-        _check_same("the data are", data_settings, settings, meta, "--override-data")
-
-
-def _check_same(what: str, names: Iterable[str], settings: Settings, meta: Mapping[str, Any], override: str) -> None:
-    ours, saved = json.loads(json.dumps(settings.as_flat_dict())), meta["settings"]
-    differing = []
-    for name in names:
-        here, there = ours[name], saved.get(name, ours[name])
-        if name.endswith("_path"):  # files may have moved to another folder
-            here, there = (_file_names(value) for value in (here, there))
-        if here != there:
-            differing.append(f"{name} {there} there, {here} here")
-    if differing:
-        raise CheckpointError(f"{what} not the checkpoint's: {'; '.join(differing)}. Give the same, or {override}")
-
-
-def _file_names(paths: Any) -> list[Any]:
-    names = paths if isinstance(paths, list) else [paths] if paths else []
-    return [Path(name).name if isinstance(name, str) else name for name in names]
 
 
 def check_same_order(settings: Settings, meta: Mapping[str, Any], datasets: Datasets) -> None:

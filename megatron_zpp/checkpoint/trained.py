@@ -83,6 +83,8 @@ def plan_resume(
     optimizers = tuple(trains and has_stepped for has_stepped in stepped)
 
     random_states = load_rng and meta["has_rng"]
+    if load_rng and not random_states:
+        notes.append("random states start over: the checkpoint has none")
     if random_states and not same_layout:
         others = f"{meta['world_size']} ranks saved, {trained.world_size} load"
         otherwise = ", divided otherwise" if meta["world_size"] == trained.world_size else ""

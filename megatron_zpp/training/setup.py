@@ -13,12 +13,8 @@ from megatron_zpp.arguments.resolve_parallel import check_vocabulary, num_jobs
 from megatron_zpp.checkpoint import CheckpointError, FolderLock, load_base, load_checkpoint, read_meta
 from megatron_zpp.checkpoint.folder import describe_empty
 from megatron_zpp.checkpoint.meta import Counters, saved_model
-from megatron_zpp.checkpoint.resume import (
-    check_not_overwritten,
-    check_same_batches_and_data,
-    check_same_order,
-    checkpoint_to_load,
-)
+from megatron_zpp.checkpoint.on_resume import check_settings
+from megatron_zpp.checkpoint.resume import check_not_overwritten, check_same_order, checkpoint_to_load
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.families import Architecture, vocabulary_of
 from megatron_zpp.islands import OuterSync, apply_islands, emulate_islands
@@ -59,10 +55,12 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
     with errors_on_all_ranks():
         meta = read_meta(checkpoint) if checkpoint is not None else None
         resumed = None if settings.checkpoint.finetune else meta  # of the run that goes on, counters and all
-        counters = Counters()
+        counters, notes = Counters(), list[str]()
         if resumed is not None:
             counters = Counters.from_meta(resumed)
-            check_same_batches_and_data(settings, resumed)
+            notes = check_settings(settings, resumed)
+    for note in notes:
+        print_once(f"note: {note}")
     train_iters, num_eval_micro_batches, num_samples = _plan_length(settings, batches, counters, mesh)
     with errors_on_all_ranks():
         tokens_in_vocabulary, datasets = build_data(settings, num_samples)

@@ -310,6 +310,29 @@ def test_notes_for_settings_without_effect():
     ]
 
 
+@pytest.mark.parametrize(
+    ("flags", "without"),
+    [
+        ("--muon-momentum 0.9 --muon-stale-rows", ["--muon-momentum", "--muon-stale-rows", "--optimizer muon"]),
+        ("--optimizer muon --sgd-momentum 0.8", ["--sgd-momentum", "--optimizer sgd"]),
+        ("--lr-decay-style cosine --lr-wsd-decay-iters 3", ["--lr-wsd-decay-iters", "--lr-decay-style WSD"]),
+        ("--optimizer sgd --sgd-momentum 0.8 --lr-decay-style WSD --lr-wsd-decay-iters 3", [""]),
+        ("--optimizer muon --muon-momentum 0.9", [""]),
+    ],
+)
+def test_notes_for_flags_of_another_optimizer_or_decay(flags, without):
+    *names, needed = without
+    assert parse(SMALL + flags)[1] == [f"{name} has no effect without {needed}" for name in names]
+
+
+def test_a_note_says_what_train_tokens_trains():
+    for tokens, trained in (1000, 1024), (1024, None):  # a step is 8 * 32 tokens
+        note = f"--train-tokens {tokens} ends with the step that reaches it, after {trained} tokens"
+        for length in ("--train-iters 10", "--train-samples 80"):
+            run = SMALL.replace("--train-iters 10", length)
+            assert parse(f"{run} --train-tokens {tokens}")[1] == ([note] if trained else [])
+
+
 def test_only_the_first_rank_prints_notes(capsys, monkeypatch):
     for rank, expected in ("0", 1), ("3", 0):
         monkeypatch.setenv("RANK", rank)

@@ -21,11 +21,15 @@ from megatron_zpp.settings.groups import Settings
 SHAPES = {"model.first": (4, 3), "model.second": (5,)}
 
 
+FLAGS_OF_RUN = (
+    "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --lr 1e-3 "
+    "--train-iters 9 --mock-data --vocab-size 16 --make-vocab-size-divisible-by 16"
+)
+
+
 @functools.cache
 def settings_of_run() -> Settings:
-    flags = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --lr 1e-3"
-    flags += " --train-iters 9 --mock-data --vocab-size 16 --make-vocab-size-divisible-by 16"
-    return parse_settings(GPT, flags.split(), note=lambda text: None)
+    return parse_settings(GPT, FLAGS_OF_RUN.split(), note=lambda text: None)
 
 
 def meta_of(iteration: int, **more: Any) -> dict[str, Any]:

@@ -143,7 +143,7 @@ def test_loads_less_and_changes_the_plan(data, checkpoint, uninterrupted):
         "--finetune --train-iters 2",
         "--no-load-optim",
         # More samples than the first plan had, and more evaluations.
-        "--global-batch-size 8 --train-iters 7 --eval-interval 1 --eval-iters 2",
+        "--global-batch-size 8 --train-iters 7 --eval-interval 1 --eval-iters 2 --clip-grad 0.5",
     )
     results = run_ranks(1, _train, *(flags(data, SMALL, load, kind) for kind in kinds))[0]
     outs, (finetuned, fresh_optimizer, _) = zip(*results, strict=True)
@@ -153,6 +153,8 @@ def test_loads_less_and_changes_the_plan(data, checkpoint, uninterrupted):
     assert fresh_optimizer["lm loss"][0] == pytest.approx(uninterrupted["lm loss"][4], rel=1e-5)
     assert fresh_optimizer["lm loss"][1] != pytest.approx(uninterrupted["lm loss"][5], rel=1e-5)
     assert "iteration        7/       7 | consumed samples:           40 |" in outs[2]
+    assert "note: changed since the checkpoint was saved: clip_grad 1.0 there, 0.5 here\n" in outs[2]
+    assert "changed since" not in outs[0] + outs[1]
 
 
 def test_trains_as_many_samples_whatever_the_batch_size_was(data, tmp_path):
@@ -246,7 +248,7 @@ def test_what_is_no_checkpoint_is_one_clear_error(data, checkpoint, tmp_path):
         f"--load {tmp_path / 'file'}": "is a file, not a folder of checkpoints",
         f"--load {checkpoint} --ckpt-step 2": "complete ones: ",
         f"--load {checkpoint} --hidden-size 64": "is of another model: hidden_size 32 there, 64 here",
-        f"--load {checkpoint} --optimizer sgd": "momentum_buffer is not in it",
+        f"--load {checkpoint} --optimizer sgd": "optimizer adam there, sgd here",
         f"--load {damaged} --load-latest-good": "holds no good checkpoint",
         f"--load {tracker}": "should hold an iteration",
         f"--save {tmp_path / 'file'} --save-interval 1": "File exists",

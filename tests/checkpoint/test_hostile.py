@@ -32,7 +32,7 @@ from megatron_zpp.checkpoint import (
 from megatron_zpp.checkpoint.files import open_regular, write_durably
 from megatron_zpp.checkpoint.folder import retain
 from megatron_zpp.checkpoint.meta import Counters, saved_model
-from megatron_zpp.checkpoint.resume import check_same_batches_and_data
+from megatron_zpp.checkpoint.on_resume import check_settings
 from megatron_zpp.checkpoint.state import _check_shapes
 from megatron_zpp.checkpoint.storage import read_index
 from megatron_zpp.commands.inspect_checkpoint import list_checkpoints
@@ -98,7 +98,7 @@ def use(checkpoint: Path, settings: Settings, saved: dict[str, Any]) -> None:
         list_checkpoints(str(checkpoint.parent))
     meta = read_meta(checkpoint)
     Counters.from_meta(meta)
-    check_same_batches_and_data(settings, meta)
+    check_settings(settings, meta)
     if meta.get("data_order") is not None:
         check_order(meta["data_order"], saved["data_order"])
     if meta["schedule"] is not None:

@@ -67,6 +67,7 @@ def test_default_split():
         ({"per_split_data_args_path": "FOLDER/json", "split": "1"}, "--split divides --data-path"),
         ({"per_split_data_args_path": "FOLDER/text"}, "text is not JSON"),
         ({"per_split_data_args_path": "FOLDER/list"}, "list holds no JSON object but a list"),
+        ({"per_split_data_args_path": "FOLDER/twice"}, "twice is not JSON: the key train is there twice"),
         ({"per_split_data_args_path": "FOLDER/deep"}, "deep is JSON that is nested too deep"),
         ({"per_split_data_args_path": "FOLDER/binary"}, "binary is not UTF-8 text"),
         ({"per_split_data_args_path": "FOLDER/pipe"}, "pipe is no regular file"),
@@ -87,6 +88,7 @@ def test_default_split():
 )
 def test_bad_flags_are_named(tmp_path, flags, message):
     contents = {"json": "{}", "text": "a b", "list": "[]", "other": '{"dev": "a"}', "empty": " \n"}
+    contents |= {"twice": '{"train": "a", "train": "b"}'}
     contents |= {"number": '{"train": 3}', "true": '{"test": [true]}', "nested": '{"valid": [["a"]]}'}
     contents |= {"deep": '{"train": ' + "[" * 100_000}
     for name, content in contents.items():

@@ -1,0 +1,89 @@
+"""What a resume does with settings that changed: every setting has one class, and each class does what it says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.checkpoint import CheckpointError, Trained
+from megatron_zpp.checkpoint.on_resume import COMPARED_ELSEWHERE, FREE, MUST_EQUAL, NOTED, check_settings
+from megatron_zpp.checkpoint.trained import plan_resume
+from megatron_zpp.families import GPT
+from megatron_zpp.families.decoder_only import EXPERT_FLAGS, FLAGS
+from megatron_zpp.settings.groups import all_flags
+from tests.checkpoint.saved import FLAGS_OF_RUN, meta_of
+
+
+def resume(*more: str, begun_with: str = "") -> list[str]:
+    """The notes of a run with ``more`` flags that goes on from one that was begun with others."""
+    begun, run = (
+        parse_settings(GPT, f"{FLAGS_OF_RUN} {' '.join(flags)}".split(), note=lambda text: None)
+        for flags in ([begun_with], more)
+    )
+    return check_settings(run, {"settings": json.loads(json.dumps(begun.as_flat_dict()))})
+
+
+def test_every_setting_has_one_class():
+    classes = [*(names for _, names in MUST_EQUAL.values()), *COMPARED_ELSEWHERE.values(), NOTED, FREE]
+    listed = [name for names in classes for name in names.split()]
+    assert sorted(listed) == sorted({"architecture", *all_flags()})
+
+
+def test_settings_of_the_model_are_compared_as_its_config():
+    """What the config holds, but what a resume may change: the dropouts, and how weights began."""
+    in_config = {*FLAGS.values(), *EXPERT_FLAGS.values()}
+    may_change = {"attention_dropout", "hidden_dropout", "init_method_std"}
+    assert in_config - set(COMPARED_ELSEWHERE["model"].split()) == may_change
+
+
+MUON = "--optimizer muon"
+ISLANDS = "--islands 2 --emulate-ranks 2 --emulate-nodes 2"
+LOCO = "--zero-quantized-gradients --zeropp-loco"
+
+
+@pytest.mark.parametrize(
+    "begun_with, more, note",
+    [
+        ("", "--clip-grad 0.5", "clip_grad 1.0 there, 0.5 here"),
+        ("", "--adam-beta1 0.8 --adam-beta2 0.95", "adam_beta1 0.9 there, 0.8 here; adam_beta2 0.999 there, 0.95 here"),
+        ("", "--adam-eps 1e-6", "adam_eps 1e-08 there, 1e-06 here"),
+        ("", "--hidden-dropout 0.2", "hidden_dropout 0.1 there, 0.2 here"),
+        ("--bf16", "", "bf16 True there, False here; accumulate_allreduce_grads_in_fp32 True there, False here"),
+        ("", "--calculate-per-token-loss", "calculate_per_token_loss False there, True here"),
+        (MUON, f"{MUON} --muon-momentum 0.9", "muon_momentum 0.95 there, 0.9 here"),
+        (ISLANDS, f"{ISLANDS} --island-outer-lr 0.5", "island_outer_lr 0.7 there, 0.5 here"),
+        (LOCO, "--zero-quantized-gradients", "zeropp_loco True there, False here"),
+    ],
+)
+def test_what_changes_the_training_is_said(begun_with, more, note):
+    assert resume(more, begun_with=begun_with) == [f"changed since the checkpoint was saved: {note}"]
+
+
+@pytest.mark.parametrize(
+    "begun_with, more, differs, override",
+    [
+        ("--optimizer sgd", "", "optimizer sgd there, adam here", "--no-load-optim"),
+        ("", "--decoupled-lr 1e-4", "decoupled_lr None there, 0.0001 here", "--override-opt_param-scheduler"),
+        ("", "--curriculum-min-length 8 --curriculum-iters 4", "curriculum_min_length None there", "--override-data"),
+    ],
+)
+def test_what_must_be_equal_is_refused_unless_overridden(begun_with, more, differs, override):
+    with pytest.raises(CheckpointError, match=f"{differs}.*. Give the same, or {override}"):
+        resume(more, "--load x", begun_with=begun_with)
+    assert resume(more, "--load x", override, begun_with=begun_with) == []
+
+
+def test_nothing_is_said_of_what_is_free_or_unknown_to_an_older_checkpoint():
+    assert resume("--log-interval 3 --recompute-activations --num-workers 0 --train-iters 20") == []
+    changed = parse_settings(GPT, f"{FLAGS_OF_RUN} --clip-grad 0.5 --optimizer sgd".split(), note=lambda text: None)
+    known = {"architecture": "gpt", "seq_length": 8}
+    assert check_settings(changed, meta_of(1) | {"settings": known}) == []
+
+
+def test_a_checkpoint_without_random_states_is_said():
+    trained = Trained(models=[], optimizers=[], zeropps=[])
+    meta = meta_of(1) | {"has_rng": False, "world_size": 1, "zeropp": None}
+    for load_rng, notes in (True, ("random states start over: the checkpoint has none",)), (False, ()):
+        assert plan_resume(meta, trained, {}, load_rng, has_zeropp_state=False).notes == notes
