@@ -129,7 +129,7 @@ def test_the_generator_follows_a_run_of_other_processes(tmp_path):
             assert line, written
             steps += [int(line.split()[-1])] if line.startswith("== step ") else []
         generator.send_signal(signal.SIGINT)
-        assert generator.wait(60) == 130
+        assert generator.wait(180) == 130
     finally:
         generator.kill()
     assert written.endswith(f"== step 60\n{ALPHABET}\n") and len(steps) > 3 and steps == sorted(set(steps))
