@@ -46,7 +46,7 @@ from megatron_zpp.planning.cluster import (
 from megatron_zpp.planning.needs.division import RankGroup
 from megatron_zpp.planning.needs.traffic import Exchange
 from megatron_zpp.planning.predict import arithmetic
-from megatron_zpp.settings.flags import number
+from megatron_zpp.settings.flags import local_path, number
 from megatron_zpp.zeropp.fsdp.collectives import all_gather, reduce_scatter
 from megatron_zpp.zeropp.fsdp.topology import build_topology
 from megatron_zpp.zeropp.wire.format import wire_format
@@ -75,7 +75,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure a cluster, under torchrun.", allow_abbrev=False)
     add, count = parser.add_argument, number(int, at_least=1)
     width, tokens = number(int, at_least=64), number(int, at_least=16)
-    add("--output", type=Path, required=True, metavar="FILE", help="cluster file, for tools/plan.py")
+    add("--output", type=local_path(Path), required=True, metavar="FILE", help="cluster file, for tools/plan.py")
     add("--hidden-size", type=width, metavar="H", help="width; default 4096, or 512 on a CPU")
     add("--tokens", type=tokens, metavar="N", help="tokens of a micro-batch; default 4096, or 512 on a CPU")
     add("--ranks-per-node", type=count, metavar="P", help="ranks of a node; default as they run")
