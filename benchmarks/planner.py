@@ -43,10 +43,11 @@ GBITS = (1, 5, 25, 100, 400)  # that leave a site
 RUN = "--preset llama-8b --seq-length 4096 --tensor-model-parallel-size 1 --global-batch-size 2048"
 ISLANDS = "--islands 2 --island-sync-interval 100"
 STREAMING = "--island-fragments 4 --island-sync-delay 20 --island-merge-alpha 0.5"
-COLUMNS = {  # the wire preset of all ranks that train together, and flags
+KINDS = ("ZeRO-3", "HSDP", "lossless", "int8", "int6")
+COLUMNS = {  # the way to send of all ranks that train together, and flags
     "ZeRO-3": ("ZeRO-3", ""),
-    "ZeRO++, all flags": ("all flags", ""),
-    "ZeRO++, moved codes": ("all flags, moves", ""),
+    "ZeRO++, lossless": ("lossless", ""),
+    "ZeRO++, int8": ("int8", ""),
     "islands, fp32": ("ZeRO-3", ISLANDS),
     "islands, 4 bits": ("ZeRO-3", f"{ISLANDS} --island-bits 4 --island-loco"),
     "islands, 4 bits, streaming": ("ZeRO-3", f"{ISLANDS} --island-bits 4 --island-loco {STREAMING}"),
@@ -55,17 +56,16 @@ COLUMNS = {  # the wire preset of all ranks that train together, and flags
 
 def table() -> None:
     """Of each model, nodes and rate: MFU of the best of each kind, and what is suggested."""
-    headings = ["model", "nodes", "Gbit/s", "ZeRO-3", "HSDP", "all flags", "moves, int8 sums", "suggested"]
+    headings = ["model", "nodes", "Gbit/s", *KINDS, "suggested"]
     lines = []
     for (model, flags), nodes, rate in itertools.product(MODELS.items(), NODES, RATES):
         cluster = default_cluster(nodes, 8, "H100", rate)
         batch = f"--global-batch-size {TOKENS_PER_GPU // 4096 * cluster.world_size}"
         plan = make_plan(LLAMA, f"{flags} {batch}".split(), LLAMA_3_VOCABULARY, cluster)
         found = {outcome.candidate.wire.name: outcome for outcome in reversed(plan.outcomes)}
-        kinds = ("ZeRO-3", "HSDP", "all flags", "all flags, moves, int8 sums")
         best = suggested(plan).candidate if plan.outcomes else None
         suggestion = f"{best.wire.name}, {best.layout.name}" if best is not None else "nothing"
-        lines.append([model, nodes, rate, *(cell(found.get(kind)) for kind in kinds), suggestion])
+        lines.append([model, nodes, rate, *(cell(found.get(kind)) for kind in KINDS), suggestion])
     print(markdown_table(headings, lines))
 
 
@@ -76,7 +76,7 @@ def cell(found: Outcome | None) -> str:
 
 
 def tokens_per_second(cluster: Cluster, flags: str) -> dict[str, float]:
-    """Return the rate of each wire preset that fits."""
+    """Return the rate of each way to send that fits."""
     plan = make_plan(LLAMA, f"{RUN} {flags}".split(), LLAMA_3_VOCABULARY, cluster)
     return {outcome.candidate.wire.name: outcome.prediction.tokens_per_second for outcome in plan.outcomes}
 

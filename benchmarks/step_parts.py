@@ -39,7 +39,7 @@ WRAPPED: tuple[tuple[Any, str, str], ...] = (
     *((architecture.module, "forward", "forward") for architecture in ARCHITECTURES),
     (LossTotals, "add", "forward"),
     (torch.Tensor, "backward", "backward"),
-    (step, "scale_gradients", "optimizer"),
+    (step, "sum_over_all_ranks", "optimizer"),
     (step, "clip_gradients", "optimizer"),
     (QuantizedAllGather, "__call__", "quantizers"),  # what ZeRO++ does, but for the collectives inside
     (HierarchicalAllGather, "__call__", "quantizers"),

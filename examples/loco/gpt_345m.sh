@@ -23,8 +23,8 @@
 # RECIPE=zero3        weights and gradients in 16 bit, by PyTorch FSDP2's own collectives
 #        zeropp       weights in 8 bit; hpZ; gradients in 4 bit on both hops, in blocks of BLOCK elements
 #        loco         the same, and LoCo on both hops, as DeepSpeed had it (beta 0.8, reset every 1024 steps)
-#        recommended  ours: moved codes of weights; gradients in 8 bit within a node and 4 bit between them, LoCo there;
-#                     blocks of 128
+#        int8         ours, --zeropp int8: moved int8 codes of weights; gradients in 8 bit within a node and 4 bit between
+#                     them, LoCo there; blocks of 128
 # BLOCK               default: the model's width, about what DeepSpeed had. In blocks of 128, our default elsewhere,
 #                     4 bits lose so little that LoCo has nothing to win back (docs/experiments.md)
 # OPTIMIZER=adam      AdamW (0.9, 0.95), weight decay 0.1, 3e-4 at full scale
@@ -40,14 +40,14 @@
 #   RECIPE=zero3: 14 GB a GPU; a node sends 3.8 GB per step in 0.3 s, computing takes 0.6 s; 9.9 to 15 hours
 #   RECIPE=zeropp: 14 GB a GPU; a node sends 0.27 GB per step in 0.022 s, computing takes 0.6 s; 9.9 to 10 hours
 #   RECIPE=loco: 14 GB a GPU; a node sends 0.27 GB per step in 0.022 s, computing takes 0.6 s; 9.9 to 10 hours
-#   RECIPE=recommended: 14 GB a GPU; a node sends 0.12 GB per step in 0.0094 s, computing takes 0.6 s; 9.9 to 10 hours
+#   RECIPE=int8: 14 GB a GPU; a node sends 0.12 GB per step in 0.0094 s, computing takes 0.6 s; 9.9 to 10 hours
 #   RECIPE=zero3 OPTIMIZER=sgd: 14 GB a GPU; a node sends 3.8 GB per step in 0.3 s, computing takes 0.6 s; 9.9 to 15 hours
 #   RECIPE=loco OPTIMIZER=sgd: 14 GB a GPU; a node sends 0.27 GB per step in 0.022 s, computing takes 0.6 s; 9.9 to 10 hours
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
 source examples/common.sh
 RECIPE=${RECIPE:-loco} OPTIMIZER=${OPTIMIZER:-adam}
-one_of RECIPE zero3 zeropp loco recommended
+one_of RECIPE zero3 zeropp loco int8
 one_of OPTIMIZER adam sgd
 OUT=${OUT:-runs/loco/gpt_345m/$SCALE-$RECIPE-$OPTIMIZER}
 GPU=${GPU:-A100}
@@ -88,10 +88,7 @@ case $RECIPE in
         COMMUNICATION=("${ZEROPP[@]}" "${AS_PUBLISHED[@]}" --zeropp-loco --zeropp-loco-hops both --zeropp-loco-beta 0.8
             --zeropp-loco-reset-interval 1024)
         ;;
-    recommended)
-        COMMUNICATION=("${ZEROPP[@]}" --zeropp-gradient-intra-bits 8 --zeropp-loco)
-        [ "$RANKS_PER_NODE" = 1 ] || COMMUNICATION+=(--zeropp-weight-moves) # which needs hpZ
-        ;;
+    int8) COMMUNICATION=(--zeropp "$RECIPE") ;;
 esac
 
 launch pretrain_gpt.py "${MODEL[@]}" --attention-dropout 0 --hidden-dropout 0 --bf16 \

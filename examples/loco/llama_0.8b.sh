@@ -23,10 +23,10 @@
 # RECIPE=zero3        weights and gradients in 16 bit, by PyTorch FSDP2's own collectives
 #        zeropp       weights in 8 bit; hpZ; gradients in 4 bit on both hops, in blocks of BLOCK elements
 #        loco         the same, and LoCo on both hops, as DeepSpeed had it (beta 0.8, reset every 1024 steps)
-#        recommended  ours: moved codes of weights; gradients in 8 bit within a node and 4 bit between them, LoCo there;
-#                     blocks of 128
-#        two_bits     the same, but gradients in 2 bit between nodes once the learning rate has warmed up, with a scale
-#                     for each element
+#        int8         ours, --zeropp int8: moved int8 codes of weights; gradients in 8 bit within a node and 4 bit between
+#                     them, LoCo there; blocks of 128
+#        int6         --zeropp int6: int6 codes; gradients in 2 bit between nodes once the learning rate has warmed up,
+#                     with a scale for each element
 # BLOCK               default: the model's width, about what DeepSpeed had. In blocks of 128, our default elsewhere,
 #                     4 bits lose so little that LoCo has nothing to win back (docs/experiments.md)
 #
@@ -42,13 +42,13 @@
 #   RECIPE=zero3: 17 GB a GPU; a node sends 17 GB per step in 1.3 s, computing takes 2.8 s; 0.92 to 1.4 days
 #   RECIPE=zeropp: 18 GB a GPU; a node sends 0.59 GB per step in 0.047 s, computing takes 2.8 s; 22 hours
 #   RECIPE=loco: 19 GB a GPU; a node sends 0.59 GB per step in 0.047 s, computing takes 2.8 s; 22 hours
-#   RECIPE=recommended: 18 GB a GPU; a node sends 0.26 GB per step in 0.02 s, computing takes 2.8 s; 22 hours
-#   RECIPE=two_bits: 18 GB a GPU; a node sends 0.16 GB per step in 0.013 s, computing takes 2.8 s; 22 hours
+#   RECIPE=int8: 18 GB a GPU; a node sends 0.26 GB per step in 0.02 s, computing takes 2.8 s; 22 hours
+#   RECIPE=int6: 18 GB a GPU; a node sends 0.13 GB per step in 0.011 s, computing takes 2.8 s; 22 hours
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
 source examples/common.sh
 RECIPE=${RECIPE:-loco}
-one_of RECIPE zero3 zeropp loco recommended two_bits
+one_of RECIPE zero3 zeropp loco int8 int6
 OUT=${OUT:-runs/loco/llama_0.8b/$SCALE-$RECIPE}
 GPU=${GPU:-A100}
 cluster 2 8
@@ -79,13 +79,7 @@ case $RECIPE in
         COMMUNICATION=("${ZEROPP[@]}" "${AS_PUBLISHED[@]}" --zeropp-loco --zeropp-loco-hops both --zeropp-loco-beta 0.8
             --zeropp-loco-reset-interval 1024)
         ;;
-    recommended | two_bits)
-        COMMUNICATION=("${ZEROPP[@]}" --zeropp-gradient-intra-bits 8 --zeropp-loco)
-        [ "$RANKS_PER_NODE" = 1 ] || COMMUNICATION+=(--zeropp-weight-moves) # which needs hpZ
-        # Every LENGTH ends with the iterations in which the learning rate warms up.
-        [ "$RECIPE" = recommended ] || COMMUNICATION+=(--zeropp-gradient-bits 2 --zeropp-gradient-element-scales
-            --zeropp-gradient-bits-warmup "${LENGTH[-1]}:4")
-        ;;
+    int8 | int6) COMMUNICATION=(--zeropp "$RECIPE") ;;
 esac
 
 launch pretrain_llama.py "${MODEL[@]}" --bf16 \

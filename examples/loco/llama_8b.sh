@@ -23,8 +23,8 @@
 # RECIPE=zero3        weights and gradients in 16 bit, by PyTorch FSDP2's own collectives
 #        zeropp       weights in 8 bit; hpZ; gradients in 4 bit on both hops, in blocks of BLOCK elements
 #        loco         the same, and LoCo on both hops, as DeepSpeed had it (beta 0.8, reset every 1024 steps)
-#        recommended  ours: moved codes of weights; gradients in 8 bit within a node and 4 bit between them, LoCo there;
-#                     blocks of 128
+#        int8         ours, --zeropp int8: moved int8 codes of weights; gradients in 8 bit within a node and 4 bit between
+#                     them, LoCo there; blocks of 128
 # BLOCK               default: the model's width, about what DeepSpeed had. In blocks of 128, our default elsewhere,
 #                     4 bits lose so little that LoCo has nothing to win back (docs/experiments.md)
 #
@@ -40,12 +40,12 @@
 #   RECIPE=zero3: 38 GB a GPU; a node sends 179 GB per step in 14 s, computing takes 13 s; 0.79 to 1.5 days
 #   RECIPE=zeropp: 44 GB a GPU; a node sends 9.1 GB per step in 0.73 s, computing takes 13 s; 17 to 18 hours
 #   RECIPE=loco: 53 GB a GPU; a node sends 9.1 GB per step in 0.73 s, computing takes 13 s; 17 to 18 hours
-#   RECIPE=recommended: 44 GB a GPU; a node sends 4 GB per step in 0.32 s, computing takes 13 s; 17 hours
+#   RECIPE=int8: 44 GB a GPU; a node sends 4 GB per step in 0.32 s, computing takes 13 s; 17 hours
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
 source examples/common.sh
 RECIPE=${RECIPE:-loco}
-one_of RECIPE zero3 zeropp loco recommended
+one_of RECIPE zero3 zeropp loco int8
 OUT=${OUT:-runs/loco/llama_8b/$SCALE-$RECIPE}
 GPU=${GPU:-A100}
 cluster 4 8
@@ -76,10 +76,7 @@ case $RECIPE in
         COMMUNICATION=("${ZEROPP[@]}" "${AS_PUBLISHED[@]}" --zeropp-loco --zeropp-loco-hops both --zeropp-loco-beta 0.8
             --zeropp-loco-reset-interval 1024)
         ;;
-    recommended)
-        COMMUNICATION=("${ZEROPP[@]}" --zeropp-gradient-intra-bits 8 --zeropp-loco)
-        [ "$RANKS_PER_NODE" = 1 ] || COMMUNICATION+=(--zeropp-weight-moves) # which needs hpZ
-        ;;
+    int8) COMMUNICATION=(--zeropp "$RECIPE") ;;
 esac
 
 launch pretrain_llama.py "${MODEL[@]}" --bf16 \

@@ -25,8 +25,8 @@
 # RECIPE=zero3        weights and gradients in 16 bit, by PyTorch FSDP2's own collectives
 #        zeropp       weights in 8 bit; hpZ; gradients in 4 bit on both hops, in blocks of BLOCK elements
 #        loco         the same, and LoCo on both hops, as DeepSpeed had it (beta 0.8, reset every 1024 steps)
-#        recommended  ours: moved codes of weights; gradients in 8 bit within a node and 4 bit between them, LoCo there;
-#                     blocks of 128
+#        int8         ours, --zeropp int8: moved int8 codes of weights; gradients in 8 bit within a node and 4 bit between
+#                     them, LoCo there; blocks of 128
 # BLOCK               default: the model's width, about what DeepSpeed had. In blocks of 128, our default elsewhere,
 #                     4 bits lose so little that LoCo has nothing to win back (docs/experiments.md)
 #
@@ -40,12 +40,12 @@
 #   RECIPE=zero3: 31 GB a GPU; a node sends 526 GB per step in 42 s, computing takes 5.2 s; 2.3 to 2.6 days
 #   RECIPE=zeropp: 66 GB a GPU; a node sends 66 GB per step in 5.3 s, computing takes 5.2 s; 7 to 14 hours
 #   RECIPE=loco: 73 GB a GPU; a node sends 66 GB per step in 5.3 s, computing takes 5.2 s; 7 to 14 hours
-#   RECIPE=recommended: 66 GB a GPU; a node sends 29 GB per step in 2.3 s, computing takes 5.2 s; 6.9 to 10 hours
+#   RECIPE=int8: 66 GB a GPU; a node sends 29 GB per step in 2.3 s, computing takes 5.2 s; 6.9 to 10 hours
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
 source examples/common.sh
 RECIPE=${RECIPE:-loco}
-one_of RECIPE zero3 zeropp loco recommended
+one_of RECIPE zero3 zeropp loco int8
 OUT=${OUT:-runs/loco/mixtral/$SCALE-$RECIPE}
 GPU=${GPU:-A100}
 cluster 16 8
@@ -84,10 +84,7 @@ case $RECIPE in
         COMMUNICATION=("${ZEROPP[@]}" "${AS_PUBLISHED[@]}" --zeropp-loco --zeropp-loco-hops both --zeropp-loco-beta 0.8
             --zeropp-loco-reset-interval 1024)
         ;;
-    recommended)
-        COMMUNICATION=("${ZEROPP[@]}" --zeropp-gradient-intra-bits 8 --zeropp-loco)
-        [ "$RANKS_PER_NODE" = 1 ] || COMMUNICATION+=(--zeropp-weight-moves) # which needs hpZ
-        ;;
+    int8) COMMUNICATION=(--zeropp "$RECIPE") ;;
 esac
 
 launch pretrain_llama.py "${MODEL[@]}" --bf16 \

@@ -19,8 +19,8 @@ FIRST = {  # group of --help: its flags
     "The model": "--preset --num-layers --hidden-size --num-attention-heads --seq-length",
     "Data": "--data-path --tokenizer-type --tokenizer-model --mock-data --vocab-size",
     "Training": "--micro-batch-size --global-batch-size --train-iters --lr --min-lr --lr-warmup-iters --bf16 --compile",
-    "Memory and links": "--zero-stage --zero-quantized-weights --zero-hpz-partition-size --zero-quantized-gradients "
-    "--zeropp-loco --tensor-model-parallel-size --pipeline-model-parallel-size",
+    "Memory and links": "--zeropp --zero-stage --zero-quantized-weights --zero-hpz-partition-size "
+    "--zero-quantized-gradients --zeropp-loco --tensor-model-parallel-size --pipeline-model-parallel-size",
     "Checkpoints and logs": "--save --load --save-interval --log-interval --eval-interval --eval-iters "
     "--tensorboard-dir --wandb-project",
 }
@@ -33,8 +33,8 @@ EXAMPLES = """\
 examples:
   {program} --preset {preset} --data-path data/text --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR \\
       --micro-batch-size 4 --global-batch-size 64 --train-iters 10000 --lr 3e-4 --bf16 --save DIR --save-interval 500
-  add for slow links between nodes of 8 GPUs:
-      --zero-quantized-weights --zero-hpz-partition-size 8 --zero-quantized-gradients --zeropp-loco
+  add for slow links between nodes:
+      --zeropp auto
   {program} FLAGS --dry-run   what FLAGS would do, in memory and traffic
 
 --help GROUP lists a group of flags, --help-all lists all. Groups: {groups}.
@@ -45,7 +45,8 @@ def tier(flag: Flag) -> str:
     """Return "stable", "advanced" or "experimental"."""
     if flag.name.startswith(EXPERIMENTAL):
         return "experimental"
-    return "advanced" if flag.name.startswith("--zeropp-") and not flag.name.startswith("--zeropp-loco") else "stable"
+    is_part = flag.name.startswith("--zeropp-") and not flag.name.startswith(("--zeropp-loco", "--zeropp-redecide"))
+    return "advanced" if is_part else "stable"
 
 
 def help_text(architecture: Architecture, words: Sequence[str] = ("--help",)) -> str:

@@ -1,7 +1,8 @@
 """From the command line to checked, frozen settings: ``parse_settings``.
 
 A value comes from, in this order: the flag, the DeepSpeed file of ``--deepspeed_config`` (which may not contradict a
-flag), ``--preset``, the field's default. ``resolve.py`` derives what is then still open, and checks everything.
+flag), ``--preset``, the recipe of ``--zeropp``, the field's default. ``resolve.py`` derives what is then still open,
+and checks everything.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from megatron_zpp.arguments.command_line import read_command_line
 from megatron_zpp.arguments.deepspeed_config import DeepSpeedConfig, read_deepspeed_config
 from megatron_zpp.arguments.foreign_flags import NotNeeded
 from megatron_zpp.arguments.help import help_text
+from megatron_zpp.arguments.recipe import recipe_values, stands_for
 from megatron_zpp.arguments.resolve import DYNAMIC_SCALE_SETTINGS, check_needed, resolve
 from megatron_zpp.arguments.resolve_parallel import num_jobs
 from megatron_zpp.families import ARCHITECTURES, Architecture
@@ -41,12 +43,13 @@ def parse_settings(
     world_size: int = 1,
     note: Callable[[str], None] = note_on_first_rank,
     counts_all_jobs: bool = False,
+    ranks_per_node: int | None = None,
 ) -> ResolvedSettings:
     """Read, complete and check all settings of a run.
 
     world_size: ranks of the run, unless --dry-run-world-size gives another number. note: receives one line for each
     flag or key that was accepted but changes nothing. counts_all_jobs: world_size counts the ranks of all islands, even
-    where each is a job of its own (--islands-may-leave).
+    where each is a job of its own (--islands-may-leave). ranks_per_node: for --zeropp; None: as the launcher says.
 
     Raises SettingsError with one line for each mistake. ``--help`` prints and raises SystemExit(0). Needs no process
     group, and reads no file but that of ``--deepspeed_config``.
@@ -72,6 +75,8 @@ def parse_settings(
     with mistakes.collected():
         preset = _preset(architecture, given) if "preset" in given else {}
     values, chosen = preset | config.values | given, given.keys() | config.values.keys()
+    with mistakes.collected():
+        values = recipe_values(values, world_size, ranks_per_node) | values
 
     checked_from = len(mistakes.messages)
     with mistakes.collected_unless_named():
@@ -86,7 +91,7 @@ def parse_settings(
     for i, message in enumerate(mistakes.messages[checked_from:], checked_from):
         mistakes.messages[i] += _where_from(message, config)
     mistakes.report()
-    for text in [*config.notes(), *notes, *line.notes()]:
+    for text in [*config.notes(), *notes, *line.notes(), *filter(None, [stands_for(settings)])]:
         note(text)
     return as_resolved(settings)
 

@@ -6,11 +6,12 @@ After ``resolve`` no field is None whose default can be derived: batch size, MLP
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, cast
 
 from megatron_zpp.arguments.check_islands import check_islands
 from megatron_zpp.arguments.check_zero import check_muon, check_zero
+from megatron_zpp.arguments.recipe import with_warmup
 from megatron_zpp.arguments.resolve_parallel import (
     cannot_tell_stragglers,
     check_expert_parallel,
@@ -43,7 +44,7 @@ from megatron_zpp.settings.resolved import ResolvedTraining
 def resolve(
     architecture: Architecture,
     settings: Settings,
-    given: Iterable[str],
+    given: Collection[str],
     world_size: int,
     accumulation_steps: int | None = None,
 ) -> tuple[Settings, list[str]]:
@@ -94,7 +95,7 @@ def resolve(
         check_pipeline(settings, num_layers)
     with mistakes.collected():
         settings = dataclasses.replace(settings, training=_resolve_training(training, dp_size, accumulation_steps))
-        settings = _resolve_length(settings, dp_size)
+        settings = with_warmup(_resolve_length(settings, dp_size), given, dp_size)
     with mistakes.collected():
         _check_curriculum(settings)
     with mistakes.collected():

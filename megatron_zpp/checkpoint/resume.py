@@ -18,6 +18,7 @@ from megatron_zpp.metrics.progress import progress
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
 from megatron_zpp.settings.groups import CheckpointSettings, Settings
 from megatron_zpp.zeropp.fsdp.topology import gather_objects
+from megatron_zpp.zeropp.recipes import RECIPES
 
 from .files import CheckpointError
 from .folder import candidates, complete_checkpoints, find_checkpoint, refuse_foreign
@@ -76,6 +77,20 @@ def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
         if checkpoint is None and settings.exit_on_missing_checkpoint:
             raise CheckpointError(f"{settings.load} holds no checkpoint (--exit-on-missing-checkpoint)")
     return checkpoint
+
+
+def recipe_to_keep(settings: CheckpointSettings) -> str | None:
+    """Return the ``--zeropp`` of the run that ``--load`` goes on with; None if it had none. Collective."""
+    found: list[Any] = [None]
+    with errors_on_all_ranks():
+        if dist.get_rank() == 0 and settings.load is not None and not settings.finetune:
+            folder, latest_good = settings.load, settings.load_latest_good and Path(settings.load).is_dir()
+            checkpoint = (
+                next(iter(candidates(folder)), None) if latest_good else find_checkpoint(folder, settings.ckpt_step)
+            )
+            found = [read_meta(checkpoint)["settings"].get("zeropp") if checkpoint is not None else None]
+    dist.broadcast_object_list(found)
+    return found[0] if found[0] in RECIPES else None
 
 
 def _problems_on_all_ranks(checkpoint: Path, digests: str, finite: bool = False) -> list[str]:

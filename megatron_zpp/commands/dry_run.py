@@ -46,13 +46,8 @@ def _given(settings: ResolvedSettings) -> Iterator[str]:
     """Yield each flag whose value is not its default, as a user would type it."""
     values, defaults = settings.as_flat_dict(), Settings(settings.architecture).as_flat_dict()
     for name, flag in all_flags().items():
-        value = values[name]
-        if value == defaults[name] or name.startswith("dry_run"):
-            continue
-        if isinstance(value, tuple):
-            yield " ".join([flag.name, *map(str, value)])
-        else:
-            yield flag.name if value is True else f"{flag.name} {0 if value is None else value}"
+        if values[name] != defaults[name] and not name.startswith("dry_run"):
+            yield flag.typed(values[name])
 
 
 def _ranks(settings: ResolvedSettings, grid: RankGrid, source: str) -> list[str]:

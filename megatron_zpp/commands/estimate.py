@@ -15,6 +15,7 @@ from megatron_zpp.families import ARCHITECTURES
 from megatron_zpp.metrics.throughput import peak_tflops
 from megatron_zpp.planning.needs.division import RankGrid
 from megatron_zpp.planning.needs.estimate import Estimate, estimate, memory_and_traffic
+from megatron_zpp.planning.search.plan import filled_in
 from megatron_zpp.settings.flags import number
 
 PROGRAMS = {f"pretrain-{architecture.name}": architecture for architecture in ARCHITECTURES}
@@ -113,7 +114,11 @@ def run(args: argparse.Namespace) -> RunTime:
     """Estimate the run. Raises SettingsError or ValueError on a mistake."""
     architecture = given_architecture(args) or PROGRAMS[args.program]
     world_size = args.nodes * args.ranks_per_node
-    settings = parse_settings(architecture, args.flags, world_size, note=lambda text: None, counts_all_jobs=True)
+    per_node = args.ranks_per_node
+    flags = args.flags if "--deepspeed_config" in args.flags else filled_in(args.flags, args.vocabulary)
+    settings = parse_settings(
+        architecture, flags, world_size, lambda text: None, counts_all_jobs=True, ranks_per_node=per_node
+    )
     peak = settings.logging.peak_tflops or peak_tflops(args.gpu)
     if peak is None:
         raise ValueError(f"the peak of --gpu {args.gpu} is not known; give the trainer's --peak-tflops")

@@ -11,27 +11,32 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import textwrap
 from pathlib import Path
 
 from megatron_zpp.commands.common import report_errors
 from megatron_zpp.commands.estimate import PROGRAMS, program_name
+from megatron_zpp.commands.plan_timeline import draw_timelines
 from megatron_zpp.convert.hf import files
 from megatron_zpp.data.text.packages import load_package
 from megatron_zpp.families import ARCHITECTURES, Architecture
 from megatron_zpp.planning.cluster import parse_cluster
 from megatron_zpp.planning.needs.estimate import memory_and_traffic
 from megatron_zpp.planning.search.plan import USABLE, Outcome, Plan, make_plan
+from megatron_zpp.planning.step import StepTime
 from megatron_zpp.settings.flags import local_path, number
 
 PARTS = {  # fields of StepTime: heading, and verb phrase
     "compute": ("compute", "computes"),
-    "exposed_between": ("between nodes", "waits for links between nodes for"),
+    "exposed_between": ("between", "waits for links between nodes for"),
     "exposed_within": ("within", "waits for links within nodes for"),
     "compression": ("encoding", "encodes and decodes for"),
     "optimizer": ("optimizer", "runs the optimizer for"),
     "bubble": ("bubble", "waits for other stages for"),
     "exposed_islands": ("islands", "waits for other islands for"),
 }
+SHOWN = ("compute", "exposed_between", "exposed_within")  # the others share a column
+WIDTH = 100
 NEAR = 1.02  # times the fastest step: predictions are not that exact
 
 
@@ -45,10 +50,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dollars-per-gpu-hour", type=price, metavar="X", help="price, for cost per token")
     memory = f"share of a GPU's memory that tensors may take; default {USABLE}"
     add("--usable-memory", type=share, default=USABLE, metavar="X", help=memory)
-    add("--rows", type=count, default=15, metavar="N", help="rows of the table; default 15")
+    add("--rows", type=count, default=10, metavar="N", help="rows of the table; default 10")
+    add("--all", action="store_true", help="list all, why each is slower or refused, and what the suggested one needs")
     commands = "print N commands: the suggested one, then the fastest; default 1"
     add("--commands", type=count, default=1, metavar="N", help=commands)
     add("--plot", type=local_path(Path), metavar="FILE", help="also draw tokens/s over memory; needs matplotlib")
+    timeline = "also draw the step of the suggested plan above that of ZeRO-3; needs matplotlib"
+    add("--timeline", type=local_path(Path), metavar="FILE", help=timeline)
     programs = f"{'|'.join(PROGRAMS)} FLAGS"
     add("command", nargs=argparse.REMAINDER, metavar=programs, help="the trainer, and its flags")
     args = parser.parse_args(argv)
@@ -78,8 +86,8 @@ def find_model(args: argparse.Namespace) -> tuple[Architecture, list[str], int]:
     return architecture, [*model, *length, *args.flags], config.vocab_size
 
 
-def report(plan: Plan, program: str, flags: list[str], rows: int, commands: int) -> list[str]:
-    """Format the whole plan as lines."""
+def report(plan: Plan, program: str, flags: list[str], rows: int, commands: int, shows_all: bool = False) -> list[str]:
+    """Format the plan as lines: the suggested one first, and why."""
     cluster = plan.cluster
     lines = [
         f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu}: {cluster.flops_per_second / 1e12:.0f} TFLOP/s of "
@@ -90,34 +98,67 @@ def report(plan: Plan, program: str, flags: list[str], rows: int, commands: int)
     if not plan.outcomes:
         return [*lines, "", "nothing fits: more GPUs, or a smaller model or batch", "", *reasons(plan)]
     best = suggested(plan)
-    needs = best.prediction.needs
-    lines += [f"{needs.tokens / needs.steps:,.0f} tokens in a step", "", *table(plan, rows), "", *reasons(plan)]
-    lines += ["", f"suggested: {best.candidate.name}", "", *memory_and_traffic(needs)]
+    lines += ["", *textwrap.wrap(why(plan, best), WIDTH)]
     torchrun = f"torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.gpus_per_node} {program}"
     for outcome in [best, *plan.outcomes][:commands]:
         lines += ["", f"{outcome.candidate.name}, on each node, with your data, tokenizer and rendezvous:"]
         lines += [f"  {torchrun} {' '.join(flags)} {outcome.flags}"]
-    return lines
+    needs = best.prediction.needs
+    tokens = f"{needs.tokens / needs.steps:,.0f} tokens in a step; seconds of a step and its parts; GB of a GPU"
+    lines += ["", tokens, *table(plan, len(plan.outcomes) if shows_all else rows)]
+    if shows_all:
+        return [*lines, "", *reasons(plan), "", f"{best.candidate.name} needs", *memory_and_traffic(needs)]
+    more = max(0, len(plan.outcomes) - rows)
+    return [*lines, f"--all lists {more} more, and {len(plan.refused)} that were refused, with the reasons"]
+
+
+def why(plan: Plan, best: Outcome) -> str:
+    """Say in a few sentences what is suggested, why, and what ZeRO-3 would take."""
+    fastest, found, loss = plan.outcomes[0], best.prediction, best.candidate.wire.recipe.loss
+    said = (
+        f"suggested: {best.candidate.name}: {found.time.seconds:.3g} s a step, {found.tokens_per_second:,.0f} tokens/s"
+    )
+    said += f", MFU {found.mfu:.0%}" + (f", loss {loss[0]:+.2f} ± {loss[1]:.2f} % in the study" if loss else "") + ". "
+    if best is fastest:
+        said += "It is the fastest. "
+    else:
+        near = f"the plans within {NEAR - 1:.0%} of the fastest ({fastest.candidate.name}"
+        said += f"It rounds least of {near}: {fastest.prediction.time.seconds:.3g} s). "
+    plain = find_plain(plan)
+    if plain is not None and plain is not best:
+        time = plain.prediction.time
+        said += f"{plain.candidate.name} takes {time.seconds:.3g} s: it {slowest_part(time, found.time)}. "
+    return said.rstrip()
+
+
+def find_plain(plan: Plan) -> Outcome | None:
+    """Return ZeRO-3 in its fastest layout; None if it does not fit."""
+    return next((outcome for outcome in plan.outcomes if outcome.candidate.wire.name == "ZeRO-3"), None)
+
+
+def slowest_part(time: StepTime, least: StepTime) -> str:
+    """Name the part of a step that takes most above the other step's."""
+    worst = max(PARTS, key=lambda part: getattr(time, part) - getattr(least, part))
+    return f"{PARTS[worst][1]} {getattr(time, worst):.3g} s, against {getattr(least, worst):.3g} s"
 
 
 def table(plan: Plan, rows: int) -> list[str]:
-    """Format the ``rows`` fastest candidates, one line each."""
+    """Format the suggested candidate and then the fastest others, one line each, ``rows`` in all."""
     has_price = plan.cluster.dollars_per_gpu_hour > 0
-    has_islands = any(outcome.prediction.needs.settings.distributed.islands > 1 for outcome in plan.outcomes)
-    parts = [part for part in PARTS if part != "exposed_islands" or has_islands]
-    lines = [["", "wire", "layout", "batch", "recomputed", "GB", "step, s", *(PARTS[part][0] for part in parts)]]
-    lines[0] += ["tokens/s", "MFU", *(["$/M tokens"] if has_price else []), "loss, %"]
-    for row, outcome in enumerate(plan.outcomes[:rows], 1):
-        found, loss = outcome.prediction, outcome.candidate.wire.loss
-        cells = [str(row), outcome.candidate.wire.name, outcome.candidate.layout.name]
+    others = [part for part in PARTS if part not in SHOWN]
+    lines = [["sent", "layout", "batch", "recomp.", "GB", "step", *(PARTS[part][0] for part in SHOWN), "other", "MFU"]]
+    lines[0] += ["$/M tokens"] if has_price else []
+    best = suggested(plan)
+    for outcome in [best, *(outcome for outcome in plan.outcomes if outcome is not best)][:rows]:
+        found = outcome.prediction
+        cells = [outcome.candidate.wire.name, outcome.candidate.layout.name]
         cells += [f"{found.needs.micro_batches} x {found.needs.settings.training.micro_batch_size}", outcome.recompute]
-        cells += [f"{found.needs.memory / 1e9:.1f}", f"{found.time.seconds:.3f}"]
-        cells += [f"{getattr(found.time, part):.3f}" for part in parts]
-        cells += [f"{found.tokens_per_second:,.0f}", f"{found.mfu:.1%}"]
-        cells += [f"{found.dollars_per_million_tokens:.3f}"] if has_price else []
-        lines.append([*cells, f"{loss[0]:+.2f} ± {loss[1]:.2f}" if loss is not None else ""])
+        seconds = [found.time.seconds, *(getattr(found.time, part) for part in SHOWN)]
+        seconds += [sum(getattr(found.time, part) for part in others)]
+        cells += [f"{found.needs.memory / 1e9:.1f}", *(f"{each:.3g}" for each in seconds), f"{found.mfu:.1%}"]
+        lines.append(cells + ([f"{found.dollars_per_million_tokens:.3f}"] if has_price else []))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    pads = [str.ljust if i in (1, 2, 4) else str.rjust for i in range(len(widths))]  # words left, numbers right
+    pads = [str.ljust if i in (0, 1, 3) else str.rjust for i in range(len(widths))]  # words left, numbers right
     return [
         "  ".join(pad(cell, width) for pad, cell, width in zip(pads, line, widths, strict=True)).rstrip()
         for line in lines
@@ -131,9 +172,7 @@ def reasons(plan: Plan) -> list[str]:
         time, best = outcome.prediction.time, plan.outcomes[0].prediction.time
         slower, why = time.seconds / best.seconds, "as fast"
         if slower >= 1.005:
-            worst = max(PARTS, key=lambda part: getattr(time, part) - getattr(best, part))
-            waits, seconds, least = PARTS[worst][1], getattr(time, worst), getattr(best, worst)
-            why = f"{slower:.2f} x the time: {waits} {seconds:.3g} s, the fastest {least:.3g} s"
+            why = f"{slower:.2f} x the time: {slowest_part(time, best)}"
         lines.append(f"{outcome.candidate.name}: {why}")
     return lines + [f"{refused.candidate.name}: {refused.reason}" for refused in plan.refused]
 
@@ -154,7 +193,7 @@ def plot(plan: Plan, path: Path) -> None:
 
     memories = [outcome.prediction.needs.memory / 1e9 for outcome in plan.outcomes]
     rates = [outcome.prediction.tokens_per_second / 1e6 for outcome in plan.outcomes]
-    colors = [outcome.candidate.wire.risk for outcome in plan.outcomes]
+    colors = [outcome.candidate.wire.recipe.risk for outcome in plan.outcomes]
     figure, axes = pyplot.subplots(figsize=(10, 4.8), layout="constrained")
     # The Pareto front: nothing with as little memory is faster. plan.outcomes are ordered by their rates.
     front = [i for i, memory in enumerate(memories) if memory < min([*memories[:i], math.inf])]
@@ -180,7 +219,11 @@ def run(args: argparse.Namespace) -> None:
         cluster = dataclasses.replace(cluster, dollars_per_gpu_hour=args.dollars_per_gpu_hour)
     architecture, flags, vocabulary = find_model(args)
     plan = make_plan(architecture, flags, vocabulary, cluster, args.usable_memory)
-    print("\n".join(report(plan, architecture.script, flags, args.rows, args.commands)))
+    print("\n".join(report(plan, architecture.script, flags, args.rows, args.commands, args.all)))
+    if args.timeline is not None and plan.outcomes:
+        shown = filter(None, (suggested(plan), find_plain(plan)))
+        draw_timelines({outcome.candidate.name: outcome.prediction for outcome in shown}, args.timeline)
+        print(f"timeline: {args.timeline}")
     if args.plot is not None:
         plot(plan, args.plot)
         print(f"\nplot: {args.plot}")

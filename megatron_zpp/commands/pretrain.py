@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
@@ -12,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
+from megatron_zpp.arguments.recipe import stands_for
+from megatron_zpp.checkpoint.resume import recipe_to_keep
 from megatron_zpp.commands.dry_run import dry_run
 from megatron_zpp.families import Architecture
 from megatron_zpp.metrics.lasting import keep_streams
@@ -27,12 +30,15 @@ from megatron_zpp.parallel.distributed import (
     ranks_of_environment,
     report_error,
 )
+from megatron_zpp.planning.auto import Choice, choose_recipe
 from megatron_zpp.settings.groups import DistributedSettings
 from megatron_zpp.settings.resolved import ResolvedSettings
+from megatron_zpp.training.data import find_tokenizer
 from megatron_zpp.training.nonfinite import NotFiniteError
 from megatron_zpp.training.pretrain import train
 from megatron_zpp.training.run import Run
 from megatron_zpp.training.setup import build_run
+from megatron_zpp.zeropp.recipes import AUTO
 
 # docs/reliability.md lists them: 0 trained to the end, or saved and stopped as asked; 1 crashed.
 EXIT_USER_ERROR = 2
@@ -75,8 +81,12 @@ def pretrain(architecture: Architecture) -> None:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time
             torch.use_deterministic_algorithms(True)
+        settings, choice = chosen_settings(architecture, settings, device)
         run = build_run(architecture, settings, device)
         describe(run)
+        if choice is not None:
+            print_once(choice.why)
+            run.predicted = choice.predicted
         try:
             train(run, start)
         except NotFiniteError as error:  # on all ranks
@@ -94,6 +104,32 @@ def pretrain(architecture: Architecture) -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def chosen_settings(
+    architecture: Architecture, settings: ResolvedSettings, device: torch.device
+) -> tuple[ResolvedSettings, Choice | None]:
+    """Replace ``--zeropp auto`` by the recipe of the checkpoint to load, or else by one that is chosen now. Collective.
+
+    Returns None for other settings.
+    """
+    if settings.zero.recipe != AUTO:
+        return settings, None
+
+    def parse(name: str, ranks_per_node: int | None = None) -> ResolvedSettings:
+        words = [*sys.argv[1:], "--zeropp", name]
+        return parse_settings(architecture, words, dist.get_world_size(), lambda _: None, ranks_per_node=ranks_per_node)
+
+    kept = None if settings.zero.zeropp_redecide else recipe_to_keep(settings.checkpoint)
+    if kept is not None:
+        choice = Choice(kept, None, f"--zeropp auto: {kept}, as the checkpoint's run; --zeropp-redecide chooses again")
+    else:
+        with errors_on_all_ranks():
+            vocabulary = find_tokenizer(settings.tokenizer).vocab_size
+        choice = choose_recipe(architecture, parse, vocabulary, device)
+    settings = parse(choice.recipe, choice.ranks_per_node)
+    meaning = stands_for(settings)
+    return settings, dataclasses.replace(choice, why=f"{choice.why}\n  {meaning}")
 
 
 # Megatron's scripts do not give --zero-stage: this line says what their run shards.

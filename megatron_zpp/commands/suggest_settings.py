@@ -27,19 +27,11 @@ from megatron_zpp.families import ARCHITECTURES, load_architecture
 from megatron_zpp.metrics.log_reader import BETWEEN, RunLog, parse_log
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.schedule import Schedule
-from megatron_zpp.planning.search.candidates import (
-    ELEMENT_SCALES,
-    LOCO,
-    MOVES,
-    QUANTIZED,
-    SIX_BIT_WEIGHTS,
-    TWO_BITS,
-    WARMUP,
-)
 from megatron_zpp.settings.flags import iterate_flags, number
 from megatron_zpp.settings.groups import ZeroSettings
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.zeropp.config import ZeroPPConfig
+from megatron_zpp.zeropp.recipes import RECIPES
 
 TRAINER = """
 import sys
@@ -48,20 +40,7 @@ from megatron_zpp.commands.pretrain import main
 main(load_architecture(sys.argv.pop(1)))
 """
 CONTROL = "ZeRO-3"
-MOVED = f"{QUANTIZED} {LOCO} {MOVES}"
-WARM_TWO_BITS = f"{TWO_BITS} {WARMUP}"
-SETTINGS = {  # from what sends most to what sends least; hpZ is added to all
-    "8-bit weights, 8-bit gradients": f"{QUANTIZED} --zeropp-gradient-bits 8",
-    "8-bit weights, 4-bit gradients": QUANTIZED,
-    "8-bit weights, 4-bit gradients, LoCo": f"{QUANTIZED} {LOCO}",
-    "moved 8-bit weights, 4-bit gradients, LoCo": MOVED,
-    "the same in gradient blocks of 1024": f"{MOVED} --zeropp-gradient-block-size 1024",
-    "moved 8-bit weights, 3-bit gradients, LoCo": f"{MOVED} --zeropp-gradient-bits 3",
-    "moved 8-bit weights, 2-bit gradients, LoCo": f"{MOVED} {TWO_BITS}",
-    "the same, with 4 bits during the warm-up": f"{MOVED} {WARM_TWO_BITS}",
-    "and with scales of elements": f"{MOVED} {WARM_TWO_BITS} {ELEMENT_SCALES}",
-    "the same with moved 6-bit weights": f"{MOVED} {SIX_BIT_WEIGHTS} {WARM_TWO_BITS} {ELEMENT_SCALES}",
-}
+SETTINGS = {name: f"--zeropp {name}" for name in RECIPES if name != "zero3"}
 
 
 @dataclass(frozen=True)
@@ -122,16 +101,14 @@ def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], 
     flags += ["--log-interval", "1", "--eval-iters", "0", "--zero-stage", "3"]
     per_node = ranks // nodes
     settings = {setting: setting for setting in args.tried} if args.tried else SETTINGS
-    if per_node == 1 and not args.tried:  # moved codes require hpZ, which requires ranks that share a node
-        settings = {name: setting for name, setting in settings.items() if MOVES not in setting}
     all_flags = {CONTROL: f"--zeropp-ranks-per-node {per_node}"}
-    all_flags |= {name: f"--zero-hpz-partition-size {per_node} {setting}" for name, setting in settings.items()}
+    hpz = f"--zero-hpz-partition-size {per_node} " if args.tried else ""
+    all_flags |= {name: f"{hpz}{setting}" for name, setting in settings.items()}
     # Find mistakes before anything is trained.
     architecture = load_architecture(args.architecture)
     plain = parse_settings(architecture, flags, note=lambda _: None)
     _check_plain(plain)
-    steps = str(_warmup_steps(plain, args.iterations) or args.iterations // 10)
-    all_flags = {name: setting.replace("{warmup}", steps) for name, setting in all_flags.items()}
+    _check_warmup(plain, args.iterations)
     for setting in all_flags.values():
         parse_settings(architecture, [*flags, *setting.split()], note=lambda _: None)
     outcomes, noise, again = [], None, not plain.checkpoint.finetune
@@ -176,8 +153,8 @@ def _check_plain(settings: ResolvedSettings) -> None:
         raise ValueError(f'{plain}: leave such flags out after --, or try them with --try="{given[0]} ..."')
 
 
-def _warmup_steps(settings: ResolvedSettings, iterations: int) -> int:
-    """Return the steps of the learning rate's warm-up. Raises ValueError if they are over a quarter of the run."""
+def _check_warmup(settings: ResolvedSettings, iterations: int) -> None:
+    """Raise ValueError if the learning rate warms up for over a quarter of the run."""
     batches = BatchSchedule.from_settings(settings.training, data_parallel_size(settings.distributed, world_size=1))
     schedule = Schedule.from_settings(settings.optimizer, settings.schedule, settings.training, batches)
     steps = batches.iterations_to_reach(math.ceil(schedule.warmup_samples))
@@ -185,7 +162,6 @@ def _warmup_steps(settings: ResolvedSettings, iterations: int) -> int:
         raise ValueError(
             f"the learning rate warms up over {steps} of --iterations {iterations}: give a shorter warm-up"
         )
-    return steps
 
 
 def train(architecture: str, flags: list[str]) -> RunLog:

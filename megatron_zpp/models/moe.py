@@ -111,8 +111,7 @@ def route(logits: Tensor, config: MoEConfig, bias: Tensor | None = None, trainin
         scores = logits.softmax(dim=-1)
         every = logits.sigmoid() if config.router_topk == 1 else scores
         experts = (sinkhorn(logits.detach()) if training else every).topk(config.router_topk, dim=-1).indices
-        load = experts.flatten().bincount(minlength=config.num_experts)
-        return Routing(experts, every.gather(-1, experts), scores, load)
+        return Routing(experts, every.gather(-1, experts), scores, count_each(experts.flatten(), config.num_experts))
     if config.score_function == "sigmoid":
         every = logits.sigmoid()
         scores = every / every.sum(dim=-1, keepdim=True)
@@ -128,8 +127,13 @@ def route(logits: Tensor, config: MoEConfig, bias: Tensor | None = None, trainin
     # Softmax over the chosen ones is softmax over all of them, normalised. A single sigmoid stays as it is.
     if not config.router_pre_softmax and (config.score_function == "softmax" or config.router_topk > 1):
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    load = experts.flatten().bincount(minlength=config.num_experts)
+    load = count_each(experts.flatten(), config.num_experts)
     return Routing(experts, weights * config.topk_scaling_factor, scores, load)
+
+
+def count_each(indices: Tensor, number: int) -> Tensor:
+    """Count how often ``indices`` int64 [n] has each of 0 to ``number`` - 1; bincount's host would wait for a GPU."""
+    return indices.new_zeros(number).scatter_add_(0, indices, torch.ones_like(indices))
 
 
 def in_best_groups(scores: Tensor, num_groups: int, group_topk: int, topk: int) -> Tensor:
@@ -299,7 +303,7 @@ class MoE(nn.Module):
         num_groups = x.size(0) if config.load_balancing == "seq_aux_loss" else 1
         first_of_group = config.num_experts * torch.arange(num_groups, device=x.device).unsqueeze(-1)
         counted = (choices.view(num_groups, -1) + first_of_group).flatten()
-        loads = counted.bincount(minlength=num_groups * config.num_experts).view(num_groups, -1)
+        loads = count_each(counted, num_groups * config.num_experts).view(num_groups, -1)
         loads = torch.cat([routing.load.unsqueeze(0), loads])  # [1 + G, E]
         if self.sample_group is not None:
             dist.all_reduce(loads, group=self.sample_group)

@@ -33,44 +33,40 @@ def scale_gradients(parameters: Sequence[Tensor], factor: float | Tensor) -> Non
 
 
 def clip_gradients(
-    parameters: Sequence[Tensor], max_norm: float, ranks: Ranks, copies: Sequence[Tensor] = ()
+    parameters: Sequence[Tensor], max_norm: float, squares: Tensor, factor: float | Tensor = 1.0
 ) -> Tensor:
-    """Scale gradients so that their global L2 norm is at most ``max_norm``; 0 only measures. Collective.
+    """Multiply gradients by ``factor``, and so that their global L2 norm is then at most ``max_norm``; 0 = any.
 
-    ranks: that this process computes for. copies: parameters that another rank has too, and counts. Returns the norm
-    before clipping, an fp32 scalar, the same on every rank. Inf or NaN if any gradient is; the gradients are then left
-    alone, and the caller must not step.
+    squares: ``sum_of_squares`` over all ranks. Returns the norm before clipping, an fp32 scalar. It is Inf or NaN if
+    any gradient is; the gradients are then not clipped, and the caller must not step.
     """
-    norm = sum_over_all_ranks(_sum_of_squares, parameters, ranks, copies).sqrt().float()
+    norm = (squares.sqrt() * factor).float()
     if max_norm > 0:
-        factor = max_norm / (torch.where(norm.isfinite(), norm, 0.0) + 1e-6)  # as torch.nn.utils.clip_grad_norm_
-        scale_gradients(parameters, factor.clamp(max=1.0))
+        # As torch.nn.utils.clip_grad_norm_.
+        factor = factor * (max_norm / (torch.where(norm.isfinite(), norm, 0.0) + 1e-6)).clamp(max=1.0)
+    scale_gradients(parameters, factor)
     return norm
 
 
 def params_norm(parameters: Sequence[Tensor], ranks: Ranks, copies: Sequence[Tensor] = ()) -> float:
-    """Global L2 norm of the parameters, fp32; arguments as in ``clip_gradients``. Collective."""
-    squares = sum_over_all_ranks(_sum_of_squares, parameters, ranks, copies, of_gradients=False)
+    """Global L2 norm of the parameters, fp32; arguments as in ``sum_over_all_ranks``. Collective."""
+    (squares,) = sum_over_all_ranks([sum_of_squares], parameters, ranks, copies, of_gradients=False)
     return squares.sqrt().float().item()
 
 
-def count_zeros(parameters: Sequence[Tensor], ranks: Ranks, copies: Sequence[Tensor] = ()) -> Tensor:
-    """Count the gradient elements that are zero, an fp64 scalar; arguments as in ``clip_gradients``. Collective."""
-
-    def num_zeros(shards: Sequence[Tensor]) -> Tensor:
-        return torch.stack([(shard == 0).sum() for shard in shards]).sum()
-
-    return sum_over_all_ranks(num_zeros, parameters, ranks, copies)
-
-
 def sum_over_all_ranks(
-    measure: Callable[[Sequence[Tensor]], Tensor],
+    measures: Sequence[Callable[[Sequence[Tensor]], Tensor]],
     parameters: Sequence[Tensor],
     ranks: Ranks,
     copies: Sequence[Tensor] = (),
     of_gradients: bool = True,
+    totals: Tensor | None = None,
 ) -> Tensor:
-    """Sum ``measure`` of the shards that each rank counts, of gradients or parameters, over all ranks: fp64 scalar."""
+    """Sum M ``measures`` of the shards that each rank counts, of gradients or parameters, over all ranks: fp64 [M + K].
+
+    ranks: that this process computes for. copies: parameters that another rank has too, and counts. totals: this
+    process's numbers [K], which are summed too: all that a step must know goes through one collective.
+    """
     left_out = {id(parameter) for parameter in copies}
     tensors = [p.grad if of_gradients else p.detach() for p in parameters if id(p) not in left_out]
     shards_of_tensors = [ranks.shards_of(tensor) for tensor in tensors if tensor is not None]
@@ -78,16 +74,26 @@ def sum_over_all_ranks(
     device = parameters[0].device if parameters else torch.device("cpu")
     if dist.is_initialized() and dist.get_backend() == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
-    per_rank = torch.zeros(len(ranks), dtype=torch.float64, device=device)
+    num_totals = 0 if totals is None else len(totals)
+    per_rank = torch.zeros(len(ranks), len(measures) + num_totals, dtype=torch.float64, device=device)
     for r in range(len(ranks)):
         if shards := [shards[r] for shards in shards_of_tensors if shards[r].numel() > 0]:
-            per_rank[r] = measure(shards)
-    return ranks.gather(per_rank).sum()
+            for m, measure in enumerate(measures):
+                per_rank[r, m] = measure(shards)
+    if totals is not None:
+        per_rank[0, len(measures) :] = totals
+    return ranks.gather(per_rank).t().contiguous().sum(dim=1)
 
 
-def _sum_of_squares(shards: Sequence[Tensor]) -> Tensor:
+def sum_of_squares(shards: Sequence[Tensor]) -> Tensor:
+    """Sum the squares of all elements in fp64."""
     pieces = [piece for shard in shards for piece in shard.reshape(-1).split(PIECE)]
     return torch.stack(torch._foreach_norm(pieces, 2.0, torch.float64)).square().sum()
+
+
+def count_zeros(shards: Sequence[Tensor]) -> Tensor:
+    """Count the elements that are zero."""
+    return torch.stack([(shard == 0).sum() for shard in shards]).sum()
 
 
 class LossScaler:

@@ -327,5 +327,6 @@ def predict_logged(run: RunHistory, cluster: Cluster) -> Prediction:
         raise ValueError(f"--cluster has {cluster.nodes} x {cluster.gpus_per_node} GPUs, but {run.name} had {ranks}")
     architecture, vocabulary = find_architecture(run.settings["architecture"]), int(run.settings["padded_vocab_size"])
     flags = shlex.split(run.settings["command"])[1:]
-    settings = parse_settings(architecture, flags, cluster.world_size, note=lambda _: None, counts_all_jobs=True)
+    per_node = cluster.gpus_per_node
+    settings = parse_settings(architecture, flags, ranks, lambda _: None, counts_all_jobs=True, ranks_per_node=per_node)
     return predict(cluster, estimate_on(cluster, architecture, settings, vocabulary))

@@ -81,6 +81,12 @@ class Flag:
             if self.bounds.at_most is None:
                 Bounds(at_most=_LARGEST[self.value_type]).check(value)
 
+    def typed(self, value: Any) -> str:
+        """Return the flag with its value, as a user types it."""
+        if isinstance(value, tuple):
+            return " ".join([self.name, *map(str, value)])
+        return self.name if value is True else f"{self.name} {0 if value is None else value}"
+
     def read_one(self, word: str) -> Any:
         """Convert one word. Raises ValueError with what it must be and what it is."""
         try:

@@ -7,6 +7,7 @@ from functools import partial
 
 from megatron_zpp.islands.elastic import Membership
 from megatron_zpp.settings.flags import flag
+from megatron_zpp.zeropp.recipes import AUTO, LOSS_BUDGET, RECIPES
 
 _folder = partial(flag, None, metavar="DIR")
 _file = partial(flag, None, metavar="FILE")
@@ -24,6 +25,19 @@ class ZeroSettings:
 
     zero_stage: int = flag(
         3, "shard nothing (0), optimizer state (1), also gradients (2), also parameters (3)", at_least=0, at_most=3
+    )
+    recipe: str | None = flag(
+        None,
+        "recipe for what is sent between nodes (docs/zeropp.md), or auto, which measures and chooses one; other flags "
+        "override a recipe's",
+        name="--zeropp",
+        choices=(*RECIPES, AUTO),
+    )
+    zeropp_redecide: bool = flag(False, "let --zeropp auto choose again on resume, not keep the checkpoint's choice")
+    zeropp_loss_budget: float = flag(
+        LOSS_BUDGET,
+        "percent of loss that a recipe of --zeropp auto may cost in the study, mean plus spread",
+        at_least=0,
     )
     cpu_offload: bool = flag(False, "keep parameters, gradients and optimizer state in host memory, and step there")
     zeropp_monitor_interval: int | None = flag(

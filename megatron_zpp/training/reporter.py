@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.metrics.advice import Advice
 from megatron_zpp.metrics.lines import TrainingReport, format_training_line
 from megatron_zpp.metrics.log_reader import shorten
 from megatron_zpp.metrics.progress import progress
@@ -36,6 +37,7 @@ class Reporter:
         self.is_first_step = True
         self.timer = IntervalTimer(run.device)
         self.stragglers = Stragglers(run) if run.settings.logging.log_straggler else None
+        self.advice = Advice(run.predicted)
         self._resume()
         self._clear()
 
@@ -66,11 +68,8 @@ class Reporter:
                 self.losses.setdefault(name, []).append(loss)
         for zeropp in run.zeropps:
             self.sent.add(*zeropp.traffic.take().of_levels())
-            if zeropp.waits is not None:
-                waited = zeropp.waits.take()
-                self.waited = [so_far + more for so_far, more in zip(self.waited, waited, strict=True)]
-                if self.stragglers is not None:
-                    self.stragglers.step(waited, run.counters.iteration)
+        if self.stragglers is not None:  # other runs look at the times that a GPU took only where they print a line
+            self.stragglers.step(self._add_waits(), run.counters.iteration)
         self.sent.add(*run.islands.traffic.take().of_levels())
         self.sent_for_tokens.add(*run.token_traffic.take().of_levels())
         iteration = run.counters.iteration
@@ -80,6 +79,10 @@ class Reporter:
         if interval is not None and dist.get_rank() == dist.get_world_size() - 1:
             line = format_training_line(interval)
             print(shorten(line) if sys.stdout.isatty() else line, flush=True)
+            between = interval.waited_between_nodes or 0.0
+            advice = self.advice.after(self.num_steps, interval.seconds_per_iteration or 0.0, between)
+            if advice is not None:
+                print(advice, flush=True)
         for result in points:
             self._write_point(result, interval if result.at.iteration == iteration else None)
         if is_log_step:
@@ -96,8 +99,16 @@ class Reporter:
     def paused(self) -> Iterator[None]:
         """Leave an evaluation or a saving out of the times of training."""
         self.seconds += self.timer.restart()
+        self._add_waits()
         yield
         self._resume()
+
+    def _add_waits(self) -> tuple[float, float]:
+        """Add what was waited for links since the last call to the interval's, and return it."""
+        waits = self.run.zeropp.waits if self.run.zeropp is not None else None
+        waited = waits.take() if waits is not None else (0.0, 0.0)
+        self.waited = [so_far + more for so_far, more in zip(self.waited, waited, strict=True)]
+        return waited
 
     def _resume(self) -> None:
         if self.run.zeropp is not None and self.run.zeropp.waits is not None:
@@ -109,6 +120,7 @@ class Reporter:
     def _interval_report(self, result: StepResult) -> TrainingReport:
         run, logging = self.run, self.run.settings.logging
         self.seconds += self.timer.restart()
+        self._add_waits()
         seconds = self.seconds / self.num_steps
         tokens_per_second = self.num_tokens / self.seconds
         per_device, flops_per_token = tokens_per_second / dist.get_world_size(), self.flops / self.num_tokens

@@ -97,6 +97,7 @@ class Run:
     tasks: Tasks | None = None  # of --eval-tasks
     lock: FolderLock | None = None  # on --save, held by rank 0
     last_loss: float | None = None
+    predicted: Any = None  # the StepTime of --zeropp auto, if this start measured
 
     def __post_init__(self) -> None:
         first, ranks = self.states[0], self.settings.distributed

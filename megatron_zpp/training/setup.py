@@ -38,10 +38,13 @@ from megatron_zpp.training.loss import LanguageModelLoss, LossSoFar
 from megatron_zpp.training.model import ModelBuilder
 from megatron_zpp.training.run import Run, TrainState
 from megatron_zpp.zeropp import OwnRank, Traffic, ranks_of
+from megatron_zpp.zeropp.recipes import AUTO
 
 
 def build_run(architecture: Architecture, settings: ResolvedSettings, device: torch.device) -> Run:
     """Build, on all ranks together, and load the checkpoint of ``--load`` if there is one."""
+    if settings.zero.recipe == AUTO:
+        raise ValueError("--zeropp auto is decided by the training program, before a run is built: name a recipe here")
     if settings.distributed.islands_may_leave:
         settings = prepare_island(settings)
     training, save, world_size = settings.training, settings.checkpoint.save, dist.get_world_size()

@@ -10,12 +10,11 @@ import math
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.models.transformer import ModelOutput, as_model_output
-from megatron_zpp.optim.gradients import clip_gradients, count_zeros, scale_gradients
+from megatron_zpp.optim.gradients import clip_gradients, count_zeros, sum_of_squares, sum_over_all_ranks
 from megatron_zpp.training.loss import LossTotals, mean_loss
 from megatron_zpp.training.run import IslandStep, Run, TrainState
 
@@ -58,22 +57,19 @@ def _step(run: Run, state: TrainState, batches: Iterator[Batch], num_micro_batch
     """Run one optimizer step of one island. No island waits for another here."""
     # Forward and backward.
     totals, names, micro_batches = accumulate_gradients(run, state, batches, num_micro_batches)
-    totals = torch.cat([totals, totals.new_tensor([float(stop)])])
-    dist.all_reduce(totals, group=run.mesh.ranks_of_island)
+    totals = torch.cat([totals, totals.new_full((1,), float(stop))])
 
-    # Scale, clip and measure the gradients.
-    per_token = run.settings.training.calculate_per_token_loss
-    factor = run.mesh.fsdp_size / totals[1].clamp(min=1.0) if per_token else 1.0
+    # Measure the gradients, and add up all that ranks must know in one collective. Scale and clip.
+    measures = [sum_of_squares, *([count_zeros] if run.settings.logging.log_num_zeros_in_grad else [])]
     parameters = list(state.model.parameters())
-    scale_gradients(parameters, factor / state.scaler.scale)
-    norm = clip_gradients(parameters, run.settings.optimizer.clip_grad, state.ranks, run.copies)
-    measured = [norm.double()]
-    if run.settings.logging.log_num_zeros_in_grad:
-        measured.append(count_zeros(parameters, state.ranks, run.copies))
+    sums = sum_over_all_ranks(measures, parameters, state.ranks, run.copies, totals=totals)
+    per_token = run.settings.training.calculate_per_token_loss
+    factor = run.mesh.fsdp_size / sums[len(measures) + 1].clamp(min=1.0) if per_token else 1.0
+    norm = clip_gradients(parameters, run.settings.optimizer.clip_grad, sums[0], factor / state.scaler.scale)
 
     # Read the results: here alone the host waits for the device between the last backward pass and the optimizer.
-    values = torch.cat([totals, torch.stack(measured).to(totals.device)]).tolist()
-    (loss_sum, num_tokens, *auxiliary_sums, stops), (grad_norm, *zeros) = values[: len(totals)], values[len(totals) :]
+    grad_norm, *values = torch.cat([norm.double().view(1), sums[1:]]).tolist()
+    zeros, (loss_sum, num_tokens, *auxiliary_sums, stops) = values[: -len(totals)], values[-len(totals) :]
     loss = mean_loss(loss_sum, num_tokens)
     is_finite = math.isfinite(grad_norm) and math.isfinite(loss)
     spike_factor = run.settings.training.loss_spike_factor

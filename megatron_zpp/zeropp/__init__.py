@@ -8,14 +8,17 @@ from .fsdp.topology import Topology, build_topology
 from .interface import RandomStates, Ranks, ZeroPPInterface
 from .muon.optimizer import Muon
 from .own_rank import OwnRank, ranks_of, unmoved
+from .recipes import RECIPES, Recipe
 
 __all__ = [
+    "RECIPES",
     "EmulatedZeroPP",
     "LoCoConfig",
     "Muon",
     "OwnRank",
     "RandomStates",
     "Ranks",
+    "Recipe",
     "Topology",
     "Traffic",
     "ZeroPP",

@@ -25,18 +25,20 @@ from .fsdp.fsdp_unit import AllGather, FSDPUnit, ReduceScatter, find_units, foll
 from .fsdp.topology import Topology, process_rank
 from .fsdp.unit import follow_optimizers
 from .fsdp.waits import new_stream, on_stream
-from .gather.all_gather import FullPrecisionAllGather, HierarchicalAllGather, QuantizedAllGather, send
+from .gather.all_gather import FullPrecisionAllGather, HierarchicalAllGather, QuantizedAllGather
+from .gather.sent_shards import send
 from .gather.unseen_changes import UnseenChanges
 from .interface import RankState, ZeroPPInterface
 from .muon.matrix_blocks import MatrixBlocks, MomentumWire, batches
 from .own_rank import OwnRank
+from .recipes import find_config
 from .reduce.gradient_hops import GradientHops
 from .reduce.reduce_scatter import HierarchicalReduceScatter, UnusedParameters
 
 
 def apply_zeropp(
     model: nn.Module,
-    config: ZeroPPConfig,
+    config: ZeroPPConfig | str,
     pipeline: dist.ProcessGroup | None = None,
     tensor_parallel: dist.ProcessGroup | None = None,
     find_unused_parameters: bool = False,
@@ -46,12 +48,16 @@ def apply_zeropp(
     Call it once, after the last ``fully_shard``, on all ranks alike: it makes process groups. Parts of ZeRO++
     that are off leave FSDP2's own collectives in place, with their bytes counted. HSDP meshes get nothing else.
 
+    ``config``: settings, or the name of a recipe for the nodes as the ranks run, such as "int8" (recipes.py).
     ``pipeline``: the group of ranks with the model's other stages, each with its own ``ZeroPP``.
     ``tensor_parallel``: the group of ranks with the other parts of the same parameters. Both are for statistics.
     ``find_unused_parameters``: leave parameters that no rank used in a step without a gradient; see docs/zeropp.md.
     Raises ValueError for models without FSDP2 units, ZeRO++ on HSDP meshes, unequal nodes, sizes that do not divide.
     """
-    units = find_units(model, config.stated_ranks_per_node)
+    units = find_units(model, config.stated_ranks_per_node if isinstance(config, ZeroPPConfig) else None)
+    if isinstance(config, str):
+        largest = max((unit.topology for unit in units), key=lambda topology: topology.world_size)
+        config = find_config(config, largest.ranks_per_node)
     for unit in units:
         if config.enabled and unit.replicas is not None:
             raise ValueError(f"{unit.label} is sharded over a two-dimensional (HSDP) mesh; ZeRO++ needs a flat one")

@@ -65,9 +65,9 @@ class Ranks(Protocol):
         """
 
     def gather(self, local: Tensor, /) -> Tensor:
-        """Gather one number per rank, from [R] of this process to [W] of all, in rank order. Collective.
+        """Gather K numbers per rank, from [R, K] of this process to [W, K] of all, in rank order. Collective.
 
-        With K islands: [W / K], from the ranks of this island.
+        With I islands: [W / I, K], from the ranks of this island.
         """
 
 

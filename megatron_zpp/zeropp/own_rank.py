@@ -58,8 +58,8 @@ class OwnRank:
             return local
         group = self._gathers_over or dist.group.WORLD
         assert group is not None  # there are several ranks
-        gathered = local.new_empty(group.size())
-        all_gather(gathered, local, group=group)
+        gathered = local.new_empty(group.size(), *local.shape[1:])
+        all_gather(gathered.flatten(), local.flatten(), group=group)
         return gathered
 
 

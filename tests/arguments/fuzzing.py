@@ -60,6 +60,8 @@ NEEDED = {
     "island_scaling": f"{ISLANDS} --island-bits 4",
     "island_loco": f"{ISLANDS} --island-bits 4",
     "island_loco_beta": f"{ISLANDS} --island-bits 4 --island-loco",
+    "zeropp_redecide": "--zeropp auto",
+    "zeropp_loss_budget": "--zeropp auto",
     "zeropp_monitor_interval": "--zero-quantized-weights",
     "lr_decay_samples": "--train-samples 4",
     "lr_warmup_samples": "--train-samples 4",

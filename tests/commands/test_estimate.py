@@ -25,7 +25,7 @@ from megatron_zpp.families.gpt import GPT
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.planning.needs.estimate import RankEstimate
-from megatron_zpp.planning.search.candidates import WIRE_PRESETS
+from megatron_zpp.planning.search.candidates import WIRES
 from megatron_zpp.training.pretrain import train
 from megatron_zpp.zeropp.reduce.gradient_sum import NodeSum
 from tests.ranks import run_ranks
@@ -58,9 +58,7 @@ RECIPES = {
     "LoCo on one node": "--zero-quantized-gradients --zeropp-loco --zeropp-loco-hops both --zeropp-ranks-per-node 4",
 }
 # What the planner tries.
-RECIPES |= {
-    f"planner: {way.name}": f"--zeropp-ranks-per-node 2 {way.flags.format(P=2, N=2, warmup=1)}" for way in WIRE_PRESETS
-}
+RECIPES |= {f"planner: {way.name}": f"--zeropp-ranks-per-node 2 {way.flags.format(N=2)}" for way in WIRES}
 KINDS = ("parameters", "state", "secondary", "summed", "LoCo", "scales")
 _ADD = NodeSum.add
 CLUSTERS = {  # the others: 2 nodes of 2 ranks

@@ -21,6 +21,7 @@ from megatron_zpp.models.moe import (
     sinkhorn,
     z_loss,
 )
+from tests.collectives import Collectives
 
 HIDDEN, FFN, EXPERTS, TOPK = 16, 24, 6, 2
 SWIGLU = Activation("silu", is_gated=True)
@@ -248,3 +249,12 @@ def test_groups_of_softmax_scores_are_those_of_the_logits():
     config = MoEConfig(num_experts=8, ffn_hidden_size=8, router_topk=4, router_num_groups=4, router_group_topk=2)
     logits = torch.tensor([[5.0, -9.0, 2.0, 1.0, 1.5, 1.4, -1.0, -1.0]])
     assert set(route(logits, config).experts[0].tolist()) == {2, 3, 4, 5}  # 5 - 9 is less than 2 + 1 and 1.5 + 1.4
+
+
+@pytest.mark.parametrize("options", [{}, dict(load_balancing="seq_aux_loss", router_num_groups=2, router_group_topk=1)])
+def test_the_host_waits_for_nothing_where_no_token_is_dropped(options):
+    moe = moe_of(**options).bfloat16()
+    with Collectives() as recorded:
+        out, routed = moe(tokens_of().bfloat16())
+        (out.float().square().mean() + routed.balancing_loss).backward()
+    assert recorded.reads == [] and moe.experts.linear_fc2.weight.grad.count_nonzero() > 0

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from megatron_zpp.optim.gradients import (
     LossScaler,
-    _sum_of_squares,
     clip_gradients,
     count_zeros,
     params_norm,
+    sum_of_squares,
     sum_over_all_ranks,
 )
 from megatron_zpp.settings.groups import PrecisionSettings
@@ -25,15 +25,25 @@ from tests.ranks import run_in_turn
 WORLD_SIZE = 4
 
 
+def clip(parameters, max_norm, *ranks_and_copies) -> float:
+    """Clip, and return the norm before."""
+    (squares,) = sum_over_all_ranks([sum_of_squares], parameters, *ranks_and_copies)
+    return clip_gradients(parameters, max_norm, squares).item()
+
+
+def zeros(*arguments) -> float:
+    return sum_over_all_ranks([count_zeros], *arguments).item()
+
+
 def test_clipping_scales_to_the_norm_and_reports_the_norm_before() -> None:
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
     a.grad, b.grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
     unused = nn.Parameter(torch.zeros(1))
-    assert count_zeros([a, b, unused], OwnRank()).item() == 1
-    assert clip_gradients([a, b, unused], 10.0, OwnRank()).item() == 5.0
+    assert zeros([a, b, unused], OwnRank()) == 1
+    assert clip([a, b, unused], 10.0, OwnRank()) == 5.0
     assert a.grad.tolist() == [3.0, 0.0]  # below the limit: untouched
-    assert clip_gradients([a, b, unused], 0.0, OwnRank()).item() == 5.0
-    assert clip_gradients([a, b, unused], 1.0, OwnRank()).item() == 5.0
+    assert clip([a, b, unused], 0.0, OwnRank()) == 5.0
+    assert clip([a, b, unused], 1.0, OwnRank()) == 5.0
     torch.testing.assert_close(torch.cat([a.grad, b.grad]), torch.tensor([0.6, 0.0, 0.8]))
 
 
@@ -58,10 +68,10 @@ def measure(model, ranks):
     """Shards, partial sums' total in fp64, and what the trainer asks for, of one process's ranks."""
     parameters = list(model.parameters())
     measured = (
-        sum_over_all_ranks(_sum_of_squares, parameters, ranks).item(),
+        sum_over_all_ranks([sum_of_squares], parameters, ranks).item(),
         params_norm(parameters, ranks),
-        count_zeros(parameters, ranks).item(),
-        clip_gradients(parameters, 1.0, ranks).item(),
+        zeros(parameters, ranks),
+        clip(parameters, 1.0, ranks),
     )
     clipped = [ranks.shards_of(parameter.grad) for parameter in parameters]
     return measured, [[shards[r].clone() for shards in clipped] for r in range(len(ranks))]
@@ -74,7 +84,7 @@ def measure_real():
     fully_shard(model)
     set_gradients(model)
     ranks = OwnRank()
-    assert ranks.gather(torch.tensor([float(dist.get_rank())])).tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert ranks.gather(torch.tensor([[float(dist.get_rank()), 7.0]])).tolist() == [[rank, 7.0] for rank in range(4)]
     return measure(model, ranks)
 
 
@@ -110,16 +120,16 @@ def measure_layouts():
         copy.grad = gradient
         arguments = [parameter, copy], ranks, [copy]
         results[name] = (
-            clip_gradients([parameter, copy], 0.0, *arguments[1:]).item(),
+            clip([parameter, copy], 0.0, *arguments[1:]),
             params_norm(*arguments),
-            count_zeros(*arguments).item(),
+            zeros(*arguments),
         )
     plain = nn.Parameter(whole)
     plain.grad = gradient
     results["whole on every rank"] = (
-        clip_gradients([plain], 0.0, ranks).item(),
+        clip([plain], 0.0, ranks),
         params_norm([plain], ranks),
-        count_zeros([plain], ranks).item(),
+        zeros([plain], ranks),
     )
     with pytest.raises(ValueError, match="not summed yet"):
         ranks.shards_of(DTensor.from_local(whole, mesh, [Shard(0), Partial()]))
@@ -129,10 +139,10 @@ def measure_layouts():
 
 def test_every_element_counts_once_in_every_layout(on_ranks):
     for expected, results in on_ranks["layouts"]:
-        for name, (norm, of_parameters, zeros) in results.items():
+        for name, (norm, of_parameters, num_zeros) in results.items():
             assert norm == pytest.approx(expected[0], rel=1e-6), name
             assert of_parameters == pytest.approx(expected[1], rel=1e-6), name
-            assert zeros == expected[2] > 0, name
+            assert num_zeros == expected[2] > 0, name
 
 
 def clip_with_nan_on_one_rank():
@@ -142,7 +152,7 @@ def clip_with_nan_on_one_rank():
     parameters = list(model.parameters())
     if dist.get_rank() == 2:
         parameters[0].grad.to_local()[0] = float("nan")
-    return clip_gradients(parameters, 1.0, OwnRank()).item(), parameters[2].grad.full_tensor()
+    return clip(parameters, 1.0, OwnRank()), parameters[2].grad.full_tensor()
 
 
 def test_nan_on_one_rank_is_seen_on_all(on_ranks):
@@ -158,7 +168,7 @@ def test_a_norm_is_added_up_in_fp64():
     parameter.grad = torch.full_like(parameter, 0.25)
     parameter.grad[:, 0] = 2.0**12
     expected = torch.tensor(3 * (2.0**24 + (2**20 - 1) / 16), dtype=torch.float64).sqrt().float().item()
-    assert clip_gradients([parameter], 0.0, OwnRank()).item() == expected
+    assert clip([parameter], 0.0, OwnRank()) == expected
 
 
 def measure_where_only_rank_0_has_parameters():
@@ -166,8 +176,8 @@ def measure_where_only_rank_0_has_parameters():
     parameter.grad = torch.tensor([0.0, 2.0])
     parameters, ranks = [parameter] if dist.get_rank() == 0 else [], OwnRank()
     return (
-        count_zeros(parameters, ranks).item(),
-        clip_gradients(parameters, 1.0, ranks).item(),
+        zeros(parameters, ranks),
+        clip(parameters, 1.0, ranks),
         params_norm(parameters, ranks),
     )
 

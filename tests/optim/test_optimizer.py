@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron_zpp.optim.gradients import clip_gradients, count_zeros, scale_gradients
+from megatron_zpp.optim.gradients import clip_gradients, count_zeros, sum_of_squares, sum_over_all_ranks
 from megatron_zpp.optim.optimizer import OPTIMIZERS, _on_local_tensors, build_optimizer
 from megatron_zpp.optim.schedule import set_lr_and_weight_decay
 from megatron_zpp.settings.groups import OptimizerSettings, all_flags
@@ -92,9 +92,9 @@ def test_adam_takes_its_settings() -> None:
 
 def test_nothing_to_do() -> None:
     parameter = nn.Parameter(torch.zeros(2))
-    assert clip_gradients([parameter], 1.0, OwnRank()).item() == 0.0
-    assert count_zeros([parameter], OwnRank()).item() == 0
-    scale_gradients([parameter], 2.0)
+    sums = sum_over_all_ranks([sum_of_squares, count_zeros], [parameter], OwnRank())
+    assert sums.tolist() == [0.0, 0.0]
+    assert clip_gradients([parameter], 1.0, sums[0], 2.0).item() == 0.0
     with pytest.raises(ValueError, match="no trainable parameter"):
         build_optimizer(nn.Identity(), OptimizerSettings(lr=0.1))
 

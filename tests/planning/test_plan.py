@@ -40,7 +40,7 @@ def test_over_slow_links_few_bits_win(slow):
     assert seconds == sorted(seconds)
     presets = {o.candidate.wire.name: o.prediction.time.seconds for o in data_alone(slow)}
     first, *_, a, b, c = presets
-    assert first == "all flags, 6-bit moves, 2-bit gradients" and {a, b, c} == {"ZeRO-3", "hpZ", "HSDP"}
+    assert first == "int6" and {a, b, c} == {"ZeRO-3", "lossless", "HSDP"}
     assert presets["ZeRO-3"] > 3 * presets[first]
     # Larger micro-batches are tried as far as they fit: 64 samples on 32 ranks.
     assert {o.prediction.needs.settings.training.micro_batch_size for o in data_alone(slow)} <= {1, 2}
@@ -76,7 +76,7 @@ def test_the_command_line_repeats_the_prediction(slow):
         completed, added = complete([*MODEL.split(), "--global-batch-size", "64"], cluster, VOCABULARY)
         assert added == ["--bf16"] and outcome.flags.startswith("--bf16 ")
         words = [*completed, *outcome.flags.split()[1:]]
-        settings = parse_settings(LLAMA, words, cluster.world_size, note=lambda _: None)
+        settings = parse_settings(LLAMA, words, cluster.world_size, lambda _: None, ranks_per_node=8)
         again = predict(cluster, estimate_on(cluster, LLAMA, settings, VOCABULARY))
         assert (again.needs, again.time) == (outcome.prediction.needs, outcome.prediction.time)
 
@@ -133,17 +133,24 @@ def test_the_price_of_tokens(slow):
 
 
 def test_the_tool_prints_ranking_reasons_and_a_command(capsys, monkeypatch, tmp_path):
-    words = f"--cluster 4x8xH100@10 --vocabulary {VOCABULARY} --dollars-per-gpu-hour 2 --plot {tmp_path / 'plan.png'}"
+    words = f"--cluster 4x8xH100@10 --vocabulary {VOCABULARY} --dollars-per-gpu-hour 2 --plot {tmp_path / 'plan.png'} "
+    words += f"--timeline {tmp_path / 'step.svg'}"
     monkeypatch.setattr("sys.argv", ["plan.py", *words.split(), "pretrain_llama.py", *MODEL.split()])
     pytest.importorskip("matplotlib")
     assert tool.main() == 0
     out = capsys.readouterr().out
-    assert "$/M tokens" in out and "suggested: all flags" in out and "waits for links between nodes for" in out
+    said = " ".join(out.split())
+    assert "$/M tokens" in said and "suggested: int6" in said and "It is the fastest. ZeRO-3, TP8 PP4 takes" in said
+    assert "waits for links between nodes for" in said
     (command,) = re.findall(r"torchrun .*", out)
     words = shlex.split(command)
     assert words[1:6] == ["--nnodes", "4", "--nproc-per-node", "8", "pretrain_llama.py"]
     assert words[words.index("--global-batch-size") + 1] == "32"  # one sample for each GPU
     assert (tmp_path / "plan.png").stat().st_size > 1000
+    assert "between nodes" in (tmp_path / "step.svg").read_text()  # which matplotlib writes as comments of glyphs
+    sent = [line for line in out.splitlines() if re.search(r"\d x \d+ ", line)]
+    assert len(sent) == 1 + 10 and max(map(len, sent)) <= 110  # the cluster, and ten rows
+    assert "--all lists" in out
 
 
 def test_the_model_may_come_from_transformers(tmp_path, capsys, monkeypatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_zpp.zeropp import ZeroPPConfig, emulate_zeropp
 from megatron_zpp.zeropp.fsdp import collectives
-from megatron_zpp.zeropp.gather import all_gather
+from megatron_zpp.zeropp.gather import all_gather, sent_shards
 from tests.ranks import run_in_turn
 from tests.zeropp import training_on_ranks as on_ranks
 
@@ -184,7 +184,9 @@ def counted_gathers():
         calls.append(1)
         return gather(*args, **options)
 
-    with patch.object(collectives, "all_gather", counting), patch.object(all_gather, "all_gather", counting):
+    with ExitStack() as patches:
+        for module in (collectives, all_gather, sent_shards):
+            patches.enter_context(patch.object(module, "all_gather", counting))
         yield calls
 
 

@@ -12,52 +12,36 @@ from dataclasses import dataclass
 from megatron_zpp.planning.cluster import Cluster
 from megatron_zpp.settings.checks import divisors
 from megatron_zpp.settings.resolved import ResolvedModel
+from megatron_zpp.zeropp.recipes import RECIPES, Recipe
 
-# Flags that go together. {P}: data-parallel ranks of a node, {N}: nodes, {warmup}: steps in which bits warm up.
-QUANTIZED = "--zero-quantized-weights --zero-quantized-gradients"
-HPZ = "--zero-hpz-partition-size {P}"
-LOCO = "--zeropp-loco"
-MOVES = "--zeropp-weight-moves"
-SIX_BIT_WEIGHTS = "--zeropp-weight-bits 6"
-TWO_BITS = "--zeropp-gradient-bits 2"
-WARMUP = "--zeropp-gradient-bits-warmup {warmup}:4"
-ELEMENT_SCALES = "--zeropp-gradient-element-scales"
-INT8_SUMS = "--zeropp-gradient-sum-dtype int8"  # no measurable loss: E6
-ALL_FLAGS = f"{QUANTIZED} {HPZ} {LOCO}"
 RECOMPUTE_ALL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
 @dataclass(frozen=True)
-class WirePreset:
-    """A way to send weights and gradients: flags, and what they do to the loss."""
+class Wire:
+    """A way to send weights and gradients: a recipe, and flags of the trainer. {N}: nodes."""
 
     name: str
     flags: str
-    # Percent over an fp32 wire and spread over three seeds, of the nearest recipe of docs/experiments.md, E5 and E12,
-    # on a GPT of 1.3 million parameters. None: nothing is rounded below 16 bits.
-    loss: tuple[float, float] | None = None
+    recipe: Recipe = RECIPES["zero3"]
 
     @property
     def rank(self) -> int:
-        """The place among all presets, which round more and more; 0 for what the user gave."""
-        return WIRE_PRESETS.index(self) if self in WIRE_PRESETS else 0
-
-    @property
-    def risk(self) -> float:
-        """The loss to expect at worst, in percent: mean plus spread."""
-        return sum(self.loss) if self.loss is not None else 0.0
+        """The place among all, which round more and more; 0 for what the user gave."""
+        return WIRES.index(self) if self in WIRES else 0
 
 
-TWO_BIT_GRADIENTS = f"{ALL_FLAGS} {MOVES} {TWO_BITS} {WARMUP} {ELEMENT_SCALES}"
-WIRE_PRESETS = (  # from what rounds nothing to what rounds most
-    WirePreset("ZeRO-3", ""),
-    WirePreset("HSDP", "--num-distributed-optimizer-instances {N}"),
-    WirePreset("hpZ", HPZ),
-    WirePreset("all flags", ALL_FLAGS, (0.15, 0.19)),
-    WirePreset("all flags, moves", f"{ALL_FLAGS} {MOVES}", (0.15, 0.19)),
-    WirePreset("all flags, moves, int8 sums", f"{ALL_FLAGS} {MOVES} {INT8_SUMS}", (0.15, 0.19)),
-    WirePreset("all flags, moves, 2-bit gradients", TWO_BIT_GRADIENTS, (-0.23, 0.13)),
-    WirePreset("all flags, 6-bit moves, 2-bit gradients", f"{TWO_BIT_GRADIENTS} {SIX_BIT_WEIGHTS}", (-0.16, 0.18)),
+def _recipe(name: str, more: str = "") -> Wire:
+    return Wire(f"{name}{', int8 sums' if more else ''}", f"--zeropp {name} {more}".strip(), RECIPES[name])
+
+
+WIRES = (
+    Wire("ZeRO-3", ""),
+    Wire("HSDP", "--num-distributed-optimizer-instances {N}"),
+    _recipe("lossless"),
+    _recipe("int8"),
+    _recipe("int8", "--zeropp-gradient-sum-dtype int8"),  # for memory; no measurable loss: E6
+    _recipe("int6"),
 )
 RECOMPUTATIONS = {"": "nothing", "--recompute-activations": "selective", RECOMPUTE_ALL: "all"}
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
@@ -100,20 +84,14 @@ def is_settled(question: str, flags: Sequence[str]) -> bool:
     return any(flag.startswith(SETTLES[question]) for flag in flags)
 
 
-def wire_presets(
-    cluster: Cluster, layout: Layout, flags: Sequence[str], steps: int
-) -> Iterator[tuple[WirePreset, str]]:
-    """Yield the presets that make sense for the layout on the cluster, and their flags."""
+def wires(cluster: Cluster, layout: Layout, flags: Sequence[str]) -> Iterator[tuple[Wire, str]]:
+    """Yield the ways that make sense for the layout on the cluster, and their flags."""
     if is_settled("wire", flags):
-        yield WirePreset("as given", ""), ""
+        yield Wire("as given", ""), ""
         return
     nodes = max(1, cluster.nodes // layout.pipeline)  # of a pipeline stage
-    ranks = cluster.gpus_per_node // layout.tensor  # that share parameters in a node
-    places = {"P": ranks, "N": nodes, "warmup": max(1, steps // 10)}
-    for preset in WIRE_PRESETS:
-        has_levels = nodes > 1 and (ranks > 1 or "{P}" not in preset.flags)
-        if has_levels or not preset.flags:
-            yield preset, preset.flags.format(**places)
+    for wire in WIRES if nodes > 1 else WIRES[:1]:
+        yield wire, wire.flags.format(N=nodes)
 
 
 def layouts(cluster: Cluster, model: ResolvedModel, seq_length: int, flags: Sequence[str]) -> Iterator[Layout]:

@@ -16,10 +16,10 @@ from megatron_zpp.planning.search.candidates import (
     MICRO_BATCH_SIZES,
     RECOMPUTATIONS,
     Layout,
-    WirePreset,
+    Wire,
     is_settled,
     layouts,
-    wire_presets,
+    wires,
 )
 from megatron_zpp.settings.checks import SettingsError
 from megatron_zpp.settings.resolved import ResolvedSettings
@@ -39,7 +39,7 @@ FILLED_IN = (
 class Candidate:
     """A way to send weights and gradients in a layout."""
 
-    wire: WirePreset
+    wire: Wire
     layout: Layout
     flags: str  # added to the user's
 
@@ -77,11 +77,13 @@ def complete(flags: Sequence[str], cluster: Cluster, vocabulary: int) -> tuple[l
     added = [] if {"--bf16", "--fp16"} & set(flags) else ["--bf16"]
     if "--global-batch-size" not in flags:
         added += ["--global-batch-size", str(cluster.world_size)]
-    words = [*flags, *added]
-    for names, typed in FILLED_IN:
-        if not set(names) & set(flags):
-            words += typed.format(vocabulary=vocabulary).split()
-    return words, added
+    return [*filled_in(flags, vocabulary), *added], added
+
+
+def filled_in(flags: Sequence[str], vocabulary: int) -> list[str]:
+    """Add what the trainer requires but no estimate depends on: data, tokenizer, learning rate, and a length."""
+    missing = [typed for names, typed in FILLED_IN if not set(names) & set(flags)]
+    return [*flags, *" ".join(missing).format(vocabulary=vocabulary).split()]
 
 
 def make_plan(
@@ -94,7 +96,8 @@ def make_plan(
 
     def parse(typed: str) -> ResolvedSettings:
         given = [*words, *typed.split()]
-        return parse_settings(architecture, given, cluster.world_size, note=lambda _: None, counts_all_jobs=True)
+        all_ranks, of_node = cluster.world_size, cluster.gpus_per_node
+        return parse_settings(architecture, given, all_ranks, lambda _: None, True, ranks_per_node=of_node)
 
     def count(typed: str) -> Estimate:
         settings = parse(typed)
@@ -107,8 +110,8 @@ def make_plan(
     settings = parse("" if "--micro-batch-size" in words else "--micro-batch-size 1")
     island = island_cluster(settings, cluster)
     for layout in layouts(island, settings.model, settings.training.seq_length, words):
-        for preset, typed in wire_presets(island, layout, words, settings.training.train_iters or 1000):
-            candidate = Candidate(preset, layout, f"{typed} {layout.flags}".strip())
+        for wire, typed in wires(island, layout, words):
+            candidate = Candidate(wire, layout, f"{typed} {layout.flags}".strip())
             found = _predict_fastest(candidate, count, words, cluster, usable * cluster.memory_gb * 1e9)
             if isinstance(found, Refused):
                 plan.refused.append(found)

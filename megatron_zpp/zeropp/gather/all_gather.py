@@ -6,7 +6,6 @@ FSDP2 hands over the flat shard [L] of one unit and wants [N, P, L]: all ranks' 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,12 +15,11 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from ..fsdp.collectives import PlainAllGather, all_gather, count_flat_ring
 from ..fsdp.consistency import RankConsistencyCheck
 from ..fsdp.fsdp_unit import AllGather, DefaultAllocMixin, FSDPUnit
-from ..fsdp.shared import Shared, Traffic
-from ..fsdp.unit import UnitPart
+from ..fsdp.shared import Shared
 from ..fsdp.waits import is_capturing, on_stream, refuse_capture
-from ..wire.format import WireFormat
 from ..wire.layout import KeptScales
 from ..wire.moves import Moves, apply_moves, measure_moves
+from .sent_shards import SentShard, gather_wires, send
 from .unseen_changes import UnseenChanges, load_changes, state_of_changes
 from .weight_encoder import WeightEncoder, load_row
 
@@ -112,51 +110,6 @@ class FullPrecisionAllGather(QuantizedAllGather):
     ) -> dist.Work | None:
         gather = super().__call__ if self.unseen_changes.passes.is_resident else self._plain
         return gather(output_tensor, input_tensor, group, async_op)
-
-
-@dataclass(eq=False)
-class SentShard:
-    """A part of a shard [L] on its way to other nodes, while the program goes on.
-
-    The secondary partition stays as it is until this arrives.
-    """
-
-    unit: FSDPUnit
-    part: UnitPart
-    format: WireFormat
-    encoded: Tensor | Moves  # this rank's wire buffer uint8 [n], or moves of its codes in the secondary partition
-    version: int  # of the encoder, before this shard was sent
-    state: dict[str, Tensor]  # of the gather, at that time
-
-    @property
-    def are_moves(self) -> bool:
-        return isinstance(self.encoded, Moves)
-
-    def start(self, num_bytes: int = 0) -> None:
-        """Send to the N ranks with equal p. num_bytes: of moves, the most that one of them has."""
-        self.wire = self.encoded.write(num_bytes) if isinstance(self.encoded, Moves) else self.encoded
-        self.wires, self.work = start_gather(self.wire, self.unit.topology.inter_group)  # uint8 [N, n] after ``work``
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def send(shards: Sequence[SentShard], traffic: Traffic) -> None:
-    """Start sending encoded shards between nodes. Moves have as many bytes as they need: the longest rules.
-
-    The sizes of all are exchanged at once, and read at once by the host, which waits for them.
-    """
-    moves = [(shard, shard.encoded) for shard in shards if isinstance(shard.encoded, Moves)]
-    longest: dict[SentShard, int] = {}
-    for topology in dict.fromkeys(shard.unit.topology for shard, _ in moves):
-        members = [(shard, of_shard) for shard, of_shard in moves if shard.unit.topology is topology]
-        sizes = torch.cat([of_shard.num_bytes for _, of_shard in members]).int()
-        first = members[0][0].unit
-        with first.waits.collective("sizes of moves", first, crosses_nodes=True):
-            most = gather_wires(sizes.view(torch.uint8), topology.inter_group).view(torch.int32).amax(0).tolist()
-        traffic.add(inter_node=(topology.num_nodes - 1) * sizes.nbytes, stays=True)
-        longest |= {shard: size for (shard, _), size in zip(members, most, strict=True)}
-    for shard in shards:
-        shard.start(longest.get(shard, 0))
 
 
 class HierarchicalAllGather(QuantizedAllGather):
@@ -368,19 +321,6 @@ def all_gather_each(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: 
     with _coalescing_manager(group):
         for output, shard in zip(outputs, inputs, strict=True):
             all_gather(output, shard, group=group)
-
-
-def gather_wires(wire: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather one buffer uint8 [...] from each of the group's G ranks: uint8 [G, ...]."""
-    wires, work = start_gather(wire, group)
-    work.wait()
-    return wires
-
-
-def start_gather(wire: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """Start ``gather_wires``; the result is valid after the returned work."""
-    wires = torch.empty(group.size(), *wire.shape, dtype=torch.uint8, device=wire.device)
-    return wires, all_gather(wires.flatten(), wire.flatten(), group=group, async_op=True)
 
 
 def check_gathered(unit: FSDPUnit, shard: Tensor) -> None:

@@ -1,0 +1,144 @@
+"""``--zeropp auto``: measure the cluster that a run has, predict a step with each recipe, and choose one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_zpp.families import Architecture
+from megatron_zpp.parallel.distributed import errors_on_all_ranks
+from megatron_zpp.planning.cluster import Cluster
+from megatron_zpp.planning.measure import HEAD_DIM, LEAST_TOKENS, Options, measure_cluster, measure_links
+from megatron_zpp.planning.predict import estimate_on, predict
+from megatron_zpp.planning.search.plan import USABLE
+from megatron_zpp.planning.step import StepTime
+from megatron_zpp.settings.resolved import ResolvedSettings
+from megatron_zpp.zeropp import build_topology
+from megatron_zpp.zeropp.recipes import RECIPES
+
+# The planner's median error against the cluster in a box (docs/planner.md): recipes nearer than that are equally fast,
+# however well the links were measured.
+PREDICTION_ERROR = 0.044
+MOST_TOKENS = {"cpu": 512, "cuda": 8192}  # of a micro-batch that is timed; more are computed at the same rate
+MOST_SECONDS = 0.1  # of a collective that is timed: at 100 Mbit/s a MB or two, more than a link takes in one burst
+
+# Settings of the run with the recipe of that name, on nodes of that many ranks.
+Parse = Callable[[str, int], ResolvedSettings]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A recipe, and in a paragraph why it was chosen.
+
+    ranks_per_node: None, as the launcher says. predicted: the recipe's step; None where nothing was measured.
+    """
+
+    recipe: str
+    ranks_per_node: int | None
+    why: str
+    predicted: StepTime | None = None
+
+
+def choose_recipe(architecture: Architecture, parse: Parse, vocabulary: int, device: torch.device) -> Choice:
+    """Measure, predict and choose. Collective; the same on all ranks. Raises ValueError for what is not predicted."""
+    start, world = time.monotonic(), dist.group.WORLD
+    assert world is not None
+    settings = parse("zero3", 1)
+    stated = settings.zeropp.ranks_per_node
+    tensor_parallel = settings.distributed.tensor_model_parallel_size
+    topology = build_topology(world, stated and stated * tensor_parallel)
+    if topology.num_nodes == 1:
+        return Choice("zero3", topology.ranks_per_node, "--zeropp auto: zero3, since all ranks are on one node")
+    training, width = settings.training, settings.model.hidden_size // HEAD_DIM * HEAD_DIM
+    tokens = min(training.micro_batch_size * training.seq_length, MOST_TOKENS[device.type])
+    options = Options(
+        device,
+        max(width, HEAD_DIM),
+        max(tokens, LEAST_TOKENS),
+        seconds=0.05,
+        least_repeats=2,
+        most_seconds=MOST_SECONDS,
+        is_brief=True,
+        group=topology.intra_group,
+    )
+    cluster = measure_cluster(topology.ranks_per_node, options, say=lambda _: None)
+    again = replace(cluster, **measure_links(topology, options))
+    chosen: list[Any] = [None]
+    with errors_on_all_ranks():
+        if dist.get_rank() == 0:
+            try:
+                times, refused = predict_recipes((cluster, again), architecture, parse, vocabulary)
+            except ValueError as error:
+                names = ", ".join(RECIPES)
+                raise ValueError(f"--zeropp auto cannot predict this run ({error}): name one of {names}") from error
+            budget = settings.zero.zeropp_loss_budget
+            name = choose(times, budget)
+            why = explain(cluster, times, refused, name, budget, time.monotonic() - start)
+            chosen = [Choice(name, topology.ranks_per_node, why, times[name][0])]
+    dist.broadcast_object_list(chosen)
+    choice: Choice = chosen[0]
+    return choice
+
+
+Times = Mapping[str, tuple[StepTime, StepTime]]  # of each recipe, by two measurements of the links
+
+
+def predict_recipes(
+    clusters: tuple[Cluster, Cluster], architecture: Architecture, parse: Parse, vocabulary: int
+) -> tuple[Times, dict[str, str]]:
+    """Predict a step with each recipe on both clusters; also return why others were refused."""
+    times, refused = {}, {}
+    for name in RECIPES:
+        try:
+            settings = parse(name, clusters[0].gpus_per_node)
+            needs = estimate_on(clusters[0], architecture, settings, vocabulary)
+        except ValueError as error:
+            if name == "zero3":
+                raise
+            refused[name] = str(error).splitlines()[0]
+            continue
+        if name != "zero3" and needs.memory > USABLE * clusters[0].memory_gb * 1e9:
+            refused[name] = f"needs {needs.memory / 1e9:.3g} GB of {clusters[0].memory_gb:.3g}"
+            continue
+        first, second = (predict(cluster, needs).time for cluster in clusters)
+        times[name] = first, second
+    return times, refused
+
+
+def choose(times: Times, loss_budget: float) -> str:
+    """Return what rounds least of the recipes that cannot be told from the fastest.
+
+    loss_budget: percent. A recipe is slower if it is so by all measurements, and by more than ``PREDICTION_ERROR``.
+    """
+    allowed = {name: both for name, both in times.items() if RECIPES[name].risk <= loss_budget}
+    fastest = min(allowed.values(), key=_seconds)
+    limit = (1 + PREDICTION_ERROR) * max(time.seconds for time in fastest)
+    return next(name for name, both in allowed.items() if min(time.seconds for time in both) <= limit)
+
+
+def _seconds(both: tuple[StepTime, StepTime]) -> float:
+    return sum(time.seconds for time in both) / 2
+
+
+def explain(cluster: Cluster, times: Times, refused: Mapping[str, str], name: str, budget: float, took: float) -> str:
+    """Say in one paragraph what was measured and chosen, and what the next two would cost."""
+    time, others = times[name][0], sorted((other for other in times if other != name), key=lambda n: _seconds(times[n]))
+    next_two = " and ".join(f"{_seconds(times[other]):.3g} s with {other}" for other in others[:2])
+    over = [other for other in times if RECIPES[other].risk > budget]
+    left_out = [f"{other} may cost {RECIPES[other].risk:.2g} % of loss, more than {budget:g} %" for other in over]
+    left_out += [f"{other}: {why}" for other, why in refused.items()]
+    return (
+        f"--zeropp auto: {name} ({RECIPES[name].summary}). Measured in {took:.0f} s: {cluster.nodes} nodes of "
+        f"{cluster.gpus_per_node} ranks, {cluster.between_gbits:.3g} Gbit/s out of a node and "
+        f"{cluster.within_gbytes:.3g} GB/s a rank within it. Predicted: {_seconds(times[name]):.3g} s a step, of which "
+        f"{time.compute:.3g} s compute and {time.exposed_between:.3g} s wait for links between nodes; {next_two}. It "
+        "rounds least of those that neither two measurements of the links nor the planner's error of "
+        f"{PREDICTION_ERROR:.1%} tell from the fastest."
+        + (f" Left out: {'; '.join(left_out)}." if left_out else "")
+        + " Checkpoints keep the choice; --zeropp-redecide chooses again."
+    )

@@ -1,0 +1,111 @@
+"""Shards on their way to other nodes, of several units at once: on slow links each collective costs a round trip."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _coalescing_manager, _CoalescingManager
+
+from ..fsdp.collectives import all_gather
+from ..fsdp.fsdp_unit import FSDPUnit
+from ..fsdp.shared import Traffic
+from ..fsdp.topology import Topology
+from ..fsdp.unit import UnitPart
+from ..wire.format import WireFormat
+from ..wire.moves import Moves
+
+# Bytes that a rank sends in one gather of several units: little in the first, for which the pass waits, and then twice
+# as much each time, up to what a link takes much longer for than for a round trip.
+FIRST_BATCH_BYTES, LARGEST_BATCH_BYTES = 2**18, 2**22
+
+
+@dataclass(eq=False)
+class SentShard:
+    """A part of a shard [L] on its way to other nodes, while the program goes on.
+
+    The secondary partition stays as it is until this arrives.
+    """
+
+    unit: FSDPUnit
+    part: UnitPart
+    format: WireFormat
+    encoded: Tensor | Moves  # this rank's wire buffer uint8 [n], or moves of its codes in the secondary partition
+    version: int  # of the encoder, before this shard was sent
+    state: dict[str, Tensor]  # of the gather, at that time
+
+    @property
+    def are_moves(self) -> bool:
+        return isinstance(self.encoded, Moves)
+
+    def start(self, wire: Tensor, wires: Tensor, work: dist.Work | _CoalescingManager) -> None:
+        """Note what is sent to the N ranks with equal p: ``wire`` uint8 [n], and ``wires`` [N, n] after ``work``."""
+        self.wire, self.wires, self.work = wire, wires, work
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def send(shards: Sequence[SentShard], traffic: Traffic) -> None:
+    """Start sending encoded shards between nodes, in the order of the pass that waits for them."""
+    for topology in dict.fromkeys(shard.unit.topology for shard in shards):
+        members = [shard for shard in shards if shard.unit.topology is topology]
+        nbytes = _bytes_of(members, topology, traffic)
+        for batch in _batches(members, nbytes):
+            wires = [of.encoded.write(nbytes[of]) if isinstance(of.encoded, Moves) else of.encoded for of in batch]
+            gathered, work = start_gathers(wires, topology.inter_group)
+            for shard, wire, arriving in zip(batch, wires, gathered, strict=True):
+                shard.start(wire, arriving, work)
+
+
+def _bytes_of(shards: Sequence[SentShard], topology: Topology, traffic: Traffic) -> dict[SentShard, int]:
+    """Return the bytes of each shard. Moves have as many as they need: the longest of the N ranks' rules.
+
+    The sizes of all are exchanged at once, and read at once by the host, which waits for them.
+    """
+    nbytes = {shard: shard.encoded.nbytes for shard in shards if isinstance(shard.encoded, Tensor)}
+    moves = {shard: shard.encoded.num_bytes for shard in shards if isinstance(shard.encoded, Moves)}
+    if moves:
+        sizes = torch.cat([*moves.values()]).int()
+        with shards[0].unit.waits.collective("sizes of moves", shards[0].unit, crosses_nodes=True):
+            most = gather_wires(sizes.view(torch.uint8), topology.inter_group).view(torch.int32).amax(0).tolist()
+        traffic.add(inter_node=(topology.num_nodes - 1) * sizes.nbytes, stays=True)
+        nbytes |= dict(zip(moves, most, strict=True))
+    return nbytes
+
+
+def _batches(shards: Sequence[SentShard], nbytes: dict[SentShard, int]) -> Iterator[list[SentShard]]:
+    """Split shards, in their order, into those of one gather: several up to its limit, or a longer one."""
+    batch: list[SentShard] = []
+    limit = left = FIRST_BATCH_BYTES
+    for shard in shards:
+        if batch and nbytes[shard] > left:
+            yield batch
+            batch, limit = [], min(2 * limit, LARGEST_BATCH_BYTES)
+            left = limit
+        batch.append(shard)
+        left -= nbytes[shard]
+    if batch:
+        yield batch
+
+
+def gather_wires(wire: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-gather one buffer uint8 [...] from each of the group's G ranks: uint8 [G, ...]."""
+    (wires,), work = start_gathers([wire], group)
+    work.wait()
+    return wires
+
+
+def start_gathers(
+    wires: Sequence[Tensor], group: dist.ProcessGroup
+) -> tuple[list[Tensor], dist.Work | _CoalescingManager]:
+    """Start to all-gather buffers uint8 [...] in one collective: [G, ...] of each, valid after the returned work."""
+    gathered = [torch.empty(group.size(), *wire.shape, dtype=torch.uint8, device=wire.device) for wire in wires]
+    if len(wires) == 1:  # gloo would copy
+        return gathered, all_gather(gathered[0].flatten(), wires[0].flatten(), group=group, async_op=True)
+    with _coalescing_manager(group, async_ops=True) as work:
+        for out, wire in zip(gathered, wires, strict=True):
+            all_gather(out.flatten(), wire.flatten(), group=group)
+    return gathered, work

@@ -1,0 +1,97 @@
+"""Recipes: the few ways to send weights and gradients that docs/experiments.md leaves, each under one name.
+
+Trainer, library, planner, scripts and pages read this table. Its order is from what rounds nothing to what rounds most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .config import LoCoConfig, ZeroPPConfig
+
+AUTO = "auto"  # the trainer measures, and chooses one of RECIPES
+WARMUP_STEPS = 500  # optimizer steps in ``warmup_bits``, where nothing says how long the learning rate warms up
+LOSS_BUDGET = 0.25  # percent of loss that docs/experiments.md cannot tell from its seeds
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A way to send weights and gradients.
+
+    fields: of ``ZeroPPConfig``, but for the ranks of a node. warmup_bits: of gradients while the learning rate warms
+    up. loss: percent over an fp32 wire and its spread over three seeds, of the nearest arm of docs/experiments.md on a
+    GPT of 1.3 million parameters; None where weights arrive to the bit, and gradients as FSDP2 sends them.
+    """
+
+    name: str
+    summary: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    warmup_bits: int | None = None
+    loss: tuple[float, float] | None = None
+
+    @property
+    def risk(self) -> float:
+        """The loss to expect at worst, in percent: mean, if it is a loss, plus spread."""
+        return max(0.0, self.loss[0]) + self.loss[1] if self.loss is not None else 0.0
+
+    def config(self, ranks_per_node: int, warmup_steps: int | None = None) -> ZeroPPConfig:
+        """Return the settings for nodes of ``ranks_per_node`` data-parallel ranks.
+
+        With one rank a node there is no hpZ, nor what needs it. warmup_steps: steps in ``warmup_bits``; None: no step.
+        """
+        fields = dict(self.fields)
+        if fields.pop("weight_moves", False) and ranks_per_node > 1:
+            fields |= {"weight_moves": True, "hpz_partition_size": ranks_per_node}
+        if self.warmup_bits is not None and warmup_steps is not None:
+            fields["gradient_bits_warmup"] = f"{warmup_steps}:{self.warmup_bits}"
+        return ZeroPPConfig(**fields)
+
+
+_QUANTIZED = dict(quantized_weights=True, weight_moves=True, quantized_gradients=True, loco=LoCoConfig())
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("zero3", "FSDP2's own collectives"),
+        Recipe(
+            "lossless",
+            "the moved bits of 16-bit weights, and unquantized gradients, between nodes once per step",
+            dict(weight_moves=True, quantized_gradients=True, gradient_bits=None, gradient_intra_bits=None),
+        ),
+        Recipe(  # E12 for the weights, E5 for the gradients
+            "int8",
+            "moved int8 codes of weights; 4-bit gradients between nodes with LoCo",
+            _QUANTIZED,
+            loss=(0.08, 0.13),
+        ),
+        Recipe(  # E12
+            "int6",
+            "moved int6 codes of weights; 2-bit gradients between nodes with LoCo and scales of elements",
+            _QUANTIZED | dict(weight_bits=6, gradient_bits=2, gradient_element_scales=True),
+            warmup_bits=4,
+            loss=(-0.16, 0.18),
+        ),
+        Recipe(  # E12, each at its best learning rate: so few bits act like a larger one
+            "ternary",
+            "moved int6 codes of weights; 1-bit gradients between nodes with LoCo of beta 0.95 and scales of elements",
+            _QUANTIZED
+            | dict(weight_bits=6, gradient_bits=1, gradient_element_scales=True, scale_dtype="bf16")
+            | dict(loco=LoCoConfig(beta=0.95)),
+            warmup_bits=4,
+            loss=(-0.34, 0.41),
+        ),
+    )
+}
+
+
+def find_config(name: str, ranks_per_node: int) -> ZeroPPConfig:
+    """Return the settings of the recipe ``name`` under a loop of one's own. Raises ValueError for other names."""
+    if name == AUTO:
+        raise ValueError(
+            f'"{AUTO}" predicts steps from the model\'s shape, which the trainer alone knows: name one of '
+            f"{', '.join(RECIPES)}; `megatron-zpp plan` ranks them for a cluster"
+        )
+    if name not in RECIPES:
+        raise ValueError(f"there is no recipe {name!r}: name one of {', '.join(RECIPES)}, or give a ZeroPPConfig")
+    return RECIPES[name].config(ranks_per_node, WARMUP_STEPS)

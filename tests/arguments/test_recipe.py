@@ -1,0 +1,67 @@
+"""``--zeropp NAME``: a recipe is the flags that it says it stands for, and flags beside it win."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.families import GPT
+from megatron_zpp.settings.checks import SettingsError
+from megatron_zpp.settings.resolved import ResolvedSettings
+from megatron_zpp.zeropp.config import LoCoConfig
+from megatron_zpp.zeropp.recipes import RECIPES
+
+RUN = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --train-iters 100 "
+    "--lr 1e-3 --bf16 --mock-data --vocab-size 100"
+)
+
+
+def parse(words: str, world_size: int = 4) -> tuple[ResolvedSettings, list[str]]:
+    notes: list[str] = []
+    return parse_settings(GPT, f"{RUN} {words}".split(), world_size, note=notes.append), notes
+
+
+@pytest.mark.parametrize("more", ["", "--lr-warmup-iters 7", "--zero-stage 2", "--zeropp-scale-dtype bf16"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_the_flags_that_the_run_prints(name, more, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    words = "" if name == "zero3" and "scale" in more else more
+    settings, (note,) = parse(f"--zeropp {name} {words}")
+    printed = note.removeprefix(f"--zeropp {name} stands for ").removeprefix("no other flag")
+    again, _ = parse(f"{printed} {'' if 'scale' in words else words}")
+    assert settings.zeropp == again.zeropp and settings.precision == again.precision
+    assert settings.zeropp.hpz_partition_size == (1 if name == "zero3" or "stage" in more else 2)
+    if name in ("int6", "ternary"):
+        assert settings.zeropp.gradient_bits_warmup == ("7:4" if "warmup" in more else "10:4")
+
+
+def test_flags_override_the_recipe(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    settings, _ = parse("--zeropp int6 --zeropp-gradient-bits 4 --zeropp-loco-beta 0.5 --tensor-model-parallel-size 2")
+    config = settings.zeropp
+    assert (config.weight_bits, config.gradient_bits, config.gradient_bits_warmup) == (6, 4, None)
+    assert config.loco == LoCoConfig(beta=0.5, exact_undo=False)
+    assert config.hpz_partition_size == 2  # of the four ranks of a node those with other data
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--zeropp int8", "give --zeropp-ranks-per-node"),
+        ("--zeropp int7", "must be one of zero3, lossless, int8, int6, ternary, auto"),
+        ("--zeropp auto --zero-quantized-weights", "--zeropp auto chooses --zero-quantized-weights: leave them out"),
+        ("--zeropp auto --emulate-ranks 2 --emulate-nodes 2 --dry-run --dry-run-world-size 1", "name a recipe with"),
+        ("--zeropp int8 --num-distributed-optimizer-instances 2 --zeropp-ranks-per-node 2", "(HSDP) sends nothing"),
+    ],
+)
+def test_what_no_recipe_can_be_is_refused(words, said, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with pytest.raises(SettingsError) as refused:
+        parse(words)
+    assert len(refused.value.messages) == 1 and said in str(refused.value)
+
+
+def test_emulated_ranks_know_their_nodes():
+    settings, _ = parse("--zeropp int8 --emulate-ranks 8 --emulate-nodes 2", world_size=1)
+    assert settings.zeropp.hpz_partition_size == 4
