@@ -41,7 +41,8 @@ class DeepSpeedConfig:
         with self.mistakes.collected():
             self.scale_cosine_ratios()
         self.add_up_cycle()
-        self.join_tensorboard_dir()
+        with self.mistakes.collected():
+            self.join_tensorboard_dir()
         self.mistakes.report()
         self.accumulation_steps = self.values.pop("accumulation_steps", None)
 
@@ -115,9 +116,10 @@ class DeepSpeedConfig:
 
     def join_tensorboard_dir(self) -> None:
         if "output_path" in self.values:
-            self.values["tensorboard_dir"] = os.path.join(self.values.pop("output_path"), self.values.pop("job_name"))
-            self.origins["tensorboard_dir"] = self.origins.pop("output_path")
+            folder = os.path.join(self.values.pop("output_path"), self.values.pop("job_name"))
+            self.values["tensorboard_dir"], self.origins["tensorboard_dir"] = folder, self.origins.pop("output_path")
             del self.origins["job_name"]
+            self.converted("tensorboard.output_path", folder, all_flags()["tensorboard_dir"].check)
 
     def converted(self, name: str, value: Any, convert: Callable[[Any], Any]) -> Any:
         try:

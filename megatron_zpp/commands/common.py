@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_zpp.data.text.tokenizers import TOKENIZER_FLAGS, TOKENIZER_TYPES
-from megatron_zpp.settings.flags import number
+from megatron_zpp.settings.flags import local_path, number
 
 if TYPE_CHECKING:
     from megatron_zpp.families import Architecture
@@ -62,12 +62,13 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, title: str, required: b
     add("--tokenizer-type", required=required, choices=TOKENIZER_TYPES, metavar="NAME", help=types)
     add(
         "--tokenizer-model",
+        type=local_path(str),
         metavar="PATH",
         help="SentencePiece model; .tiktoken file or JSON vocabulary; tokenizer.json, its folder, or its model's name "
         "in Hugging Face's cache",
     )
-    add("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
-    add("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
+    add("--vocab-file", type=local_path(str), metavar="FILE", help="vocab.json of GPT2BPETokenizer")
+    add("--merge-file", type=local_path(str), metavar="FILE", help="merges.txt of GPT2BPETokenizer")
     size = "ids of NullTokenizer, and of TikTokenizer with a JSON vocabulary: default 131072"
     add("--vocab-size", type=number(int, at_least=1), metavar="N", help=size)
     pattern = "how TikTokenizer splits words: gpt2, cl100k_base, o200k_base, v1, v2 or a regular expression"

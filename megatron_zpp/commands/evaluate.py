@@ -14,7 +14,7 @@ from megatron_zpp.commands.common import given_architecture, report_errors
 from megatron_zpp.commands.generate_text import add_checkpoint_flags, chosen_device, load_model, open_checkpoint
 from megatron_zpp.data.text.packages import load_package
 from megatron_zpp.families import Architecture
-from megatron_zpp.settings.flags import number
+from megatron_zpp.settings.flags import local_path, number
 
 
 def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator[str]:
@@ -37,10 +37,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     natural = number(int, at_least=1)
     add = parser.add_argument
     add("--eval-tasks", required=True, nargs="+", metavar="NAME", help="tasks of lm-evaluation-harness")
-    add("--eval-tasks-path", metavar="DIR", help="folder with their YAML files; default the harness's own tasks")
+    folder = "folder with their YAML files; default the harness's own tasks"
+    add("--eval-tasks-path", type=local_path(str), metavar="DIR", help=folder)
     add("--eval-tasks-limit", type=natural, metavar="N", help="the first N documents of each task; default all")
     add("--batch-size", type=natural, default=8, metavar="N", help="texts per forward pass; default 8")
-    add("--load", required=True, metavar="DIR", help="folder given to --save in training")
+    add("--load", required=True, type=local_path(str), metavar="DIR", help="folder given to --save in training")
     add_checkpoint_flags(parser)
     return parser.parse_args(argv)
 

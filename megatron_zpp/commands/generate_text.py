@@ -27,7 +27,7 @@ from megatron_zpp.files import read_text
 from megatron_zpp.models.generate import Drawing, generate
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.publish import PublishError, WeightReader
-from megatron_zpp.settings.flags import number
+from megatron_zpp.settings.flags import local_path, number
 
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
@@ -148,7 +148,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add, natural, share = parser.add_argument, number(int, at_least=0), number(float, above=0, at_most=1)
     text = "text to continue; repeat for several at once; default a new document"
     add("--prompt", action="append", default=[], metavar="TEXT", help=text)
-    add("--prompt-file", type=Path, metavar="FILE", help="texts to continue, one per line")
+    add("--prompt-file", type=local_path(Path), metavar="FILE", help="texts to continue, one per line")
     add("--chat", action="store_true", help="format prompts as a user's messages, by the tokenizer's chat template")
     tokens = number(int, at_least=1)
     add("--num-tokens", type=tokens, default=100, metavar="N", help="tokens to add; default 100")
@@ -160,9 +160,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     uncached = "process the whole text again for each token: slow, but works with any model"
     add("--no-kv-cache", action="store_true", help=uncached)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--load", metavar="DIR", help="folder given to --save in training")
+    source.add_argument("--load", type=local_path(str), metavar="DIR", help="folder given to --save in training")
     following = "folder given to --publish in training: write again for each version there"
-    source.add_argument("--follow", metavar="DIR", help=following)
+    source.add_argument("--follow", type=local_path(str), metavar="DIR", help=following)
     add_checkpoint_flags(parser)
     return parser.parse_args(argv)
 
@@ -175,9 +175,10 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     add("--device", type=device, metavar="NAME", help="such as cpu or cuda:1; default the GPU, if there is one")
     add("--architecture", metavar="MODULE:NAME", help="the checkpoint's, if it is not built in")
     add = parser.add_argument_group("tokenizer, if its files have moved since training").add_argument
-    add("--tokenizer-model", metavar="PATH", help="SentencePiece model, or tokenizer.json or its folder")
-    add("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
-    add("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
+    model = "SentencePiece model, or tokenizer.json or its folder"
+    add("--tokenizer-model", type=local_path(str), metavar="PATH", help=model)
+    add("--vocab-file", type=local_path(str), metavar="FILE", help="vocab.json of GPT2BPETokenizer")
+    add("--merge-file", type=local_path(str), metavar="FILE", help="merges.txt of GPT2BPETokenizer")
 
 
 def temperature(word: str) -> float:

@@ -28,7 +28,7 @@ from megatron_zpp.checkpoint import (
 )
 from megatron_zpp.checkpoint.storage import read_index, read_tensor
 from megatron_zpp.commands.common import report_errors
-from megatron_zpp.settings.flags import number
+from megatron_zpp.settings.flags import local_path, number
 
 MAX_SHOWN = 20  # differing tensors
 GIVE = "give what --save was, or one of its iter_* folders"
@@ -148,14 +148,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="List, verify and compare checkpoints.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser("list", help="the checkpoints of a folder")
-    listing.add_argument("folder", help="what was given to --save")
+    listing.add_argument("folder", type=local_path(str), help="what was given to --save")
     verifying = commands.add_parser("verify", help="sizes and digests of all files, and whether NaN or Inf was saved")
-    verifying.add_argument("folder", help="what was given to --save, or one checkpoint's folder")
+    verifying.add_argument("folder", type=local_path(str), help="what was given to --save, or one checkpoint's folder")
     iteration = number(int, at_least=0)
     verifying.add_argument("--ckpt-step", type=iteration, metavar="N", help="verify one iteration; default all")
     comparing = commands.add_parser("diff", help="what differs between two checkpoints")
-    comparing.add_argument("first", help="a checkpoint's folder, or what was given to --save for the latest one")
-    comparing.add_argument("second", help="another one")
+    comparing.add_argument(
+        "first", type=local_path(str), help="a checkpoint's folder, or what was given to --save for the latest one"
+    )
+    comparing.add_argument("second", type=local_path(str), help="another one")
     args = parser.parse_args(argv)
     run = {
         "list": lambda: list_checkpoints(args.folder),

@@ -19,14 +19,14 @@ from megatron_zpp.commands.common import report_errors
 from megatron_zpp.parallel.distributed import init_distributed, wait_for_all_ranks
 from megatron_zpp.planning.cluster import write_cluster
 from megatron_zpp.planning.measure import Options, measure_cluster
-from megatron_zpp.settings.flags import number
+from megatron_zpp.settings.flags import local_path, number
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure a cluster, under torchrun.", allow_abbrev=False)
     add, count = parser.add_argument, number(int, at_least=1)
     width, tokens = number(int, at_least=64), number(int, at_least=16)
-    add("--output", type=Path, required=True, metavar="FILE", help="cluster file, for tools/plan.py")
+    add("--output", type=local_path(Path), required=True, metavar="FILE", help="cluster file, for tools/plan.py")
     add("--hidden-size", type=width, metavar="H", help="width; default 4096, or 512 on a CPU")
     add("--tokens", type=tokens, metavar="N", help="tokens of a micro-batch; default 4096, or 512 on a CPU")
     add("--ranks-per-node", type=count, metavar="P", help="ranks of a node; default as they run")

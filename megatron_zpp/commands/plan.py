@@ -24,7 +24,7 @@ from megatron_zpp.planning.cluster import parse_cluster
 from megatron_zpp.planning.needs.estimate import memory_and_traffic
 from megatron_zpp.planning.search.plan import USABLE, Outcome, Plan, make_plan
 from megatron_zpp.planning.step import StepTime
-from megatron_zpp.settings.flags import number
+from megatron_zpp.settings.flags import local_path, number
 
 PARTS = {  # fields of StepTime: heading, and verb phrase
     "compute": ("compute", "computes"),
@@ -45,7 +45,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add, count = parser.add_argument, number(int, at_least=1)
     add("--cluster", required=True, metavar="WORD|FILE", help="as 64x8xH100@100, or a file of measure_cluster")
     add("--vocabulary", type=count, metavar="N", help="size of the tokenizer's vocabulary")
-    add("--huggingface", type=Path, metavar="DIR", help="the model: a folder with config.json")
+    add("--huggingface", type=local_path(Path), metavar="DIR", help="the model: a folder with config.json")
     price, share = number(float, above=0), number(float, above=0, at_most=1)
     add("--dollars-per-gpu-hour", type=price, metavar="X", help="price, for cost per token")
     memory = f"share of a GPU's memory that tensors may take; default {USABLE}"
@@ -54,9 +54,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--all", action="store_true", help="list all, why each is slower or refused, and what the suggested one needs")
     commands = "print N commands: the suggested one, then the fastest; default 1"
     add("--commands", type=count, default=1, metavar="N", help=commands)
-    add("--plot", type=Path, metavar="FILE", help="also draw tokens/s over memory; needs matplotlib")
+    add("--plot", type=local_path(Path), metavar="FILE", help="also draw tokens/s over memory; needs matplotlib")
     timeline = "also draw the step of the suggested plan above that of ZeRO-3; needs matplotlib"
-    add("--timeline", type=Path, metavar="FILE", help=timeline)
+    add("--timeline", type=local_path(Path), metavar="FILE", help=timeline)
     programs = f"{'|'.join(PROGRAMS)} FLAGS"
     add("command", nargs=argparse.REMAINDER, metavar=programs, help="the trainer, and its flags")
     args = parser.parse_args(argv)

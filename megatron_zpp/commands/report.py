@@ -21,6 +21,7 @@ from megatron_zpp.commands.common import report_errors
 from megatron_zpp.data.text.packages import load_package
 from megatron_zpp.metrics.lines import format_duration
 from megatron_zpp.metrics.tensorboard_reader import AXES, DASHBOARD, Curve, RunHistory, find_runs, read_run
+from megatron_zpp.settings.flags import local_path
 
 if TYPE_CHECKING:
     from megatron_zpp.planning.cluster import Cluster
@@ -207,10 +208,10 @@ def save_wandb_report(project: str, entity: str | None) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compare training runs on one page.", allow_abbrev=False)
     add = parser.add_argument
-    add("runs", nargs="*", type=Path, metavar="RUN_DIR", help="folder given to --tensorboard-dir")
-    add("--output", type=Path, default=Path("report.html"), help="page to write; default report.html")
+    add("runs", nargs="*", type=local_path(Path), metavar="RUN_DIR", help="folder given to --tensorboard-dir")
+    add("--output", type=local_path(Path), default=Path("report.html"), help="page to write; default report.html")
     cluster = "file of tools/measure_cluster.py, or such as 2x8xH100@400: also show the planner's prediction"
-    add("--cluster", metavar="FILE", help=cluster)
+    add("--cluster", type=local_path(str), metavar="FILE", help=cluster)
     add("--wandb", metavar="PROJECT", help="save the plots as a report of this wandb project instead")
     add("--wandb-entity", metavar="NAME", help="the project's owner; default: your account")
     args = parser.parse_args(argv)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ from megatron_zpp.bounds import Bounds
 
 # Default upper bounds: what 32-bit integers and fp32 hold.
 _LARGEST: dict[type, float] = {int: 2**31 - 1, float: 3.4e38}
+
+PATHS = ("DIR", "FILE", "PATH", "PREFIX")  # metavars of flags that name files or folders
 
 Group = TypeVar("Group")
 
@@ -71,6 +74,8 @@ class Flag:
             raise ValueError(f"must be one of {', '.join(self.choices)}")
         if self.value_type is str and not value:
             raise ValueError("must not be empty")
+        if self.metavar in PATHS and re.match(r"[a-z][a-z\d+.-]*:/", str(value), re.IGNORECASE):  # Path makes // a /
+            raise ValueError("must be a path on this machine (docs/data.md says how to mount a bucket)")
         if self.value_type in _LARGEST and not (self.zero_is_none and value == 0):
             self.bounds.check(value)
             if self.bounds.at_most is None:
@@ -97,8 +102,15 @@ class Flag:
 
 def number(value_type: type, **bounds: float) -> Callable[[str], Any]:
     """Make the ``type`` of a tool's argparse flag: a number within ``Bounds``."""
-    flag = Flag("", "", value_type, None, "", bounds=Bounds(**bounds))
+    return _argparse_type(Flag("", "", value_type, None, "", bounds=Bounds(**bounds)))
 
+
+def local_path(value_type: type) -> Callable[[str], Any]:
+    """Make the ``type`` of a tool's argparse flag: a path on this machine, as a str or a Path."""
+    return _argparse_type(Flag("", "", value_type, None, "", metavar="PATH"))
+
+
+def _argparse_type(flag: Flag) -> Callable[[str], Any]:
     def read(word: str) -> Any:
         try:
             return flag.read_one(word)

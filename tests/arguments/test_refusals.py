@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from megatron_zpp.commands.convert import import_hf
+from megatron_zpp.commands.data import preprocess_data, train_tokenizer
 from megatron_zpp.convert.hf.files import WeightFiles, from_hf_config
 from megatron_zpp.families import ARCHITECTURES
 from megatron_zpp.files import LARGEST_TEXT, read_bounded
 from megatron_zpp.planning.cluster import read_cluster
-from tests.arguments.parsing import BYTES, MOCK, SMALL, YARN, assert_words, parse, refusal
+from megatron_zpp.settings.flags import PATHS
+from megatron_zpp.settings.groups import flags_by_name
+from tests.arguments.parsing import BYTES, MOCK, SMALL, YARN, assert_words, mistakes, parse, refusal
 from tests.convert.hf.small_models import CONFIGS, to_hf_config
 
 
@@ -241,3 +245,26 @@ def test_files_that_never_end_are_not_read(tmp_path):
     (tmp_path / "pipe").rename(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="is no regular file"):
         WeightFiles(tmp_path)
+
+
+def test_every_flag_for_a_path_refuses_a_bucket():
+    paths = {flag.name: flag for flag in flags_by_name().values() if flag.metavar in PATHS}
+    assert {"--data-path", "--data-args-path", "--tokenizer-model", "--save", "--tensorboard-dir"} <= {*paths}
+    for name in paths:
+        for bucket in ("s3://bucket/a.b", "gs://bucket/a", "hdfs://host:8020/a"):
+            (line,) = [text for text in mistakes(f"{SMALL} {name} {bucket}") if bucket in text]
+            assert line.startswith(f"{name} must be a path on this machine (docs/data.md"), line
+    parse(f"{SMALL} --save s3:x --save-interval 5")  # a folder may be called so
+
+
+def test_a_bucket_of_a_deepspeed_file_is_refused(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text('{"tensorboard": {"enabled": true, "output_path": "s3://bucket/logs"}}')
+    assert_words(refusal(f"{SMALL} --deepspeed_config {file}"), "output_path must be a path on this machine s3:")
+
+
+@pytest.mark.parametrize("tool", [import_hf, preprocess_data, train_tokenizer])
+def test_tools_refuse_a_bucket_too(tool, capsys):
+    with pytest.raises(SystemExit):
+        tool.parse_arguments(["--input", "s3://bucket/a"])
+    assert "argument --input: must be a path on this machine" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from megatron_zpp.checkpoint.meta import saved_model
 from megatron_zpp.commands.common import open_verified, report_errors
 from megatron_zpp.commands.convert.export_hf import DTYPES, export_parser
 from megatron_zpp.convert.hf import files
+from megatron_zpp.settings.flags import local_path
 
 
 def export(args: argparse.Namespace) -> str:
@@ -61,7 +62,9 @@ def export(args: argparse.Namespace) -> str:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = export_parser("Write the adapters of a checkpoint as a folder of PEFT.")
-    parser.add_argument("--base", metavar="DIR", help="the Hugging Face model that the folder names as its base")
+    parser.add_argument(
+        "--base", type=local_path(str), metavar="DIR", help="the Hugging Face model that the folder names as its base"
+    )
     return parser.parse_args(argv)
 
 

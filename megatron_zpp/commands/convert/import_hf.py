@@ -25,6 +25,7 @@ from megatron_zpp.convert.hf.compare import compare
 from megatron_zpp.convert.hf.tokenizer import build, find_tokenizer
 from megatron_zpp.families import ARCHITECTURES, Architecture
 from megatron_zpp.metrics.progress import progress
+from megatron_zpp.settings.flags import local_path
 
 CONSTANTS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")  # that older versions saved with weights
 NULL_TOKENIZER = "a NullTokenizer with --vocab-size serves data that is ids already"
@@ -131,7 +132,9 @@ def match_names(
 def import_parser(description: str, tokenizer: str) -> argparse.ArgumentParser:
     """Build a parser with the flags of every import. tokenizer: title of the tokenizer's flags."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
-    parser.add_argument("--save", type=Path, required=True, metavar="DIR", help="folder of the checkpoint; must be new")
+    parser.add_argument(
+        "--save", type=local_path(Path), required=True, metavar="DIR", help="folder of the checkpoint; must be new"
+    )
     add_tokenizer_flags(parser, tokenizer)
     return parser
 
@@ -147,7 +150,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     kinds = " or ".join(files.model_types(ARCHITECTURES))
     description = f"Make a checkpoint out of a model of Hugging Face transformers, of model_type {kinds}."
     parser = import_parser(description, "tokenizer, if it is not in the folder")
-    parser.add_argument("--input", type=Path, required=True, metavar="DIR", help="folder with config.json and weights")
+    parser.add_argument(
+        "--input", type=local_path(Path), required=True, metavar="DIR", help="folder with config.json and weights"
+    )
     parser.add_argument("--architecture", metavar="MODULE:NAME", help="another one that the model may have")
     return parse_import(parser, argv)
 

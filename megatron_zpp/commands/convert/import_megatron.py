@@ -31,7 +31,7 @@ from megatron_zpp.convert.megatron.config import (
 from megatron_zpp.data.text.tokenizers import TOKENIZER_FLAGS, TOKENIZER_TYPES
 from megatron_zpp.families import padded_vocab_size
 from megatron_zpp.metrics.progress import progress
-from megatron_zpp.settings.flags import number
+from megatron_zpp.settings.flags import local_path, number
 
 
 def import_(args: argparse.Namespace) -> str:
@@ -82,7 +82,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     description = "Make a checkpoint out of one of Megatron-LM or Megatron-DeepSpeed."
     parser = import_parser(description, "tokenizer, if it is not where the checkpoint says")
     add, iteration = parser.add_argument, number(int, at_least=0)
-    add("--input", type=Path, required=True, metavar="DIR", help="what was given to --save there")
+    add("--input", type=local_path(Path), required=True, metavar="DIR", help="what was given to --save there")
     add("--ckpt-step", type=iteration, metavar="N", help="iteration to import; default the latest")
     return parse_import(parser, argv)
 

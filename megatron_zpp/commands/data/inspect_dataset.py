@@ -31,7 +31,7 @@ from megatron_zpp.data.loader import make_batch, stack_samples
 from megatron_zpp.data.text.sources import SPLIT_NAMES
 from megatron_zpp.data.text.tokenizers import Tokenizer, build_tokenizer
 from megatron_zpp.metrics.progress import progress
-from megatron_zpp.settings.flags import number
+from megatron_zpp.settings.flags import local_path, number
 
 PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")  # each takes several prefixes
 FILES = {"data_args_path": "what --data-path takes", "per_split_data_args_path": "JSON of keys train, valid, test"}
@@ -143,16 +143,18 @@ def num_samples(text: str) -> NumSamples:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Look into a dataset.", allow_abbrev=False)
-    parser.add_argument("prefix", nargs="?", metavar="PREFIX", help="dataset to describe: path without .bin or .idx")
+    path, described = local_path(str), "dataset to describe: path without .bin or .idx"
+    parser.add_argument("prefix", nargs="?", type=path, metavar="PREFIX", help=described)
     add_number(parser, "--show", 3, "documents to print the beginning of", at_least=0)
     add_tokenizer_flags(parser, "tokenizer, to print text instead of ids")
     group = parser.add_argument_group("--digest, instead of a PREFIX; flags as in training")
     add = group.add_argument
     add("--digest", action="store_true", help="digests of the order in which a run reads its data")
     for name in PATHS:
-        add(f"--{name.replace('_', '-')}", nargs="+", metavar="PREFIX", help="prefixes, or weight prefix pairs")
+        pairs = "prefixes, or weight prefix pairs"
+        add(f"--{name.replace('_', '-')}", nargs="+", type=path, metavar="PREFIX", help=pairs)
     for name, text in FILES.items():
-        add(f"--{name.replace('_', '-')}", metavar="FILE", help=text)
+        add(f"--{name.replace('_', '-')}", type=path, metavar="FILE", help=text)
     add("--split", metavar="A,B,C", help="shares of train, valid, test; default 969, 30, 1")
     add_number(group, "--seed", 1234, "seed of the order", at_least=0, at_most=2**32 - 1)
     add("--seq-length", type=number(int, at_least=1), metavar="N", help="tokens per sample")
@@ -160,7 +162,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--num-samples", type=num_samples, default=(None, None, None), metavar="A,B,C", help=epochs)
     add("--data-order-stable", action="store_true", help="the order of that flag")
     add_number(group, "--mid-level-dataset-surplus", SURPLUS, "as in training", at_least=0, at_most=1)
-    add("--data-cache-path", metavar="DIR", help="keep the indices here; default nowhere")
+    add("--data-cache-path", type=path, metavar="DIR", help="keep the indices here; default nowhere")
     args = parser.parse_args(argv)
     if args.digest == (args.prefix is not None):
         parser.error("give a PREFIX to describe, or --digest with --data-path")

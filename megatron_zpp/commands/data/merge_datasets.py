@@ -19,6 +19,7 @@ from rich.progress import Progress
 
 from megatron_zpp.commands.common import report_errors
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_zpp.settings.flags import local_path
 
 PIECE = 16 << 20  # bytes of tokens that are copied at a time, if no document is larger
 MAX_DOCUMENTS = 1 << 16
@@ -87,7 +88,8 @@ def run(args: argparse.Namespace) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Join datasets of one tokenizer into one.", allow_abbrev=False)
-    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="folders of datasets, or prefixes")
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the output, without suffix")
+    add, path = parser.add_argument, local_path(str)
+    add("--input", nargs="+", required=True, type=path, metavar="PATH", help="folders of datasets, or prefixes")
+    add("--output-prefix", required=True, type=path, metavar="PREFIX", help="path of the output, without suffix")
     args = parser.parse_args()
     return report_errors(lambda: run(args), (ValueError, OSError))

@@ -25,7 +25,7 @@ from megatron_zpp.data.text.encoding import encode_blocks
 from megatron_zpp.data.text.preprocessing import Job, State, preprocess
 from megatron_zpp.data.text.tokenizers import build_tokenizer
 from megatron_zpp.metrics.lines import format_duration
-from megatron_zpp.settings.flags import number
+from megatron_zpp.settings.flags import local_path, number
 
 # Megatron's flags for what is always so here, or for what GPT and Llama do not use.
 NOT_NEEDED = {
@@ -101,7 +101,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description="Tokenize text into PREFIX_KEY_document.bin and .idx.", allow_abbrev=False
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help="files, patterns of files, or folders")
+    add("--input", nargs="+", required=True, type=local_path(str), metavar="PATH", help="files, patterns, folders")
     add("--input-format", choices=FORMATS, help="of all files; default: by suffix, else JSON lines")
     keys = "keys or columns to tokenize; default text, with --chat messages"
     add("--json-keys", nargs="+", metavar="KEY", help=keys)
@@ -110,7 +110,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--append-eod", action="store_true", help="end each document with the end-of-document id")
     add("--split-sentences", action="store_true", help="make each sentence a sequence; writes PREFIX_KEY_sentence.bin")
     add("--keep-newlines", action="store_true", help="sentences keep the blanks and line breaks after them")
-    add("--output-prefix", required=True, metavar="PREFIX", help="path of the output, without suffix")
+    add("--output-prefix", required=True, type=local_path(str), metavar="PREFIX", help="output, without suffix")
     add_number(parser, "--workers", 1, "tokenizing processes", at_least=1, at_most=1024)
     add("--unordered", action="store_true", help="write documents as they are ready; a little faster")
     add("--skip-bad-lines", action="store_true", help="leave out lines that are not documents, and list them")

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from megatron_zpp.commands.common import add_number, report_errors
 from megatron_zpp.data.text.corpus import FORMATS, CorpusFile, Reading, extract_texts, find_files, read_blocks, records
-from megatron_zpp.settings.flags import number
+from megatron_zpp.settings.flags import local_path, number
 
 CHUNK = 2000  # characters that the trainer sees as one sentence: it would not split at line breaks
 
@@ -70,14 +70,14 @@ def sample(files: list[CorpusFile], reading: Reading, max_bytes: float) -> list[
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a SentencePiece tokenizer.", allow_abbrev=False)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help="files, or folders of files")
+    add("--input", nargs="+", required=True, type=local_path(str), metavar="PATH", help="files, or folders of files")
     add("--input-format", choices=FORMATS, help="of all files; default: by suffix, else JSON lines")
     add("--json-key", default="text", metavar="KEY", help="key or column of the text; default text")
     add("--text-documents", choices=("file", "line"), default="file", help="documents of text files; default file")
     # Beside the 256 bytes there must be room for other pieces.
     add("--vocab-size", type=number(int, at_least=300), required=True, metavar="N", help="number of pieces")
     add("--model-type", choices=("bpe", "unigram"), default="bpe", help="default bpe")
-    add("--output", type=Path, required=True, metavar="FILE", help="the model to write")
+    add("--output", type=local_path(Path), required=True, metavar="FILE", help="the model to write")
     add_number(parser, "--max-megabytes", 100.0, "text to train on, spread evenly over the input", above=0)
     return parser.parse_args(argv)
 
