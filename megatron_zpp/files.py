@@ -57,11 +57,11 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise ValueError(f"{os.fspath(path)} is not UTF-8 text: {error}") from error
 
 
-def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Raises OSError, or ValueError where it is none, or has a key twice, of which the last would win."""
+def read_json_object(path: str | os.PathLike[str], unique: bool = False) -> dict[str, Any]:
+    """Raises OSError, or ValueError where it is none. unique: or where a key is there twice: the last wins."""
     text = read_text(path)
     try:
-        value = json.loads(text, object_pairs_hook=without_duplicates)
+        value = json.loads(text, object_pairs_hook=without_duplicates if unique else None)
     except ValueError as error:
         raise ValueError(f"{os.fspath(path)} is not JSON: {error}") from error
     except RecursionError:

@@ -70,7 +70,7 @@ def read_sources(
 
 def read_per_split(path: str) -> list[Sequence[str] | None]:
     """Read the paths of train, valid and test from the JSON file of ``--per-split-data-args-path``."""
-    splits = read_json_object(path)
+    splits = read_json_object(path, unique=True)
     if not set(splits) <= set(SPLIT_NAMES):
         raise ValueError(f"--per-split-data-args-path {path} must hold an object of train, valid and test")
     for name, value in splits.items():
