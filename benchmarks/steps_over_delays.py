@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from common import RESULTS, ROOT, markdown_table, measure_once, new_parser, read_rows
-from steps_over_links import MODEL, MOVES, WARMUP, WIRE, run_on
+from common import RESULTS, ROOT, markdown_table, measure_once, read_rows
+from steps_over_links import MODEL, MOVES, WARMUP, WIRE, measure_or_show, run_on
 
 PATH = RESULTS / "steps_over_delays.jsonl"
 RATE, STEPS, ROUNDS, DELAYS = "150mbit", 10, 3, (0, 10, 50)
@@ -45,12 +45,4 @@ def print_table() -> None:
 
 
 if __name__ == "__main__":
-    parser = new_parser(__doc__)
-    parser.add_argument("--before", type=Path, help="a built worktree of commit bc71d37")
-    parser.add_argument("--table", action="store_true", help="print the table of what was measured")
-    arguments = parser.parse_args()
-    if arguments.before:
-        measure(arguments.before)
-    elif not arguments.table:
-        parser.error("give --before FOLDER or --table")
-    print_table()
+    measure_or_show(__doc__, "bc71d37", measure, print_table)

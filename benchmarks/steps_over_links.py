@@ -12,6 +12,7 @@ row of ``benchmarks/results/steps_over_links.jsonl`` is one run; ratios are medi
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -84,9 +85,12 @@ def print_table() -> None:
     print(markdown_table([*headings, "over differences"], lines))
 
 
-if __name__ == "__main__":
-    parser = new_parser(__doc__)
-    parser.add_argument("--before", type=Path, help="a built worktree of commit cdc7657")
+def measure_or_show(
+    doc: str | None, commit: str, measure: Callable[[Path], None], print_table: Callable[[], None]
+) -> None:
+    """Run a benchmark of this tree beside a worktree of an older ``commit``, by the command line."""
+    parser = new_parser(doc)
+    parser.add_argument("--before", type=Path, help=f"a built worktree of commit {commit}")
     parser.add_argument("--table", action="store_true", help="print the table of what was measured")
     arguments = parser.parse_args()
     if arguments.before:
@@ -94,3 +98,7 @@ if __name__ == "__main__":
     elif not arguments.table:
         parser.error("give --before FOLDER or --table")
     print_table()
+
+
+if __name__ == "__main__":
+    measure_or_show(__doc__, "cdc7657", measure, print_table)

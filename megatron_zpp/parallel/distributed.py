@@ -99,17 +99,17 @@ def _begin_start(store: dist.Store, world_size: int) -> int:
     start, others = store.add("megatron_zpp/starts", 1), range(1, world_size)
     answers, numbers = ([_place(start, rank, what) for rank in others] for what in ("answer", "number"))
     # Ranks that came first wait in the start before, whose rank 0 is dead: send them on.
-    _set_all(store, [_place(start - 1, rank, "answer") for rank in others], [b"go on"] * len(others))
+    _set_all(store, [_place(start - 1, rank, "answer") for rank in others], ["go on"] * len(others))
     for begun in (start - 1, start):
         store.set(f"megatron_zpp/begun {begun}", "")
     store.wait(numbers)
-    _set_all(store, answers, store.multi_get(numbers))
+    _set_all(store, answers, [number.decode() for number in store.multi_get(numbers)])
     return start
 
 
-def _set_all(store: dist.Store, keys: list[str], values: list[bytes]) -> None:
+def _set_all(store: dist.Store, keys: list[str], values: list[str]) -> None:
     """Set many keys by one request."""
-    store.multi_set(keys, [value.decode() for value in values])  # type: ignore[attr-defined]  # its stub lacks it
+    store.multi_set(keys, values)  # type: ignore[attr-defined]  # its stub lacks it
 
 
 def _find_start(store: dist.Store, rank: int) -> int:

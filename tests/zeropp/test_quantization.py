@@ -12,6 +12,7 @@ from megatron_zpp.zeropp.wire.quantization import (
     counter_uniform,
     dequantize_blocks,
     pack_bits,
+    pack_codes,
     quantize_blocks,
 )
 
@@ -94,7 +95,7 @@ def test_stochastic_rounding_is_unbiased_and_no_two_draws_are_alike(fraction):
         assert correlation.abs().max() < 5.5 / math.sqrt(numel), lag
 
 
-@pytest.mark.parametrize("bits", SUPPORTED_BITS[1:])
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
 def test_packed_bytes_are_a_little_endian_bit_stream(bits):
     codes = torch.tensor([1, -1, 0, 1, -2, 1, 0, -1], dtype=torch.int8)
     stream = sum((code & (2**bits - 1)) << (bits * i) for i, code in enumerate(codes.tolist()))
@@ -109,7 +110,7 @@ def test_one_bit_for_each_value_says_which_are_the_largest_fifth(size):
     blocks[3] = normal(size).sort().values.abs()  # the largest are the last
     blocks[4, -(size // 5) :] = -7
     codes, scales = quantize_blocks(blocks, Code(1))
-    streams = pack_bits(codes, 1)
+    streams = pack_codes(codes, Code(1))
     assert streams.shape == (20, size // 8)
     for block, scale, stream in zip(blocks, scales, streams.tolist(), strict=True):
         taken = sorted(range(size), key=lambda i: -abs(float(block[i])))[: size // 5]

@@ -75,7 +75,7 @@ class WireFormat(WireLayout):
         in ``encode``.
         """
         wire = self._empty_wire(peers.shape[1:-1], peers.device) if out is None else out
-        one_pass = source.has_operators(peers.device) and (source.bits is None or self.bits is not None)
+        one_pass = source.has_operators_on(peers.device) and (source.bits is None or self.bits is not None)
         if not one_pass or not self._has_kernels(peers.device, source.dtype, plus):
             total = source.decode_sum(peers, out=torch.empty(*wire.shape[:-1], self.numel, device=peers.device))
             return self.encode(total, noise_seed, plus=plus, compensation=compensation, exponents=exponents, out=wire)
@@ -109,7 +109,7 @@ class WireFormat(WireLayout):
         moves: how far an exponent falls, by twice the size of its code's level: 0 to 2^bits.
         """
         out = torch.empty(*wires.shape[:-1], self.numel, dtype=torch.uint8, device=wires.device)
-        if self.has_operators(wires.device):
+        if self.has_operators_on(wires.device):
             rows = None if exponents is None else exponents.reshape(-1, self.numel)
             torch.ops.megatron_zpp.move_exponents(
                 rows, wires.reshape(-1, self.nbytes), self.table, moves, out.view(-1, self.numel)
@@ -130,18 +130,13 @@ class WireFormat(WireLayout):
             reference.rotate(self, values, rotated)
         return rotated
 
-    def has_operators(self, device: torch.device) -> bool:
-        """Return whether the operators have this format; those of GPUs have no code of 1 bit."""
-        has_bits = self.is_compiled and not (self.bits == 1 and device.type == "cuda")
-        return has_bits and kernels.why_not_on(device) is None
-
     def _empty_wire(self, rows: Sequence[int], device: torch.device) -> Tensor:
         return torch.empty(*rows, self.nbytes, dtype=torch.uint8, device=device)
 
     def _has_kernels(self, device: torch.device, dtype: torch.dtype, addend: Tensor | None = None) -> bool:
         """Return whether the operators take wires of this format together with numbers in ``dtype`` and an addend."""
         types = kernels.TYPES
-        return self.has_operators(device) and dtype in types and (addend is None or addend.dtype in types)
+        return self.has_operators_on(device) and dtype in types and (addend is None or addend.dtype in types)
 
 
 def _arguments(compensation: Compensation | None) -> tuple[Tensor | None, Tensor | None, list[int], float, float]:

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import kernels
 from .layout import Segment, WireLayout
 from .quantization import pack_bits, unpack_bits
 
@@ -168,16 +167,15 @@ def _unrice(body: Tensor, count: int, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _pack(bits: Tensor) -> Tensor:
-    padded = torch.nn.functional.pad(bits, (0, -len(bits) % 8)).view(-1, 8)
-    return (padded.int() << torch.arange(8, device=bits.device)).sum(1).to(torch.uint8)
+    return pack_bits(torch.nn.functional.pad(bits, (0, -len(bits) % 8)).to(torch.int8), 1)
 
 
 def _unpack(packed: Tensor) -> Tensor:
-    return ((packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1).bool().flatten()
+    return unpack_bits(packed, 1).bool()
 
 
 def _has_kernels(format: WireLayout, tensor: Tensor) -> bool:
-    return format.is_compiled and kernels.why_not_on(tensor.device) is None
+    return format.has_operators_on(tensor.device)
 
 
 def _scales(format: WireLayout, segment: Segment, wire: Tensor) -> Tensor:

@@ -75,6 +75,13 @@ class Code:
     def qmax(self) -> int:
         return max(1, 2 ** (self.bits - 1) - 1)
 
+    @property
+    def mean_square(self) -> float:
+        """The mean of squared levels in a normally distributed block, about."""
+        if self.bits == 1:
+            return 1 / LARGEST
+        return math.pi / 2 / STEPS[self.bits][0] ** 2 if self.is_mean else (self.qmax / 3) ** 2
+
 
 def quantize_blocks(
     blocks: Tensor,
@@ -206,14 +213,21 @@ def hadamard(values: Tensor) -> Tensor:
     return values * 32**-0.5
 
 
+def pack_codes(codes: Tensor, code: Code) -> Tensor:
+    """Pack blocks of codes int8 [..., B] into the bytes uint8 [..., B * bits / 8] that are sent."""
+    return pack_largest(codes) if code.bits == 1 else pack_bits(codes, code.bits)
+
+
+def unpack_codes(packed: Tensor, code: Code) -> Tensor:
+    """Unpack the bytes uint8 [..., B * bits / 8] of blocks into codes int8 [..., B]."""
+    return unpack_largest(packed) if code.bits == 1 else unpack_bits(packed, code.bits)
+
+
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """Pack signed codes int8 [..., B] into bytes uint8 [..., B * bits / 8]; B is a multiple of 8.
 
     The bytes are a little-endian bit stream: code i occupies the bits [bits * i, bits * (i + 1)), in two's complement.
-    Of 1 bit see ``pack_largest``.
     """
-    if bits == 1:
-        return pack_largest(codes)
     if bits == 8:
         return codes.view(torch.uint8)
     codes_per_word, bytes_per_word = _word(bits)
@@ -228,8 +242,6 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
 
 def unpack_bits(packed: Tensor, bits: int) -> Tensor:
     """Unpack bytes uint8 [..., B * bits / 8] into signed codes int8 [..., B]."""
-    if bits == 1:
-        return unpack_largest(packed)
     if bits == 8:
         return packed.view(torch.int8)
     codes_per_word, bytes_per_word = _word(bits)
@@ -259,19 +271,17 @@ def pack_largest(codes: Tensor) -> Tensor:
     ends = lengths.cumsum(0)
     begins = ends - lengths  # and less what earlier blocks take
     ones = begins - begins[first][first.cumsum(0) - 1] + (gaps >> 2) if len(rows) else begins
-    bits = torch.zeros_like(blocks, dtype=torch.uint8)
+    bits = torch.zeros_like(blocks)
     bits[rows, ones] = 1
-    bits[rows, ones + 1] = (gaps & 1).to(torch.uint8)
-    bits[rows, ones + 2] = (gaps >> 1 & 1).to(torch.uint8)
-    bits[rows, ones + 3] = (blocks[rows, places] < 0).to(torch.uint8)
-    powers = torch.arange(8, dtype=torch.uint8, device=codes.device)
-    return (bits.unflatten(-1, (-1, 8)) << powers).sum(-1, dtype=torch.uint8).view(*codes.shape[:-1], -1)
+    bits[rows, ones + 1] = (gaps & 1).to(torch.int8)
+    bits[rows, ones + 2] = (gaps >> 1 & 1).to(torch.int8)
+    bits[rows, ones + 3] = (blocks[rows, places] < 0).to(torch.int8)
+    return pack_bits(bits, 1).view(*codes.shape[:-1], -1)
 
 
 def unpack_largest(packed: Tensor) -> Tensor:
     """Unpack bytes uint8 [..., B / 8] of ``pack_largest`` into codes int8 [..., B]."""
-    powers = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    bits = ((packed.unsqueeze(-1) >> powers) & 1).flatten(-2).reshape(-1, 8 * packed.shape[-1]).long()
+    bits = -unpack_bits(packed, 1).reshape(-1, 8 * packed.shape[-1]).long()
     num_blocks, size = bits.shape
     # Where the first one is, from each bit on; ``size`` = nowhere.
     places = torch.arange(size, device=packed.device)

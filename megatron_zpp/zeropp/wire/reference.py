@@ -21,9 +21,9 @@ from .quantization import (
     counter_uniform,
     dequantize_blocks,
     hadamard,
-    pack_bits,
+    pack_codes,
     quantize_blocks,
-    unpack_bits,
+    unpack_codes,
 )
 
 
@@ -144,7 +144,7 @@ def _write(
             kept = keeps.wire[..., segment.scales].view(format.code.scale_dtype)
         blocks = block_values(segment, values)
         codes, scales = quantize_blocks(blocks, format.code, uniform, sizes, keeps is not None, kept)
-        wire[..., segment.codes] = pack_bits(codes, format.code.bits).flatten(-2)
+        wire[..., segment.codes] = pack_codes(codes, format.code).flatten(-2)
         wire[..., segment.scales] = scales.view(torch.uint8)
     for segment in format.unquantized:
         plain = values[..., segment.start : segment.stop].to(format.dtype)
@@ -172,7 +172,7 @@ def codes_and_scales(format: WireLayout, segment: Segment, wire: Tensor) -> tupl
     """Read a segment's codes int8 [..., num_blocks, block_size] and scales [..., num_blocks] in [..., nbytes]."""
     assert format.code is not None
     packed = wire[..., segment.codes].unflatten(-1, (segment.num_blocks, -1))
-    return unpack_bits(packed, format.code.bits), wire[..., segment.scales].view(format.code.scale_dtype)
+    return unpack_codes(packed, format.code), wire[..., segment.scales].view(format.code.scale_dtype)
 
 
 def block_values(segment: Segment, values: Tensor, padding: float = 0) -> Tensor:

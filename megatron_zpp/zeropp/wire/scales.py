@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .format import WireFormat
 from .layout import Compensation, ParameterShard
-from .quantization import LARGEST, STEPS, STEPS_PER_OCTAVE, Code
+from .quantization import STEPS_PER_OCTAVE, Code
 
 WEIGHT = 0.02  # w; larger at first, so that v is the mean of what came
 
@@ -153,10 +153,6 @@ def _moves(code: Code, steps: int) -> list[int]:
     """By how many steps a scale grows, by the element's level: 0, 1/2, 1 ... 2^(bits - 1)."""
     weight = max(WEIGHT, 1 / (steps + 2))
     dither = steps * (math.sqrt(5) - 1) / 2 % 1  # evenly spread over any stretch of steps
-    # Of a normally distributed block, about: the rest is a factor of w.
-    mean_square = math.pi / 2 / STEPS[code.bits][0] ** 2 if code.is_mean else (code.qmax / 3) ** 2
-    if code.bits == 1:
-        mean_square = 1 / LARGEST
     levels = [size / 2 for size in range(2**code.bits + 1)]
-    factors = [1 - weight + weight * level**2 / mean_square for level in levels]
+    factors = [1 - weight + weight * level**2 / code.mean_square for level in levels]  # the rest is a factor of w
     return [math.floor(STEPS_PER_OCTAVE / 2 * math.log2(factor) + dither) for factor in factors]
