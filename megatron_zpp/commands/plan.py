@@ -2,8 +2,11 @@
 
     python tools/plan.py --cluster 64x8xH100@100 --vocabulary 128256 pretrain_llama.py --preset llama-8b
 
-``--cluster`` is nodes x GPUs of each x their kind @ Gbit/s out of a node, or a file by ``tools/measure_cluster.py``;
+``--cluster`` is nodes x GPUs of each x their kind @ Gbit/s out of a node, or a file of ``--measure``;
 ``2x32x8xH100@400@10`` are two sites of 32 nodes each, with a link of 10 Gbit/s.
+
+    torchrun --nnodes 8 --nproc-per-node 8 tools/plan.py --measure --output cluster.yaml  # measure your own
+    python tools/plan.py --try gpt --emulate-ranks 16 --emulate-nodes 4 -- FLAGS  # train each recipe, emulated
 """
 
 from __future__ import annotations
@@ -11,9 +14,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import sys
 import textwrap
 from pathlib import Path
 
+from megatron_zpp.commands import measure_cluster, suggest_settings
 from megatron_zpp.commands.common import report_errors
 from megatron_zpp.commands.estimate import PROGRAMS, program_name
 from megatron_zpp.commands.plan_timeline import draw_timelines
@@ -41,9 +46,10 @@ NEAR = 1.02  # times the fastest step: predictions are not that exact
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Rank settings of a run on a cluster.", allow_abbrev=False)
+    about = "Rank settings of a run on a cluster. plan --measure --help and plan --try --help list two programs more."
+    parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
     add, count = parser.add_argument, number(int, at_least=1)
-    add("--cluster", required=True, metavar="WORD|FILE", help="as 64x8xH100@100, or a file of measure_cluster")
+    add("--cluster", required=True, metavar="WORD|FILE", help="as 64x8xH100@100, or a file of --measure")
     add("--vocabulary", type=count, metavar="N", help="size of the tokenizer's vocabulary")
     add("--huggingface", type=local_path(Path), metavar="DIR", help="the model: a folder with config.json")
     price, share = number(float, above=0), number(float, above=0, at_most=1)
@@ -230,5 +236,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
+    for word, program in (("--measure", measure_cluster), ("--try", suggest_settings)):
+        if sys.argv[1:2] == [word]:
+            sys.argv[:2] = [f"{sys.argv[0]} {word}"]
+            return program.main()
     args = parse_arguments()
     return report_errors(lambda: run(args))

@@ -209,7 +209,7 @@ def default_cluster(nodes: int, gpus_per_node: int, kind: str, gbits: float) -> 
     name = next((name for name in GPUS if name.lower() == kind.lower()), None)
     peak = peak_tflops(kind) if name is not None else None
     if name is None or peak is None:
-        raise ValueError(f"the GPU {kind} is not known: give one of {', '.join(GPUS)}, or a file of measure_cluster.py")
+        raise ValueError(f"the GPU {kind} is not known: give one of {', '.join(GPUS)}, or a file of plan --measure")
     memory_gb, memory_gbytes, link_gbytes, efficiency, attention_efficiency = GPUS[name]
     return Cluster(
         nodes,
@@ -260,7 +260,7 @@ def read_cluster(path: Path) -> Cluster:
     required = (name for name, f in fields.items() if f.default is dataclasses.MISSING is f.default_factory)
     missing = [name for name in required if name not in values]
     if missing:
-        raise ValueError(f"{path} lacks {', '.join(missing)}: add a line for each, or let tools/measure_cluster.py")
+        raise ValueError(f"{path} lacks {', '.join(missing)}: add a line for each, or run plan --measure again")
     try:
         return Cluster(**values)
     except ValueError as error:
