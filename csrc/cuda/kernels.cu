@@ -901,7 +901,7 @@ __global__ void __launch_bounds__(kThreads, kScaled) encode_tiles(const __grid_c
 }
 
 // Blocks of any other size: a thread block for each, which reads it once more for every pass, from the caches if small.
-template <Source kSource, bool kCompensates, int kScaled = 0>
+template <bool kOneBit, Source kSource, bool kCompensates, int kScaled>
 __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_constant__ Launch<EncodeArguments> launch) {
   const EncodeArguments& a = launch.arguments;
   const Item& item = item_of_block(launch);
@@ -931,8 +931,7 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
       work(offset, valid, exists);
     }
   };
-  const bool is_one_bit = a.wire.format.bits == 1;
-  __shared__ uint64_t largest_codes[kLargestOneBitBlock / kGroup];
+  __shared__ uint64_t largest_codes[kOneBit ? kLargestOneBitBlock / kGroup : 1];
   __shared__ float largest_of_warp[kThreads / 32];
   const auto largest_of_threads = [&](float largest) {
     for (int other = 16; other > 0; other /= 2) {
@@ -956,7 +955,7 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
   };
   // Codes of a group, a byte each in two words, and what arrives of them.
   const auto quantize_group = [&](int64_t offset, int valid, float scale, uint32_t& low, uint32_t& high) {
-    if (is_one_bit) values_of(offset < stop ? largest_codes[(offset - start) / kGroup] : 0, scale, sent);
+    if constexpr (kOneBit) values_of(offset < stop ? largest_codes[(offset - start) / kGroup] : 0, scale, sent);
     else quantize<0>(coded, valid, scale, a.wire.format, noise_at(a, row, own.start + offset), low, high, sent);
   };
 
@@ -969,15 +968,7 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
   const uint32_t largest_of_block = largest_of_threads(largest);
   const bool is_short = a.wire.format.scale_bytes == 2;
   float scale = absmax_scale<0, !kCompensates && !kScaled>(a, largest_of_block, kept_scale(a, own, row, start));
-  if (a.wire.format.is_mean) {
-    uint64_t total = 0;
-    for_each_group([&](int64_t, int, bool) {
-      total += total_in_units(coded, per_unit(exponent_of(largest_of_block)));
-    });
-    total = sum_of_threads(total);
-    nonzeros = sum_of_threads(nonzeros);
-    scale = mean_scale(total, largest_of_block, size_of_block(own, start), nonzeros, a.wire.format.bits, is_short);
-  } else if (is_one_bit) {
+  if constexpr (kOneBit) {
     const auto count = [&](uint32_t least) {
       uint64_t sum = 0;
       for_each_group([&](int64_t, int, bool) { sum += count_from(coded, least); });
@@ -1006,17 +997,25 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
       pack_largest(reinterpret_cast<const uint8_t*>(largest_codes), int(own.block_size), wire + own.codes + start / 8);
       store_scale(scale, wire + own.scales, uint32_t(block), a.wire.format.scale_bytes);
     }
+  } else if (a.wire.format.is_mean) {
+    uint64_t total = 0;
+    for_each_group([&](int64_t, int, bool) {
+      total += total_in_units(coded, per_unit(exponent_of(largest_of_block)));
+    });
+    total = sum_of_threads(total);
+    nonzeros = sum_of_threads(nonzeros);
+    scale = mean_scale(total, largest_of_block, size_of_block(own, start), nonzeros, a.wire.format.bits, is_short);
   }
 
   largest = 0;
   for_each_group([&](int64_t offset, int valid, bool exists) {
     const int64_t element = own.start + offset;
     uint32_t low, high;
-    if (exists && !is_one_bit) {
+    if (kOneBit) {
+      quantize_group(offset, valid, scale, low, high);
+    } else if (exists) {
       const Noise noise = noise_at(a, row, element);
       write_codes<0>(at(a.wire, row), a.wire.format, own, offset, valid, scale, noise, coded, sent);
-    } else if (exists) {
-      quantize_group(offset, valid, scale, low, high);
     }
     if constexpr (kCompensates) {
       if constexpr (kScaled) multiply(sent, exponents, sixteenths);
@@ -1432,7 +1431,8 @@ int encode_from(const EncodeArguments& a, cudaStream_t stream) {
   if (status != cudaSuccess) return status;
   status = move(a, a.wire.format, stream);
   if (status != cudaSuccess) return status;
-  auto* blocks = encode_blocks<kSource, kCompensates, kScaled>;
+  auto* blocks = a.wire.format.bits == 1 ? encode_blocks<true, kSource, kCompensates, kScaled>
+                                         : encode_blocks<false, kSource, kCompensates, kScaled>;
   const auto others = [](const Segment& segment) { return !fits_a_warp(segment); };
   return launch(blocks, a, a.wire.format, source, error, stream, others, num_blocks);
 }
