@@ -27,21 +27,22 @@ WORD = re.compile(r"(?:(?P<sites>\d+)x)?(\d+)x(\d+)x([A-Za-z][\w-]*)@([\d.]+)(?(
 # By the name that users give (the plain one is the SXM version), by data sheets: GB of memory; its GB/s; GB/s to the
 # other GPUs of a node in one direction (NVLink or the like, else PCIe). Then shares of the peak that matrix products
 # and causal attention reach in a model, as ``benchmarks/planner.py published`` fits them to published measurements.
-# V100's are ten rows of one shared cluster. Cards without rows take those of the same chip, or of the nearest.
+# V100's are ten rows of one shared cluster, which say nothing of attention. Cards without rows take the shares of the
+# same chip, or of the nearest.
 GPUS = {
     "T4": (16, 320, 16, 0.5, 0.2),
     "V100": (32, 900, 150, 0.23, 0.35),
     "A10G": (24, 600, 32, 0.5, 0.2),
     "L4": (24, 300, 32, 0.5, 0.2),
     "L40S": (48, 864, 32, 0.5, 0.2),
-    "A100-40GB": (40, 1555, 300, 0.74, 0.3),
-    "A100": (80, 2039, 300, 0.65, 0.35),
-    "A800": (80, 2039, 200, 0.65, 0.35),
-    "H100": (80, 3350, 450, 0.56, 0.2),
-    "H100-PCIe": (80, 2000, 64, 0.56, 0.2),
-    "H800": (80, 3350, 200, 0.56, 0.2),
-    "H200": (141, 4800, 450, 0.56, 0.2),
-    "GH200": (96, 4000, 450, 0.56, 0.2),
+    "A100-40GB": (40, 1555, 300, 0.76, 0.3),
+    "A100": (80, 2039, 300, 0.66, 0.3),
+    "A800": (80, 2039, 200, 0.66, 0.3),
+    "H100": (80, 3350, 450, 0.58, 0.2),
+    "H100-PCIe": (80, 2000, 64, 0.58, 0.2),
+    "H800": (80, 3350, 200, 0.58, 0.2),
+    "H200": (141, 4800, 450, 0.58, 0.2),
+    "GH200": (96, 4000, 450, 0.58, 0.2),
     "B200": (180, 8000, 900, 0.5, 0.2),
     "MI300X": (192, 5300, 448, 0.5, 0.2),
 }
