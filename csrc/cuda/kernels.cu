@@ -655,9 +655,9 @@ __device__ void fetch_group(
   }
 }
 
-// The values to encode, errors included, and the errors.
+// The values to encode, errors included, and the errors. Returns a bit for each element that has no gradient.
 template <Source kSource, bool kCompensates>
-__device__ void read_group(const EncodeArguments& a, const Item& item, const Row& row, int64_t element, int valid,
+__device__ uint32_t read_group(const EncodeArguments& a, const Item& item, const Row& row, int64_t element, int valid,
                            const Fetched<kSource>& group, float (&values)[kGroup], float (&error)[kGroup]) {
   if constexpr (kSource == Source::kWires8) read_sum<8>(a.peers, item.source, row, element, valid, values);
   else if constexpr (kSource == Source::kWires) read_sum<0>(a.peers, item.source, row, element, valid, values);
@@ -669,7 +669,10 @@ __device__ void read_group(const EncodeArguments& a, const Item& item, const Row
 #pragma unroll
     for (int i = 0; i < kGroup; i++) values[i] += addend[i];
   }
+  uint32_t zeros = 0;
   if constexpr (kCompensates) {
+#pragma unroll
+    for (int i = 0; i < kGroup; i++) zeros |= uint32_t(values[i] == 0) << i;
 #pragma unroll
     for (int i = 0; i < kGroup; i++) error[i] = 0;
     if (a.error.data != nullptr && valid > 0) {
@@ -678,13 +681,14 @@ __device__ void read_group(const EncodeArguments& a, const Item& item, const Row
     }
     add(values, error);
   }
+  return zeros;
 }
 
-// Values in units of their elements' scales, and back.
-__device__ void divide(const float (&values)[kGroup], uint64_t exponents, const Sixteenths& sixteenths,
+// Values in units of their elements' scales, and back. An element without a gradient is sent as 0: its error waits.
+__device__ void divide(const float (&values)[kGroup], uint32_t zeros, uint64_t exponents, const Sixteenths& sixteenths,
                        float (&divided)[kGroup]) {
 #pragma unroll
-  for (int i = 0; i < kGroup; i++) divided[i] = values[i] / sixteenths.scale(exponents, i);
+  for (int i = 0; i < kGroup; i++) divided[i] = zeros >> i & 1 ? 0.f : values[i] / sixteenths.scale(exponents, i);
 }
 
 __device__ void multiply(float (&values)[kGroup], uint64_t exponents, const Sixteenths& sixteenths) {
@@ -801,10 +805,11 @@ __global__ void __launch_bounds__(kThreads, kScaled) encode_tiles(const __grid_c
 #pragma unroll
   for (int j = 0; j < kInFlight; j++) kept[j] = kCompensates || kScaled ? 0 : kept_scale(a, own, row, first + j * kStride);
   float values[kInFlight][kGroup], error[kInFlight][kGroup];
+  uint32_t zeros[kInFlight];
 #pragma unroll
   for (int j = 0; j < kInFlight; j++) {
     const int64_t offset = first + j * kStride;
-    read_group<kSource, kCompensates>(
+    zeros[j] = read_group<kSource, kCompensates>(
         a, item, row, own.start + offset, num_valid(own, offset), fetched[j], values[j], error[j]);
   }
   const int team = int(own.block_size) / kGroup;
@@ -838,7 +843,7 @@ __global__ void __launch_bounds__(kThreads, kScaled) encode_tiles(const __grid_c
     }
     const uint64_t exponents = kScaled ? read(fetched[j].exponents) : 0;
     float divided[kGroup];
-    if constexpr (kScaled) divide(values[j], exponents, sixteenths, divided);
+    if constexpr (kScaled) divide(values[j], zeros[j], exponents, sixteenths, divided);
     const float(&coded)[kGroup] = kScaled ? divided : values[j];
     const int bits = code_bits<kBits>(a.wire.format);
     const bool is_short = a.wire.format.scale_bytes == 2;
@@ -923,10 +928,10 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
       const int valid = exists ? num_valid(own, offset) : 0;
       Fetched<kSource> fetched;
       fetch_group<kSource, kCompensates, kScaled>(a, item, row, element, valid, fetched);
-      read_group<kSource, kCompensates>(a, item, row, element, valid, fetched, values, error);
+      const uint32_t zeros = read_group<kSource, kCompensates>(a, item, row, element, valid, fetched, values, error);
       if constexpr (kScaled) {
         exponents = read(fetched.exponents);
-        divide(values, exponents, sixteenths, divided);
+        divide(values, zeros, exponents, sixteenths, divided);
       }
       work(offset, valid, exists);
     }
