@@ -162,9 +162,9 @@ class Decoder(Transformer):
             x, softcap = self.final_norm(x), config.final_logit_softcapping
             x = x if config.logits_scaling == 1 else x / config.logits_scaling
             if config.tie_embeddings:
-                output = losses_or_logits(x, self.word_embeddings.weight, labels, softcap)
+                output = losses_or_logits(x, self.word_embeddings.weight, labels, softcap, self.compiles_loss)
             else:
-                output = self.output_layer(x, labels, softcap)
+                output = self.output_layer(x, labels, softcap, self.compiles_loss)
         if config.moe is None or labels is None or not routed_layers:
             return output
         observed = observations(routed_layers, config.moe, len(config.layers_with_experts))

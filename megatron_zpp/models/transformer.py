@@ -38,6 +38,7 @@ class Transformer(nn.Module):
     config: TransformerConfig
     layers: nn.ModuleList  # the blocks [B, S, H] -> [B, S, H]: units of sharding, recomputation and compilation
     ends: tuple[str, ...] = ()  # modules before and after them that are units of sharding too
+    compiles_loss: bool = False  # see ``layers.linear_cross_entropy``
     document_attention: Callable[..., Tensor | None]  # see ``attention.replace_attention``
 
     def end_units(self) -> list[nn.Module]:

@@ -200,4 +200,4 @@ class ActivationSettings:
     )
     recompute_num_layers: int | None = flag(None, "see --recompute-method; default 1", at_least=1)
     checkpoint_activations: bool = flag(False, "DeepSpeed's name for --recompute-granularity full")
-    compile: bool = flag(False, "torch.compile each block")
+    compile: bool = flag(False, "torch.compile each block, and the loss between its matrix products")

@@ -131,6 +131,7 @@ class ModelBuilder:
                 splits_backward=self.settings.distributed.pipeline_schedule in SPLITS_BACKWARD,
             )
         if activation.compile:
+            model.compiles_loss = True
             for block in model.layers:
                 block.forward = torch.compile(block.forward)
 

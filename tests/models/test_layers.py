@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._inductor.utils import fresh_cache, run_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from megatron_zpp.models import layers
 from megatron_zpp.models.attention import SelfAttention, document_attention
@@ -175,4 +176,67 @@ def test_logits_never_exist_whole():
     hidden, weight, labels, grad = loss_inputs(torch.float32, tokens=100, vocabulary=4 * VOCABULARY_BLOCK)
     with LargestTensor() as largest:
         linear_cross_entropy(hidden, weight, labels).backward(grad)
-    assert largest.numel == max(100 * VOCABULARY_BLOCK, weight.numel())  # not 100 * 4 * VOCABULARY_BLOCK
+    assert largest.numel == 100 * VOCABULARY_BLOCK * 15 // 8  # 7.5 bytes per token; not 100 * 4 * VOCABULARY_BLOCK
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that compute: views launch nothing."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("compiled, most", [(False, 850), (True, 150)])
+def test_launches_of_the_loss(monkeypatch, compiled, most):
+    """At 64 * VOCABULARY_BLOCK, as 131,072 is. Before, both passes were 1,798 operators."""
+    monkeypatch.setattr(layers, "VOCABULARY_BLOCK", 512)
+    hidden, weight, labels, grad = loss_inputs(torch.bfloat16, vocabulary=64 * 512)
+
+    def as_one_kernel(body):  # as ``test_a_compiled_loss`` finds it to be
+        def run(*arguments):
+            launches.count += 1
+            with _disable_current_modes():
+                return body(*arguments)
+
+        return run
+
+    monkeypatch.setattr(layers, "_compiled", as_one_kernel)
+    with Launches() as launches:
+        linear_cross_entropy(hidden, weight, labels, compiled=compiled).backward(grad)
+    assert launches.count <= most
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("softcap", [None, 0.5])
+def test_a_compiled_loss(softcap):
+    """Each block's body is one kernel, and computes the same."""
+
+    def gradients(compiled: bool):
+        hidden, weight, labels, grad = loss_inputs(torch.bfloat16, vocabulary=3 * VOCABULARY_BLOCK)  # one block
+        linear_cross_entropy(hidden, weight, labels, softcap, compiled).backward(grad)
+        return hidden.grad, weight.grad
+
+    torch.compiler.reset()
+    with fresh_cache():
+        result, code = run_and_get_code(gradients, True)
+    assert sum(source.count("async_compile.cpp_pybinding(") for source in code) == 2
+    for eager, same in zip(gradients(False), result, strict=True):
+        assert relative_error(same, eager.double()) < 3e-3
+
+
+@pytest.mark.parametrize("trains_weight", [True, False])
+def test_a_softcap_and_frozen_weights(trains_weight):
+    hidden, weight, labels, grad = loss_inputs(torch.float32)
+    weight.requires_grad_(trains_weight)
+    loss = linear_cross_entropy(hidden.view(4, 10, 32), weight, labels.view(4, 10), softcap=0.5)
+    loss.backward(grad.view(4, 10))
+    exact_hidden, exact_weight = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    logits = 0.5 * (exact_hidden @ exact_weight.T / 0.5).tanh()
+    exact = F.cross_entropy(logits, labels, reduction="none")
+    exact.backward(grad.double())
+    assert relative_error(loss.flatten(), exact.detach()) < 1e-6
+    assert relative_error(hidden.grad, exact_hidden.grad) < 1e-5
+    assert weight.grad is None if not trains_weight else relative_error(weight.grad, exact_weight.grad) < 1e-5

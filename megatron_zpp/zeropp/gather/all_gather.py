@@ -331,8 +331,8 @@ def check_gathered(unit: FSDPUnit, shard: Tensor) -> None:
             "floating-point dtype per fully_shard unit: set MixedPrecisionPolicy(param_dtype=...), as "
             "for fp32 adapters on a bf16 base, or wrap them apart"
         )
-    if shard.numel() != unit.whole.numel:
+    if shard.numel() != unit.whole.numel or shard.dtype.itemsize == 1:  # torchao gathers bare linear layers as float8
         raise ValueError(
             f"the parameters of {unit.label} are gathered through an extension of their own (such as float8); ZeRO++ "
-            "quantizes by itself: leave that extension out"
+            "quantizes by itself: leave that extension out (torchao: enable_fsdp_float8_all_gather=False)"
         )
