@@ -104,7 +104,8 @@ def _parse_shard(
     name: str, shard: Any, size: torch.Size, dtype: torch.dtype, files: Mapping[str, Any]
 ) -> tuple[ChunkStorageMetadata, _StorageInfo]:
     *lists, file = _values(shard, f"a shard of {name}", "offsets", "shape", "bytes", "file")
-    offsets, sizes, span = (_sizes(values) for values in lists)
+    offsets, sizes = (_sizes(values) for values in lists[:2])
+    span = _integers(lists[2])
     is_inside = len(offsets) == len(sizes) == len(size) and all(
         start + length <= total for start, length, total in zip(offsets, sizes, size, strict=True)
     )
@@ -126,11 +127,15 @@ def _values(entry: Any, name: str, *keys: str) -> Any:
 
 
 def _sizes(values: Any) -> torch.Size:
-    if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
-        raise ValueError(f"{short(values)} is not a shape")
-    if math.prod(max(1, value) for value in values) >= 2**60:  # more than torch can count
+    if math.prod(max(1, value) for value in _integers(values)) >= 2**60:  # more than torch can count
         raise ValueError(f"{short(values)} is too large for a shape")
     return torch.Size(values)
+
+
+def _integers(values: Any) -> list[int]:
+    if not isinstance(values, list) or any(type(value) is not int or not 0 <= value < 2**60 for value in values):
+        raise ValueError(f"{short(values)} is not a shape")
+    return values
 
 
 def _check_bytes(places: Mapping[MetadataIndex, _StorageInfo]) -> None:

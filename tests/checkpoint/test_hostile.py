@@ -185,6 +185,23 @@ def test_a_tensor_in_shards_loads(tmp_path):
     assert dict(iterate_tensors(checkpoint, read_meta(checkpoint)))["model.first"].eq(1).all()
 
 
+def test_shards_beyond_the_first_gigabyte_of_a_file_load(tmp_path):
+    """Each rank's file of a large model is one; the file here is sparse."""
+    checkpoint = save(tmp_path, 1)
+    begin, name = 3 * 2**30, "rank_00000.safetensors"
+
+    def move(index: dict[str, Any]) -> None:
+        index["tensors"]["model.second"]["chunks"][0]["bytes"] = [begin, begin + 20]
+
+    rewrite(checkpoint, "index.json", move)
+    rewrite(checkpoint, "meta.json", lambda meta: meta["files"][name].update(bytes=begin + 20, crc32=769 * "0" * 8))
+    with open(checkpoint / name, "r+b") as file:
+        file.seek(begin)
+        file.write(b"\0" * 20)
+    assert problems(checkpoint, "none") == []
+    assert dict(iterate_tensors(checkpoint, read_meta(checkpoint)))["model.second"].eq(0).all()
+
+
 @pytest.mark.parametrize(
     "change, expected",
     [
