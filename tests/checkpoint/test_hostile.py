@@ -31,10 +31,10 @@ from megatron_zpp.checkpoint import (
 )
 from megatron_zpp.checkpoint.files import open_regular, write_durably
 from megatron_zpp.checkpoint.folder import retain
+from megatron_zpp.checkpoint.index import read_index
 from megatron_zpp.checkpoint.meta import Counters, saved_model
 from megatron_zpp.checkpoint.on_resume import check_settings
 from megatron_zpp.checkpoint.state import _check_shapes
-from megatron_zpp.checkpoint.storage import read_index
 from megatron_zpp.commands.inspect_checkpoint import list_checkpoints
 from megatron_zpp.data.order import check_order
 from megatron_zpp.families import GPT
@@ -112,7 +112,7 @@ def use(checkpoint: Path, settings: Settings, saved: dict[str, Any]) -> None:
 def load(checkpoint: Path, expected: dict[str, torch.Tensor]) -> None:
     """Check that the tensors that index.json locates are those that were saved."""
     meta = read_meta(checkpoint)
-    _check_shapes(checkpoint, expected, read_index(checkpoint, meta).state_dict_metadata)
+    _check_shapes(checkpoint, expected, read_index(checkpoint, meta).tensors)
     for name, tensor in iterate_tensors(checkpoint, meta):
         assert name not in expected or torch.equal(tensor, expected[name]), name
 
