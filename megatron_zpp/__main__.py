@@ -37,6 +37,7 @@ TOOLS = {  # each a file below commands/, but for the lighthouse
     "suggest-settings": "rank ZeRO++ and LoCo settings by loss against bytes, on your model and data",
     "lighthouse": "tell islands which of them are present",
     "report": "compare training runs on one page",
+    "why-hung": "say which collective a job hung in, and which ranks it waited for",
     "env": "print versions, devices, network and kernels, for a bug report",
 }
 COMMANDS = {

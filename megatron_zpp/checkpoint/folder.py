@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.files import lock_for_process
+from megatron_zpp.parallel.flight_record import FILES
 
 from .files import CheckpointError, digest, make_folder, open_regular, sync_folder, write_durably
 from .meta import MARKER, META, REMEDY, nonfinite, read_meta
@@ -115,7 +116,7 @@ def _latest_iteration(root: Path) -> int | None:
 def describe_empty(folder: str) -> str:
     """Tell a user that a run starts from scratch, and warn if ``folder`` has files (not just TensorBoard's folders)."""
     root = Path(folder)
-    if root.is_dir() and any(path.is_file() for path in root.iterdir() if path.name != LOCK):
+    if root.is_dir() and any(p.is_file() and p.name != LOCK and not p.name.startswith(FILES) for p in root.iterdir()):
         return f"WARNING: {folder} has files, but no {LATEST} and no checkpoint: starting from scratch"
     return f"no checkpoint in {folder} yet: starting from scratch"
 
