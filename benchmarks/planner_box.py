@@ -1,6 +1,6 @@
 """The planner's predictions beside the cluster in a box: ``planner.py box`` measures, ``compare`` shows both.
 
-It calibrates on 2 nodes x 2 ranks over an unlimited link with ``tools/measure_cluster.py``, then trains two models over
+It calibrates on 2 nodes x 2 ranks over an unlimited link with ``tools/plan.py --measure``, then trains two models over
 links of several rates with several settings. What is in ``results/planner_box.jsonl`` is not measured again.
 """
 

@@ -2,8 +2,9 @@
 
 Of programs with FSDP, ZeRO-3, HSDP and ZeRO-1 in 16 bit, some with tensor parallelism or pipelines; each row has its
 source.
-It fits one constant for each kind of GPU, the share of its peak that matrix products reach, so that the median error is
-least, and shows the error that is left, all misses, and a scatter plot.
+It fits two constants for each kind of GPU, the shares of its peak that matrix products and attention reach, so that the
+median error is least, and shows the error that is left, that of each program when only others' rows are fitted, all
+misses, and a scatter plot.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from common import RESULTS, markdown_table, read_rows
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT, LLAMA, Architecture
-from megatron_zpp.planning.cluster import Cluster, default_cluster
+from megatron_zpp.planning.cluster import Cluster, default_cluster, like_program
 from megatron_zpp.planning.predict import Estimate, estimate_on, predict
 from megatron_zpp.planning.search.candidates import RECOMPUTE_ALL
 from megatron_zpp.planning.search.plan import complete
@@ -36,6 +37,13 @@ RECOMPUTATIONS = {
     "selective (every n-th block)": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
 }
 MISS = 0.3  # of the measured rate
+SHARES_OF_ATTENTION = (0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5)
+LIKE_OF = {
+    "JingchaoZhang": "huggingface",
+    "torchtitan": "torchtitan",
+    "bigscience": "megatron",
+}  # by part of the source
+Shares = tuple[float, float]  # of the peak: matrix products, attention
 
 
 @dataclass(frozen=True)
@@ -49,38 +57,54 @@ class Published:
     cluster: Cluster
     needs: Estimate
 
-    def predicted(self, efficiency: float) -> float:
-        """Tokens per second and GPU."""
-        cluster = dataclasses.replace(self.cluster, efficiency=efficiency)
-        return predict(cluster, self.needs).tokens_per_second / cluster.world_size
+    @property
+    def program(self) -> str:
+        return str(self.row["source"].partition("@")[0].partition(" ")[0])
 
-    def ratio(self, efficiency: float) -> float:
-        return self.predicted(efficiency) / self.row["tokens_s_gpu"]
+    @property
+    def like(self) -> str | None:
+        return next((LIKE_OF[part] for part in LIKE_OF if part in self.program), None)
+
+    def ratio(self, shares: Shares, like: str | None = None) -> float:
+        """Tokens per second and GPU, predicted over measured."""
+        cluster = dataclasses.replace(self.cluster, efficiency=shares[0], attention_efficiency=shares[1])
+        cluster = cluster if like is None else like_program(cluster, like)
+        return predict(cluster, self.needs).tokens_per_second / cluster.world_size / float(self.row["tokens_s_gpu"])
 
 
 def print_errors() -> None:
     rows = [read_row(row) for row in read_rows(PUBLISHED)]
     by_gpu: dict[str, list[Published]] = defaultdict(list)
+    by_program: dict[tuple[str, str], list[Published]] = defaultdict(list)
     for row in rows:
         by_gpu[row.gpu].append(row)
+        by_program[row.gpu, row.program].append(row)
     fitted = {gpu: fit(rows_of_gpu) for gpu, rows_of_gpu in by_gpu.items()}
     ratios = {id(row): row.ratio(fitted[row.gpu]) for row in rows}
     lines = []
     for gpu, some in {**by_gpu, "all": rows}.items():
         errors = sorted(abs(ratios[id(row)] - 1) for row in some)
-        share = f"{fitted[gpu]:.2f}" if gpu in fitted else ""
-        lines.append([gpu, len(some), share, f"{statistics.median(errors):.1%}", f"{at(errors, 0.9):.1%}"])
-    print(markdown_table(("GPU", "rows", "share of the peak", "median error", "90 % of rows within"), lines))
-    programs: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for row in rows:
-        programs[row.gpu, row.row["source"].partition("@")[0].partition(" ")[0]].append(ratios[id(row)])
-    lines = []
-    for (gpu, program), found in sorted(programs.items()):
-        error = statistics.median(abs(ratio - 1) for ratio in found)
-        lines.append([gpu, program, len(found), f"{statistics.median(found):.2f}", f"{error:.1%}"])
-    print("\n" + markdown_table(("GPU", "program", "rows", "median of predicted / measured", "median error"), lines))
+        products_and_attention = [f"{share:.2f}" for share in fitted[gpu]] if gpu in fitted else ["", ""]
+        lines.append(
+            [gpu, len(some), *products_and_attention, f"{statistics.median(errors):.1%}", f"{at(errors, 0.9):.1%}"]
+        )
+    print(markdown_table(("GPU", "rows", "products", "attention", "median error", "90 % of rows within"), lines))
+    lines, held_out = [], []
+    for (gpu, program), some in sorted(by_program.items(), key=lambda item: item[0]):
+        cells = [gpu, program, len(some), *ratio_and_error([ratios[id(row)] for row in some])]
+        others = [row for row in by_gpu[gpu] if row.program != program]
+        shares = fit(others) if others else None
+        found = [row.ratio(shares) for row in some] if shares is not None else []
+        held_out += [abs(ratio - 1) for ratio in found]
+        like = some[0].like
+        of_like = [row.ratio(fitted[gpu], like) for row in some] if like is not None else []
+        lines.append([*cells, *ratio_and_error(found), *ratio_and_error(of_like)])
+    headings = ["GPU", "program", "rows", "predicted / measured", "error"]
+    headings += ["fitted without it: ratio", "error", "with `--like`: ratio", "error"]
+    print("\n" + markdown_table(headings, lines))
+    print(f"\nMedian error of {len(held_out)} rows by what other programs' rows fit: {statistics.median(held_out):.1%}")
     misses = [row for row in sorted(rows, key=lambda row: ratios[id(row)]) if abs(ratios[id(row)] - 1) > MISS]
-    headings = ("row", "what", "tokens/s/GPU, measured", "predicted", "off by", "source")
+    headings = ["row", "what", "tokens/s/GPU, measured", "predicted", "off by", "source"]
     print(f"\nRows that are off by more than {MISS:.0%}:\n")
     print(markdown_table(headings, [miss(row, ratios[id(row)]) for row in misses]))
     points: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -90,19 +114,27 @@ def print_errors() -> None:
     scatter(points, "tokens per second and GPU", 0.15, SCATTER)
 
 
+def ratio_and_error(ratios: list[float]) -> list[str]:
+    """The medians of ratios and of their distance from 1, as cells."""
+    if not ratios:
+        return ["", ""]
+    return [f"{statistics.median(ratios):.2f}", f"{statistics.median(abs(ratio - 1) for ratio in ratios):.1%}"]
+
+
 def at(values: list[float], share: float) -> float:
     """A quantile of sorted values."""
     return values[min(len(values) - 1, int(share * len(values)))]
 
 
-def fit(rows: list[Published]) -> float:
-    """The share of the peak, to a percent, at which the median error is least."""
+def fit(rows: list[Published]) -> Shares:
+    """The shares of the peak at which the median error is least."""
 
-    def error(efficiency: float) -> float:
-        return statistics.median(abs(row.ratio(efficiency) - 1) for row in rows)
+    def error(shares: Shares) -> float:
+        return statistics.median(abs(row.ratio(shares) - 1) for row in rows)
 
-    about = min(range(10, 91, 5), key=lambda percent: error(percent / 100))
-    return min((percent / 100 for percent in range(about - 4, about + 5)), key=error)
+    about = min(itertools.product(range(20, 81, 6), SHARES_OF_ATTENTION), key=lambda s: error((s[0] / 100, s[1])))
+    nearby = [(percent / 100, about[1]) for percent in range(about[0] - 5, about[0] + 6)]
+    return min(nearby, key=error)
 
 
 def read_row(row: dict[str, Any]) -> Published:
@@ -110,6 +142,8 @@ def read_row(row: dict[str, Any]) -> Published:
     nodes = max(1, row["gpus"] // row["gpus_per_node"])
     per_node = row["gpus"] // nodes
     cluster = default_cluster(nodes, per_node, gpu, row["network_gbps_per_node"] or 1.0)  # 1: of one node, not used
+    if "collective_gbps" in row:  # what the source measured with nccl-tests
+        cluster = dataclasses.replace(cluster, between_gbits=row["collective_gbps"])
     architecture, flags = flags_of(row, nodes)
     vocabulary = row["vocab"] or 50257
     words, _ = complete(shlex.split(flags), cluster, vocabulary)

@@ -356,6 +356,18 @@ EXPERIMENTS = {
     "E15": Experiment(
         "Dense Llama",
         llama_recipes("Llama, 1.8M parameters", LLAMA, (4096, 128)),
+        group(
+            "Llama, 1.8M parameters: recipes",
+            {
+                "int8: moved codes, 4-bit gradients, LoCo": f"{BF16} {moves(8)} {gradients(8, 4)} {loco(0.8, 'inter')}",
+                "int6: moved codes, 2-bit gradients with scales of elements, LoCo": MOVED_CODES,
+                "ternary: moved int6 codes, 1-bit gradients with scales of elements, LoCo of beta 0.95": (
+                    f"{BF16} {moves(6)} {LARGEST_FIFTH}"
+                ),
+            },
+            common=LLAMA,
+            control=LLAMA,
+        ),
         llama_recipes("Llama, 6.6M parameters", LARGER_LLAMA, (4096,)),
     ),
 }

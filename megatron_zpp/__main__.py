@@ -32,14 +32,13 @@ TOOLS = {  # each a file below commands/, but for the lighthouse
     "export-megatron": "write a checkpoint for Megatron-LM",
     "import-megatron": "make a checkpoint out of one of Megatron-LM or Megatron-DeepSpeed",
     "estimate": "count memory, traffic and time of a training run before it starts",
-    "plan": "rank layouts and settings of a run on a cluster, by predicted speed",
-    "measure-cluster": "measure a cluster under torchrun, for plan",
-    "suggest-settings": "rank ZeRO++ and LoCo settings by loss against bytes, on your model and data",
+    "plan": "rank layouts and settings by predicted speed; --measure a cluster, --try them emulated",
     "lighthouse": "tell islands which of them are present",
     "report": "compare training runs on one page",
     "why-hung": "say which collective a job hung in, and which ranks it waited for",
     "env": "print versions, devices, network and kernels, for a bug report",
 }
+ALIASES = {"measure-cluster": ["plan", "--measure"], "suggest-settings": ["plan", "--try"]}  # earlier names
 COMMANDS = {
     f"pretrain-{name}": f"train a {name} model, on one rank or under torchrun" for name in architecture_names()
 } | TOOLS
@@ -53,7 +52,7 @@ def main() -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(help_text(program), file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
-    command, *rest = argv
+    command, *rest = [*ALIASES.get(argv[0], argv[:1]), *argv[1:]]
     if command not in COMMANDS:
         nearest = difflib.get_close_matches(command.replace("_", "-"), COMMANDS, n=1)
         hint = f"did you mean {nearest[0]}?" if nearest else f"{program} --help lists all"

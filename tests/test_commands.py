@@ -35,7 +35,7 @@ def test_help_lists_every_command_before_torch_is_imported():
 
 def test_every_script_of_the_checkout_is_a_command():
     scripts = [*ROOT.glob("pretrain_*.py"), *(ROOT / "tools").glob("*.py")]
-    assert {path.stem.replace("_", "-") for path in scripts} <= set(commands.COMMANDS)
+    assert {path.stem.replace("_", "-") for path in scripts} <= {*commands.COMMANDS, *commands.ALIASES}
 
 
 @pytest.mark.parametrize(

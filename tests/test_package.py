@@ -139,7 +139,7 @@ def test_install_into_an_empty_environment_and_train(checkout, tmp_path):
     # The trainer, without a GPU and outside of any checkout.
     succeed(*pip, f"{wheel}[train]", folder=checkout)
     listed = succeed(programs / "megatron-zpp", "--help", folder=elsewhere)
-    assert re.search(r"^  suggest-settings  ", listed, re.MULTILINE)
+    assert re.search(r"^  plan  ", listed, re.MULTILINE)
     torchrun = (python, "-m", "torch.distributed.run", "--nproc-per-node", "2")
     log = succeed(*torchrun, "-m", "megatron_zpp", "pretrain-gpt", *TINY.split(), folder=elsewhere)
     assert "iteration        3/       3" in log and "lm loss value" in log

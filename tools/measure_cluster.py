@@ -1,4 +1,4 @@
-"""`megatron-zpp measure-cluster`, for a checkout that is not installed as a command."""
+"""`megatron-zpp plan --measure` by its earlier name, for a checkout that is not installed as a command."""
 
 from megatron_zpp.commands.measure_cluster import main
 

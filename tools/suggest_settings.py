@@ -1,4 +1,4 @@
-"""`megatron-zpp suggest-settings`, for a checkout that is not installed as a command."""
+"""`megatron-zpp plan --try` by its earlier name, for a checkout that is not installed as a command."""
 
 from megatron_zpp.commands.suggest_settings import main
 

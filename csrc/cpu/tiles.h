@@ -151,8 +151,9 @@ void load_scales(const uint8_t* __restrict exponents, int64_t count, float* __re
   for (; i < count; i++) scales[i] = scale_of_exponent(exponents[i], kSixteenths);
 }
 
+// `divided` holds the gradients, without errors: an element that has none is sent as 0, and its error waits.
 void divide(const float* __restrict values, const float* __restrict scales, int64_t count, float* __restrict divided) {
-  for (int64_t i = 0; i < count; i++) divided[i] = values[i] / scales[i];
+  for (int64_t i = 0; i < count; i++) divided[i] = divided[i] == 0 ? 0.f : values[i] / scales[i];
 }
 
 // ---- Packed codes.
@@ -639,6 +640,9 @@ void encode_tiles(const EncodeArguments& a, int64_t begin, int64_t end) {
     if (a.values.data) load(at(a.values, tile, element), a.values.type, tile.count, values);
     else read_sum(a.peers, segment, tile, scratch, values);
     if (a.addend.data) add(at(a.addend, tile, element), a.addend.type, tile.count, values);
+    const bool is_scaled = a.exponents.data && segment.block_size;
+    float *scales = scratch.element_scales.data(), *coded = is_scaled ? scratch.divided.data() : values;
+    if (is_scaled) std::copy(values, values + tile.count, coded);
     if (a.error.data) {
       read_wire(a.error, 0, segment, tile, scratch, [values, error](int64_t i, float value)
                                                         __attribute__((always_inline)) {
@@ -650,8 +654,6 @@ void encode_tiles(const EncodeArguments& a, int64_t begin, int64_t end) {
     }
     Kept kept{a.keeps_scales};
     if (a.kept.data) kept.scales = a.kept.data + tile.row0 * a.kept.stride0 + tile.row1 * a.kept.stride1 + segment.scales;
-    const bool is_scaled = a.exponents.data && segment.block_size;
-    float *scales = scratch.element_scales.data(), *coded = is_scaled ? scratch.divided.data() : values;
     if (is_scaled) {
       load_scales(at(a.exponents, 0, tile, element), tile.count, scales);
       divide(values, scales, tile.count, coded);

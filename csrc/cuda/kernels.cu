@@ -254,8 +254,8 @@ __device__ float rounded_to(Type type, float value) {
   return type == Type::kFloat ? value : type == Type::kBFloat16 ? to_float(bfloat16) : to_float(half);
 }
 
-// ---- Codes of a group, `bits` bytes on the wire. kBits = 0: bits and code known at run time only; kBits = 2 is the code
-// "mean", 4 and 8 are "absmax".
+// ---- Codes of a group, `bits` bytes on the wire. kBits = 0: bits and code known at run time only; kBits = 1 is the
+// code "largest", 2 "mean", 4 and 8 are "absmax".
 
 template <int kBits>
 __device__ bool is_mean(const Format& format) {
@@ -315,7 +315,7 @@ __device__ void read_stream_as(uint64_t stream, float (&codes)[kGroup]) {
   for (int i = 0; i < kGroup; i++) codes[i] = code_value((i < 4 ? low : high) >> (8 * (i % 4)) & 0xff);
 }
 
-// work(the number of bits, as a constant)
+// work(the number of bits, as a constant). Codes of 1 bit are bytes once they are fetched.
 template <int kBits, class Work>
 __device__ void with_bits(int bits, const Work& work) {
   if constexpr (kBits != 0) {
@@ -333,28 +333,63 @@ __device__ void with_bits(int bits, const Work& work) {
 
 // ---- Wires.
 
-// Where a group is in a wire, in bytes: its codes or values, and its block's scale.
+// Where a group is in a wire, in bytes: its codes or values, and its block's scale. `before`: groups of its block, which has
+// `block_size` elements, that come first.
 struct Place {
   int64_t codes, scale;
+  uint32_t before, block_size;
 };
 
 template <int kBits>
 __device__ Place place_of(const Format& format, const Segment& segment, int64_t element) {
   const int64_t offset = element - segment.start;
-  if (segment.block_size == 0) return {segment.codes + offset * size_of(format.type), 0};
-  const uint32_t group = uint32_t(offset / kGroup), block = group / (uint32_t(segment.block_size) / kGroup);
-  return {segment.codes + int64_t(group) * code_bits<kBits>(format), segment.scales + int64_t(block) * format.scale_bytes};
+  if (segment.block_size == 0) return {segment.codes + offset * size_of(format.type), 0, 0, 0};
+  const uint32_t size = uint32_t(segment.block_size), group = uint32_t(offset / kGroup), block = group / (size / kGroup);
+  return {segment.codes + int64_t(group) * code_bits<kBits>(format), segment.scales + int64_t(block) * format.scale_bytes,
+          group - block * (size / kGroup), size};
 }
 
-// A group as it arrived.
+// A group as it arrived; of 1 bit, its codes.
 struct Encoded {
   uint64_t stream;
   float scale;
 };
 
+// 32 bits of a stream, from any bit on.
+__device__ uint32_t bits_at(const uint8_t* stream, uint32_t bit) {
+  const uintptr_t byte = reinterpret_cast<uintptr_t>(stream + bit / 8);
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(byte / 4 * 4);
+  const uint32_t shift = 8 * uint32_t(byte % 4) + bit % 8;
+  return shift == 0 ? words[0] : words[0] >> shift | words[1] << (32 - shift);
+}
+
+// The codes of a group of 1 bit, a byte each. Each thread reads its block's stream (quantization.py, pack_largest) from its
+// beginning to the group, and up to 7 bytes more than the stream, which a wire always has: scales follow.
+__device__ uint64_t find_largest(const uint8_t* stream, uint32_t block_size, int first) {
+  uint64_t codes = 0;
+  int place = -1;
+  for (uint32_t symbol = 0, at = 0; at < block_size;) {
+    uint32_t bits = bits_at(stream, at);
+    at += bits ? __ffs(bits) - 1 : 32;
+    if (!bits || at >= block_size) continue;
+    bits = bits_at(stream, at);
+    place += 4 * int(at - symbol) + int(bits >> 1 & 3) + 1;
+    if (place >= first + kGroup) break;
+    if (place >= first) codes |= uint64_t(bits & 8 ? 0xff : 1) << (8 * (place - first));
+    symbol = at += 4;
+  }
+  return codes;
+}
+
 template <int kBits>
 __device__ void fetch_codes(const uint8_t* wire, const Format& format, const Place& place, Encoded& group) {
-  with_bits<kBits>(format.bits, [&](auto bits) { group.stream = load_stream_as<decltype(bits)::value>(wire + place.codes); });
+  if (code_bits<kBits>(format) == 1) {
+    group.stream = find_largest(wire + place.codes - place.before, place.block_size, int(place.before) * kGroup);
+  } else {
+    with_bits<kBits>(format.bits, [&](auto bits) {
+      group.stream = load_stream_as<decltype(bits)::value>(wire + place.codes);
+    });
+  }
   group.scale = load_scale(wire + place.scale, format.scale_bytes);
 }
 
@@ -522,6 +557,65 @@ __device__ void quantize(const float (&values)[kGroup], int valid, float scale, 
   for (int i = 0; i < kGroup; i++) sent[i] = value_of(codes[i] - kIntegers, levels);
 }
 
+// ---- Code "largest", of 1 bit: the largest fifth of a block's values, of equal ones the first.
+
+constexpr int kLargestOneBitBlock = 4096;  // elements: config.py
+
+__device__ uint32_t count_from(const float (&values)[kGroup], uint32_t least) {
+  uint32_t count = 0;
+#pragma unroll
+  for (int i = 0; i < kGroup; i++) count += magnitude_of(values[i]) >= least;
+  return count;
+}
+
+// The least magnitude that is taken, found bit by bit. count(least): the block's values at or above it.
+template <class Count>
+__device__ uint32_t least_taken(int64_t block_size, const Count& count) {
+  uint32_t least = 0;
+#pragma unroll 1
+  for (uint32_t bit = 1u << 30; bit > 0; bit >>= 1) least |= count(least | bit) >= block_size / 5 ? bit : 0;
+  return least > 0 ? least : 1;
+}
+
+// Codes of a group, a byte each. room: how many that equal the least may still be taken.
+__device__ uint64_t take_largest(const float (&values)[kGroup], uint32_t least, int64_t room) {
+  uint64_t codes = 0;
+#pragma unroll
+  for (int i = 0; i < kGroup; i++) {
+    const uint32_t magnitude = magnitude_of(values[i]);
+    const bool is_taken = magnitude > least || (magnitude == least && room > 0);
+    if (is_taken) codes |= uint64_t(bits_of(values[i]) >> 31 ? 0xff : 1) << (8 * i);
+    room -= magnitude == least;
+  }
+  return codes;
+}
+
+__device__ uint32_t total_of_taken(const float (&values)[kGroup], uint64_t codes, float units) {
+  uint32_t total = 0;
+#pragma unroll
+  for (int i = 0; i < kGroup; i++) total += byte_of(codes, i) ? in_units(values[i], units) : 0;
+  return total;
+}
+
+__device__ void values_of(uint64_t codes, float scale, float (&sent)[kGroup]) {
+#pragma unroll
+  for (int i = 0; i < kGroup; i++) sent[i] = value_of(code_value(uint8_t(byte_of(codes, i))), levels_of(scale, false));
+}
+
+// Packs a block as quantization.py's pack_largest does.
+__device__ void pack_largest(const uint8_t* codes, int block_size, uint8_t* stream) {
+  const uint8_t* stop = stream + block_size / 8;
+  uint32_t bits = 0;  // not yet written, `filled` of them
+  for (int i = 0, last = -1, filled = 0; i < block_size; i++) {
+    if (codes[i] == 0) continue;
+    const uint32_t gap = uint32_t(i - last - 1);
+    for (filled += int(gap >> 2); filled >= 8; filled -= 8, bits >>= 8) *stream++ = uint8_t(bits);
+    bits |= (1 | (gap & 3) << 1 | uint32_t(codes[i] >> 7) << 3) << filled;
+    filled += 4, last = i;
+  }
+  for (; stream < stop; bits >>= 8) *stream++ = uint8_t(bits);
+}
+
 // ---- Encoding: what a thread does with a group, in the order in which it does it.
 
 enum class Source { kFloat, k16Bit, kWires8, kWires };  // kWires8: in 8 bits, as within nodes by default
@@ -561,9 +655,9 @@ __device__ void fetch_group(
   }
 }
 
-// The values to encode, errors included, and the errors.
+// The values to encode, errors included, and the errors. Returns a bit for each element that has no gradient.
 template <Source kSource, bool kCompensates>
-__device__ void read_group(const EncodeArguments& a, const Item& item, const Row& row, int64_t element, int valid,
+__device__ uint32_t read_group(const EncodeArguments& a, const Item& item, const Row& row, int64_t element, int valid,
                            const Fetched<kSource>& group, float (&values)[kGroup], float (&error)[kGroup]) {
   if constexpr (kSource == Source::kWires8) read_sum<8>(a.peers, item.source, row, element, valid, values);
   else if constexpr (kSource == Source::kWires) read_sum<0>(a.peers, item.source, row, element, valid, values);
@@ -575,7 +669,10 @@ __device__ void read_group(const EncodeArguments& a, const Item& item, const Row
 #pragma unroll
     for (int i = 0; i < kGroup; i++) values[i] += addend[i];
   }
+  uint32_t zeros = 0;
   if constexpr (kCompensates) {
+#pragma unroll
+    for (int i = 0; i < kGroup; i++) zeros |= uint32_t(values[i] == 0) << i;
 #pragma unroll
     for (int i = 0; i < kGroup; i++) error[i] = 0;
     if (a.error.data != nullptr && valid > 0) {
@@ -584,13 +681,14 @@ __device__ void read_group(const EncodeArguments& a, const Item& item, const Row
     }
     add(values, error);
   }
+  return zeros;
 }
 
-// Values in units of their elements' scales, and back.
-__device__ void divide(const float (&values)[kGroup], uint64_t exponents, const Sixteenths& sixteenths,
+// Values in units of their elements' scales, and back. An element without a gradient is sent as 0: its error waits.
+__device__ void divide(const float (&values)[kGroup], uint32_t zeros, uint64_t exponents, const Sixteenths& sixteenths,
                        float (&divided)[kGroup]) {
 #pragma unroll
-  for (int i = 0; i < kGroup; i++) divided[i] = values[i] / sixteenths.scale(exponents, i);
+  for (int i = 0; i < kGroup; i++) divided[i] = zeros >> i & 1 ? 0.f : values[i] / sixteenths.scale(exponents, i);
 }
 
 __device__ void multiply(float (&values)[kGroup], uint64_t exponents, const Sixteenths& sixteenths) {
@@ -707,10 +805,11 @@ __global__ void __launch_bounds__(kThreads, kScaled) encode_tiles(const __grid_c
 #pragma unroll
   for (int j = 0; j < kInFlight; j++) kept[j] = kCompensates || kScaled ? 0 : kept_scale(a, own, row, first + j * kStride);
   float values[kInFlight][kGroup], error[kInFlight][kGroup];
+  uint32_t zeros[kInFlight];
 #pragma unroll
   for (int j = 0; j < kInFlight; j++) {
     const int64_t offset = first + j * kStride;
-    read_group<kSource, kCompensates>(
+    zeros[j] = read_group<kSource, kCompensates>(
         a, item, row, own.start + offset, num_valid(own, offset), fetched[j], values[j], error[j]);
   }
   const int team = int(own.block_size) / kGroup;
@@ -725,6 +824,15 @@ __global__ void __launch_bounds__(kThreads, kScaled) encode_tiles(const __grid_c
     for (int other = team / 2; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
     return sum;
   };
+  const auto sum_before = [team](uint32_t own) {  // of the team's earlier threads
+    uint32_t sum = own;
+    for (int by = 1; by < team; by *= 2) {
+      const uint32_t other = __shfl_up_sync(0xffffffffu, sum, by);
+      if (int(threadIdx.x) % team >= by) sum += other;
+    }
+    return sum - own;
+  };
+  __shared__ uint64_t largest_codes[kBits == 1 ? kThreads : 1];
 #pragma unroll
   for (int j = 0; j < kInFlight; j++) {
     const int64_t offset = first + j * kStride, element = own.start + offset;
@@ -735,13 +843,23 @@ __global__ void __launch_bounds__(kThreads, kScaled) encode_tiles(const __grid_c
     }
     const uint64_t exponents = kScaled ? read(fetched[j].exponents) : 0;
     float divided[kGroup];
-    if constexpr (kScaled) divide(values[j], exponents, sixteenths, divided);
+    if constexpr (kScaled) divide(values[j], zeros[j], exponents, sixteenths, divided);
     const float(&coded)[kGroup] = kScaled ? divided : values[j];
     const int bits = code_bits<kBits>(a.wire.format);
     const bool is_short = a.wire.format.scale_bytes == 2;
     const uint32_t largest = largest_of_team(coded);
     float scale;
-    if (is_mean<kBits>(a.wire.format)) {
+    uint64_t codes = 0;
+    if constexpr (kBits == 1) {
+      const auto count = [&](uint32_t least) { return sum_of_team(count_from(coded, least)); };
+      const uint32_t least = least_taken(own.block_size, count), above = count(least + 1);
+      const uint32_t equal_before = sum_before(count_from(coded, least) - count_from(coded, least + 1));
+      codes = take_largest(coded, least, own.block_size / 5 - above - equal_before);
+      const uint32_t total = sum_of_team(total_of_taken(coded, codes, per_unit(exponent_of(largest))));
+      const uint32_t taken = sum_of_team(uint32_t(__popcll(codes & 0x0101010101010101u)));
+      scale = mean_scale(total, largest, taken, taken, 1, is_short);
+      if (!(scale > 0)) codes = 0;
+    } else if (is_mean<kBits>(a.wire.format)) {
       const uint32_t nonzeros = sum_of_team(num_nonzeros(coded));
       const uint32_t total = sum_of_team(total_in_units(coded, per_unit(exponent_of(largest))));
       scale = mean_scale(total, largest, size_of_block(own, offset), nonzeros, bits, is_short);
@@ -750,7 +868,22 @@ __global__ void __launch_bounds__(kThreads, kScaled) encode_tiles(const __grid_c
     }
     const bool exists = is_in_block(own, offset);
     float sent[kGroup];
-    if (exists) {
+    if constexpr (kBits == 1) {
+      uint8_t* wire = at(a.wire, row);
+      values_of(codes, scale, sent);
+      largest_codes[threadIdx.x] = codes;
+      __syncthreads();
+      // One warp packs what all of them took, a thread a block.
+      const int64_t tile = offset - threadIdx.x * kGroup, of_thread = tile + threadIdx.x * own.block_size;
+      if (threadIdx.x < kStride / own.block_size && is_in_block(own, of_thread)) {
+        const auto* bytes = reinterpret_cast<const uint8_t*>(largest_codes) + threadIdx.x * own.block_size;
+        pack_largest(bytes, int(own.block_size), wire + own.codes + of_thread / 8);
+      }
+      __syncthreads();
+      if (exists && offset % own.block_size == 0) {
+        store_scale(scale, wire + own.scales, uint32_t(offset / own.block_size), a.wire.format.scale_bytes);
+      }
+    } else if (exists) {
       const Noise noise = kBits ? Noise{} : noise_at(a, row, element);  // noise goes with the general kernel only
       write_codes<kBits>(at(a.wire, row), a.wire.format, own, offset, valid, scale, noise, coded, sent);
     }
@@ -773,7 +906,7 @@ __global__ void __launch_bounds__(kThreads, kScaled) encode_tiles(const __grid_c
 }
 
 // Blocks of any other size: a thread block for each, which reads it once more for every pass, from the caches if small.
-template <Source kSource, bool kCompensates, int kScaled = 0>
+template <bool kOneBit, Source kSource, bool kCompensates, int kScaled>
 __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_constant__ Launch<EncodeArguments> launch) {
   const EncodeArguments& a = launch.arguments;
   const Item& item = item_of_block(launch);
@@ -795,14 +928,15 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
       const int valid = exists ? num_valid(own, offset) : 0;
       Fetched<kSource> fetched;
       fetch_group<kSource, kCompensates, kScaled>(a, item, row, element, valid, fetched);
-      read_group<kSource, kCompensates>(a, item, row, element, valid, fetched, values, error);
+      const uint32_t zeros = read_group<kSource, kCompensates>(a, item, row, element, valid, fetched, values, error);
       if constexpr (kScaled) {
         exponents = read(fetched.exponents);
-        divide(values, exponents, sixteenths, divided);
+        divide(values, zeros, exponents, sixteenths, divided);
       }
       work(offset, valid, exists);
     }
   };
+  __shared__ uint64_t largest_codes[kOneBit ? kLargestOneBitBlock / kGroup : 1];
   __shared__ float largest_of_warp[kThreads / 32];
   const auto largest_of_threads = [&](float largest) {
     for (int other = 16; other > 0; other /= 2) {
@@ -824,6 +958,11 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
     for (int thread = 0; thread < kThreads; thread++) sum += sum_of_thread[thread];
     return sum;
   };
+  // Codes of a group, a byte each in two words, and what arrives of them.
+  const auto quantize_group = [&](int64_t offset, int valid, float scale, uint32_t& low, uint32_t& high) {
+    if constexpr (kOneBit) values_of(offset < stop ? largest_codes[(offset - start) / kGroup] : 0, scale, sent);
+    else quantize<0>(coded, valid, scale, a.wire.format, noise_at(a, row, own.start + offset), low, high, sent);
+  };
 
   float largest = 0;
   uint64_t nonzeros = 0;
@@ -834,7 +973,36 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
   const uint32_t largest_of_block = largest_of_threads(largest);
   const bool is_short = a.wire.format.scale_bytes == 2;
   float scale = absmax_scale<0, !kCompensates && !kScaled>(a, largest_of_block, kept_scale(a, own, row, start));
-  if (a.wire.format.is_mean) {
+  if constexpr (kOneBit) {
+    const auto count = [&](uint32_t least) {
+      uint64_t sum = 0;
+      for_each_group([&](int64_t, int, bool) { sum += count_from(coded, least); });
+      return sum_of_threads(sum);
+    };
+    const uint32_t least = least_taken(own.block_size, count);
+    int64_t room = own.block_size / 5 - int64_t(count(least + 1));
+    uint64_t total = 0, taken = 0;
+    for_each_group([&](int64_t offset, int, bool exists) {
+      const uint32_t equal = count_from(coded, least) - count_from(coded, least + 1);
+      const uint64_t equal_of_all = sum_of_threads(equal);  // and each thread's are in sum_of_thread
+      int64_t left = room;
+      for (unsigned thread = 0; thread < threadIdx.x; thread++) left -= int64_t(sum_of_thread[thread]);
+      room -= int64_t(equal_of_all);
+      const uint64_t codes = take_largest(coded, least, left);
+      if (exists) largest_codes[(offset - start) / kGroup] = codes;
+      total += total_of_taken(coded, codes, per_unit(exponent_of(largest_of_block)));
+      taken += __popcll(codes & 0x0101010101010101u);
+    });
+    total = sum_of_threads(total), taken = sum_of_threads(taken);
+    scale = mean_scale(total, largest_of_block, int64_t(taken), int64_t(taken), 1, is_short);
+    for (int64_t i = threadIdx.x; !(scale > 0) && i < own.block_size / kGroup; i += kThreads) largest_codes[i] = 0;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      uint8_t* wire = at(a.wire, row);
+      pack_largest(reinterpret_cast<const uint8_t*>(largest_codes), int(own.block_size), wire + own.codes + start / 8);
+      store_scale(scale, wire + own.scales, uint32_t(block), a.wire.format.scale_bytes);
+    }
+  } else if (a.wire.format.is_mean) {
     uint64_t total = 0;
     for_each_group([&](int64_t, int, bool) {
       total += total_in_units(coded, per_unit(exponent_of(largest_of_block)));
@@ -847,7 +1015,10 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
   largest = 0;
   for_each_group([&](int64_t offset, int valid, bool exists) {
     const int64_t element = own.start + offset;
-    if (exists) {
+    uint32_t low, high;
+    if (kOneBit) {
+      quantize_group(offset, valid, scale, low, high);
+    } else if (exists) {
       const Noise noise = noise_at(a, row, element);
       write_codes<0>(at(a.wire, row), a.wire.format, own, offset, valid, scale, noise, coded, sent);
     }
@@ -865,7 +1036,7 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
       const float error_scale = scale_of(largest_of_threads(largest), qmax_of(8), false);
       for_each_group([&](int64_t offset, int valid, bool exists) {
         uint32_t low, high;
-        quantize<0>(coded, valid, scale, a.wire.format, noise_at(a, row, own.start + offset), low, high, sent);
+        quantize_group(offset, valid, scale, low, high);
         if constexpr (kScaled) multiply(sent, exponents, sixteenths);
         move_error(a, values, sent, valid, error);
         if (exists) {
@@ -1259,12 +1430,14 @@ int encode_from(const EncodeArguments& a, cudaStream_t stream) {
     if (bits == 4) tiles = encode_tiles<4, kSource, kCompensates>;
   }
   if (bits == 2) tiles = encode_tiles<2, kSource, kCompensates, kScaled>;
+  if (a.wire.format.bits == 1) tiles = encode_tiles<1, kSource, kCompensates, kScaled>;
   const auto wanted = [&a](const Segment& segment) { return fits_a_warp(segment) && !is_moved(a, segment); };
   int status = launch(tiles, a, a.wire.format, source, error, stream, wanted, num_tiles<kInFlight>);
   if (status != cudaSuccess) return status;
   status = move(a, a.wire.format, stream);
   if (status != cudaSuccess) return status;
-  auto* blocks = encode_blocks<kSource, kCompensates, kScaled>;
+  auto* blocks = a.wire.format.bits == 1 ? encode_blocks<true, kSource, kCompensates, kScaled>
+                                         : encode_blocks<false, kSource, kCompensates, kScaled>;
   const auto others = [](const Segment& segment) { return !fits_a_warp(segment); };
   return launch(blocks, a, a.wire.format, source, error, stream, others, num_blocks);
 }

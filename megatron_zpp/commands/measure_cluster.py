@@ -1,6 +1,6 @@
-"""Measure a cluster for tools/plan.py, on all of its ranks at once, as a run uses them: arithmetic, kernels, links.
+"""``plan --measure``: measure a cluster, on all of its ranks at once, as a run uses them: arithmetic, kernels, links.
 
-    torchrun --nnodes 8 --nproc-per-node 8 tools/measure_cluster.py --output cluster.yaml
+    torchrun --nnodes 8 --nproc-per-node 8 tools/plan.py --measure --output cluster.yaml
 
 To plan for another number of nodes, edit the file that this writes.
 """
@@ -36,7 +36,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> None:
     """Measure and write the file. Raises ValueError or OSError on a mistake."""
     if "RANK" not in os.environ:
-        raise ValueError("measure_cluster needs its ranks: start it under torchrun, on all nodes")
+        raise ValueError("plan --measure needs its ranks: start it under torchrun, on all nodes")
     device = init_distributed(None, 10)
     usual = 4096 if device.type == "cuda" else 512
     options = Options(device, args.hidden_size or usual, args.tokens or usual)

@@ -2,8 +2,11 @@
 
     python tools/plan.py --cluster 64x8xH100@100 --vocabulary 128256 pretrain_llama.py --preset llama-8b
 
-``--cluster`` is nodes x GPUs of each x their kind @ Gbit/s out of a node, or a file by ``tools/measure_cluster.py``;
+``--cluster`` is nodes x GPUs of each x their kind @ Gbit/s out of a node, or a file of ``--measure``;
 ``2x32x8xH100@400@10`` are two sites of 32 nodes each, with a link of 10 Gbit/s.
+
+    torchrun --nnodes 8 --nproc-per-node 8 tools/plan.py --measure --output cluster.yaml  # measure your own
+    python tools/plan.py --try gpt --emulate-ranks 16 --emulate-nodes 4 -- FLAGS  # train each recipe, emulated
 """
 
 from __future__ import annotations
@@ -11,20 +14,25 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import sys
 import textwrap
 from pathlib import Path
 
+from megatron_zpp.commands import measure_cluster, suggest_settings
 from megatron_zpp.commands.common import report_errors
 from megatron_zpp.commands.estimate import PROGRAMS, program_name
 from megatron_zpp.commands.plan_timeline import draw_timelines
 from megatron_zpp.convert.hf import files
 from megatron_zpp.data.text.packages import load_package
 from megatron_zpp.families import ARCHITECTURES, Architecture
-from megatron_zpp.planning.cluster import parse_cluster
+from megatron_zpp.metrics.tensorboard_reader import find_runs, read_run
+from megatron_zpp.planning.cluster import LIKE, Cluster, like_program, parse_cluster
 from megatron_zpp.planning.needs.estimate import memory_and_traffic
+from megatron_zpp.planning.predict import calibrate
 from megatron_zpp.planning.search.plan import USABLE, Outcome, Plan, make_plan
 from megatron_zpp.planning.step import StepTime
 from megatron_zpp.settings.flags import local_path, number
+from megatron_zpp.zeropp.recipes import LOSS_BUDGET
 
 PARTS = {  # fields of StepTime: heading, and verb phrase
     "compute": ("compute", "computes"),
@@ -41,13 +49,19 @@ NEAR = 1.02  # times the fastest step: predictions are not that exact
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Rank settings of a run on a cluster.", allow_abbrev=False)
+    about = "Rank settings of a run on a cluster. plan --measure --help and plan --try --help list two programs more."
+    parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
     add, count = parser.add_argument, number(int, at_least=1)
-    add("--cluster", required=True, metavar="WORD|FILE", help="as 64x8xH100@100, or a file of measure_cluster")
+    add("--cluster", required=True, metavar="WORD|FILE", help="as 64x8xH100@100, or a file of --measure")
     add("--vocabulary", type=count, metavar="N", help="size of the tokenizer's vocabulary")
     add("--huggingface", type=local_path(Path), metavar="DIR", help="the model: a folder with config.json")
     price, share = number(float, above=0), number(float, above=0, at_most=1)
     add("--dollars-per-gpu-hour", type=price, metavar="X", help="price, for cost per token")
+    add("--like", choices=LIKE, help="predict that program, not ours, on a cluster by data sheets")
+    calibrate_from = "take the rate of arithmetic from a run of this program: its --tensorboard-dir"
+    add("--calibrate-from", type=local_path(Path), metavar="DIR", help=calibrate_from)
+    budget = f"percent of loss that the suggested plan may cost; default {LOSS_BUDGET}"
+    add("--loss-budget", type=number(float, at_least=0), default=LOSS_BUDGET, metavar="X", help=budget)
     memory = f"share of a GPU's memory that tensors may take; default {USABLE}"
     add("--usable-memory", type=share, default=USABLE, metavar="X", help=memory)
     add("--rows", type=count, default=10, metavar="N", help="rows of the table; default 10")
@@ -114,16 +128,22 @@ def report(plan: Plan, program: str, flags: list[str], rows: int, commands: int,
 
 def why(plan: Plan, best: Outcome) -> str:
     """Say in a few sentences what is suggested, why, and what ZeRO-3 would take."""
-    fastest, found, loss = plan.outcomes[0], best.prediction, best.candidate.wire.recipe.loss
+    fastest, found, loss = plan.allowed[0], best.prediction, best.candidate.wire.recipe.loss
     said = (
         f"suggested: {best.candidate.name}: {found.time.seconds:.3g} s a step, {found.tokens_per_second:,.0f} tokens/s"
     )
     said += f", MFU {found.mfu:.0%}" + (f", loss {loss[0]:+.2f} ± {loss[1]:.2f} % in the study" if loss else "") + ". "
-    if best is fastest:
+    if best is plan.outcomes[0]:
         said += "It is the fastest. "
-    else:
+    elif best is not fastest:
         near = f"the plans within {NEAR - 1:.0%} of the fastest ({fastest.candidate.name}"
         said += f"It rounds least of {near}: {fastest.prediction.time.seconds:.3g} s). "
+    if plan.outcomes[0] is not fastest:
+        faster, risk = plan.outcomes[0], plan.outcomes[0].candidate.wire.recipe.risk
+        said += (
+            f"{faster.candidate.name} takes {faster.prediction.time.seconds:.3g} s, and may cost {risk:.2g} % of loss, "
+        )
+        said += f"above --loss-budget {plan.loss_budget:g}. "
     plain = find_plain(plan)
     if plain is not None and plain is not best:
         time = plain.prediction.time
@@ -178,9 +198,9 @@ def reasons(plan: Plan) -> list[str]:
 
 
 def suggested(plan: Plan) -> Outcome:
-    """Return the candidate that rounds least among those within ``NEAR`` of the fastest."""
-    fastest = plan.outcomes[0].prediction.time.seconds
-    near = [outcome for outcome in plan.outcomes if outcome.prediction.time.seconds <= NEAR * fastest]
+    """Return the candidate that rounds least among those within the loss budget and ``NEAR`` of the fastest."""
+    fastest = plan.allowed[0].prediction.time.seconds
+    near = [outcome for outcome in plan.allowed if outcome.prediction.time.seconds <= NEAR * fastest]
     return min(near, key=lambda outcome: outcome.candidate.wire.rank)
 
 
@@ -217,8 +237,13 @@ def run(args: argparse.Namespace) -> None:
     cluster = parse_cluster(args.cluster)
     if args.dollars_per_gpu_hour is not None:
         cluster = dataclasses.replace(cluster, dollars_per_gpu_hour=args.dollars_per_gpu_hour)
+    if args.like is not None:
+        cluster = like_program(cluster, args.like)
+    if args.calibrate_from is not None:
+        cluster = calibrate_from(cluster, args.calibrate_from)
     architecture, flags, vocabulary = find_model(args)
     plan = make_plan(architecture, flags, vocabulary, cluster, args.usable_memory)
+    plan = dataclasses.replace(plan, loss_budget=args.loss_budget)
     print("\n".join(report(plan, architecture.script, flags, args.rows, args.commands, args.all)))
     if args.timeline is not None and plan.outcomes:
         shown = filter(None, (suggested(plan), find_plain(plan)))
@@ -229,6 +254,23 @@ def run(args: argparse.Namespace) -> None:
         print(f"\nplot: {args.plot}")
 
 
+def calibrate_from(cluster: Cluster, folder: Path) -> Cluster:
+    """Calibrate by the run in a folder of TensorBoard events. Raises ValueError, or ImportError without tensorboard."""
+    found = find_runs([folder])
+    if len(found) > 1:
+        raise ValueError(f"--calibrate-from {folder} holds {len(found)} runs: give the folder of one")
+    ((name, files),) = found.items()
+    calibrated = calibrate(cluster, read_run(name, files))
+    print(
+        f"{name}: matrix products reach {calibrated.efficiency:.1%} of the peak, {cluster.efficiency:.1%} was assumed"
+    )
+    return calibrated
+
+
 def main() -> int:
+    for word, program in (("--measure", measure_cluster), ("--try", suggest_settings)):
+        if sys.argv[1:2] == [word]:
+            sys.argv[:2] = [f"{sys.argv[0]} {word}"]
+            return program.main()
     args = parse_arguments()
     return report_errors(lambda: run(args))

@@ -210,7 +210,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("runs", nargs="*", type=local_path(Path), metavar="RUN_DIR", help="folder given to --tensorboard-dir")
     add("--output", type=local_path(Path), default=Path("report.html"), help="page to write; default report.html")
-    cluster = "file of tools/measure_cluster.py, or such as 2x8xH100@400: also show the planner's prediction"
+    cluster = "file of tools/plan.py --measure, or such as 2x8xH100@400: also show the planner's prediction"
     add("--cluster", type=local_path(str), metavar="FILE", help=cluster)
     add("--wandb", metavar="PROJECT", help="save the plots as a report of this wandb project instead")
     add("--wandb-entity", metavar="NAME", help="the project's owner; default: your account")

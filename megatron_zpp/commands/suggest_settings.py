@@ -1,6 +1,6 @@
-"""Suggest how to send weights and gradients: rank settings by loss against bytes, on your model and data.
+"""``plan --try``: rank ways to send weights and gradients by loss against bytes, on your model and data.
 
-    python tools/suggest_settings.py gpt --emulate-ranks 16 --emulate-nodes 4 --link-gbps 25 -- \\
+    python tools/plan.py --try gpt --emulate-ranks 16 --emulate-nodes 4 --link-gbps 25 -- \\
         --num-layers 12 --hidden-size 768 ... --data-path PREFIX
 
 Each setting trains for a few hundred steps, emulated in one process, on the same data in the same order. The first one,

@@ -25,26 +25,34 @@ WORD = re.compile(r"(?:(?P<sites>\d+)x)?(\d+)x(\d+)x([A-Za-z][\w-]*)@([\d.]+)(?(
 
 
 # By the name that users give (the plain one is the SXM version), by data sheets: GB of memory; its GB/s; GB/s to the
-# other GPUs of a node in one direction (NVLink or the like, else PCIe). Then shares of the peak: matrix products of a
-# model, as ``benchmarks/planner.py published`` fits them to published measurements (V100's are ten rows of one shared
-# cluster; 0.5 where there are none), and attention. FlashAttention-2's authors say 50 to 73 % on an A100 (arXiv
-# 2307.08691), and 35 % on an H100 (arXiv 2407.08608), which is assumed for the others.
+# other GPUs of a node in one direction (NVLink or the like, else PCIe). Then shares of the peak that matrix products
+# and causal attention reach in a model, as ``benchmarks/planner.py published`` fits them to published measurements.
+# V100's are ten rows of one shared cluster, which say nothing of attention. Cards without rows take the shares of the
+# same chip, or of the nearest.
 GPUS = {
-    "T4": (16, 320, 16, 0.5, 0.35),
+    "T4": (16, 320, 16, 0.5, 0.2),
     "V100": (32, 900, 150, 0.23, 0.35),
-    "A10G": (24, 600, 32, 0.5, 0.35),
-    "L4": (24, 300, 32, 0.5, 0.35),
-    "L40S": (48, 864, 32, 0.5, 0.35),
-    "A100-40GB": (40, 1555, 300, 0.65, 0.5),
-    "A100": (80, 2039, 300, 0.62, 0.5),
-    "A800": (80, 2039, 200, 0.5, 0.5),
-    "H100": (80, 3350, 450, 0.49, 0.35),
-    "H100-PCIe": (80, 2000, 64, 0.5, 0.35),
-    "H800": (80, 3350, 200, 0.5, 0.35),
-    "H200": (141, 4800, 450, 0.5, 0.35),
-    "GH200": (96, 4000, 450, 0.5, 0.35),
-    "B200": (180, 8000, 900, 0.5, 0.35),
-    "MI300X": (192, 5300, 448, 0.5, 0.35),
+    "A10G": (24, 600, 32, 0.5, 0.2),
+    "L4": (24, 300, 32, 0.5, 0.2),
+    "L40S": (48, 864, 32, 0.5, 0.2),
+    "A100-40GB": (40, 1555, 300, 0.76, 0.3),
+    "A100": (80, 2039, 300, 0.66, 0.3),
+    "A800": (80, 2039, 200, 0.66, 0.3),
+    "H100": (80, 3350, 450, 0.58, 0.2),
+    "H100-PCIe": (80, 2000, 64, 0.58, 0.2),
+    "H800": (80, 3350, 200, 0.58, 0.2),
+    "H200": (141, 4800, 450, 0.58, 0.2),
+    "GH200": (96, 4000, 450, 0.58, 0.2),
+    "B200": (180, 8000, 900, 0.5, 0.2),
+    "MI300X": (192, 5300, 448, 0.5, 0.2),
+}
+
+# Other programs, as the same command fits them: their share of the GPU's rate of matrix products, and microseconds of
+# the host for a layer and for each expert, which a loop computes one after the other.
+LIKE = {
+    "torchtitan": (0.89, 0, 0),
+    "megatron": (1.0, 0, 0),
+    "huggingface": (1.0, 12_000, 3_500),
 }
 
 # Share of a link's nominal rate that collectives reach with large messages. Voltage Park measured 323.5 GB/s of
@@ -105,6 +113,7 @@ class Cluster:
     ring_passes: int = _field("2 where a reduce-scatter is an all-reduce, as gloo's", 1)
     entry_microseconds: float = _field("microseconds that ranks wait for each other at every collective", 0.0)
     layer_microseconds: float = _field("microseconds that the program itself takes for both passes of a layer", 0.0)
+    expert_microseconds: float = _field("microseconds that it takes for each expert, one after the other", 0.0)
     step_microseconds: float = _field("microseconds that it takes for a layer's clipping and optimizer step", 0.0)
     layer_gbytes: float = _field("GB/s of what is between matrix products; 0: as kernel_gbytes", 0.0)
     sites: int = _field("sites that the nodes are divided among", 1)
@@ -209,7 +218,7 @@ def default_cluster(nodes: int, gpus_per_node: int, kind: str, gbits: float) -> 
     name = next((name for name in GPUS if name.lower() == kind.lower()), None)
     peak = peak_tflops(kind) if name is not None else None
     if name is None or peak is None:
-        raise ValueError(f"the GPU {kind} is not known: give one of {', '.join(GPUS)}, or a file of measure_cluster.py")
+        raise ValueError(f"the GPU {kind} is not known: give one of {', '.join(GPUS)}, or a file of plan --measure")
     memory_gb, memory_gbytes, link_gbytes, efficiency, attention_efficiency = GPUS[name]
     return Cluster(
         nodes,
@@ -222,6 +231,17 @@ def default_cluster(nodes: int, gpus_per_node: int, kind: str, gbits: float) -> 
         kernel_gbytes=MEMORY_SHARE * memory_gbytes,
         within_gbytes=LINK_SHARE * link_gbytes,
         between_gbits=LINK_SHARE * gbits,
+    )
+
+
+def like_program(cluster: Cluster, name: str) -> Cluster:
+    """Return the cluster as the program ``name`` of ``LIKE`` uses it."""
+    share, layer, expert = LIKE[name]
+    return dataclasses.replace(
+        cluster,
+        efficiency=share * cluster.efficiency,
+        layer_microseconds=cluster.layer_microseconds + layer,
+        expert_microseconds=cluster.expert_microseconds + expert,
     )
 
 
@@ -260,7 +280,7 @@ def read_cluster(path: Path) -> Cluster:
     required = (name for name, f in fields.items() if f.default is dataclasses.MISSING is f.default_factory)
     missing = [name for name in required if name not in values]
     if missing:
-        raise ValueError(f"{path} lacks {', '.join(missing)}: add a line for each, or let tools/measure_cluster.py")
+        raise ValueError(f"{path} lacks {', '.join(missing)}: add a line for each, or run plan --measure again")
     try:
         return Cluster(**values)
     except ValueError as error:

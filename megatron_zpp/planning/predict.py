@@ -196,7 +196,8 @@ def arithmetic(
             recomputed = tokens * max(0, block.everything - block.linear_layers) / cluster.layer_bytes_per_second
     logits = tokens * LOGIT_BYTES * config.vocab_size / tensor_parallel / cluster.layer_bytes_per_second
     head_products = tokens * head / tensor_parallel / cluster.flops_per_second
-    host = 1e-6 * cluster.layer_microseconds
+    experts = (settings.model.num_experts or 0) / distributed.expert_model_parallel_size
+    host = 1e-6 * (cluster.layer_microseconds + experts * cluster.expert_microseconds)
     # The forward pass writes and reads what is kept. The backward pass reads it, and writes and reads its gradient.
     forward = Arithmetic(_with_host(products + attended + 2 * kept, host / 3, cluster), head_products + logits)
     layers_per_stage = num_layers // (placement.num_stages if placement is not None else 1)
@@ -315,6 +316,37 @@ def compare_with_log(run: RunHistory, cluster: Cluster) -> dict[str, tuple[float
         "waiting for links within nodes": within,
         "the rest": (step[0] - between[0] - within[0], step[1] - between[1] - within[1]),
     }
+
+
+def calibrate(cluster: Cluster, run: RunHistory) -> Cluster:
+    """Return the cluster at the rate of arithmetic that explains what a logged run on such nodes did beside waiting.
+
+    Both shares of the peak change alike. Raises ValueError if the run's ranks are no whole nodes of the cluster, if it
+    logged no waits, or if no rate explains it.
+    """
+    ranks = int(run.settings.get("world_size", 0))
+    if ranks % cluster.gpus_per_node:
+        raise ValueError(f"{run.name} had {ranks} ranks, which are no whole nodes of {cluster.gpus_per_node} GPUs")
+    own = replace(cluster, nodes=ranks // cluster.gpus_per_node, sites=1)
+    _, measured = compare_with_log(run, own)["the rest"]
+    needs = predict_logged(run, own).needs
+
+    def scaled(factor: float, of: Cluster) -> Cluster:
+        products, attention = factor * of.efficiency, factor * of.attention_efficiency
+        return replace(of, efficiency=products, attention_efficiency=attention)
+
+    def seconds(factor: float) -> float:
+        time = predict(scaled(factor, own), needs).time
+        return time.seconds - time.exposed_between - time.exposed_within
+
+    low, high = 1e-4, 1 / max(cluster.efficiency, cluster.attention_efficiency)
+    if not seconds(high) <= measured <= seconds(low):
+        explained = f"{run.name} took {measured:.3g} s a step without waits: no rate of arithmetic explains that"
+        raise ValueError(f"{explained}, at the peak it is {seconds(high):.3g} s")
+    for _ in range(40):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if seconds(middle) > measured else (low, middle)
+    return scaled(high, cluster)
 
 
 def predict_logged(run: RunHistory, cluster: Cluster) -> Prediction:

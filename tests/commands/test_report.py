@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import io
 import re
@@ -15,12 +16,13 @@ import torch.distributed as dist
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.commands import report
+from megatron_zpp.commands.plan import calibrate_from
 from megatron_zpp.commands.report import BETWEEN, WITHIN, charts, main, smoothed, summary, thinned
 from megatron_zpp.families import GPT
 from megatron_zpp.metrics.tensorboard_reader import DASHBOARD, RunHistory, find_runs, read_run
 from megatron_zpp.metrics.writers import MetricWriters
 from megatron_zpp.planning.cluster import parse_cluster
-from megatron_zpp.planning.predict import predict_logged
+from megatron_zpp.planning.predict import predict, predict_logged
 from megatron_zpp.planning.search.plan import make_plan
 from megatron_zpp.settings.groups import LoggingSettings
 from megatron_zpp.training.pretrain import train
@@ -223,6 +225,7 @@ def test_bad_input_gets_one_line(tmp_path, capsys):
         main([])
 
 
+CLUSTER = parse_cluster("2x2xH100@100")
 SHAPE = "--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 2 --bf16"
 TRAINED = "--train-iters 10 --lr 1e-3 --mock-data --vocab-size 1000 --global-batch-size 8"
 
@@ -245,11 +248,18 @@ def test_predictions_beside_measurements(tmp_path, capsys):
     predicted, measured = zip(*(map(float, cell.split(", ")) for cell in cells.values()), strict=True)
     assert measured == (500, 250, 50, 200)
     only_data = ["--tensor-model-parallel-size", "1"]
-    plan = make_plan(GPT, [*settings["command"].split()[1:], *only_data], 1024, parse_cluster("2x2xH100@100"))
+    plan = make_plan(GPT, [*settings["command"].split()[1:], *only_data], 1024, CLUSTER)
     (time,) = {outcome.prediction.time.seconds: outcome.prediction.time for outcome in plan.outcomes}.values()
     rest = time.compute + time.compression + time.optimizer
     expected = (time.seconds, time.exposed_between, time.exposed_within, rest)
     assert predicted == pytest.approx([1000 * seconds for seconds in expected], abs=0.06) and predicted[0] > 10
+    calibrated = calibrate_from(parse_cluster("8x2xH100@100"), tmp_path / "run")
+    needs = predict_logged(read_run("run", find_runs([tmp_path / "run"])[str(tmp_path / "run")]), CLUSTER).needs
+    time = predict(dataclasses.replace(calibrated, nodes=2), needs).time
+    assert time.seconds - time.exposed_between - time.exposed_within == pytest.approx(0.2)
+    assert "matrix products reach" in capsys.readouterr().out and calibrated.nodes == 8
+    with pytest.raises(ValueError, match="4 ranks, which are no whole nodes of 8 GPUs"):
+        calibrate_from(parse_cluster("1x8xH100@100"), tmp_path / "run")
     for cluster, message in ("2x4xH100@100", "had 4"), ("nothing", "neither a file nor of the form"):
         assert main([str(tmp_path / "run"), "--output", str(page), "--cluster", cluster]) == 1
         assert message in capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT
 from megatron_zpp.models.transformer import Transformer
-from megatron_zpp.planning.cluster import Cluster, parse_cluster
+from megatron_zpp.planning.cluster import LIKE, Cluster, like_program, parse_cluster
 from megatron_zpp.planning.predict import Arithmetic, arithmetic, estimate_on, step_shapes
 from megatron_zpp.planning.search.candidates import RECOMPUTE_ALL
 from megatron_zpp.planning.step import StepShape
@@ -46,6 +46,17 @@ def test_products_and_attention():
     assert backward.layer == pytest.approx(2 * products + 2.5 * attended)
     assert forward.head == pytest.approx(2 * tokens * H * V / 0.5e12)
     assert backward.head == pytest.approx(2 * forward.head)
+
+
+def test_other_programs_take_a_share_of_the_rate_and_time_of_the_host():
+    spec = cluster()
+    _, (ours, _), _ = find("", spec)
+    _, (slower, _), _ = find("", like_program(spec, "torchtitan"))
+    assert slower.head == pytest.approx(ours.head / LIKE["torchtitan"][0])
+    _, layer, expert = LIKE["huggingface"]
+    for flags, experts in (("", 0), ("--num-experts 4", 4), ("--num-experts 4 --expert-model-parallel-size 2", 2)):
+        shape = find(flags, like_program(cluster(peak_tflops=1e6), "huggingface"))[1]
+        assert sum(each.layer for each in shape) == pytest.approx(1e-6 * (layer + experts * expert), rel=1e-3)
 
 
 def test_overhead_of_the_program():

@@ -148,3 +148,26 @@ def test_one_bit_finds_the_scales_of_loud_and_quiet_elements():
         learned = moved(learned, one, wires, step)
     for block in (taken[:128], taken[128:]):
         assert (block / 300).min() > 0.1 and (block / 300).max() < 0.3
+
+
+@pytest.mark.parametrize("width", [64, 96])  # of rows: blocks have 64 elements
+def test_rows_that_are_seldom_met_are_sent_without_noise(width):
+    """Of embeddings: their errors wait for the next gradient. Sent meanwhile they would move the scales.
+
+    The noise of all steps relative to their gradients, with scales of elements and without.
+    """
+    rows, steps = 32, 600
+    hop = wire_format((ParameterShard("embedding", rows * width, True),), 2, 64, torch.float32)
+    noises = []
+    for learns in (True, False):
+        generator = torch.Generator().manual_seed(4)
+        nodes, noise, size = TwoNodes(hop, LoCoConfig(), learns), 0.0, 0.0
+        for _ in range(steps):
+            met = torch.rand(rows, 1, generator=generator) < 0.01
+            own = [torch.randn(rows, width, generator=generator) * met for _ in range(2)]
+            _, (total, _) = nodes.step([gradient.view(1, -1).repeat(2, 1) for gradient in own])
+            noise += (total.view(rows, width) - own[0] - own[1]).square().sum().item()
+            size += (own[0] + own[1]).square().sum().item()
+        noises.append((noise / size) ** 0.5)
+    with_scales, without = noises
+    assert with_scales < 1.2 * without < 0.6, noises

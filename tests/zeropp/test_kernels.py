@@ -1,7 +1,6 @@
 """The compiled operators equal plain torch to the bit, on every device that there is."""
 
 import itertools
-import os
 from dataclasses import replace
 
 import pytest
@@ -17,10 +16,9 @@ from megatron_zpp.zeropp.wire.layout import Compensation, ParameterShard
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 # Bits and scaling of every code, and no code.
-HAS_ONE_BIT = "cuda" not in os.environ.get("ZEROPP_KERNELS", "")  # test_cuda_source.py's have none
-CODES = [(1, None)] * HAS_ONE_BIT + [(2, "mean"), (2, "absmax"), (3, "mean"), (3, "absmax"), (4, "mean")]
+CODES = [(1, None), (2, "mean"), (2, "absmax"), (3, "mean"), (3, "absmax"), (4, "mean")]
 CODES += [(4, "absmax"), (6, "absmax"), (8, "absmax"), (None, None)]
-REST = [(8, "absmax", None), (3, "mean", 32), *[(1, None, 256)] * HAS_ONE_BIT]  # of scales of elements
+REST = [(8, "absmax", None), (3, "mean", 32), (1, None, 256)]  # of scales of elements
 over_codes = pytest.mark.parametrize("bits, scaling", CODES, ids=lambda c: str(c))
 on_devices = pytest.mark.parametrize("device", DEVICES)
 # A matrix, a bias, a matrix with a remainder, one smaller than a block, one too small for any: every kind of segment.
@@ -322,7 +320,7 @@ def test_ties_and_their_neighbours(bits, dtype, device, data):
 
 @on_devices
 @settings(deadline=None, max_examples=100)
-@given(bits=st.integers(1 if HAS_ONE_BIT else 2, 4), size=st.floats(2**-10, 2**10, width=32), data=st.data())
+@given(bits=st.integers(1, 4), size=st.floats(2**-10, 2**10, width=32), data=st.data())
 def test_values_about_whole_steps_of_the_mean(bits, size, device, data):
     """Multiples of one number lie on the borders between codes where the mean is one, too."""
     multiples = torch.tensor(data.draw(st.lists(st.integers(-4, 4), min_size=32, max_size=32))).float()

@@ -42,6 +42,7 @@ WIRES = (
     _recipe("int8"),
     _recipe("int8", "--zeropp-gradient-sum-dtype int8"),  # for memory; no measurable loss: E6
     _recipe("int6"),
+    _recipe("ternary"),
 )
 RECOMPUTATIONS = {"": "nothing", "--recompute-activations": "selective", RECOMPUTE_ALL: "all"}
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)

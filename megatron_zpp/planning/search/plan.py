@@ -23,6 +23,7 @@ from megatron_zpp.planning.search.candidates import (
 )
 from megatron_zpp.settings.checks import SettingsError
 from megatron_zpp.settings.resolved import ResolvedSettings
+from megatron_zpp.zeropp.recipes import LOSS_BUDGET
 
 USABLE = 0.9  # share of a GPU's memory; CUDA and NCCL take the rest, or it is lost between blocks
 
@@ -70,6 +71,14 @@ class Plan:
     cluster: Cluster
     outcomes: list[Outcome]  # fastest first
     refused: list[Refused]
+    loss_budget: float = LOSS_BUDGET  # percent that the suggested one may cost
+
+    @property
+    def allowed(self) -> list[Outcome]:
+        """The outcomes within the budget, fastest first; all of them if there is none."""
+        risks = (outcome.candidate.wire.recipe.risk for outcome in self.outcomes)
+        within = [outcome for outcome, risk in zip(self.outcomes, risks, strict=True) if risk <= self.loss_budget]
+        return within or self.outcomes
 
 
 def complete(flags: Sequence[str], cluster: Cluster, vocabulary: int) -> tuple[list[str], list[str]]:

@@ -25,7 +25,7 @@ _CHOICE = os.environ.get("ZEROPP_KERNELS")
 LIBRARY = Path(_CHOICE or Path(__file__).with_name("_kernels.so"))
 _REBUILD = "`pip install --no-build-isolation -e .` in the source tree builds it"
 OPERATORS = ("encode", "decode", "rotate", "move_exponents")
-BITS = (1, 2, 3, 4, 6, 8)  # of codes that they pack; on a GPU not 1
+BITS = (1, 2, 3, 4, 6, 8)  # of codes that they pack
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in csrc/kernel_arguments.h
 
 

@@ -130,9 +130,8 @@ class WireLayout:
         self.is_compiled = (bits is None or bits in kernels.BITS) and dtype in kernels.TYPES and not self.nf4
 
     def has_operators_on(self, device: torch.device) -> bool:
-        """Return whether the operators have this format there; those of GPUs have no code of 1 bit."""
-        has_bits = self.is_compiled and not (self.bits == 1 and device.type == "cuda")
-        return has_bits and kernels.why_not_on(device) is None
+        """Return whether the operators have this format there."""
+        return self.is_compiled and kernels.why_not_on(device) is None
 
     def bytes_of(self, index: int) -> tuple[slice, ...]:
         """Return where the codes and the scales of one parameter are in a wire buffer, or its values."""

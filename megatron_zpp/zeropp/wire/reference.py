@@ -50,7 +50,16 @@ def encode(
     if compensation.error is not None:
         decode(compensation.format, compensation.error.unsqueeze(0), error, accumulate=False)
     compensated = values + error  # fp32
-    _write(format, compensated if scales is None else compensated / scales, wire, noise_seed, kept)
+    if scales is None:
+        _write(format, compensated, wire, noise_seed, kept)
+    else:
+        # An element without a gradient, as in a row of embeddings that no token met, is sent as 0 and its error waits:
+        # otherwise scales would follow errors, and errors scales.
+        waits = torch.zeros_like(values, dtype=torch.bool)
+        for segment in format.quantized:
+            at = slice(segment.start, segment.stop)
+            waits[..., at] = values[..., at] == 0
+        _write(format, torch.where(waits, 0.0, compensated / scales), wire, noise_seed, kept)
     if compensation.new_error is not None:
         sent = torch.empty_like(error)
         decode(format, wire.unsqueeze(0), sent, accumulate=False)

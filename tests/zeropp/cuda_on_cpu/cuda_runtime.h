@@ -168,6 +168,8 @@ T __shfl_up_sync(unsigned, T value, int by) {
 }
 
 inline int __popc(uint32_t value) { return __builtin_popcount(value); }
+inline int __popcll(uint64_t value) { return __builtin_popcountll(value); }
+inline int __ffs(int value) { return __builtin_ffs(value); }
 
 inline uint32_t atomicOr(uint32_t* at, uint32_t value) {
   const uint32_t before = *at;

@@ -40,8 +40,8 @@ struct Table {
 
 template <cuda::Source kSource>
 bool is_for_blocks(Kernel kernel) {
-  return kernel == reinterpret_cast<Kernel>(cuda::encode_blocks<kSource, false>) ||
-         kernel == reinterpret_cast<Kernel>(cuda::encode_blocks<kSource, true>);
+  return kernel == reinterpret_cast<Kernel>(cuda::encode_blocks<false, kSource, false, 0>) ||
+         kernel == reinterpret_cast<Kernel>(cuda::encode_blocks<false, kSource, true, 0>);
 }
 
 uint8_t somewhere;
