@@ -35,6 +35,7 @@ TOOLS = {  # each a file below commands/, but for the lighthouse
     "plan": "rank layouts and settings by predicted speed; --measure a cluster, --try them emulated",
     "lighthouse": "tell islands which of them are present",
     "report": "compare training runs on one page",
+    "why-hung": "say which collective a job hung in, and which ranks it waited for",
     "env": "print versions, devices, network and kernels, for a bug report",
 }
 ALIASES = {"measure-cluster": ["plan", "--measure"], "suggest-settings": ["plan", "--try"]}  # earlier names

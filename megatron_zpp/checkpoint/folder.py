@@ -2,7 +2,7 @@
 
     SAVE/latest_checkpointed_iteration.txt   the iteration, as in Megatron
     SAVE/iter_0000100/*.safetensors          tensors, one file per rank
-    SAVE/iter_0000100/index.json             where each tensor's shards are
+    SAVE/iter_0000100/index.json, shards.bin where each tensor's shards are
     SAVE/iter_0000100/meta.json              settings, counters, versions, size and digest of every file
     SAVE/iter_0000100/complete               digest of meta.json; written last
     SAVE/lock                                held by the job that saves here
@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.files import lock_for_process
+from megatron_zpp.parallel.flight_record import FILES
 
 from .files import CheckpointError, digest, make_folder, open_regular, sync_folder, write_durably
-from .meta import INDEX, MARKER, META, REMEDY, nonfinite, read_meta
+from .meta import MARKER, META, REMEDY, nonfinite, read_meta
 
 LATEST = "latest_checkpointed_iteration.txt"
 LOCK = "lock"
@@ -115,7 +116,7 @@ def _latest_iteration(root: Path) -> int | None:
 def describe_empty(folder: str) -> str:
     """Tell a user that a run starts from scratch, and warn if ``folder`` has files (not just TensorBoard's folders)."""
     root = Path(folder)
-    if root.is_dir() and any(path.is_file() for path in root.iterdir() if path.name != LOCK):
+    if root.is_dir() and any(p.is_file() and p.name != LOCK and not p.name.startswith(FILES) for p in root.iterdir()):
         return f"WARNING: {folder} has files, but no {LATEST} and no checkpoint: starting from scratch"
     return f"no checkpoint in {folder} yet: starting from scratch"
 
@@ -177,13 +178,18 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def finish(incomplete: Path, index: Mapping[str, Any], meta: dict[str, Any], files: dict[str, dict[str, Any]]) -> Path:
-    """Complete a checkpoint, and name it the latest; return its folder. files: ``Sums.entry`` of its files by name."""
+def finish(
+    incomplete: Path, index: Mapping[str, bytes], meta: dict[str, Any], files: dict[str, dict[str, Any]]
+) -> Path:
+    """Complete a checkpoint, and name it the latest; return its folder.
+
+    index: files of ``build_index``. files: ``Sums.entry`` of the others by name.
+    """
     root, final = incomplete.parent, incomplete.with_name(incomplete.name.removesuffix(INCOMPLETE))
     _wait_for_files(incomplete, files)
-    text = json.dumps(index, separators=(",", ":")).encode()
-    write_durably(incomplete / INDEX, text)
-    files = files | {INDEX: {"bytes": len(text), "sha256": digest(text)}}
+    for name, content in index.items():
+        write_durably(incomplete / name, content)
+        files = files | {name: {"bytes": len(content), "sha256": digest(content)}}
     text = (json.dumps(meta | {"files": files}, indent=1) + "\n").encode()
     write_durably(incomplete / META, text)
     write_durably(incomplete / MARKER, digest(text).encode() + b"\n")

@@ -47,8 +47,12 @@ class CheckpointSaver:
         self.saved_iteration: int | None = None  # the last one that is on the disk
         self._delete_old = functools.partial(retain, folder, keep_last, retain_interval)
         self._pending: _Pending | None = None
-        # A separate group, because its collectives run in another thread than training's, and on the CPU.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
+        self._timeout = timedelta(minutes=timeout_minutes)
+
+    @functools.cached_property
+    def _group(self) -> dist.ProcessGroup:
+        """A group of all ranks, made by the first save: its collectives run in another thread, and on the CPU."""
+        return dist.new_group(backend="gloo", timeout=self._timeout)
 
     def save(self, iteration: int, trained: Trained, meta: dict[str, Any], save_rng: bool) -> None:
         """Wait for the save before, then begin to save; training may go on when this returns."""

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -35,8 +34,9 @@ from megatron_zpp.models.lora import is_adapter
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 
 from .files import CheckpointError
+from .index import Entry, Index, read_index
 from .meta import REMEDY
-from .storage import CheckpointReader, iterate_tensors, read_index
+from .storage import iterate_tensors, read_state
 from .trained import Trained, plan_resume
 
 
@@ -92,8 +92,8 @@ def load_checkpoint(
     with errors_on_all_ranks():
         if trained.optimizers and not meta["has_optimizer"]:
             raise CheckpointError(f"{checkpoint} was saved without its optimizer: load it with --no-load-optim")
-        metadata = read_index(checkpoint, meta)
-        saved = metadata.state_dict_metadata
+        index = read_index(checkpoint, meta, {*local_ranks, *island_ranks, *_ranks_in(*random_states)})
+        saved = index.tensors
         if plan.zeropp:
             zeropp_state = _tensors_to_fill(saved, "zeropp", local_ranks)
         if plan.islands and islands is not None:
@@ -104,7 +104,7 @@ def load_checkpoint(
             islands_state = _tensors_to_fill(saved, "islands", island_ranks)
         state |= _prefixed({"zeropp.": zeropp_state, "islands.": islands_state})
         _check_shapes(checkpoint, state, saved)
-    _read(CheckpointReader(checkpoint, metadata), state)
+    _read(index, state)
 
     for prefix, model in loaded.named_models():
         _set_model_tensors(model, models[prefix])
@@ -133,9 +133,9 @@ def load_base(checkpoint: Path, meta: Mapping[str, Any], model: nn.Module) -> No
     """Load the frozen weights below adapters. Collective. Raises FailedTogether after printing the reason."""
     tensors = {name: tensor for name, tensor in get_model_state_dict(model).items() if not is_adapter(name)}
     with errors_on_all_ranks():
-        metadata = read_index(checkpoint, meta)
-        _check_shapes(checkpoint, _prefixed({"model.": tensors}), metadata.state_dict_metadata)
-    _read(CheckpointReader(checkpoint, metadata), _prefixed({"model.": tensors}))
+        index = read_index(checkpoint, meta, ())
+        _check_shapes(checkpoint, _prefixed({"model.": tensors}), index.tensors)
+    _read(index, _prefixed({"model.": tensors}))
     _set_model_tensors(model, tensors)
 
 
@@ -151,16 +151,13 @@ def _set_model_tensors(model: nn.Module, tensors: dict[str, Any]) -> None:
     set_model_state_dict(model, tensors, options=StateDictOptions(strict=not has_adapters))
 
 
-def _read(reader: CheckpointReader, state: dict[str, Any]) -> None:
+def _read(index: Index, state: dict[str, Any]) -> None:
     """Fill the tensors of ``state``. Raises FailedTogether. Collective."""
-    failure = None
-    try:
-        dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner(flatten_state_dict=False))
-    except dcp.api.CheckpointException as error:  # on all ranks
-        failure = root_cause(error)
     with errors_on_all_ranks():
-        if failure is not None:
-            raise CheckpointError(f"{reader.checkpoint} cannot be loaded ({failure}): {REMEDY}")
+        try:
+            read_state(index, state)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{index.checkpoint} cannot be loaded ({error}): {REMEDY}") from error
 
 
 def root_cause(error: dcp.api.CheckpointException) -> str:
@@ -196,24 +193,24 @@ def _ranks_in(*states: Mapping[str, Tensor]) -> set[str]:
     return {name.partition(".")[0] for state in states for name in state}
 
 
-def _tensors_to_fill(saved: Mapping[str, Any], kind: str, ranks: Collection[str]) -> dict[str, Tensor]:
+def _tensors_to_fill(saved: Mapping[str, Entry], kind: str, ranks: Collection[str]) -> dict[str, Tensor]:
     """Return empty tensors of the shapes in which these ranks' state was saved."""
     return {
-        name.removeprefix(f"{kind}."): torch.empty(entry.size, dtype=entry.properties.dtype)
+        name.removeprefix(f"{kind}."): torch.empty(entry.size, dtype=entry.dtype)
         for name, entry in saved.items()
         if name.startswith(f"{kind}.") and name.split(".")[1] in ranks
     }
 
 
-def _check_shapes(checkpoint: Path, state: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
+def _check_shapes(checkpoint: Path, state: Mapping[str, Tensor], saved: Mapping[str, Entry]) -> None:
     """Raise CheckpointError if a tensor of the run was saved with another shape or dtype, or not at all."""
     wrong = []
     for name, tensor in state.items():
         entry = saved.get(name)
-        if not isinstance(entry, TensorStorageMetadata):
+        if entry is None:
             wrong.append(f"{name} is not in it")
-        elif entry.size != tensor.size() or entry.properties.dtype != tensor.dtype:
-            there, here = f"{entry.properties.dtype} {list(entry.size)}", f"{tensor.dtype} {list(tensor.shape)}"
+        elif entry.size != tensor.size() or entry.dtype != tensor.dtype:
+            there, here = f"{entry.dtype} {list(entry.size)}", f"{tensor.dtype} {list(tensor.shape)}"
             wrong.append(f"{name} is {there} there, {here} here")
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""

@@ -1,25 +1,20 @@
-"""Store torch.distributed.checkpoint's tensors as safetensors with a JSON index, without any pickle.
+"""Store torch.distributed.checkpoint's tensors as safetensors without any pickle.
 
 DCP's writers pickle their index, and its safetensors writer holds a rank's shards twice in memory. Its
-HuggingFaceStorageReader opens what is written here. index.json locates the shards of each tensor; everything in it is
-checked before use.
+HuggingFaceStorageReader opens what is written here.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from reprlib import repr as short
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharding_spec._internals import validate_non_overlapping_shards_metadata
-from torch.distributed.checkpoint import FileSystemReader, StorageWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, StorageWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -28,121 +23,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from .files import DTYPES, CheckpointError, digest, parse_json, write_safetensors
+from .files import CheckpointError, write_safetensors
 from .folder import FolderLock, begin, finish
-from .meta import INDEX, REMEDY, is_plain_name, open_in
+from .index import Index, build_index, read_index
+from .meta import open_in
 from .tokenizer import copy_tokenizer
 
 MAX_NAMES = 20  # of tensors with NaN or Inf, in meta.json
-
-
-def build_index(tensors: Mapping[str, Any], places: Mapping[MetadataIndex, _StorageInfo]) -> dict[str, Any]:
-    """Return the content of index.json. tensors: ``TensorStorageMetadata`` by name."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    entries = {}
-    for name, tensor in tensors.items():
-        chunks = []
-        for chunk in tensor.chunks:
-            place = places[MetadataIndex(name, chunk.offsets)]
-            at = {"offsets": list(chunk.offsets), "shape": list(chunk.sizes)}
-            span = [place.offset, place.offset + place.length]
-            chunks.append(at | {"file": place.relative_path, "bytes": span})
-        entries[name] = {"dtype": names[tensor.properties.dtype], "shape": list(tensor.size), "chunks": chunks}
-    return {"tensors": entries}
-
-
-def read_index(checkpoint: Path, meta: Mapping[str, Any]) -> Metadata:
-    """Return shapes, dtypes and places of all tensors. ``meta``: from ``read_meta``. Raises CheckpointError."""
-    try:
-        with open_in(checkpoint, INDEX) as file:
-            text = file.read()
-        if digest(text) != meta["files"].get(INDEX, {}).get("sha256"):
-            raise ValueError("its digest is not the one in meta.json")
-        return _parse_index(parse_json(text), meta["files"])
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint / INDEX} is damaged ({error}): {REMEDY}") from error
-
-
-def _parse_index(index: Any, files: Mapping[str, Any]) -> Metadata:
-    """Raise ValueError unless the shards of every tensor cover it exactly, and no two share bytes of a file."""
-    tensors: dict[str, Any] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
-    for name, entry in _values(_values(index, "the index", "tensors")[0], "tensors").items():
-        dtype_name, shape, shards = _values(entry, name, "dtype", "shape", "chunks")
-        dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
-        if dtype is None:
-            raise ValueError(f"{name} is of the dtype {short(dtype_name)}, which is not known")
-        if not isinstance(shards, list):
-            raise ValueError(f"the chunks of {name} are not a list")
-        size = _sizes(shape)
-        chunks = []
-        for shard in shards:
-            chunk, place = _parse_shard(name, shard, size, dtype, files)
-            # Ranks that hold nothing of a tensor write shards without elements.
-            if math.prod(chunk.sizes) or not math.prod(size):
-                chunks.append(chunk)
-                places[MetadataIndex(name, chunk.offsets)] = place
-        if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size) or not chunks:
-            raise ValueError(f"shards of {name} are missing, or there are too many")
-        if math.prod(size):
-            try:
-                validate_non_overlapping_shards_metadata(
-                    [ShardMetadata(list(chunk.offsets), list(chunk.sizes)) for chunk in chunks]
-                )
-            except ValueError:
-                raise ValueError(f"shards of {name} overlap") from None
-        tensors[name] = TensorStorageMetadata(TensorProperties(dtype), size, chunks)
-    _check_bytes(places)
-    return Metadata(tensors, storage_data=places)
-
-
-def _parse_shard(
-    name: str, shard: Any, size: torch.Size, dtype: torch.dtype, files: Mapping[str, Any]
-) -> tuple[ChunkStorageMetadata, _StorageInfo]:
-    *lists, file = _values(shard, f"a shard of {name}", "offsets", "shape", "bytes", "file")
-    offsets, sizes, span = (_sizes(values) for values in lists)
-    is_inside = len(offsets) == len(sizes) == len(size) and all(
-        start + length <= total for start, length, total in zip(offsets, sizes, size, strict=True)
-    )
-    if not is_inside or len(span) != 2 or span[1] - span[0] != math.prod(sizes) * dtype.itemsize:
-        raise ValueError(f"a shard of {name} is not of its size")
-    if not is_plain_name(file) or file not in files or span[1] > files[file]["bytes"]:
-        raise ValueError(f"a shard of {name} is not in a file of this checkpoint")
-    return ChunkStorageMetadata(offsets, sizes), _StorageInfo(file, span[0], span[1] - span[0])
-
-
-def _values(entry: Any, name: str, *keys: str) -> Any:
-    """Return the values of ``keys``, or the object itself without keys. Raises ValueError if they are missing."""
-    if not isinstance(entry, dict):
-        raise ValueError(f"{name} is not a JSON object")
-    missing = [key for key in keys if key not in entry]
-    if missing:
-        raise ValueError(f"{name} has no {', '.join(missing)}")
-    return [entry[key] for key in keys] if keys else entry
-
-
-def _sizes(values: Any) -> torch.Size:
-    if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
-        raise ValueError(f"{short(values)} is not a shape")
-    if math.prod(max(1, value) for value in values) >= 2**60:  # more than torch can count
-        raise ValueError(f"{short(values)} is too large for a shape")
-    return torch.Size(values)
-
-
-def _check_bytes(places: Mapping[MetadataIndex, _StorageInfo]) -> None:
-    """Raise ValueError if two shards, of one tensor or of two, share bytes of a file."""
-    last_file, last_end, last_name = "", 0, ""
-    for index, place in sorted(places.items(), key=lambda item: (item[1].relative_path, item[1].offset)):
-        if place.relative_path != last_file:
-            last_file, last_end = place.relative_path, 0
-        if place.length and place.offset < last_end:
-            raise ValueError(f"{last_name} and {index.fqn} share bytes of {last_file}")
-        if place.length:
-            last_end, last_name = place.offset + place.length, index.fqn
 
 
 class CheckpointWriter(StorageWriter):
@@ -219,7 +110,7 @@ def _nonfinite_names(meta: Mapping[str, Any], tensors: Iterable[str]) -> list[st
     return names if len(names) <= MAX_NAMES else [*names[:MAX_NAMES], f"{len(names) - MAX_NAMES} more"]
 
 
-def _read_shard(file: Any, place: _StorageInfo, dtype: torch.dtype, sizes: torch.Size) -> Tensor:
+def _read_shard(file: Any, place: _StorageInfo, dtype: torch.dtype, sizes: Sequence[int]) -> Tensor:
     content = bytearray(place.length)
     file.seek(place.offset)
     if file.readinto(content) != len(content):
@@ -227,52 +118,46 @@ def _read_shard(file: Any, place: _StorageInfo, dtype: torch.dtype, sizes: torch
     return torch.frombuffer(content, dtype=dtype).view(sizes) if content else torch.empty(sizes, dtype=dtype)
 
 
-class CheckpointReader(FileSystemReader):
-    """Reads a checkpoint into tensors with any sharding. Overrides all that reads files: nothing is unpickled."""
+def read_state(index: Index, state: dict[str, Any]) -> None:
+    """Fill this rank's part of ``state``, with any sharding. Raises CheckpointError, OSError, ValueError.
 
-    def __init__(self, checkpoint: Path, metadata: Metadata) -> None:
-        """metadata: from ``read_index``."""
-        super().__init__(checkpoint)
-        self.checkpoint, self.metadata = checkpoint, metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[Any]] = {}
-        for item in plan.items:
-            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        for name, items in by_file.items():
-            with open_in(self.checkpoint, name) as file:
-                for item in items:
-                    tensor = self.metadata.state_dict_metadata[item.storage_index.fqn]
-                    assert isinstance(tensor, TensorStorageMetadata)
-                    sizes = next(c.sizes for c in tensor.chunks if c.offsets == item.storage_index.offset)
-                    shard = _read_shard(file, self.storage_data[item.storage_index], tensor.properties.dtype, sizes)
-                    target = planner.resolve_tensor(item).detach()
-                    target.copy_(narrow_tensor_by_index(shard, item.storage_offsets, item.lengths))
-                    planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+    DCP plans what to read; not ``dcp.load``, whose rank 0 gathers the plans of all ranks and sends them back.
+    """
+    metadata = index.metadata_for(state)
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    planner.set_up_planner(state, metadata)
+    by_file: dict[str, list[Any]] = {}
+    for item in planner.create_local_plan().items:
+        by_file.setdefault(metadata.storage_data[item.storage_index].relative_path, []).append(item)
+    for name, items in by_file.items():
+        with open_in(index.checkpoint, name) as file:
+            for item in items:
+                tensor = metadata.state_dict_metadata[item.storage_index.fqn]
+                assert isinstance(tensor, TensorStorageMetadata)
+                sizes = next(c.sizes for c in tensor.chunks if c.offsets == item.storage_index.offset)
+                place, offsets = metadata.storage_data[item.storage_index], item.storage_offsets
+                if sizes:  # only the rows that are needed, which lie side by side
+                    row = place.length // sizes[0]
+                    place = _StorageInfo(name, place.offset + offsets[0] * row, item.lengths[0] * row)
+                    sizes, offsets = torch.Size((item.lengths[0], *sizes[1:])), (0, *offsets[1:])
+                shard = _read_shard(file, place, tensor.properties.dtype, sizes)
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(narrow_tensor_by_index(shard, offsets, item.lengths))
 
 
 def iterate_tensors(checkpoint: Path, meta: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield whole tensors whose names begin with ``prefix``, without it, one at a time. Raises CheckpointError."""
-    metadata = read_index(checkpoint, meta)
-    for name in sorted(metadata.state_dict_metadata):
+    index = read_index(checkpoint, meta)
+    for name in sorted(index.tensors):
         if name.startswith(prefix):
-            yield name.removeprefix(prefix), read_tensor(checkpoint, metadata, name)
+            yield name.removeprefix(prefix), read_tensor(index, name)
 
 
-def read_tensor(checkpoint: Path, metadata: Metadata, name: str) -> Tensor:
-    """Read one whole tensor. metadata: from ``read_index``. Raises CheckpointError or OSError."""
-    tensor = metadata.state_dict_metadata[name]
-    assert isinstance(tensor, TensorStorageMetadata)
-    whole = torch.empty(tensor.size, dtype=tensor.properties.dtype)
-    for chunk in tensor.chunks:
-        place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-        with open_in(checkpoint, place.relative_path) as file:
+def read_tensor(index: Index, name: str) -> Tensor:
+    """Read one whole tensor. Raises CheckpointError or OSError."""
+    whole = torch.empty(index.tensors[name].size, dtype=index.tensors[name].dtype)
+    for chunk, place in index.places(name, index.rows(name)):
+        with open_in(index.checkpoint, place.relative_path) as file:
             shard = _read_shard(file, place, whole.dtype, chunk.sizes)
         narrow_tensor_by_index(whole, chunk.offsets, chunk.sizes).copy_(shard)
     return whole

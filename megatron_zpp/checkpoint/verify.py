@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from .files import CheckpointError
+from .index import read_index
 from .meta import nonfinite, open_in, read_meta
-from .storage import read_index
 
 SAMPLE_RATIO = 8  # --verify-checkpoint sample reads 1/8 of a file's blocks
 
@@ -27,12 +27,13 @@ def problems(
     """List what is wrong with a checkpoint, file by file.
 
     digests: "all" reads every byte; "sample" an eighth of each file's blocks, at least one, drawn by ``draw`` or
-    differently at every call; "none" compares sizes only. Each rank reads its share of files. finite: recorded NaN or
-    Inf is a problem too.
+    differently at every call; "none" compares sizes only. Each rank reads its share of files, and rank 0 the index.
+    finite: recorded NaN or Inf is a problem too.
     """
     try:
         meta = read_meta(checkpoint)
-        read_index(checkpoint, meta)
+        if rank == 0:
+            read_index(checkpoint, meta)
     except CheckpointError as error:
         return [str(error)]
     draw = draw or random.Random()

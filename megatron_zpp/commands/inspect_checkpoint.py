@@ -26,7 +26,8 @@ from megatron_zpp.checkpoint import (
     read_meta,
     require_checkpoint,
 )
-from megatron_zpp.checkpoint.storage import read_index, read_tensor
+from megatron_zpp.checkpoint.index import read_index
+from megatron_zpp.checkpoint.storage import read_tensor
 from megatron_zpp.commands.common import report_errors
 from megatron_zpp.settings.flags import local_path, number
 
@@ -102,11 +103,8 @@ def diff(first: str, second: str) -> int:
         print(line)
     indices = [read_index(path, meta) for path, meta in zip(paths, metas, strict=True)]
     num_tensors = 0
-    for name in sorted(indices[0].state_dict_metadata.keys() | indices[1].state_dict_metadata.keys()):
-        tensors = [
-            read_tensor(path, index, name) if name in index.state_dict_metadata else None
-            for path, index in zip(paths, indices, strict=True)
-        ]
+    for name in sorted(indices[0].tensors.keys() | indices[1].tensors.keys()):
+        tensors = [read_tensor(index, name) if name in index.tensors else None for index in indices]
         if (difference := _difference(*tensors)) is not None:
             num_tensors += 1
             if num_tensors <= MAX_SHOWN:

@@ -30,6 +30,7 @@ from megatron_zpp.parallel.distributed import (
     ranks_of_environment,
     report_error,
 )
+from megatron_zpp.parallel.flight_record import record_collectives
 from megatron_zpp.planning.auto import Choice, choose_recipe
 from megatron_zpp.settings.groups import DistributedSettings
 from megatron_zpp.settings.resolved import ResolvedSettings
@@ -68,6 +69,7 @@ def pretrain(architecture: Architecture) -> None:
             ranks = parsed.distributed
         except SettingsError as error:
             parsed, ranks = error, DistributedSettings()
+        record_collectives(None if isinstance(parsed, SettingsError) else parsed.checkpoint.save)
         # The ranks meet to report a mistake too: torchrun ends them all when the first one leaves.
         device = init_distributed(ranks.distributed_backend, ranks.distributed_timeout_minutes)
         with errors_on_all_ranks():

@@ -24,6 +24,8 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from megatron_zpp.zeropp.fsdp import fsdp_unit
 from megatron_zpp.zeropp.fsdp.topology import gather_objects
 
+from .flight_record import write_record
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SECONDS_TO_LEAVE = 4.0
 SECONDS_FOR_THE_CAUSE = 3.0  # that ranks which lost a peer wait, so that torchrun sees first who died
@@ -216,6 +218,7 @@ def die(error: BaseException) -> NoReturn:
     text = f"rank {rank} on {socket.gethostname()} failed" + (f" in {where}" if where else "")
     # At once, so that it stands in the log even if this process is ended while it waits.
     print(f"error: {text}: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    write_record(where)
     if re.search(r"[Cc]onnection|Broken pipe|[Ss]ocket|gloo|NCCL", str(error)) and "imed out" not in str(error):
         time.sleep(SECONDS_FOR_THE_CAUSE)
     error.add_note(text)

@@ -327,7 +327,7 @@ def test_nothing_is_pickled_and_pytorchs_own_loader_reads_every_tensor(checkpoin
     meta = read_meta(folder)
     assert meta["tokens"] == 4 * 4 * 32 and meta["loss"] > 0
     ranks = {f"rank_{rank:05d}.safetensors" for rank in range(4)}
-    assert {path.name for path in folder.iterdir()} == {*ranks, "index.json", "meta.json", "complete"}
+    assert {path.name for path in folder.iterdir()} == {*ranks, "index.json", "shards.bin", "meta.json", "complete"}
     expected = dict(iterate_tensors(folder, meta))
     loaded = {name: torch.full_like(tensor, 77) for name, tensor in expected.items()}
     dcp.load(loaded, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))

@@ -31,10 +31,10 @@ from megatron_zpp.checkpoint import (
 )
 from megatron_zpp.checkpoint.files import open_regular, write_durably
 from megatron_zpp.checkpoint.folder import retain
+from megatron_zpp.checkpoint.index import read_index
 from megatron_zpp.checkpoint.meta import Counters, saved_model
 from megatron_zpp.checkpoint.on_resume import check_settings
 from megatron_zpp.checkpoint.state import _check_shapes
-from megatron_zpp.checkpoint.storage import read_index
 from megatron_zpp.commands.inspect_checkpoint import list_checkpoints
 from megatron_zpp.data.order import check_order
 from megatron_zpp.families import GPT
@@ -112,7 +112,7 @@ def use(checkpoint: Path, settings: Settings, saved: dict[str, Any]) -> None:
 def load(checkpoint: Path, expected: dict[str, torch.Tensor]) -> None:
     """Check that the tensors that index.json locates are those that were saved."""
     meta = read_meta(checkpoint)
-    _check_shapes(checkpoint, expected, read_index(checkpoint, meta).state_dict_metadata)
+    _check_shapes(checkpoint, expected, read_index(checkpoint, meta).tensors)
     for name, tensor in iterate_tensors(checkpoint, meta):
         assert name not in expected or torch.equal(tensor, expected[name]), name
 
@@ -183,6 +183,23 @@ def test_a_tensor_in_shards_loads(tmp_path):
     rewrite(checkpoint, "index.json", lambda index: [_halves(index), None][1])
     assert problems(checkpoint) == []
     assert dict(iterate_tensors(checkpoint, read_meta(checkpoint)))["model.first"].eq(1).all()
+
+
+def test_shards_beyond_the_first_gigabyte_of_a_file_load(tmp_path):
+    """Each rank's file of a large model is one; the file here is sparse."""
+    checkpoint = save(tmp_path, 1)
+    begin, name = 3 * 2**30, "rank_00000.safetensors"
+
+    def move(index: dict[str, Any]) -> None:
+        index["tensors"]["model.second"]["chunks"][0]["bytes"] = [begin, begin + 20]
+
+    rewrite(checkpoint, "index.json", move)
+    rewrite(checkpoint, "meta.json", lambda meta: meta["files"][name].update(bytes=begin + 20, crc32=769 * "0" * 8))
+    with open(checkpoint / name, "r+b") as file:
+        file.seek(begin)
+        file.write(b"\0" * 20)
+    assert problems(checkpoint, "none") == []
+    assert dict(iterate_tensors(checkpoint, read_meta(checkpoint)))["model.second"].eq(0).all()
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.checkpoint import read_meta
+from megatron_zpp.commands import why_hung
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.training.nonfinite import NotFiniteError
@@ -125,8 +126,12 @@ def test_a_lost_node_is_left_behind(data, tmp_path):
 
 
 @pytest.mark.long
-def test_a_stuck_collective_is_named(data):
-    argv = flags(data, "--distributed-timeout-minutes 0.1", length="--train-iters 100000")
+def test_a_stuck_collective_is_named(data, tmp_path, capsys, monkeypatch):
+    argv = flags(
+        data,
+        f"--distributed-timeout-minutes 0.1 --save {tmp_path} --save-interval 10000",
+        length="--train-iters 100000",
+    )
     process = torchrun(2, argv, warm=False)
     wait_for_iteration(process, 3)
     stopped = ranks_of(process)[1]
@@ -142,6 +147,11 @@ def test_a_stuck_collective_is_named(data):
         r"failed in (the (all-gather|reduce-scatter) of (layers\.\d|the root module)|\w+ of \w+ \(\w+.py)", error
     )
     assert "imed out" in error
+    monkeypatch.setattr(sys, "argv", ["why-hung", str(tmp_path)])
+    assert why_hung.main() == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^rank 0 waited in gloo:\w+, the .*, of \[.*\]: number \d+ of ranks 0, 1$", said, re.MULTILINE)
+    assert "  rank 1 is missing, and left no record: it was stopped, or died, before" in said
 
 
 # NaN and Inf

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.checkpoint import CheckpointError, read_meta, save_tensors
+from megatron_zpp.checkpoint.index import read_index
 from megatron_zpp.checkpoint.meta import Counters
-from megatron_zpp.checkpoint.storage import read_index, read_tensor
+from megatron_zpp.checkpoint.storage import read_tensor
 from megatron_zpp.data.text.tokenizers import Tokenizer
 from megatron_zpp.families import Architecture
 from megatron_zpp.models.transformer import TransformerConfig
@@ -22,13 +23,13 @@ from megatron_zpp.settings.groups import Settings
 
 def parameter_reader(checkpoint: Path, meta: Mapping[str, Any]) -> Callable[[str], Tensor]:
     """Return a function that reads one whole parameter by name, or raises CheckpointError."""
-    metadata = read_index(checkpoint, meta)
+    index = read_index(checkpoint, meta)
 
     def read(name: str) -> Tensor:
-        if f"model.{name}" not in metadata.state_dict_metadata:
+        if f"model.{name}" not in index.tensors:
             raise CheckpointError(f"{checkpoint} is damaged: it lacks the parameter {name}")
         try:
-            return read_tensor(checkpoint, metadata, f"model.{name}")
+            return read_tensor(index, f"model.{name}")
         except (OSError, CheckpointError) as error:
             raise CheckpointError(f"{checkpoint} is damaged: {name} cannot be read ({error})") from error
 
