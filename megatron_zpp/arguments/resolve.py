@@ -336,6 +336,8 @@ _NO_EFFECT_WITHOUT: dict[str | tuple[str, str], tuple[str, ...]] = {  # a settin
     ),
     "load": ("verify_checkpoint",),
     "wandb_project": ("wandb_exp_name", "wandb_entity", "wandb_save_dir"),
+    "tensorboard_dir": ("tensorboard_queue_size",),
+    ("zeropp", "auto"): ("zeropp_redecide", "zeropp_loss_budget"),
     ("optimizer", "sgd"): ("sgd_momentum",),
     ("optimizer", "muon"): (
         *("muon_momentum", "muon_use_nesterov", "muon_num_ns_steps", "muon_scale_mode", "muon_extra_scale_factor"),
@@ -353,6 +355,19 @@ def _notes(settings: Settings, given: set[str]) -> Iterator[str]:
         for name in names:
             if name in given and not is_on:
                 yield f"{flag_of(name)} has no effect without {flag_of(setting)} {value}".rstrip()
+    zeropp, logging = settings.zeropp, settings.logging
+    in_int8 = zeropp.hpz_secondary_dtype == "int8"
+    if not (zeropp.quantized_weights or zeropp.quantized_gradients or in_int8 or zeropp.frozen_dtype):
+        for name in ("zeropp_scale_dtype", "zeropp_monitor_interval"):
+            if name in given:
+                yield f"{flag_of(name)} has no effect: this run quantizes nothing"
+    if "tensorboard_log_interval" in given and not (logging.tensorboard_dir or logging.wandb_project):
+        yield "--tensorboard-log-interval has no effect without --tensorboard-dir or --wandb-project"
+    if settings.distributed.context_parallel_size > 1 and settings.model.moe_expert_capacity_factor is not None:
+        yield (
+            "with --context-parallel-size each rank counts --moe-expert-capacity-factor in its own part of a sample: "
+            "it drops other tokens than one rank would"
+        )
     training = settings.training
     batches_grow = training.rampup_batch_size or training.step_batch_size_schedule
     if training.train_tokens and not training.curriculum_min_length and (training.train_samples or not batches_grow):

@@ -214,6 +214,8 @@ def _wait_for_files(folder: Path, files: dict[str, dict[str, Any]], seconds: flo
     for name, entry in files.items():
         path = folder / name
         while not (path.exists() and path.stat().st_size == entry["bytes"]):
+            if not folder.is_dir():
+                raise OSError(f"{folder} was removed while the checkpoint was written there")
             if time.monotonic() > deadline:
                 raise OSError(f"{path} of another node is not seen here: --save must be on storage that all share")
             time.sleep(0.2)

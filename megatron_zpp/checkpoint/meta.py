@@ -99,6 +99,14 @@ def _check_meta(meta: Any) -> None:
         _check_kinds("loss_scaler.", scaler, _LOSS_SCALER)
         if not (_is_finite(scaler["scale"]) and scaler["scale"] > 0):
             wrong["loss_scaler.scale"] = scaler["scale"]
+    stepped, per_step = (
+        meta.get("optimizers_have_stepped", [True]),
+        2**24,
+    )  # samples, the largest batch that a flag takes
+    if not stepped or any(type(has_stepped) is not bool for has_stepped in stepped):
+        wrong["optimizers_have_stepped"] = stepped
+    if not wrong and counters.get("consumed_train_samples", 0) > per_step * meta["iteration"]:
+        wrong["the counter consumed_train_samples"] = counters["consumed_train_samples"]
     if not _is_finite(meta.get("loss") or 0):
         wrong["loss"] = meta["loss"]
     if type(datasets) is not list or any(type(order) is not dict for order in datasets):

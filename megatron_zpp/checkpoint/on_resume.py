@@ -109,6 +109,13 @@ FREE = """
 """
 
 
+def must_be_alike(settings: Settings) -> dict[str, Any]:
+    """Return all that training depends on, {setting: value}: what islands have in common, wherever their files are."""
+    values = settings.as_flat_dict()
+    groups = [*(names for _, names in MUST_EQUAL.values()), *COMPARED_ELSEWHERE.values(), NOTED]
+    return {name: _comparable(name, values[name]) for names in groups for name in names.split()}
+
+
 def check_settings(settings: Settings, meta: Mapping[str, Any]) -> list[str]:
     """Compare the run's settings with those saved; return notes on what changed. Older checkpoints may lack some.
 
@@ -131,13 +138,14 @@ def _differing(names: str, ours: Mapping[str, Any], saved: Mapping[str, Any]) ->
         here, there = ours[name], saved.get(name, ours[name])
         if name.startswith("fim_") and not ours["fim_data"] and name != "fim_data":
             continue  # has no effect
-        if name.endswith("_path"):  # files may have moved to another folder
-            here, there = (_file_names(value) for value in (here, there))
-        if here != there:
+        if _comparable(name, here) != _comparable(name, there):
             differing.append(f"{name} {there} there, {here} here")
     return "; ".join(differing)
 
 
-def _file_names(paths: Any) -> list[Any]:
-    names = paths if isinstance(paths, list) else [paths] if paths else []
-    return [Path(name).name if isinstance(name, str) else name for name in names]
+def _comparable(name: str, value: Any) -> Any:
+    """Return the names of files, which may be in another folder, or any other value."""
+    if not name.endswith("_path"):
+        return value
+    paths = value if isinstance(value, list | tuple) else [value] if value else []
+    return [Path(path).name if isinstance(path, str) else path for path in paths]

@@ -21,6 +21,7 @@ from megatron_zpp.zeropp.recipes import RECIPES
 from .files import CheckpointError
 from .folder import candidates, complete_checkpoints, find_checkpoint, refuse_foreign
 from .meta import REMEDY, nonfinite, read_meta
+from .tokenizer import check_tokenizer
 from .verify import problems
 
 
@@ -117,7 +118,10 @@ def _latest_good(folder: str, digests: str) -> tuple[Path | None, list[str]]:
     return None, passed_over
 
 
-def check_same_order(settings: Settings, meta: Mapping[str, Any], datasets: Datasets) -> None:
+def check_same_data(settings: Settings, meta: Mapping[str, Any], datasets: Datasets) -> None:
+    """Raise CheckpointError or ValueError if tokenizer, data or their order are not the checkpoint's."""
+    if not settings.checkpoint.override_data:
+        check_tokenizer(settings.as_flat_dict(), meta["files"])
     saved = meta.get("data_order")
     if datasets.train is not None and saved is not None:
         check_order(saved, datasets.train.order, other_data=settings.checkpoint.override_data)

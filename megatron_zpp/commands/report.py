@@ -59,7 +59,7 @@ def summary(run: RunHistory) -> dict[str, str]:
 
     def megabytes_per_step(key: str) -> str:
         sent = run.bytes_so_far(key)
-        return f"{sent[max(sent)] / max(sent) / 1e6:.3f}" if sent else ""
+        return f"{sent[max(sent)] / max(sent) / 1e6:.3f}" if any(sent) else ""  # not of step 0 alone
 
     losses, rates = values("lm loss"), values("tokens-per-second")
     rows = {
@@ -134,15 +134,16 @@ def _plot(chart: str, axis: str, curves: dict[str, Curve], colors: dict[str, str
     from matplotlib import pyplot, rc_context
     from matplotlib.ticker import EngFormatter, FuncFormatter
 
-    with rc_context({"svg.fonttype": "none"}):  # text is smaller than its outlines
+    # Text is smaller than its outlines; a folder's name is no formula.
+    with rc_context({"svg.fonttype": "none", "text.parse_math": False}):
         figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
-        points = max(10, MOST_POINTS // len(curves))
+        points, lines = max(10, MOST_POINTS // len(curves)), []
         for name, curve in curves.items():
             x, y = zip(*thinned(curve, points), strict=True)
             if chart == "training loss" and len(curve) > SMOOTHED_OVER:
                 axes.plot(x, y, color=colors[name], linewidth=0.6, alpha=0.3)
                 x, y = zip(*thinned(smoothed(curve), points), strict=True)
-            axes.plot(x, y, color=colors[name], label=name, linewidth=1.2, marker="." if len(x) < 30 else None)
+            lines += axes.plot(x, y, color=colors[name], linewidth=1.2, marker="." if len(x) < 30 else None)
         axes.set(xlabel=axis, title=chart)
         if axis == "time":
             axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: format_duration(max(0.0, seconds))))
@@ -152,7 +153,7 @@ def _plot(chart: str, axis: str, curves: dict[str, Curve], colors: dict[str, str
             axes.set_ylim(bottom=0)
             axes.yaxis.set_major_formatter(EngFormatter(unit="B" if "bytes" in chart else "", sep=" "))
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
+        axes.legend(lines, list(curves), fontsize="small")  # labels of lines would lose names that begin with _
         image = io.StringIO()
         figure.savefig(image, format="svg")
         pyplot.close(figure)

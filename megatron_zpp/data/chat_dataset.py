@@ -102,9 +102,10 @@ class ChatDataset(Dataset):
 
     @property
     def order(self) -> dict[str, Any]:
-        """Everything that the order of the samples depends on, wherever the files are."""
+        """Everything that the samples and their order depend on, wherever the files are."""
         return {
             "idx_sha256": self.indexed.fingerprint["idx_sha256"],
+            "bin_sampled_sha256": self.indexed.sampled_sha256,
             "chats": [self.chats.start, self.chats.stop],
             "seq_length": self.options.seq_length,
             "seed": self.options.seed,

@@ -21,11 +21,13 @@ def check_order(saved: Order, order: Order, other_data: bool = False) -> None:
         raise ValueError("the weights of the blend differ from the checkpoint's: give the same, or --override-data")
     for number, (old, new) in enumerate(zip(before, now, strict=True), start=1):
         name = f"dataset {number} of the blend" if len(now) > 1 else "the training data"
-        if _data(old) != _data(new):
+        if differing := _differing(old, new):
             if other_data:
                 continue
-            differs = f"its .idx file, --split, --seq-length or --seed differ ({old} there, {new} here)"
-            raise ValueError(f"{name} is not the checkpoint's: {differs}. Give the same, or --override-data")
+            raise ValueError(
+                f"{name} is not the checkpoint's: its .idx or .bin file, --split, --seq-length or --seed differ "
+                f"({differing}). Give the same, or --override-data"
+            )
         if _shuffles(old) != _shuffles(new) and not (other_data and new["epochs"] == "any"):
             length = f"{new['epochs']} epochs of {name}, not {old.get('epochs')}, or another part of the last"
             why = "Megatron shuffles across epochs, so the order would change and repeat data that was read"
@@ -33,8 +35,11 @@ def check_order(saved: Order, order: Order, other_data: bool = False) -> None:
             raise ValueError(f"the run's new length takes {length}. {why}. {fix}")
 
 
-def _data(order: Order) -> Order:
-    return {name: value for name, value in order.items() if name not in ("epochs", "separate_last_epoch")}
+def _differing(old: Order, new: Order) -> str:
+    """List what differs of the data themselves. Older checkpoints know no digest of the ``.bin``."""
+    free = {"epochs", "separate_last_epoch"} | ({"bin_sampled_sha256"} - old.keys())
+    names = [name for name in {**old, **new} if name not in free and old.get(name) != new.get(name)]
+    return "; ".join(f"{name} {old.get(name)} there, {new.get(name)} here" for name in names)
 
 
 def _shuffles(order: Order) -> tuple[Any, Any]:

@@ -261,6 +261,6 @@ def _read_rotary(family: Family, hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole(name: str, value: float) -> int:
-    if value != int(value):
+    if not isinstance(value, int | float) or not float(value).is_integer():  # NaN, too
         raise ValueError(f"{name} is {value}; only whole numbers can be imported (--rotary-base)")
     return int(value)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_zpp.checkpoint import CheckpointError, find_checkpoint
+from megatron_zpp.checkpoint.on_resume import must_be_alike
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.islands.elastic import ElasticIslands, Membership
 from megatron_zpp.islands.elastic.channel import parse_address, read_secret
@@ -79,16 +80,10 @@ def build_elastic_islands(
         ranks.island_timeout_seconds,
         ranks.island_patience_seconds,
     )
-    batches = (ranks.islands, mesh.dp_size, training.micro_batch_size, training.global_batch_size)
-    ramps = (
-        *(training.rampup_batch_size, training.step_batch_size_schedule),
-        *(training.curriculum_min_length, training.curriculum_iters),
-    )
-    lengths = (training.train_iters, training.train_samples, training.eval_interval, training.eval_iters)
+    batches = (mesh.dp_size, training.micro_batch_size)
+    evaluations = (training.eval_interval, training.eval_iters, training.eval_global_batch_size)
     orders = [split.order for split in datasets if split is not None]
-    samplers = (settings.data.dataloader_type, settings.data.data_sharding)
-    steps = [dataclasses.asdict(group) for group in (settings.optimizer, settings.schedule)]
-    must_match = json.dumps([batches, ramps, lengths, orders, samplers, steps], sort_keys=True)
+    must_match = json.dumps([must_be_alike(settings), batches, evaluations, orders], sort_keys=True)
     return ElasticIslands(model, None, settings.island, membership, zeropp, must_match, loss_since_sync.local_stats)
 
 

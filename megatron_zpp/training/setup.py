@@ -14,7 +14,7 @@ from megatron_zpp.checkpoint import CheckpointError, FolderLock, load_base, load
 from megatron_zpp.checkpoint.folder import describe_empty
 from megatron_zpp.checkpoint.meta import Counters, saved_model
 from megatron_zpp.checkpoint.on_resume import check_settings
-from megatron_zpp.checkpoint.resume import check_not_overwritten, check_same_order, checkpoint_to_load
+from megatron_zpp.checkpoint.resume import check_not_overwritten, check_same_data, checkpoint_to_load
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.families import Architecture, vocabulary_of
 from megatron_zpp.islands import OuterSync, apply_islands, emulate_islands
@@ -50,7 +50,10 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         lock = None
         if save is not None and dist.get_rank() == 0:
             check_not_overwritten(settings.checkpoint)
-            lock = FolderLock(save)
+            try:
+                lock = FolderLock(save)
+            except OSError as error:
+                raise CheckpointError(f"--save {save} cannot be written: {error}") from error
     checkpoint = checkpoint_to_load(settings.checkpoint)
     with errors_on_all_ranks():
         meta = read_meta(checkpoint) if checkpoint is not None else None
@@ -67,7 +70,7 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         vocab_size = vocabulary_of(settings.model, tokens_in_vocabulary)
         check_vocabulary(settings.distributed, vocab_size, settings.model.make_vocab_size_divisible_by)
         if resumed is not None:
-            check_same_order(settings, resumed, datasets)
+            check_same_data(settings, resumed, datasets)
         resumes_logs = resumed is not None and settings.checkpoint.load == save
         tasks = load_tasks(training)
         writers = _build_writers(architecture, settings, vocab_size, resumes_logs)
@@ -264,9 +267,10 @@ def _check_same_model(run: Run, checkpoint: Path, meta: dict[str, Any], has_adap
     _, saved = saved_model(meta, run.architecture, with_adapters=True)
     theirs = dataclasses.asdict(saved)
     differing = [
-        f"{k} {theirs[k]} there, {v} here"
+        f"{name} {there} there, {here} here"
         for k, v in dataclasses.asdict(run.model.config).items()
         if theirs[k] != v and not k.endswith("dropout") and k != "init_method_std"
+        for name, there, here in _parts(k, theirs[k], v)
     ]
     # A base may have none; target modules are checked as tensors.
     for name in ("lora_rank", "lora_alpha") if has_adapters else ():
@@ -275,3 +279,10 @@ def _check_same_model(run: Run, checkpoint: Path, meta: dict[str, Any], has_adap
     if differing:
         other = f"{checkpoint} is of another model: {'; '.join(differing)}"
         raise CheckpointError(f"{other}. Give the flags of the model that was saved, or --load another folder")
+
+
+def _parts(name: str, there: Any, here: Any) -> list[tuple[str, Any, Any]]:
+    """Return what differs of a config's field: itself, or of a config within it its fields, as ``moe.router_topk``."""
+    if not (isinstance(there, dict) and isinstance(here, dict)):
+        return [(name, *("set" if isinstance(value, dict) else value for value in (there, here)))]
+    return [(f"{name}.{part}", there.get(part), value) for part, value in here.items() if there.get(part) != value]

@@ -13,7 +13,7 @@ from megatron_zpp.bounds import Bounds
 from megatron_zpp.families import GPT, LLAMA
 from megatron_zpp.settings.flags import iterate_flags
 from megatron_zpp.settings.groups import ModelSettings, all_flags
-from tests.arguments.fuzzing import cases
+from tests.arguments.fuzzing import NEEDED, cases
 from tests.arguments.parsing import mistakes, parse
 
 SMALL = (
@@ -45,6 +45,28 @@ def test_every_flag_with_every_word(tmp_path):
             assert word != "9" * 20 or flag.value_type is not int, argv
             json.dumps(settings.as_flat_dict(), allow_nan=False)
     assert refused > accepted > 0
+
+
+def test_a_flag_that_needs_others_is_refused_or_noted_alone():
+    """Of those that no other flag must be given for, ``num_experts`` stands in NEEDED to leave out biases."""
+    for flag in all_flags().values():
+        if flag.setting == "num_experts" or not (flag.needs or flag.setting in NEEDED):
+            continue
+        architecture = LLAMA if flag.setting in OF_LLAMA or flag.needs == "multi_latent_attention" else GPT
+        numbers = [[word] * (flag.nargs if isinstance(flag.nargs, int) else 1) for word in ("2", "0.5", "4")]
+        for words in [[]] if flag.value_type is bool else [[c] for c in flag.choices] if flag.choices else numbers:
+            try:
+                _, notes = parse(f"{RUN} {shlex.join([flag.name, *words])}", architecture, 1)
+            except SettingsError:
+                continue
+            assert any(flag.name in note for note in notes), (flag.name, words)
+
+
+@pytest.mark.parametrize("alone", ["--zeropp-scale-dtype bf16", "--zeropp-monitor-interval 2"])
+def test_what_quantization_needs_is_noted_without_it(alone):
+    (note,) = parse(f"{RUN} {alone}", GPT, 1)[1]
+    assert note == f"{alone.split()[0]} has no effect: this run quantizes nothing"
+    assert not any(alone.split()[0] in note for note in parse(f"{RUN} {alone} --zero-quantized-weights", GPT, 1)[1])
 
 
 def test_every_number_has_a_smallest_value():

@@ -30,7 +30,7 @@ from megatron_zpp.checkpoint import (
     read_meta,
 )
 from megatron_zpp.checkpoint.files import open_regular, write_durably
-from megatron_zpp.checkpoint.folder import retain
+from megatron_zpp.checkpoint.folder import _wait_for_files, retain
 from megatron_zpp.checkpoint.index import read_index
 from megatron_zpp.checkpoint.meta import Counters, saved_model
 from megatron_zpp.checkpoint.on_resume import check_settings
@@ -330,3 +330,20 @@ def test_folders_of_other_programs_are_named(tmp_path, whose, tracked):
 def test_one_checkpoint_in_place_of_its_folder_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="is one checkpoint: give --load the folder"):
         find_checkpoint(str(save(tmp_path, 1)))
+
+
+@pytest.mark.parametrize(
+    "tampered",
+    [{"optimizers_have_stepped": []}, {"optimizers_have_stepped": ["x"]}, {"consumed_train_samples": 10**15}],
+)
+def test_values_that_no_run_can_have_are_named(tmp_path, tampered):
+    checkpoint = save(tmp_path, 1)
+    name = next(iter(tampered))
+    rewrite(checkpoint, "meta.json", lambda meta: (meta["counters"] if "samples" in name else meta).update(tampered))
+    with pytest.raises(CheckpointError, match=f"{name} is .*load another checkpoint"):
+        read_meta(checkpoint)
+
+
+def test_a_folder_that_is_removed_during_a_save_is_named(tmp_path):
+    with pytest.raises(OSError, match="gone was removed while the checkpoint was written there"):
+        _wait_for_files(tmp_path / "gone", {"rank_00000.safetensors": {"bytes": 1}})

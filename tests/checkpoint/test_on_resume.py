@@ -8,7 +8,7 @@ import pytest
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.checkpoint import CheckpointError, Trained
-from megatron_zpp.checkpoint.on_resume import COMPARED_ELSEWHERE, FREE, MUST_EQUAL, NOTED, check_settings
+from megatron_zpp.checkpoint.on_resume import COMPARED_ELSEWHERE, FREE, MUST_EQUAL, NOTED, check_settings, must_be_alike
 from megatron_zpp.checkpoint.trained import plan_resume
 from megatron_zpp.families import GPT
 from megatron_zpp.families.decoder_only import EXPERT_FLAGS, FLAGS
@@ -73,6 +73,16 @@ def test_what_must_be_equal_is_refused_unless_overridden(begun_with, more, diffe
     with pytest.raises(CheckpointError, match=f"{differs}.*. Give the same, or {override}"):
         resume(more, "--load x", begun_with=begun_with)
     assert resume(more, "--load x", override, begun_with=begun_with) == []
+
+
+def test_islands_have_in_common_what_training_depends_on_wherever_their_files_are():
+    def alike(more: str) -> dict:
+        return must_be_alike(parse_settings(GPT, f"{FLAGS_OF_RUN} {more}".split(), note=lambda text: None))
+
+    for more in ("--hidden-dropout 0.2", "--bf16", "--num-layers 3", "--norm-epsilon 1e-6", "--lr 1e-4", "--seed 5"):
+        assert alike(more) != alike(""), more
+    for more in ("--log-interval 3 --num-workers 0", "--save here --save-interval 2", "--recompute-activations"):
+        assert alike(more) == alike(""), more
 
 
 def test_nothing_is_said_of_what_is_free_or_unknown_to_an_older_checkpoint():

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from megatron_zpp.checkpoint import CheckpointError, problems, read_meta
-from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
+from megatron_zpp.checkpoint.tokenizer import check_tokenizer, settings_with_tokenizer
 from megatron_zpp.commands.convert import export_hf
 from tests.checkpoint.saved import meta_of, rewrite, save
 
@@ -31,6 +31,19 @@ def test_a_sentencepiece_model_and_what_lies_beside_it_are_kept(tmp_path):
     assert (checkpoint / "generation_config.json").exists()
     (checkpoint / "tokenizer.model").write_text("other.")
     assert "tokenizer.model" in problems(checkpoint)[0]
+
+
+def test_another_file_of_the_same_size_is_refused(tmp_path):
+    (tmp_path / "my.model").write_text("pieces")
+    (tmp_path / "config.json").write_text("{}")
+    kinds = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(tmp_path / "my.model")}
+    files = read_meta(save_with(tmp_path / "save", **kinds))["files"]
+    (tmp_path / "config.json").write_text("[]")  # makes no tokens
+    check_tokenizer(kinds, files)
+    (tmp_path / "my.model").write_text("PIECES")
+    with pytest.raises(CheckpointError, match="is not the file of the checkpoint's tokenizer"):
+        check_tokenizer(kinds, files)
+    check_tokenizer(kinds, {})  # an older checkpoint keeps none
 
 
 def test_vocabulary_and_merges_are_kept(tmp_path):

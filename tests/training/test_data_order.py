@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_zpp.data.text.tokenizers import NullTokenizer
+from tests.data.small_data import BYTES, write_ranks
 from tests.ranks import free_port, run_ranks
 from tests.training.small_run import NO_DROPOUT, call_pretrain, flags
 
@@ -73,6 +74,26 @@ def test_run_lengthened_past_an_epoch_is_refused_or_mapped(tmp_path):
     assert "--data-order-stable" in refused[2] and "2 epochs of the training data, not 1" in refused[2]
     assert (mapped[0], len(mapped[1])) == (0, 6), mapped[2]
     assert mapped[1] == whole[1][3:]
+
+
+def test_other_tokens_under_the_same_index_and_another_tokenizer_of_the_same_size_are_refused(tmp_path):
+    write_data(tmp_path / "x")
+    ranks = write_ranks(tmp_path / "ranks", BYTES)
+    save = f"--tokenizer-type TikTokenizer --tiktoken-pattern gpt2 --tokenizer-model {ranks} --save {tmp_path}/saved"
+    save = f"{save} --save-interval 1"
+    begun, *_ = run(tmp_path, f"{save} --exit-interval 1")
+    assert begun[0] == 0, begun[2]
+    tokens = bytearray((tmp_path / "x.bin").read_bytes())
+    tokens[::2] = bytes(token ^ 1 for token in tokens[::2])
+    (tmp_path / "x.bin").write_bytes(tokens)
+    write_ranks(tmp_path / "ranks", BYTES[::-1])
+    more = f"{save} --load {tmp_path}/saved"
+    refused, goes_on = run(tmp_path, more, f"{more} --override-data")
+    assert refused[:2] == (2, []) and goes_on[0] == 0, (refused, goes_on[2])
+    assert "is not the file of the checkpoint's tokenizer" in refused[2] and "--override-data" in refused[2]
+    write_ranks(tmp_path / "ranks", BYTES)
+    (again,) = run(tmp_path, f"{more} --ckpt-step 1")
+    assert again[0] == 2 and "the training data is not the checkpoint's" in again[2] and "bin_sampled" in again[2]
 
 
 def train_on_a_node_of_its_own(folder: str, port: int) -> tuple[int, str, str]:

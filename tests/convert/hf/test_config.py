@@ -78,6 +78,7 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, supported: None"),
         ("llama", {"rope_scaling": LLAMA3}, "original_max_position_embeddings is None, supported: 8192"),
         ("llama", {"rope_theta": 10000.5}, "only whole numbers"),
+        ("llama", {"rope_theta": float("nan")}, "rope_theta is nan; only whole numbers"),
     ],
 )
 def test_what_ours_cannot_express_is_named(name, change, message):
