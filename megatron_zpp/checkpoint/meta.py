@@ -83,6 +83,9 @@ def nonfinite(checkpoint: Path, meta: Mapping[str, Any]) -> str | None:
     return f"{checkpoint} is not finite: it was saved with NaN or Inf in {names}" if names else None
 
 
+LARGEST_BATCH = 2**24  # samples: what a flag takes
+
+
 def _check_meta(meta: Any) -> None:
     """Raise ValueError unless every value has its type and range, and files are plain names."""
     _check_kinds("", meta, _REQUIRED)
@@ -99,13 +102,10 @@ def _check_meta(meta: Any) -> None:
         _check_kinds("loss_scaler.", scaler, _LOSS_SCALER)
         if not (_is_finite(scaler["scale"]) and scaler["scale"] > 0):
             wrong["loss_scaler.scale"] = scaler["scale"]
-    stepped, per_step = (
-        meta.get("optimizers_have_stepped", [True]),
-        2**24,
-    )  # samples, the largest batch that a flag takes
+    stepped = meta.get("optimizers_have_stepped", [True])
     if not stepped or any(type(has_stepped) is not bool for has_stepped in stepped):
         wrong["optimizers_have_stepped"] = stepped
-    if not wrong and counters.get("consumed_train_samples", 0) > per_step * meta["iteration"]:
+    if not wrong and counters.get("consumed_train_samples", 0) > LARGEST_BATCH * meta["iteration"]:
         wrong["the counter consumed_train_samples"] = counters["consumed_train_samples"]
     if not _is_finite(meta.get("loss") or 0):
         wrong["loss"] = meta["loss"]

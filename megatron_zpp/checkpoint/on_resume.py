@@ -110,10 +110,14 @@ FREE = """
 
 
 def must_be_alike(settings: Settings) -> dict[str, Any]:
-    """Return all that training depends on, {setting: value}: what islands have in common, wherever their files are."""
+    """Return what training depends on, {setting: value}: what islands have in common, wherever their files are.
+
+    But for low-bit settings: what an island sends within itself is its own affair, as its network is.
+    """
     values = settings.as_flat_dict()
     groups = [*(names for _, names in MUST_EQUAL.values()), *COMPARED_ELSEWHERE.values(), NOTED]
-    return {name: _comparable(name, values[name]) for names in groups for name in names.split()}
+    names = (name for group in groups for name in group.split() if not name.startswith(("zero_", "zeropp_")))
+    return {name: _comparable(name, values[name]) for name in names}
 
 
 def check_settings(settings: Settings, meta: Mapping[str, Any]) -> list[str]:

@@ -140,7 +140,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             log_sum, target = _combine(log_sum, target, whole_labels // weight.shape[0], group)
         ctx.save_for_backward(hidden, weight, labels, log_sum)
         ctx.softcap, ctx.compiled = softcap, compiled
-        return (log_sum - target).view(hidden.shape[:-1])
+        shape = hidden.shape[:-1]
+        return log_sum.view(shape) - target.view(shape)  # no view: FSDP2 warns of those
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:  # type: ignore[override]

@@ -284,5 +284,6 @@ def _check_same_model(run: Run, checkpoint: Path, meta: dict[str, Any], has_adap
 def _parts(name: str, there: Any, here: Any) -> list[tuple[str, Any, Any]]:
     """Return what differs of a config's field: itself, or of a config within it its fields, as ``moe.router_topk``."""
     if not (isinstance(there, dict) and isinstance(here, dict)):
-        return [(name, *("set" if isinstance(value, dict) else value for value in (there, here)))]
+        there, here = ("set" if isinstance(value, dict) else value for value in (there, here))
+        return [(name, there, here)]
     return [(f"{name}.{part}", there.get(part), value) for part, value in here.items() if there.get(part) != value]

@@ -24,12 +24,12 @@ RUN = (
 )
 
 
-def write_data(prefix: Path, skip: int = 0) -> None:
-    """The golden dataset a, but for its last documents, with NullTokenizer's end of document."""
+def write_data(prefix: Path, skip: int = 0, eod: int = NullTokenizer(300).eod) -> None:
+    """The golden dataset a, but for its last documents, with another end of document."""
     a = IndexedDataset(GOLDEN / "a")
     with IndexedDatasetWriter(prefix, a.dtype) as writer:
         for i in range(len(a) - skip):
-            writer.add_document([np.where(a[i] == 256, NullTokenizer(300).eod, a[i])])
+            writer.add_document([np.where(a[i] == 256, eod, a[i])])
 
 
 def run(folder: Path, *runs: str) -> list[tuple[int, list[str], str]]:
@@ -77,15 +77,14 @@ def test_run_lengthened_past_an_epoch_is_refused_or_mapped(tmp_path):
 
 
 def test_other_tokens_under_the_same_index_and_another_tokenizer_of_the_same_size_are_refused(tmp_path):
-    write_data(tmp_path / "x")
+    write_data(tmp_path / "x", eod=256)
     ranks = write_ranks(tmp_path / "ranks", BYTES)
     save = f"--tokenizer-type TikTokenizer --tiktoken-pattern gpt2 --tokenizer-model {ranks} --save {tmp_path}/saved"
     save = f"{save} --save-interval 1"
     begun, *_ = run(tmp_path, f"{save} --exit-interval 1")
     assert begun[0] == 0, begun[2]
-    tokens = bytearray((tmp_path / "x.bin").read_bytes())
-    tokens[::2] = bytes(token ^ 1 for token in tokens[::2])
-    (tmp_path / "x.bin").write_bytes(tokens)
+    tokens = np.fromfile(tmp_path / "x.bin", IndexedDataset(tmp_path / "x").dtype)
+    np.roll(tokens, 1).tofile(tmp_path / "x.bin")
     write_ranks(tmp_path / "ranks", BYTES[::-1])
     more = f"{save} --load {tmp_path}/saved"
     refused, goes_on = run(tmp_path, more, f"{more} --override-data")
