@@ -26,11 +26,11 @@ starts() { [ -z "${DRY_RUN:-}${ESTIMATE:-}" ]; }
 # needs INSTALL PACKAGE...: refuses to start without the packages; INSTALL gets them.
 needs() {
     starts || return 0
-    # -I: not the folder that this stands in
-    python -I -c 'import importlib.util, sys; sys.exit(not all(map(importlib.util.find_spec, sys.argv[1:])))' "${@:2}" ||
+    python -c 'import importlib.util, sys; sys.exit(not all(map(importlib.util.find_spec, sys.argv[1:])))' "${@:2}" ||
         fail "python has no ${*:2}: $1"
 }
-needs 'run `make quickstart` once, then `source .venv/bin/activate`' megatron_zpp
+# shellcheck disable=SC2016  # backticks of a message
+needs 'run `make quickstart` once, then `source .venv/bin/activate`' torch
 
 # one_of NAME CHOICE...: refuses another value of the variable NAME.
 one_of() {

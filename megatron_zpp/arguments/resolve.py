@@ -357,10 +357,10 @@ def _notes(settings: Settings, given: set[str]) -> Iterator[str]:
                 yield f"{flag_of(name)} has no effect without {flag_of(setting)} {value}".rstrip()
     zeropp, logging = settings.zeropp, settings.logging
     in_int8 = zeropp.hpz_secondary_dtype == "int8"
-    if not (zeropp.quantized_weights or zeropp.quantized_gradients or in_int8 or zeropp.frozen_dtype):
-        for name in ("zeropp_scale_dtype", "zeropp_monitor_interval"):
-            if name in given:
-                yield f"{flag_of(name)} has no effect: this run quantizes nothing"
+    is_quantized = zeropp.quantized_weights or zeropp.quantized_gradients or in_int8 or zeropp.frozen_dtype
+    for name in ("zeropp_scale_dtype", "zeropp_monitor_interval"):
+        if name in given and not is_quantized:
+            yield f"{flag_of(name)} has no effect: this run quantizes nothing"
     if "tensorboard_log_interval" in given and not (logging.tensorboard_dir or logging.wandb_project):
         yield "--tensorboard-log-interval has no effect without --tensorboard-dir or --wandb-project"
     if settings.distributed.context_parallel_size > 1 and settings.model.moe_expert_capacity_factor is not None:

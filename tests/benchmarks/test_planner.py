@@ -28,13 +28,19 @@ def test_a_published_row_is_predicted(row):
     assert found.settings.training.seq_length == row["seq"] and found.cluster.world_size == row["gpus"]
     assert found.needs.micro_batches == (row["grad_accum"] or 1)
     # Rates rise with the share of the peak, up to where links or memory set them.
-    assert 0 < found.predicted(0.2) < found.predicted(0.4)
+    assert 0 < found.ratio((0.2, 0.2)) < found.ratio((0.4, 0.2)) < found.ratio((0.4, 0.4))
 
 
 def test_the_fit_finds_the_share_that_made_the_rates():
     found = planner_published.read_row(rows()["mosaicml/llm-foundry"])
-    row = dict(found.row, tokens_s_gpu=found.predicted(0.37))
-    assert planner_published.fit([planner_published.dataclasses.replace(found, row=row)]) == pytest.approx(0.37)
+    short = planner_published.read_row(dict(found.row, seq=512))
+    made = [
+        planner_published.dataclasses.replace(
+            each, row=dict(each.row, tokens_s_gpu=each.row["tokens_s_gpu"] * each.ratio((0.38, 0.3)))
+        )
+        for each in (found, short)
+    ]
+    assert planner_published.fit(made) == pytest.approx((0.38, 0.3))
 
 
 def test_islands_are_compared_with_one_cluster(monkeypatch, capsys):
