@@ -38,11 +38,8 @@ RECOMPUTATIONS = {
 }
 MISS = 0.3  # of the measured rate
 SHARES_OF_ATTENTION = (0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5)
-LIKE_OF = {
-    "JingchaoZhang": "huggingface",
-    "torchtitan": "torchtitan",
-    "bigscience": "megatron",
-}  # by part of the source
+# Names of LIKE by part of the source
+LIKE_OF = {"JingchaoZhang": "huggingface", "torchtitan": "torchtitan", "bigscience": "megatron"}
 Shares = tuple[float, float]  # of the peak: matrix products, attention
 
 

@@ -58,8 +58,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     price, share = number(float, above=0), number(float, above=0, at_most=1)
     add("--dollars-per-gpu-hour", type=price, metavar="X", help="price, for cost per token")
     add("--like", choices=LIKE, help="predict that program, not ours, on a cluster by data sheets")
-    calibrate_from = "take the rate of arithmetic from a run of this program: its --tensorboard-dir"
-    add("--calibrate-from", type=local_path(Path), metavar="DIR", help=calibrate_from)
+    own_run = "take the rate of arithmetic from a run of this program: its --tensorboard-dir"
+    add("--calibrate-from", type=local_path(Path), metavar="DIR", help=own_run)
     budget = f"percent of loss that the suggested plan may cost; default {LOSS_BUDGET}"
     add("--loss-budget", type=number(float, at_least=0), default=LOSS_BUDGET, metavar="X", help=budget)
     memory = f"share of a GPU's memory that tensors may take; default {USABLE}"

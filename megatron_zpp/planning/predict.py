@@ -294,11 +294,26 @@ def _scale(transfers: list[Transfer], share: float) -> list[Transfer]:
 
 
 def compare_with_log(run: RunHistory, cluster: Cluster) -> dict[str, tuple[float, float]]:
-    """Return the seconds of a step and of its parts, predicted and measured: medians over log lines but the first.
+    """Return the seconds of a step and of its parts, predicted and measured.
 
     Raises ValueError if the cluster is not the run's, or its log lacks the command or waits.
     """
     time = predict_logged(run, cluster).time
+    predicted = time.seconds, time.exposed_between, time.exposed_within
+    step, between, within = zip(predicted, measured_seconds(run), strict=True)
+    return {
+        "a step": step,
+        "waiting for links between nodes": between,
+        "waiting for links within nodes": within,
+        "the rest": (step[0] - between[0] - within[0], step[1] - between[1] - within[1]),
+    }
+
+
+def measured_seconds(run: RunHistory) -> tuple[float, float, float]:
+    """Return what a step took, and the waits for links between and within nodes: medians over log lines but the first.
+
+    Raises ValueError if the run did not log them.
+    """
     metrics, length = run.metrics, int(run.settings["seq_length"])
     rates, batches = metrics.get("tokens-per-second", {}), metrics.get("batch-size", {})
     columns = [
@@ -307,15 +322,8 @@ def compare_with_log(run: RunHistory, cluster: Cluster) -> dict[str, tuple[float
     ]
     if not all(columns):
         raise ValueError(f"{run.name} did not log how long its ranks waited for links")
-    measured = [statistics.median([*column.values()][1:] or [*column.values()]) for column in columns]
-    predicted = time.seconds, time.exposed_between, time.exposed_within
-    step, between, within = zip(predicted, measured, strict=True)
-    return {
-        "a step": step,
-        "waiting for links between nodes": between,
-        "waiting for links within nodes": within,
-        "the rest": (step[0] - between[0] - within[0], step[1] - between[1] - within[1]),
-    }
+    step, between, within = (statistics.median([*column.values()][1:] or [*column.values()]) for column in columns)
+    return step, between, within
 
 
 def calibrate(cluster: Cluster, run: RunHistory) -> Cluster:
@@ -328,8 +336,9 @@ def calibrate(cluster: Cluster, run: RunHistory) -> Cluster:
     if ranks % cluster.gpus_per_node:
         raise ValueError(f"{run.name} had {ranks} ranks, which are no whole nodes of {cluster.gpus_per_node} GPUs")
     own = replace(cluster, nodes=ranks // cluster.gpus_per_node, sites=1)
-    _, measured = compare_with_log(run, own)["the rest"]
     needs = predict_logged(run, own).needs
+    step, between, within = measured_seconds(run)
+    measured = step - between - within
 
     def scaled(factor: float, of: Cluster) -> Cluster:
         products, attention = factor * of.efficiency, factor * of.attention_efficiency

@@ -48,7 +48,7 @@ def test_every_flag_with_every_word(tmp_path):
 
 
 def test_a_flag_that_needs_others_is_refused_or_noted_alone():
-    """Of those that no other flag must be given for, ``num_experts`` stands in NEEDED to leave out biases."""
+    """Skips ``num_experts``: NEEDED only turns biases off for it."""
     for flag in all_flags().values():
         if flag.setting == "num_experts" or not (flag.needs or flag.setting in NEEDED):
             continue

@@ -152,9 +152,9 @@ def test_one_bit_finds_the_scales_of_loud_and_quiet_elements():
 
 @pytest.mark.parametrize("width", [64, 96])  # of rows: blocks have 64 elements
 def test_rows_that_are_seldom_met_are_sent_without_noise(width):
-    """Of embeddings: their errors wait for the next gradient. Sent meanwhile they would move the scales.
+    """Errors of embedding rows wait for the row's next gradient: sent before, they would move the scales.
 
-    The noise of all steps relative to their gradients, with scales of elements and without.
+    Compares the noise of all steps relative to their gradients, with scales of elements and without.
     """
     rows, steps = 32, 600
     hop = wire_format((ParameterShard("embedding", rows * width, True),), 2, 64, torch.float32)

@@ -276,7 +276,7 @@ def test_eight_threads_work_on_every_tile_once(bits, block_size, error_bits):
 
 
 @on_devices
-@pytest.mark.parametrize("bits, scaling", [(2, "absmax"), (4, "absmax"), (8, "absmax"), (2, "mean"), *CODES[:1]])
+@pytest.mark.parametrize("bits, scaling", [(2, "absmax"), (4, "absmax"), (8, "absmax"), (1, None), (2, "mean")])
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
 def test_the_ends_of_fp32(bits, scaling, scale_dtype, device):
     """Denormal and huge scales have no useful reciprocal; the code "mean" takes the smallest values for zero."""
