@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import signal
 import sys
@@ -14,15 +15,19 @@ import torch.distributed as dist
 
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.arguments.recipe import stands_for
+from megatron_zpp.checkpoint.folder import complete_checkpoints
 from megatron_zpp.checkpoint.resume import recipe_to_keep
 from megatron_zpp.commands.dry_run import dry_run
 from megatron_zpp.families import Architecture
+from megatron_zpp.islands.elastic import MembershipError
 from megatron_zpp.metrics.lasting import keep_streams
 from megatron_zpp.parallel.distributed import (
+    CtrlC,
     FailedTogether,
     die,
     errors_on_all_ranks,
     exit_process,
+    exit_together,
     init_distributed,
     is_first_rank,
     messages_of,
@@ -42,6 +47,7 @@ from megatron_zpp.training.setup import build_run
 from megatron_zpp.zeropp.recipes import AUTO
 
 # docs/reference/checkpoints.md lists them: 0 trained to the end, or saved and stopped as asked; 1 crashed.
+EXIT_CRASH = 1
 EXIT_USER_ERROR = 2
 EXIT_NOT_FINITE = 3
 
@@ -50,13 +56,13 @@ def main(architecture: Architecture) -> NoReturn:
     """Run ``pretrain`` as a program."""
     keep_streams()
     try:
-        pretrain(architecture)
+        pretrain(architecture, CtrlC())
     except SystemExit as exit_:
         exit_process(exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None))
     exit_process(0)
 
 
-def pretrain(architecture: Architecture) -> None:
+def pretrain(architecture: Architecture, ctrl_c: CtrlC | None = None) -> None:
     """Train as the command line says. End the process with a status unless all goes well."""
     start = time.monotonic()
     try:
@@ -89,15 +95,20 @@ def pretrain(architecture: Architecture) -> None:
         if choice is not None:
             print_once(choice.why)
             run.predicted = choice.predicted
+        if ctrl_c is not None:
+            ctrl_c.describe = functools.partial(_where_interrupted, run)
         try:
             train(run, start)
         except NotFiniteError as error:  # on all ranks
             report_error(str(error))
             run.writers.close()
-            sys.exit(EXIT_NOT_FINITE)
+            exit_together(EXIT_NOT_FINITE, [str(error)])
+        except MembershipError as error:  # on all ranks, too
+            report_error(str(error))
+            exit_together(EXIT_CRASH, [str(error)])
         run.writers.close()
-    except FailedTogether:
-        sys.exit(EXIT_USER_ERROR)
+    except FailedTogether as failed:
+        exit_together(EXIT_USER_ERROR, failed.args)
     except (ValueError, OSError, ImportError) as error:
         _report_alone_or_together(error)
         sys.exit(EXIT_USER_ERROR)
@@ -161,6 +172,16 @@ def describe(run: Run) -> None:
         print_once(run.islands.describe())
     if run.elastic is not None:
         print_once(f"this is island {run.mesh.job}, a job of its own: the others may leave")
+
+
+def _where_interrupted(run: Run) -> str:
+    """Say at which step a run was interrupted, and what of it is saved."""
+    save, here = run.settings.checkpoint.save, f"after iteration {run.counters.iteration}"
+    if save is None:
+        return f"{here}: nothing is saved, there is no --save"
+    saved = complete_checkpoints(save)
+    last = f"--load {save} goes on from {saved[-1].name}" if saved else f"{save} holds no checkpoint yet"
+    return f"{here}, not saved: {last}. With --exit-signal-handler a run saves first"
 
 
 def _report_alone_or_together(error: Exception) -> None:

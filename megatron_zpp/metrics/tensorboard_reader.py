@@ -75,7 +75,9 @@ def find_runs(folders: list[Path]) -> dict[str, list[Path]]:
             raise ValueError(f"there is no folder {folder}")
         files = sorted(folder.rglob("*tfevents*"), key=lambda path: (path.parent, path.name))
         if not files:
-            raise ValueError(f"{folder} holds no TensorBoard events: give what a run was given as --tensorboard-dir")
+            none = f"{folder} holds no TensorBoard events: give what a run was given as --tensorboard-dir"
+            logs = ", ".join(path.name for path in sorted(folder.glob("*.log")))
+            raise ValueError(none + (f". Logs, as {logs}, are for examples/quickstart/summary.py compare" * bool(logs)))
         for parent, group in itertools.groupby(files, key=lambda path: path.parent):
             runs[str(parent)] = list(group)
     return runs

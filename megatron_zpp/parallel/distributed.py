@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import re
 import signal
@@ -11,10 +12,11 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from threading import Thread
+from pathlib import Path
+from threading import Event, Thread
 from typing import NoReturn
 
 import torch
@@ -24,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from megatron_zpp.zeropp.fsdp import fsdp_unit
 from megatron_zpp.zeropp.fsdp.topology import gather_objects
 
-from .flight_record import write_record
+from .flight_record import last_collective, write_record
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SECONDS_TO_LEAVE = 4.0
@@ -32,7 +34,7 @@ SECONDS_FOR_THE_CAUSE = 3.0  # that ranks which lost a peer wait, so that torchr
 
 
 class FailedTogether(Exception):  # noqa: N818 - not an error of its own: it carries one that was reported already
-    """Some rank met a user's error; rank 0 has reported it."""
+    """Some rank met a user's error; rank 0 has reported it. Its arguments are the messages."""
 
 
 def init_distributed(backend: str | None, timeout_minutes: float) -> torch.device:
@@ -168,7 +170,7 @@ def errors_on_all_ranks() -> Iterator[None]:
         rank, texts = first
         where = "" if all(texts == other for other in errors) else f"rank {rank}: "
         report_error(*(where + text for text in texts))
-        raise FailedTogether
+        raise FailedTogether(*texts)
 
 
 def messages_of(error: Exception) -> tuple[str, ...]:
@@ -192,6 +194,20 @@ def report_error(*texts: str) -> None:
     if is_first_rank():
         for text in texts:
             print("error: " + " ".join(text.split()), file=sys.stderr, flush=True)
+
+
+def exit_together(status: int, texts: Sequence[str]) -> NoReturn:
+    """Exit on all ranks for what rank 0 has reported; under torchrun with ``status`` on the first rank of each node.
+
+    torchrun's own report has seven lines for each rank that failed, and repeats ``texts`` at its end.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        if os.environ["LOCAL_RANK"] != "0":
+            sys.exit(0)
+        if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
+            message = {"message": "; ".join(texts), "extraInfo": {"timestamp": str(int(time.time()))}}
+            Path(file).write_text(json.dumps({"message": message}))
+    sys.exit(status)
 
 
 def exit_process(status: int) -> NoReturn:
@@ -219,7 +235,7 @@ def die(error: BaseException) -> NoReturn:
     # At once, so that it stands in the log even if this process is ended while it waits.
     print(f"error: {text}: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     write_record(where)
-    if re.search(r"[Cc]onnection|Broken pipe|[Ss]ocket|gloo|NCCL", str(error)) and "imed out" not in str(error):
+    if _is_of_communication(error) and "imed out" not in str(error):
         time.sleep(SECONDS_FOR_THE_CAUSE)
     error.add_note(text)
     traceback.print_exception(error)
@@ -230,6 +246,10 @@ def die(error: BaseException) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)  # threads that wait for a dead peer would keep sys.exit waiting
+
+
+def _is_of_communication(error: BaseException) -> bool:
+    return re.search(r"[Cc]onnection|Broken pipe|[Ss]ocket|gloo|NCCL", str(error)) is not None
 
 
 def collective_of(error: BaseException) -> str | None:
@@ -245,7 +265,34 @@ def collective_of(error: BaseException) -> str | None:
             collective = collective or name
         elif collective is None and "megatron_zpp" in file:
             caller = f"{name} ({os.path.basename(file)}:{line})"
+    if collective is None and _is_of_communication(error):
+        collective = last_collective()  # tensor parallelism waits in torch's operators, whose frames name none
     return f"{collective} of {caller}" if collective else None
+
+
+class CtrlC:
+    """Ends this process at Ctrl-C with one line of rank 0, from now on, unless a handler replaces it or it is ignored.
+
+    A thread waits for it: Python's own handler waits for a collective to return, and prints a traceback on every rank.
+    """
+
+    def __init__(self) -> None:
+        """``describe``, which the run sets, says what is saved."""
+        self.describe = lambda: "before the run began: nothing is saved"
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # threads inherit that, this one's among them
+            Thread(target=self._wait, daemon=True).start()
+
+    def _wait(self) -> None:
+        signal.sigwait({signal.SIGINT})
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            if is_first_rank():
+                print(f"interrupted {self.describe()}", file=sys.stderr, flush=True)
+            time.sleep(0.3)  # until the other ranks know: they would report a lost connection
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        os.kill(os.getpid(), signal.SIGINT)  # again, for this thread: it ends the process, or calls the handler
+        Event().wait()  # takes later ones, too
 
 
 class StopSignals:

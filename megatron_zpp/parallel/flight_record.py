@@ -23,6 +23,16 @@ def record_collectives(folder: str | None) -> None:
         os.environ.setdefault(PREFIX, os.path.join(folder, FILES))
 
 
+def last_collective() -> str | None:
+    """Name the collective that this rank called last, as "all_reduce"; None without a record of any."""
+    entries = _entries()
+    return entries[-1]["profiling_name"].rpartition(":")[2] if entries else None
+
+
+def _entries() -> list[dict[str, Any]]:
+    return json.loads(_distributed_c10d._dump_fr_trace_json()).get("entries", [])  # type: ignore[attr-defined,no-any-return]
+
+
 def write_record(where: str | None) -> None:
     """Write this rank's record, as JSON, when it fails. where: the collective of which unit it failed in."""
     prefix = os.environ.get(PREFIX)
@@ -31,7 +41,7 @@ def write_record(where: str | None) -> None:
     groups = {group.group_name: dist.get_process_group_ranks(group) for group in dist.distributed_c10d._world.pg_names}
     record: dict[str, Any] = {"rank": dist.get_rank(), "host": socket.gethostname(), "time": time.time()}
     record |= {"where": where, "groups": groups}
-    record["entries"] = json.loads(_distributed_c10d._dump_fr_trace_json()).get("entries", [])  # type: ignore[attr-defined]
+    record["entries"] = _entries()
     try:
         Path(f"{prefix}{record['rank']}.json").write_text(json.dumps(record))
     except OSError as error:  # what the rank failed of matters more

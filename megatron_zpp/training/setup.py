@@ -19,6 +19,7 @@ from megatron_zpp.data.build import Datasets
 from megatron_zpp.families import Architecture, vocabulary_of
 from megatron_zpp.islands import OuterSync, apply_islands, emulate_islands
 from megatron_zpp.metrics.writers import MetricWriters, describe_program
+from megatron_zpp.models.transformer import TransformerConfig
 from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum
 from megatron_zpp.optim.gradients import LossScaler
 from megatron_zpp.optim.optimizer import build_optimizer
@@ -59,6 +60,8 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         meta = read_meta(checkpoint) if checkpoint is not None else None
         resumed = None if settings.checkpoint.finetune else meta  # of the run that goes on, counters and all
         counters, notes = Counters(), list[str]()
+        if checkpoint is not None and meta is not None:  # before data and settings, which differ with the model
+            _check_same_model(architecture, settings, checkpoint, meta)
         if resumed is not None:
             counters = Counters.from_meta(resumed)
             notes = check_settings(settings, resumed)
@@ -115,7 +118,7 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         if (base := checkpoint_to_load(only)) is not None:
             with errors_on_all_ranks():
                 base_meta = read_meta(base)
-                _check_same_model(run, base, base_meta, has_adapters=False)
+                _check_same_model(architecture, settings, base, base_meta, run.model.config, has_adapters=False)
             for state in states:
                 load_base(base, base_meta, state.model)
             print_once(f"  loaded the frozen weights of {base}")
@@ -229,7 +232,7 @@ def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
     """Fill the run from a checkpoint; with --finetune the model alone."""
     settings, goes_on = run.settings.checkpoint, not run.settings.checkpoint.finetune
     with errors_on_all_ranks():
-        _check_same_model(run, checkpoint, meta)
+        _check_same_model(run.architecture, run.settings, checkpoint, meta, run.model.config)
         if goes_on and run.schedule is not None and meta["schedule"] is not None:
             run.schedule = resume_schedule(
                 run.schedule,
@@ -262,19 +265,30 @@ def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
     print_once(f"  successfully loaded checkpoint {checkpoint} at iteration {meta['iteration']}")
 
 
-def _check_same_model(run: Run, checkpoint: Path, meta: dict[str, Any], has_adapters: bool = True) -> None:
-    """Raise CheckpointError if the checkpoint's model has another shape or uses its weights otherwise."""
-    _, saved = saved_model(meta, run.architecture, with_adapters=True)
+def _check_same_model(
+    architecture: Architecture,
+    settings: ResolvedSettings,
+    checkpoint: Path,
+    meta: dict[str, Any],
+    config: TransformerConfig | None = None,
+    has_adapters: bool = True,
+) -> None:
+    """Raise CheckpointError if the checkpoint's model has another shape or uses its weights otherwise.
+
+    config: of the run's model; None while its vocabulary is unknown, which is then not compared.
+    """
+    _, saved = saved_model(meta, architecture, with_adapters=True)
+    config = config or architecture.build_config(settings.model, saved.vocab_size)
     theirs = dataclasses.asdict(saved)
     differing = [
         f"{name} {there} there, {here} here"
-        for k, v in dataclasses.asdict(run.model.config).items()
+        for k, v in dataclasses.asdict(config).items()
         if theirs[k] != v and not k.endswith("dropout") and k != "init_method_std"
         for name, there, here in _parts(k, theirs[k], v)
     ]
     # A base may have none; target modules are checked as tensors.
     for name in ("lora_rank", "lora_alpha") if has_adapters else ():
-        there, here = meta["settings"].get(name, getattr(LoraSettings, name)), getattr(run.settings.lora, name)
+        there, here = meta["settings"].get(name, getattr(LoraSettings, name)), getattr(settings.lora, name)
         differing += [f"{name} {there} there, {here} here"] if there != here else []
     if differing:
         other = f"{checkpoint} is of another model: {'; '.join(differing)}"

@@ -248,6 +248,10 @@ def test_what_is_no_checkpoint_is_one_clear_error(data, checkpoint, tmp_path):
         f"--load {tmp_path / 'file'}": "is a file, not a folder of checkpoints",
         f"--load {checkpoint} --ckpt-step 2": "complete ones: ",
         f"--load {checkpoint} --hidden-size 64": "is of another model: hidden_size 32 there, 64 here",
+        # Sizes come first, and before other data.
+        f"--load {checkpoint} --num-layers 3 --hidden-size 64 --seq-length 16 --seed 7 --norm-epsilon 1e-6": (
+            "is of another model: num_layers 2 there, 3 here; hidden_size 32 there, 64 here; max_position"
+        ),
         f"--load {checkpoint} --optimizer sgd": "optimizer adam there, sgd here",
         f"--load {damaged} --load-latest-good": "holds no good checkpoint",
         f"--load {tracker}": "should hold an iteration",

@@ -210,11 +210,15 @@ def test_an_evaluation_alone_keeps_the_training(tmp_path):
 
 
 def test_bad_input_gets_one_line(tmp_path, capsys):
-    (tmp_path / "empty").mkdir()
+    for name in ("empty", "quickstart"):
+        (tmp_path / name).mkdir()
+    for log in ("zero3.log", "zeropp.log"):
+        (tmp_path / "quickstart" / log).touch()
     MetricWriters(LoggingSettings(tensorboard_dir=str(tmp_path / "nothing")), {}, is_writer=True).close()
     for folder, message in {
         "missing": "there is no folder",
         "empty": "holds no TensorBoard events: give what a run was given as --tensorboard-dir",
+        "quickstart": "Logs, as zero3.log, zeropp.log, are for examples/quickstart/summary.py compare",
         "nothing": "holds no training losses",
     }.items():
         assert main([str(tmp_path / folder), "--output", str(tmp_path / "page.html")]) == 1

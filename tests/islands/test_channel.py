@@ -31,7 +31,7 @@ from megatron_zpp.islands.elastic.channel import (
 from megatron_zpp.islands.elastic.lighthouse import Ask, Lighthouse, LighthouseClient, status
 from megatron_zpp.islands.elastic.links import BrokenOffError, Links
 from megatron_zpp.islands.elastic.quorum import Quorum
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 
 SECRET = b"s" * 32
 
@@ -270,10 +270,18 @@ def test_one_that_sends_nonsense_harms_no_other(lighthouse):
     good = asdict(ask_of(1))
     for ask in ({"number": 1}, good | {"steps": "many"}, good | {"addresses": 3}, good | {"renew": None}, [1]):
         mine = connected(lighthouse)
-        mine.send_message({"island": 1, "job": "x", "ask": ask}, soon())
-        with pytest.raises(ChannelError):
-            mine.receive_message(soon())
+        for island, words in ((1, "run the same version"), (5000, "a lighthouse serves islands 0 to 1023")):
+            mine.send_message({"island": island, "job": "x", "ask": ask}, soon())
+            assert words in mine.receive_message(soon())["refused"]
     assert client_of(lighthouse, 0).ask(ask_of(0, num_islands=1), soon())["members"][0]["island"] == 0
+
+
+def test_a_lighthouse_that_is_not_there_is_said_at_once_and_once(caplog):
+    client = LighthouseClient(("127.0.0.1", free_port()), SECRET, 3)
+    with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError, match="Connection refused"):
+        client.ask(ask_of(3), time.monotonic() + 3)  # it tries every second
+    (said,) = [message for message in caplog.messages if message.startswith("island 3: the lighthouse at 127.0.0.1:")]
+    assert "Connection refused; it is asked again every second" in said
 
 
 def test_one_alone_waits_until_a_new_lighthouse_has_heard_from_all():

@@ -48,6 +48,16 @@ def test_ctrl_c_on_one_rank_saves_and_ends_all(data, tmp_path):
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == f"{iteration}\n"
 
 
+def test_ctrl_c_without_the_handler_is_one_line_that_says_what_is_saved(data, tmp_path):
+    (script := tmp_path / "train.py").write_text(CTRL_C.replace(' and os.environ["RANK"] == "1"', ""))
+    save = f"--save {tmp_path} --save-interval 2 --no-async-save --num-workers 1 --train-iters 100000"
+    _, err = (process := torchrun(2, flags(data, save), str(script))).communicate(timeout=60)
+    assert process.returncode == 1 and "Signal 2 (SIGINT)" in err
+    (line,) = [line for line in err.splitlines() if line.startswith("interrupted")]
+    assert line.startswith(f"interrupted after iteration 3, not saved: --load {tmp_path} goes on from iter_0000002.")
+    assert "KeyboardInterrupt" not in err and "error: rank" not in err and "[rank" not in err
+
+
 def _signal_in_evaluation(run, evaluations: list[bool], number: int) -> None:
     """Rank 1 is signalled in the second batch of evaluation ``number``. ``evaluations``: an entry per batch."""
 
@@ -160,4 +170,5 @@ def test_before_the_first_step_is_done_a_signal_ends_a_run_at_once(data, tmp_pat
         _, err = process.communicate(timeout=60)
         assert process.returncode == -number, err
         assert "Traceback" not in err and "error" not in err
+        assert ("interrupted before the run began: nothing is saved" in err) == (number == signal.SIGINT)
     assert not [*tmp_path.glob("*/iter_*")]

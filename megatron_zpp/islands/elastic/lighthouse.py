@@ -91,7 +91,12 @@ class Lighthouse:
     def _serve(self, channel: Channel, peer: str) -> None:
         while True:
             message = channel.receive_message(time.monotonic() + 60)
-            channel.send_message(self._answer(message, peer), time.monotonic() + 5)
+            try:
+                answer = self._answer(message, peer)
+            except (ValueError, TypeError, KeyError) as error:  # it knows the secret: an island of another version
+                why = f"the lighthouse cannot read what this island asks ({error})"
+                answer = {"refused": f"{why}: run the same version of megatron_zpp everywhere"}
+            channel.send_message(answer, time.monotonic() + 5)
 
     def _answer(self, message: dict[str, Any], peer: str) -> dict[str, Any]:
         with self._changed:
@@ -102,7 +107,7 @@ class Lighthouse:
                 return {"islands": sorted(self._members), "asking": asking}
             island, job = int(message["island"]), str(message["job"])
             if not 0 <= island < MAX_ISLANDS:
-                raise ValueError(f"no island has the number {island}")
+                return {"refused": f"island {island}: a lighthouse serves islands 0 to {MAX_ISLANDS - 1}"}
             member = self._members.get(island)
             if member is not None and member.job != job:
                 # Either that job was killed moments ago, or there are two.
@@ -212,6 +217,9 @@ class LighthouseClient:
                         self._answer = ValueError(f"the lighthouse at {host}:{port}: {self._problem}")
                         self._changed.notify_all()
             except (OSError, ValueError, TypeError, KeyError) as error:
+                if self._problem != str(error):  # not at every attempt
+                    who = f"island {self._identity['island']}: the lighthouse at {self._address[0]}:{self._address[1]}"
+                    logger.warning("%s: %s; it is asked again every second", who, error)
                 self._problem = str(error)
             if not self._leaves:
                 time.sleep(1)

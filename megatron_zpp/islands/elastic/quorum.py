@@ -49,6 +49,10 @@ class Membership:
             raise ValueError(f"island must be from 0 to num_islands - 1 = {self.num_islands - 1}, got {self.island}")
 
 
+class MembershipError(RuntimeError):
+    """No other islands came, or all attempts to synchronize broke off. Raised on all ranks of an island."""
+
+
 class Quorum:
     """This rank and those of its place in the islands that are there. Collective over the ranks of an island.
 
@@ -111,7 +115,7 @@ class Quorum:
         """Return the result of ``exchange``, once all islands that are there have theirs.
 
         It is called again, with the islands that are left, until none is lost during it. Raises ValueError if this
-        island does not fit the others, and RuntimeError if none come or all attempts break off.
+        island does not fit the others, and MembershipError if none come or all attempts break off.
         """
 
         def exchange_and_wait() -> T:
@@ -135,7 +139,7 @@ class Quorum:
             self._version, self._has_taken = (self._newest[0] + 1, digest.hexdigest()), False
             return result
         broke_off = f"{MAX_FAILURES} attempts of island {self._membership.island} to synchronize broke off: {reason}"
-        raise RuntimeError(f"{broke_off}. Do islands reach each other where they listen (--island-bind)?")
+        raise MembershipError(f"{broke_off}. Do islands reach each other where they listen (--island-bind)?")
 
     def _wait_for_islands(self, renew: bool) -> None:
         """Enter the next quorum; where a run begins, that of all islands."""
@@ -150,7 +154,7 @@ class Quorum:
                 break
             if time.monotonic() > deadline:
                 late = f"{_named(missing)} did not come within {self._membership.patience:g} seconds"
-                raise RuntimeError(f"{late}: do all ask the lighthouse {self._membership.lighthouse}?")
+                raise MembershipError(f"{late}: do all ask the lighthouse {self._membership.lighthouse}?")
             time.sleep(0.5)
         left, came = set(before) - set(self.islands), set(self.islands) - set(before)
         changes = [f"{_named(left)} left"] * bool(left) + [f"{_named(came)} came"] * bool(came)
@@ -174,7 +178,7 @@ class Quorum:
         if isinstance(quorum, TimeoutError):
             member = self._membership
             alone = f"island {member.island} found no others, or no lighthouse, in {member.patience:g} seconds"
-            raise RuntimeError(f"{alone}: {quorum}. Is it running at {member.lighthouse}, and do others ask it?")
+            raise MembershipError(f"{alone}: {quorum}. Is it running at {member.lighthouse}, and do others ask it?")
         if isinstance(quorum, ValueError):
             raise quorum
         return quorum
