@@ -67,7 +67,7 @@ class Result:
 
     @property
     def well(self) -> bool:
-        return self.codes == [0] * RANKS
+        return set(self.codes) == {0}
 
 
 class Run:
@@ -76,14 +76,16 @@ class Run:
     ``slow``: seconds more for what is done in a place. ``nan_from``: the step before which parameters become NaN.
     """
 
-    def __init__(self, argv: list[str], slow: Mapping[str, float] = {}, nan_from: int | None = None) -> None:
+    def __init__(
+        self, argv: list[str], slow: Mapping[str, float] = {}, nan_from: int | None = None, ranks: int = RANKS
+    ) -> None:
         self.file = tempfile.NamedTemporaryFile(prefix="output", suffix=".log")  # noqa: SIM115
         with socket.create_server(("localhost", 0)) as server:
             port = server.getsockname()[1]
         self.begun = time.monotonic()
         self.hit_at: float | None = None
-        more = (port, argv, self.file.name, slow, nan_from)
-        self.processes = [_context.Process(target=_rank, args=(rank, *more)) for rank in range(RANKS)]
+        more = (ranks, port, argv, self.file.name, slow, nan_from)
+        self.processes = [_context.Process(target=_rank, args=(rank, *more)) for rank in range(ranks)]
         for process in self.processes:
             process.start()
 
@@ -144,13 +146,21 @@ def _leaves(rank: int, place: str) -> str:
     return f"rank {rank} leaves: {place}\n"
 
 
-def _rank(rank: int, port: int, argv: list[str], output: str, slow: Mapping[str, float], nan_from: int | None) -> None:
+def _rank(
+    rank: int,
+    ranks: int,
+    port: int,
+    argv: list[str],
+    output: str,
+    slow: Mapping[str, float],
+    nan_from: int | None,
+) -> None:
     """What torchrun and ``python pretrain_gpt.py`` do, on one rank."""
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     sys.argv = ["pretrain_gpt.py", *argv]
     from megatron_zpp.commands.pretrain import pretrain

@@ -289,7 +289,8 @@ class CtrlC:
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             if is_first_rank():
                 print(f"interrupted {self.describe()}", file=sys.stderr, flush=True)
-            time.sleep(0.3)  # until the other ranks know: they would report a lost connection
+            if ranks_of_environment() > 1:
+                time.sleep(0.3)  # until the other ranks know: they would report a lost connection
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         os.kill(os.getpid(), signal.SIGINT)  # again, for this thread: it ends the process, or calls the handler
         Event().wait()  # takes later ones, too
