@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?= $(shell [ "$$(uname)" != Linux ] || command -v nvidia-smi >/dev/null || echo https://download.pytorch.org/whl/cpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-long test-integrations lower-bound test-lower-bound cuda-build test-cuda-build docs format clean
+.PHONY: help quickstart test test-long test-integrations lower-bound test-lower-bound cuda-build test-cuda-build test-sanitizers docs format clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -71,6 +71,14 @@ lower-bound cuda-build:
 
 test-lower-bound test-cuda-build:
 	cd $(COPY) && $(CHECK) && $(PYTEST) tests/zeropp
+
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined
+test-sanitizers: $(READY)  ## run the tests of the CPU kernels with AddressSanitizer and UndefinedBehaviorSanitizer
+	CFLAGS="$(SANITIZERS)" LDFLAGS="$(SANITIZERS)" $(VENV)/bin/python setup.py -q build_ext \
+		--build-lib build/sanitizers --build-temp build/sanitizers/objects
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+		ZEROPP_KERNELS=build/sanitizers/megatron_zpp/zeropp/wire/_kernels.so \
+		$(VENV)/bin/python -m pytest -n 0 tests/zeropp/test_kernels.py tests/zeropp/test_moves.py tests/zeropp/test_element_scales.py
 
 format: $(READY)  ## format the code and fix what ruff can fix
 	$(VENV)/bin/ruff check --fix .

@@ -166,7 +166,7 @@ def _resolve_length(settings: Settings, dp_size: int) -> Settings:
         if not training.skip_train:
             training = end_after_tokens(training, batches)
             Schedule.from_settings(settings.optimizer, settings.schedule, training, batches)
-            settings = dataclasses.replace(settings, distributed=resolve_schedule(settings.distributed, batches))
+        settings = dataclasses.replace(settings, distributed=resolve_schedule(settings.distributed, batches))
     except ValueError as error:
         raise SettingsError(str(error)) from error
     return dataclasses.replace(settings, training=training)

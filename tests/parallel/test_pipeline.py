@@ -11,7 +11,7 @@ from torch import nn
 from megatron_zpp.parallel.stages import place_stages
 from tests.parallel.layouts import assert_same, results_on
 from tests.ranks import run_ranks
-from tests.training.small_run import NO_DROPOUT, err_after_a_kill, flags, start, torchrun, train_quietly
+from tests.training.small_run import NO_DROPOUT, err_after_a_kill, flags, start, torchrun, train_each, train_quietly
 
 FOUR_LAYERS = f"--num-layers 4 --train-iters 5 --eval-interval 3 --log-params-norm {NO_DROPOUT}"
 TP2 = "--tensor-model-parallel-size 2"
@@ -105,6 +105,12 @@ def test_a_killed_stage_ends_the_job_and_is_named(data):
         if "failed in the exchange with a neighbouring pipeline stage" in err:
             return
     pytest.fail("torchrun ended the other stages each time before one could say what it waited for")
+
+
+def test_a_pipeline_evaluates_without_training(data):
+    argv = flags(data, NO_DROPOUT, "--skip-train")
+    alone, staged = (run_ranks(n, train_each, {"": [*argv, *more]})[-1][""] for n, more in ((1, []), (2, PP2.split())))
+    assert staged["lm loss validation"] == pytest.approx(alone["lm loss validation"], rel=1e-5)
 
 
 def test_stages_are_dealt_to_ranks():
