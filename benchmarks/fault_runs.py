@@ -47,9 +47,10 @@ PLACES = {
 _context = multiprocessing.get_context("forkserver")
 
 
-def preload() -> None:
-    """Import torch and the program once: ranks are forked from there."""
-    _context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "megatron_zpp.commands.pretrain"])
+def preload(*more: str) -> None:
+    """Import torch, the program and ``more`` once: ranks are forked from there."""
+    program = ("torch._dynamo", "torch.distributed.fsdp", "megatron_zpp.commands.pretrain")
+    _context.set_forkserver_preload([*program, *more])
 
 
 @dataclass
