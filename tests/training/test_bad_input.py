@@ -16,7 +16,7 @@ from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT
 from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.training.setup import build_run
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 from tests.training.small_run import flags, torchrun
 
 # As torchrun runs it: all ranks start, one speaks, none is left
@@ -64,6 +64,21 @@ def test_an_error_that_every_rank_meets_on_its_own_is_said_once(data, tmp_path):
     _, err = process.communicate(timeout=60)
     assert our_errors(err) == ["error: met by all"]
     assert process.returncode != 0
+
+
+def test_an_island_without_others_says_so_at_once_and_ends_in_one_line(data, tmp_path):
+    (secret := tmp_path / "secret").touch(mode=0o600)
+    secret.write_text("s" * 32)
+    where = f"localhost:{free_port()}"
+    membership = (
+        f"--islands 2 --islands-may-leave --island-number 0 --island-lighthouse {where} --island-patience-seconds 3"
+    )
+    process = torchrun(2, flags(data, who, f"--island-lighthouse {where} --island-patience-seconds 3"))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and err.count(f"island 0: the lighthouse at {where}: ") == 1
+    (line,) = our_errors(err)
+    assert line.startswith("error: island 0 found no others, or no lighthouse, in 3 seconds: ") and "refused" in line
+    assert "megatron_zpp/islands" not in err  # no traceback of ours
 
 
 def test_an_environment_that_no_launcher_makes(data):
