@@ -70,9 +70,7 @@ def test_an_island_without_others_says_so_at_once_and_ends_in_one_line(data, tmp
     (secret := tmp_path / "secret").touch(mode=0o600)
     secret.write_text("s" * 32)
     where = f"localhost:{free_port()}"
-    membership = (
-        f"--islands 2 --islands-may-leave --island-number 0 --island-lighthouse {where} --island-patience-seconds 3"
-    )
+    who = f"--islands 2 --islands-may-leave --island-number 0 --island-secret-file {secret}"
     process = torchrun(2, flags(data, who, f"--island-lighthouse {where} --island-patience-seconds 3"))
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1 and err.count(f"island 0: the lighthouse at {where}: ") == 1
