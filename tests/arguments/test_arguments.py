@@ -333,6 +333,13 @@ def test_a_note_says_what_train_tokens_trains():
             assert parse(f"{run} --train-tokens {tokens}")[1] == ([note] if trained else [])
 
 
+def test_a_note_says_that_context_parallel_ranks_drop_other_tokens():
+    experts = "--num-experts 2 --disable-bias-linear --moe-expert-capacity-factor 1"
+    for ranks, size in (1, 1), (2, 2):
+        _, notes = parse(f"{SMALL} {experts} --context-parallel-size {size}", GPT, ranks)
+        assert sum("it drops other tokens than one rank would" in note for note in notes) == size - 1
+
+
 def test_only_the_first_rank_prints_notes(capsys, monkeypatch):
     for rank, expected in ("0", 1), ("3", 0):
         monkeypatch.setenv("RANK", rank)
