@@ -17,8 +17,9 @@ from megatron_zpp.arguments.command_line import read_command_line
 from megatron_zpp.arguments.deepspeed_config import DeepSpeedConfig, read_deepspeed_config
 from megatron_zpp.arguments.foreign_flags import NotNeeded
 from megatron_zpp.arguments.help import help_text
+from megatron_zpp.arguments.no_effect import DYNAMIC_SCALE_SETTINGS, check_needed
 from megatron_zpp.arguments.recipe import recipe_values, stands_for
-from megatron_zpp.arguments.resolve import DYNAMIC_SCALE_SETTINGS, check_needed, resolve
+from megatron_zpp.arguments.resolve import resolve
 from megatron_zpp.arguments.resolve_parallel import num_jobs
 from megatron_zpp.families import ARCHITECTURES, Architecture
 from megatron_zpp.parallel.distributed import is_first_rank

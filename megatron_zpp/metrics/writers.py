@@ -92,15 +92,18 @@ class MetricWriters:
             id_of_last = Path(folder) / "run_id"
             if run_id is None and self._resumes and id_of_last.exists():
                 run_id = id_of_last.read_text().strip()
-        self._wandb = wandb.init(
-            project=settings.wandb_project,
-            name=settings.wandb_exp_name,
-            entity=settings.wandb_entity,
-            dir=folder,
-            config=dict(self._run_config),
-            id=run_id,
-            resume="allow",  # continue the run of that id, if there is one
-        )
+        try:
+            self._wandb = wandb.init(
+                project=settings.wandb_project,
+                name=settings.wandb_exp_name,
+                entity=settings.wandb_entity,
+                dir=folder,
+                config=dict(self._run_config),
+                id=run_id,
+                resume="allow",  # continue the run of that id, if there is one
+            )
+        except wandb.errors.UsageError as error:  # no login, for example
+            raise ValueError(f"--wandb-project {settings.wandb_project}: {error}") from error
         if folder is not None:
             id_of_last.write_text(f"{self._wandb.id}\n")
 
