@@ -81,11 +81,7 @@ def notes_on(settings: Settings, given: set[str]) -> Iterator[str]:
     for names, is_on, why in (
         (_LOGGED, logging.tensorboard_dir or logging.wandb_project, "--tensorboard-dir or --wandb-project"),
         (_OF_PIPELINES, settings.distributed.pipeline_model_parallel_size > 1, "--pipeline-model-parallel-size"),
-        (
-            ("lr_warmup_style", "lr_warmup_init"),
-            any(values[name] for name in _WARMUPS),
-            "a warm-up",
-        ),
+        (("lr_warmup_style", "lr_warmup_init"), any(values[name] for name in _WARMUPS), "a warm-up"),
     ):
         for name in names:
             if name in given and not is_on:
