@@ -26,7 +26,7 @@ import torch
 
 RANKS, NODES = 4, 2
 ITERATIONS = 12
-PATIENCE = 60.0  # seconds after which a run counts as hung
+PATIENCE = 180.0  # seconds after which a run counts as hung
 GRACE = 30.0  # seconds in which all ranks must be gone after one has failed, as torchrun does it
 SETTINGS = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
     --global-batch-size 4 --train-iters {ITERATIONS} --lr 3e-3 --log-interval 1 --eval-interval 5 --eval-iters 8

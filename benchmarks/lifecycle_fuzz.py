@@ -39,7 +39,7 @@ END = 8
 SETTINGS = f"""--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --attention-dropout 0
     --hidden-dropout 0 --global-batch-size 4 --train-iters {END} --lr 0.03 --adam-eps 0.01 --log-interval 1
     --eval-interval 3 --eval-iters 2 --save-interval 2 --num-workers 0 --tokenizer-type NullTokenizer --vocab-size 99
-    --make-vocab-size-divisible-by 4 --split 80,20,0 --exit-signal-handler --distributed-timeout-minutes 0.5
+    --make-vocab-size-divisible-by 4 --split 80,20,0 --exit-signal-handler --distributed-timeout-minutes 2
     --zeropp-ranks-per-node 1 --zero-quantized-gradients --zeropp-gradient-bits 8 --zeropp-gradient-block-size 32"""
 SAME_BITS = {
     "2 ranks": (2, "--micro-batch-size 1"),
