@@ -151,7 +151,8 @@ def run() -> None:
         if not python.exists():
             venv.create(PEERS, with_pip=True)
             (path,) = (PEERS / "lib").glob("python*/site-packages")
-            (path / "ours.pth").write_text("\n".join(entry for entry in sys.path if "site-packages" in entry))
+            ours = next(entry for entry in sys.path if entry.endswith("site-packages"))
+            (path / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
             subprocess.run([python, "-m", "pip", "install", "--quiet", "deepspeed"], check=True)
         sys.exit(subprocess.run([python, *sys.argv]).returncode)
     os.environ |= {"LOCAL_SIZE": str(RANKS), "TORCH_EXTENSIONS_DIR": str(PEERS / "extensions"), "DS_ACCELERATOR": "cpu"}
