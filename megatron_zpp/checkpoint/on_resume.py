@@ -69,7 +69,8 @@ NOTED = """
     muon_momentum muon_use_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor muon_period
     muon_momentum_bits muon_stale_rows
     bf16 fp16 accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 loss_scale min_loss_scale loss_scale_window
-    hysteresis pretrained_checkpoint
+    hysteresis fp8_format fp8_recipe first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
+    pretrained_checkpoint
     zero_quantized_weights zero_quantized_gradients zeropp_loco zeropp_loco_beta zeropp_loco_reset_interval
     zeropp_loco_reset zeropp_loco_hops zeropp_loco_error_dtype zeropp_weight_bits zeropp_weight_scaling
     zeropp_weight_intra_bits zeropp_weight_intra_scaling zeropp_weight_block_size zeropp_gradient_bits
