@@ -281,6 +281,7 @@ _NO_EFFECT_WITHOUT: dict[str | tuple[str, str], tuple[str, ...]] = {  # a settin
     "fp16": ("loss_scale", *DYNAMIC_SCALE_SETTINGS),
     "fp8_format": ("fp8_recipe", "first_last_layers_bf16"),
     "first_last_layers_bf16": ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+    ("recompute_granularity", "selective"): ("recompute_modules",),
     "manual_gc": ("manual_gc_interval",),
     "emulate_ranks": ("emulate_nodes",),
     "save": (

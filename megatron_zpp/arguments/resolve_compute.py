@@ -79,6 +79,7 @@ def resolve_activation(activation: ActivationSettings, num_layers: int) -> Activ
     require(len(set(asked.values())) <= 1, f"{pairs} differ; give one")
     granularity = next(iter(asked.values()), None)
     method, layers = activation.recompute_method, activation.recompute_num_layers
+    modules = activation.recompute_modules if granularity == "selective" else None  # else without effect, and noted
     if granularity != "full":
         for name in ("recompute_method", "recompute_num_layers"):
             require(getattr(activation, name) is None, f"{flag_of(name)} needs --recompute-granularity full")
@@ -87,5 +88,9 @@ def resolve_activation(activation: ActivationSettings, num_layers: int) -> Activ
         message = f"--recompute-num-layers {layers} must be between 1 and --num-layers {num_layers}"
         require(1 <= layers <= num_layers, message)
     return dataclasses.replace(
-        activation, recompute_granularity=granularity, recompute_method=method, recompute_num_layers=layers
+        activation,
+        recompute_granularity=granularity,
+        recompute_modules=modules,
+        recompute_method=method,
+        recompute_num_layers=layers,
     )

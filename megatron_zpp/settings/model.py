@@ -208,6 +208,12 @@ class ActivationSettings:
     recompute_granularity: str | None = flag(
         None, "full: whole blocks; selective: keep matrix products, recompute the rest", choices=("full", "selective")
     )
+    recompute_modules: tuple[str, ...] | None = flag(
+        None,
+        "with selective: keep all but what these modules compute, and recompute them",
+        nargs="+",
+        choices=("core_attn", "mlp", "moe", "shared_experts"),
+    )
     recompute_method: str | None = flag(
         None,
         "checkpoint every --recompute-num-layers blocks as one (uniform), or the first of them alone (block)",

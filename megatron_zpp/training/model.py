@@ -136,6 +136,7 @@ class ModelBuilder:
                 activation.recompute_granularity,
                 activation.recompute_method,
                 activation.recompute_num_layers,
+                modules=activation.recompute_modules or (),
                 splits_backward=self.settings.distributed.pipeline_schedule in SPLITS_BACKWARD,
             )
         if activation.compile:

@@ -63,6 +63,8 @@ def test_refusals_and_translations_name_flags_that_exist():
         ("", dict(untie_embeddings_and_output_weights=False, global_batch_size=8, tokenizer_type="NullTokenizer")),
         ("", dict(recompute_granularity=None)),
         ("--recompute-activations", dict(recompute_granularity="selective")),
+        ("--recompute-activations --recompute-modules mlp core_attn", dict(recompute_modules=("mlp", "core_attn"))),
+        ("--recompute-modules mlp", dict(recompute_modules=None)),
         ("--checkpoint-activations",
          dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)),
         ("--bf16", dict(accumulate_allreduce_grads_in_fp32=True)),
@@ -200,13 +202,13 @@ def test_flags_of_a_deepspeed_launcher_and_of_logging_change_nothing():
     settings, notes = parse(
         SMALL + "--local_rank=3 --log-batch-size-to-tensorboard --log-optimizer-states-to-tensorboard --DDP-impl local "
         "--transformer-impl transformer_engine --ckpt-format torch_dist --fp8-param-gather "
-        "--timing-log-level 1 --recompute-modules core_attn mlp "
+        "--timing-log-level 1 "
         "--moe-expert-parallel-size 1 --num-experts 1 --moe-loss-coeff 0.01 --mlp-type residual"
     )
     assert settings == parse(SMALL)[0]
     assert [note.partition(" ")[0].rstrip(",") for note in notes] == [
         "--local_rank", "--log-batch-size-to-tensorboard", "--log-optimizer-states-to-tensorboard", "--DDP-impl",
-        "--transformer-impl", "--ckpt-format", "--fp8-param-gather", "--timing-log-level", "--recompute-modules",
+        "--transformer-impl", "--ckpt-format", "--fp8-param-gather", "--timing-log-level",
         "--moe-expert-parallel-size",
     ]  # fmt: skip
     assert notes[-1] == (
