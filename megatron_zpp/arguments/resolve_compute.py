@@ -80,6 +80,8 @@ def resolve_activation(activation: ActivationSettings, num_layers: int) -> Activ
     granularity = next(iter(asked.values()), None)
     method, layers = activation.recompute_method, activation.recompute_num_layers
     modules = activation.recompute_modules if granularity == "selective" else None  # else without effect, and noted
+    both = "--activation-memory-budget and --recompute-granularity both choose what is recomputed; give one"
+    require(granularity is None or activation.activation_memory_budget is None, both)
     if granularity != "full":
         for name in ("recompute_method", "recompute_num_layers"):
             require(getattr(activation, name) is None, f"{flag_of(name)} needs --recompute-granularity full")

@@ -222,3 +222,10 @@ class ActivationSettings:
     recompute_num_layers: int | None = flag(None, "see --recompute-method; default 1", at_least=1)
     checkpoint_activations: bool = flag(False, "DeepSpeed's name for --recompute-granularity full")
     compile: bool = flag(False, "torch.compile each block, and the loss between its matrix products")
+    activation_memory_budget: float | None = flag(
+        None,
+        "share of activations that torch.compile keeps, 0 for the blocks' inputs alone; it recomputes the cheapest",
+        needs="compile",
+        at_least=0,
+        at_most=1,
+    )

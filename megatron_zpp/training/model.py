@@ -141,6 +141,8 @@ class ModelBuilder:
             )
         if activation.compile:
             model.compiles_loss = True
+            budget = activation.activation_memory_budget
+            torch._functorch.config.activation_memory_budget = 1.0 if budget is None else budget  # 1: torch's default
             for block in model.layers:
                 block.forward = torch.compile(block.forward)
 

@@ -48,6 +48,7 @@ NEEDED = {
     "fim_spm_rate": "--fim-data",
     "tensorboard_log_interval": "--tensorboard-dir {folder}",
     "tensorboard_queue_size": "--tensorboard-dir {folder}",
+    "activation_memory_budget": "--compile",
     "recompute_modules": "--recompute-granularity selective",
     "recompute_num_layers": "--recompute-granularity full",
     "start_weight_decay": "--weight-decay-incr-style linear --end-weight-decay 1",
