@@ -256,6 +256,9 @@ class Results(TorchDispatchMode):
 
 
 RECOMPUTED = "--recompute-granularity full"
+MIXTURE = (
+    "--disable-bias-linear --swiglu --num-experts 4 --moe-ffn-hidden-size 96 --moe-shared-expert-intermediate-size 80"
+)
 PLAIN = "--attn-logit-softcapping 30 --softmax-type learnable"
 
 
@@ -288,6 +291,7 @@ def planned_and_kept(words: str) -> tuple[int, int]:
     + [f"{RECOMPUTED} --recompute-method block --recompute-num-layers 2", "--recompute-granularity selective"]
     + ["--swiglu --position-embedding-type rope --qk-layernorm --recompute-granularity selective"]
     + [f"{PLAIN} --group-query-attention --recompute-granularity selective"]
+    + [f"{MIXTURE} --recompute-granularity selective"]
     + [f"{PLAIN} {RECOMPUTED} --recompute-method block --recompute-num-layers 2"],
 )
 def test_activations_that_recomputing_leaves_are_those_of_a_forward_pass(words):
@@ -297,11 +301,6 @@ def test_activations_that_recomputing_leaves_are_those_of_a_forward_pass(words):
     assert planned - least_planned == pytest.approx(kept - least_kept, rel=0.1)
 
 
-EXPERTS = (
-    "--disable-bias-linear --swiglu --num-experts 4 --moe-ffn-hidden-size 96 --moe-shared-expert-intermediate-size 80"
-)
-
-
 @pytest.mark.parametrize(
     ("model", "modules"),
     [
@@ -309,8 +308,8 @@ EXPERTS = (
         ("--swiglu", "mlp"),
         (PLAIN, "core_attn"),
         ("--swiglu", "core_attn"),
-        (EXPERTS, "moe"),
-        (EXPERTS, "shared_experts"),
+        (MIXTURE, "moe"),
+        (MIXTURE, "shared_experts"),
     ],
 )
 def test_activations_that_recomputed_modules_leave(model, modules):

@@ -47,7 +47,7 @@ def test_gradients_and_names_stay(config, choice):
         torch.testing.assert_close(value, expected[name], msg=name)
 
 
-@pytest.mark.parametrize("modules", [("moe",), ("shared_experts", "mlp"), ("moe", "shared_experts", "core_attn")])
+@pytest.mark.parametrize("modules", [(), ("moe",), ("shared_experts", "mlp"), ("moe", "shared_experts", "core_attn")])
 def test_gradients_of_experts_stay(modules):
     experts = MoEConfig(4, 32, shared_expert_size=24, aux_loss_coeff=0.1)
     config = dataclasses.replace(GPT_CONFIG, moe=experts, moe_layer_freq="[0,1]", add_bias_linear=False)
@@ -58,7 +58,7 @@ def test_gradients_of_experts_stay(modules):
         (output.losses.mean() + sum(output.auxiliary.values())).backward()
         return {name: parameter.grad for name, parameter in model.named_parameters()}
 
-    expected, model = all_gradients(build(config)), build(config)
+    expected, model = all_gradients(build(config).bfloat16()), build(config).bfloat16()
     apply_activation_checkpointing(model, "selective", modules=modules)
     for name, gradient in all_gradients(model).items():
         assert torch.equal(gradient, expected[name]), name
