@@ -139,7 +139,7 @@ RECIPES = {
     "ZeRO++ (int8 weights, 4-4 gradients)": f"{weights(8, 256)} {gradients(4, 4)}",
     "ZeRO++ with LoCo": f"{weights(8, 256)} {gradients(4, 4)} {LOCO_ON_BOTH_HOPS}",
 }
-# What docs/zeropp.md proposes for few bytes.
+# What docs/reference/recipes.md proposes for few bytes.
 MOVED_CODES = f"{few_bits(2, 4).replace(differences(4), moves(6))} {ELEMENT_SCALES}"
 INT8 = f"{BF16} {moves(8)} {gradients(8, 4)} {loco(0.8, 'inter')}"
 FLOAT8 = {"bf16": "", "float8, tensorwise": "--fp8-format hybrid", "float8, rowwise": "--fp8-format e4m3"}
