@@ -376,15 +376,12 @@ EXPERIMENTS = {
         "Float8 products",
         *(
             group(
-                f"Llama, {wire}",
-                {name: f"{flags} {fp8}".strip() for name, fp8 in FLOAT8.items()},
-                common=LLAMA,
-                control=f"{LLAMA} {flags}",
+                f"Llama, 1.8M parameters, a quarter of the steps: {wire}",
+                {name: f"{flags} {products}".strip() for name, products in FLOAT8.items()},
+                common=f"{LLAMA} --train-iters 200",
+                control=f"{LLAMA} --train-iters 200 {flags}",
             )
-            for wire, flags in {
-                "int8: moved codes, 4-bit gradients, LoCo": INT8,
-                BF16_WIRE.name: BF16_WIRE.flags,
-            }.items()
+            for wire, flags in (("int8, moved codes, 4-bit gradients, LoCo", INT8), ("bf16", BF16_WIRE.flags))
         ),
     ),
 }
