@@ -17,6 +17,7 @@ from megatron_zpp.arguments.recipe import stands_for
 from megatron_zpp.checkpoint.resume import recipe_to_keep
 from megatron_zpp.commands.dry_run import dry_run
 from megatron_zpp.families import Architecture
+from megatron_zpp.integrations.float8 import describe_float8
 from megatron_zpp.metrics.lasting import keep_streams
 from megatron_zpp.parallel.distributed import (
     FailedTogether,
@@ -153,6 +154,8 @@ def describe(run: Run) -> None:
     )
     if world_size > 1:
         print_once(_SHARDED[run.settings.zero.zero_stage])
+    if (recipe := run.settings.precision.fp8_recipe) is not None:
+        print_once(describe_float8(run.model.layers, recipe, emulate=run.device.type == "cpu"))
     if run.pipeline is not None:
         print_once(run.pipeline.describe())
     if zeropp is not None and world_size > 1:
