@@ -150,6 +150,17 @@ def gather_objects(local: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return gathered
 
 
+def gather_if_any(local: T | None, group: dist.ProcessGroup | None = None) -> list[T | None]:
+    """Gather as ``gather_objects`` does; if every rank passed None, return [] after one all-reduce. Collective.
+
+    Gathering objects from W ranks costs each of them O(W), also where none has anything to report.
+    """
+    device = dist.distributed_c10d._get_object_coll_device(group)
+    has_any = torch.tensor(int(local is not None), device=device)
+    dist.all_reduce(has_any, op=dist.ReduceOp.MAX, group=group)
+    return gather_objects(local, group) if has_any.item() else []
+
+
 def _ranks_per_node_of(names: Sequence[str]) -> int:
     """Find P from the node name of each rank, in group order."""
     per_node = names.count(names[0])
