@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?= $(shell [ "$$(uname)" != Linux ] || command -v nvidia-smi >/dev/null || echo https://download.pytorch.org/whl/cpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-long test-integrations lower-bound test-lower-bound cuda-build test-cuda-build format clean
+.PHONY: help quickstart test test-long test-integrations test-ray lower-bound test-lower-bound cuda-build test-cuda-build docs format clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -32,13 +32,23 @@ test: $(READY)  ## check formatting, lint and types, and run all tests but the l
 test-long: $(READY)  ## run the tests that make test leaves out for their time
 	$(PYTEST) -m long -o faulthandler_timeout=900
 
-# The extra alone: its package would be built again. torchtitan wants a datasets older than transformers' huggingface_hub.
-EXTRA = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["integrations"])
+# What an extra names, alone: with its package that would be built again.
+INSTALL_EXTRA = $(VENV)/bin/python -m pip install --quiet -c constraints.txt $$($(VENV)/bin/python -c 'import tomllib; \
+	print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(1)"])')
 
+docs: $(READY)  ## build the site of docs/ in build/site, and fail at a broken link
+	$(call INSTALL_EXTRA,docs)
+	$(VENV)/bin/python docs/build.py
+
+# torchtitan wants a datasets older than transformers' huggingface_hub.
 test-integrations: $(READY)  ## install torchtitan, accelerate, Lightning and torchao into .venv, and train under them
-	$(VENV)/bin/python -m pip install --quiet -c constraints.txt $$($(VENV)/bin/python -c '$(EXTRA)')
+	$(call INSTALL_EXTRA,integrations)
 	$(VENV)/bin/python -m pip install --quiet --no-deps -c constraints.txt torchtitan
 	$(PYTEST) -m integrations
+
+test-ray: $(READY)  ## install Ray and Kubeflow's API into .venv, and start runs with them
+	$(call INSTALL_EXTRA,ray)
+	$(VENV)/bin/python -m pytest -m ray tests/examples/test_ray.py
 
 # Each in a copy of the tree with an environment and kernels of its own, since kernels fit one torch only: the oldest that
 # pyproject.toml allows. It wants a setuptools older than the one in constraints.txt. PyPI's torch is the CUDA build.

@@ -69,7 +69,8 @@ def measure(rates: list[str], micro_batches: list[int], repeats: int) -> None:
                 print(row, flush=True)
 
 
-def show() -> None:
+def table() -> str:
+    """Seconds of a step, median of turns; what auto chose, its largest regret, and the longest decision."""
     rows = read_rows(MEASURED)
     lines = []
     for rate, count in dict.fromkeys((row["rate"], row["micro_batches"]) for row in rows):
@@ -92,7 +93,7 @@ def show() -> None:
                 max((row["decided_in_seconds"] for row in decided), default=""),
             ]
         )
-    print(markdown_table(["link", "micro-batches", *RECIPES, "chosen", "regret", "decided in, s"], lines))
+    return markdown_table(["link", "micro-batches", *RECIPES, "chosen", "regret", "decided in, s"], lines)
 
 
 def main() -> None:
@@ -105,7 +106,7 @@ def main() -> None:
     if args.action == "run":
         measure(args.rates, args.micro_batches, args.repeats)
     else:
-        show()
+        print(table())
 
 
 if __name__ == "__main__":

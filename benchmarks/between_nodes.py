@@ -3,12 +3,11 @@
     sudo .venv/bin/python benchmarks/between_nodes.py bytes       # bytes per parameter and step, several settings
     sudo .venv/bin/python benchmarks/between_nodes.py throughput  # tokens/s over link rates
     sudo .venv/bin/python benchmarks/between_nodes.py techniques  # seconds of a step by technique, in turns
-    .venv/bin/python benchmarks/between_nodes.py tables           # all as Markdown
     .venv/bin/python benchmarks/between_nodes.py plot             # throughput, as results/between_nodes_throughput.png
 
 Results are appended to ``benchmarks/results/between_nodes_{bytes,throughput,techniques}.jsonl``, one line a run with
-its command; what is there already is not run again. Bytes are read from the nodes' interfaces; every rank runs the real
-trainer.
+its command; what is there already is not run again. Bytes are read from the nodes' interfaces; every rank
+runs the real trainer. ``benchmarks/reproduce.py --write`` writes the tables into pages.
 """
 
 from __future__ import annotations
@@ -53,6 +52,14 @@ SETTINGS = {
     "all flags, LoCo, moved 6-bit codes, 2-bit gradients": f"{QUANTIZED} --zero-hpz-partition-size {{P}} "
     "--zeropp-loco --zeropp-weight-moves --zeropp-weight-bits 6 --zeropp-gradient-bits 2 "
     "--zeropp-gradient-element-scales --zeropp-gradient-bits-warmup 1:4",
+}
+INT6 = "all flags, LoCo, moved 6-bit codes, 2-bit gradients"
+NAMES = {  # in tables
+    "ZeRO-3 bf16": "ZeRO-3 (FSDP2's own collectives)",
+    "HSDP bf16": "HSDP, a replica on each node",
+    "hierarchy alone: hpZ, gradients once per step, bf16": "the hierarchy alone, unquantized",
+    "all flags, LoCo, moved codes": "all flags, LoCo, moved int8 codes",
+    INT6: "all flags, LoCo, moved int6 codes, 2-bit gradients",
 }
 WITHOUT_TENSOR_PARALLELISM = list(SETTINGS)
 SETTINGS |= {
@@ -156,59 +163,107 @@ def throughput() -> dict[tuple[int, str | None, str], float]:
     return found
 
 
-def print_tables() -> None:
-    print("Bytes that leave one node, per parameter and optimizer step, read from its interface\n")
-    rows = {(r["nodes"], r["ranks_per_node"], r["setting"], r["micro_batches"]): r for r in read_rows(BYTES)}
-    lines: list[list[object]] = []
-    for (nodes, ranks_per_node), names in BYTES_SHAPES.items():
-        for name in names:
-            one, eight = (rows.get((nodes, ranks_per_node, name, micro_batches)) for micro_batches in (1, 8))
-            if one and eight:
-                ratio = one["counted_bytes_per_node_and_step"] / one["bytes_per_node_and_step"]
-                cells = (per_parameter(one), per_parameter(eight), ratio)
-                lines.append([f"{nodes} x {ranks_per_node}", name, *(f"{cell:.3f}" for cell in cells)])
-    headings = ["nodes x ranks", "setting", "1 micro-batch", "8 micro-batches", "counted / interface"]
-    print(markdown_table(headings, lines))
-    print(f"\n{STAGES}, on 2 x 2 ranks: bytes that leave a node per step\n")
+def bytes_table() -> str:
+    """Bytes that leave a node per parameter and optimizer step, read from its interface."""
     lines = []
-    for micro_batches in PIPELINE_MICRO_BATCHES:
-        if row := rows.get((2, 2, STAGES, micro_batches)):
-            hidden = 2 * micro_batches * 256 * 512 * 2  # data-parallel ranks * micro-batches * S * H, in bf16
-            counted, measured = row["counted_bytes_per_node_and_step"], row["bytes_per_node_and_step"]
-            lines.append([micro_batches, hidden, f"{counted:.0f}", f"{measured:.0f} ({measured / hidden:.3f} x)"])
-    headings = ["micro-batches", "hidden states or their gradients", "counted", "interface"]
-    print(markdown_table(headings, lines))
-    print("\nTokens/s of 2 x 2 ranks over the rate of the nodes' links; in brackets over ZeRO-3's")
-    tokens = throughput()
-    for micro_batches in (1, 8):
-        lines = []
-        for rate in RATES:
-            found = [tokens.get((micro_batches, rate, name), 0.0) for name in THROUGHPUT_SETTINGS]
-            if all(found):
-                lines.append([rate or "unlimited", *(f"{t:.1f} ({t / found[0]:.2f} x)" for t in found)])
-        print(f"\nMicro-batches per step: {micro_batches}\n")
-        print(markdown_table(["rate", *THROUGHPUT_SETTINGS], lines))
+    for shape, name in [(shape, name) for shape, names in BYTES_SHAPES.items() for name in names]:
+        one, eight = (bytes_sent(name, n, shape) for n in (1, 8))
+        if one and eight:
+            lines.append([f"{shape[0]} x {shape[1]}", NAMES.get(name, name), f"{one:.3f}", f"{eight:.3f}"])
+    return markdown_table(["nodes x ranks", "setting", "1 micro-batch", "8 micro-batches"], lines)
 
-    print("\nSeconds of a step by technique, medians over rounds; in brackets ZeRO-3's over it, least and most\n")
+
+def bytes_sent(name: str, micro_batches: int, shape: tuple[int, int] = (2, 2)) -> float | None:
+    key = (*shape, name, micro_batches)
+    for row in read_rows(BYTES):
+        if (row["nodes"], row["ranks_per_node"], row["setting"], row["micro_batches"]) == key:
+            return per_parameter(row)
+    return None
+
+
+def pipeline_table() -> str:
+    """Bytes that leave a node per step, where each node has a stage of a pipeline."""
+    lines = []
+    for row in read_rows(BYTES):
+        if row["setting"] == STAGES:
+            hidden = 2 * row["micro_batches"] * 256 * 512 * 2  # data-parallel ranks * micro-batches * S * H, in bf16
+            measured = row["bytes_per_node_and_step"]
+            lines.append(
+                [row["micro_batches"], f"{measured:,.0f}", f"{hidden:,}", f"{100 * (measured / hidden - 1):+.1f} %"]
+            )
+    return markdown_table(["micro-batches", "measured", "formula", "headers, and the sums of loss and norm"], lines)
+
+
+def speed_table() -> str:
+    """Tokens per second of 2 x 2 ranks over the rate of the nodes' links; in brackets over ZeRO-3's."""
+    tokens, lines = throughput(), []
+    for rate, micro_batches in itertools.product(RATES, (1, 8)):
+        found = [tokens[micro_batches, rate, name] for name in THROUGHPUT_SETTINGS]
+        lines.append(
+            [in_words(rate), micro_batches, f"{found[0]:.1f}", *(f"{t:.1f} ({t / found[0]:.2f} x)" for t in found[1:])]
+        )
+    return markdown_table(["link", "micro-batches", *(NAMES.get(name, name) for name in THROUGHPUT_SETTINGS)], lines)
+
+
+def readme_table() -> str:
+    """Bytes and speed of the recipes beside ZeRO-3's: for 1 and for 8 micro-batches in a step."""
+    tokens = throughput()
+    _, _, int8 = THROUGHPUT_SETTINGS
+    names = ["ZeRO-3 bf16", int8, INT6]
+    lines: list[list[object]] = [["bytes that leave a node, per parameter and step"]]
+    lines[0] += [" / ".join(f"{bytes_sent(name, n):.2f}" for n in (1, 8)) for name in names]
+    for rate in RATES:
+        gains = [tokens[n, rate, int8] / tokens[n, rate, names[0]] for n in (1, 8)]
+        lines.append(
+            [
+                f"speed, links of {in_words(rate)}" if rate else "speed, links without a limit",
+                "1",
+                " / ".join(f"{gain:.1f} x" for gain in gains),
+                "",
+            ]
+        )
+    return markdown_table(["", "ZeRO-3", "`--zeropp int8`", "`--zeropp int6`"], lines)
+
+
+def techniques_table() -> str:
+    """Seconds of a step by technique, medians over rounds; in brackets ZeRO-3's over it, least and most."""
     timed = {(r["rate"], r["setting"], r["kernels"], r["round"]): r for r in read_rows(TECHNIQUES)}
-    table: list[list[object]] = []
-    for rate, (name, kernels) in itertools.product(TECHNIQUE_RATES, TECHNIQUE_SETTINGS):
-        turns = range(TECHNIQUE_ROUNDS)
-        pairs = [(timed.get((rate, name, kernels, t)), timed.get((rate, *TECHNIQUE_SETTINGS[0], t))) for t in turns]
-        both = [(row, base) for row, base in pairs if row is not None and base is not None]
-        if both:
-            ratios = sorted(base["seconds_per_step"] / row["seconds_per_step"] for row, base in both)
-            step = median(row["seconds_per_step"] for row, _ in both)
-            times = f"{step:.2f} ({median(ratios):.2f} x, {ratios[0]:.2f} to {ratios[-1]:.2f})"
-            table.append([rate, name, "yes" if kernels else "no", f"{per_parameter(both[0][0]):.2f}", times])
-    print(markdown_table(["rate", "setting", "kernels", "bytes/parameter", "s a step"], table))
+    lines = []
+    for name, kernels in TECHNIQUE_SETTINGS:
+        cells = []
+        for rate in TECHNIQUE_RATES:
+            pairs = [
+                (timed[rate, name, kernels, t], timed[rate, *TECHNIQUE_SETTINGS[0], t]) for t in range(TECHNIQUE_ROUNDS)
+            ]
+            ratios = sorted(base["seconds_per_step"] / row["seconds_per_step"] for row, base in pairs)
+            step = median(row["seconds_per_step"] for row, _ in pairs)
+            cells.append(f"{step:.2f} ({median(ratios):.2f} x, {ratios[0]:.2f} to {ratios[-1]:.2f})")
+        sent = per_parameter(pairs[0][0])
+        lines.append([NAMES.get(name, name), "yes" if kernels else "no", f"{sent:.2f}", *cells])
+    return markdown_table(["", "kernels", "bytes per parameter", *map(in_words, TECHNIQUE_RATES)], lines)
+
+
+def in_words(rate: str | None) -> str:
+    return (rate or "unlimited").replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
+
+
+# The tables of pages, by page and place: benchmarks/reproduce.py writes and checks them.
+BLOCKS = {
+    ROOT / "README.md": {"measured": readme_table},
+    ROOT / "docs" / "evidence" / "bytes-and-speed.md": {
+        "bytes": bytes_table,
+        "speed": speed_table,
+        "techniques": techniques_table,
+    },
+    ROOT / "docs" / "reference" / "parallelism.md": {"stages": pipeline_table},
+}
 
 
 def plot_throughput() -> None:
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator
 
-    labels = [(rate or "unlimited").replace("mbit", " Mbit/s").replace("gbit", " Gbit/s") for rate in RATES]
+    labels = [in_words(rate) for rate in RATES]
     tokens = throughput()
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharex=True, sharey=True, layout="constrained")
     for micro_batches, axis in zip((1, 8), axes, strict=True):
@@ -231,7 +286,6 @@ if __name__ == "__main__":
             "bytes": measure_bytes,
             "throughput": measure_throughput,
             "techniques": measure_techniques,
-            "tables": print_tables,
             "plot": plot_throughput,
         },
     )

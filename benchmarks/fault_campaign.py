@@ -32,7 +32,7 @@ class Campaign:
 
     def prepare(self) -> None:
         """The text, and the undisturbed run."""
-        text = sorted(str(path) for path in (ROOT / "docs").glob("*.md"))
+        text = sorted(str(path) for path in (ROOT / "docs").glob("*/*.md"))
         preprocess = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--tokenizer-type", "ByteTokenizer"]
         self.corpus.parent.mkdir()
         prefix = str(self.corpus).removesuffix("_text_document")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in calls of less than ten minutes: builds the kernels, tests them and the training path on the
 # GPU, checks them with compute-sanitizer, measures kernels, steps, recipes and memory, and trains a GPT of 92M parameters with
-# ZeRO-3's and ZeRO++'s numerics. docs/gpu-checklist.md says what each part answers.
+# ZeRO-3's and ZeRO++'s numerics. docs/how-to/gpu-checklist.md says what each part answers.
 #
 #     benchmarks/gpu.sh [FOLDER [PART ...]]
 #
@@ -26,6 +26,7 @@ fail() {
     exit 2
 }
 
+[ "$SCALE" = gpu ] || [ "$SCALE" = tiny ] || fail "SCALE=$SCALE does not exist; choose one of: gpu tiny"
 if [ "$SCALE" = tiny ]; then
     card=tiny-cpu GPT=tiny-gpt LARGE=tiny-gpt LLAMA=tiny-llama EMULATED=(gpt-tiny) DEVICE=cpu TRAIN=laptop
     COMPILE=(--no-compile) KERNEL_TESTS=(-k "encode_and_decode_small and cpu") KERNELS_OF=(--megabytes 1 --threads 1 --rounds 1)

@@ -1,4 +1,4 @@
-"""The table of memory in docs/zeropp.md: what a GPU needs on 64 nodes x 8, in GB, as tools/estimate.py says it.
+"""The table of docs/reference/memory.md: what a GPU needs on 64 nodes x 8, in GB, as tools/estimate.py says it.
 
     .venv/bin/python benchmarks/memory.py
 

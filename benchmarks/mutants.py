@@ -7,7 +7,7 @@
 
 ``run`` gives each mutant to the tests that execute its function, the quick and special ones first, until one fails.
 What an import executes, such as a constant, is given to all tests. Killed, ``run`` goes on where it was. The page
-docs/benchmarks.md says how to read the results.
+docs/evidence/benchmarks.md says how to read the results.
 """
 
 from __future__ import annotations

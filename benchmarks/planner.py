@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/planner.py published  # predicts the rows of results/published_throughput.jsonl
     .venv/bin/python benchmarks/planner.py zeropp     # predicts what was published of ZeRO++ on V100s
-    .venv/bin/python benchmarks/planner.py table      # docs/planner.md's: models, nodes, rates
-    .venv/bin/python benchmarks/planner.py islands    # docs/islands.md's: rates between two sites
+    .venv/bin/python benchmarks/planner.py table      # docs/evidence/planner.md's: models, nodes, rates
+    .venv/bin/python benchmarks/planner.py islands    # docs/evidence/islands.md's: rates between two sites
     sudo .venv/bin/python benchmarks/planner.py box   # measures in the cluster in a box: on an idle machine, an hour
     .venv/bin/python benchmarks/planner.py compare    # those measurements beside what is predicted for them
 

@@ -14,14 +14,23 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import against_peers
+import auto_regret
+import between_nodes
 from common import ROOT, markdown_table, new_parser
 from study import RESULTS, arms, read_results
 from study_arms import SCALES
 from study_tables import PAGE, Rows, by_flags_and_seed, draw_plots, page_of, replace_block
 
 CLAIMS = ROOT / "examples" / "reproduce.toml"
+EVIDENCE = ROOT / "docs" / "evidence"
+BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
+    EVIDENCE / "planner.md": {"regret": auto_regret.table},
+    EVIDENCE / "peers.md": {"peers": against_peers.table},
+}
 
 
 def main() -> None:
@@ -32,8 +41,8 @@ def main() -> None:
     args = parser.parse_args()
     claims: dict[str, dict[str, Any]] = tomllib.loads(CLAIMS.read_text())
     if args.check:
-        if page(claims) != PAGE.read_text():
-            sys.exit(f"error: {PAGE} is not what the kept results give: run examples/reproduce.sh --write")
+        if wrong := [str(path) for path, text in pages(claims).items() if text != path.read_text()]:
+            sys.exit(f"error: {', '.join(wrong)}: not what the kept results give; run examples/reproduce.sh --write")
     elif args.write:
         write(claims)
     elif args.name is None:
@@ -53,8 +62,9 @@ def main() -> None:
 
 
 def write(claims: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the tables of the kept results and of all claims into docs/experiments.md, and draw its plots."""
-    PAGE.write_text(page(claims))
+    """Write the tables of the kept results and of all claims into their pages, and draw the study's plots."""
+    for path, text in pages(claims).items():
+        path.write_text(text)
     draw_plots(kept_rows())
 
 
@@ -62,14 +72,19 @@ def kept_rows() -> Rows:
     return by_flags_and_seed(read_results(RESULTS, "cpu"))
 
 
-def page(claims: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return docs/experiments.md with the tables of the kept results and of all claims."""
+def pages(claims: Mapping[str, Mapping[str, Any]]) -> dict[Path, str]:
+    """Return the pages with the tables of the kept results and of all claims."""
     lines = []
     for name, claim in claims.items():
         here = f"**{claim['state'].capitalize()}**: {claim['here']}"
         lines.append([f"{claim['published']} ({claim['source']})", here, f"`{name}`"])
     table = markdown_table(["published", "here", "`examples/reproduce.sh`"], lines)
-    return replace_block(page_of(kept_rows()), "claims", f"{table}\n")
+    texts = {PAGE: replace_block(page_of(kept_rows()), "claims", f"{table}\n")}
+    for path, tables in BLOCKS.items():
+        texts[path] = path.read_text()
+        for name, make in tables.items():
+            texts[path] = replace_block(texts[path], name, f"{make()}\n")
+    return texts
 
 
 def time_of(claim: Mapping[str, Any], results: list[dict[str, Any]]) -> str:

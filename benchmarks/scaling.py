@@ -1,7 +1,7 @@
 """What a rank does in each phase of a run, counted on real gloo ranks, and how that grows with their number.
 
     python benchmarks/scaling.py        # 4, 8, 16 and 32 ranks, in nodes of 2: about 8 GB of memory, some minutes
-    python benchmarks/scaling.py --write  # the kept results into docs/scaling.md; --check fails if the page differs
+    python benchmarks/scaling.py --write  # the kept results into docs/evidence/scaling.md; --check: does it differ
 
 Counts, per rank, collectives, bytes that they put out, those of pickled objects among them, requests to the store,
 barriers, printed lines, and groups with the connections that gloo makes for them. Each phase counts as it was the last
@@ -37,7 +37,7 @@ from megatron_zpp.families import GPT
 from megatron_zpp.training import pretrain, run, setup
 from megatron_zpp.training.reporter import Reporter
 
-PATH, PAGE = RESULTS / "scaling.jsonl", ROOT / "docs" / "scaling.md"
+PATH, PAGE = RESULTS / "scaling.jsonl", ROOT / "docs" / "evidence" / "scaling.md"
 WORLD_SIZES, EXTRAPOLATED, RANKS_PER_NODE = (4, 8, 16, 32), (1024, 16384), 2
 FLAGS = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --mock-data "
@@ -244,8 +244,8 @@ def print_tables() -> str:
 
 def main() -> None:
     parser = new_parser(__doc__)
-    parser.add_argument("--write", action="store_true", help="write tables of the kept results into docs/scaling.md")
-    parser.add_argument("--check", action="store_true", help="fail if docs/scaling.md differs from the kept results")
+    parser.add_argument("--write", action="store_true", help=f"write tables of the kept results into {PAGE.name}")
+    parser.add_argument("--check", action="store_true", help=f"fail if {PAGE.name} differs from the kept results")
     parser.add_argument("--code", default="now", help="a name for the code that is measured; default now")
     args = parser.parse_args()
     page = replace_block(PAGE.read_text(), "scaling", print_tables()) if args.write or args.check else ""

@@ -1,8 +1,8 @@
-"""Trains the experiments of docs/experiments.md: 4 ranks on 2 nodes, emulated in one process, several seeds.
+"""Trains the experiments of docs/evidence/experiments.md: 4 ranks on 2 nodes, emulated in one process, several seeds.
 
     python benchmarks/study.py run                        # trains what benchmarks/results/study.jsonl lacks
     python benchmarks/study.py run E4 E5 --seeds 1 2      # some of it; --scale gpu: a larger model, for one GPU
-    python benchmarks/study.py tables                     # writes tables and plots into docs/experiments.md
+    python benchmarks/study.py tables                     # writes tables and plots into docs/evidence/experiments.md
     python benchmarks/study.py tables --scale gpu         # prints the tables of another scale
 
 A killed study goes on where it was. benchmarks/study_experiments.py says what is trained; the text is 70 MB of Python
@@ -44,7 +44,9 @@ def main() -> None:
     run.add_argument("--match", default="", metavar="REGEX", help="only arms whose name or flags hold it")
     run.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     run.add_argument("--jobs", type=int, help="runs side by side; default as the scale says")
-    tables = commands.add_parser("tables", help="write tables and plots of the results into docs/experiments.md")
+    tables = commands.add_parser(
+        "tables", help="write tables and plots of the results into docs/evidence/experiments.md"
+    )
     for command in (run, tables):
         command.add_argument("--scale", choices=SCALES, default="cpu", help="size of model and run")
         command.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="of JSON lines")

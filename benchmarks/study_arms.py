@@ -143,7 +143,7 @@ ELEMENT_SCALES = "--zero-gradient-element-scales"
 
 
 def few_bits(gradient_bits: int, difference_bits: int) -> str:
-    """The recipe of docs/zeropp.md: 8 bits within nodes, LoCo between them, 4 bits at first."""
+    """The recipe of docs/reference/recipes.md: 8 bits within nodes, LoCo between them, 4 bits at first."""
     is_int4 = difference_bits == 4
     weights = differences(4) if is_int4 else differences(difference_bits, 256, "mean")
     flags = f"{BF16} {weights} {gradients(8, gradient_bits)} {loco(0.8, 'inter')}"

@@ -139,7 +139,7 @@ RECIPES = {
     "ZeRO++ (int8 weights, 4-4 gradients)": f"{weights(8, 256)} {gradients(4, 4)}",
     "ZeRO++ with LoCo": f"{weights(8, 256)} {gradients(4, 4)} {LOCO_ON_BOTH_HOPS}",
 }
-# What docs/zeropp.md proposes for few bytes.
+# What docs/reference/recipes.md proposes for few bytes.
 MOVED_CODES = f"{few_bits(2, 4).replace(differences(4), moves(6))} {ELEMENT_SCALES}"
 FOUR_BITS_NAME = "int4 differences, 8-4 gradients, LoCo between nodes"
 TWO_BITS_NAME = "int4 differences, 8-2 gradients, LoCo between nodes"

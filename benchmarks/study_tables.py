@@ -1,4 +1,4 @@
-"""Tables and plots of the study's results, written into docs/experiments.md."""
+"""Tables and plots of the study's results, written into docs/evidence/experiments.md."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from study_arms import (
 )
 from study_experiments import E4_BITS_AND_BLOCKS, E4_SENSITIVITY, EXPERIMENTS
 
-PAGE = ROOT / "docs" / "experiments.md"
+PAGE = ROOT / "docs" / "evidence" / "experiments.md"
 EXCESS = "validation loss over the fp32 wire, %"
 SEEDS = (1, 2, 3)  # that an arm needs to be shown
 
@@ -70,7 +70,7 @@ def by_flags_and_seed(rows: list[dict[str, Any]]) -> Rows:
 def replace_block(page: str, name: str, text: str) -> str:
     """``page`` with ``text`` between <!-- NAME --> and <!-- end of NAME -->."""
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-    assert begin in page and end in page, f"{PAGE} has no place for {name}"
+    assert begin in page and end in page, f"the page has no place for {name}"
     return re.sub(f"{begin}.*?{end}", lambda _: f"{begin}{text}{end}", page, flags=re.DOTALL)
 
 

@@ -161,7 +161,7 @@ launch_in_slurm() {
         wait "$ranks" || status=$?
     done
     trap : USR1
-    [ "$status" != 3 ] || return 3 # NaN, signalled or not: docs/reliability.md
+    [ "$status" != 3 ] || return 3 # NaN, signalled or not: docs/reference/checkpoints.md
     case ${stopped:-$status} in
         0 | 2) return "$status" ;; # finished; a mistake in flags or files
     esac

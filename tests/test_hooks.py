@@ -1,4 +1,4 @@
-"""docs/fsdp2-hooks.md lists what runs otherwise than the source reads: hooks, and methods that are replaced."""
+"""docs/reference/fsdp2-hooks.md lists what the source does not show: hooks, and methods that are replaced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import megatron_zpp
 from tests.zeropp.test_fsdp_privates import THE_FILE, mentioned, private_names
 
 PACKAGE = Path(megatron_zpp.__file__).parent
-PAGE = (PACKAGE.parent / "docs" / "fsdp2-hooks.md").read_text()
+PAGE = (PACKAGE.parent / "docs" / "reference" / "fsdp2-hooks.md").read_text()
 HOOK = re.compile(r"register_.*hook|queue_callback")
 # Attributes that a step calls on objects of torch's, or of ours: setting one replaces a method.
 METHODS = {

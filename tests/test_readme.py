@@ -34,11 +34,13 @@ from tests.ranks import free_port, run_ranks
 
 # Their commands train or measure for long, also where it is made small: `make test-long` runs them.
 LONG = (
-    *("benchmarks", "CONTRIBUTING", "experiments", "from-megatron", "huggingface", "install", "logging"),
-    *("parallelism", "planner", "training", "zeropp"),
+    *("CONTRIBUTING", "evidence/benchmarks", "evidence/experiments", "evidence/kernels", "how-to/choose-settings"),
+    *("how-to/compare-runs", "how-to/from-megatron", "how-to/hugging-face", "how-to/install", "how-to/plan-a-cluster"),
+    *("how-to/save-and-resume", "how-to/train", "reference/log", "reference/parallelism", "reference/planner"),
+    *("tutorials/two-nodes",),
 )
-AS_PRINTED = ("finetuning",)  # test_finetuning.py runs their commands as they stand
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+AS_PRINTED = ("tutorials/fine-tune",)  # test_finetuning.py runs their commands as they stand
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 SETUP = ("git clone", "cd ", "python3 -m venv ", "source ", "pip install", ".venv/bin/pip install")
 PARTS_OF_MAKE_TEST = ("pytest", "ruff", "mypy")
 TINY_RUN = shlex.split("""--num-layers 1 --hidden-size 32 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 32
@@ -54,6 +56,11 @@ SMALL = {
     "tools/generate_text.py": ["--num-tokens", "5"],
 }
 MAX_RANKS = 4
+
+
+def page_name(page: Path) -> str:
+    """README, how-to/train: as the site has it."""
+    return str(page.relative_to(ROOT).with_suffix("")).removeprefix("docs/")
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -142,7 +149,7 @@ def test_pages_have_commands():
     assert sum(len(commands(page)) for page in PAGES) > 10
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=page_name)
 def test_pages_activate_the_environment_before_they_use_it(page):
     of_a_clean_shell = itertools.takewhile(lambda command: "source .venv/bin/activate" not in command, commands(page))
     assert all(command.startswith(("make ", "python3 -m venv ")) for command in of_a_clean_shell)
@@ -151,9 +158,9 @@ def test_pages_activate_the_environment_before_they_use_it(page):
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=pytest.mark.long if page.stem in LONG else (), id=page.stem)
+        pytest.param(page, marks=pytest.mark.long if page_name(page) in LONG else (), id=page_name(page))
         for page in PAGES
-        if commands(page) and page.stem not in AS_PRINTED
+        if commands(page) and page_name(page) not in AS_PRINTED
     ],
 )
 def test_commands_work(page, folder):
@@ -193,6 +200,20 @@ def run_program(command: str, folder: Path) -> None:
         ["bash", "-c", full], cwd=folder, env=environment(), capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, f"{full}\n{done.stdout}{done.stderr}"
+
+
+def words(page: Path) -> int:
+    return len(re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL).split())
+
+
+def test_pages_are_short_and_in_the_site():
+    """As long as a reader stays: references and evidence are looked up."""
+    most = {"tutorials": 1500, "how-to": 600, "concepts": 1500}
+    for part, limit in most.items():
+        assert {page.stem: words(page) for page in ROOT.glob(f"docs/{part}/*.md") if words(page) > limit} == {}
+    assert words(ROOT / "README.md") <= 600
+    named = re.findall(r'"([\w/-]+\.md)"', (ROOT / "zensical.toml").read_text(encoding="utf-8"))
+    assert sorted(named) == sorted(str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md"))
 
 
 def test_links_between_pages_lead_somewhere():

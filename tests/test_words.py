@@ -13,7 +13,7 @@ WORST = re.compile(
     r"|\bstands? below\b|\bBelow stands?\b|\bof its own kind\b|\bhow-manieth\b",
     re.IGNORECASE,
 )
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
 CODE = [*ROOT.glob("megatron_zpp/**/*.py"), *ROOT.glob("megatron_zpp/**/*.toml"), *ROOT.glob("examples/**/*.sh")]
 
 

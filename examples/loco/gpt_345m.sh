@@ -26,7 +26,7 @@
 #        int8         ours, --zeropp int8: moved int8 codes of weights; gradients in 8 bit within a node and 4 bit between
 #                     them, LoCo there; blocks of 128
 # BLOCK               default: the model's width, about what DeepSpeed had. In blocks of 128, our default elsewhere,
-#                     4 bits lose so little that LoCo has nothing to win back (docs/experiments.md)
+#                     4 bits lose so little that LoCo has nothing to win back (docs/evidence/experiments.md)
 # OPTIMIZER=adam      AdamW (0.9, 0.95), weight decay 0.1, 3e-4 at full scale
 #           sgd       momentum 0.9, 0.1 (with SCALE=laptop 0.5)
 #

@@ -28,7 +28,7 @@
 #        int6         --zeropp int6: int6 codes; gradients in 2 bit between nodes once the learning rate has warmed up,
 #                     with a scale for each element
 # BLOCK               default: the model's width, about what DeepSpeed had. In blocks of 128, our default elsewhere,
-#                     4 bits lose so little that LoCo has nothing to win back (docs/experiments.md)
+#                     4 bits lose so little that LoCo has nothing to win back (docs/evidence/experiments.md)
 #
 # What is reported: DeepSpeed's PR 6730, by LoCo's authors (Llama-2-style models of 0.8B on 30B tokens and of 8B on 5B
 # tokens of RedPajama-V2): LoCo on ZeRO++ beats ZeRO++ clearly at 0.8B, less at 8B; at no extra time; extra memory "depends

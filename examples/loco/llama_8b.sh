@@ -26,7 +26,7 @@
 #        int8         ours, --zeropp int8: moved int8 codes of weights; gradients in 8 bit within a node and 4 bit between
 #                     them, LoCo there; blocks of 128
 # BLOCK               default: the model's width, about what DeepSpeed had. In blocks of 128, our default elsewhere,
-#                     4 bits lose so little that LoCo has nothing to win back (docs/experiments.md)
+#                     4 bits lose so little that LoCo has nothing to win back (docs/evidence/experiments.md)
 #
 # What is reported: DeepSpeed's PR 6730, by LoCo's authors (Llama-2-style models of 0.8B on 30B tokens and of 8B on 5B
 # tokens of RedPajama-V2): LoCo on ZeRO++ beats ZeRO++ clearly at 0.8B, less at 8B; at no extra time; extra memory "depends

@@ -28,7 +28,7 @@
 #        int8         ours, --zeropp int8: moved int8 codes of weights; gradients in 8 bit within a node and 4 bit between
 #                     them, LoCo there; blocks of 128
 # BLOCK               default: the model's width, about what DeepSpeed had. In blocks of 128, our default elsewhere,
-#                     4 bits lose so little that LoCo has nothing to win back (docs/experiments.md)
+#                     4 bits lose so little that LoCo has nothing to win back (docs/evidence/experiments.md)
 #
 # What is reported: LoCo's abstract, Adam 14-40 % faster on LLAMA and MoE under Megatron-LM and FSDP, no degradation. The
 # paper's tables, Mixtral 8x7B's among them, we have not read and do not quote.

@@ -64,6 +64,6 @@ Try next:
   source .venv/bin/activate
   python tools/generate_text.py --load $OUT/zeropp --prompt "class Test" --temperature 0.9 --top-k 40
   python pretrain_gpt.py --help
-Read docs/quickstart.md for each step of this run, docs/data.md to use your own text, and docs/training.md to train
+Read docs/tutorials/quickstart.md for each step of this run, docs/how-to/prepare-data.md to use your own text, and docs/how-to/train.md to train
 larger models.
 END

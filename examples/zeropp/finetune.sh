@@ -39,7 +39,7 @@
 # What the paper reports: a reviewer quotes its section 4.3 on FP6, 4- and 2-bit weights with 8-bit gradients; 6 bits
 # here are integers. Its perplexities we have not read and do not quote; one reviewer found them always slightly above
 # the baseline's. The model, data, batch (64 x 4096 tokens), learning rate (2e-5, cosine) and length (1,000 steps) are
-# ours. Moves of 8- or 6-bit codes, which --zeropp-weight-moves sends instead, keep the loss: docs/zeropp.md.
+# ours. Moves of 8- or 6-bit codes, which --zeropp-weight-moves sends instead, keep the loss: docs/concepts/moved-codes.md.
 #
 # What the full scale needs, as estimated by ESTIMATE=1 for 2 nodes of 8 A100 and 100 Gbit/s out of each node
 # (an MFU of 40 % is assumed, activations are about right, and nothing of it was measured on GPUs):

@@ -23,7 +23,7 @@
 #        zero3     weights in 16 bit (32 at laptop scale), gathered for each token
 #        zeropp    weights in 8 bit with int8 copies in each node, resident; gradients in 4 bit
 # METHODS="sft dpo grpo"   which methods, in this order; each starts from the model of the one before
-# HF_MODEL         folder of the model to start from; its chat template must mark answers: docs/finetuning.md
+# HF_MODEL         folder of the model to start from; its chat template must mark answers: docs/reference/chats.md
 # CHATS, PAIRS, PROMPTS    JSON lines for SFT, DPO and GRPO: examples/finetuning/align.py says what is in them
 #
 # What the paper reports: with a 30B model, training 1.26 times and generation 2.17 times as fast as ZeRO-3; 3.3 times

@@ -56,7 +56,7 @@ def _check_elastic_islands(settings: Settings) -> None:
     has_lighthouse = ranks.island_lighthouse is not None and ranks.island_secret_file is not None
     require(
         has_lighthouse,
-        "islands meet by --island-lighthouse and --island-secret-file (docs/islands.md): give both",
+        "islands meet by --island-lighthouse and --island-secret-file (docs/how-to/elastic-islands.md): give both",
     )
     lost = "--islands-may-leave loses what --island-fragments and --island-sync-delay keep in flight: leave one out"
     require(config.fragments == 1 and config.sync_delay == 0, lost)

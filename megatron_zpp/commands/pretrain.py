@@ -41,7 +41,7 @@ from megatron_zpp.training.run import Run
 from megatron_zpp.training.setup import build_run
 from megatron_zpp.zeropp.recipes import AUTO
 
-# docs/reliability.md lists them: 0 trained to the end, or saved and stopped as asked; 1 crashed.
+# docs/reference/checkpoints.md lists them: 0 trained to the end, or saved and stopped as asked; 1 crashed.
 EXIT_USER_ERROR = 2
 EXIT_NOT_FINITE = 3
 

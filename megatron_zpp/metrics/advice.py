@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 STEPS = 200  # that are averaged before anything is said
-FACTOR = 1.5  # far beyond the planner's errors: docs/planner.md
+FACTOR = 1.5  # far beyond the planner's errors: docs/evidence/planner.md
 
 
 class Advice:

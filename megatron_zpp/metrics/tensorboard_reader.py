@@ -43,7 +43,7 @@ class RunHistory:
 
     name: str
     settings: dict[str, str] = field(default_factory=dict)
-    metrics: dict[str, Points] = field(default_factory=dict)  # by key, see docs/logging.md
+    metrics: dict[str, Points] = field(default_factory=dict)  # by key, see docs/reference/log.md
     samples: Points = field(default_factory=dict)  # consumed by each iteration that has a loss
     seconds: Points = field(default_factory=dict)  # since the first loss, without the time between a stop and a resume
 

@@ -21,8 +21,8 @@ from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.zeropp import build_topology
 from megatron_zpp.zeropp.recipes import RECIPES
 
-# The planner's median error against the cluster in a box (docs/planner.md): recipes nearer than that are equally fast,
-# however well the links were measured.
+# The planner's median error against the cluster in a box (docs/evidence/planner.md): recipes nearer than that are
+# equally fast, however well the links were measured.
 PREDICTION_ERROR = 0.044
 MOST_TOKENS = {"cpu": 512, "cuda": 8192}  # of a micro-batch that is timed; more are computed at the same rate
 MOST_SECONDS = 0.1  # of a collective that is timed: at 100 Mbit/s a MB or two, more than a link takes in one burst

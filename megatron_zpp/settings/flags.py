@@ -75,7 +75,9 @@ class Flag:
         if self.value_type is str and not value:
             raise ValueError("must not be empty")
         if self.metavar in PATHS and re.match(r"[a-z][a-z\d+.-]*:/", str(value), re.IGNORECASE):  # Path makes // a /
-            raise ValueError("must be a path on this machine (docs/data.md says how to mount a bucket)")
+            raise ValueError(
+                "must be a path on this machine (docs/how-to/data-in-a-bucket.md says how to mount a bucket)"
+            )
         if self.value_type in _LARGEST and not (self.zero_is_none and value == 0):
             self.bounds.check(value)
             if self.bounds.at_most is None:

@@ -28,8 +28,8 @@ class ZeroSettings:
     )
     recipe: str | None = flag(
         None,
-        "recipe for what is sent between nodes (docs/zeropp.md), or auto, which measures and chooses one; other flags "
-        "override a recipe's",
+        "recipe for what is sent between nodes (docs/reference/recipes.md), or auto, which measures and chooses one; "
+        "other flags override a recipe's",
         name="--zeropp",
         choices=(*RECIPES, AUTO),
     )
@@ -204,7 +204,10 @@ class DistributedSettings:
         "HSDP: groups of ranks, normally nodes, that each shard the whole model; gradients are summed once per step"
     )
     emulate_ranks: int | None = flag(
-        None, "emulate N data-parallel ranks in one process, bit for bit: docs/emulation.md", at_least=1, at_most=4096
+        None,
+        "emulate N data-parallel ranks in one process, bit for bit: docs/reference/emulation.md",
+        at_least=1,
+        at_most=4096,
     )
     emulate_nodes: int = _size("nodes of the ranks of --emulate-ranks")
     tensor_model_parallel_size: int = _size("ranks among which each linear layer is sharded")

@@ -51,7 +51,8 @@ def apply_zeropp(
     ``config``: settings, or the name of a recipe for the nodes as the ranks run, such as "int8" (recipes.py).
     ``pipeline``: the group of ranks with the model's other stages, each with its own ``ZeroPP``.
     ``tensor_parallel``: the group of ranks with the other parts of the same parameters. Both are for statistics.
-    ``find_unused_parameters``: leave parameters that no rank used in a step without a gradient; see docs/zeropp.md.
+    ``find_unused_parameters``: leave parameters that no rank used in a step without a gradient:
+    docs/reference/library.md.
     Raises ValueError for models without FSDP2 units, ZeRO++ on HSDP meshes, unequal nodes, sizes that do not divide.
     """
     units = find_units(model, config.stated_ranks_per_node if isinstance(config, ZeroPPConfig) else None)

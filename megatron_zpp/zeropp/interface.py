@@ -174,10 +174,10 @@ class ZeroPPInterface:
         For generation, evaluation and epochs of reinforcement learning. A rank keeps the whole model: the codes that
         its node sends, or numbers in the gathered dtype where it sends these. Backward passes use them, too.
 
-        Optimizer steps, loads and other changes that ``changed weights`` in docs/zeropp.md lists end what is kept; the
-        next pass gathers once. Changes that leave no trace are looked for when this context is entered, also within
-        itself, and in passes that compute gradients. Further passes without gradients send nothing at all, so ranks
-        need not run equally many; they raise RuntimeError if this rank's shards were written to unseen.
+        Optimizer steps, loads and other changes that ``changed weights`` in docs/reference/library.md lists end what is
+        kept; the next pass gathers once. Changes that leave no trace are looked for when this context is entered, also
+        within itself, and in passes that compute gradients. Further passes without gradients send nothing at all, so
+        ranks need not run equally many; they raise RuntimeError if this rank's shards were written to unseen.
         """
         was_resident = self._passes.is_resident
         if not was_resident:

@@ -1,4 +1,4 @@
-"""Recipes: the few ways to send weights and gradients that docs/experiments.md leaves, each under one name.
+"""Recipes: the few ways to send weights and gradients that docs/evidence/experiments.md leaves, each under one name.
 
 Trainer, library, planner, scripts and pages read this table. Its order is from what rounds nothing to what rounds most.
 """
@@ -13,7 +13,7 @@ from .config import LoCoConfig, ZeroPPConfig
 
 AUTO = "auto"  # the trainer measures, and chooses one of RECIPES
 WARMUP_STEPS = 500  # optimizer steps in ``warmup_bits``, where nothing says how long the learning rate warms up
-LOSS_BUDGET = 0.25  # percent of loss that docs/experiments.md cannot tell from its seeds
+LOSS_BUDGET = 0.25  # percent of loss that docs/evidence/experiments.md cannot tell from its seeds
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,9 @@ class Recipe:
     """A way to send weights and gradients.
 
     fields: of ``ZeroPPConfig``, but for the ranks of a node. warmup_bits: of gradients while the learning rate warms
-    up. loss: percent over an fp32 wire and its spread over three seeds, of the nearest arm of docs/experiments.md on a
-    GPT of 1.3 million parameters; None where weights arrive to the bit, and gradients as FSDP2 sends them.
+    up. loss: percent over an fp32 wire and its spread over three seeds, of the nearest arm of
+    docs/evidence/experiments.md on a GPT of 1.3 million parameters; None where weights arrive to the bit, and
+    gradients as FSDP2 sends them.
     """
 
     name: str

@@ -369,7 +369,7 @@ def test_former_names_of_flags_and_saved_settings_are_understood():
 
 
 def test_reference_page_is_up_to_date():
-    page = Path(__file__).parents[2] / "docs" / "arguments.md"
+    page = Path(__file__).parents[2] / "docs" / "reference" / "flags.md"
     assert page.read_text(encoding="utf-8") == render_reference(), (
-        "run: python -m megatron_zpp.arguments.page docs/arguments.md"
+        "run: python -m megatron_zpp.arguments.page docs/reference/flags.md"
     )

@@ -253,7 +253,7 @@ def test_every_flag_for_a_path_refuses_a_bucket():
     for name in paths:
         for bucket in ("s3://bucket/a.b", "gs://bucket/a", "hdfs://host:8020/a"):
             (line,) = [text for text in mistakes(f"{SMALL} {name} {bucket}") if bucket in text]
-            assert line.startswith(f"{name} must be a path on this machine (docs/data.md"), line
+            assert line.startswith(f"{name} must be a path on this machine (docs/how-to/data-in-a-bucket.md"), line
     parse(f"{SMALL} --save s3:x --save-interval 5")  # a folder may be called so
 
 

@@ -32,7 +32,7 @@ def test_a_config_comes_back_from_its_flat_values(config):
 
 
 def test_the_page_names_fields_and_flags_that_belong_together():
-    page = (ROOT / "docs/zeropp.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/recipes.md").read_text(encoding="utf-8")
     rows = [row.split("|")[1:3] for row in page.splitlines() if re.match(r"\| `\w+`.* \| `--", row)]
     of_field = {field.name: field.metadata["name"] for field in dataclasses.fields(ZeroPPConfig) if field.metadata}
     assert len(rows) > 10

@@ -1,4 +1,4 @@
-"""The commands of docs/finetuning.md, as printed: from a model that knows nothing to one that knows all 100 answers."""
+"""The commands of docs/tutorials/fine-tune.md, as printed: a model learns 100 answers."""
 
 import json
 import re
@@ -21,7 +21,9 @@ def test_200_steps_teach_100_answers(tmp_path):
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         return done.stdout
 
-    printed = [run(each) for each in commands(ROOT / "docs" / "finetuning.md") if not each.startswith(SETUP)]
+    printed = [
+        run(each) for each in commands(ROOT / "docs" / "tutorials" / "fine-tune.md") if not each.startswith(SETUP)
+    ]
     lines = (tmp_path / "runs/finetuning/chats.jsonl").read_text().splitlines()
     chats = [json.loads(line)["messages"] for line in lines]
     questions, answers = zip(*[[message["content"] for message in chat] for chat in chats], strict=True)

@@ -1,4 +1,4 @@
-"""The commands of docs/tutorial.md, as printed: a model learns facts and then to answer briefly, passes, and chats."""
+"""The commands of docs/tutorials/model-to-chat.md, as printed: a model learns facts, then brevity, passes, chats."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ def test_the_tutorial_teaches_facts_and_short_answers(tmp_path):
     for name in ("tools", "examples", "megatron_zpp"):
         (tmp_path / name).symlink_to(ROOT / name)
     printed = []
-    for command in blocks(ROOT / "docs" / "tutorial.md", "sh"):
+    for command in blocks(ROOT / "docs" / "tutorials" / "model-to-chat.md", "sh"):
         words = ["bash", "-ec", command.replace("torchrun ", "torchrun --standalone ")]
         done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=580)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
@@ -32,5 +32,5 @@ def test_the_tutorial_teaches_facts_and_short_answers(tmp_path):
 
 
 def test_the_tutorial_is_short():
-    text = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "tutorials" / "model-to-chat.md").read_text(encoding="utf-8")
     assert len(text.split()) <= 600

@@ -32,8 +32,8 @@ Saved = dict[str, list[Tensor]]
 
 
 def run_commands_of_page(block: int, end: str, folder: Path) -> str:
-    """Run one of the two blocks of docs/islands.md, and ``end`` in the same shell, where %1 is the lighthouse."""
-    page = (ROOT / "docs" / "islands.md").read_text(encoding="utf-8")
+    """Run a block of docs/how-to/elastic-islands.md, and ``end`` in the same shell, where %1 is the lighthouse."""
+    page = (ROOT / "docs" / "how-to" / "elastic-islands.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```sh\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
     assert len(blocks) == 2
     command, pipes = ["bash", "-c", f"{blocks[block]}\n{end}"], {"capture_output": True, "text": True}

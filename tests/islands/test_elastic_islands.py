@@ -276,7 +276,7 @@ def test_two_that_each_went_on_alone_synchronize_again(tmp_path):
 
 
 def test_the_commands_of_the_page_work():
-    """Three islands of two ranks, as docs/islands.md starts them; their losses fall."""
+    """Three islands of two ranks, as docs/how-to/elastic-islands.md starts them; their losses fall."""
     out = run_commands_of_page(1, "kill %1\nwait", ROOT)  # the trainer's come first
     for island in range(3):
         losses = re.findall(rf"^island {island} of 3, step \d+: loss ([\d.]+)", out, flags=re.MULTILINE)

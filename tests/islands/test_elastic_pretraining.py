@@ -330,7 +330,7 @@ def test_islands_with_other_data_do_not_train(tmp_path):
 
 
 def test_the_commands_of_the_page_work(tmp_path):
-    """Three islands of two ranks, as docs/islands.md starts them, log the same losses over all."""
+    """Three islands of two ranks, as docs/how-to/elastic-islands.md starts them, log the same losses over all."""
     (tmp_path / "pretrain_gpt.py").symlink_to(ROOT / "pretrain_gpt.py")
     out = run_commands_of_page(0, "wait %2 %3\nkill %1", tmp_path)
     logged = re.findall(r"synchronized at iteration (\d+) \| islands there: 3 \| lm loss of all islands: (\S+)", out)

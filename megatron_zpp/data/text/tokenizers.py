@@ -191,7 +191,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         if not GENERATION.search(template):
             unmarked = f"--chat: the chat template in {self.file.parent} does not mark what the assistant says"
             raise ValueError(
-                f"{unmarked}: put {{% generation %}} and {{% endgeneration %}} around it (docs/finetuning.md)"
+                f"{unmarked}: put {{% generation %}} and {{% endgeneration %}} around it (docs/reference/chats.md)"
             )
         return template
 

@@ -21,7 +21,7 @@ from ..config import SCALE_DTYPES, ZeroPPConfig
 from ..wire.format import WireFormat
 from .unit import UnitPart
 
-# What a moved code took, by its bits and over all steps of a run: docs/experiments.md, E12. None: bf16's own.
+# What a moved code took, by its bits and over all steps of a run: docs/evidence/experiments.md, E12. None: bf16's own.
 MOVED_BITS_PER_CODE = {8: 0.88, 6: 0.36, 4: 0.15, None: 5.6}
 
 

@@ -102,7 +102,7 @@ class Traffic:
 
 
 class ErrorMonitor:
-    """Statistics of what is sent, sampled every few steps; docs/monitors.md says how to read them.
+    """Statistics of what is sent, sampled every few steps; docs/reference/monitors.md says how to read them.
 
     Two sums for each (statistic, what was sent, unit). Off until ``every`` is set.
     """

@@ -1,0 +1,23 @@
+"""The commands of docs/tutorials/text-to-chat.md, as printed: a model learns text, then chats, then answers."""
+
+import re
+import subprocess
+
+import pytest
+
+from tests.conftest import ROOT, environment
+from tests.test_readme import blocks
+
+
+@pytest.mark.long
+def test_from_text_to_a_model_that_answers(tmp_path):
+    for name in ("tools", "examples", "pretrain_llama.py", "megatron_zpp"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    page = ROOT / "docs" / "tutorials" / "text-to-chat.md"
+    _setup, *steps = blocks(page, "sh")
+    for step in steps:
+        words = ["bash", "-ec", step.replace("torchrun ", "torchrun --standalone ")]
+        done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, f"{step}\n{done.stdout}{done.stderr}"
+    printed = re.findall(r"^```\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert done.stdout == printed[-1]
