@@ -1,4 +1,4 @@
-"""What a rank does besides computing does not grow with the ranks; docs/evidence/scaling.md has the tables of the results."""
+"""What a rank does besides computing does not grow with the ranks, and the page has the tables of the results."""
 
 from __future__ import annotations
 
