@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron_zpp.commands import doctor
+from megatron_zpp.commands.diagnose import doctor
 from tests.conftest import ROOT, environment
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.checkpoint import read_meta
-from megatron_zpp.commands import why_hung
+from megatron_zpp.commands.diagnose import why_hung
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.training.nonfinite import NotFiniteError
