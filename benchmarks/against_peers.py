@@ -156,8 +156,10 @@ def run() -> None:
             subprocess.run([python, "-m", "pip", "install", "--quiet", "deepspeed"], check=True)
         sys.exit(subprocess.run([python, *sys.argv]).returncode)
     os.environ |= {"LOCAL_SIZE": str(RANKS), "TORCH_EXTENSIONS_DIR": str(PEERS / "extensions"), "DS_ACCELERATOR": "cpu"}
-    build = "import deepspeed; deepspeed.init_distributed('gloo', rank=0, world_size=1, init_method='tcp://localhost:29555')"
-    subprocess.run([python, "-c", build], check=True)  # it compiles an operator, which two ranks at once would wait for
+    # It compiles an operator at first, for which ranks that start together would wait for ever.
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29555"}
+    build = "import deepspeed; deepspeed.init_distributed('gloo')"
+    subprocess.run([python, "-c", build], check=True, env=os.environ | alone)
     for turn in range(TURNS):
         for rate, micro_batches in CELLS:
             for setting in SETTINGS if turn % 2 else reversed(SETTINGS):
