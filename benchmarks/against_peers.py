@@ -10,6 +10,7 @@ reduce-scatter twice; "by NCCL" is what a flat ring over the ranks in order woul
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import subprocess
@@ -34,7 +35,7 @@ MEASURED, PEERS = RESULTS / "against_peers.jsonl", ROOT / "build" / "peers"
 NODES, RANKS = 2, 2
 LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY = 8, 512, 8, 64, 1024
 STEPS, WARMUP, TURNS = 8, 3, 3
-CELLS = [(rate, micro_batches) for rate in ("1gbit", None) for micro_batches in (1, 4)]
+RATE, CELLS = "1gbit", (1, 4)  # micro-batches of a step
 # Bytes that leave a node per parameter and step of n micro-batches, of a flat ring over W = 4 ranks in 16 bit: a gather
 # or reduce-scatter takes 2 (W - 1) / W = 1.5, an all-reduce between replicas on two nodes 2. None: it has no ring.
 BY_NCCL = {
@@ -160,20 +161,18 @@ def run() -> None:
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29555"}
     build = "import deepspeed; deepspeed.init_distributed('gloo')"
     subprocess.run([python, "-c", build], check=True, env=os.environ | alone)
-    for turn in range(TURNS):
-        for rate, micro_batches in CELLS:
-            for setting in SETTINGS if turn % 2 else reversed(SETTINGS):
-                words = [__file__, "train", setting, str(micro_batches)]
+    for turn, micro_batches in itertools.product(range(TURNS), CELLS):
+        for setting in SETTINGS if turn % 2 else reversed(SETTINGS):
+            words = [__file__, "train", setting, str(micro_batches)]
 
-                def measured(words: list[str] = words, rate: str | None = rate) -> dict[str, Any]:
-                    found = run_in_a_box(words, NODES, RANKS, rate, WARMUP, 900, False)
-                    parameters = sum(p.numel() for p in GPT().parameters())
-                    sent = found.bytes_per_node_and_step / parameters
-                    return {"seconds": found.seconds_per_step, "bytes_per_parameter": sent, "loss": found.loss}
+            def measured(words: list[str] = words) -> dict[str, Any]:
+                found = run_in_a_box(words, NODES, RANKS, RATE, WARMUP, 900, False)
+                sent = found.bytes_per_node_and_step / sum(p.numel() for p in GPT().parameters())
+                return {"seconds": found.seconds_per_step, "bytes_per_parameter": sent, "loss": found.loss}
 
-                key = {"setting": setting, "rate": rate, "micro_batches": micro_batches, "turn": turn}
-                if row := measure_once(MEASURED, key, measured):
-                    print(row, flush=True)
+            key = {"setting": setting, "rate": RATE, "micro_batches": micro_batches, "turn": turn}
+            if row := measure_once(MEASURED, key, measured):
+                print(row, flush=True)
 
 
 def table() -> str:
@@ -181,17 +180,15 @@ def table() -> str:
     rows, lines = read_rows(MEASURED), []
     for setting in SETTINGS:
         cells = []
-        for rate, n in CELLS:
-            mine = [r for r in rows if (r["setting"], r["rate"], r["micro_batches"]) == (setting, rate, n)]
-            if mine and rate == CELLS[0][0]:
-                by_nccl = f", {BY_NCCL[setting](n):.1f} by NCCL" if setting in BY_NCCL else ""
-                cells.append(f"{statistics.median(r['bytes_per_parameter'] for r in mine):.2f}{by_nccl}")
-        for rate, n in CELLS:
-            mine = [r for r in rows if (r["setting"], r["rate"], r["micro_batches"]) == (setting, rate, n)]
-            cells.append(f"{statistics.median(r['seconds'] for r in mine):.2f}" if mine else "")
+        for n in CELLS:
+            mine = [row for row in rows if (row["setting"], row["micro_batches"]) == (setting, n)]
+            sent = statistics.median(row["bytes_per_parameter"] for row in mine)
+            by_nccl = f", {BY_NCCL[setting](n):.1f} by NCCL" if setting in BY_NCCL else ""
+            seconds = statistics.median(row["seconds"] for row in mine)
+            cells += [f"{sent:.2f}{by_nccl}", f"{seconds:.2f}"]
         lines.append([setting if setting in BY_NCCL else f'`apply_zeropp(model, "{setting}")`', *cells])
-    times = [f"s, {rate or 'unlimited'}, {n} micro-batch{'es' if n > 1 else ''}" for rate, n in CELLS]
-    return markdown_table(["", "bytes, 1 micro-batch", "4", *times], lines)
+    headings = [heading for n in CELLS for heading in (f"bytes, micro-batches {n}", "seconds")]
+    return markdown_table(["", *headings], lines)
 
 
 if __name__ == "__main__":
