@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?= $(shell [ "$$(uname)" != Linux ] || command -v nvidia-smi >/dev/null || echo https://download.pytorch.org/whl/cpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-long test-integrations lower-bound test-lower-bound cuda-build test-cuda-build test-sanitizers docs format clean
+.PHONY: help quickstart test test-long test-integrations test-ray lower-bound test-lower-bound cuda-build test-cuda-build test-sanitizers docs format clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -45,6 +45,10 @@ test-integrations: $(READY)  ## install torchtitan, accelerate, Lightning and to
 	$(call INSTALL_EXTRA,integrations)
 	$(VENV)/bin/python -m pip install --quiet --no-deps -c constraints.txt torchtitan
 	$(PYTEST) -m integrations
+
+test-ray: $(READY)  ## install Ray and Kubeflow's API into .venv, and start runs with them
+	$(call INSTALL_EXTRA,ray)
+	$(VENV)/bin/python -m pytest -m ray tests/examples/test_ray.py
 
 # Each in a copy of the tree with an environment and kernels of its own, since kernels fit one torch only: the oldest that
 # pyproject.toml allows. It wants a setuptools older than the one in constraints.txt. PyPI's torch is the CUDA build.

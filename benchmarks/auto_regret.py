@@ -48,7 +48,7 @@ def decide(rate: str | None, micro_batches: int) -> dict[str, Any]:
     return {"chosen": found[1], "decided_in_seconds": int(found[2]), "why": found[0]}
 
 
-def measure(rates: list[str], micro_batches: list[int], repeats: int) -> None:
+def measure(rates: list[str], micro_batches: list[int], repeats: int, recipes: list[str]) -> None:
     check_requirements()
     for turn, rate, count in itertools.product(range(repeats), rates, micro_batches):
         limit = None if rate == "unlimited" else rate
@@ -56,7 +56,7 @@ def measure(rates: list[str], micro_batches: list[int], repeats: int) -> None:
         seen = [row for row in read_rows(MEASURED) if first.items() <= row.items()] if MEASURED.exists() else []
         times = {row["recipe"]: row["seconds"] for row in seen if "seconds" in row}
         slow = {recipe for recipe, seconds in times.items() if turn > 0 and seconds > 2 * min(times.values())}
-        for recipe in [name for name in (*reversed(RECIPES), "auto") if name not in slow]:
+        for recipe in [name for name in recipes if name not in slow]:
 
             def measured(recipe: str = recipe, limit: str | None = limit, count: int = count) -> dict[str, Any]:
                 if recipe == "auto":
@@ -69,7 +69,8 @@ def measure(rates: list[str], micro_batches: list[int], repeats: int) -> None:
                 print(row, flush=True)
 
 
-def show() -> None:
+def table() -> str:
+    """Seconds of a step, median of turns; what auto chose, its largest regret, and the longest decision."""
     rows = read_rows(MEASURED)
     lines = []
     for rate, count in dict.fromkeys((row["rate"], row["micro_batches"]) for row in rows):
@@ -92,7 +93,7 @@ def show() -> None:
                 max((row["decided_in_seconds"] for row in decided), default=""),
             ]
         )
-    print(markdown_table(["link", "micro-batches", *RECIPES, "chosen", "regret", "decided in, s"], lines))
+    return markdown_table(["link", "micro-batches", *RECIPES, "chosen", "regret", "decided in, s"], lines)
 
 
 def main() -> None:
@@ -101,11 +102,12 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "unlimited"])
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--recipes", nargs="+", default=[*reversed(RECIPES), "auto"], help="auto alone: more decisions")
     args = parser.parse_args()
     if args.action == "run":
-        measure(args.rates, args.micro_batches, args.repeats)
+        measure(args.rates, args.micro_batches, args.repeats, args.recipes)
     else:
-        show()
+        print(table())
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     python benchmarks/emulation.py --model gpt-350m --bf16 --output benchmarks/results/emulation.jsonl  # on a GPU
 
 Both sides are the trainer, with the same weights, micro-batches and global batches, and take turns; the plain side
-accumulates over as many micro-batches as the other has ranks. The emulated side runs with all flags of ZeRO++ and LoCo.
+accumulates over as many micro-batches as the other has ranks. The emulated side runs with all flags of ZeRO++ and LoCo,
+or with the recipe that ``--recipe`` names.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ from side_by_side import OurTraining, our_run
 
 from megatron_zpp.families import GPT
 from megatron_zpp.parallel.distributed import init_distributed
+from megatron_zpp.zeropp.recipes import RECIPES
 
 MODELS = {  # shape, vocabulary
     "gpt-tiny": ("--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64", 512),
     "gpt-25m": ("--num-layers 8 --hidden-size 448 --num-attention-heads 7 --seq-length 256", 8192),
     "gpt-125m": ("--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024", 50257),
     "gpt-350m": ("--preset gpt-350m --seq-length 2048", 50257),
+    "gpt-1.3b": ("--preset gpt-1.3b --seq-length 2048", 50257),
 }
 RANKS, NODES, MICRO_BATCH_SIZE = 8, 2, 4  # the last of each rank
-ZERO = (
-    f"--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size {RANKS // NODES} --zeropp-loco "
-    f"--emulate-ranks {RANKS} --emulate-nodes {NODES}"
+ALL_FLAGS = (
+    f"--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size {RANKS // NODES} --zeropp-loco"
 )
 
 
@@ -43,9 +45,10 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     batch, num_steps = MICRO_BATCH_SIZE * RANKS, (args.rounds + 1) * args.steps
     common = f"{shape} --global-batch-size {batch} --num-workers 0 --lr-warmup-iters 0"
     common += " --bf16" if args.bf16 else ""
+    zeropp = ALL_FLAGS if args.recipe is None else f"--zeropp {args.recipe}"
     flags = {
         "plain": f"{common} --zero-stage 0",
-        "emulated": f"{common} {ZERO}",
+        "emulated": f"{common} {zeropp} --emulate-ranks {RANKS} --emulate-nodes {NODES}",
     }
     with tempfile.TemporaryDirectory() as folder:
         sizes = vocab_size, MICRO_BATCH_SIZE, num_steps, args.steps, batch
@@ -63,6 +66,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "micro_batch_size": MICRO_BATCH_SIZE,
         "ranks": RANKS,
         "nodes": NODES,
+        "recipe": args.recipe,
         "precision": "bf16" if args.bf16 else "fp32",
         **{f"tokens_per_second_{name}": round(tokens / statistics.median(seconds[name])) for name in sides},
         "ratio": round(statistics.median(ratios), 3),
@@ -81,6 +85,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1, metavar="K", help="optimizer steps of a turn; default 1")
     parser.add_argument("--rounds", type=int, default=4, metavar="K", help="turns after the one that warms up")
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--recipe", choices=RECIPES, help="of --zeropp; default: all flags of ZeRO++ and LoCo")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also append the result there, as a JSON line")
     args = parser.parse_args()
     result = measure(args, init_distributed(None, 10))

@@ -49,7 +49,12 @@ def kernels_on(device: torch.device, megabytes: int) -> Iterator[Kernel]:
     for dtype, label in DTYPES.items():
         numel = megabytes * 2**20 // dtype.itemsize
         values = torch.randn(numel, device=device).to(dtype)
-        for bits, block_size in [(8, 256), (4, 128), (2, 128)]:  # the last by mean |x|, the others by the largest
+        for bits, block_size in [
+            (8, 256),
+            (6, 256),
+            (4, 128),
+            (2, 128),
+        ]:  # the last by mean |x|, the others by the largest
             format = weight_format(numel, bits, block_size, dtype)
             yield from encode_and_decode(f"{label}, int{bits}/{block_size}", format, values)
         yield from moved_codes(f"{label}, int8/256", weight_format(numel, 8, 256, dtype), values)

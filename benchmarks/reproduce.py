@@ -17,13 +17,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from between_nodes import BLOCKS
+import against_peers
+import auto_regret
+import between_nodes
 from common import ROOT, markdown_table, new_parser
 from study import RESULTS, arms, read_results
 from study_arms import SCALES
 from study_tables import PAGE, Rows, by_flags_and_seed, draw_plots, page_of, replace_block
 
 CLAIMS = ROOT / "examples" / "reproduce.toml"
+EVIDENCE = ROOT / "docs" / "evidence"
+BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
+    EVIDENCE / "planner.md": {"regret": auto_regret.table},
+    EVIDENCE / "peers.md": {"peers": against_peers.table},
+}
 
 
 def main() -> None:

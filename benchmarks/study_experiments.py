@@ -141,6 +141,8 @@ RECIPES = {
 }
 # What docs/reference/recipes.md proposes for few bytes.
 MOVED_CODES = f"{few_bits(2, 4).replace(differences(4), moves(6))} {ELEMENT_SCALES}"
+INT8 = f"{BF16} {moves(8)} {gradients(8, 4)} {loco(0.8, 'inter')}"
+FLOAT8 = {"bf16": "", "float8, tensorwise": "--fp8-format hybrid", "float8, rowwise": "--fp8-format e4m3"}
 FOUR_BITS_NAME = "int4 differences, 8-4 gradients, LoCo between nodes"
 TWO_BITS_NAME = "int4 differences, 8-2 gradients, LoCo between nodes"
 
@@ -359,7 +361,7 @@ EXPERIMENTS = {
         group(
             "Llama, 1.8M parameters: recipes",
             {
-                "int8: moved codes, 4-bit gradients, LoCo": f"{BF16} {moves(8)} {gradients(8, 4)} {loco(0.8, 'inter')}",
+                "int8: moved codes, 4-bit gradients, LoCo": INT8,
                 "int6: moved codes, 2-bit gradients with scales of elements, LoCo": MOVED_CODES,
                 "ternary: moved int6 codes, 1-bit gradients with scales of elements, LoCo of beta 0.95": (
                     f"{BF16} {moves(6)} {LARGEST_FIFTH}"
@@ -369,6 +371,18 @@ EXPERIMENTS = {
             control=LLAMA,
         ),
         llama_recipes("Llama, 6.6M parameters", LARGER_LLAMA, (4096,)),
+    ),
+    "E16": Experiment(
+        "Float8 products",
+        *(
+            group(
+                f"Llama, 1.8M parameters, a quarter of the steps: {wire}",
+                {name: f"{flags} {products}".strip() for name, products in FLOAT8.items()},
+                common=f"{LLAMA} --train-iters 200",
+                control=f"{LLAMA} --train-iters 200 {flags}",
+            )
+            for wire, flags in (("int8, moved codes, 4-bit gradients, LoCo", INT8), ("bf16", BF16_WIRE.flags))
+        ),
     ),
 }
 OBSERVED = {name for experiment in EXPERIMENTS.values() for name in experiment.observed}

@@ -34,6 +34,8 @@ from torch import Tensor
 from megatron_zpp.families import GPT, LLAMA, Architecture
 from megatron_zpp.metrics.throughput import mfu, peak_tflops
 from megatron_zpp.parallel.distributed import init_distributed
+from megatron_zpp.planning.needs.division import RankGrid
+from megatron_zpp.planning.needs.estimate import estimate
 from megatron_zpp.training.run import Run
 
 
@@ -48,6 +50,7 @@ class Model:
 TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64"
 MODELS = {
     "gpt-350m": Model(GPT, "--preset gpt-350m", 50257, 2048),
+    "gpt-1.3b": Model(GPT, "--preset gpt-1.3b", 50257, 2048),
     "llama-0.8b": Model(LLAMA, "--preset llama-0.8b", 32000, 4096),
     "tiny-gpt": Model(GPT, TINY, 512, 64),
     "tiny-llama": Model(LLAMA, TINY, 512, 64),
@@ -72,6 +75,10 @@ def measure(name: str, micro_batch_size: int | None, options: Namespace) -> dict
             used = mfu(side["tokens_per_second"] / dist.get_world_size(), flops, peak)
             return side | {"mfu": None if used is None else round(used, 4)}
 
+        estimated = None
+        if dist.get_world_size() == 1:
+            grid = RankGrid(1, 1, run.settings.distributed)
+            estimated = estimate(model.architecture, run.settings, model.vocab_size, grid).memory
         weights = full_weights(run)
         batches = same_batches(run, options.timed_steps)
         ours, parts = run_ours(run, options)
@@ -95,6 +102,7 @@ def measure(name: str, micro_batch_size: int | None, options: Namespace) -> dict
         "flops_per_token": flops,
         "peak_tflops": peak,
         "ours": ours,
+        "estimated_memory_gb": None if estimated is None else round(estimated / 1e9, 4),  # beside ours's peak_memory_gb
         "plain": plain,
         "parts": parts,
         "seconds_of_this_measurement": round(time.perf_counter() - started),

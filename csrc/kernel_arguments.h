@@ -22,10 +22,10 @@ enum class Type : int { kFloat, kBFloat16, kHalf };
 
 ZEROPP_INLINE int64_t size_of(Type type) { return type == Type::kFloat ? 4 : 2; }
 
-// A run of elements of a shard that travels alike.
+// A run of elements of a shard that is sent alike.
 struct Segment {
   int64_t start, stop;  // elements [start, stop) of the shard
-  int64_t block_size;   // elements that share a scale, a multiple of 8; 0: the values travel as they are
+  int64_t block_size;   // elements that share a scale, a multiple of 8; 0: the values are sent as they are
   int64_t codes;        // where their packed codes, or their values, begin in the wire, in bytes
   int64_t scales;       // where their scales begin
 };
@@ -36,7 +36,7 @@ struct Format {
   int bits = 0;  // of a code; 0 = unquantized
   bool is_mean = false;  // the code: "mean" with 1 to 4 bits, or "absmax" with 2 and more
   int scale_bytes = 4;   // of a scale: fp32, or 2 for bf16
-  Type type = Type::kFloat;  // of the values that travel as they are
+  Type type = Type::kFloat;  // of the values that are sent as they are
 };
 
 // Tensors [R0, R1, L] with contiguous rows; strides in elements. data is null where there is none.

@@ -36,6 +36,7 @@ TOOLS = {  # each a file below commands/, but for the lighthouse
     "lighthouse": "tell islands which of them are present",
     "report": "compare training runs on one page",
     "why-hung": "say which collective a job hung in, and which ranks it waited for",
+    "doctor": "say what a node lacks, before a run; under torchrun, of all nodes and their links",
     "env": "print versions, devices, network and kernels, for a bug report",
 }
 ALIASES = {"measure-cluster": ["plan", "--measure"], "suggest-settings": ["plan", "--try"]}  # earlier names

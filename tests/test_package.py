@@ -133,6 +133,8 @@ def test_install_into_an_empty_environment_and_train(checkout, tmp_path):
     found = succeed(python, "-c", "import megatron_zpp.zeropp as it; print(it.__file__)", folder=elsewhere)
     assert Path(found.strip()).is_relative_to(site_packages)
     assert "encode on cpu" in succeed(programs / "megatron-zpp", "env", folder=elsewhere)
+    diagnosis = call(programs / "megatron-zpp", "doctor", folder=elsewhere).stdout
+    assert "LOOK  trainer's packages  without numpy, rich, sentencepiece: install the extra train" in diagnosis
     refused = call(programs / "megatron-zpp", "pretrain-gpt", "--help", folder=elsewhere)
     assert refused.returncode == 2 and "pip install numpy rich sentencepiece" in refused.stderr
 

@@ -12,13 +12,13 @@ constexpr bool kHasFma = false;
 constexpr int64_t kTile = 1024;  // elements, unless one block is more
 constexpr int64_t kStrip = 128;  // elements of a block that one loop goes through, where blocks are a multiple of it
 
-// Some whole blocks of a segment, or some values that travel as they are, of one row.
+// Some whole blocks of a segment, or some values that are sent as they are, of one row.
 struct Tile {
   int64_t row0, row1;
   int64_t first;   // element of the segment
   int64_t count;   // elements
   int64_t block;   // of the segment, the first
-  int64_t blocks;  // 0 where values travel as they are
+  int64_t blocks;  // 0 where values are sent as they are
 };
 
 int64_t blocks_per_tile(const Segment& segment) {
@@ -184,8 +184,36 @@ void pack_as(const uint8_t* codes, int64_t count, uint8_t* __restrict stream) {
   }
 }
 
+// Three bytes of the stream hold 4 codes of 6 bits, or 8 of 3 bits. They are spread to words 16 bytes at a time, and the
+// words unpacked in vectors: loads of three bytes alone take ten times as long. Returns the codes unpacked, maybe not all.
+template <int bits>
+int64_t unpack_triples(const uint8_t* __restrict stream, int64_t count, uint8_t* codes) {
+#if __has_builtin(__builtin_shufflevector)
+  typedef uint8_t Bytes __attribute__((vector_size(16)));
+  using Codes __attribute__((may_alias)) = std::conditional_t<bits == 6, uint32_t, uint64_t>;
+  constexpr int64_t kCodes = 16, kBytes = kCodes * bits / 8;
+  const int64_t rounds = std::max<int64_t>(0, (count * bits / 8 - int64_t(sizeof(Bytes)) + kBytes) / kBytes);
+  for (int64_t i = 0; i < rounds; i++) {
+    Bytes from;
+    memcpy(&from, stream + kBytes * i, sizeof(from));
+    if constexpr (bits == 6) from = __builtin_shufflevector(from, from, 0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8, 9, 10, 11, 11);
+    else from = __builtin_shufflevector(from, from, 0, 1, 2, 2, 2, 2, 2, 2, 3, 4, 5, 5, 5, 5, 5, 5);
+    memcpy(codes + kCodes * i, &from, sizeof(from));
+  }
+  Codes* words = reinterpret_cast<Codes*>(codes);
+  for (int64_t i = 0; i < rounds * kCodes / int64_t(sizeof(Codes)); i++) words[i] = unpack<bits, Codes>(words[i]);
+  return rounds * kCodes;
+#else
+  return 0;
+#endif
+}
+
 template <int bits>
 void unpack_as(const uint8_t* __restrict stream, int64_t count, uint8_t* codes) {
+  if constexpr (bits == 3 || bits == 6) {
+    const int64_t done = unpack_triples<bits>(stream, count, codes);
+    stream += done * bits / 8, codes += done, count -= done;
+  }
   using Codes = typename Word<bits>::type;
   constexpr int64_t kCodes = sizeof(Codes), kBytes = kCodes * bits / 8;
   Codes* __restrict to = reinterpret_cast<Codes*>(codes);

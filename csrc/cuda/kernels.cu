@@ -2,7 +2,7 @@
 // of what several peers sent of one, before it uses the first. A block's maximum goes through warp shuffles. Nothing is
 // atomic, nothing waits for the host.
 //
-// The wire formats travel as kernel parameters. This file includes nothing of torch: nvcc alone compiles it.
+// The wire formats are passed as kernel parameters. This file includes nothing of torch: nvcc alone compiles it.
 
 #include <cuda_runtime.h>
 
@@ -245,7 +245,7 @@ struct Sixteenths {
   __device__ float scale(uint64_t exponents, int i) const { return scale_of_exponent(byte_of(exponents, i), words); }
 };
 
-// What a receiver makes of a value that travels as it is.
+// What a receiver makes of a value that is sent as it is.
 __device__ float rounded_to(Type type, float value) {
   BFloat16 bfloat16;
   Half half;
@@ -705,7 +705,7 @@ __device__ void move_error(const EncodeArguments& a, const float (&values)[kGrou
   }
 }
 
-// Writes values that travel as they are.
+// Writes values that are sent as they are.
 __device__ void store_plain(const float (&values)[kGroup], const Wires& wires, const Segment& segment, const Row& row,
                             int64_t element, int valid) {
   const Type type = wires.format.type;

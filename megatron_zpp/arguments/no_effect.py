@@ -30,6 +30,9 @@ _NO_EFFECT_WITHOUT: dict[str | tuple[str, str], tuple[str, ...]] = {  # a settin
     "use_rope_scaling": ("rope_scaling_factor",),
     "fim_data": ("fim_rate", "fim_spm_rate", "fim_prefix_token", "fim_middle_token", "fim_suffix_token"),
     "fp16": ("loss_scale", *DYNAMIC_SCALE_SETTINGS),
+    "fp8_format": ("fp8_recipe", "first_last_layers_bf16"),
+    "first_last_layers_bf16": ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+    ("recompute_granularity", "selective"): ("recompute_modules",),
     "manual_gc": ("manual_gc_interval",),
     "emulate_ranks": ("emulate_nodes",),
     "save": (

@@ -13,6 +13,7 @@ from megatron_zpp.arguments.check_islands import check_islands
 from megatron_zpp.arguments.check_zero import check_muon, check_zero
 from megatron_zpp.arguments.no_effect import notes_on
 from megatron_zpp.arguments.recipe import with_warmup
+from megatron_zpp.arguments.resolve_compute import check_float8, resolve_activation, resolve_precision
 from megatron_zpp.arguments.resolve_parallel import (
     cannot_tell_stragglers,
     check_expert_parallel,
@@ -26,13 +27,10 @@ from megatron_zpp.arguments.resolve_parallel import (
 from megatron_zpp.families import Architecture
 from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum, end_after_tokens, read_steps
 from megatron_zpp.optim.schedule import Schedule
-from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD
 from megatron_zpp.settings.checks import Mistakes, SettingsError, flag_of, require
 from megatron_zpp.settings.groups import (
-    ActivationSettings,
     CheckpointSettings,
     DataSettings,
-    PrecisionSettings,
     ScheduleSettings,
     Settings,
     TokenizerSettings,
@@ -66,9 +64,9 @@ def resolve(
         model = architecture.resolve(settings.model, seq_length)
         num_layers = model.num_layers or 0
         distributed = resolve_sizes(distributed, num_layers)
-        activation = _resolve_activation(settings.activation, num_layers)
+        activation = resolve_activation(settings.activation, num_layers)
     with mistakes.collected():
-        precision = _resolve_precision(settings.precision, _sums_gradients_in_fp32(settings))
+        precision = resolve_precision(settings)
     with mistakes.collected():
         _check_data(settings.data)
     with mistakes.collected():
@@ -111,6 +109,8 @@ def resolve(
         steps_twice = settings.zero.cpu_offload and settings.optimizer.use_apex
         require(not steps_twice, "--use-apex steps on the GPU, --cpu-offload on the host; leave one out")
         check_zero(settings.zero, settings.zeropp, fsdp_size, distributed)
+    with mistakes.collected():
+        check_float8(settings, num_layers)
     with mistakes.collected():
         check_muon(settings)
     with mistakes.collected():
@@ -201,56 +201,6 @@ def _check_curriculum(settings: Settings) -> None:
     require(curriculum.step % parts == 0 and curriculum.last % parts == 0, f"{uneven}, {divided}")
     counted = "--reset-attention-mask and --sft count whole samples; leave them or --curriculum-min-length out"
     require(not settings.data.reset_attention_mask and not settings.data.sft, counted)
-
-
-# Precision and memory
-
-
-def _sums_gradients_in_fp32(settings: Settings) -> bool:
-    """Return whether gradients of any dtype are summed in fp32, as by qgZ that quantizes both hops."""
-    zero, zeropp = settings.zero, settings.zeropp
-    quantized = zeropp.quantized_gradients and None not in (zeropp.gradient_bits, zeropp.gradient_intra_bits)
-    # Where micro-batches are reduced together, FSDP2 adds them up first.
-    return quantized and zero.zero_stage >= 2 and settings.distributed.pipeline_schedule not in SPLITS_BACKWARD
-
-
-def _resolve_precision(precision: PrecisionSettings, sums_in_fp32: bool) -> PrecisionSettings:
-    require(not (precision.fp16 and precision.bf16), "--fp16 and --bf16 exclude each other; give one")
-    both = "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; give one"
-    require(not (precision.grad_reduce_in_bf16 and precision.accumulate_allreduce_grads_in_fp32), both)
-    first, smallest = precision.initial_loss_scale, precision.min_loss_scale
-    below = f"--initial-loss-scale {first:g} is below --min-loss-scale {smallest:g}; raise it or lower that"
-    require(not precision.fp16 or precision.loss_scale is not None or first >= smallest, below)
-    # Megatron's rule: bf16 has too few digits to sum gradients in, so sums are fp32 unless asked otherwise. Where sums
-    # are fp32 anyway, autograd's gradients stay bf16, in half the memory.
-    in_fp32 = precision.accumulate_allreduce_grads_in_fp32
-    if precision.bf16 and not in_fp32 and not precision.grad_reduce_in_bf16:
-        in_fp32 = not sums_in_fp32
-        precision = dataclasses.replace(precision, grad_reduce_in_bf16=sums_in_fp32)
-    return dataclasses.replace(precision, accumulate_allreduce_grads_in_fp32=in_fp32)
-
-
-def _resolve_activation(activation: ActivationSettings, num_layers: int) -> ActivationSettings:
-    asked = {
-        "--recompute-granularity": activation.recompute_granularity,
-        "--recompute-activations": "selective" if activation.recompute_activations else None,
-        "--checkpoint-activations": "full" if activation.checkpoint_activations else None,
-    }
-    asked = {flag: granularity for flag, granularity in asked.items() if granularity is not None}
-    pairs = " and ".join(f"{flag} (= {granularity})" for flag, granularity in asked.items())
-    require(len(set(asked.values())) <= 1, f"{pairs} differ; give one")
-    granularity = next(iter(asked.values()), None)
-    method, layers = activation.recompute_method, activation.recompute_num_layers
-    if granularity != "full":
-        for name in ("recompute_method", "recompute_num_layers"):
-            require(getattr(activation, name) is None, f"{flag_of(name)} needs --recompute-granularity full")
-    else:
-        method, layers = method or "uniform", 1 if layers is None else layers
-        message = f"--recompute-num-layers {layers} must be between 1 and --num-layers {num_layers}"
-        require(1 <= layers <= num_layers, message)
-    return dataclasses.replace(
-        activation, recompute_granularity=granularity, recompute_method=method, recompute_num_layers=layers
-    )
 
 
 # Data and checkpoints

@@ -69,7 +69,8 @@ NOTED = """
     muon_momentum muon_use_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor muon_period
     muon_momentum_bits muon_stale_rows
     bf16 fp16 accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 loss_scale min_loss_scale loss_scale_window
-    hysteresis pretrained_checkpoint
+    hysteresis fp8_format fp8_recipe first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
+    pretrained_checkpoint
     zero_quantized_weights zero_quantized_gradients zeropp_loco zeropp_loco_beta zeropp_loco_reset_interval
     zeropp_loco_reset zeropp_loco_hops zeropp_loco_error_dtype zeropp_weight_bits zeropp_weight_scaling
     zeropp_weight_intra_bits zeropp_weight_intra_scaling zeropp_weight_block_size zeropp_gradient_bits
@@ -89,7 +90,8 @@ FREE = """
     eval_tasks_limit deterministic_mode skip_train dry_run dry_run_world_size exit_interval exit_duration_in_mins
     exit_signal_handler no_check_for_nan_in_loss_and_grad max_nonfinite_steps manual_gc manual_gc_interval use_apex
     override_opt_param_scheduler use_checkpoint_opt_param_scheduler
-    recompute_activations recompute_granularity recompute_method recompute_num_layers checkpoint_activations compile
+    recompute_activations recompute_granularity recompute_modules recompute_method recompute_num_layers
+    checkpoint_activations compile activation_memory_budget
     zero_stage cpu_offload zeropp_monitor_interval deepspeed_config zero_hpz_partition_size zeropp_ranks_per_node
     zeropp_offload_gradient_sums zeropp_check_agreement island_offload
     data_cache_path no_mmap_bin_files pad_last_valid_sample num_workers tokenizer_model vocab_file merge_file

@@ -15,7 +15,7 @@ from megatron_zpp.data.order import check_order
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
 from megatron_zpp.settings.groups import CheckpointSettings, Settings
-from megatron_zpp.zeropp.fsdp.topology import gather_objects
+from megatron_zpp.zeropp.fsdp.topology import gather_if_any
 from megatron_zpp.zeropp.recipes import RECIPES
 
 from .files import CheckpointError
@@ -95,7 +95,7 @@ def recipe_to_keep(settings: CheckpointSettings) -> str | None:
 def _problems_on_all_ranks(checkpoint: Path, digests: str, finite: bool = False) -> list[str]:
     """Run ``problems`` with the files shared among all ranks. Every rank returns the same. Collective."""
     mine = problems(checkpoint, digests, dist.get_rank(), dist.get_world_size(), finite)
-    return list(dict.fromkeys(chain.from_iterable(gather_objects(mine))))
+    return list(dict.fromkeys(chain.from_iterable(filter(None, gather_if_any(mine or None)))))
 
 
 def _latest_good(folder: str, digests: str) -> tuple[Path | None, list[str]]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from .folder import INCOMPLETE, FolderLock, checkpoint_path, retain
+from .staging import Stager
 from .state import checkpoint_state, root_cause
 from .storage import CheckpointWriter
 from .trained import Trained, zeropp_layout
@@ -48,6 +49,7 @@ class CheckpointSaver:
         self._delete_old = functools.partial(retain, folder, keep_last, retain_interval)
         self._pending: _Pending | None = None
         self._timeout = timedelta(minutes=timeout_minutes)
+        self._stager = Stager()
 
     @functools.cached_property
     def _group(self) -> dist.ProcessGroup:
@@ -67,7 +69,9 @@ class CheckpointSaver:
         arguments: dict[str, Any] = dict(storage_writer=writer, planner=planner, process_group=self._group)
         state = checkpoint_state(trained, save_rng)
         if self._asynchronous:
-            future = dcp.async_save(state, **arguments)  # returns when it has copied the state
+            future = dcp.async_save(
+                state, async_stager=self._stager, **arguments
+            )  # returns when it has copied the state
             assert isinstance(future, Future)
         else:
             future = Future()

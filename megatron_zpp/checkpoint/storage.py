@@ -96,6 +96,7 @@ class CheckpointWriter(StorageWriter):
         self.nonfinite = _nonfinite_names(self.meta, nonfinite)
         files |= copy_tokenizer(self.meta["settings"], self.path)
         index = build_index(metadata.state_dict_metadata, places)
+        metadata.state_dict_metadata = {}  # DCP sends this to all ranks, who need no shards of all ranks
         finish(self.path, index, self.meta | {"nonfinite": self.nonfinite}, files)
         self.after()
 

@@ -123,6 +123,8 @@ def report(plan: Plan, program: str, flags: list[str], rows: int, commands: int,
     if shows_all:
         return [*lines, "", *reasons(plan), "", f"{best.candidate.name} needs", *memory_and_traffic(needs)]
     more = max(0, len(plan.outcomes) - rows)
+    if needs.settings.precision.fp8_format is not None:
+        lines += ["products are timed as in bf16: how much faster float8 makes them was never measured here"]
     return [*lines, f"--all lists {more} more, and {len(plan.refused)} that were refused, with the reasons"]
 
 

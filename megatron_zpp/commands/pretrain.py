@@ -19,6 +19,7 @@ from megatron_zpp.checkpoint.folder import complete_checkpoints
 from megatron_zpp.checkpoint.resume import recipe_to_keep
 from megatron_zpp.commands.dry_run import dry_run
 from megatron_zpp.families import Architecture
+from megatron_zpp.integrations.float8 import describe_float8
 from megatron_zpp.islands.elastic import MembershipError
 from megatron_zpp.metrics.lasting import keep_streams
 from megatron_zpp.parallel.distributed import (
@@ -164,6 +165,8 @@ def describe(run: Run) -> None:
     )
     if world_size > 1:
         print_once(_SHARDED[run.settings.zero.zero_stage])
+    if (recipe := run.settings.precision.fp8_recipe) is not None:
+        print_once(describe_float8(run.model.layers, recipe, emulate=run.device.type == "cpu"))
     if run.pipeline is not None:
         print_once(run.pipeline.describe())
     if zeropp is not None and world_size > 1:

@@ -30,6 +30,8 @@ class BlockActivations:
     input: int  # with --recompute-granularity full
     keys_and_values: int = 0  # the part that context-parallel ranks gather
     scores: int = 0  # for each key that a token may see, where attention is not fused
+    modules: Mapping[str, int] = field(default_factory=dict)  # the part of ``everything`` that each module's
+    # recomputation drops (--recompute-modules)
 
     def per_tensor_parallel_rank(self, ranks: int, sequence_parallel: bool) -> BlockActivations:
         """Return what one of ``ranks`` keeps. Without sequence parallelism, all keep the tensors between linear layers:
@@ -45,13 +47,15 @@ class BlockActivations:
             input=(self.input - alike) // ranks + alike,
             keys_and_values=self.keys_and_values // ranks,
             scores=-(-self.scores // ranks),
+            modules={name: kept // ranks for name, kept in self.modules.items()},
         )
 
     def attending(self, length: int, ranks: int) -> BlockActivations:
         """Add what a token keeps of others, where context-parallel ``ranks`` share a sequence of ``length``."""
         keys = length if ranks == 1 else length * (2 * ranks + 1) // (4 * ranks)  # a rank has 2 of 2 * ranks chunks
         more = (ranks - 1) * self.keys_and_values + keys * self.scores
-        return replace(self, everything=self.everything + more)
+        modules = {name: kept + more * (name == "core_attn") for name, kept in self.modules.items()}
+        return replace(self, everything=self.everything + more, modules=modules)
 
 
 @dataclass(frozen=True)

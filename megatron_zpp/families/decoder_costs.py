@@ -61,14 +61,22 @@ def activations(config: DecoderConfig, itemsize: int) -> BlockActivations:
     # Vectors of the MLP's width: outputs of linear layers, and all that is kept. GELU keeps its input, fc2 its own.
     # SwiGLU keeps gate, up, SiLU of the gate, and the product.
     outputs, kept = (2, 4) if config.activation.is_gated else (1, 2)
-    if (moe := config.moe) is not None:  # the largest blocks: per expert of a token, and its input and output
+    weighed = 0  # outputs of experts, which are kept to be weighed
+    # Of the largest blocks: MLPs of a token's experts, what goes in and out of them, and the same weighed.
+    if (moe := config.moe) is not None:
         ffn = moe.router_topk * moe.ffn_hidden_size + (moe.shared_expert_size or 0)
-        before_norms += 2 * moe.router_topk * hidden
+        rows = 3 * moe.router_topk * hidden + 2 * hidden * (itemsize < 4)  # and the router's input in fp32
+        before_norms, weighed = before_norms + rows, moe.router_topk * hidden
+    modules = {"core_attn": 2 * (queries - keys) * config.changes_scores, "mlp": kept * ffn}
+    if moe is not None:
+        shared = kept * (moe.shared_expert_size or 0)
+        modules |= {"mlp": 0, "moe": kept * ffn + rows, "shared_experts": shared}
     masks = 2 * hidden if config.hidden_dropout > 0 else 0  # a byte each
     return BlockActivations(
         everything=itemsize * (4 * hidden + attention + before_norms + kept * ffn) + masks,
-        linear_layers=itemsize * (3 * hidden + linear_attention + outputs * ffn),
+        linear_layers=itemsize * (3 * hidden + linear_attention + outputs * ffn + weighed),
         input=itemsize * hidden,
         keys_and_values=itemsize * 2 * keys,
         scores=scores,
+        modules={name: itemsize * vectors for name, vectors in modules.items()},
     )

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # defines the operator torch_attn._varlen_attn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from .moe import MoE
 from .transformer import Transformer
 
 # What "selective" keeps: results of linear layers and fused attention, which are expensive to compute for their size.
@@ -20,6 +21,7 @@ from .transformer import Transformer
 _KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
+    torch.ops.aten._grouped_mm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -33,6 +35,7 @@ def apply_activation_checkpointing(
     granularity: str,
     method: str | None = None,
     num_layers: int | None = None,
+    modules: Sequence[str] = (),
     splits_backward: bool = False,
 ) -> None:
     """Checkpoint blocks of ``model`` in place; call it before ``fully_shard`` and ``compile``.
@@ -41,18 +44,24 @@ def apply_activation_checkpointing(
 
     Args:
         granularity: "full" keeps only the input of a checkpointed block. "selective" also keeps the results of linear
-            layers and fused attention, in every block.
+            layers and fused attention, in every block; with ``modules`` all but what these compute from their inputs.
         method: which blocks, for "full" only. None: all. "uniform": every k-th. (Megatron makes k blocks one
             checkpoint; here each block gathers its own parameters, so one never spans two.) "block": the first k.
         num_layers: k of ``method``; default 1.
+        modules: of "selective" only: some of "core_attn", "mlp", "moe" and "shared_experts", as in Megatron.
         splits_backward: a backward pass runs in parts, each of which computes the block again; not with ``compile``.
 
     Raises ValueError for any other combination.
     """
     blocks, options = list(model.layers), dict[str, Any]()
+    if modules and granularity != "selective":
+        raise ValueError(f"recompute_modules need recompute_granularity selective, not {granularity}")
     if granularity == "selective":
         if method is not None or num_layers is not None:
             raise ValueError("recompute_method and recompute_num_layers need recompute_granularity full, not selective")
+        if modules:
+            _checkpoint_modules(blocks, modules, is_whole=len(blocks) == model.config.num_layers)
+            return
         contexts = _contexts_for_parts if splits_backward else create_selective_checkpoint_contexts
         options["context_fn"] = partial(contexts, _keep_or_recompute)
     elif granularity != "full":
@@ -71,9 +80,32 @@ def apply_activation_checkpointing(
         block.forward = _checkpointed(block.forward, **options)
 
 
-def _checkpointed(forward: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
+def recomputed_modules(block: nn.Module, name: str) -> list[nn.Module]:
+    """Return what a name of ``recompute_modules`` stands for in a block: one module or none."""
+    mlp = getattr(block, "mlp", None)
+    if name == "core_attn":
+        found = getattr(block, "self_attention", None)
+    elif name == "shared_experts":
+        found = getattr(mlp, "shared_expert", None)
+    else:
+        found = mlp if isinstance(mlp, MoE) == (name == "moe") else None
+    return [] if found is None else [found]
+
+
+def _checkpoint_modules(blocks: Sequence[nn.Module], names: Sequence[str], is_whole: bool) -> None:
+    """Checkpoint these modules. Raises ValueError for one that no block has; a pipeline's stage may have none."""
+    for name in dict.fromkeys(names):
+        found = [module for block in blocks for module in recomputed_modules(block, name)]
+        if is_whole and not found:
+            raise ValueError(f"--recompute-modules {name}: no block of this model has it; leave it out")
+        method = "attend" if name == "core_attn" else "forward"  # not the linear layers around attention
+        for module in found:
+            setattr(module, method, _checkpointed(getattr(module, method)))
+
+
+def _checkpointed(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     # A function, not a partial: torch.compile silently leaves a partial of checkpoint uncompiled.
-    def checkpointed_forward(*inputs: Tensor) -> Tensor:
+    def checkpointed_forward(*inputs: Tensor) -> Any:
         return checkpoint(forward, *inputs, use_reentrant=False, **options)
 
     return checkpointed_forward

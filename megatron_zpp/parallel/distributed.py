@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megatron_zpp.zeropp.fsdp import fsdp_unit
-from megatron_zpp.zeropp.fsdp.topology import gather_objects
+from megatron_zpp.zeropp.fsdp.topology import gather_if_any
 
 from .flight_record import last_collective, write_record
 
@@ -164,7 +164,7 @@ def errors_on_all_ranks() -> Iterator[None]:
         yield
     except (ValueError, OSError, ImportError) as caught:
         error = messages_of(caught)
-    errors = gather_objects(error)
+    errors = gather_if_any(error)
     first = next(((rank, texts) for rank, texts in enumerate(errors) if texts is not None), None)
     if first is not None:
         rank, texts = first

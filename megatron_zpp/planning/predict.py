@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shlex
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import Architecture, find_architecture
 from megatron_zpp.metrics.tensorboard_reader import RunHistory
+from megatron_zpp.models.activation_checkpoint import recomputed_modules
+from megatron_zpp.models.moe import active_parameters
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.optimizer import OPTIMIZERS
 from megatron_zpp.parallel.stages import idle_micro_batches
@@ -177,6 +180,7 @@ def arithmetic(
     pass has twice the products and 2.5 times the attention, which computes scores again (FlashAttention).
     """
     config, training, activation = model.config, settings.training, settings.activation
+    modules = activation.recompute_modules or ()
     distributed, placement = settings.distributed, pipeline_placement(settings.distributed, model)
     tensor_parallel, num_layers = distributed.tensor_model_parallel_size, len(model.layers)
     tokens = training.micro_batch_size * training.seq_length / distributed.context_parallel_size
@@ -192,7 +196,9 @@ def arithmetic(
         block = block.per_tensor_parallel_rank(tensor_parallel, distributed.sequence_parallel)
         block = block.attending(training.seq_length, distributed.context_parallel_size)
         kept = tokens * block.everything / cluster.layer_bytes_per_second
-        if activation.recompute_granularity == "selective":
+        if modules:
+            recomputed = tokens * sum(block.modules.get(name, 0) for name in modules) / cluster.layer_bytes_per_second
+        elif activation.recompute_granularity == "selective":
             recomputed = tokens * max(0, block.everything - block.linear_layers) / cluster.layer_bytes_per_second
     logits = tokens * LOGIT_BYTES * config.vocab_size / tensor_parallel / cluster.layer_bytes_per_second
     head_products = tokens * head / tensor_parallel / cluster.flops_per_second
@@ -202,8 +208,18 @@ def arithmetic(
     forward = Arithmetic(_with_host(products + attended + 2 * kept, host / 3, cluster), head_products + logits)
     layers_per_stage = num_layers // (placement.num_stages if placement is not None else 1)
     again = recomputed_blocks(activation, layers_per_stage) / layers_per_stage * forward.layer + 2 * recomputed
+    if activation.activation_memory_budget is not None:  # at most: torch.compile recomputes what is cheap first
+        again += (1 - activation.activation_memory_budget) * forward.layer
+    again += _product_share(model, modules) * products + attended * ("core_attn" in modules)
     backward_layer = _with_host(2 * products + 2.5 * attended + 3 * kept + again, 2 * host / 3, cluster)
     return forward, Arithmetic(backward_layer, 2 * head_products + logits)
+
+
+def _product_share(model: Transformer, modules: Sequence[str]) -> float:
+    """Return the share of the layers' weights that a token meets again when these modules are recomputed."""
+    names = set(modules) - {"core_attn"} - ({"shared_experts"} if "moe" in modules else set())
+    again = [found for block in model.layers for name in names for found in recomputed_modules(block, name)]
+    return sum(map(active_parameters, again)) / active_parameters(model.layers)
 
 
 def _with_host(seconds: float, host: float, cluster: Cluster) -> float:
@@ -269,19 +285,21 @@ def layer_collectives(
                 parts.append(make_transfer(Exchange(tensor, piece), cluster))
         if not has_experts or settings.model.moe_shared_expert_intermediate_size:
             parts.append(all_reduce)
-    resent: list[Transfer] = []  # of what selective recomputation does not keep
+    resent, sent_again = list[Transfer](), list[Transfer]()  # again: what selective recomputation does not keep
     if context.size > 1 and needs.architecture.activations is not None:
         # Keys and values are gathered, and their gradients are reduce-scattered.
         width = needs.architecture.activations(config, weights.itemsize).keys_and_values
         resent.append(make_transfer(Exchange(context, tokens * width // tensor.size), cluster))
+        sent_again += _scale(resent, resent_share(settings.activation, num_layers, "core_attn"))
     exchange = expert_all_to_all(settings, grid, model) if has_experts else None
     if exchange is not None:  # there and back
         if distributed.moe_token_bits is not None:
             quantized = row_bytes + exchange.group.size * exchange.nbytes
             exchange = replace(exchange, encoded=quantized, decoded=quantized)
-        resent += 2 * [make_transfer(exchange, cluster)]
+        both_ways = 2 * [make_transfer(exchange, cluster)]
+        resent += both_ways
+        sent_again += _scale(both_ways, resent_share(settings.activation, num_layers, "moe"))
     again = _scale(parts, recomputed_blocks(settings.activation, num_layers) / num_layers)
-    sent_again = _scale(resent, resent_share(settings.activation, num_layers))
     return (*parts, *resent), (*parts, *again, *resent, *sent_again)
 
 

@@ -183,6 +183,21 @@ class PrecisionSettings:
     min_loss_scale: float = flag(1.0, "smallest dynamic loss scale", above=0)
     loss_scale_window: int = flag(1000, "clean steps after which the loss scale doubles", at_least=1)
     hysteresis: int = flag(2, "overflows before the loss scale is halved", at_least=1)
+    fp8_format: str | None = flag(
+        None,
+        "products of blocks' linear layers in float8, by torchao: gradients in e5m2 (hybrid) or all in e4m3",
+        choices=("hybrid", "e4m3"),
+        needs="bf16",
+    )
+    fp8_recipe: str | None = flag(
+        None,
+        "scales of whole tensors (hybrid, its default), or of rows (e4m3, its default); with_gw_hp: weight gradients "
+        "in bf16",
+        choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"),
+    )
+    first_last_layers_bf16: bool = flag(False, "no float8 in the first and last layers")
+    num_layers_at_start_in_bf16: int = flag(1, "how many these are at the start", at_least=0)
+    num_layers_at_end_in_bf16: int = flag(1, "how many these are at the end", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -193,6 +208,12 @@ class ActivationSettings:
     recompute_granularity: str | None = flag(
         None, "full: whole blocks; selective: keep matrix products, recompute the rest", choices=("full", "selective")
     )
+    recompute_modules: tuple[str, ...] | None = flag(
+        None,
+        "with selective: keep all but what these modules compute, and recompute them",
+        nargs="+",
+        choices=("core_attn", "mlp", "moe", "shared_experts"),
+    )
     recompute_method: str | None = flag(
         None,
         "checkpoint every --recompute-num-layers blocks as one (uniform), or the first of them alone (block)",
@@ -201,3 +222,10 @@ class ActivationSettings:
     recompute_num_layers: int | None = flag(None, "see --recompute-method; default 1", at_least=1)
     checkpoint_activations: bool = flag(False, "DeepSpeed's name for --recompute-granularity full")
     compile: bool = flag(False, "torch.compile each block, and the loss between its matrix products")
+    activation_memory_budget: float | None = flag(
+        None,
+        "share of activations that torch.compile keeps, 0 for the blocks' inputs alone; it recomputes the cheapest",
+        needs="compile",
+        at_least=0,
+        at_most=1,
+    )

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from megatron_zpp.data.blended_dataset import BlendedDataset
 from megatron_zpp.data.build import Datasets, build_datasets
 from megatron_zpp.data.chat_dataset import ChatDataset
@@ -22,7 +24,7 @@ from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
 from megatron_zpp.settings.groups import TrainingSettings
 from megatron_zpp.settings.resolved import ResolvedSettings, ResolvedTokenizer
 from megatron_zpp.training.run import Run
-from megatron_zpp.zeropp.fsdp.topology import gather_objects
+from megatron_zpp.zeropp.fsdp.topology import gather_if_any
 
 if TYPE_CHECKING:
     from megatron_zpp.integrations.lm_eval import Tasks
@@ -93,9 +95,11 @@ def load_tasks(training: TrainingSettings) -> Tasks | None:
 def check_same_data_on_all_ranks(datasets: Datasets) -> None:
     """Each node reads its own copy of the data: refuse copies that differ."""
     ours = json.dumps([split.order for split in datasets if split is not None])
-    orders = gather_objects(ours)
+    of_rank_0 = [ours]
+    dist.broadcast_object_list(of_rank_0)
+    differing = gather_if_any(dist.get_rank() if ours != of_rank_0[0] else None)
     with errors_on_all_ranks():
-        others = [rank for rank, order in enumerate(orders) if order != orders[0]]
+        others = [rank for rank in differing if rank is not None]
         if others:
             differs = f"ranks {', '.join(map(str, others))} read other data than rank 0: the files differ between nodes"
             raise ValueError(f"{differs}; copy the .bin and .idx files of one node to all")

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from megatron_zpp.arguments.check_zero import check_replicas_on_nodes
+from megatron_zpp.arguments.resolve_compute import layers_in_bf16
 from megatron_zpp.arguments.resolve_parallel import placement_of
 from megatron_zpp.families import Architecture
+from megatron_zpp.integrations.float8 import convert_to_float8
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
 from megatron_zpp.models.init import init_weights
@@ -105,6 +107,12 @@ class ModelBuilder:
         if (lora := settings.lora).lora_rank is not None:
             with errors_on_all_ranks():
                 add_adapters(model, lora.lora_rank, lora.lora_alpha, lora.lora_target_modules)
+        if (precision := settings.precision).fp8_format is not None:
+            assert precision.fp8_recipe is not None  # by parse_settings
+            start, end = layers_in_bf16(precision)
+            with errors_on_all_ranks():
+                blocks = model.layers[start : len(model.layers) - end]
+                convert_to_float8(blocks, precision.fp8_recipe, self.device.type == "cpu", mesh.tp_size)
         if mesh.cp_size > 1:
             assert architecture.apply_context_parallel is not None  # by parse_settings
             architecture.apply_context_parallel(model, mesh.cp)
@@ -128,10 +136,13 @@ class ModelBuilder:
                 activation.recompute_granularity,
                 activation.recompute_method,
                 activation.recompute_num_layers,
+                modules=activation.recompute_modules or (),
                 splits_backward=self.settings.distributed.pipeline_schedule in SPLITS_BACKWARD,
             )
         if activation.compile:
             model.compiles_loss = True
+            budget = activation.activation_memory_budget
+            torch._functorch.config.activation_memory_budget = 1.0 if budget is None else budget  # 1: torch's default
             for block in model.layers:
                 block.forward = torch.compile(block.forward)
 

@@ -20,7 +20,7 @@ from megatron_zpp.parallel.distributed import print_once
 from megatron_zpp.training.run import IslandStep, Run, TrainState
 from megatron_zpp.training.step import accumulate_gradients
 from megatron_zpp.zeropp import unmoved
-from megatron_zpp.zeropp.fsdp.topology import gather_objects
+from megatron_zpp.zeropp.fsdp.topology import gather_if_any, gather_objects
 from megatron_zpp.zeropp.own_rank import local_part
 
 SHOWN = 3  # findings in one line
@@ -80,7 +80,7 @@ class NonfiniteSteps:
         assert last is not None
         iteration = run.counters.iteration
         if self.in_a_row < self.steps:
-            per_rank = gather_objects(_nonfinite_parameter(self.state), run.mesh.ranks_of_island)
+            per_rank = gather_if_any(_nonfinite_parameter(self.state), run.mesh.ranks_of_island)
             name = next(filter(None, per_rank), None)
             if name is None:
                 return None

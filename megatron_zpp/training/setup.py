@@ -17,6 +17,7 @@ from megatron_zpp.checkpoint.on_resume import check_settings
 from megatron_zpp.checkpoint.resume import check_not_overwritten, check_same_data, checkpoint_to_load
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.families import Architecture, vocabulary_of
+from megatron_zpp.integrations.float8 import check_float8
 from megatron_zpp.islands import OuterSync, apply_islands, emulate_islands
 from megatron_zpp.metrics.writers import MetricWriters, describe_program
 from megatron_zpp.models.transformer import TransformerConfig
@@ -44,6 +45,9 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         raise ValueError("--zeropp auto is decided by the training program, before a run is built: name a recipe here")
     if settings.distributed.islands_may_leave:
         settings = prepare_island(settings)
+    if settings.precision.fp8_format is not None:
+        with errors_on_all_ranks():
+            check_float8(device)
     training, save, world_size = settings.training, settings.checkpoint.save, dist.get_world_size()
     mesh = _build_mesh(settings, device)
     batches = BatchSchedule.from_settings(training, mesh.dp_size)

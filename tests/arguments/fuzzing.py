@@ -12,6 +12,7 @@ WORDS = ("0", "-1", "nan", "inf", "1e300", "", "9" * 20, "ünï🙂", "1e-300", 
 TEXTS = ("", "1", "ünï🙂")  # for flags that take no number
 # Without these, a run only notes that a flag has no effect. Each needs no more than is here.
 EXPERTS = "--disable-bias-linear --num-experts 2"
+FLOAT8 = "--bf16 --seq-length 16 --num-layers 4"
 ISLANDS = "--emulate-ranks 2 --emulate-nodes 2 --islands 2"
 LEAVING, LIGHTHOUSE = "--islands 2 --islands-may-leave", "--island-lighthouse localhost:1 --island-secret-file x"
 NEEDED = {
@@ -32,6 +33,12 @@ NEEDED = {
     "window_attn_skip_freq": "--window-size 2,0",
     "loss_scale": "--fp16",
     **dict.fromkeys(("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), "--fp16"),
+    "fp8_format": FLOAT8,
+    **dict.fromkeys(("fp8_recipe", "first_last_layers_bf16"), f"{FLOAT8} --fp8-format hybrid"),
+    **dict.fromkeys(
+        ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+        f"{FLOAT8} --fp8-format hybrid --first-last-layers-bf16",
+    ),
     "manual_gc_interval": "--manual-gc",
     "save_interval": "--save {folder}",
     "save": "--save-interval 2",
@@ -41,6 +48,8 @@ NEEDED = {
     "fim_spm_rate": "--fim-data",
     "tensorboard_log_interval": "--tensorboard-dir {folder}",
     "tensorboard_queue_size": "--tensorboard-dir {folder}",
+    "activation_memory_budget": "--compile",
+    "recompute_modules": "--recompute-granularity selective",
     "recompute_num_layers": "--recompute-granularity full",
     "start_weight_decay": "--weight-decay-incr-style linear --end-weight-decay 1",
     "end_weight_decay": "--weight-decay-incr-style linear --start-weight-decay 0",

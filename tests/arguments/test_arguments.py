@@ -35,7 +35,7 @@ def test_every_setting_is_one_flag_with_help():
         assert flag_of(flag.setting) == flag.name
         assert flag.name not in flag.aliases, flag.name
     names = {flag.name for flag in flags}
-    assert len(flags) == len(names) == len({flag.setting for flag in flags}) <= 340
+    assert len(flags) == len(names) == len({flag.setting for flag in flags}) <= 345
     assert {"--num-layers", "--override-opt_param-scheduler", "--zeropp-loco-beta"} <= names
     assert not names & NOT_NEEDED.keys() and not names & REFUSED.keys()
     assert not REFUSED.keys() & NOT_NEEDED.keys() and not TRANSLATED.keys() & {*names, *REFUSED, *NOT_NEEDED}
@@ -63,6 +63,8 @@ def test_refusals_and_translations_name_flags_that_exist():
         ("", dict(untie_embeddings_and_output_weights=False, global_batch_size=8, tokenizer_type="NullTokenizer")),
         ("", dict(recompute_granularity=None)),
         ("--recompute-activations", dict(recompute_granularity="selective")),
+        ("--recompute-activations --recompute-modules mlp core_attn", dict(recompute_modules=("mlp", "core_attn"))),
+        ("--recompute-modules mlp", dict(recompute_modules=None)),
         ("--checkpoint-activations",
          dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)),
         ("--bf16", dict(accumulate_allreduce_grads_in_fp32=True)),
@@ -199,20 +201,47 @@ def test_loco_keeps_a_second_error_where_finite_steps_are_undone(words, exact):
 def test_flags_of_a_deepspeed_launcher_and_of_logging_change_nothing():
     settings, notes = parse(
         SMALL + "--local_rank=3 --log-batch-size-to-tensorboard --log-optimizer-states-to-tensorboard --DDP-impl local "
-        "--transformer-impl transformer_engine --ckpt-format torch_dist --fp8-format hybrid --fp8-param-gather "
-        "--timing-log-level 1 --recompute-modules core_attn mlp "
+        "--transformer-impl transformer_engine --ckpt-format torch_dist --fp8-param-gather "
+        "--timing-log-level 1 "
         "--moe-expert-parallel-size 1 --num-experts 1 --moe-loss-coeff 0.01 --mlp-type residual"
     )
     assert settings == parse(SMALL)[0]
     assert [note.partition(" ")[0].rstrip(",") for note in notes] == [
         "--local_rank", "--log-batch-size-to-tensorboard", "--log-optimizer-states-to-tensorboard", "--DDP-impl",
-        "--transformer-impl", "--ckpt-format", "--fp8-format", "--timing-log-level", "--recompute-modules",
+        "--transformer-impl", "--ckpt-format", "--fp8-param-gather", "--timing-log-level",
         "--moe-expert-parallel-size",
     ]  # fmt: skip
     assert notes[-1] == (
         "--moe-expert-parallel-size, --num-experts, --moe-loss-coeff, --mlp-type are accepted but need no setting: "
         "there is one MLP, and so no experts"
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--fp8-format hybrid", "tensorwise"),
+        ("--fp8-e4m3", "rowwise"),
+        ("--fp8 e4m3 --no-fp8-wgrad", "rowwise_with_gw_hp"),
+        ("--fp8-format hybrid --fp8-recipe rowwise", "computes in e4m3 alone, not hybrid: give --fp8-format e4m3"),
+        ("--fp8-format hybrid --fp8-recipe delayed", "is not supported: use --fp8-recipe tensorwise"),
+        ("--fp8-format e4m3 --fp8-recipe blockwise", "is not supported: use --fp8-recipe rowwise"),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", "is not supported: use --fp8-recipe rowwise"),
+        (
+            "--num-layers 2 --fp8-format hybrid --first-last-layers-bf16",
+            "2 layers in bf16 leave none of --num-layers 2",
+        ),
+        ("--fp8-format hybrid --seq-length 8", "a multiple of 16 tokens on a rank, not 8"),
+        ("--fp8-format hybrid --seq-length 32 --curriculum-min-length 8 --curriculum-iters 2", "not 8"),
+    ],
+)
+def test_float8(flags, expected):
+    words = f"{SMALL} --bf16 --seq-length 16 --micro-batch-size 1 {flags}"
+    if " " not in expected:
+        assert parse(words)[0].precision.fp8_recipe == expected
+        return
+    with pytest.raises(SettingsError, match=re.escape(expected)):
+        parse(words)
 
 
 def test_flags_of_megatrons_tests_change_nothing():

@@ -87,3 +87,29 @@ def test_gpu_script_says_what_it_needs(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.long
+def test_gpu_script_runs_all_parts_with_tiny_models_and_then_nothing_again(tmp_path):
+    own = environment(SCALE="tiny", BUDGET="3000", PYTHON=str(programs() / "python"))
+    for has_run in (False, True):
+        done = subprocess.run(
+            ["benchmarks/gpu.sh", tmp_path],
+            cwd=ROOT,
+            env=own,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert ("===" in done.stdout) != has_run
+    parts = {line.split()[1] for line in (tmp_path / "summary.txt").read_text().splitlines() if "passed" in line}
+    recipes = {f"{recipe}-gpt-tiny" for recipe in ("lossless", "int8", "int6", "ternary")}
+    training = {"trainer-gpt", "trainer-llama", "trainer-large", "train-zero3", "train-zeropp", "losses"}
+    assert parts == {"environment", "kernel-tests", "kernels", "step", "step-all-flags"} | recipes | training
+    result = json.loads((tmp_path / "trainer.jsonl").read_text().splitlines()[0])
+    assert result["estimated_memory_gb"] > 0
+    rows = [json.loads(line) for line in (tmp_path / "emulation.jsonl").read_text().splitlines()]
+    assert [row["recipe"] for row in rows] == ["lossless", "int8", "int6", "ternary"]
+    printed = (tmp_path / "log.txt").read_text()
+    assert "validation loss" in printed[printed.index("=== losses") :]

@@ -24,6 +24,7 @@ from megatron_zpp.commands import estimate
 from megatron_zpp.families.gpt import GPT
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
 from megatron_zpp.models.init import init_weights
+from megatron_zpp.models.transformer import as_model_output
 from megatron_zpp.planning.needs.estimate import RankEstimate
 from megatron_zpp.planning.search.candidates import WIRES
 from megatron_zpp.training.pretrain import train
@@ -255,7 +256,33 @@ class Results(TorchDispatchMode):
 
 
 RECOMPUTED = "--recompute-granularity full"
+MIXTURE = (
+    "--disable-bias-linear --swiglu --num-experts 4 --moe-ffn-hidden-size 96 --moe-shared-expert-intermediate-size 80"
+)
 PLAIN = "--attn-logit-softcapping 30 --softmax-type learnable"
+
+
+SMALL = "--num-layers 5 --hidden-size 72 --num-attention-heads 3 --seq-length 64 --max-position-embeddings 64"
+SMALL += " --attention-dropout 0 --micro-batch-size 2 --bf16 --lr 1 --train-iters 1 --mock-data --vocab-size 257"
+
+
+def planned_and_kept(words: str) -> tuple[int, int]:
+    """Bytes of activations as estimated, and those that are in memory after a forward pass, weights aside."""
+    argv = shlex.split(f"--vocabulary 257 --ranks-per-node 1 pretrain_gpt.py {SMALL} {words}")
+    needs = estimate.run(estimate.parse_arguments(argv)).needs
+    model = GPT.build_model(needs.settings.model, 257).to_empty(device="cpu").bfloat16()
+    init_weights(model, 1)
+    recompute = needs.settings.activation
+    if recompute.recompute_granularity is not None:
+        apply_activation_checkpointing(
+            *(model, recompute.recompute_granularity, recompute.recompute_method, recompute.recompute_num_layers),
+            modules=recompute.recompute_modules or (),
+        )
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+    with Results() as results:
+        output = as_model_output(model(tokens, tokens))
+    assert output.losses.requires_grad  # and so holds on to what its backward pass needs
+    return needs.largest.working["activations"], results.nbytes()
 
 
 @pytest.mark.parametrize(
@@ -264,31 +291,32 @@ PLAIN = "--attn-logit-softcapping 30 --softmax-type learnable"
     + [f"{RECOMPUTED} --recompute-method block --recompute-num-layers 2", "--recompute-granularity selective"]
     + ["--swiglu --position-embedding-type rope --qk-layernorm --recompute-granularity selective"]
     + [f"{PLAIN} --group-query-attention --recompute-granularity selective"]
+    + [f"{MIXTURE} --recompute-granularity selective"]
     + [f"{PLAIN} {RECOMPUTED} --recompute-method block --recompute-num-layers 2"],
 )
 def test_activations_that_recomputing_leaves_are_those_of_a_forward_pass(words):
-    shape = "--num-layers 5 --hidden-size 72 --num-attention-heads 3 --seq-length 64 --max-position-embeddings 64"
-    shape += " --attention-dropout 0 --micro-batch-size 2 --bf16 --lr 1 --train-iters 1 --mock-data --vocab-size 257"
-
-    def planned_and_kept(words: str) -> tuple[int, int]:
-        argv = shlex.split(f"--vocabulary 257 --ranks-per-node 1 pretrain_gpt.py {shape} {words}")
-        needs = estimate.run(estimate.parse_arguments(argv)).needs
-        model = GPT.build_model(needs.settings.model, 257).to_empty(device="cpu").bfloat16()
-        init_weights(model, 1)
-        recompute = needs.settings.activation
-        apply_activation_checkpointing(
-            model, recompute.recompute_granularity, recompute.recompute_method, recompute.recompute_num_layers
-        )
-        tokens = torch.zeros(2, 64, dtype=torch.int64)
-        with Results() as results:
-            losses = model(tokens, tokens)
-        assert losses.requires_grad  # and so holds on to what its backward pass needs
-        return needs.largest.working["activations"], results.nbytes()
-
     planned, kept = planned_and_kept(words)
     least = f"{words.partition('--recompute')[0]} {RECOMPUTED}"
     least_planned, least_kept = planned_and_kept(least)  # what is not of blocks is the same in both
     assert planned - least_planned == pytest.approx(kept - least_kept, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("model", "modules"),
+    [
+        ("", "mlp"),
+        ("--swiglu", "mlp"),
+        (PLAIN, "core_attn"),
+        ("--swiglu", "core_attn"),
+        (MIXTURE, "moe"),
+        (MIXTURE, "shared_experts"),
+    ],
+)
+def test_activations_that_recomputed_modules_leave(model, modules):
+    everything, kept = planned_and_kept(model)
+    planned, left = planned_and_kept(f"{model} --recompute-granularity selective --recompute-modules {modules}")
+    # Of 5 layers one has it again in the backward pass. 12 bytes a token: the sums of scores, of 3 heads in fp32.
+    assert everything - planned == pytest.approx(4 / 5 * (kept - left), rel=0.04, abs=4 * 2 * 64 * 12)
 
 
 def test_attention_over_context_parallel_ranks_by_hand():

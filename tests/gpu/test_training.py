@@ -30,6 +30,8 @@ RECIPES = {
     "least memory": f"{ALL_FLAGS} --zeropp-loco --zeropp-weight-moves "
     "--zeropp-gradient-sum-dtype int8 --zeropp-offload-gradient-sums",
     "all flags, bf16": f"{ALL_FLAGS} --bf16",
+    "float8": f"{ALL_FLAGS} --bf16 --fp8-format hybrid",  # emulated on CPUs
+    "float8, rows": f"{ALL_FLAGS} --bf16 --fp8-format e4m3",
 }
 
 

@@ -14,13 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
 from megatron_zpp.models.decoder import Decoder
 from megatron_zpp.models.init import init_weights
+from megatron_zpp.models.moe import MoEConfig
 from tests.models.configs import gpt_config
 from tests.models.test_models import CONFIGS, GPT_CONFIG, batch, build
 from tests.ranks import run_in_turn
 
+ATTENTION_AND_MLPS = ("selective", None, None, ("core_attn", "mlp"))
 CHOICES = pytest.mark.parametrize(
     "choice",
-    [("full",), ("full", "uniform", 2), ("full", "block", 1), ("selective",)],
+    [("full",), ("full", "uniform", 2), ("full", "block", 1), ("selective",), ATTENTION_AND_MLPS],
     ids=lambda c: "-".join(map(str, c)),
 )
 
@@ -43,6 +45,23 @@ def test_gradients_and_names_stay(config, choice):
     assert list(result) == list(expected)
     for name, value in result.items():
         torch.testing.assert_close(value, expected[name], msg=name)
+
+
+@pytest.mark.parametrize("modules", [(), ("moe",), ("shared_experts", "mlp"), ("moe", "shared_experts", "core_attn")])
+def test_gradients_of_experts_stay(modules):
+    experts = MoEConfig(4, 32, shared_expert_size=24, aux_loss_coeff=0.1)
+    config = dataclasses.replace(GPT_CONFIG, moe=experts, moe_layer_freq="[0,1]", add_bias_linear=False)
+
+    def all_gradients(model):
+        tokens, labels = batch()
+        output = model(tokens, labels)
+        (output.losses.mean() + sum(output.auxiliary.values())).backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    expected, model = all_gradients(build(config).bfloat16()), build(config).bfloat16()
+    apply_activation_checkpointing(model, "selective", modules=modules)
+    for name, gradient in all_gradients(model).items():
+        assert torch.equal(gradient, expected[name]), name
 
 
 class OperatorCounts(TorchDispatchMode):
@@ -78,6 +97,8 @@ def test_what_is_computed_again():
     assert recomputed("full", "uniform", 3)[1:] == (2, 2)  # layers 0 and 3
     assert recomputed("full", "block", 3)[1:] == (3, 3)
     assert recomputed("selective") == (0, 0, 4)
+    assert recomputed("selective", None, None, ("core_attn",)) == (0, 4, 0)
+    assert recomputed("selective", None, None, ("mlp",)) == (4, 0, 4)  # the first linear layer of each
 
 
 @pytest.mark.parametrize(
@@ -89,6 +110,8 @@ def test_what_is_computed_again():
         (("full", "block", 0), "recompute_num_layers is 0"),
         (("full", None, 1), "needs recompute_method"),
         (("selective", "uniform", 1), "not selective"),
+        (("selective", None, None, ("mlp", "moe")), "--recompute-modules moe: no block of this model has it"),
+        (("full", None, None, ("mlp",)), "need recompute_granularity selective, not full"),
     ],
 )
 def test_refused(choice, message):
@@ -116,6 +139,8 @@ SHARDED = {  # choice, dtype, reshard_after_forward, compiled; and the tolerance
     "uniform, bf16": ((("full", "uniform", 2), torch.bfloat16, True, False), 3e-2),
     "full, kept, compiled": ((("full",), torch.float32, False, True), 1e-5),
     "selective, compiled": ((("selective",), torch.float32, True, True), 1e-5),
+    "modules": ((ATTENTION_AND_MLPS, torch.float32, True, False), 1e-5),
+    "modules, compiled": ((ATTENTION_AND_MLPS, torch.float32, True, True), 1e-5),
 }
 
 

@@ -161,6 +161,7 @@ def test_activation_checkpointing_changes_nothing(data):
         "selective": "--recompute-activations",
         "block": "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
         "uniform": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+        "modules": "--recompute-granularity selective --recompute-modules core_attn mlp",
     }
     common = "--train-iters 2 --global-batch-size 4 --eval-iters 0"  # with dropout
     runs = {name: flags(data, more, common) for name, more in granularities.items()}
@@ -168,6 +169,26 @@ def test_activation_checkpointing_changes_nothing(data):
     for name, run in metrics.items():
         assert run["lm loss"] == pytest.approx(metrics["none"]["lm loss"], rel=1e-6), name
         assert run["grad-norm"] == pytest.approx(metrics["none"]["grad-norm"], rel=1e-5), name
+
+
+@pytest.mark.long
+def test_recomputed_modules_change_nothing_in_any_layout(data):
+    experts = "--num-experts 4 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 32"
+    layouts = {
+        f"{experts} --expert-model-parallel-size 2 --bf16": "moe",
+        f"{experts} --tensor-model-parallel-size 2 --sequence-parallel": "moe core_attn",
+        "--context-parallel-size 2": "core_attn mlp",
+        "--tensor-model-parallel-size 2 --sequence-parallel --attention-dropout 0.1": "core_attn mlp",
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble": "core_attn mlp",
+    }
+    runs, plain = {}, {layout: flags(data, layout, "--train-iters 3 --eval-iters 0") for layout in layouts}
+    for layout, modules in layouts.items():
+        recompute = f"--recompute-granularity selective --recompute-modules {modules}"
+        runs |= {layout: plain[layout], f"{layout} again": [*plain[layout], *recompute.split()]}
+    metrics = run_ranks(2, train_each, runs, "llama", timeout=600)[-1]  # which has the last stage
+    for layout in layouts:
+        for key in ("lm loss", "grad-norm"):
+            assert len(metrics[layout][key]) == 3 and metrics[f"{layout} again"][key] == metrics[layout][key], layout
 
 
 @pytest.mark.long

@@ -3,13 +3,19 @@
 import os
 from datetime import timedelta
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.zeropp import ZeroPPConfig
+from megatron_zpp.zeropp.fsdp import topology
 from megatron_zpp.zeropp.fsdp.topology import _ranks_per_node_of, build_topology
+from megatron_zpp.zeropp.own_rank import local_part
+from megatron_zpp.zeropp.reduce import reduce_scatter
 from tests.ranks import run_in_turn
+from tests.zeropp.training_on_ranks import Net, shard
 
 
 def test_equal_consecutive_nodes():
@@ -50,6 +56,20 @@ def _timeouts():
     return [each._get_backend(torch.device("cpu")).options._timeout for each in groups]
 
 
+def _of_gradients(have_own_group):
+    """Whether gradients have a group of their own, its ranks, and those of the gradients after a step."""
+    with patch.object(topology, "_runs_in_order", lambda _: have_own_group):
+        model = Net()
+        zeropp = shard(model, ZeroPPConfig(True, 2, quantized_gradients=True, weight_block_size=32), model.blocks)
+    of_unit = zeropp.topologies[0]
+    with patch.object(reduce_scatter, "send", side_effect=reduce_scatter.send) as send:
+        model(torch.ones(2, 24) * (1 + dist.get_rank())).square().sum().backward()
+    has_own = of_unit.reduce_group is not of_unit.intra_group
+    used = {call.args[2] for call in send.call_args_list} == {of_unit.reduce_group, of_unit.inter_group}
+    norm = sum(local_part(parameter.grad).norm().item() for parameter in model.parameters())
+    return has_own, used, dist.get_process_group_ranks(of_unit.reduce_group), norm
+
+
 def _refusal(ranks_per_node):
     with pytest.raises(ValueError) as refusal:
         _groups(ranks_per_node)
@@ -64,6 +84,7 @@ def _on_two_nodes(function, *args):
 @pytest.fixture(scope="module")
 def on_four_ranks():
     functions = {"timeouts": _timeouts, "one host": partial(_groups, None), "3 per node": partial(_refusal, 3)}
+    functions |= {f"own group {own}": partial(_of_gradients, own) for own in (False, True)}
     functions["2 per node"] = partial(_groups, 2)
     functions["1 per node"] = partial(_on_two_nodes, _groups, 1)
     functions["4 per node"] = partial(_on_two_nodes, _refusal, 4)
@@ -72,6 +93,14 @@ def on_four_ranks():
 
 def test_groups_wait_as_long_as_the_one_that_they_are_of(on_four_ranks):
     assert on_four_ranks["timeouts"] == [[timedelta(seconds=123)] * 3] * 4
+
+
+def test_gradients_have_a_communicator_of_their_own_where_collectives_of_one_wait_for_each_other(on_four_ranks):
+    shared, own = on_four_ranks["own group False"], on_four_ranks["own group True"]
+    for rank in range(4):
+        node = [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert shared[rank][:3] == (False, True, node) and own[rank][:3] == (True, True, node)
+        assert shared[rank][3] == own[rank][3] > 0
 
 
 def test_ranks_of_one_host_are_one_node_and_a_wrong_size_is_refused(on_four_ranks):

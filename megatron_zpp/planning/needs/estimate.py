@@ -276,8 +276,16 @@ def _working_memory(
         distributed.tensor_model_parallel_size, distributed.sequence_parallel
     )
     block = block.attending(settings.training.seq_length, distributed.context_parallel_size)
-    if activation.recompute_granularity is None:
+    if (budget := activation.activation_memory_budget) is not None:
+        bytes_kept, recomputed = (
+            num_layers * (block.input + budget * (block.everything - block.input)),
+            block.everything,
+        )
+    elif activation.recompute_granularity is None:
         bytes_kept, recomputed = num_layers * block.everything, 0
+    elif modules := activation.recompute_modules:
+        dropped = [block.modules.get(name, 0) for name in modules]
+        bytes_kept, recomputed = num_layers * (block.everything - sum(dropped)), max(dropped)
     elif activation.recompute_granularity == "selective":
         bytes_kept, recomputed = num_layers * block.linear_layers, block.everything
     else:

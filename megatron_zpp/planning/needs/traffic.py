@@ -156,7 +156,9 @@ def step_traffic(
     exchange = expert_all_to_all(settings, grid, planned.whole)
     if exchange is not None:  # to experts and back, in both passes
         times = sum(
-            2 * (2 + resent_share(settings.activation, count_layers(units))) * sum(unit.has_experts for unit in units)
+            2
+            * (2 + resent_share(settings.activation, count_layers(units), "moe"))
+            * sum(unit.has_experts for unit in units)
             for units in planned.units_per_rank
         )
         times *= micro_batches * ranks_per_stage / exchange.group.size
@@ -225,8 +227,13 @@ def recomputed_blocks(activation: ActivationSettings, num_blocks: int) -> int:
     return -(-num_blocks // k) if activation.recompute_method == "uniform" else k
 
 
-def resent_share(activation: ActivationSettings, num_layers: int) -> float:
-    """Return the share of layers whose backward pass gathers keys and values again, and sends tokens to experts."""
+def resent_share(activation: ActivationSettings, num_layers: int, module: str) -> float:
+    """Return the share of layers whose backward pass gathers keys and values again ("core_attn"), or sends tokens to
+
+    experts again ("moe").
+    """
+    if activation.recompute_modules:
+        return float(module in activation.recompute_modules)
     if activation.recompute_granularity == "selective":
         return 1.0  # results of linear layers and attention are kept, but not what they take from other ranks
     return recomputed_blocks(activation, num_layers) / num_layers

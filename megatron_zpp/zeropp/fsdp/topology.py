@@ -46,11 +46,14 @@ class Topology(RankLayout):
     """The two levels of one FSDP process group, as this rank sees them.
 
     ``intra_group`` holds the P ranks of this node, ``inter_group`` the N ranks with this local rank p, in node order.
+    ``reduce_group`` holds the ranks of ``intra_group`` again: where collectives of one communicator wait for each other
+    gradients have their own, so that a layer's gather need not wait for another layer's reduction.
     """
 
     group: dist.ProcessGroup
     intra_group: dist.ProcessGroup
     inter_group: dist.ProcessGroup
+    reduce_group: dist.ProcessGroup
 
 
 def process_rank() -> int:
@@ -83,23 +86,31 @@ def build_topology(group: dist.ProcessGroup, ranks_per_node: int | None = None) 
     members = dist.get_process_group_ranks(group)  # global ranks, in group order
     num_nodes, rank = world_size // ranks_per_node, group.rank()
     node, local_rank = divmod(rank, ranks_per_node)
+    in_node = members[node * ranks_per_node : (node + 1) * ranks_per_node]
     return Topology(
         num_nodes,
         ranks_per_node,
         rank,
         group,
-        intra_group=_subgroup(group, members[node * ranks_per_node : (node + 1) * ranks_per_node]),
+        intra_group=_subgroup(group, in_node),
         inter_group=_subgroup(group, members[local_rank::ranks_per_node]),
+        reduce_group=_subgroup(group, in_node, is_second=_runs_in_order(group)),
     )
 
 
-def _subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
-    if len(ranks) == group.size():
+def _runs_in_order(group: dist.ProcessGroup) -> bool:
+    """Return whether collectives of one group wait for each other, as NCCL's do."""
+    return dist.get_backend(group) == "nccl"
+
+
+def _subgroup(group: dist.ProcessGroup, ranks: list[int], is_second: bool = False) -> dist.ProcessGroup:
+    """Return the group of ``ranks``, or with ``is_second`` another group of them."""
+    if len(ranks) == group.size() and not is_second:
         return group
-    known = _SUBGROUPS.setdefault(group, {})
-    if tuple(ranks) not in known:
-        known[tuple(ranks)] = _new_subgroup(group, ranks)
-    return known[tuple(ranks)]
+    known, key = _SUBGROUPS.setdefault(group, {}), (is_second, *ranks)
+    if key not in known:
+        known[key] = _new_subgroup(group, ranks)
+    return known[key]
 
 
 def _new_subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
@@ -148,6 +159,17 @@ def gather_objects(local: T, group: dist.ProcessGroup | None = None) -> list[T]:
     gathered = [local] * dist.get_world_size(group)
     dist.all_gather_object(gathered, local, group=group)
     return gathered
+
+
+def gather_if_any(local: T | None, group: dist.ProcessGroup | None = None) -> list[T | None]:
+    """Gather as ``gather_objects`` does; if every rank passed None, return [] after one all-reduce. Collective.
+
+    Gathering objects from W ranks costs each of them O(W), also where none has anything to report.
+    """
+    device = dist.distributed_c10d._get_object_coll_device(group)
+    has_any = torch.tensor(int(local is not None), device=device)
+    dist.all_reduce(has_any, op=dist.ReduceOp.MAX, group=group)
+    return gather_objects(local, group) if has_any.item() else []
 
 
 def _ranks_per_node_of(names: Sequence[str]) -> int:

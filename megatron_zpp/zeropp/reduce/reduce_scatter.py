@@ -58,7 +58,7 @@ class HierarchicalReduceScatter(DefaultAllocMixin, ReduceScatter):
         gradients = hops.begin(
             part, input_tensor.view(topology.num_nodes, topology.ranks_per_node, output_tensor.numel())
         )
-        exchange = send(gradients, hops.within_node, topology.intra_group)
+        exchange = send(gradients, hops.within_node, topology.reduce_group)
         with self.unit.waits.collective("reduce", self.unit, crosses_nodes=False):
             node_sum = exchange.wait()  # [N, L]
         del exchange  # and the memory of what was sent

@@ -1,0 +1,1 @@
+"""Programs that say what is wrong: with a node, with a job that hung."""

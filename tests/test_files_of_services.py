@@ -1,0 +1,37 @@
+"""Files that other programs read fit their schemas: GitHub's, Docker's, the citation's."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+SCHEMAS = {
+    "github-workflows": ".github/workflows/*.yml",
+    "github-issue-forms": ".github/ISSUE_TEMPLATE/[bf]*.yml",
+    "github-issue-config": ".github/ISSUE_TEMPLATE/config.yml",
+    "dependabot": ".github/dependabot.yml",
+    "compose-spec": "compose.yaml",
+    "citation-file-format": "CITATION.cff",
+}
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_schema(schema):
+    files = [str(file) for file in ROOT.glob(SCHEMAS[schema])]
+    program = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", *files]
+    done = subprocess.run(program, capture_output=True, text=True)
+    assert files and done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_image_has_what_continuous_integration_installs():
+    wanted = re.findall(r'packages="\$packages (\S+)"', (ROOT / ".ci" / "run").read_text())
+    assert wanted and set(wanted) <= set(re.findall(r"[\w+-]+", (ROOT / "Dockerfile").read_text()))
+
+
+def test_there_is_one_version():
+    version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text()
