@@ -203,6 +203,7 @@ def exit_together(status: int, texts: Sequence[str]) -> NoReturn:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if os.environ["LOCAL_RANK"] != "0":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun, if the first rank has ended before
             sys.exit(0)
         if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
             message = {"message": "; ".join(texts), "extraInfo": {"timestamp": str(int(time.time()))}}

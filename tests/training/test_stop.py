@@ -16,6 +16,7 @@ from tests.training.small_run import flags, start, torchrun, train_quietly
 EVAL_ITERS = 3
 
 
+IMPORT = "from megatron_zpp.zeropp.fsdp.topology import gather_objects"
 CTRL_C = """
 import multiprocessing, os, signal
 from megatron_zpp.commands.pretrain import main
@@ -49,7 +50,9 @@ def test_ctrl_c_on_one_rank_saves_and_ends_all(data, tmp_path):
 
 
 def test_ctrl_c_without_the_handler_is_one_line_that_says_what_is_saved(data, tmp_path):
-    (script := tmp_path / "train.py").write_text(CTRL_C.replace(' and os.environ["RANK"] == "1"', ""))
+    every = CTRL_C.replace("    if run.", "    ranks = gather_objects(os.getpid())\n    if run.")
+    every = every.replace("os.kill(os.getpid(), signal.SIGINT)", "[os.kill(rank, signal.SIGINT) for rank in ranks]")
+    (script := tmp_path / "train.py").write_text(f"{IMPORT}{every}")
     save = f"--save {tmp_path} --save-interval 2 --no-async-save --num-workers 1 --train-iters 100000"
     _, err = (process := torchrun(2, flags(data, save), str(script))).communicate(timeout=60)
     assert process.returncode == 1 and "Signal 2 (SIGINT)" in err
