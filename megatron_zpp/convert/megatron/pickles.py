@@ -42,12 +42,22 @@ def _full_names(table: Mapping[str, str]) -> list[str]:
     return [f"{module}.{name}" for module, names in table.items() for name in names.split()]
 
 
+def _member(kind: Any, name: Any) -> StandIn:
+    """Stand in for getattr, as which Python before 3.11.4 saves a member of an enumeration: getattr(Kind, "name")."""
+    if kind is not StandIn:
+        raise _RefusedError("builtins.getattr")
+    return StandIn(name)
+
+
 _SAFE: list[Any] = [
     (argparse.Namespace, "argparse.Namespace"),
+    (_member, "builtins.getattr"),
     *((StandIn, name) for name in _full_names(NAMES["pickled"])),
 ]
 _CLASSES: dict[str, Any] = {
     **dict.fromkeys(_full_names(NAMES["in_index"]), StandIn),
+    "builtins.getattr": _member,
+    "__builtin__.getattr": _member,
     "torch.Size": tuple,
     "collections.OrderedDict": OrderedDict,
     **{str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)},

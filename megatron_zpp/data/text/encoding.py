@@ -159,6 +159,7 @@ def encode_blocks(
         while in_flight:
             yield take()
     except BrokenProcessPool:
+        pool._call_queue._reader.close()  # type: ignore[attr-defined]  # Python 3.11.2 would wait for ever to write there
         raise RuntimeError("a worker process died, perhaps for lack of memory: try fewer --workers") from None
     finally:
         pool.shutdown(cancel_futures=True)

@@ -97,3 +97,24 @@ def test_files_that_are_missing_or_leave_the_checkpoint_are_named(exported, tmp_
     file.write_bytes(file.read_bytes().replace(b"__0_0.distcp", b"../../xxxxxx"))
     with pytest.raises(CheckpointError, match="is not a file of the checkpoint"):
         open_checkpoint(exported)
+
+
+class OfOldPython:
+    """Is saved as Python before 3.11.4 saves a member of an enumeration; or as an attribute of something else."""
+
+    def __init__(self, of: object, name: str) -> None:
+        self.saved = getattr, (of, name)
+
+    def __reduce__(self):
+        return self.saved
+
+
+def test_members_of_enumerations_as_older_pythons_save_them(tmp_path):
+    from megatron.core.enums import ModelType
+
+    torch.save({"args": OfOldPython(ModelType, "encoder_or_decoder")}, tmp_path / "member.pt")
+    assert load_file(tmp_path / "member.pt")["args"].args == ("encoder_or_decoder",)
+    for of, name in ((torch.Size, "count"), ("text", "upper")):
+        torch.save({"args": OfOldPython(of, name)}, tmp_path / "other.pt")
+        with pytest.raises(CheckpointError):
+            load_file(tmp_path / "other.pt")
