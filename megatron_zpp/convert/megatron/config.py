@@ -87,12 +87,10 @@ _OURS: dict[str, tuple[Any, ...]] = {
     "softmax_type": ("vanilla", "learnable"),
 }
 _POSITIONS = ("learned_absolute", "rope", "yarn", "none")
-_DEEPSPEED_POSITIONS = {1: "rope", 2: "learned_absolute", 3: "alibi"}  # members of its enumeration, and by their names
-_DEEPSPEED_POSITIONS |= {
-    "rotary": "rope",
-    "absolute": "learned_absolute",
-    "alibi": "alibi",
-}  # as older Pythons save them
+_DEEPSPEED_POSITIONS: dict[Any, str] = {  # members of its enumeration, and their names, as older Pythons save them
+    **{1: "rope", 2: "learned_absolute", 3: "alibi"},
+    **{"rotary": "rope", "absolute": "learned_absolute", "alibi": "alibi"},
+}
 
 
 def config_of(args: Args, vocab_size: int, names: Collection[str] = ()) -> DecoderConfig:

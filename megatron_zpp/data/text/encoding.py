@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -128,7 +128,7 @@ def encode_blocks(
     tokenizers need up to two hundred times a document's size. Raises RuntimeError if a worker died.
     """
     start: Any = {"initializer": _start, "initargs": (workers > 1, tokenizer, reading, append_eod)}
-    pool: Executor
+    pool: Any  # what waits for dead workers has private names
     if workers == 1:  # a thread, which tokenizes while this one reads and writes
         pool = ThreadPoolExecutor(1, **start)
     else:
@@ -159,7 +159,7 @@ def encode_blocks(
         while in_flight:
             yield take()
     except BrokenProcessPool:
-        pool._call_queue._reader.close()  # type: ignore[attr-defined]  # Python 3.11.2 would wait for ever to write there
+        pool._call_queue._reader.close()  # Python 3.11.2 would wait for ever to write there
         raise RuntimeError("a worker process died, perhaps for lack of memory: try fewer --workers") from None
     finally:
         pool.shutdown(cancel_futures=True)
