@@ -61,7 +61,7 @@ SETTINGS = {
 def measure_all() -> None:
     for name in SETTINGS:
         measure(name)
-    print_table()
+    print(table())
 
 
 def measure(name: str) -> None:
@@ -74,7 +74,8 @@ def measure(name: str) -> None:
     measure_once(RESULTS, key, lambda: asdict(run(command, *shape, setting.warmup_steps, timeout=1800, echo=False)))
 
 
-def print_table() -> None:
+def table() -> str:
+    """Speed, and bytes out of a cluster, of each setting."""
     rows = {row["setting"]: row for row in read_rows(RESULTS)}
     base = rows.get("ZeRO-3")
     lines = []
@@ -82,8 +83,8 @@ def print_table() -> None:
         ratio = f"{base['seconds_per_step'] / row['seconds_per_step']:.2f} x" if base else ""
         sent = (f"{row[f'{kind}bytes_per_node_and_step'] / 1e3:,.1f}" for kind in ("", "counted_"))
         lines.append([name, f"{TOKENS / row['seconds_per_step']:,.0f}", ratio, *sent])
-    print(markdown_table(("setting", "tokens/s", "over ZeRO-3", "kB a step out of a cluster", "counted"), lines))
+    return markdown_table(("setting", "tokens/s", "over ZeRO-3", "kB a step out of a cluster", "counted"), lines)
 
 
 if __name__ == "__main__":
-    run_choice(__doc__, {"measure": measure_all, "table": print_table})
+    run_choice(__doc__, {"measure": measure_all, "table": lambda: print(table())})

@@ -85,12 +85,12 @@ def tune(checkpoint: Path, text: str, wire: str, seed: int) -> dict[str, Any]:
     return {"validation_loss": log.validation_loss, "command": f"{PROGRAM} {flags}", "machine": machine()}
 
 
-def print_table() -> None:
+def table() -> str:
+    """Perplexity by the bits of frozen weights."""
     rows = read_rows(PATH)
     losses = {(row["wire"], row["seed"]): row["validation_loss"] for row in rows if "wire" in row}
-    (before,) = (row["validation_loss"] for row in rows if row.get("what") == "before")
-    print(f"Perplexity before: {math.exp(before):.2f}\n")
-    lines = []
+    (before,) = (math.exp(row["validation_loss"]) for row in rows if row.get("what") == "before")
+    lines: list[list[object]] = [["before", f"{before:.2f}", "", ""]]
     for name in WIRES:
         found = [seed for seed in SEEDS if (name, seed) in losses and (next(iter(WIRES)), seed) in losses]
         if found:
@@ -98,7 +98,7 @@ def print_table() -> None:
             more = [100 * math.expm1(losses[name, seed] - losses[next(iter(WIRES)), seed]) for seed in found]
             spread = statistics.stdev(more) if len(more) > 1 else math.nan
             lines.append([name, f"{perplexity:.2f}", f"{statistics.fmean(more):+.2f} ± {spread:.2f} %", len(found)])
-    print(markdown_table(["weights", "perplexity", "over 16 bits", "seeds"], lines))
+    return markdown_table(["weights", "perplexity", "over 16 bits", "seeds"], lines)
 
 
 def main() -> None:
@@ -111,7 +111,7 @@ def main() -> None:
         for seed in SEEDS:
             for name, wire in WIRES.items():
                 measure_once(PATH, {"wire": name, "seed": seed}, partial(tune, checkpoint, text, wire, seed))
-    print_table()
+    print(table())
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ SHOWN = ("comm/error/", "comm/error-state/", "comm/largest-codes/")
 
 def main() -> None:
     if sys.argv[1:] == ["table"]:
-        print_tables()
+        print(f"{table()}\n\n{table_of_normal_values()}")
         return
     if not (ROOT / "runs/quickstart/python_text_document.bin").exists():
         sys.exit("error: no text yet: run make quickstart first")
@@ -77,8 +77,8 @@ def measure(flags: str) -> dict[str, Any]:
     return {"validation_loss": validation_loss, **means, "command": command, "hardware": "CPU, gloo"}
 
 
-def print_tables() -> None:
-    """The results, and the same statistics for independent normally distributed values."""
+def table() -> str:
+    """What was measured in runs."""
     columns = {
         "validation loss": "validation_loss",
         "weights: error": "error/weights",
@@ -89,7 +89,11 @@ def print_tables() -> None:
     }
     rows = read_rows(RESULTS)
     lines = [[row["setting"], *(f"{row[key]:.4f}" if key in row else "" for key in columns.values())] for row in rows]
-    print(markdown_table(["setting", *columns], lines))
+    return markdown_table(["setting", *columns], lines)
+
+
+def table_of_normal_values() -> str:
+    """The same statistics for independent normally distributed values."""
     codes = [Code(8), Code(6), Code(4), *(Code(bits, scaling) for bits in (3, 2) for scaling in SCALINGS), Code(1)]
     lines = []
     for code, block in [(code, 128) for code in codes] + [(code, 2048) for code in codes if code.bits in (8, 4, 2)]:
@@ -98,7 +102,7 @@ def print_tables() -> None:
         error = (dequantize_blocks(integers, scales, code) - blocks).norm() / blocks.norm()
         largest = count_largest(integers, scales, code) / blocks.numel()
         lines.append([code.bits, code.scaling, block, f"{error:.4f}", f"{largest:.4f}"])
-    print(f"\n{markdown_table(('bits', 'code', 'block', 'error', 'largest codes'), lines)}")
+    return markdown_table(("bits", "code", "block", "error", "largest codes"), lines)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, nargs="+", default=MICRO_BATCHES)
     arguments = parser.parse_args()
     if arguments.what == "table":
-        print_table()
+        print(table())
         return
     checkouts = {"this checkout": (ROOT, ALL_FLAGS), "FSDP2": (ROOT, "")}
     if arguments.before is not None:
@@ -201,7 +201,8 @@ def train(flags: list[str]) -> None:
     exit_process(0)  # gloo's threads may abort a process that ends otherwise
 
 
-def print_table() -> None:
+def table() -> str:
+    """Seconds of a step, and over the bound, by the share of computing that the link takes."""
     rows = read_rows(RESULTS)
     parts = {row["repetition"]: row for row in rows if row["setting"] == "parts"}
     rows = [row for row in rows if row["setting"] != "parts"]
@@ -217,7 +218,7 @@ def print_table() -> None:
             over = [seconds / bounds[i] for i, seconds in step.items()]
             cells.append(f"{statistics.median(step.values()):.3f} s ({statistics.median(over):.2f} x)" if over else "-")
         lines.append([micro_batches, f"{ratio:g}", f"{statistics.median(bounds.values()):.3f}", *cells])
-    print(markdown_table(["micro-batches", "link / compute", "bound, s", *settings], lines))
+    return markdown_table(["micro-batches", "link / compute", "bound, s", *settings], lines)
 
 
 if __name__ == "__main__":

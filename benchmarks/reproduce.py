@@ -19,7 +19,11 @@ from typing import Any
 
 import against_peers
 import auto_regret
+import between_islands
 import between_nodes
+import finetuning_bits
+import monitors
+import overlap
 from common import ROOT, markdown_table, new_parser
 from study import RESULTS, arms, read_results
 from study_arms import SCALES
@@ -30,6 +34,13 @@ EVIDENCE = ROOT / "docs" / "evidence"
 BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
     EVIDENCE / "planner.md": {"regret": auto_regret.table},
     EVIDENCE / "peers.md": {"peers": against_peers.table},
+    EVIDENCE / "islands.md": {"between-islands": between_islands.table},
+    EVIDENCE / "benchmarks.md": {"overlap": overlap.table},
+    EVIDENCE / "experiments.md": {"fine-tuning": finetuning_bits.table},
+    ROOT / "docs" / "reference" / "monitors.md": {
+        "monitored": monitors.table,
+        "normal values": monitors.table_of_normal_values,
+    },
 }
 
 
@@ -81,7 +92,7 @@ def pages(claims: Mapping[str, Mapping[str, Any]]) -> dict[Path, str]:
     table = markdown_table(["published", "here", "`examples/reproduce.sh`"], lines)
     texts = {PAGE: replace_block(page_of(kept_rows()), "claims", f"{table}\n")}
     for path, tables in BLOCKS.items():
-        texts[path] = path.read_text()
+        texts.setdefault(path, path.read_text())
         for name, make in tables.items():
             texts[path] = replace_block(texts[path], name, f"{make()}\n")
     return texts
