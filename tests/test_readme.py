@@ -20,6 +20,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -72,8 +73,8 @@ def commands(page: Path) -> list[str]:
     return [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
 
 
-def trainer(command: str) -> tuple[int, str, list[str]] | None:
-    """Ranks, architecture and flags of a command that starts the trainer; None for another command."""
+def trainer(command: str) -> tuple[int, int, str, list[str]] | None:
+    """Ranks, those of a node, architecture and flags of a command that starts the trainer; None for another."""
     words = shlex.split(command, comments=True)
     script = next((word for word in words if re.fullmatch(r"pretrain_\w+\.py|pretrain-\w+", word)), None)
     if script is None:
@@ -85,7 +86,8 @@ def trainer(command: str) -> tuple[int, str, list[str]] | None:
     def option(name: str) -> int:
         return int(launcher[launcher.index(name) + 1]) if name in launcher else 1
 
-    return option("--nnodes") * option("--nproc-per-node"), script[len("pretrain_") :].removesuffix(".py"), flags
+    of_node = option("--nproc-per-node")
+    return option("--nnodes") * of_node, of_node, script[len("pretrain_") :].removesuffix(".py"), flags
 
 
 def small_flags(flags: list[str]) -> list[str]:
@@ -179,10 +181,10 @@ def test_commands_work(page, folder):
             run_program(command, folder)
 
 
-def run_trainer(ranks: int, architecture: str, flags: list[str], folder: Path) -> None:
+def run_trainer(ranks: int, of_node: int, architecture: str, flags: list[str], folder: Path) -> None:
     if "--help" in flags:
         return  # test_arguments reads it
-    with contextlib.chdir(folder):
+    with contextlib.chdir(folder), patch.dict(os.environ, LOCAL_WORLD_SIZE=str(of_node)):  # as torchrun sets it
         parse_settings(find_architecture(architecture), flags, ranks, note=lambda text: None)
     if ranks > MAX_RANKS:
         return

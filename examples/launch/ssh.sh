@@ -10,7 +10,7 @@ read -ra hosts <<<"$1"
 shift
 torchrun=(.venv/bin/torchrun --nnodes "${#hosts[@]}" --nproc-per-node "${RANKS_PER_NODE:-8}" --rdzv-backend c10d)
 torchrun+=(--rdzv-id "$$" --rdzv-endpoint "${hosts[0]}:${PORT:-29400}")
-trap 'kill $(jobs -p) 2>/dev/null' EXIT
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 for host in "${hosts[@]}"; do
     # -tt: the remote program ends with this one
     ssh -tt "$host" "cd $(printf '%q' "$PWD") && $(printf '%q ' "${torchrun[@]}" "$@")" &

@@ -1,4 +1,4 @@
-"""The commands of docs/tutorials/text-to-chat.md, as printed: a model learns text, then chats, then answers."""
+"""Commands of tutorials, as printed: a model learns text, then chats, then answers; two nodes meet."""
 
 import re
 import subprocess
@@ -21,3 +21,16 @@ def test_from_text_to_a_model_that_answers(tmp_path):
         assert done.returncode == 0, f"{step}\n{done.stdout}{done.stderr}"
     printed = re.findall(r"^```\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert done.stdout == printed[-1]
+
+
+@pytest.mark.long
+def test_two_nodes_meet_on_one_machine(tmp_path):
+    for name in ("pretrain_gpt.py", "megatron_zpp"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "runs").mkdir()
+    (command,) = blocks(ROOT / "docs" / "tutorials" / "two-nodes.md", "sh")
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 nodes of 2 ranks" in done.stdout and "iteration       20/      20" in done.stdout
