@@ -37,7 +37,7 @@ LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY = 8, 512, 8, 64, 1024
 STEPS, WARMUP, TURNS = 8, 3, 2
 RATE, CELLS = "1gbit", (1, 4)  # micro-batches of a step
 # Bytes that leave a node per parameter and step of n micro-batches, of a flat ring over W = 4 ranks in 16 bit: a gather
-# or reduce-scatter takes 2 (W - 1) / W = 1.5, an all-reduce between replicas on two nodes 2. None: it has no ring.
+# or reduce-scatter takes 2 (W - 1) / W = 1.5, an all-reduce between replicas on two nodes 2.
 BY_NCCL = {
     "FSDP2": lambda n: 4.5 * n,
     "DeepSpeed ZeRO-3": lambda n: 4.5 * n,
@@ -192,4 +192,7 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    run_choice(__doc__, {"run": run, "table": lambda: print(table())}) if sys.argv[1:2] != ["train"] else train()
+    if sys.argv[1:2] == ["train"]:
+        train()
+    else:
+        run_choice(__doc__, {"run": run, "table": lambda: print(table())})

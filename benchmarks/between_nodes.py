@@ -165,20 +165,18 @@ def throughput() -> dict[tuple[int, str | None, str], float]:
 
 def bytes_table() -> str:
     """Bytes that leave a node per parameter and optimizer step, read from its interface."""
-    lines = []
-    for shape, name in [(shape, name) for shape, names in BYTES_SHAPES.items() for name in names]:
-        one, eight = (bytes_sent(name, n, shape) for n in (1, 8))
+    sent, lines = bytes_sent(), []
+    for (nodes, ranks), name in [(shape, name) for shape, names in BYTES_SHAPES.items() for name in names]:
+        one, eight = (sent.get((nodes, ranks, name, micro_batches)) for micro_batches in (1, 8))
         if one and eight:
-            lines.append([f"{shape[0]} x {shape[1]}", NAMES.get(name, name), f"{one:.3f}", f"{eight:.3f}"])
+            lines.append([f"{nodes} x {ranks}", NAMES.get(name, name), f"{one:.3f}", f"{eight:.3f}"])
     return markdown_table(["nodes x ranks", "setting", "1 micro-batch", "8 micro-batches"], lines)
 
 
-def bytes_sent(name: str, micro_batches: int, shape: tuple[int, int] = (2, 2)) -> float | None:
-    key = (*shape, name, micro_batches)
-    for row in read_rows(BYTES):
-        if (row["nodes"], row["ranks_per_node"], row["setting"], row["micro_batches"]) == key:
-            return per_parameter(row)
-    return None
+def bytes_sent() -> dict[tuple[int, int, str, int], float]:
+    """Bytes per parameter by nodes, ranks of a node, setting and micro-batches."""
+    key = ("nodes", "ranks_per_node", "setting", "micro_batches")
+    return {tuple(row[name] for name in key): per_parameter(row) for row in read_rows(BYTES)}
 
 
 def pipeline_table() -> str:
@@ -207,11 +205,11 @@ def speed_table() -> str:
 
 def readme_table() -> str:
     """Bytes and speed of the recipes beside ZeRO-3's: for 1 and for 8 micro-batches in a step."""
-    tokens = throughput()
+    tokens, sent = throughput(), bytes_sent()
     _, _, int8 = THROUGHPUT_SETTINGS
     names = ["ZeRO-3 bf16", int8, INT6]
     lines: list[list[object]] = [["bytes that leave a node, per parameter and step"]]
-    lines[0] += [" / ".join(f"{bytes_sent(name, n):.2f}" for n in (1, 8)) for name in names]
+    lines[0] += [" / ".join(f"{sent[2, 2, name, n]:.2f}" for n in (1, 8)) for name in names]
     for rate in RATES:
         gains = [tokens[n, rate, int8] / tokens[n, rate, names[0]] for n in (1, 8)]
         lines.append(

@@ -44,13 +44,13 @@ PLACES = {
     "evaluated micro-batch": ("megatron_zpp.training.evaluate", "_sum_and_count"),
     "save": ("megatron_zpp.checkpoint.saver", "checkpoint_state"),
 }
-_context = multiprocessing.get_context("forkserver")
+context = multiprocessing.get_context("forkserver")
 
 
 def preload(*more: str) -> None:
     """Import torch, the program and ``more`` once: ranks are forked from there."""
     program = ("torch._dynamo", "torch.distributed.fsdp", "megatron_zpp.commands.pretrain")
-    _context.set_forkserver_preload([*program, *more])
+    context.set_forkserver_preload([*program, *more])
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Run:
         self.begun = time.monotonic()
         self.hit_at: float | None = None
         more = (ranks, port, argv, self.file.name, slow, nan_from)
-        self.processes = [_context.Process(target=_rank, args=(rank, *more)) for rank in range(ranks)]
+        self.processes = [context.Process(target=_rank, args=(rank, *more)) for rank in range(ranks)]
         for process in self.processes:
             process.start()
 

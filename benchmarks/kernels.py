@@ -26,6 +26,7 @@ from megatron_zpp.zeropp.wire.format import WireFormat
 from megatron_zpp.zeropp.wire.layout import Compensation, KeptScales, ParameterShard
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+FORMATS = [(8, 256), (6, 256), (4, 128), (2, 128)]  # bits and block: the last by mean |x|, the others by the largest
 PEERS = 4
 PLAIN_ROUNDS = 2  # of plain torch, at most: it is many times slower than what it is compared with
 
@@ -49,12 +50,7 @@ def kernels_on(device: torch.device, megabytes: int) -> Iterator[Kernel]:
     for dtype, label in DTYPES.items():
         numel = megabytes * 2**20 // dtype.itemsize
         values = torch.randn(numel, device=device).to(dtype)
-        for bits, block_size in [
-            (8, 256),
-            (6, 256),
-            (4, 128),
-            (2, 128),
-        ]:  # the last by mean |x|, the others by the largest
+        for bits, block_size in FORMATS:
             format = weight_format(numel, bits, block_size, dtype)
             yield from encode_and_decode(f"{label}, int{bits}/{block_size}", format, values)
         yield from moved_codes(f"{label}, int8/256", weight_format(numel, 8, 256, dtype), values)

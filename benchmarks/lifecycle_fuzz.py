@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from common import append_row, machine, new_parser
 from fault_damage import spoil
-from fault_runs import Result, Run, _context, enters, preload
+from fault_runs import Result, Run, context, enters, preload
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -50,29 +50,35 @@ LAYOUTS = SAME_BITS | {
     "tensor": (2, "--micro-batch-size 1 --tensor-model-parallel-size 2"),
     "stages": (2, "--micro-batch-size 1 --pipeline-model-parallel-size 2"),
 }
-FREE = (
-    *("", "--no-async-save", "--recompute-activations", "--verify-checkpoint sample"),
-    *(
-        "--num-workers 1",
-        "--save-keep-last 2",
-        "--no-mmap-bin-files",
-        "--load-latest-good",
-        "--zero-stage 2",
-        "--seed 1234",
-    ),
-)
-REFUSED = (
-    *("--seed 7", "--hidden-size 32", "--num-layers 4", "--optimizer sgd", "--lr 1e-4", "--decoupled-lr 1e-4"),
-    *(
-        "--global-batch-size 8",
-        "--seq-length 8",
-        "--split 70,30,0",
-        "--vocab-size 95",
-        "--weight-decay 0.5",
-        "--swiglu",
-    ),
-    *("--curriculum-min-length 8 --curriculum-iters 4", "--eod-mask-loss", "--norm-epsilon 1e-6"),
-)
+FREE = [
+    "",
+    "--no-async-save",
+    "--recompute-activations",
+    "--verify-checkpoint sample",
+    "--num-workers 1",
+    "--save-keep-last 2",
+    "--no-mmap-bin-files",
+    "--load-latest-good",
+    "--zero-stage 2",
+    "--seed 1234",
+]
+REFUSED = [
+    "--seed 7",
+    "--hidden-size 32",
+    "--num-layers 4",
+    "--optimizer sgd",
+    "--lr 1e-4",
+    "--decoupled-lr 1e-4",
+    "--global-batch-size 8",
+    "--seq-length 8",
+    "--split 70,30,0",
+    "--vocab-size 95",
+    "--weight-decay 0.5",
+    "--swiglu",
+    "--curriculum-min-length 8 --curriculum-iters 4",
+    "--eod-mask-loss",
+    "--norm-epsilon 1e-6",
+]
 NOTED = ("--clip-grad 0.5", "--adam-beta1 0.8", "--adam-eps 1e-6", "--hidden-dropout 0.1", "--zeropp-gradient-bits 4")
 WITHIN = 0.02  # of a parameter's norm: gradients in 8 bit, where they were, make 0.007; other batches more than 1
 
@@ -286,8 +292,8 @@ class Life(RuleBasedStateMachine):
         newest, folder = candidates(str(self.folder))[0], self.home / f"converted{len(self.did)}"
         self.did.append("export, import")
         folder.mkdir()
-        receiver, sender = _context.Pipe(duplex=False)
-        process = _context.Process(target=_convert, args=(newest, folder, sender))
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_convert, args=(newest, folder, sender))
         process.start()
         sender.close()
         assert "differ from ours" in receiver.recv()
@@ -302,7 +308,7 @@ class Life(RuleBasedStateMachine):
 
 
 def fuzz(number: int, sequences: int, output: Path | None, steps: int = 4) -> list[dict[str, Any]]:
-    """Run so many sequences; return one row for each. Raises the first error, whose sequence hypothesis prints."""
+    """Run this number of sequences; return a row for each. Raises the first error, with its sequence printed."""
     rows: list[dict[str, Any]] = []
 
     def record(life: Life) -> None:

@@ -209,7 +209,7 @@ def words(page: Path) -> int:
 
 
 def test_pages_are_short_and_in_the_site():
-    """As long as a reader stays: references and evidence are looked up."""
+    """No page that is read from top to bottom is long, and the site's menu names every page."""
     most = {"tutorials": 1500, "how-to": 600, "concepts": 1500}
     for part, limit in most.items():
         assert {page.stem: words(page) for page in ROOT.glob(f"docs/{part}/*.md") if words(page) > limit} == {}

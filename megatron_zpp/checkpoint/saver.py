@@ -69,9 +69,8 @@ class CheckpointSaver:
         arguments: dict[str, Any] = dict(storage_writer=writer, planner=planner, process_group=self._group)
         state = checkpoint_state(trained, save_rng)
         if self._asynchronous:
-            future = dcp.async_save(
-                state, async_stager=self._stager, **arguments
-            )  # returns when it has copied the state
+            arguments["async_stager"] = self._stager
+            future = dcp.async_save(state, **arguments)  # returns when it has copied the state
             assert isinstance(future, Future)
         else:
             future = Future()

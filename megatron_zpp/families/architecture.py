@@ -30,8 +30,8 @@ class BlockActivations:
     input: int  # with --recompute-granularity full
     keys_and_values: int = 0  # the part that context-parallel ranks gather
     scores: int = 0  # for each key that a token may see, where attention is not fused
-    modules: Mapping[str, int] = field(default_factory=dict)  # the part of ``everything`` that each module's
-    # recomputation drops (--recompute-modules)
+    # The part of ``everything`` that the recomputation of each module drops (--recompute-modules).
+    modules: Mapping[str, int] = field(default_factory=dict)
 
     def per_tensor_parallel_rank(self, ranks: int, sequence_parallel: bool) -> BlockActivations:
         """Return what one of ``ranks`` keeps. Without sequence parallelism, all keep the tensors between linear layers:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests.conftest import ROOT, environment
-from tests.examples.test_launch import TINY, TOKENIZER
+from tests.examples.test_launch import TINY, TOKENIZER, assert_same_bytes
 
 pytestmark = pytest.mark.ray
 
@@ -33,9 +33,7 @@ def test_parts_make_the_bytes_of_one_machine(tmp_path):
     parts = ["--parts", 3, "--cpus-per-part", 1, "--"]
     call("examples/launch/preprocess_ray.py", *both, tmp_path / "merged", *parts, *TOKENIZER)
     call("tools/preprocess_data.py", *both, tmp_path / "one", *TOKENIZER)
-    for kind in ("bin", "idx"):
-        (whole,), (merged,) = tmp_path.glob(f"one*.{kind}"), tmp_path.glob(f"merged*.{kind}")
-        assert whole.read_bytes() == merged.read_bytes()
+    assert_same_bytes(tmp_path / "one", tmp_path / "merged")
 
 
 def test_kubeflow_knows_every_field_of_the_job():

@@ -26,79 +26,67 @@ from megatron_zpp.zeropp.wire import kernels
 Check = tuple[str, str, str]  # what, what was found, what to do about it: empty if nothing
 
 SHARED_MEMORY, OPEN_FILES, CORES_PER_GPU = 2**30, 4096, 4  # less than this deserves a look
+INFINIBAND = Path("/sys/class/infiniband")
 LINK_SECONDS = 1.0  # of one collective, after which larger ones are not measured
 
 
+def check(what: str, found: str, is_well: bool, advice: str) -> Check:
+    return what, found, "" if is_well else advice
+
+
 def software() -> Iterator[Check]:
-    wanted = next(need for need in requires("megatron_zpp") or [] if need.startswith("torch"))
-    least, below = [
-        tuple(map(int, version.split(".")))
-        for version in sorted(re.findall(r"[\d.]+", wanted), key=lambda v: [*map(int, v.split("."))])
-    ]
-    fits = least <= tuple(map(int, torch.__version__.split(".")[:2])) < below
-    yield "torch", torch.__version__, "" if fits else f"install {wanted}"
+    needs = requires("megatron_zpp") or []
+    wanted = next(need for need in needs if need.startswith("torch"))
+    bounds = [tuple(map(int, version.split("."))) for version in re.findall(r"[\d.]+", wanted)]
+    fits = min(bounds) <= tuple(map(int, torch.__version__.split(".")[:2])) < max(bounds)
+    yield check("torch", torch.__version__, fits, f"install {wanted}")
     reason = kernels.why_not_on(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     yield "kernels", "plain torch, several times slower" if reason else "compiled", reason or ""
-    missing = [name for name in ("numpy", "rich", "sentencepiece") if importlib.util.find_spec(name) is None]
-    yield (
-        "trainer's packages",
-        f"without {', '.join(missing)}" if missing else "there",
-        "install the extra train" if missing else "",
-    )
+    of_trainer = sorted(re.split(r"\W", need)[0] for need in needs if need.endswith('extra == "train"'))
+    missing = ", ".join(name for name in of_trainer if importlib.util.find_spec(name) is None)
+    found = f"without {missing}" if missing else "there"
+    yield check("trainer's packages", found, not missing, "install the extra train")
 
 
 def gpus() -> Iterator[Check]:
     count, has_driver = torch.cuda.device_count(), shutil.which("nvidia-smi") is not None
     if count == 0:
-        advice = ""
-        if has_driver and torch.version.cuda is None:
-            advice = "this torch is a CPU build: install one for CUDA"
-        elif has_driver:
-            advice = f"torch was built for CUDA {torch.version.cuda} and finds no device: is the driver too old?"
-        yield "GPUs", "none", advice
+        built_for = torch.version.cuda
+        too_old = f"torch was built for CUDA {built_for} and finds no device: is the driver too old?"
+        advice = too_old if built_for else "this torch is a CPU build: install one for CUDA"
+        yield check("GPUs", "none", not has_driver, advice)
         return
     names = {torch.cuda.get_device_name(i) for i in range(count)}
-    yield "GPUs", f"{count} x {', '.join(sorted(names))}", "" if len(names) == 1 else "ranks are as fast as the slowest"
+    found = f"{count} x {', '.join(sorted(names))}"
+    yield check("GPUs", found, len(names) == 1, "ranks are as fast as the slowest")
     yield "NCCL", ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none", ""
-    fabric = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
-    yield (
-        "InfiniBand",
-        ", ".join(fabric) or "none",
-        "" if fabric else "NCCL uses TCP: NCCL_SOCKET_IFNAME names the link",
-    )
-    one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    fabric = ", ".join(sorted(path.name for path in INFINIBAND.glob("*")))
+    yield check("InfiniBand", fabric or "none", bool(fabric), "NCCL uses TCP: NCCL_SOCKET_IFNAME names the link")
+    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
     advice = "unset it: all streams share one queue, and nothing overlaps"
-    yield "CUDA_DEVICE_MAX_CONNECTIONS", os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set"), advice * one_queue
+    yield check("CUDA_DEVICE_MAX_CONNECTIONS", queues, queues != "1", advice)
 
 
 def machine() -> Iterator[Check]:
     cores, count = len(os.sched_getaffinity(0)), torch.cuda.device_count()
-    enough = count == 0 or cores >= CORES_PER_GPU * count
-    yield "CPU cores", str(cores), "" if enough else f"fewer than {CORES_PER_GPU} for each GPU: loaders will be slow"
+    advice = f"fewer than {CORES_PER_GPU} for each GPU: loaders will be slow"
+    yield check("CPU cores", str(cores), cores >= CORES_PER_GPU * count, advice)
     shared = shutil.disk_usage("/dev/shm").total if os.path.exists("/dev/shm") else 0
-    advice = (
-        ""
-        if shared >= SHARED_MEMORY
-        else "too small for data workers and NCCL: docker run --shm-size 8g, or --ipc=host"
-    )
-    yield "/dev/shm", f"{shared / 2**30:.1f} GiB", advice
+    advice = "too small for data workers and NCCL: docker run --shm-size 8g, or --ipc=host"
+    yield check("/dev/shm", f"{shared / 2**30:.1f} GiB", shared >= SHARED_MEMORY, advice)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    yield "open files", str(files), "" if files >= OPEN_FILES or files < 0 else f"raise it: ulimit -n {OPEN_FILES}"
+    yield check("open files", str(files), files >= OPEN_FILES or files < 0, f"raise it: ulimit -n {OPEN_FILES}")
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    advice = "InfiniBand needs ulimit -l unlimited" if locked >= 0 and Path("/sys/class/infiniband").exists() else ""
-    yield "locked memory", "unlimited" if locked < 0 else f"{locked / 2**20:.0f} MiB", advice
+    found = "unlimited" if locked < 0 else f"{locked / 2**20:.0f} MiB"
+    yield check("locked memory", found, locked < 0 or not INFINIBAND.exists(), "InfiniBand needs ulimit -l unlimited")
+    host, is_alone = socket.gethostname(), int(os.environ.get("GROUP_WORLD_SIZE", 1)) == 1
     try:
-        address = socket.gethostbyname(socket.gethostname())
-        advice = (
-            "" if not re.match(r"127\.", address) else "other nodes cannot reach this address: set GLOO_SOCKET_IFNAME"
-        )
-        yield (
-            "host name",
-            f"{socket.gethostname()} is {address}",
-            advice * (int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1),
-        )
+        address = socket.gethostbyname(host)
     except OSError as error:
-        yield "host name", f"{socket.gethostname()}: {error}", "add it to /etc/hosts: gloo looks it up"
+        yield "host name", f"{host}: {error}", "add it to /etc/hosts: gloo looks it up"
+    else:
+        advice = "other nodes cannot reach this address: set GLOO_SOCKET_IFNAME"
+        yield check("host name", f"{host} is {address}", is_alone or not address.startswith("127."), advice)
 
 
 def links(device: torch.device) -> Iterator[Check]:

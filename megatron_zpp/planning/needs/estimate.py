@@ -277,10 +277,8 @@ def _working_memory(
     )
     block = block.attending(settings.training.seq_length, distributed.context_parallel_size)
     if (budget := activation.activation_memory_budget) is not None:
-        bytes_kept, recomputed = (
-            num_layers * (block.input + budget * (block.everything - block.input)),
-            block.everything,
-        )
+        bytes_kept = num_layers * (block.input + budget * (block.everything - block.input))
+        recomputed = block.everything
     elif activation.recompute_granularity is None:
         bytes_kept, recomputed = num_layers * block.everything, 0
     elif modules := activation.recompute_modules:

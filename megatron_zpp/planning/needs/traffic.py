@@ -228,9 +228,9 @@ def recomputed_blocks(activation: ActivationSettings, num_blocks: int) -> int:
 
 
 def resent_share(activation: ActivationSettings, num_layers: int, module: str) -> float:
-    """Return the share of layers whose backward pass gathers keys and values again ("core_attn"), or sends tokens to
+    """Return the share of layers whose backward pass communicates again.
 
-    experts again ("moe").
+    module: "core_attn", which gathers keys and values, or "moe", which sends tokens to experts.
     """
     if activation.recompute_modules:
         return float(module in activation.recompute_modules)
