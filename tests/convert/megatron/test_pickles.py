@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import sys
+import types
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -109,11 +112,13 @@ class OfOldPython:
         return self.saved
 
 
-def test_members_of_enumerations_as_older_pythons_save_them(tmp_path):
-    from megatron.core.enums import ModelType
-
-    torch.save({"args": OfOldPython(ModelType, "encoder_or_decoder")}, tmp_path / "member.pt")
-    assert load_file(tmp_path / "member.pt")["args"].args == ("encoder_or_decoder",)
+def test_members_of_enumerations_as_older_pythons_save_them(tmp_path, monkeypatch):
+    # Of Megatron-DeepSpeed: those of an imported megatron-core may be known to torch.load as what they are.
+    module = types.ModuleType("megatron.model.enums")
+    module.PositionEmbeddingType = Enum("PositionEmbeddingType", "rotary absolute", module=module.__name__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    torch.save({"args": OfOldPython(module.PositionEmbeddingType, "rotary")}, tmp_path / "member.pt")
+    assert load_file(tmp_path / "member.pt")["args"].args == ("rotary",)
     for of, name in ((torch.Size, "count"), ("text", "upper")):
         torch.save({"args": OfOldPython(of, name)}, tmp_path / "other.pt")
         with pytest.raises(CheckpointError):
