@@ -1,17 +1,16 @@
 """What one step of the trainer asks of a GPU: launches, host waits, collectives and communicators, counted without one.
 
-    .venv/bin/python benchmarks/launches.py          # some minutes; adds to benchmarks/results/launches.jsonl
-    .venv/bin/python benchmarks/launches.py --write  # the kept results into docs/evidence/scaling.md
+    .venv/bin/python benchmarks/launches.py  # some minutes; adds to benchmarks/results/launches.jsonl
+    examples/reproduce.sh --write            # the kept results into docs/evidence/scaling.md
 
-One rank of 64 nodes of 8 takes three steps of two micro-batches on fake tensors, which have shapes and no values
-(tests/zeropp/order). The third is counted.
+One rank of 64 nodes of 8 takes two steps of one micro-batch on fake tensors, which have shapes and no values
+(tests/zeropp/order). The second is counted: the first gathers weights in full, and has no errors of the step before.
 """
 
 from __future__ import annotations
 
 import sys
 from contextlib import ExitStack, nullcontext
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -41,39 +40,37 @@ from megatron_zpp.zeropp.recipes import RECIPES
 
 sys.path.append(str(ROOT))
 from tests.zeropp.order.fake_cuda import CUDA, fake_cuda
-from tests.zeropp.order.host import Host, is_ours
-from tests.zeropp.order.recorder import Recorder
-from tests.zeropp.order.trace import Operation, Wait
+from tests.zeropp.order.host import Host, Launches
 
 PATH = RESULTS / "launches.jsonl"
-NODES, PER_NODE, RANK, MICRO_BATCHES, STEPS = 64, 8, 5, 2, 3
+NODES, PER_NODE, RANK, STEPS = 64, 8, 5, 2
 COMMON = (
-    f"--mock-data --micro-batch-size 1 --global-batch-size {NODES * PER_NODE * MICRO_BATCHES} --train-iters {STEPS} "
+    f"--mock-data --micro-batch-size 1 --global-batch-size {NODES * PER_NODE} --train-iters {STEPS} "
     f"--lr 1e-4 --bf16 --zeropp-ranks-per-node {PER_NODE}"
 )
-ZEROPP = (
-    "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 8 --zeropp-loco"  # before recipes
-)
-DENSE, EXPERTS = "--preset llama-8b --vocab-size 128256", "--preset qwen3-30b-a3b --vocab-size 151936"
-MODELS = {  # by name: flags, and recipes
-    "Llama 3 8B": (DENSE, ("zero3", "ZeRO++ and LoCo", *list(RECIPES)[1:])),
-    "Qwen3 30B-A3B": (EXPERTS, ("zero3",)),
-    "the same, capacity 1.25": (f"{EXPERTS} --moe-expert-capacity-factor 1.25", ("zero3",)),
-    "the same, experts divided among 8": (f"{EXPERTS} --expert-model-parallel-size 8", ("zero3", "int8")),
+ZEROPP = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 8 --zeropp-loco"
+EXPERTS = "--preset qwen3-30b-a3b --vocab-size 151936"
+MODELS = {
+    "Llama 3 8B": "--preset llama-8b --vocab-size 128256",
+    "Qwen3 30B-A3B": EXPERTS,
+    "the same, capacity 1.25": f"{EXPERTS} --moe-expert-capacity-factor 1.25",
+    "the same, experts divided among 8": f"{EXPERTS} --expert-model-parallel-size 8",
 }
-COUNTED = (
-    "launches",
-    "of them for weights and gradients",
-    "host waits",
-    "collectives",
-    "of them between nodes",
-    "communicators",
-)
+CASES = [
+    *(("Llama 3 8B", recipe) for recipe in ("zero3", "ZeRO++", *list(RECIPES)[1:])),
+    *((model, "zero3") for model in list(MODELS)[1:]),
+    ("the same, experts divided among 8", "int8"),
+]
+COUNTED = ("launches", "host waits", "collectives", "between nodes", "communicators")
+
+
+def flags_of(model: str, recipe: str) -> str:
+    return f"{COMMON} {MODELS[model]} {f'--zeropp {recipe}' if recipe in RECIPES else ZEROPP}"
 
 
 def count(flags: str) -> dict[str, int]:
     """Count what one step launches, and what its host waits for. On a process without a process group."""
-    settings = parse_settings(LLAMA, f"{COMMON} {flags}".split(), NODES * PER_NODE, note=lambda text: None)
+    settings = parse_settings(LLAMA, flags.split(), NODES * PER_NODE, note=lambda text: None)
     experts, length = settings.distributed.expert_model_parallel_size, settings.training.seq_length
     dist.init_process_group("fake", rank=RANK, world_size=NODES * PER_NODE, store=FakeStore())
     mesh = Mesh("cuda", expert_parallel=experts)
@@ -83,11 +80,11 @@ def count(flags: str) -> dict[str, int]:
         with _disable_current_modes():  # ranks are numbers in tensors
             return concatenate(meshes)
 
-    with fake_cuda(), Host() as host, Recorder("cuda") as recorder, ExitStack() as patches:
+    with fake_cuda(), Host() as host, Launches() as made, ExitStack() as patches:
         with CUDA:
             model = LLAMA.module(LLAMA.build_config(settings.model, settings.tokenizer.vocab_size))
-        with _disable_current_modes():  # ranks tell each other where they are, in tensors with values
-            if experts > 1:
+        if experts > 1:
+            with _disable_current_modes():  # ranks tell each other where they are, in tensors with values
                 experts_module.apply_expert_parallelism(model, mesh, PER_NODE, None, Traffic())
         patches.enter_context(patch.object(DeviceMesh, "_concatenate", staticmethod(concatenated)))
         shard_model(model, mesh, 3, mixed_precision(settings.precision), offloading(settings.zero, CUDA)[0])
@@ -97,16 +94,14 @@ def count(flags: str) -> dict[str, int]:
         optimizer = build_optimizer(model, settings.optimizer, zeropp)
         state = TrainState(model, None, optimizer, ranks_of(zeropp), LossScaler(settings.precision), zeropp, 3)
         loss, same = LanguageModelLoss(mesh, CUDA), lambda optimizer: None
-        run: Any = SimpleNamespace(
-            settings=settings, device=CUDA, mesh=mesh, loss=loss, copies=(), set_learning_rate=same
-        )
+        parts = dict(settings=settings, device=CUDA, mesh=mesh, loss=loss, copies=(), set_learning_rate=same)
+        run: Any = SimpleNamespace(**parts)
         tokens = torch.zeros(1, length, dtype=torch.int64, device=CUDA)
         batch = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(1, length, device=CUDA)}
 
         def answer(tensor: FakeTensor) -> list[float]:
             """Answer the host: the numbers of a step, bytes of moved codes (a fourth), or even shares of tokens."""
-            if tensor.fake_device == CUDA:
-                host.waits.append("tolist")
+            host.waits.append("tolist")  # also of what a copy to host memory brings
             if tensor.is_floating_point():
                 return [1.0] * tensor.numel()
             if tensor.dtype == torch.int32:
@@ -114,38 +109,34 @@ def count(flags: str) -> dict[str, int]:
             rows = length * settings.model.moe_router_topk
             return [rows, *[rows // experts] * (tensor.numel() - 1)]
 
-        # What torch's C++ would choose on a GPU; it is told "meta".
-        attend, norm = torch.ops.aten._scaled_dot_product_flash_attention, torch.ops.aten._fused_rms_norm
+        attend = torch.ops.aten._scaled_dot_product_flash_attention  # as on a GPU; torch's C++ is told "meta"
         for owner, name, replacement in (
             (FakeTensor, "tolist", answer),
             (experts_module, "_disable_current_modes", nullcontext),
             (F, "scaled_dot_product_attention", lambda q, k, v, *_, **__: attend(q, k, v, is_causal=True)[0]),
-            (F, "rms_norm", lambda *arguments: norm(*arguments)[0]),
         ):
             patches.enter_context(patch.object(owner, name, replacement))
         for _ in range(STEPS):
-            recorder.trace.clear()
-            recorder.collectives.clear()
+            made.launches = 0
+            made.groups.clear()
             host.waits.clear()
-            _step(run, state, iter([batch] * MICRO_BATCHES), MICRO_BATCHES, False)
+            _step(run, state, iter([batch]), 1, False)
+    nodes = [{rank // PER_NODE for rank in dist.get_process_group_ranks(group)} for group in made.groups]
+    crossing = sum(len(each) > 1 for each in nodes)
+    counts = made.launches, len(host.waits), len(nodes), crossing, len({*made.groups})
     dist.destroy_process_group()
-    launched = [op for op in recorder.trace if isinstance(op, Operation) and "c10d" not in op.name]
-    waits = [*host.waits, *(step for step in recorder.trace if isinstance(step, Wait) and step.stream is None)]
-    crossing = [each for each in recorder.collectives if len({rank // PER_NODE for rank in each.ranks}) > 1]
-    communicators = {each.communicator for each in recorder.collectives}
-    counts = len(launched), sum(map(is_ours, launched)), len(waits), len(recorder.collectives), len(crossing)
-    return dict(zip(COUNTED, (*counts, len(communicators)), strict=True))
+    return dict(zip(COUNTED, counts, strict=True))
 
 
 def table() -> str:
     """Format the kept results."""
     kept = {(row["code"], row["model"], row["recipe"]): row["counts"] for row in read_rows(PATH)}
     lines = []
-    for (code, model, recipe), now in kept.items():
-        if code == "now":
-            before = kept.get(("before", model, recipe), now)
-            cells = (f"{now[what]:,}" + f" ({before[what]:,})" * (now != before) for what in COUNTED)
-            lines.append([model, f"`{recipe}`", *cells])
+    for model, recipe in CASES:
+        now = kept["now", model, recipe]
+        before = kept.get(("before", model, recipe), now)
+        cells = (f"{now[what]:,}" + (f" ({before[what]:,})" if now != before else "") for what in COUNTED)
+        lines.append([model, f"`{recipe}`", *cells])
     return markdown_table(["model", "recipe", *COUNTED], lines)
 
 
@@ -153,11 +144,9 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--code", default="now", help="a name for the code that is counted; default now")
     args = parser.parse_args()
-    for model, (flags, recipes) in MODELS.items():
-        for recipe in recipes:
-            key = dict(code=args.code, model=model, recipe=recipe)
-            more = f"--zeropp {recipe}" if recipe in RECIPES else ZEROPP
-            measure_once(PATH, key, partial(lambda flags: {"counts": count(flags)}, f"{flags} {more}"))
+    for model, recipe in CASES:
+        key = dict(code=args.code, model=model, recipe=recipe)
+        measure_once(PATH, key, lambda case=(model, recipe): {"counts": count(flags_of(*case))})
 
 
 if __name__ == "__main__":

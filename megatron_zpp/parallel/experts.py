@@ -156,7 +156,8 @@ def start_reading(numbers: Tensor) -> Callable[[], list[int]]:
     if numbers.device.type != "cuda":
         return numbers.tolist
     copied = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
-    event = current_stream(numbers.device).record_event()
+    event = torch.get_device_module(numbers.device).Event()
+    event.record(current_stream(numbers.device))
 
     def read() -> list[int]:
         event.synchronize()

@@ -39,6 +39,9 @@ from megatron_zpp.zeropp.reduce.loco import ERROR_FORMATS
 from megatron_zpp.zeropp.wire.format import wire_format
 
 SUM_BYTES = {"fp32": 4, "bf16": 2}  # of an element of a gradient sum
+# What NCCL allocates for a communicator, and for each peer of its first all-to-all within a node, as reported for A100s
+# (NVIDIA/nccl issue 964) and H100s (1685: 3.28 GB for 7 peers).
+COMMUNICATOR_BYTES, PEER_BYTES = 688e6, 3.28e9 / 7
 
 
 @dataclass(frozen=True)
@@ -321,6 +324,23 @@ def _attention_masks(settings: ResolvedSettings, model: Transformer, is_plain: b
     return rows * len(masks) * (training.seq_length // ranks) * training.seq_length
 
 
+def communicators(settings: ResolvedSettings, grid: RankGrid) -> tuple[int, float]:
+    """Return how many communicators a rank uses, as docs/evidence/scaling.md lists them, and NCCL's bytes for them."""
+    config, averaging, experts = settings.zeropp, grid.group("averaging"), grid.group("experts")
+    sizes = [grid.world_size, *(grid.group(kind).size for kind in ("tensor", "context", "pipeline", "experts"))]
+    sizes += [averaging.size] if averaging.size < grid.world_size else []
+    sizes += [grid.group("sharding").size, grid.group("replicas").size] if grid.group("replicas").size > 1 else []
+    sizes += [grid.group("expert sharding").size] if experts.size > 1 else []
+    exchanging = [experts] if experts.size > 1 else []
+    if config.enabled and averaging.nodes > 1:
+        sizes += [averaging.ranks_per_node, averaging.ranks_per_node, averaging.nodes]  # weights, gradients; both
+    if config.quantized_gradients:
+        exchanging.append(averaging)
+    peers = sum(group.ranks_per_node - 1 for group in exchanging)
+    number = sum(size > 1 for size in sizes)
+    return number, COMMUNICATOR_BYTES * number + PEER_BYTES * peers
+
+
 def memory_and_traffic(needs: Estimate) -> list[str]:
     """Format the model's size, what a rank keeps and what a node sends."""
     rank, nodes, islands = needs.largest, needs.grid.nodes, needs.grid.distributed.islands
@@ -333,6 +353,11 @@ def memory_and_traffic(needs: Estimate) -> list[str]:
     if effective_zero_stage(needs.settings) == 3:
         lines += [f"  {rank.resident_weights / 1e9:9.3g}  more inside zeropp.resident_weights(), for generation, and"]
         lines += [f"  {1000 * rank.cache_per_token / 1e9:9.3g}  more for each 1,000 tokens of texts, in its cache"]
+    number, nbytes = communicators(needs.settings, needs.grid)
+    if number:
+        lines += [
+            f"  {nbytes / 1e9:9.3g}  more with NCCL, for {number} communicators (about; outside torch's allocator)"
+        ]
     if rank.host:
         lines += ["", *_gigabytes("host memory for each GPU, GB", rank.host)]
     sent = {what: nbytes / nodes for what, nbytes in needs.sent_between_nodes.items()}

@@ -1,19 +1,16 @@
-"""What a program does in host memory, whom its host waits for, and what of it this package launches."""
+"""What a program does in host memory, what its host waits for, and what it launches."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import megatron_zpp.zeropp
-from tests.zeropp.order.recorder import ANSWERS_THE_HOST
-from tests.zeropp.order.trace import Operation
-
-OURS = {file.name for file in Path(megatron_zpp.zeropp.__file__).parent.rglob("*.py")}
+from tests.zeropp.order.recorder import ANSWERS_THE_HOST, _arguments
 
 
 class Host(TorchDispatchMode):
@@ -37,6 +34,25 @@ class Host(TorchDispatchMode):
         return result
 
 
-def is_ours(op: Operation) -> bool:
-    """Whether this package launched it, or had FSDP2 launch it for a flat shard."""
-    return op.site[0].file in OURS or "flat_shard" in {line.function for line in op.site}
+class Launches(TorchDispatchMode):
+    """Counts operators that launch kernels, and keeps the group of each collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches, self.groups = 0, list[dist.ProcessGroup]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its operators on local tensors come here
+        if func.namespace == "c10d":
+            given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+            self.groups.append(dist.ProcessGroup.unbox(given["process_group"]))
+        elif func.namespace not in ("prim", "profiler"):
+            with self:  # operators that are made of others
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+            _, _, is_view = _arguments(func, args, kwargs)
+            self.launches += not (is_view or "empty" in func.name() or "view" in func.name())
+        return func(*args, **kwargs)
