@@ -10,7 +10,9 @@ One rank of 64 nodes of 8 takes two steps of one micro-batch on fake tensors, wh
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -74,19 +76,15 @@ def count(flags: str) -> dict[str, int]:
     experts, length = settings.distributed.expert_model_parallel_size, settings.training.seq_length
     dist.init_process_group("fake", rank=RANK, world_size=NODES * PER_NODE, store=FakeStore())
     mesh = Mesh("cuda", expert_parallel=experts)
-    concatenate = DeviceMesh._concatenate
-
-    def concatenated(meshes: list[DeviceMesh]) -> DeviceMesh:
-        with _disable_current_modes():  # ranks are numbers in tensors
-            return concatenate(meshes)
-
+    concatenate = staticmethod(_disable_current_modes()(DeviceMesh._concatenate))  # of ranks, numbers in tensors
+    assert settings.tokenizer.vocab_size is not None
     with fake_cuda(), Host() as host, Launches() as made, ExitStack() as patches:
         with CUDA:
             model = LLAMA.module(LLAMA.build_config(settings.model, settings.tokenizer.vocab_size))
         if experts > 1:
             with _disable_current_modes():  # ranks tell each other where they are, in tensors with values
                 experts_module.apply_expert_parallelism(model, mesh, PER_NODE, None, Traffic())
-        patches.enter_context(patch.object(DeviceMesh, "_concatenate", staticmethod(concatenated)))
+        patches.enter_context(patch.object(DeviceMesh, "_concatenate", concatenate))
         shard_model(model, mesh, 3, mixed_precision(settings.precision), offloading(settings.zero, CUDA)[0])
         patches.enter_context(patch.object(topology, "_runs_in_order", lambda group: True))  # as NCCL's do
         with _disable_current_modes():
@@ -99,7 +97,7 @@ def count(flags: str) -> dict[str, int]:
         tokens = torch.zeros(1, length, dtype=torch.int64, device=CUDA)
         batch = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(1, length, device=CUDA)}
 
-        def answer(tensor: FakeTensor) -> list[float]:
+        def answer(tensor: FakeTensor) -> Sequence[float]:
             """Answer the host: the numbers of a step, bytes of moved codes (a fourth), or even shares of tokens."""
             host.waits.append("tolist")  # also of what a copy to host memory brings
             if tensor.is_floating_point():
@@ -146,7 +144,7 @@ def main() -> None:
     args = parser.parse_args()
     for model, recipe in CASES:
         key = dict(code=args.code, model=model, recipe=recipe)
-        measure_once(PATH, key, lambda case=(model, recipe): {"counts": count(flags_of(*case))})
+        measure_once(PATH, key, partial(lambda flags: {"counts": count(flags)}, flags_of(model, recipe)))
 
 
 if __name__ == "__main__":

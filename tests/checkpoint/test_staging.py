@@ -37,7 +37,7 @@ def bytes_of_saves(argv):
 
 def test_a_save_copies_what_is_estimated_once_into_the_memory_of_the_save_before(data, tmp_path):
     argv = flags(data, f"{STATE} --train-iters 4 --save-interval 2 --save {tmp_path}")
-    cluster = ["--nodes", "2", "--ranks-per-node", "2", "--vocabulary", "512", "pretrain_gpt.py"]
+    cluster = ["--nodes", "2", "--ranks-per-node", "2", "--vocabulary", "257", "pretrain_gpt.py"]
     host = estimate.run(estimate.parse_arguments([*cluster, *argv])).needs.largest.host
     (planned,) = host.values()
     for first, second in run_ranks(4, bytes_of_saves, argv):

@@ -237,7 +237,10 @@ def names_without_state(config: ZeroPPConfig) -> tuple[set[str], set[str], int]:
 
 
 def test_which_ranks_have_state_is_known_without_building_it():
-    settings = SETTINGS | {"errors": ZeroPPConfig(quantized_gradients=True, loco=LoCoConfig()), "off": ZeroPPConfig()}
+    settings = SETTINGS | {
+        "errors": ZeroPPConfig(quantized_gradients=True, loco=LoCoConfig(), ranks_per_node=2),
+        "off": ZeroPPConfig(),
+    }
     found = run_in_turn(4, {name: partial(names_without_state, config) for name, config in settings.items()})
     for name, ranks in found.items():
         for rank, (have, in_keys, units) in enumerate(ranks):
