@@ -158,12 +158,7 @@ def start_reading(numbers: Tensor) -> Callable[[], list[int]]:
     copied = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
     event = torch.get_device_module(numbers.device).Event()
     event.record(current_stream(numbers.device))
-
-    def read() -> list[int]:
-        event.synchronize()
-        return copied.tolist()
-
-    return read
+    return lambda: event.synchronize() or copied.tolist()
 
 
 def _ranks_on_this_node(mesh: Mesh, ranks_per_node: int | None) -> list[bool]:

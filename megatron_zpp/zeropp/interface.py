@@ -249,16 +249,9 @@ class ZeroPPInterface:
         return state
 
     def ranks_with_state(self) -> set[str]:
-        """Return the ranks that keys of ``state_dict`` begin with; builds no more than the first unit that has state.
-
-        Before the first step all of it is zeros, which would take as much memory as LoCo's errors and scales.
-        """
-        keeps_steps = self.config.gradient_bits_warmup is not None
-        return {
-            str(rank_state.rank)
-            for rank_state in self._rank_states()
-            if keeps_steps or any(part.state_dict() for _, part in rank_state.parts())
-        }
+        """Return the ranks that keys of ``state_dict`` begin with; builds the state of one unit at most."""
+        always, states = self.config.gradient_bits_warmup is not None, self._rank_states()
+        return {str(of.rank) for of in states if always or any(part.state_dict() for _, part in of.parts())}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load state saved by the same ranks of the same layout. Collective.

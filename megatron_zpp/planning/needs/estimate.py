@@ -13,11 +13,13 @@ from megatron_zpp.families import Architecture
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.optimizer import OPTIMIZERS
+from megatron_zpp.parallel.mesh import MODEL_PARALLEL_SETTINGS
 from megatron_zpp.parallel.stages import micro_batches_kept
 from megatron_zpp.planning.needs.division import (
     PlannedModel,
     PlannedUnit,
     RankGrid,
+    RankGroup,
     count_layers,
     hidden_matrices,
     island_pieces,
@@ -39,8 +41,7 @@ from megatron_zpp.zeropp.reduce.loco import ERROR_FORMATS
 from megatron_zpp.zeropp.wire.format import wire_format
 
 SUM_BYTES = {"fp32": 4, "bf16": 2}  # of an element of a gradient sum
-# What NCCL allocates for a communicator, and for each peer of its first all-to-all within a node, as reported for A100s
-# (NVIDIA/nccl issue 964) and H100s (1685: 3.28 GB for 7 peers).
+# NCCL's buffers, and more of them for each peer of an all-to-all within a node: NVIDIA/nccl issues 964 (A100), 1685 (H100)
 COMMUNICATOR_BYTES, PEER_BYTES = 688e6, 3.28e9 / 7
 
 
@@ -327,17 +328,14 @@ def _attention_masks(settings: ResolvedSettings, model: Transformer, is_plain: b
 def communicators(settings: ResolvedSettings, grid: RankGrid) -> tuple[int, float]:
     """Return how many communicators a rank uses, as docs/evidence/scaling.md lists them, and NCCL's bytes for them."""
     config, averaging, experts = settings.zeropp, grid.group("averaging"), grid.group("experts")
-    sizes = [grid.world_size, *(grid.group(kind).size for kind in ("tensor", "context", "pipeline", "experts"))]
-    sizes += [averaging.size] if averaging.size < grid.world_size else []
-    sizes += [grid.group("sharding").size, grid.group("replicas").size] if grid.group("replicas").size > 1 else []
-    sizes += [grid.group("expert sharding").size] if experts.size > 1 else []
-    exchanging = [experts] if experts.size > 1 else []
+    everyone, of_experts = RankGroup(grid.nodes, grid.ranks_per_node), grid.group("expert sharding")
+    shards = {everyone, averaging, grid.group("sharding"), of_experts}  # often one and the same
+    sizes = [group.size for group in (*shards, grid.group("replicas"), experts)]
+    sizes += [getattr(settings.distributed, name) for name in MODEL_PARALLEL_SETTINGS]
     if config.enabled and averaging.nodes > 1:
         sizes += [averaging.ranks_per_node, averaging.ranks_per_node, averaging.nodes]  # weights, gradients; both
-    if config.quantized_gradients:
-        exchanging.append(averaging)
-    peers = sum(group.ranks_per_node - 1 for group in exchanging)
     number = sum(size > 1 for size in sizes)
+    peers = experts.ranks_per_node - 1 + (averaging.ranks_per_node - 1) * config.quantized_gradients
     return number, COMMUNICATOR_BYTES * number + PEER_BYTES * peers
 
 
