@@ -23,8 +23,10 @@ import between_islands
 import between_nodes
 import finetuning_bits
 import launches
+import loop_overhead
 import monitors
 import overlap
+import steps_over_links
 from common import ROOT, markdown_table, new_parser
 from study import RESULTS, arms, read_results
 from study_arms import SCALES
@@ -36,9 +38,9 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
     EVIDENCE / "planner.md": {"regret": auto_regret.table},
     EVIDENCE / "peers.md": {"peers": against_peers.table},
     EVIDENCE / "islands.md": {"between-islands": between_islands.table},
-    EVIDENCE / "benchmarks.md": {"overlap": overlap.table},
+    EVIDENCE / "benchmarks.md": {"overlap": overlap.table, "loop": loop_overhead.table},
     EVIDENCE / "scaling.md": {"launches": launches.table},
-    EVIDENCE / "experiments.md": {"fine-tuning": finetuning_bits.table},
+    EVIDENCE / "experiments.md": {"fine-tuning": finetuning_bits.table, "links": steps_over_links.table},
     ROOT / "docs" / "reference" / "monitors.md": {
         "monitored": monitors.table,
         "normal values": monitors.table_of_normal_values,

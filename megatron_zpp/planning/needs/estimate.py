@@ -41,7 +41,7 @@ from megatron_zpp.zeropp.reduce.loco import ERROR_FORMATS
 from megatron_zpp.zeropp.wire.format import wire_format
 
 SUM_BYTES = {"fp32": 4, "bf16": 2}  # of an element of a gradient sum
-# NCCL's buffers, and more of them for each peer of an all-to-all within a node: NVIDIA/nccl issues 964 (A100), 1685 (H100)
+# NCCL's buffers, and more for each peer of an all-to-all within a node: NVIDIA/nccl issues 964 (A100), 1685 (H100)
 COMMUNICATOR_BYTES, PEER_BYTES = 688e6, 3.28e9 / 7
 
 
