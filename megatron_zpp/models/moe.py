@@ -195,8 +195,7 @@ class GroupedLinear(nn.Module):
         if x.dtype == torch.bfloat16:  # what torch has on every device
             y = F.grouped_mm(x, weight.transpose(1, 2), offs=stops)
         else:
-            parts = x.split(counts.tolist())
-            y = torch.cat([F.linear(part, w) for part, w in zip(parts, weight, strict=True)])
+            y = torch.cat([F.linear(part, w) for part, w in zip(x.split(counts.tolist()), weight, strict=True)])
         if self.bias is not None:
             bias = _local(self.bias).unflatten(0, (-1, self.out_features))  # [E, out]
             y = y + bias.repeat_interleave(counts, dim=0, output_size=x.size(0))
@@ -235,13 +234,8 @@ def run_experts(experts: Experts, counts: Tensor) -> Callable[[Tensor], Tensor]:
 
     The last expert also computes what is left: the host would have to wait for a GPU to know how many rows to omit.
     """
-
-    def run(rows: Tensor) -> Tensor:
-        stops = counts.cumsum(0).int()
-        stops[-1] = rows.size(0)
-        return experts(rows, stops)
-
-    return run
+    stops = counts.cumsum(0).int()
+    return lambda rows: experts(rows, F.pad(stops[:-1], (0, 1), value=rows.size(0)))
 
 
 class Router(nn.Linear):
@@ -293,18 +287,15 @@ class MoE(nn.Module):
         if not self.training and config.eval_capacity_factor is not None:
             factor = config.eval_capacity_factor
         order, counts = sorted_by_expert(routing, factor, config.min_capacity)
-        run = self.run_experts(self.experts, counts)  # ranks learn how many rows come while these are gathered, and
-        rows = tokens[order // config.router_topk]
-        shared = self.shared_expert(x) if self.shared_expert is not None else None  # while this is computed
-        out = run(rows)  # [R, H]
+        run = self.run_experts(self.experts, counts)  # ranks learn how many rows come, while what follows is queued
+        shared = None if self.shared_expert is None else self.shared_expert(x)
+        out = run(tokens[order // config.router_topk])  # [R, H]
         # In the order of tokens again, so that each token's sum has one order, whatever the device does.
         num_kept = counts.sum()
         weighted = out * routing.weights.flatten()[order].unsqueeze(-1).to(out.dtype)
         if factor is not None:
-            is_dropped = torch.arange(order.numel(), device=order.device) >= num_kept
-            weighted = weighted.masked_fill(is_dropped.unsqueeze(-1), 0.0)
-        placed = torch.zeros(routing.experts.numel(), out.size(-1), dtype=out.dtype, device=out.device)
-        placed = placed.index_copy(0, order, weighted)
+            weighted = weighted.masked_fill(torch.arange(len(order), device=x.device).unsqueeze(-1) >= num_kept, 0.0)
+        placed = out.new_zeros(routing.experts.numel(), out.size(-1)).index_copy(0, order, weighted)
         y = placed.unflatten(0, (-1, config.router_topk)).sum(dim=1).view_as(x)
         if config.residual:
             assert shared is not None
@@ -354,16 +345,14 @@ def finish_step(layers: Sequence[MoE], moved: bool, add_up: Callable[[Tensor], N
 
 
 def sorted_by_expert(routing: Routing, capacity_factor: float | None, min_capacity: int) -> tuple[Tensor, Tensor]:
-    """Sort the choices of T * k by expert; those beyond its capacity, which weigh least, come last.
+    """Sort the choices of T * k by expert; those beyond its capacity, which weigh least, come last or not at all.
 
-    Returns which ones, int64 [R], and how many of each expert are kept, int64 [E]. R is no less than their sum, and the
-    host knows it without waiting for a GPU.
+    Returns which ones, int64 [R], where the host knows R, and how many of each expert are kept, int64 [E].
     """
     experts, num_experts = routing.experts.flatten(), routing.load.numel()
     if capacity_factor is None:
         return experts.argsort(stable=True), routing.load
-    room = math.ceil(experts.numel() / num_experts * capacity_factor)
-    capacity = min(max(room, min_capacity), experts.numel())
+    capacity = min(max(math.ceil(experts.numel() / num_experts * capacity_factor), min_capacity), experts.numel())
     heaviest = routing.weights.detach().flatten().argsort(descending=True, stable=True)
     order = heaviest[experts[heaviest].argsort(stable=True)]
     begins = routing.load.cumsum(0) - routing.load
