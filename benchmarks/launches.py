@@ -127,7 +127,6 @@ def count(flags: str) -> dict[str, int]:
 
 
 def table() -> str:
-    """Format the kept results."""
     kept = {(row["code"], row["model"], row["recipe"]): row["counts"] for row in read_rows(PATH)}
     lines = []
     for model, recipe in CASES:
