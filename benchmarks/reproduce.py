@@ -22,6 +22,7 @@ import auto_regret
 import between_islands
 import between_nodes
 import finetuning_bits
+import launches
 import loop_overhead
 import monitors
 import overlap
@@ -38,6 +39,7 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
     EVIDENCE / "peers.md": {"peers": against_peers.table},
     EVIDENCE / "islands.md": {"between-islands": between_islands.table},
     EVIDENCE / "benchmarks.md": {"overlap": overlap.table, "loop": loop_overhead.table},
+    EVIDENCE / "scaling.md": {"launches": launches.table},
     EVIDENCE / "experiments.md": {"fine-tuning": finetuning_bits.table, "links": steps_over_links.table},
     ROOT / "docs" / "reference" / "monitors.md": {
         "monitored": monitors.table,
