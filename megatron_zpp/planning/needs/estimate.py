@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from megatron_zpp.arguments.check_zero import check_replicas_on_nodes
 from megatron_zpp.arguments.resolve_parallel import data_parallel_size
 from megatron_zpp.families import Architecture
+from megatron_zpp.families.architecture import BlockActivations
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.optimizer import OPTIMIZERS
@@ -35,6 +36,7 @@ from megatron_zpp.planning.needs.traffic import (
     unit_exchanges,
     wire_dtypes,
 )
+from megatron_zpp.settings.groups import ActivationSettings
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.zeropp.muon.matrix_blocks import MomentumWire
 from megatron_zpp.zeropp.reduce.loco import ERROR_FORMATS
@@ -51,7 +53,7 @@ class RankEstimate:
 
     states: dict[str, int]
     working: dict[str, int]
-    host: dict[str, int]  # states that host memory keeps instead of the device, and what a save copies
+    host: dict[str, int]  # what host memory keeps instead of the device, and what a save copies
     exchanges: list[UnitExchanges]
     num_layers: int
     resident_weights: int  # more than ``memory``, inside ``zeropp.resident_weights()``,
@@ -137,7 +139,7 @@ def estimate(
         if schedule is not None and placement is not None:
             kept = micro_batches_kept(schedule, placement, pipeline_rank, micro_batches)
         states, host = _rank_states(settings, units, micro_batches)
-        working, cache = _working_memory(architecture, settings, planned.whole, units, kept)
+        working, offloaded, cache = _working_memory(architecture, settings, planned.whole, units, kept)
         exchanges = {  # equal layers have equal units
             unit: unit_exchanges(settings, unit, micro_batches, ring_passes, grid.group("replicas"))
             for unit in set(units)
@@ -149,7 +151,7 @@ def estimate(
             if unit.group.size > 1
         ]
         sends = [exchanges[unit] for unit in units]
-        ranks.append(RankEstimate(states, working, host, sends, count_layers(units), sum(resident), cache))
+        ranks.append(RankEstimate(states, working, host | offloaded, sends, count_layers(units), sum(resident), cache))
     sending = [rank.exchanges for rank in ranks]
     between_nodes, within_nodes = step_traffic(settings, planned, grid, sending, micro_batches)
     # A rank sends one piece to each other island, and then one around the ring.
@@ -272,8 +274,8 @@ def _rank_states(
 
 def _working_memory(
     architecture: Architecture, settings: ResolvedSettings, model: Transformer, units: list[PlannedUnit], kept: float
-) -> tuple[dict[str, int], int]:
-    """Estimate what is allocated within a step only, and the bytes that generation keeps of a token.
+) -> tuple[dict[str, int], dict[str, int], int]:
+    """Estimate what is allocated within a step only: on the device, in host memory, and of generation for each token.
 
     kept: micro-batches whose activations are kept at once.
     """
@@ -290,27 +292,37 @@ def _working_memory(
         distributed.tensor_model_parallel_size, distributed.sequence_parallel
     )
     block = block.attending(settings.training.seq_length, distributed.context_parallel_size)
-    if (budget := activation.activation_memory_budget) is not None:
-        bytes_kept = num_layers * (block.input + budget * (block.everything - block.input))
-        recomputed = block.everything
-    elif activation.recompute_granularity is None:
-        bytes_kept, recomputed = num_layers * block.everything, 0
-    elif modules := activation.recompute_modules:
-        dropped = [block.modules.get(name, 0) for name in modules]
-        bytes_kept, recomputed = num_layers * (block.everything - sum(dropped)), max(dropped)
-    elif activation.recompute_granularity == "selective":
-        bytes_kept, recomputed = num_layers * block.linear_layers, block.everything
-    else:
-        again = recomputed_blocks(activation, num_layers)
-        bytes_kept, recomputed = again * block.input + (num_layers - again) * block.everything, block.everything
+    bytes_kept, recomputed = _kept_and_recomputed(activation, block, num_layers)
+    placement = pipeline_placement(distributed, model)
+    stages = 1 if placement is None else placement.num_stages // distributed.pipeline_model_parallel_size
+    num_offloaded = stages * activation.cpu_offloading_num_layers
+    offloaded, _ = _kept_and_recomputed(activation, block, num_offloaded)
+    # Two offloaded layers are on the device at a time, when the backward pass has freed the others of its micro-batch.
+    rest, near = bytes_kept - offloaded, offloaded * min(kept, 2 / max(2, num_offloaded))
     tokens = settings.training.micro_batch_size * settings.training.seq_length // distributed.context_parallel_size
     working = {
         "gathered weights, gradients on their way": gathered + (weights + gradients) * (max(others) + layer),
-        "activations": round(tokens * (kept * bytes_kept + recomputed)),
+        "activations": round(tokens * (max(kept * rest, (kept - 1) * rest + near) + recomputed)),
     }
+    in_host = {"activations of offloaded layers (about)": round(tokens * kept * offloaded)} if offloaded else {}
     if masks := _attention_masks(settings, model, block.scores > 0):
         working["masks of attention"] = masks
-    return working, num_layers * block.keys_and_values
+    return working, in_host, num_layers * block.keys_and_values
+
+
+def _kept_and_recomputed(activation: ActivationSettings, block: BlockActivations, num_layers: int) -> tuple[float, int]:
+    """Return the bytes of a token that the first layers keep, and those that one computes again at a time."""
+    if (budget := activation.activation_memory_budget) is not None:
+        return num_layers * (block.input + budget * (block.everything - block.input)), block.everything
+    if activation.recompute_granularity is None:
+        return num_layers * block.everything, 0
+    if modules := activation.recompute_modules:
+        dropped = [block.modules.get(name, 0) for name in modules]
+        return num_layers * (block.everything - sum(dropped)), max(dropped)
+    if activation.recompute_granularity == "selective":
+        return num_layers * block.linear_layers, block.everything
+    again = min(num_layers, recomputed_blocks(activation, num_layers))
+    return again * block.input + (num_layers - again) * block.everything, block.everything
 
 
 def _attention_masks(settings: ResolvedSettings, model: Transformer, is_plain: bool) -> int:
