@@ -1,7 +1,5 @@
 """The table of docs/reference/memory.md: what a GPU needs on 64 nodes x 8, in GB, as tools/estimate.py says it.
 
-    .venv/bin/python benchmarks/memory.py
-
 Estimates of three models with all flags and LoCo, bf16, one sample per micro-batch, full recomputation. In brackets:
 host memory for each GPU.
 """
@@ -37,13 +35,13 @@ COLUMNS = {
 }
 
 
-def main() -> None:
+def table() -> str:
     rows = []
     for model, (vocabulary, program) in MODELS.items():
         for micro_batches in (1, 4):
             common = f"{CLUSTER} --vocabulary {vocabulary} {program} {COMMON} --global-batch-size {512 * micro_batches}"
             rows.append([model, micro_batches, *(memory(f"{common} {flags}") for flags in COLUMNS.values())])
-    print(markdown_table(["model", "micro-batches", *COLUMNS], rows))
+    return markdown_table(["model", "micro-batches", *COLUMNS], rows)
 
 
 def memory(command: str) -> str:
@@ -51,7 +49,3 @@ def memory(command: str) -> str:
     of_host = found.largest.host
     host = f" ({sum(of_host.values()) / 1e9:.1f})" if of_host else ""
     return f"{found.memory / 1e9:.1f}{host}"
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,6 @@
     git worktree add ../before cdc7657  # the last commit with weight differences
     (cd ../before && ../megatron_zpp/.venv/bin/python setup.py build_ext --inplace)
     sudo .venv/bin/python benchmarks/steps_over_links.py --before ../before
-    .venv/bin/python benchmarks/steps_over_links.py --table
 
 Both trees train in turns in the cluster in a box, 2 nodes of 2 ranks, so that they share the machine's slow minutes. A
 row of ``benchmarks/results/steps_over_links.jsonl`` is one run; ratios are medians over the rounds.
@@ -65,7 +64,7 @@ def run_on(tree: Path, flags: str, rate: str | None, delay: float) -> dict[str, 
     return asdict(found) | {"command": f"pretrain_gpt.py {flags}"}
 
 
-def print_table() -> None:
+def table() -> str:
     rows = {(row["rate"], row["delay_ms"], row["setting"], row["round"]): row for row in read_rows(PATH)}
     lines = []
     for (rate, length, delay, rounds, _), name in itertools.product(CELLS, SETTINGS):
@@ -79,26 +78,18 @@ def print_table() -> None:
         )
         ratios = [row["seconds_per_step"] / base["seconds_per_step"] for row, base in found]
         spread = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        cells = [f"{sent / 1e6:.2f}", f"{counted / sent:.3f}", f"{seconds:.3f}", spread]
+        cells = [f"{sent / 1e6:.2f}", f"{counted / sent:.3f}", f"{seconds:.3f}", spread if name != DIFFERENCES else ""]
         lines.append([rate or "unlimited", length, delay, name, *cells])
-    headings = ["rate", "sequence", "delay, ms", "setting", "MB a node", "counted / interface", "s a step"]
-    print(markdown_table([*headings, "over differences"], lines))
+    headings = ["link", "sequence", "delay, ms", "on the wire", "MB a node and step", "counted / interface", "s a step"]
+    return markdown_table([*headings, "over differences"], lines)
 
 
-def measure_or_show(
-    doc: str | None, commit: str, measure: Callable[[Path], None], print_table: Callable[[], None]
-) -> None:
+def measure_beside(doc: str | None, commit: str, measure: Callable[[Path], None]) -> None:
     """Run a benchmark of this tree beside a worktree of an older ``commit``, by the command line."""
     parser = new_parser(doc)
-    parser.add_argument("--before", type=Path, help=f"a built worktree of commit {commit}")
-    parser.add_argument("--table", action="store_true", help="print the table of what was measured")
-    arguments = parser.parse_args()
-    if arguments.before:
-        measure(arguments.before)
-    elif not arguments.table:
-        parser.error("give --before FOLDER or --table")
-    print_table()
+    parser.add_argument("--before", type=Path, required=True, help=f"a built worktree of commit {commit}")
+    measure(parser.parse_args().before)
 
 
 if __name__ == "__main__":
-    measure_or_show(__doc__, "cdc7657", measure, print_table)
+    measure_beside(__doc__, "cdc7657", measure)
