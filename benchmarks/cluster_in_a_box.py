@@ -177,8 +177,10 @@ def remove_leftovers() -> None:
 
 
 @contextmanager
-def programs(command: Sequence[str], namespaces: list[str], ranks_per_node: int) -> Iterator[list[subprocess.Popen]]:
-    """``torchrun`` on every node; all output goes to its stdout. Killed at the end."""
+def programs(
+    command: Sequence[str], namespaces: list[str], ranks_per_node: int, master: str = f"{SUBNET}.1"
+) -> Iterator[list[subprocess.Popen]]:
+    """``torchrun`` on every node; all output goes to its stdout. Killed at the end. master: address of the first."""
     threads = max(1, (os.cpu_count() or 1) // (len(namespaces) * ranks_per_node))
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -186,7 +188,7 @@ def programs(command: Sequence[str], namespaces: list[str], ranks_per_node: int)
     try:
         for node, namespace in enumerate(namespaces):
             torchrun = f"-m torch.distributed.run --nnodes {len(namespaces)} --node-rank {node} --nproc-per-node "
-            torchrun += f"{ranks_per_node} --master-addr {SUBNET}.1 --master-port 29500"
+            torchrun += f"{ranks_per_node} --master-addr {master} --master-port 29500"
             launched = ["ip", "netns", "exec", namespace, sys.executable, *torchrun.split(), *command]
             processes.append(subprocess.Popen(launched, env=environment, start_new_session=True, **pipes))
         yield processes

@@ -29,7 +29,7 @@ def damaged_checkpoint(campaign: Campaign, folder: Path, at_most: int) -> Outcom
         name = campaign.rng.choice(("meta.json", "index.json", "complete"))
     spoil(newest / name, how, campaign.rng)
     refused = campaign.start(folder).wait()
-    if set(refused.codes) != {2} or newest.name not in refused.output:
+    if not refused.failed_with(2) or newest.name not in refused.output:
         return [bad("wrong", refused, f"{name} {how}: not refused")]
     outcome, detail = campaign.finish(folder, "--load-latest-good")
     return [(outcome, f"{name} {how}: refused by name; with --load-latest-good: {detail}")]
@@ -47,7 +47,7 @@ def special_file(campaign: Campaign, folder: Path, at_most: int) -> Outcomes:
     before, how = kept.read_bytes(), campaign.rng.choice(("FIFO", "link", "folder"))
     {"FIFO": os.mkfifo, "link": lambda path: path.symlink_to(kept), "folder": os.mkdir}[how](path)
     refused = campaign.start(folder).wait()
-    if set(refused.codes) != {2} or path.name not in refused.output or kept.read_bytes() != before:
+    if not refused.failed_with(2) or path.name not in refused.output or kept.read_bytes() != before:
         return [bad("wrong", refused, f"{path.name}, a {how}")]
     path.rmdir() if how == "folder" else path.unlink()
     kept.rename(path)
@@ -115,7 +115,7 @@ def diverged(campaign: Campaign, folder: Path, at_most: int) -> Outcomes:
     at, keep = campaign.rng.randrange(2, ITERATIONS - 6), campaign.rng.choice(("1", "2", "3"))
     steps = ["--save-interval", "1", "--save-keep-last", keep, "--max-nonfinite-steps", campaign.rng.choice("459")]
     result = campaign.start(folder, *steps, nan_from=at).wait()
-    if set(result.codes) != {3}:
+    if not result.failed_with(3):
         return [bad("wrong", result, f"NaN from step {at}")]
     outcome, detail = campaign.finish(folder, "--load-latest-good")
     return [(outcome, f"NaN from step {at}, --save-keep-last {keep}: status 3; with --load-latest-good: {detail}")]
@@ -129,7 +129,7 @@ def two_jobs(campaign: Campaign, folder: Path, at_most: int) -> Outcomes:
     result = first.wait()
     outcome, detail = campaign.check(folder)
     if outcome == "survived" and result.well:
-        if set(second.codes) != {2} or "is in use by another job" not in second.output:
+        if not second.failed_with(2) or "is in use by another job" not in second.output:
             return [bad("wrong", second, "the second job was not refused")]
         outcome = "reported"
     return [(outcome, f"the second job was refused; the first: {detail}")]
@@ -141,7 +141,7 @@ def disk_full(campaign: Campaign, folder: Path, at_most: int) -> Outcomes:
         result = campaign.start(folder, "--save-interval", "1", "--save-keep-last", "100").wait()
         kept = candidates(str(folder))
         damaged = [path.name for path in kept if problems(path)]
-        if result.hung or f"iteration {ITERATIONS:8d}/" not in result.output or set(result.codes) != {2}:
+        if result.hung or f"iteration {ITERATIONS:8d}/" not in result.output or not result.failed_with(2):
             return [bad("lost", result, "training stopped")]
         if "No space left" not in result.output or "NOT SAVED" not in result.output:
             return [bad("wrong", result, "nothing was said")]

@@ -70,6 +70,10 @@ class Result:
     def well(self) -> bool:
         return set(self.codes) == {0}
 
+    def failed_with(self, code: int) -> bool:
+        """Whether all ranks ended with a code, or were asked to end while they did because another one had."""
+        return {code} <= set(self.codes) <= {code, -signal.SIGTERM}
+
 
 class Run:
     """Ranks of one start of the program, with their output in one file.

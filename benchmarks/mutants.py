@@ -2,6 +2,7 @@
 
     python benchmarks/mutants.py record                # once: which test executes which function; or some: tests/data
     python benchmarks/mutants.py run                   # the tests against 160 mutants; --only data/indices.py: some
+    python benchmarks/mutants.py run --since COMMIT    # in lines that are newer than this commit
     python benchmarks/mutants.py run --recheck         # those that survived, again, without --budget
     python benchmarks/mutants.py table                 # what is in the results, as Markdown
 
@@ -19,6 +20,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -37,7 +39,7 @@ from mutants_made import Mutant, draw, functions, key, mutants_of
 
 RECORDING = ROOT / "runs" / "mutants" / "recording.jsonl"
 RESULTS = FOLDER / "mutants.jsonl"
-FOLDERS = ("megatron_zpp/zeropp", "megatron_zpp/training", "megatron_zpp/data")
+FOLDERS = ("megatron_zpp",)
 ALIVE = ("survived", "unfinished")
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "runs", "build", "__pycache__", ".*_cache", ".hypothesis")
 
@@ -47,8 +49,10 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     record_ = commands.add_parser("record", help="run the tests, and write down what each executes")
     run = commands.add_parser("run", help="run the tests against mutants that have no result yet")
-    commands.add_parser("table", help="print the results by folder, and what survived")
+    table_ = commands.add_parser("table", help="print the results by folder, and what survived")
     record_.add_argument("tests", nargs="*", help="of pytest; default: what make test runs. Options behind --")
+    for command in (run, table_):
+        command.add_argument("--results", type=Path, default=RESULTS, help="default: benchmarks/results/mutants.jsonl")
     run.add_argument("--budget", type=float, default=120, help="seconds for one mutant (default: %(default)s)")
     run.add_argument("--recheck", action="store_true", help="run all tests on what survived or is unfinished")
     for command in (record_, run):
@@ -56,17 +60,22 @@ def main() -> None:
     run.add_argument("--count", type=int, default=160)
     run.add_argument("--seed", type=int, default=1)
     run.add_argument("--only", default="", metavar="TEXT", help="mutants of files whose path holds it")
+    run.add_argument("--since", metavar="COMMIT", help="mutants of lines that it does not have")
     args = parser.parse_args()
     if args.command == "record":
         sys.exit(record(ROOT, FOLDERS, RECORDING, args.workers, args.tests))
     if args.command == "table":
-        print(table() + alive(read_results(RESULTS).values()))
+        rows = read_results(args.results).values()
+        print(counts(rows) + alive(rows))
         return
     mutants = [mutant for file in files_in(ROOT, FOLDERS) for mutant in mutants_of(ROOT, file)]
+    if args.since:
+        added = lines_since(args.since)
+        mutants = [mutant for mutant in mutants if mutant.line in added.get(mutant.file, ())]
     mutants = [mutant for mutant in draw(mutants, args.count, args.seed) if args.only in mutant.file]
     if not RECORDING.exists():
         sys.exit(f"error: there is no {RECORDING}: run python benchmarks/mutants.py record first")
-    results = read_results(RESULTS)
+    results = read_results(args.results)
     wanted = ALIVE if args.recheck else (None,)
     mutants = [mutant for mutant in mutants if results.get(key(vars(mutant)), {}).get("outcome") in wanted]
     budget = math.inf if args.recheck else args.budget
@@ -74,13 +83,26 @@ def main() -> None:
     for number, row in enumerate(rows, 1):
         kept = {name: text for name, text in results.get(key(row), {}).items() if name == "judgement"}
         results[key(row)] = row | kept
-        append_row(RESULTS, results[key(row)])
+        append_row(args.results, results[key(row)])
         print(f"{number}/{len(mutants)} {row['outcome']} in {row['seconds']} s: {key(row)}", flush=True)
     print(counts(results.values()) + alive(results.values()))
 
 
 def files_in(root: Path, folders: Iterable[str]) -> list[Path]:
     return [file for folder in folders for file in sorted((root / folder).rglob("*.py"))]
+
+
+def lines_since(commit: str) -> dict[str, set[int]]:
+    """The lines of each file that the working tree has and ``commit`` has not, moved files aside."""
+    command = ["git", "diff", "--unified=0", "--find-renames", "--no-prefix", commit, "--", *FOLDERS]
+    added: dict[str, set[int]] = {}
+    for line in subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines():
+        if line.startswith("+++ "):
+            lines = added.setdefault(line.removeprefix("+++ "), set())
+        elif found := re.match(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@", line):
+            first, count = int(found[1]), int(found[2] or 1)
+            lines.update(range(first, first + count))
+    return added
 
 
 def record(root: Path, folders: Iterable[str], recording: Path, workers: int, options: list[str]) -> int:
@@ -221,7 +243,7 @@ def counts(rows: Iterable[dict[str, Any]]) -> str:
     rows = list(rows)
     heads = ("folder", "mutants", "killed", "by a timeout", "survived", "unfinished", "equivalent")
     counted = []
-    for folder in [*FOLDERS, ""]:
+    for folder in [*sorted({"/".join(row["file"].split("/")[:2]) for row in rows}), ""]:
         some = [row for row in rows if row["file"].startswith(folder)]
         count = Counter(row["outcome"] for row in some)
         killed = count["killed"] + count["timeout"]

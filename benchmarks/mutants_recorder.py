@@ -74,7 +74,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     executed = item.config.stash[EXECUTED]
     for module in list(sys.modules.values()):
-        if hasattr(module, "__marks__"):
+        if "__marks__" in vars(module):
             for value in list(vars(module).values()):  # what a test finds in a cache it would have executed
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()

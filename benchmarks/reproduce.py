@@ -23,6 +23,7 @@ import between_islands
 import between_nodes
 import finetuning_bits
 import kernels
+import loop_overhead
 import loss
 import memory
 import monitors
@@ -35,7 +36,6 @@ import planner_box
 import planner_zeropp
 import rl
 import scaling
-import steps_over_delays
 import steps_over_links
 from common import ROOT, markdown_table, new_parser
 from study import RESULTS, arms, read_results
@@ -45,7 +45,7 @@ from study_tables import PAGE, Rows, by_flags_and_seed, draw_plots, page_of, rep
 CLAIMS = ROOT / "examples" / "reproduce.toml"
 EVIDENCE, REFERENCE = ROOT / "docs" / "evidence", ROOT / "docs" / "reference"
 BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
-    PAGE: {"fine-tuning": finetuning_bits.table, "links": steps_over_links.table, "delays": steps_over_delays.table},
+    PAGE: {"fine-tuning": finetuning_bits.table, "links": steps_over_links.table},
     EVIDENCE / "planner.md": {
         "published": lambda: planner.kept("published"),
         "zeropp": planner_zeropp.tables,
@@ -57,6 +57,7 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
     EVIDENCE / "islands.md": {"sites": lambda: planner.kept("islands"), "between-islands": between_islands.table},
     EVIDENCE / "benchmarks.md": {
         "mutants": mutants.table,
+        "loop": loop_overhead.table,
         "overlap": overlap.table,
         "learning": rl.table_of_learning,
         "rollouts": rl.table_of_rollouts,

@@ -3,6 +3,7 @@
     git worktree add ../before bc71d37  # the last commit with a collective for each unit
     (cd ../before && ../megatron_zpp/.venv/bin/python setup.py build_ext --inplace)
     sudo .venv/bin/python benchmarks/steps_over_delays.py --before ../before
+    .venv/bin/python benchmarks/steps_over_delays.py --table
 
 Both trees train in turns in the cluster in a box, 2 nodes of 2 ranks at 150 Mbit/s, so that they share the machine's
 slow minutes. A row of ``benchmarks/results/steps_over_delays.jsonl`` is one run; ratios are medians over the rounds.
@@ -15,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from common import RESULTS, ROOT, markdown_table, measure_once, read_rows
-from steps_over_links import MODEL, MOVES, WARMUP, WIRE, measure_beside, run_on
+from steps_over_links import MODEL, MOVES, WARMUP, WIRE, measure_or_show, run_on
 
 PATH = RESULTS / "steps_over_delays.jsonl"
 RATE, STEPS, ROUNDS, DELAYS = "150mbit", 10, 3, (0, 10, 50)
@@ -30,7 +31,7 @@ def measure(before: Path) -> None:
                 measure_once(PATH, key, partial(run_on, tree, flags, RATE, delay))
 
 
-def table() -> str:
+def print_table() -> None:
     rows = {(row["tree"], row["delay_ms"], row["round"]): row["seconds_per_step"] for row in read_rows(PATH)}
     lines = []
     for delay in DELAYS:
@@ -40,8 +41,8 @@ def table() -> str:
         if turns:
             spread = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
             lines.append([delay, *(f"{median(each):.3f}" for each in seconds), spread, len(turns)])
-    return markdown_table(["delay, ms", "before, s a step", "after", "after / before", "rounds"], lines)
+    print(markdown_table(["delay, ms", "before, s a step", "after", "after / before", "rounds"], lines))
 
 
 if __name__ == "__main__":
-    measure_beside(__doc__, "bc71d37", measure)
+    measure_or_show(__doc__, "bc71d37", measure, print_table)

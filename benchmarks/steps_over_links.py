@@ -3,6 +3,7 @@
     git worktree add ../before cdc7657  # the last commit with weight differences
     (cd ../before && ../megatron_zpp/.venv/bin/python setup.py build_ext --inplace)
     sudo .venv/bin/python benchmarks/steps_over_links.py --before ../before
+    .venv/bin/python benchmarks/steps_over_links.py --table
 
 Both trees train in turns in the cluster in a box, 2 nodes of 2 ranks, so that they share the machine's slow minutes. A
 row of ``benchmarks/results/steps_over_links.jsonl`` is one run; ratios are medians over the rounds.
@@ -11,7 +12,7 @@ row of ``benchmarks/results/steps_over_links.jsonl`` is one run; ratios are medi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -38,11 +39,12 @@ SETTINGS = {  # name: (whether the older tree runs it, flags)
     "moved int6, 2-bit gradients": (False, f"{MOVES} 6 {TWO_BITS}"),
     OLDER_KERNELS: (True, f"{MOVES} 6 {TWO_BITS}"),
 }
-# rate, sequence length, delay in ms, rounds, steps
+DELAYS = (0, 10, 50)  # ms
+# rate, sequence length, delay, rounds, steps
 CELLS = [
-    (rate, length, delay, 3 if delay == 0 else 1, steps)
-    for rate, length, steps in (("150mbit", 256, 10), ("300mbit", 64, 16), (None, 64, 24))
-    for delay in (0, 10, 50)
+    (rate, length, delay, rounds if delay == 0 else 1, steps)
+    for rate, length, rounds, steps in (("150mbit", 256, 3, 10), ("300mbit", 64, 3, 16), (None, 64, 5, 24))
+    for delay in DELAYS
 ]
 WARMUP = 4  # steps; the first sends all weights in full
 
@@ -64,13 +66,14 @@ def run_on(tree: Path, flags: str, rate: str | None, delay: float) -> dict[str, 
     return asdict(found) | {"command": f"pretrain_gpt.py {flags}"}
 
 
-def table() -> str:
+def table(delays: Collection[int] = (0,)) -> str:
+    """Medians over the rounds as Markdown, and ratios to the differences of the same round."""
     rows = {(row["rate"], row["delay_ms"], row["setting"], row["round"]): row for row in read_rows(PATH)}
     lines = []
     for (rate, length, delay, rounds, _), name in itertools.product(CELLS, SETTINGS):
         pairs = [[rows.get((rate, delay, which, turn)) for which in (name, DIFFERENCES)] for turn in range(rounds)]
         found = [(row, base) for row, base in pairs if row is not None and base is not None]
-        if not found:
+        if not found or delay not in delays:
             continue
         seconds, sent, counted = (
             median(row[key] for row, _ in found)
@@ -78,18 +81,26 @@ def table() -> str:
         )
         ratios = [row["seconds_per_step"] / base["seconds_per_step"] for row, base in found]
         spread = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        cells = [f"{sent / 1e6:.2f}", f"{counted / sent:.3f}", f"{seconds:.3f}", spread if name != DIFFERENCES else ""]
+        cells = [f"{sent / 1e6:.2f}", f"{counted / sent:.3f}", f"{seconds:.3f}", spread]
         lines.append([rate or "unlimited", length, delay, name, *cells])
-    headings = ["link", "sequence", "delay, ms", "on the wire", "MB a node and step", "counted / interface", "s a step"]
+    headings = ["rate", "sequence", "delay, ms", "setting", "MB a node", "counted / interface", "s a step"]
     return markdown_table([*headings, "over differences"], lines)
 
 
-def measure_beside(doc: str | None, commit: str, measure: Callable[[Path], None]) -> None:
+def measure_or_show(
+    doc: str | None, commit: str, measure: Callable[[Path], None], print_table: Callable[[], None]
+) -> None:
     """Run a benchmark of this tree beside a worktree of an older ``commit``, by the command line."""
     parser = new_parser(doc)
-    parser.add_argument("--before", type=Path, required=True, help=f"a built worktree of commit {commit}")
-    measure(parser.parse_args().before)
+    parser.add_argument("--before", type=Path, help=f"a built worktree of commit {commit}")
+    parser.add_argument("--table", action="store_true", help="print the table of what was measured")
+    arguments = parser.parse_args()
+    if arguments.before:
+        measure(arguments.before)
+    elif not arguments.table:
+        parser.error("give --before FOLDER or --table")
+    print_table()
 
 
 if __name__ == "__main__":
-    measure_beside(__doc__, "cdc7657", measure)
+    measure_or_show(__doc__, "cdc7657", measure, lambda: print(table(DELAYS)))

@@ -157,6 +157,16 @@ def llama_recipes(title: str, model: str, block_sizes: tuple[int, ...]) -> Group
     return group(title, {FP32.name: "", **arms}, common=model, control=model)
 
 
+def blocked_or_not(title: str, model: str) -> Group:
+    """The whole recipe with scales of blocks, and with one scale for each parameter and rank."""
+    arms = {
+        "ZeRO++, all in blocks": f"{weights(8, 256)} {gradients(8, 4)}",
+        "ZeRO++, weights non-blocked": f"{weights(8, 0)} {gradients(8, 4)}",
+        "ZeRO++, weights and gradients non-blocked": f"{weights(8, 0)} {gradients(8, 4, 0)}",
+    }
+    return group(f"Blocked and non-blocked: {title}", {FP32.name: "", **arms}, common=model, control=model)
+
+
 EXPERIMENTS = {
     "E1": Experiment(
         "Weights as low-bit integers (qwZ)",
@@ -226,6 +236,8 @@ EXPERIMENTS = {
             },
         ),
         on_twice_the_ranks(group("4 bits between nodes", {f"{FOUR_BITS_NAME}, 8 ranks": FOUR_BITS})),
+        blocked_or_not("Llama", LLAMA),
+        blocked_or_not("Llama that begins with four outliers a layer", f"--trial outliers:30 {LLAMA}"),
         group(
             "2 bits and 1 between nodes",
             {

@@ -1,7 +1,8 @@
-"""The trainer with limits and codes of gradients that were tried and are not in the package; the study runs it.
+"""The trainer with what was tried and is not in the package: limits and codes of gradients, outliers.
 
 python benchmarks/study_trials.py --trial limited-elements ...  # the rest are flags of pretrain_gpt.py
 python benchmarks/study_trials.py --trial ternary:1.2 --zeropp-gradient-bits 2 ...
+python benchmarks/study_trials.py --trial outliers:30 --swiglu ...
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_zpp.commands.pretrain import main
 from megatron_zpp.families import GPT
+from megatron_zpp.models.mlp import GatedMLP
+from megatron_zpp.models.transformer import Transformer
+from megatron_zpp.training import model as model_building
 from megatron_zpp.zeropp.wire import quantization
 from megatron_zpp.zeropp.wire.format import WireFormat
 from megatron_zpp.zeropp.wire.quantization import STEPS, Code
@@ -90,12 +94,34 @@ def with_ternary_codes(threshold: float) -> None:
     print(f"ternary codes: {share:.4f} are not zero, {entropy:.3f} bits with their signs")
 
 
+def with_outliers(factor: float, channels: int = 4) -> None:
+    """Train a model that begins with outliers, but computes what it would compute without them.
+
+    In each gated MLP some rows of the up projection are ``factor`` times as large, and the columns of the down
+    projection that they are multiplied by are as much smaller.
+    """
+
+    init_weights = model_building.init_weights
+
+    def init_with_outliers(model: Transformer, seed: int, *arguments: Any) -> None:
+        init_weights(model, seed, *arguments)
+        with torch.no_grad():
+            for mlp in (module for module in model.modules() if isinstance(module, GatedMLP)):
+                mlp.linear_fc1_up.weight[:channels] *= factor
+                mlp.linear_fc2.weight[:, :channels] /= factor
+
+    model_building.init_weights = init_with_outliers  # type: ignore[assignment]
+    main(GPT)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, add_help=False)
-    parser.add_argument("--trial", required=True, help=f"{', '.join(LIMITS)}, ternary:THRESHOLD")
+    parser.add_argument("--trial", required=True, help=f"{', '.join(LIMITS)}, ternary:THRESHOLD, outliers:FACTOR")
     arguments, sys.argv[1:] = parser.parse_known_args()
-    name, _, threshold = arguments.trial.partition(":")
+    name, _, value = arguments.trial.partition(":")
     if name == "ternary":
-        with_ternary_codes(float(threshold))
+        with_ternary_codes(float(value))
+    elif name == "outliers":
+        with_outliers(float(value))
     else:
         with_limited_elements(LIMITS[name])

@@ -9,7 +9,9 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from multiprocessing import connection
 
 import numpy as np
 import torch
@@ -145,13 +147,20 @@ def _start_worker(worker: int) -> None:
 
     Ctrl-C may ask ranks to save and exit; a rank reads until then and ends its workers, unless it is killed.
     """
-    if sys.platform == "linux":
+    rank = multiprocessing.parent_process()
+    if sys.platform == "linux" and multiprocessing.get_start_method() == "fork":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        parent = multiprocessing.parent_process()
-        if multiprocessing.get_start_method() == "fork" and parent is not None and os.getppid() != parent.pid:
+        if rank is not None and os.getppid() != rank.pid:
             os._exit(1)  # it died before this call
+    elif rank is not None:  # the worker is a child of a server, which outlives the rank
+        threading.Thread(target=_end_with, args=(rank.sentinel,), daemon=True).start()
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+
+
+def _end_with(sentinel: int) -> None:
+    connection.wait([sentinel])
+    os._exit(1)
 
 
 # Which samples a rank reads, in which order: each function yields its micro-batches as lists of sample numbers, from

@@ -121,14 +121,18 @@ def test_a_run_that_cannot_start_its_data_workers_ends():
     assert failed.returncode == 2 and "Too many open files" in failed.stderr
 
 
-def children(process: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+def descendants(process: int) -> list[int]:
+    children = [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    return children + [found for child in children for found in descendants(child)]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's prctl")
-def test_data_workers_die_with_a_killed_rank():
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
+@pytest.mark.parametrize("method", ["fork", "forkserver"])  # Python 3.14 starts processes by the second
+def test_data_workers_die_with_a_killed_rank(method):
     """A rank cannot clean up: it learns nothing of SIGKILL."""
-    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *TINY.split(), "--num-workers", "2"]
+    program = f"import multiprocessing; multiprocessing.set_start_method({method!r})\n"
+    program += "from megatron_zpp.commands.pretrain import main; from megatron_zpp.families import GPT; main(GPT)"
+    words = [sys.executable, "-c", program, *TINY.split(), "--num-workers", "2"]
     words[words.index("--train-iters") + 1] = "1000000"
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     try:
@@ -136,7 +140,7 @@ def test_data_workers_die_with_a_killed_rank():
         for line in process.stdout:
             if " iteration " in line:
                 break
-        workers = children(process.pid)
+        workers = descendants(process.pid)
         assert len(workers) >= 2
         process.send_signal(signal.SIGKILL)
         process.wait()

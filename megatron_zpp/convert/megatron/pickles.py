@@ -68,12 +68,13 @@ def load_file(path: Path) -> Any:
     """Read a file of torch.save; tensors stay in it until they are used. Raises CheckpointError."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing, or not a regular file")
-    return load(path, path, mmap=zipfile.is_zipfile(path))
+    return load(path, path)
 
 
-def load(source: Path | BinaryIO, path: Path, mmap: bool = False) -> Any:
+def load(source: Path | BinaryIO, path: Path) -> Any:
     """Read what torch.save wrote. path: for messages. Raises CheckpointError."""
     try:
+        mmap = isinstance(source, Path) and zipfile.is_zipfile(source)  # which raises an error of its own
         with torch.serialization.safe_globals(_SAFE):
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:

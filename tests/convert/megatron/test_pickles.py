@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import shutil
 import sys
 import types
 from enum import Enum
@@ -17,8 +18,8 @@ from megatron_zpp.checkpoint import CheckpointError
 from megatron_zpp.commands.convert import export_megatron, import_megatron
 from megatron_zpp.convert.megatron.checkpoint import open_checkpoint
 from megatron_zpp.convert.megatron.pickles import load_file, load_metadata
-from tests.convert.megatron.layouts import CONFIGS, random_model, write_legacy
-from tests.tools import call_well
+from tests.convert.megatron.layouts import CONFIGS, FORMATS, random_model, write_legacy
+from tests.tools import call, call_well
 
 
 class Hostile:
@@ -88,6 +89,33 @@ def test_a_damaged_index_is_one_line(exported):
             assert "\n" not in str(error)
             refused += 1
     assert refused > 20
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+def test_hostile_and_damaged_files_of_every_layout_are_one_line(tmp_path, layout):
+    """Each file in turn would run code, is cut short, or has another bit: refused, or imported; nothing is run."""
+    draw, theirs = random.Random(layout), tmp_path / "theirs"
+    FORMATS[layout](theirs, random_model(CONFIGS["gpt"]), CONFIGS["gpt"])
+    torch.save(Hostile(tmp_path / "mark"), tmp_path / "hostile.pt")
+    files = sorted(file for file in theirs.rglob("*") if file.is_file())
+    refused = 0
+    for file in draw.sample(files, min(len(files), 6)):
+        content = file.read_bytes()
+        place, bit = draw.randrange(len(content)), 1 << draw.randrange(8)
+        for damaged in (
+            (tmp_path / "hostile.pt").read_bytes(),
+            pickle.dumps(Hostile(tmp_path / "mark"), protocol=2),
+            content[:place],
+            content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :],
+        ):
+            file.write_bytes(damaged)
+            code, _, err = call(import_megatron, "--input", theirs, "--save", tmp_path / "ours")
+            assert code == 0 or (code, err.count("\n")) == (1, 1), err
+            refused += code
+            shutil.rmtree(tmp_path / "ours", ignore_errors=True)
+        file.write_bytes(content)
+    assert refused >= 4
+    assert not (tmp_path / "mark").exists()
 
 
 def test_files_that_are_missing_or_leave_the_checkpoint_are_named(exported, tmp_path):
