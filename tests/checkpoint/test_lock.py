@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import multiprocessing
 from collections.abc import Iterator
 from multiprocessing.pool import Pool
@@ -62,3 +64,17 @@ def test_a_job_whose_folder_another_one_took_does_not_save_there(tmp_path, other
     other_job.join()
     lock.renew()
     assert (folder / "iter_0000004").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EIO])
+def test_a_file_system_without_locks_is_a_note_and_a_failing_one_an_error(tmp_path, monkeypatch, capsys, number):
+    def fail(*_: object) -> None:
+        raise OSError(number, "the reason")
+
+    monkeypatch.setattr(fcntl, "lockf", fail)
+    if number == errno.EIO:
+        with pytest.raises(OSError, match="the reason"):
+            FolderLock(str(tmp_path))
+    else:
+        FolderLock(str(tmp_path)).release()
+        assert "knows no locks (the reason): let no other" in capsys.readouterr().out

@@ -18,14 +18,15 @@ def program(*before: str, **more: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_node_that_lacks_nothing_and_one_that_does(monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["doctor"])
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (doctor.OPEN_FILES, files[1]))
     monkeypatch.setattr(doctor, "requires", lambda name: ["torch<2.14,>=2.11"])
-    assert doctor.run() == 0
+    assert doctor.main() == 0
     assert "LOOK" not in capsys.readouterr().out
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, files[1]))
     monkeypatch.setattr(doctor, "requires", lambda name: ["torch<1.14,>=1.11"])
-    assert doctor.run() == 1
+    assert doctor.main() == 1
     looks = [line.split()[1] for line in capsys.readouterr().out.splitlines() if "LOOK" in line]
     assert looks == ["torch", "open"]
 

@@ -13,8 +13,9 @@ from megatron_zpp.checkpoint import find_checkpoint, iterate_parameters, iterate
 from megatron_zpp.checkpoint.meta import Counters, saved_model
 from megatron_zpp.commands.convert import export_megatron, import_megatron
 from megatron_zpp.convert.megatron.config import args_of
+from megatron_zpp.models.moe import MoEConfig
 from tests.convert.megatron.layouts import CONFIGS, FORMATS, IDS, State, random_model, save, write_universal
-from tests.models.configs import gpt_config
+from tests.models.configs import gpt_config, llama_config
 from tests.ranks import run_ranks
 from tests.tools import call_well, call_wrongly
 from tests.training.small_run import flags, train_each, write_text
@@ -112,6 +113,12 @@ def test_a_gelu_that_megatron_does_not_have_is_not_exported():
     with pytest.raises(ValueError, match="GELU without biases"):
         args_of(config, 16)
     assert not args_of(dataclasses.replace(config, exact_gelu=True), 16).bias_gelu_fusion
+
+
+def test_layers_with_experts_from_another_layer_on_are_a_pattern_for_megatron():
+    experts = MoEConfig(num_experts=4, router_topk=2, ffn_hidden_size=16)
+    config = llama_config(4, 32, 4, 64, ffn_hidden_size=48, moe=experts, moe_layer_freq="2", moe_first_layer=2)
+    assert args_of(config, 16).moe_layer_freq == [int(layer in config.layers_with_experts) for layer in range(4)]
 
 
 @pytest.mark.long
