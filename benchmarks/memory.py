@@ -1,12 +1,13 @@
-"""The table of docs/reference/memory.md: what a GPU needs on 64 nodes x 8, in GB, as tools/estimate.py says it.
+"""Tables as tools/estimate.py says them: in docs/reference/memory.md what a GPU needs on 64 nodes x 8, in GB.
 
 Estimates of three models with all flags and LoCo, bf16, one sample per micro-batch, full recomputation. In brackets:
-host memory for each GPU.
+host memory for each GPU. In docs/how-to/choose-settings.md a Llama-8B on 8 nodes, for 1 and for 8 micro-batches.
 """
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 
 from common import markdown_table
 from planner import LLAMA_70B
@@ -33,6 +34,37 @@ COLUMNS = {
     "int8": f"{ALL_FLAGS} {INT8}",
     "int8, on the host": f"{ALL_FLAGS} {INT8} --zero-offload-gradient-sums",
 }
+
+WAYS = {
+    "ZeRO-3": "",
+    "HSDP": "--num-distributed-optimizer-instances 8",
+    "all four flags of ZeRO++": ALL_FLAGS,
+    "and moved codes of weights": f"{ALL_FLAGS} --zeropp-weight-moves",
+}
+GBITS = (100, 400, 3200)
+
+
+def table_of_ways() -> str:
+    program = "--vocabulary 128256 pretrain_llama.py --preset llama-8b --seq-length 8192 --vocab-size 128256"
+    lines = []
+    for way, flags in WAYS.items():
+        pair = []
+        for micro_batches in (1, 8):
+            cluster = CLUSTER.replace("--nodes 64", "--nodes 8")
+            command = f"{cluster} {program} {COMMON} --global-batch-size {64 * micro_batches} {flags}"
+            pair.append(estimate.run(estimate.parse_arguments(shlex.split(command))))
+        computing = [time.compute_seconds for time in pair]
+        gigabytes = [time.needs.sent_per_node / 1e9 for time in pair]
+        seconds = ([8 * sent / gbits for sent in gigabytes] for gbits in GBITS)
+        lines.append([way, *map(of_both, ([time.needs.memory / 1e9 for time in pair], gigabytes, *seconds))])
+    lines.insert(0, ["computing, at 40 % of the peak", "", "", *[of_both(computing)] * len(GBITS)])
+    return markdown_table(
+        ["", "GB of a GPU", "GB that a node sends per step", *(f"seconds at {g} Gbit/s" for g in GBITS)], lines
+    )
+
+
+def of_both(values: Iterable[float]) -> str:
+    return " / ".join(f"{value:.0f}" if value >= 10 else f"{value:.2g}" for value in values)
 
 
 def table() -> str:

@@ -66,6 +66,7 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
     EVIDENCE / "other-loops.md": {"other loops": other_loops.table},
     EVIDENCE / "scaling.md": {"scaling": scaling.tables},
     REFERENCE / "memory.md": {"memory": memory.table},
+    ROOT / "docs" / "how-to" / "choose-settings.md": {"ways": memory.table_of_ways},
     REFERENCE / "muon.md": {"muon": muon_bytes.table},
     REFERENCE / "training.md": {"loss": loss.table},
     REFERENCE / "monitors.md": {"monitored": monitors.table, "normal values": monitors.table_of_normal_values},
