@@ -45,12 +45,12 @@ GBITS = (100, 400, 3200)
 
 
 def table_of_ways() -> str:
-    program = "--vocabulary 128256 pretrain_llama.py --preset llama-8b --seq-length 8192 --vocab-size 128256"
+    cluster = f"{CLUSTER} --vocabulary 128256".replace("--nodes 64", "--nodes 8")
+    program = "pretrain_llama.py --preset llama-8b --seq-length 8192 --vocab-size 128256"
     lines = []
     for way, flags in WAYS.items():
         pair = []
         for micro_batches in (1, 8):
-            cluster = CLUSTER.replace("--nodes 64", "--nodes 8")
             command = f"{cluster} {program} {COMMON} --global-batch-size {64 * micro_batches} {flags}"
             pair.append(estimate.run(estimate.parse_arguments(shlex.split(command))))
         computing = [time.compute_seconds for time in pair]

@@ -65,8 +65,8 @@ def main() -> None:
     if args.command == "record":
         sys.exit(record(ROOT, FOLDERS, RECORDING, args.workers, args.tests))
     if args.command == "table":
-        kept = read_results(args.results).values()
-        print(counts(kept) + alive(kept))
+        measured = read_results(args.results).values()
+        print(counts(measured) + alive(measured))
         return
     mutants = [mutant for file in files_in(ROOT, FOLDERS) for mutant in mutants_of(ROOT, file)]
     if args.since:
