@@ -1,7 +1,8 @@
 """Tables as tools/estimate.py says them: in docs/reference/memory.md what a GPU needs on 64 nodes x 8, in GB.
 
 Estimates of three models with all flags and LoCo, bf16, one sample per micro-batch, full recomputation. In brackets:
-host memory for each GPU. In docs/how-to/choose-settings.md a Llama-8B on 8 nodes, for 1 and for 8 micro-batches.
+host memory for each GPU. Then what saves keep in host memory, by recipe. In docs/how-to/choose-settings.md a Llama-8B
+on 8 nodes, for 1 and for 8 micro-batches.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from common import markdown_table
 from planner import LLAMA_70B
 
 from megatron_zpp.commands import estimate
+from megatron_zpp.zeropp.recipes import RECIPES
 
 CLUSTER = "--nodes 64 --ranks-per-node 8 --gpu H100"
 COMMON = (
@@ -25,6 +27,7 @@ MODELS = {
     "Llama-70B": (128256, f"pretrain_llama.py {LLAMA_70B} --vocab-size 128256"),
 }
 ALL_FLAGS = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 8 --zeropp-loco"
+SAVES = "--save checkpoints --save-interval 1000 --zeropp-ranks-per-node 8"
 INT8 = "--zero-gradient-sum-dtype int8 --zeropp-weight-moves"
 COLUMNS = {
     "ZeRO-3": "",
@@ -74,6 +77,19 @@ def table() -> str:
             common = f"{CLUSTER} --vocabulary {vocabulary} {program} {COMMON} --global-batch-size {512 * micro_batches}"
             rows.append([model, micro_batches, *(memory(f"{common} {flags}") for flags in COLUMNS.values())])
     return markdown_table(["model", "micro-batches", *COLUMNS], rows)
+
+
+def table_of_saves() -> str:
+    rows = []
+    for model, (vocabulary, program) in MODELS.items():
+        common = f"{CLUSTER} --vocabulary {vocabulary} {program} {COMMON} --global-batch-size 512 {SAVES}"
+        rows.append([model, *(saved(f"{common} --zeropp {recipe}") for recipe in RECIPES)])
+    return markdown_table(["host memory of saves", *RECIPES], rows)
+
+
+def saved(command: str) -> str:
+    (nbytes,) = estimate.run(estimate.parse_arguments(shlex.split(command))).needs.largest.host.values()
+    return f"{nbytes / 1e9:.1f}"
 
 
 def memory(command: str) -> str:

@@ -23,6 +23,7 @@ import between_islands
 import between_nodes
 import finetuning_bits
 import kernels
+import launches
 import loop_overhead
 import loss
 import memory
@@ -64,8 +65,8 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
     },
     EVIDENCE / "kernels.md": {"kernels": kernels.table},
     EVIDENCE / "other-loops.md": {"other loops": other_loops.table},
-    EVIDENCE / "scaling.md": {"scaling": scaling.tables},
-    REFERENCE / "memory.md": {"memory": memory.table},
+    EVIDENCE / "scaling.md": {"scaling": scaling.tables, "launches": launches.table},
+    REFERENCE / "memory.md": {"memory": memory.table, "saves": memory.table_of_saves},
     ROOT / "docs" / "how-to" / "choose-settings.md": {"ways": memory.table_of_ways},
     REFERENCE / "muon.md": {"muon": muon_bytes.table},
     REFERENCE / "training.md": {"loss": loss.table},

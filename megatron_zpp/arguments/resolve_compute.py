@@ -69,19 +69,18 @@ def layers_in_bf16(precision: PrecisionSettings) -> tuple[int, int]:
 
 def resolve_activation(activation: ActivationSettings, num_layers: int) -> ActivationSettings:
     """Complete recomputation. Raises SettingsError."""
-    asked = {
-        "--recompute-granularity": activation.recompute_granularity,
-        "--recompute-activations": "selective" if activation.recompute_activations else None,
-        "--checkpoint-activations": "full" if activation.checkpoint_activations else None,
-    }
-    asked = {flag: granularity for flag, granularity in asked.items() if granularity is not None}
-    pairs = " and ".join(f"{flag} (= {granularity})" for flag, granularity in asked.items())
-    require(len(set(asked.values())) <= 1, f"{pairs} differ; give one")
-    granularity = next(iter(asked.values()), None)
+    granularity = activation.recompute_granularity
+    differ = f"--recompute-granularity {granularity} and --recompute-activations (= selective) differ; give one"
+    require(granularity in (None, "selective") or not activation.recompute_activations, differ)
+    granularity = "selective" if activation.recompute_activations else granularity
     method, layers = activation.recompute_method, activation.recompute_num_layers
     modules = activation.recompute_modules if granularity == "selective" else None  # else without effect, and noted
     both = "--activation-memory-budget and --recompute-granularity both choose what is recomputed; give one"
     require(granularity is None or activation.activation_memory_budget is None, both)
+    offloaded = activation.cpu_offloading_num_layers
+    require(offloaded <= num_layers, f"--cpu-offloading-num-layers {offloaded} is above --num-layers {num_layers}")
+    held = "--cpu-offloading-num-layers cannot offload what --recompute-granularity selective keeps by operator"
+    require(not offloaded or granularity != "selective" or modules, f"{held}: use full, or --recompute-modules")
     if granularity != "full":
         for name in ("recompute_method", "recompute_num_layers"):
             require(getattr(activation, name) is None, f"{flag_of(name)} needs --recompute-granularity full")

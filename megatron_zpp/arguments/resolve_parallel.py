@@ -118,9 +118,11 @@ def check_pipeline(settings: Settings, num_layers: int) -> None:
         wrong = f"--num-layers {num_layers} cannot be split for --pipeline-model-parallel-size {num_ranks}: {error}"
         uneven = "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers make stages uneven"
         raise SettingsError(f"{wrong}; choose one of {list_divisors(num_layers)}; {uneven}") from error
-    recomputed, smallest = activation.recompute_num_layers, min(len(layers) for layers in placement.layers)
-    most = f"--recompute-num-layers {recomputed} counts layers of one stage, and the smallest stage has {smallest}"
-    require(recomputed is None or recomputed <= smallest, f"{most}; give at most {smallest}")
+    smallest = min(len(layers) for layers in placement.layers)
+    for name in ("recompute_num_layers", "cpu_offloading_num_layers"):
+        count = getattr(activation, name) or 0
+        most = f"{flag_of(name)} {count} counts layers of one stage, and the smallest stage has {smallest}"
+        require(count <= smallest, f"{most}; give at most {smallest}")
     parts = f"--pipeline-schedule {schedule} splits backward passes, which --compile makes one; leave one out"
     require(not (activation.compile and schedule in SPLITS_BACKWARD), parts)
     tied = "--pipeline-schedule zbv cannot tie embeddings: use zero-bubble, or --untie-embeddings-and-output-weights"

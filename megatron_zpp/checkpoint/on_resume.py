@@ -91,7 +91,7 @@ FREE = """
     exit_signal_handler no_check_for_nan_in_loss_and_grad max_nonfinite_steps manual_gc manual_gc_interval use_apex
     override_opt_param_scheduler use_checkpoint_opt_param_scheduler
     recompute_activations recompute_granularity recompute_modules recompute_method recompute_num_layers
-    checkpoint_activations compile activation_memory_budget
+    compile activation_memory_budget cpu_offloading_num_layers
     zero_stage cpu_offload zeropp_monitor_interval deepspeed_config zero_hpz_partition_size zeropp_ranks_per_node
     zeropp_offload_gradient_sums zeropp_check_agreement island_offload
     data_cache_path no_mmap_bin_files pad_last_valid_sample num_workers tokenizer_model vocab_file merge_file

@@ -72,7 +72,8 @@ def load_checkpoint(
     Without optimizers it loads parameters only. Ranks and their ``layout`` (``Run.layout``) may differ from those that
     saved: then random states and LoCo's errors start over. Raises FailedTogether after printing the reason.
     """
-    islands, local_ranks = trained.islands, _ranks_in(*(zeropp.state_dict() for zeropp in trained.zeropps))
+    islands = trained.islands
+    local_ranks = {rank for zeropp in trained.zeropps for rank in zeropp.ranks_with_state()}
     plan = plan_resume(meta, trained, layout, load_rng, has_zeropp_state=bool(local_ranks))
     loaded = trained if plan.islands else trained.first()
     models = {prefix: _model_tensors(model) for prefix, model in loaded.named_models()}

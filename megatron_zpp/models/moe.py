@@ -195,8 +195,7 @@ class GroupedLinear(nn.Module):
         if x.dtype == torch.bfloat16:  # what torch has on every device
             y = F.grouped_mm(x, weight.transpose(1, 2), offs=stops)
         else:
-            parts = x.split(counts.tolist())
-            y = torch.cat([F.linear(part, w) for part, w in zip(parts, weight, strict=True)])
+            y = torch.cat([F.linear(part, w) for part, w in zip(x.split(counts.tolist()), weight, strict=True)])
         if self.bias is not None:
             bias = _local(self.bias).unflatten(0, (-1, self.out_features))  # [E, out]
             y = y + bias.repeat_interleave(counts, dim=0, output_size=x.size(0))
@@ -230,9 +229,13 @@ class Experts(nn.Module):
         return self.linear_fc2(hidden, stops)
 
 
-def run_experts(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
-    """``rows`` [R, H] sorted by expert, where expert e has ``counts[e]``, int64 [E] -> [R, H]."""
-    return experts(rows, counts.cumsum(0).int())
+def run_experts(experts: Experts, counts: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a function of rows [R, H] -> [R, H], sorted by expert, of which expert e has ``counts[e]``, int64 [E].
+
+    The last expert also computes what is left: the host would have to wait for a GPU to know how many rows to omit.
+    """
+    stops = counts.cumsum(0).int()
+    return lambda rows: experts(rows, F.pad(stops[:-1], (0, 1), value=rows.size(0)))
 
 
 class Router(nn.Linear):
@@ -269,7 +272,7 @@ class MoE(nn.Module):
         if config.bias_update_rate is not None:
             self.register_buffer("expert_bias", torch.zeros(config.num_experts))
             self.register_buffer("chosen", torch.zeros(config.num_experts), persistent=False)
-        self.run_experts = run_experts  # parallel.experts has another one
+        self.run_experts: Callable[[Experts, Tensor], Callable[[Tensor], Tensor]] = run_experts  # or parallel.experts'
         self.sample_group: dist.ProcessGroup | None = None  # the ranks with the other parts of the same samples
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routed]:
@@ -283,19 +286,22 @@ class MoE(nn.Module):
         factor = config.expert_capacity_factor
         if not self.training and config.eval_capacity_factor is not None:
             factor = config.eval_capacity_factor
-        order, counts, dropped = sorted_by_expert(routing, factor, config.min_capacity)
-        out = self.run_experts(self.experts, tokens[order // config.router_topk], counts)  # [R, H]
+        order, counts = sorted_by_expert(routing, factor, config.min_capacity)
+        run = self.run_experts(self.experts, counts)  # ranks learn how many rows come, while what follows is queued
+        shared = None if self.shared_expert is None else self.shared_expert(x)
+        out = run(tokens[order // config.router_topk])  # [R, H]
         # In the order of tokens again, so that each token's sum has one order, whatever the device does.
-        weights = routing.weights.flatten()[order].unsqueeze(-1).to(out.dtype)
-        placed = torch.zeros(routing.experts.numel(), out.size(-1), dtype=out.dtype, device=out.device)
-        placed = placed.index_copy(0, order, out * weights)
+        num_kept = counts.sum()
+        weighted = out * routing.weights.flatten()[order].unsqueeze(-1).to(out.dtype)
+        if factor is not None:
+            weighted = weighted.masked_fill(torch.arange(len(order), device=x.device).unsqueeze(-1) >= num_kept, 0.0)
+        placed = out.new_zeros(routing.experts.numel(), out.size(-1)).index_copy(0, order, weighted)
         y = placed.unflatten(0, (-1, config.router_topk)).sum(dim=1).view_as(x)
         if config.residual:
-            assert self.shared_expert is not None
+            assert shared is not None
             share = self.coefficient(x).softmax(dim=-1)  # [B, S, 2]
-            y = y * share[..., :1] + self.shared_expert(x) * share[..., 1:]
-        elif self.shared_expert is not None:
-            shared = self.shared_expert(x)
+            y = y * share[..., :1] + shared * share[..., 1:]
+        elif shared is not None:
             y = y + (self.shared_gate(x).sigmoid() * shared if config.shared_expert_gate else shared)
         # The loss counts what a token would choose without bias and groups, over G samples or 1 micro-batch.
         is_free = bias is None and config.router_num_groups is None
@@ -312,7 +318,7 @@ class MoE(nn.Module):
             balancing_loss=config.aux_loss_coeff * balancing_loss(routing.scores.unflatten(0, (num_groups, -1)), loads),
             z_loss=config.z_loss_coeff * z_loss(logits),
             load=load,
-            dropped=dropped,
+            dropped=routing.experts.numel() - num_kept,
             counted=loads.sum(dim=0),
             mean_scores=routing.scores.sum(dim=0) / max(tokens.size(0), 1),
             entropy=torch.special.entr(routing.scores.detach()).sum(dim=-1).mean(),
@@ -338,27 +344,21 @@ def finish_step(layers: Sequence[MoE], moved: bool, add_up: Callable[[Tensor], N
         layer.chosen.zero_()
 
 
-def sorted_by_expert(
-    routing: Routing, capacity_factor: float | None, min_capacity: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Choices of T * k by expert, without those beyond its capacity that weigh least.
+def sorted_by_expert(routing: Routing, capacity_factor: float | None, min_capacity: int) -> tuple[Tensor, Tensor]:
+    """Sort the choices of T * k by expert; those beyond its capacity, which weigh least, come last or not at all.
 
-    Returns which ones, int64 [R]; how many of each expert, int64 [E]; how many were dropped.
+    Returns which ones, int64 [R], where the host knows R, and how many of each expert are kept, int64 [E].
     """
     experts, num_experts = routing.experts.flatten(), routing.load.numel()
     if capacity_factor is None:
-        order = experts.argsort(stable=True)
-        kept = routing.load
-    else:
-        room = math.ceil(experts.numel() / num_experts * capacity_factor)
-        capacity = min(max(room, min_capacity), experts.numel())
-        heaviest = routing.weights.detach().flatten().argsort(descending=True, stable=True)
-        order = heaviest[experts[heaviest].argsort(stable=True)]
-        begins = routing.load.cumsum(0) - routing.load
-        place = torch.arange(order.numel(), device=order.device) - begins[experts[order]]  # in its expert's queue
-        order = order[place < capacity]
-        kept = routing.load.clamp(max=capacity)
-    return order, kept, experts.numel() - kept.sum()
+        return experts.argsort(stable=True), routing.load
+    capacity = min(max(math.ceil(experts.numel() / num_experts * capacity_factor), min_capacity), experts.numel())
+    heaviest = routing.weights.detach().flatten().argsort(descending=True, stable=True)
+    order = heaviest[experts[heaviest].argsort(stable=True)]
+    begins = routing.load.cumsum(0) - routing.load
+    place = torch.arange(order.numel(), device=order.device) - begins[experts[order]]  # in its expert's queue
+    kept_first = (place >= capacity).byte().argsort(stable=True)[: num_experts * capacity]
+    return order[kept_first], routing.load.clamp(max=capacity)
 
 
 def active_parameters(model: nn.Module) -> int:

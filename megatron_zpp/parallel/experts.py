@@ -23,6 +23,7 @@ from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.tensor import ShardedRows
 from megatron_zpp.zeropp import Traffic
 from megatron_zpp.zeropp.fsdp.topology import gather_node_names
+from megatron_zpp.zeropp.fsdp.waits import current_stream
 from megatron_zpp.zeropp.wire.format import WireFormat, wire_format
 from megatron_zpp.zeropp.wire.layout import ParameterShard
 
@@ -58,7 +59,7 @@ class TokenExchange:
     """``models.moe.run_experts`` where a rank has one of tp * ep parts of the experts.
 
     Expert (t * ep + e) * E / (tp * ep) + i is the one with number i of tensor-parallel rank t and expert-parallel rank
-    e. The ranks wait for their devices once a layer and pass, to know how many tokens come.
+    e. The host waits for the device once a layer and pass, to know how many tokens come, and has queued work by then.
     """
 
     def __init__(self, mesh: Mesh, ranks_per_node: int | None, token_bits: int | None, traffic: Traffic) -> None:
@@ -68,41 +69,51 @@ class TokenExchange:
         self.ep_group = mesh.ep.get_group() if mesh.ep_size > 1 else None
         self._is_near = _ranks_on_this_node(mesh, ranks_per_node) if mesh.ep_size > 1 else []
 
-    def __call__(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
-        """``rows`` [R, H] sorted by expert, of which expert e of all has ``counts[e]``, int64 [E] -> [R, H]."""
+    def __call__(self, experts: Experts, counts: Tensor) -> Callable[[Tensor], Tensor]:
+        """Exchange ``counts``, int64 [E], of all experts; return what sends rows [R, H], sorted by expert -> [R, H].
+
+        Rows beyond the sum of ``counts`` are not sent: they come back as zeros.
+        """
         # A selective checkpoint expects the operators of the forward pass again, and FSDP's hooks around experts, which
         # are a unit of their own, run others then: so it does not see them, and experts are computed again whole.
         with _disable_current_modes():
-            return self._run(experts, rows, counts)
+            counts = counts.view(self.tp_size, self.ep_size, -1)  # [tp, ep, experts of a rank]
+            mine = arriving = counts[self.tp_rank]  # [ep, experts of a rank]: what this rank sends, and what comes
+            if self.ep_group is not None:
+                arriving = torch.empty_like(mine)
+                dist.all_to_all_single(arriving, mine.contiguous(), group=self.ep_group)
+            read_sizes = start_reading(torch.cat([counts.sum((1, 2)), mine.sum(1), arriving.sum(1)]))
 
-    def _run(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
-        counts = counts.view(self.tp_size, self.ep_size, -1)  # [tp, ep, experts of a rank]
-        mine = arriving = counts[self.tp_rank]  # [ep, experts of a rank]: what this rank sends, and what comes to it
-        if self.ep_group is not None:
-            arriving = torch.empty_like(mine)
-            dist.all_to_all_single(arriving, mine.contiguous(), group=self.ep_group)
-        sizes = torch.cat([counts.sum((1, 2)), mine.sum(1), arriving.sum(1)]).tolist()
+        def run(rows: Tensor) -> Tensor:
+            with _disable_current_modes():
+                return self._run(experts, rows, arriving, read_sizes())
+
+        return run
+
+    def _run(self, experts: Experts, rows: Tensor, arriving: Tensor, sizes: list[int]) -> Tensor:
         tp_rows, sent, received = sizes[: self.tp_size], sizes[self.tp_size : -self.ep_size], sizes[-self.ep_size :]
+        if num_dropped := rows.size(0) - sum(tp_rows):
+            rows = rows[:-num_dropped]
         if self.tp_size > 1:  # take this rank's run of the rows that all tensor-parallel ranks have
             rows = _Linear.apply(rows, lambda x: x.split(tp_rows)[self.tp_rank], lambda g: self._gather(g, tp_rows))
         rows = self._run_on_ranks(experts, rows, arriving, sent, received)
         if self.tp_size > 1:  # all ranks have the same gradient, of which each takes its run
             rows = _Linear.apply(rows, lambda x: self._gather(x, tp_rows), lambda g: g.split(tp_rows)[self.tp_rank])
-        return rows
+        return torch.nn.functional.pad(rows, (0, 0, 0, num_dropped)) if num_dropped else rows
 
     def _run_on_ranks(
         self, experts: Experts, rows: Tensor, arriving: Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> Tensor:
         """Send ``rows`` [R, H] to the expert-parallel ranks that have their experts; return what those make of them."""
         if self.ep_group is None:
-            return run_experts(experts, rows, arriving[0])
+            return run_experts(experts, arriving[0])(rows)
         rows = self._exchange(rows, sent, received)
         # They come sorted by rank and then by expert.
         number = torch.arange(arriving.size(1), device=rows.device).repeat(self.ep_size)
         order = number.repeat_interleave(arriving.flatten(), output_size=sum(received)).argsort(stable=True)
         # FSDP takes the mean over the ranks that share an expert, whose gradients are sums over ep ranks' tokens.
         rows = _scale_gradient(rows[order], self.ep_size)
-        out = _scale_gradient(run_experts(experts, rows, arriving.sum(0)), 1 / self.ep_size)
+        out = _scale_gradient(run_experts(experts, arriving.sum(0))(rows), 1 / self.ep_size)
         out = torch.zeros_like(out).index_copy(0, order, out)
         return self._exchange(out, received, sent)
 
@@ -138,6 +149,16 @@ class TokenExchange:
         gathered, sent = rows.new_empty(sum(sizes), rows.size(1)), [sizes[self.tp_rank]] * self.tp_size
         dist.all_to_all_single(gathered, rows.repeat(self.tp_size, 1), list(sizes), sent, group=self.tp_group)
         return gathered
+
+
+def start_reading(numbers: Tensor) -> Callable[[], list[int]]:
+    """Begin to copy ``numbers`` to the host; the returned function waits for them, not for what is queued since."""
+    if numbers.device.type != "cuda":
+        return numbers.tolist
+    copied = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
+    event = torch.get_device_module(numbers.device).Event()
+    event.record(current_stream(numbers.device))
+    return lambda: event.synchronize() or copied.tolist()
 
 
 def _ranks_on_this_node(mesh: Mesh, ranks_per_node: int | None) -> list[bool]:

@@ -220,7 +220,6 @@ class ActivationSettings:
         choices=("uniform", "block"),
     )
     recompute_num_layers: int | None = flag(None, "see --recompute-method; default 1", at_least=1)
-    checkpoint_activations: bool = flag(False, "DeepSpeed's name for --recompute-granularity full")
     compile: bool = flag(False, "torch.compile each block, and the loss between its matrix products")
     activation_memory_budget: float | None = flag(
         None,
@@ -228,4 +227,7 @@ class ActivationSettings:
         needs="compile",
         at_least=0,
         at_most=1,
+    )
+    cpu_offloading_num_layers: int = flag(
+        0, "keep in host memory what the first layers (of each stage) save for the backward pass", at_least=0
     )

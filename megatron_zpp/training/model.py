@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from megatron_zpp.families import Architecture
 from megatron_zpp.integrations.float8 import convert_to_float8
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
+from megatron_zpp.models.activation_offload import ActivationOffload
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.models.lora import add_adapters
 from megatron_zpp.models.transformer import Transformer
@@ -44,6 +45,7 @@ class ModelBuilder:
     token_traffic: Traffic  # counts the bytes of tokens that are sent to experts
     pipeline: Pipeline | None = None  # None with one stage
     zeropp: ZeroPPInterface | None = None  # None at ZeRO stage 0
+    activation_offload: ActivationOffload = field(default_factory=ActivationOffload)  # of all stages
 
     def build(self, emulated_island: int = 0) -> Transformer:
         """Build the model, sharded before it has storage, so that only an emulated one exists whole on a rank."""
@@ -128,7 +130,7 @@ class ModelBuilder:
         return model
 
     def _prepare(self, model: Transformer) -> None:
-        """Set up recomputation and compilation of a model, or of one stage, before it is sharded."""
+        """Set up recomputation, compilation and offloading of a model, or of one stage, before it is sharded."""
         activation = self.settings.activation
         if activation.recompute_granularity is not None:
             apply_activation_checkpointing(
@@ -145,6 +147,8 @@ class ModelBuilder:
             torch._functorch.config.activation_memory_budget = 1.0 if budget is None else budget  # 1: torch's default
             for block in model.layers:
                 block.forward = torch.compile(block.forward)
+        if activation.cpu_offloading_num_layers > 0:
+            self.activation_offload.apply(list(model.layers), activation.cpu_offloading_num_layers)
 
     def _shard(self, model: Transformer, zero_stage: int) -> None:
         offload, _ = offloading(self.settings.zero, self.device)

@@ -248,6 +248,11 @@ class ZeroPPInterface:
             state |= {self._prefix(rank_state) + key: value for key, value in kept.items()}
         return state
 
+    def ranks_with_state(self) -> set[str]:
+        """Return the ranks that keys of ``state_dict`` begin with; builds the state of one unit at most."""
+        always, states = self.config.gradient_bits_warmup is not None, self._rank_states()
+        return {str(of.rank) for of in states if always or any(part.state_dict() for _, part in of.parts())}
+
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load state saved by the same ranks of the same layout. Collective.
 
@@ -258,7 +263,7 @@ class ZeroPPInterface:
         kept = [below(state, self._prefix(rank)) for rank in ranks]
         if not self._all_have(all(kept)):  # one rank alone would send other bytes than the rest expect
             kept = [{} for _ in ranks]
-            if self.is_logging_rank and self.state_dict():
+            if self.is_logging_rank and self.ranks_with_state():
                 warn_of_lost_state()
         self.invalidate()
         for rank, values in zip(ranks, kept, strict=True):

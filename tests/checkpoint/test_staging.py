@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 from torch.distributed.checkpoint._async_thread_executor import _ThreadBasedAsyncCheckpointExecutor
 
+from megatron_zpp.commands import estimate
 from megatron_zpp.zeropp.own_rank import local_part
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, start, train_quietly
@@ -34,9 +35,14 @@ def bytes_of_saves(argv):
     return saves
 
 
-def test_a_save_copies_the_ranks_tensors_once_into_the_memory_of_the_save_before(data, tmp_path):
-    more = f"{STATE} --train-iters 4 --save-interval 2 --save {tmp_path}"
-    for first, second in run_ranks(4, bytes_of_saves, flags(data, more)):
+def test_a_save_copies_what_is_estimated_once_into_the_memory_of_the_save_before(data, tmp_path):
+    argv = flags(data, f"{STATE} --train-iters 4 --save-interval 2 --save {tmp_path}")
+    cluster = ["--nodes", "2", "--ranks-per-node", "2", "--vocabulary", "257", "pretrain_gpt.py"]
+    host = estimate.run(estimate.parse_arguments([*cluster, *argv])).needs.largest.host
+    (planned,) = host.values()
+    for first, second in run_ranks(4, bytes_of_saves, argv):
         nbytes, copied, new = first
         assert 0 < nbytes == copied == new  # no other rank's rows, and no padding
         assert second == (nbytes, nbytes, 0)
+        # A random state, and some scalars of each parameter and unit.
+        assert 0 <= nbytes - planned < 10_000

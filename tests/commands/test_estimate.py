@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_zpp.commands import estimate
 from megatron_zpp.families.gpt import GPT
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
+from megatron_zpp.models.activation_offload import ActivationOffload
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.models.transformer import as_model_output
 from megatron_zpp.planning.needs.estimate import RankEstimate
@@ -268,6 +269,12 @@ SMALL += " --attention-dropout 0 --micro-batch-size 2 --bf16 --lr 1 --train-iter
 
 def planned_and_kept(words: str) -> tuple[int, int]:
     """Bytes of activations as estimated, and those that are in memory after a forward pass, weights aside."""
+    needs, kept, _ = needs_and_kept(words)
+    return needs.largest.working["activations"], kept
+
+
+def needs_and_kept(words: str) -> tuple[estimate.Estimate, int, int]:
+    """What a run needs, and the bytes of activations after a forward pass: on the device, and in host memory."""
     argv = shlex.split(f"--vocabulary 257 --ranks-per-node 1 pretrain_gpt.py {SMALL} {words}")
     needs = estimate.run(estimate.parse_arguments(argv)).needs
     model = GPT.build_model(needs.settings.model, 257).to_empty(device="cpu").bfloat16()
@@ -278,11 +285,43 @@ def planned_and_kept(words: str) -> tuple[int, int]:
             *(model, recompute.recompute_granularity, recompute.recompute_method, recompute.recompute_num_layers),
             modules=recompute.recompute_modules or (),
         )
+    offload = ActivationOffload()
+    offload.apply(model.layers, recompute.cpu_offloading_num_layers)
     tokens = torch.zeros(2, 64, dtype=torch.int64)
     with Results() as results:
         output = as_model_output(model(tokens, tokens))
     assert output.losses.requires_grad  # and so holds on to what its backward pass needs
-    return needs.largest.working["activations"], results.nbytes()
+    in_host, block_pass = 0, offload._near[0] if offload._near else None
+    while block_pass is not None:
+        in_host += sum(flat.nbytes for flat in block_pass.in_host)
+        block_pass = block_pass.previous()
+    return needs, results.nbytes() - in_host, in_host
+
+
+OFFLOADED = "activations of offloaded layers (about)"
+
+
+@pytest.mark.parametrize(
+    ("words", "tolerance"),
+    [
+        ("", 0.1),
+        # Rotary positions leave values as a view, which keeps the memory of queries and keys before them.
+        ("--swiglu --position-embedding-type rope", 0.16),
+        (MIXTURE, 0.1),
+        (f"{PLAIN} --recompute-granularity selective --recompute-modules core_attn", 0.1),
+    ],
+)
+def test_offloaded_activations_are_those_that_a_forward_pass_copies(words, tolerance):
+    everything, kept, _ = needs_and_kept(words)
+    needs, left, in_host = needs_and_kept(f"{words} --cpu-offloading-num-layers 2")
+    assert needs.largest.host[OFFLOADED] == pytest.approx(in_host, rel=tolerance)
+    gone = everything.largest.working["activations"] - needs.largest.working["activations"]
+    assert gone == needs.largest.host[OFFLOADED] and kept - left == pytest.approx(gone, rel=tolerance)
+    # Of all five layers two are there at a time, beside what is computed again.
+    all_of_them = needs_and_kept(f"{words} --cpu-offloading-num-layers 5")[0].largest
+    more = needs_and_kept(f"{words} --cpu-offloading-num-layers 4")[0].largest
+    assert all_of_them.host[OFFLOADED] == pytest.approx(2.5 * needs.largest.host[OFFLOADED], abs=2)
+    assert all_of_them.working["activations"] == pytest.approx(more.working["activations"], abs=2)
 
 
 @pytest.mark.parametrize(

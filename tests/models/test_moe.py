@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_zpp.models.mlp import Activation
 from megatron_zpp.models.moe import (
@@ -54,6 +55,17 @@ def test_a_full_expert_drops_the_tokens_that_weigh_least():
         lost[tokens[routing.weights[tokens, places].argsort(descending=True)[capacity:]]] = True
     same = y.isclose(dropless, rtol=1e-4, atol=1e-5).all(-1).flatten()
     assert torch.equal(same, ~lost)
+
+
+@pytest.mark.parametrize("options", [{}, {"expert_capacity_factor": 1.0}])
+def test_the_host_waits_for_no_value(options):
+    """Fake tensors have none: they refuse ``item``, ``tolist``, ``nonzero``, ``bincount`` and boolean indexing."""
+    with FakeTensorMode():
+        moe = MoE(MoEConfig(EXPERTS, FFN, TOPK, **options), HIDDEN, SWIGLU, shared_expert=None)
+        for parameter in moe.parameters():
+            parameter.data = parameter.data.bfloat16()
+        y, routed = moe(torch.ones(2, 7, HIDDEN, dtype=torch.bfloat16, requires_grad=True))
+        (y.sum() + routed.balancing_loss + routed.z_loss).backward()
 
 
 def test_experts_with_gelu_and_a_shared_expert():

@@ -105,6 +105,14 @@ def test_quantized_ranks_equal_emulated_ones(data):
     assert all(0 < share < 0.5 for share in real[0]["dropped tokens (share)"])
 
 
+def test_capacity_drops_the_same_tokens_wherever_experts_are(data):
+    capacity = "--num-layers 2 --moe-expert-capacity-factor 1.0"
+    whole, divided = trained(data, 2, 1, capacity), trained(data, 2, 1, capacity, EP2)
+    assert_same(divided, whole, "divided")
+    assert divided[0]["dropped tokens (share)"] == whole[0]["dropped tokens (share)"]
+    assert all(0 < share < 0.5 for share in divided[0]["dropped tokens (share)"])
+
+
 @pytest.mark.long
 def test_a_resume_with_low_bits_goes_on_to_the_bit(data, tmp_path):
     save, load = f"--save {tmp_path} --save-interval 3 --no-async-save", f"--load {tmp_path}"

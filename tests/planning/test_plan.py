@@ -14,6 +14,7 @@ from megatron_zpp.commands.plan import reasons, suggested, table, why
 from megatron_zpp.families import GPT, LLAMA
 from megatron_zpp.planning.cluster import parse_cluster
 from megatron_zpp.planning.predict import estimate_on, predict
+from megatron_zpp.planning.search.candidates import SETTLES, is_settled
 from megatron_zpp.planning.search.plan import Outcome, Plan, complete, make_plan
 from megatron_zpp.settings.checks import SettingsError
 
@@ -186,3 +187,8 @@ def test_mistakes_in_the_command(capsys, tmp_path):
         assert said in capsys.readouterr().err
     with pytest.raises(ValueError, match="nothing fits"):
         tool.plot(Plan(parse_cluster("1x1xT4@1"), [], []), tmp_path / "plan.png")
+
+
+@pytest.mark.parametrize(("flag", "settles"), [("--cpu-offload", "wire"), ("--cpu-offloading-num-layers", "recompute")])
+def test_what_the_two_kinds_of_offloading_settle(flag, settles):
+    assert [question for question in SETTLES if is_settled(question, [flag, "2"])] == [settles]

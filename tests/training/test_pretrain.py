@@ -191,6 +191,57 @@ def test_recomputed_modules_change_nothing_in_any_layout(data):
             assert len(metrics[layout][key]) == 3 and metrics[f"{layout} again"][key] == metrics[layout][key], layout
 
 
+def assert_offloading_changes_no_bit(data, layouts: dict[str, str], architecture: str = "llama") -> None:
+    runs = {}
+    for layout, more in layouts.items():
+        plain = flags(data, layout, "--train-iters 3 --eval-iters 0 --log-params-norm")
+        runs |= {layout: plain, f"{layout} offloaded": [*plain, *more.split()]}
+    metrics = run_ranks(2, train_each, runs, architecture, timeout=600)[-1]  # which has the last stage
+    for layout in layouts:
+        offloaded = metrics[f"{layout} offloaded"]
+        for key in ("lm loss", "grad-norm", "params-norm"):
+            assert len(offloaded[key]) == 3 and offloaded[key] == metrics[layout][key], (layout, key)
+
+
+ALL_LAYERS = "--cpu-offloading-num-layers 2"
+
+
+def test_offloaded_activations_change_no_bit(data):
+    low_bits = "--bf16 --zero-quantized-weights --zero-quantized-gradients --zeropp-loco --zeropp-ranks-per-node 1"
+    assert_offloading_changes_no_bit(
+        data, {low_bits: "--cpu-offloading-num-layers 1", "": f"{ALL_LAYERS} --recompute-granularity full"}
+    )
+
+
+@pytest.mark.long
+def test_offloaded_activations_change_no_bit_in_any_layout(data):
+    experts = "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 32"
+    pipeline, mlps = "--num-layers 4 --pipeline-model-parallel-size 2", "--recompute-granularity selective"
+    virtual = "--num-layers-per-virtual-pipeline-stage 1"
+    assert_offloading_changes_no_bit(
+        data,
+        {
+            "--zero-stage 1 --attention-dropout 0.1": ALL_LAYERS,
+            "--tensor-model-parallel-size 2 --sequence-parallel --attention-dropout 0.1": ALL_LAYERS,
+            "--tensor-model-parallel-size 2 --hidden-dropout 0.1": f"{ALL_LAYERS} {mlps} --recompute-modules mlp",
+            "--context-parallel-size 2": ALL_LAYERS,
+            f"{pipeline} --pipeline-schedule 1f1b": ALL_LAYERS,
+            f"{pipeline} --pipeline-schedule interleaved {virtual}": "--cpu-offloading-num-layers 1",
+            f"{pipeline} --pipeline-schedule zero-bubble": f"{ALL_LAYERS} {mlps} --recompute-modules core_attn",
+            f"{pipeline} --pipeline-schedule zbv {virtual}": "--cpu-offloading-num-layers 1",
+            f"{experts} --expert-model-parallel-size 2 --bf16": f"{ALL_LAYERS} {mlps} --recompute-modules moe",
+            f"{experts} --tensor-model-parallel-size 2 --sequence-parallel": ALL_LAYERS,
+        },
+    )
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
+def test_offloaded_activations_of_compiled_blocks_change_no_bit(data):
+    compiled = "--compile --activation-memory-budget 0.5"
+    assert_offloading_changes_no_bit(data, {compiled: "--cpu-offloading-num-layers 1"})
+
+
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
 def test_compiled(data):

@@ -19,20 +19,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _disable_current_modes
 
 import megatron_zpp.zeropp
 from megatron_zpp.zeropp import LoCoConfig, ZeroPP, ZeroPPConfig, apply_zeropp
 from megatron_zpp.zeropp.wire import kernels
 from tests.ranks import run_ranks
 from tests.zeropp.order.fake_cuda import CUDA, fake_cuda
+from tests.zeropp.order.host import Host
 from tests.zeropp.order.races import find_races
-from tests.zeropp.order.recorder import ANSWERS_THE_HOST, DEFAULT, Collective, Recorder
+from tests.zeropp.order.recorder import DEFAULT, Collective, Recorder
 from tests.zeropp.order.trace import Operation, Wait
 from tests.zeropp.training_on_ranks import Net
 
@@ -55,27 +55,6 @@ class Step:
     on_host: set[str]  # operators on tensors in host memory
     races: list[str]
     tensors: dict[str, tuple[str, torch.dtype, tuple[int, ...]]]  # what the rank has afterwards
-
-
-class Host(TorchDispatchMode):
-    """What is done in host memory, and what the host waits for; a number as a tensor is no memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators: set[str] = set()
-        self.waits: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
-        on_host = [t for t in tensors if t.device.type == "cpu"]
-        if any(t.dim() > 0 for t in on_host) and func.namespace != "prim":
-            self.operators.add(func.name())
-        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
-        crosses = func.name() in ("aten::copy_", "aten::_to_copy") and 0 < len(on_host) < len(tensors)
-        if func.name() in ANSWERS_THE_HOST or (crosses and not given.get("non_blocking")):
-            self.waits.append(func.name())
-        return result
 
 
 def third_step(config: ZeroPPConfig, micro_batches: int = 2) -> Step:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
+from megatron_zpp.zeropp.reduce.gradient_hops import GradientHops
 from tests.ranks import run_in_turn, run_ranks
 from tests.zeropp.fsdp_model import CapturedWarnings
 from tests.zeropp.training_on_ranks import equal, evaluate, micro_batches, shard, shards
@@ -224,3 +226,23 @@ def test_where_one_rank_has_no_state_all_begin_anew(without_checkpoint):
 @pytest.mark.parametrize("name", KEEP_NOTHING)
 def test_settings_that_keep_nothing_have_no_state_and_miss_none(without_checkpoint, name):
     assert without_checkpoint[name] == [[]] * 4
+
+
+def names_without_state(config: ZeroPPConfig) -> tuple[set[str], set[str], int]:
+    """Return the ranks that have state, those that its keys begin with, and how many units' hops were asked for it."""
+    zeropp = Loop(config).zeropp
+    with patch.object(GradientHops, "state_dict", autospec=True, side_effect=GradientHops.state_dict) as built:
+        ranks = zeropp.ranks_with_state()
+    return ranks, {key.partition(".")[0] for key in zeropp.state_dict()}, built.call_count
+
+
+def test_which_ranks_have_state_is_known_without_building_it():
+    settings = SETTINGS | {
+        "errors": ZeroPPConfig(quantized_gradients=True, loco=LoCoConfig(), ranks_per_node=2),
+        "off": ZeroPPConfig(),
+    }
+    found = run_in_turn(4, {name: partial(names_without_state, config) for name, config in settings.items()})
+    for name, ranks in found.items():
+        for rank, (have, in_keys, units) in enumerate(ranks):
+            assert have == in_keys == (set() if name == "off" else {str(rank)}), name
+            assert units <= 1, name  # of two

@@ -10,14 +10,17 @@ from dataclasses import dataclass, field
 from megatron_zpp.arguments.check_zero import check_replicas_on_nodes
 from megatron_zpp.arguments.resolve_parallel import data_parallel_size
 from megatron_zpp.families import Architecture
+from megatron_zpp.families.architecture import BlockActivations
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.optimizer import OPTIMIZERS
+from megatron_zpp.parallel.mesh import MODEL_PARALLEL_SETTINGS
 from megatron_zpp.parallel.stages import micro_batches_kept
 from megatron_zpp.planning.needs.division import (
     PlannedModel,
     PlannedUnit,
     RankGrid,
+    RankGroup,
     count_layers,
     hidden_matrices,
     island_pieces,
@@ -33,12 +36,15 @@ from megatron_zpp.planning.needs.traffic import (
     unit_exchanges,
     wire_dtypes,
 )
+from megatron_zpp.settings.groups import ActivationSettings
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.zeropp.muon.matrix_blocks import MomentumWire
 from megatron_zpp.zeropp.reduce.loco import ERROR_FORMATS
 from megatron_zpp.zeropp.wire.format import wire_format
 
 SUM_BYTES = {"fp32": 4, "bf16": 2}  # of an element of a gradient sum
+# NCCL's buffers, and more for each peer of an all-to-all within a node: NVIDIA/nccl issues 964 (A100), 1685 (H100)
+COMMUNICATOR_BYTES, PEER_BYTES = 688e6, 3.28e9 / 7
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class RankEstimate:
 
     states: dict[str, int]
     working: dict[str, int]
-    host: dict[str, int]  # states that host memory keeps instead of the device
+    host: dict[str, int]  # what host memory keeps instead of the device, and what a save copies
     exchanges: list[UnitExchanges]
     num_layers: int
     resident_weights: int  # more than ``memory``, inside ``zeropp.resident_weights()``,
@@ -133,7 +139,7 @@ def estimate(
         if schedule is not None and placement is not None:
             kept = micro_batches_kept(schedule, placement, pipeline_rank, micro_batches)
         states, host = _rank_states(settings, units, micro_batches)
-        working, cache = _working_memory(architecture, settings, planned.whole, units, kept)
+        working, offloaded, cache = _working_memory(architecture, settings, planned.whole, units, kept)
         exchanges = {  # equal layers have equal units
             unit: unit_exchanges(settings, unit, micro_batches, ring_passes, grid.group("replicas"))
             for unit in set(units)
@@ -145,7 +151,7 @@ def estimate(
             if unit.group.size > 1
         ]
         sends = [exchanges[unit] for unit in units]
-        ranks.append(RankEstimate(states, working, host, sends, count_layers(units), sum(resident), cache))
+        ranks.append(RankEstimate(states, working, host | offloaded, sends, count_layers(units), sum(resident), cache))
     sending = [rank.exchanges for rank in ranks]
     between_nodes, within_nodes = step_traffic(settings, planned, grid, sending, micro_batches)
     # A rank sends one piece to each other island, and then one around the ring.
@@ -207,19 +213,24 @@ def _rank_states(
     beside_parameters["parameters, fp32"] = 4 * shard
     beside_parameters["gradients, fp32"] = 4 * shard
     beside_parameters[f"{settings.optimizer.optimizer}'s state, fp32"] = 4 * optimizer_state
+    saved = 4 * (shard + optimizer_state)  # but for scalars and random states
     if islands > 1:
         copies = 2 if settings.island.outer_momentum > 0 else 1
         where = host if settings.island.offload else beside_parameters
         where["the islands' outer parameters and momentum, fp32"] = copies * 4 * shard
+        saved += copies * 4 * shard
         if (feedback := settings.island.feedback) is not None:
             pieces, (bits, kept_in) = island_pieces(units, islands), ERROR_FORMATS[feedback.error_dtype]
             error = wire_format(pieces, bits, settings.island.block_size, kept_in)
             states[f"LoCo's errors between islands, {feedback.error_dtype}"] = (islands + 1) * error.nbytes
+            saved += (islands + 1) * error.nbytes
     if config.hpz_partition_size > 1 and between:
         kept_as = "codes" if config.weight_moves and config.quantized_weights else config.hpz_secondary_dtype
         states[f"hpZ's secondary partition, {kept_as}"] = sum(
             unit.group.nodes * unit.formats(config).secondary_bytes(unit.part, weights) for unit in between
         )
+        if config.weight_moves:
+            saved += sum(unit.formats(config).weights(unit.part, weights).nbytes for unit in between)
     if config.quantized_gradients and micro_batches > 1:
         dtype = config.gradient_sum_dtype
         where = host if config.offload_gradient_sums else states
@@ -239,27 +250,32 @@ def _rank_states(
         if errors:
             undo = ", and those before the step" if loco.exact_undo else ""
             states[f"LoCo's errors, {loco.error_dtype}{undo}"] = (2 if undo else 1) * errors
+            saved += errors
     if config.gradient_element_scales and between:
         sent = [unit.formats(config).gradients_between_nodes(unit.part, gradients).nbytes for unit in between]
         states["elements' scales, int8, and what was sent last"] = sum(  # to and from nodes
             2 * unit.group.nodes * (unit.numel + nbytes) for unit, nbytes in zip(between, sent, strict=True)
         )
+        saved += sum(2 * unit.group.nodes * unit.numel for unit in between)
     if settings.optimizer.muon_stale_rows and between:
         nodes = units[0].group.nodes  # of all units: Muon takes no experts
         rows = MomentumWire(settings.optimizer.muon_momentum_bits).format(hidden_matrices(units))
         # This rank's rows in bf16, for checkpoints, and those of its local rank on all nodes as they were sent.
         states["matrices' rows as they were sent last"] = 2 * rows.numel + nodes * rows.nbytes
+        saved += 2 * rows.numel
     if zero_stage < 3:
         states["all parameters, gathered"] = weights.itemsize * whole
     if zero_stage == 1 and micro_batches > 1:
         states["gradients of earlier micro-batches, whole"] = gradients.itemsize * whole
+    if settings.checkpoint.save is not None and not settings.checkpoint.no_async_save:
+        host["copies that saves in the background write, pinned for a GPU"] = saved
     return states, host
 
 
 def _working_memory(
     architecture: Architecture, settings: ResolvedSettings, model: Transformer, units: list[PlannedUnit], kept: float
-) -> tuple[dict[str, int], int]:
-    """Estimate what is allocated within a step only, and the bytes that generation keeps of a token.
+) -> tuple[dict[str, int], dict[str, int], int]:
+    """Estimate what is allocated within a step only: on the device, in host memory, and of generation for each token.
 
     kept: micro-batches whose activations are kept at once.
     """
@@ -276,27 +292,37 @@ def _working_memory(
         distributed.tensor_model_parallel_size, distributed.sequence_parallel
     )
     block = block.attending(settings.training.seq_length, distributed.context_parallel_size)
-    if (budget := activation.activation_memory_budget) is not None:
-        bytes_kept = num_layers * (block.input + budget * (block.everything - block.input))
-        recomputed = block.everything
-    elif activation.recompute_granularity is None:
-        bytes_kept, recomputed = num_layers * block.everything, 0
-    elif modules := activation.recompute_modules:
-        dropped = [block.modules.get(name, 0) for name in modules]
-        bytes_kept, recomputed = num_layers * (block.everything - sum(dropped)), max(dropped)
-    elif activation.recompute_granularity == "selective":
-        bytes_kept, recomputed = num_layers * block.linear_layers, block.everything
-    else:
-        again = recomputed_blocks(activation, num_layers)
-        bytes_kept, recomputed = again * block.input + (num_layers - again) * block.everything, block.everything
+    bytes_kept, recomputed = _kept_and_recomputed(activation, block, num_layers)
+    placement = pipeline_placement(distributed, model)
+    stages = 1 if placement is None else placement.num_stages // distributed.pipeline_model_parallel_size
+    num_offloaded = stages * activation.cpu_offloading_num_layers
+    offloaded, _ = _kept_and_recomputed(activation, block, num_offloaded)
+    # Two offloaded layers are on the device at a time, when the backward pass has freed the others of its micro-batch.
+    rest, near = bytes_kept - offloaded, offloaded * min(kept, 2 / max(2, num_offloaded))
     tokens = settings.training.micro_batch_size * settings.training.seq_length // distributed.context_parallel_size
     working = {
         "gathered weights, gradients on their way": gathered + (weights + gradients) * (max(others) + layer),
-        "activations": round(tokens * (kept * bytes_kept + recomputed)),
+        "activations": round(tokens * (max(kept * rest, (kept - 1) * rest + near) + recomputed)),
     }
+    in_host = {"activations of offloaded layers (about)": round(tokens * kept * offloaded)} if offloaded else {}
     if masks := _attention_masks(settings, model, block.scores > 0):
         working["masks of attention"] = masks
-    return working, num_layers * block.keys_and_values
+    return working, in_host, num_layers * block.keys_and_values
+
+
+def _kept_and_recomputed(activation: ActivationSettings, block: BlockActivations, num_layers: int) -> tuple[float, int]:
+    """Return the bytes of a token that the first layers keep, and those that one computes again at a time."""
+    if (budget := activation.activation_memory_budget) is not None:
+        return num_layers * (block.input + budget * (block.everything - block.input)), block.everything
+    if activation.recompute_granularity is None:
+        return num_layers * block.everything, 0
+    if modules := activation.recompute_modules:
+        dropped = [block.modules.get(name, 0) for name in modules]
+        return num_layers * (block.everything - sum(dropped)), max(dropped)
+    if activation.recompute_granularity == "selective":
+        return num_layers * block.linear_layers, block.everything
+    again = min(num_layers, recomputed_blocks(activation, num_layers))
+    return again * block.input + (num_layers - again) * block.everything, block.everything
 
 
 def _attention_masks(settings: ResolvedSettings, model: Transformer, is_plain: bool) -> int:
@@ -311,6 +337,20 @@ def _attention_masks(settings: ResolvedSettings, model: Transformer, is_plain: b
     return rows * len(masks) * (training.seq_length // ranks) * training.seq_length
 
 
+def communicators(settings: ResolvedSettings, grid: RankGrid) -> tuple[int, float]:
+    """Return how many communicators a rank uses, as docs/evidence/scaling.md lists them, and NCCL's bytes for them."""
+    config, averaging, experts = settings.zeropp, grid.group("averaging"), grid.group("experts")
+    everyone, of_experts = RankGroup(grid.nodes, grid.ranks_per_node), grid.group("expert sharding")
+    shards = {everyone, averaging, grid.group("sharding"), of_experts}  # often one and the same
+    sizes = [group.size for group in (*shards, grid.group("replicas"), experts)]
+    sizes += [getattr(settings.distributed, name) for name in MODEL_PARALLEL_SETTINGS]
+    if config.enabled and averaging.nodes > 1:
+        sizes += [averaging.ranks_per_node, averaging.ranks_per_node, averaging.nodes]  # weights, gradients; both
+    number = sum(size > 1 for size in sizes)
+    peers = experts.ranks_per_node - 1 + (averaging.ranks_per_node - 1) * config.quantized_gradients
+    return number, COMMUNICATOR_BYTES * number + PEER_BYTES * peers
+
+
 def memory_and_traffic(needs: Estimate) -> list[str]:
     """Format the model's size, what a rank keeps and what a node sends."""
     rank, nodes, islands = needs.largest, needs.grid.nodes, needs.grid.distributed.islands
@@ -323,6 +363,11 @@ def memory_and_traffic(needs: Estimate) -> list[str]:
     if effective_zero_stage(needs.settings) == 3:
         lines += [f"  {rank.resident_weights / 1e9:9.3g}  more inside zeropp.resident_weights(), for generation, and"]
         lines += [f"  {1000 * rank.cache_per_token / 1e9:9.3g}  more for each 1,000 tokens of texts, in its cache"]
+    number, nbytes = communicators(needs.settings, needs.grid)
+    if number:
+        lines += [
+            f"  {nbytes / 1e9:9.3g}  more with NCCL, for {number} communicators (about; outside torch's allocator)"
+        ]
     if rank.host:
         lines += ["", *_gigabytes("host memory for each GPU, GB", rank.host)]
     sent = {what: nbytes / nodes for what, nbytes in needs.sent_between_nodes.items()}

@@ -74,15 +74,15 @@ class Layout:
 
 # A flag with one of these prefixes settles a question: then only the user's answer is tried.
 SETTLES = {
-    "wire": ("--zero-", "--zeropp", "--hpz", "--num-distributed-optimizer-instances", "--cpu-offload"),
+    "wire": ("--zero-", "--zeropp", "--hpz", "--num-distributed-optimizer-instances", "--cpu-offload "),
     "layout": ("--tensor-model", "--pipeline-model", "--context-parallel", "--expert-model"),
-    "recompute": ("--recompute", "--checkpoint-activations", "--deepspeed-activation-checkpointing"),
+    "recompute": ("--recompute", "--checkpoint-activations", "--deepspeed-activation", "--cpu-offloading"),
     "micro-batch": ("--micro-batch-size",),
 }
 
 
 def is_settled(question: str, flags: Sequence[str]) -> bool:
-    return any(flag.startswith(SETTLES[question]) for flag in flags)
+    return any(f"{flag} ".startswith(SETTLES[question]) for flag in flags)
 
 
 def wires(cluster: Cluster, layout: Layout, flags: Sequence[str]) -> Iterator[tuple[Wire, str]]:

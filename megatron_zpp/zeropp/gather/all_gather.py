@@ -273,15 +273,21 @@ class HierarchicalAllGather(QuantizedAllGather):
                 weights.decode(self.resident, out=output)
             return
         sent, is_resident = secondary_partition, self.unseen_changes.passes.is_resident
+        is_alone = self.topology.ranks_per_node == 1  # as where experts are divided among a node's ranks
         if weights is None:
-            with self.unit.waits.collective("gather", self.unit, crosses_nodes=False):
-                all_gather_each(output.flatten(1).unbind(), secondary_partition.unbind(), group)
+            if is_alone:
+                output.copy_(secondary_partition.view_as(output))
+            else:
+                with self.unit.waits.collective("gather", self.unit, crosses_nodes=False):
+                    all_gather_each(output.flatten(1).unbind(), secondary_partition.unbind(), group)
             self.resident = output.clone() if is_resident else None
         else:
             if not self.formats.keeps_wires:
                 sent = self.encoder.encode_within_node(secondary_partition, weights, self.topology.local_rank)
-            with self.unit.waits.collective("gather", self.unit, crosses_nodes=False):
-                wires = gather_wires(sent, group).transpose(0, 1)
+            wires = sent.unsqueeze(1)  # [N, P, nbytes]
+            if not is_alone:
+                with self.unit.waits.collective("gather", self.unit, crosses_nodes=False):
+                    wires = gather_wires(sent, group).transpose(0, 1)
             weights.decode(wires, out=output)
             self.resident = wires if is_resident else None
         nbytes = (self.topology.ranks_per_node - 1) * sent.nbytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,9 +50,11 @@ class SentShard:
 @torch.no_grad()
 def send(shards: Sequence[SentShard], traffic: Traffic) -> None:
     """Start sending encoded shards between nodes, in the order of the pass that waits for them."""
-    for topology in dict.fromkeys(shard.unit.topology for shard in shards):
-        members = [shard for shard in shards if shard.unit.topology is topology]
-        nbytes = _bytes_of(members, topology, traffic)
+    by_topology: dict[Topology, list[SentShard]] = {}
+    for shard in shards:
+        by_topology.setdefault(shard.unit.topology, []).append(shard)
+    nbytes = _bytes_of(by_topology, traffic)
+    for topology, members in by_topology.items():
         for batch in _batches(members, nbytes):
             wires = [of.encoded.write(nbytes[of]) if isinstance(of.encoded, Moves) else of.encoded for of in batch]
             gathered, work = start_gathers(wires, topology.inter_group)
@@ -60,19 +62,23 @@ def send(shards: Sequence[SentShard], traffic: Traffic) -> None:
                 shard.start(wire, arriving, work)
 
 
-def _bytes_of(shards: Sequence[SentShard], topology: Topology, traffic: Traffic) -> dict[SentShard, int]:
+def _bytes_of(by_topology: Mapping[Topology, Sequence[SentShard]], traffic: Traffic) -> dict[SentShard, int]:
     """Return the bytes of each shard. Moves have as many as they need: the longest of the N ranks' rules.
 
     The sizes of all are exchanged at once, and read at once by the host, which waits for them.
     """
-    nbytes = {shard: shard.encoded.nbytes for shard in shards if isinstance(shard.encoded, Tensor)}
-    moves = {shard: shard.encoded.num_bytes for shard in shards if isinstance(shard.encoded, Moves)}
-    if moves:
-        sizes = torch.cat([*moves.values()]).int()
-        with shards[0].unit.waits.collective("sizes of moves", shards[0].unit, crosses_nodes=True):
-            most = gather_wires(sizes.view(torch.uint8), topology.inter_group).view(torch.int32).amax(0).tolist()
-        traffic.add(inter_node=(topology.num_nodes - 1) * sizes.nbytes, stays=True)
-        nbytes |= dict(zip(moves, most, strict=True))
+    nbytes, moves, most = dict[SentShard, int](), list[SentShard](), list[Tensor]()
+    for topology, shards in by_topology.items():
+        nbytes |= {shard: shard.encoded.nbytes for shard in shards if isinstance(shard.encoded, Tensor)}
+        measured = {shard: shard.encoded.num_bytes for shard in shards if isinstance(shard.encoded, Moves)}
+        if measured:
+            sizes = torch.cat([*measured.values()]).int()
+            with shards[0].unit.waits.collective("sizes of moves", shards[0].unit, crosses_nodes=True):
+                most.append(gather_wires(sizes.view(torch.uint8), topology.inter_group).view(torch.int32).amax(0))
+            moves += measured
+            traffic.add(inter_node=(topology.num_nodes - 1) * sizes.nbytes, stays=True)
+    if most:
+        nbytes |= dict(zip(moves, torch.cat(most).tolist(), strict=True))
     return nbytes
 
 
