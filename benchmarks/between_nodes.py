@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -26,6 +27,7 @@ from common import RESULTS, ROOT, markdown_table, measure_once, read_rows, run_c
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT
+from megatron_zpp.zeropp.recipes import RECIPES
 
 BYTES, THROUGHPUT, TECHNIQUES = (
     RESULTS / f"between_nodes_{what}.jsonl" for what in ("bytes", "throughput", "techniques")
@@ -204,7 +206,7 @@ def speed_table() -> str:
 
 
 def readme_table() -> str:
-    """Bytes and speed of the recipes beside ZeRO-3's: for 1 and for 8 micro-batches in a step."""
+    """Bytes and speed of the recipes beside ZeRO-3's, for 1 and for 8 micro-batches in a step; predicted time, loss."""
     tokens, sent = throughput(), bytes_sent()
     _, _, int8 = THROUGHPUT_SETTINGS
     names = ["ZeRO-3 bf16", int8, INT6]
@@ -220,6 +222,12 @@ def readme_table() -> str:
                 "",
             ]
         )
+    worth = (RESULTS / "planner_worth.md").read_text()  # MFU and seconds of ZeRO-3, HSDP, lossless, int8, int6
+    (llama,) = (line for line in worth.splitlines() if line.startswith("| Llama-8B | 8 | 100 |"))
+    zero3, _, _, *ours = re.findall(r"[\d.]+ s", llama)
+    lines.append(["a step of Llama-8B, predicted", zero3, *ours])
+    losses = [RECIPES[name].loss for name in ("int8", "int6")]
+    lines.append(["loss over an fp32 wire", "", *(f"{loss[0]:+.2f} ± {loss[1]:.2f} %" for loss in losses if loss)])
     return markdown_table(["", "ZeRO-3", "`--zeropp int8`", "`--zeropp int6`"], lines)
 
 

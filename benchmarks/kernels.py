@@ -18,7 +18,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from common import new_parser, seconds_of
+from common import RESULTS, markdown_table, new_parser, seconds_of
 from torch import Tensor
 
 from megatron_zpp.zeropp.wire import kernels, moves, reference
@@ -28,6 +28,7 @@ from megatron_zpp.zeropp.wire.layout import Compensation, KeptScales, ParameterS
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 FORMATS = [(8, 256), (6, 256), (4, 128), (2, 128)]  # bits and block: the last by mean |x|, the others by the largest
 PEERS = 4
+MEASURED = RESULTS / "kernels_cpu.json"  # main() writes it: --megabytes 64 1 --threads 1
 PLAIN_ROUNDS = 2  # of plain torch, at most: it is many times slower than what it is compared with
 
 
@@ -211,6 +212,19 @@ def measure(kernel: Kernel, device: torch.device, rounds: int, beside: Sequence[
             if name != "plain" or turn < PLAIN_ROUNDS:
                 times[name].append(seconds_on(device, run, repeat=1 if name == "plain" else 20))
     return {name: min(seconds) for name, seconds in times.items()}
+
+
+def table() -> str:
+    """The kept results of one thread: 64 MB of values, and 1 MB, which stay in the cache."""
+    rows = {(row["megabytes"], row["kernel"]): row for row in json.loads(MEASURED.read_text())["kernels"]}
+    lines = []
+    for kernel in [kernel for megabytes, kernel in rows if megabytes == 64]:
+        large, small = rows[64, kernel], rows[1, kernel]
+        of_memory = large["gigabytes_per_second"] / large["of_a_copy"]  # GB/s of the copy beside it
+        roof = small["gigabytes_per_second"] / of_memory
+        cells = [f"{large['gigabytes_per_second']:.1f}", f"{large['of_a_copy']:.0%}", f"{roof:.0%}"]
+        lines.append([kernel, *cells, f"{large['times_plain']:.0f} x"])
+    return markdown_table(("kernel, one thread", "GB/s", "of a copy", "roof", "over plain torch"), lines)
 
 
 def main() -> None:

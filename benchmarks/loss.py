@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 import torch
-from common import RESULTS, append_row, machine, new_parser
+from common import RESULTS, append_row, machine, markdown_table, new_parser, read_rows
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -68,6 +68,18 @@ def main() -> None:
     row |= {"launches": launches.count, "date": time.strftime("%Y-%m-%d"), "machine": machine()}
     print(row)
     append_row(RESULTS / "loss.jsonl", row)
+
+
+def table() -> str:
+    """The kept results of a hidden size of 512: the least of all turns."""
+    rows = [row for row in read_rows(RESULTS / "loss.jsonl") if row["hidden_size"] == 512]
+    lines = []
+    ways = {"before": ("before", False), "operators one by one": ("now", False), "with `--compile`": ("now", True)}
+    for way, key in ways.items():
+        of_way = [row for row in rows if (row["name"], row["compiled"]) == key]
+        seconds = (f"{min(row[part] for row in of_way):.3f}" for part in ("forward", "backward"))
+        lines.append([way, f"{of_way[0]['launches']:,}", f"{of_way[0]['peak_mib']:.1f}", *seconds])
+    return markdown_table(["", "launches", "peak memory, MiB", "forward, s", "backward, s"], lines)
 
 
 def as_one_kernel(launches: Launches, body: Any) -> Any:

@@ -1,14 +1,14 @@
-"""The tables of docs/reference/memory.md: what a GPU needs on 64 nodes x 8, in GB, as tools/estimate.py says it.
-
-    .venv/bin/python benchmarks/memory.py
+"""Tables as tools/estimate.py says them: in docs/reference/memory.md what a GPU needs on 64 nodes x 8, in GB.
 
 Estimates of three models with all flags and LoCo, bf16, one sample per micro-batch, full recomputation. In brackets:
-host memory for each GPU. Then what saves keep in host memory, by recipe.
+host memory for each GPU. Then what saves keep in host memory, by recipe. In docs/how-to/choose-settings.md a Llama-8B
+on 8 nodes, for 1 and for 8 micro-batches.
 """
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 
 from common import markdown_table
 from planner import LLAMA_70B
@@ -38,19 +38,53 @@ COLUMNS = {
     "int8, on the host": f"{ALL_FLAGS} {INT8} --zero-offload-gradient-sums",
 }
 
+WAYS = {
+    "ZeRO-3": "",
+    "HSDP": "--num-distributed-optimizer-instances 8",
+    "all four flags of ZeRO++": ALL_FLAGS,
+    "and moved codes of weights": f"{ALL_FLAGS} --zeropp-weight-moves",
+}
+GBITS = (100, 400, 3200)
 
-def main() -> None:
+
+def table_of_ways() -> str:
+    cluster = f"{CLUSTER} --vocabulary 128256".replace("--nodes 64", "--nodes 8")
+    program = "pretrain_llama.py --preset llama-8b --seq-length 8192 --vocab-size 128256"
+    lines = []
+    for way, flags in WAYS.items():
+        pair = []
+        for micro_batches in (1, 8):
+            command = f"{cluster} {program} {COMMON} --global-batch-size {64 * micro_batches} {flags}"
+            pair.append(estimate.run(estimate.parse_arguments(shlex.split(command))))
+        computing = [time.compute_seconds for time in pair]
+        gigabytes = [time.needs.sent_per_node / 1e9 for time in pair]
+        seconds = ([8 * sent / gbits for sent in gigabytes] for gbits in GBITS)
+        lines.append([way, *map(of_both, ([time.needs.memory / 1e9 for time in pair], gigabytes, *seconds))])
+    lines.insert(0, ["computing, at 40 % of the peak", "", "", *[of_both(computing)] * len(GBITS)])
+    return markdown_table(
+        ["", "GB of a GPU", "GB that a node sends per step", *(f"seconds at {g} Gbit/s" for g in GBITS)], lines
+    )
+
+
+def of_both(values: Iterable[float]) -> str:
+    return " / ".join(f"{value:.0f}" if value >= 10 else f"{value:.2g}" for value in values)
+
+
+def table() -> str:
     rows = []
     for model, (vocabulary, program) in MODELS.items():
         for micro_batches in (1, 4):
             common = f"{CLUSTER} --vocabulary {vocabulary} {program} {COMMON} --global-batch-size {512 * micro_batches}"
             rows.append([model, micro_batches, *(memory(f"{common} {flags}") for flags in COLUMNS.values())])
-    print(markdown_table(["model", "micro-batches", *COLUMNS], rows))
+    return markdown_table(["model", "micro-batches", *COLUMNS], rows)
+
+
+def table_of_saves() -> str:
     rows = []
     for model, (vocabulary, program) in MODELS.items():
         common = f"{CLUSTER} --vocabulary {vocabulary} {program} {COMMON} --global-batch-size 512 {SAVES}"
         rows.append([model, *(saved(f"{common} --zeropp {recipe}") for recipe in RECIPES)])
-    print(f"\n{markdown_table(['host memory of saves', *RECIPES], rows)}")
+    return markdown_table(["host memory of saves", *RECIPES], rows)
 
 
 def saved(command: str) -> str:
@@ -63,7 +97,3 @@ def memory(command: str) -> str:
     of_host = found.largest.host
     host = f" ({sum(of_host.values()) / 1e9:.1f})" if of_host else ""
     return f"{found.memory / 1e9:.1f}{host}"
-
-
-if __name__ == "__main__":
-    main()

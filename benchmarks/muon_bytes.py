@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from common import RESULTS, markdown_table, read_rows
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -83,6 +84,14 @@ def rank_main(rank: int, nodes: int, per_node: int, folder: str) -> None:
             row |= {"between_nodes": round(between / parameters, 3), "within_nodes": round(within / parameters, 3)}
             print(json.dumps(row | {"machine": f"{platform.machine()}, torch {torch.__version__}"}), flush=True)
     dist.destroy_process_group()
+
+
+def table() -> str:
+    lines = [
+        [f"{r['nodes']} × {r['ranks_per_node']}", r["way"], f"{r['between_nodes']:.2f}", f"{r['within_nodes']:.2f}"]
+        for r in read_rows(RESULTS / "muon_bytes.jsonl")
+    ]
+    return markdown_table(["nodes × ranks", "", "leaves a node", "stays within it"], lines)
 
 
 def main() -> None:

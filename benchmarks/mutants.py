@@ -65,7 +65,8 @@ def main() -> None:
     if args.command == "record":
         sys.exit(record(ROOT, FOLDERS, RECORDING, args.workers, args.tests))
     if args.command == "table":
-        print(table(read_results(args.results).values()))
+        measured = read_results(args.results).values()
+        print(counts(measured) + alive(measured))
         return
     mutants = [mutant for file in files_in(ROOT, FOLDERS) for mutant in mutants_of(ROOT, file)]
     if args.since:
@@ -84,7 +85,7 @@ def main() -> None:
         results[key(row)] = row | kept
         append_row(args.results, results[key(row)])
         print(f"{number}/{len(mutants)} {row['outcome']} in {row['seconds']} s: {key(row)}", flush=True)
-    print(table(results.values()))
+    print(counts(results.values()) + alive(results.values()))
 
 
 def files_in(root: Path, folders: Iterable[str]) -> list[Path]:
@@ -235,8 +236,12 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
     return {key(row): row for row in sorted(read_rows(path), key=lambda row: (row["file"], row["line"]))}
 
 
-def table(rows: Iterable[dict[str, Any]]) -> str:
-    """Markdown: counts by folder, then every mutant that no test killed."""
+def table() -> str:
+    """Return the results' counts by folder as Markdown."""
+    return counts(read_results(RESULTS).values())
+
+
+def counts(rows: Iterable[dict[str, Any]]) -> str:
     rows = list(rows)
     heads = ("folder", "mutants", "killed", "by a timeout", "survived", "unfinished", "equivalent")
     counted = []
@@ -248,7 +253,12 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
         share = f"{killed / len(some):.1%}" if some else "-"
         outcomes = (killed, count["timeout"], count["survived"], count["unfinished"])
         counted.append([folder or "all", len(some), *outcomes, same, share])
-    lines = [markdown_table([*heads, "killed of all"], counted)]
+    return markdown_table([*heads, "killed of all"], counted)
+
+
+def alive(rows: Iterable[dict[str, Any]]) -> str:
+    """Every mutant that no test killed."""
+    lines = []
     for row in (row for row in rows if row["outcome"] in ALIVE):
         lines.append(f"\n{row['file']}:{row['line']}, {row['outcome']} after {row['ran']} of {row['of']} tests")
         lines.append(f"  {row['before']}\n  {row['after']}\n  {row.get('judgement', 'not judged yet')}")

@@ -3,7 +3,6 @@
     make test-integrations                        # installs the packages
     .venv/bin/torchrun --nproc-per-node 4 examples/library/on_cpus.py benchmarks/other_loops.py [CASE ...]
     .venv/bin/torchrun --nproc-per-node 8 examples/library/on_cpus.py benchmarks/other_loops.py  # tensor parallelism
-    .venv/bin/python benchmarks/other_loops.py table   # of benchmarks/results/other_loops.jsonl, as Markdown
 
 Two nodes, on one machine. Every case trains from the same weights on the same batches with each setting, once with one
 micro-batch to a step and once with four.
@@ -79,13 +78,10 @@ ON_8_RANKS = ("Llama, tensor-parallel mesh",)  # the others: on 4
 
 def main() -> None:
     parser = new_parser(__doc__)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"table, or some of: {', '.join(CASES)}")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"some of: {', '.join(CASES)}")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--results", type=Path, default=RESULTS, help="file to add rows to")
     arguments = parser.parse_args()
-    if arguments.cases == ["table"]:
-        print_table(arguments.results)
-        return
     if unknown := set(arguments.cases) - CASES.keys():
         parser.error(f"there is no case {', '.join(sorted(unknown))}")
     dist.init_process_group("gloo")
@@ -126,8 +122,8 @@ def measure(name: str, case: Case, accumulation: int, steps: int, results: Path)
             append_row(results, row)
 
 
-def print_table(results: Path) -> None:
-    rows = {(row["case"], row["setting"], row["accumulation"]): row for row in read_rows(results)}
+def table() -> str:
+    rows = {(row["case"], row["setting"], row["accumulation"]): row for row in read_rows(RESULTS)}
     lines = []
     for name in dict.fromkeys(case for case, _, _ in rows):
 
@@ -139,7 +135,7 @@ def print_table(results: Path) -> None:
             [name, *differences, *(cell(setting, show_bytes) for setting in ("off", "hierarchy", "all flags"))]
         )
     headings = ("model or loop", "loss difference, hierarchy", "all flags", "bytes: off", "hierarchy", "all flags")
-    print(markdown_table(headings, lines))
+    return markdown_table(headings, lines)
 
 
 def show_difference(row: dict) -> str:

@@ -1,24 +1,26 @@
 """Are the planner's predictions right? Compared with published measurements, and with the cluster in a box.
 
     .venv/bin/python benchmarks/planner.py published  # predicts the rows of results/published_throughput.jsonl
+    .venv/bin/python benchmarks/planner.py worth      # models, nodes, rates: when is ZeRO++ worth it?
+    .venv/bin/python benchmarks/planner.py islands    # rates between two sites
     .venv/bin/python benchmarks/planner.py zeropp     # predicts what was published of ZeRO++ on V100s
-    .venv/bin/python benchmarks/planner.py table      # docs/evidence/planner.md's: models, nodes, rates
-    .venv/bin/python benchmarks/planner.py islands    # docs/evidence/islands.md's: rates between two sites
     sudo .venv/bin/python benchmarks/planner.py box   # measures in the cluster in a box: on an idle machine, an hour
     .venv/bin/python benchmarks/planner.py compare    # those measurements beside what is predicted for them
 
-``planner_published.py`` and ``planner_box.py`` say what they compare.
+The first three compute for minutes, and keep their tables in ``results/planner_*.md``; ``examples/reproduce.sh
+--write`` takes them into the pages. ``planner_published.py`` and ``planner_box.py`` say what they compare.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 
 import planner_box
 import planner_published
 import planner_zeropp
-from common import markdown_table, run_choice
+from common import RESULTS, markdown_table, run_choice
 
 from megatron_zpp.commands.plan import suggested
 from megatron_zpp.families import LLAMA
@@ -54,7 +56,17 @@ COLUMNS = {  # the way to send of all ranks that train together, and flags
 }
 
 
-def table() -> None:
+def kept(name: str) -> str:
+    """Return the tables that ``keep`` has kept."""
+    return (RESULTS / f"planner_{name}.md").read_text().rstrip()
+
+
+def keep(name: str, tables: Callable[[], str]) -> None:
+    (RESULTS / f"planner_{name}.md").write_text(f"{tables()}\n")
+    print(kept(name))
+
+
+def worth() -> str:
     """Of each model, nodes and rate: MFU of the best of each kind, and what is suggested."""
     headings = ["model", "nodes", "Gbit/s", *KINDS, "suggested"]
     lines = []
@@ -66,7 +78,7 @@ def table() -> None:
         best = suggested(plan).candidate if plan.outcomes else None
         suggestion = f"{best.wire.name}, {best.layout.name}" if best is not None else "nothing"
         lines.append([model, nodes, rate, *(cell(found.get(kind)) for kind in KINDS), suggestion])
-    print(markdown_table(headings, lines))
+    return markdown_table(headings, lines)
 
 
 def cell(found: Outcome | None) -> str:
@@ -81,7 +93,7 @@ def tokens_per_second(cluster: Cluster, flags: str) -> dict[str, float]:
     return {outcome.candidate.wire.name: outcome.prediction.tokens_per_second for outcome in plan.outcomes}
 
 
-def islands() -> None:
+def islands() -> str:
     """Return tokens per second of Llama-8B on 2 sites of 32 nodes, as shares of those without any time on links."""
     without_links = dataclasses.replace(
         parse_cluster(f"{SITE}@1"), sites=1, between_gbits=1e12, within_gbytes=1e12, between_microseconds=0.0
@@ -93,17 +105,17 @@ def islands() -> None:
         found = {flags: tokens_per_second(cluster, flags) for _, flags in COLUMNS.values()}
         shares = [found[flags][wire] / most for wire, flags in COLUMNS.values()]
         lines.append([gbits, *(f"{share:.1%}" for share in shares)])
-    print(markdown_table(["Gbit/s between sites", *COLUMNS], lines))
+    return markdown_table(["Gbit/s between sites", *COLUMNS], lines)
 
 
 if __name__ == "__main__":
     run_choice(
         __doc__,
         {
-            "published": planner_published.print_errors,
-            "zeropp": planner_zeropp.print_predictions,
-            "table": table,
-            "islands": islands,
+            "published": lambda: keep("published", planner_published.tables),
+            "worth": lambda: keep("worth", worth),
+            "islands": lambda: keep("islands", islands),
+            "zeropp": lambda: print(planner_zeropp.tables()),
             "box": planner_box.measure,
             "compare": planner_box.compare,
         },

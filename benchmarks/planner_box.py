@@ -79,28 +79,38 @@ def predicted_seconds(row: dict[str, Any]) -> float:
 
 
 def compare() -> None:
-    """Errors of all points, and of pairs that differ by more than a tenth the share whose order is predicted."""
+    points = defaultdict(list)
+    for row, seconds in predicted_rows():
+        points[f"{row['model']}, {row['setting']}"].append((row["seconds"], seconds))
+    scatter(points, "seconds of a step", 0.08, SCATTER)
+    print(table())
+
+
+def predicted_rows() -> list[tuple[dict[str, Any], float]]:
+    """Return the kept rows, each with its predicted seconds."""
     rows = [row for row in read_rows(MEASURED) if row["setting"] in SETTINGS]  # without formats that are gone
     if not rows:
         raise SystemExit("nothing is measured yet: run `planner.py box` first, as root on an idle machine")
-    predicted = [predicted_seconds(row) for row in rows]
-    lines, errors, points = [], [], defaultdict(list)
-    for row, seconds in zip(rows, predicted, strict=True):
+    return [(row, predicted_seconds(row)) for row in rows]
+
+
+def table() -> str:
+    """Errors of all points, and of pairs that differ by more than a tenth the share whose order is predicted."""
+    rows = predicted_rows()
+    lines, errors = [], []
+    for row, seconds in rows:
         off = seconds / row["seconds"] - 1
         where = (row[name] for name in ("model", "setting", "micro_batches", "mbit"))
         lines.append([*where, f"{row['seconds']:.3f}", f"{seconds:.3f}", f"{off:+.1%}"])
         errors.append(abs(off))
-        points[f"{row['model']}, {row['setting']}"].append((row["seconds"], seconds))
     headings = ("model", "setting", "micro-batches", "Mbit/s", "measured, s", "predicted, s", "off by")
-    print(markdown_table(headings, lines))
-    scatter(points, "seconds of a step", 0.08, SCATTER)
-    print(f"\n{len(rows)} points: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
+    said = f"{len(rows)} points: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}."
     same = ("model", "micro_batches", "mbit")
     pairs = [
         (a["seconds"] < b["seconds"]) == (of_a < of_b)
-        for (a, of_a), (b, of_b) in itertools.combinations(zip(rows, predicted, strict=True), 2)
+        for (a, of_a), (b, of_b) in itertools.combinations(rows, 2)
         if all(a[name] == b[name] for name in same)
         and max(a["seconds"], b["seconds"]) > 1.1 * min(a["seconds"], b["seconds"])
     ]
-    if pairs:
-        print(f"order of settings: right in {sum(pairs)} of {len(pairs)} pairs that differ by more than 10 %")
+    said += f" Which setting is faster: right in {sum(pairs)} of {len(pairs)} pairs that differ by more than 10 %."
+    return f"{said}\n\n{markdown_table(headings, lines)}"

@@ -69,7 +69,8 @@ class Published:
         return predict(cluster, self.needs).tokens_per_second / cluster.world_size / float(self.row["tokens_s_gpu"])
 
 
-def print_errors() -> None:
+def tables() -> str:
+    """Draw the scatter plot, and return what it says."""
     rows = [read_row(row) for row in read_rows(PUBLISHED)]
     by_gpu: dict[str, list[Published]] = defaultdict(list)
     by_program: dict[tuple[str, str], list[Published]] = defaultdict(list)
@@ -85,7 +86,8 @@ def print_errors() -> None:
         lines.append(
             [gpu, len(some), *products_and_attention, f"{statistics.median(errors):.1%}", f"{at(errors, 0.9):.1%}"]
         )
-    print(markdown_table(("GPU", "rows", "products", "attention", "median error", "90 % of rows within"), lines))
+    headings = ["GPU", "rows", "products", "attention", "median error", "90 % of rows within"]
+    said = [markdown_table(headings, lines)]
     lines, held_out = [], []
     for (gpu, program), some in sorted(by_program.items(), key=lambda item: item[0]):
         cells = [gpu, program, len(some), *ratio_and_error([ratios[id(row)] for row in some])]
@@ -98,17 +100,19 @@ def print_errors() -> None:
         lines.append([*cells, *ratio_and_error(found), *ratio_and_error(of_like)])
     headings = ["GPU", "program", "rows", "predicted / measured", "error"]
     headings += ["fitted without it: ratio", "error", "with `--like`: ratio", "error"]
-    print("\n" + markdown_table(headings, lines))
-    print(f"\nMedian error of {len(held_out)} rows by what other programs' rows fit: {statistics.median(held_out):.1%}")
+    said.append(markdown_table(headings, lines))
+    median = statistics.median(held_out)
+    said.append(f"Median error of {len(held_out)} rows by what other programs' rows fit: {median:.1%}")
     misses = [row for row in sorted(rows, key=lambda row: ratios[id(row)]) if abs(ratios[id(row)] - 1) > MISS]
     headings = ["row", "what", "tokens/s/GPU, measured", "predicted", "off by", "source"]
-    print(f"\nRows that are off by more than {MISS:.0%}:\n")
-    print(markdown_table(headings, [miss(row, ratios[id(row)]) for row in misses]))
+    said.append(f"Rows that are off by more than {MISS:.0%}:")
+    said.append(markdown_table(headings, [miss(row, ratios[id(row)]) for row in misses]))
     points: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         measured = row.row["tokens_s_gpu"]
         points[row.gpu].append((measured, measured * ratios[id(row)]))
     scatter(points, "tokens per second and GPU", 0.15, SCATTER)
+    return "\n\n".join(said)
 
 
 def ratio_and_error(ratios: list[float]) -> list[str]:

@@ -62,20 +62,21 @@ def tflops(tokens_per_gpu: int, seconds: float) -> float:
     return 96 * tokens_per_gpu * LAYERS * HIDDEN**2 * rest / seconds / 1e12
 
 
-def print_predictions() -> None:
-    tutorial = [1e3 * step(*TUTORIAL[:3], wire).seconds for wire in ("ZeRO-3", "ZeRO++")]
-    print(f"The tutorial's step, ms: published 9,956 and 3,681; predicted {tutorial[0]:,.0f} and {tutorial[1]:,.0f}\n")
+def tables() -> str:
+    published = [f"{1e3 * seconds:,.0f}" for seconds in TUTORIAL[3]]
+    predicted = [f"{1e3 * step(*TUTORIAL[:3], wire).seconds:,.0f}" for wire in ("ZeRO-3", "ZeRO++")]
+    said = ["The tutorial's step takes {} and {} ms; predicted are {} and {} ms.".format(*published, *predicted)]
     lines = []
-    for nodes, gbits, tokens, published in BLOG:
+    for nodes, gbits, tokens, rates in BLOG:
         times = {wire: step(nodes, gbits, tokens, wire).seconds for wire in WIRES}
         alone = [f"{times['ZeRO-3'] / times[wire]:.2f}" for wire in ("qwZ", "hpZ", "qgZ")]
         cells: list[object] = [gbits, tokens]
-        for wire, rate in zip(("ZeRO-3", "ZeRO++"), published, strict=True):
+        for wire, rate in zip(("ZeRO-3", "ZeRO++"), rates, strict=True):
             cells += [rate, f"{tflops(tokens, times[wire]):.1f}", overlapped_and_not(nodes, gbits, tokens, wire)]
         lines.append([*cells, *alone])
     at = f"at {FASTER}, beside and after computing"
     headings = ["Gbit/s", "tokens", "ZeRO-3, published", "predicted", at, "ZeRO++, published", "predicted", at]
-    print(markdown_table([*headings, "qwZ alone", "hpZ", "qgZ"], lines))
+    said.append(markdown_table([*headings, "qwZ alone", "hpZ", "qgZ"], lines))
     lines = []
     for nodes in SCALING_NODES:
         cells = [16 * nodes]
@@ -83,4 +84,5 @@ def print_predictions() -> None:
             pair = [tflops(1024, step(nodes, gbits, 1024, wire).seconds) for wire in ("ZeRO-3", "ZeRO++")]
             cells.append(f"{pair[0]:.1f}, {pair[1]:.1f} ({pair[1] / pair[0]:.2f} x)")
         lines.append(cells)
-    print("\n" + markdown_table(["V100", *(f"{gbits} Gbit/s" for gbits in SCALING_RATES)], lines))
+    said.append("Weak scaling at 1,024 tokens per GPU, predicted: ZeRO-3, ZeRO++ (ratio).")
+    return "\n\n".join([*said, markdown_table(["V100", *(f"{gbits} Gbit/s" for gbits in SCALING_RATES)], lines)])

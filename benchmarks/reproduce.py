@@ -22,10 +22,21 @@ import auto_regret
 import between_islands
 import between_nodes
 import finetuning_bits
+import kernels
 import launches
 import loop_overhead
+import loss
+import memory
 import monitors
+import muon_bytes
+import mutants
+import other_loops
 import overlap
+import planner
+import planner_box
+import planner_zeropp
+import rl
+import scaling
 import steps_over_links
 from common import ROOT, markdown_table, new_parser
 from study import RESULTS, arms, read_results
@@ -33,18 +44,33 @@ from study_arms import SCALES
 from study_tables import PAGE, Rows, by_flags_and_seed, draw_plots, page_of, replace_block
 
 CLAIMS = ROOT / "examples" / "reproduce.toml"
-EVIDENCE = ROOT / "docs" / "evidence"
+EVIDENCE, REFERENCE = ROOT / "docs" / "evidence", ROOT / "docs" / "reference"
 BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
-    EVIDENCE / "planner.md": {"regret": auto_regret.table},
-    EVIDENCE / "peers.md": {"peers": against_peers.table},
-    EVIDENCE / "islands.md": {"between-islands": between_islands.table},
-    EVIDENCE / "benchmarks.md": {"overlap": overlap.table, "loop": loop_overhead.table},
-    EVIDENCE / "scaling.md": {"launches": launches.table},
-    EVIDENCE / "experiments.md": {"fine-tuning": finetuning_bits.table, "links": steps_over_links.table},
-    ROOT / "docs" / "reference" / "monitors.md": {
-        "monitored": monitors.table,
-        "normal values": monitors.table_of_normal_values,
+    PAGE: {"fine-tuning": finetuning_bits.table, "links": steps_over_links.table},
+    EVIDENCE / "planner.md": {
+        "published": lambda: planner.kept("published"),
+        "zeropp": planner_zeropp.tables,
+        "box": planner_box.table,
+        "regret": auto_regret.table,
+        "worth": lambda: planner.kept("worth"),
     },
+    EVIDENCE / "peers.md": {"peers": against_peers.table},
+    EVIDENCE / "islands.md": {"sites": lambda: planner.kept("islands"), "between-islands": between_islands.table},
+    EVIDENCE / "benchmarks.md": {
+        "mutants": mutants.table,
+        "loop": loop_overhead.table,
+        "overlap": overlap.table,
+        "learning": rl.table_of_learning,
+        "rollouts": rl.table_of_rollouts,
+    },
+    EVIDENCE / "kernels.md": {"kernels": kernels.table},
+    EVIDENCE / "other-loops.md": {"other loops": other_loops.table},
+    EVIDENCE / "scaling.md": {"scaling": scaling.tables, "launches": launches.table},
+    REFERENCE / "memory.md": {"memory": memory.table, "saves": memory.table_of_saves},
+    ROOT / "docs" / "how-to" / "choose-settings.md": {"ways": memory.table_of_ways},
+    REFERENCE / "muon.md": {"muon": muon_bytes.table},
+    REFERENCE / "training.md": {"loss": loss.table},
+    REFERENCE / "monitors.md": {"monitored": monitors.table, "normal values": monitors.table_of_normal_values},
 }
 
 

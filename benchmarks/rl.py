@@ -3,7 +3,6 @@
     make test-integrations                                  # installs the packages
     sudo .venv/bin/python benchmarks/rl.py                  # everything; appends to benchmarks/results/rl.jsonl
     .venv/bin/python benchmarks/rl.py --only learning       # TRL's trainers alone, which need no network namespaces
-    .venv/bin/python benchmarks/rl.py --table
 
 Learning: DPO, and GRPO with two rewards, by ``examples/library/trl_trainers.py`` on 2 nodes of 2 ranks. The race:
 a step of GRPO (4 rollouts of 24 tokens, 2 epochs) with each way to have weights for the rollouts, in turns, in the
@@ -23,7 +22,6 @@ from typing import Any
 
 from cluster_in_a_box import check_requirements, cluster, programs
 from common import RESULTS, ROOT, append_row, machine, markdown_table, new_parser, read_rows
-from rl_race import SETTINGS
 
 PATH = RESULTS / "rl.jsonl"
 LEARNING = {  # by name: words of trl_trainers.py, and what must become of a figure
@@ -82,41 +80,29 @@ def race(rate: str, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def print_tables() -> None:
-    rows = read_rows(PATH)
-    learned = {row["what"]: row for row in rows if "figure" in row}  # the last one of each
-    headings = ("", "figure", "first", "last", "steps", "right", "bytes of the reference, step 1, later")
-    lines = [
-        [
-            name,
-            r["figure"],
-            f"{r['first']:.2f}",
-            f"{r['last']:.2f}",
-            r["steps"],
-            r.get("right", ""),
-            r.get("reference_bytes", ""),
-        ]
-        for name, r in learned.items()
-    ]
-    print(markdown_table(headings, lines), end="\n\n")
-    races = [row for row in rows if row.get("what") == "race"]
-    if races:
-        steps = [row for row in races[-1]["rows"] if "setting" in row]
-        best = median(row["seconds"] for row in steps if row["setting"] == "resident weights")
-        lines = []
-        for name in SETTINGS:
-            seconds = sorted(row["seconds"] for row in steps if row["setting"] == name)
-            sent = median(row["bytes_of_a_node"] for row in steps if row["setting"] == name)
-            lines.append(
-                [
-                    name,
-                    f"{median(seconds):.2f} ({seconds[0]:.2f} to {seconds[-1]:.2f})",
-                    f"{median(seconds) / best:.1f}",
-                    f"{sent / 1e6:.2f}",
-                ]
-            )
-        print(races[-1]["rate"], races[-1]["date"], races[-1].get("note", ""))
-        print(markdown_table(("weights for rollouts", "s a step", "times resident", "MB a node and step"), lines))
+def table_of_learning() -> str:
+    """What was learned: of each task the last run, and the bytes of a reference per parameter, between nodes."""
+    lines = []
+    for name, r in {row["what"]: row for row in read_rows(PATH) if "figure" in row}.items():
+        right = "{} of {}".format(*r["right"]) if "right" in r else ""
+        reference = ", ".join(f"{between:g}" for between, _ in r.get("reference_bytes", ()))
+        lines.append([name, r["steps"], r["figure"], f"{r['first']:.2f}", f"{r['last']:.2f}", right, reference])
+    headings = ("", "steps", "figure", "first", "last", "right", "bytes of the reference, step 1 and later")
+    return markdown_table(headings, lines)
+
+
+def table_of_rollouts() -> str:
+    """The last race."""
+    race = [row for row in read_rows(PATH) if row["what"] == "race"][-1]
+    steps = [row for row in race["rows"] if "setting" in row]
+    names = dict.fromkeys(row["setting"] for row in steps)
+    seconds = {name: sorted(row["seconds"] for row in steps if row["setting"] == name) for name in names}
+    lines = []
+    for name, of in seconds.items():
+        sent = median(row["bytes_of_a_node"] for row in steps if row["setting"] == name)
+        over = median(of) / median(seconds["resident weights"])
+        lines.append([name, f"{median(of):.2f} ({of[0]:.2f} to {of[-1]:.2f})", f"{over:.1f}", f"{sent / 1e6:.2f}"])
+    return markdown_table(("weights for rollouts", "s a step", "times resident", "MB a node and step"), lines)
 
 
 def main() -> None:
@@ -125,16 +111,14 @@ def main() -> None:
     parser.add_argument("--rate", default="100mbit", help="of each node's link, as tc takes it")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--note", default="", help="kept with the results, such as how busy the machine was")
-    parser.add_argument("--table", action="store_true", help="print what was measured last")
     arguments = parser.parse_args()
     common = {"date": str(date.today()), "machine": machine(), "note": arguments.note}
-    if not arguments.table and arguments.only != "race":
+    if arguments.only != "race":
         for name in [arguments.only] if arguments.only in LEARNING else LEARNING:
             append_row(PATH, {"what": name, **common, **learn(name)})
-    if not arguments.table and arguments.only in (None, "race"):
+    if arguments.only in (None, "race"):
         rows = race(arguments.rate, arguments.rounds)
         append_row(PATH, {"what": "race", **common, "rate": arguments.rate, "rows": rows})
-    print_tables()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """What a rank does in each phase of a run, counted on real gloo ranks, and how that grows with their number.
 
     python benchmarks/scaling.py        # 4, 8, 16 and 32 ranks, in nodes of 2: about 8 GB of memory, some minutes
-    python benchmarks/scaling.py --write  # the kept results into docs/evidence/scaling.md; --check: does it differ
 
 Counts, per rank, collectives, bytes that they put out, those of pickled objects among them, requests to the store,
 barriers, printed lines, and groups with the connections that gloo makes for them. Each phase counts as it was the last
@@ -27,8 +26,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
-from common import RESULTS, ROOT, append_row, machine, markdown_table, new_parser, read_rows
-from study_tables import replace_block
+from common import RESULTS, append_row, machine, markdown_table, new_parser, read_rows
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
@@ -37,7 +35,7 @@ from megatron_zpp.families import GPT
 from megatron_zpp.training import pretrain, run, setup
 from megatron_zpp.training.reporter import Reporter
 
-PATH, PAGE = RESULTS / "scaling.jsonl", ROOT / "docs" / "evidence" / "scaling.md"
+PATH = RESULTS / "scaling.jsonl"
 WORLD_SIZES, EXTRAPOLATED, RANKS_PER_NODE = (4, 8, 16, 32), (1024, 16384), 2
 FLAGS = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --mock-data "
@@ -217,7 +215,7 @@ def fit(world_sizes: Sequence[int], values: Sequence[float]) -> tuple[str, Calla
     return best[1:]
 
 
-def print_tables() -> str:
+def tables() -> str:
     """Format the kept results: rank 0's counts with most ranks, and what grows."""
     counts: dict[str, dict[int, Any]] = {}
     for row in read_rows(PATH):
@@ -239,22 +237,13 @@ def print_tables() -> str:
                 more = [f"{function(w):,.0f}" for w in EXTRAPOLATED]
                 grows.append([f"{phase}: {what}", who, *(f"{value:,}" for value in values), kind, *more, past])
     headings = ["what grows", "of", *WORLD_SIZES, "as", *(f"at {w:,}" for w in EXTRAPOLATED)]
-    return f"{fixed}\n\n{markdown_table([*map(str, headings), 'before'], grows)}\n"
+    return f"{fixed}\n\n{markdown_table([*map(str, headings), 'before'], grows)}"
 
 
 def main() -> None:
     parser = new_parser(__doc__)
-    parser.add_argument("--write", action="store_true", help=f"write tables of the kept results into {PAGE.name}")
-    parser.add_argument("--check", action="store_true", help=f"fail if {PAGE.name} differs from the kept results")
     parser.add_argument("--code", default="now", help="a name for the code that is measured; default now")
     args = parser.parse_args()
-    page = replace_block(PAGE.read_text(), "scaling", print_tables()) if args.write or args.check else ""
-    if args.check and page != PAGE.read_text():
-        sys.exit(f"error: {PAGE} is not what the kept results give: run benchmarks/scaling.py --write")
-    if args.write:
-        PAGE.write_text(page)
-    if args.write or args.check:
-        return
     for world_size in WORLD_SIZES:
         first, *others = count(world_size)
         # The most of any other rank: the last one prints the log.

@@ -79,7 +79,7 @@ def _meaning(flag: Flag) -> str:
     allowed = f"one of {', '.join(flag.choices)}" if flag.choices else str(flag.bounds)
     marks = [] if tier(flag) == "stable" else [f"*{tier(flag).capitalize()}.*"]
     marks += [f"Formerly `{alias}`." for alias in flag.aliases]
-    return " ".join([flag.help + (f" ({allowed})" if allowed else ""), *marks])
+    return " ".join([flag.help.replace("*", r"\*") + (f" ({allowed})" if allowed else ""), *marks])
 
 
 def _keys(section: Section, prefix: str) -> Iterator[tuple[str, str]]:

@@ -101,7 +101,7 @@ def test_mutants_are_edits_of_what_the_program_does(toy):
 
 
 def test_every_mutant_is_another_program():
-    files = [max((ROOT / folder).glob("*.py"), key=lambda file: file.stat().st_size) for folder in mutants.FOLDERS]
+    files = [max((ROOT / folder).rglob("*.py"), key=lambda file: file.stat().st_size) for folder in mutants.FOLDERS]
     drawn = draw([mutant for file in files for mutant in mutants_of(ROOT, file)], count=30, seed=2)
     assert len({(mutant.file, mutant.line) for mutant in drawn}) == 30 and {mutant.file for mutant in drawn} == {
         str(file.relative_to(ROOT)) for file in files
@@ -137,6 +137,6 @@ def test_the_table_counts_what_is_equivalent_apart():
     row = {"file": file, "line": 3, **change, "by": "", "ran": 2, "of": 2}
     rows = [row | {"outcome": outcome} for outcome in ("killed", "timeout", "survived", "unfinished")]
     rows[2]["judgement"] = "equivalent: nobody reads it"
-    table = mutants.table(rows)
+    table = mutants.counts(rows) + mutants.alive(rows)
     assert "| megatron_zpp/data | 4 | 2 | 1 | 1 | 1 | 1 | 50.0% |" in table
     assert "equivalent: nobody reads it" in table and table.count(f"{file}:3") == 2

@@ -43,13 +43,12 @@ def test_the_fit_finds_the_share_that_made_the_rates():
     assert planner_published.fit(made) == pytest.approx((0.38, 0.3))
 
 
-def test_islands_are_compared_with_one_cluster(monkeypatch, capsys):
+def test_islands_are_compared_with_one_cluster(monkeypatch):
     """A smaller model on fewer nodes shows it, over a slow link and over one as fast as the nodes'."""
     run = planner.RUN.replace("--global-batch-size 2048", "--global-batch-size 64 --num-layers 4")
     for name, value in {"RUN": run, "SITE": "2x2x8xH100@400", "GBITS": (1, 800)}.items():
         monkeypatch.setattr(planner, name, value)
-    planner.islands()
-    _, _, slow, fast = capsys.readouterr().out.splitlines()
+    _, _, slow, fast = planner.islands().splitlines()
     of_slow, of_fast = ([float(cell) for cell in re.findall(r"([\d.]+)%", row)] for row in (slow, fast))
     zero3, *_, fp32, four_bits, streaming = of_slow
     assert zero3 < 10 < fp32 < four_bits < streaming <= 100

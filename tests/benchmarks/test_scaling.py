@@ -1,16 +1,9 @@
-"""What a rank does besides computing does not grow with the ranks, and the page has the tables of the results."""
+"""What a rank does besides computing does not grow with the ranks."""
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import scaling
-
-
-def test_the_page_has_the_tables_of_the_results(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["scaling.py", "--check"])
-    scaling.main()
 
 
 def test_growth_is_the_simplest_that_fits():
