@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron_zpp.checkpoint import iterate_tensors, problems, read_meta
+from megatron_zpp.checkpoint.index import _sizes
 from tests.checkpoint.saved import replace
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, train_each
@@ -79,3 +80,9 @@ def test_rows_that_are_no_shards_are_refused(saved, tmp_path, change, expected):
     replace(checkpoint, "shards.bin", change(rows).astype("<i8").tobytes())
     (problem,) = problems(checkpoint)
     assert "index.json is damaged" in problem and expected in problem
+
+
+def test_a_shape_that_torch_cannot_count_is_refused():
+    with pytest.raises(ValueError, match="is too large for a shape"):
+        _sizes([0, 2**59, 4])
+    assert _sizes([0, 2**40]) == torch.Size([0, 2**40])

@@ -77,12 +77,18 @@ def test_what_must_be_equal_is_refused_unless_overridden(begun_with, more, diffe
 
 def test_islands_have_in_common_what_training_depends_on_wherever_their_files_are():
     def alike(more: str) -> dict:
-        return must_be_alike(parse_settings(GPT, f"{FLAGS_OF_RUN} {more}".split(), note=lambda text: None))
+        return must_be_alike(parse_settings(GPT, f"{run} {more}".split(), note=lambda text: None))
 
+    run = FLAGS_OF_RUN
     for more in ("--hidden-dropout 0.2", "--bf16", "--num-layers 3", "--norm-epsilon 1e-6", "--lr 1e-4", "--seed 5"):
         assert alike(more) != alike(""), more
     for more in ("--log-interval 3 --num-workers 0", "--save here --save-interval 2", "--recompute-activations"):
         assert alike(more) == alike(""), more
+    run = FLAGS_OF_RUN.replace("--mock-data", "--tokenizer-type NullTokenizer")
+    text, moved, other = (
+        alike(f"--data-path {path}") for path in ("0.5 here/a 0.5 b", "0.5 there/a 0.5 b", "0.5 c 0.5 b")
+    )
+    assert text == moved != other
 
 
 def test_nothing_is_said_of_what_is_free_or_unknown_to_an_older_checkpoint():
