@@ -1,7 +1,6 @@
 """What saves activations: bytes that a token leaves in a layer after the forward pass, and seconds of CPU.
 
-    python benchmarks/activations.py            # a row for each way; the compiled ones take minutes
-    python benchmarks/activations.py --table    # the kept rows as a table
+    python benchmarks/activations.py    # a row for each way; the compiled ones take minutes
 
 Blocks of a Llama in bf16 on one thread. Bytes are those that torch's allocator has given out and not got back. Seconds
 of CPU are the least of five turns. Offloading copies to other memory of the CPU here: its bytes count, its seconds say
@@ -46,12 +45,8 @@ WAYS: dict[str, tuple[Any, ...]] = {  # arguments of ``apply_activation_checkpoi
 
 def main() -> None:
     parser = new_parser(__doc__)
-    parser.add_argument("--table", action="store_true")
     parser.add_argument("--only", default="", help="the ways that have this in their flags")
     args = parser.parse_args()
-    if args.table:
-        print(markdown_table(("flags", "on the device", "in host memory", "seconds"), map(cells, read_rows(FILE))))
-        return
     torch.set_num_threads(1)
     for flags, choice in WAYS.items():
         if args.only not in flags:
@@ -111,6 +106,11 @@ def host_bytes(offload: ActivationOffload) -> int:
         total += sum(flat.nbytes for flat in block_pass.in_host)
         block_pass = block_pass.previous()
     return total
+
+
+def table() -> str:
+    """The kept rows as Markdown."""
+    return markdown_table(["flags", "on the device", "in host memory", "seconds"], map(cells, read_rows(FILE)))
 
 
 def cells(row: dict[str, Any]) -> list[str]:

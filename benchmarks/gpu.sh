@@ -28,14 +28,14 @@ fail() {
 
 [ "$SCALE" = gpu ] || [ "$SCALE" = tiny ] || fail "SCALE=$SCALE does not exist; choose one of: gpu tiny"
 if [ "$SCALE" = tiny ]; then
-    card=tiny-cpu GPT=tiny-gpt LARGE=tiny-gpt LLAMA=tiny-llama EMULATED=(gpt-tiny) DEVICE=cpu TRAIN=laptop
+    card=tiny-cpu GPT=tiny-gpt LARGE=tiny-gpt LLAMA=tiny-llama EMULATED=(gpt-tiny) DEVICE=cpu TRAIN=laptop OFFLOADED=1
     COMPILE=(--no-compile) KERNEL_TESTS=(-k "encode_and_decode_small and cpu") KERNELS_OF=(--megabytes 1 --threads 1 --rounds 1)
     export CUDA_VISIBLE_DEVICES=
 else
     card=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "")') ||
         fail "$PYTHON has no torch: choose a Python that has, PYTHON=/path/to/python benchmarks/gpu.sh"
     [ -n "$card" ] || fail "torch of $PYTHON sees no CUDA device: this script is for a machine with an NVIDIA GPU"
-    GPT=gpt-350m LARGE=gpt-1.3b LLAMA=llama-0.8b EMULATED=(gpt-350m gpt-1.3b) DEVICE=cuda:0 TRAIN=gpu
+    GPT=gpt-350m LARGE=gpt-1.3b LLAMA=llama-0.8b EMULATED=(gpt-350m gpt-1.3b) DEVICE=cuda:0 TRAIN=gpu OFFLOADED=12
     COMPILE=() KERNEL_TESTS=() KERNELS_OF=()
 fi
 
@@ -126,6 +126,12 @@ for model in "${EMULATED[@]}"; do
         part "$recipe-$model" 150 "file:$KERNELS,numpy" "$PYTHON" benchmarks/emulation.py --model "$model" --bf16 \
             --recipe $recipe --rounds 2 --output "$OUT/emulation.jsonl"
     done
+done
+# The same step with float8 products, and with what half of the layers save in host memory.
+for more in "fp8 torchao --fp8-format hybrid" "offload numpy --cpu-offloading-num-layers $OFFLOADED"; do
+    read -r name needs flags <<<"$more"
+    part "trainer-$name" 120 "$needs" "$PYTHON" benchmarks/trainer.py --model $GPT "${COMPILE[@]}" --steps 4 --rounds 2 \
+        --flags "$flags" --output "$OUT/trainer.jsonl"
 done
 part trainer-llama 200 numpy \
     "$PYTHON" benchmarks/trainer.py --model $LLAMA "${COMPILE[@]}" --steps 4 --rounds 2 --output "$OUT/trainer.jsonl"

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import activations
 import against_peers
 import auto_regret
 import between_islands
@@ -37,6 +38,7 @@ import planner_box
 import planner_zeropp
 import rl
 import scaling
+import steps_over_delays
 import steps_over_links
 from common import ROOT, markdown_table, new_parser
 from study import RESULTS, arms, read_results
@@ -65,11 +67,11 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
     },
     EVIDENCE / "kernels.md": {"kernels": kernels.table},
     EVIDENCE / "other-loops.md": {"other loops": other_loops.table},
-    EVIDENCE / "scaling.md": {"scaling": scaling.tables, "launches": launches.table},
+    EVIDENCE / "scaling.md": {"scaling": scaling.tables, "launches": launches.table, "delays": steps_over_delays.table},
     REFERENCE / "memory.md": {"memory": memory.table, "saves": memory.table_of_saves},
     ROOT / "docs" / "how-to" / "choose-settings.md": {"ways": memory.table_of_ways},
     REFERENCE / "muon.md": {"muon": muon_bytes.table},
-    REFERENCE / "training.md": {"loss": loss.table},
+    REFERENCE / "training.md": {"loss": loss.table, "activations": activations.table},
     REFERENCE / "monitors.md": {"monitored": monitors.table, "normal values": monitors.table_of_normal_values},
 }
 

@@ -31,7 +31,8 @@ def measure(before: Path) -> None:
                 measure_once(PATH, key, partial(run_on, tree, flags, RATE, delay))
 
 
-def print_table() -> None:
+def table() -> str:
+    """Medians over the rounds as Markdown, and ratios within each round."""
     rows = {(row["tree"], row["delay_ms"], row["round"]): row["seconds_per_step"] for row in read_rows(PATH)}
     lines = []
     for delay in DELAYS:
@@ -41,8 +42,8 @@ def print_table() -> None:
         if turns:
             spread = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
             lines.append([delay, *(f"{median(each):.3f}" for each in seconds), spread, len(turns)])
-    print(markdown_table(["delay, ms", "before, s a step", "after", "after / before", "rounds"], lines))
+    return markdown_table(["delay, ms", "before, s a step", "after", "after / before", "rounds"], lines)
 
 
 if __name__ == "__main__":
-    measure_or_show(__doc__, "bc71d37", measure, print_table)
+    measure_or_show(__doc__, "bc71d37", measure, lambda: print(table()))

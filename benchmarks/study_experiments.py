@@ -236,8 +236,6 @@ EXPERIMENTS = {
             },
         ),
         on_twice_the_ranks(group("4 bits between nodes", {f"{FOUR_BITS_NAME}, 8 ranks": FOUR_BITS})),
-        blocked_or_not("Llama", LLAMA),
-        blocked_or_not("Llama that begins with four outliers a layer", f"--trial outliers:30 {LLAMA}"),
         group(
             "2 bits and 1 between nodes",
             {
@@ -382,6 +380,8 @@ EXPERIMENTS = {
             common=LLAMA,
             control=LLAMA,
         ),
+        blocked_or_not("Llama", LLAMA),
+        blocked_or_not("Llama that begins with four outliers a layer", f"--trial outliers:30 {LLAMA}"),
         llama_recipes("Llama, 6.6M parameters", LARGER_LLAMA, (4096,)),
     ),
     "E16": Experiment(

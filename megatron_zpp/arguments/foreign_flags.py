@@ -20,7 +20,7 @@ class NotNeeded:
 
     because: str
     accepted: tuple[str, ...] | None = None  # None: the flag is a switch; ANY: all values
-    only_if: Mapping[str, list[Any]] = field(default_factory=dict)  # {setting: values for which it is true}
+    only_if: Mapping[str, Any] = field(default_factory=dict)  # {setting: values for which it is true, or "above 0"}
 
 
 ANY: tuple[str, ...] = ()

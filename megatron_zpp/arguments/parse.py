@@ -149,7 +149,10 @@ def _check_not_needed(not_needed: Mapping[str, NotNeeded], settings: Settings) -
     """Refuse a flag that asks for something else than this run does."""
     values = settings.as_flat_dict()
     for name, flag in not_needed.items():
-        holds = all(values[setting] in allowed for setting, allowed in flag.only_if.items())
+        holds = all(
+            values[setting] > 0 if allowed == "above 0" else values[setting] in allowed
+            for setting, allowed in flag.only_if.items()
+        )
         require(holds, f"{name} does not hold for this run: {flag.because}")
 
 

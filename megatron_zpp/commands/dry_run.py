@@ -98,6 +98,8 @@ def _needs(architecture: Architecture, settings: ResolvedSettings, grid: RankGri
         parameters = sum(p.numel() for p in model.parameters())
         replicas = distributed.num_distributed_optimizer_instances
         shards = grid.world_size // replicas if settings.zero.zero_stage > 0 else ranks_per_model_copy(distributed)
+        if distributed.emulate_ranks is not None:
+            shards = 1  # of one process
         least = 4 * (2 * parameters + state_numel(model.named_parameters(), settings.optimizer)) / shards / 1e9
         return [
             f"{parameters:,} parameters",

@@ -289,13 +289,13 @@ class MoE(nn.Module):
         order, counts = sorted_by_expert(routing, factor, config.min_capacity)
         run = self.run_experts(self.experts, counts)  # ranks learn how many rows come, while what follows is queued
         shared = None if self.shared_expert is None else self.shared_expert(x)
-        out = run(tokens[order // config.router_topk])  # [R, H]
+        rows, weights = tokens[order // config.router_topk], routing.weights.flatten()[order].unsqueeze(-1)  # [R, …]
+        if factor is not None:  # zeros for what is dropped: an overflow of it would be NaN in an expert's gradient
+            is_dropped = torch.arange(len(order), device=x.device).unsqueeze(-1) >= counts.sum()
+            rows, weights = rows.masked_fill(is_dropped, 0.0), weights.masked_fill(is_dropped, 0.0)
+        out = run(rows)  # [R, H]
         # In the order of tokens again, so that each token's sum has one order, whatever the device does.
-        num_kept = counts.sum()
-        weighted = out * routing.weights.flatten()[order].unsqueeze(-1).to(out.dtype)
-        if factor is not None:
-            weighted = weighted.masked_fill(torch.arange(len(order), device=x.device).unsqueeze(-1) >= num_kept, 0.0)
-        placed = out.new_zeros(routing.experts.numel(), out.size(-1)).index_copy(0, order, weighted)
+        placed = out.new_zeros(routing.experts.numel(), out.size(-1)).index_copy(0, order, out * weights.to(out.dtype))
         y = placed.unflatten(0, (-1, config.router_topk)).sum(dim=1).view_as(x)
         if config.residual:
             assert shared is not None
@@ -318,7 +318,7 @@ class MoE(nn.Module):
             balancing_loss=config.aux_loss_coeff * balancing_loss(routing.scores.unflatten(0, (num_groups, -1)), loads),
             z_loss=config.z_loss_coeff * z_loss(logits),
             load=load,
-            dropped=routing.experts.numel() - num_kept,
+            dropped=routing.experts.numel() - counts.sum(),
             counted=loads.sum(dim=0),
             mean_scores=routing.scores.sum(dim=0) / max(tokens.size(0), 1),
             entropy=torch.special.entr(routing.scores.detach()).sum(dim=-1).mean(),

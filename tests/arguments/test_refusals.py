@@ -127,6 +127,7 @@ from tests.convert.hf.small_models import CONFIGS, to_hf_config
         ("--cpu-offloading-num-layers 5", "--cpu-offloading-num-layers 5 is above --num-layers 4"),
         ("--recompute-granularity full --activation-memory-budget 0.5 --compile", "both choose what is recomputed"),
         ("--cpu-offloading-num-layers 1 --recompute-activations", "use full, or --recompute-modules"),
+        ("--cpu-offloading", "--cpu-offloading does not hold for this run --cpu-offloading-num-layers"),
         ("--checkpoint-in-cpu", "use --cpu-offloading-num-layers"),
         ("--optimizer muon --tensor-model-parallel-size 2", "muon leave --tensor-model-parallel-size out"),
         ("--optimizer muon --num-experts 2 --disable-bias-linear", "muon leave --num-experts out"),

@@ -43,3 +43,15 @@ def test_the_estimator_counts_communicators():
             number, nbytes = communicators(settings, RankGrid(launches.NODES, launches.PER_NODE, settings.distributed))
             assert number == row["counts"]["communicators"], row["recipe"]
             assert nbytes > number * 5e8
+
+
+def test_islands_and_gradients_within_one_node_have_communicators_too():
+    shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --lr 1e-3"
+
+    def number(nodes: int, flags: str) -> int:
+        words = f"{shape} --train-iters 1 --mock-data --vocab-size 64 --num-workers 0 {flags}".split()
+        settings = parse_settings(LLAMA, words, nodes * 8, note=lambda text: None)
+        return communicators(settings, RankGrid(nodes, 8, settings.distributed))[0]
+
+    assert number(4, "--islands 2 --zeropp zero3") == number(4, "--zeropp zero3") + 2  # an island's, and between them
+    assert number(1, "--zero-quantized-gradients") == number(1, "") + 1

@@ -270,3 +270,18 @@ def test_the_host_waits_for_nothing_where_no_token_is_dropped(options):
         out, routed = moe(tokens_of().bfloat16())
         (out.float().square().mean() + routed.balancing_loss).backward()
     assert recorded.reads == [] and moe.experts.linear_fc2.weight.grad.count_nonzero() > 0
+
+
+def test_what_is_dropped_cannot_overflow_an_expert():
+    """A token that no expert has room for is computed by none: its overflow would be NaN in a weight's gradient."""
+    moe = MoE(MoEConfig(2, FFN, 1, expert_capacity_factor=1.0), HIDDEN, SWIGLU, shared_expert=None)
+    for parameter in moe.parameters():
+        torch.nn.init.normal_(parameter)
+    with torch.no_grad():
+        moe.router.weight.copy_(torch.tensor([[1.0], [-1.0]]).expand(2, HIDDEN))
+    x = torch.ones(1, 4, HIDDEN)
+    x[0, 3] = 1e30  # all want the first expert, which has room for two of the equally wanted
+    x.requires_grad_()
+    y, routed = moe(x)
+    y.sum().backward()
+    assert routed.dropped == 2 and all(p.grad.isfinite().all() for p in moe.experts.parameters())

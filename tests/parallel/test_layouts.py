@@ -198,7 +198,7 @@ MOVES = {  # architecture, flags of all runs; of each run its own, and the run w
         },
     ),
     "experts": (
-        *("llama", f"{SAVED} {EXPERTS}"),
+        *("llama", f"{SAVED} {EXPERTS} --train-iters 5"),  # an odd number: after two steps a bias may be 0 again
         {
             "ep 2": (EP, "whole"),
             "ep 2 to ep 4": (EP4, "ep 2"),

@@ -106,6 +106,15 @@ def test_what_is_not_estimated_is_said(dry_run):
     assert "not estimated: --zero-stage 0" in out
 
 
+def test_one_process_that_emulates_ranks_keeps_all_of_them(dry_run):
+    words = f"{SHAPE} --train-iters 10 --global-batch-size 32 {FAKE} --emulate-ranks 16 --emulate-nodes 2 --zeropp int8"
+    status, out, _ = dry_run(words)
+    assert status == 0 and "16 rank(s) on 2 node(s) emulated in one process" in out
+    (parameters,) = re.findall(r"([\d,]+) parameters", out)
+    (kept,) = re.findall(r"a rank keeps (\S+) GB", out)
+    assert float(kept) == pytest.approx(16 * int(parameters.replace(",", "")) / 1e9, rel=0.01)
+
+
 def test_of_a_pipeline_the_rank_that_needs_most_is_shown(dry_run):
     words = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --dry-run-world-size 16"
     status, out, _ = dry_run(f"{COMMAND} {FAKE} {words}")

@@ -65,6 +65,9 @@ def gpus() -> Iterator[Check]:
     queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
     advice = "unset it: all streams share one queue, and nothing overlaps"
     yield check("CUDA_DEVICE_MAX_CONNECTIONS", queues, queues != "1", advice)
+    allocator, expandable = os.environ.get("PYTORCH_ALLOC_CONF", "not set"), "expandable_segments:True"
+    advice = f"memory is lost to gaps between units of other sizes: set it to {expandable}"
+    yield check("PYTORCH_ALLOC_CONF", allocator, expandable in allocator, advice)
 
 
 def machine() -> Iterator[Check]:

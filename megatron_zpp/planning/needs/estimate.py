@@ -344,8 +344,11 @@ def communicators(settings: ResolvedSettings, grid: RankGrid) -> tuple[int, floa
     shards = {everyone, averaging, grid.group("sharding"), of_experts}  # often one and the same
     sizes = [group.size for group in (*shards, grid.group("replicas"), experts)]
     sizes += [getattr(settings.distributed, name) for name in MODEL_PARALLEL_SETTINGS]
+    sizes.append(settings.distributed.islands)
     if config.enabled and averaging.nodes > 1:
         sizes += [averaging.ranks_per_node, averaging.ranks_per_node, averaging.nodes]  # weights, gradients; both
+    elif config.quantized_gradients:
+        sizes.append(averaging.ranks_per_node)  # gradients have one of their own
     number = sum(size > 1 for size in sizes)
     peers = experts.ranks_per_node - 1 + (averaging.ranks_per_node - 1) * config.quantized_gradients
     return number, COMMUNICATOR_BYTES * number + PEER_BYTES * peers
@@ -365,9 +368,8 @@ def memory_and_traffic(needs: Estimate) -> list[str]:
         lines += [f"  {1000 * rank.cache_per_token / 1e9:9.3g}  more for each 1,000 tokens of texts, in its cache"]
     number, nbytes = communicators(needs.settings, needs.grid)
     if number:
-        lines += [
-            f"  {nbytes / 1e9:9.3g}  more with NCCL, for {number} communicators (about; outside torch's allocator)"
-        ]
+        groups = f"{number} communicator{'s' * (number > 1)}"
+        lines += [f"  {nbytes / 1e9:9.3g}  more with NCCL, for {groups} (about; outside torch's allocator)"]
     if rank.host:
         lines += ["", *_gigabytes("host memory for each GPU, GB", rank.host)]
     sent = {what: nbytes / nodes for what, nbytes in needs.sent_between_nodes.items()}
