@@ -72,7 +72,9 @@ def main() -> None:
     if args.since:
         added = lines_since(args.since)
         mutants = [mutant for mutant in mutants if mutant.line in added.get(mutant.file, ())]
-    mutants = [mutant for mutant in draw(mutants, args.count, args.seed) if args.only in mutant.file]
+    if not args.recheck:  # else those of the results, wherever their lines are by now
+        mutants = draw(mutants, args.count, args.seed)
+    mutants = [mutant for mutant in mutants if args.only in mutant.file]
     if not RECORDING.exists():
         sys.exit(f"error: there is no {RECORDING}: run python benchmarks/mutants.py record first")
     results = read_results(args.results)

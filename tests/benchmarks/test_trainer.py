@@ -105,7 +105,8 @@ def test_gpu_script_runs_all_parts_with_tiny_models_and_then_nothing_again(tmp_p
         assert ("===" in done.stdout) != has_run
     parts = {line.split()[1] for line in (tmp_path / "summary.txt").read_text().splitlines() if "passed" in line}
     recipes = {f"{recipe}-gpt-tiny" for recipe in ("lossless", "int8", "int6", "ternary")}
-    training = {"trainer-gpt", "trainer-llama", "trainer-large", "train-zero3", "train-zeropp", "losses"}
+    training = {"trainer-gpt", "trainer-llama", "trainer-large", "trainer-fp8", "trainer-offload"}
+    training |= {"train-zero3", "train-zeropp", "losses"}
     assert parts == {"environment", "kernel-tests", "kernels", "step", "step-all-flags"} | recipes | training
     result = json.loads((tmp_path / "trainer.jsonl").read_text().splitlines()[0])
     assert result["estimated_memory_gb"] > 0
