@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in calls of less than ten minutes: builds the kernels, tests them and the training path on the
-# GPU, checks them with compute-sanitizer, measures kernels, steps, recipes and memory, and trains a GPT of 92M parameters with
+# GPU, checks them with compute-sanitizer, measures kernels, steps, recipes and memory, and trains a GPT of 135M parameters with
 # ZeRO-3's and ZeRO++'s numerics. docs/how-to/gpu-checklist.md says what each part answers.
 #
 #     benchmarks/gpu.sh [FOLDER [PART ...]]
@@ -137,7 +137,7 @@ part trainer-llama 200 numpy \
     "$PYTHON" benchmarks/trainer.py --model $LLAMA "${COMPILE[@]}" --steps 4 --rounds 2 --output "$OUT/trainer.jsonl"
 part trainer-large 200 numpy \
     "$PYTHON" benchmarks/trainer.py --model $LARGE "${COMPILE[@]}" --steps 2 --rounds 1 --output "$OUT/trainer.jsonl"
-# The loss: a GPT of 12 layers of 768 with ZeRO-3's numerics and ZeRO++'s. A call that ends saves, and the next one goes on.
+# The loss: a GPT of 18 layers of 768 with ZeRO-3's numerics and ZeRO++'s. A call that ends saves, and the next one goes on.
 [[ $PYTHON != */* ]] || PATH="$(cd "$(dirname "$PYTHON")" && pwd):$PATH"
 export CORPUS=${CORPUS:-$OUT/corpus}
 for recipe in zero3 zeropp; do

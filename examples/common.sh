@@ -92,11 +92,11 @@ tiny_run() {
     OFTEN=(--log-interval 1 --eval-iters 2 --save-interval 1000 --num-workers 0)
 }
 
-# small_run: the same for SCALE=gpu, of 125M parameters.
+# small_run: the same for SCALE=gpu; a GPT has 135M parameters.
 small_run() {
     corpus 60 8192
     WIDTH=768
-    MODEL=(--num-layers 12 --hidden-size "$WIDTH" --num-attention-heads 12 --seq-length 1024)
+    MODEL=(--num-layers 18 --hidden-size "$WIDTH" --num-attention-heads 12 --seq-length 1024)
     LENGTH=(--micro-batch-size 8 --global-batch-size 64 --train-iters 1000 --lr-warmup-iters 100)
     RATE=(--lr 6e-4 --min-lr 6e-5)
     OFTEN=(--log-interval 10 --eval-iters 10 --eval-interval 250 --save-interval 500)
