@@ -117,10 +117,8 @@ def unequal() -> None:
 
 def final_losses(kind: str, delay_ms: float, is_slow: bool) -> list[str]:
     """The last validation loss that each island's job prints."""
-    flags = (
-        f"{MODEL.replace('--eval-iters 0', '--eval-iters 4')} {AT_ONCE.replace(str(INTERVAL), '10')} --train-iters 40 "
-    )
-    flags += f"--island-bits 4 --island-loco --log-interval 10 --global-batch-size {TOKENS // 128}"
+    flags = f"{MODEL} --eval-iters 4 --train-iters 40 --log-interval 10 --global-batch-size {TOKENS // 128} "
+    flags += "--islands 2 --island-sync-interval 10 --island-bits 4 --island-loco"
     with cluster(NODES, RATE, delay_ms) as namespaces, tempfile.TemporaryDirectory() as folder:
         if kind == "one job":
             jobs = programs([str(ROOT / "pretrain_gpt.py"), *flags.split()], namespaces, RANKS_PER_NODE)

@@ -66,6 +66,8 @@ def _ranks(settings: ResolvedSettings, grid: RankGrid, source: str) -> list[str]
 
 def _ranks_per_node(settings: ResolvedSettings, world_size: int) -> tuple[int, str]:
     """Return the ranks of each node, and where the number comes from."""
+    if settings.distributed.emulate_ranks is not None:
+        return 1, "one process"
     config, launchers = settings.zeropp, os.environ.get("LOCAL_WORLD_SIZE")
     if ranks_per_model_copy(settings.distributed) == 1:  # else these count only a node's data-parallel ranks
         if config.ranks_per_node is not None:
@@ -98,8 +100,6 @@ def _needs(architecture: Architecture, settings: ResolvedSettings, grid: RankGri
         parameters = sum(p.numel() for p in model.parameters())
         replicas = distributed.num_distributed_optimizer_instances
         shards = grid.world_size // replicas if settings.zero.zero_stage > 0 else ranks_per_model_copy(distributed)
-        if distributed.emulate_ranks is not None:
-            shards = 1  # of one process
         least = 4 * (2 * parameters + state_numel(model.named_parameters(), settings.optimizer)) / shards / 1e9
         return [
             f"{parameters:,} parameters",
