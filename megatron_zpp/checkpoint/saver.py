@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from .folder import INCOMPLETE, FolderLock, checkpoint_path, retain
 from .staging import Stager
 from .state import checkpoint_state, root_cause
-from .storage import CheckpointWriter
+from .storage import CachedPlanner, CheckpointWriter, Layout
 from .trained import Trained, zeropp_layout
 
 
@@ -50,6 +50,7 @@ class CheckpointSaver:
         self._pending: _Pending | None = None
         self._timeout = timedelta(minutes=timeout_minutes)
         self._stager = Stager()
+        self._layout: Layout | None = None  # of the save before, unless it failed
 
     @functools.cached_property
     def _group(self) -> dist.ProcessGroup:
@@ -65,7 +66,7 @@ class CheckpointSaver:
         meta["zeropp"] = zeropp_layout(trained.zeropps)
         meta["islands"] = None if trained.islands is None else dataclasses.asdict(trained.islands.config)
         writer = CheckpointWriter(self.folder, iteration, meta, self._lock, self._delete_old)
-        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+        planner = CachedPlanner(self._group, self._layout)
         arguments: dict[str, Any] = dict(storage_writer=writer, planner=planner, process_group=self._group)
         state = checkpoint_state(trained, save_rng)
         if self._asynchronous:
@@ -102,6 +103,7 @@ class CheckpointSaver:
         pending, self._pending = self._pending, None
         assert pending is not None
         error, iteration = pending.future.exception(), pending.writer.iteration
+        self._layout = pending.writer.layout if error is None else None
         if error is None:
             self.saved_iteration = iteration
             written = (pending.finished or time.monotonic()) - pending.begun

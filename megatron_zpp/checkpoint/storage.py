@@ -7,14 +7,16 @@ HuggingFaceStorageReader opens what is written here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import DefaultLoadPlanner, StorageWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, StorageWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -23,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -36,10 +38,51 @@ from .tokenizer import copy_tokenizer
 MAX_NAMES = 20  # of tensors with NaN or Inf, in meta.json
 
 
+@dataclass
+class Layout:
+    """Where a save put this rank's shards, and on rank 0 those of all ranks."""
+
+    local: list[WriteItem]  # as this rank proposed them
+    items: list[WriteItem] = field(default_factory=list)  # as rank 0 gave them back, each replicated tensor to one rank
+    index: dict[str, bytes] = field(default_factory=dict)  # files of the index, on rank 0
+
+
+class CachedPlanner(DefaultSavePlanner):
+    """Plans a save; where no rank's shards differ from the save before, ranks send neither plans nor places.
+
+    DCP can cache plans, too, but keeps those of all ranks on rank 0, a kilobyte for each shard.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, layout: Layout | None) -> None:
+        """layout: of the save before, which succeeded. Collective, as each save is."""
+        super().__init__(flatten_state_dict=False)
+        self.group, self.layout, self.is_known = group, layout, False
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        same = torch.tensor(int(self.layout is not None and plan.items == self.layout.local))
+        dist.all_reduce(same, dist.ReduceOp.MIN, self.group)
+        self.is_known = bool(same)
+        if self.is_known:
+            return SavePlan([])
+        self.layout = Layout(plan.items)
+        return plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return (all_plans, Metadata({})) if self.is_known else super().create_global_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        assert self.layout is not None
+        if not self.is_known:
+            self.layout.items = new_plan.items
+        return super().finish_plan(SavePlan(self.layout.items, new_plan.storage_data))
+
+
 class CheckpointWriter(StorageWriter):
     """Writes one checkpoint: every rank its own file; rank 0 also index, meta.json, marker, and the name."""
 
     path: Path
+    layout: Layout
 
     def __init__(
         self, folder: str, iteration: int, meta: dict[str, Any], lock: FolderLock | None, after: Callable[[], None]
@@ -66,7 +109,9 @@ class CheckpointWriter(StorageWriter):
         return [SavePlan(plan.items, self.path / f"rank_{rank:05d}.safetensors") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's shards; each result holds the shard's place, its file's entry, and whether it is finite."""
+        """Write this rank's shards; the result holds its file's name and entry, what is not finite, and new places."""
+        assert isinstance(planner, CachedPlanner) and planner.layout is not None
+        self.layout = planner.layout
         items = {item.index.fqn: item for item in plan.items}
         data = {name: item.tensor_data for name, item in items.items() if item.tensor_data is not None}
         assert len(data) == len(plan.items), "each item is a tensor, and a rank has one shard of each"
@@ -78,26 +123,28 @@ class CheckpointWriter(StorageWriter):
                 lambda name: planner.resolve_data(items[name]),  # type: ignore[arg-type,return-value]
                 {name: tuple(shard.chunk.offsets) for name, shard in data.items()},
             )
-            for name, place in file.places.items():
-                written = (place, file.entry, name not in file.nonfinite)  # the entry is one object: pickled once
-                results.append(WriteResult(items[name].index, place.length, written))
+            places = {} if planner.is_known else {items[name].index: place for name, place in file.places.items()}
+            name = plan.storage_data.name
+            results = [
+                WriteResult(MetadataIndex(name), file.entry["bytes"], (name, file.entry, file.nonfinite, places))
+            ]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        places, files, nonfinite = {}, {}, set()
+        all_places, files, all_nonfinite = {}, {}, set()
         for result in chain.from_iterable(results):
-            place, entry, is_finite = result.storage_data
-            places[result.index] = place
-            files[place.relative_path] = entry
-            if not is_finite:
-                nonfinite.add(result.index.fqn)
-        self.nonfinite = _nonfinite_names(self.meta, nonfinite)
+            name, entry, nonfinite, places = result.storage_data
+            files[name] = entry
+            all_places.update(places)
+            all_nonfinite.update(nonfinite)
+        self.nonfinite = _nonfinite_names(self.meta, all_nonfinite)
         files |= copy_tokenizer(self.meta["settings"], self.path)
-        index = build_index(metadata.state_dict_metadata, places)
+        if all_places:
+            self.layout.index = build_index(metadata.state_dict_metadata, all_places)
         metadata.state_dict_metadata = {}  # DCP sends this to all ranks, who need no shards of all ranks
-        finish(self.path, index, self.meta | {"nonfinite": self.nonfinite}, files)
+        finish(self.path, self.layout.index, self.meta | {"nonfinite": self.nonfinite}, files)
         self.after()
 
     @classmethod
