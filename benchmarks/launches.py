@@ -57,6 +57,7 @@ MODELS = {
     "Qwen3 30B-A3B": EXPERTS,
     "the same, capacity 1.25": f"{EXPERTS} --moe-expert-capacity-factor 1.25",
     "the same, experts divided among 8": f"{EXPERTS} --expert-model-parallel-size 8",
+    "divided, capacity 1.25": f"{EXPERTS} --expert-model-parallel-size 8 --moe-expert-capacity-factor 1.25",
 }
 CASES = [
     *(("Llama 3 8B", recipe) for recipe in ("zero3", "ZeRO++", *list(RECIPES)[1:])),

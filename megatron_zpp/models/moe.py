@@ -32,9 +32,7 @@ class MoEConfig:
     score_function: str = "softmax"  # or sigmoid
     router_pre_softmax: bool = False  # softmax over all experts, not over the chosen ones, whose weights add up to 1
     topk_scaling_factor: float = 1.0  # of the weights
-    load_balancing: str = (
-        "aux_loss"  # over a micro-batch; seq_: over each sample; all_layers_: over layers too; or sinkhorn
-    )
+    load_balancing: str = "aux_loss"  # of a micro-batch; seq_: of each sample; all_layers_: of all layers; or sinkhorn
     aux_loss_coeff: float = 0.0
     z_loss_coeff: float = 0.0
     expert_capacity_factor: float | None = None  # multiple of its even share of tokens that an expert takes; None = all
@@ -229,10 +227,10 @@ class Experts(nn.Module):
         return self.linear_fc2(hidden, stops)
 
 
-def run_experts(experts: Experts, counts: Tensor) -> Callable[[Tensor], Tensor]:
+def run_experts(experts: Experts, counts: Tensor, capacity: int | None = None) -> Callable[[Tensor], Tensor]:
     """Return a function of rows [R, H] -> [R, H], sorted by expert, of which expert e has ``counts[e]``, int64 [E].
 
-    The last expert also computes what is left: the host would have to wait for a GPU to know how many rows to omit.
+    The last expert also computes the rest: to omit it, the host would wait for a GPU. capacity: ``parallel.experts``'s.
     """
     stops = counts.cumsum(0).int()
     return lambda rows: experts(rows, F.pad(stops[:-1], (0, 1), value=rows.size(0)))
@@ -272,7 +270,7 @@ class MoE(nn.Module):
         if config.bias_update_rate is not None:
             self.register_buffer("expert_bias", torch.zeros(config.num_experts))
             self.register_buffer("chosen", torch.zeros(config.num_experts), persistent=False)
-        self.run_experts: Callable[[Experts, Tensor], Callable[[Tensor], Tensor]] = run_experts  # or parallel.experts'
+        self.run_experts: Callable[..., Callable[[Tensor], Tensor]] = run_experts  # or parallel.experts'
         self.sample_group: dist.ProcessGroup | None = None  # the ranks with the other parts of the same samples
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routed]:
@@ -286,8 +284,8 @@ class MoE(nn.Module):
         factor = config.expert_capacity_factor
         if not self.training and config.eval_capacity_factor is not None:
             factor = config.eval_capacity_factor
-        order, counts = sorted_by_expert(routing, factor, config.min_capacity)
-        run = self.run_experts(self.experts, counts)  # ranks learn how many rows come, while what follows is queued
+        order, counts, capacity = sorted_by_expert(routing, factor, config.min_capacity)
+        run = self.run_experts(self.experts, counts, capacity)  # ranks learn what comes, while what follows is queued
         shared = None if self.shared_expert is None else self.shared_expert(x)
         rows, weights = tokens[order // config.router_topk], routing.weights.flatten()[order].unsqueeze(-1)  # [R, …]
         if factor is not None:  # zeros for what is dropped: an overflow of it would be NaN in an expert's gradient
@@ -344,21 +342,23 @@ def finish_step(layers: Sequence[MoE], moved: bool, add_up: Callable[[Tensor], N
         layer.chosen.zero_()
 
 
-def sorted_by_expert(routing: Routing, capacity_factor: float | None, min_capacity: int) -> tuple[Tensor, Tensor]:
+def sorted_by_expert(routing: Routing, factor: float | None, least: int) -> tuple[Tensor, Tensor, int | None]:
     """Sort the choices of T * k by expert; those beyond its capacity, which weigh least, come last or not at all.
 
-    Returns which ones, int64 [R], where the host knows R, and how many of each expert are kept, int64 [E].
+    factor, least: of the capacity. Returns which ones, int64 [R], where the host knows R, how many of each expert are
+    kept, int64 [E], and the capacity, unless with that all experts' rows would be more than 2 * T * k.
     """
     experts, num_experts = routing.experts.flatten(), routing.load.numel()
-    if capacity_factor is None:
-        return experts.argsort(stable=True), routing.load
-    capacity = min(max(math.ceil(experts.numel() / num_experts * capacity_factor), min_capacity), experts.numel())
+    if factor is None:
+        return experts.argsort(stable=True), routing.load, None
+    capacity = min(max(math.ceil(experts.numel() / num_experts * factor), least), experts.numel())
     heaviest = routing.weights.detach().flatten().argsort(descending=True, stable=True)
     order = heaviest[experts[heaviest].argsort(stable=True)]
     begins = routing.load.cumsum(0) - routing.load
     place = torch.arange(order.numel(), device=order.device) - begins[experts[order]]  # in its expert's queue
     kept_first = (place >= capacity).byte().argsort(stable=True)[: num_experts * capacity]
-    return order[kept_first], routing.load.clamp(max=capacity)
+    padded_to = capacity if num_experts * capacity <= 2 * experts.numel() else None
+    return order[kept_first], routing.load.clamp(max=capacity), padded_to
 
 
 def active_parameters(model: nn.Module) -> int:

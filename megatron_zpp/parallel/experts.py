@@ -60,6 +60,7 @@ class TokenExchange:
 
     Expert (t * ep + e) * E / (tp * ep) + i is the one with number i of tensor-parallel rank t and expert-parallel rank
     e. The host waits for the device once a layer and pass, to know how many tokens come, and has queued work by then.
+    With a capacity it waits for nothing, if these ranks are on one node: each expert's rows are padded to it.
     """
 
     def __init__(self, mesh: Mesh, ranks_per_node: int | None, token_bits: int | None, traffic: Traffic) -> None:
@@ -69,11 +70,13 @@ class TokenExchange:
         self.ep_group = mesh.ep.get_group() if mesh.ep_size > 1 else None
         self._is_near = _ranks_on_this_node(mesh, ranks_per_node) if mesh.ep_size > 1 else []
 
-    def __call__(self, experts: Experts, counts: Tensor) -> Callable[[Tensor], Tensor]:
+    def __call__(self, experts: Experts, counts: Tensor, capacity: int | None = None) -> Callable[[Tensor], Tensor]:
         """Exchange ``counts``, int64 [E], of all experts; return what sends rows [R, H], sorted by expert -> [R, H].
 
-        Rows beyond the sum of ``counts`` are not sent: they come back as zeros.
+        Rows beyond the sum of ``counts`` are not sent: they come back as zeros. capacity: the most of an expert's rows.
         """
+        if capacity is not None and all(self._is_near):
+            return lambda rows: self._run_padded(experts, rows, counts, capacity)
         # A selective checkpoint expects the operators of the forward pass again, and FSDP's hooks around experts, which
         # are a unit of their own, run others then: so it does not see them, and experts are computed again whole.
         with _disable_current_modes():
@@ -90,6 +93,20 @@ class TokenExchange:
 
         return run
 
+    def _run_padded(self, experts: Experts, rows: Tensor, counts: Tensor, capacity: int) -> Tensor:
+        """Run ``experts`` on ``capacity`` rows each, those that are missing as zeros (GShard, section 3.2)."""
+        with _disable_current_modes():  # as in __call__
+            num_rows = capacity * counts.numel()
+            stops = counts.cumsum(0)
+            row = torch.arange(rows.size(0), device=rows.device)
+            expert = torch.bucketize(row, stops, right=True)  # E for a row that no expert has
+            place = (expert * capacity + row - nn.functional.pad(stops, (1, 0))[expert]).clamp(max=num_rows)
+            padded = rows.new_zeros(num_rows + 1, rows.size(1)).index_copy(0, place, rows)[:-1]
+            arriving = counts.new_full((self.ep_size, counts.numel() // (self.tp_size * self.ep_size)), capacity)
+            sizes = [num_rows // self.tp_size] * self.tp_size + [arriving[0].numel() * capacity] * (2 * self.ep_size)
+            out = self._run(experts, padded, arriving, sizes)
+            return nn.functional.pad(out, (0, 0, 0, 1)).index_select(0, place)
+
     def _run(self, experts: Experts, rows: Tensor, arriving: Tensor, sizes: list[int]) -> Tensor:
         tp_rows, sent, received = sizes[: self.tp_size], sizes[self.tp_size : -self.ep_size], sizes[-self.ep_size :]
         if num_dropped := rows.size(0) - sum(tp_rows):
@@ -99,7 +116,7 @@ class TokenExchange:
         rows = self._run_on_ranks(experts, rows, arriving, sent, received)
         if self.tp_size > 1:  # all ranks have the same gradient, of which each takes its run
             rows = _Linear.apply(rows, lambda x: self._gather(x, tp_rows), lambda g: g.split(tp_rows)[self.tp_rank])
-        return torch.nn.functional.pad(rows, (0, 0, 0, num_dropped)) if num_dropped else rows
+        return nn.functional.pad(rows, (0, 0, 0, num_dropped)) if num_dropped else rows
 
     def _run_on_ranks(
         self, experts: Experts, rows: Tensor, arriving: Tensor, sent: Sequence[int], received: Sequence[int]

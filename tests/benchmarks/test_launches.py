@@ -20,6 +20,7 @@ WAITS = {  # of two layers: for the step's numbers, for sizes of moved codes, fo
     "--zeropp int6": 2,
     f"{EXPERTS} --zeropp zero3 --moe-expert-capacity-factor 1.0": 1,
     f"{EXPERTS} --zeropp int8 --expert-model-parallel-size 8": 2 + 2,
+    f"{EXPERTS} --zeropp int8 --expert-model-parallel-size 8 --moe-expert-capacity-factor 1.0": 2,
 }
 
 
