@@ -1,6 +1,6 @@
 """Do SGD and Adam keep their rates of convergence under low-bit gradients with LoCo? Its theorem, on a small problem.
 
-    python benchmarks/convergence.py    # a table, and results/convergence.png; a minute
+    python benchmarks/convergence.py    # results/convergence.json and .png; a minute
 
 Logistic regression with the non-convex penalty sum x^2 / (1 + x^2), 8 workers with 64 samples each of 1,024 features
 whose sizes span three orders of magnitude, mini-batches of 4. Learning rates fall as 1 / sqrt(T). Shown is the mean
@@ -9,6 +9,7 @@ over the run of the squared norm of the full gradient, which the theorems bound 
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from megatron_zpp.zeropp.wire.quantization import Code, dequantize_blocks, quantize_blocks
 
+PATH = RESULTS / "convergence.json"
 WORKERS, SAMPLES, FEATURES, BATCH, BLOCK = 8, 64, 1024, 4, 128
 PENALTY, SEEDS = 0.01, (1, 2, 3)
 HORIZONS = (250, 500, 1000, 2000, 4000)
@@ -73,23 +75,31 @@ def slope(values: list[float]) -> float:
     return float(((xs - xs.mean()) * (ys - ys.mean())).sum() / (xs - xs.mean()).square().sum())
 
 
+def table() -> str:
+    lines = [
+        [*arm.split(": "), *(f"{value:.3g}" for value in values), f"{slope(values):.2f}"]
+        for arm, values in json.loads(PATH.read_text()).items()
+    ]
+    return markdown_table(["optimizer", "gradients", *(f"T = {steps}" for steps in HORIZONS), "exponent of T"], lines)
+
+
 def main() -> None:
     import matplotlib.pyplot as plt
 
     torch.set_num_threads(1)
     figure, both = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    lines = []
+    found = {}
     for axes, optimizer in zip(both, RATES, strict=True):
         for arm in BETAS:
             runs = [[mean_squared_norm(arm, optimizer, steps, seed) for seed in SEEDS] for steps in HORIZONS]
-            values = [statistics.mean(of_seeds) for of_seeds in runs]
+            values = found[f"{optimizer}: {arm}"] = [statistics.mean(of_seeds) for of_seeds in runs]
             axes.loglog(HORIZONS, values, marker="o", label=arm)
-            lines.append([optimizer, arm, *(f"{value:.3g}" for value in values), f"{slope(values):.2f}"])
         axes.set(title=optimizer, xlabel="steps T", ylabel="mean squared norm of the gradient")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     figure.savefig(RESULTS / "convergence.png", dpi=120)
-    print(markdown_table(["optimizer", "gradients", *(f"T = {steps}" for steps in HORIZONS), "exponent of T"], lines))
+    PATH.write_text(json.dumps(found, indent=1) + "\n")
+    print(table())
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ import against_peers
 import auto_regret
 import between_islands
 import between_nodes
+import convergence
 import finetuning_bits
+import frozen_weights
 import kernels
 import launches
 import loop_overhead
@@ -43,12 +45,28 @@ import steps_over_links
 from common import ROOT, markdown_table, new_parser
 from study import RESULTS, arms, read_results
 from study_arms import SCALES
-from study_tables import PAGE, Rows, by_flags_and_seed, draw_plots, page_of, replace_block
+from study_tables import (
+    PAGE,
+    Rows,
+    by_flags_and_seed,
+    draw_plots,
+    page_of,
+    replace_block,
+    table_of_larger_run,
+    table_of_muon_rates,
+    table_of_recipes,
+)
 
 CLAIMS = ROOT / "examples" / "reproduce.toml"
 EVIDENCE, REFERENCE = ROOT / "docs" / "evidence", ROOT / "docs" / "reference"
 BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
-    PAGE: {"fine-tuning": finetuning_bits.table, "links": steps_over_links.table},
+    PAGE: {
+        "fine-tuning": finetuning_bits.table,
+        "links": steps_over_links.table,
+        "E8": lambda: table_of_larger_run(read_results(RESULTS, "larger"), kept_rows()),
+        "muon rates": lambda: table_of_muon_rates(read_results(RESULTS, "cpu")),
+        "rates": convergence.table,
+    },
     EVIDENCE / "planner.md": {
         "published": lambda: planner.kept("published"),
         "zeropp": planner_zeropp.tables,
@@ -70,6 +88,8 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
     EVIDENCE / "scaling.md": {"scaling": scaling.tables, "launches": launches.table, "delays": steps_over_delays.table},
     REFERENCE / "memory.md": {"memory": memory.table, "saves": memory.table_of_saves},
     ROOT / "docs" / "how-to" / "choose-settings.md": {"ways": memory.table_of_ways},
+    REFERENCE / "recipes.md": {"recipes": lambda: table_of_recipes(kept_rows())},
+    REFERENCE / "frozen-weights.md": {"frozen": frozen_weights.table},
     REFERENCE / "muon.md": {"muon": muon_bytes.table},
     REFERENCE / "training.md": {"loss": loss.table, "activations": activations.table},
     REFERENCE / "monitors.md": {"monitored": monitors.table, "normal values": monitors.table_of_normal_values},

@@ -1,7 +1,7 @@
 """What the study trains: experiments as lists of arms, each an arm of training with other flags for what is sent.
 
 An arm that two experiments share is trained once. 4 ranks on 2 nodes are emulated in one process; in some arms 8 ranks.
-E6 and E8 were of weight differences, which are gone.
+E6 was of weight differences, which are gone.
 """
 
 from __future__ import annotations
@@ -103,7 +103,6 @@ MUON_PERIODS = {
     "stale rows, every tenth whole in 4 bits": f"{EVERY_TENTH} 4 --muon-stale-rows",
     "stale rows, every tenth whole in 8 bits": f"{EVERY_TENTH} 8 --muon-stale-rows",
 }
-MUON = "--optimizer muon --muon-use-nesterov --muon-extra-scale-factor 0.2 --muon-period 1 --lr 0.004 --min-lr 0.0004"
 
 
 def at_learning_rates(title: str, wire: str) -> Group:
@@ -118,15 +117,23 @@ def few_levels(beta: float) -> str:
     return flags + " --zero-gradient-bits-warmup {warmup}:4"
 
 
+def muon_at(rate: float, period: str) -> str:
+    return (
+        f"--optimizer muon --muon-use-nesterov --muon-extra-scale-factor 0.2 {period} --lr {rate} --min-lr {rate / 10}"
+    )
+
+
+MUON = muon_at(0.004, MUON_PERIODS["whole matrices"])
+
+
 def with_muon(title: str, wire: str, rates: tuple[float, ...]) -> Group:
-    """AdamW at its best learning rate, and Muon at some, over one wire."""
-    muon = f"{wire} --optimizer muon --muon-use-nesterov --muon-extra-scale-factor 0.2"
+    """AdamW at its best learning rate, and Muon at some, over one wire, against whole matrices at 0.004."""
     arms = {
-        f"Muon, {name}, learning rate {rate:g}": f"{muon} {period} --lr {rate} --min-lr {rate / 10}"
+        f"Muon, {name}, learning rate {rate:g}": f"{wire} {muon_at(rate, period)}"
         for name, period in MUON_PERIODS.items()
         for rate in rates
     }
-    return group(title, {"AdamW": wire, **arms})
+    return group(title, {"AdamW": wire, **arms}, control=f"{wire} {MUON}")
 
 
 def _blocks(size: int) -> str:
@@ -396,5 +403,15 @@ EXPERIMENTS = {
             for wire, flags in (("int8, moved codes, 4-bit gradients, LoCo", INT8), ("bf16", BF16_WIRE.flags))
         ),
     ),
+}
+# E8, of one seed and the larger scale.
+LARGER_RUN = {
+    "fp32 wire": "",
+    "2-bit gradients, int4 differences": few_bits(2, 4),
+    "the same, beta 0.95": few_bits(2, 4).replace(LOCO, loco(0.95, "inter")),
+    "2-bit gradients, scales of elements, int4 differences": f"{few_bits(2, 4)} {ELEMENT_SCALES}",
+    "2-bit gradients, int2 differences": few_bits(2, 2),
+    "2-bit gradients, scales of elements, int2 differences": f"{few_bits(2, 2)} {ELEMENT_SCALES}",
+    "1-bit gradients, scales of elements, beta 0.95, moved int6 codes": f"{BF16} {moves(6)} {LARGEST_FIFTH}",
 }
 OBSERVED = {name for experiment in EXPERIMENTS.values() for name in experiment.observed}

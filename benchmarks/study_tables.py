@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from common import RESULTS, ROOT
+from common import RESULTS, ROOT, markdown_table
 from study_arms import (
     AFTER_A_FIFTH,
     BF16,
@@ -26,7 +26,9 @@ from study_arms import (
     every,
     gradients,
 )
-from study_experiments import E4_BITS_AND_BLOCKS, E4_SENSITIVITY, EXPERIMENTS
+from study_experiments import E4_BITS_AND_BLOCKS, E4_SENSITIVITY, EXPERIMENTS, LARGER_RUN, MUON_PERIODS, muon_at
+
+from megatron_zpp.zeropp.recipes import RECIPES
 
 PAGE = ROOT / "docs" / "evidence" / "experiments.md"
 EXCESS = "validation loss over the fp32 wire, %"
@@ -89,6 +91,43 @@ def table(experiment: Experiment, rows: Rows) -> str:
             lines.append(f"| **{group.title}** " + "| " * (len(columns) - 1) + "|")
         lines += [_line(group, arm, rows, recovers, observed) for arm in trained]
     return "\n".join(lines) + "\n"
+
+
+def table_of_larger_run(larger: list[dict[str, Any]], small: Rows) -> str:
+    """E8: one seed of the larger scale, beside the same arms of the small one where that has three."""
+    of_flags = {row["flags"]: row for row in larger if row["seed"] == 1}
+    control = of_flags[FP32.flags]["validation_loss"]
+    lines = []
+    for name, flags in LARGER_RUN.items():
+        loss = of_flags[flags]["validation_loss"]
+        over = f"{100 * (loss / control - 1):+.2f} %" if flags else ""
+        beside = mean_and_spread(excesses(Arm(name, flags), small), "{:+.2f}", " %") if flags and flags in small else ""
+        lines.append([name, f"{loss:.4f}", over, beside, f"{of_flags[flags]['bytes_per_parameter']:.3g}"])
+    return markdown_table(["on the wire", "validation loss", "over the fp32 wire", "small", "bytes"], lines)
+
+
+def table_of_muon_rates(rows: list[dict[str, Any]]) -> str:
+    """E10: losses of Muon over the bf16 wire at each learning rate, seed 1."""
+    losses = {row["flags"]: row["validation_loss"] for row in rows if row["seed"] == 1}
+    rates = (0.001, 0.002, 0.004, 0.008, 0.016)
+    lines = []
+    for name in ("whole matrices", "node blocks", "stale rows, every tenth whole in 4 bits"):
+        found = [losses.get(f"{BF16_WIRE.flags} {muon_at(rate, MUON_PERIODS[name])}") for rate in rates]
+        lines.append([name, *("" if loss is None else f"{loss:.3f}" for loss in found)])
+    return markdown_table(["", *map(str, rates)], lines)
+
+
+def table_of_recipes(rows: Rows) -> str:
+    """The recipes, with their arms of E15."""
+    measured = {arm.name.partition(":")[0]: arm for group in EXPERIMENTS["E15"].groups for arm in group.arms}
+    lines = []
+    for name, recipe in RECIPES.items():
+        arm = measured.get(name)
+        sent = "" if arm is None else f"{next(iter(rows[arm.flags].values()))['bytes_per_parameter']:.2f}"
+        llama = "" if arm is None else mean_and_spread(excesses(arm, rows), "{:+.2f}", " %")
+        gpt = "" if recipe.loss is None else f"{recipe.loss[0]:+.2f} ± {recipe.loss[1]:.2f} %"
+        lines.append([f"`{name}`", recipe.summary, sent, gpt, llama])
+    return markdown_table(["recipe", "what it sends", "bytes", "loss, GPT", "loss, Llama"], lines)
 
 
 def _line(group: Group, arm: Arm, rows: Rows, recovers: bool, observed: Sequence[str]) -> str:

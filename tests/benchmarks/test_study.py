@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import statistics
 import sys
 import tomllib
+from dataclasses import replace
 
 import common
 import pytest
@@ -14,6 +16,8 @@ import study_tables
 from study_arms import FP32, RANKS, SCALES, Arm, Experiment, Group, Scale
 from study_experiments import EXPERIMENTS
 
+from megatron_zpp.zeropp.recipes import LOSS_BUDGET, RECIPES
+
 
 def _row(flags: str, seed: int, loss: float) -> dict:
     return {"flags": flags, "seed": seed, "validation_loss": loss, "bytes_per_parameter": 1.5}
@@ -22,6 +26,44 @@ def _row(flags: str, seed: int, loss: float) -> dict:
 def test_the_page_has_the_tables_of_the_results(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["reproduce.py", "--check"])
     reproduce.main()
+
+
+PAIR = r"([+-]?\d+(?:\.\d+)?) ± (\d+(?:\.\d+)?)"
+OF_A_DEFECT = {("11.1", "2"), ("10.4", "1.5")}  # E14's, before it was mended
+
+
+def test_every_mean_and_spread_in_the_text_and_in_the_claims_stands_in_a_table_of_the_results():
+    page = re.sub(r"(?s)<!-- claims -->.*<!-- end of claims -->", "", study_tables.PAGE.read_text()).replace("−", "-")
+    tables = " ".join(line for line in page.splitlines() if line.startswith("|"))
+    text = " ".join(line for line in page.splitlines() if not line.startswith("|"))
+    text += " ".join(claim["here"] for claim in tomllib.loads(reproduce.CLAIMS.read_text()).values())
+    cells = [(abs(float(mean)), float(spread)) for mean, spread in re.findall(PAIR, tables)]
+    pairs = set(re.findall(PAIR, text.replace("−", "-"))) - OF_A_DEFECT
+    assert len(pairs) > 20
+    for mean, spread in pairs:  # "0.3 % below" has no sign
+        near_mean, near_spread = (0.51 * 10 ** -len(number.partition(".")[2]) for number in (mean, spread))
+        assert any(
+            abs(a - abs(float(mean))) <= near_mean and abs(b - float(spread)) <= near_spread for a, b in cells
+        ), (mean, spread)
+
+
+def test_the_losses_of_recipes_are_those_of_their_nearest_arms():
+    rows = reproduce.kept_rows()
+
+    def excesses(experiment: str, group: int, name: str, control: str = FP32.flags) -> list[float]:
+        (arm,) = (arm for arm in EXPERIMENTS[experiment].groups[group].arms if arm.name == name)
+        return study_tables.excesses(replace(arm, control=control), rows)
+
+    fastest = "--lr 0.002 --min-lr 0.0002"  # the fp32 wire's best learning rate, of E13
+    nearest = {
+        "int8": excesses("E5", 1, "int4 differences, 8-4 gradients, LoCo between nodes"),
+        "int6": excesses("E12", 2, "int6, moved codes"),
+        "ternary": excesses("E12", 3, "int6, moved codes, learning rate 0.0014", fastest),
+    }
+    for name, found in nearest.items():
+        assert RECIPES[name].loss == pytest.approx((statistics.mean(found), statistics.stdev(found)), abs=0.0051), name
+    spreads = [statistics.stdev(excesses("E5", 1, arm.name)) for arm in EXPERIMENTS["E5"].groups[1].arms]
+    assert max(spreads) == pytest.approx(LOSS_BUDGET, abs=0.01)
 
 
 @pytest.mark.parametrize("name", tomllib.loads(reproduce.CLAIMS.read_text()))
