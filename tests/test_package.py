@@ -123,8 +123,10 @@ def test_install_into_an_empty_environment_and_train(checkout, tmp_path):
     share_torch(site_packages)
     pip = (python, "-m", "pip", "install", "--constraint", ROOT / "constraints.txt")
 
-    # The library alone, built as from a checkout.
-    succeed(python, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, ".", folder=checkout)
+    # The library alone, built from the source archive that is published.
+    succeed(sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", tmp_path, folder=checkout)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    succeed(python, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, archive, folder=elsewhere)
     (wheel,) = tmp_path.glob("*.whl")
     succeed(*pip, wheel, folder=checkout)
     assert (site_packages / "megatron_zpp" / "zeropp" / "wire" / "_kernels.so").exists()
