@@ -13,8 +13,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron_zpp.checkpoint import iterate_tensors, problems, read_meta
-from megatron_zpp.checkpoint.index import _sizes
-from tests.checkpoint.saved import replace
+from megatron_zpp.checkpoint.index import _sizes, read_index
+from tests.checkpoint.saved import replace, rewrite, save
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, train_each
 
@@ -80,6 +80,21 @@ def test_rows_that_are_no_shards_are_refused(saved, tmp_path, change, expected):
     replace(checkpoint, "shards.bin", change(rows).astype("<i8").tobytes())
     (problem,) = problems(checkpoint)
     assert "index.json is damaged" in problem and expected in problem
+
+
+def test_shards_without_elements_are_passed_over(tmp_path):
+    """Ranks that hold nothing of a tensor wrote such shards into indices without shards.bin."""
+    checkpoint = save(tmp_path, 1)
+
+    def add_empty(index):
+        (shard,) = index["tensors"]["model.first"]["chunks"]
+        empty = shard | {"offsets": [4, 0], "shape": [0, 3], "bytes": [shard["bytes"][1]] * 2}
+        index["tensors"]["model.first"]["chunks"].append(empty)
+
+    rewrite(checkpoint, "index.json", add_empty)
+    index = read_index(checkpoint, read_meta(checkpoint))
+    assert len(index.rows("model.first")) == 1
+    assert dict(iterate_tensors(checkpoint, read_meta(checkpoint)))["model.first"].eq(1).all()
 
 
 def test_a_shape_that_torch_cannot_count_is_refused():

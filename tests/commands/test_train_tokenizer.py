@@ -39,3 +39,5 @@ def test_bad_input_is_named(tmp_path):
     process = run("tools/train_tokenizer.py", "--input", tmp_path / "in.jsonl", "--vocab-size", 1000, "--output", "t")
     assert process.returncode == 1
     assert process.stderr == f"error: {tmp_path}/in.jsonl:2: no key 'text'; it has 'title'\n"
+    process = run("tools/train_tokenizer.py", "--input", tmp_path / "in.jsonl", "--vocab-size", 1000)
+    assert process.returncode == 2 and "required: --output" in process.stderr

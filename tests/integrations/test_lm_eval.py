@@ -122,6 +122,20 @@ def test_sharded_models_score_as_hflm_does_and_gather_nothing_twice(folder, caps
     assert shown.splitlines()[0] == f"facts/acc: {facts['acc,none']:.6f}"
 
 
+def test_examples_before_a_question_are_the_harnesss_own(folder, tmp_path):
+    (tmp_path / "facts.yaml").write_text((folder / "tasks/facts.yaml").read_text() + "num_fewshot: 2\n")
+    words = ["--eval-tasks", "facts", "--eval-tasks-path", tmp_path, "--load", folder / "imported"]
+    shown = call_well(evaluate, *words).splitlines()[0]
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    theirs = HFLM(str(folder / "hf"), device="cpu", dtype="float32")
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    facts = simple_evaluate(theirs, tasks=["facts"], task_manager=manager, bootstrap_iters=0)["results"]["facts"]
+    assert shown == f"facts/acc: {facts['acc,none']:.6f}"
+
+
 def bytes_in(log: str) -> list[str]:
     return [part for line in log.splitlines() for part in line.split("|") if "sent between nodes" in part]
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from megatron_zpp.checkpoint import find_checkpoint, iterate_parameters, iterate_tensors, read_meta
 from megatron_zpp.checkpoint.meta import Counters, saved_model
 from megatron_zpp.commands.convert import export_megatron, import_megatron
-from megatron_zpp.convert.megatron.config import args_of
+from megatron_zpp.convert.megatron.config import _latent_positions, args_of
 from megatron_zpp.models.moe import MoEConfig
+from tests.convert.megatron import layouts
 from tests.convert.megatron.layouts import CONFIGS, FORMATS, IDS, State, random_model, save, write_universal
 from tests.models.configs import gpt_config, llama_config
 from tests.ranks import run_ranks
@@ -81,6 +83,23 @@ def test_moments_of_a_universal_checkpoint_are_kept(tmp_path):
         assert_same(saved[kind], expected, IDS)
 
 
+def test_fp32_masters_of_a_distributed_checkpoint_are_the_weights(tmp_path):
+    config, ours = CONFIGS["gpt"], random_model(CONFIGS["gpt"])
+    weights = layouts.megatron_core(ours)
+    state = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    for kind, factor in (("fp32_param", 1), ("exp_avg", 2), ("exp_avg_sq", 3)):
+        state |= {f"optimizer.state.{kind}.{name}": tensor * factor for name, tensor in weights.items()}
+    folder = tmp_path / "theirs" / "iter_0000005"
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    save(folder / "common.pt", layouts.common(layouts.args_of(config)))
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").write_text("5")
+    import_(tmp_path)
+    assert_imported(tmp_path / "ours", ours)
+    moments = moments_in(tmp_path / "ours" / "iter_0000005")
+    assert_same(moments["exp_avg"], {name: 2 * tensor for name, tensor in ours.items()})
+
+
 @pytest.mark.parametrize("version", [0, 1.0])
 def test_queries_keys_and_values_of_old_versions_are_put_in_order(tmp_path, version):
     config, ours = CONFIGS["gpt"], random_model(CONFIGS["gpt"])
@@ -113,6 +132,12 @@ def test_a_gelu_that_megatron_does_not_have_is_not_exported():
     with pytest.raises(ValueError, match="GELU without biases"):
         args_of(config, 16)
     assert not args_of(dataclasses.replace(config, exact_gelu=True), 16).bias_gelu_fusion
+
+
+def test_yarn_of_latent_attention_has_megatrons_defaults():
+    values = _latent_positions({"rotary_scaling_factor": 40})
+    assert values["position_embedding_type"] == "yarn" and values["yarn_original_context"] == 4096
+    assert (values["yarn_scaling_factor"], values["yarn_beta_fast"], values["yarn_beta_slow"]) == (40, 32, 1)
 
 
 def test_layers_with_experts_from_another_layer_on_are_a_pattern_for_megatron():
