@@ -67,8 +67,9 @@ def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
             with progress("verifying the checkpoint"):
                 wrong = _problems_on_all_ranks(checkpoint, settings.verify_checkpoint)
             with errors_on_all_ranks():
-                if wrong:
-                    raise CheckpointError(f"{checkpoint} is damaged ({'; '.join(wrong)}): {REMEDY}")
+                if wrong:  # each names its file
+                    damage = "; ".join(wrong)
+                    raise CheckpointError(damage if REMEDY in damage else f"{damage}: {REMEDY}")
                 text = nonfinite(checkpoint, read_meta(checkpoint))
             if text is not None:
                 print_once(f"note: {text}; --load-latest-good takes the newest checkpoint that is finite")

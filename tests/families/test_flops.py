@@ -12,6 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import ARCHITECTURES, GPT
 from megatron_zpp.models.decoder import DecoderConfig
+from megatron_zpp.models.moe import active_parameters
+from tests.families.find import architecture_of
 from tests.models.test_models import CONFIGS, batch, build
 
 flops_per_token, num_parameters = GPT.flops_per_token, GPT.num_parameters  # Llama's are the same
@@ -81,6 +83,30 @@ def test_every_preset_has_its_published_size():
     assert SIZES.keys() == {name for each in ARCHITECTURES for name in each.presets}
     sizes = {name: num_parameters(preset_config(name)) / 1e9 for name in SIZES}
     assert sizes == pytest.approx(SIZES, rel=0.005)
+
+
+MET_BY_A_TOKEN = {  # as published, in billions
+    "qwen3-30b-a3b": 3.3, "mixtral-8x7b": 12.9, "qwen3-235b-a22b": 22, "deepseek-v2": 21, "deepseek-v3": 37,
+    "kimi-k2": 32, "qwen1.5-moe-a2.7b": 2.7, "olmoe-1b-7b": 1.3,
+    "gpt-oss-20b": 3.61 + 0.58, "gpt-oss-120b": 5.13 + 0.58,  # these without embeddings or output layer
+    "moonlight-16b-a3b": 2.24 + 0.67, "glm-4.5": 32 + 1.55, "glm-4.5-air": 12 + 1.24, "minimax-m2": 10 + 1.23,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MET_BY_A_TOKEN)
+def test_a_token_meets_as_many_parameters_as_published(name):
+    config = preset_config(name)
+    active = active_parameters(architecture_of(config).build_empty(config)) / 1e9
+    assert active == pytest.approx(MET_BY_A_TOKEN[name], rel=0.03)
+
+
+def test_what_sizes_do_not_show_of_presets():
+    for name in SIZES:
+        config = preset_config(name)
+        experts = [] if config.moe is None else [config.moe.ffn_hidden_size]
+        assert not any(width % 32 for width in (config.hidden_size, config.ffn_hidden_size, *experts)), name
+    caps = [(preset_config(f"gemma2-{size}").attn_logit_softcapping, 30.0) for size in ("2b", "9b", "27b")]
+    assert caps == [(50.0, preset_config("gemma2-9b").final_logit_softcapping)] * 3
 
 
 def test_18b_on_meta_allocates_nothing():

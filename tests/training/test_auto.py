@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
-from megatron_zpp.planning.auto import PREDICTION_ERROR, choose
+from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.families import LLAMA
+from megatron_zpp.planning.auto import PREDICTION_ERROR, choose, predict_recipes
+from megatron_zpp.planning.cluster import default_cluster
 from megatron_zpp.planning.step import StepTime
-from megatron_zpp.zeropp.recipes import LOSS_BUDGET
+from megatron_zpp.settings.resolved import ResolvedSettings
+from megatron_zpp.zeropp.recipes import LOSS_BUDGET, RECIPES
 from tests.training.small_run import NO_DROPOUT, flags, torchrun
 
 
@@ -37,6 +42,25 @@ def test_recipes_within_the_error_of_the_measurement_are_equally_fast():
     )  # no slower than int8 may be; zero3 is, though nobody knows how much
     measured |= times(lossless=(1.25 * (1 + PREDICTION_ERROR) + 0.01, 2.0))
     assert choose(measured, LOSS_BUDGET) == "int8"
+
+
+def test_recipes_that_do_not_fit_are_left_out_and_zero3_never():
+    def parse(name: str, ranks_per_node: int) -> ResolvedSettings:
+        run = "--preset llama-8b --vocab-size 128256 --micro-batch-size 1 --train-iters 9 --lr 1 --mock-data --bf16"
+        argv = f"{run} --zeropp {name} --zeropp-ranks-per-node {ranks_per_node}".split()
+        return parse_settings(LLAMA, argv, 2 * ranks_per_node, note=lambda text: None)
+
+    cluster = default_cluster(2, 8, "H100", 100)
+
+    def refused_with(memory_gb: float) -> dict[str, str]:
+        clusters = (replace(cluster, memory_gb=memory_gb),) * 2
+        times, refused = predict_recipes(clusters, LLAMA, parse, 128256)
+        assert times.keys() | refused.keys() == RECIPES.keys() and not times.keys() & refused.keys()
+        return refused
+
+    assert refused_with(1000.0) == {}
+    assert refused_with(1.0).keys() == RECIPES.keys() - {"zero3"}
+    assert all("GB of 1" in why for why in refused_with(1.0).values())
 
 
 @pytest.mark.long
