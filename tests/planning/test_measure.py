@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_zpp.commands import measure_cluster as tool
 from megatron_zpp.commands.measure_cluster import Options, measure_cluster
+from megatron_zpp.planning import measure
 from megatron_zpp.planning.cluster import Cluster, parse_cluster
+from megatron_zpp.planning.measure import curve_name
+from megatron_zpp.planning.needs.division import RankGroup
 from tests.ranks import run_ranks
 from tests.training.small_run import torchrun
 
@@ -32,6 +36,28 @@ sys.exit(measure_cluster.main())
 """
 
 
+def test_rates_and_latencies_are_those_of_the_links(monkeypatch):
+    """Rings whose hops take 10 microseconds at 2 GB/s within nodes of 4, and 50 at 1 GB/s between 3 nodes."""
+    links = {RankGroup(1, 4): (1e-5, 2e9), RankGroup(3, 1): (5e-5, 1e9)}
+
+    def curves(groups, options):
+        return {
+            curve_name(kind, group): {
+                str(nbytes): (group.size - 1) * (latency + nbytes / rate) for nbytes in (1, 2**20, 2**24)
+            }
+            for group, (latency, rate) in links.items()
+            for kind in ("all-gather",)
+        }
+
+    monkeypatch.setattr(measure, "_measure_curves", curves)
+    topology = SimpleNamespace(num_nodes=3, ranks_per_node=4, intra_group=None, inter_group=None, group=None)
+    found = measure.measure_links(topology, OPTIONS)
+    assert found["within_gbytes"] == pytest.approx(2, rel=1e-3)
+    assert found["within_microseconds"] == pytest.approx(10, rel=1e-3)
+    assert found["between_gbits"] == pytest.approx(4 * 8, rel=1e-3)  # out of a node: of 4 ranks
+    assert found["between_microseconds"] == pytest.approx(50, rel=1e-3)
+
+
 @pytest.mark.long
 def test_ranks_return_the_same():
     (cluster, lines), *others = run_ranks(4, _measure, 2)
@@ -42,6 +68,7 @@ def test_ranks_return_the_same():
     assert len(lines) == 8 and lines[-2].startswith("between matrix products: ")
     assert 0 < cluster.layer_gbytes <= cluster.kernel_gbytes and cluster.step_microseconds > 0
     assert min(cluster.layer_microseconds, cluster.entry_microseconds) >= 0
+    assert max(cluster.layer_microseconds, cluster.step_microseconds) < 1e5
     kinds, groups = ("all-gather", "all-to-all", "reduction"), ("1x2", "2x1", "2x2")
     assert set(cluster.collective_seconds) == {f"{kind} {group}" for kind in kinds for group in groups}
     for curve in cluster.collective_seconds.values():
