@@ -171,6 +171,21 @@ def test_activation_checkpointing_changes_nothing(data):
         assert run["grad-norm"] == pytest.approx(metrics["none"]["grad-norm"], rel=1e-5), name
 
 
+def methods_replaced(argv: list[str]) -> set[str]:
+    run, _ = start(argv)
+    modules = run.model.layers[1].named_modules()
+    return {
+        f"{name}.{method}" for name, module in modules for method in ("forward", "attend") if method in vars(module)
+    }
+
+
+def test_the_modules_that_flags_name_are_recomputed(data):
+    granularity = "--recompute-granularity selective --recompute-modules"
+    expected = {"mlp": {"mlp.forward"}, "mlp core_attn": {"mlp.forward", "self_attention.attend"}}
+    for modules, replaced in expected.items():
+        assert run_ranks(1, methods_replaced, flags(data, f"{granularity} {modules}")) == [replaced]
+
+
 @pytest.mark.long
 def test_recomputed_modules_change_nothing_in_any_layout(data):
     experts = "--num-experts 4 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 32"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 
 import pytest
@@ -59,6 +60,8 @@ def test_a_run_goes_on_where_it_published_and_no_other_one_does(tmp_path):
     reader = WeightReader(weights)
     assert reader.update() and (reader.version, reader.step) == (5, 5)  # of steps 0, 2; 2, 4, 5
     assert reader.about["model_config"]["num_layers"] == 2
+    described = [json.loads(path.read_text())["about"] != {} for path in sorted(weights.glob("v*.json"))]
+    assert described[0] and not all(described)  # what comes after an anchor leaves it to that
 
 
 def test_islands_do_not_publish():
