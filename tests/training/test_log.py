@@ -204,6 +204,7 @@ def test_published_expressions_match(data):
     ((text, metrics),), ((of_four, metrics_of_four),) = found.values()
     lines = [line for line in text.splitlines() if ITERATION.search(line) and "learning rate" in line]
     assert [ITERATION.search(line).groups() for line in lines] == [(str(n), "5") for n in range(1, 6)]
+    assert "None" not in text
     for i, line in enumerate(lines):
         found = {name: float(re.search(pattern, line)[1]) for name, pattern in ALWAYS.items()}
         assert found["consumed samples"] == 2 * (i + 1) and found["global batch size"] == 2
