@@ -47,9 +47,19 @@ def command_line(folder: Path, imported: str, *more: str) -> list[str]:
     shape = [word for word in words if word not in ("--load", f"{folder}/ours", "--finetune")]
     run = f"""--seq-length 24 --micro-batch-size 2 --global-batch-size 8 --lr 2e-2 --log-interval 1 --eval-iters 0
         --data-path {write_text(folder)} --split 1,0,0 --num-workers 0 --train-iters 12
-        --save {folder}/run --save-interval 6 --lora-rank 4 --lora-alpha 8
-        --pretrained-checkpoint {folder}/ours --attention-dropout 0"""
+        --attention-dropout 0"""
     return [*shape, *run.split(), *more]
+
+
+def test_the_first_loss_is_that_of_the_base(tmp_path):
+    """A new adapter adds nothing; a base that was not loaded would have another loss."""
+    save_theirs(tmp_path / "theirs", llama_config(2, 32, 4, 257, num_query_groups=2))
+    imported = import_(tmp_path, "--tokenizer-type", "ByteTokenizer")
+    argv = command_line(tmp_path, imported, "--exit-interval", "1")
+    whole, *_ = run_ranks(2, train, [*argv, "--load", f"{tmp_path}/ours", "--finetune"])
+    adapted, *_ = run_ranks(2, train, [*argv, "--lora-rank", "4", "--pretrained-checkpoint", f"{tmp_path}/ours"])
+    random, *_ = run_ranks(2, train, argv)
+    assert adapted == pytest.approx(whole, rel=1e-6) and adapted != pytest.approx(random, rel=1e-4)
 
 
 def test_adapters_learn_resume_and_are_pefts(tmp_path):
@@ -57,7 +67,9 @@ def test_adapters_learn_resume_and_are_pefts(tmp_path):
 
     save_theirs(tmp_path / "theirs", llama_config(2, 32, 4, 257, num_query_groups=2))
     imported = import_(tmp_path, "--tokenizer-type", "ByteTokenizer")
-    argv = command_line(tmp_path, imported, *ZEROPP.split())
+    lora = f"--lora-rank 4 --lora-alpha 8 --pretrained-checkpoint {tmp_path}/ours"
+    saves = f"--save {tmp_path}/run --save-interval 6"
+    argv = command_line(tmp_path, imported, *f"{saves} {lora} {ZEROPP}".split())
     losses, *_ = run_ranks(4, train, argv)
     assert losses[-1] < losses[0] - 0.1
 
