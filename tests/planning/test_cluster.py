@@ -18,6 +18,8 @@ def test_a_word_is_nodes_gpus_kind_and_gigabits():
     assert (cluster.nodes, cluster.gpus_per_node, cluster.gpu, cluster.world_size) == (64, 8, "H100", 512)
     assert (cluster.peak_tflops, cluster.memory_gb, cluster.between_gbits) == (989.0, 80, 100 * LINK_SHARE)
     assert parse_cluster("1x1xa100-40gb@3.5").gpu == "A100-40GB"
+    memory = {gpu: parse_cluster(f"1x1x{gpu}@1").memory_gb for gpu in ("V100", "A100-40GB", "H200")}
+    assert memory == {"V100": 32, "A100-40GB": 40, "H200": 141}  # as NVIDIA's data sheets say
     assert all(parse_cluster(f"2x4x{gpu}@10").peak_tflops > 0 for gpu in GPUS)
 
 

@@ -11,6 +11,7 @@ import pytest
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.commands import plan as tool
 from megatron_zpp.commands.plan import reasons, suggested, table, why
+from megatron_zpp.commands.plan_timeline import LANES
 from megatron_zpp.families import GPT, LLAMA
 from megatron_zpp.planning.cluster import parse_cluster
 from megatron_zpp.planning.predict import estimate_on, predict
@@ -158,7 +159,12 @@ def test_the_tool_prints_ranking_reasons_and_a_command(capsys, monkeypatch, tmp_
     assert words[1:6] == ["--nnodes", "4", "--nproc-per-node", "8", "pretrain_llama.py"]
     assert words[words.index("--global-batch-size") + 1] == "32"  # one sample for each GPU
     assert (tmp_path / "plan.png").stat().st_size > 1000
-    assert "between nodes" in (tmp_path / "step.svg").read_text()  # which matplotlib writes as comments of glyphs
+    # matplotlib writes texts as comments of glyphs, and where they are behind.
+    drawing = (tmp_path / "step.svg").read_text()
+    lanes = {
+        text: float(y) for text, y in re.findall(r"<!-- ([a-z ]+) -->\s*<g [^>]*translate\([\d.]+ ([\d.]+)\)", drawing)
+    }
+    assert list(lanes) == [*LANES] and sorted(lanes.values()) == [*lanes.values()]  # compute is on top
     sent = [line for line in out.splitlines() if re.search(r"\d x \d+ ", line)]
     assert len(sent) == 1 + 10 and max(map(len, sent)) <= 110  # the cluster, and ten rows
     assert "--all lists" in out
