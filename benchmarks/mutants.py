@@ -39,6 +39,7 @@ from mutants_made import Mutant, draw, functions, key, mutants_of
 
 RECORDING = ROOT / "runs" / "mutants" / "recording.jsonl"
 RESULTS = FOLDER / "mutants.jsonl"
+NEWER = FOLDER / "mutants_newer.jsonl"
 FOLDERS = ("megatron_zpp",)
 ALIVE = ("survived", "unfinished")
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "runs", "build", "__pycache__", ".*_cache", ".hypothesis")
@@ -238,9 +239,9 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
     return {key(row): row for row in sorted(read_rows(path), key=lambda row: (row["file"], row["line"]))}
 
 
-def table() -> str:
+def table(path: Path = RESULTS) -> str:
     """Return the results' counts by folder as Markdown."""
-    return counts(read_results(RESULTS).values())
+    return counts(read_results(path).values())
 
 
 def counts(rows: Iterable[dict[str, Any]]) -> str:

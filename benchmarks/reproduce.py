@@ -78,6 +78,7 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
     EVIDENCE / "islands.md": {"sites": lambda: planner.kept("islands"), "between-islands": between_islands.table},
     EVIDENCE / "benchmarks.md": {
         "mutants": mutants.table,
+        "newer mutants": lambda: mutants.table(mutants.NEWER),
         "loop": loop_overhead.table,
         "overlap": overlap.table,
         "learning": rl.table_of_learning,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import json
 import multiprocessing
 import shutil
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_zpp.publish import Publisher, PublishError, WeightReader
 from megatron_zpp.publish.files import versions_in
+from megatron_zpp.settings.job import CheckpointSettings
 from megatron_zpp.zeropp.wire import moves
 from tests.crashes import run_killed
 from tests.ranks import FORKSERVER, run_ranks
@@ -277,6 +279,14 @@ def test_what_one_rank_cannot_write_is_an_error_on_all(tmp_path):
         assert [text[:34] for text in told] == ["rank 1: [Errno 2] No such file or "] * 2 and version == 2
     manifest = json.loads((tmp_path / "v00000002.json").read_text())
     assert manifest["base"] is None and WeightReader(tmp_path).update()
+
+
+def test_the_library_and_the_trainer_have_the_same_interval_of_anchors():
+    assert (
+        inspect.signature(Publisher).parameters["anchor_interval"].default
+        == CheckpointSettings().publish_anchor_interval
+        == 100
+    )
 
 
 def test_an_anchor_is_a_safetensors_file(published):
