@@ -120,7 +120,7 @@ def flags_of(scale: Scale, arm: Arm, begun: str = "begun") -> str:
     batch, warmup = scale.micro_batch_size * RANKS, max(1, scale.train_iters // 10)
     where = f"--emulate-ranks {RANKS} --emulate-nodes {NODES}" if arm.real_ranks is None else ""
     half = scale.micro_batch_size // 2
-    arm_flags = arm.flags.format(half=half, batch=batch, warmup=warmup, begun=begun)
+    arm_flags = arm.flags.format(half=half, batch=batch, large=4 * batch, warmup=warmup, begun=begun)
     return (
         f"{scale.shape} {where} --attention-dropout 0 --hidden-dropout 0 "
         f"--micro-batch-size {scale.micro_batch_size} --train-iters {scale.train_iters} "

@@ -159,12 +159,12 @@ CONTROLS = Group("Controls", (FP32, BF16_WIRE))
 # The same arms, trained otherwise
 
 
-def on_twice_the_ranks(arms: Group) -> Group:
+def on_twice_the_ranks(arms: Group, nodes: int = NODES) -> Group:
     """The same batches on twice the ranks, each of which has half of the samples."""
-    eight = f"--emulate-ranks {2 * RANKS} --emulate-nodes {NODES} --micro-batch-size {{half}}"
-    hpz = f"--zero-hpz-partition-size {2 * RANKS // NODES}"
+    eight = f"--emulate-ranks {2 * RANKS} --emulate-nodes {nodes} --micro-batch-size {{half}}"
+    hpz = f"--zero-hpz-partition-size {2 * RANKS // nodes}"
     flags = {arm.name: f"{arm.flags.replace(HPZ, hpz)} {eight}" for arm in arms.arms}
-    return group(f"{arms.title}, {NODES} nodes of {2 * RANKS // NODES} ranks", flags, recovers=arms.recovers)
+    return group(f"{arms.title}, {nodes} nodes of {2 * RANKS // nodes} ranks", flags, recovers=arms.recovers)
 
 
 # The best learning rate of 0.03, 0.06, 0.1, 0.3, 1 and 3 for the fp32 wire.

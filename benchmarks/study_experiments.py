@@ -84,6 +84,7 @@ E4_SENSITIVITY = group(
 ONE_BIT = few_bits(1, 4)  # signs of all values, which 1 bit was until it became those of the largest fifth
 LARGEST_FIFTH = f"{gradients(8, 1)} {loco(0.95, 'inter')} {ELEMENT_SCALES} --zeropp-scale-dtype bf16 "
 LARGEST_FIFTH += "--zero-gradient-bits-warmup {warmup}:4"
+LARGE_BATCHES = "--global-batch-size {large} --train-iters 200"
 HIGHER = "--lr 0.0014 --min-lr 0.00014"
 
 # E9
@@ -338,13 +339,22 @@ EXPERIMENTS = {
                 "int6, moved codes, learning rate 0.0014": f"{BF16} {moves(6)} {LARGEST_FIFTH} {HIGHER}",
             },
         ),
+        group(
+            "The same with 1-bit gradients, batches of 4 times the samples, a quarter of the steps",
+            {FP32.name: "", "int6, moved codes": f"{BF16} {moves(6)} {LARGEST_FIFTH.format(warmup=20)}"},
+            common=LARGE_BATCHES,
+            control=LARGE_BATCHES,
+        ),
+        on_twice_the_ranks(group("1-bit gradients", {"int6, moved codes": f"{BF16} {moves(6)} {LARGEST_FIFTH}"}), 4),
         SGD_CONTROL,
         with_sgd(group("Gradients in fp32", {"int6, moved codes": f"{BF16} {moves(6)}"})),
+        with_sgd(group("1-bit gradients", {"int6, moved codes": f"{BF16} {moves(6)} {LARGEST_FIFTH}"})),
         group(
             "Muon, whole matrices, learning rate 0.004: weights through hpZ, gradients in fp32",
             {
                 "bf16, moved bits": f"{BF16} {moves(None)} {MUON}",
                 **{f"int{bits}, moved codes": f"{BF16} {moves(bits)} {MUON}" for bits in (8, 6)},
+                "int6, moved codes, 1-bit gradients": f"{BF16} {moves(6)} {LARGEST_FIFTH} {MUON}",
             },
             control=f"{BF16} {moves(None)} {MUON}",
         ),
