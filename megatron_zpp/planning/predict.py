@@ -271,7 +271,7 @@ def layer_collectives(
     tokens = training.micro_batch_size * training.seq_length // context.size
     row_bytes = 0  # rows that experts compute for a rank's samples
     if has_experts:
-        row_bytes = round(weights.itemsize * config.hidden_size * (expert_rows(settings) / tensor.size))
+        row_bytes = round(weights.itemsize * config.hidden_size * (expert_rows(settings, grid) / tensor.size))
     parts: list[Transfer] = []
     if tensor.size > 1:
         # All-reduces after attention and the MLP; with sequence parallelism, gathers and reduce-scatters.

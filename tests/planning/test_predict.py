@@ -7,9 +7,11 @@ import dataclasses
 import pytest
 
 from megatron_zpp.arguments.parse import parse_settings
-from megatron_zpp.families import GPT
+from megatron_zpp.families import GPT, LLAMA
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.planning.cluster import LIKE, Cluster, like_program, parse_cluster
+from megatron_zpp.planning.needs.division import RankGrid
+from megatron_zpp.planning.needs.traffic import expert_rows
 from megatron_zpp.planning.predict import Arithmetic, arithmetic, estimate_on, step_shapes
 from megatron_zpp.planning.search.candidates import RECOMPUTE_ALL
 from megatron_zpp.planning.step import StepShape
@@ -153,3 +155,20 @@ def test_quantizing_touches_its_bytes_and_nothing_else_does():
     assert unit.weights_between.decode == pytest.approx(2 * unit.weights_between.encode)  # of both nodes
     gradients = 2 * 4 * numel + 4 * numel * (1 + 4 / 128)  # of all four ranks, in 16 bit and as int8
     assert unit.reduce.encode * 1e9 == pytest.approx(gradients, rel=0.05)
+
+
+def test_rows_of_experts_within_a_node_are_padded_to_their_capacity():
+    run = (
+        "--preset qwen3-30b-a3b --vocab-size 9 --seq-length 64 --micro-batch-size 2 --train-iters 1 --lr 1 --mock-data"
+    )
+
+    def rows(nodes: int, ranks_per_node: int, capacity: str = "") -> float:
+        settings = parse_settings(
+            LLAMA, f"{run} --mock-data --expert-model-parallel-size 8 {capacity}".split(), 16, note=str
+        )
+        return expert_rows(settings, RankGrid(nodes, ranks_per_node, settings.distributed)) / (2 * 64 * 8)
+
+    factor = "--moe-expert-capacity-factor"
+    assert [rows(2, 8), rows(4, 4)] == [1, 1]
+    assert [rows(2, 8, f"{factor} 1.25"), rows(2, 8, f"{factor} 0.5"), rows(2, 8, f"{factor} 4")] == [1.25, 0.5, 1]
+    assert [rows(4, 4, f"{factor} 1.25"), rows(4, 4, f"{factor} 0.5")] == [1, 0.5]  # between nodes nothing is padded

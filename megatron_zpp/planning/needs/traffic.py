@@ -201,11 +201,13 @@ def island_piece_bytes(settings: ResolvedSettings, planned: PlannedModel) -> lis
 # Tokens of divided experts, as if routers spread them evenly: what ``parallel.experts`` counts depends on the data.
 
 
-def expert_rows(settings: ResolvedSettings) -> float:
+def expert_rows(settings: ResolvedSettings, grid: RankGrid) -> float:
     """Return the tokens of a micro-batch that one rank's samples send to experts, each counted once per expert."""
     training, model = settings.training, settings.model
     tokens = training.micro_batch_size * training.seq_length / settings.distributed.context_parallel_size
-    return tokens * model.moe_router_topk * min(1.0, model.moe_expert_capacity_factor or math.inf)
+    capacity = model.moe_expert_capacity_factor or math.inf
+    is_padded = capacity <= 2 and grid.group("experts").nodes == 1
+    return tokens * model.moe_router_topk * (capacity if is_padded else min(1.0, capacity))
 
 
 def expert_all_to_all(settings: ResolvedSettings, grid: RankGrid, model: Transformer) -> Exchange | None:
@@ -215,7 +217,7 @@ def expert_all_to_all(settings: ResolvedSettings, grid: RankGrid, model: Transfo
         return None
     weights, _ = wire_dtypes(settings)
     row = token_format(model.config.hidden_size, settings.distributed.moe_token_bits, weights)
-    rows = expert_rows(settings) / grid.group("tensor").size / group.size  # each rank sends those of its experts
+    rows = expert_rows(settings, grid) / grid.group("tensor").size / group.size  # each rank sends those of its experts
     return Exchange(group, math.ceil(rows * row.nbytes), is_straight=True)
 
 
