@@ -1,6 +1,6 @@
 """What LoRA sends between nodes under ZeRO++, and its loss: examples/library/lora.py with each way to send weights.
 
-    python benchmarks/frozen_weights.py  # two minutes; adds to benchmarks/results/frozen_weights.jsonl
+    python benchmarks/frozen_weights.py  # five minutes; adds to benchmarks/results/frozen_weights.jsonl
     examples/reproduce.sh --write        # the kept results into docs/reference/frozen-weights.md
 
 4 ranks, which --zero-hpz-partition-size 2 divides into 2 nodes. Needs transformers and peft.

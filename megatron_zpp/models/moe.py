@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from .mlp import Activation
 
+MOST_PADDING = 2  # times T * k rows, to which experts that are divided are padded at most
 LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "all_layers_aux_loss", "sinkhorn")
 
 
@@ -195,7 +196,7 @@ class GroupedLinear(nn.Module):
         else:
             y = torch.cat([F.linear(part, w) for part, w in zip(x.split(counts.tolist()), weight, strict=True)])
         if self.bias is not None:
-            bias = _local(self.bias).unflatten(0, (-1, self.out_features))  # [E, out]
+            bias = _local(self.bias).view(-1, self.out_features)  # [E, out]
             y = y + bias.repeat_interleave(counts, dim=0, output_size=x.size(0))
         return y
 
@@ -285,7 +286,7 @@ class MoE(nn.Module):
         if not self.training and config.eval_capacity_factor is not None:
             factor = config.eval_capacity_factor
         order, counts, capacity = sorted_by_expert(routing, factor, config.min_capacity)
-        run = self.run_experts(self.experts, counts, capacity)  # ranks learn what comes, while what follows is queued
+        run = self.run_experts(self.experts, counts, capacity if self.training else None)  # then all have T tokens
         shared = None if self.shared_expert is None else self.shared_expert(x)
         rows, weights = tokens[order // config.router_topk], routing.weights.flatten()[order].unsqueeze(-1)  # [R, …]
         if factor is not None:  # zeros for what is dropped: an overflow of it would be NaN in an expert's gradient
@@ -306,18 +307,17 @@ class MoE(nn.Module):
         choices = routing.experts if is_free else routing.scores.topk(config.router_topk, dim=-1).indices
         num_groups = x.size(0) if config.load_balancing == "seq_aux_loss" else 1
         first_of_group = config.num_experts * torch.arange(num_groups, device=x.device).unsqueeze(-1)
-        counted = (choices.view(num_groups, -1) + first_of_group).flatten()
-        loads = count_each(counted, num_groups * config.num_experts).view(num_groups, -1)
-        loads = torch.cat([routing.load.unsqueeze(0), loads])  # [1 + G, E]
+        loads = count_each((choices.view(num_groups, -1) + first_of_group).flatten(), num_groups * config.num_experts)
+        loads = torch.cat([routing.load.unsqueeze(0), loads.view(num_groups, -1)])  # [1 + G, E]
         if self.sample_group is not None:
             dist.all_reduce(loads, group=self.sample_group)
-        load, loads = loads[0], loads[1:]
+        scores = routing.scores.unflatten(0, (num_groups, -1))
         routed = Routed(
-            balancing_loss=config.aux_loss_coeff * balancing_loss(routing.scores.unflatten(0, (num_groups, -1)), loads),
+            balancing_loss=config.aux_loss_coeff * balancing_loss(scores, loads[1:]),
             z_loss=config.z_loss_coeff * z_loss(logits),
-            load=load,
+            load=loads[0],
             dropped=routing.experts.numel() - counts.sum(),
-            counted=loads.sum(dim=0),
+            counted=loads[1:].sum(dim=0),
             mean_scores=routing.scores.sum(dim=0) / max(tokens.size(0), 1),
             entropy=torch.special.entr(routing.scores.detach()).sum(dim=-1).mean(),
         )
@@ -345,8 +345,8 @@ def finish_step(layers: Sequence[MoE], moved: bool, add_up: Callable[[Tensor], N
 def sorted_by_expert(routing: Routing, factor: float | None, least: int) -> tuple[Tensor, Tensor, int | None]:
     """Sort the choices of T * k by expert; those beyond its capacity, which weigh least, come last or not at all.
 
-    factor, least: of the capacity. Returns which ones, int64 [R], where the host knows R, how many of each expert are
-    kept, int64 [E], and the capacity, unless with that all experts' rows would be more than 2 * T * k.
+    factor, least: of the capacity. Returns which ones, int64 [R], where the host knows R; how many of each expert are
+    kept, int64 [E]; and the capacity, unless that allows more than ``MOST_PADDING`` * T * k rows.
     """
     experts, num_experts = routing.experts.flatten(), routing.load.numel()
     if factor is None:
@@ -357,8 +357,8 @@ def sorted_by_expert(routing: Routing, factor: float | None, least: int) -> tupl
     begins = routing.load.cumsum(0) - routing.load
     place = torch.arange(order.numel(), device=order.device) - begins[experts[order]]  # in its expert's queue
     kept_first = (place >= capacity).byte().argsort(stable=True)[: num_experts * capacity]
-    padded_to = capacity if num_experts * capacity <= 2 * experts.numel() else None
-    return order[kept_first], routing.load.clamp(max=capacity), padded_to
+    is_padded = num_experts * capacity <= MOST_PADDING * experts.numel()
+    return order[kept_first], routing.load.clamp(max=capacity), capacity if is_padded else None
 
 
 def active_parameters(model: nn.Module) -> int:

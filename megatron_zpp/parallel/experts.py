@@ -60,7 +60,7 @@ class TokenExchange:
 
     Expert (t * ep + e) * E / (tp * ep) + i is the one with number i of tensor-parallel rank t and expert-parallel rank
     e. The host waits for the device once a layer and pass, to know how many tokens come, and has queued work by then.
-    With a capacity it waits for nothing, if these ranks are on one node: each expert's rows are padded to it.
+    With a capacity it waits for nothing, if expert-parallel ranks are on one node: each expert's rows are padded to it.
     """
 
     def __init__(self, mesh: Mesh, ranks_per_node: int | None, token_bits: int | None, traffic: Traffic) -> None:
@@ -73,7 +73,8 @@ class TokenExchange:
     def __call__(self, experts: Experts, counts: Tensor, capacity: int | None = None) -> Callable[[Tensor], Tensor]:
         """Exchange ``counts``, int64 [E], of all experts; return what sends rows [R, H], sorted by expert -> [R, H].
 
-        Rows beyond the sum of ``counts`` are not sent: they come back as zeros. capacity: the most of an expert's rows.
+        Rows beyond the sum of ``counts`` are not sent: they come back as zeros. capacity: the most of an expert's rows,
+        equal on all ranks.
         """
         if capacity is not None and all(self._is_near):
             return lambda rows: self._run_padded(experts, rows, counts, capacity)

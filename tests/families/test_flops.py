@@ -105,8 +105,8 @@ def test_what_sizes_do_not_show_of_presets():
         config = preset_config(name)
         experts = [] if config.moe is None else [config.moe.ffn_hidden_size]
         assert not any(width % 32 for width in (config.hidden_size, config.ffn_hidden_size, *experts)), name
-    caps = [(preset_config(f"gemma2-{size}").attn_logit_softcapping, 30.0) for size in ("2b", "9b", "27b")]
-    assert caps == [(50.0, preset_config("gemma2-9b").final_logit_softcapping)] * 3
+    gemmas = [preset_config(f"gemma2-{size}") for size in ("2b", "9b", "27b")]
+    assert all((gemma.attn_logit_softcapping, gemma.final_logit_softcapping) == (50.0, 30.0) for gemma in gemmas)
 
 
 def test_18b_on_meta_allocates_nothing():

@@ -13,9 +13,11 @@ from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.models.mlp import Activation
 from megatron_zpp.models.moe import MoE, MoEConfig
-from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
+from megatron_zpp.parallel.experts import TokenExchange
+from megatron_zpp.parallel.mesh import Mesh
+from megatron_zpp.zeropp import LoCoConfig, Traffic, ZeroPPConfig, apply_zeropp
 from tests.parallel.layouts import EPS, Result, assert_same, assert_trains_as_one_rank, results_on
-from tests.ranks import run_in_turn
+from tests.ranks import run_in_turn, run_ranks
 from tests.training.small_run import NO_DROPOUT, flags
 
 SHAPE = (
@@ -115,6 +117,25 @@ def test_capacity_drops_the_same_tokens_wherever_experts_are(data):
         assert_same(divided, whole, name)
         assert divided[0]["dropped tokens (share)"] == whole[0]["dropped tokens (share)"]
         assert all(0 < share < 0.5 for share in divided[0]["dropped tokens (share)"])
+
+
+def evaluated_alone_and_divided(lengths: list[int]) -> float:
+    """The largest difference of what divided experts make of this rank's own sample, which is as long as it says."""
+    config = MoEConfig(4, 24, 2, expert_capacity_factor=1.25)
+    moe = MoE(config, 16, Activation("silu", is_gated=True), shared_expert=None).eval()
+    for parameter in moe.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, lengths[dist.get_rank()], 16, generator=torch.Generator().manual_seed(dist.get_rank()))
+    with torch.no_grad():
+        alone, _ = moe(x)
+        for parameter in moe.experts.parameters():
+            parameter.data = parameter.data.chunk(2)[dist.get_rank()].clone()
+        moe.run_experts = TokenExchange(Mesh("cpu", expert_parallel=2), None, None, Traffic())
+        return float((moe(x)[0] - alone).abs().max())
+
+
+def test_evaluations_may_be_of_another_length_on_each_rank():
+    assert max(run_ranks(2, evaluated_alone_and_divided, [8, 12])) < 1e-5
 
 
 @pytest.mark.long

@@ -158,9 +158,7 @@ def test_quantizing_touches_its_bytes_and_nothing_else_does():
 
 
 def test_rows_of_experts_within_a_node_are_padded_to_their_capacity():
-    run = (
-        "--preset qwen3-30b-a3b --vocab-size 9 --seq-length 64 --micro-batch-size 2 --train-iters 1 --lr 1 --mock-data"
-    )
+    run = "--preset qwen3-30b-a3b --vocab-size 9 --seq-length 64 --micro-batch-size 2 --train-iters 1 --lr 1"
 
     def rows(nodes: int, ranks_per_node: int, capacity: str = "") -> float:
         settings = parse_settings(

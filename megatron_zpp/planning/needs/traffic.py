@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_zpp.islands.hops import island_format
+from megatron_zpp.models.moe import MOST_PADDING
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.parallel.experts import token_format
 from megatron_zpp.parallel.pipeline import sharding_stage
@@ -206,7 +207,7 @@ def expert_rows(settings: ResolvedSettings, grid: RankGrid) -> float:
     training, model = settings.training, settings.model
     tokens = training.micro_batch_size * training.seq_length / settings.distributed.context_parallel_size
     capacity = model.moe_expert_capacity_factor or math.inf
-    is_padded = capacity <= 2 and grid.group("experts").nodes == 1
+    is_padded = capacity <= MOST_PADDING and grid.group("experts").nodes == 1
     return tokens * model.moe_router_topk * (capacity if is_padded else min(1.0, capacity))
 
 
