@@ -36,6 +36,12 @@ def test_a_recipe_is_the_flags_that_the_run_prints(name, more, monkeypatch):
         assert settings.zeropp.gradient_bits_warmup == ("7:4" if "warmup" in more else "10:4")
 
 
+def test_one_bit_under_muon_is_said_to_cost_loss(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    said = {words: parse(f"--zeropp {words}")[1][0] for words in ("ternary --optimizer muon", "ternary", "int6")}
+    assert ["under Muon" in note for note in said.values()] == [True, False, False]
+
+
 def test_flags_override_the_recipe(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     settings, _ = parse("--zeropp int6 --zeropp-gradient-bits 4 --zeropp-loco-beta 0.5 --tensor-model-parallel-size 2")
