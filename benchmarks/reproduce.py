@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ import steps_over_links
 from common import ROOT, markdown_table, new_parser
 from study import RESULTS, arms, read_results
 from study_arms import SCALES
+from study_experiments import EXPERIMENTS
 from study_tables import (
     PAGE,
     Rows,
@@ -52,8 +54,8 @@ from study_tables import (
     draw_plots,
     page_of,
     replace_block,
-    table_of_larger_run,
     table_of_muon_rates,
+    table_of_one_seed,
     table_of_recipes,
 )
 
@@ -63,8 +65,9 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
     PAGE: {
         "fine-tuning": finetuning_bits.table,
         "links": steps_over_links.table,
-        "E8": lambda: table_of_larger_run(read_results(RESULTS, "larger"), kept_rows()),
-        "muon rates": lambda: table_of_muon_rates(read_results(RESULTS, "cpu")),
+        "E8": lambda: table_of_one_seed(EXPERIMENTS["E8"], results_of("larger"), kept_rows()),
+        "E17": lambda: table_of_one_seed(EXPERIMENTS["E17"], results_of("llama"), kept_rows()),
+        "muon rates": lambda: table_of_muon_rates(results_of("cpu")),
         "rates": convergence.table,
     },
     EVIDENCE / "planner.md": {
@@ -110,8 +113,7 @@ def main() -> None:
     elif args.write:
         write(claims)
     elif args.name is None:
-        results = read_results(RESULTS, "cpu")
-        lines = [[name, claim["state"], time_of(claim, results), claim["published"]] for name, claim in claims.items()]
+        lines = [[name, claim["state"], time_of(claim), claim["published"]] for name, claim in claims.items()]
         print(markdown_table(["name", "state", "on 2 cores", "published"], lines))
     elif args.name not in claims:
         parser.error(f"there is no experiment {args.name}; choose one of {', '.join(claims)}")
@@ -132,8 +134,14 @@ def write(claims: Mapping[str, Mapping[str, Any]]) -> None:
     draw_plots(kept_rows())
 
 
+@cache
+def results_of(scale: str) -> list[dict[str, Any]]:
+    return read_results(RESULTS, scale)
+
+
+@cache
 def kept_rows() -> Rows:
-    return by_flags_and_seed(read_results(RESULTS, "cpu"))
+    return by_flags_and_seed(results_of("cpu"))
 
 
 def pages(claims: Mapping[str, Mapping[str, Any]]) -> dict[Path, str]:
@@ -151,11 +159,14 @@ def pages(claims: Mapping[str, Mapping[str, Any]]) -> dict[Path, str]:
     return texts
 
 
-def time_of(claim: Mapping[str, Any], results: list[dict[str, Any]]) -> str:
+def time_of(claim: Mapping[str, Any]) -> str:
     """Return how long the laptop's commands take: those of the study as long as the kept results took."""
     names = re.findall(r"\bE\d+\b", " ".join(claim["laptop"]))
-    flags = {arm.flags for arm in arms(names)}
-    seconds = sum(row.get("seconds", 0) for row in results if row["flags"] in flags) / SCALES["cpu"].jobs
+    seconds = 0.0
+    for scale in {EXPERIMENTS[name].scale for name in names}:
+        flags = {arm.flags for arm in arms([name for name in names if EXPERIMENTS[name].scale == scale])}
+        took = sum(row.get("seconds", 0) for row in results_of(scale) if row["flags"] in flags)
+        seconds += took / SCALES[scale].jobs
     minutes = claim.get("minutes", 0) + seconds / 60
     return f"{minutes / 60:.1f} h" if minutes > 90 else f"{minutes:.0f} min"
 

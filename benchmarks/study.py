@@ -2,6 +2,7 @@
 
     python benchmarks/study.py run                        # trains what benchmarks/results/study.jsonl lacks
     python benchmarks/study.py run E4 E5 --seeds 1 2      # some of it; --scale gpu: a larger model, for one GPU
+    python benchmarks/study.py run E17                    # one seed of a Llama; --scale gpu-llama: of 193M, for one GPU
     python benchmarks/study.py tables                     # writes tables and plots into docs/evidence/experiments.md
     python benchmarks/study.py tables --scale gpu         # prints the tables of another scale
 
@@ -26,9 +27,9 @@ from typing import Any
 
 import common
 from common import ROOT, append_row, new_parser, read_rows, run_trainer
-from study_arms import FP32, NODES, RANKS, SCALES, Arm, Scale
+from study_arms import FP32, NODES, SCALES, Arm, Scale
 from study_experiments import EXPERIMENTS, OBSERVED
-from study_tables import SEEDS, by_flags_and_seed, table, write_page
+from study_tables import by_flags_and_seed, table, write_page
 from torch import __version__ as torch_version
 
 from megatron_zpp.metrics.log_reader import BETWEEN, BETWEEN_ISLANDS, RunLog, parse_log
@@ -40,19 +41,20 @@ def main() -> None:
     parser = new_parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="train what is not in the results yet")
-    run.add_argument("experiments", nargs="*", metavar="E1…E16", help="default: all")
+    run.add_argument("experiments", nargs="*", metavar="E1…E17", help="default: all of the scale")
     run.add_argument("--match", default="", metavar="REGEX", help="only arms whose name or flags hold it")
-    run.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    run.add_argument("--seeds", type=int, nargs="+", help="default as the scale says")
     run.add_argument("--jobs", type=int, help="runs side by side; default as the scale says")
     tables = commands.add_parser(
         "tables", help="write tables and plots of the results into docs/evidence/experiments.md"
     )
     for command in (run, tables):
-        command.add_argument("--scale", choices=SCALES, default="cpu", help="size of model and run")
+        command.add_argument("--scale", choices=SCALES, help="size of model and run; default: the experiments' own")
         command.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="of JSON lines")
     args = parser.parse_args()
     if args.command == "tables":
-        rows = by_flags_and_seed(read_results(args.results, args.scale))
+        args.scale = args.scale or "cpu"
+        rows = by_flags_and_seed(read_results(args.results, args.scale), SCALES[args.scale].seeds)
         if FP32.flags not in rows:
             sys.exit(
                 f"error: {args.results} lacks seeds of the fp32 wire, which all others are compared with: "
@@ -65,11 +67,13 @@ def main() -> None:
         return
     if unknown := set(args.experiments) - set(EXPERIMENTS):
         parser.error(f"there is no experiment {', '.join(sorted(unknown))}; choose of {', '.join(EXPERIMENTS)}")
+    args.scale = args.scale or EXPERIMENTS[(args.experiments or ["E1"])[0]].scale
+    names = args.experiments or [name for name, experiment in EXPERIMENTS.items() if experiment.scale == "cpu"]
     scale = SCALES[args.scale]
     text = make_text(args.scale, scale)
     done = {(row["flags"], row["seed"]) for row in read_results(args.results, args.scale)}
-    chosen = [a for a in arms(args.experiments or list(EXPERIMENTS)) if re.search(args.match, f"{a.name} {a.flags}")]
-    to_do = [(arm, seed) for seed in args.seeds for arm in chosen]
+    chosen = [a for a in arms(names) if re.search(args.match, f"{a.name} {a.flags}")]
+    to_do = [(arm, seed) for seed in args.seeds or scale.seeds for arm in chosen]
     to_do = [(arm, seed) for arm, seed in to_do if (arm.flags, seed) not in done]
     if gone := [arm.name for arm, _ in to_do if "weight-difference" in arm.flags]:
         parser.error(
@@ -117,8 +121,8 @@ def make_text(name: str, scale: Scale) -> str:
 
 def flags_of(scale: Scale, arm: Arm, begun: str = "begun") -> str:
     """Of the trainer, without text and seed. ``begun``: the folder of the checkpoint that the arm goes on from."""
-    batch, warmup = scale.micro_batch_size * RANKS, max(1, scale.train_iters // 10)
-    where = f"--emulate-ranks {RANKS} --emulate-nodes {NODES}" if arm.real_ranks is None else ""
+    batch, warmup = scale.micro_batch_size * scale.ranks, max(1, scale.train_iters // 10)
+    where = f"--emulate-ranks {scale.ranks} --emulate-nodes {NODES}" if arm.real_ranks is None else ""
     half = scale.micro_batch_size // 2
     arm_flags = arm.flags.format(half=half, batch=batch, large=4 * batch, warmup=warmup, begun=begun)
     return (
@@ -155,7 +159,7 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
         raise RuntimeError(f"no validation loss: {commands[-1]}")
     sent += (scale.train_iters - steps) * bytes_per_parameter(log, flags, arm.real_ranks)
     intervals = []  # bytes per parameter in each interval of the log
-    if "--zeropp-weight-moves" in flags:
+    if sends_moves(flags):
         per_megabyte = 1e6 / _last_number("--emulate-nodes", flags) / log.num_parameters
         intervals = [round(line[BETWEEN] * per_megabyte, 4) for line in log.lines]
     last_tenth = log.lines[-max(1, len(log.lines) // 10) :]
@@ -183,11 +187,15 @@ def bytes_per_parameter(log: RunLog, flags: str, real_nodes: int | None = None) 
     # The last interval has no step that sends weights in full. Islands send in some steps of all.
     nodes = real_nodes or _last_number("--emulate-nodes", flags)
     megabytes = log.lines[-1][BETWEEN] / nodes
-    if "--zeropp-weight-moves" in flags:  # of which there are fewer and fewer
+    if sends_moves(flags):  # of which there are fewer and fewer
         megabytes = log.mean(BETWEEN) / nodes
     if BETWEEN_ISLANDS in log.lines[-1]:
         megabytes += statistics.fmean(line[BETWEEN_ISLANDS] for line in log.lines) / _last_number("--islands", flags)
     return megabytes * 1e6 / log.num_parameters
+
+
+def sends_moves(flags: str) -> bool:
+    return "--zeropp-weight-moves" in flags or re.search(r"--zeropp (lossless|int8|int6|ternary)", flags) is not None
 
 
 def _last_number(flag: str, flags: str) -> int:

@@ -12,7 +12,7 @@ HPZ = f"--zero-hpz-partition-size {RANKS // NODES}"
 
 @dataclass(frozen=True)
 class Scale:
-    """A model and how long it is trained; it sees every token once."""
+    """A model and how long it is trained; on CPUs it sees every token once."""
 
     shape: str
     micro_batch_size: int  # of each emulated rank
@@ -24,6 +24,8 @@ class Scale:
     corpus: str  # flags of make_corpus.py
     jobs: int = 1  # runs side by side
     text_of: str = ""  # another scale, whose corpus, tokenizer and tokens it takes
+    ranks: int = RANKS  # on NODES nodes
+    seeds: tuple[int, ...] = (1, 2, 3)  # that an arm needs to be shown
 
 
 CPU = Scale(  # 1.3M parameters, 0.8M tokens
@@ -39,13 +41,28 @@ CPU = Scale(  # 1.3M parameters, 0.8M tokens
 )
 LARGER = "--num-layers 6 --hidden-size 256 --num-attention-heads 4 --seq-length 128"
 GPU = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512"
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --group-query-attention "
+    "--num-query-groups 2 --untie-embeddings-and-output-weights"
+)
+LLAMA_16M = f"{LLAMA} --num-layers 9 --hidden-size 384 --num-attention-heads 6 --seq-length 256"
+LLAMA_193M = f"{LLAMA} --num-layers 16 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024"
 TINY = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32"
+LARGE = Scale(GPU, 4, train_iters=3000, eval_iters=32, lr=1e-3, adam_beta2=0.95, vocab_size=8192, corpus=CPU.corpus)
 SCALES = {
     "cpu": CPU,
     # 5.3M parameters, 3.1M tokens
-    "larger": replace(CPU, shape=LARGER, train_iters=3000, eval_iters=128, text_of="cpu"),
-    # 30M parameters, 66M tokens
-    "gpu": Scale(GPU, 4, train_iters=3000, eval_iters=32, lr=1e-3, adam_beta2=0.95, vocab_size=8192, corpus=CPU.corpus),
+    "larger": replace(CPU, shape=LARGER, train_iters=3000, eval_iters=128, text_of="cpu", seeds=(1,)),
+    # 15.7M parameters, 13.1M tokens
+    "llama": replace(
+        CPU, shape=LLAMA_16M, micro_batch_size=4, train_iters=3200, adam_beta2=0.95, text_of="cpu", seeds=(1,)
+    ),
+    # 30M parameters, 25M tokens
+    "gpu": LARGE,
+    # 193M parameters, 39M tokens
+    "gpu-llama": replace(
+        LARGE, shape=LLAMA_193M, train_iters=1200, eval_iters=16, lr=6e-4, text_of="gpu", ranks=8, seeds=(1,)
+    ),
     # to see that everything runs
     "tiny": Scale(TINY, 2, 3, 1, lr=1e-3, adam_beta2=0.95, vocab_size=400, corpus="--max-megabytes 3"),
 }
@@ -83,8 +100,8 @@ class Group:
 class Experiment:
     """Groups of arms. observed: what the log shows beside losses, and the table at the end of training."""
 
-    def __init__(self, title: str, *groups: Group, observed: tuple[str, ...] = ()) -> None:
-        self.title, self.groups, self.observed = title, groups, observed
+    def __init__(self, title: str, *groups: Group, observed: tuple[str, ...] = (), scale: str = "cpu") -> None:
+        self.title, self.groups, self.observed, self.scale = title, groups, observed, scale
 
 
 def group(
@@ -170,10 +187,6 @@ def on_twice_the_ranks(arms: Group, nodes: int = NODES) -> Group:
 # The best learning rate of 0.03, 0.06, 0.1, 0.3, 1 and 3 for the fp32 wire.
 SGD = "--optimizer sgd --sgd-momentum 0.9 --weight-decay 1e-4 --lr 0.1 --min-lr 0.01"
 SGD_CONTROL = group("SGD with momentum", {"fp32 wire": SGD}, control=SGD)
-LLAMA = (
-    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --group-query-attention "
-    "--num-query-groups 2 --untie-embeddings-and-output-weights"
-)
 EXPERTS = f"{LLAMA} --num-experts 8 --moe-ffn-hidden-size 512 --moe-aux-loss-coeff 0.02"
 LARGER_LLAMA = f"{LLAMA} {LARGER}"
 

@@ -285,6 +285,24 @@ EXPERIMENTS = {
             "8 bits within, 4 between nodes, blocks of 4096, LoCo", f"{BF16} {gradients(8, 4, 4096)} {LOCO}"
         ),
     ),
+    "E8": Experiment(
+        "Two bits and one",
+        group(
+            "5.3M parameters",
+            {
+                "fp32 wire": "",
+                "2-bit gradients, int4 differences": few_bits(2, 4),
+                "the same, beta 0.95": few_bits(2, 4).replace(LOCO, loco(0.95, "inter")),
+                "2-bit gradients, scales of elements, int4 differences": f"{few_bits(2, 4)} {ELEMENT_SCALES}",
+                "2-bit gradients, int2 differences": few_bits(2, 2),
+                "2-bit gradients, scales of elements, int2 differences": f"{few_bits(2, 2)} {ELEMENT_SCALES}",
+                "1-bit gradients, scales of elements, beta 0.95, moved int6 codes": f"{BF16} {moves(6)} "
+                f"{LARGEST_FIFTH}",
+                **{f"fp32 gradients, moved int{bits} codes": f"{BF16} {moves(bits)}" for bits in (8, 6)},
+            },
+        ),
+        scale="larger",
+    ),
     "E9": Experiment(
         "A mixture of experts",
         with_experts(CONTROLS),
@@ -374,6 +392,10 @@ EXPERIMENTS = {
             at_learning_rates(f"Three levels, 0 below 1.2 RMS, beta {beta}", f"{few_levels(beta)} --trial ternary:1.2")
             for beta in (0.9, 0.95)
         ),
+        group(
+            "Those with the largest first moments, in fp32; the rest comes later",
+            {f"{share:.0%}": f"--trial first-moments:{share}:{{warmup}}" for share in (0.1, 0.01)},
+        ),
     ),
     "E14": Experiment(
         "Families of 2026",
@@ -413,15 +435,14 @@ EXPERIMENTS = {
             for wire, flags in (("int8, moved codes, 4-bit gradients, LoCo", INT8), ("bf16", BF16_WIRE.flags))
         ),
     ),
-}
-# E8, of one seed and the larger scale.
-LARGER_RUN = {
-    "fp32 wire": "",
-    "2-bit gradients, int4 differences": few_bits(2, 4),
-    "the same, beta 0.95": few_bits(2, 4).replace(LOCO, loco(0.95, "inter")),
-    "2-bit gradients, scales of elements, int4 differences": f"{few_bits(2, 4)} {ELEMENT_SCALES}",
-    "2-bit gradients, int2 differences": few_bits(2, 2),
-    "2-bit gradients, scales of elements, int2 differences": f"{few_bits(2, 2)} {ELEMENT_SCALES}",
-    "1-bit gradients, scales of elements, beta 0.95, moved int6 codes": f"{BF16} {moves(6)} {LARGEST_FIFTH}",
+    "E17": Experiment(
+        "A larger Llama",
+        group(
+            "15.7M parameters",
+            {BF16_WIRE.name: BF16_WIRE.flags, "`--zeropp int8`": f"{BF16} --zeropp int8"},
+            control=BF16_WIRE.flags,
+        ),
+        scale="llama",
+    ),
 }
 OBSERVED = {name for experiment in EXPERIMENTS.values() for name in experiment.observed}

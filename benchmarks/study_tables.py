@@ -14,6 +14,7 @@ from study_arms import (
     AFTER_A_FIFTH,
     BF16,
     BF16_WIRE,
+    CPU,
     FP32,
     HIGHER_RATE,
     INTERVALS,
@@ -26,14 +27,12 @@ from study_arms import (
     every,
     gradients,
 )
-from study_experiments import E4_BITS_AND_BLOCKS, E4_SENSITIVITY, EXPERIMENTS, LARGER_RUN, MUON_PERIODS, muon_at
+from study_experiments import E4_BITS_AND_BLOCKS, E4_SENSITIVITY, EXPERIMENTS, MUON_PERIODS, muon_at
 
 from megatron_zpp.zeropp.recipes import RECIPES
 
 PAGE = ROOT / "docs" / "evidence" / "experiments.md"
 EXCESS = "validation loss over the fp32 wire, %"
-SEEDS = (1, 2, 3)  # that an arm needs to be shown
-
 Rows = dict[str, dict[int, dict[str, Any]]]  # by flags, then by seed
 
 
@@ -56,17 +55,18 @@ def page_of(rows: Rows) -> str:
     """Return the page with the tables of these results."""
     page = PAGE.read_text()
     for name, experiment in EXPERIMENTS.items():
-        page = replace_block(page, name, table(experiment, rows))
+        if experiment.scale == "cpu":
+            page = replace_block(page, name, table(experiment, rows))
     return page
 
 
-def by_flags_and_seed(rows: list[dict[str, Any]]) -> Rows:
-    """Of the arms that were trained with all SEEDS."""
+def by_flags_and_seed(rows: list[dict[str, Any]], seeds: Sequence[int] = CPU.seeds) -> Rows:
+    """Of the arms that were trained with all these seeds."""
     by_flags: Rows = defaultdict(dict)
     for row in rows:
-        if row["seed"] in SEEDS:
+        if row["seed"] in seeds:
             by_flags[row["flags"]][row["seed"]] = row
-    return {flags: of_seeds for flags, of_seeds in by_flags.items() if len(of_seeds) == len(SEEDS)}
+    return {flags: of_seeds for flags, of_seeds in by_flags.items() if len(of_seeds) == len(seeds)}
 
 
 def replace_block(page: str, name: str, text: str) -> str:
@@ -93,17 +93,19 @@ def table(experiment: Experiment, rows: Rows) -> str:
     return "\n".join(lines) + "\n"
 
 
-def table_of_larger_run(larger: list[dict[str, Any]], small: Rows) -> str:
-    """E8: one seed of the larger scale, beside the same arms of the small one where that has three."""
-    of_flags = {row["flags"]: row for row in larger if row["seed"] == 1}
-    control = of_flags[FP32.flags]["validation_loss"]
+def table_of_one_seed(experiment: Experiment, rows: list[dict[str, Any]], small: Rows) -> str:
+    """E8 and E17: one seed of a larger scale, beside the same arms of the small one where that has three."""
+    of_flags = {row["flags"]: row for row in rows if row["seed"] == 1}
+    (arms,) = (group.arms for group in experiment.groups)
     lines = []
-    for name, flags in LARGER_RUN.items():
-        loss = of_flags[flags]["validation_loss"]
-        over = f"{100 * (loss / control - 1):+.2f} %" if flags else ""
-        beside = mean_and_spread(excesses(Arm(name, flags), small), "{:+.2f}", " %") if flags and flags in small else ""
-        lines.append([name, f"{loss:.4f}", over, beside, f"{of_flags[flags]['bytes_per_parameter']:.3g}"])
-    return markdown_table(["on the wire", "validation loss", "over the fp32 wire", "small", "bytes"], lines)
+    for arm in (arm for arm in arms if arm.flags in of_flags):
+        loss, over, beside = of_flags[arm.flags]["validation_loss"], "", ""
+        if arm.flags != arm.control:
+            over = f"{100 * (loss / of_flags[arm.control]['validation_loss'] - 1):+.2f} %"
+            beside = mean_and_spread(excesses(arm, small), "{:+.2f}", " %") if arm.flags in small else ""
+        lines.append([arm.name, f"{loss:.4f}", over, beside, f"{of_flags[arm.flags]['bytes_per_parameter']:.3g}"])
+    control = next(arm.name for arm in arms if arm.flags == arm.control)
+    return markdown_table(["on the wire", "validation loss", f"over the {control}", "small", "bytes"], lines)
 
 
 def table_of_muon_rates(rows: list[dict[str, Any]]) -> str:
@@ -273,7 +275,7 @@ def plot_islands(rows: Rows) -> None:
 
     def draw(arms: list[Arm], label: str, **style: Any) -> None:
         if arms:
-            sent = [rows[arm.flags][SEEDS[0]]["bytes_per_parameter"] for arm in arms]
+            sent = [rows[arm.flags][1]["bytes_per_parameter"] for arm in arms]
             axes.errorbar(sent, *_means_and_spreads(arms, rows), capsize=3, label=label, **style)
 
     every_step = _trained(EXPERIMENTS["E11"].groups[1].arms, rows)

@@ -1,6 +1,7 @@
-"""The trainer with what was tried and is not in the package: limits and codes of gradients, outliers.
+"""The trainer with what was tried and is not in the package: limits, masks and codes of gradients, outliers.
 
 python benchmarks/study_trials.py --trial limited-elements ...  # the rest are flags of pretrain_gpt.py
+python benchmarks/study_trials.py --trial first-moments:0.1:80 ...
 python benchmarks/study_trials.py --trial ternary:1.2 --zeropp-gradient-bits 2 ...
 python benchmarks/study_trials.py --trial outliers:30 --swiglu ...
 """
@@ -27,6 +28,7 @@ from megatron_zpp.zeropp.wire.format import WireFormat
 from megatron_zpp.zeropp.wire.quantization import STEPS, Code
 
 LIMITS = {"limited-elements": False, "limited-elements-with-rest": True}
+TRIALS = ("first-moments:SHARE:DENSE_STEPS", "ternary:THRESHOLD", "outliers:FACTOR")
 
 
 def with_limited_elements(keeps_rest: bool) -> None:
@@ -55,6 +57,32 @@ def with_limited_elements(keeps_rest: bool) -> None:
                 state[parameter] = steps + 1, v, wanted - gradient if keeps_rest else rest
 
     handle = register_optimizer_step_pre_hook(limit)
+    main(GPT)
+    handle.remove()
+
+
+def with_first_moment_masks(share: float, dense_steps: int) -> None:
+    """Train with gradients of which a mask lets through the ``share`` with the largest first moments, per parameter.
+
+    As SCAPE (arXiv 2607.01678) chooses what to send, with masks one step old. What is not sent comes later. The first
+    ``dense_steps`` steps send all.
+    """
+    state: dict[Tensor, tuple[int, Tensor, Tensor]] = {}  # steps so far, first moment and rest, both like the gradient
+
+    def mask(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                steps, moment, rest = state.get(parameter, (0, torch.zeros_like(gradient), torch.zeros_like(gradient)))
+                wanted, new_moment = gradient + rest, torch.lerp(moment, gradient, 0.1)
+                if steps >= dense_steps:
+                    largest = moment.abs().flatten().topk(math.ceil(share * moment.numel())).indices
+                    sent = torch.zeros_like(wanted).flatten()
+                    sent[largest] = wanted.flatten()[largest]
+                    gradient.copy_(sent.view_as(gradient))
+                state[parameter] = steps + 1, new_moment, wanted - gradient
+
+    handle = register_optimizer_step_pre_hook(mask)
     main(GPT)
     handle.remove()
 
@@ -116,12 +144,15 @@ def with_outliers(factor: float, channels: int = 4) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, add_help=False)
-    parser.add_argument("--trial", required=True, help=f"{', '.join(LIMITS)}, ternary:THRESHOLD, outliers:FACTOR")
+    parser.add_argument("--trial", required=True, help=f"{', '.join(LIMITS)}, {', '.join(TRIALS)}")
     arguments, sys.argv[1:] = parser.parse_known_args()
     name, _, value = arguments.trial.partition(":")
     if name == "ternary":
         with_ternary_codes(float(value))
     elif name == "outliers":
         with_outliers(float(value))
+    elif name == "first-moments":
+        share, _, dense_steps = value.partition(":")
+        with_first_moment_masks(float(share), int(dense_steps))
     else:
         with_limited_elements(LIMITS[name])
