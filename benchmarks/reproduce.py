@@ -61,6 +61,18 @@ from study_tables import (
 
 CLAIMS = ROOT / "examples" / "reproduce.toml"
 EVIDENCE, REFERENCE = ROOT / "docs" / "evidence", ROOT / "docs" / "reference"
+
+
+@cache
+def results_of(scale: str) -> list[dict[str, Any]]:
+    return read_results(RESULTS, scale)
+
+
+@cache
+def kept_rows() -> Rows:
+    return by_flags_and_seed(results_of("cpu"))
+
+
 BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
     PAGE: {
         "fine-tuning": finetuning_bits.table,
@@ -132,16 +144,6 @@ def write(claims: Mapping[str, Mapping[str, Any]]) -> None:
     for path, text in pages(claims).items():
         path.write_text(text)
     draw_plots(kept_rows())
-
-
-@cache
-def results_of(scale: str) -> list[dict[str, Any]]:
-    return read_results(RESULTS, scale)
-
-
-@cache
-def kept_rows() -> Rows:
-    return by_flags_and_seed(results_of("cpu"))
 
 
 def pages(claims: Mapping[str, Mapping[str, Any]]) -> dict[Path, str]:
