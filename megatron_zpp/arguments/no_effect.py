@@ -66,6 +66,12 @@ _FILES_OF_TOKENIZERS: dict[str, tuple[str, ...]] = {  # and --tokenizer-model of
 }
 
 
+def lost_under_muon(settings: Settings) -> str | None:
+    """Say what 1-bit gradients lost under Muon, if a run has both."""
+    has_both = settings.zeropp.gradient_bits == 1 and settings.optimizer.optimizer == "muon"
+    return "1-bit gradients lost 2 % of loss under Muon (docs/evidence/experiments.md, E12)" if has_both else None
+
+
 def notes_on(settings: Settings, given: set[str]) -> Iterator[str]:
     """Yield a note for each ``given`` setting that has no effect in this run, and for what a run does unexpectedly."""
     values = settings.as_flat_dict()
@@ -81,6 +87,8 @@ def notes_on(settings: Settings, given: set[str]) -> Iterator[str]:
     for name in ("zeropp_scale_dtype", "zeropp_monitor_interval"):
         if name in given and not is_quantized:
             yield f"{flag_of(name)} has no effect: this run quantizes nothing"
+    if (loses := lost_under_muon(settings)) is not None:
+        yield f"{loses}: use --zeropp int8"
     for names, is_on, why in (
         (_LOGGED, logging.tensorboard_dir or logging.wandb_project, "--tensorboard-dir or --wandb-project"),
         (_OF_PIPELINES, settings.distributed.pipeline_model_parallel_size > 1, "--pipeline-model-parallel-size"),

@@ -89,7 +89,4 @@ def stands_for(settings: Settings) -> str | None:
         return None
     flags = all_flags()
     typed = [flags[setting].typed(value) for setting, value in _changes(settings.zeropp).items()]
-    text = f"--zeropp {name} stands for {' '.join(typed) or 'no other flag'}"
-    if settings.zeropp.gradient_bits == 1 and settings.optimizer.optimizer == "muon":
-        text += ". 1-bit gradients lost 2 % of loss under Muon (docs/evidence/experiments.md, E12): use --zeropp int8"
-    return text
+    return f"--zeropp {name} stands for {' '.join(typed) or 'no other flag'}"

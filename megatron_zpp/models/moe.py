@@ -287,10 +287,11 @@ class MoE(nn.Module):
             factor = config.eval_capacity_factor
         order, counts, capacity = sorted_by_expert(routing, factor, config.min_capacity)
         run = self.run_experts(self.experts, counts, capacity if self.training else None)  # then all have T tokens
+        kept = counts.sum()
         shared = None if self.shared_expert is None else self.shared_expert(x)
         rows, weights = tokens[order // config.router_topk], routing.weights.flatten()[order].unsqueeze(-1)  # [R, …]
         if factor is not None:  # zeros for what is dropped: an overflow of it would be NaN in an expert's gradient
-            is_dropped = torch.arange(len(order), device=x.device).unsqueeze(-1) >= counts.sum()
+            is_dropped = torch.arange(len(order), device=x.device).unsqueeze(-1) >= kept
             rows, weights = rows.masked_fill(is_dropped, 0.0), weights.masked_fill(is_dropped, 0.0)
         out = run(rows)  # [R, H]
         # In the order of tokens again, so that each token's sum has one order, whatever the device does.
@@ -312,16 +313,15 @@ class MoE(nn.Module):
         if self.sample_group is not None:
             dist.all_reduce(loads, group=self.sample_group)
         scores = routing.scores.unflatten(0, (num_groups, -1))
-        routed = Routed(
+        return y, Routed(
             balancing_loss=config.aux_loss_coeff * balancing_loss(scores, loads[1:]),
             z_loss=config.z_loss_coeff * z_loss(logits),
             load=loads[0],
-            dropped=routing.experts.numel() - counts.sum(),
+            dropped=routing.experts.numel() - kept,
             counted=loads[1:].sum(dim=0),
             mean_scores=routing.scores.sum(dim=0) / max(tokens.size(0), 1),
             entropy=torch.special.entr(routing.scores.detach()).sum(dim=-1).mean(),
         )
-        return y, routed
 
 
 @torch.no_grad()

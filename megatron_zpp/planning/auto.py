@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.arguments.no_effect import lost_under_muon
 from megatron_zpp.families import Architecture
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.planning.cluster import Cluster
@@ -101,6 +102,9 @@ def predict_recipes(
             if name == "zero3":
                 raise
             refused[name] = str(error).splitlines()[0]
+            continue
+        if (loses := lost_under_muon(settings)) is not None:
+            refused[name] = loses
             continue
         if name != "zero3" and needs.memory > USABLE * clusters[0].memory_gb * 1e9:
             refused[name] = f"needs {needs.memory / 1e9:.3g} GB of {clusters[0].memory_gb:.3g}"

@@ -38,8 +38,10 @@ def test_a_recipe_is_the_flags_that_the_run_prints(name, more, monkeypatch):
 
 def test_one_bit_under_muon_is_said_to_cost_loss(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    said = {words: parse(f"--zeropp {words}")[1][0] for words in ("ternary --optimizer muon", "ternary", "int6")}
-    assert ["under Muon" in note for note in said.values()] == [True, False, False]
+    by_hand = "int8 --zeropp-gradient-bits 1"
+    runs = ("ternary --optimizer muon", f"{by_hand} --optimizer muon", "ternary", "int6 --optimizer muon", by_hand)
+    said = [sum("under Muon" in note for note in parse(f"--zeropp {words}")[1]) for words in runs]
+    assert said == [1, 1, 0, 0, 0]
 
 
 def test_flags_override_the_recipe(monkeypatch):

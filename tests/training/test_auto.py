@@ -44,10 +44,12 @@ def test_recipes_within_the_error_of_the_measurement_are_equally_fast():
     assert choose(measured, LOSS_BUDGET) == "int8"
 
 
-def test_recipes_that_do_not_fit_are_left_out_and_zero3_never():
+def test_recipes_that_do_not_fit_or_lose_are_left_out_and_zero3_never():
+    optimizer = "adam"
+
     def parse(name: str, ranks_per_node: int) -> ResolvedSettings:
         run = "--preset llama-8b --vocab-size 128256 --micro-batch-size 1 --train-iters 9 --lr 1 --mock-data --bf16"
-        argv = f"{run} --zeropp {name} --zeropp-ranks-per-node {ranks_per_node}".split()
+        argv = f"{run} --optimizer {optimizer} --zeropp {name} --zeropp-ranks-per-node {ranks_per_node}".split()
         return parse_settings(LLAMA, argv, 2 * ranks_per_node, note=lambda text: None)
 
     cluster = default_cluster(2, 8, "H100", 100)
@@ -61,6 +63,8 @@ def test_recipes_that_do_not_fit_are_left_out_and_zero3_never():
     assert refused_with(1000.0) == {}
     assert refused_with(1.0).keys() == RECIPES.keys() - {"zero3"}
     assert all("GB of 1" in why for why in refused_with(1.0).values())
+    optimizer = "muon"
+    assert refused_with(1000.0).keys() == {"ternary"}
 
 
 @pytest.mark.long
