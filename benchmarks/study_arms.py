@@ -98,10 +98,21 @@ class Group:
 
 
 class Experiment:
-    """Groups of arms. observed: what the log shows beside losses, and the table at the end of training."""
+    """Groups of arms. observed: what the log shows beside losses, and the table at the end of training.
 
-    def __init__(self, title: str, *groups: Group, observed: tuple[str, ...] = (), scale: str = "cpu") -> None:
-        self.title, self.groups, self.observed, self.scale = title, groups, observed, scale
+    control: what the arms are compared with, in words.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        *groups: Group,
+        observed: tuple[str, ...] = (),
+        scale: str = "cpu",
+        control: str = "the fp32 wire",
+    ) -> None:
+        self.title, self.groups, self.observed = title, groups, observed
+        self.scale, self.control = scale, control
 
 
 def group(

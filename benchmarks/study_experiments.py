@@ -321,6 +321,7 @@ EXPERIMENTS = {
         "Muon",
         with_muon(BF16_WIRE.name, BF16_WIRE.flags, MUON_RATES),
         with_muon(FOUR_BITS_NAME, FOUR_BITS, MUON_RATES[1:2]),
+        control="Muon, whole matrices, 0.004",
     ),
     "E11": Experiment(
         "Islands",
@@ -434,6 +435,7 @@ EXPERIMENTS = {
             )
             for wire, flags in (("int8, moved codes, 4-bit gradients, LoCo", INT8), ("bf16", BF16_WIRE.flags))
         ),
+        control="bf16 products",
     ),
     "E17": Experiment(
         "A larger Llama",
@@ -443,6 +445,7 @@ EXPERIMENTS = {
             control=BF16_WIRE.flags,
         ),
         scale="llama",
+        control="ZeRO-3 in bf16",
     ),
 }
 OBSERVED = {name for experiment in EXPERIMENTS.values() for name in experiment.observed}

@@ -80,7 +80,7 @@ def table(experiment: Experiment, rows: Rows) -> str:
     """One Markdown table: the groups one below the other."""
     recovers = any(group.recovers for group in experiment.groups)
     observed = experiment.observed
-    columns = ["on the wire", "validation loss", "over the fp32 wire", *["recovered"] * recovers, "bytes"]
+    columns = ["on the wire", "validation loss", f"over {experiment.control}", *["recovered"] * recovers, "bytes"]
     columns += observed
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for group in experiment.groups:
@@ -104,8 +104,7 @@ def table_of_one_seed(experiment: Experiment, rows: list[dict[str, Any]], small:
             over = f"{100 * (loss / of_flags[arm.control]['validation_loss'] - 1):+.2f} %"
             beside = mean_and_spread(excesses(arm, small), "{:+.2f}", " %") if arm.flags in small else ""
         lines.append([arm.name, f"{loss:.4f}", over, beside, f"{of_flags[arm.flags]['bytes_per_parameter']:.3g}"])
-    control = next(arm.name for arm in arms if arm.flags == arm.control)
-    return markdown_table(["on the wire", "validation loss", f"over the {control}", "small", "bytes"], lines)
+    return markdown_table(["on the wire", "validation loss", f"over {experiment.control}", "small", "bytes"], lines)
 
 
 def table_of_muon_rates(rows: list[dict[str, Any]]) -> str:
