@@ -365,6 +365,7 @@ EXPERIMENTS = {
             control=LARGE_BATCHES,
         ),
         on_twice_the_ranks(group("1-bit gradients", {"int6, moved codes": f"{BF16} {moves(6)} {LARGEST_FIFTH}"}), 4),
+        on_twice_the_ranks(group("1-bit gradients", {"weights in bf16": f"{BF16} {LARGEST_FIFTH}"}), 8),
         SGD_CONTROL,
         with_sgd(group("Gradients in fp32", {"int6, moved codes": f"{BF16} {moves(6)}"})),
         with_sgd(group("1-bit gradients", {"int6, moved codes": f"{BF16} {moves(6)} {LARGEST_FIFTH}"})),
@@ -392,6 +393,13 @@ EXPERIMENTS = {
         *(
             at_learning_rates(f"Three levels, 0 below 1.2 RMS, beta {beta}", f"{few_levels(beta)} --trial ternary:1.2")
             for beta in (0.9, 0.95)
+        ),
+        group(
+            "Uncoded, in fp32: the largest fifth of each block, by scales of elements; the rest comes later",
+            {
+                f"learning rate {rate}": f"--trial largest-fifth-with-rest {flags}".strip()
+                for rate, flags in {"0.001": "", "0.0014": HIGHER}.items()
+            },
         ),
         group(
             "Those with the largest first moments, in fp32; the rest comes later",

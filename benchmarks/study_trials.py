@@ -27,22 +27,27 @@ from megatron_zpp.zeropp.wire import quantization
 from megatron_zpp.zeropp.wire.format import WireFormat
 from megatron_zpp.zeropp.wire.quantization import STEPS, Code
 
-LIMITS = {"limited-elements": False, "limited-elements-with-rest": True}
+LIMITS = ("limited-elements", "limited-elements-with-rest", "largest-fifth-with-rest")
 TRIALS = ("first-moments:SHARE:DENSE_STEPS", "ternary:THRESHOLD", "outliers:FACTOR")
 
 
-def with_limited_elements(keeps_rest: bool) -> None:
-    """Train with gradients that are not rounded, but limited where 2 bits with scales of elements would limit them.
+def with_limited_elements(name: str) -> None:
+    """Train with gradients that are not rounded, but limited where few bits with scales of elements would limit them.
 
-    Divided by sqrt(v), an element is at most 1.5 steps, of 1.25 times the mean of its block of 128. v <- 0.98 v +
-    0.02 limited^2. What is cut off comes in a later step, or never.
+    Divided by sqrt(v), at 2 bits an element is at most 1.5 steps, of 1.25 times the mean of its block of 128; at 1 bit
+    all but the largest fifth of a block are zero. v <- 0.98 v + 0.02 limited^2. What is cut off comes in a later step,
+    or never.
     """
     state: dict[Tensor, tuple[int, Tensor, Tensor]] = {}  # steps so far, v and what was cut off, both like the gradient
+    keeps_fifth, keeps_rest = name.startswith("largest-fifth"), name.endswith("with-rest")
 
     def limited(wanted: Tensor, v: Tensor) -> Tensor:
         scales = v.clamp(min=1e-3 * v.mean() + 1e-30).sqrt()
         sizes = (wanted / scales).abs().flatten()
         blocks = F.pad(sizes, (0, -len(sizes) % 128)).unflatten(0, (-1, 128))
+        if keeps_fifth:
+            least = blocks.topk(26, dim=1).values[:, -1:]
+            return wanted * (blocks >= least).flatten()[: len(sizes)].view_as(wanted)
         reach = 1.5 * STEPS[2][0] * blocks.mean(dim=1).repeat_interleave(128)[: len(sizes)].view_as(scales) * scales
         return torch.clamp(wanted, -reach, reach)
 
@@ -155,4 +160,4 @@ if __name__ == "__main__":
         share, _, dense_steps = value.partition(":")
         with_first_moment_masks(float(share), int(dense_steps))
     else:
-        with_limited_elements(LIMITS[name])
+        with_limited_elements(name)
