@@ -174,9 +174,9 @@ class Decoder(Transformer):
     def blocks(self) -> Sequence[Block]:
         return self.layers  # type: ignore[return-value]
 
-    def finish_step(self, moved: bool, add_up: Callable[[Tensor], None]) -> None:
+    def finish_step(self, has_stepped: bool, add_up: Callable[[Tensor], None]) -> None:
         if self.config.moe is not None:
-            finish_step([layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)], moved, add_up)
+            finish_step([layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)], has_stepped, add_up)
 
     def embed(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:
         """``tokens`` int64 [B, S] -> [B, S, H]."""

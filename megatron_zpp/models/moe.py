@@ -325,19 +325,19 @@ class MoE(nn.Module):
 
 
 @torch.no_grad()
-def finish_step(layers: Sequence[MoE], moved: bool, add_up: Callable[[Tensor], None]) -> None:
+def finish_step(layers: Sequence[MoE], has_stepped: bool, add_up: Callable[[Tensor], None]) -> None:
     """Raise the biases of experts that had less than their share of a step's tokens, and lower the others'.
 
-    They move by ``bias_update_rate``, without gradients (Wang et al., arXiv 2408.15664, algorithm 1). moved: whether
-    the step took place; else its tokens are forgotten. add_up: sums a tensor over all data-parallel ranks, in place.
+    They move by ``bias_update_rate``, without gradients (Wang et al., arXiv 2408.15664, algorithm 1). If the step
+    was skipped, its tokens are forgotten. add_up: sums a tensor over all data-parallel ranks, in place.
     """
     if not layers or (rate := layers[0].config.bias_update_rate) is None:
         return
     chosen = torch.cat([layer.chosen for layer in layers])
-    if moved:
+    if has_stepped:
         add_up(chosen)
     for layer, tokens in zip(layers, chosen.split([layer.chosen.numel() for layer in layers]), strict=True):
-        if moved:
+        if has_stepped:
             layer.expert_bias += rate * (tokens.mean() - tokens).sign()
         layer.chosen.zero_()
 

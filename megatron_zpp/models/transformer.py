@@ -46,8 +46,8 @@ class Transformer(nn.Module):
         ends = (self._modules.get(name) for name in self.ends)
         return [end for end in ends if end is not None]
 
-    def finish_step(self, moved: bool, add_up: Callable[[Tensor], None]) -> None:
-        """Update what the optimizer does not, after an optimizer step; not ``moved``: the step was skipped.
+    def finish_step(self, has_stepped: bool, add_up: Callable[[Tensor], None]) -> None:
+        """Update what the optimizer does not, after an optimizer step; not ``has_stepped``: it was skipped.
 
         ``add_up`` sums a tensor over all data-parallel ranks, in place; every rank must sum the same ones.
         """

@@ -64,6 +64,7 @@ def sum_over_all_ranks(
 ) -> Tensor:
     """Sum M ``measures`` of the shards that each rank counts, of gradients or parameters, over all ranks: fp64 [M + K].
 
+    Gathers each rank's numbers and adds them, so that all ranks get the same bits.
     ranks: that this process computes for. copies: parameters that another rank has too, and counts. totals: this
     process's numbers [K], which are summed too: all that a step must know goes through one collective.
     """

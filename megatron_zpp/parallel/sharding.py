@@ -59,8 +59,8 @@ def prepare_backward(model: nn.Module, zero_stage: int, is_last_micro_batch: boo
     if not isinstance(model, FSDPModule):
         return  # the ranks of a whole model are emulated
     if zero_stage <= 1:
-        model.set_requires_gradient_sync(is_last_micro_batch)  # gradients stay whole until the last
-    model.set_requires_all_reduce(is_last_micro_batch)  # replicas add theirs up at the last
+        model.set_requires_gradient_sync(is_last_micro_batch)  # reduce gradients only at the last
+    model.set_requires_all_reduce(is_last_micro_batch)  # HSDP: all-reduce over replicas only then
     if zero_stage <= 2:
-        model.set_reshard_after_backward(is_last_micro_batch)  # and so do parameters
+        model.set_reshard_after_backward(is_last_micro_batch)  # keep parameters gathered until then
     model.set_is_last_backward(is_last_micro_batch)

@@ -138,7 +138,7 @@ class CheckpointSettings:
     no_load_rng: bool = _loading(False, "do not load random states")
     publish: str | None = _folder("folder to publish weights in, to the bit of bf16, for processes that follow the run")
     publish_interval: int = _publishing(1, "optimizer steps between published versions")
-    publish_anchor_interval: int = _publishing(100, "versions between those with all weights, for who missed some")
+    publish_anchor_interval: int = _publishing(100, "versions between full copies, for readers that missed some")
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,8 @@ class DistributedSettings:
     distributed_backend: str | None = flag(None, "default nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo"))
     distributed_timeout_minutes: float = flag(10.0, "limit for a stuck collective", at_least=0.01, at_most=525_600)
     islands: int = _size(
-        "clusters that train alone and average parameters every --island-sync-interval steps (DiLoCo)", at_most=2**16
+        "groups of ranks that train alone and average parameters every --island-sync-interval steps (DiLoCo)",
+        at_most=2**16,
     )
     islands_may_leave: bool = flag(
         False, "run islands as jobs that may die and return; --islands is the number at start"
@@ -219,7 +220,7 @@ class DistributedSettings:
         choices=("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"),
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "layers of one stage, if a pipeline rank has several; default one stage a rank", at_least=1
+        None, "layers per stage when a pipeline rank has several stages; default one stage a rank", at_least=1
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "the same, as the number of stages", at_least=1)
     decoder_first_pipeline_num_layers: int | None = flag(None, "first rank's layers; default its share", at_least=1)

@@ -35,7 +35,9 @@ class TrainingSettings:
         nargs="+",
         metavar="TOKENS:SIZE",
     )
-    decrease_batch_size_if_needed: bool = flag(False, "round a batch size that does not divide down, not refuse it")
+    decrease_batch_size_if_needed: bool = flag(
+        False, "round down a batch size that does not divide evenly, instead of refusing it"
+    )
     train_iters: int | None = flag(None, "optimizer steps to train", at_least=1)
     train_samples: int | None = flag(None, "samples to train, instead of --train-iters", at_least=1, at_most=2**53)
     train_tokens: int | None = flag(
@@ -77,8 +79,12 @@ class TrainingSettings:
     exit_interval: int | None = flag(None, "save and exit at iterations divisible by this", at_least=1)
     exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes", at_least=0)
     exit_signal_handler: bool = flag(False, "save and exit on SIGTERM, SIGUSR1 or Ctrl-C")
-    calculate_per_token_loss: bool = flag(False, "average the loss over tokens of the batch, not micro-batches first")
-    no_check_for_nan_in_loss_and_grad: bool = flag(False, "never stop because of NaN or Inf, whose steps are skipped")
+    calculate_per_token_loss: bool = flag(
+        False, "average the loss over all tokens of the batch, not over each micro-batch first"
+    )
+    no_check_for_nan_in_loss_and_grad: bool = flag(
+        False, "do not stop because of NaN or Inf; such steps are still skipped"
+    )
     max_nonfinite_steps: int | None = flag(
         None, "save and stop after N steps in a row with NaN or Inf; default 10, or 50 with a dynamic scale", at_least=1
     )
@@ -137,7 +143,7 @@ class LoraSettings:
     lora_rank: int | None = flag(
         None, "train adapters of this rank beside the frozen weights of --pretrained-checkpoint", at_least=1
     )
-    lora_alpha: float = flag(32.0, "adapters count this over their rank", above=0, needs="lora_rank")
+    lora_alpha: float = flag(32.0, "multiply the output of adapters by this / rank", above=0, needs="lora_rank")
     lora_target_modules: tuple[str, ...] | None = flag(
         None, "linear layers that get adapters; default all of the blocks", nargs="+", metavar="NAME", needs="lora_rank"
     )

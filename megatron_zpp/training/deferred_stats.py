@@ -35,9 +35,9 @@ class StepResult:
     grad_norm: float  # before clipping; of islands the mean
     num_zeros: int | None
     auxiliary: dict[str, float]  # auxiliary losses and what else a model shows: means over micro-batches and ranks
-    has_moved: bool  # the parameters of some island
-    is_skipped: bool  # some island skipped the step, for NaN or Inf, or
-    has_spiked: bool  # because its loss was far above that of the steps before
+    has_stepped: bool  # the parameters of some island
+    is_skipped: bool  # some island skipped the step, because of NaN, Inf or a loss spike
+    has_spiked: bool  # some island skipped it because its loss was far above that of the steps before
     has_nan: bool  # some island's loss had NaN or Inf
     should_stop: bool  # some rank wants to save and exit
     has_too_many_nonfinite: bool  # some island had NaN or Inf in too many steps in a row: the run ends
@@ -48,7 +48,7 @@ class StepResult:
 
 
 class DeferredStats:
-    """Keeps what the islands of this process did, and exchanges all steps since in one collective where they meet."""
+    """Collects each island's step statistics, and exchanges all collected steps in one collective when one is due."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -120,7 +120,7 @@ def _result(at: StepInfo, rows: list[list[float]], names: list[str], has_zeros: 
         grad_norm=grad_norms / count,
         num_zeros=round(num_zeros) if has_zeros else None,
         auxiliary={name: value / count for name, value in zip(names, auxiliary, strict=True)},
-        has_moved=bool(taken),
+        has_stepped=bool(taken),
         is_skipped=len(taken) < len(rows),
         has_spiked=any(spiked),
         has_nan=not all(map(math.isfinite, losses)),

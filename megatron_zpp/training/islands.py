@@ -126,7 +126,7 @@ def report_sync(run: Run) -> None:
     assert islands.gathered_stats is not None
     loss_sum, num_tokens = islands.gathered_stats.sum(dim=0).tolist()
     loss, name = mean_loss(loss_sum, num_tokens), f"{run.loss.name} of all islands"
-    run.loss_since_agreement.loss_sum = run.loss_since_agreement.num_tokens = 0.0
+    run.loss_since_sync.loss_sum = run.loss_since_sync.num_tokens = 0.0
     if dist.get_rank() == dist.get_world_size() - 1:
         print(
             f" islands synchronized at iteration {counters.iteration} | islands there: {islands.num_islands} | "

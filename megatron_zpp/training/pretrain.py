@@ -26,7 +26,7 @@ def train(run: Run, start: float) -> None:
     batches = BatchIterators(run)
     if run.settings.training.manual_gc:
         gc.disable()
-    if run.counters.iteration == run.train_iters > loaded:  # it rejoined after the others' last step
+    if run.counters.iteration == run.train_iters > loaded:  # it rejoined after the last step: only save
         run.islands.leave()
         checkpoints.save()
         checkpoints.wait()
@@ -71,7 +71,7 @@ def _train_steps(
         if checkpoints.saver is not None:
             checkpoints.saver.poll()
 
-        # Publish, so that who follows the run waits for nothing else.
+        # Publish first: processes that follow the run should not wait for evaluation or saving.
         due = what_is_due(settings, iteration, run.train_iters)
         if publisher is not None and (due.publish or due.end):
             with reporter.paused():

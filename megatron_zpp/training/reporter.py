@@ -64,7 +64,7 @@ class Reporter:
         for result in results:
             self.skipped += result.is_skipped
             self.nan += result.has_nan
-            for name, loss in result.losses(run.loss.name).items() if result.has_moved else ():
+            for name, loss in result.losses(run.loss.name).items() if result.has_stepped else ():
                 self.losses.setdefault(name, []).append(loss)
         for zeropp in run.zeropps:
             self.sent.add(*zeropp.traffic.take().of_levels())

@@ -93,7 +93,7 @@ class Run:
     train_iters: int
     num_eval_micro_batches: int  # per data-parallel rank of this job and evaluation
     counters: Counters
-    loss_since_agreement: LossSoFar  # where this island is a job of its own; elsewhere it stays 0
+    loss_since_sync: LossSoFar  # of this island, where it is a job of its own; elsewhere it stays 0
     tasks: Tasks | None = None  # of --eval-tasks
     lock: FolderLock | None = None  # on --save, held by rank 0
     last_loss: float | None = None

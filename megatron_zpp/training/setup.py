@@ -87,7 +87,7 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
     check_same_data_on_all_ranks(datasets)
 
     token_traffic = Traffic()
-    loss_since_agreement = LossSoFar()
+    loss_since_sync = LossSoFar()
     builder = ModelBuilder(architecture, settings, tokens_in_vocabulary, device, mesh, token_traffic)
     states = [_build_state(builder, island) for island in range(mesh.emulated_islands)]
     run = Run(
@@ -97,8 +97,8 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         mesh=mesh,
         states=states,
         loss=LanguageModelLoss(mesh, device),
-        islands=_build_islands(states, settings, mesh, datasets, loss_since_agreement),
-        loss_since_agreement=loss_since_agreement,
+        islands=_build_islands(states, settings, mesh, datasets, loss_since_sync),
+        loss_since_sync=loss_since_sync,
         token_traffic=token_traffic,
         schedule=schedule,
         batches=batches,
@@ -218,12 +218,12 @@ def _build_islands(
     settings: ResolvedSettings,
     mesh: Mesh,
     datasets: Datasets,
-    loss_since_agreement: LossSoFar,
+    loss_since_sync: LossSoFar,
 ) -> OuterSync:
     """Build the islands that this process trains; ``train_step`` counts their steps."""
     first = states[0]
     if settings.distributed.islands_may_leave:
-        return build_elastic_islands(first.model, first.zeropp, settings, mesh, datasets, loss_since_agreement)
+        return build_elastic_islands(first.model, first.zeropp, settings, mesh, datasets, loss_since_sync)
     if mesh.num_islands == 1:
         return OuterSync()
     if mesh.island.size() > 1:

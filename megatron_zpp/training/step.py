@@ -1,7 +1,7 @@
 """One optimizer step of each island.
 
-An island is a group of ranks that trains its own copy of the model, and agrees with the others every few steps. An
-ordinary run is one island.
+An island is a group of ranks that trains its own copy of the model, and averages it with the other islands every few
+steps. An ordinary run has one island.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
         batches = ({name: tensor[:, :length].contiguous() for name, tensor in batch.items()} for batch in batches)
     per_state = zip(run.states, _divide_batches(batches, run.states, num_micro_batches), strict=True)
     steps = [_step(run, state, micro_batches, num_micro_batches, stop) for state, micro_batches in per_state]
-    if not steps[0].is_skipped:
-        run.loss_since_agreement.loss_sum += steps[0].loss_sum
-        run.loss_since_agreement.num_tokens += steps[0].num_tokens
+    if run.elastic is not None and not steps[0].is_skipped:
+        run.loss_since_sync.loss_sum += steps[0].loss_sum
+        run.loss_since_sync.num_tokens += steps[0].num_tokens
     run.islands.count_step()  # skipped or not: islands synchronize at the same steps
     return steps
 
@@ -64,12 +64,14 @@ def _step(run: Run, state: TrainState, batches: Iterator[Batch], num_micro_batch
     parameters = list(state.model.parameters())
     sums = sum_over_all_ranks(measures, parameters, state.ranks, run.copies, totals=totals)
     per_token = run.settings.training.calculate_per_token_loss
-    factor = run.mesh.fsdp_size / sums[len(measures) + 1].clamp(min=1.0) if per_token else 1.0
-    norm = clip_gradients(parameters, run.settings.optimizer.clip_grad, sums[0], factor / state.scaler.scale)
+    measured, counted = sums.split([len(measures), len(totals)])
+    factor = run.mesh.fsdp_size / counted[1].clamp(min=1.0) if per_token else 1.0  # [1]: tokens
+    norm = clip_gradients(parameters, run.settings.optimizer.clip_grad, measured[0], factor / state.scaler.scale)
 
     # Read the results: here alone the host waits for the device between the last backward pass and the optimizer.
-    grad_norm, *values = torch.cat([norm.double().view(1), sums[1:]]).tolist()
-    zeros, (loss_sum, num_tokens, *auxiliary_sums, stops) = values[: -len(totals)], values[-len(totals) :]
+    numbers = torch.cat([norm.double().view(1), measured[1:], counted]).tolist()
+    grad_norm, *zeros = numbers[: len(measures)]
+    loss_sum, num_tokens, *auxiliary_sums, stops = numbers[len(measures) :]
     loss = mean_loss(loss_sum, num_tokens)
     is_finite = math.isfinite(grad_norm) and math.isfinite(loss)
     spike_factor = run.settings.training.loss_spike_factor

@@ -212,11 +212,11 @@ class ZeroPP(ZeroPPInterface):
         for unit in self.units:
             unit.check_collectives()
         if torch.is_grad_enabled():
-            self.shared.micro_batch.begin(is_last)
+            self.shared.position.begin(is_last)
         self._passes.begin()
-        # Send in the model's order. Not right after the optimizer's step: a program may write weights until this pass
-        # begins, and ranks would have to compare what it wrote over links that are busy with the weights by then.
+        # Send in the model's order, and only now: after an optimizer step the program may still write weights, and to
+        # compare what it wrote would wait behind weights on the same links.
         if self._all_gathers:
             with on_stream(self._gather_stream, self.device):
-                encoded = [all_gather.encode_early() for all_gather in self._all_gathers.values()]
+                encoded = [all_gather.encode_for_prefetch() for all_gather in self._all_gathers.values()]
                 send([shard for shard in encoded if shard is not None], self.traffic)

@@ -227,7 +227,7 @@ class ZeroPPConfig:
     check_agreement: bool = config_flag(
         "--zeropp-check-agreement",
         False,
-        "for debugging: before each gather compare on all ranks whether parameters changed, and name those that differ",
+        "debugging: before each gather, check that all ranks agree on which parameters changed",
         repr=False,
     )
     # Of all that is quantized but LoCo's errors.

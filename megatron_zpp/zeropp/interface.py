@@ -129,7 +129,7 @@ class ZeroPPInterface:
     def __init__(self, units: Sequence[Unit], config: ZeroPPConfig) -> None:
         self.units, self.config, self.shared = units, config, Shared(config)
         self.traffic = self.shared.traffic  # what the ranks of this process have sent
-        self._passes = Passes(self.shared.micro_batch)
+        self._passes = Passes(self.shared.position)
         (self.device,) = {unit.device for unit in units}  # of unsharded parameters and of LoCo's errors
 
     @property
@@ -196,7 +196,7 @@ class ZeroPPInterface:
         Restores LoCo's errors and the scales of elements, and drops what was kept for the step's last micro-batch.
         Without ``LoCoConfig.exact_undo``, errors that these gradients have changed become zero.
         """
-        self.shared.micro_batch.undo_step()
+        self.shared.position.undo_step()
         for hops in self._hops():
             hops.undo_step()
 
@@ -211,7 +211,7 @@ class ZeroPPInterface:
         A warm-up of bits depends on this number. It then counts by itself: a step's gradients count when the next
         forward pass begins, unless ``undo_step`` was called.
         """
-        self.shared.micro_batch.set_optimizer_steps(steps)
+        self.shared.position.set_optimizer_steps(steps)
 
     def monitor_errors(self, every: int | None) -> None:
         """Sample quantization errors every ``every`` optimizer steps, at the cost of decoding; None turns it off."""
@@ -244,7 +244,7 @@ class ZeroPPInterface:
         for rank_state in self._rank_states():
             kept = {prefix + key: v for prefix, part in rank_state.parts() for key, v in part.state_dict().items()}
             if kept or self.config.gradient_bits_warmup is not None:  # a run may begin with a warm-up when it resumes
-                kept |= self.shared.micro_batch.state_dict()
+                kept |= self.shared.position.state_dict()
             state |= {self._prefix(rank_state) + key: value for key, value in kept.items()}
         return state
 
@@ -267,7 +267,7 @@ class ZeroPPInterface:
                 warn_of_lost_state()
         self.invalidate()
         for rank, values in zip(ranks, kept, strict=True):
-            self.shared.micro_batch.load_state_dict(values)
+            self.shared.position.load_state_dict(values)
             for prefix, part in rank.parts():
                 part.load_state_dict(below(values, prefix))
 

@@ -144,7 +144,7 @@ def test_biases_follow_the_load():
         choices = (torch.sigmoid(x.detach().flatten(0, 1) @ moe.router.weight.T) + expected).topk(TOPK).indices
         load = torch.tensor([(choices == e).sum() for e in range(EXPERTS)])
         moe(x)
-        finish_step([moe], moved=step != 3, add_up=lambda chosen: None)
+        finish_step([moe], has_stepped=step != 3, add_up=lambda chosen: None)
         if step != 3:  # a step that was left out
             expected += torch.tensor([0.25 if n < load.sum() / EXPERTS else -0.25 for n in load.tolist()])
         torch.testing.assert_close(moe.expert_bias, expected, rtol=0, atol=0)

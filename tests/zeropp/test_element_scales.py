@@ -11,7 +11,7 @@ from megatron_zpp.zeropp.reduce.gradient_sum import GradientSum
 from megatron_zpp.zeropp.reduce.loco import ErrorFeedback
 from megatron_zpp.zeropp.wire.format import WireFormat, wire_format
 from megatron_zpp.zeropp.wire.layout import ParameterShard
-from megatron_zpp.zeropp.wire.scales import ElementScales, moved
+from megatron_zpp.zeropp.wire.scales import ElementScales, updated_exponents
 
 PARAMETERS = (ParameterShard("matrix", 600, True), ParameterShard("bias", 5, False), ParameterShard("rows", 70, True))
 NUMEL = 675
@@ -145,7 +145,7 @@ def test_one_bit_finds_the_scales_of_loud_and_quiet_elements():
         values = torch.randn(1, 256, generator=generator) * loudness
         wires = one.encode(values, exponents=learned)
         taken += (one.decode(wires, torch.empty(1, 256)) != 0).squeeze(0) * (step >= 300)
-        learned = moved(learned, one, wires, step)
+        learned = updated_exponents(learned, one, wires, step)
     for block in (taken[:128], taken[128:]):
         assert (block / 300).min() > 0.1 and (block / 300).max() < 0.3
 

@@ -88,7 +88,7 @@ def _by_changes(early):
         zeropp.monitor_errors(1)
         if not early:
             for all_gather in zeropp._all_gathers.values():
-                all_gather.encode_early = lambda: None
+                all_gather.encode_for_prefetch = lambda: None
         optimizer = sgd(model.parameters())
         outputs, states = [], []
         for _ in range(3):
@@ -136,7 +136,7 @@ def _order_of_a_backward_pass():
     from megatron_zpp.zeropp.reduce import reduce_scatter
 
     events = []
-    send = reduce_scatter.send
+    send = reduce_scatter.start_exchange
 
     def recorded(gradients, hop, group):
         events.append(f"send {hop.name} {hop.unit.label}")
@@ -151,7 +151,7 @@ def _order_of_a_backward_pass():
         return reduce_scatter.Exchange(exchange.total, Work(), exchange.sent)
 
     model, _ = build(HPZ)
-    with patch.object(reduce_scatter, "send", recorded):
+    with patch.object(reduce_scatter, "start_exchange", recorded):
         model(X).sum().backward()
     return [event for event in events if "inter" in event]
 

@@ -147,7 +147,7 @@ class EmulatedZeroPP(ZeroPPInterface):
             if trained:
                 self._reduce(rank)
             for weights in self._weights:
-                weights.count(rank, trained, self.shared.micro_batch.is_last)
+                weights.count(rank, trained, self.shared.position.is_last)
         finally:
             for unit in self._emulated:
                 unit.show_masters()
@@ -158,12 +158,12 @@ class EmulatedZeroPP(ZeroPPInterface):
         self._next_rank = (rank + 1) % len(self.layouts)
         for reduce_scatter in self._gradients:
             reduce_scatter.add(rank)
-        if self._find_unused_parameters and self.shared.micro_batch.is_last:
+        if self._find_unused_parameters and self.shared.position.is_last:
             count_all_reduce(self.traffic, self.layouts[rank], sum(len(unit.parameters) for unit in self.units))
 
     def set_is_last_micro_batch(self, is_last: bool) -> None:
         """Say before each rank's micro-batch whether it is the optimizer step's last."""
-        self.shared.micro_batch.begin(is_last)
+        self.shared.position.begin(is_last)
 
     def invalidate(self) -> None:
         """Say that parameters were changed, where a change would not be looked for."""

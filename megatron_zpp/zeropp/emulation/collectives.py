@@ -52,7 +52,7 @@ class EmulatedAllGather:
             if self.passes.sends_nothing:
                 refuse_changes([self.unit])
             self.unit.mark_changed()
-        is_thawed = self.unit.thaw()
+        is_thawed = self.unit.remove_trainable_from_nf4()
         changed = self.unit.changed()
         if is_thawed or not self.unit.keeps_copies(changed):
             self.forget_secondary_partition()
@@ -229,7 +229,7 @@ class EmulatedReduceScatter:
         find_unused_parameters: bool,
     ) -> None:
         self.unit, self.layouts, self.traffic = unit, layouts, shared.traffic
-        self.micro_batch, self.find_unused_parameters = shared.micro_batch, find_unused_parameters
+        self.position, self.find_unused_parameters = shared.position, find_unused_parameters
         self._used: set[int] = set()  # parameters that some rank has used in this step
         self.dtype = reduce_dtype or unit.dtype
         self.hops: list[GradientHops] = []  # of each rank
@@ -247,7 +247,7 @@ class EmulatedReduceScatter:
         if gradients.shape[1] == 0:
             return
         if rank == len(self.layouts) - 1:
-            self.micro_batch.reduced()
+            self.position.reduced()
         before, after = divisors(self.dtype, len(self.layouts))
         if before is not None:
             gradients.div_(before)
@@ -271,7 +271,7 @@ class EmulatedReduceScatter:
         num_nodes, ranks_per_node = layout.num_nodes, layout.ranks_per_node
         own = self.hops[rank].begin(self.unit.trainable, gradients.view(num_nodes, ranks_per_node, -1))  # [P, N, L]
         if (hop := self.hops[rank].within_node) is not None:
-            self._within_node.append(hop.send(own))
+            self._within_node.append(hop.encode(own))
         if layout.local_rank < ranks_per_node - 1:
             return None
         from_node, self._within_node = self._within_node, []
@@ -280,15 +280,15 @@ class EmulatedReduceScatter:
             if hops.within_node is None:
                 node_sum = own.only_piece()  # [N, L]
             else:
-                node_sum = hops.within_node.receive(torch.stack([wires[p] for wires in from_node]))
-            if not self.micro_batch.is_last:
+                node_sum = hops.within_node.sum_of(torch.stack([wires[p] for wires in from_node]))
+            if not self.position.is_last:
                 hops.keep(node_sum)
             elif hops.between_nodes is None:
                 total = hops.with_kept(node_sum).only_piece()
                 hops.sent()
                 totals.append(hops.finish(total, sent=None))
             else:
-                self._between_nodes.append(hops.between_nodes.send(hops.with_kept(node_sum)))
+                self._between_nodes.append(hops.between_nodes.encode(hops.with_kept(node_sum)))
                 hops.sent()
         if len(self._between_nodes) == len(self.layouts):
             from_all, self._between_nodes = self._between_nodes, []
@@ -297,7 +297,7 @@ class EmulatedReduceScatter:
                 of_local_rank = from_all[hops.layout.local_rank :: ranks_per_node]
                 received = torch.stack([wires[hops.layout.node] for wires in of_local_rank])
                 sent = from_all[hops.layout.rank]
-                totals.append(hops.finish(hops.between_nodes.receive(received), sent))
+                totals.append(hops.finish(hops.between_nodes.sum_of(received), sent))
         if not totals:
             return None
         self.unit.mark_reduced(completes_step=True)

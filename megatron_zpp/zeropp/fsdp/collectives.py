@@ -35,12 +35,12 @@ class PlainReduceScatter(DefaultAllocMixin, ReduceScatter):
     """FSDP2's own reduce-scatter, counted."""
 
     def __init__(self, unit: FSDPUnit, shared: Shared) -> None:
-        self.unit, self.traffic, self.micro_batch = unit, shared.traffic, shared.micro_batch
+        self.unit, self.traffic, self.position = unit, shared.traffic, shared.position
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        self.micro_batch.reduced()
+        self.position.reduced()
         # This runs at every micro-batch, and not every loop marks the last: it does not mean that a step is complete.
         self.unit.mark_reduced(completes_step=False)
         count_reduce_scatter(self.traffic, self.unit.topology, output_tensor)

@@ -17,11 +17,11 @@ from .topology import gather_objects
 
 
 @dataclass
-class MicroBatch:
-    """Where the training loop is, shared by all units."""
+class StepPosition:
+    """Which micro-batch and optimizer step the training loop is in; shared by all units."""
 
     is_last: bool = True
-    accumulations: int = 0  # begun with a micro-batch that is not the last
+    accumulations: int = 0  # how many gradient accumulations have begun
     is_accumulating: bool = False
     optimizer_steps: int = 0  # without steps whose gradients were dropped
     is_step_complete: bool = False  # all of a step's gradients were reduced since the last forward pass
@@ -192,7 +192,7 @@ class Shared:
     config: ZeroPPConfig
     traffic: Traffic = field(default_factory=Traffic)
     monitor: ErrorMonitor = field(default_factory=ErrorMonitor)
-    micro_batch: MicroBatch = field(default_factory=MicroBatch)
+    position: StepPosition = field(default_factory=StepPosition)
 
 
 def below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

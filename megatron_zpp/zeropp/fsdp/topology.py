@@ -46,8 +46,8 @@ class Topology(RankLayout):
     """The two levels of one FSDP process group, as this rank sees them.
 
     ``intra_group`` holds the P ranks of this node, ``inter_group`` the N ranks with this local rank p, in node order.
-    ``reduce_group`` holds the ranks of ``intra_group`` again: where collectives of one communicator wait for each other
-    gradients have their own, so that a layer's gather need not wait for another layer's reduction.
+    ``reduce_group`` holds the ranks of ``intra_group`` again. With NCCL it is a second communicator, so that a layer's
+    gather does not wait for another layer's reduction.
     """
 
     group: dist.ProcessGroup

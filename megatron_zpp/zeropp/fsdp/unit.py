@@ -116,12 +116,12 @@ class Unit:
     holds_gradients: bool = False  # until the step's last micro-batch has crossed nodes
     # Of the shard that was last sent between nodes, for each of ``parts`` by its indices.
     checksums: dict[tuple[int, ...], Tensor] = field(default_factory=dict, repr=False)
-    gathers_frozen: bool = False  # whenever trained parameters change
+    gathers_frozen: bool = False  # gather frozen parameters again whenever trained ones change
     nf4_skip: tuple[str, ...] | None = None  # words in names of frozen matrices that are not in NF4; None = none is
-    # Whether, since the last gather, an optimizer stepped, or gradients came that some optimizer may have used.
+    # Since the last gather: whether an optimizer stepped, or gradients were reduced that some optimizer may have used;
     may_have_stepped: bool = False
-    # Indices of parameters that, since the last gather, an optimizer may have moved, and whose gradients were reduced.
-    _moved: set[int] = field(default_factory=set, repr=False)
+    # and the indices of parameters that an optimizer may have updated, and of those whose gradients were reduced.
+    _updated: set[int] = field(default_factory=set, repr=False)
     _reduced: set[int] = field(default_factory=set, repr=False)
     # Parameters that were ever trainable. PEFT freezes adapters during reference passes.
     _ever_trainable: set[int] = field(default_factory=set, repr=False)
@@ -142,7 +142,7 @@ class Unit:
         self.shards, self.packed, self._parts = shards, packed, {}
         self.whole = self.part(range(len(shards)))
 
-    def thaw(self) -> bool:
+    def remove_trainable_from_nf4(self) -> bool:
         """Take parameters that have become trainable out of NF4; return whether there were any."""
         if self.nf4_skip is None or not any(self.shards[index].is_nf4 for index in self._trainable()):
             return False
@@ -188,11 +188,11 @@ class Unit:
 
     @property
     def trained(self) -> UnitPart:
-        """The parameters that were ever trainable, or that optimizer steps may have moved; alike on all ranks."""
+        """The parameters that were ever trainable, or that optimizer steps may have updated; alike on all ranks."""
         self._ever_trainable.update(self._trainable())
         if self.gathers_frozen:  # without packed ones, whose codes never change
             return self.part(index for index in range(len(self.shards)) if index not in self.packed)
-        return self.part(sorted(self._ever_trainable | self._moved | self._reduced))
+        return self.part(sorted(self._ever_trainable | self._updated | self._reduced))
 
     @property
     def parts(self) -> tuple[UnitPart, ...]:
@@ -212,7 +212,7 @@ class Unit:
         if self._gathered is None:
             return set(range(len(self.shards)))
         # A unit used twice in one forward pass is reduced twice, and gathered in between, in backward.
-        changed = self._moved | (set() if self.is_in_backward else self._reduced)
+        changed = self._updated | (set() if self.is_in_backward else self._reduced)
         for index, (parameter, (gathered, version)) in enumerate(zip(self.parameters, self._gathered, strict=True)):
             if parameter is not gathered or parameter._version != version:
                 changed.add(index)
@@ -241,19 +241,19 @@ class Unit:
     def mark_gathered(self) -> None:
         """Note that the parameters were gathered as they are now."""
         self._gathered = [(parameter, parameter._version) for parameter in self.parameters]
-        self._moved, self._reduced, self.may_have_stepped = set(), set(), False
+        self._updated, self._reduced, self.may_have_stepped = set(), set(), False
 
     def mark_changed(self) -> None:
         """Make all parameters count as changed until the next ``mark_gathered``."""
         self._gathered = None
 
-    def mark_moved(self, indices: Iterable[int]) -> None:
-        """Note that optimizer steps have moved the parameters with these indices."""
-        self._moved.update(indices)
+    def mark_updated(self, indices: Iterable[int]) -> None:
+        """Note that optimizer steps have updated the parameters with these indices."""
+        self._updated.update(indices)
 
     def mark_stepped(self) -> None:
         """Note that a torch optimizer that holds parameters of this unit has stepped."""
-        self._moved.update(self._trainable())
+        self._updated.update(self._trainable())
         self.may_have_stepped = True
         self.optimizer_steps += 1
 

@@ -52,7 +52,7 @@ class QuantizedAllGather(DefaultAllocMixin, AllGather):
         # FSDP2 gathers on its own stream, but ``unshard()`` by hand on the current one.
         with on_stream(self.stream, input_tensor.device):
             kept_as = (input_tensor.dtype, input_tensor.device)
-            if self.unit.thaw() or kept_as != self._kept_as:  # the model was cast or moved, or parts of it unfrozen
+            if self.unit.remove_trainable_from_nf4() or kept_as != self._kept_as:  # or the model was cast or moved
                 self.forget_secondary_partition()
                 self._kept_as = kept_as
             self._gather(output_tensor, input_tensor)
@@ -77,7 +77,7 @@ class QuantizedAllGather(DefaultAllocMixin, AllGather):
             count_flat_ring(self.traffic, self.topology, weights.nbytes, self.unit.stays_gathered)
         weights.decode(wires, out=output.view(-1, weights.numel))
 
-    def encode_early(self) -> SentShard | None:
+    def encode_for_prefetch(self) -> SentShard | None:
         """Return None: every gather sends again. See HierarchicalAllGather."""
         return None
 
@@ -119,9 +119,9 @@ class HierarchicalAllGather(QuantizedAllGather):
     [N, L]; every gather is then among the P ranks of the node. All ranks see the same weights: each rank quantizes and
     decodes its local shard, too. Frozen parameters of a unit are sent only when they changed.
 
-    When a forward pass begins, the gathers of all changed shards start (``encode_early`` names exceptions), and each
-    must have finished when FSDP2 asks for its unit. If a pass did not ask, and the parameters have changed by the next
-    one, what was sent is dropped.
+    When a forward pass begins, the gathers of all changed shards start (``encode_for_prefetch`` names exceptions), and
+    each must have finished when FSDP2 asks for its unit. If a pass did not ask, and the parameters have changed by the
+    next one, what was sent is dropped.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class HierarchicalAllGather(QuantizedAllGather):
         num_nodes, ranks_per_node = self.topology.num_nodes, self.topology.ranks_per_node
         self._gather_within_node(self.secondary_partition, output.view(num_nodes, ranks_per_node, shard.numel()))
 
-    def encode_early(self) -> SentShard | None:
+    def encode_for_prefetch(self) -> SentShard | None:
         """Encode the shard at the beginning of a forward pass, if it changed, for ``send``.
 
         Without a secondary partition (at the first step, after a load or ``invalidate``) a unit is sent only when FSDP2
@@ -169,7 +169,7 @@ class HierarchicalAllGather(QuantizedAllGather):
         unit = self.unit
         if self.consistency_check is not None or not unit.can_be_gathered or is_capturing(unit):
             return None
-        if unit.thaw():
+        if unit.remove_trainable_from_nf4():
             self.forget_secondary_partition()
         changed = unit.changed()
         if not changed:
@@ -253,7 +253,7 @@ class HierarchicalAllGather(QuantizedAllGather):
                 sent.work.wait()
         self._count(sent)
         self.encoder.versions = sent.version
-        self.unit.mark_moved(sent.part.indices)
+        self.unit.mark_updated(sent.part.indices)
         return set(sent.part.indices)
 
     def _count(self, sent: SentShard) -> None:

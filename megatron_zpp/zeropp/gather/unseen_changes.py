@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..fsdp.collectives import count_all_reduce
 from ..fsdp.fsdp_unit import FSDPUnit
-from ..fsdp.shared import MicroBatch, Traffic
+from ..fsdp.shared import StepPosition, Traffic
 from ..fsdp.topology import Topology
 from ..fsdp.unit import Unit, UnitPart
 
@@ -87,8 +87,8 @@ def load_changes(unit: Unit, state: Mapping[str, Tensor]) -> dict[tuple[int, ...
 class Passes:
     """Tells one forward pass of the model from the next, and from passes that continue a gradient accumulation."""
 
-    def __init__(self, micro_batch: MicroBatch) -> None:
-        self.micro_batch = micro_batch
+    def __init__(self, position: StepPosition) -> None:
+        self.position = position
         self.known: set[Unit] = set()  # units whose parameters were looked at, or gathered, in this pass
         self._accumulation: int | None = None
         self.is_resident = False  # inside ``resident_weights``: what is gathered stays for the next passes
@@ -103,9 +103,9 @@ class Passes:
 
     def begin(self) -> None:
         """Begin a forward pass. Between the micro-batches of one training step nothing is looked at again."""
-        self.micro_batch.begin_forward_pass()
-        accumulates = torch.is_grad_enabled() and self.micro_batch.is_accumulating
-        accumulation = self.micro_batch.accumulations if accumulates else None
+        self.position.begin_forward_pass()
+        accumulates = torch.is_grad_enabled() and self.position.is_accumulating
+        accumulation = self.position.accumulations if accumulates else None
         if accumulation is None or accumulation != self._accumulation:
             self.known.clear()
         self._accumulation = accumulation

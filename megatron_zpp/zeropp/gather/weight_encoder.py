@@ -96,6 +96,6 @@ def load_row(unit: Unit, state: dict[str, Tensor]) -> Tensor | None:
         return None
     if unit.changed():  # by a step, as far as the row is concerned: what has changed is gathered in full in any case
         unit.mark_gathered()
-        unit.mark_moved(unit.trained.indices)
+        unit.mark_updated(unit.trained.indices)
         unit.may_have_stepped = True
     return state["row"].to(unit.device, copy=True)

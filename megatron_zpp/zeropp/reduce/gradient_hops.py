@@ -49,7 +49,7 @@ class GradientHop:
         if self.config.gradient_element_scales and self.name == "inter":
             self.element_scales = ElementScales()
 
-    def send(self, gradients: GradientSum) -> Tensor:
+    def encode(self, gradients: GradientSum) -> Tensor:
         """Encode gradients [G, ..., L], a piece for each rank of the hop, with LoCo: uint8 [G, ..., nbytes]."""
         assert self.format is not None
         format = self.element_scales.to_send(self.format) if self.element_scales is not None else self.format
@@ -63,7 +63,7 @@ class GradientHop:
         error = self.feedback.error if self.feedback is not None else None  # what is added to these gradients
         if self.feedback is not None:
             # The hop between nodes runs once per step, that within a node once per micro-batch.
-            wires = self.feedback.encode(gradients, format, noise_seed, self.shared.micro_batch.is_last)
+            wires = self.feedback.encode(gradients, format, noise_seed, self.shared.position.is_last)
         else:
             wires = gradients.encode(format, noise_seed)
         if is_sampled:
@@ -75,8 +75,8 @@ class GradientHop:
             self.shared.traffic.add(inter_node=sent)
         return wires
 
-    def receive(self, wires: Tensor) -> GradientSum:
-        """Return the sum [..., L] of what each of the G ranks sent here, uint8 [G, ..., nbytes]."""
+    def sum_of(self, wires: Tensor) -> GradientSum:
+        """Return the sum [..., L] of what the G ranks send here, uint8 [G, ..., nbytes], which may arrive later."""
         assert self.format is not None  # GradientSum would take None for parts that are numbers
         format = self.element_scales.to_receive(self.format) if self.element_scales is not None else self.format
         return GradientSum(wires, format)
@@ -130,7 +130,7 @@ class GradientHops:
     """
 
     def __init__(self, unit: Unit, layout: RankLayout, shared: Shared) -> None:
-        self.unit, self.layout, self.config, self.micro_batch = unit, layout, shared.config, shared.micro_batch
+        self.unit, self.layout, self.config, self.position = unit, layout, shared.config, shared.position
         config = shared.config
         self.formats = Formats(config, layout.num_nodes)
         # On one rank nothing is rounded.
@@ -166,7 +166,7 @@ class GradientHops:
             if self.element_scales is not None:
                 self.element_scales.begin_step()
         # Formats stay until parameters are frozen or unfrozen, the model is cast, or a warm-up of bits ends.
-        step = self.micro_batch.optimizer_steps if self.config.gradient_bits_warmup is not None else math.inf
+        step = self.position.optimizer_steps if self.config.gradient_bits_warmup is not None else math.inf
         if (part, gradients.dtype, step) != self._specified:
             self._specify(part, gradients.dtype, step)
         # Sums of rotated gradients are rotated sums: rotate once before both hops and back once after them.

@@ -40,7 +40,7 @@ class HierarchicalReduceScatter(DefaultAllocMixin, ReduceScatter):
     """
 
     def __init__(self, unit: FSDPUnit, shared: Shared, unused_parameters: UnusedParameters | None = None) -> None:
-        self.unit, self.micro_batch, self.unused_parameters = unit, shared.micro_batch, unused_parameters
+        self.unit, self.position, self.unused_parameters = unit, shared.position, unused_parameters
         self._last_reduction: tuple[int, int] | None = None  # its backward pass, and optimizer steps until then
         self.hops = GradientHops(unit, unit.topology, shared)
 
@@ -49,24 +49,24 @@ class HierarchicalReduceScatter(DefaultAllocMixin, ReduceScatter):
     ) -> dist.Work | None:
         refuse_capture(self.unit)
         topology, hops = self.unit.topology, self.hops
-        self.micro_batch.begin(self.unit.is_last_backward)
-        self.micro_batch.reduced()
-        if self.micro_batch.is_last:
+        self.position.begin(self.unit.is_last_backward)
+        self.position.reduced()
+        if self.position.is_last:
             self._warn_of_accumulation()
         part = self.unit.trainable
         self._check_reduced(part, output_tensor.numel())
         gradients = hops.begin(
             part, input_tensor.view(topology.num_nodes, topology.ranks_per_node, output_tensor.numel())
         )
-        exchange = send(gradients, hops.within_node, topology.reduce_group)
+        exchange = start_exchange(gradients, hops.within_node, topology.reduce_group)
         with self.unit.waits.collective("reduce", self.unit, crosses_nodes=False):
             node_sum = exchange.wait()  # [N, L]
         del exchange  # and the memory of what was sent
-        if not self.micro_batch.is_last:
+        if not self.position.is_last:
             hops.keep(node_sum)
             output_tensor.zero_()
             return None
-        in_flight = send(hops.with_kept(node_sum), hops.between_nodes, topology.inter_group)
+        in_flight = start_exchange(hops.with_kept(node_sum), hops.between_nodes, topology.inter_group)
         hops.sent()
         if self.unit.is_read_in_backward:
             output_tensor.copy_(self._total(in_flight, op))
@@ -183,14 +183,14 @@ class Exchange:
         return self.total
 
 
-def send(gradients: GradientSum, hop: GradientHop | None, group: dist.ProcessGroup) -> Exchange:
+def start_exchange(gradients: GradientSum, hop: GradientHop | None, group: dist.ProcessGroup) -> Exchange:
     """Send a piece of gradients [G, ..., L] to each rank of the hop's group; they add up to [..., L]."""
     if hop is None:
         return Exchange(gradients.only_piece(), None, None)
-    wires = hop.send(gradients)
+    wires = hop.encode(gradients)
     received = torch.empty_like(wires)
     work = dist.all_to_all_single(received, wires, group=group, async_op=True)
-    return Exchange(hop.receive(received), work, wires)
+    return Exchange(hop.sum_of(received), work, wires)
 
 
 def scaled_as(op: Any, total: Tensor, world_size: int) -> Tensor:

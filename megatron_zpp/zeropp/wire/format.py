@@ -1,4 +1,4 @@
-"""Encoding and decoding of wire buffers, by the operators of csrc/ or in plain torch; wire_layout.py has the bytes."""
+"""Encode and decode wire buffers, with the operators of csrc/ or in plain torch. layout.py defines the bytes."""
 
 from __future__ import annotations
 

@@ -93,16 +93,17 @@ class WireLayout:
         self.unquantized: list[Segment] = []
         self.nf4: list[Segment] = []
 
-        spans, rest, in_nf4, start = [], [], [], 0  # (start, stop, block size), (start, stop), as the first
+        quantized, nf4_spans = list[tuple[int, int, int]](), list[tuple[int, int, int]]()  # start, stop, block size
+        unquantized, start = list[tuple[int, int]](), 0  # start, stop
         for parameter in parameters:
             stop = start + parameter.numel
             size = block_size_of(parameter.numel, block_size) if bits is not None and parameter.quantizable else 0
             if parameter.is_nf4 and (nf4_size := block_size_of(parameter.numel, nf4.BLOCK)):
-                in_nf4.append((start, stop, nf4_size))
+                nf4_spans.append((start, stop, nf4_size))
             elif size:
-                spans.append((start, stop, size))
+                quantized.append((start, stop, size))
             else:
-                rest.append((start, stop))
+                unquantized.append((start, stop))
             start = stop
 
         offset = 0
@@ -113,14 +114,14 @@ class WireLayout:
             offset = _round_up(taken.stop, _ALIGNMENT)
             return taken
 
-        blocks = [-(-(stop - start) // size) for start, stop, size in spans]
-        codes = [take(n * size * bits // 8) for n, (_, _, size) in zip(blocks, spans, strict=True)] if bits else []
+        blocks = [-(-(stop - start) // size) for start, stop, size in quantized]
+        codes = [take(n * size * bits // 8) for n, (_, _, size) in zip(blocks, quantized, strict=True)] if bits else []
         scales = [take(scale_dtype.itemsize * n) for n in blocks]
-        for (start, stop, size), code, scale in zip(spans, codes, scales, strict=True):
+        for (start, stop, size), code, scale in zip(quantized, codes, scales, strict=True):
             self.quantized.append(Segment(start, stop, size, code, scale))
-        for start, stop in _merge_adjacent(rest):
+        for start, stop in _merge_adjacent(unquantized):
             self.unquantized.append(Segment(start, stop, 0, take((stop - start) * dtype.itemsize), slice(0)))
-        for start, stop, size in in_nf4:
+        for start, stop, size in nf4_spans:
             num_blocks = -(-(stop - start) // size)
             code, scale = take(num_blocks * size // 2), take(nf4.scale_bytes(num_blocks))
             self.nf4.append(Segment(start, stop, size, code, scale))
@@ -177,11 +178,11 @@ class Compensation:
     beta: float
     decay: float
 
-    def moved(self, error: Tensor, compensated: Tensor, sent: Tensor) -> Tensor:
+    def updated_error(self, error: Tensor, compensated: Tensor, sent: Tensor) -> Tensor:
         """Return the new error as numbers, fp32 [..., L], when ``compensated`` arrived as ``sent``."""
-        moved = (compensated - sent).mul_(1 - self.beta).add_(self.beta * error)
+        updated = (compensated - sent).mul_(1 - self.beta).add_(self.beta * error)
         # A NaN or Inf is sent once, and not remembered.
-        return torch.where(moved.isfinite(), moved, error).mul_(self.decay)
+        return torch.where(updated.isfinite(), updated, error).mul_(self.decay)
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -65,7 +65,7 @@ def encode(
         decode(format, wire.unsqueeze(0), sent, accumulate=False)
         if scales is not None:
             sent *= scales
-        _write(compensation.format, compensation.moved(error, compensated, sent), compensation.new_error)
+        _write(compensation.format, compensation.updated_error(error, compensated, sent), compensation.new_error)
 
 
 def decode(format: WireLayout, peers: Tensor, out: Tensor, accumulate: bool, exponents: Tensor | None = None) -> None:

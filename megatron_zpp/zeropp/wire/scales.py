@@ -98,7 +98,7 @@ class ElementScales:
 
     def __init__(self) -> None:
         self.exponents: Tensor | None = None  # e, uint8 [2, N, L]: of what is sent, and of what comes; None = all 0
-        self.steps = 0  # reductions that moved them
+        self.steps = 0  # reductions that updated them
         self.sent_wires: list[tuple[WireFormat, Tensor]] = []  # since the step began, each uint8 [2, N, nbytes]
 
     def to_send(self, format: WireFormat) -> WireFormat | ScaledFormat:
@@ -135,11 +135,11 @@ class ElementScales:
     def _moved(self) -> tuple[Tensor | None, int]:
         exponents, steps = self.exponents, self.steps
         for format, wires in self.sent_wires:
-            exponents, steps = moved(exponents, format, wires, steps), steps + 1
+            exponents, steps = updated_exponents(exponents, format, wires, steps), steps + 1
         return exponents, steps
 
 
-def moved(exponents: Tensor | None, format: WireFormat, wires: Tensor, steps: int) -> Tensor:
+def updated_exponents(exponents: Tensor | None, format: WireFormat, wires: Tensor, steps: int) -> Tensor:
     """Exponents uint8 [..., L] after ``steps`` reductions and one more, whose wire buffers were uint8 [..., nbytes]."""
     assert format.code is not None
     moves = _moves(format.code, steps)
