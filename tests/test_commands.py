@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from megatron_zpp.arguments.help import help_text
 from megatron_zpp.commands import pretrain
 from megatron_zpp.families import ARCHITECTURES, find_architecture
 from tests.conftest import ROOT
+from tests.tools import run
 
 
 def call(monkeypatch, *words: str, launcher: str = "/usr/bin/megatron-zpp") -> int:
@@ -27,7 +27,7 @@ def call(monkeypatch, *words: str, launcher: str = "/usr/bin/megatron-zpp") -> i
 
 def test_help_lists_every_command_before_torch_is_imported():
     script = "import sys; from megatron_zpp.__main__ import main; main(); assert 'torch' not in sys.modules"
-    ran = subprocess.run([sys.executable, "-c", script, "--help"], capture_output=True, text=True, check=True)
+    ran = run(sys.executable, "-c", script, "--help")
     listed = dict(re.findall(r"^  (\S+)  +(\S.*)$", ran.stdout, re.MULTILINE))
     assert listed == commands.COMMANDS
     assert all(len(line) < 120 for line in ran.stdout.splitlines())
@@ -90,9 +90,7 @@ def test_a_trainers_command_trains_that_architecture(monkeypatch, architecture):
 def test_a_missing_package_names_the_extra(package):
     # A process of its own: this one has imported what needs the package.
     script = f"import sys; sys.modules[{package!r}] = None; from megatron_zpp.__main__ import main; sys.exit(main())"
-    ran = subprocess.run([sys.executable, "-c", script, "merge-datasets", "--help"], capture_output=True, text=True)
-    assert ran.returncode == 2
-    assert ran.stderr == (
+    assert run(sys.executable, "-c", script, "merge-datasets", "--help", status=2).stderr == (
         f"error: megatron-zpp merge-datasets needs the package {package}: pip install numpy rich sentencepiece, "
         "or megatron_zpp's extra train\n"
     )

@@ -1,18 +1,16 @@
 """``python -m megatron_zpp.commands.env``."""
 
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
 
 from megatron_zpp.zeropp.wire import kernels
+from tests.tools import run
 
 
 def run_env(**environment):
-    command = [sys.executable, "-m", "megatron_zpp.commands.env"]
-    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True).stdout
+    return run(sys.executable, "-m", "megatron_zpp.commands.env", **environment).stdout
 
 
 def test_it_reports_versions_devices_and_the_path_of_each_operator():

@@ -16,6 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.conftest import ROOT
+from tests.tools import run
 
 CHECKOUT = ("csrc", "megatron_zpp", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py")
 TINY = """--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 1 --train-iters 3
@@ -37,19 +38,15 @@ def checkout(tmp_path) -> Path:
     return folder
 
 
-def call(*command: str | Path, folder: Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+def call(*command: str | Path, folder: Path, status: int = 0, **more: str) -> subprocess.CompletedProcess[str]:
     """Run a command in ``folder`` as somebody would whose PYTHONPATH does not lead to this checkout."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"OMP_NUM_THREADS": "1"}
-    if path is not None:
-        environment["PATH"] = f"{path}{os.pathsep}{environment['PATH']}"
-    return subprocess.run([*command], cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env = inherited | {"OMP_NUM_THREADS": "1"} | more
+    return run(*command, status=status, folder=folder, timeout=600, env=env)
 
 
 def succeed(*command: str | Path, folder: Path) -> str:
-    done = call(*command, folder=folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return call(*command, folder=folder).stdout
 
 
 @pytest.mark.long
@@ -63,8 +60,7 @@ def test_a_build_that_fails_leaves_the_kernels_out_and_installs_the_rest(checkou
     stale = checkout / "megatron_zpp" / "zeropp" / "wire" / "_kernels.so"
     stale.write_bytes(b"an earlier build's")
     pip = (sys.executable, "-m", "pip", "install", "-v", "--no-build-isolation", "--no-deps")
-    done = call(*pip, "--target", target, ".", folder=checkout, path=ninja.parent)
-    assert done.returncode == 0, done.stderr
+    done = call(*pip, "--target", target, ".", folder=checkout, PATH=f"{ninja.parent}{os.pathsep}{os.environ['PATH']}")
     warnings = [
         line.strip()
         for line in done.stderr.splitlines()  # pip's own is on stdout
@@ -131,14 +127,14 @@ def test_install_into_an_empty_environment_and_train(checkout, tmp_path):
     succeed(*pip, wheel, folder=checkout)
     assert (site_packages / "megatron_zpp" / "zeropp" / "wire" / "_kernels.so").exists()
     for package in ("numpy", "rich", "sentencepiece"):
-        assert call(python, "-c", f"import {package}", folder=elsewhere).returncode != 0
+        call(python, "-c", f"import {package}", folder=elsewhere, status=1)
     found = succeed(python, "-c", "import megatron_zpp.zeropp as it; print(it.__file__)", folder=elsewhere)
     assert Path(found.strip()).is_relative_to(site_packages)
     assert "encode on cpu" in succeed(programs / "megatron-zpp", "env", folder=elsewhere)
-    diagnosis = call(programs / "megatron-zpp", "doctor", folder=elsewhere).stdout
+    diagnosis = call(programs / "megatron-zpp", "doctor", folder=elsewhere, status=1).stdout
     assert "LOOK  trainer's packages  without numpy, rich, sentencepiece: install the extra train" in diagnosis
-    refused = call(programs / "megatron-zpp", "pretrain-gpt", "--help", folder=elsewhere)
-    assert refused.returncode == 2 and "pip install numpy rich sentencepiece" in refused.stderr
+    refused = call(programs / "megatron-zpp", "pretrain-gpt", "--help", folder=elsewhere, status=2)
+    assert "pip install numpy rich sentencepiece" in refused.stderr
 
     # The trainer, without a GPU and outside of any checkout.
     succeed(*pip, f"{wheel}[train]", folder=checkout)

@@ -12,26 +12,25 @@ quickstart has been run on little text:
 """
 
 import contextlib
-import io
 import itertools
 import os
 import re
 import shlex
-import subprocess
-import sys
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import torch.distributed as dist
 
 from megatron_zpp.__main__ import TOOLS
 from megatron_zpp.arguments.parse import parse_settings
-from megatron_zpp.commands.pretrain import pretrain
 from megatron_zpp.families import find_architecture
-from tests.conftest import ROOT, environment
+from tests.conftest import ROOT
 from tests.convert.megatron.layouts import CONFIGS, random_model, write_torch, write_universal
 from tests.ranks import free_port, run_ranks
+from tests.tools import run
+from tests.training.small_run import call_pretrain
 
 # Their commands train or measure for long, also where it is made small: `make test-long` runs them.
 LONG = (
@@ -40,7 +39,7 @@ LONG = (
     *("how-to/save-and-resume", "how-to/train", "reference/log", "reference/parallelism", "reference/planner"),
     *("tutorials/two-nodes",),
 )
-AS_PRINTED = ("tutorials/fine-tune",)  # test_finetuning.py runs their commands as they stand
+AS_PRINTED = ("tutorials/fine-tune",)  # test_tutorials.py runs their commands as they stand
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 SETUP = ("git clone", "cd ", "python3 -m venv ", "source ", "pip install", ".venv/bin/pip install")
 PARTS_OF_MAKE_TEST = ("pytest", "ruff", "mypy")
@@ -71,6 +70,14 @@ def blocks(page: Path, language: str) -> list[str]:
 def commands(page: Path) -> list[str]:
     text = "\n".join(blocks(page, "bash")).replace("\\\n", " ")
     return [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
+
+
+def run_as_printed(texts: Iterable[str], folder: Path) -> list[str]:
+    """What each of a page's blocks prints in a folder that looks like the repository's root; jobs have own ports."""
+    for name in ("tools", "examples", "pretrain_gpt.py", "pretrain_llama.py", "megatron_zpp"):
+        (folder / name).symlink_to(ROOT / name)
+    words = [text.replace("torchrun --nproc", "torchrun --standalone --nproc") for text in texts]
+    return [run("bash", "-ec", each, folder=folder, timeout=900).stdout for each in words]
 
 
 def trainer(command: str) -> tuple[int, int, str, list[str]] | None:
@@ -118,22 +125,6 @@ def small_flags(flags: list[str]) -> list[str]:
     if "--rampup-batch-size" in flags:
         small += ["--rampup-batch-size", "4", "4", "8"]
     return small
-
-
-def train(architecture: str, argv: list[str], port: int, folder: str) -> tuple[object, str, str]:
-    """Exit code, stdout and stderr of the whole program on this rank. For ``run_ranks``."""
-    dist.barrier()  # nobody leaves while others still come
-    dist.destroy_process_group()  # the program makes its own
-    os.chdir(folder)
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    sys.argv = [f"pretrain_{architecture}.py", *argv]
-    code: object = 0
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        try:
-            pretrain(find_architecture(architecture))
-        except SystemExit as exit_:
-            code = exit_.code
-    return code, out.getvalue(), err.getvalue()
 
 
 @pytest.fixture
@@ -190,7 +181,8 @@ def run_trainer(ranks: int, of_node: int, architecture: str, flags: list[str], f
     if ranks > MAX_RANKS:
         return
     argv = flags + small_flags(flags)
-    codes, outs, errs = zip(*run_ranks(ranks, train, architecture, argv, free_port(), str(folder)), strict=True)
+    train = partial(call_pretrain, architecture=architecture, folder=str(folder), port=free_port())
+    codes, outs, errs = zip(*(result for (result,) in run_ranks(ranks, train, argv)), strict=True)
     assert set(codes) == {0}, f"{shlex.join(argv)}\n{''.join(errs)}"
     assert "lm loss value" in outs[-1], shlex.join(argv)
 
@@ -198,11 +190,7 @@ def run_trainer(ranks: int, of_node: int, architecture: str, flags: list[str], f
 def run_program(command: str, folder: Path) -> None:
     more = next((words for program, words in SMALL.items() if program in command), [])
     before, dashes, after = command.partition(" -- ")  # what follows is another program's
-    full = f"{before} {shlex.join(more)}{dashes}{after}"
-    done = subprocess.run(
-        ["bash", "-c", full], cwd=folder, env=environment(), capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, f"{full}\n{done.stdout}{done.stderr}"
+    run("bash", "-c", f"{before} {shlex.join(more)}{dashes}{after}", folder=folder)
 
 
 def words(page: Path) -> int:

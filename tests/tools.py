@@ -1,11 +1,33 @@
-"""Run a command of the package in this process."""
+"""Run programs: commands of the package in this process, others in their own."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import shlex
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
+
+from tests.conftest import ROOT, environment
+
+
+def run(
+    *command: object,
+    status: int | None = 0,
+    folder: Path = ROOT,
+    timeout: float | None = 280,
+    env: Mapping[str, str] | None = None,
+    **more: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run a program that must end with ``status`` (None: with any), in ``env`` or ``environment(**more)``."""
+    words = [*map(str, command)]
+    env = environment(**more) if env is None else env
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout)
+    assert status in (None, done.returncode), f"{shlex.join(words)}: {done.returncode}\n{done.stdout}{done.stderr}"
+    return done
 
 
 def call(tool: ModuleType, *argv: object) -> tuple[int, str, str]:

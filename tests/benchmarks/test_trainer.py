@@ -1,8 +1,6 @@
 """benchmarks/trainer.py and benchmarks/gpu.sh, as far as a machine without a GPU goes."""
 
 import json
-import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -10,7 +8,7 @@ import pytest
 import step_parts
 import torch
 
-from tests.conftest import ROOT, environment
+from tests.tools import run
 from tests.warm_python import programs
 
 SMALL = ["--no-compile", "--steps", "2", "--rounds", "1", "--profiled-steps", "1"]
@@ -24,10 +22,7 @@ def measure(folder, *arguments, ranks=0, through=()):
     output = folder / "new" / "trainer.jsonl"
     command = [*launcher, *through, "benchmarks/trainer.py", *SMALL, *arguments, "--output", output]
     # On the CPU also where there is a GPU: what is tested here is the program.
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(CUDA_VISIBLE_DEVICES=""), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = run(*command, timeout=None, CUDA_VISIBLE_DEVICES="")
     return [json.loads(line) for line in output.read_text().splitlines()], done.stdout
 
 
@@ -80,28 +75,16 @@ def test_ranks_that_share_a_device_are_profiled_and_quantizers_are_a_part_of_the
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_gpu_script_says_what_it_needs(tmp_path):
-    command = ["benchmarks/gpu.sh", tmp_path / "results"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
+    done = run("benchmarks/gpu.sh", tmp_path / "results", status=2, PYTHON=sys.executable)
     assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "results").exists()
 
 
 @pytest.mark.long
 def test_gpu_script_runs_all_parts_with_tiny_models_and_then_nothing_again(tmp_path):
-    own = environment(SCALE="tiny", BUDGET="3000", PYTHON=str(programs() / "python"))
+    own = dict(SCALE="tiny", BUDGET="3000", PYTHON=str(programs() / "python"))
     for has_run in (False, True):
-        done = subprocess.run(
-            ["benchmarks/gpu.sh", tmp_path],
-            cwd=ROOT,
-            env=own,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = run("benchmarks/gpu.sh", tmp_path, timeout=None, **own)
         assert ("===" in done.stdout) != has_run
     parts = {line.split()[1] for line in (tmp_path / "summary.txt").read_text().splitlines() if "passed" in line}
     recipes = {f"{recipe}-gpt-tiny" for recipe in ("lossless", "int8", "int6", "ternary")}

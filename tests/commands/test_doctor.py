@@ -2,18 +2,12 @@
 
 import re
 import resource
-import subprocess
 import sys
 
 import pytest
 
 from megatron_zpp.commands.diagnose import doctor
-from tests.conftest import ROOT, environment
-
-
-def program(*before: str, **more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *before, "-m", "megatron_zpp", "doctor"]
-    return subprocess.run(command, cwd=ROOT, env=environment() | more, capture_output=True, text=True, timeout=120)
+from tests.tools import run
 
 
 def test_a_node_that_lacks_nothing_and_one_that_does(monkeypatch, capsys):
@@ -33,8 +27,8 @@ def test_a_node_that_lacks_nothing_and_one_that_does(monkeypatch, capsys):
 
 @pytest.mark.long
 def test_links_under_torchrun():
-    done = program("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert done.returncode == 0, done.stderr
-    found = re.search(r"ok +links within a node +([\d.]+) GB/s a rank, (\d+) microseconds", done.stdout)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    printed = run(*torchrun, "-m", "megatron_zpp", "doctor").stdout
+    found = re.search(r"ok +links within a node +([\d.]+) GB/s a rank, (\d+) microseconds", printed)
     assert found and float(found[1]) > 0 and int(found[2]) > 0
-    assert done.stdout.count("torch") == 1  # a node's checks appear once, however many ranks it has
+    assert printed.count("torch") == 1  # a node's checks appear once, however many ranks it has

@@ -17,6 +17,7 @@ from megatron_zpp.commands.data import preprocess_data
 from tests.conftest import ROOT
 from tests.data.small_data import bytes_of, read
 from tests.data.test_golden import EXPECTED, corpus
+from tests.tools import run
 
 LINES = [json.dumps({"text": f"document {i} " + "words " * (i % 971)}) for i in range(1500)]  # 4 MB, 17 blocks
 BAD_LINES = ["{", "[1]", '{"other": "x"}', '{"text": 3}', '{"text": ["x", 3]}', '{"text": "\\ud800"}']
@@ -28,17 +29,11 @@ def command(folder, *arguments):
     return [*words, "--output-prefix", str(folder / "out"), "--tokenizer-type", "ByteTokenizer"]
 
 
-def run(words, status=0):
-    process = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert process.returncode == status, process.stderr
-    return process
-
-
 def preprocess(folder, lines, *arguments, status=0):
     """Runs the tool on ``lines``, or on those of the last time; returns the process."""
     if lines is not None:
         (folder / "in.jsonl").write_text("\n".join(lines) + "\n")
-    return run(command(folder, *arguments), status)
+    return run(*command(folder, *arguments), status=status)
 
 
 def documents(prefix):
@@ -134,14 +129,14 @@ def test_a_job_that_is_killed_goes_on_and_its_workers_end(tmp_path, undisturbed,
     status = start_and_signal(words, tmp_path, sent, random.Random(seed).randrange(len(LINES) - 300))
     assert status == (-sent if sent == signal.SIGKILL else 128 + sent)
     assert not any(name.endswith((".bin", ".idx")) for name in bytes_of(tmp_path))
-    assert "continuing after" in run(words).stderr
+    assert "continuing after" in run(*words).stderr
     assert bytes_of(tmp_path) == undisturbed
 
 
 def test_documents_in_any_order_are_all_there_after_a_kill(tmp_path):
     words = command(tmp_path, "--unordered", "--workers", "2", "--save-seconds", "0")
     assert start_and_signal(words, tmp_path, signal.SIGKILL, 500) == -signal.SIGKILL
-    run(words)
+    run(*words)
     found = documents(tmp_path / "out_text_document")
     assert sorted(found) == sorted([json.loads(line)["text"]] for line in LINES)
 
@@ -158,7 +153,7 @@ def test_a_worker_that_dies_is_an_error_and_nothing_is_lost(tmp_path, undisturbe
     os.kill(next(pid for pid, worker in is_worker.items() if worker), signal.SIGKILL)
     assert "error: a worker process died" in process.communicate(timeout=60)[1]
     assert process.returncode == 1
-    run(words)
+    run(*words)
     assert bytes_of(tmp_path) == undisturbed
 
 
@@ -225,6 +220,6 @@ def test_two_runs_of_one_output_are_refused(tmp_path):
 def test_one_text_that_its_tokenizer_refuses_does_not_harm_its_neighbours(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"text": "5 9 5"}\n{"text": "7"}\n')
     words = [*command(tmp_path, "--append-eod")[:-1], "NullTokenizer", "--vocab-size", "9"]
-    process = run([*words, "--skip-bad-lines"])
+    process = run(*words, "--skip-bad-lines")
     assert "ids 5 to 9 are not all below --vocab-size 9" in process.stderr
     assert "1 documents, 2 tokens" in process.stdout

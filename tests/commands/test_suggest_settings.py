@@ -14,24 +14,22 @@ from megatron_zpp.commands import suggest_settings
 from megatron_zpp.commands.suggest_settings import Outcome, measure, suggest, table
 from megatron_zpp.families import GPT
 from megatron_zpp.metrics.log_reader import BETWEEN, RunLog
-from tests.conftest import ROOT
-from tests.training.small_run import SHAPE, write_text
-from tests.warm_python import programs
+from tests.tools import run
+from tests.training.small_run import SHAPE
 
 RUN = f"{SHAPE} --micro-batch-size 1 --lr 3e-3 --num-workers 0 --tokenizer-type ByteTokenizer"
 
 
-def call(*words: str) -> subprocess.CompletedProcess:
-    command = [str(programs() / "python"), str(ROOT / "tools/suggest_settings.py"), "gpt", "--emulate-ranks", "4"]
-    return subprocess.run([*command, *words], capture_output=True, text=True)
+def call(*words: str, status: int | None = 0) -> subprocess.CompletedProcess[str]:
+    command = ("python", "tools/suggest_settings.py", "gpt", "--emulate-ranks", "4", *words)
+    return run(*command, status=status, timeout=None)
 
 
 @pytest.mark.long
-def test_settings_are_trained_and_ranked_by_bytes(tmp_path):
+def test_settings_are_trained_and_ranked_by_bytes(data):
     tries = [f"--zero-quantized-gradients --zeropp-gradient-bits {bits}" for bits in (2, 8)]
     words = ["--iterations", "20", "--link-gbps", "10", *(word for setting in tries for word in ("--try", setting))]
-    result = call(*words, "--", *RUN.split(), "--data-path", write_text(tmp_path))
-    assert result.returncode == 0, result.stderr
+    result = call(*words, "--", *RUN.split(), "--data-path", data)
     rows = [line for line in result.stdout.splitlines() if re.search(r"\d+\.\d+ +[-+]\d+\.\d\d%", line)]
     assert [row.split("  ")[0] for row in rows] == ["ZeRO-3", tries[1], tries[0]]
     numbers = [re.search(r"([\d.]+) +[-+][\d.]+% +([\d.]+) +([\d.]+)$", row).groups() for row in rows]
@@ -146,5 +144,5 @@ SCRATCH = "every setting starts from scratch: leave --save,"
     ],
 )
 def test_mistakes_come_to_light_before_anything_is_trained(words, given, message):
-    result = call(*words.split(), *(["--", *given.split()] if given else []))
+    result = call(*words.split(), *(["--", *given.split()] if given else []), status=None)
     assert result.returncode in (1, 2) and message in result.stderr

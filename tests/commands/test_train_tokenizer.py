@@ -1,28 +1,18 @@
 """tools/train_tokenizer.py and the quickstart's corpus, as a user starts them."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 from megatron_zpp.data.text.tokenizers import build_tokenizer
-
-ROOT = Path(__file__).parents[2]
-
-
-def run(*command):
-    return subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+from tests.tools import run
 
 
 def test_tokenizer_trained_on_the_quickstarts_corpus_keeps_source_code(tmp_path):
     corpus, model = tmp_path / "corpus.jsonl", tmp_path / "t.model"
     for output in (corpus, tmp_path / "again.jsonl"):
-        process = run("examples/quickstart/make_corpus.py", "--output", output, "--max-megabytes", 1)
-        assert process.returncode == 0, process.stderr
+        run("python", "examples/quickstart/make_corpus.py", "--output", output, "--max-megabytes", 1)
     assert corpus.read_bytes() == (tmp_path / "again.jsonl").read_bytes()
 
-    process = run("tools/train_tokenizer.py", "--input", corpus, "--vocab-size", 1000, "--output", model)
-    assert process.returncode == 0, process.stderr
+    run("python", "tools/train_tokenizer.py", "--input", corpus, "--vocab-size", 1000, "--output", model)
     tokenizer = build_tokenizer("SentencePieceTokenizer", str(model))
     assert tokenizer.vocab_size == 1000
     records = [json.loads(line) for line in corpus.read_text().splitlines()]
@@ -36,8 +26,7 @@ def test_tokenizer_trained_on_the_quickstarts_corpus_keeps_source_code(tmp_path)
 
 def test_bad_input_is_named(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"title": "b"}\n')
-    process = run("tools/train_tokenizer.py", "--input", tmp_path / "in.jsonl", "--vocab-size", 1000, "--output", "t")
-    assert process.returncode == 1
-    assert process.stderr == f"error: {tmp_path}/in.jsonl:2: no key 'text'; it has 'title'\n"
-    process = run("tools/train_tokenizer.py", "--input", tmp_path / "in.jsonl", "--vocab-size", 1000)
-    assert process.returncode == 2 and "required: --output" in process.stderr
+    words = ("python", "tools/train_tokenizer.py", "--input", tmp_path / "in.jsonl", "--vocab-size", 1000)
+    error = run(*words, "--output", "t", status=1).stderr
+    assert error == f"error: {tmp_path}/in.jsonl:2: no key 'text'; it has 'title'\n"
+    assert "required: --output" in run(*words, status=2).stderr

@@ -1,38 +1,17 @@
 """The files of examples/launch do what they say; what a cluster alone has (ssh, srun) is stood in for."""
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, environment
+from tests.conftest import ROOT
 from tests.ranks import free_port
+from tests.tools import run
 
 TINY = """--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 1 --train-iters 3
     --lr 1e-3 --mock-data --vocab-size 100 --eval-iters 1 --log-interval 1 --num-workers 0 --bf16
     --zeropp int8 --zeropp-ranks-per-node 2"""
 TOKENIZER = ["--append-eod", "--tokenizer-type", "ByteTokenizer"]
-
-
-@pytest.fixture
-def bin_folder(tmp_path):
-    """A folder in front of PATH, and a function that puts programs there."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-
-    def put(name: str, text: str) -> None:
-        (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
-        (folder / name).chmod(0o755)
-
-    return folder, put
-
-
-def call(*command, path=None, **more: str) -> subprocess.CompletedProcess[str]:
-    env = environment() | more
-    if path is not None:
-        env["PATH"] = f"{path}{os.pathsep}{env['PATH']}"
-    return subprocess.run([*map(str, command)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
 
 
 def assert_same_bytes(one: Path, merged: Path) -> None:
@@ -48,25 +27,17 @@ def test_scripts_say_how_to_start_them():
         ("ssh.sh", "HOST"),
         ("preprocess_slurm.sh", "FOLDER"),
     ):
-        done = call(ROOT / "examples/launch" / script, SLURM_ARRAY_TASK_ID="0", SLURM_ARRAY_TASK_COUNT="1")
-        assert done.returncode == 2 and said in done.stderr, done.stderr
+        array = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_COUNT": "1"}
+        assert said in run(ROOT / "examples/launch" / script, status=2, **array).stderr
 
 
-def test_slurm_starts_ranks_that_resume_and_requeues_a_crash(bin_folder, tmp_path):
-    folder, put = bin_folder
+def test_slurm_starts_ranks_that_resume_and_requeues_a_crash(put, tmp_path):
     saves = 'mkdir -p "$OUT/checkpoints"; echo 5 >"$OUT/checkpoints/latest_checkpointed_iteration.txt"'
     put("srun", f'printf "%s " "$@" >"$OUT/srun"; {saves}; exit 137')
-    put("scontrol", '[ "$1" = show ] && echo localhost || echo "$2" >"$OUT/requeued"')
+    path = put("scontrol", '[ "$1" = show ] && echo localhost || echo "$2" >"$OUT/requeued"')
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost", "SLURM_NTASKS": "4", "OUT": str(tmp_path / "run")}
-    done = call(
-        ROOT / "examples/launch/slurm.sh",
-        "pretrain_gpt.py",
-        *TINY.split(),
-        path=folder,
-        SLURM_SUBMIT_DIR=str(ROOT),
-        **job,
-    )
-    assert done.returncode == 0, done.stderr
+    job |= {"SLURM_SUBMIT_DIR": str(ROOT), "PATH": path}
+    run(ROOT / "examples/launch/slurm.sh", "pretrain_gpt.py", *TINY.split(), **job)
     started = (tmp_path / "run/srun").read_text()
     assert (
         "pretrain_gpt.py" in started
@@ -77,15 +48,13 @@ def test_slurm_starts_ranks_that_resume_and_requeues_a_crash(bin_folder, tmp_pat
 
 
 @pytest.mark.long
-def test_ssh_starts_a_torchrun_on_each_machine(bin_folder):
-    folder, put = bin_folder
-    put("ssh", 'shift 2; exec bash -c "$1"')  # -tt HOST COMMAND
+def test_ssh_starts_a_torchrun_on_each_machine(put):
+    path = put("ssh", 'shift 2; exec bash -c "$1"')  # -tt HOST COMMAND
     script = ROOT / "examples/launch/ssh.sh"
-    where = {"RANKS_PER_NODE": "2", "PORT": str(free_port())}
-    done = call(script, "localhost localhost", "pretrain_gpt.py", *TINY.split(), path=folder, **where)
-    assert done.returncode == 0, done.stderr
-    assert "on 4 ranks" in done.stdout and "iteration        3/       3" in done.stdout
-    done = call(script, "localhost localhost", "pretrain_gpt.py", "--num-layers", "0", path=folder, **where)
+    where = {"RANKS_PER_NODE": "2", "PORT": str(free_port()), "PATH": path}
+    printed = run(script, "localhost localhost", "pretrain_gpt.py", *TINY.split(), **where).stdout
+    assert "on 4 ranks" in printed and "iteration        3/       3" in printed
+    done = run(script, "localhost localhost", "pretrain_gpt.py", "--num-layers", "0", status=None, **where)
     assert done.returncode != 0
 
 
@@ -97,11 +66,7 @@ def test_parts_that_slurm_tokenizes_make_the_bytes_of_one_machine(tmp_path):
         (text / f"{i % 2}" / f"{i}.txt").write_text(f"document {i} " * (i + 1))
     for i in range(3):
         array = {"SLURM_ARRAY_TASK_ID": str(i), "SLURM_ARRAY_TASK_COUNT": "3"}
-        done = call(ROOT / "examples/launch/preprocess_slurm.sh", text, tmp_path / "parts/part", *TOKENIZER, **array)
-        assert done.returncode == 0, done.stderr
-    merge = ("python", "tools/merge_datasets.py", "--input", tmp_path / "parts", "--output-prefix", tmp_path / "merged")
-    one = ("python", "tools/preprocess_data.py", "--input", text, "--output-prefix", tmp_path / "one", *TOKENIZER)
-    for command in (merge, one):
-        done = call(*command)
-        assert done.returncode == 0, done.stderr
+        run(ROOT / "examples/launch/preprocess_slurm.sh", text, tmp_path / "parts/part", *TOKENIZER, **array)
+    run("python", "tools/merge_datasets.py", "--input", tmp_path / "parts", "--output-prefix", tmp_path / "merged")
+    run("python", "tools/preprocess_data.py", "--input", text, "--output-prefix", tmp_path / "one", *TOKENIZER)
     assert_same_bytes(tmp_path / "one", tmp_path / "merged")

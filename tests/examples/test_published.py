@@ -24,6 +24,7 @@ from megatron_zpp.convert.hf.files import from_hf_config, read_config
 from megatron_zpp.families import ARCHITECTURES, find_architecture
 from megatron_zpp.metrics.log_reader import BETWEEN, RunLog, read_log
 from tests.conftest import ROOT, environment
+from tests.tools import run
 
 RLHF = ROOT / "examples/zeropp/rlhf.sh"  # starts TRL, not the trainer
 SCRIPTS = sorted({*(ROOT / "examples/zeropp").glob("*.sh"), *(ROOT / "examples/loco").glob("*.sh")} - {RLHF})
@@ -55,9 +56,7 @@ def assignments(variant: str) -> dict[str, str]:
 
 def command(script: Path, variant: str = "", **more: str) -> list[str]:
     """The words of the command that the script would start, of its last one where it has two."""
-    wanted = clean(**assignments(variant), DRY_RUN="1", **more)
-    done = subprocess.run([script], env=wanted, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    done = run(script, env=clean(**assignments(variant), DRY_RUN="1", **more))
     return shlex.split(done.stdout.strip().splitlines()[-1])
 
 
@@ -77,7 +76,7 @@ def plan(words: list[str], nodes: int, ranks_per_node: int, gpu: str, vocabulary
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_every_choice_is_among_the_variants(script):
     text, listed = script.read_text(), [assignments(variant) for variant in variants(script)]
-    subprocess.run(["bash", "-n", script], check=True)
+    run("bash", "-n", script)
     for name, choices in re.findall(r"^one_of (RECIPE|BITS|WEIGHT_BITS|OPTIMIZER) (.*)$", text, re.MULTILINE):
         default = re.search(rf"\b{name}=\$\{{{name}:-([\w-]+)\}}", text)
         assert default is not None
@@ -129,32 +128,25 @@ def test_gpu_scale_is_accepted(script):
 
 
 def test_a_number_of_gpus_that_no_batch_divides_by_is_refused():
-    done = subprocess.run([SCRIPTS[0]], env=clean(SCALE="gpu", GPUS="3"), capture_output=True, text=True)
-    assert done.returncode == 2 and "1, 2, 4 or 8 GPUs, not 3" in done.stderr
+    assert "1, 2, 4 or 8 GPUs, not 3" in run(SCRIPTS[0], env=clean(SCALE="gpu", GPUS="3"), status=2).stderr
 
 
 def test_estimate_of_an_emulation_is_that_of_the_emulated_gpus():
     script = ROOT / "examples/loco/llama_0.8b.sh"
-    wanted = clean(SCALE="gpu", GPUS="1", ESTIMATE="1")
-    done = subprocess.run([script], env=wanted, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("for the 8 GPUs that one emulates, not for that one:\n")
-    assert "2 x 4 A100" in done.stdout and " GB a GPU; a node sends " in done.stdout.splitlines()[-1]
+    printed = run(script, env=clean(SCALE="gpu", GPUS="1", ESTIMATE="1")).stdout
+    assert printed.startswith("for the 8 GPUs that one emulates, not for that one:\n")
+    assert "2 x 4 A100" in printed and " GB a GPU; a node sends " in printed.splitlines()[-1]
 
 
 def test_a_wrong_choice_is_refused_by_name():
-    done = subprocess.run([SCRIPTS[0]], env=clean(RECIPE="zeroplus"), capture_output=True, text=True)
-    assert done.returncode == 2
+    done = run(SCRIPTS[0], env=clean(RECIPE="zeroplus"), status=2)
     assert done.stderr == "error: RECIPE=zeroplus does not exist; choose one of: zero3 zeropp loco int8\n"
 
 
 def test_each_method_of_rlhf_starts_from_the_model_of_the_one_before():
     """The printed command runs all three methods with both recipes, on nodes of 8 at full scale."""
     for scale, launcher in (("laptop", "torchrun --standalone"), ("full", "torchrun --nnodes 4")):
-        wanted = clean(DRY_RUN="1", SCALE=scale, OUT="out")
-        done = subprocess.run([RLHF, "--steps", "3"], env=wanted, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        lines = done.stdout.splitlines()
+        lines = run(RLHF, "--steps", "3", env=clean(DRY_RUN="1", SCALE=scale, OUT="out")).stdout.splitlines()
         assert len(lines) == 6 and all(line.startswith(launcher) and " --steps 3 " in line for line in lines)
         assert ["--zero3" in line for line in lines] == [True] * 3 + [False] * 3
         models = [(re.findall(r"--model (\S+)", line)[0], re.findall(r"--output (\S+)", line)[0]) for line in lines]
@@ -166,9 +158,7 @@ def test_each_method_of_rlhf_starts_from_the_model_of_the_one_before():
 def test_rlhf_prints_zero3_beside_zeropp_which_sends_less(folder):
     out = folder / "rlhf"
     wanted = clean(SCALE="laptop", OUT=str(out), DATA=str(folder / "chats"), METHODS="grpo")
-    words = [RLHF, "--steps", "4", "--new-tokens", "8"]
-    done = subprocess.run(words, env=wanted, capture_output=True, text=True, timeout=580)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run(RLHF, "--steps", "4", "--new-tokens", "8", env=wanted, timeout=580)
     heading, speed, between, within = done.stdout.splitlines()[-4:]
     assert heading.split("  ")[-1].strip() == "ZeRO++, resident weights" and "ZeRO-3" in heading
     assert min(map(float, speed.split()[-2:])) > 0
@@ -196,10 +186,7 @@ def run_laptop(script: Path, variant: str, folder: Path) -> tuple[RunLog, list[s
     places = dict(OUT=folder / name, BASE=folder / "base", CORPUS=folder / "corpus", PAGES_FROM=folder / "pages.jsonl")
     places = {variable: str(path) for variable, path in places.items()}
     words = command(script, variant, **places)
-    done = subprocess.run(
-        [script], env=clean(**assignments(variant), **places), capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(script, env=clean(**assignments(variant), **places))
     return read_log(folder / name / "log.txt"), words
 
 
@@ -217,11 +204,11 @@ def run_laptop(script: Path, variant: str, folder: Path) -> tuple[RunLog, list[s
     ],
 )
 def test_laptop_scale_trains_and_sends_what_its_flags_say(name, variant, folder):
-    run, words = run_laptop(ROOT / "examples" / f"{name}.sh", variant, folder)
-    first, last = run.lines[0], run.lines[-1]
+    log, words = run_laptop(ROOT / "examples" / f"{name}.sh", variant, folder)
+    first, last = log.lines[0], log.lines[-1]
     assert last["iteration"] == 10
     # The text is what this machine's Python has: one batch of ten may be a table of characters.
-    assert min(line["lm loss"] for line in run.lines[-3:]) < 0.97 * first["lm loss"]
+    assert min(line["lm loss"] for line in log.lines[-3:]) < 0.97 * first["lm loss"]
     sent = last[BETWEEN]
     planned = sum(plan(words, 2, 2, "A100", 512).needs.sent_between_nodes.values()) / 1e6
     # Moves are planned with the mean of a whole run; most codes move at its beginning.
@@ -238,24 +225,19 @@ def test_laptop_scale_trains_and_sends_what_its_flags_say(name, variant, folder)
         assert first["lm loss"] < 5.9  # of ln(512) = 6.24: it does not begin from scratch
 
 
-def test_a_base_that_was_stopped_is_not_fine_tuned(folder, tmp_path):
+def test_a_base_that_was_stopped_is_not_fine_tuned(folder, put, tmp_path):
     places = dict(OUT=str(tmp_path / "run"), BASE=str(tmp_path / "base"), CORPUS=str(folder / "corpus"))
-    torchrun = tmp_path / "torchrun"  # saves after 5 of 20 steps and leaves with 0, as the trainer does when asked to
+    # Saves after 5 of 20 steps and leaves with 0, as the trainer does when asked to.
     saved = "$BASE/pretraining/checkpoints"
-    torchrun.write_text(
-        f'#!/usr/bin/env bash\nmkdir -p "{saved}"\necho 5 >"{saved}/latest_checkpointed_iteration.txt"\n'
-    )
-    torchrun.chmod(0o755)
-    wanted = clean(SCALE="laptop", **places)
-    wanted["PATH"] = f"{tmp_path}{os.pathsep}{wanted['PATH']}"
-    script = ROOT / "examples/zeropp/finetune.sh"
-    done = subprocess.run([script], env=wanted, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2 and "the base was not trained to its end: start again" in done.stderr
+    path = put("torchrun", f'mkdir -p "{saved}"\necho 5 >"{saved}/latest_checkpointed_iteration.txt"')
+    wanted = clean(SCALE="laptop", PATH=path, **places)
+    done = run(ROOT / "examples/zeropp/finetune.sh", env=wanted, status=2)
+    assert "the base was not trained to its end: start again" in done.stderr
     assert not (tmp_path / "base/pretraining/done").exists() and not (tmp_path / "run").exists()
     assert not (tmp_path / "base/checkpoints").exists()
 
 
-SRUN = """#!/usr/bin/env bash
+SRUN = """
 # Slurm's srun, as far as the scripts need it: 4 tasks, which get the signals that it gets.
 tasks=()
 for i in 0 1 2 3; do SLURM_PROCID=$i SLURM_LOCALID=$i "${@:2}" & tasks+=($!); done
@@ -271,28 +253,20 @@ for task in "${tasks[@]}"; do
 done
 exit "$worst"
 """
-SCONTROL = """#!/usr/bin/env bash
+SCONTROL = """
 case $1 in
     show) echo localhost ;;
     requeue) echo "$2" >>"$REQUEUED" ;;
-esac
-"""
+esac"""
 
 
 @pytest.fixture
-def slurm(tmp_path, folder) -> dict[str, str]:
+def slurm(tmp_path, folder, put) -> dict[str, str]:
     """The environment of a job of 4 tasks on one node. Slurm's programs are stood in for: they need a cluster."""
-    for program, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (tmp_path / "bin").mkdir(exist_ok=True)
-        (tmp_path / "bin" / program).write_text(text)
-        (tmp_path / "bin" / program).chmod(0o755)
-    job = dict(
-        SLURM_JOB_ID=str(os.getpid()), SLURM_JOB_NODELIST="localhost", SLURM_NTASKS="4", SLURM_SUBMIT_DIR=str(ROOT)
-    )
-    where = clean(
-        SCALE="laptop", OUT=str(tmp_path / "run"), CORPUS=str(folder / "corpus"), REQUEUED=str(tmp_path / "q")
-    )
-    return where | job | {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{where['PATH']}"}
+    put("srun", SRUN)
+    job = dict(SLURM_JOB_ID=str(os.getpid()), SLURM_JOB_NODELIST="localhost", SLURM_NTASKS="4")
+    where = dict(OUT=str(tmp_path / "run"), CORPUS=str(folder / "corpus"), REQUEUED=str(tmp_path / "q"))
+    return clean(SCALE="laptop", PATH=put("scontrol", SCONTROL), SLURM_SUBMIT_DIR=str(ROOT), **job, **where)
 
 
 @pytest.mark.long
@@ -311,29 +285,26 @@ def test_slurm_job_saves_requeues_and_goes_on(slurm, tmp_path):
     saved = int((tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text())
     assert 3 <= saved < 60
 
-    again = subprocess.run(job, env=slurm, capture_output=True, text=True, timeout=300)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert f"goes on from iteration {saved}" in again.stdout
-    assert re.findall(r"iteration +(\d+)/ +60 ", again.stdout)[0] == str(saved + 1)
+    printed = run(*job, env=slurm).stdout
+    assert f"goes on from iteration {saved}" in printed
+    assert re.findall(r"iteration +(\d+)/ +60 ", printed)[0] == str(saved + 1)
     assert (tmp_path / "q").read_text().split() == [slurm["SLURM_JOB_ID"]]  # finished: not again
 
 
-def test_slurm_job_that_gets_nowhere_is_not_started_again(slurm, tmp_path):
-    script, refused = ROOT / "examples/loco/llama_0.8b.sh", tmp_path / "bin" / "srun"
-    refused.write_text("#!/usr/bin/env bash\nexit 1\n")
-    done = subprocess.run([script], env=slurm, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2 and "saved nothing new: not started again" in done.stderr
+def test_slurm_job_that_gets_nowhere_is_not_started_again(slurm, put, tmp_path):
+    script = ROOT / "examples/loco/llama_0.8b.sh"
+    put("srun", "exit 1")
+    assert "saved nothing new: not started again" in run(script, env=slurm, status=2).stderr
     saves = "mkdir $OUT/checkpoints; echo 5 >$OUT/checkpoints/latest_checkpointed_iteration.txt"
-    refused.write_text(f"#!/usr/bin/env bash\n{saves}; exit 137\n")
-    done = subprocess.run([script], env=slurm, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "saved at iteration 5 (status 137): back in the queue" in done.stdout
+    put("srun", f"{saves}; exit 137")
+    assert "saved at iteration 5 (status 137): back in the queue" in run(script, env=slurm).stdout
     assert (tmp_path / "q").exists()
-    refused.write_text("#!/usr/bin/env bash\nexit 3\n")
-    assert subprocess.run([script], env=slurm, capture_output=True, timeout=300).returncode == 3
+    put("srun", "exit 3")
+    run(script, env=slurm, status=3)
     (tmp_path / "q").unlink()
     saves = "echo 7 >$OUT/checkpoints/latest_checkpointed_iteration.txt"
-    refused.write_text(f"#!/usr/bin/env bash\ntrap : USR1\nkill -USR1 $PPID\nsleep 1\n{saves}\nexit 3\n")
-    assert subprocess.run([script], env=slurm, capture_output=True, timeout=300).returncode == 3
+    put("srun", f"trap : USR1\nkill -USR1 $PPID\nsleep 1\n{saves}\nexit 3")
+    run(script, env=slurm, status=3)
     assert not (tmp_path / "q").exists()  # its parameters are NaN: back in the queue it would end so again
 
 

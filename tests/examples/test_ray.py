@@ -1,21 +1,18 @@
 """Ray Train starts ranks, and Ray's tasks tokenize as one machine does; Kubeflow's API knows the job. make test-ray"""
 
-import subprocess
 import sys
 
 import pytest
 
-from tests.conftest import ROOT, environment
+from tests.conftest import ROOT
 from tests.examples.test_launch import TINY, TOKENIZER, assert_same_bytes
+from tests.tools import run
 
 pytestmark = pytest.mark.ray
 
 
 def call(*command) -> str:
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=580
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run(sys.executable, *command, timeout=580)
     return done.stdout + done.stderr
 
 

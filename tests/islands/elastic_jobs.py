@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_zpp.islands import apply_islands
-from tests.conftest import ROOT, environment
+from tests.conftest import ROOT
 from tests.islands.elastic_island import INTERVAL, build_sharded, config_of, train_step
 from tests.ranks import free_port
+from tests.tools import run
 from tests.training.small_run import torchrun
 
 Saved = dict[str, list[Tensor]]
@@ -36,10 +37,7 @@ def run_commands_of_page(block: int, end: str, folder: Path) -> str:
     page = (ROOT / "docs" / "how-to" / "elastic-islands.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```sh\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
     assert len(blocks) == 2
-    command, pipes = ["bash", "-c", f"{blocks[block]}\n{end}"], {"capture_output": True, "text": True}
-    done = subprocess.run(command, cwd=folder, env=environment(), timeout=280, **pipes)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run("bash", "-c", f"{blocks[block]}\n{end}", folder=folder).stdout
 
 
 @functools.cache

@@ -18,13 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.commands.pretrain import pretrain
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
-from megatron_zpp.families import GPT, Architecture, find_architecture
+from megatron_zpp.families import Architecture, find_architecture
 from megatron_zpp.metrics.log_reader import parse_line
 from megatron_zpp.settings.groups import flags_by_name
 from megatron_zpp.training.data import batches_of
@@ -73,12 +74,12 @@ class Recorder:
         pass
 
 
-def start(argv: list[str], architecture: str | Architecture = "gpt") -> tuple[Run, Metrics]:
+def start(argv: list[str], architecture: str | Architecture = "gpt", device: str = "cpu") -> tuple[Run, Metrics]:
     """Build what ``argv`` describes in the process group at hand."""
     if isinstance(architecture, str):
         architecture = find_architecture(architecture)
     settings = parse_settings(architecture, argv, dist.get_world_size(), note=lambda text: None)
-    run = build_run(architecture, settings, torch.device("cpu"))
+    run = build_run(architecture, settings, torch.device(device))
     run.writers = recorder = Recorder()
     return run, recorder.metrics
 
@@ -103,15 +104,28 @@ def take_step(run: Run, first_sample: int = 0, num_micro_batches: int = 2, chang
     return step
 
 
-def train_each(runs: dict[str, list[str]], architecture: str = "gpt") -> dict[str, Metrics]:
+def train_each(
+    runs: dict[str, list[str]], architecture: str | Architecture = "gpt", device: str = "cpu"
+) -> dict[str, Metrics]:
     """Train one command line after the other; each one's metrics, by its key. For ``run_ranks``."""
     results = {}
     for name, argv in runs.items():
-        run, results[name] = start(argv, architecture)
+        run, results[name] = start(argv, architecture, device)
         train_quietly(run)
         del run
         gc.collect()  # a model and its hooks hold each other
     return results
+
+
+def assert_emulated(emulated: Metrics, real: Metrics) -> None:
+    """Compare all that one process logged with what the last of real ranks did, exactly but for what is rounded."""
+    waited = {key for key in real if key.startswith("comm/seconds-waited")}
+    assert len(waited) == 2 and real.keys() - waited == emulated.keys()
+    for key, values in real.items():
+        if not key.startswith("tokens-per-second") and key not in waited:  # of this machine
+            # Samples of quantization errors are added up over shards in another order.
+            rel = 1e-4 if key.startswith("comm/error") else 0.0
+            assert emulated[key] == pytest.approx(values, rel=rel, abs=0.0, nan_ok=True), key
 
 
 def torchrun(
@@ -170,17 +184,25 @@ def err_after_a_kill(process: subprocess.Popen, rank: int) -> str:
     return err
 
 
-def call_pretrain(*argvs: list[str]) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of the whole program on one rank, for each command line. For ``run_ranks``."""
+def call_pretrain(
+    *argvs: list[str], architecture: str = "gpt", folder: str = ".", port: int | None = None
+) -> list[tuple[Any, str, str]]:
+    """Exit code, stdout and stderr of the whole program on this rank, for each command line. For ``run_ranks``.
+
+    port: Where several ranks meet.
+    """
     dist.barrier()  # a rank that leaves early would take the others' store along
     dist.destroy_process_group()  # the program makes its own
+    os.chdir(folder)
+    if port is not None:
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     results = []
     for argv in argvs:
-        sys.argv = ["pretrain_gpt.py", *argv]
-        code = 0
+        sys.argv = [f"pretrain_{architecture}.py", *argv]
+        code: Any = 0
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
             try:
-                pretrain(GPT)
+                pretrain(find_architecture(architecture))
             except SystemExit as exit_:
                 code = exit_.code
         results.append((code, out.getvalue(), err.getvalue()))

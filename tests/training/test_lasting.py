@@ -15,9 +15,10 @@ import pytest
 
 from megatron_zpp.metrics import lasting
 from megatron_zpp.metrics.lasting import Attempts
-from tests.conftest import ROOT, environment
+from tests.conftest import ROOT
 from tests.ranks import run_ranks
-from tests.training.small_run import call_pretrain, flags, write_text
+from tests.tools import run as run_program
+from tests.training.small_run import call_pretrain, flags
 
 TINY = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2 "
@@ -27,24 +28,17 @@ TINY = (
 SAVED = "latest_checkpointed_iteration.txt"
 
 
-def run(save: Path, *more: str, shell: str = "") -> subprocess.CompletedProcess:
+def run(save: Path, *more: str, shell: str = "", status: int = 0) -> subprocess.CompletedProcess[str]:
     """The trainer, as a shell starts it; ``shell`` stands behind the command."""
     python = sys.executable if ">&-" in shell else "python"  # what tests keep warm needs its streams
     words = f"{python} {ROOT / 'pretrain_gpt.py'} {TINY} --save {save} --save-interval 6 {' '.join(more)} {shell}"
-    return subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {words}"],
-        env=environment(PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return run_program("bash", "-c", f"set -o pipefail; {words}", status=status, PYTHONPATH=str(ROOT))
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize("shell", ["> /dev/full", "| head -n 1", ">&-"], ids=["full disk", "closed pipe", "closed"])
 def test_a_log_that_cannot_be_written_ends_no_run(tmp_path, shell):
     done = run(tmp_path, shell=shell)
-    assert done.returncode == 0, done.stderr
     assert (tmp_path / SAVED).read_text().strip() == "6"
     assert done.stderr.count("cannot be written") == ("-" not in shell or "head" in shell)
     assert "full" not in shell or "warning: stdout (/dev/full) cannot be written" in done.stderr
@@ -66,7 +60,6 @@ def test_a_full_disk_under_tensorboard_and_profile_ends_no_run(tmp_path, free):
         done = run(tmp_path / "save", f"--tensorboard-dir {small} {profile}")
     finally:
         subprocess.run(["umount", small], check=True)
-    assert done.returncode == 0, done.stderr
     assert (tmp_path / "save" / SAVED).read_text().strip() == "6"
     warnings = re.findall(r"^warning: (.*) cannot be written", done.stderr, re.MULTILINE)
     assert sorted(warnings) == [f"TensorBoard's events in {small}", f"the profile in {small}/rank00000.trace.json.gz"]
@@ -93,32 +86,28 @@ def test_a_failed_attempt_is_one_warning_and_is_tried_again_later(monkeypatch, c
 
 def test_the_checkpoints_of_another_run_are_kept(tmp_path):
     """Unless the run goes on from there, or says that they may go."""
-    assert run(tmp_path).returncode == 0
+    run(tmp_path)
     before = (tmp_path / "iter_0000006" / "meta.json").read_text()
-    refused = run(tmp_path)
-    assert refused.returncode == 2 and refused.stderr.startswith(
+    assert run(tmp_path, status=2).stderr.startswith(
         f"error: {tmp_path} holds checkpoints of another run, up to iter_0000006: go on from there with --load "
     )
     assert (tmp_path / "iter_0000006" / "meta.json").read_text() == before
-    assert run(tmp_path, f"--load {tmp_path}/").returncode == 0
-    assert run(tmp_path, "--overwrite-save").returncode == 0
+    run(tmp_path, f"--load {tmp_path}/")
+    run(tmp_path, "--overwrite-save")
     assert (tmp_path / "iter_0000006" / "meta.json").read_text() != before
 
 
 def test_an_evaluation_of_nothing_is_not_logged_after_a_resume(tmp_path):
     assert "validation loss" in run(tmp_path, "--lr-decay-iters 8 --eval-interval 3").stdout
     done = run(tmp_path, f"--lr-decay-iters 8 --train-iters 8 --load {tmp_path} --eval-iters 0 --eval-interval 1")
-    assert done.returncode == 0 and "validation loss" not in done.stdout
+    assert "validation loss" not in done.stdout
 
 
 @pytest.mark.long
 def test_a_run_that_cannot_start_its_data_workers_ends():
     """It printed its error, and waited for the workers that it had started."""
     words = f"ulimit -n 64; exec {sys.executable} {ROOT / 'pretrain_gpt.py'} {TINY} --num-workers 16"
-    failed = subprocess.run(
-        ["bash", "-c", words], env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=60
-    )
-    assert failed.returncode == 2 and "Too many open files" in failed.stderr
+    assert "Too many open files" in run_program("bash", "-c", words, status=2, timeout=60).stderr
 
 
 def descendants(process: int) -> list[int]:
@@ -157,10 +146,10 @@ def offline(*argvs: list[str]):
     return call_pretrain(*argvs)
 
 
-def test_a_run_that_resumes_is_one_run_of_wandb(tmp_path):
+def test_a_run_that_resumes_is_one_run_of_wandb(data, tmp_path):
     pytest.importorskip("wandb.sdk", reason="wandb is not installed")
     save = tmp_path / "run"
-    argv = flags(write_text(tmp_path), f"--wandb-project p --save {save} --save-interval 2", length="--train-iters 4")
+    argv = flags(data, f"--wandb-project p --save {save} --save-interval 2", length="--train-iters 4")
     codes = run_ranks(1, offline, [*argv, "--exit-interval", "2"], [*argv, "--load", str(save)])[0]
     assert [code for code, _, _ in codes] == [0, 0], codes
     files = [*(save / "wandb").glob("wandb/offline-run-*/*.wandb")]
@@ -171,8 +160,8 @@ def test_a_run_that_resumes_is_one_run_of_wandb(tmp_path):
             assert word in content, word
 
 
-def test_a_folder_that_cannot_be_written_ends_no_run(tmp_path):
+def test_a_folder_that_cannot_be_written_ends_no_run(data):
     pytest.importorskip("wandb.sdk", reason="wandb is not installed")
-    argv = flags(write_text(tmp_path), "--wandb-project p --wandb-save-dir /dev/full/x")
+    argv = flags(data, "--wandb-project p --wandb-save-dir /dev/full/x")
     ((code, _, err),) = run_ranks(1, offline, argv)[0]
     assert code == 0 and err.count("warning: wandb's run in /dev/full/x cannot be written") == 1, err

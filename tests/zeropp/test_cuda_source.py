@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from torch.utils import cpp_extension
 
+from tests.tools import run
+
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 ALIGNED = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]  # vectors that are not aligned trap
@@ -45,12 +47,10 @@ def test_quotients_by_the_reciprocal_round_as_division_does(tmp_path):
 
 @pytest.mark.long
 def test_the_kernels_logic_equals_plain_torch(cuda_on_cpu):
-    environment = os.environ | {"ZEROPP_KERNELS": str(cuda_on_cpu)}
     files = [str(HERE / "test_kernels.py"), str(HERE / "test_moves.py")]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", *files]
-    command += ["-k", "not eight_threads"]  # which is about the other kernels' work, and much for coroutines
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stdout[-3000:]
+    files += ["-k", "not eight_threads"]  # which is about the other kernels' work, and much for coroutines
+    pytest_ = (sys.executable, "-m", "pytest", "-q", "-x", "--no-header")
+    run(*pytest_, *files, timeout=None, ZEROPP_KERNELS=str(cuda_on_cpu))
 
 
 def test_the_fake_device_refuses_what_cuda_refuses(tmp_path):
@@ -60,7 +60,7 @@ def test_the_fake_device_refuses_what_cuda_refuses(tmp_path):
     subprocess.run([compiler, *flags, str(HERE / "cuda_on_cpu" / "refusals.cpp"), "-o", str(program)], check=True)
     done = [subprocess.run([program, shift], capture_output=True, text=True) for shift in ("16", "8")]
     refused = "0 9 9 9 9 9 9 1 1 "
-    assert [run.stdout for run in done] == [refused + "read 0", refused]
+    assert [each.stdout for each in done] == [refused + "read 0", refused]
     assert done[0].returncode == 0 and done[1].returncode < 0
 
 
@@ -81,6 +81,4 @@ assert wire.equal(expected) and format.decode(wire, out)[:, 32:].equal(values[:,
 @pytest.mark.long
 def test_more_rows_than_grid_y_has(cuda_on_cpu):
     """Tokens on their way to experts are rows; grid.y ends at 65,535."""
-    environment = os.environ | {"ZEROPP_KERNELS": str(cuda_on_cpu)}
-    done = subprocess.run([sys.executable, "-c", ROWS], env=environment, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run(sys.executable, "-c", ROWS, timeout=None, ZEROPP_KERNELS=str(cuda_on_cpu))

@@ -1,8 +1,6 @@
 """Where the operators are not built, plain torch does the same, and says so once."""
 
 import logging
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import pytest
 import torch
 
 from megatron_zpp.zeropp.wire import kernels
+from tests.tools import run
 
 HERE = Path(__file__).parent
 
@@ -17,9 +16,7 @@ HERE = Path(__file__).parent
 @pytest.mark.long
 def test_wires_and_loco_work_in_plain_torch():
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "test_wire_format.py", "test_loco.py"]
-    environment = os.environ | {"ZEROPP_KERNELS": "off"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=HERE)
-    assert done.returncode == 0, done.stdout[-3000:]
+    run(*command, folder=HERE, timeout=None, ZEROPP_KERNELS="off")
 
 
 def test_a_device_without_kernels_is_named(caplog):
