@@ -43,12 +43,11 @@ from megatron_zpp.optim.schedule import Schedule, resume_schedule
 from megatron_zpp.settings.groups import PrecisionSettings, Settings
 from tests.checkpoint.saved import replace, rewrite, save
 from tests.ranks import run_ranks
-from tests.training.small_run import flags, train_each, write_text
+from tests.training.small_run import flags, train_each
 
 
 @pytest.fixture(scope="module")
-def argv(tmp_path_factory) -> list[str]:
-    data = write_text(tmp_path_factory.mktemp("data"))
+def argv(data) -> list[str]:
     return flags(data, "--num-layers 1 --zero-quantized-gradients --zeropp-loco --zeropp-ranks-per-node 1 --fp16")
 
 

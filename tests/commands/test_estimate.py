@@ -1,8 +1,6 @@
 """What tools/estimate.py counts is what real ranks then have and send."""
 
-import contextlib
 import gc
-import io
 import itertools
 import os
 import shlex
@@ -28,10 +26,9 @@ from megatron_zpp.models.init import init_weights
 from megatron_zpp.models.transformer import as_model_output
 from megatron_zpp.planning.needs.estimate import RankEstimate
 from megatron_zpp.planning.search.candidates import WIRES
-from megatron_zpp.training.pretrain import train
 from megatron_zpp.zeropp.reduce.gradient_sum import NodeSum
 from tests.ranks import run_ranks
-from tests.training.small_run import flags, start, train_each, write_text
+from tests.training.small_run import flags, start, train_each, train_quietly
 
 SHAPE = "--hidden-size 72 --num-attention-heads 3 --micro-batch-size 1 --bf16 --distributed-backend gloo"
 ALL_FLAGS = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients"
@@ -98,8 +95,8 @@ def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, list[float], d
             _ADD(node_sum, *arguments)
             sums[node_sum] = _nbytes(node_sum.kept)
 
-        with contextlib.redirect_stdout(io.StringIO()), patch.object(NodeSum, "add", add):
-            train(run, time.monotonic())
+        with patch.object(NodeSum, "add", add):
+            train_quietly(run)
         zeropp = run.zeropp
         assert zeropp is not None
         roots = run.pipeline.stages.values() if run.pipeline is not None else [run.model]
@@ -139,8 +136,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.long
-def test_memory_and_bytes_are_those_of_real_ranks(tmp_path):
-    data = write_text(tmp_path)
+def test_memory_and_bytes_are_those_of_real_ranks(data):
     runs = {name: flags(data, SHAPE, recipe, length="--train-iters 3") for name, recipe in RECIPES.items()}
     ranks = run_ranks(4, _measured, runs, timeout=600)
     for name, argv in runs.items():
@@ -180,8 +176,7 @@ def _measured_on_nodes_of_two(runs: dict[str, list[str]]) -> Any:
 
 
 @pytest.mark.long
-def test_model_parallelism_divides_what_is_kept_and_sent(tmp_path):
-    data = write_text(tmp_path)
+def test_model_parallelism_divides_what_is_kept_and_sent(data):
     shape = SHAPE.replace("--num-attention-heads 3", "--num-attention-heads 4")
     runs = {name: flags(data, shape, DEEP, way, length="--train-iters 3") for name, way in MODEL_PARALLEL.items()}
     ranks = run_ranks(4, _measured_on_nodes_of_two, runs, timeout=600)
@@ -218,8 +213,7 @@ def _peaks(runs: dict[str, list[str]]) -> dict[str, int]:
         profiled = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         with profiled as counted, patch.object(dist.Work, "wait", wait_and_settle):
             run, _ = start(argv)
-            with contextlib.redirect_stdout(io.StringIO()):
-                train(run, time.monotonic())
+            train_quietly(run)
         events = [e for e in counted.profiler.kineto_results.events() if e.name() == "[memory]"]
         peaks[name] = max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
         del run, counted
@@ -229,8 +223,7 @@ def _peaks(runs: dict[str, list[str]]) -> dict[str, int]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("more", ["", LARGE_ENDS], ids=["tied", "large ends"])
-def test_peaks_of_memory_are_within_five_percent_of_those_of_real_ranks(tmp_path, more):
-    data = write_text(tmp_path)
+def test_peaks_of_memory_are_within_five_percent_of_those_of_real_ranks(data, more):
     runs = {name: flags(data, LAYERS, more, RECIPES[name], length="--train-iters 3") for name in PEAKS}
     expected = {name: timed(argv).needs.memory for name, argv in runs.items()}
     for peaks in run_ranks(4, _peaks, runs, timeout=600):
@@ -400,12 +393,12 @@ def base_time(words: str, *more: str) -> estimate.RunTime:
     return timed(shlex.split(f"{BASE} {words}"), "--vocabulary", "50257", *more)
 
 
-def test_bytes_between_islands_are_those_of_a_run(tmp_path):
+def test_bytes_between_islands_are_those_of_a_run(data):
     """It holds for one interval; pieces that do not divide evenly count as full ones."""
     wires = ("", "--island-bits 4 --island-block-size 32 --island-fragments 2")
     interval = 2
     # One more step: after the last one, all that was trained since is sent as well.
-    common = flags(write_text(tmp_path), f"--islands 2 --island-sync-interval {interval} --train-iters {interval + 1}")
+    common = flags(data, f"--islands 2 --island-sync-interval {interval} --train-iters {interval + 1}")
     runs = {wire: [*common, *wire.split()] for wire in wires}
     emulated = {wire: [*argv, *["--emulate-ranks", "4", "--emulate-nodes", "2"]] for wire, argv in runs.items()}
     metrics = run_ranks(1, train_each, emulated)[0]

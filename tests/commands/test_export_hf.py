@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,12 @@ from megatron_zpp.commands import generate_text
 from megatron_zpp.commands.convert import export_hf
 from megatron_zpp.convert.hf.checkpoint import save_imported, settings_of_import
 from megatron_zpp.data.text.tokenizers import ByteTokenizer
-from megatron_zpp.training.pretrain import train
 from tests.convert.hf.small_models import CONFIGS, build
 from tests.families.find import architecture_of
 from tests.models.configs import llama_config
 from tests.ranks import run_ranks
 from tests.tools import call_well, call_wrongly
-from tests.training.small_run import flags, start, write_text
+from tests.training.small_run import flags, train_each
 
 RUNS = {  # test_import_hf.py has all families
     "gpt": "--untie-embeddings-and-output-weights --ffn-hidden-size 48 --norm-epsilon 1e-3",
@@ -35,16 +33,13 @@ def train_all(data: str, folder: str) -> None:
     """A few steps of each run, at a rate that moves every weight. For ``run_ranks``."""
     for name, more in RUNS.items():
         argv = flags(data, f"--lr 2e-2 --save {folder}/{name} --save-interval 4 {more}", length="--train-iters 4")
-        run, _ = start(argv, name)
-        train(run, time.monotonic())
-        if run.lock is not None:
-            run.lock.release()
+        train_each({"": argv}, name)
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory) -> Path:
+def checkpoints(data, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("export")
-    run_ranks(2, train_all, write_text(folder), str(folder))
+    run_ranks(2, train_all, data, str(folder))
     return folder
 
 

@@ -4,7 +4,6 @@ import json
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,9 @@ from megatron_zpp.commands.convert import export_hf, import_hf
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.data.text.tokenizers import ByteTokenizer
 from megatron_zpp.families import ARCHITECTURES
-from megatron_zpp.training.pretrain import train
 from tests.ranks import run_ranks
 from tests.tools import call
-from tests.training.small_run import ROOT, start, torchrun
+from tests.training.small_run import ROOT, torchrun, train_each
 from tests.warm_python import programs
 
 ALPHABET = "abcdefghijklmnop"
@@ -33,16 +31,10 @@ def flags_of_alphabet(folder: Path) -> list[str]:
         --save {folder}/checkpoint --save-interval 60 --publish {folder}/weights --publish-interval 20""".split()
 
 
-def train_once(argv: list[str]) -> None:
-    """For ``run_ranks``."""
-    run, _ = start(argv)
-    train(run, time.monotonic())
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("generate")
-    run_ranks(1, train_once, flags_of_alphabet(folder))
+    run_ranks(1, train_each, {"": flags_of_alphabet(folder)})
     return folder / "checkpoint"
 
 

@@ -1,12 +1,9 @@
 """Import models that transformers saved: train from them, sample from them, and export them again bit for bit."""
 
-import contextlib
 import dataclasses
-import io
 import json
 import shlex
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -19,12 +16,11 @@ from megatron_zpp.commands import generate_text
 from megatron_zpp.commands.convert import export_hf, import_hf
 from megatron_zpp.convert.hf.tokenizer import write_tokenizer
 from megatron_zpp.data.text.tokenizers import ByteTokenizer
-from megatron_zpp.training.pretrain import train
 from tests.convert.hf.small_models import CONFIGS, POSITIONS, mapping_of, to_hf_config
 from tests.models.configs import llama_config
 from tests.ranks import run_ranks
 from tests.tools import call_well, call_wrongly
-from tests.training.small_run import start, write_text
+from tests.training.small_run import start, train_quietly
 
 NO_TOKENIZER = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
 
@@ -131,12 +127,11 @@ def check_parameters(argv: list[str], architecture: str, folder: str) -> tuple[l
         expected = weight.join(*(theirs[name].float() for name in weight.theirs))
         if not torch.equal(parameters[weight.ours].full_tensor(), expected):
             differing.append(weight.ours)
-    with contextlib.redirect_stdout(io.StringIO()):
-        train(run, time.monotonic())
+    train_quietly(run)
     return differing, metrics["lm loss"][-1]
 
 
-def test_a_run_starts_from_the_import_and_text_is_generated(tmp_path):
+def test_a_run_starts_from_the_import_and_text_is_generated(data, tmp_path):
     # As Llama 3.2 1B: grouped queries, tied embeddings, scaled rotary frequencies, in bfloat16, with its tokenizer.
     config = llama_config(
         2, 32, 4, 257, num_query_groups=2, rotary_base=500000, rope_scaling_factor=32.0, tie_embeddings=True
@@ -152,7 +147,6 @@ def test_a_run_starts_from_the_import_and_text_is_generated(tmp_path):
 
     command = shlex.split(out.splitlines()[1])
     assert command[:2] == ["megatron-zpp", "pretrain-llama"]
-    data = write_text(tmp_path)
     run = f"""--seq-length 32 --micro-batch-size 1 --global-batch-size 8 --train-iters 20 --lr 1e-2 --log-interval 1
         --eval-iters 0 --split 1,0,0 --num-workers 0 --data-path {data} --save {tmp_path}/trained --save-interval 20"""
     argv = [*command[2:], *run.split()]

@@ -8,12 +8,11 @@ import pytest
 
 from megatron_zpp.commands.inspect_checkpoint import main
 from tests.ranks import run_ranks
-from tests.training.small_run import flags, train_each, write_text
+from tests.training.small_run import flags, train_each
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    data = write_text(tmp_path_factory.mktemp("data"))
+def folder(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     argv = flags(data, f"--save {folder} --save-interval 2 --zero-hpz-partition-size 1", length="--train-iters 4")
     run_ranks(2, train_each, {"": argv})

@@ -28,7 +28,7 @@ from megatron_zpp.settings.groups import LoggingSettings
 from megatron_zpp.training.pretrain import train
 from megatron_zpp.training.setup import build_run
 from tests.ranks import run_ranks
-from tests.training.small_run import flags, write_text
+from tests.training.small_run import flags
 
 ZEROPP = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zeropp-monitor-interval 2"
 SHOWN = "--log-throughput --log-timers-to-tensorboard --peak-tflops 1 --eval-interval 4"
@@ -49,9 +49,9 @@ def _train_and_write(runs: dict[str, list[str]]) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(data, tmp_path_factory):
     """A folder of two runs, ``loco`` and ``coarse``, and the output of each."""
-    data, folder = write_text(tmp_path_factory.mktemp("data")), tmp_path_factory.mktemp("runs")
+    folder = tmp_path_factory.mktemp("runs")
     runs = {"loco": "--zeropp-loco", "coarse": "--zeropp-gradient-bits 2"}
     argvs = {
         name: flags(data, ZEROPP, SHOWN, more, f"--tensorboard-dir {folder / name}") for name, more in runs.items()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import time
 from typing import Any
 
 import pytest
@@ -16,9 +15,8 @@ from megatron_zpp.data.loader import build_loader
 from megatron_zpp.families import GPT
 from megatron_zpp.models.decoder import Decoder
 from megatron_zpp.models.transformer import ModelOutput
-from megatron_zpp.training.pretrain import train
 from tests.ranks import run_ranks
-from tests.training.small_run import NO_DROPOUT, Metrics, flags, start, write_text
+from tests.training.small_run import NO_DROPOUT, Metrics, flags, start, train_each
 
 
 class WithAuxiliary(Decoder):
@@ -32,6 +30,7 @@ class WithAuxiliary(Decoder):
 
 
 ARCHITECTURE = dataclasses.replace(GPT, module=WithAuxiliary)
+GIVEN = f"{__name__}:ARCHITECTURE"
 # One rank computes the whole batch at once; all others must come to the same.
 ALONE = "--micro-batch-size 8"
 KEYS = ("lm loss", "square", "cube", "grad-norm", "lm loss validation")
@@ -53,15 +52,6 @@ LAYOUTS = {
 }
 
 
-def train_each(runs: dict[str, list[str]]) -> dict[str, Metrics]:
-    results = {}
-    for name, argv in runs.items():
-        with contextlib.redirect_stdout(io.StringIO()):
-            run, results[name] = start(argv, ARCHITECTURE)
-            train(run, time.monotonic())
-    return results
-
-
 def first_step(argv: list[str]) -> tuple[float, float, float]:
     """Plain PyTorch's losses and gradient norm of the first step. For ``run_ranks``."""
     with contextlib.redirect_stdout(io.StringIO()):
@@ -80,13 +70,8 @@ def first_step(argv: list[str]) -> tuple[float, float, float]:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> str:
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
 def alone(data) -> Metrics:
-    return run_ranks(1, train_each, {"": flags(data, NO_DROPOUT, ALONE, length="--train-iters 2")})[0][""]
+    return run_ranks(1, train_each, {"": flags(data, NO_DROPOUT, ALONE, length="--train-iters 2")}, GIVEN)[0][""]
 
 
 def test_the_step_adds_them(data, alone):
@@ -99,7 +84,7 @@ def test_the_step_adds_them(data, alone):
 @pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_every_layout_comes_to_the_same(data, alone, ranks):
     argvs = {name: flags(data, NO_DROPOUT, more, length="--train-iters 2") for name, more in LAYOUTS[ranks].items()}
-    for name, metrics in run_ranks(ranks, train_each, argvs)[-1].items():
+    for name, metrics in run_ranks(ranks, train_each, argvs, GIVEN)[-1].items():
         for key in KEYS:
             tolerance = 1e-2 if name == "loss scale" else 1e-5
             assert metrics[key] == pytest.approx(alone[key], rel=tolerance), f"{name}, {key}"
@@ -116,7 +101,7 @@ def test_a_pipeline_adds_those_of_its_last_stage(data, per_token):
     stages = "--pipeline-model-parallel-size 2 --pipeline-schedule"
     virtual = "--num-layers-per-virtual-pipeline-stage 1"
     schedules = {"1f1b": argv(f"{stages} 1f1b"), "zero-bubble": argv(f"{stages} zero-bubble {virtual}")}
-    whole = run_ranks(1, train_each, {"": argv("")})[0][""]
-    for schedule, metrics in run_ranks(2, train_each, schedules)[-1].items():
+    whole = run_ranks(1, train_each, {"": argv("")}, GIVEN)[0][""]
+    for schedule, metrics in run_ranks(2, train_each, schedules, GIVEN)[-1].items():
         for key in KEYS:
             assert metrics[key] == pytest.approx(whole[key], rel=1e-5), f"{schedule}, {key}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import time
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,11 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from megatron_zpp.commands import estimate, generate_text, inspect_checkpoint, suggest_settings
 from megatron_zpp.commands.convert import export_hf, import_hf
 from megatron_zpp.families import find_architecture, load_architecture
-from megatron_zpp.training.pretrain import train
 from tests.arguments.parsing import SMALL, mistakes, parse, refusal
 from tests.families.toy import BARE, TOY, Toy, ToyConfig
 from tests.ranks import run_ranks
 from tests.tools import call
-from tests.training.small_run import SHAPE, Metrics, flags, start, write_text
+from tests.training.small_run import SHAPE, Metrics, flags, start, train_quietly, write_text
 
 ZEROPP = (
     "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco "
@@ -31,13 +29,12 @@ GIVEN, BARE_GIVEN = "tests.families.toy:TOY", "tests.families.toy:BARE"
 
 def train_toy(argv: list[str]) -> tuple[Metrics, str, str]:
     """For ``run_ranks``: metrics, a digest of the parameters, and what was printed."""
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        run, metrics = start(argv, TOY)
-        train(run, time.monotonic())
+    run, metrics = start(argv, TOY)
+    text = train_quietly(run)
     digest = hashlib.sha256()
     for name, parameter in get_model_state_dict(run.model).items():
         digest.update(name.encode() + parameter.full_tensor().numpy().tobytes())
-    return metrics, digest.hexdigest(), out.getvalue()
+    return metrics, digest.hexdigest(), text
 
 
 @pytest.fixture(scope="module")

@@ -1,23 +1,15 @@
 """The whole training path with four ranks on one device, through the staging backend, beside the same runs on gloo."""
 
-import contextlib
-import gc
-import io
 import os
 import re
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.arguments.parse import parse_settings
-from megatron_zpp.families import GPT
-from megatron_zpp.training.pretrain import train
-from megatron_zpp.training.setup import build_run
 from tests.gpu.staged_backend import NAME, register
 from tests.ranks import run_ranks
-from tests.training.small_run import ROOT, Recorder, flags, torchrun, write_text
+from tests.training.small_run import ROOT, flags, torchrun, train_each
 
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 ALL_FLAGS = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients"
@@ -35,7 +27,7 @@ RECIPES = {
 }
 
 
-def train_each(runs, device, store=None):
+def losses_and_norms(runs, device, store=None):
     """Each run's losses and gradient norms, step by step; with a ``store`` (a file) through the staging backend."""
     if store is not None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -45,35 +37,24 @@ def train_each(runs, device, store=None):
         dist.init_process_group(NAME, init_method=f"file://{store}", rank=rank, world_size=world_size)
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # where DeviceMesh sees a GPU it brings NCCL into gloo's groups
-    results = {}
-    for name, argv in runs.items():
-        run = build_run(
-            GPT, parse_settings(GPT, argv, dist.get_world_size(), note=lambda text: None), torch.device(device)
-        )
-        run.writers = recorder = Recorder()
-        with contextlib.redirect_stdout(io.StringIO()):
-            train(run, time.monotonic())
-        results[name] = recorder.metrics["lm loss"], recorder.metrics["grad-norm"]
-        del run
-        gc.collect()  # a model and its hooks hold each other
-    return results
+    results = train_each(runs, device=device)
+    return {name: (metrics["lm loss"], metrics["grad-norm"]) for name, metrics in results.items()}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    data = write_text(tmp_path_factory.mktemp("data"))
+def runs(data):
     return {name: flags(data, recipe) for name, recipe in RECIPES.items()}
 
 
 @pytest.fixture(scope="module")
 def on_gloo(runs):
-    return run_ranks(4, train_each, runs, "cpu")[0]
+    return run_ranks(4, losses_and_norms, runs, "cpu")[0]
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.long), CUDA])
 def test_training_equals_gloo(device, runs, on_gloo, tmp_path):
     """On CPU tensors to the bit. A GPU adds up in another order, and a value may be rounded to the next level."""
-    results = run_ranks(4, train_each, runs, device, str(tmp_path / "store"), timeout=300)
+    results = run_ranks(4, losses_and_norms, runs, device, str(tmp_path / "store"), timeout=300)
     assert all(result == results[0] for result in results)
     if device == "cpu":
         assert results[0] == on_gloo

@@ -16,7 +16,7 @@ from tests.commands.test_import_hf import import_, save_theirs
 from tests.models.configs import llama_config
 from tests.ranks import run_ranks
 from tests.tools import call_well, call_wrongly
-from tests.training.small_run import start, train_quietly, write_text
+from tests.training.small_run import train_each, write_text
 
 pytestmark = pytest.mark.integrations
 
@@ -26,9 +26,7 @@ ZEROPP = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-
 
 def train(argv: list[str]) -> list[float]:
     """Train; return the losses."""
-    run, metrics = start(argv, "llama")
-    train_quietly(run)
-    return metrics["lm loss"]
+    return train_each({"": argv}, "llama")[""]["lm loss"]
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from megatron_zpp.checkpoint import iterate_parameters, read_meta
 from megatron_zpp.metrics.tensorboard_reader import find_runs, read_run
 from tests.conftest import ROOT
 from tests.islands.elastic_jobs import lighthouse, run_commands_of_page, secret_file
-from tests.training.small_run import RUN, SHAPE, flags, ranks_of, torchrun, write_text
+from tests.training.small_run import RUN, SHAPE, flags, ranks_of, torchrun
 
 pytestmark = pytest.mark.long
 SCRIPT = "tests/islands/recorded_pretraining.py"
@@ -163,9 +163,9 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
         assert torch.equal(value, other[name]), name
 
 
-def test_islands_that_stay_train_as_those_of_one_job(tmp_path):
+def test_islands_that_stay_train_as_those_of_one_job(data, tmp_path):
     """To the bit: samples, dropout, what is evaluated and saved. It is the same if all end and resume."""
-    data, again, events = write_text(tmp_path), tmp_path / "again", tmp_path / "events"
+    again, events = tmp_path / "again", tmp_path / "events"
     common = "--train-iters 12 --eval-interval 4 --save-interval 6 --num-workers 1"
     with cluster_of(tmp_path, flags(data, common)) as cluster:
         one = cluster.start("--islands", "2", *SYNC.split(), "--save", str(tmp_path / "one"), ranks=4)
@@ -208,13 +208,13 @@ def test_islands_that_stay_train_as_those_of_one_job(tmp_path):
         "--context-parallel-size 2 --zero-quantized-gradients --zeropp-loco --island-sync-interval 1",
     ],
 )
-def test_what_is_divided_inside_islands_that_stay_trains_as_in_one_job(tmp_path, inside):
+def test_what_is_divided_inside_islands_that_stay_trains_as_in_one_job(data, tmp_path, inside):
     """Two ranks each; then both end, and resume.
 
     Torch steps an optimizer before it loads its state, which islands that synchronize at every step do not count.
     """
     common = "--train-iters 9 --eval-interval 9 --save-interval 6 --attention-dropout 0 --hidden-dropout 0"
-    with cluster_of(tmp_path, flags(write_text(tmp_path), common)) as cluster:
+    with cluster_of(tmp_path, flags(data, common)) as cluster:
         words = [*SYNC.split(), *inside.split()]
         one = cluster.start("--islands", "2", *words, "--save", str(tmp_path / "one"), ranks=4)
         end_well(one)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.commands.pretrain import pretrain
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
-from megatron_zpp.families import Architecture, find_architecture
+from megatron_zpp.families import Architecture, load_architecture
 from megatron_zpp.metrics.log_reader import parse_line
 from megatron_zpp.settings.groups import flags_by_name
 from megatron_zpp.training.data import batches_of
@@ -77,7 +77,7 @@ class Recorder:
 def start(argv: list[str], architecture: str | Architecture = "gpt", device: str = "cpu") -> tuple[Run, Metrics]:
     """Build what ``argv`` describes in the process group at hand."""
     if isinstance(architecture, str):
-        architecture = find_architecture(architecture)
+        architecture = load_architecture(architecture)
     settings = parse_settings(architecture, argv, dist.get_world_size(), note=lambda text: None)
     run = build_run(architecture, settings, torch.device(device))
     run.writers = recorder = Recorder()
@@ -104,9 +104,7 @@ def take_step(run: Run, first_sample: int = 0, num_micro_batches: int = 2, chang
     return step
 
 
-def train_each(
-    runs: dict[str, list[str]], architecture: str | Architecture = "gpt", device: str = "cpu"
-) -> dict[str, Metrics]:
+def train_each(runs: dict[str, list[str]], architecture: str = "gpt", device: str = "cpu") -> dict[str, Metrics]:
     """Train one command line after the other; each one's metrics, by its key. For ``run_ranks``."""
     results = {}
     for name, argv in runs.items():
@@ -202,7 +200,7 @@ def call_pretrain(
         code: Any = 0
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
             try:
-                pretrain(find_architecture(architecture))
+                pretrain(load_architecture(architecture))
             except SystemExit as exit_:
                 code = exit_.code
         results.append((code, out.getvalue(), err.getvalue()))

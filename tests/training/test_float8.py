@@ -18,15 +18,15 @@ from megatron_zpp.models.moe import MoEConfig
 from tests.models.configs import llama_config
 from tests.parallel.layouts import results_on
 from tests.ranks import run_ranks
-from tests.training.small_run import call_pretrain, flags, write_text
+from tests.training.small_run import call_pretrain, flags
 
 INT8 = "--bf16 --zeropp int8 --zeropp-ranks-per-node 1"
 FLOAT8 = f"{INT8} --fp8-format hybrid"
 
 
 @pytest.mark.long
-def test_trains_resumes_to_the_bit_and_exports(tmp_path):
-    data, saved = write_text(tmp_path), str(tmp_path / "saved")
+def test_trains_resumes_to_the_bit_and_exports(data, tmp_path):
+    saved = str(tmp_path / "saved")
     runs = {
         "bf16": INT8,
         "float8": f"{FLOAT8} --save {saved} --save-interval 2",
@@ -82,8 +82,8 @@ def _without_torchao(argv):
     return call_pretrain(argv)
 
 
-def test_refused_without_torchao_and_on_old_gpus(tmp_path, monkeypatch):
-    for code, _, err in (rank[0] for rank in run_ranks(1, _without_torchao, flags(write_text(tmp_path), FLOAT8))):
+def test_refused_without_torchao_and_on_old_gpus(data, monkeypatch):
+    for code, _, err in (rank[0] for rank in run_ranks(1, _without_torchao, flags(data, FLOAT8))):
         assert code == 2 and err.count("error: ") == 1
         assert "--fp8-format needs the package torchao: pip install torchao, or megatron_zpp's extra fp8" in err
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))

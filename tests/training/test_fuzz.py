@@ -10,7 +10,7 @@ import pytest
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.families import GPT, LLAMA
 from tests.arguments.fuzzing import cases
-from tests.training.small_run import torchrun, write_text
+from tests.training.small_run import torchrun
 
 SMALL = shlex.split(
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --lr 1e-3 "
@@ -20,9 +20,8 @@ ENDED = {0: "", 2: "error: ", 3: "error: "}  # status: what is said
 
 
 @pytest.mark.long
-def test_what_passes_the_checks_runs(tmp_path, monkeypatch):
+def test_what_passes_the_checks_runs(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some words become folders
-    data = write_text(tmp_path)
     runs = []
     for i, (flag, _, argv) in enumerate(cases(str(tmp_path / "folder"))):
         run = [word.format(data=data) for word in SMALL]

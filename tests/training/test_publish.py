@@ -13,7 +13,7 @@ from megatron_zpp.families import GPT
 from megatron_zpp.publish import WeightReader
 from tests.parallel.layouts import results_on
 from tests.ranks import run_ranks
-from tests.training.small_run import call_pretrain, flags, write_text
+from tests.training.small_run import call_pretrain, flags
 
 EXPERTS = (
     "--num-experts 4 --moe-layer-freq 2 --disable-bias-linear --expert-model-parallel-size 2 "
@@ -31,8 +31,7 @@ LAYOUTS = {
 
 
 @pytest.mark.long
-def test_every_layout_publishes_the_whole_model(tmp_path):
-    data = write_text(tmp_path)
+def test_every_layout_publishes_the_whole_model(data, tmp_path):
     published = f"--train-iters 3 --publish-anchor-interval 3 --publish {tmp_path}"
     folders = {name: str(number) for number, name in enumerate(LAYOUTS)}
     argvs = {name: flags(data, f"{published}/{folders[name]} {more}") for name, more in LAYOUTS.items()}
@@ -48,8 +47,8 @@ def test_every_layout_publishes_the_whole_model(tmp_path):
         assert dtypes == {torch.float16 if "fp16" in name else torch.bfloat16}
 
 
-def test_a_run_goes_on_where_it_published_and_no_other_one_does(tmp_path):
-    data, weights = write_text(tmp_path), tmp_path / "weights"
+def test_a_run_goes_on_where_it_published_and_no_other_one_does(data, tmp_path):
+    weights = tmp_path / "weights"
     run = partial(flags, data, f"--publish {weights} --publish-interval 2 --save {tmp_path}/run --save-interval 2")
     first = run("--exit-interval 2", length="--train-iters 5")
     again, other = run(f"--load {tmp_path}/run", length="--train-iters 5"), flags(data, f"--publish {weights}")

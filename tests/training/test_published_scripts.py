@@ -10,7 +10,6 @@ import math
 import pytest
 
 from tests.parallel.layouts import results_on
-from tests.training.small_run import write_text
 
 DEEPSPEED = (
     "--override-opt_param-scheduler --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.013 --lr 2.0e-4 "
@@ -74,8 +73,8 @@ CURRICULUM = """"curriculum_learning": {"enabled": true, "curriculum_type": "seq
 
 
 @pytest.mark.long
-def test_published_scripts_train_small(tmp_path):
-    data, runs = write_text(tmp_path), {}
+def test_published_scripts_train_small(data, tmp_path):
+    runs = {}
     for name, script in SCRIPTS.items():
         words = [*script.split(), *SMALL.split(), "--data-path", data]
         words += [str(word) for flag, value in SMALLER.items() if flag in words for word in (flag, value)]

@@ -20,7 +20,7 @@ from tests.convert.megatron.layouts import CONFIGS, FORMATS, IDS, State, random_
 from tests.models.configs import gpt_config, llama_config
 from tests.ranks import run_ranks
 from tests.tools import call_well, call_wrongly
-from tests.training.small_run import flags, train_each, write_text
+from tests.training.small_run import flags, train_each
 
 
 def import_(folder: Path) -> str:
@@ -147,9 +147,8 @@ def test_layers_with_experts_from_another_layer_on_are_a_pattern_for_megatron():
 
 
 @pytest.mark.long
-def test_a_run_goes_on_as_if_it_had_never_been_elsewhere(tmp_path):
+def test_a_run_goes_on_as_if_it_had_never_been_elsewhere(data, tmp_path):
     """Its checkpoint becomes DeepSpeed's universal one, is imported, and gives the losses of the run that went on."""
-    data = write_text(tmp_path)
     shape = "--num-layers 4 --ffn-hidden-size 128 --tokenizer-type NullTokenizer --vocab-size 256"
     run = f"{shape} --make-vocab-size-divisible-by 1 --hidden-dropout 0 --attention-dropout 0 --eval-iters 0"
     argv = flags(data, run, f"--save {tmp_path}/run --save-interval 5")

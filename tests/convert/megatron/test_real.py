@@ -17,7 +17,7 @@ from megatron_zpp.commands.convert import export_megatron, import_megatron
 from megatron_zpp.families import find_architecture
 from megatron_zpp.training.data import build_data
 from tests.ranks import run_ranks
-from tests.training.small_run import train_each, write_text
+from tests.training.small_run import train_each
 
 pytestmark = pytest.mark.long
 RUN = """--seq-length 32 --micro-batch-size 4 --global-batch-size 4 --train-iters 6 --lr 1e-2 --lr-decay-style constant
@@ -89,8 +89,7 @@ def our_logits(folder: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt-exact", "llama"])
-def test_a_run_of_megatron_core_goes_on(tmp_path, name):
-    data = write_text(tmp_path)
+def test_a_run_of_megatron_core_goes_on(data, tmp_path, name):
     ((expected, losses),) = run_ranks(1, train_and_save, tmp_path, name, data, timeout=400)
     for layout in ("torch", "torch_dist"):
         command = import_(tmp_path / layout, tmp_path / "ours" / layout)
