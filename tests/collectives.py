@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # The host waits for a GPU to know a number, or a shape that depends on values.
 READS = {"_local_scalar_dense", "bincount", "equal", "masked_select", "nonzero"}
@@ -54,6 +55,19 @@ class Collectives(TorchDispatchMode):
         elif name in READS or (name in ("index", "index_put_") and any(_is_mask(index) for index in args[1])):
             self.reads.append(name)
         return function(*args, **(kwargs or {}))
+
+
+class Calls(TorchDispatchMode):
+    """Every operator that is called in here, in order, with the elements of each tensor that it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, list[int]]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.calls.append((function, [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]))
+        return result
 
 
 def _is_group(value: torch.ScriptObject) -> bool:

@@ -276,6 +276,7 @@ def test_a_flag_that_repeats_the_file_is_fine(write):
          "zero_optimization.offload_optimizer.device contradicts zero_optimization.offload_param.device"),
         ({"zero_optimization": {"mics_shard_size": 8}}, "mics_shard_size 8 --num-distributed-optimizer-instances"),
         ({"fp16": {}}, "fp16.enabled missing"),
+        ({"fp16": {"enabled": False, "loss_scal": 128}}, "fp16.loss_scal did you mean fp16.loss_scale?"),
         ({"fp16": {"enabled": True, "consecutive_hysteresis": True}}, "fp16.consecutive_hysteresis"),
         ('{"gradient_clipping": NaN}', "gradient_clipping finite NaN"),
         ('{"gradient_clipping": -Infinity}', "gradient_clipping finite -Infinity"),
@@ -337,16 +338,25 @@ def test_missing_file(tmp_path):
     assert "nowhere.json: No such file" in refused_file(str(tmp_path / "nowhere.json"))
 
 
-def test_a_section_that_is_off_sets_nothing_else(write):
-    config = read_deepspeed_config(write({"fp16": {"enabled": False, "loss_scale": 128, "initial_scale_power": 3}}))
-    assert config.values == {"fp16": False}
-    with pytest.raises(SettingsError, match="loss_scal "):  # but its keys are still looked at
-        read_deepspeed_config(write({"fp16": {"enabled": False, "loss_scal": 128}}))
+OFF = {"enabled": False}
+PARTS = {"enabled": True, "seed": 1, "data_routing": OFF | {"random_ltd": OFF}, "data_sampling": OFF}
+COMPRESSION = {"weight_quantization": {"shared_parameters": OFF, "different_groups": {}}}
 
 
-def test_auto_and_null_leave_it_to_the_flags(write):
-    config = {"fp16": {"enabled": "auto", "loss_scale": None}, "gradient_clipping": "auto", "scheduler": None}
-    assert read_deepspeed_config(write(config)).values == {}
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"fp16": OFF | {"loss_scale": 128, "initial_scale_power": 3}},
+        {"fp16": {"enabled": "auto", "loss_scale": None}, "gradient_clipping": "auto", "scheduler": None},
+        {"data_efficiency": PARTS, "compression_training": COMPRESSION},
+        *({"zero_optimization": {name: 1e9}} for name in ("stage3_max_live_parameters", "max_live_parameters")),
+        {"zero_optimization": {"prefetch_bucket_size": 1e9}},
+        {"prescale_gradients": True, "gradient_predivide_factor": 2.0, "dataloader_drop_last": True},
+    ],
+)
+def test_what_is_off_auto_null_or_without_effect_sets_nothing(write, config):
+    values = read_deepspeed_config(write(config)).values
+    assert values == ({"fp16": False} if config.get("fp16", {}).get("enabled") is False else {})
 
 
 def test_monitors_are_those_that_exist_here(write):
@@ -368,21 +378,6 @@ def test_monitors_are_those_that_exist_here(write):
     settings, notes = parse_with_notes(f"{RUN} --tensorboard-dir mine", write(config))
     assert settings.logging.tensorboard_dir == "mine"
     assert any("has no effect beside --tensorboard-dir mine" in note for note in notes)
-
-
-def test_sections_whose_parts_are_off_are_off(write):
-    off = {"enabled": False}
-    parts = {"enabled": True, "seed": 1, "data_routing": off | {"random_ltd": off}, "data_sampling": off}
-    compression = {"weight_quantization": {"shared_parameters": off, "different_groups": {}}}
-    config = {"data_efficiency": parts, "compression_training": compression}
-    assert read_deepspeed_config(write(config)).values == {}
-
-
-def test_keys_of_stage_3_have_two_names(write):
-    for name in "stage3_max_live_parameters", "max_live_parameters", "prefetch_bucket_size":
-        assert read_deepspeed_config(write({"zero_optimization": {name: 1e9}})).values == {}
-    for key in {"prescale_gradients": True}, {"gradient_predivide_factor": 2.0}, {"dataloader_drop_last": True}:
-        assert read_deepspeed_config(write(key)).values == {}
 
 
 def test_the_file_says_which_precision_computes(write):

@@ -71,9 +71,6 @@ from tests.convert.hf.small_models import CONFIGS, to_hf_config
         # batches, tokens, growing samples
         ("--global-batch-size 12", "12 2 4 8"),
         ("--micro-batch-size 0", "--micro-batch-size 1 0"),
-        ("--global-batch-size 32 --rampup-batch-size 8 7 100", "--rampup-batch-size 7"),
-        ("--global-batch-size 32 --rampup-batch-size 40 8 100", "starts at 40"),
-        ("--global-batch-size 32 --rampup-batch-size 8 0 100", "at least 1"),
         ("--global-batch-size 32 --rampup-batch-size 4 4 100", "4 during --rampup-batch-size is not divisible"),
         ("--train-samples 80", "--train-iters --train-samples"),
         ("--curriculum-min-length 8", "--curriculum-iters"),

@@ -9,12 +9,12 @@ from functools import partial
 import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
 from megatron_zpp.models.decoder import Decoder
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.models.moe import MoEConfig
+from tests.collectives import Calls
 from tests.models.configs import gpt_config
 from tests.models.test_models import CONFIGS, GPT_CONFIG, batch, build
 from tests.ranks import run_in_turn
@@ -64,16 +64,6 @@ def test_gradients_of_experts_stay(modules):
         assert torch.equal(gradient, expected[name]), name
 
 
-class OperatorCounts(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.counts[function.overloadpacket.__name__] += 1
-        return function(*args, **(kwargs or {}))
-
-
 def recomputed(*choice) -> tuple[int, int, int]:
     """(linear layers, attentions, GELUs) that the backward pass of a GPT with 4 layers computes again."""
     config = gpt_config(4, 48, 4, 130, 24, attention_dropout=0.0, hidden_dropout=0.0)
@@ -82,9 +72,9 @@ def recomputed(*choice) -> tuple[int, int, int]:
     if choice:
         apply_activation_checkpointing(model, *choice)
     loss = model(tokens, labels).mean()
-    with OperatorCounts() as operators:
+    with Calls() as operators:
         loss.backward()
-    counts = operators.counts
+    counts = Counter(function.overloadpacket.__name__ for function, _ in operators.calls)
     return counts["addmm"], counts["_scaled_dot_product_flash_attention_for_cpu"], counts["gelu"]
 
 

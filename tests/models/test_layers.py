@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._inductor.utils import fresh_cache, run_and_get_code
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_zpp.models import layers
 from megatron_zpp.models.attention import SelfAttention, document_attention
 from megatron_zpp.models.layers import VOCABULARY_BLOCK, LayerNorm1p, RMSNorm1p, head_size, linear_cross_entropy
 from megatron_zpp.models.rotary import apply_rotary, frequencies, rotary_table, scaled_as_llama3
+from tests.collectives import Calls
 
 CPU = torch.device("cpu")
 
@@ -159,34 +160,12 @@ def test_loss_without_gradients_and_of_huge_logits():
     torch.testing.assert_close(loss, expected)
 
 
-class LargestTensor(TorchDispatchMode):
-    """Records the most elements of any operator's result."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, torch.Tensor):
-                self.numel = max(self.numel, tensor.numel())
-        return result
-
-
 def test_logits_never_exist_whole():
     hidden, weight, labels, grad = loss_inputs(torch.float32, tokens=100, vocabulary=4 * VOCABULARY_BLOCK)
-    with LargestTensor() as largest:
+    with Calls() as operators:
         linear_cross_entropy(hidden, weight, labels).backward(grad)
-    assert largest.numel == 100 * VOCABULARY_BLOCK * 15 // 8  # 7.5 bytes per token; not 100 * 4 * VOCABULARY_BLOCK
-
-
-class Launches(TorchDispatchMode):
-    """Counts operators that compute: views launch nothing."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += not function.is_view
-        return function(*args, **(kwargs or {}))
+    largest = max(numel for _, numels in operators.calls for numel in numels)
+    assert largest == 100 * VOCABULARY_BLOCK * 15 // 8  # 7.5 bytes per token; not 100 * 4 * VOCABULARY_BLOCK
 
 
 @pytest.mark.parametrize("compiled, most", [(False, 850), (True, 150)])
@@ -194,19 +173,21 @@ def test_launches_of_the_loss(monkeypatch, compiled, most):
     """At 64 * VOCABULARY_BLOCK, as 131,072 is. Before, both passes were 1,798 operators."""
     monkeypatch.setattr(layers, "VOCABULARY_BLOCK", 512)
     hidden, weight, labels, grad = loss_inputs(torch.bfloat16, vocabulary=64 * 512)
+    kernels = []
 
     def as_one_kernel(body):  # as ``test_a_compiled_loss`` finds it to be
         def run(*arguments):
-            launches.count += 1
+            kernels.append(body)
             with _disable_current_modes():
                 return body(*arguments)
 
         return run
 
     monkeypatch.setattr(layers, "_compiled", as_one_kernel)
-    with Launches() as launches:
+    with Calls() as operators:
         linear_cross_entropy(hidden, weight, labels, compiled=compiled).backward(grad)
-    assert launches.count <= most
+    computing = [function for function, _ in operators.calls if not function.is_view]  # views launch nothing
+    assert len(kernels) + len(computing) <= most
 
 
 @pytest.mark.long

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_zpp.models import attention as layers
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
@@ -20,6 +19,7 @@ from megatron_zpp.models.decoder import Decoder
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.parallel import context as context_module
 from megatron_zpp.parallel.context import ContextParallel, apply_context_parallel, crop_cu_seqlens, shard, shard_batch
+from tests.collectives import Calls
 from tests.models.configs import llama_config
 from tests.models.test_documents import varlen_by_formula
 from tests.ranks import run_in_turn, run_ranks
@@ -92,18 +92,13 @@ def test_documents_of_a_chunk(begin, end):
     assert torch.equal(allowed, mask[:, 0, begin:end])
 
 
-class _Collectives(TorchDispatchMode):
-    """Counts collectives, and the elements that they return."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements: dict[str, list[int]] = {}
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        result = operator(*args, **(kwargs or {}))
+def _elements(recorded):
+    """By collective, the elements that each returned."""
+    elements: dict[str, list[int]] = {}
+    for operator, numels in recorded.calls:
         if operator.namespace == "_c10d_functional" and "wait" not in operator.name() and "wrap" not in operator.name():
-            self.elements.setdefault(operator.name().split("::")[1], []).append(result.numel())
-        return result
+            elements.setdefault(operator.name().split("::")[1], []).extend(numels)
+    return elements
 
 
 def _count_gathers():
@@ -121,11 +116,11 @@ def _count_gathers():
             apply_activation_checkpointing(model, recompute)
         tokens = torch.arange(32).view(2, 16)
         batch = shard_batch({"tokens": tokens, "labels": tokens}, mesh.get_local_rank(), 2)
-        with _Collectives() as forward:
+        with Calls() as forward:
             loss = model(**batch).sum()
-        with _Collectives() as backward:
+        with Calls() as backward:
             loss.backward()
-        counts.append([forward.elements, backward.elements])
+        counts.append([_elements(forward), _elements(backward)])
     return counts
 
 

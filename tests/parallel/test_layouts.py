@@ -245,8 +245,6 @@ def test_checkpoints_move_between_layouts(data, tmp_path, case):
 SIX, EIGHT = f"--num-layers 6 {PP4}", f"--num-layers 8 {PP4}"
 REFUSED = [  # ranks, flags, what the error says
     (4, "--global-batch-size 6", "global batch size 6 is not divisible by micro-batch size 1 * data-parallel size 4"),
-    (4, "--zero-hpz-partition-size 3", "does not divide the 4 rank(s) that shard the model; choose one of 1, 2, 4"),
-    (4, "--zero-stge 3", "did you mean --zero-stage?"),
     (
         *(8, "--seq-length 36 --context-parallel-size 4"),
         "--seq-length 36 is not a multiple of 2 * --context-parallel-size 4; choose another "

@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_zpp.zeropp.wire import kernels, reference
 from megatron_zpp.zeropp.wire.format import WireFormat
 from megatron_zpp.zeropp.wire.layout import Compensation, ParameterShard
+from tests.collectives import Calls
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -386,31 +386,19 @@ def test_opcheck(device):
     torch.library.opcheck(ops.move_exponents, (exponents, wire, table, list(range(17)), exponents.clone()))
 
 
-class Operators(TorchDispatchMode):
-    """Records the names of the operators that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "megatron_zpp":
-            self.names.append(function._opname)
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("dtype, has_kernel", [(torch.bfloat16, True), (torch.float64, False)])
 def test_each_step_is_one_call_where_there_is_a_kernel(dtype, has_kernel):
     values = random(2, NUMEL).to(dtype)
     format, plain = (WireFormat(PARAMETERS, bits, 128, torch.bfloat16) for bits in (4, None))
-    with Operators() as operators:
+    with Calls() as operators:
         wire = format.encode(values)
         format.decode(wire, torch.empty_like(values))
         format.rotate(values)
         for source in (format, plain):
             format.encode_sum(torch.zeros(3, 2, source.nbytes, dtype=torch.uint8), source, plus=values)
     # Without one for the type of the values, the sum of the peers alone has a kernel.
-    assert operators.names == (["encode", "decode", "rotate", "encode", "encode"] if has_kernel else ["decode"] * 2)
+    names = [function._opname for function, _ in operators.calls if function.namespace == "megatron_zpp"]
+    assert names == (["encode", "decode", "rotate", "encode", "encode"] if has_kernel else ["decode"] * 2)
 
 
 @on_devices
