@@ -1,4 +1,4 @@
-"""Run programs: commands of the package in this process, others in their own."""
+"""Run programs: commands of the package in this process, others in their own; and damage files."""
 
 from __future__ import annotations
 
@@ -28,6 +28,19 @@ def run(
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout)
     assert status in (None, done.returncode), f"{shlex.join(words)}: {done.returncode}\n{done.stdout}{done.stderr}"
     return done
+
+
+def cut(path: Path, size: int | None = None) -> None:
+    """Leave a file's first ``size`` bytes (below 0: all but its last ones), or its first half."""
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2 if size is None else size])
+
+
+def flip(path: Path, at: int = -1) -> None:
+    """Change one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 8
+    path.write_bytes(content)
 
 
 def call(tool: ModuleType, *argv: object) -> tuple[int, str, str]:

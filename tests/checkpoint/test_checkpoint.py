@@ -23,6 +23,7 @@ from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.training.pretrain import train
 from tests.checkpoint.saved import iterations, rewrite
 from tests.ranks import run_in_turn, run_ranks
+from tests.tools import cut, flip
 from tests.training.small_run import NO_DROPOUT, Metrics, call_pretrain, flags, start, train_each
 
 META = "meta.json"
@@ -199,22 +200,12 @@ def test_a_longer_run_with_a_constant_schedule_goes_on(data, tmp_path):
 # Damage
 
 
-def _cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def _flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) * 2 // 3] ^= 4
-    path.write_bytes(content)
-
-
 DAMAGE = {  # test_hostile.py has more, without the program
     "missing": (lambda c: (c / "rank_00002.safetensors").unlink(), "rank_00002.safetensors is missing"),
-    "cut": (lambda c: _cut(c / "rank_00001.safetensors"), "rank_00001.safetensors has"),
-    "bit": (lambda c: _flip(c / "rank_00003.safetensors"), "rank_00003.safetensors is not what was written"),
-    "index bit": (lambda c: _flip(c / "index.json"), "index.json is damaged (its digest is not the one in meta.json)"),
-    "meta bit": (lambda c: _flip(c / "meta.json"), "meta.json is damaged (its digest is not the one in complete)"),
+    "cut": (lambda c: cut(c / "rank_00001.safetensors"), "rank_00001.safetensors has"),
+    "bit": (lambda c: flip(c / "rank_00003.safetensors"), "rank_00003.safetensors is not what was written"),
+    "index bit": (lambda c: flip(c / "index.json"), "index.json is damaged (its digest is not the one in meta.json)"),
+    "meta bit": (lambda c: flip(c / "meta.json"), "meta.json is damaged (its digest is not the one in complete)"),
     "no meta": (lambda c: (c / "meta.json").unlink(), "meta.json is damaged"),
     "no marker": (lambda c: (c / "complete").unlink(), "is not a complete checkpoint"),
     "counter": (lambda c: rewrite(c, META, lambda m: m["counters"].update(iteration=-1)), "iteration is -1"),
@@ -241,7 +232,7 @@ def test_what_is_no_checkpoint_is_one_clear_error(data, checkpoint, tmp_path):
     (tmp_path / "file").write_text("")
     damaged = shutil.copytree(checkpoint, tmp_path / "damaged")
     for iteration in (3, 4):
-        _flip(damaged / f"iter_000000{iteration}" / "rank_00000.safetensors")
+        flip(damaged / f"iter_000000{iteration}" / "rank_00000.safetensors")
     tracker = shutil.copytree(checkpoint, tmp_path / "tracker")
     (tracker / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\0")
     cases = {

@@ -27,6 +27,7 @@ from megatron_zpp.families import GPT
 from megatron_zpp.training.pretrain import NotFiniteError, train
 from tests.checkpoint.saved import iterations, meta_of, save
 from tests.ranks import run_in_turn, run_ranks
+from tests.tools import cut, flip
 from tests.training.small_run import NO_DROPOUT, call_pretrain, flags, start
 
 NAN = math.nan
@@ -160,18 +161,10 @@ def large(tmp_path_factory) -> Path:
     return save_tensors(folder, {"model.first": (count,)}, lambda name: torch.arange(count).float(), meta_of(0))
 
 
-def _flip_a_bit(file: Path, at: int) -> None:
-    with file.open("r+b") as content:
-        content.seek(at)
-        byte = content.read(1)[0]
-        content.seek(at)
-        content.write(bytes([byte ^ 8]))
-
-
 @pytest.mark.parametrize("damaged", [0, 7, 20])
 def test_a_flipped_bit_is_found_if_its_block_is_read(large, damaged):
     file = large / "rank_00000.safetensors"
-    _flip_a_bit(file, damaged * BLOCK_BYTES + 10)
+    flip(file, damaged * BLOCK_BYTES + 10)
     expected_text = f"the CRC-32 of the {BLOCK_BYTES} bytes from {damaged * BLOCK_BYTES} on differs"
     for seed in range(6):
         found = problems(large, "sample", draw=random.Random(seed))
@@ -179,7 +172,7 @@ def test_a_flipped_bit_is_found_if_its_block_is_read(large, damaged):
         assert all(expected_text in text for text in found)
     assert f"{file} is not what was written: its SHA-256 differs" in problems(large, "all")[0]
     assert problems(large, "none") == []
-    _flip_a_bit(file, damaged * BLOCK_BYTES + 10)
+    flip(file, damaged * BLOCK_BYTES + 10)
     assert problems(large, "sample") == []
 
 
@@ -199,8 +192,7 @@ def test_a_sample_is_an_eighth_of_a_file_and_any_block_is_as_likely(tmp_path):
 def test_small_files_are_sampled_whole_and_sizes_always_checked(tmp_path):
     checkpoint = save(tmp_path, 1)
     file = checkpoint / "rank_00000.safetensors"
-    content = file.read_bytes()
-    _flip_a_bit(file, len(content) - 1)
+    flip(file)
     assert "CRC-32" in problems(checkpoint, "sample")[0] and problems(checkpoint, "none") == []
-    file.write_bytes(content[:-1])
+    cut(file, -1)
     assert "bytes instead of" in problems(checkpoint, "none")[0]

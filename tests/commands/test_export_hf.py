@@ -19,7 +19,7 @@ from tests.convert.hf.small_models import CONFIGS, build
 from tests.families.find import architecture_of
 from tests.models.configs import llama_config
 from tests.ranks import run_ranks
-from tests.tools import call_well, call_wrongly
+from tests.tools import call_well, call_wrongly, flip
 from tests.training.small_run import flags, train_each
 
 RUNS = {  # test_import_hf.py has all families
@@ -108,8 +108,7 @@ def test_mistakes_are_one_line_and_leave_nothing(checkpoints, tmp_path):
     llama = dataclasses.replace(CONFIGS["llama"], vocab_size=257)
     damaged = shutil.copytree(checkpoints / "llama", tmp_path / "damaged")
     file = next(damaged.glob("iter_*/*.safetensors"))
-    content = file.read_bytes()
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    flip(file)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "model.safetensors").touch()
     odd = llama_config(1, 32, 3, 257, ffn_hidden_size=64, num_query_groups=3, kv_channels=8)

@@ -19,7 +19,7 @@ from megatron_zpp.data.text.tokenizers import ByteTokenizer
 from tests.convert.hf.small_models import CONFIGS, POSITIONS, mapping_of, to_hf_config
 from tests.models.configs import llama_config
 from tests.ranks import run_ranks
-from tests.tools import call_well, call_wrongly
+from tests.tools import call_well, call_wrongly, cut
 from tests.training.small_run import start, train_quietly
 
 NO_TOKENIZER = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
@@ -193,10 +193,6 @@ def test_names_and_constants_of_older_files_are_read(tmp_path, name, change):
 def edit_config(folder: Path, **change: object) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 NORM = "model.layers.0.input_layernorm.weight"

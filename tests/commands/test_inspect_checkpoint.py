@@ -8,6 +8,7 @@ import pytest
 
 from megatron_zpp.commands.inspect_checkpoint import main
 from tests.ranks import run_ranks
+from tests.tools import flip
 from tests.training.small_run import flags, train_each
 
 
@@ -32,9 +33,7 @@ def test_verify(folder, tmp_path, capsys):
     assert main(["verify", str(folder)]) == 0
     copy = shutil.copytree(folder, tmp_path / "copy")
     file = copy / "iter_0000002" / "rank_00001.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-9] ^= 1
-    file.write_bytes(content)
+    flip(file, -9)
     capsys.readouterr()
     assert main(["verify", str(copy)]) == 1
     out = capsys.readouterr().out

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_zpp.data.index_cache import IndexCache, no_progress
+from tests.tools import cut, flip
 
 
 def numbers(advance):
@@ -61,16 +62,6 @@ def replaced_by(array):
     return lambda entry: np.save(entry / "a.npy", array, allow_pickle=array.dtype == object)
 
 
-def cut(entry):
-    os.truncate(entry / "a.npy", (entry / "a.npy").stat().st_size - 1)
-
-
-def flip(entry):
-    content = bytearray((entry / "a.npy").read_bytes())
-    content[-3] ^= 1
-    (entry / "a.npy").write_bytes(content)
-
-
 def pipe(entry):
     (entry / "a.npy").unlink()
     os.mkfifo(entry / "a.npy")
@@ -80,11 +71,11 @@ def pipe(entry):
     "damage",
     [
         empty,
-        cut,
-        flip,
+        lambda entry: cut(entry / "a.npy", -1),
+        lambda entry: flip(entry / "a.npy", -3),
         pipe,
         lambda entry: (entry / "b.npy").unlink(),
-        lambda entry: (entry / "a.npy").write_bytes(b""),
+        lambda entry: cut(entry / "a.npy", 0),
         lambda entry: (entry / "a.npy").write_bytes(b"garbage"),
         replaced_by(np.arange(999)),
         replaced_by(np.arange(1000, dtype=np.int32)),

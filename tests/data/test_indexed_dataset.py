@@ -15,6 +15,7 @@ from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions
 from megatron_zpp.data.index_cache import IndexCache
 from megatron_zpp.data.indexed_dataset import DTYPES, IndexedDataset, IndexedDatasetWriter, best_dtype
 from tests.data.small_data import GOLDEN, A, read, write
+from tests.tools import cut
 
 
 def test_bytes_on_disk(tmp_path):
@@ -119,14 +120,9 @@ def test_a_writer_goes_on_only_with_all_that_was_written(tmp_path, part):
     writer.close()
     writer = IndexedDatasetWriter(tmp_path / "x", "<u2", counts)
     writer.close()
-    path = tmp_path / f"x.{part}.partial"
-    os.truncate(path, path.stat().st_size - 1)
+    cut(tmp_path / f"x.{part}.partial", -1)
     with pytest.raises(ValueError, match=f"x.{part}.partial is missing or too short .*--restart"):
         IndexedDatasetWriter(tmp_path / "x", "<u2", counts)
-
-
-def cut(path, size):
-    path.write_bytes(path.read_bytes()[:size])
 
 
 def put(path, offset, number, kind="q"):

@@ -25,6 +25,7 @@ from megatron_zpp.settings.job import CheckpointSettings
 from megatron_zpp.zeropp.wire import moves
 from tests.crashes import run_killed
 from tests.ranks import FORKSERVER, run_ranks
+from tests.tools import cut, flip
 from tests.zeropp.training_on_ranks import ALL_FLAGS, Net, TiedNet, shard, step
 
 STEPS = 50
@@ -188,27 +189,26 @@ def test_killed_at_every_change_of_files(tmp_path):
     assert fatal >= 4
 
 
-def damage(path: Path, how: str) -> None:
-    content = bytearray(path.read_bytes())
-    if how == "changed":
-        content[-1] ^= 1
-    path.write_bytes({"cut": content[:-5], "changed": content, "foreign": b"\0" * 100, "empty": b""}[how])
+DAMAGE = {
+    "cut": lambda path: cut(path, -5),
+    "changed": flip,
+    "foreign": lambda path: path.write_bytes(b"\0" * 100),
+    "empty": lambda path: cut(path, 0),
+    "missing": Path.unlink,
+}
 
 
-@pytest.mark.parametrize("how", ["cut", "changed", "foreign", "empty", "missing"])
+@pytest.mark.parametrize("how", DAMAGE)
 @pytest.mark.parametrize("name", ["v00000003.json", "v00000003.rank00000.safetensors"])
 def test_a_damaged_file_is_one_clear_error(published, how, name):
     model, publisher, reader = published
     before = weights(model)
     change(model)
     publisher.publish(3)
-    if how == "missing":
-        (reader.folder / name).unlink()
-        if name.endswith("json"):  # the version is not there
-            assert not reader.update()
-            return
-    else:
-        damage(reader.folder / name, how)
+    DAMAGE[how](reader.folder / name)
+    if how == "missing" and name.endswith("json"):  # the version is not there
+        assert not reader.update()
+        return
     with pytest.raises(PublishError, match=rf"{name} .*: wait for the run's next anchor, or .*") as error:
         reader.update()
     assert "\n" not in str(error.value)
