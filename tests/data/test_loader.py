@@ -1,5 +1,6 @@
 """Batches: masks, positions, document boundaries, padding, workers, resuming."""
 
+import json
 import os
 import shutil
 from itertools import islice
@@ -19,8 +20,9 @@ from megatron_zpp.data.loader import (
     sharded_cyclic_order,
     stack_samples,
 )
+from megatron_zpp.data.order import check_order
 from megatron_zpp.optim.batch_size import BatchSchedule
-from tests.data.small_data import A
+from tests.data.small_data import A, B
 
 
 @pytest.fixture(scope="module")
@@ -206,3 +208,54 @@ def test_sharded_cyclic_order_keeps_ranks_to_their_part():
         resumed = sharded_cyclic_order(23, 18 + 6, 3, rank, 2)  # one block into the second epoch
         assert list(islice(resumed, 3)) == batches[4:7]
     assert [*sharded_cyclic_order(5, 0, 3, 0, 2), *cyclic_order(0, 0, 3, 0, 2)] == []
+
+
+@pytest.fixture
+def order(tmp_path):
+    def order(num_samples, path=(A,), seed=1234, stable_order=False):
+        options = SampleOptions(seq_length=128, seed=seed, stable_order=stable_order)
+        counts = (num_samples, 0, 0)
+        train = build_datasets(options, data_path=path, split="1", num_samples=counts, cache_path=str(tmp_path)).train
+        return json.loads(json.dumps(train.order))
+
+    return order
+
+
+def test_the_same_order_is_accepted(order):
+    check_order(order(100), order(257))
+    check_order(order(480), order(510))
+    check_order(order(257), order(900, stable_order=True))  # one epoch
+    check_order(order(900, stable_order=True), order(257))
+    blend = ("1", A, "2", B)
+    check_order(order(100, blend), order(120, blend))
+    check_order(order(100, blend, stable_order=True), order(900, blend, stable_order=True))
+
+
+@pytest.mark.parametrize(("before", "after"), [(257, 258), (300, 500), (500, 900)])
+def test_another_number_of_epochs_is_refused(order, before, after):
+    with pytest.raises(ValueError, match="--data-order-stable"):
+        check_order(order(before), order(after))
+    with pytest.raises(ValueError, match="dataset 2 of the blend, not 1"):
+        check_order(order(100, ("1", A, "9", B)), order(270, ("1", A, "9", B)))
+    with pytest.raises(ValueError, match="--data-order-stable"):
+        check_order(order(before), order(after), other_data=True)
+    if before > 257:
+        with pytest.raises(ValueError, match="takes any epochs"):
+            check_order(order(before), order(after, stable_order=True))
+    check_order(order(before), order(after, stable_order=True), other_data=True)
+
+
+def test_other_data_is_refused_unless_asked_for(order):
+    with pytest.raises(ValueError, match="the training data is not the checkpoint's"):
+        check_order(order(100), order(50, (B,)))
+    with pytest.raises(ValueError, match="--seed differ"):
+        check_order(order(100), order(100, seed=1))
+    with pytest.raises(ValueError, match="weights of the blend differ"):
+        check_order(order(100, ("1", A, "1", B)), order(100, ("1", A, "2", B)))
+    with pytest.raises(ValueError, match=r"(?s).bin file.*\(bin_sampled_sha256 [0-9a-f]+ there, 0 here\)"):
+        check_order(order(100), order(100) | {"bin_sampled_sha256": "0"})
+    older = {name: value for name, value in order(100).items() if name != "bin_sampled_sha256"}
+    check_order(older, order(100))
+    check_order(order(100), order(50, (B,)), other_data=True)
+    check_order(order(100, ("1", A, "1", B)), order(100, ("1", A, "2", B)), other_data=True)
+    check_order(order(100), order(100, seed=1), other_data=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -86,3 +88,65 @@ def test_lora_sends_little_more_than_the_adapters_between_nodes(words):
         assert later == sorted(set(later), reverse=True) and later[0] < 1.557  # what all 8-bit codes take
     else:
         assert set(later) == {later[0]}
+
+
+def steps_of(tmp_path, *words: str) -> list[tuple[dict[str, float], list[float]]]:
+    """Return what each step logged, and its bytes per parameter: of each model between nodes and within them."""
+    program = ("examples/library/trl_trainers.py", *words, "--output", str(tmp_path))
+    out = output_of("examples/library/on_cpus.py", *program)
+    lines = re.findall(r"^step \d+: (.*); bytes (.*)$", out, re.MULTILINE)
+    return [
+        ({name: float(value) for name, value in re.findall(r"(\w+) (-?[\d.]+)", logged)}, [*map(float, sent.split())])
+        for logged, sent in lines
+    ]
+
+
+def test_sft_learns_and_its_adapters_alone_cross_nodes(tmp_path):
+    (first, at_first), *_, (last, at_last) = steps_of(tmp_path, "sft", "--lora", "--steps", "12")
+    assert last["loss"] < 0.8 * first["loss"]
+    assert at_last[0] < 0.5 * at_first[0]
+
+
+def test_policy_and_reference_of_dpo_round_alike_and_the_reference_crosses_nodes_once(tmp_path):
+    (first, at_first), *later = steps_of(tmp_path, "dpo", "--steps", "4")
+    assert first["loss"] == round(math.log(2), 7) > later[-1][0]["loss"]
+    assert min(at_first) > 0 and [sent[2:] for _, sent in later] == [[0, 0]] * 3
+
+
+def test_rollouts_and_further_iterations_of_grpo_gather_nothing(tmp_path):
+    steps = steps_of(tmp_path, "grpo", "--steps", "8")
+    assert len({(between, within) for _, (between, within) in steps}) == 1  # those with rollouts, and those without
+    assert steps[0][1][1] < 2.2  # the weights' codes once, and those of the gradients
+
+
+CASES = [
+    "accelerate",
+    "Hugging Face Trainer",
+    "Lightning Trainer",
+    "torchtitan, chunked loss",
+    "Llama, fp16 and GradScaler",
+    "Llama, torchao AdamW8bit",
+]
+
+
+def test_other_loops_train_as_plain_fsdp2_and_cross_nodes_once_per_step(tmp_path):
+    """One test, since workers of pytest-xdist would each run the program for theirs."""
+    results = tmp_path / "rows.jsonl"
+    words = ["benchmarks/other_loops.py", *CASES, "--steps", "2", "--results", str(results)]
+    output_of("examples/library/on_cpus.py", *words)
+    all_rows = [json.loads(line) for line in results.read_text().splitlines()]
+    rows = {(row["case"], row["setting"], row["accumulation"]): row for row in all_rows}
+    assert len(rows) == len(CASES) * 3 * 2
+    for case in CASES:
+        for accumulation in (1, 4):
+            off, hierarchy, all_flags = (
+                rows[case, setting, accumulation]["largest_loss_difference"]
+                for setting in ("off", "hierarchy", "all flags")
+            )
+            assert off == 0 and hierarchy < 1e-5 and 0 < all_flags < 0.1, case
+        for setting in ("hierarchy", "all flags"):
+            one, four = (rows[case, setting, accumulation]["bytes_between_nodes"] for accumulation in (1, 4))
+            # torchtitan's chunked loss gathers by hand, and a look for unseen changes crosses each time: 6 bytes.
+            assert four == pytest.approx(one, rel=2e-5), case
+        off, all_flags = (rows[case, setting, 4]["bytes_between_nodes"][-1] for setting in ("off", "all flags"))
+        assert all_flags < off / 10, case

@@ -1,12 +1,16 @@
-"""LoCo's error of one hop by itself loses nothing in the long run."""
+"""LoCo's error of one hop, and the sum that waits for a step's last micro-batch: what rounding does to each."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_zpp.zeropp import LoCoConfig
-from megatron_zpp.zeropp.reduce.gradient_sum import GradientSum
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
+from megatron_zpp.zeropp.fsdp.formats import Formats
+from megatron_zpp.zeropp.fsdp.unit import UnitPart
+from megatron_zpp.zeropp.reduce.gradient_sum import GradientSum, NodeSum, round_to_bf16
 from megatron_zpp.zeropp.reduce.loco import ErrorFeedback
 from megatron_zpp.zeropp.wire.format import wire_format
 from megatron_zpp.zeropp.wire.layout import ParameterShard
@@ -31,3 +35,40 @@ def test_what_was_sent_telescopes(beta):
     expected = sent - feedback.decode(feedback.error).double() / (1 - beta)
     torch.testing.assert_close(arrived, expected, rtol=0, atol=2e-3)
     assert (arrived - sent).abs().max() > 0.1  # what the error accounts for is not nothing
+
+
+BLOCKS, SIZE = 64, 32
+SMALL = 2.0**-10  # an eighth of a step, of bf16 above 1 and of int8 in a block whose largest value is 1
+
+
+def node_sum(dtype: str) -> NodeSum:
+    shards = (ParameterShard("matrix", BLOCKS * SIZE, True), ParameterShard("bias", 3, False))
+    unit = SimpleNamespace(device=torch.device("cpu"), trainable=UnitPart.whole(shards))
+    config = ZeroPPConfig(quantized_gradients=True, gradient_block_size=SIZE, gradient_sum_dtype=dtype)
+    return NodeSum(unit, Formats(config, num_nodes=2))
+
+
+def values(first: float, others: float) -> torch.Tensor:
+    """[1, L], with ``first`` where a block begins."""
+    of_blocks = torch.full((BLOCKS, SIZE), others)
+    of_blocks[:, 0] = first
+    return torch.cat([of_blocks.flatten(), torch.full((3,), others)]).unsqueeze(0)
+
+
+@pytest.mark.parametrize("dtype, others", [("fp32", 0.0), ("bf16", 1.0), ("int8", 0.0)])
+def test_what_is_less_than_half_a_step_is_not_lost(dtype, others):
+    total, start = node_sum(dtype), values(1.0, others)
+    total.add(GradientSum(start), noise_seed=0)
+    for micro_batch in range(1, 65):
+        total.add(GradientSum(values(0.0, SMALL)), noise_seed=micro_batch)
+    gained = (total.plus(GradientSum(torch.zeros_like(start))).compute() - start)[0, : BLOCKS * SIZE]
+    assert gained.view(BLOCKS, SIZE)[:, 1:].mean().item() == pytest.approx(64 * SMALL, rel=0.05)
+
+
+def test_nan_and_inf_stay_in_bf16():
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0, -0.0])
+    # The NaN of all ones would overflow into a zero.
+    all_ones = torch.tensor([-1, 2**31 - 1], dtype=torch.int32).view(torch.float32)
+    for seed in range(100):
+        rounded = round_to_bf16(torch.cat([special, all_ones]), seed).float()
+        assert rounded[[0, 5, 6]].isnan().all() and rounded[1:5].equal(special[1:5])

@@ -1,4 +1,6 @@
-"""Finding which ranks share a node."""
+"""Finding which ranks share a node; a process alone; bytes counted against rings and pieces written out."""
+
+from __future__ import annotations
 
 import os
 from datetime import timedelta
@@ -9,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.zeropp import ZeroPPConfig
+from megatron_zpp.zeropp import OwnRank, ZeroPPConfig
 from megatron_zpp.zeropp.fsdp import topology
-from megatron_zpp.zeropp.fsdp.topology import _ranks_per_node_of, build_topology
+from megatron_zpp.zeropp.fsdp.collectives import count_flat_ring, count_reduce_scatter
+from megatron_zpp.zeropp.fsdp.shared import Traffic
+from megatron_zpp.zeropp.fsdp.topology import RankLayout, _ranks_per_node_of, build_topology
 from megatron_zpp.zeropp.own_rank import local_part
 from megatron_zpp.zeropp.reduce import reduce_scatter
 from tests.ranks import run_in_turn
@@ -113,3 +117,48 @@ def test_a_node_size_beyond_the_node_is_refused(on_four_ranks):
     assert [groups[2] for groups in on_four_ranks["1 per node"]] == [[0], [1], [2], [3]]
     for message in on_four_ranks["4 per node"]:
         assert "4 data-parallel ranks per node, but those from 0 on run on several" in message
+
+
+def test_a_process_without_a_process_group_is_the_only_rank():
+    assert not dist.is_initialized()
+    ranks = OwnRank()
+    assert (ranks.world_size, len(ranks)) == (1, 1)
+    tensor = torch.ones(3)
+    assert ranks.shards_of(tensor)[0] is tensor and ranks.gather(tensor) is tensor
+
+
+def test_its_random_states_are_seeded_and_taken_back():
+    random_states = OwnRank().random_states
+    random_states.seed(lambda rank: 7 + rank)
+    state, numbers = random_states.state_dict(), torch.rand(3)
+    assert "0.cpu" in state
+    random_states.load_state_dict(state)
+    assert torch.rand(3).equal(numbers)
+    assert torch.rand(3, generator=torch.Generator().manual_seed(7)).equal(numbers)
+
+
+@pytest.mark.parametrize("num_nodes, ranks_per_node, crossing", [(2, 3, {2, 5}), (1, 6, set()), (6, 1, set(range(6)))])
+def test_only_the_last_rank_of_a_node_sends_to_another_one(num_nodes, ranks_per_node, crossing):
+    """Each of 6 ranks passes 5 pieces on; gloo's reduce-scatter goes around twice."""
+    for rank in range(6):
+        layout, gathered, reduced = RankLayout(num_nodes, ranks_per_node, rank), Traffic(), Traffic()
+        assert (layout.node, layout.local_rank) == divmod(rank, ranks_per_node)
+        count_flat_ring(gathered, layout, 100)
+        count_reduce_scatter(reduced, layout, torch.empty(25))
+        assert gathered == (Traffic(0, 500) if rank in crossing else Traffic(500, 0))
+        assert reduced == (Traffic(0, 1000) if rank in crossing else Traffic(1000, 0))
+        on_gpu = Traffic()
+        count_reduce_scatter(on_gpu, layout, torch.empty(25, device="meta"))
+        assert on_gpu == gathered
+
+
+def test_an_evaluation_counts_only_what_stays():
+    layout, traffic = RankLayout(num_nodes=2, ranks_per_node=1, rank=0), Traffic()
+    with traffic.evaluating():
+        count_flat_ring(traffic, layout, 100)
+        count_reduce_scatter(traffic, layout, torch.empty(25))
+        assert traffic.take() == Traffic(0, 0)
+        count_flat_ring(traffic, layout, 100, stays=True)
+    traffic.add(intra_node=7)
+    assert traffic.take() == Traffic(7, 100)
+    assert traffic.take() == Traffic(0, 0)

@@ -1,0 +1,110 @@
+"""What programs of benchmarks/ count, measure and draw, each in a small run."""
+
+from __future__ import annotations
+
+import between_islands
+import launches
+import lifecycle_fuzz
+import pytest
+import scaling
+import torch.distributed as dist
+from common import read_rows
+
+from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.families import LLAMA
+from megatron_zpp.planning.needs.division import RankGrid
+from megatron_zpp.planning.needs.estimate import communicators
+from megatron_zpp.zeropp.wire import kernels
+from tests.ranks import run_ranks
+
+SMALL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2"
+EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 64"
+WAITS = {  # of two layers: for the step's numbers, for sizes of moved codes, for tokens that come
+    "--zeropp zero3": 1,
+    "--zeropp int6": 2,
+    f"{EXPERTS} --zeropp zero3 --moe-expert-capacity-factor 1.0": 1,
+    f"{EXPERTS} --zeropp int8 --expert-model-parallel-size 8": 2 + 2,
+    f"{EXPERTS} --zeropp int8 --expert-model-parallel-size 8 --moe-expert-capacity-factor 1.0": 2,
+}
+
+
+def host_waits() -> dict[str, int]:
+    dist.destroy_process_group()  # that of the test's own rank
+    common = f"{launches.COMMON} {SMALL} --seq-length 128 --vocab-size 512"
+    return {flags: launches.count(f"{common} {flags}")["host waits"] for flags in WAITS}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(kernels.why_not_loaded is not None, reason=f"needs kernels: {kernels.why_not_loaded}")
+def test_a_step_waits_for_its_numbers_sizes_and_tokens_alone():
+    assert run_ranks(1, host_waits) == [WAITS]
+
+
+def test_the_estimator_counts_communicators():
+    for row in launches.read_rows(launches.PATH):
+        if row["code"] == "now":
+            flags = launches.flags_of(row["model"], row["recipe"]).split()
+            settings = parse_settings(LLAMA, flags, launches.NODES * launches.PER_NODE, note=lambda text: None)
+            number, nbytes = communicators(settings, RankGrid(launches.NODES, launches.PER_NODE, settings.distributed))
+            assert number == row["counts"]["communicators"], row["recipe"]
+            assert nbytes > number * 5e8
+
+
+def test_islands_and_gradients_within_one_node_have_communicators_too():
+    shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --lr 1e-3"
+
+    def number(nodes: int, flags: str) -> int:
+        words = f"{shape} --train-iters 1 --mock-data --vocab-size 64 --num-workers 0 {flags}".split()
+        settings = parse_settings(LLAMA, words, nodes * 8, note=lambda text: None)
+        return communicators(settings, RankGrid(nodes, 8, settings.distributed))[0]
+
+    assert number(4, "--islands 2 --zeropp zero3") == number(4, "--zeropp zero3") + 2  # an island's, and between them
+    assert number(1, "--zero-quantized-gradients") == number(1, "") + 1
+
+
+def test_growth_is_the_simplest_that_fits():
+    for name, values in (("constant", [7, 7, 7, 7]), ("log W", [5, 6, 7, 8]), ("W", [10, 14, 22, 38])):
+        kind, function = scaling.fit((4, 8, 16, 32), values)
+        assert kind == name and round(function(64)) == {"constant": 7, "log W": 9, "W": 70}[name]
+
+
+@pytest.mark.long
+def test_steps_logs_and_saves_do_as_much_with_twice_the_ranks():
+    few, many = scaling.count(4), scaling.count(8)
+    for phase in ("load", "step", "log", "evaluation", "save", "exit", "loop"):
+        for what in ("collectives", "requests to the store", "barriers", "groups"):
+            assert {rank[phase].get(what, 0) for rank in many} == {few[0][phase].get(what, 0)}, (phase, what)
+    for phase in ("load", "step", "log", "evaluation", "exit", "loop"):
+        assert not any(rank[phase].get("bytes of objects") for rank in many), phase
+    of_others = [max(rank["save"]["bytes of objects"] for rank in ranks[1:]) for ranks in (few, many)]
+    assert of_others[1] < 1.2 * of_others[0]
+    assert sum(rank["log"]["lines"] for rank in many) == 1
+
+
+H = 192
+PARAMETERS = 1024 * H + 128 * H + 2 * (12 * H * H + 13 * H) + 2 * H  # vocabulary, positions, two layers, last norm
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("namespaces_allowed")
+def test_islands_send_what_they_count(tmp_path, monkeypatch, capsys):
+    """Two intervals of three steps, of which each sends one agreement and hardly anything else."""
+    flags = "--islands 2 --island-sync-interval 3 --island-fragments 2 --island-sync-delay 1"
+    monkeypatch.setattr(between_islands, "SETTINGS", {"streaming": between_islands.Setting(flags, 10, 2, 3)})
+    monkeypatch.setattr(between_islands, "RESULTS", tmp_path / "results.jsonl")
+    monkeypatch.setattr(between_islands, "RATE", "200mbit")
+    between_islands.measure_all()
+    (row,) = read_rows(between_islands.RESULTS)
+    assert row["steps"] == 6
+    # Every interval all fp32 parameters leave each island: a piece to the other, and one of the mean.
+    assert row["counted_bytes_per_node_and_step"] == pytest.approx(4 * PARAMETERS / 3, rel=0.01)
+    assert row["bytes_per_node_and_step"] == pytest.approx(row["counted_bytes_per_node_and_step"], rel=0.1)
+    assert "| streaming |" in capsys.readouterr().out
+    between_islands.measure_all()  # what is there is not measured again
+    assert read_rows(between_islands.RESULTS) == [row]
+
+
+@pytest.mark.long
+def test_a_run_lives_through_what_hypothesis_draws(tmp_path):
+    rows = lifecycle_fuzz.fuzz(1, 5, tmp_path / "rows")
+    assert len(rows) >= 5 and sum(len(row["did"]) for row in rows) > 10
