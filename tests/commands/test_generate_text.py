@@ -15,7 +15,7 @@ from megatron_zpp.data.text.tokenizers import ByteTokenizer
 from megatron_zpp.families import ARCHITECTURES
 from tests.ranks import run_ranks
 from tests.tools import call, cut
-from tests.training.small_run import ROOT, torchrun, train_each
+from tests.training.small_run import ROOT, ended, torchrun, train_each
 from tests.warm_python import programs
 
 ALPHABET = "abcdefghijklmnop"
@@ -125,8 +125,7 @@ def test_the_generator_follows_a_run_of_other_processes(tmp_path):
     finally:
         generator.kill()
     assert written.endswith(f"== step 60\n{ALPHABET}\n") and len(steps) > 3 and steps == sorted(set(steps))
-    _, err = trainer.communicate(timeout=180)
-    assert trainer.returncode == 0, err
+    ended(trainer)
 
 
 def test_errors_are_one_line(checkpoint, tmp_path, sample):

@@ -8,7 +8,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.test_readme import SETUP, blocks, commands, run_as_printed
 from tests.tools import run
-from tests.training.small_run import torchrun
+from tests.training.small_run import ended, torchrun
 
 TUTORIALS = ROOT / "docs" / "tutorials"
 
@@ -64,9 +64,7 @@ def test_model_to_chat_is_short():
 @pytest.mark.long
 @pytest.mark.parametrize("program", ["plain_pytorch.py", "huggingface_llama.py", "islands.py"])
 def test_the_loss_falls(program):
-    process = torchrun(4, [], script=f"examples/library/{program}")
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
+    out, _ = ended(torchrun(4, [], script=f"examples/library/{program}"))
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", out)]
     assert len(losses) == 4 and losses[-1] < 0.96 * losses[0]
     sent = [float(megabytes) for megabytes in re.findall(r"sent ([\d.]+) MB", out)]

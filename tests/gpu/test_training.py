@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.gpu.staged_backend import NAME, register
 from tests.ranks import run_ranks
-from tests.training.small_run import ROOT, flags, torchrun, train_each
+from tests.training.small_run import ROOT, ended, flags, torchrun, train_each
 
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 ALL_FLAGS = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients"
@@ -63,10 +63,6 @@ def test_training_equals_gloo(device, runs, on_gloo, tmp_path):
         assert results[0][name][1] == pytest.approx(norms, rel=2e-2), name
 
 
-def logged_losses(output):
-    return [float(loss) for loss in re.findall(r"lm loss: (\S+)", output)]
-
-
 @pytest.mark.long
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_program_resumes(runs, tmp_path):
@@ -74,10 +70,8 @@ def test_the_program_resumes(runs, tmp_path):
 
     def losses(*more):
         argv = ["cuda", str(ROOT / "pretrain_gpt.py"), *runs["moved codes"], *more]
-        process = torchrun(4, argv, script="tests/gpu/share_device.py")
-        output, errors = process.communicate(timeout=240)
-        assert process.returncode == 0, errors
-        return logged_losses(output)
+        out, _ = ended(torchrun(4, argv, script="tests/gpu/share_device.py"))
+        return [float(loss) for loss in re.findall(r"lm loss: (\S+)", out)]
 
     whole = losses("--save", str(tmp_path), "--save-interval", "4", "--train-iters", "8")
     resumed = losses("--load", str(tmp_path), "--ckpt-step", "4", "--train-iters", "8")

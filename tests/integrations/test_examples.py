@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.training.small_run import torchrun
+from tests.training.small_run import ended, torchrun
 
 pytestmark = pytest.mark.integrations
 STEPS = 8
@@ -20,10 +20,7 @@ HALF = STEPS // 2
 
 
 def output_of(script: str, *words: str) -> str:
-    process = torchrun(4, [*words], script=script)
-    out, err = process.communicate(timeout=280)
-    assert process.returncode == 0, err
-    return out + err
+    return "".join(ended(torchrun(4, [*words], script=script)))
 
 
 def losses_of(*words: str) -> list[float]:

@@ -27,7 +27,7 @@ from tests.conftest import ROOT
 from tests.islands.elastic_island import INTERVAL, build_sharded, config_of, train_step
 from tests.ranks import free_port
 from tests.tools import run
-from tests.training.small_run import torchrun
+from tests.training.small_run import ended, torchrun
 
 Saved = dict[str, list[Tensor]]
 
@@ -77,10 +77,7 @@ def words_of(address: str, **more: object) -> list[str]:
 
 def logs_of(*islands: subprocess.Popen) -> list[str]:
     """Wait for the islands to succeed; return what each logged."""
-    errors = []
-    for island in islands:
-        errors.append(island.communicate(timeout=150)[1])
-        assert island.returncode == 0, errors[-1]
+    errors = [ended(island)[1] for island in islands]
     return ["\n".join(re.findall(r"^island \d: .*", error, flags=re.MULTILINE)) for error in errors]
 
 

@@ -151,6 +151,13 @@ def torchrun(
     )
 
 
+def ended(process: subprocess.Popen, status: int = 0, timeout: float = 280) -> tuple[str, str]:
+    """Stdout and stderr of a program, which must end with ``status``."""
+    out, err = process.communicate(timeout=timeout)
+    assert process.returncode == status, out + err
+    return out, err
+
+
 def ranks_of(torchrun: subprocess.Popen) -> list[int]:
     """Process ids of the ranks that ``torchrun`` runs, in order. What is warm is no child of torchrun's."""
     job, found = _environment_of(torchrun.pid)["JOB_OF_TEST"], {}
@@ -175,8 +182,7 @@ def err_after_a_kill(process: subprocess.Popen, rank: int) -> str:
     """stderr of a job of ``torchrun`` that ended since this rank was killed in training, and was named at the end."""
     wait_for_iteration(process, 3)
     os.kill(ranks_of(process)[rank], signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
+    _, err = ended(process, status=1)
     report = err[err.index("Root Cause (first observed failure)") :]
     assert f"rank      : {rank} (local_rank: {rank})" in report and "host      : " in report and "Signal 9" in report
     return err

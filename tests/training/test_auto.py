@@ -14,7 +14,7 @@ from megatron_zpp.planning.cluster import default_cluster
 from megatron_zpp.planning.step import StepTime
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.zeropp.recipes import LOSS_BUDGET, RECIPES
-from tests.training.small_run import NO_DROPOUT, flags, torchrun
+from tests.training.small_run import NO_DROPOUT, ended, flags, torchrun
 
 
 def times(**seconds: tuple[float, float]) -> dict[str, tuple[StepTime, StepTime]]:
@@ -73,9 +73,7 @@ def test_a_run_decides_before_its_first_step_and_keeps_that(data, tmp_path):
     argv = flags(data, NO_DROPOUT, saved, "--zeropp auto --zeropp-ranks-per-node 2", length="--train-iters 2")
 
     def said(*more: str) -> str:
-        out, err = (process := torchrun(4, [*argv, *more])).communicate(timeout=280)
-        assert process.returncode == 0, err
-        return out
+        return ended(torchrun(4, [*argv, *more]))[0]
 
     first = said()
     (chosen,) = re.findall(r"^--zeropp auto: (\w+) \(.*Measured in \d+ s: 2 nodes of 2 ranks", first, re.MULTILINE)

@@ -17,7 +17,7 @@ from megatron_zpp.families import GPT
 from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.training.setup import build_run
 from tests.ranks import free_port, run_ranks
-from tests.training.small_run import flags, torchrun
+from tests.training.small_run import ended, flags, torchrun
 
 # As torchrun runs it: all ranks start, one speaks, none is left
 
@@ -50,9 +50,8 @@ def test_torchrun_reports_a_mistake_once(data, tmp_path):
     }
     processes = [torchrun(2, flags(data, case)) for case in cases]
     for process, expected in zip(processes, cases.values(), strict=True):
-        _, err = process.communicate(timeout=60)
+        _, err = ended(process, status=1)  # torchrun's; its report is of one rank, and repeats the mistake
         assert [part in error for part, error in zip(expected, our_errors(err), strict=True)] == [True] * len(expected)
-        assert process.returncode == 1  # torchrun's; its report is of one rank, and repeats the mistake
         report = err[err.index("FAILED") :]
         assert report.count("exitcode  : 2") == report.count("exitcode") == 1 and expected[0] in report
 
@@ -60,10 +59,8 @@ def test_torchrun_reports_a_mistake_once(data, tmp_path):
 def test_an_error_that_every_rank_meets_on_its_own_is_said_once(data, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(MEETS_AN_ERROR)
-    process = torchrun(2, flags(data), str(script))
-    _, err = process.communicate(timeout=60)
+    _, err = ended(torchrun(2, flags(data), str(script)), status=1)
     assert our_errors(err) == ["error: met by all"]
-    assert process.returncode != 0
 
 
 def test_an_island_without_others_says_so_at_once_and_ends_in_one_line(data, tmp_path):
@@ -71,9 +68,9 @@ def test_an_island_without_others_says_so_at_once_and_ends_in_one_line(data, tmp
     secret.write_text("s" * 32)
     where = f"localhost:{free_port()}"
     who = f"--islands 2 --islands-may-leave --island-number 0 --island-secret-file {secret}"
-    process = torchrun(2, flags(data, who, f"--island-lighthouse {where} --island-patience-seconds 3"))
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1 and err.count(f"island 0: the lighthouse at {where}: ") == 1
+    argv = flags(data, who, f"--island-lighthouse {where} --island-patience-seconds 3")
+    _, err = ended(torchrun(2, argv), status=1)
+    assert err.count(f"island 0: the lighthouse at {where}: ") == 1
     (line,) = our_errors(err)
     assert line.startswith("error: island 0 found no others, or no lighthouse, in 3 seconds: ") and "refused" in line
     assert "megatron_zpp/islands" not in err  # no traceback of ours
@@ -91,11 +88,10 @@ def test_an_environment_that_no_launcher_makes(data):
     ]
     processes = [torchrun(0, flags(data), **more, **{name: value}) for name, value, more in cases]
     for process, (name, value, _) in zip(processes, cases, strict=True):
-        _, err = process.communicate(timeout=60)
+        _, err = ended(process, status=2)
         (line,) = err.splitlines()
         assert line.startswith("error: ") and f"{name} in the environment must be a whole number from " in line
         assert f"is '{value}': start the ranks with torchrun, or unset it for a single one" in line
-        assert process.returncode == 2
 
 
 # The same on ranks that are there already

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_zpp.commands import estimate, pretrain
 from megatron_zpp.families import GPT
-from tests.training.small_run import torchrun
+from tests.training.small_run import ended, torchrun
 
 SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --lr 1e-3 "
 COMMAND = SHAPE + "--train-iters 10 --bf16 --global-batch-size 2048"
@@ -144,13 +144,10 @@ def test_a_launcher_s_node_must_divide_the_ranks(dry_run):
 
 
 def test_the_number_of_ranks_needs_its_switch():
-    process = torchrun(0, shlex.split(f"{COMMAND} {FAKE} --dry-run-world-size 4"))
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 2 and err == "error: --dry-run-world-size needs --dry-run\n"
+    _, err = ended(torchrun(0, shlex.split(f"{COMMAND} {FAKE} --dry-run-world-size 4")), status=2)
+    assert err == "error: --dry-run-world-size needs --dry-run\n"
 
 
 def test_under_torchrun():
-    process = torchrun(2, shlex.split(f"{COMMAND} {FAKE} --dry-run"))
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
+    out, _ = ended(torchrun(2, shlex.split(f"{COMMAND} {FAKE} --dry-run")))
     assert out.count("nothing was started") == 1 and "2 rank(s) on 1 node(s)" in out

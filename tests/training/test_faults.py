@@ -29,6 +29,7 @@ from tests.training.small_run import (
     NO_DROPOUT,
     ROOT,
     call_pretrain,
+    ended,
     flags,
     ranks_of,
     start,
@@ -59,9 +60,7 @@ main(GPT)
 
 def test_a_bug_on_one_rank_is_named_with_its_traceback(data, tmp_path):
     (script := tmp_path / "train.py").write_text(HAS_A_BUG)
-    process = torchrun(2, flags(data), str(script))
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
+    _, err = ended(torchrun(2, flags(data), str(script)), status=1)
     report = err[err.index("Root Cause (first observed failure)") :]
     assert "rank      : 1 (local_rank: 1)" in report and f"rank 1 on {socket.gethostname()} failed" in report
     assert "in broken" in report and "AssertionError: planted" in report  # the traceback
@@ -75,8 +74,7 @@ def test_torchrun_brings_the_job_back_from_its_last_checkpoint(data, tmp_path):
     process = torchrun(2, [*argv, *save.split()], launcher=["--max-restarts", "3"])
     wait_for_iteration(process, 7)
     os.kill(ranks_of(process)[0], signal.SIGKILL)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
+    out, _ = ended(process)
     assert re.search(r"successfully loaded checkpoint \S+ at iteration [369]", out)
     read = "".join(f"iteration {step}/" for step in range(1, 8))  # by ``wait_for_iteration``
     assert 0 < steps_lost(read + out) <= 6  # of the interval, and of the save that was being written
@@ -161,8 +159,7 @@ def test_a_stuck_collective_is_named(data, tmp_path, capsys, monkeypatch, layout
         error = next(line for line in lines if line.startswith("error: rank 0"))
     finally:
         os.kill(stopped, signal.SIGKILL)
-    process.communicate(timeout=60)
-    assert process.returncode == 1
+    ended(process, status=1)
     assert re.search(
         r"failed in (the (all-gather|reduce-scatter) of (layers\.\d|the root module)|\w+ of \w+ \(\w+.py)", error
     )

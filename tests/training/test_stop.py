@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_zpp.checkpoint import read_meta
 from megatron_zpp.checkpoint.folder import complete_checkpoints, iteration_of
 from tests.ranks import run_ranks
-from tests.training.small_run import flags, start, torchrun, train_quietly
+from tests.training.small_run import ended, flags, start, torchrun, train_quietly
 
 EVAL_ITERS = 3
 
@@ -42,8 +42,7 @@ main(GPT)
 def test_ctrl_c_on_one_rank_saves_and_ends_all(data, tmp_path):
     (script := tmp_path / "train.py").write_text(CTRL_C)
     asked = f"--exit-signal-handler --save {tmp_path} --save-interval 100000 --num-workers 1 --train-iters 100000"
-    out, err = (process := torchrun(2, flags(data, asked), str(script))).communicate(timeout=60)
-    assert process.returncode == 0, err
+    out, _ = ended(torchrun(2, flags(data, asked), str(script)))
     iteration = int(re.search(r"exiting program at iteration (\d+), saved in", out)[1])
     assert iteration in (4, 5)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == f"{iteration}\n"
@@ -54,8 +53,8 @@ def test_ctrl_c_without_the_handler_is_one_line_that_says_what_is_saved(data, tm
     every = every.replace("os.kill(os.getpid(), signal.SIGINT)", "[os.kill(rank, signal.SIGINT) for rank in ranks]")
     (script := tmp_path / "train.py").write_text(f"{IMPORT}{every}")
     save = f"--save {tmp_path} --save-interval 2 --no-async-save --num-workers 1 --train-iters 100000"
-    _, err = (process := torchrun(2, flags(data, save), str(script))).communicate(timeout=60)
-    assert process.returncode == 1 and "Signal 2 (SIGINT)" in err
+    _, err = ended(torchrun(2, flags(data, save), str(script)), status=1)
+    assert "Signal 2 (SIGINT)" in err
     (line,) = [line for line in err.splitlines() if line.startswith("interrupted")]
     assert line.startswith(f"interrupted after iteration 3, not saved: --load {tmp_path} goes on from iter_0000002.")
     assert "KeyboardInterrupt" not in err and "error: rank" not in err and "[rank" not in err
@@ -170,8 +169,7 @@ def test_before_the_first_step_is_done_a_signal_ends_a_run_at_once(data, tmp_pat
         argv = flags(data, f"--exit-signal-handler --save {tmp_path / function} --save-interval 1")
         processes[number] = torchrun(0, argv, str(script))
     for number, process in processes.items():
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == -number, err
+        _, err = ended(process, status=-number)
         assert "Traceback" not in err and "error" not in err
         assert ("interrupted before the run began: nothing is saved" in err) == (number == signal.SIGINT)
     assert not [*tmp_path.glob("*/iter_*")]
