@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import base64
+import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
+import sentencepiece
+
+from megatron_zpp.data.build import build_datasets
+from megatron_zpp.data.gpt_dataset import SampleOptions
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -30,6 +36,22 @@ def read(prefix: str | Path) -> list[list[list[int]]]:
 def bytes_of(folder: Path) -> dict[str, bytes]:
     """Content of all files but the input."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "in.jsonl"}
+
+
+def train_data(cache: Path, num_samples: int = 100, path: Sequence[str] = (A,), **options: Any) -> Any:
+    """Build the training data alone; ``options``: of its samples."""
+    sample, counts = SampleOptions(**{"seq_length": 128, "seed": 1234} | options), (num_samples, 0, 0)
+    return build_datasets(sample, data_path=[*path], split="1", num_samples=counts, cache_path=str(cache)).train
+
+
+def train_sentencepiece(path: Path, texts: Iterable[str], **options: Any) -> str:
+    """Train a model that keeps every byte of a text; return its path."""
+    model = io.BytesIO()
+    kept = dict(byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False)
+    options = dict(model_type="bpe", minloglevel=2) | kept | options
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, **options)
+    path.write_bytes(model.getvalue())
+    return str(path)
 
 
 def write_ranks(path: Path, tokens: Iterable[bytes]) -> str:

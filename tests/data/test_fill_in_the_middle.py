@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.data.build import build_datasets
 from megatron_zpp.data.fill_in_the_middle import FillInTheMiddle, find_token
-from megatron_zpp.data.gpt_dataset import SampleOptions
 from megatron_zpp.data.text.tokenizers import ByteTokenizer, NullTokenizer
-from tests.data.small_data import A, write
+from tests.data.small_data import train_data, write
 
 EOD, PREFIX, MIDDLE, SUFFIX = 0, 101, 102, 103
 
@@ -79,14 +77,8 @@ def test_every_cut_is_as_likely_as_its_draws():
 
 
 def test_samples_are_the_same_in_any_order_of_reading(tmp_path):
-    def build(**options):
-        options = SampleOptions(seq_length=128, seed=1234, eod=256, **options)
-        return build_datasets(
-            options, data_path=[A], split="1", num_samples=(300, 0, 0), cache_path=str(tmp_path)
-        ).train
-
-    fim = FillInTheMiddle(300, 301, 302)
-    dataset, resumed, plain = build(fill_in_the_middle=fim), build(fill_in_the_middle=fim), build()
+    fims = (FillInTheMiddle(300, 301, 302),) * 2 + (None,)
+    dataset, resumed, plain = (train_data(tmp_path, 300, eod=256, fill_in_the_middle=fim) for fim in fims)
     read = [dataset[i] for i in range(len(dataset))]
     for i in (len(dataset) - 1, 250, 3):
         assert np.array_equal(resumed[i], read[i])
@@ -100,8 +92,8 @@ def test_each_sample_has_draws_of_its_own(tmp_path):
     write(tmp_path / "x", [[[*range(1, 64), 0]]] * 40)
     samples = []
     for seed in (1, 2):
-        options = SampleOptions(64, seed, eod=0, fill_in_the_middle=FillInTheMiddle(101, 102, 103, rate=1.0))
-        dataset = build_datasets(options, data_path=[str(tmp_path / "x")], split="1", num_samples=(39, 0, 0)).train
+        options = dict(seq_length=64, seed=seed, eod=0, fill_in_the_middle=FillInTheMiddle(101, 102, 103, rate=1.0))
+        dataset = train_data(tmp_path, 39, [str(tmp_path / "x")], **options)
         samples += [tuple(dataset[i].tolist()) for i in range(39)]
     assert len(set(samples)) > 60  # of 78
 

@@ -11,7 +11,7 @@ import pytest
 from megatron_zpp.commands.data.inspect_dataset import digest_dataset
 from megatron_zpp.data.build import build_datasets
 from megatron_zpp.data.gpt_dataset import SampleOptions
-from tests.data.small_data import GOLDEN, A, B
+from tests.data.small_data import GOLDEN, A, B, train_data
 
 EXPECTED = json.loads((GOLDEN / "golden.json").read_text())
 OPTIONS = SampleOptions(seq_length=128, seed=1234)
@@ -67,8 +67,7 @@ def test_dataset_equals_megatrons(tmp_path, name):
 
 
 def test_blend_equals_megatrons(tmp_path):
-    paths = ["0.3", A, "0.7", B]
-    blend = build_datasets(OPTIONS, data_path=paths, split="1", num_samples=(300, 0, 0), cache_path=str(tmp_path)).train
+    blend = train_data(tmp_path, 300, ["0.3", A, "0.7", B])
     found, expected = digest_dataset(blend), EXPECTED["blend_0.3_0.7_300"]
     assert {name: found[name] for name in expected} == expected
     assert blend[1].tolist() == blend.datasets[0][0].tolist()

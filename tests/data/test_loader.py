@@ -22,22 +22,17 @@ from megatron_zpp.data.loader import (
 )
 from megatron_zpp.data.order import check_order
 from megatron_zpp.optim.batch_size import BatchSchedule
-from tests.data.small_data import A, B
+from tests.data.small_data import A, B, train_data
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    return dataset_of(tmp_path_factory.mktemp("cache"))
+    return train_data(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")
 def long_dataset(tmp_path_factory):
-    return dataset_of(tmp_path_factory.mktemp("cache"), num_samples=600)
-
-
-def dataset_of(cache, num_samples=100, path=A):
-    options, counts = SampleOptions(seq_length=128, seed=1234), (num_samples, 0, 0)
-    return build_datasets(options, data_path=[path], split="1", num_samples=counts, cache_path=str(cache)).train
+    return train_data(tmp_path_factory.mktemp("cache"), num_samples=600)
 
 
 def loader_of(dataset, consumed_samples=0, rank=0, ranks=1, micro_batch_size=2, num_workers=0, **options):
@@ -144,7 +139,7 @@ def test_workers_give_the_same_batches_and_leave_random_state_alone(dataset):
 def test_a_file_that_is_cut_is_named_in_one_line(tmp_path, num_workers):
     for suffix in (".bin", ".idx"):
         shutil.copy(A + suffix, tmp_path)
-    dataset = dataset_of(tmp_path, path=str(tmp_path / "a"))
+    dataset = train_data(tmp_path, path=[str(tmp_path / "a")])
     os.truncate(tmp_path / "a.bin", 1000)
     with pytest.raises(ValueError, match=r"^\S+/a\.bin holds 1000 bytes, and held 65930 when it was opened: [^\n]*$"):
         next(loader_of(dataset, num_workers=num_workers))
@@ -213,9 +208,7 @@ def test_sharded_cyclic_order_keeps_ranks_to_their_part():
 @pytest.fixture
 def order(tmp_path):
     def order(num_samples, path=(A,), seed=1234, stable_order=False):
-        options = SampleOptions(seq_length=128, seed=seed, stable_order=stable_order)
-        counts = (num_samples, 0, 0)
-        train = build_datasets(options, data_path=path, split="1", num_samples=counts, cache_path=str(tmp_path)).train
+        train = train_data(tmp_path, num_samples, path, seed=seed, stable_order=stable_order)
         return json.loads(json.dumps(train.order))
 
     return order

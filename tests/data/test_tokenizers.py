@@ -1,6 +1,5 @@
 """Every tokenizer gives texts back, ends documents with a separate id, and names what it misses."""
 
-import io
 import json
 import os
 import sys
@@ -15,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from tokenizers.processors import TemplateProcessing
 
 from megatron_zpp.data.text.tokenizers import build_tokenizer
-from tests.data.small_data import BYTES, write_ranks
+from tests.data.small_data import BYTES, train_sentencepiece, write_ranks
 
 TEXTS = ["the cat sat on the mat\n", "größe naïve 東京 🙂", "  indented\n\n\ttext  ", "a<|endoftext|>b </s>"]
 CORPUS = [f"{TEXTS[i % 2]} number {i}\n    the cat sat again" for i in range(200)]
@@ -33,21 +32,7 @@ def byte_level_bpe():
 
 
 def write_sentencepiece_model(path: Path, **special_ids: int) -> str:
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=320,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        add_dummy_prefix=False,
-        minloglevel=2,
-        **special_ids,
-    )
-    path.write_bytes(model.getvalue())
-    return str(path)
+    return train_sentencepiece(path, CORPUS, vocab_size=320, add_dummy_prefix=False, **special_ids)
 
 
 @pytest.fixture

@@ -1,34 +1,25 @@
 """transformers reads our tokenizers, and makes the ids that the model was trained on; generate() stops at our end."""
 
 import argparse
-import io
 import json
 from pathlib import Path
 
 import pytest
-import sentencepiece
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoTokenizer
 
 from megatron_zpp.convert.hf.files import generation_settings
 from megatron_zpp.convert.hf.tokenizer import build, find_tokenizer, write_tokenizer
 from megatron_zpp.data.text.tokenizers import ByteTokenizer
+from tests.data.small_data import train_sentencepiece
 
 SOURCE = Path(argparse.__file__).read_text()
 OTHER = Path(json.decoder.__file__).read_text() + "  Ünïcödé 東京 👩‍🔬\r\n\t100 %"
 
 
-def train_sentencepiece(folder: Path, **options: object) -> dict[str, str]:
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(SOURCE.split("\n\n")),
-        model_writer=model,
-        **dict(vocab_size=600, normalization_rule_name="identity", remove_extra_whitespaces=False, byte_fallback=True)
-        | dict(model_type="bpe", minloglevel=2)
-        | options,
-    )
-    (folder / "a.model").write_bytes(model.getvalue())
-    return {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(folder / "a.model")}
+def train_pieces(folder: Path, **options: object) -> dict[str, str]:
+    model = train_sentencepiece(folder / "a.model", SOURCE.split("\n\n"), vocab_size=600, **options)
+    return {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": model}
 
 
 def train_gpt2(folder: Path) -> dict[str, str]:
@@ -46,9 +37,9 @@ def train_huggingface(folder: Path) -> dict[str, str]:
 
 
 KINDS = {
-    "bpe": lambda folder: train_sentencepiece(folder, add_dummy_prefix=False),  # as train_tokenizer
-    "bpe-dummy-prefix": train_sentencepiece,  # as Llama 2
-    "unigram": lambda folder: train_sentencepiece(folder, model_type="unigram"),
+    "bpe": lambda folder: train_pieces(folder, add_dummy_prefix=False),  # as train_tokenizer
+    "bpe-dummy-prefix": train_pieces,  # as Llama 2
+    "unigram": lambda folder: train_pieces(folder, model_type="unigram"),
     "gpt2": train_gpt2,
     "huggingface": train_huggingface,
     "bytes": lambda folder: {"tokenizer_type": "ByteTokenizer"},
@@ -74,7 +65,7 @@ def test_ids_are_the_same_in_transformers(train, tmp_path):
 
 
 def test_a_tokenizer_that_comes_out_different_or_is_unknown_is_refused(tmp_path):
-    settings = train_sentencepiece(tmp_path, normalization_rule_name="nmt_nfkc", remove_extra_whitespaces=True)
+    settings = train_pieces(tmp_path, normalization_rule_name="nmt_nfkc", remove_extra_whitespaces=True)
     (tmp_path / "hf").mkdir()
     with pytest.raises(ValueError, match=r"this SentencePieceTokenizer cannot be written for trans.*--no-token"):
         write_tokenizer(settings, build(settings), tmp_path / "hf")
