@@ -115,7 +115,7 @@ def train_each(runs: dict[str, list[str]], architecture: str = "gpt", device: st
     return results
 
 
-def assert_emulated(emulated: Metrics, real: Metrics) -> None:
+def assert_emulated(emulated: Metrics, real: Metrics, name: str) -> None:
     """Compare all that one process logged with what the last of real ranks did, exactly but for what is rounded."""
     waited = {key for key in real if key.startswith("comm/seconds-waited")}
     assert len(waited) == 2 and real.keys() - waited == emulated.keys()
@@ -123,7 +123,7 @@ def assert_emulated(emulated: Metrics, real: Metrics) -> None:
         if not key.startswith("tokens-per-second") and key not in waited:  # of this machine
             # Samples of quantization errors are added up over shards in another order.
             rel = 1e-4 if key.startswith("comm/error") else 0.0
-            assert emulated[key] == pytest.approx(values, rel=rel, abs=0.0, nan_ok=True), key
+            assert emulated[key] == pytest.approx(values, rel=rel, abs=0.0, nan_ok=True), (name, key)
 
 
 def torchrun(
@@ -154,7 +154,7 @@ def torchrun(
 def ended(process: subprocess.Popen, status: int = 0, timeout: float = 280) -> tuple[str, str]:
     """Stdout and stderr of a program, which must end with ``status``."""
     out, err = process.communicate(timeout=timeout)
-    assert process.returncode == status, out + err
+    assert process.returncode == status, f"{out}{err}"
     return out, err
 
 

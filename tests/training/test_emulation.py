@@ -50,7 +50,7 @@ def test_logs_what_real_ranks_log(data, architecture, names):
     argv = {name: command(data, RUNS[name]) + EMULATE for name in names}
     emulated = run_ranks(1, train_each, argv, architecture)[0]
     for name in names:
-        assert_emulated(emulated[name], real[name])
+        assert_emulated(emulated[name], real[name], name)
         assert len(real[name]["lm loss"]) == (24 if LONG in RUNS[name] else 5)
         assert "comm/bytes-between-nodes" in real[name]
         if LONG in RUNS[name]:

@@ -40,7 +40,7 @@ def test_emulated_islands_log_what_real_ones_log(data, names):
     real = run_ranks(4, train_each, argv)[3]
     emulated = run_ranks(1, train_each, {name: [*words, *EMULATE] for name, words in argv.items()})[0]
     for name in names:
-        assert_emulated(emulated[name], real[name])
+        assert_emulated(emulated[name], real[name], name)
         assert max(real[name]["comm/bytes-between-islands"]) > 0
     assert "fp16" not in names or len(set(real["fp16"]["loss-scale"])) > 2
 
