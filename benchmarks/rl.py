@@ -12,43 +12,30 @@ cluster in a box at ``--rate``.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from datetime import date
 from statistics import median
 from typing import Any
 
 from cluster_in_a_box import check_requirements, cluster, programs
-from common import RESULTS, ROOT, append_row, machine, markdown_table, new_parser, read_rows
+from common import RESULTS, ROOT, append_row, machine, markdown_table, new_parser, read_rows, run_trainer
 
 PATH = RESULTS / "rl.jsonl"
 LEARNING = {  # by name: words of trl_trainers.py, and what must become of a figure
-    "DPO": (["dpo", "--steps", "60"], "margins"),
-    "GRPO, digits": (["grpo", "--steps", "60", "--lr", "1e-2"], "reward"),
-    "GRPO, addition": (["addition", "--steps", "800"], "reward"),
+    "DPO": ("dpo --steps 60", "margins"),
+    "GRPO, digits": ("grpo --steps 60 --lr 1e-2", "reward"),
+    "GRPO, addition": ("addition --steps 800", "reward"),
 }
 
 
 def learn(name: str) -> dict[str, Any]:
     words, figure = LEARNING[name]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    program = ["examples/library/on_cpus.py", "examples/library/trl_trainers.py", *words]
-    done = subprocess.run(
-        [sys.executable, *torchrun, *program],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{name}: exit code {done.returncode}\n{done.stderr[-4000:]}")
-    steps = re.findall(r"^step \d+: (.*); bytes (.*)$", done.stdout, re.MULTILINE)
+    out = run_trainer(f"examples/library/trl_trainers.py {words}", program="examples/library/on_cpus.py", cwd=ROOT)
+    steps = re.findall(r"^step \d+: (.*); bytes (.*)$", out, re.MULTILINE)
     # A step that trains on the last one's rollouts logs no reward.
     values = [float(value) for logged, _ in steps for value in re.findall(rf"{figure} (-?[\d.]+)", logged)]
     sent = [[float(value) for value in of_step.split()] for _, of_step in steps]
-    right = re.findall(r"^right: (\d+) of (\d+)$", done.stdout, re.MULTILINE)
+    right = re.findall(r"^right: (\d+) of (\d+)$", out, re.MULTILINE)
     return {
         "figure": figure,
         "first": values[0],
