@@ -1,4 +1,4 @@
-"""tools/preprocess_data.py as a user starts it."""
+"""tools/preprocess_data.py and train_tokenizer.py, and the quickstart's corpus, as a user starts them."""
 
 import hashlib
 import json
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.commands.data import preprocess_data
+from megatron_zpp.data.text.tokenizers import build_tokenizer
 from tests.conftest import ROOT
 from tests.data.small_data import bytes_of, read
 from tests.data.test_golden import EXPECTED, corpus
@@ -223,3 +224,29 @@ def test_one_text_that_its_tokenizer_refuses_does_not_harm_its_neighbours(tmp_pa
     process = run(*words, "--skip-bad-lines")
     assert "ids 5 to 9 are not all below --vocab-size 9" in process.stderr
     assert "1 documents, 2 tokens" in process.stdout
+
+
+def test_tokenizer_trained_on_the_quickstarts_corpus_keeps_source_code(tmp_path):
+    corpus, model = tmp_path / "corpus.jsonl", tmp_path / "t.model"
+    for output in (corpus, tmp_path / "again.jsonl"):
+        run("python", "examples/quickstart/make_corpus.py", "--output", output, "--max-megabytes", 1)
+    assert corpus.read_bytes() == (tmp_path / "again.jsonl").read_bytes()
+
+    run("python", "tools/train_tokenizer.py", "--input", corpus, "--vocab-size", 1000, "--output", model)
+    tokenizer = build_tokenizer("SentencePieceTokenizer", str(model))
+    assert tokenizer.vocab_size == 1000
+    records = [json.loads(line) for line in corpus.read_text().splitlines()]
+    assert len({record["path"] for record in records}) == len(records) > 20
+    assert 0.9e6 < sum(len(record["text"].encode()) for record in records) < 2e6
+    for text in [record["text"] for record in records[:20]] + ["never seen: 東京 🙂\r\n\t\x00"]:
+        assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+    indented = "        return self\n"
+    assert len(tokenizer.tokenize(indented)) <= 5
+
+
+def test_bad_input_is_named(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"title": "b"}\n')
+    words = ("python", "tools/train_tokenizer.py", "--input", tmp_path / "in.jsonl", "--vocab-size", 1000)
+    error = run(*words, "--output", "t", status=1).stderr
+    assert error == f"error: {tmp_path}/in.jsonl:2: no key 'text'; it has 'title'\n"
+    assert "required: --output" in run(*words, status=2).stderr
