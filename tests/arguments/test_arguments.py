@@ -340,7 +340,7 @@ def test_a_run_ends_at_its_tokens(words, samples):
         ("--optimizer muon --muon-momentum 0.9", [""]),
     ],
 )
-def test_notes_for_flags_without_effect(flags, without):
+def test_notes_for_settings_without_effect(flags, without):
     *names, needed = without
     assert parse(SMALL + flags)[1] == [f"{name} has no effect without {needed}" for name in names]
 

@@ -7,7 +7,6 @@ import errno
 import io
 import math
 import random
-import time
 from functools import partial
 from pathlib import Path
 
@@ -24,11 +23,11 @@ from megatron_zpp.commands import generate_text
 from megatron_zpp.commands.convert import export_hf
 from megatron_zpp.commands.inspect_checkpoint import main as inspect
 from megatron_zpp.families import GPT
-from megatron_zpp.training.pretrain import NotFiniteError, train
+from megatron_zpp.training.pretrain import NotFiniteError
 from tests.checkpoint.saved import iterations, meta_of, save
 from tests.ranks import run_in_turn, run_ranks
 from tests.tools import cut, flip
-from tests.training.small_run import NO_DROPOUT, call_pretrain, flags, start
+from tests.training.small_run import NO_DROPOUT, call_pretrain, flags, start, train_quietly
 
 NAN = math.nan
 
@@ -122,8 +121,9 @@ def _diverge(argv: list[str], spoil: str) -> str:
                     run.model.layers[1].register_forward_hook(lambda module, inputs, output: output * NAN)
 
     run.writers.write = write_and_spoil
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(NotFiniteError):
-        train(run, time.monotonic())
+    out = io.StringIO()
+    with contextlib.suppress(NotFiniteError):
+        train_quietly(run, out)
     return out.getvalue()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import re
@@ -22,7 +21,6 @@ from megatron_zpp.commands.diagnose import why_hung
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.training.nonfinite import NotFiniteError
-from megatron_zpp.training.pretrain import train
 from tests.conftest import environment
 from tests.ranks import run_ranks
 from tests.training.small_run import (
@@ -176,14 +174,13 @@ def test_a_stuck_collective_is_named(data, tmp_path, capsys, monkeypatch, layout
 
 def _train_with_nan(argv: list[str], plant) -> tuple[str, str, int]:
     """What was printed, the error, and the number of steps; ``plant`` spoils the model or the data of a rank."""
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        run, metrics = start(argv)
-        plant(run)
-        error = ""
-        try:
-            train(run, time.monotonic())
-        except (NotFiniteError, FailedTogether) as caught:
-            error = str(caught)
+    run, metrics = start(argv)
+    plant(run)
+    out, error = io.StringIO(), ""
+    try:
+        train_quietly(run, out)
+    except (NotFiniteError, FailedTogether) as caught:
+        error = str(caught)
     return out.getvalue(), error, len(metrics.get("lm loss", []))
 
 
