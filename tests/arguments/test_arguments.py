@@ -11,7 +11,7 @@ from megatron_zpp.arguments.foreign_flags import NOT_NEEDED, REFUSED, TRANSLATED
 from megatron_zpp.arguments.help import help_text
 from megatron_zpp.arguments.page import render_reference
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
-from megatron_zpp.families import ARCHITECTURES, GPT, LLAMA, find_architecture
+from megatron_zpp.families import GPT, LLAMA, find_architecture
 from megatron_zpp.settings.checks import flag_of
 from megatron_zpp.settings.flags import iterate_flags, setting_of
 from megatron_zpp.settings.groups import all_flags, iterate_groups, with_current_names
@@ -19,7 +19,6 @@ from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
 from tests.arguments.parsing import BYTES, MOCK, SMALL, flat, parse
 from tests.models.configs import llama_config
 
-PRESETS = {name: preset for each in ARCHITECTURES for name, preset in each.presets.items()}
 TP_EP = "--num-experts 8 --tensor-model-parallel-size 2"
 ONE_STEP = "--micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --vocab-size 9"
 
