@@ -10,9 +10,9 @@ import torch
 from megatron_zpp.models import init
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.models.transformer import Transformer
+from tests.collectives import Calls
 from tests.families.find import architecture_of
 from tests.models.configs import gpt_config
-from tests.models.test_layers import LargestTensor
 
 GPT_CONFIG = gpt_config(2, 36, 3, vocab_size=130, max_position_embeddings=3)
 LESS_1_CONFIG = gpt_config(1, 36, 3, vocab_size=130, max_position_embeddings=3, layernorm_1p=True, qk_layernorm=True)
@@ -72,7 +72,7 @@ def test_draws_one_block_at_a_time(monkeypatch):
     monkeypatch.setattr(init, "BLOCK_ELEMENTS", SMALL_BLOCK)
     model = on_meta(GPT_CONFIG).to_empty(device="cpu")
     weights = {name: weight for name, weight in model.state_dict().items() if weight.dim() > 1}
-    with LargestTensor() as largest:
+    with Calls() as operators:
         for name, weight in weights.items():
             init.fill_normal(weight, 1.0, 1, name)
-    assert largest.numel <= SMALL_BLOCK
+    assert max(numel for _, numels in operators.calls for numel in numels) <= SMALL_BLOCK
