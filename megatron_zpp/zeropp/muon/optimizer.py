@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import ParamsT, StateDict
 
-from ..interface import MatrixBlocksInterface, ZeroPPInterface
+from ..interface import ZeroPPInterface
 from ..own_rank import local_part
-from .matrix_blocks import MomentumWire
+from .matrix_blocks import MatrixBlocks, MomentumWire
 
 # What an orthogonal matrix of ``rows`` and ``columns`` is multiplied by: Megatron's names, and torch's.
 SCALES: dict[str, Callable[[int, int], float]] = {
@@ -169,7 +169,7 @@ class Muon(torch.optim.AdamW):
             torch._foreach_mul_(rows, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(rows, results, alpha=-group["lr"])
 
-    def _stale_rows_of(self, blocks: MatrixBlocksInterface, batch: list[Tensor]) -> Any:
+    def _stale_rows_of(self, blocks: MatrixBlocks, batch: list[Tensor]) -> Any:
         """Return what was gathered last, gathered again after a state was loaded; None: blocks alone."""
         if not self.stale_rows:
             return None
