@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..fsdp.shared import Traffic
 from ..fsdp.topology import RankLayout
-from ..muon.matrix_blocks import MatrixBlocks, MatrixPlan, MomentumWire, Orthogonalize
+from ..muon.matrix_blocks import MatrixBlocks, MatrixPlan, MomentumWire, NewtonSchulz
 from ..wire.format import WireFormat
 
 
@@ -38,7 +38,7 @@ class EmulatedMatrixBlocks(MatrixBlocks):
         self,
         shards: Sequence[Tensor],
         shapes: Sequence[torch.Size],
-        orthogonalize: Orthogonalize,
+        orthogonalize: NewtonSchulz,
         gathered: Any = None,
         is_stale: bool = False,
     ) -> list[Tensor]:
