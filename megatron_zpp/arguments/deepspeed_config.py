@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_zpp.arguments.deepspeed_keys import KINDS, TOP, Row, keys_of
-from megatron_zpp.files import read_bounded, without_duplicates
+from megatron_zpp.files import read_text, without_duplicates
 from megatron_zpp.settings.checks import Mistakes, SettingsError
 from megatron_zpp.settings.groups import all_flags
 
@@ -147,9 +147,10 @@ def read_deepspeed_config(path: str) -> DeepSpeedConfig:
     Raises SettingsError that names each key that is unknown, of a wrong kind or value, or cannot be honoured.
     """
     try:
-        content = json.loads(read_bounded(path), object_pairs_hook=without_duplicates)
+        content = json.loads(read_text(path), object_pairs_hook=without_duplicates)
     except OSError as error:
-        raise SettingsError(f"--deepspeed_config {path}: {error.strerror}; give the path of a JSON file") from error
+        reason = error.strerror or "No such file or directory"
+        raise SettingsError(f"--deepspeed_config {path}: {reason}; give the path of a JSON file") from error
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
         raise SettingsError(f"--deepspeed_config {path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
