@@ -2,7 +2,7 @@
 
     python benchmarks/study.py run                        # trains what benchmarks/results/study.jsonl lacks
     python benchmarks/study.py run E4 E5 --seeds 1 2      # some of it; --scale gpu: a larger model, for one GPU
-    python benchmarks/study.py run E17                    # one seed of a Llama; --scale gpu-llama: of 193M, for one GPU
+    python benchmarks/study.py run E17                    # one seed of a Llama; --scale gpu-llama: of 187M, for one GPU
     python benchmarks/study.py tables                     # writes tables and plots into docs/evidence/experiments.md
     python benchmarks/study.py tables --scale gpu         # prints the tables of another scale
 

@@ -46,7 +46,7 @@ LLAMA = (
     "--num-query-groups 2 --untie-embeddings-and-output-weights"
 )
 LLAMA_16M = f"{LLAMA} --num-layers 9 --hidden-size 384 --num-attention-heads 6 --seq-length 256"
-LLAMA_193M = f"{LLAMA} --num-layers 16 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024"
+LLAMA_187M = f"{LLAMA} --num-layers 16 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024"
 TINY = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32"
 LARGE = Scale(GPU, 4, train_iters=3000, eval_iters=32, lr=1e-3, adam_beta2=0.95, vocab_size=8192, corpus=CPU.corpus)
 SCALES = {
@@ -59,9 +59,9 @@ SCALES = {
     ),
     # 30M parameters, 25M tokens
     "gpu": LARGE,
-    # 193M parameters, 39M tokens
+    # 187M parameters, 39M tokens
     "gpu-llama": replace(
-        LARGE, shape=LLAMA_193M, train_iters=1200, eval_iters=16, lr=6e-4, text_of="gpu", ranks=8, seeds=(1,)
+        LARGE, shape=LLAMA_187M, train_iters=1200, eval_iters=16, lr=6e-4, text_of="gpu", ranks=8, seeds=(1,)
     ),
     # to see that everything runs
     "tiny": Scale(TINY, 2, 3, 1, lr=1e-3, adam_beta2=0.95, vocab_size=400, corpus="--max-megabytes 3"),

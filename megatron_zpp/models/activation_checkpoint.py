@@ -33,8 +33,8 @@ _KEPT = {
 def apply_activation_checkpointing(
     model: Transformer,
     granularity: str,
-    method: str | None = None,
-    num_layers: int | None = None,
+    method: str | None = "uniform",
+    num_layers: int | None = 1,
     modules: Sequence[str] = (),
     splits_backward: bool = False,
 ) -> None:
@@ -45,37 +45,23 @@ def apply_activation_checkpointing(
     Args:
         granularity: "full" keeps only the input of a checkpointed block. "selective" also keeps the results of linear
             layers and fused attention, in every block; with ``modules`` all but what these compute from their inputs.
-        method: which blocks, for "full" only. None: all. "uniform": every k-th. (Megatron makes k blocks one
+        method: which blocks, for "full" only. "uniform": every k-th. (Megatron makes k blocks one
             checkpoint; here each block gathers its own parameters, so one never spans two.) "block": the first k.
-        num_layers: k of ``method``; default 1.
+        num_layers: k of ``method``.
         modules: of "selective" only: some of "core_attn", "mlp", "moe" and "shared_experts", as in Megatron.
         splits_backward: a backward pass runs in parts, each of which computes the block again; not with ``compile``.
 
-    Raises ValueError for any other combination.
+    ``arguments/resolve_compute.py`` checks all of these. Raises ValueError for a module that no block has.
     """
     blocks, options = list(model.layers), dict[str, Any]()
-    if modules and granularity != "selective":
-        raise ValueError(f"recompute_modules need recompute_granularity selective, not {granularity}")
-    if granularity == "selective":
-        if method is not None or num_layers is not None:
-            raise ValueError("recompute_method and recompute_num_layers need recompute_granularity full, not selective")
-        if modules:
-            _checkpoint_modules(blocks, modules, is_whole=len(blocks) == model.config.num_layers)
-            return
+    if granularity == "full":
+        blocks = blocks[::num_layers] if method == "uniform" else blocks[:num_layers]
+    elif modules:
+        _checkpoint_modules(blocks, modules, is_whole=len(blocks) == model.config.num_layers)
+        return
+    else:
         contexts = _contexts_for_parts if splits_backward else create_selective_checkpoint_contexts
         options["context_fn"] = partial(contexts, _keep_or_recompute)
-    elif granularity != "full":
-        raise ValueError(f"recompute_granularity is {granularity!r}; choose full or selective")
-    elif method is None:
-        if num_layers is not None:
-            raise ValueError("recompute_num_layers needs recompute_method uniform or block")
-    else:
-        k = 1 if num_layers is None else num_layers
-        if not 1 <= k <= len(blocks):
-            raise ValueError(f"recompute_num_layers is {k}; the model has {len(blocks)} layers")
-        if method not in ("uniform", "block"):
-            raise ValueError(f"recompute_method is {method!r}; choose uniform or block")
-        blocks = blocks[::k] if method == "uniform" else blocks[:k]
     for block in blocks:
         block.forward = _checkpointed(block.forward, **options)
 

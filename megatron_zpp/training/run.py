@@ -62,7 +62,10 @@ class TrainState:
             self.zeropp.set_is_last_micro_batch(is_last)
 
     def finish_step(self, overflow: bool, skipped: bool, group: dist.ProcessGroup) -> None:
-        """Prepare for the next step when gradients are gone, and undo a skipped one. group: of the model's sums."""
+        """Update what the optimizer does not, and the loss scale; after a skipped step undo ZeRO++'s state.
+
+        group: ranks over which the model sums its statistics.
+        """
         self.model.finish_step(not skipped, lambda tensor: dist.all_reduce(tensor, group=group))
         scale = self.scaler.scale
         self.scaler.update(overflow=overflow)

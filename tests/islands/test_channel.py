@@ -223,7 +223,7 @@ def lighthouse():
 
 def ask_of(island: int, number: int = 1, **more: object) -> Ask:
     digest = hashlib.sha256().hexdigest()
-    fields = {"number": number, "island": island, "num_islands": 2, "renew": False, "agreements": 0, "history": digest}
+    fields = {"number": number, "island": island, "num_islands": 2, "renew": False, "num_syncs": 0, "history": digest}
     fields |= {"has_taken": False, "steps": 0, "fingerprint": digest, "addresses": [["127.0.0.1", 1]]}
     return Ask(**fields | more)
 

@@ -158,7 +158,7 @@ def test_a_stranger_who_reaches_every_port_runs_nothing_and_stops_nobody(tmp_pat
     """It claims to be an island far ahead, and offers a pickle as its state; it does not know the secret."""
     ran = tmp_path / "ran"
     evil = pickle.dumps({"step": 10**6, "state": Shell(ran)})
-    join = json.dumps({"island": 1, "job": "x", "ask": {"agreements": 10**6, "steps": 10**6}}).encode()
+    join = json.dumps({"island": 1, "job": "x", "ask": {"num_syncs": 10**6, "steps": 10**6}}).encode()
     with lighthouse() as at:
         islands = [start(at, tmp_path, island, 2, ranks=1, end=15, hold=7) for island in range(2)]
         for number in range(2):

@@ -37,7 +37,7 @@ class Ask:
     island: int
     num_islands: int
     renew: bool  # whether the last synchronization broke off
-    agreements: int  # the number of synchronizations that led to its outer state
+    num_syncs: int  # the number of synchronizations that led to its outer state
     history: str  # their digest
     has_taken: bool  # another island's outer state, since its own last synchronization
     steps: int
@@ -45,7 +45,7 @@ class Ask:
     addresses: list[tuple[str, int]]  # where its ranks listen
 
     def __post_init__(self) -> None:
-        numbers = (self.number, self.island, self.num_islands, self.agreements, self.steps)
+        numbers = (self.number, self.island, self.num_islands, self.num_syncs, self.steps)
         flags, texts = (self.renew, self.has_taken), (self.history, self.fingerprint)
         if not (
             all(type(number) is int and 0 <= number < 2**63 for number in numbers)

@@ -100,8 +100,8 @@ class Quorum:
         self.islands = tuple(member.island for member in self._members)
         self._others = [island for island in self.islands if island != self._membership.island]
         # The version that counts is of those that synchronized most often what most of them have, or else the first.
-        most = max(member.agreements for member in self._members)
-        histories = Counter(member.history for member in self._members if member.agreements == most)
+        most = max(member.num_syncs for member in self._members)
+        histories = Counter(member.history for member in self._members if member.num_syncs == most)
         self._newest = most, histories.most_common(1)[0][0]
         behind = {member.island for member in self._members if member.has_taken or self._lacks_state(member)}
         self.is_first = most == 0
@@ -109,7 +109,7 @@ class Quorum:
         self.num_ahead = max(1, len(self._members) - len(behind))
 
     def _lacks_state(self, member: Ask) -> bool:
-        return (member.agreements, member.history) != self._newest
+        return (member.num_syncs, member.history) != self._newest
 
     def run(self, exchange: Callable[[], T]) -> T:
         """Return the result of ``exchange``, once all islands that are there have theirs.
@@ -216,7 +216,7 @@ class Quorum:
             self._links.form(self.name, {island: (peers[island][0], peers[island][1]) for island in self._others})
         takers = [member for member in self._members if self._lacks_state(member)]
         givers = [member for member in self._members if not self._lacks_state(member)]
-        if astray := [member.island for member in takers if member.agreements == self._newest[0]]:
+        if astray := [member.island for member in takers if member.num_syncs == self._newest[0]]:
             self._log(f"{_named(astray)} synchronized without the others, and will take over their state")
         source_of = {taker.island: givers[number % len(givers)].island for number, taker in enumerate(takers)}
         load = self._transfer(source_of)
