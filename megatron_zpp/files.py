@@ -6,7 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -50,11 +49,14 @@ def lock_for_process(file: BinaryIO, folder: str | os.PathLike[str], others: str
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Raises OSError, or ValueError where it is no UTF-8."""
+    """Read a UTF-8 text that somebody names. Raises OSError, or ValueError for no regular file, no UTF-8, too large."""
+    file = regular_file(path)
+    if (size := file.stat().st_size) > LARGEST_TEXT:
+        raise ValueError(f"{file} has {size:,} bytes; the limit is {LARGEST_TEXT:,}")
     try:
-        return regular_file(path).read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{os.fspath(path)} is not UTF-8 text: {error}") from error
+        raise ValueError(f"{file} is not UTF-8 text: {error}") from error
 
 
 def read_json_object(path: str | os.PathLike[str], unique: bool = False) -> dict[str, Any]:
@@ -78,15 +80,3 @@ def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)} is there twice")
     return result
-
-
-def read_bounded(path: str | os.PathLike[str]) -> str:
-    """Read a UTF-8 text that somebody names. Raises ValueError for what is no regular file or too large, or OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for its other end
-    with open(descriptor, encoding="utf-8") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{os.fspath(path)} is no regular file")
-        if status.st_size > LARGEST_TEXT:
-            raise ValueError(f"{os.fspath(path)} has {status.st_size:,} bytes; the limit is {LARGEST_TEXT:,}")
-        return file.read()

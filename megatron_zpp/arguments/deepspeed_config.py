@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_zpp.arguments.deepspeed_keys import TOP, ByType, Key, MustEqual, NotNeeded, Off, Section, Sets
-from megatron_zpp.files import read_bounded, without_duplicates
+from megatron_zpp.arguments.deepspeed_keys import KINDS, TOP, Row, keys_of
+from megatron_zpp.files import read_text, without_duplicates
 from megatron_zpp.settings.checks import Mistakes, SettingsError
 from megatron_zpp.settings.groups import all_flags
 
@@ -46,57 +46,58 @@ class DeepSpeedConfig:
         self.mistakes.report()
         self.accumulation_steps = self.values.pop("accumulation_steps", None)
 
-    def section(self, content: Any, section: Section, prefix: str) -> None:
+    def section(self, content: Any, section: Row, prefix: str) -> None:
         """Read one object; ``prefix`` is its path with a trailing dot, "" for the whole file."""
         if not isinstance(content, dict):
             raise self.error(prefix[:-1], "must be an object, {...}")
-        missing = [self.error(f"{prefix}{name}", "is missing") for name in section.required if name not in content]
+        keys, required, switch = keys_of(section), section.get("@required", ()), section.get("@switch")
+        missing = [self.error(f"{prefix}{name}", "is missing") for name in required if name not in content]
         unknown = [
-            self.error(f"{prefix}{name}", f"is unknown; {_nearest(name, section, prefix)}")
+            self.error(f"{prefix}{name}", f"is unknown; {_nearest(name, keys, prefix)}")
             for name in content
-            if name not in section.keys
+            if name not in keys
         ]
         self.mistakes.messages += map(str, missing + unknown)
-        if section.switch is not None and content.get(section.switch) is False:
-            content = {section.switch: False}
+        if switch is not None and content.get(switch) is False:
+            content = {switch: False}
         else:
             stated = {name: value for name, value in content.items() if value is not None and value != "auto"}
-            content = {**section.defaults, **stated}
-            if section.turns_on is not None:
-                self.set(section.turns_on, True, prefix[:-1], content)
+            content = {**section.get("@defaults", {}), **stated}
+            if "@turns_on" in section:
+                self.set(section["@turns_on"], True, prefix[:-1], content)
         for name, value in content.items():
-            if name in section.keys:
+            if name in keys:
                 with self.mistakes.collected():
-                    self.key(f"{prefix}{name}", value, section.keys[name])
+                    self.key(f"{prefix}{name}", value, keys[name])
 
-    def key(self, name: str, value: Any, key: Key) -> None:
+    def key(self, name: str, value: Any, key: Row) -> None:
         match key:
-            case Section():
-                self.section(value, key, f"{name}.")
-            case ByType():
-                self.by_type(value, key, f"{name}.")
-            case Sets(settings, convert):
-                converted = self.converted(name, value, convert)
+            case {"sets": names, "as": kind}:
+                settings, converted = names.split(), self.converted(name, value, KINDS[kind])
                 each = converted if isinstance(converted, tuple) else (converted,) * len(settings)
                 for setting, one in zip(settings, each, strict=True):
                     self.set(setting, one, name, value)
-            case MustEqual(values, otherwise):
+            case {"only": values, "otherwise": otherwise}:
                 if (type(value) is bool, value) not in [(type(allowed) is bool, allowed) for allowed in values]:
                     raise self.error(name, f"cannot be {json.dumps(value)}: {otherwise}")
-            case Off(otherwise, anywhere):
-                if not isinstance(value, dict) or _is_on(value, anywhere):
+            case {"off": otherwise}:
+                if not isinstance(value, dict) or _is_on(value, key.get("anywhere", False)):
                     raise self.error(name, f"cannot be honoured: {otherwise}")
-            case NotNeeded(because):
+            case {"not_needed": because}:
                 self.not_needed.setdefault(because, []).append(name)
+            case {"@by_type": setting, **types}:
+                self.by_type(value, setting, types, f"{name}.")
+            case _:
+                self.section(value, key, f"{name}.")
 
-    def by_type(self, content: Any, key: ByType, prefix: str) -> None:
+    def by_type(self, content: Any, setting: str, types: dict[str, Row], prefix: str) -> None:
         kind = content.get("type") if isinstance(content, dict) else None
-        if not isinstance(kind, str) or kind not in key.types:
-            raise self.error(f"{prefix}type", f"must be one of {', '.join(key.types)}, not {json.dumps(kind)}")
-        value, params = key.types[kind]
-        keys: dict[str, Key] = {"type": MustEqual((kind,), ""), "params": params}
-        self.section(content, Section(keys, required=("params",)), prefix)
-        self.set(key.setting, value, f"{prefix}type", kind)
+        if not isinstance(kind, str) or kind not in types:
+            raise self.error(f"{prefix}type", f"must be one of {', '.join(types)}, not {json.dumps(kind)}")
+        params = types[kind]
+        section: Row = {"type": {"only": [kind], "otherwise": ""}, "params": params, "@required": ["params"]}
+        self.section(content, section, prefix)
+        self.set(setting, params["@value"], f"{prefix}type", kind)
 
     def scale_cosine_ratios(self) -> None:
         """Multiply WarmupCosineLR's smallest learning rates, which are fractions of the optimizer's."""
@@ -146,9 +147,10 @@ def read_deepspeed_config(path: str) -> DeepSpeedConfig:
     Raises SettingsError that names each key that is unknown, of a wrong kind or value, or cannot be honoured.
     """
     try:
-        content = json.loads(read_bounded(path), object_pairs_hook=without_duplicates)
+        content = json.loads(read_text(path), object_pairs_hook=without_duplicates)
     except OSError as error:
-        raise SettingsError(f"--deepspeed_config {path}: {error.strerror}; give the path of a JSON file") from error
+        reason = error.strerror or "No such file or directory"
+        raise SettingsError(f"--deepspeed_config {path}: {reason}; give the path of a JSON file") from error
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
         raise SettingsError(f"--deepspeed_config {path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
@@ -164,20 +166,20 @@ def _is_on(content: dict[str, Any], anywhere: bool) -> bool:
     return content.get("enabled") not in (None, False, "none") or any(_is_on(section, anywhere) for section in inner)
 
 
-def _nearest(name: str, section: Section, prefix: str) -> str:
-    """Suggest a key in place of an unknown one: one of its section, or its own section."""
-    nearest = difflib.get_close_matches(name, section.keys, n=1)
+def _nearest(name: str, keys: dict[str, Row], prefix: str) -> str:
+    """Suggest a key in place of an unknown one: one of its section's ``keys``, or its own section."""
+    nearest = difflib.get_close_matches(name, keys, n=1)
     elsewhere = [path for path in _key_paths(TOP) if path.rpartition(".")[2] == name]
     if elsewhere:
         return f"it belongs to {elsewhere[0]}"
     if nearest:
         return f"did you mean {prefix}{nearest[0]}?"
-    return f"known here: {', '.join(section.keys)}"
+    return f"known here: {', '.join(keys)}"
 
 
-def _key_paths(section: Section, prefix: str = "") -> Iterator[str]:
+def _key_paths(section: Row, prefix: str = "") -> Iterator[str]:
     """Yield all keys, as dotted paths, in order."""
-    for name, key in section.keys.items():
+    for name, key in keys_of(section).items():
         yield f"{prefix}{name}"
-        if isinstance(key, Section):
+        if "@by_type" not in key:
             yield from _key_paths(key, f"{prefix}{name}.")

@@ -4,69 +4,13 @@ from __future__ import annotations
 
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_zpp.optim.optimizer import OPTIMIZERS
 
-
-@dataclass(frozen=True)
-class Sets:
-    """The key sets these settings. ``convert`` returns a value for each, or one for all; it may raise ValueError."""
-
-    settings: tuple[str, ...]
-    convert: Callable[[Any], Any]
-
-
-@dataclass(frozen=True)
-class Section:
-    """An object of further keys. With ``switch``, a false one turns the section off and its other keys are unused.
-
-    turns_on: the setting that is on where the section is there and not off. defaults: DeepSpeed's values of keys that
-    the section may lack.
-    """
-
-    keys: dict[str, Key]
-    required: tuple[str, ...] = ()
-    switch: str | None = None
-    turns_on: str | None = None
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ByType:
-    """An object of "type" and "params": the type sets ``setting`` to its value here and says which params there are."""
-
-    setting: str
-    types: dict[str, tuple[str, Section]]
-
-
-@dataclass(frozen=True)
-class MustEqual:
-    """The key has no setting here: these values are what happens anyway, all others are refused."""
-
-    values: tuple[Any, ...]
-    otherwise: str
-
-
-@dataclass(frozen=True)
-class Off:
-    """A feature that we do not have: accepted while "enabled" is false in its section, or in all sections within."""
-
-    otherwise: str
-    anywhere: bool = False
-
-
-@dataclass(frozen=True)
-class NotNeeded:
-    """Any value is accepted and changes nothing, for this reason."""
-
-    because: str
-
-
-Key = Sets | Section | ByType | MustEqual | Off | NotNeeded
+Row = dict[str, Any]  # one key, or a section with its keys, as deepspeed_keys.toml describes them
 
 
 def boolean(value: Any) -> bool:
@@ -131,43 +75,32 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 _TABLE = tomllib.loads(Path(__file__).with_name("deepspeed_keys.toml").read_text(encoding="utf-8"))
 
 
-def _reason(text: str) -> str:
-    return str(_TABLE["reasons"].get(text, text))
+def keys_of(section: Row) -> dict[str, Row]:
+    """Return the keys of a section; none of any other row."""
+    return {name: key for name, key in section.items() if isinstance(key, dict) and not name.startswith("@")}
 
 
-def _key(row: dict[str, Any]) -> Key:
-    """Read one row of the table."""
+def _resolved(row: Row) -> Row:
+    """Write out what the table abbreviates: the sections of same_as, the keys of @off and @not_needed, reasons."""
     match row:
-        case {"sets": settings, "as": kind}:
-            return Sets(tuple(settings.split()), KINDS[kind])
-        case {"only": values, "otherwise": otherwise}:
-            return MustEqual(tuple(values), _reason(otherwise))
-        case {"off": otherwise}:
-            return Off(_reason(otherwise), anywhere=row.get("anywhere", False))
         case {"same_as": path}:
             found = _TABLE["top"]
             for name in path.split("."):
                 found = found[name]
-            return _section(found)
-        case {"@by_type": setting, **types}:
-            return ByType(setting, {kind: (params["@value"], _section(params)) for kind, params in types.items()})
-        case _:
-            return _section(row)
+            return _resolved(found)
+        case {"only": _, "otherwise": reason}:
+            return row | {"otherwise": _reason(reason)}
+        case {"off": reason}:
+            return row | {"off": _reason(reason)}
+    resolved = row | {name: _resolved(key) for name, key in keys_of(row).items()}
+    for kind in ("off", "not_needed"):
+        for reason, names in resolved.pop(f"@{kind}", {}).items():
+            resolved |= {name: {kind: _reason(reason)} for name in names}
+    return resolved
 
 
-def _section(rows: dict[str, Any]) -> Section:
-    keys: dict[str, Key] = {name: _key(row) for name, row in rows.items() if not name.startswith("@")}
-    for reason, names in rows.get("@off", {}).items():
-        keys |= dict.fromkeys(names, Off(_reason(reason)))
-    for reason, names in rows.get("@not_needed", {}).items():
-        keys |= dict.fromkeys(names, NotNeeded(_reason(reason)))
-    return Section(
-        keys,
-        required=tuple(rows.get("@required", ())),
-        switch=rows.get("@switch"),
-        turns_on=rows.get("@turns_on"),
-        defaults=rows.get("@defaults", {}),
-    )
+def _reason(text: str) -> str:
+    return str(_TABLE["reasons"].get(text, text))
 
 
-TOP = _section(_TABLE["top"])
+TOP = _resolved(_TABLE["top"])

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_zpp.arguments.deepspeed_keys import TOP, ByType, Key, MustEqual, NotNeeded, Off, Section, Sets
+from megatron_zpp.arguments.deepspeed_keys import TOP, Row, keys_of
 from megatron_zpp.arguments.foreign_flags import EXPERT_FLAGS, EXPERTS, NOT_NEEDED, REFUSED, TRANSLATED
 from megatron_zpp.arguments.help import tier
 from megatron_zpp.families import ARCHITECTURES
@@ -82,31 +82,27 @@ def _meaning(flag: Flag) -> str:
     return " ".join([flag.help.replace("*", r"\*") + (f" ({allowed})" if allowed else ""), *marks])
 
 
-def _keys(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
-    for name, key in section.keys.items():
-        if isinstance(key, Section):
-            yield from _keys(key, f"{prefix}{name}.")
-        elif isinstance(key, ByType):
-            for kind, (_, params) in key.types.items():
-                yield f"`{prefix}{name}.type` {kind}", f"sets {_flags(key.setting)}; needs {', '.join(params.required)}"
-                yield from _keys(Section({"params": params}), f"{prefix}{name}.")
-        else:
-            yield f"`{prefix}{name}`", _effect(key)
-
-
-def _effect(key: Key) -> str:
-    match key:
-        case Sets(settings):
-            return f"sets {_flags(*settings)}"
-        case MustEqual(values, otherwise):
-            # As in JSON, but for quotes.
-            allowed = [str(value).lower() if isinstance(value, bool) else str(value) for value in values]
-            return f"only {' or '.join(allowed)}: {otherwise}"
-        case Off(otherwise):
-            return f"must be off: {otherwise}"
-        case NotNeeded(because):
-            return f"not needed: {because}"
-    raise TypeError(f"{key} has keys of its own")
+def _keys(section: Row, prefix: str) -> Iterator[tuple[str, str]]:
+    for name, key in keys_of(section).items():
+        path = f"{prefix}{name}"
+        match key:
+            case {"sets": settings}:
+                yield f"`{path}`", f"sets {_flags(*settings.split())}"
+            case {"only": values, "otherwise": otherwise}:
+                # As in JSON, but for quotes.
+                allowed = [str(value).lower() if isinstance(value, bool) else str(value) for value in values]
+                yield f"`{path}`", f"only {' or '.join(allowed)}: {otherwise}"
+            case {"off": otherwise}:
+                yield f"`{path}`", f"must be off: {otherwise}"
+            case {"not_needed": because}:
+                yield f"`{path}`", f"not needed: {because}"
+            case {"@by_type": setting, **types}:
+                for kind, params in types.items():
+                    needs = ", ".join(params["@required"])
+                    yield f"`{path}.type` {kind}", f"sets {_flags(setting)}; needs {needs}"
+                    yield from _keys({"params": params}, f"{path}.")
+            case _:
+                yield from _keys(key, f"{path}.")
 
 
 # Meanings of settings of DeepSpeed keys that are no flags.

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from megatron_zpp.settings.groups import CheckpointSettings
+
 from .folder import INCOMPLETE, FolderLock, checkpoint_path, retain
 from .staging import Stager
 from .state import checkpoint_state, root_cause
@@ -32,21 +34,17 @@ class _Pending:
 
 
 class CheckpointSaver:
-    """Saves in one folder, in the background (``asynchronous``) or at once. Reports a failed save. Collective."""
+    """Saves in the folder of ``--save``, in the background or at once. Reports a failed save. Collective."""
 
-    def __init__(
-        self,
-        folder: str,
-        asynchronous: bool,
-        keep_last: int | None,
-        retain_interval: int | None,
-        timeout_minutes: float,
-        lock: FolderLock | None,
-    ) -> None:
-        """keep_last, retain_interval: of ``retain``. lock: the job's lock on the folder, on rank 0."""
-        self.folder, self._asynchronous, self._lock = folder, asynchronous, lock
+    def __init__(self, settings: CheckpointSettings, timeout_minutes: float, lock: FolderLock | None) -> None:
+        """settings: with ``--save``. lock: the job's lock on the folder, on rank 0."""
+        assert settings.save is not None
+        self.folder, self._asynchronous, self._lock = settings.save, not settings.no_async_save, lock
         self.saved_iteration: int | None = None  # the last one that is on the disk
-        self._delete_old = functools.partial(retain, folder, keep_last, retain_interval)
+        keep_last, interval = settings.save_keep_last, settings.save_retain_interval
+        if keep_last is None and interval is not None:
+            keep_last = 2  # one to go back to if the last is damaged
+        self._delete_old = functools.partial(retain, self.folder, keep_last, interval)
         self._pending: _Pending | None = None
         self._timeout = timedelta(minutes=timeout_minutes)
         self._stager = Stager()

@@ -17,14 +17,13 @@ import sys
 from dataclasses import dataclass
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.arguments.resolve_parallel import data_parallel_size
 from megatron_zpp.commands.common import report_errors
 from megatron_zpp.families import ARCHITECTURES, load_architecture
 from megatron_zpp.metrics.log_reader import BETWEEN, RunLog, parse_log
+from megatron_zpp.metrics.progress import progress
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.schedule import Schedule
 from megatron_zpp.settings.flags import iterate_flags, number
@@ -112,8 +111,7 @@ def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], 
     for setting in all_flags.values():
         parse_settings(architecture, [*flags, *setting.split()], note=lambda _: None)
     outcomes, noise, again = [], None, not plain.checkpoint.finetune
-    with Progress(console=Console(stderr=True)) as bar:
-        task = bar.add_task("training", total=len(all_flags) + again)
+    with progress("training", len(all_flags) + again) as advance:
         for name, setting in all_flags.items():
             try:
                 log = train(args.architecture, [*flags, *setting.split()])
@@ -123,12 +121,12 @@ def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], 
                     raise
                 outcome = Outcome(name, setting, math.nan, math.nan, failure=str(error))
             outcomes.append(outcome)
-            bar.advance(task)
+            advance(1)
         if again:
             larger_weights = ["--init-method-std", str(plain.model.init_method_std * 1.001)]
             log = train(args.architecture, [*flags, *all_flags[CONTROL].split(), *larger_weights])
             noise = abs(_final_loss(log) - outcomes[0].loss)
-            bar.advance(task)
+            advance(1)
     return outcomes, noise
 
 

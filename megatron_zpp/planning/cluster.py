@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.files import read_bounded
+from megatron_zpp.files import read_text
 from megatron_zpp.metrics.throughput import peak_tflops
 from megatron_zpp.planning.needs.division import RankGroup
 from megatron_zpp.planning.needs.traffic import Exchange
@@ -266,7 +266,7 @@ def read_cluster(path: Path) -> Cluster:
     }
     fields = {field.name: field for field in dataclasses.fields(Cluster)}
     values: dict[str, Any] = {}
-    for number, line in enumerate(read_bounded(path).splitlines(), 1):
+    for number, line in enumerate(read_text(path).splitlines(), 1):
         text = line.partition("#")[0].strip()
         if not text:
             continue

@@ -258,20 +258,11 @@ class Checkpoints:
     """The checkpoints that a run saves. ``saver``: of ``--save``, None without it. All methods are collective."""
 
     def __init__(self, run: Run) -> None:
-        self._run, checkpoint = run, run.settings.checkpoint
+        self._run = run
         self.saver: CheckpointSaver | None = None
-        keep_last = checkpoint.save_keep_last
-        if keep_last is None and checkpoint.save_retain_interval is not None:
-            keep_last = 2  # one to go back to if the last is damaged
-        if checkpoint.save is not None:
-            self.saver = CheckpointSaver(
-                checkpoint.save,
-                asynchronous=not checkpoint.no_async_save,
-                keep_last=keep_last,
-                retain_interval=checkpoint.save_retain_interval,
-                timeout_minutes=run.settings.distributed.distributed_timeout_minutes,
-                lock=run.lock,
-            )
+        timeout_minutes = run.settings.distributed.distributed_timeout_minutes
+        if run.settings.checkpoint.save is not None:
+            self.saver = CheckpointSaver(run.settings.checkpoint, timeout_minutes, run.lock)
 
     def save(self) -> None:
         """Begin to save the run; training may go on."""

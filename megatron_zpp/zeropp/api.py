@@ -12,6 +12,7 @@ and, with gradient accumulation, FSDP2's own ``model.set_is_last_backward(i == l
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from .config import ZeroPPConfig, check_finds_unused
 from .description import warn
 from .fsdp.collectives import PlainAllGather, PlainReduceScatter, count_all_reduces
-from .fsdp.consistency import RankConsistencyCheck
+from .fsdp.consistency import check_consistency
 from .fsdp.fsdp_unit import AllGather, FSDPUnit, ReduceScatter, find_units, follow_forward_passes, set_is_last_backward
 from .fsdp.topology import Topology, process_rank
 from .fsdp.unit import follow_optimizers
@@ -98,7 +99,7 @@ class ZeroPP(ZeroPPInterface):
             for topology in topologies:
                 members = [unit for unit in units if unit.topology is topology]
                 self._unused_parameters[topology] = UnusedParameters(topology, members, self.traffic)
-        self._consistency_check = RankConsistencyCheck(units, self.traffic) if config.check_agreement else None
+        self._consistency_check = partial(check_consistency, units, self.traffic) if config.check_agreement else None
         self._gather_stream = new_stream(self.device)
         self._gathers: list[QuantizedAllGather] = []  # every all-gather that replaces FSDP2's
         # Those with state to save or weights to send early, and reduce-scatters, by the unit's name.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from .fsdp.topology import RankLayout
 from .fsdp.unit import Unit
 from .fsdp.waits import Waits
 from .gather.unseen_changes import Passes
-from .muon.matrix_blocks import MomentumWire, Orthogonalize
+from .muon.matrix_blocks import MatrixBlocks, MomentumWire
 from .reduce.gradient_hops import GradientHops
 
 
@@ -68,32 +68,6 @@ class Ranks(Protocol):
         """Gather K numbers per rank, from [R, K] of this process to [W, K] of all, in rank order. Collective.
 
         With I islands: [W / I, K], from the ranks of this island.
-        """
-
-
-class MatrixBlocksInterface(Protocol):
-    """The ranks that share some matrices: MatrixBlocks, EmulatedMatrixBlocks.
-
-    shards: what this process holds of matrices of ``shapes``.
-    """
-
-    def gather(self, shards: Sequence[Tensor], shapes: Sequence[torch.Size], wire: MomentumWire | None = None) -> Any:
-        """Gather the rows of whole matrices from all nodes; None on one node. Collective."""
-
-    def own_rows(self, gathered: Any, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Return this process's rows of what ``gather`` returned, as they were sent, in bf16."""
-
-    def orthogonalized(
-        self,
-        shards: Sequence[Tensor],
-        shapes: Sequence[torch.Size],
-        orthogonalize: Orthogonalize,
-        gathered: Any = None,
-        is_stale: bool = False,
-    ) -> list[Tensor]:
-        """Orthogonalize each node's block of rows, or what was gathered; return this process's part, fp32. Collective.
-
-        is_stale: it was gathered in an earlier step, and each node puts its current rows into it.
         """
 
 
@@ -229,7 +203,7 @@ class ZeroPPInterface:
 
     def matrix_blocks(
         self, matrices: Sequence[Tensor], wire: MomentumWire
-    ) -> Sequence[tuple[MatrixBlocksInterface, list[Tensor]]]:
+    ) -> Sequence[tuple[MatrixBlocks, list[Tensor]]]:
         """Split the model's ``matrices`` for ``Muon`` into batches, each with the ranks that share it."""
         raise NotImplementedError
 

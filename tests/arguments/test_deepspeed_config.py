@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_zpp.arguments.deepspeed_config import read_deepspeed_config
-from megatron_zpp.arguments.deepspeed_keys import TOP
+from megatron_zpp.arguments.deepspeed_keys import TOP, keys_of
 from megatron_zpp.arguments.parse import SettingsError
 from megatron_zpp.zeropp import ZeroPPConfig
 from tests.arguments.parsing import SHAPE, assert_words, mistakes
@@ -323,7 +323,7 @@ def test_refused_files(write, content, words):
 def test_all_mistakes_are_told_at_once(write):
     fp16 = '{"enabled": 1, "loss_scal": 8}'
     path = write(f'{{"fp16": {fp16}, "gradient_clipping": NaN, "comet": {{"enabled": true}}, "x": 1}}')
-    known = ", ".join(TOP.keys)
+    known = ", ".join(keys_of(TOP))
     assert mistakes(f"{RUN} --seed x --deepspeed_config {path}") == [
         "--seed must be a whole number, got x",
         f"x in {path} is unknown; known here: {known}",

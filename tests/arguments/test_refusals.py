@@ -12,7 +12,7 @@ from megatron_zpp.commands.convert import import_hf
 from megatron_zpp.commands.data import preprocess_data, train_tokenizer
 from megatron_zpp.convert.hf.files import WeightFiles, from_hf_config
 from megatron_zpp.families import ARCHITECTURES
-from megatron_zpp.files import LARGEST_TEXT, read_bounded
+from megatron_zpp.files import LARGEST_TEXT, read_text
 from megatron_zpp.planning.cluster import read_cluster
 from megatron_zpp.settings.flags import PATHS
 from megatron_zpp.settings.groups import flags_by_name
@@ -237,7 +237,7 @@ def test_files_that_never_end_are_not_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with open(tmp_path / "large", "wb") as file:
         file.truncate(LARGEST_TEXT + 1)
-    for read in (read_bounded, read_cluster):
+    for read in (read_text, read_cluster):
         for path in (Path("/dev/zero"), tmp_path / "pipe"):
             with pytest.raises(ValueError, match="is no regular file"):
                 read(path)

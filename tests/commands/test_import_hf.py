@@ -198,7 +198,7 @@ def edit_config(folder: Path, **change: object) -> None:
 NORM = "model.layers.0.input_layernorm.weight"
 MISTAKES = {
     "no config": (lambda f: (f / "config.json").unlink(), "is not a model of transformers: it has no config.json"),
-    "damaged config": (lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
+    "damaged config": (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
     "wrong value": (lambda f: edit_config(f, num_hidden_layers="two"), "two"),
     "other model": (lambda f: edit_config(f, model_type="mamba"), "model_type is mamba; gpt2, llama, mistral,"),
     "inexpressible": (lambda f: edit_config(f, attention_bias=True), "attention_bias is True, supported: False"),

@@ -39,15 +39,15 @@ class TwoNodes:
                 scales.begin_step()
         wires = []
         for node, own in enumerate(gradients):
-            format = self.scales[node].to_send(self.hop)
+            exponents = self.scales[node].of_sent(self.hop.numel)
             if self.feedback is None:
-                wires.append(GradientSum(own).encode(format, None))
+                wires.append(GradientSum(own).encode(self.hop, None, exponents=exponents))
             else:
-                wires.append(self.feedback[node].encode(GradientSum(own), format))
+                wires.append(self.feedback[node].encode(GradientSum(own), self.hop, exponents=exponents))
         totals = []
         for node, scales in enumerate(self.scales):
             received = torch.stack([sent[node] for sent in wires])
-            totals.append(GradientSum(received, scales.to_receive(self.hop)).compute())
+            totals.append(GradientSum(received, self.hop, exponents=scales.of_received()).compute())
             scales.arrived(self.hop, wires[node], received)
         return wires, totals
 

@@ -17,7 +17,7 @@ from megatron_zpp.checkpoint.meta import check_config
 from megatron_zpp.convert.hf import mxfp4
 from megatron_zpp.data.text.packages import load_package
 from megatron_zpp.families import Architecture, HuggingFaceMapping
-from megatron_zpp.files import read_bounded
+from megatron_zpp.files import read_json_object
 from megatron_zpp.models.transformer import TransformerConfig
 
 INDEX = "model.safetensors.index.json"
@@ -96,7 +96,7 @@ class WeightFiles:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        file_of = json.loads(read_bounded(path))["weight_map"]
+        file_of = read_json_object(path)["weight_map"]
         if not all(isinstance(file, str) and Path(file).name == file for file in file_of.values()):
             raise ValueError("weight_map should name files beside it")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -155,7 +155,7 @@ def read_config(folder: Path, model_types: Sequence[str]) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} is not a model of transformers: it has no config.json")
-    written = read_object(path)
+    written = read_json_object(path)
     kind = SAME_AS.get(str(written.get("model_type")), written.get("model_type"))
     if kind not in model_types:  # others may not even be known to transformers
         return written
@@ -250,7 +250,8 @@ def generation_settings(settings: Mapping[str, Any], tokens: dict[str, int]) -> 
     if not tokens or path is None:
         return dict(tokens), dict(tokens)
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    config, generation = (read_object(folder / name) for name in ("config.json", "generation_config.json"))
+    files = folder / "config.json", folder / "generation_config.json"
+    config, generation = (read_json_object(file) if file.is_file() else {} for file in files)
     if not generation:
         return dict(tokens), dict(tokens)
     theirs, ours = generation.get("eos_token_id", config.get("eos_token_id")), tokens["eos_token_id"]
@@ -259,16 +260,3 @@ def generation_settings(settings: Mapping[str, Any], tokens: dict[str, int]) -> 
     end = {"eos_token_id": ends if isinstance(theirs, list) or len(ends) > 1 else ours}
     kept = {name: config[name] for name in ("bos_token_id", "pad_token_id") if config.get(name) is not None}
     return tokens | kept | end, tokens | generation | end
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Read the JSON object in a file; {} if there is no file. Raises ValueError."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(read_bounded(path))
-        if not isinstance(content, dict):
-            raise ValueError("it does not hold a JSON object")
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    return content

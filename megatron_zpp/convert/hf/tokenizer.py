@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.data.text.tokenizers import TOKENIZER_FLAGS, Tokenizer, build_tokenizer, huggingface_path
-from megatron_zpp.files import read_bounded
+from megatron_zpp.files import read_json_object
 
 from .files import write_json
 
@@ -82,7 +81,7 @@ def _copy_tokenizer(path: Path, eod: int, folder: Path) -> None:
     if path.is_file():
         shutil.copyfile(path, folder / "tokenizer.json")
     file = folder / "tokenizer_config.json"
-    config = json.loads(read_bounded(file)) if file.exists() else {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config = read_json_object(file) if file.exists() else {"tokenizer_class": "PreTrainedTokenizerFast"}
     if config.get("eos_token") is None:
         import tokenizers
 

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..fsdp.shared import Traffic
 from ..fsdp.topology import RankLayout
-from ..muon.matrix_blocks import MatrixPlan, MomentumWire, Orthogonalize
+from ..muon.matrix_blocks import MatrixBlocks, MatrixPlan, MomentumWire, NewtonSchulz
 from ..wire.format import WireFormat
 
 
-class EmulatedMatrixBlocks:
-    """All ranks' parts in orthogonalizing matrices that they share."""
+class EmulatedMatrixBlocks(MatrixBlocks):
+    """All ranks' parts in orthogonalizing matrices that they share. What is gathered is a list of whole matrices."""
 
     def __init__(self, layouts: Sequence[RankLayout], traffic: Traffic, wire: MomentumWire) -> None:
         self.layouts, self.traffic, self.wire = layouts, traffic, wire
 
-    def gather(
-        self, shards: Sequence[Tensor], shapes: Sequence[torch.Size], wire: MomentumWire | None = None
-    ) -> list[Tensor] | None:
+    def gather(self, shards: Sequence[Tensor], shapes: Sequence[torch.Size], wire: MomentumWire | None = None) -> Any:
         """Do ``MatrixBlocks.gather``. Shards are whole here; returns matrices as they arrive elsewhere, in bf16."""
         if self.layouts[0].num_nodes == 1:
             return None
@@ -31,7 +30,7 @@ class EmulatedMatrixBlocks:
             plan.count_gather(self.traffic, format.nbytes)
         return self._arrived(shards, plan, format)
 
-    def own_rows(self, gathered: list[Tensor], shards: Sequence[Tensor]) -> list[Tensor]:
+    def own_rows(self, gathered: Any, shards: Sequence[Tensor]) -> list[Tensor]:
         """Do ``MatrixBlocks.own_rows`` for all ranks."""
         return gathered
 
@@ -39,8 +38,8 @@ class EmulatedMatrixBlocks:
         self,
         shards: Sequence[Tensor],
         shapes: Sequence[torch.Size],
-        orthogonalize: Orthogonalize,
-        gathered: list[Tensor] | None = None,
+        orthogonalize: NewtonSchulz,
+        gathered: Any = None,
         is_stale: bool = False,
     ) -> list[Tensor]:
         """Do ``MatrixBlocks.orthogonalized``. Shards are whole matrices here."""

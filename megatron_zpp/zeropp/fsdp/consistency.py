@@ -17,32 +17,29 @@ UNCHANGED, STEPPED, CHANGED = range(3)
 FINDINGS = ("saw no change", "saw that an optimizer may have stepped", "saw that the program changed parameters")
 
 
-class RankConsistencyCheck:
-    """Compares what the ranks of a process group found about all its units, before any of them acts on it."""
+def check_consistency(all_units: Sequence[FSDPUnit], traffic: Traffic, unit: FSDPUnit) -> None:
+    """Compare what ranks found about their units, before any acts on it; ``unit`` is about to be gathered. Collective.
 
-    def __init__(self, units: Sequence[FSDPUnit], traffic: Traffic) -> None:
-        self.units, self.traffic = units, traffic
+    Raises RuntimeError on all ranks of ``unit`` if they differ.
+    """
+    units = [other for other in all_units if other.topology is unit.topology]
+    local = torch.tensor([units.index(unit), *map(_finding, units)], device=unit.device)
+    gathered = local.new_empty(unit.topology.world_size, len(local))
+    all_gather(gathered.flatten(), local, group=unit.topology.group)
+    count_flat_ring(traffic, unit.topology, local.nbytes)
 
-    def check(self, unit: FSDPUnit) -> None:
-        """Raise RuntimeError on all ranks of ``unit``, which is about to be gathered, if they differ; collective."""
-        units = [other for other in self.units if other.topology is unit.topology]
-        local = torch.tensor([units.index(unit), *map(_finding, units)], device=unit.device)
-        gathered = local.new_empty(unit.topology.world_size, len(local))
-        all_gather(gathered.flatten(), local, group=unit.topology.group)
-        count_flat_ring(self.traffic, unit.topology, local.nbytes)
-
-        ranks = dist.get_process_group_ranks(unit.topology.group)
-        next_units, *findings = zip(*gathered.tolist(), strict=True)  # each by rank
-        differences = _differences(ranks, ["about to gather " + units[index].label for index in next_units])
-        for other, found in zip(units, findings, strict=True):
-            differences += [f"{other.label}: {line}" for line in _differences(ranks, [FINDINGS[f] for f in found])]
-        if differences:
-            raise RuntimeError(
-                "the ranks are about to gather differently, and would wait for each other for ever:\n  "
-                + "\n  ".join(differences)
-                + "\nRun the same passes in the same order on all ranks, and change parameters on all of them; after a "
-                "change on some, call zeropp.invalidate() on all"
-            )
+    ranks = dist.get_process_group_ranks(unit.topology.group)
+    next_units, *findings = zip(*gathered.tolist(), strict=True)  # each by rank
+    differences = _differences(ranks, ["about to gather " + units[index].label for index in next_units])
+    for other, found in zip(units, findings, strict=True):
+        differences += [f"{other.label}: {line}" for line in _differences(ranks, [FINDINGS[f] for f in found])]
+    if differences:
+        raise RuntimeError(
+            "the ranks are about to gather differently, and would wait for each other for ever:\n  "
+            + "\n  ".join(differences)
+            + "\nRun the same passes in the same order on all ranks, and change parameters on all of them; after a "
+            "change on some, call zeropp.invalidate() on all"
+        )
 
 
 def _finding(unit: FSDPUnit) -> int:

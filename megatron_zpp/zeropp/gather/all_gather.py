@@ -5,7 +5,7 @@ FSDP2 hands over the flat shard [L] of one unit and wants [N, P, L]: all ranks' 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from ..fsdp.collectives import PlainAllGather, all_gather, count_flat_ring
-from ..fsdp.consistency import RankConsistencyCheck
 from ..fsdp.fsdp_unit import AllGather, DefaultAllocMixin, FSDPUnit
 from ..fsdp.shared import Shared
 from ..fsdp.waits import is_capturing, on_stream, refuse_capture
@@ -129,7 +128,7 @@ class HierarchicalAllGather(QuantizedAllGather):
         unit: FSDPUnit,
         shared: Shared,
         unseen_changes: UnseenChanges,
-        consistency_check: RankConsistencyCheck | None,
+        consistency_check: Callable[[FSDPUnit], None] | None,
         stream: torch.Stream,
     ) -> None:
         super().__init__(unit, shared, unseen_changes, stream)
@@ -144,7 +143,7 @@ class HierarchicalAllGather(QuantizedAllGather):
 
     def _gather(self, output: Tensor, shard: Tensor) -> None:
         if self.consistency_check is not None:  # before any collective that only some ranks may take part in
-            self.consistency_check.check(self.unit)
+            self.consistency_check(self.unit)
         self.unseen_changes.look_for(self.unit)
         changed = self.unit.changed()
         if changed:

@@ -14,9 +14,8 @@ Bf16 loses nothing there: orthogonalization begins and ends in it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,18 +28,41 @@ from ..fsdp.topology import RankLayout, Topology
 from ..wire.format import WireFormat, wire_format
 from ..wire.layout import ParameterShard, rows_per_rank
 
+# What an orthogonal matrix of ``rows`` and ``columns`` is multiplied by: Megatron's names, and torch's.
+SCALES: dict[str, Callable[[int, int], float]] = {
+    "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
+    "shape_scaling": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
 # Elements of whole matrices for each rank of a node at a time, where that is more than one matrix for each.
 ELEMENTS_AT_ONCE = 2**25
 
 
-class Orthogonalize(Protocol):
-    """What is done to a matrix, or to a block of its rows as to a matrix of its own."""
+@dataclass(frozen=True)
+class NewtonSchulz:
+    """Steps towards the nearest orthogonal matrix: X <- a·X + (b·XXᵀ + c·(XXᵀ)²)·X in bf16."""
+
+    steps: int
+    coefficients: tuple[float, float, float]  # a, b, c
+    eps: float  # the least norm to divide by
+    scaling: str  # of SCALES
+    scale_factor: float
 
     def __call__(self, matrix: Tensor) -> Tensor:
-        """Orthogonalize a bf16 matrix; return it in bf16."""
+        """Move the singular values of a matrix [rows, columns] to about 1, in bf16."""
+        a, b, c = self.coefficients
+        is_tall = matrix.shape[0] > matrix.shape[1]
+        x = matrix.T if is_tall else matrix  # XXᵀ is the smaller product
+        x = x / x.norm().clamp(min=self.eps)
+        for _ in range(self.steps):
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return x.T if is_tall else x
 
     def scale(self, rows: int, columns: int) -> float:
-        """Return the factor for the result."""
+        return SCALES[self.scaling](rows, columns) * self.scale_factor
 
 
 @dataclass(frozen=True)
@@ -160,7 +182,7 @@ class MatrixBlocks:
         self,
         shards: Sequence[Tensor],
         shapes: Sequence[torch.Size],
-        orthogonalize: Orthogonalize,
+        orthogonalize: NewtonSchulz,
         gathered: GatheredRows | None = None,
         is_stale: bool = False,
     ) -> list[Tensor]:
@@ -182,7 +204,7 @@ class MatrixBlocks:
         results = plan.unflatten(self._by_owners(rows, plan, node, orthogonalize), shards)
         return [result.float() * orthogonalize.scale(*plan.shape(i, node)) for i, result in enumerate(results)]
 
-    def _by_owners(self, rows: Tensor, plan: MatrixPlan, node: int | None, orthogonalize: Orthogonalize) -> Tensor:
+    def _by_owners(self, rows: Tensor, plan: MatrixPlan, node: int | None, orthogonalize: NewtonSchulz) -> Tensor:
         """Return this rank's rows of the results, [L]. rows: [n, L] of this local rank, on one node or on all."""
         n, topology, own = len(rows), self.topology, plan.sizes[self.topology.local_rank]
         # All nodes' rows for the first owner, then for the second, ...

@@ -19,9 +19,7 @@ all ranks for each of its products. Here rows are brought together once per step
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,46 +27,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import ParamsT, StateDict
 
-from ..interface import MatrixBlocksInterface, ZeroPPInterface
+from ..interface import ZeroPPInterface
 from ..own_rank import local_part
-from .matrix_blocks import MomentumWire
-
-# What an orthogonal matrix of ``rows`` and ``columns`` is multiplied by: Megatron's names, and torch's.
-SCALES: dict[str, Callable[[int, int], float]] = {
-    "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
-    "shape_scaling": lambda rows, columns: math.sqrt(max(1, rows / columns)),
-    "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
-    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
-    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
-}
-
+from .matrix_blocks import SCALES, MatrixBlocks, MomentumWire, NewtonSchulz
 
 _adamw_step = inspect.unwrap(torch.optim.AdamW.step)  # without hooks, which Muon's own step has
-
-
-@dataclass(frozen=True)
-class NewtonSchulz:
-    """Steps towards the nearest orthogonal matrix: X <- a·X + (b·XXᵀ + c·(XXᵀ)²)·X in bf16."""
-
-    steps: int
-    coefficients: tuple[float, float, float]  # a, b, c
-    eps: float  # the least norm to divide by
-    scaling: str  # of SCALES
-    scale_factor: float
-
-    def __call__(self, matrix: Tensor) -> Tensor:
-        """Move the singular values of a matrix [rows, columns] to about 1, in bf16."""
-        a, b, c = self.coefficients
-        is_tall = matrix.shape[0] > matrix.shape[1]
-        x = matrix.T if is_tall else matrix  # XXᵀ is the smaller product
-        x = x / x.norm().clamp(min=self.eps)
-        for _ in range(self.steps):
-            gram = x @ x.T
-            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-        return x.T if is_tall else x
-
-    def scale(self, rows: int, columns: int) -> float:
-        return SCALES[self.scaling](rows, columns) * self.scale_factor
 
 
 class Muon(torch.optim.AdamW):
@@ -169,7 +132,7 @@ class Muon(torch.optim.AdamW):
             torch._foreach_mul_(rows, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(rows, results, alpha=-group["lr"])
 
-    def _stale_rows_of(self, blocks: MatrixBlocksInterface, batch: list[Tensor]) -> Any:
+    def _stale_rows_of(self, blocks: MatrixBlocks, batch: list[Tensor]) -> Any:
         """Return what was gathered last, gathered again after a state was loaded; None: blocks alone."""
         if not self.stale_rows:
             return None

@@ -15,7 +15,7 @@ from ..fsdp.topology import RankLayout
 from ..fsdp.unit import Unit, UnitPart
 from ..wire.format import WireFormat
 from ..wire.quantization import mix_seed
-from ..wire.scales import ElementScales, ScaledFormat
+from ..wire.scales import ElementScales
 from .gradient_sum import GradientSum, NodeSum
 from .loco import ErrorFeedback
 
@@ -52,7 +52,8 @@ class GradientHop:
     def encode(self, gradients: GradientSum) -> Tensor:
         """Encode gradients [G, ..., L], a piece for each rank of the hop, with LoCo: uint8 [G, ..., nbytes]."""
         assert self.format is not None
-        format = self.element_scales.to_send(self.format) if self.element_scales is not None else self.format
+        format, scales = self.format, self.element_scales
+        exponents = scales.of_sent(format.numel) if scales is not None else None
         noise_seed = None
         if self.config.gradient_rounding == "stochastic":
             draw = (self.name, self.unit.name, self.rank, self.progress.steps, self.progress.micro_batches)
@@ -63,11 +64,11 @@ class GradientHop:
         error = self.feedback.error if self.feedback is not None else None  # what is added to these gradients
         if self.feedback is not None:
             # The hop between nodes runs once per step, that within a node once per micro-batch.
-            wires = self.feedback.encode(gradients, format, noise_seed, self.shared.position.is_last)
+            wires = self.feedback.encode(gradients, format, noise_seed, self.shared.position.is_last, exponents)
         else:
-            wires = gradients.encode(format, noise_seed)
+            wires = gradients.encode(format, noise_seed, exponents=exponents)
         if is_sampled:
-            self._sample(gradients.parts, wires, format, error)
+            self._sample(gradients.parts, wires, exponents, error)
         sent = wires.nbytes - wires[0].nbytes  # this rank keeps one piece
         if self.name == "intra":
             self.shared.traffic.add(intra_node=sent)
@@ -78,8 +79,8 @@ class GradientHop:
     def sum_of(self, wires: Tensor) -> GradientSum:
         """Return the sum [..., L] of what the G ranks send here, uint8 [G, ..., nbytes], which may arrive later."""
         assert self.format is not None  # GradientSum would take None for parts that are numbers
-        format = self.element_scales.to_receive(self.format) if self.element_scales is not None else self.format
-        return GradientSum(wires, format)
+        exponents = self.element_scales.of_received() if self.element_scales is not None else None
+        return GradientSum(wires, self.format, exponents=exponents)
 
     def arrived(self, sent: Tensor, received: GradientSum) -> None:
         """Let element scales learn from what arrived: ``sent`` by this rank, ``received`` from all."""
@@ -110,9 +111,10 @@ class GradientHop:
                 kept = below(state, prefix)
                 part.load_state_dict({key: value.to(self.unit.device) for key, value in kept.items()})
 
-    def _sample(self, pieces: Tensor, wires: Tensor, format: WireFormat | ScaledFormat, error: Tensor | None) -> None:
+    def _sample(self, pieces: Tensor, wires: Tensor, exponents: Tensor | None, error: Tensor | None) -> None:
         assert self.format is not None
-        arrived = format.decode(wires, out=torch.empty_like(pieces, dtype=torch.float32))
+        scales = exponents.unsqueeze(0) if exponents is not None else None
+        arrived = GradientSum(wires.unsqueeze(0), self.format, exponents=scales).compute()
         what, unit = f"gradients/{self.name}", self.unit.name
         self.shared.monitor.record(what, unit, pieces, arrived)
         self.shared.monitor.record_codes(what, unit, self.format, wires)

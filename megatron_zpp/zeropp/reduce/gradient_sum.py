@@ -12,7 +12,6 @@ from ..fsdp.unit import Unit
 from ..wire.format import WireFormat
 from ..wire.layout import Compensation, encoded_addend
 from ..wire.quantization import counter_uniform
-from ..wire.scales import ScaledFormat
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,9 @@ class GradientSum:
     """
 
     parts: Tensor
-    format: WireFormat | ScaledFormat | None = None
+    format: WireFormat | None = None
     plus: Tensor | None = None  # fp32 [..., L]
+    exponents: Tensor | None = None  # uint8 [G, ..., L], of the scales that multiply what each rank sent (scales.py)
 
     @property
     def device(self) -> torch.device:
@@ -44,9 +44,8 @@ class GradientSum:
         """Add up in fp32, in rank order: [..., L], in the memory of ``plus`` if there is any."""
         if self.format is None:
             return self.parts.to(torch.float32, copy=True) if self.plus is None else self.plus.add_(self.parts)
-        if self.plus is not None:
-            return self.format.decode_sum(self.parts, out=self.plus, accumulate=True)
-        return self.format.decode_sum(self.parts, out=torch.empty(*self.rows, self.format.numel, device=self.device))
+        out = torch.empty(*self.rows, self.format.numel, device=self.device) if self.plus is None else self.plus
+        return self.format.decode_sum(self.parts, out, accumulate=self.plus is not None, exponents=self.exponents)
 
     def computed(self) -> GradientSum:
         """Return the same gradients with nothing left to add up."""
@@ -54,13 +53,20 @@ class GradientSum:
         return GradientSum(self.compute()) if is_sum else self
 
     def encode(
-        self, format: WireFormat | ScaledFormat, noise_seed: int | None, compensation: Compensation | None = None
+        self,
+        format: WireFormat,
+        noise_seed: int | None,
+        compensation: Compensation | None = None,
+        exponents: Tensor | None = None,
     ) -> Tensor:
-        """Add up and encode: uint8 [..., nbytes]."""
+        """Add up and encode: uint8 [..., nbytes]. exponents: uint8 [..., L], of the scales that divide the sum."""
+        plus = self.plus
         if self.format is None:
-            return format.encode(self.parts, noise_seed, plus=self.plus, compensation=compensation)
-        assert isinstance(self.format, WireFormat)  # scaled gradients are decoded, not sent again
-        return format.encode_sum(self.parts, self.format, noise_seed, plus=self.plus, compensation=compensation)
+            return format.encode(self.parts, noise_seed, plus=plus, compensation=compensation, exponents=exponents)
+        assert self.exponents is None  # scaled gradients are decoded, not sent again
+        return format.encode_sum(
+            self.parts, self.format, noise_seed, plus=plus, compensation=compensation, exponents=exponents
+        )
 
 
 class NodeSum:

@@ -8,7 +8,6 @@ from torch import Tensor
 from ..config import LoCoConfig
 from ..wire.format import WireFormat, wire_format
 from ..wire.layout import Compensation, ParameterShard
-from ..wire.scales import ScaledFormat
 from .gradient_sum import GradientSum
 
 ERROR_FORMATS = {"int8": (8, torch.float32), "bf16": (None, torch.bfloat16), "fp32": (None, torch.float32)}
@@ -48,13 +47,15 @@ class ErrorFeedback:
     def encode(
         self,
         gradients: GradientSum,
-        hop: WireFormat | ScaledFormat,
+        hop: WireFormat,
         noise_seed: int | None = None,
         is_last: bool = True,
+        exponents: Tensor | None = None,
     ) -> Tensor:
         """Compensate and encode gradients [..., L] into uint8 [..., nbytes], and update the error.
 
         is_last: whether this is the last encoding of an optimizer step.
+        exponents: uint8 [..., L], of the scales that elements are divided by (scales.py).
         """
         config, interval = self.config, self.config.reset_interval
         format = self.format(hop.parameters, hop.block_size)
@@ -71,7 +72,7 @@ class ErrorFeedback:
         if is_last and config.reset == "decay" and interval is not None:
             decay = 1 - 1 / interval
         compensation = Compensation(self._format, self.error, new_error, config.beta, decay)
-        wire = gradients.encode(hop, noise_seed, compensation)
+        wire = gradients.encode(hop, noise_seed, compensation, exponents)
         self.error = new_error
         if not config.exact_undo:
             self._before_step = (None, 0)

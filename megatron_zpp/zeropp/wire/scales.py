@@ -22,71 +22,14 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .format import WireFormat
-from .layout import Compensation, ParameterShard
 from .quantization import STEPS_PER_OCTAVE, Code
 
 WEIGHT = 0.02  # w; larger at first, so that v is the mean of what came
-
-
-@dataclass(frozen=True)
-class ScaledFormat:
-    """A wire format for values that are divided by their elements' scales; encodes and decodes as WireFormat does."""
-
-    format: WireFormat
-    exponents: Tensor  # e, uint8 [N, L]: of N pieces to send, or of those that N peers sent
-
-    @property
-    def numel(self) -> int:
-        return self.format.numel
-
-    @property
-    def parameters(self) -> tuple[ParameterShard, ...]:
-        return self.format.parameters
-
-    @property
-    def block_size(self) -> int | None:
-        return self.format.block_size
-
-    def encode(
-        self,
-        values: Tensor,
-        noise_seed: int | None,
-        *,
-        plus: Tensor | None = None,
-        compensation: Compensation | None = None,
-    ) -> Tensor:
-        """Encode values [N, L] of any float type into uint8 [N, nbytes]; see WireFormat.encode."""
-        exponents = self.exponents
-        return self.format.encode(values, noise_seed, plus=plus, compensation=compensation, exponents=exponents)
-
-    def encode_sum(
-        self,
-        peers: Tensor,
-        source: WireFormat,
-        noise_seed: int | None,
-        *,
-        plus: Tensor | None = None,
-        compensation: Compensation | None = None,
-    ) -> Tensor:
-        """Encode the sum of what G peers sent, uint8 [G, N, nbytes]: uint8 [N, nbytes]; see WireFormat.encode_sum."""
-        exponents = self.exponents
-        return self.format.encode_sum(
-            peers, source, noise_seed, plus=plus, compensation=compensation, exponents=exponents
-        )
-
-    def decode(self, wires: Tensor, out: Tensor) -> Tensor:
-        """Decode wire buffers uint8 [N, nbytes] into ``out`` fp32 [N, L]; returns ``out``."""
-        return self.format.decode_sum(wires.unsqueeze(0), out, exponents=self.exponents.unsqueeze(0))
-
-    def decode_sum(self, peers: Tensor, out: Tensor, accumulate: bool = False) -> Tensor:
-        """Decode the buffers uint8 [N, nbytes] of N peers, and add them in order, into or onto ``out`` fp32 [L]."""
-        return self.format.decode_sum(peers, out, accumulate, self.exponents)
 
 
 class ElementScales:
@@ -101,13 +44,15 @@ class ElementScales:
         self.steps = 0  # reductions that updated them
         self.sent_wires: list[tuple[WireFormat, Tensor]] = []  # since the step began, each uint8 [2, N, nbytes]
 
-    def to_send(self, format: WireFormat) -> WireFormat | ScaledFormat:
-        if self.exponents is not None and self.exponents.shape[-1] != format.numel:
+    def of_sent(self, numel: int) -> Tensor | None:
+        """Return the exponents of pieces [N, L] to send, uint8 [N, L]; None = all 0."""
+        if self.exponents is not None and self.exponents.shape[-1] != numel:
             self.exponents, self.steps = None, 0  # parameters were frozen or unfrozen
-        return format if self.exponents is None else ScaledFormat(format, self.exponents[0])
+        return self.exponents[0] if self.exponents is not None else None
 
-    def to_receive(self, format: WireFormat) -> WireFormat | ScaledFormat:
-        return format if self.exponents is None else ScaledFormat(format, self.exponents[1])
+    def of_received(self) -> Tensor | None:
+        """Return the exponents of the pieces [N, L] that N ranks send, uint8 [N, L]; None = all 0."""
+        return self.exponents[1] if self.exponents is not None else None
 
     def arrived(self, format: WireFormat, sent: Tensor, received: Tensor) -> None:
         """Say that these wire buffers, uint8 [N, nbytes], were sent and have arrived."""

@@ -112,7 +112,7 @@ def test_without_such_a_model_the_tokenizers_tokens_count(tmp_path):
 
 
 def test_a_damaged_file_is_named(tmp_path):
-    for text in ("{", "[]"):
+    for text, wrong in (("{", "is not JSON"), ("[]", "holds no JSON object")):
         (tmp_path / "generation_config.json").write_text(text)
-        with pytest.raises(ValueError, match=r"generation_config.json is damaged"):
+        with pytest.raises(ValueError, match=f"generation_config.json {wrong}"):
             generation_settings({"tokenizer_model": str(tmp_path)}, TOKENS)
