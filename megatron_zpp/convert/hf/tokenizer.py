@@ -81,7 +81,9 @@ def _copy_tokenizer(path: Path, eod: int, folder: Path) -> None:
     if path.is_file():
         shutil.copyfile(path, folder / "tokenizer.json")
     file = folder / "tokenizer_config.json"
-    config = read_json_object(file) if file.exists() else {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if file.exists():
+        config = read_json_object(file)
     if config.get("eos_token") is None:
         import tokenizers
 
