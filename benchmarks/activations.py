@@ -7,8 +7,6 @@ of CPU are the least of five turns. Offloading copies to other memory of the CPU
 nothing of a GPU.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from typing import Any

@@ -8,8 +8,6 @@ read from the nodes' interfaces. DeepSpeed's qwZ and qgZ do not run on CPUs. glo
 reduce-scatter twice; "by NCCL" is what a flat ring over the ranks in order would send, by formula.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import statistics

@@ -9,8 +9,6 @@ only. Regret is the step's time with the chosen recipe over that with the fastes
 ``results/auto_regret.jsonl`` is not measured again.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import re

@@ -10,8 +10,6 @@ the first. Results are appended to ``benchmarks/results/between_islands.jsonl``,
 is there already is not run again. Bytes are read from the namespaces' interfaces; every rank runs the real trainer.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

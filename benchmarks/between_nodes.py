@@ -10,8 +10,6 @@ its command; what is there already is not run again. Bytes are read from the nod
 runs the real trainer. ``benchmarks/reproduce.py --write`` writes the tables into pages.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

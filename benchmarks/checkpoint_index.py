@@ -5,8 +5,6 @@ python benchmarks/checkpoint_index.py  # 2,169 tensors (Llama 70B and Adam's sta
 Measures, in seconds of the CPU, a rank that needs a shard of each tensor, and rank 0, which checks the whole.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 import time

@@ -12,8 +12,6 @@ Needs Linux, root, and the commands ``ip`` and ``tc`` (Debian package iproute2).
 seconds, and removes what it made, also after Ctrl-C; what a killed run left over is removed by the next one.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -1,7 +1,5 @@
 """What the benchmarks share: result files, Markdown tables, turns of two sides, and runs of the trainer."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

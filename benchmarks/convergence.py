@@ -7,8 +7,6 @@ whose sizes span three orders of magnitude, mini-batches of 4. Learning rates fa
 over the run of the squared norm of the full gradient, which the theorems bound by O(1 / sqrt(T)).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

@@ -11,8 +11,6 @@ tokens in a million documents, is made in ``--folder`` and stays there.
 Prints JSON lines; ``benchmarks/results/data_indices.jsonl`` holds those of the machine that they name.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """A switch whose frames arrive later: what joins the nodes of the cluster in a box where their links have a latency."""
 
-from __future__ import annotations
-
 import selectors
 import socket
 import sys

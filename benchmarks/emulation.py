@@ -8,8 +8,6 @@ accumulates over as many micro-batches as the other has ranks. The emulated side
 or with the recipe that ``--recipe`` names.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -1,7 +1,5 @@
 """What all faults of benchmarks/faults.py share: the undisturbed run, the same command again, the check, the record."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import subprocess

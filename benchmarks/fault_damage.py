@@ -1,8 +1,6 @@
 """Files that are damaged, gone, or something else than a file; and runs that diverge, share a folder, or lose a disk or
 a link. Part of benchmarks/faults.py."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -4,8 +4,6 @@ Ranks are forked from one process that has imported torch, which takes the place
 after one has died.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import math

@@ -1,7 +1,5 @@
 """Ranks are killed or asked to stop: survived if the run ends as the undisturbed one. Part of benchmarks/faults.py."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 from pathlib import Path

@@ -15,8 +15,6 @@ The killed link runs real torchrun in the cluster in a box. Disk full, read-only
 are left out with a note elsewhere.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import tempfile

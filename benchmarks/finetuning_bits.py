@@ -8,8 +8,6 @@ Face's format, and imported from there. It is fine-tuned on sympy's sources, 4 r
 process, as ``examples/zeropp/finetune.sh`` does: weights through hpZ, gradients in 8 bits on both hops.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import subprocess

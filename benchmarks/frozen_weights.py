@@ -6,8 +6,6 @@
 4 ranks, which --zero-hpz-partition-size 2 divides into 2 nodes. Needs transformers and peft.
 """
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from typing import Any

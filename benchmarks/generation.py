@@ -6,8 +6,6 @@ Models have random weights, and write 300 tokens behind a prompt of 8 ids, the l
 same text is checked. Seconds are the processor's, so that other programs on the machine count less.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import statistics

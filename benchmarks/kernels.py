@@ -6,8 +6,6 @@ Bytes are what a kernel must read and write once: its inputs and outputs. The me
 turns with the kernel. Plain torch is megatron_zpp/zeropp/wire/reference.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -7,8 +7,6 @@ One rank of 64 nodes of 8 takes two steps of one micro-batch on fake tensors, wh
 (tests/zeropp/order). The second is counted: the first gathers weights in full, and has no errors of the step before.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext

@@ -9,8 +9,6 @@ publishes, exports to transformers and imports again. Each saved state is compar
 iteration: to the bit where layouts compute the same bits, else within rounding. One line of output for each sequence.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import random

@@ -10,8 +10,6 @@ That they did the same work shows in the losses of their last turns. ``--profile
 kind of work: the percentage of the main thread's time, from torch.profiler.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import tempfile

@@ -8,8 +8,6 @@ Appends a row to results/loss.jsonl. Views are no launches. Memory is what the p
 included. Seconds of CPU are the least of five turns, on one thread, since waiting threads would count.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from typing import Any

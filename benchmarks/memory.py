@@ -5,8 +5,6 @@ host memory for each GPU. Then what saves keep in host memory, by recipe. In doc
 on 8 nodes, for 1 and for 8 micro-batches.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterable
 

@@ -7,8 +7,6 @@
 Figures are means over the samples of the last 100 steps, of all units together.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import tempfile

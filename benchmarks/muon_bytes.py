@@ -6,8 +6,6 @@ Bytes that leave a node, and that stay within it, per parameter of the matrices 
 Collectives of torch.optim.Muon are counted as rings over the ranks in order, as everything plain is here.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import platform

@@ -11,8 +11,6 @@ What an import executes, such as a constant, is given to all tests. Killed, ``ru
 docs/evidence/benchmarks.md says how to read the results.
 """
 
-from __future__ import annotations
-
 import ast
 import ctypes
 import functools

@@ -4,8 +4,6 @@ An edit replaces one piece of the text, so comments and format stay. Left alone:
 raised, ``__repr__``, annotations and decorators.
 """
 
-from __future__ import annotations
-
 import ast
 import random
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ So a rank that is killed loses nothing. This module is a plugin of that pytest: 
 and writes down what they are after it.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

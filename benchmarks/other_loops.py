@@ -8,8 +8,6 @@ Two nodes, on one machine. Every case trains from the same weights on the same b
 micro-batch to a step and once with four.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

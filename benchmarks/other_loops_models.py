@@ -1,7 +1,5 @@
 """Models of transformers, small and from configurations, in a plain loop; for ``other_loops.py``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any

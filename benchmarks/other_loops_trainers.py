@@ -1,7 +1,5 @@
 """Training loops of other packages, with a small Llama each; for ``other_loops.py``."""
 
-from __future__ import annotations
-
 import tempfile
 from functools import partial
 from pathlib import Path

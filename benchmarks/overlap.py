@@ -22,8 +22,6 @@ another checkout, against the same bound. All repetitions go to
 a step again, and the table shows medians.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

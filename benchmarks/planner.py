@@ -11,8 +11,6 @@ The first three compute for minutes, and keep their tables in ``results/planner_
 --write`` takes them into the pages. ``planner_published.py`` and ``planner_box.py`` say what they compare.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable

@@ -4,8 +4,6 @@ It calibrates on 2 nodes x 2 ranks over an unlimited link with ``tools/plan.py -
 links of several rates with several settings. What is in ``results/planner_box.jsonl`` is not measured again.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import statistics

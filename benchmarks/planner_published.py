@@ -7,8 +7,6 @@ median error is least, and shows the error that is left, that of each program wh
 misses, and a scatter plot.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import shlex

@@ -5,8 +5,6 @@ state the size, tokens per GPU and links: the shape is the tutorial's here, with
 other. TFLOP/s are by Megatron's formula with recomputation, as the tutorial counts them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from common import markdown_table

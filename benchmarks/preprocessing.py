@@ -13,8 +13,6 @@ in ``batch_together``: as many batch processes at once, all their speeds added u
 seconds, which other programs on the machine disturb less.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

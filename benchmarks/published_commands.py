@@ -7,8 +7,6 @@ number of ranks become small (see ``small``), and without a GPU the backend beco
 of the output says what became of a command: its first losses, or the error. Rows that are there are not run again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

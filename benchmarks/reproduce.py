@@ -6,8 +6,6 @@ SCALE=full examples/reproduce.sh ...  # the real one; also SCALE=gpu
 examples/reproduce.sh --check         # fail if a table in docs/ is not that of the kept results
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

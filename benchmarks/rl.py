@@ -9,8 +9,6 @@ a step of GRPO (4 rollouts of 24 tokens, 2 epochs) with each way to have weights
 cluster in a box at ``--rate``.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from datetime import date

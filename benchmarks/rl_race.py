@@ -4,8 +4,6 @@ Rank 0 prints a JSON line per step: seconds, and the bytes that a node sent thro
 what two generations after an optimizer step sent, and whether their tokens are those of an unsharded model.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

@@ -6,8 +6,6 @@ Trains a GPT on local ranks that saves every few steps, in the background and at
 both times from the log. Prints one JSON line for each.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import statistics

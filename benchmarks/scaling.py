@@ -7,8 +7,6 @@ barriers, printed lines, and groups with the connections that gloo makes for the
 time; a first save makes a group.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Our trainer and plain single-file PyTorch on the same weights and batches, for benchmarks that compare the two."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math

@@ -3,8 +3,6 @@
 python benchmarks/start.py  # 10, 100 and 1,000 ranks, on one real TCPStore; three starts each, the last one counts
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor

@@ -7,8 +7,6 @@ that of the kernels, by the part that launched them. Of a device it also counts 
 a step communicates without computing: the exposed time, which overlap should have hidden.
 """
 
-from __future__ import annotations
-
 import bisect
 import functools
 import math

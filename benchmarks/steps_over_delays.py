@@ -9,8 +9,6 @@ Both trees train in turns in the cluster in a box, 2 nodes of 2 ranks at 150 Mbi
 slow minutes. A row of ``benchmarks/results/steps_over_delays.jsonl`` is one run; ratios are medians over the rounds.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from statistics import median

@@ -9,8 +9,6 @@ Both trees train in turns in the cluster in a box, 2 nodes of 2 ranks, so that t
 row of ``benchmarks/results/steps_over_links.jsonl`` is one run; ratios are medians over the rounds.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Collection
 from dataclasses import asdict

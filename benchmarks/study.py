@@ -10,8 +10,6 @@ A killed study goes on where it was. benchmarks/study_experiments.py says what i
 sources, made on the first run.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import platform

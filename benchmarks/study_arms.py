@@ -1,7 +1,5 @@
 """What an experiment of the study is made of: arms of training with other flags for what travels, and these flags."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ An arm that two experiments share is trained once. 4 ranks on 2 nodes are emulat
 E6 was of weight differences, which are gone.
 """
 
-from __future__ import annotations
-
 from study_arms import (
     ABSMAX,
     BF16,

@@ -1,7 +1,5 @@
 """Tables and plots of the study's results, written into docs/evidence/experiments.md."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import statistics

@@ -6,8 +6,6 @@ python benchmarks/study_trials.py --trial ternary:1.2 --zeropp-gradient-bits 2 .
 python benchmarks/study_trials.py --trial outliers:30 --swiglu ...
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

@@ -10,8 +10,6 @@ that they did the same work shows in their losses. The steps' parts come from to
 Under torchrun there is no plain side, and ``--flags`` may turn ZeRO++ on, which then shows among the parts.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import statistics

@@ -7,8 +7,6 @@ taken. So both numbers are of one rank, and the step is without its collectives.
 work, not waiting for a shared core.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import time

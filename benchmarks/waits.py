@@ -8,8 +8,6 @@ without recording, one after the other, by the clock and by the time of all rank
 all flags and LoCo, on a CPU with gloo.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import statistics

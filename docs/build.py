@@ -4,8 +4,6 @@ Their links to files outside of docs/ become links to the repository, and pictur
 builds build/site, and fails at a broken link or anchor.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """``megatron-zpp COMMAND``, or ``python -m megatron_zpp COMMAND``: all programs of the package under one name."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import importlib

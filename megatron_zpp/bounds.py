@@ -1,7 +1,5 @@
 """Which numbers a setting may have, said once, in its field's metadata."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Small files that a user names: read whole, and named in what is said about them."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Crashes at every change of files: a process that is killed there, and a machine that loses its power there."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

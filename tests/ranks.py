@@ -3,8 +3,6 @@
 The processes are forked from a server that has imported torch once, so that starting eight of them takes a moment.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

@@ -1,7 +1,5 @@
 """``megatron-zpp`` and ``python -m megatron_zpp``: every program of the package by name; env and doctor."""
 
-from __future__ import annotations
-
 import re
 import resource
 import sys

@@ -1,7 +1,5 @@
 """docs/reference/fsdp2-hooks.md lists what the source does not show: hooks, and methods that are replaced."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """What ``pip install`` makes of a checkout: with a compiler, with one that fails, and in an empty environment."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re

@@ -1,7 +1,5 @@
 """Words that no engineer says stay out of the package and its pages; CONTRIBUTING.md says what to write instead."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

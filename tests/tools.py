@@ -1,7 +1,5 @@
 """Run programs: commands of the package in this process, others in their own; and damage files."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import shlex

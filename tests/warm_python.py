@@ -10,8 +10,6 @@ effect, files beyond the three streams stay closed, and a stopped client (SIGSTO
 these, or torchrun itself, starts ``sys.executable``.
 """
 
-from __future__ import annotations
-
 import array
 import atexit
 import contextlib

@@ -9,8 +9,6 @@ choosing; its test programs, where they are installed, and then installed packag
 leaves.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import importlib.util

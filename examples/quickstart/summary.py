@@ -4,8 +4,6 @@ torchrun ... pretrain_gpt.py ... 2>&1 | tee run.log | python examples/quickstart
 python examples/quickstart/summary.py compare --data-path PREFIX --plot loss.png "ZeRO-3=a.log" "ZeRO++=b.log"
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable

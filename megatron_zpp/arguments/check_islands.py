@@ -1,7 +1,5 @@
 """Check islands against a run's other settings. ``IslandConfig`` checks itself."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from megatron_zpp.arguments.resolve_parallel import placement_of

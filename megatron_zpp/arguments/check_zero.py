@@ -1,7 +1,5 @@
 """Check ZeRO, ZeRO++, HSDP and Muon against a run's ranks. ``ZeroPPConfig`` checks itself."""
 
-from __future__ import annotations
-
 from megatron_zpp.settings.checks import require, require_divides
 from megatron_zpp.settings.groups import DistributedSettings, Settings, ZeroSettings
 from megatron_zpp.zeropp.config import SUPPORTED_BITS, ZeroPPConfig

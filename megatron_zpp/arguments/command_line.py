@@ -1,7 +1,5 @@
 """Read the words of the trainer's command line."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

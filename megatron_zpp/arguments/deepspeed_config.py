@@ -1,7 +1,5 @@
 """Read a DeepSpeed JSON file into settings. DeepSpeed's own defaults for absent keys do not apply."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import os

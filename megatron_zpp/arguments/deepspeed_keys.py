@@ -1,7 +1,5 @@
 """Every known key of a DeepSpeed JSON file, and what becomes of it, from ``deepspeed_keys.toml``; others are errors."""
 
-from __future__ import annotations
-
 import sys
 import tomllib
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Add a flag there. This module reads the table, and knows how Megatron-DeepSpeed's scripts describe experts.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field

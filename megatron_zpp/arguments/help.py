@@ -4,8 +4,6 @@ Flags have three tiers: "stable", those of --help and of published scripts; "exp
 which the next version may change; "advanced", the rest, which tune what works without them.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Given settings that have no effect: refused without the flag that they need, or noted as left-overs of a script."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 from typing import Any

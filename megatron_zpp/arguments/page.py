@@ -1,7 +1,5 @@
 """Write the page of flags from the settings: ``python -m megatron_zpp.arguments.page docs/reference/flags.md``."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path

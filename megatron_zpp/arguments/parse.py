@@ -5,8 +5,6 @@ flag), ``--preset``, the recipe of ``--zeropp``, the field's default. ``resolve.
 and checks everything.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import sys

@@ -1,7 +1,5 @@
 """``--zeropp NAME``: the settings that a recipe of ``megatron_zpp.zeropp.recipes`` stands for in a run."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

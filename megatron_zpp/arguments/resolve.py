@@ -3,8 +3,6 @@
 After ``resolve`` no field is None whose default can be derived: batch size, MLP width, dropout, precision.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection
 from typing import cast

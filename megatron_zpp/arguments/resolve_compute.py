@@ -1,7 +1,5 @@
 """Complete the settings of how a run computes: precision, float8 products, recomputation."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD

@@ -1,7 +1,5 @@
 """Check how a run's ranks are divided among the kinds of parallelism."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Read and write a checkpoint's files: regular files only, and on the disk when writing returns."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -11,8 +11,6 @@ A checkpoint is written to ``iter_0000100.incomplete``, and renamed when everyth
 names it. The folder must be on storage that all nodes share. SAVE and iter_* may be links; links to files are refused.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

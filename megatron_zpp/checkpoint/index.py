@@ -4,8 +4,6 @@ index.json has a line for each tensor. One in several shards has a row of intege
 of 16,384 ranks parses the shards of all: a rank reads rows as arrays, and makes objects only of shards that it loads.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

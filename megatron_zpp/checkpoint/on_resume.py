@@ -1,7 +1,5 @@
 """What a resume does with each setting that differs from the checkpoint's: one table, and the check that reads it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

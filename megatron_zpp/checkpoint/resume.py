@@ -1,7 +1,5 @@
 """Choose the checkpoint that ``--load`` resumes from, and check that the data's order is still the same."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from itertools import chain

@@ -1,7 +1,5 @@
 """Save checkpoints while training goes on."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import shutil

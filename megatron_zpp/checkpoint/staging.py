@@ -1,7 +1,5 @@
 """Copies of what a save writes while training goes on, in host memory that is kept for the next save."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager

@@ -11,8 +11,6 @@ islands.momentum.NAME          the outer optimizer's momentum
 islands.RANK.KEY               steps, LoCo's errors between islands, transfers between them
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path

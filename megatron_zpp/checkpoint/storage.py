@@ -4,8 +4,6 @@ DCP's writers pickle their index, and its safetensors writer holds a rank's shar
 HuggingFaceStorageReader opens what is written here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain

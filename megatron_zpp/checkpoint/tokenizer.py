@@ -1,7 +1,5 @@
 """Keep the tokenizer's files in the checkpoint, so that no program follows a path that a stranger may have set."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Verify that a checkpoint is what was saved: sizes of all files, and digests of all or of a sample."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

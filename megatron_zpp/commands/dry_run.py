@@ -1,7 +1,5 @@
 """--dry-run: print a command's settings and what they need, from one process that starts nothing."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """``megatron-zpp env``, or ``python -m megatron_zpp.commands.env``: print what a bug report needs."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import os

@@ -3,8 +3,6 @@
 python tools/estimate.py --nodes 8 --ranks-per-node 8 --gpu A100 --vocabulary 50257 pretrain_gpt.py FLAGS
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import dataclass
 from pathlib import Path

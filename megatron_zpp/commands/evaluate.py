@@ -5,8 +5,6 @@ python tools/evaluate.py --load runs/finetuning/tuned --eval-tasks facts --eval-
 A sharded model is evaluated by its own trainer: --skip-train --eval-tasks NAME.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 

@@ -3,8 +3,6 @@
 python tools/generate_text.py --load runs/quickstart/zeropp --prompt "def " --num-tokens 100
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

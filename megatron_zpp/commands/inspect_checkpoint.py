@@ -7,8 +7,6 @@
 Exits with status 1 if ``verify`` finds damage, NaN or Inf, or ``diff`` a difference, and with 2 after a mistake.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from pathlib import Path

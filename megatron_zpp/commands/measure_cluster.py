@@ -5,8 +5,6 @@
 To plan for another number of nodes, edit the file that this writes.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from datetime import date

@@ -9,8 +9,6 @@
     python tools/plan.py --try gpt --emulate-ranks 16 --emulate-nodes 4 -- FLAGS  # train each recipe, emulated
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """Draw the simulated step of two plans, one above the other: what computes, which links are busy, what waits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The training program: parse the command line, start the ranks, build the run, train, and end with a status."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

@@ -7,8 +7,6 @@ Each setting trains for a few hundred steps, emulated in one process, on the sam
 plain ZeRO-3, trains again with initial weights that are 0.1 % larger: the difference between the two is noise.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import statistics

@@ -4,8 +4,6 @@ The blend is a fixed interleaving, not a random draw: each sample comes from the
 share. Each dataset is read in its (shuffled) order.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Builds the datasets that a run's data flags describe."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

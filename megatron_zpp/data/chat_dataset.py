@@ -4,8 +4,6 @@ Each epoch shuffles the chats by the seed and its number, puts them one after an
 room, and shuffles the samples. So the order is the same on any number of ranks, and that of any longer run.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

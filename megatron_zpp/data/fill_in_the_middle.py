@@ -1,7 +1,5 @@
 """Fill-in-the-middle (FIM): documents split in three, so that a model learns to write the middle from both ends."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Cuts shuffled documents into samples of fixed length, in the order of ``indices``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ No file system needs to be shared: every rank loads or builds by itself, and get
 Ranks that see the same folder wait for the one that builds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -11,8 +11,6 @@ of the next), and samples are served in shuffled order. Three arrays describe th
 ``megatron_order`` equals Megatron-LM's to the bit. ``stable_order`` does not depend on the length of the run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

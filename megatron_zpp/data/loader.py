@@ -1,7 +1,5 @@
 """Turns a dataset into the micro-batches of a data-parallel rank."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Checks that a resumed run continues the order of its training data."""
 
-from __future__ import annotations
-
 from typing import Any
 
 Order = dict[str, Any]  # GPTDataset.order or BlendedDataset.order, possibly read from JSON

@@ -1,7 +1,5 @@
 """One record per model. A model is added by its file here, or elsewhere, and one line in ``ARCHITECTURES``."""
 
-from __future__ import annotations
-
 import importlib
 
 from .architecture import Architecture, BlockActivations, padded_vocab_size, vocabulary_of

@@ -1,7 +1,5 @@
 """What a decoder costs: FLOPs of a token, and what autograd keeps of a block."""
 
-from __future__ import annotations
-
 from megatron_zpp.families.architecture import BlockActivations
 from megatron_zpp.models.decoder import DecoderConfig
 

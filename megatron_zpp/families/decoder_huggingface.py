@@ -1,7 +1,5 @@
 """Decoders as models of transformers: ``Family`` says how one of its models differs from Llama in config.json."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """Mixtures of experts in transformers: their keys of config.json, and their tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The tensors of transformers' decoders, and the parameters of ours that hold their numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Records of decoders: flags, FLOPs, memory and stages. GPT and Llama differ only in defaults."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Mapping

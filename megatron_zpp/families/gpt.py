@@ -3,8 +3,6 @@
 Defaults are learned positions, LayerNorm, an MLP of 4 * hidden_size with GELU, biases, dropout 0.1, tied embeddings.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

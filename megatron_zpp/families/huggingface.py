@@ -3,8 +3,6 @@
 Weights are moved, never rounded: a round trip gives the same bits. ``megatron_zpp.convert.hf`` converts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass

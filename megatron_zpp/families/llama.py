@@ -4,8 +4,6 @@ Defaults: an MLP of 8/3 * hidden_size, rounded down to a multiple of 64; no drop
 small models of Llama 3.2 tie theirs to the embeddings; ``--use-rope-scaling`` is Llama 3.1's.
 """
 
-from __future__ import annotations
-
 from megatron_zpp.families.decoder_only import decoder
 from megatron_zpp.families.llama_huggingface import LLAMA_FAMILIES
 from megatron_zpp.families.llama_presets import PRESETS

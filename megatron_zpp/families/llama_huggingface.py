@@ -1,7 +1,5 @@
 """Llama and its relatives as models of transformers; ``FAMILIES`` lists their differences."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Published shapes of Llama and its relatives, for ``--preset``. Widths are those of the published weights."""
 
-from __future__ import annotations
-
 
 def shape(
     layers: int, hidden: int, heads: int, ffn: int, seq_length: int, groups: int | None = None, **others: object

@@ -1,7 +1,5 @@
 """Float8 training by torchao: which linear layers compute their products in float8."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """ZeRO++ and LoCo under the Hugging Face Trainer: ``Trainer(..., callbacks=[ZeroPPCallback(config)])``."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack

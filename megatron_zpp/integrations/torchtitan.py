@@ -1,7 +1,5 @@
 """ZeRO++ and LoCo under torchtitan's trainer: ``with_zeropp(llama3_8b(), ZeroPPConfig(...))`` is one more config."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any

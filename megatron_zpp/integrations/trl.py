@@ -1,7 +1,5 @@
 """ZeRO++ under the trainers of TRL, in one line: ``with_zeropp(GRPOTrainer(...), config).train()``."""
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 from torch import nn

@@ -8,8 +8,6 @@
 The training loop stays as it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

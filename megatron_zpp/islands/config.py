@@ -1,7 +1,5 @@
 """Settings of islands."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

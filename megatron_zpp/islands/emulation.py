@@ -1,7 +1,5 @@
 """Islands without ranks: one process trains all of them in turn, and computes their outer steps to the bit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

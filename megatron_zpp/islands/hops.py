@@ -1,7 +1,5 @@
 """One rank's part in an outer step: the mean over islands in two quantized hops, however the bytes are sent."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The outer state of DiLoCo: the parameters that islands last synchronized, and the outer optimizer's momentum."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

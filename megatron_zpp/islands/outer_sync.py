@@ -1,7 +1,5 @@
 """DiLoCo's outer loop: count inner steps, and synchronize each fragment of the model when its outer step is due."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

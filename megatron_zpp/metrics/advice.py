@@ -1,7 +1,5 @@
 """Say once if a run is not as ``--zeropp auto`` predicted it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 STEPS = 200  # that are averaged before anything is said

@@ -1,7 +1,5 @@
 """Failing writes of logs, TensorBoard and profiles, on a full disk or a closed pipe, do not end a run."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Megatron's log lines, from the state of training that they report."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Read back the log of a run, which metrics/lines.py formats."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass, field

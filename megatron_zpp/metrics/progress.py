@@ -1,7 +1,5 @@
 """Progress bars on a terminal, and lines of progress in a log."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

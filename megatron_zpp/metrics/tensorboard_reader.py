@@ -1,7 +1,5 @@
 """Read back what runs wrote with --tensorboard-dir; the charts of TensorBoard, wandb reports and tools/report.py."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from dataclasses import dataclass, field

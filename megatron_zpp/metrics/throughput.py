@@ -1,7 +1,5 @@
 """Speed of training: peak FLOP/s of known devices and model FLOPs utilization."""
 
-from __future__ import annotations
-
 import time
 
 import torch

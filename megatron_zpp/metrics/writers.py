@@ -1,7 +1,5 @@
 """TensorBoard and wandb points under Megatron's keys, and what both keep about the program."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Activation checkpointing: keep less of the forward pass, and compute the rest again in the backward pass."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

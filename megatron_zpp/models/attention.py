@@ -1,7 +1,5 @@
 """Attention: queries, keys and values of two kinds, and the kernels and masks by which tokens attend to each other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

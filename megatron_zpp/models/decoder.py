@@ -4,8 +4,6 @@ From the bottom up: a block and what it is made of, then the model. Modules and 
 Weights are garbage until ``init_weights`` has filled them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The shape of a decoder: which of its parts a block has, and how wide they are."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

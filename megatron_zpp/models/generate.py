@@ -4,8 +4,6 @@ A cache takes the place of ``attention.attention`` and ``document_attention``, a
 layer knows of it. A row has room for C ids, one per column; rows that are shorter are padded on the left.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator

@@ -5,8 +5,6 @@ A rank draws the blocks that its shard touches, on the CPU and in fp32, whatever
 so it never holds more of the whole model than its own shards and one block.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable

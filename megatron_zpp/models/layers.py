@@ -1,7 +1,5 @@
 """Layers of the models: norms, and the loss that never holds all logits at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """LoRA (arXiv 2106.09685): low-rank adapters beside frozen linear layers. Names of all other parameters stay."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The MLPs of a block: two linear layers around an activation, or three with a gate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ Shazeer et al. (arXiv 1701.06538), with the balancing loss of Switch Transformer
 the z-loss of ST-MoE (Zoph et al., arXiv 2202.08906). T tokens are B * S; experts are gated or plain MLPs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Rotary positions (Su et al., arXiv 2104.09864), and how their frequencies are scaled for longer contexts."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The interface of a model: its layers, its shape, and what its forward pass returns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol
 

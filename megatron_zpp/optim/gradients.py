@@ -7,8 +7,6 @@ gathered and added in rank order. An element that several ranks hold is counted 
 What is measured of gradients stays on their device: a step looks at all of it at once, when everything is queued.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

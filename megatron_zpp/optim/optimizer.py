@@ -3,8 +3,6 @@
 Parameters are fp32 masters (FSDP2 casts copies of them for computing), so no separate main parameters exist.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

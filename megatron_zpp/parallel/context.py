@@ -5,8 +5,6 @@ then has the same work. Keys and values are gathered, queries stay where they ar
 summed over the ranks and scattered. PyTorch's ring attention (torch 2.13) knows neither CPUs nor masks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

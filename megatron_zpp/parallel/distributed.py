@@ -1,7 +1,5 @@
 """Start and end the process group, report errors from all ranks together, and agree on signals to stop."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

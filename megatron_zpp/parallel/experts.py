@@ -5,8 +5,6 @@ experts' outputs are gathered. Expert-parallel ranks have different tokens, whic
 their experts, and another one back (GShard, arXiv 2006.16668, section 3).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What each rank's last collectives were, for ``megatron-zpp why-hung``: torch's Flight Recorder, of gloo and NCCL."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

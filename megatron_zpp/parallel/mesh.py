@@ -3,8 +3,6 @@
 An axis is added here, as one line of ``AXES``, and in ``settings/groups.py``, as the setting that sizes it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Pipeline parallelism by torch.distributed.pipelining: a rank's stages, and the schedule that runs micro-batches."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

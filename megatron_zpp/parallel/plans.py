@@ -3,8 +3,6 @@
 A plan names modules by their paths, ``*`` for every layer. ``megatron_zpp.parallel.tensor`` applies it.
 """
 
-from __future__ import annotations
-
 import re
 
 from torch import nn

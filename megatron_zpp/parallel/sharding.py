@@ -1,7 +1,5 @@
 """Shard a model over the data-parallel ranks: ZeRO stages 0 to 3 by PyTorch FSDP2."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

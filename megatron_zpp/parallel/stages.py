@@ -1,7 +1,5 @@
 """Split a model into pipeline stages: consecutive layers, embeddings with the first, the loss with the last."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

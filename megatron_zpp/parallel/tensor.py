@@ -1,7 +1,5 @@
 """Tensor and sequence parallelism: PyTorch's DTensor shards each module as ``megatron_zpp.parallel.plans`` says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

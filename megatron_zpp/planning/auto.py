@@ -1,7 +1,5 @@
 """``--zeropp auto``: measure the cluster that a run has, predict a step with each recipe, and choose one."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Where nothing was measured, rates come from data sheets and published measurements.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import dataclasses

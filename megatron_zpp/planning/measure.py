@@ -1,7 +1,5 @@
 """Measure the cluster that a run has, on all of its ranks at once: arithmetic, kernels, links."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

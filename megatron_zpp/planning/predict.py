@@ -1,7 +1,5 @@
 """Predict a run on a cluster: memory, bytes, and the seconds of everything in a step, by the cluster's rates."""
 
-from __future__ import annotations
-
 import shlex
 import statistics
 from collections.abc import Sequence

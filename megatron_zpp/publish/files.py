@@ -9,8 +9,6 @@ An anchor (base null) has the shards of all tensors by name. Other versions say 
 The manifest is renamed into its place when all other files are written, so a version is there or not.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Publish the weights of a model that trains: each rank writes what moved in its shards, and nothing is gathered."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

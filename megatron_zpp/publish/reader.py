@@ -1,7 +1,5 @@
 """Follow weights that a run publishes, to the bit."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

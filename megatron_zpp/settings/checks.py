@@ -1,7 +1,5 @@
 """SettingsError, which lists a user's mistakes, and the checks that raise it."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A setting is named after its flag, ``zeropp_weight_bits`` for ``--zeropp-weight-
 DeepSpeed's keys, checkpoints and logs use these names, which are unique over all groups.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -4,8 +4,6 @@ Each dataclass is one group of flags in ``--help``. Names and defaults are Megat
 Bounds refuse what no run survives: products of larger sizes overflow 64 bits, smaller epsilons are 0 in fp32.
 """
 
-from __future__ import annotations
-
 import functools
 import typing
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Settings of ZeRO, data, checkpoints, logs and ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

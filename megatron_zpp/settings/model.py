@@ -1,7 +1,5 @@
 """Settings of the network, its precision and its activations."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

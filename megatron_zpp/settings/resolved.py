@@ -1,7 +1,5 @@
 """Settings as ``parse_settings`` returns them: checked, completed, and with a value for all that every run needs."""
 
-from __future__ import annotations
-
 from typing import cast
 
 from megatron_zpp.settings.groups import ModelSettings, Settings, TokenizerSettings, TrainingSettings

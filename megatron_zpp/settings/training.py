@@ -1,7 +1,5 @@
 """Settings of training: batches and length, optimizer, schedule."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

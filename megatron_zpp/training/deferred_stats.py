@@ -1,7 +1,5 @@
 """Combine the statistics of islands' steps when the islands exchange them; without islands, after each step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Compute the loss on validation and test data, and scores on tasks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack

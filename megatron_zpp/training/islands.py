@@ -3,8 +3,6 @@
 DIR/island_1   what island 1 writes if all are given DIR: checkpoints, TensorBoard's events, traces
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

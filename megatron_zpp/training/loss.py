@@ -3,8 +3,6 @@
 To train on something else, write a class with the two parts of ``LanguageModelLoss`` and put it into ``Run.loss``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Build a model from its settings: whole on the meta device, then the part of it that a rank trains."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field
 

@@ -3,8 +3,6 @@
 Each island does so alone: the others need not wait for it.
 """
 
-from __future__ import annotations
-
 import math
 import socket
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """The training loop: everything that happens in a run, in the order in which it happens."""
 
-from __future__ import annotations
-
 import gc
 import time
 

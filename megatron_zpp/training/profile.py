@@ -1,7 +1,5 @@
 """``--profile``: record a few steps as traces for Perfetto, or as ranges for Nsight Systems."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 

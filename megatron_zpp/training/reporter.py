@@ -1,7 +1,5 @@
 """Turn steps into log lines and TensorBoard / wandb points."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys

@@ -1,7 +1,5 @@
 """Build everything that a run needs from its settings, and load its checkpoint."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ An island is a group of ranks that trains its own copy of the model, and average
 steps. An ordinary run has one island.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

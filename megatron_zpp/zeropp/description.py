@@ -1,7 +1,5 @@
 """How a configuration on some ranks is described to people, and identified in checkpoints."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections import Counter

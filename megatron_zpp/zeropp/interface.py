@@ -1,7 +1,5 @@
 """What a training loop has to know of real and of emulated ranks, and what the collectives of both do alike."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, Protocol

@@ -1,7 +1,5 @@
 """A real rank as a training loop sees it, with the random states that dropout draws from; compare EmulatedRanks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 

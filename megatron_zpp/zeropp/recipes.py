@@ -3,8 +3,6 @@
 Trainer, library, planner, scripts and pages read this table. Its order is from what rounds nothing to what rounds most.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

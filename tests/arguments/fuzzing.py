@@ -1,7 +1,5 @@
 """Every flag of the trainer with words that are no sensible value of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron_zpp.islands import IslandConfig

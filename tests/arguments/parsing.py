@@ -1,7 +1,5 @@
 """Parse a command line of a small run, or say why it is refused."""
 
-from __future__ import annotations
-
 import shlex
 from typing import Any
 

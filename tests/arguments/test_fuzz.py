@@ -1,7 +1,5 @@
 """Any flag with any word is refused in lines that name it, or becomes settings; all mistakes are told at once."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shlex

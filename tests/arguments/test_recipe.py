@@ -1,7 +1,5 @@
 """The flags of ZeRO++ are the fields of its configs; a recipe is the flags that it stands for, and others win."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -1,7 +1,5 @@
 """What is refused, and in which words: flags that do not fit together, sizes beyond memory, files that never end."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The mutation tests: what they change, which tests judge it, and that they tell noticed from equivalent mutants."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

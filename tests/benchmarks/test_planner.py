@@ -1,7 +1,5 @@
 """benchmarks/planner.py: published rows become flags, and the cluster in a box is measured and compared."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """What programs of benchmarks/ count, measure and draw, each in a small run."""
 
-from __future__ import annotations
-
 import between_islands
 import launches
 import lifecycle_fuzz

@@ -1,7 +1,5 @@
 """The study's page says what its results say."""
 
-from __future__ import annotations
-
 import re
 import statistics
 import sys

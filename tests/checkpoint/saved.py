@@ -1,7 +1,5 @@
 """A small checkpoint, made without a run."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Save and resume: the same curve, also on other ranks; damage is reported, and failed saves are survived."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math

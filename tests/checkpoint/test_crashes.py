@@ -1,8 +1,6 @@
 """Saving is atomic: killed, or without power, at every change of files, a folder holds the checkpoint before or the new
 one, whole."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which checkpoints are good: finite ones are told from others and outlive them, and damage is found as documented."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

@@ -1,7 +1,5 @@
 """Checkpoints that somebody changed, with digests that are right: they load, or one line says what is wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """What a rank reads of the index: it does not grow with the ranks that saved. And shards.bin that somebody changed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What ranks send rank 0 at a save: plans and places of shards only if they are others than in the save before."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """One job at a time saves in a folder, also in one that was moved and created again."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import multiprocessing

@@ -4,8 +4,6 @@
 They are not made again: a change that cannot load them breaks users' runs.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

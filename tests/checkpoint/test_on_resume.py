@@ -1,7 +1,5 @@
 """What a resume does with settings that changed: every setting has one class, and each class does what it says."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What a save in the background copies to host memory: each tensor once, into memory that is kept for the next save."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 from torch.distributed.checkpoint._async_thread_executor import _ThreadBasedAsyncCheckpointExecutor

@@ -1,7 +1,5 @@
 """A checkpoint keeps its tokenizer; programs read it there, and follow no path that a checkpoint names."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """tools/inspect_checkpoint.py on real checkpoints."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """The tools' flags: no word is a traceback, and what is refused is named."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """tools/report.py on what real runs wrote."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib.util

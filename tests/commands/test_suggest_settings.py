@@ -1,7 +1,5 @@
 """Settings are ranked by what short emulated runs did."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Small datasets: those in golden/, and those that a test writes and reads."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Iterable, Sequence

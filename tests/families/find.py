@@ -1,7 +1,5 @@
 """The record of a model that a test builds."""
 
-from __future__ import annotations
-
 from megatron_zpp.families import ARCHITECTURES, Architecture
 from megatron_zpp.models.transformer import TransformerConfig
 

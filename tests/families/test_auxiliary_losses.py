@@ -1,7 +1,5 @@
 """Auxiliary losses of a model's forward pass: added once, whatever the layout, and averaged as they are logged."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """What checkpoints keep of a decoder's shape, those of earlier versions too."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

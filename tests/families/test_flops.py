@@ -1,7 +1,5 @@
 """Each record's counts of parameters and operations, and the presets that they describe."""
 
-from __future__ import annotations
-
 import dataclasses
 import resource
 

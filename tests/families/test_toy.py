@@ -1,7 +1,5 @@
 """An architecture that the package knows nothing of trains, resumes, is estimated, exported, imported and sampled."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

@@ -3,8 +3,6 @@
 Its forward pass returns an auxiliary loss, the mean square of the last hidden states.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

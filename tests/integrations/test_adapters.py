@@ -1,7 +1,5 @@
 """What the adapters do that no run on CPUs shows."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The programs under other packages' loops: they run as they are, and a run that resumes ends in the same bits."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """torchao's float8 training, emulated on CPUs, under ZeRO++."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

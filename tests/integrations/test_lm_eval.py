@@ -1,7 +1,5 @@
 """Evaluation on tasks: four ranks together compute what the harness's own HFLM computes of the exported model."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """Adapters that the trainer trains beside a Hugging Face model's weights, and PEFT's folder of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

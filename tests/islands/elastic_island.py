@@ -8,8 +8,6 @@ as 7,10, it waits for a SIGCONT. After step ``hold`` it waits for a file; with `
 of the first synchronization after it was away.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

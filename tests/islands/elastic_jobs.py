@@ -1,7 +1,5 @@
 """Lighthouses and elastic islands as processes of their own, and what these saved."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import os

@@ -3,8 +3,6 @@
 ISLAND is "all" without --island-number. From iteration INFINITE_FROM on, gradients are infinite.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Who gets in between islands, and what a lighthouse answers. Without torchrun: sockets, threads and processes."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

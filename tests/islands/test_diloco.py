@@ -1,7 +1,5 @@
 """Islands on real ranks, against DiLoCo written down in one process with K copies of a model and torch's optimizers."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Elastic islands that are killed, stopped or cut off, and return; and their lighthouse, which dies, too."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

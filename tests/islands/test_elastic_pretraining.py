@@ -1,7 +1,5 @@
 """--islands-may-leave: jobs of the trainer, one of which is killed, stopped or asked to end, and returns."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

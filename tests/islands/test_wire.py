@@ -1,7 +1,5 @@
 """What islands send in low bits, against block quantization written out: values, errors and bytes."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

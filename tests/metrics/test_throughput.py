@@ -1,7 +1,5 @@
 """Peaks by device name, MFU and durations; advice where steps are not as ``--zeropp auto`` predicted."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

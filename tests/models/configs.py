@@ -1,7 +1,5 @@
 """Configs as the two programs make them, of a shape and what else a test wants."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_zpp.families.llama import DEFAULTS

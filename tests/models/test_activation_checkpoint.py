@@ -1,7 +1,5 @@
 """Activation checkpointing: equal gradients, less kept, the promised things computed again."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from functools import partial

@@ -1,7 +1,5 @@
 """Activation offloading: gradients to the bit, what leaves and how often, and the order of streams."""
 
-from __future__ import annotations
-
 import dataclasses
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """Attention within documents: a packed batch gives what each document gives alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

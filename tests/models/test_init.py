@@ -1,7 +1,5 @@
 """Initial weights: Megatron's rules, never the whole model at once. parallel/test_tensor.py compares layouts."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

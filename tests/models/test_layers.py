@@ -1,7 +1,5 @@
 """Attention, rotary embedding and the blockwise loss against direct formulas."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Decoders as wholes: shapes, causality, loss, names, and an independent implementation of a block."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

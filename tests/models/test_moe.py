@@ -1,7 +1,5 @@
 """Mixtures of experts against formulas; tests/convert/hf/test_compare.py trains them beside transformers'."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Norms, zeros and clipping on real and emulated ranks, alike to the bit; the loss scale grows as Megatron's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

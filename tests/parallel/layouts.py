@@ -1,7 +1,5 @@
 """Training on real ranks in some layout, and comparing it with one rank's."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io

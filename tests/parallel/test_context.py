@@ -1,7 +1,5 @@
 """Context parallelism: attention over ranks is plain attention, ZeRO++ sends the same bytes."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 from unittest.mock import patch

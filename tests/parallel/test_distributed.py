@@ -1,7 +1,5 @@
 """Joining the process group, errors that all ranks report as one, and who makes which process group."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

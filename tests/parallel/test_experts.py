@@ -1,7 +1,5 @@
 """Mixtures of experts: every layout trains as one rank does, tokens' bytes are counted, and checkpoints move."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from functools import partial

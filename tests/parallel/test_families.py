@@ -1,7 +1,5 @@
 """Decoders of every kind train on several ranks as on one: latent attention, sinks, soft-caps, norms over all heads."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.convert.hf.small_models import CONFIGS, POSITIONS

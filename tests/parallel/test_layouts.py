@@ -1,7 +1,5 @@
 """Every layout of ranks trains as one rank does; checkpoints move between them."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Pipeline parallelism through the trainer: schedules, ZeRO++ inside of stages, faults."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

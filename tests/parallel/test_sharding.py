@@ -1,7 +1,5 @@
 """What each ZeRO stage keeps and sends, and HSDP: replicas of shards train as ZeRO-3 and plain FSDP2 do."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How ranks find the store of their start among those of earlier starts, over a real TCPStore."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Tensor and sequence parallelism: random numbers, the loss, initial weights, ZeRO++."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

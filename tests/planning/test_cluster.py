@@ -1,7 +1,5 @@
 """Clusters as words and files, and how long their collectives take."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any

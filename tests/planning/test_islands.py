@@ -1,7 +1,5 @@
 """Sites with a slow link between them, and the time that islands synchronize over it."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,7 +1,5 @@
 """Measuring a cluster: whatever it finds, its ranks agree on it, and a plan can be made of it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from types import SimpleNamespace

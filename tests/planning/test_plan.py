@@ -1,7 +1,5 @@
 """Plans: what is tried, ranked and refused, and that the command lines are those that were predicted."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import shlex

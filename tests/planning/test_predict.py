@@ -1,7 +1,5 @@
 """Seconds of arithmetic and kernels, against counts of a model that was written down by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

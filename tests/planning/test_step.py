@@ -1,7 +1,5 @@
 """The simulated step, against schedules that were worked out by hand and by a search over what waits for what."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

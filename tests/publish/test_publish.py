@@ -1,7 +1,5 @@
 """A second process has the weights of a run, to the bit, at every version that it sees."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect

@@ -1,7 +1,5 @@
 """A run small enough for a test: its data, its flags, and the trainer called in this process, its metrics recorded."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """``--zeropp auto``: what is chosen from predictions, alike on all ranks, and kept on resume."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

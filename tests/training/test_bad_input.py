@@ -1,7 +1,5 @@
 """A user's mistake on several ranks: one line on stderr that says what to do, a failing exit code, and no hang."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

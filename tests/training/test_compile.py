@@ -1,7 +1,5 @@
 """Compiled blocks have no graph breaks, and nothing is compiled after the first step."""
 
-from __future__ import annotations
-
 from functools import partial
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """Data through the whole program: masks, fill-in-the-middle and orders, resumed and lengthened."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """--dry-run: what a command asks for and needs, for any number of ranks, from one process that starts nothing."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

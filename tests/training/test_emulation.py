@@ -1,7 +1,5 @@
 """--emulate-ranks through the trainer: the same command line in one process and on real ranks."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

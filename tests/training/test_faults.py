@@ -1,7 +1,5 @@
 """What happens to a job when a rank dies, hangs, or computes NaN: real processes, real signals."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

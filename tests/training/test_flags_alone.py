@@ -1,7 +1,5 @@
 """Every flag given alone does something that a small run shows, or is noted, or refused: none is silently ignored."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -1,7 +1,5 @@
 """``--fp8-format``: float8 products by torchao, emulated on CPUs, of weights that ZeRO++ sends in low bits."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

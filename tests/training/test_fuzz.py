@@ -1,7 +1,5 @@
 """Whatever the checks of flags let pass runs, or is refused later: a few lines, and never a traceback."""
 
-from __future__ import annotations
-
 import shlex
 from concurrent.futures import ThreadPoolExecutor
 

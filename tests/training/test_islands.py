@@ -1,7 +1,5 @@
 """--islands through the trainer: real and emulated ranks, resumption, and what is refused."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

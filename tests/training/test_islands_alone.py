@@ -1,7 +1,5 @@
 """What islands do by themselves between two log lines: train, and skip steps with NaN or Inf."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """A run outlives its logs, and ends when it is over: full disks, closed pipes, children that do not end, wandb."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """What a step waits for besides weights and gradients: on distant links each collective costs a round trip."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Log lines, as published tools read Megatron's, and of several steps against single ones; profiles; the monitor."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Training as a user starts it, on one and several ranks, with every feature that changes how a step is computed."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from functools import partial

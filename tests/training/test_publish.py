@@ -1,7 +1,5 @@
 """A run publishes its weights in every layout of ranks, and goes on after a restart."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 

@@ -3,8 +3,6 @@
 What is behind ``SMALL`` are sizes, lengths and paths: of a flag that is given twice, the last one holds.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What a step computes in special cases, and details of the loop that no loss shows."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc

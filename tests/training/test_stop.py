@@ -1,7 +1,5 @@
 """Signals that ask a run to save and stop, wherever it is: real ones, to one of several ranks."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

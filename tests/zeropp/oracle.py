@@ -5,8 +5,6 @@ random numbers and rotation have a definition of their own here. Results are equ
 the p-th of node n.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import zlib

@@ -1,7 +1,5 @@
 """Ranks that differ end with one error on all of them, which names the unit and the ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """More bits in the first steps: which step gets which, what counts as a step, and that a resume changes neither."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

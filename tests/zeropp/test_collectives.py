@@ -1,7 +1,5 @@
 """The collectives under FSDP2's real hooks, on real gloo ranks, equal the oracle bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass

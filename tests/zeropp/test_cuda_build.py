@@ -3,8 +3,6 @@
 `make test-cuda-build` makes such a build, against torch for CUDA, in an environment of its own.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

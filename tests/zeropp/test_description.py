@@ -3,8 +3,6 @@
 On emulated ranks; emulation/test_emulation.py shows that real ones send the same bytes.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Scales of elements: both ends agree, what should cancel does, and quiet elements arrive with less noise."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

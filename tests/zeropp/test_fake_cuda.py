@@ -8,8 +8,6 @@ It cannot show what depends on values, on other ranks, or on CUDA: whether kerne
 streams behave. What torch's own C++ asks the device is answered with "meta".
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import dataclass, replace

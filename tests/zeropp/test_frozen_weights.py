@@ -3,8 +3,6 @@
 The oracles: plain FSDP2, and the same parameters in units of their own.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

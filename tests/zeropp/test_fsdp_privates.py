@@ -1,7 +1,5 @@
 """One file reads what is private to FSDP2, so that a new torch release is checked in one place."""
 
-from __future__ import annotations
-
 import ast
 import traceback
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A model whose units are sharded over different groups of ranks, as experts are: each unit goes by its own."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What calls of ZeroPP's methods leave behind: weights that a program swapped for a while."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 

@@ -4,8 +4,6 @@ csrc/cuda/kernels.cu itself says that, built for a CPU. That kernels for tiles r
 and have no other path, is test_cuda_build.py's to show.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

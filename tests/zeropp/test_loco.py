@@ -1,7 +1,5 @@
 """LoCo's error of one hop, and the sum that waits for a step's last micro-batch: what rounding does to each."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """ZeRO++ on a sub-mesh beside tensor parallelism, with CPU offload, and at ZeRO-1 and -2."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

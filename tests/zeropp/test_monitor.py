@@ -1,7 +1,5 @@
 """The monitor's statistics are those of the oracle's quantizer on the same gradients, over all ranks."""
 
-from __future__ import annotations
-
 import functools
 import math
 

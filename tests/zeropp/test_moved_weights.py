@@ -1,7 +1,5 @@
 """Weights sent as moves of codes: with bf16's own bits training equals FSDP2's to the bit; nothing is ever behind."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

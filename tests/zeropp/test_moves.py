@@ -1,7 +1,5 @@
 """Moved codes arrive as they were, however they moved, in about as many bits as their entropy."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

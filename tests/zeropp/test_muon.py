@@ -1,7 +1,5 @@
 """Muon on real ranks against torch.optim.Muon in one process, on whole matrices and on each node's rows."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from itertools import pairwise

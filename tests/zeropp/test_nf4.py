@@ -1,7 +1,5 @@
 """NF4 against its definition, against the published levels, and in wire buffers beside other codes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -4,8 +4,6 @@ The oracle of early weights are those that leave when they are needed; that of l
 at once.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from unittest.mock import patch

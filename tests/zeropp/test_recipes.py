@@ -1,7 +1,5 @@
 """Recipes by name under an FSDP2 model: the nodes are those that the ranks run on."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Inside ``resident_weights`` passes gather nothing until weights change, and compute with the same bits as outside."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """State in torch.distributed.checkpoint: a fresh object on all ranks goes on to the same bits, others begin anew."""
 
-from __future__ import annotations
-
 from functools import partial
 from unittest.mock import patch
 

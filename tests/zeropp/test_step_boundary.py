@@ -1,7 +1,5 @@
 """The end of a gradient accumulation as FSDP2's own switches say it, which other people's loops set."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

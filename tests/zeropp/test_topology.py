@@ -1,7 +1,5 @@
 """Finding which ranks share a node; a process alone; bytes counted against rings and pieces written out."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from functools import partial

@@ -1,7 +1,5 @@
 """ZeRO++ under real FSDP2 training: equal to plain FSDP2 without quantization, and right in every FSDP2 situation."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Weights that a program changed by means that leave no trace are never stale: the oracle is plain FSDP2."""
 
-from __future__ import annotations
-
 import tempfile
 from unittest.mock import patch
 

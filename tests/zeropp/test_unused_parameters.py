@@ -3,8 +3,6 @@
 The oracle is one process that adds up the gradients of all ranks' micro-batches.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

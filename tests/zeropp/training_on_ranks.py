@@ -3,8 +3,6 @@
 ``fsdp_model.py`` has a model whose gradients are chosen, for comparisons with the oracle.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext

@@ -6,8 +6,6 @@ Keeps the result only if transformers computes our logits from it. Needs the ext
 weights (``--max-file-size``), not for the model.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

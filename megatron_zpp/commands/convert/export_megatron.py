@@ -6,8 +6,6 @@ Megatron-LM goes on from it with --no-load-optim --no-load-rng, on any ranks. Ne
 for the model.
 """
 
-from __future__ import annotations
-
 import argparse
 
 from torch import Tensor

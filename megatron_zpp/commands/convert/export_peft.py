@@ -6,8 +6,6 @@
 the extra ``hf``.
 """
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

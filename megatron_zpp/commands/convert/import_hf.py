@@ -6,8 +6,6 @@ Prints the trainer's flags for it. Keeps the checkpoint only if its logits are t
 ``hf``, and memory for two transformer blocks and the embeddings, not for the model.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

@@ -6,8 +6,6 @@ Takes Megatron's formats torch and torch_dist, DeepSpeed's model states and univ
 the trainer's flags for it. Runs nothing in the files. Needs memory for the largest tensors, not for the model.
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from pathlib import Path

@@ -10,8 +10,6 @@ digests mean the same samples in the same order, here and in Megatron-LM. ``gpt`
 ``blend_SPLIT`` those of a blend, with one of ``parts`` for each of its datasets.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -6,8 +6,6 @@ writes ``data/all.bin`` and ``.idx`` with the documents of all ``data/parts/*.bi
 the datasets that are named, in their order. Only a piece of a file is in memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator

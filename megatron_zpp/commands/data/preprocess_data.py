@@ -8,8 +8,6 @@ In a JSON object or a Parquet row, the value of each key of ``--json-keys`` is o
 that become its sequences. Give the same command again to continue a run that was killed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import signal

@@ -6,8 +6,6 @@ The model is BPE with a fallback to bytes that keeps every blank and line break,
 exactly. Documents end with its ``</s>``.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import os

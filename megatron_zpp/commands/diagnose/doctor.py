@@ -4,8 +4,6 @@ megatron-zpp doctor
 torchrun --nnodes 8 --nproc-per-node 8 -m megatron_zpp doctor
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os

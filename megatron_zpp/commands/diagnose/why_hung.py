@@ -3,8 +3,6 @@
 megatron-zpp why-hung runs/mine  # the folder of --save
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Read parameters of our checkpoints one at a time, and save imported ones."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Compare our logits with transformers', reading weights when they are needed so that no model is whole in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

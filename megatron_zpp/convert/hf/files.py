@@ -1,7 +1,5 @@
 """Read and write a model's folder as transformers does, one tensor and one file at a time."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,7 +1,5 @@
 """MXFP4 (OCP Microscaling Formats 1.0), in which gpt-oss is published: 32 elements of 4 bits share a power of two."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

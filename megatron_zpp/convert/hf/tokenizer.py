@@ -1,7 +1,5 @@
 """Write our tokenizers as files that transformers' AutoTokenizer reads, and find tokenizers in its folders."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Find and open a checkpoint of Megatron-LM or DeepSpeed, and read our parameters and Adam's moments from it."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Convert between Megatron's flags, which its checkpoints keep, and our model config."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from collections.abc import Callable, Collection, Mapping

@@ -5,8 +5,6 @@ size), or is in ``names.toml``, of what Megatron and DeepSpeed save, and becomes
 the file.
 """
 
-from __future__ import annotations
-
 import argparse
 import pickle
 import re

@@ -7,8 +7,6 @@
 Tensor-parallel ranks have rows or columns of a tensor; stages number their layers from 0.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

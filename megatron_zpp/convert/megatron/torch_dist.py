@@ -11,8 +11,6 @@ distributed optimizer. Where some layers alone have experts, each layer's tensor
 written has shards of one layer, so that Megatron's ranks read what they need.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

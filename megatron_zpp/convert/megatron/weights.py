@@ -4,8 +4,6 @@ Names are those of megatron-core's local layers, numbered over the whole model; 
 Queries, keys and values have the same layout in both. Weights are only moved: there and back gives the same bits.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A block begins and ends between records (a line, a row, a file). Where blocks be
 reading can continue at the end of any block.
 """
 
-from __future__ import annotations
-
 import glob
 import gzip
 import io

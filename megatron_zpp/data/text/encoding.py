@@ -1,7 +1,5 @@
 """Tokenizes the blocks of a corpus in several processes, in bounded memory."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import multiprocessing

@@ -1,7 +1,5 @@
 """Imports packages that only some data needs."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reads the data flags: which files make up each split, with which weights, and which part of them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

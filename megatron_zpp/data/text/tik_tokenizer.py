@@ -1,7 +1,5 @@
 """TikTokenizer, and the files that it reads: a ``.tiktoken`` file, or Megatron's JSON vocabulary."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import json

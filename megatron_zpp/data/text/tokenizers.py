@@ -3,8 +3,6 @@
 ``build_tokenizer`` is the one entry. Only Llama2Tokenizer adds an id (beginning of sequence) to a text.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import unicodedata

@@ -11,8 +11,6 @@ encrypted.
                 is HMAC-SHA256(secret, "from client" or "from server" + both nonces)
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

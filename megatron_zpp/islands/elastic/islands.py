@@ -7,8 +7,6 @@ while islands.steps < 10_000:
     ...
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -7,8 +7,6 @@ a quorum; each message has an answer. All state is in memory: a restarted lighth
 ``heartbeat_timeout``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -1,7 +1,5 @@
 """Exchanges among the ranks of one place in their islands, over one authenticated connection for each pair."""
 
-from __future__ import annotations
-
 import ctypes
 import time
 from collections.abc import Iterable, Mapping, Sequence

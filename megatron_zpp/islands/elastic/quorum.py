@@ -1,7 +1,5 @@
 """Synchronize with the islands that are there: an exchange that loses an island starts again without it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

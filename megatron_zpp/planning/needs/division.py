@@ -1,7 +1,5 @@
 """How a planned run divides its ranks into groups, and its model into FSDP2 units."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 States and bytes are counted from the model's own shards and the collectives' wire formats; activations are estimates.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from megatron_zpp.arguments.check_zero import check_replicas_on_nodes

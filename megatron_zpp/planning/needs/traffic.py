@@ -1,7 +1,5 @@
 """The collectives of a planned run in bytes of the wire formats, and what they send in a step."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Each is a piece of the trainer's command line, so that the trainer's checks refuse what is impossible, and say why.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

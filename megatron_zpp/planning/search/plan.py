@@ -1,7 +1,5 @@
 """Predict every candidate on a cluster, and rank those that fit."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

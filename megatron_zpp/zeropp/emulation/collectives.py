@@ -1,7 +1,5 @@
 """What all emulated ranks' collectives make of one unit's weights and gradients, in one process."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

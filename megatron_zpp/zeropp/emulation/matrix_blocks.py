@@ -1,7 +1,5 @@
 """What all emulated ranks' ``MatrixBlocks`` make of matrices, in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The random states of emulated ranks, such as dropout draws from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Emulated ranks as a training loop sees them; compare OwnRank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 

@@ -1,7 +1,5 @@
 """The units of an emulated model: what FSDP2's would be, as plain tensors in FSDP2's layout."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """torch.distributed's flat collectives under one name for all supported versions, and the plain ones with counters."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

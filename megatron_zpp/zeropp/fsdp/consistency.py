@@ -1,7 +1,5 @@
 """A debugging aid: ranks that would gather differently stop with one error, instead of waiting for each other."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 

@@ -9,8 +9,6 @@
 The collectives, their emulation, and the estimates of a run that is not started all read them here.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property

@@ -4,8 +4,6 @@ A unit is a list of parameters that are gathered and reduced together: all of on
 on one mesh.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

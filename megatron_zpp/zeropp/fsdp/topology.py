@@ -1,7 +1,5 @@
 """Which data-parallel ranks share a node: N nodes x P ranks, rank r = n * P + p."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ runs ahead, and streams of collectives wait beside the one that computes: what c
 while a collective was in flight.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext

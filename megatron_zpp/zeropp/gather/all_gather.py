@@ -3,8 +3,6 @@
 FSDP2 hands over the flat shard [L] of one unit and wants [N, P, L]: all ranks' shards, in rank order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Shards on their way to other nodes, of several units at once: on slow links each collective costs a round trip."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Autograd's version counters do not see them, so shards are compared with checksums of what was gathered.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """How one unit's weights are encoded, on real and on emulated ranks: formats, noise, and samples of the error."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -11,8 +11,6 @@ hold consecutive rows, too: its block. Each matrix is orthogonalized by one rank
 Bf16 loses nothing there: orthogonalization begins and ends in it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

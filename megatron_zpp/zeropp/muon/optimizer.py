@@ -16,8 +16,6 @@ all ranks for each of its products. Here rows are brought together once per step
 ``matrix_blocks.py`` has what is sent. What is done to a matrix is what torch.optim.Muon does.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

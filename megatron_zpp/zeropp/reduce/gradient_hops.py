@@ -1,7 +1,5 @@
 """One rank's part in the two hops of a gradient reduction, for real collectives and for emulated ones."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """LoCo's error feedback (arXiv 2407.04480): a moving average of what quantization lost is added to later gradients."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -9,8 +9,6 @@
 Their arguments are those of the methods of WireFormat that call them, with each format as its ``table``.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

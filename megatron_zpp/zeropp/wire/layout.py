@@ -10,8 +10,6 @@ parameter's last block is padded with zeros, on the wire only. A parameter with 
 smaller block. Parameters of one dimension (norms, biases) and those with few elements in a shard are sent unquantized.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -16,8 +16,6 @@ A Rice code of v is v >> k in unary, zeros and a one, and the k low bits. The un
 Header: m1, m2, three times k, the bytes of the chunk. All integers and bits are little-endian.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

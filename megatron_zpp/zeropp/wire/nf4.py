@@ -7,8 +7,6 @@ off. That makes 4 + 8 / 64 + 32 / (64 * 256) = 4.127 bits for each value.
 A block of zeros stays zeros. If one block has a NaN or an Inf, its whole group becomes NaN.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -4,8 +4,6 @@ It composes over wire buffers the arithmetic of a block that quantization.py def
 no wire, checks both. It also runs where the operators are not built, and for types and bits that they don't have.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import torch

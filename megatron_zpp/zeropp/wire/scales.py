@@ -18,8 +18,6 @@ of less than one are up to a dither that all elements share.
 As only ratios count, the loss scale does not matter.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """Small models of every family, with every option somewhere and weights that nothing repeats."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

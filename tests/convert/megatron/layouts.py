@@ -3,8 +3,6 @@
 Shares nothing with the code under test, and goes the other way: replaces names in turn, and shards by ends of names.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 from collections.abc import Callable

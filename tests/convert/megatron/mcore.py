@@ -3,8 +3,6 @@
 Every function runs on all tensor-, pipeline- and expert-parallel ranks of a gloo group.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Import checkpoints that Megatron-LM and Megatron-DeepSpeed would write of our parameters, and get the same bits."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

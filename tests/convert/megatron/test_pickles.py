@@ -1,7 +1,5 @@
 """Files that would run code, or are damaged, are refused in one line; nothing in them is called."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import random

@@ -1,7 +1,5 @@
 """Models of megatron-core itself: imported, gone on with, and exported to it again."""
 
-from __future__ import annotations
-
 import shlex
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every parameter of every kind of decoder has one place in Megatron's model, there and back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """One process against real gloo ranks: losses, weights and traffic of training are equal, to the last bit in fp32."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ Python sees their device as "cuda:0". C++ is told "meta": it would ask for the s
 torch may be built without CUDA. So autograd runs a backward pass on the thread that it is called on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """What a program does in host memory, what its host waits for, and what it launches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """What real training loops do with FSDP2 and ZeRO++, each short enough to be recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Finds, in what a program did, operations on the same memory of which none has to wait for the other."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass
 

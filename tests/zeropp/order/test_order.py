@@ -3,8 +3,6 @@
 The proof that this could fail: without any one of the waits, there are races, but for those that are said to be spare.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """What a program did on one device, in the order in which its host asked for it. Plain records, without torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 
