@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -255,13 +255,7 @@ def write_cluster(path: Path, cluster: Cluster, comments: str = "") -> None:
 
 def read_cluster(path: Path) -> Cluster:
     """Read a file by ``write_cluster`` or by hand. Raises ValueError that names the line."""
-    types: dict[Any, Callable[[str], Any]] = {
-        "int": int,
-        "float": float,
-        "str": str,
-        "bool": {"true": True, "false": False}.__getitem__,
-        "Mapping[str, Curve]": json.loads,
-    }
+    readers = {bool: {"true": True, "false": False}.__getitem__, Mapping[str, Curve]: json.loads}  # of others: the type
     fields = {field.name: field for field in dataclasses.fields(Cluster)}
     values: dict[str, Any] = {}
     for number, line in enumerate(read_text(path).splitlines(), 1):
@@ -271,10 +265,11 @@ def read_cluster(path: Path) -> Cluster:
         name, colon, value = (part.strip() for part in text.partition(":"))
         if not colon or name not in fields or name in values:
             raise ValueError(f"{path}, line {number}: {text!r} is not `name: value` with one of {', '.join(fields)}")
+        kind: Any = fields[name].type
         try:
-            values[name] = types[fields[name].type](value)  # annotations are strings here
+            values[name] = readers.get(kind, kind)(value)
         except (ValueError, KeyError):
-            raise ValueError(f"{path}, line {number}: {name} is {value!r}, give a {fields[name].type}") from None
+            raise ValueError(f"{path}, line {number}: {name} is {value!r}, give a {kind.__name__}") from None
     required = (name for name, f in fields.items() if f.default is dataclasses.MISSING is f.default_factory)
     missing = [name for name in required if name not in values]
     if missing:
