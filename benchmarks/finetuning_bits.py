@@ -3,7 +3,7 @@
     python benchmarks/finetuning_bits.py          # pretrains a Llama once, then fine-tunes what has no row yet
     python benchmarks/finetuning_bits.py --table
 
-The base is a Llama of 1.8 million parameters: pretrained on torch's sources by ZeRO-3's numerics, exported to Hugging
+The base is a Llama of 1.6 million parameters: pretrained on torch's sources by ZeRO-3's numerics, exported to Hugging
 Face's format, and imported from there. It is fine-tuned on sympy's sources, 4 ranks on 2 nodes, emulated in one
 process, as ``examples/zeropp/finetune.sh`` does: weights through hpZ, gradients in 8 bits on both hops.
 """

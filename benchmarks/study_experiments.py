@@ -413,9 +413,9 @@ EXPERIMENTS = {
     ),
     "E15": Experiment(
         "Dense Llama",
-        llama_recipes("Llama, 1.8M parameters", LLAMA, (4096, 128)),
+        llama_recipes("Llama, 1.6M parameters", LLAMA, (4096, 128)),
         group(
-            "Llama, 1.8M parameters: recipes",
+            "Llama, 1.6M parameters: recipes",
             {
                 "int8: moved codes, 4-bit gradients, LoCo": INT8,
                 "int6: moved codes, 2-bit gradients with scales of elements, LoCo": MOVED_CODES,
@@ -428,13 +428,13 @@ EXPERIMENTS = {
         ),
         blocked_or_not("Llama", LLAMA),
         blocked_or_not("Llama that begins with four outliers a layer", f"--trial outliers:30 {LLAMA}"),
-        llama_recipes("Llama, 6.6M parameters", LARGER_LLAMA, (4096,)),
+        llama_recipes("Llama, 5.2M parameters", LARGER_LLAMA, (4096,)),
     ),
     "E16": Experiment(
         "Float8 products",
         *(
             group(
-                f"Llama, 1.8M parameters, a quarter of the steps: {wire}",
+                f"Llama, 1.6M parameters, a quarter of the steps: {wire}",
                 {name: f"{flags} {products}".strip() for name, products in FLOAT8.items()},
                 common=f"{LLAMA} --train-iters 200",
                 control=f"{LLAMA} --train-iters 200 {flags}",

@@ -102,7 +102,10 @@ def table_of_one_seed(experiment: Experiment, rows: list[dict[str, Any]], small:
             over = f"{100 * (loss / of_flags[arm.control]['validation_loss'] - 1):+.2f} %"
             beside = mean_and_spread(excesses(arm, small), "{:+.2f}", " %") if arm.flags in small else ""
         lines.append([arm.name, f"{loss:.4f}", over, beside, f"{of_flags[arm.flags]['bytes_per_parameter']:.3g}"])
-    return markdown_table(["on the wire", "validation loss", f"over {experiment.control}", "small", "bytes"], lines)
+    columns = ["on the wire", "validation loss", f"over {experiment.control}", "small", "bytes"]
+    shown = [0, 1, 2, *[3] * any(line[3] for line in lines), 4]
+    columns, *lines = ([line[column] for column in shown] for line in (columns, *lines))
+    return markdown_table(columns, lines)
 
 
 def table_of_muon_rates(rows: list[dict[str, Any]]) -> str:

@@ -74,6 +74,18 @@ def test_published_results_have_a_source_a_state_and_programs_that_exist(name):
     assert claim["laptop"] and reproduce.time_of(claim) != "0 min"
 
 
+def test_titles_say_how_many_parameters_their_models_have():
+    counted = {(row["scale"], row["flags"]): row.get("num_parameters") for row in common.read_rows(study.RESULTS)}
+    said = {}
+    for experiment in EXPERIMENTS.values():
+        for group in experiment.groups:
+            if found := re.search(r"([\d.]+)M parameters", group.title):
+                sizes = {counted.get((experiment.scale, arm.flags)) for arm in group.arms} - {None}  # old rows lack it
+                said[group.title] = sizes
+                assert {round(size / 1e6, 1) for size in sizes} <= {float(found[1])}, group.title
+    assert sum(map(bool, said.values())) >= 5
+
+
 def test_excess_is_seed_by_seed_and_recovery_is_of_the_groups_first_arm():
     nothing, feedback = Arm("nothing", "--a"), Arm("feedback", "--b")
     rows = study_tables.by_flags_and_seed(
