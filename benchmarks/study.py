@@ -25,7 +25,7 @@ from typing import Any
 
 import common
 from common import ROOT, append_row, new_parser, read_rows, run_trainer
-from study_arms import FP32, NODES, SCALES, Arm, Scale
+from study_arms import FP32, NODES, RANKS, SCALES, Arm, Scale
 from study_experiments import EXPERIMENTS, OBSERVED
 from study_tables import by_flags_and_seed, table, write_page
 from torch import __version__ as torch_version
@@ -65,8 +65,13 @@ def main() -> None:
         return
     if unknown := set(args.experiments) - set(EXPERIMENTS):
         parser.error(f"there is no experiment {', '.join(sorted(unknown))}; choose of {', '.join(EXPERIMENTS)}")
-    args.scale = args.scale or EXPERIMENTS[(args.experiments or ["E1"])[0]].scale
     names = args.experiments or [name for name, experiment in EXPERIMENTS.items() if experiment.scale == "cpu"]
+    own = {EXPERIMENTS[name].scale for name in names}
+    if args.scale is None and len(own) > 1:
+        parser.error(f"these experiments have scales of their own ({', '.join(sorted(own))}): run one scale at a time")
+    args.scale = args.scale or own.pop()
+    if SCALES[args.scale].ranks != RANKS and names != ["E17"]:
+        parser.error(f"--scale {args.scale} is for E17: the flags of others are for {RANKS} ranks")
     scale = SCALES[args.scale]
     text = make_text(args.scale, scale)
     done = {(row["flags"], row["seed"]) for row in read_results(args.results, args.scale)}

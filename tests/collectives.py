@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # The host waits for a GPU to know a number, or a shape that depends on values.
-READS = {"_local_scalar_dense", "bincount", "equal", "masked_select", "nonzero"}
+READS = {"_local_scalar_dense", "_unique2", "bincount", "equal", "masked_select", "nonzero", "unique_consecutive"}
 
 
 class Collective(NamedTuple):

@@ -147,9 +147,8 @@ def read_deepspeed_config(path: str) -> DeepSpeedConfig:
     try:
         content = json.loads(read_text(path), object_pairs_hook=without_duplicates)
     except OSError as error:
-        reason = error.strerror or "No such file or directory"
-        raise SettingsError(f"--deepspeed_config {path}: {reason}; give the path of a JSON file") from error
-    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        raise SettingsError(f"--deepspeed_config: {error}; give the path of a JSON file") from error
+    except (ValueError, RecursionError) as error:  # of JSON, and of what is no text
         raise SettingsError(f"--deepspeed_config {path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise SettingsError(f"--deepspeed_config {path} must hold one JSON object, {{...}}")

@@ -51,6 +51,7 @@ def apply_activation_checkpointing(
 
     ``arguments/resolve_compute.py`` checks all of these. Raises ValueError for a module that no block has.
     """
+    assert granularity in ("full", "selective") and method in ("uniform", "block", None)
     blocks, options = list(model.layers), dict[str, Any]()
     if granularity == "full":
         blocks = blocks[::num_layers] if method == "uniform" else blocks[:num_layers]

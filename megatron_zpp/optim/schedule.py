@@ -168,7 +168,7 @@ class Schedule:
         wrong = sorted({field.name for field in fields} ^ state.keys())
         for field in fields:
             value = state.get(field.name, 0)
-            if field.type == "str":
+            if field.type in ("str", str):
                 is_wrong = value not in (_DECAYS if field.name == "wsd_decay_style" else _STYLES)
             else:
                 is_wrong = type(value) not in (int, float) or not 0 <= value < 2**63

@@ -335,7 +335,7 @@ def test_all_mistakes_are_told_at_once(write):
 
 
 def test_missing_file(tmp_path):
-    assert "nowhere.json: No such file" in refused_file(str(tmp_path / "nowhere.json"))
+    assert "nowhere.json does not exist" in refused_file(str(tmp_path / "nowhere.json"))
 
 
 OFF = {"enabled": False}

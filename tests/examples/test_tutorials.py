@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.conftest import ROOT
-from tests.test_readme import SETUP, blocks, commands, run_as_printed
+from tests.test_readme import SETUP, blocks, commands, run_as_printed, words
 from tests.tools import run
 from tests.training.small_run import ended, torchrun
 
@@ -58,7 +58,7 @@ def test_a_model_learns_facts_and_short_answers(tmp_path):
 
 def test_model_to_chat_is_short():
     text = (TUTORIALS / "model-to-chat.md").read_text(encoding="utf-8")
-    assert len(text.split()) <= 600
+    assert words(text) <= 600
 
 
 @pytest.mark.long

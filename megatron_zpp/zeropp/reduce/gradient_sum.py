@@ -37,6 +37,7 @@ class GradientSum:
 
     def only_piece(self) -> GradientSum:
         """Return [..., L] of [1, ..., L]."""
+        assert self.exponents is None  # one piece is not sent, and has no scales
         parts = self.parts[0] if self.format is None else self.parts[:, 0]
         return replace(self, parts=parts, plus=self.plus[0] if self.plus is not None else None)
 
