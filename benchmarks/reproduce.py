@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ import steps_over_delays
 import steps_over_links
 from common import ROOT, markdown_table, new_parser
 from study import RESULTS, arms, read_results
-from study_arms import SCALES
+from study_arms import SCALES, Experiment
 from study_experiments import EXPERIMENTS
 from study_tables import (
     PAGE,
@@ -71,12 +71,15 @@ def kept_rows() -> Rows:
     return by_flags_and_seed(results_of("cpu"))
 
 
+def table_of_scale(experiment: Experiment) -> str:
+    return table_of_one_seed(experiment, results_of(experiment.scale), kept_rows())
+
+
 BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
     PAGE: {
         "fine-tuning": finetuning_bits.table,
         "links": steps_over_links.table,
-        "E8": lambda: table_of_one_seed(EXPERIMENTS["E8"], results_of("larger"), kept_rows()),
-        "E17": lambda: table_of_one_seed(EXPERIMENTS["E17"], results_of("llama"), kept_rows()),
+        **{name: partial(table_of_scale, e) for name, e in EXPERIMENTS.items() if e.scale != "cpu"},
         "muon rates": lambda: table_of_muon_rates(results_of("cpu")),
         "rates": convergence.table,
     },

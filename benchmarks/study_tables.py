@@ -59,7 +59,7 @@ def page_of(rows: Rows) -> str:
 
 
 def by_flags_and_seed(rows: list[dict[str, Any]], seeds: Sequence[int] = CPU.seeds) -> Rows:
-    """Of the arms that were trained with all these seeds."""
+    """Group rows by flags and seed, and keep the arms that were trained with all ``seeds``."""
     by_flags: Rows = defaultdict(dict)
     for row in rows:
         if row["seed"] in seeds:

@@ -9,6 +9,7 @@ python benchmarks/study_trials.py --trial outliers:30 --swiglu ...
 import argparse
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,30 @@ LIMITS = ("limited-elements", "limited-elements-with-rest", "largest-fifth-with-
 TRIALS = ("first-moments:SHARE:DENSE_STEPS", "ternary:THRESHOLD", "outliers:FACTOR")
 
 
+# (gradient, what is to be sent: it and what was held back, statistic, steps so far) -> what is sent, new statistic
+Change = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
+
+def with_changed_gradients(change: Change, keeps_rest: bool = True) -> None:
+    """Train with what ``change`` makes of each parameter's gradient; what it holds back comes later, or never."""
+    state: dict[Tensor, tuple[int, Tensor, Tensor]] = {}  # steps so far, statistic and rest, both like the gradient
+
+    def change_all(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                zeros = torch.zeros_like(gradient)
+                steps, statistic, rest = state.get(parameter, (0, zeros, zeros))
+                wanted = gradient + rest
+                sent, statistic = change(gradient, wanted, statistic, steps)
+                state[parameter] = steps + 1, statistic, wanted - sent if keeps_rest else rest
+                gradient.copy_(sent)
+
+    handle = register_optimizer_step_pre_hook(change_all)
+    main(GPT)
+    handle.remove()
+
+
 def with_limited_elements(name: str) -> None:
     """Train with gradients that are not rounded, but limited where few bits with scales of elements would limit them.
 
@@ -36,8 +61,7 @@ def with_limited_elements(name: str) -> None:
     all but the largest fifth of a block are zero. v <- 0.98 v + 0.02 limited^2. What is cut off comes in a later step,
     or never.
     """
-    state: dict[Tensor, tuple[int, Tensor, Tensor]] = {}  # steps so far, v and what was cut off, both like the gradient
-    keeps_fifth, keeps_rest = name.startswith("largest-fifth"), name.endswith("with-rest")
+    keeps_fifth = name.startswith("largest-fifth")
 
     def limited(wanted: Tensor, v: Tensor) -> Tensor:
         scales = v.clamp(min=1e-3 * v.mean() + 1e-30).sqrt()
@@ -49,19 +73,11 @@ def with_limited_elements(name: str) -> None:
         reach = 1.5 * STEPS[2][0] * blocks.mean(dim=1).repeat_interleave(128)[: len(sizes)].view_as(scales) * scales
         return torch.clamp(wanted, -reach, reach)
 
-    def limit(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                steps, v, rest = state.get(parameter, (0, torch.zeros_like(gradient), torch.zeros_like(gradient)))
-                wanted = gradient + rest
-                gradient.copy_(limited(wanted, v) if steps else wanted)
-                v = torch.lerp(v, gradient.square(), max(0.02, 1 / (steps + 1)))
-                state[parameter] = steps + 1, v, wanted - gradient if keeps_rest else rest
+    def limit(gradient: Tensor, wanted: Tensor, v: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+        sent = limited(wanted, v) if steps else wanted
+        return sent, torch.lerp(v, sent.square(), max(0.02, 1 / (steps + 1)))
 
-    handle = register_optimizer_step_pre_hook(limit)
-    main(GPT)
-    handle.remove()
+    with_changed_gradients(limit, keeps_rest=name.endswith("with-rest"))
 
 
 def with_first_moment_masks(share: float, dense_steps: int) -> None:
@@ -70,24 +86,17 @@ def with_first_moment_masks(share: float, dense_steps: int) -> None:
     As SCAPE (arXiv 2607.01678) chooses what to send, with masks one step old. What is not sent comes later. The first
     ``dense_steps`` steps send all.
     """
-    state: dict[Tensor, tuple[int, Tensor, Tensor]] = {}  # steps so far, first moment and rest, both like the gradient
 
-    def mask(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                steps, moment, rest = state.get(parameter, (0, torch.zeros_like(gradient), torch.zeros_like(gradient)))
-                wanted, new_moment = gradient + rest, torch.lerp(moment, gradient, 0.1)
-                if steps >= dense_steps:
-                    largest = moment.abs().flatten().topk(math.ceil(share * moment.numel())).indices
-                    sent = torch.zeros_like(wanted).flatten()
-                    sent[largest] = wanted.flatten()[largest]
-                    gradient.copy_(sent.view_as(gradient))
-                state[parameter] = steps + 1, new_moment, wanted - gradient
+    def mask(gradient: Tensor, wanted: Tensor, moment: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+        sent, new_moment = wanted, torch.lerp(moment, gradient, 0.1)
+        if steps >= dense_steps:
+            largest = moment.abs().flatten().topk(math.ceil(share * moment.numel())).indices
+            kept = torch.zeros_like(wanted).flatten()
+            kept[largest] = wanted.flatten()[largest]
+            sent = kept.view_as(wanted)
+        return sent, new_moment
 
-    handle = register_optimizer_step_pre_hook(mask)
-    main(GPT)
-    handle.remove()
+    with_changed_gradients(mask)
 
 
 def with_ternary_codes(threshold: float) -> None:
