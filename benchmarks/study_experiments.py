@@ -393,6 +393,15 @@ EXPERIMENTS = {
             for beta in (0.9, 0.95)
         ),
         group(
+            "Three levels, from one number to another over the run",
+            {
+                "0 below 0.8 to 1.6 RMS, beta 0.95": f"{few_levels(0.95)} --trial ternary:0.8-1.6",
+                "0 below 1.6 to 0.8 RMS, beta 0.95": f"{few_levels(0.95)} --trial ternary:1.6-0.8",
+                "0 below 1.2 RMS, beta 0.8 to 0.95": f"{few_levels(0.8)} --trial ternary:1.2:0.8-0.95",
+                "0 below 1.2 RMS, beta 0.95 to 0.8": f"{few_levels(0.95)} --trial ternary:1.2:0.95-0.8",
+            },
+        ),
+        group(
             "Uncoded, in fp32: the largest fifth of each block, by scales of elements; the rest comes later",
             {
                 f"learning rate {rate}": f"--trial largest-fifth-with-rest {flags}".strip()

@@ -3,6 +3,7 @@
 python benchmarks/study_trials.py --trial limited-elements ...  # the rest are flags of pretrain_gpt.py
 python benchmarks/study_trials.py --trial first-moments:0.1:80 ...
 python benchmarks/study_trials.py --trial ternary:1.2 --zeropp-gradient-bits 2 ...
+python benchmarks/study_trials.py --trial ternary:1.2:0.8-0.95 --zeropp-gradient-bits 2 --zeropp-loco ...
 python benchmarks/study_trials.py --trial outliers:30 --swiglu ...
 """
 
@@ -10,6 +11,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,12 +24,13 @@ from megatron_zpp.families import GPT
 from megatron_zpp.models.mlp import GatedMLP
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.training import model as model_building
+from megatron_zpp.zeropp.reduce.loco import ErrorFeedback
 from megatron_zpp.zeropp.wire import quantization
 from megatron_zpp.zeropp.wire.format import WireFormat
 from megatron_zpp.zeropp.wire.quantization import STEPS, Code
 
 LIMITS = ("limited-elements", "limited-elements-with-rest", "largest-fifth-with-rest")
-TRIALS = ("first-moments:SHARE:DENSE_STEPS", "ternary:THRESHOLD", "outliers:FACTOR")
+TRIALS = ("first-moments:SHARE:DENSE_STEPS", "ternary:THRESHOLDS[:BETAS]", "outliers:FACTOR")
 
 
 # (gradient, what is to be sent: it and what was held back, statistic, steps so far) -> what is sent, new statistic
@@ -99,16 +102,29 @@ def with_first_moment_masks(share: float, dense_steps: int) -> None:
     with_changed_gradients(mask)
 
 
-def with_ternary_codes(threshold: float) -> None:
-    """Train with three levels in place of four at 2 bits: 0 below ``threshold`` times the block's RMS, else +-level.
+def with_ternary_codes(thresholds: list[float], betas: list[float]) -> None:
+    """Train with three levels in place of four at 2 bits: 0 below a threshold times the block's RMS, else +-level.
 
     The level is the mean of what is not zero. Sent as the code mean sends blocks with many zeros, so the bytes that are
-    counted are those of 2 bits; what an entropy coder would take is printed at the end.
+    counted are those of 2 bits; what an entropy coder would take is printed at the end. Thresholds, and LoCo's betas
+    where they are given, go in a straight line from the first to the last over the run.
     """
-    nonzero_share = math.erfc(threshold / math.sqrt(2))  # of normally distributed values
-    STEPS[2] = (math.sqrt(math.pi / 2 / nonzero_share), STEPS[2][1])  # scales.py reads the mean square of levels off it
-    by_mean, has_kernels = quantization._quantize_by_mean, WireFormat._has_kernels
+    by_mean, has_kernels, encode = quantization._quantize_by_mean, WireFormat._has_kernels, ErrorFeedback.encode
     coded = [0, 0]  # values that are not zero, values
+    steps = int(sys.argv[sys.argv.index("--train-iters") + 1])
+    threshold = thresholds[0]
+
+    def at(progress: float, ends: list[float]) -> float:
+        return ends[0] + progress * (ends[-1] - ends[0])
+
+    def encode_at_step(feedback: ErrorFeedback, *arguments: Any, **options: Any) -> Tensor:
+        nonlocal threshold
+        threshold = at(feedback.steps / steps, thresholds)
+        nonzero_share = math.erfc(threshold / math.sqrt(2))  # of normally distributed values
+        STEPS[2] = (math.sqrt(math.pi / 2 / nonzero_share), STEPS[2][1])  # scales.py reads levels' mean square off it
+        if betas:
+            feedback.config = replace(feedback.config, beta=at(feedback.steps / steps, betas))
+        return encode(feedback, *arguments, **options)
 
     def by_threshold(
         values: Tensor, absmax: Tensor, code: Code, uniform: Tensor | None, sizes: Tensor | None
@@ -126,6 +142,7 @@ def with_ternary_codes(threshold: float) -> None:
         signed = torch.where(level > 0, -level, level)
         return (values.sign() * is_large).to(torch.int8), quantization.as_sent(signed, code)
 
+    ErrorFeedback.encode = encode_at_step  # type: ignore[assignment, method-assign]
     quantization._quantize_by_mean = by_threshold
     WireFormat._has_kernels = lambda self, *types: self.bits != 2 and has_kernels(self, *types)  # type: ignore[method-assign]
     main(GPT)
@@ -160,7 +177,10 @@ if __name__ == "__main__":
     arguments, sys.argv[1:] = parser.parse_known_args()
     name, _, value = arguments.trial.partition(":")
     if name == "ternary":
-        with_ternary_codes(float(value))
+        thresholds, _, betas = value.partition(":")
+        with_ternary_codes(
+            [float(end) for end in thresholds.split("-")], [float(end) for end in betas.split("-") if end]
+        )
     elif name == "outliers":
         with_outliers(float(value))
     elif name == "first-moments":

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
+_LOCKED: list[BinaryIO] = []  # never closed: closing any file of one that is locked would give up the lock
 LARGEST_TEXT = 64 * 2**20  # bytes
 
 
@@ -36,6 +37,7 @@ def lock_for_process(file: BinaryIO, folder: str | os.PathLike[str], others: str
     """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _LOCKED.append(file)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             raise BlockingIOError(error.errno, error.strerror) from None

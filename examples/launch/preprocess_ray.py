@@ -14,6 +14,8 @@ from pathlib import Path
 
 import ray
 
+from megatron_zpp.data.text.corpus import find_files
+
 
 def tokenize(folder: str, files: list[str], prefix: str, workers: int, flags: list[str]) -> None:
     words = [sys.executable, "tools/preprocess_data.py", "--input", *files, "--output-prefix", prefix]
@@ -28,7 +30,7 @@ def main() -> None:
     parser.add_argument("--cpus-per-part", type=int, default=8)
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="-- FLAGS of tools/preprocess_data.py")
     args = parser.parse_args()
-    files = [str(file) for file in sorted(args.input.rglob("*")) if file.is_file()]
+    files = [str(file.path) for file in find_files([str(args.input)])]
     if not 0 < args.parts <= len(files):
         parser.error(f"--parts must be 1 to the number of files below {args.input}, {len(files)}")
     folder = args.output_prefix.with_name(f"{args.output_prefix.name}_parts")

@@ -148,7 +148,10 @@ class CheckpointWriter(StorageWriter):
             self.layout.index = build_index(metadata.state_dict_metadata, all_places)
         metadata.state_dict_metadata = {}  # DCP sends this to all ranks, who need no shards of all ranks
         finish(self.path, self.layout.index, self.meta | {"nonfinite": self.nonfinite}, files)
-        self.after()
+        try:
+            self.after()
+        except (OSError, CheckpointError) as error:  # this checkpoint is complete
+            print(f"note: old checkpoints in {self.folder} stay, deleting them failed: {error}", flush=True)
 
     @classmethod
     def validate_checkpoint_id(cls, *args: Any, **kwargs: Any) -> bool:

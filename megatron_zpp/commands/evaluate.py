@@ -1,6 +1,6 @@
 """Evaluate a checkpoint's model on tasks of lm-evaluation-harness, in one process and in fp32.
 
-python tools/evaluate.py --load runs/finetuning/tuned --eval-tasks facts --eval-tasks-path examples/finetuning/tasks
+python tools/evaluate.py --load runs/finetuning/tuned --eval-tasks facts --eval-tasks-path runs/finetuning/tasks
 
 A sharded model is evaluated by its own trainer: --skip-train --eval-tasks NAME.
 """
@@ -21,11 +21,10 @@ def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator
     from megatron_zpp.integrations.lm_eval import ShardedLM, Tasks
 
     checkpoint, meta, settings, tokenizer = open_checkpoint(args)
-    tasks, device = Tasks(args.eval_tasks, args.eval_tasks_path, args.eval_tasks_limit), chosen_device(args)
+    length, device = settings["seq_length"], chosen_device(args)
+    tasks = Tasks(args.eval_tasks, args.eval_tasks_path, args.eval_tasks_limit, length=length)
     model = load_model(checkpoint, meta, device, given)
-    scores = tasks.evaluate(
-        ShardedLM(model, tokenizer, length=settings["seq_length"], batch_size=args.batch_size, device=device)
-    )
+    scores = tasks.evaluate(ShardedLM(model, tokenizer, length=length, batch_size=args.batch_size, device=device))
     for name, score in scores.items():
         yield f"{name.removeprefix('tasks/')}: {score:.6f}"
 

@@ -106,7 +106,8 @@ def build_datasets(
         blend = BlendedDataset(parts, weights, blend_size, name=name, cache=cache)
         if size is not None and len(blend) < size:
             once = f"prefixes without weights are read once each: {len(blend)} samples in the {name} split"
-            raise ValueError(f"{once}, but the run asks for {size}; give each prefix a weight, or shorten the run")
+            fewer = "shorten the run" if name == "train" else "lower --eval-iters"
+            raise ValueError(f"{once}, but the run asks for {size}; give each prefix a weight, or {fewer}")
         return blend
 
     return Datasets(*map(build_split, SPLIT_NAMES, sources, num_samples))

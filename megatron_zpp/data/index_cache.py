@@ -88,10 +88,24 @@ def _load(entry: Path, key: dict[str, Any]) -> Arrays | None:
             with open(regular_file(entry / f"{name}.npy"), "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                     return None
-        # Plain arrays over the mapping: numpy's memmap class is slow to index.
-        return {name: np.load(entry / f"{name}.npy", mmap_mode="r").view(np.ndarray) for name in description["sha256"]}
+        return {name: _map(entry / f"{name}.npy") for name in description["sha256"]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no entry, or a damaged description
         return None
+
+
+class _Mapped(np.ndarray):
+    """An array that a process maps, and another maps again. numpy's own memmap is slow to index and is copied."""
+
+    path: Path  # slices and copies have none
+
+    def __reduce__(self) -> Any:
+        return (_map, (self.path,)) if hasattr(self, "path") else super().__reduce__()
+
+
+def _map(path: Path) -> _Mapped:
+    array = np.load(path, mmap_mode="r").view(_Mapped)
+    array.path = path
+    return array
 
 
 def _save(entry: Path, key: dict[str, Any], arrays: Arrays) -> None:

@@ -29,13 +29,14 @@ class ZeroPPCallback(TrainerCallback):
         self.zeropp: ZeroPP | None = None  # until training begins
         self.others: list[ZeroPP] = []  # of ``other_models``
         self._training = ExitStack()
-        self._loss_scale: float | None = None  # of fp16's gradients, since the first step
+        self._loss_scale: float | None = None  # of fp16's gradients, before this step
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         if self.zeropp is None:  # train() may be called again
             self.zeropp = apply_zeropp(kw["model"], self.config)
             self.others = [apply_zeropp(model, self.config.for_weights()) for model in self.other_models]
         self._training.close()  # an exception may have ended the last training
+        self._loss_scale = None
         for zeropp in (self.zeropp, *self.others) if self.resident_weights else ():
             self._training.enter_context(zeropp.resident_weights())
         folder = _folder(args, state)
@@ -44,17 +45,22 @@ class ZeroPPCallback(TrainerCallback):
         elif state.global_step > 0 and self.zeropp.is_logging_rank:
             logger.warning("no state of ZeRO++ in %s: LoCo's errors and weight differences start again", folder)
 
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+        scaler = getattr(kw["optimizer"], "scaler", None)  # of accelerate's
+        if scaler is not None and self._loss_scale is None:
+            self._loss_scale = scaler.get_scale()
+
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any
     ) -> None:
         assert self.zeropp is not None
-        optimizer = kw["optimizer"]  # accelerate's
-        if optimizer.step_was_skipped:  # fp16 gradients overflowed
+        if self._loss_scale is None:
+            return
+        scale = kw["optimizer"].scaler.get_scale()
+        if scale < self._loss_scale:  # fp16 gradients overflowed. accelerate does not see what fused optimizers skip
             self.zeropp.undo_step()
-        if optimizer.scaler is not None:
-            scale = optimizer.scaler.get_scale()
-            self.zeropp.rescale_errors(scale / (self._loss_scale or scale))
-            self._loss_scale = scale
+        self.zeropp.rescale_errors(scale / self._loss_scale)
+        self._loss_scale = scale
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         # TRL moves the reference towards the policy, and writes it by means that leave no trace.

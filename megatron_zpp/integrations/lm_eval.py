@@ -32,10 +32,12 @@ class Tasks:
     """Tasks of the harness, loaded. Raises ValueError for one that does not exist.
 
     folder: with YAML files of tasks; without it those that the harness brings along.
-    limit: documents of each task, the first ones; None: all.
+    limit: documents of each task, the first ones; None: all. length: tokens that the model will see at once.
     """
 
-    def __init__(self, names: Iterable[str], folder: str | None = None, limit: int | None = None) -> None:
+    def __init__(
+        self, names: Iterable[str], folder: str | None = None, limit: int | None = None, *, length: int
+    ) -> None:
         datasets.disable_progress_bars()  # every rank would show its own
         task_module.tqdm = partial(task_module.tqdm, disable=True)
         if folder is not None and not Path(folder).is_dir():
@@ -46,7 +48,12 @@ class Tasks:
         except KeyError as error:
             known = "" if folder is None else f"; there are {', '.join(manager.all_tasks) or 'none'}"
             raise ValueError(f"--eval-tasks: {error.args[0]}{known}") from error
-        for task in self._loaded["tasks"].values():
+        for name, task in self._loaded["tasks"].items():
+            if task.OUTPUT_TYPE == "generate_until":
+                longest = normalize_gen_kwargs(task.get_config("generation_kwargs") or {})["max_gen_toks"]
+                if longest >= length:
+                    full = f"{name} writes up to {longest} tokens, and the model sees {length} with the question"
+                    raise ValueError(f"--eval-tasks: {full}; set max_gen_toks in the task's generation_kwargs")
             if task.get_config("num_fewshot") is None:
                 task.set_config(key="num_fewshot", value=0)
             task.set_fewshot_seed(seed=FEWSHOT_SEED)
@@ -65,12 +72,17 @@ class Tasks:
         return scores
 
 
+class EvaluationStopped(Exception):  # noqa: N818 - not an error
+    """The run was asked to stop."""
+
+
 class ShardedLM(TemplateLM):
     """A causal language model that all ranks hold together, or each alone.
 
     logits: tokens int64 [B, S] -> logits [B, S, V], such as a sharded model; all ranks call it equally often.
     tokenizer: as ``build_tokenizer`` returns it; its end of a document stands before a text without context.
     length: tokens that the model sees; longer texts lose their beginning.
+    stop: asked before each batch, on all ranks together; if it says yes, EvaluationStopped is raised.
     """
 
     def __init__(
@@ -81,10 +93,11 @@ class ShardedLM(TemplateLM):
         length: int,
         batch_size: int,
         device: torch.device | str = "cpu",
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
         self._logits, self._tokenizer, self._length, self._batch_size = logits, tokenizer, length, batch_size
-        self._device = torch.device(device)
+        self._device, self._stop = torch.device(device), stop
         # The harness itself sees one rank: all of them build all requests, so they agree on who answers which.
         self._rank, self._world_size = 0, 1
         self._this, self._ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -134,6 +147,8 @@ class ShardedLM(TemplateLM):
         mine = order[self._this :: self._ranks]
         answers: dict[int, Answer] = {}
         for number in range(math.ceil(len(order) / self._ranks / self._batch_size)):
+            if self._stop():
+                raise EvaluationStopped
             # A rank without requests answers one again: passes may gather weights from it.
             batch = mine[number * self._batch_size :][: self._batch_size] or order[:1]
             answers.update(zip(batch, answer([requests[i] for i in batch]), strict=True))
@@ -157,7 +172,7 @@ class ShardedLM(TemplateLM):
     @torch.no_grad()
     def _write(self, batch: list[tuple[str, Any]]) -> list[str]:
         """Continue each text up to one of its ``until``, without this."""
-        longest = [min(options["max_gen_toks"], self._length - 1) for _, options in batch]
+        longest = [options["max_gen_toks"] for _, options in batch]
         prompts = [
             (self.tok_encode(text) or [self.eot_token_id])[number - self._length :]
             for (text, _), number in zip(batch, longest, strict=True)

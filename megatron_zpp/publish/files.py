@@ -61,6 +61,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):  # aligns all of them
         contents.append(tensor.cpu().contiguous())
         begin, end = end, end + contents[-1].nbytes
+        if tensor.dtype not in NAMES:
+            raise PublishError(f"{name} is of {tensor.dtype}, which cannot be published")
         header[name] = {"dtype": NAMES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -1,5 +1,6 @@
 """Publish the weights of a model that trains: each rank writes what moved in its shards, and nothing is gathered."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -61,8 +62,10 @@ class Publisher:
         opened = _together(lambda: (self._open(resume), uuid.uuid4().hex) if self.rank == 0 else None)[0]
         assert opened is not None
         self.version, self._run = opened  # the last version in the folder, and a name for this run
+        self._tried = self.version  # the last version that was begun: one that failed may have come to readers
         self._anchor = 0  # the latest of this run
         self._wire: Tensor | None = None  # this rank's values in ``version``; None: not of this run
+        self._layout: list[tuple[int, torch.dtype]] = []  # what they are values of
         keys = _together(lambda: [_key(shard) for shard in self._shards()])
         self._others = set().union(*keys[: self.rank])  # what ranks before this one publish, which have the same
 
@@ -86,14 +89,15 @@ class Publisher:
 
         Raises PublishError on all ranks if one cannot write; readers then see the version before.
         """
-        version, old = self.version + 1, self._wire
+        version, old, old_layout = self._tried + 1, self._wire, self._layout
         base = None if old is None or version - self._anchor >= self.anchor_interval else self.version
         identity = {"run": self._run, "version": version, "base": base}
-        self._wire = wire = None  # so that an anchor follows a version that failed
+        self._tried, self._wire, wire = version, None, None  # so that an anchor follows a version that failed
 
         def write() -> tuple[str, dict[str, Any]] | None:
             nonlocal wire
             shards = [shard for shard in self._shards() if _key(shard) not in self._others]
+            self._layout = [(_key(shard), shard.values.dtype) for shard in shards]
             format, wire = pack((shard.values for shard in shards), self.dtype)
             metadata = {key: json.dumps(value) for key, value in identity.items()}
             tensors = {shard.name: shard.values for shard in shards}
@@ -102,7 +106,7 @@ class Publisher:
                 metadata |= {"dtype": NAMES[self.dtype], "places": json.dumps(places)}
             else:
                 assert old is not None
-                if len(old) != len(wire):
+                if self._layout != old_layout:
                     raise PublishError("parameters were added, frozen or sharded again: make another Publisher")
                 tensors = {name: values for name, values in tensors.items() if values.dtype != self.dtype}
                 tensors[MOVES] = encode_moves(format, old, wire)
@@ -125,7 +129,8 @@ class Publisher:
         # Readers may still be at what the last anchor led to, but at nothing before it.
         for path in sorted(self.folder.glob("v????????.*")) if manifest["base"] is None else ():  # manifests first
             if path.name[1:9].isdigit() and int(path.name[1:9]) < self._anchor:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # this version is there, and the next anchor tries again
+                    path.unlink()
 
     def _shards(self) -> list[Shard]:
         """Return this rank's parts of what is published, those of tied weights once."""
@@ -155,13 +160,15 @@ def _key(shard: Shard) -> int:
 
 
 def _together(work: Callable[[], T]) -> list[T]:
-    """Return what ``work`` returns on each rank, in order; raise a user's error of one rank on all. Collective."""
-    result, error = None, None
+    """Return what ``work`` returns on each rank, in order; raise an error of one rank on all. Collective."""
+    result, error, own = None, None, None
     try:
         result = work()
-    except (OSError, ValueError) as caught:
-        error = str(caught)
+    except Exception as caught:
+        error, own = str(caught), caught
     answers = gather_objects((result, error)) if dist.is_initialized() else [(result, error)]
+    if own is not None and not isinstance(own, (OSError, ValueError)):
+        raise own  # no user's error
     for rank, (_, text) in enumerate(answers):
         if text is not None:
             raise PublishError(f"rank {rank}: {text}" if rank else text)

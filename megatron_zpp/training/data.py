@@ -21,8 +21,7 @@ from megatron_zpp.data.text.sources import SPLIT_NAMES
 from megatron_zpp.data.text.tokenizers import Tokenizer, build_tokenizer
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
-from megatron_zpp.settings.groups import TrainingSettings
-from megatron_zpp.settings.resolved import ResolvedSettings, ResolvedTokenizer
+from megatron_zpp.settings.resolved import ResolvedSettings, ResolvedTokenizer, ResolvedTraining
 from megatron_zpp.training.run import Run
 from megatron_zpp.zeropp.fsdp.topology import gather_if_any
 
@@ -82,14 +81,14 @@ def find_tokenizer(names: ResolvedTokenizer) -> Tokenizer:
     return build_tokenizer(**dataclasses.asdict(names))
 
 
-def load_tasks(training: TrainingSettings) -> Tasks | None:
+def load_tasks(training: ResolvedTraining) -> Tasks | None:
     """Load the tasks of ``--eval-tasks``. Raises ValueError for one that does not exist, ImportError."""
     if training.eval_tasks is None:
         return None
     load_package("lm_eval", "--eval-tasks", "eval")
     from megatron_zpp.integrations.lm_eval import Tasks
 
-    return Tasks(training.eval_tasks, training.eval_tasks_path, training.eval_tasks_limit)
+    return Tasks(training.eval_tasks, training.eval_tasks_path, training.eval_tasks_limit, length=training.seq_length)
 
 
 def check_same_data_on_all_ranks(datasets: Datasets) -> None:

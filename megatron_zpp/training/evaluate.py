@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import torch
 import torch.distributed as dist
@@ -92,18 +92,28 @@ def validate(run: Run, batches: Iterator[Batch] | None, signals: StopSignals, da
     return loss is not None
 
 
-def test(run: Run, signals: StopSignals) -> None:
-    """Evaluate on the test data, if there are any. Raises NotFiniteError if the loss is not finite."""
+def test(run: Run, signals: StopSignals) -> bool:
+    """Evaluate on the test data, if there are any; return False if a signal cut that short.
+
+    Raises NotFiniteError if the loss is not finite.
+    """
     batches = batches_of(run, "test", 0)
-    if batches is not None and (loss := _evaluate_and_print(run, batches, signals, "test")) is not None:
+    if batches is None:
+        return True
+    loss = _evaluate_and_print(run, batches, signals, "test")
+    if loss is not None:
         _check_finite(run, loss, "test")
+    return loss is not None
 
 
-def evaluate_tasks(run: Run) -> None:
-    """Evaluate on the tasks of ``--eval-tasks``, if there are any, and report the scores. All ranks share the work."""
+def evaluate_tasks(run: Run, signals: StopSignals) -> bool:
+    """Evaluate on the tasks of ``--eval-tasks``, if there are any, and report the scores. All ranks share the work.
+
+    Returns False if a signal cut that short.
+    """
     if run.tasks is None:
-        return
-    from megatron_zpp.integrations.lm_eval import ShardedLM
+        return True
+    from megatron_zpp.integrations.lm_eval import EvaluationStopped, ShardedLM
 
     training, iteration = run.settings.training, run.counters.iteration
     model = ShardedLM(
@@ -112,18 +122,25 @@ def evaluate_tasks(run: Run) -> None:
         length=training.seq_length,
         batch_size=training.micro_batch_size,
         device=run.device,
+        stop=signals.agree,
     )
+    scores = None
     _set_training(run, False)
     with ExitStack() as stack:
         for zeropp in run.zeropps:
             stack.enter_context(zeropp.traffic.evaluating())
             stack.enter_context(zeropp.resident_weights())
         stack.enter_context(run.token_traffic.evaluating())
-        scores = run.tasks.evaluate(model)
+        with suppress(EvaluationStopped):
+            scores = run.tasks.evaluate(model)
     _set_training(run, True)
+    if scores is None:
+        print_once(f"note: the evaluation of tasks at iteration {iteration} was cut short: a signal asked to stop")
+        return False
     run.writers.write(scores, iteration, run.counters.consumed_train_samples)
     if dist.get_rank() == dist.get_world_size() - 1:
         print(format_scores_line(iteration, scores), flush=True)
+    return True
 
 
 def _evaluate_and_print(run: Run, batches: Iterator[Batch], signals: StopSignals, data_set: str | None) -> float | None:

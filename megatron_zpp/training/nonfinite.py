@@ -131,6 +131,7 @@ def locate_nonfinite(run: Run, state: TrainState, micro_batches: list[Batch]) ->
         num_micro_batches = len(micro_batches) // len(state.ranks)
         accumulate_gradients(run, state, iter(micro_batches), num_micro_batches)
     state.optimizer.zero_grad()
+    state.model.finish_step(has_stepped=False, add_up=lambda tensor: None)  # experts forget its tokens
     run.token_traffic.take()  # do not count it
     if state.zeropp is not None:
         state.zeropp.undo_step()

@@ -5,6 +5,7 @@ import time
 
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.parallel.distributed import StopSignals, errors_on_all_ranks, print_once
+from megatron_zpp.publish import PublishError
 from megatron_zpp.training.data import BatchIterators
 from megatron_zpp.training.deferred_stats import DeferredStats
 from megatron_zpp.training.evaluate import evaluate_tasks, test, validate
@@ -12,7 +13,7 @@ from megatron_zpp.training.islands import catch_up, join, report_sync
 from megatron_zpp.training.nonfinite import NotFiniteError
 from megatron_zpp.training.profile import StepProfile
 from megatron_zpp.training.reporter import Reporter
-from megatron_zpp.training.run import Checkpoints, Run, build_publisher, what_is_due
+from megatron_zpp.training.run import Checkpoints, Run, build_publisher, publish, what_is_due
 from megatron_zpp.training.step import train_step
 
 
@@ -31,9 +32,8 @@ def train(run: Run, start: float) -> None:
         checkpoints.check_last()
     if not run.settings.training.skip_train and not _train_steps(run, batches, signals, checkpoints, start):
         return
-    if validate(run, batches.valid, signals, "validation"):
-        test(run, signals)
-        evaluate_tasks(run)
+    if validate(run, batches.valid, signals, "validation") and test(run, signals):
+        evaluate_tasks(run, signals)
 
 
 def _train_steps(
@@ -42,7 +42,7 @@ def _train_steps(
     """Run the loop; return False if it was asked to stop before the last iteration. Raises NotFiniteError."""
     settings, counters, training = run.settings, run.counters, run.settings.training
     reporter, stats = Reporter(run), DeferredStats(run)
-    publisher = build_publisher(run)
+    publisher, is_published = build_publisher(run), True
     with errors_on_all_ranks():
         step_profile = StepProfile(run)
     while counters.iteration < run.train_iters:
@@ -73,16 +73,16 @@ def _train_steps(
         due = what_is_due(settings, iteration, run.train_iters)
         if publisher is not None and (due.publish or due.end):
             with reporter.paused():
-                publisher.publish(iteration)
+                is_published = publish(publisher, iteration)
 
         # Evaluate.
         is_asked_to_stop = any(result.should_stop for result in results)
         if due.evaluate:
             with reporter.paused():
                 is_asked_to_stop |= not validate(run, batches.valid, signals)
-        if due.evaluate_tasks:
+        if due.evaluate_tasks and not is_asked_to_stop:
             with reporter.paused():
-                evaluate_tasks(run)
+                is_asked_to_stop = not evaluate_tasks(run, signals)
 
         # Save.
         too_many_nonfinite = any(result.has_too_many_nonfinite for result in results)
@@ -108,6 +108,8 @@ def _train_steps(
             if not due.end:
                 print_once(f"exiting program at iteration {iteration}, {checkpoints.describe()}")
             checkpoints.check_last()
+            if due.end and not is_published:
+                raise PublishError("the last weights were not published, for the reason above")
             if problem := stats.why(at_end=True):
                 raise NotFiniteError(f"{problem}. {checkpoints.describe()}")
             return due.end

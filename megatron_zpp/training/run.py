@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.parallel.sharding import prepare_backward
-from megatron_zpp.publish import Publisher
+from megatron_zpp.publish import Publisher, PublishError
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.loss import LanguageModelLoss, LossSoFar, mean_loss
 from megatron_zpp.zeropp import Ranks, Traffic, ZeroPPInterface
@@ -314,3 +315,19 @@ def build_publisher(run: Run) -> Publisher | None:
             publisher.about = {"settings": settings, "model_config": config, "files": files}
     publisher.publish(run.counters.iteration)
     return publisher
+
+
+def publish(publisher: Publisher, iteration: int) -> bool:
+    """Publish the weights; return False after saying why that failed. Collective."""
+    try:
+        publisher.publish(iteration)
+    except PublishError as error:
+        if dist.get_rank() == 0:
+            print(
+                f"ERROR: the weights of iteration {iteration} were NOT PUBLISHED: {error}. Training goes on; readers "
+                f"stay at version {publisher.version}, and the next one has all weights",
+                file=sys.stderr,
+                flush=True,
+            )
+        return False
+    return True

@@ -36,6 +36,14 @@ from megatron_zpp.training.run import Run, TrainState
 from megatron_zpp.zeropp import OwnRank, Traffic, ranks_of
 from megatron_zpp.zeropp.recipes import AUTO
 
+# Fields of models that fine-tuning may change: how long texts are read, and how experts are kept busy. No tensor does.
+FINETUNING_CHANGES = {
+    *("rotary_base", "rotary_base_local", "rotary_seq_len_interpolation_factor", "rope_scaling_factor"),
+    *("yarn_scaling_factor", "yarn_original_context", "yarn_beta_fast", "yarn_beta_slow", "mscale", "mscale_all_dim"),
+    *("window_size", "window_attn_skip_freq", "moe.load_balancing", "moe.aux_loss_coeff", "moe.z_loss_coeff"),
+    *("moe.expert_capacity_factor", "moe.eval_capacity_factor", "moe.min_capacity"),
+}
+
 
 def build_run(architecture: Architecture, settings: ResolvedSettings, device: torch.device) -> Run:
     """Build, on all ranks together, and load the checkpoint of ``--load`` if there is one."""
@@ -63,7 +71,7 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         resumed = None if settings.checkpoint.finetune else meta  # of the run that goes on, counters and all
         counters, notes = Counters(), list[str]()
         if checkpoint is not None and meta is not None:  # before data and settings, which differ with the model
-            _check_same_model(architecture, settings, checkpoint, meta)
+            _check_same_model(architecture, settings, checkpoint, meta, finetunes=settings.checkpoint.finetune)
         if resumed is not None:
             counters = Counters.from_meta(resumed)
             notes = check_settings(settings, resumed)
@@ -120,9 +128,12 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         if (base := checkpoint_to_load(only)) is not None:
             with errors_on_all_ranks():
                 base_meta = read_meta(base)
-                _check_same_model(architecture, settings, base, base_meta, run.model.config, has_adapters=False)
+                changed = _check_same_model(
+                    architecture, settings, base, base_meta, run.model.config, finetunes=True, has_adapters=False
+                )
             for state in states:
                 load_base(base, base_meta, state.model)
+            _note_changes(changed)
             print_once(f"  loaded the frozen weights of {base}")
     if checkpoint is not None and meta is not None:
         _load(run, checkpoint, meta)
@@ -234,7 +245,9 @@ def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
     """Fill the run from a checkpoint; with --finetune the model alone."""
     settings, goes_on = run.settings.checkpoint, not run.settings.checkpoint.finetune
     with errors_on_all_ranks():
-        _check_same_model(run.architecture, run.settings, checkpoint, meta, run.model.config)
+        changed = _check_same_model(
+            run.architecture, run.settings, checkpoint, meta, run.model.config, finetunes=not goes_on
+        )
         if goes_on and run.schedule is not None and meta["schedule"] is not None:
             run.schedule = resume_schedule(
                 run.schedule,
@@ -262,6 +275,7 @@ def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
         could_leave = bool(meta["settings"].get("islands_may_leave", False))
         if not (run.elastic is not None and could_leave and not settings.no_load_optim):
             run.islands.steps = run.counters.iteration
+    _note_changes(changed)
     for note in notes:
         print_once(f"note: {note}")
     print_once(f"  successfully loaded checkpoint {checkpoint} at iteration {meta['iteration']}")
@@ -273,11 +287,14 @@ def _check_same_model(
     checkpoint: Path,
     meta: dict[str, Any],
     config: TransformerConfig | None = None,
+    *,
+    finetunes: bool,
     has_adapters: bool = True,
-) -> None:
+) -> list[str]:
     """Raise CheckpointError if the checkpoint's model has another shape or uses its weights otherwise.
 
     config: of the run's model; None while its vocabulary is unknown, which is then not compared.
+    finetunes: what fine-tuning may change is returned.
     """
     _, saved = saved_model(meta, architecture, with_adapters=True)
     config = config or architecture.build_config(settings.model, saved.vocab_size)
@@ -288,6 +305,8 @@ def _check_same_model(
         if theirs[k] != v and not k.endswith("dropout") and k != "init_method_std"
         for name, there, here in _parts(k, theirs[k], v)
     ]
+    changed = [text for text in differing if finetunes and text.partition(" ")[0] in FINETUNING_CHANGES]
+    differing = [text for text in differing if text not in changed]
     # A base may have none; target modules are checked as tensors.
     for name in ("lora_rank", "lora_alpha") if has_adapters else ():
         there, here = meta["settings"].get(name, getattr(LoraSettings, name)), getattr(settings.lora, name)
@@ -295,6 +314,12 @@ def _check_same_model(
     if differing:
         other = f"{checkpoint} is of another model: {'; '.join(differing)}"
         raise CheckpointError(f"{other}. Give the flags of the model that was saved, or --load another folder")
+    return changed
+
+
+def _note_changes(changed: list[str]) -> None:
+    if changed:
+        print_once(f"note: fine-tuning changes the model: {'; '.join(changed)}")
 
 
 def _parts(name: str, there: Any, here: Any) -> list[tuple[str, Any, Any]]:

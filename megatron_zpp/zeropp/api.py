@@ -170,6 +170,7 @@ class ZeroPP(ZeroPPInterface):
         """Drop the gradients since the last optimizer step."""
         super().undo_step()
         for unit in self.units:
+            unit.drop_gradients()
             unit.forget_use()
 
     def quantization_errors(self) -> dict[str, float]:

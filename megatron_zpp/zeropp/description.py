@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
@@ -100,6 +101,9 @@ def fingerprint(config: ZeroPPConfig, layouts: Sequence[RankLayout], units: Sequ
     kept_as = [] if ways == ("absmax", "fp32") else [repr(ways)]
     kept_as += ["weight_moves"] if config.weight_moves else []
     kept_as += ["gradient_element_scales"] if config.gradient_element_scales else []
+    if config.loco is not None or config.gradient_element_scales:  # their states are of trainable parameters
+        frozen = [i for i, p in enumerate(chain.from_iterable(u.parameters for u in units)) if not p.requires_grad]
+        kept_as += [f"frozen {frozen}"] if frozen else []
     # States were first saved when a config had two more fields.
     fields = repr(replace(config, seed=0)).replace(
         ", hadamard=", ", weight_difference_bits=None, weight_difference_block_size=2048, hadamard="
@@ -116,9 +120,9 @@ def state_prefix(rank: int, config: ZeroPPConfig, layouts: Sequence[RankLayout],
 
 def warn_of_lost_state() -> None:
     logger.warning(
-        "the state of ZeRO++ is left out: it was saved with another model, other ranks and nodes, or another "
-        "ZeroPPConfig, or not by all ranks. LoCo's errors begin at zero, elements have no scales, and weights are sent "
-        "in full once"
+        "the state of ZeRO++ is left out: it was saved with another model, other ranks and nodes, other frozen "
+        "parameters, or another ZeroPPConfig, or not by all ranks. LoCo's errors begin at zero, elements have no "
+        "scales, and weights are sent in full once"
     )
 
 
@@ -133,7 +137,7 @@ def warn(config: ZeroPPConfig, units: Sequence[Unit], layouts: Sequence[RankLayo
             "for computation and computation for communication: unset it (Megatron's scripts set it for its own "
             "tensor parallelism, which FSDP2 does not use)"
         )
-    if config.quantized_weights or config.quantized_gradients:
+    if config.quantized_weights or config.quantized_gradients or config.weight_moves:
         kernels.warn_if_missing(device)
     for world_size, num_nodes in sorted({(layout.world_size, layout.num_nodes) for layout in layouts}):
         where = f"{world_size} data-parallel ranks on one node"

@@ -156,6 +156,16 @@ def test_loads_less_and_changes_the_plan(data, checkpoint, uninterrupted):
     assert "changed since" not in outs[0] + outs[1]
 
 
+def test_fine_tuning_may_change_how_texts_are_read_and_says_so(data, tmp_path):
+    rope = f"{SMALL} --position-embedding-type rope --num-experts 2 --save-interval 9 --save {tmp_path}"
+    run_ranks(1, train_each, {"": flags(data, rope, "--moe-aux-loss-coeff 0.01")})
+    other = f"{rope}/other --load {tmp_path} --rotary-base 500000 --moe-aux-loss-coeff 0 --train-iters 2"
+    refused, ((code, out, err)) = run_ranks(1, call_pretrain, flags(data, other), flags(data, f"{other} --finetune"))[0]
+    changed = "rotary_base 10000 there, 500000 here; moe.aux_loss_coeff 0.01 there, 0.0 here"
+    assert refused[0] == 2 and f"is of another model: {changed}" in refused[2]
+    assert code == 0 and f"note: fine-tuning changes the model: {changed}\n" in out, err
+
+
 def test_trains_as_many_samples_whatever_the_batch_size_was(data, tmp_path):
     save = f"--save {tmp_path} --load {tmp_path} --save-interval 2 --override-batch-size --eval-iters 0"
     sizes = {f"{save} --exit-interval 2": [8] * 2, f"{save} --global-batch-size 4": [4] * 4}  # 16 samples were left
@@ -280,6 +290,14 @@ def test_retention(data, tmp_path):
     folders = {more: tmp_path / str(number) for number, more in enumerate(RETENTION)}
     run_ranks(1, train_each, {more: flags(data, small, f"--save {folders[more]}", more) for more in RETENTION})
     assert {more: iterations(folder) for more, folder in folders.items()} == RETENTION
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_a_note(data, tmp_path):
+    save = f"--train-iters 3 --save {tmp_path} --save-interval 1 --save-keep-last 1"
+    (tmp_path / "iter_0000001.deleted").write_text("")  # in the way
+    ((out, _),) = run_ranks(1, _train, flags(data, save))[0]
+    assert {path.name for path in tmp_path.glob("iter_*/")} == {"iter_0000001", "iter_0000003"}
+    assert f"note: old checkpoints in {tmp_path} stay, deleting them failed: " in out
 
 
 def _train_with_little_room(argv: list[str], comes_room: bool) -> tuple[str, int]:

@@ -3,6 +3,7 @@
 import fcntl
 import multiprocessing
 import os
+import pickle
 import shutil
 import warnings
 from contextlib import contextmanager
@@ -46,6 +47,16 @@ def test_a_build_that_fails_leaves_no_entry(tmp_path):
     with pytest.raises(ZeroDivisionError):
         load(tmp_path, lambda advance: {"a": np.arange(1 // 0)})
     assert load(tmp_path)["a"].sum() == 6
+
+
+def test_workers_that_are_not_forked_map_the_arrays_again(tmp_path):
+    """Those of Python 3.14 get their data set pickled."""
+    for _ in range(2):  # built, loaded
+        mapped = load(tmp_path, lambda advance: {"a": np.arange(10_000)})["a"]
+        pickled = pickle.dumps(mapped)
+        assert len(pickled) < 500
+        assert np.array_equal(pickle.loads(pickled), np.arange(10_000))
+        assert np.array_equal(pickle.loads(pickle.dumps(mapped[3:5])), [3, 4])
 
 
 def entry_in(folder: Path) -> Path:

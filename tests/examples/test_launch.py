@@ -61,9 +61,10 @@ def test_ssh_starts_a_torchrun_on_each_machine(put):
 @pytest.mark.long
 def test_parts_that_slurm_tokenizes_make_the_bytes_of_one_machine(tmp_path):
     text = tmp_path / "text"
-    for i in range(5):
-        (text / f"{i % 2}").mkdir(parents=True, exist_ok=True)
-        (text / f"{i % 2}" / f"{i}.txt").write_text(f"document {i} " * (i + 1))
+    for i, name in enumerate(("a/x", "a-b/x", "B", "b", "a/y")):  # shells sort them otherwise
+        (text / name).parent.mkdir(parents=True, exist_ok=True)
+        (text / f"{name}.txt").write_text(f"document {i} " * (i + 1))
+    (text / "SHA256SUMS").write_text("no text\n")
     for i in range(3):
         array = {"SLURM_ARRAY_TASK_ID": str(i), "SLURM_ARRAY_TASK_COUNT": "3"}
         run(ROOT / "examples/launch/preprocess_slurm.sh", text, tmp_path / "parts/part", *TOKENIZER, **array)

@@ -15,11 +15,12 @@ def test_the_trainers_callback_follows_the_loss_scale():
 
     callback, calls = ZeroPPCallback(ZeroPPConfig()), []
     callback.zeropp = SimpleNamespace(undo_step=lambda: calls.append("undo"), rescale_errors=calls.append)
-    for scale, skipped in ((1024.0, False), (512.0, True), (512.0, False), (1024.0, False)):
-        scaler = SimpleNamespace(get_scale=lambda scale=scale: scale)
-        optimizer = SimpleNamespace(step_was_skipped=skipped, scaler=scaler)
-        callback.on_optimizer_step(None, None, None, optimizer=optimizer)
-    assert calls == [1.0, "undo", 0.5, 1.0, 2.0]
+    before = 2048.0
+    for scale in (1024.0, 1024.0, 512.0, 512.0, 1024.0):
+        for when, now in ((callback.on_step_begin, before), (callback.on_optimizer_step, scale)):
+            when(None, None, None, optimizer=SimpleNamespace(scaler=SimpleNamespace(get_scale=lambda now=now: now)))
+        before = scale
+    assert calls == ["undo", 0.5, 1.0, "undo", 0.5, 1.0, 2.0]
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """A second process has the weights of a run, to the bit, at every version that it sees."""
 
 import functools
+import gc
 import hashlib
 import inspect
 import json
@@ -10,6 +11,7 @@ import signal
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -272,10 +274,52 @@ def fail_on_one_rank(folder: str) -> tuple[list[str], int]:
     return told, publisher.publish(2)
 
 
+def test_a_second_publisher_of_a_process_keeps_the_lock(tmp_path):
+    first = Publisher(Small(), tmp_path)
+    first.publish(0)
+    again = Publisher(Small(), tmp_path, resume=True)
+    del first
+    gc.collect()  # closing one file of a lock would give up the lock of all of this process
+    with multiprocessing.get_context("fork").Pool(1) as pool, pytest.raises(PublishError, match="another run"):
+        pool.apply(_publish, (tmp_path, True))
+    assert again.publish(1) == 2
+
+
+def test_other_parameters_of_the_same_size_are_refused(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].requires_grad_(False)
+    publisher = Publisher(model, tmp_path)
+    publisher.publish(0)
+    model[0].requires_grad_(False)
+    model[1].requires_grad_(True)
+    with pytest.raises(PublishError, match="make another Publisher"):
+        publisher.publish(1)
+
+
+def test_what_cannot_be_deleted_changes_nothing_for_readers(published):
+    model, publisher, reader = published
+    with mock.patch.object(Path, "unlink", side_effect=PermissionError):
+        for step in range(2, 11):
+            change(model)
+            publisher.publish(step)
+            assert reader.update() and digest(reader.tensors()) == weights(model)
+    assert (reader.folder / "v00000001.json").exists()
+    for step in range(11, 14):
+        publisher.publish(step)
+    assert min(versions_in(reader.folder)) == 9
+
+
+def test_a_type_that_has_no_name_is_refused_by_name(tmp_path):
+    model = Small()
+    model.register_buffer("frequencies", torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(PublishError, match=r"frequencies is of torch\.complex64"):
+        Publisher(model, tmp_path).publish(0)
+
+
 def test_what_one_rank_cannot_write_is_an_error_on_all(tmp_path):
     for told, version in run_ranks(2, fail_on_one_rank, str(tmp_path)):
-        assert [text[:34] for text in told] == ["rank 1: [Errno 2] No such file or "] * 2 and version == 2
-    manifest = json.loads((tmp_path / "v00000002.json").read_text())
+        assert [text[:34] for text in told] == ["rank 1: [Errno 2] No such file or "] * 2 and version == 4
+    manifest = json.loads((tmp_path / "v00000004.json").read_text())
     assert manifest["base"] is None and WeightReader(tmp_path).update()
 
 

@@ -269,6 +269,26 @@ def test_single_nan_steps_are_skipped_and_counted(data):
     assert "computed again, the step is finite: a fault that passed" in out
 
 
+def _tokens_of_experts_after_nan(argv: list[str]) -> list[float]:
+    run, _ = start(argv)
+    passes = []
+
+    def hook(module, inputs, output):
+        passes.append(1)
+        return output * float("nan") if len(passes) == 2 and dist.get_rank() == 0 else None
+
+    run.model.word_embeddings.register_forward_hook(hook)
+    log = train_quietly(run)
+    assert dist.get_rank() > 0 or "computed again, the step is finite" in log
+    return [layer.mlp.chosen.sum().item() for layer in run.model.layers]
+
+
+def test_experts_do_not_count_tokens_of_a_step_that_is_computed_again(data):
+    experts = "--num-experts 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+    argv = flags(data, experts, "--global-batch-size 2 --max-nonfinite-steps 2 --train-iters 2")
+    assert run_ranks(2, _tokens_of_experts_after_nan, argv) == [[0.0, 0.0]] * 2
+
+
 def test_an_adapting_loss_scale_has_more_patience(data):
     argv = flags(data, "--fp16 --micro-batch-size 1 --global-batch-size 1 --train-iters 60")
     ((_, error, steps),) = run_ranks(1, _train_with_nan, argv, _spoil_parameter)

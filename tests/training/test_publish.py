@@ -1,17 +1,21 @@
 """A run publishes its weights in every layout of ranks, and goes on after a restart."""
 
+import contextlib
+import io
 import json
 from functools import partial
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.families import GPT
-from megatron_zpp.publish import WeightReader
+from megatron_zpp.publish import Publisher, PublishError, WeightReader
 from tests.parallel.layouts import results_on
 from tests.ranks import run_ranks
-from tests.training.small_run import call_pretrain, flags
+from tests.training.small_run import call_pretrain, flags, start, train_quietly
 
 EXPERTS = (
     "--num-experts 4 --moe-layer-freq 2 --disable-bias-linear --expert-model-parallel-size 2 "
@@ -59,6 +63,49 @@ def test_a_run_goes_on_where_it_published_and_no_other_one_does(data, tmp_path):
     assert reader.about["model_config"]["num_layers"] == 2
     described = [json.loads(path.read_text())["about"] != {} for path in sorted(weights.glob("v*.json"))]
     assert described[0] and not all(described)  # what comes after an anchor leaves it to that
+
+
+def _train_while_folder_is_gone(argv: list[str], weights: Path, versions: tuple[int, ...]) -> tuple[str, str, str]:
+    """What was printed, on stdout and stderr, and the error; the folder is gone while ``versions`` are published."""
+    publish, away = Publisher.publish, weights.with_name("away")
+    numbers = iter(range(1, 99))
+
+    def publish_or_not(publisher: Publisher, step: int) -> int:
+        is_gone = next(numbers) in versions
+        if is_gone:
+            weights.rename(away)
+        try:
+            return publish(publisher, step)
+        finally:
+            if is_gone:
+                away.rename(weights)
+
+    out, err, error = io.StringIO(), io.StringIO(), ""
+    with mock.patch.object(Publisher, "publish", publish_or_not), contextlib.redirect_stderr(err):
+        run, _ = start(argv)
+        try:
+            train_quietly(run, out)
+        except PublishError as caught:
+            error = str(caught)
+    return out.getvalue(), err.getvalue(), error
+
+
+def test_weights_that_cannot_be_written_do_not_end_a_run(data, tmp_path):
+    weights = tmp_path / "weights"
+    argv = flags(
+        data,
+        f"--publish {weights} --publish-interval 1 --save-interval 9 --save {tmp_path}/run",
+        length="--train-iters 4",
+    )
+    ((_, err, error),) = run_ranks(1, _train_while_folder_is_gone, argv, weights, (3, 4))  # of steps 2 and 3
+    assert error == "" and (tmp_path / "run/iter_0000004").is_dir()
+    assert err.count("NOT PUBLISHED") == 2 and "the weights of iteration 2 were NOT PUBLISHED: [Errno 2]" in err
+    reader = WeightReader(weights)
+    assert reader.update() and (reader.version, reader.step) == (5, 4)
+
+    again = [*argv, "--overwrite-save", "--publish", str(tmp_path / "other")]
+    ((_, _, error),) = run_ranks(1, _train_while_folder_is_gone, again, tmp_path / "other", (5,))
+    assert error == "the last weights were not published, for the reason above"
 
 
 def test_islands_do_not_publish():

@@ -75,6 +75,15 @@ def test_all_ranks_name_the_unit_and_the_ranks_that_differ(found):
         assert all(line.strip().startswith(expected) for line, expected in zip(lines, named, strict=True)), lines
 
 
+def _evaluations():
+    """Passes that send nothing, of which each rank makes as many as it likes."""
+    model, zeropp, _ = build(CHECKED)
+    with zeropp.resident_weights(), torch.no_grad():
+        for _ in range(2 + dist.get_rank()):
+            output = model(torch.ones(2, 8))
+    return output
+
+
 def _losses():
     """What the ranks do alike, or what they find out together, is no difference: here a change without a trace."""
     losses = []
@@ -93,12 +102,16 @@ def _losses():
 
 @pytest.fixture(scope="module")
 def found():
-    return run_in_turn(4, {"losses": _losses, "errors": _errors})
+    return run_in_turn(4, {"losses": _losses, "errors": _errors, "evaluations": _evaluations})
 
 
 def test_nothing_else_changes(found):
     for losses in found["losses"]:
         assert losses[: len(losses) // 2] == losses[len(losses) // 2 :]
+
+
+def test_passes_that_send_nothing_are_not_compared(found):
+    assert all(output.equal(found["evaluations"][0]) for output in found["evaluations"])
 
 
 def test_saved_state_does_not_depend_on_it():

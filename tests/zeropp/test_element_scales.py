@@ -37,7 +37,7 @@ class TwoNodes:
                 scales.begin_step()
         wires = []
         for node, own in enumerate(gradients):
-            exponents = self.scales[node].of_sent(self.hop.numel)
+            exponents = self.scales[node].of_sent(self.hop)
             if self.feedback is None:
                 wires.append(GradientSum(own).encode(self.hop, None, exponents=exponents))
             else:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
+from megatron_zpp.zeropp.fsdp.shared import ErrorMonitor
 from tests.ranks import run_in_turn
 from tests.zeropp.fsdp_model import build, coefficients, local_gradients, parameters_of, shards_of
 from tests.zeropp.oracle import Hop
@@ -37,10 +38,25 @@ def _train(every):
     return statistics, local_gradients(model, RANKS)
 
 
+def _samples_of_one_stage():
+    """What ranks of a pipeline read when only one of them has sampled."""
+    monitor = ErrorMonitor()
+    if dist.get_rank() == 1:
+        monitor.record("gradients/inter", "layer", torch.full((2,), 2.0), torch.full((2,), 3.0))
+    return monitor.take({}, pipeline=dist.group.WORLD)
+
+
+def test_a_stage_without_samples_reads_those_of_others(found):
+    assert found["one stage"] == [{"error/gradients/inter": 0.5, "error/gradients/inter/layer": 0.5}] * RANKS
+
+
 @pytest.fixture(scope="module")
 def found():
     functions = {f"every {every}": functools.partial(_train, every) for every in (1, 3, None)}
-    return run_in_turn(RANKS, functions | {"poisoned": _with_an_infinite_gradient_and_a_block_of_zeros})
+    return run_in_turn(
+        RANKS,
+        functions | {"one stage": _samples_of_one_stage, "poisoned": _with_an_infinite_gradient_and_a_block_of_zeros},
+    )
 
 
 def rms_ratio(numerators, denominators) -> float:

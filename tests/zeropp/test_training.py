@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
 from megatron_zpp.zeropp.fsdp.fsdp_unit import FSDPUnit
+from megatron_zpp.zeropp.gather import sent_shards
 from tests.ranks import run_in_turn
 from tests.zeropp.fsdp_model import HAS_UNUSED_SWITCH, CapturedWarnings, own_state
 from tests.zeropp.training_on_ranks import (
@@ -24,6 +25,7 @@ from tests.zeropp.training_on_ranks import (
     token_batch,
     train,
 )
+from tests.zeropp.training_on_ranks import step as train_step
 
 OPTIMIZERS = {
     "fused": partial(torch.optim.AdamW, lr=1e-2, eps=1e-4, fused=True),
@@ -224,6 +226,49 @@ def _forgiving():
     return after_inf, untouched, dropped, stepped
 
 
+def _undone():
+    """Whether gradients that were not reduced yet, and those of passes that nobody announced, leave no trace."""
+    model = nn.Linear(64, 64)
+    zeropp = shard(model, ALL_FLAGS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model(torch.randn(8, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.set_requires_gradient_sync(False)
+    model(torch.full((8, 64), 1000.0)).sum().backward()
+    zeropp.undo_step()
+    optimizer.zero_grad()
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(8, 64)).sum().backward()
+    bias = model.bias.grad.full_tensor()
+    optimizer.step()
+    optimizer.zero_grad()
+
+    before = own_state(zeropp)["gradients/root/inter.error"].clone()
+    for factor in (3.0, 5.0):
+        model(torch.full((8, 64), factor)).sum().backward()
+    zeropp.undo_step()
+    optimizer.zero_grad()
+    return bias, own_state(zeropp)["gradients/root/inter.error"].equal(before)
+
+
+def _after_a_failed_send():
+    """The loss of a step before which sending weights failed, and of one without that."""
+    losses = []
+    for fails in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        zeropp = shard(model, ALL_FLAGS, list(model))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        train_step(model, optimizer, torch.ones(2, 64))
+        if fails:
+            with patch.object(sent_shards, "start_gathers", side_effect=MemoryError), pytest.raises(MemoryError):
+                model(torch.ones(2, 64))
+            zeropp.invalidate()
+        losses.append(train_step(model, optimizer, torch.ones(2, 64)).item())
+    return losses
+
+
 def _state_of_another_config():
     """Return for each of other settings whether the state was taken over, and the warnings."""
     model = nn.Linear(64, 64)
@@ -249,7 +294,7 @@ def _state_of_another_config():
 def found():
     functions = {case[0]: partial(plain_and, HIERARCHY_ONLY, 3, *case) for case in UNQUANTIZED}
     functions["all flags"] = partial(plain_and, ALL_FLAGS, 4, dtype=torch.bfloat16)
-    others = (_forgiving, _state_of_another_config, _refused)
+    others = (_forgiving, _undone, _after_a_failed_send, _state_of_another_config, _refused)
     return run_in_turn(4, functions | {function.__name__: function for function in others})
 
 
@@ -259,6 +304,17 @@ def test_an_inf_passes_and_dropped_gradients_are_gone(found):
     assert untouched
     torch.testing.assert_close(dropped, torch.full((64,), 8.0), rtol=1e-2, atol=0)
     assert stepped == [True]  # after undo_step
+
+
+def test_undone_gradients_leave_no_trace_wherever_they_were(found):
+    bias, is_as_before = found["_undone"][0]
+    torch.testing.assert_close(bias, torch.full((64,), 8.0), rtol=1e-2, atol=0)
+    assert is_as_before
+
+
+def test_a_program_can_go_on_after_sending_failed(found):
+    for failed, expected in found["_after_a_failed_send"]:
+        assert failed == pytest.approx(expected, rel=1e-2)
 
 
 def test_state_of_another_config_is_left_out_but_not_where_it_keeps_the_same(found):

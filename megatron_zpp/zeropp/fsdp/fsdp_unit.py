@@ -178,6 +178,12 @@ class FSDPUnit(Unit):
         unused = (self._without_gradient or set()) - self._used
         return [i not in unused or not parameter.requires_grad for i, parameter in enumerate(self.parameters)]
 
+    def drop_gradients(self) -> None:
+        """Drop the gradients that passes without ``set_requires_gradient_sync`` left for the next reduction."""
+        for param in self._param_group.fsdp_params:
+            if hasattr(param, "_unsharded_param"):  # it was gathered
+                param.unsharded_accumulated_grad = param.unsharded_param.grad = None
+
     def forget_use(self) -> None:
         """Begin another step."""
         self._used, self._without_gradient = set(), None

@@ -149,16 +149,16 @@ class ErrorMonitor:
         Keys: ``STATISTIC/WHAT`` over all units, and ``STATISTIC/WHAT/UNIT`` for each.
         """
         keys = sorted(self._sums)
-        if not keys:
+        if not keys and pipeline is None:
             return {}
-        sums = torch.stack([self._sums[key] for key in keys])  # [K, 2]
+        sums = torch.stack([self._sums[key] for key in keys]) if keys else torch.zeros(0, 2)  # [K, 2]
         self._sums = {}
         for group in dict.fromkeys(groups.values()):
-            rows = [i for i, (_, _, unit) in enumerate(keys) if groups[unit] is group]
-            group_sums = sums[rows]
-            dist.all_reduce(group_sums, group=group)
-            sums[rows] = group_sums
-        if tensor_parallel is not None:
+            if rows := [i for i, (_, _, unit) in enumerate(keys) if groups[unit] is group]:
+                group_sums = sums[rows]
+                dist.all_reduce(group_sums, group=group)
+                sums[rows] = group_sums
+        if tensor_parallel is not None and keys:
             dist.all_reduce(sums, group=tensor_parallel)
         if pipeline is not None:
             stages = gather_objects((keys, sums.tolist()), pipeline)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -113,6 +114,8 @@ class Unit:
     packed: frozenset[int] = frozenset()  # indices of parameters whose elements are packed codes, not numbers
     whole: UnitPart = field(init=False, repr=False)  # all parameters
     optimizer_steps: int = 0  # of torch optimizers that hold parameters of this unit
+    # Of the last ones: GradScaler's sum of gradients that overflowed, which a fused optimizer reads on the device.
+    _found_inf: deque[Tensor | None] = field(default_factory=lambda: deque(maxlen=8), repr=False)
     holds_gradients: bool = False  # until the step's last micro-batch has crossed nodes
     # Of the shard that was last sent between nodes, for each of ``parts`` by its indices.
     checksums: dict[tuple[int, ...], Tensor] = field(default_factory=dict, repr=False)
@@ -251,11 +254,20 @@ class Unit:
         """Note that optimizer steps have updated the parameters with these indices."""
         self._updated.update(indices)
 
-    def mark_stepped(self) -> None:
-        """Note that a torch optimizer that holds parameters of this unit has stepped."""
+    def mark_stepped(self, found_inf: Tensor | None = None) -> None:
+        """Note that a torch optimizer that holds parameters of this unit has stepped.
+
+        found_inf: for a fused one, of GradScaler: it has changed nothing if this is not zero.
+        """
         self._updated.update(self._trainable())
         self.may_have_stepped = True
         self.optimizer_steps += 1
+        self._found_inf.append(found_inf)
+
+    def has_stepped_since(self, optimizer_steps: int) -> bool:
+        """Return whether an optimizer has changed parameters since then. The host waits for a fused one's answer."""
+        made = self.optimizer_steps - optimizer_steps
+        return any(found_inf is None or not found_inf for found_inf in list(self._found_inf)[-made:]) if made else False
 
     def mark_reduced(self, completes_step: bool) -> None:
         """Note that gradients were reduced; if a step's are complete, the trainable parameters count as changed.
@@ -300,7 +312,7 @@ def follow_optimizers(units: Sequence[Unit]) -> None:
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for unit in units_of(optimizer):
             unit.check_holds_nothing()
-            unit.mark_stepped()
+            unit.mark_stepped(getattr(optimizer, "found_inf", None))
 
     # Never removed: that could happen while some optimizer's step iterates over its hooks.
     register_optimizer_step_pre_hook(before_step)

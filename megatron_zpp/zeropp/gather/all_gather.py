@@ -140,7 +140,8 @@ class HierarchicalAllGather(QuantizedAllGather):
             module.register_load_state_dict_post_hook(lambda *_: self.forget_secondary_partition())
 
     def _gather(self, output: Tensor, shard: Tensor) -> None:
-        if self.consistency_check is not None:  # before any collective that only some ranks may take part in
+        # Before any collective that only some ranks may take part in. Passes that send nothing need no equals.
+        if self.consistency_check is not None and not self.unseen_changes.passes.sends_nothing:
             self.consistency_check(self.unit)
         self.unseen_changes.look_for(self.unit)
         changed = self.unit.changed()
@@ -148,6 +149,8 @@ class HierarchicalAllGather(QuantizedAllGather):
             changed |= self._drop_sent()
             if not self.unit.keeps_copies(changed):
                 self.forget_secondary_partition()
+        if self._sent is not None and self._sent.work is None:  # sending it failed
+            changed |= self._drop_sent()
         if self._sent is None and (changed or self.secondary_partition is None):
             send([self._encode(shard, changed)], self.traffic)
         if self._sent is not None:
@@ -215,7 +218,7 @@ class HierarchicalAllGather(QuantizedAllGather):
     def _receive(self, shard: Tensor) -> Tensor:
         """Finish the inter-node stage: return the shards of the N ranks with equal p as the new secondary partition."""
         sent, old = self._sent, self.secondary_partition
-        assert sent is not None
+        assert sent is not None and sent.work is not None
         # Nothing half-done if this fails.
         self._sent = self.secondary_partition = self._loaded_row = self.resident = None
         with self.unit.waits.collective("gather", self.unit, crosses_nodes=True):
@@ -244,11 +247,12 @@ class HierarchicalAllGather(QuantizedAllGather):
         if self._sent is None:
             return set()
         sent, self._sent = self._sent, None
-        with on_stream(self.stream, sent.wire.device):
-            # It must not write to memory that was reused.
-            with self.unit.waits.collective("drop what was gathered", self.unit, crosses_nodes=True):
-                sent.work.wait()
-        self._count(sent)
+        if sent.work is not None:  # else sending it failed
+            with on_stream(self.stream, sent.wire.device):
+                # It must not write to memory that was reused.
+                with self.unit.waits.collective("drop what was gathered", self.unit, crosses_nodes=True):
+                    sent.work.wait()
+            self._count(sent)
         self.encoder.versions = sent.version
         self.unit.mark_updated(sent.part.indices)
         return set(sent.part.indices)
@@ -327,12 +331,17 @@ def all_gather_each(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: 
 
 
 def check_gathered(unit: FSDPUnit, shard: Tensor) -> None:
-    """Raise ValueError unless FSDP2 gathers the parameters themselves, in one floating-point dtype."""
+    """Raise ValueError unless FSDP2 gathers the parameters themselves, in one floating-point dtype of up to 32 bits."""
     if not shard.is_floating_point():
         raise ValueError(
             f"the parameters of {unit.label} are gathered in different dtypes, or as integers; ZeRO++ needs one "
             "floating-point dtype per fully_shard unit: set MixedPrecisionPolicy(param_dtype=...), as "
             "for fp32 adapters on a bf16 base, or wrap them apart"
+        )
+    if shard.dtype == torch.float64:
+        raise ValueError(
+            f"the parameters of {unit.label} are gathered as float64, which ZeRO++ does not send: set "
+            "MixedPrecisionPolicy(param_dtype=...) to float32 or less"
         )
     if shard.numel() != unit.whole.numel or shard.dtype.itemsize == 1:  # torchao gathers bare linear layers as float8
         raise ValueError(

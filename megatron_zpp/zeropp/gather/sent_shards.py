@@ -34,6 +34,7 @@ class SentShard:
     encoded: Tensor | Moves  # this rank's wire buffer uint8 [n], or moves of its codes in the secondary partition
     version: int  # of the encoder, before this shard was sent
     state: dict[str, Tensor]  # of the gather, at that time
+    work: dist.Work | _CoalescingManager | None = None  # None: it is not sent yet
 
     @property
     def are_moves(self) -> bool:

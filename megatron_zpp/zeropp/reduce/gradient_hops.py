@@ -51,7 +51,7 @@ class GradientHop:
         """Encode gradients [G, ..., L], a piece for each rank of the hop, with LoCo: uint8 [G, ..., nbytes]."""
         assert self.format is not None
         format, scales = self.format, self.element_scales
-        exponents = scales.of_sent(format.numel) if scales is not None else None
+        exponents = scales.of_sent(format) if scales is not None else None
         noise_seed = None
         if self.config.gradient_rounding == "stochastic":
             draw = (self.name, self.unit.name, self.rank, self.progress.steps, self.progress.micro_batches)
@@ -157,12 +157,16 @@ class GradientHops:
     def element_scales(self) -> ElementScales | None:
         return self.between_nodes.element_scales if self.between_nodes is not None else None
 
-    def begin(self, part: UnitPart, gradients: Tensor) -> GradientSum:
-        """Begin with a part's gradients [N, P, L]: return them as [P, N, L], a piece per rank of the node, rotated."""
+    def begin(self, part: UnitPart, gradients: Tensor, continues: bool = False) -> GradientSum:
+        """Begin with a part's gradients [N, P, L]: return them as [P, N, L], a piece per rank of the node, rotated.
+
+        continues: they are of the step whose gradients were reduced before, though nobody said that it goes on.
+        """
         if self.node_sum.kept is None:
-            self.begun_at = self.unit.optimizer_steps
-            for feedback in self.feedback.values():
-                feedback.begin_step()
+            if not continues:
+                self.begun_at = self.unit.optimizer_steps
+                for feedback in self.feedback.values():
+                    feedback.begin_step()
             if self.element_scales is not None:
                 self.element_scales.begin_step()
         # Formats stay until parameters are frozen or unfrozen, the model is cast, or a warm-up of bits ends.
@@ -214,7 +218,7 @@ class GradientHops:
     def undo_step(self) -> None:
         """Drop the gradients since the last optimizer step, and restore what they changed."""
         self._drop_kept()
-        if self.begun_at == self.unit.optimizer_steps:  # no optimizer has stepped with these gradients
+        if not self.unit.has_stepped_since(self.begun_at):  # no optimizer has used these gradients
             for feedback in self.feedback.values():
                 feedback.undo_step()
             if self.element_scales is not None:

@@ -26,8 +26,8 @@ class ErrorFeedback:
         self.config = config
         self.error: Tensor | None = None  # uint8 [..., nbytes]; None = zero
         self.steps = 0  # optimizer steps since the last reset
-        self._before_step: tuple[Tensor | None, int] = (None, 0)
-        self._format: WireFormat | None = None  # of ``error``
+        self._format: WireFormat | None = None  # of ``error``; None: not known yet
+        self._before_step: tuple[Tensor | None, int, WireFormat | None] = (None, 0, None)
 
     def format(self, parameters: tuple[ParameterShard, ...], block_size: int | None) -> WireFormat:
         """Return the format in which the error of these gradients is kept."""
@@ -40,7 +40,7 @@ class ErrorFeedback:
         Without ``exact_undo`` it cannot once an encoding has changed the error, and sets it to zero instead. The
         changed error would be worse than none: gradients of a step that overflowed can be as large as numbers go.
         """
-        self._before_step = (self.error, self.steps)
+        self._before_step = self.error, self.steps, self._format
 
     def encode(
         self,
@@ -57,7 +57,8 @@ class ErrorFeedback:
         """
         config, interval = self.config, self.config.reset_interval
         format = self.format(hop.parameters, hop.block_size)
-        if self._format is not None and self._format.parameters != format.parameters:
+        is_other = self._format is not None and self._format.parameters != format.parameters
+        if is_other or (self.error is not None and self.error.shape[-1] != format.nbytes):
             self.error = None  # parameters were frozen or unfrozen
         self._format = format
         self.steps += is_last
@@ -73,12 +74,12 @@ class ErrorFeedback:
         wire = gradients.encode(hop, noise_seed, compensation, exponents)
         self.error = new_error
         if not config.exact_undo:
-            self._before_step = (None, 0)
+            self._before_step = None, 0, None
         return wire
 
     def undo_step(self) -> None:
         """Restore the error at ``begin_step``, or set it to zero: gradients since then were dropped."""
-        self.error, self.steps = self._before_step
+        self.error, self.steps, self._format = self._before_step
 
     def rescale(self, factor: float) -> None:
         """Multiply the error by ``factor``, by which the loss scale, and so every later gradient, changed."""
@@ -101,4 +102,5 @@ class ErrorFeedback:
         """Load what ``state_dict`` returned. Zeros, or no state, mean no error."""
         self.steps, error = int(state.get("steps", 0)), state.get("error")
         self.error = error if error is not None and error.any() else None
-        self._before_step = (self.error, self.steps)
+        self._format = None
+        self._before_step = self.error, self.steps, None

@@ -51,12 +51,11 @@ class HierarchicalReduceScatter(DefaultAllocMixin, ReduceScatter):
         topology, hops = self.unit.topology, self.hops
         self.position.begin(self.unit.is_last_backward)
         self.position.reduced()
-        if self.position.is_last:
-            self._warn_of_accumulation()
+        continues = self._continues()
         part = self.unit.trainable
         self._check_reduced(part, output_tensor.numel())
         gradients = hops.begin(
-            part, input_tensor.view(topology.num_nodes, topology.ranks_per_node, output_tensor.numel())
+            part, input_tensor.view(topology.num_nodes, topology.ranks_per_node, output_tensor.numel()), continues
         )
         exchange = start_exchange(gradients, hops.within_node, topology.reduce_group)
         with self.unit.waits.collective("reduce", self.unit, crosses_nodes=False):
@@ -103,13 +102,19 @@ class HierarchicalReduceScatter(DefaultAllocMixin, ReduceScatter):
         if self.unused_parameters is not None:
             self.unused_parameters.arrived(self.unit)
 
-    def _warn_of_accumulation(self) -> None:
-        """Warn once if a micro-batch crosses nodes although no optimizer stepped after the one before."""
+    def _continues(self) -> bool:
+        """Return whether gradients crossed nodes since the last optimizer step; warn once if in another pass."""
+        if not self.position.is_last:
+            return False
         now = backward_pass(), self.unit.optimizer_steps
         before, self._last_reduction = self._last_reduction, now
-        accumulates = before is not None and before[0] != now[0] and before[1] == now[1]
-        if accumulates and self.hops.node_sum.kept is None and any(p.grad is not None for p in self.unit.parameters):
+        if before is None or before[1] != now[1]:
+            return False
+        is_same_pass = before[0] == now[0]
+        accumulates = not is_same_pass and any(p.grad is not None for p in self.unit.parameters)
+        if accumulates and self.hops.node_sum.kept is None:
             warn_of_accumulation()
+        return is_same_pass or accumulates
 
     def _check_reduced(self, part: UnitPart, shard_numel: int) -> None:
         if part.numel != shard_numel:

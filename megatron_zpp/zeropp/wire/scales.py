@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from .format import WireFormat
+from .layout import ParameterShard
 from .quantization import STEPS_PER_OCTAVE, Code
 
 WEIGHT = 0.02  # w; larger at first, so that v is the mean of what came
@@ -41,11 +42,14 @@ class ElementScales:
         self.exponents: Tensor | None = None  # e, uint8 [2, N, L]: of what is sent, and of what comes; None = all 0
         self.steps = 0  # reductions that updated them
         self.sent_wires: list[tuple[WireFormat, Tensor]] = []  # since the step began, each uint8 [2, N, nbytes]
+        self._parameters: tuple[ParameterShard, ...] | None = None  # whose elements have them; None: not known yet
 
-    def of_sent(self, numel: int) -> Tensor | None:
+    def of_sent(self, format: WireFormat) -> Tensor | None:
         """Return the exponents of pieces [N, L] to send, uint8 [N, L]; None = all 0."""
-        if self.exponents is not None and self.exponents.shape[-1] != numel:
+        is_other = self._parameters is not None and self._parameters != format.parameters
+        if is_other or (self.exponents is not None and self.exponents.shape[-1] != format.numel):
             self.exponents, self.steps = None, 0  # parameters were frozen or unfrozen
+        self._parameters = format.parameters
         return self.exponents[0] if self.exponents is not None else None
 
     def of_received(self) -> Tensor | None:
@@ -74,6 +78,7 @@ class ElementScales:
         """Take back what ``state_dict`` gave; before the first step, and without a state, there are no scales."""
         self.steps, self.sent_wires = int(state.get("steps", 0)), []
         self.exponents = state["exponents"] if self.steps > 0 else None
+        self._parameters = None
 
     def _moved(self) -> tuple[Tensor | None, int]:
         exponents, steps = self.exponents, self.steps

@@ -263,6 +263,76 @@ def test_without_a_copy_an_undone_step_lets_loco_begin_anew():
     assert all(value.equal(expected[name]) for name, value in state.items())
 
 
+def _two_layers(frozen: int | None, learning_rate: float = 0.0, fused: bool = False):
+    """Two equal layers with LoCo and scales of elements, of which one may be frozen; and a step of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    if frozen is not None:
+        model[frozen].requires_grad_(False)
+    zeropp = emulate_zeropp(model, replace(LOCO, gradient_element_scales=True), 2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def step(factor: float = 1.0, undo: bool = False) -> None:
+        for rank, as_rank in enumerate(zeropp.ranks):
+            with as_rank:
+                loss = model(token_batch(0, 0, rank)[0].float().repeat(1, 8)[:, :64]).square().mean()
+                scaler.scale(factor * loss).backward()
+        scale = scaler.get_scale()
+        if not undo:
+            scaler.step(optimizer)
+            scaler.update()
+        if undo or scaler.get_scale() < scale:
+            zeropp.undo_step()
+        optimizer.zero_grad()
+
+    return model, zeropp, step
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_scaler_skipped_can_be_undone(fused):
+    """A fused optimizer is called, and does nothing on the device."""
+    model, zeropp, step = _two_layers(None, 1e-3, fused)
+    step()
+    step()
+    before = {name: value.clone() for name, value in zeropp.state_dict().items()}
+    weight = model[0].weight.detach().clone()
+    step(factor=1e38)
+    assert weight.equal(model[0].weight)
+    after = zeropp.state_dict()
+    assert after.keys() == before.keys() and all(after[name].equal(before[name]) for name in before)
+    step()
+    assert not weight.equal(model[0].weight)
+
+
+def test_errors_of_frozen_parameters_do_not_come_back_with_an_undone_step():
+    def error_of(zeropp):
+        return next(value for name, value in zeropp.state_dict().items() if name.endswith("inter.error"))
+
+    for unfrozen in (None, 0):  # more parameters are trained then, or others
+        model, zeropp, step = _two_layers(1)
+        step()
+        model[1].requires_grad_(True)
+        if unfrozen is not None:
+            model[unfrozen].requires_grad_(False)
+        step(undo=True)
+        step()
+        _, fresh, fresh_step = _two_layers(unfrozen)
+        fresh_step()
+        assert error_of(zeropp).any() and error_of(zeropp).equal(error_of(fresh))
+
+
+def test_state_of_other_trainable_parameters_is_left_out():
+    _, zeropp, step = _two_layers(1)
+    step()
+    for frozen, warnings_expected in ((1, 0), (0, 1), (None, 1)):
+        _, other, other_step = _two_layers(frozen)
+        with CapturedWarnings() as warnings:
+            other.load_state_dict(zeropp.state_dict())
+        assert ["other frozen" in message for message in warnings.messages] == [True] * warnings_expected
+        other_step()
+
+
 def test_wrong_use_is_refused():
     model = build("net")
     with pytest.raises(ValueError, match="hpz_partition_size 2 must be"):
