@@ -146,7 +146,8 @@ def lightning_trainer(config: ZeroPPConfig | None, accumulation: int, steps: int
             return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
         def training_step(self, numbers: torch.Tensor, index: int) -> torch.Tensor:
-            self.llama.set_is_last_backward((index + 1) % accumulation == 0)  # Lightning does not say it
+            is_last = (index + 1) % accumulation == 0 or self.trainer.is_last_batch
+            self.llama.set_is_last_backward(is_last)  # Lightning does not say it
             loss: torch.Tensor = self.llama(**batch(index)).loss
             trained.losses.append(loss.item())
             return loss

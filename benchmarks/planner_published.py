@@ -19,7 +19,7 @@ from typing import Any
 
 from common import RESULTS, markdown_table, read_rows
 
-from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.arguments.parse import parse_settings, stated_flags
 from megatron_zpp.families import GPT, LLAMA, Architecture
 from megatron_zpp.planning.cluster import Cluster, default_cluster, like_program
 from megatron_zpp.planning.predict import Estimate, estimate_on, predict
@@ -145,7 +145,8 @@ def read_row(row: dict[str, Any]) -> Published:
         cluster = dataclasses.replace(cluster, between_gbits=row["collective_gbps"])
     architecture, flags = flags_of(row, nodes)
     vocabulary = row["vocab"] or 50257
-    words, _ = complete(shlex.split(flags), cluster, vocabulary)
+    given = shlex.split(flags)
+    words, _ = complete(given, stated_flags(architecture, given), cluster, vocabulary)
     settings = parse_settings(architecture, words, cluster.world_size, note=lambda _: None)
     needs = estimate_on(cluster, architecture, settings, vocabulary)
     return Published(row, gpu, architecture, settings, cluster, needs)

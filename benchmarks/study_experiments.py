@@ -296,8 +296,15 @@ EXPERIMENTS = {
                 "2-bit gradients, scales of elements, int2 differences": f"{few_bits(2, 2)} {ELEMENT_SCALES}",
                 "1-bit gradients, scales of elements, beta 0.95, moved int6 codes": f"{BF16} {moves(6)} "
                 f"{LARGEST_FIFTH}",
-                **{f"fp32 gradients, moved int{bits} codes": f"{BF16} {moves(bits)}" for bits in (8, 6)},
             },
+        ),
+        group(
+            "Gradients in fp32, compared with the bf16 wire",
+            {
+                BF16_WIRE.name: BF16_WIRE.flags,
+                **{f"int{bits}, moved codes": f"{BF16} {moves(bits)}" for bits in (8, 6)},
+            },
+            control=BF16_WIRE.flags,
         ),
         scale="larger",
     ),

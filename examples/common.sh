@@ -151,7 +151,10 @@ launch_in_slurm() {
     export MASTER_ADDR MASTER_PORT SRUN_CPUS_PER_TASK
     # shellcheck disable=SC2016  # expanded in each task
     srun --kill-on-bad-exit=1 bash -c \
-        'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS exec python "$@"' rank "$@" \
+        'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
+        tasks=${SLURM_STEP_TASKS_PER_NODE:-,} # as 8(x2), or 8,4 on nodes that differ
+        [[ $tasks == *,* ]] || export LOCAL_WORLD_SIZE=${tasks%%(*}
+        exec python "$@"' rank "$@" \
         > >(tee -a "$OUT/log.txt") 2>&1 &
     ranks=$!
     trap 'stopped=1; kill -USR1 "$ranks"' USR1 # srun passes it on to all ranks

@@ -12,6 +12,8 @@ quickstart has been run on little text:
 """
 
 import contextlib
+import dataclasses
+import functools
 import itertools
 import os
 import re
@@ -131,8 +133,9 @@ def small_flags(flags: list[str]) -> list[str]:
 def folder(quickstart) -> Path:
     """A folder that looks like the repository's root to a user who has run the quickstart, and has checkpoints of
     other programs."""
-    for whose, layout in {"megatron": write_torch, "deepspeed": write_universal}.items():
-        layout(quickstart.folder / "checkpoints" / whose, random_model(CONFIGS["gpt"]), CONFIGS["gpt"])
+    config = dataclasses.replace(CONFIGS["gpt"], vocab_size=512)  # the quickstart's tokenizer has 500 pieces
+    for whose, layout in {"megatron": write_torch, "deepspeed": functools.partial(write_universal, rows=500)}.items():
+        layout(quickstart.folder / "checkpoints" / whose, random_model(config), config)
     for name in ("tools", "examples", "benchmarks", "pretrain_gpt.py", "pretrain_llama.py", "tests", "docs"):
         (quickstart.folder / name).symlink_to(ROOT / name)
     return quickstart.folder

@@ -42,7 +42,8 @@ def render_reference() -> str:
     names = ", ".join(f"`{flag}`" for flag in (*EXPERT_FLAGS, "--moe-..."))
     parts.append(
         "They are accepted, with one note: what they ask for is so anyway, or changes neither the model nor its "
-        f"training. So are {names} without `{EXPERTS}`, or with 1 of them; with more, all are refused.\n"
+        f"training. So are {names} without `{EXPERTS}`, or with 1 of them; with more, those that no table here lists "
+        "are refused.\n"
     )
     accepted = [
         (f"`{name}`" + (f" {' or '.join(foreign.accepted)}" if foreign.accepted else ""), foreign.because)

@@ -95,6 +95,18 @@ def parse_settings(
     return as_resolved(settings)
 
 
+def stated_flags(architecture: Architecture, argv: Sequence[str]) -> set[str]:
+    """Return the flags, as --help has them, that a command line states by itself or by its DeepSpeed file.
+
+    Raises SettingsError for a file that cannot be read. Other mistakes are ``parse_settings``' to report.
+    """
+    given, config = read_command_line(argv, Mistakes(), architecture.presets).given, DeepSpeedConfig()
+    if "deepspeed_config" in given:
+        config = read_deepspeed_config(given["deepspeed_config"])
+    batches = {"--global-batch-size"} if config.accumulation_steps is not None else set[str]()
+    return batches.union(map(flag_of, given | config.values))
+
+
 def _choose_between(given: dict[str, Any], config: DeepSpeedConfig) -> list[str]:
     """Drop values of flags or file that have no effect in Megatron-DeepSpeed, whose scripts hold both. Return notes.
 

@@ -15,6 +15,7 @@ from megatron_zpp.settings.checks import flag_of, require
 from megatron_zpp.settings.groups import Settings, all_flags
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.data import find_tokenizer
+from megatron_zpp.zeropp.recipes import AUTO
 
 USUAL_RANKS_PER_NODE = 8
 
@@ -26,6 +27,8 @@ def dry_run(architecture: Architecture) -> None:
         return
     notes: list[str] = []
     settings = parse_settings(architecture, world_size=launched, note=notes.append)
+    if settings.zero.recipe == AUTO:
+        notes.append("--zeropp auto chooses a recipe when the run starts, by its links; this is what zero3 needs")
     world_size = settings.training.dry_run_world_size or launched
     ranks_per_node, source = _ranks_per_node(settings, world_size)
     nodes = num_jobs(settings.distributed) * world_size // ranks_per_node

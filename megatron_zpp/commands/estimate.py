@@ -7,7 +7,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.arguments.parse import parse_settings, stated_flags
 from megatron_zpp.commands.common import given_architecture, report_errors
 from megatron_zpp.families import ARCHITECTURES
 from megatron_zpp.metrics.throughput import peak_tflops
@@ -15,6 +15,7 @@ from megatron_zpp.planning.needs.division import RankGrid
 from megatron_zpp.planning.needs.estimate import Estimate, estimate, memory_and_traffic
 from megatron_zpp.planning.search.plan import filled_in
 from megatron_zpp.settings.flags import number
+from megatron_zpp.zeropp.recipes import AUTO
 
 PROGRAMS = {f"pretrain-{architecture.name}": architecture for architecture in ARCHITECTURES}
 
@@ -35,9 +36,15 @@ class RunTime:
         return self.needs.tokens / self.needs.steps * self.needs.flops_per_token / rate
 
     @property
+    def sent_per_node(self) -> float:
+        """Bytes that a node sends per step; to other islands a mean over the steps of an interval."""
+        nodes, islands = self.needs.grid.nodes, self.needs.settings.distributed.islands
+        return self.needs.sent_per_node + (self.needs.sent_between_islands / nodes if nodes >= islands > 1 else 0)
+
+    @property
     def network_seconds(self) -> float:
         """Seconds per step on a node's links."""
-        return self.needs.sent_per_node * 8 / (self.link_gbps * 1e9)
+        return self.sent_per_node * 8 / (self.link_gbps * 1e9)
 
     def duration(self) -> str:
         """Format the run's time: from complete overlap of communication and computing to none."""
@@ -50,7 +57,7 @@ class RunTime:
     def brief(self) -> str:
         """Format everything in one line; the scripts in examples/ quote it."""
         return (
-            f"{_short(self.needs.memory / 1e9)} GB a GPU; a node sends {_short(self.needs.sent_per_node / 1e9)} GB per "
+            f"{_short(self.needs.memory / 1e9)} GB a GPU; a node sends {_short(self.sent_per_node / 1e9)} GB per "
             f"step in {_short(self.network_seconds)} s, computing takes {_short(self.compute_seconds)} s; "
             f"{self.duration()}"
         )
@@ -113,10 +120,12 @@ def run(args: argparse.Namespace) -> RunTime:
     architecture = given_architecture(args) or PROGRAMS[args.program]
     world_size = args.nodes * args.ranks_per_node
     per_node = args.ranks_per_node
-    flags = args.flags if "--deepspeed_config" in args.flags else filled_in(args.flags, args.vocabulary)
+    flags = filled_in(args.flags, stated_flags(architecture, args.flags), args.vocabulary)
     settings = parse_settings(
         architecture, flags, world_size, lambda text: None, counts_all_jobs=True, ranks_per_node=per_node
     )
+    if settings.zero.recipe == AUTO:
+        raise ValueError("--zeropp auto decides when the run starts, by its links: name a recipe, or ask for a plan")
     peak = settings.logging.peak_tflops or peak_tflops(args.gpu)
     if peak is None:
         raise ValueError(f"the peak of --gpu {args.gpu} is not known; give the trainer's --peak-tflops")

@@ -12,10 +12,12 @@
 import argparse
 import dataclasses
 import math
+import shlex
 import sys
 import textwrap
 from pathlib import Path
 
+from megatron_zpp.arguments.parse import stated_flags
 from megatron_zpp.commands import measure_cluster, suggest_settings
 from megatron_zpp.commands.common import report_errors
 from megatron_zpp.commands.estimate import PROGRAMS, program_name
@@ -30,7 +32,7 @@ from megatron_zpp.planning.predict import calibrate
 from megatron_zpp.planning.search.plan import USABLE, Outcome, Plan, make_plan
 from megatron_zpp.planning.step import StepTime
 from megatron_zpp.settings.flags import local_path, number
-from megatron_zpp.zeropp.recipes import LOSS_BUDGET
+from megatron_zpp.zeropp.recipes import AUTO, LOSS_BUDGET
 
 PARTS = {  # fields of StepTime: heading, and verb phrase
     "compute": ("compute", "computes"),
@@ -72,17 +74,24 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     programs = f"{'|'.join(PROGRAMS)} FLAGS"
     add("command", nargs=argparse.REMAINDER, metavar=programs, help="the trainer, and its flags")
     args = parser.parse_args(argv)
-    args.program, args.flags = None, [word for word in args.command if word != "--"]
+    args.program, args.flags = None, _without_auto([word for word in args.command if word != "--"])
     if args.huggingface is None:
         if not args.command:
             parser.error("which model? give the trainer and its flags last, or --huggingface DIR")
-        program, *args.flags = args.command
+        program, *flags = args.command
+        args.flags = _without_auto(flags)
         args.program = program_name(program)
         if args.program not in PROGRAMS:
             parser.error(f"{args.program} is not {' or '.join(PROGRAMS)}: give the trainer and its flags last")
         if args.vocabulary is None:
             parser.error("give --vocabulary, the size of the tokenizer's vocabulary")
     return args
+
+
+def _without_auto(flags: list[str]) -> list[str]:
+    """Leave out ``--zeropp auto``, in whose place a plan names a recipe."""
+    autos = [i for i, word in enumerate(flags) if word == "--zeropp" and flags[i + 1 : i + 2] == [AUTO]]
+    return [w for i, w in enumerate(flags) if w != f"--zeropp={AUTO}" and i not in autos and i - 1 not in autos]
 
 
 def find_model(args: argparse.Namespace) -> tuple[Architecture, list[str], int]:
@@ -94,7 +103,7 @@ def find_model(args: argparse.Namespace) -> tuple[Architecture, list[str], int]:
     architecture, config, positions = files.from_hf_config(hf, ARCHITECTURES)
     assert architecture.flags is not None
     model = architecture.flags(config, positions)
-    length = [] if "--seq-length" in args.flags else ["--seq-length", str(positions)]
+    length = [] if "--seq-length" in stated_flags(architecture, args.flags) else ["--seq-length", str(positions)]
     return architecture, [*model, *length, *args.flags], config.vocab_size
 
 
@@ -114,7 +123,7 @@ def report(plan: Plan, program: str, flags: list[str], rows: int, commands: int,
     torchrun = f"torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.gpus_per_node} {program}"
     for outcome in [best, *plan.outcomes][:commands]:
         lines += ["", f"{outcome.candidate.name}, on each node, with your data, tokenizer and rendezvous:"]
-        lines += [f"  {torchrun} {' '.join(flags)} {outcome.flags}"]
+        lines += [f"  {torchrun} {shlex.join(flags)} {outcome.flags}"]
     needs = best.prediction.needs
     tokens = f"{needs.tokens / needs.steps:,.0f} tokens in a step; seconds of a step and its parts; GB of a GPU"
     lines += ["", tokens, *table(plan, len(plan.outcomes) if shows_all else rows)]

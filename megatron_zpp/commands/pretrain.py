@@ -35,7 +35,7 @@ from megatron_zpp.parallel.distributed import (
     report_error,
 )
 from megatron_zpp.parallel.flight_record import record_collectives
-from megatron_zpp.planning.auto import Choice, choose_recipe
+from megatron_zpp.planning.auto import Choice, choose_recipe, find_nodes
 from megatron_zpp.settings.groups import DistributedSettings
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.data import find_tokenizer
@@ -134,7 +134,8 @@ def chosen_settings(
 
     kept = None if settings.zero.zeropp_redecide else recipe_to_keep(settings.checkpoint)
     if kept is not None:
-        choice = Choice(kept, None, f"--zeropp auto: {kept}, as the checkpoint's run; --zeropp-redecide chooses again")
+        why = f"--zeropp auto: {kept}, as the checkpoint's run; --zeropp-redecide chooses again"
+        choice = Choice(kept, find_nodes(parse).ranks_per_node, why)
     else:
         with errors_on_all_ranks():
             vocabulary = find_tokenizer(settings.tokenizer).vocab_size

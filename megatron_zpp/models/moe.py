@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from .mlp import Activation
 
+TINY = 1e-20  # of a sum of scores that all underflow, as in Megatron
 MOST_PADDING = 2  # times T * k rows, to which experts that are divided are padded at most
 LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "all_layers_aux_loss", "sinkhorn")
 
@@ -111,7 +112,7 @@ def route(logits: Tensor, config: MoEConfig, bias: Tensor | None = None, trainin
         return Routing(experts, every.gather(-1, experts), scores, count_each(experts.flatten(), config.num_experts))
     if config.score_function == "sigmoid":
         every = logits.sigmoid()
-        scores = every / every.sum(dim=-1, keepdim=True)
+        scores = every / (every.sum(dim=-1, keepdim=True) + TINY)
     else:
         every = scores = logits.softmax(dim=-1)
     choice = every if bias is None else every + bias
@@ -121,9 +122,10 @@ def route(logits: Tensor, config: MoEConfig, bias: Tensor | None = None, trainin
         choice = in_best_groups(choice, config.router_num_groups, config.router_group_topk, config.router_topk)
     experts = choice.topk(config.router_topk, dim=-1).indices
     weights = every.gather(-1, experts)
-    # Softmax over the chosen ones is softmax over all of them, normalised. A single sigmoid stays as it is.
-    if not config.router_pre_softmax and (config.score_function == "softmax" or config.router_topk > 1):
-        weights = weights / weights.sum(dim=-1, keepdim=True)
+    if config.score_function == "softmax" and not config.router_pre_softmax:
+        weights = logits.gather(-1, experts).softmax(dim=-1)
+    elif config.score_function == "sigmoid" and config.router_topk > 1:  # a single one stays as it is
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
     load = count_each(experts.flatten(), config.num_experts)
     return Routing(experts, weights * config.topk_scaling_factor, scores, load)
 

@@ -185,7 +185,8 @@ class Pipeline:
         stage, other = (self.stages[0], self.last) if 0 in self.stages else (self.stages[self.last], 0)
         gradient = stage.get_parameter(name).grad
         assert isinstance(gradient, DTensor)
-        mine, peer = gradient.to_local(), self.placement.ranks[other]
+        local, peer = gradient.to_local(), self.placement.ranks[other]
+        mine = local.to(self.zeropp.device)  # with --cpu-offload it is in host memory
         theirs = torch.empty_like(mine)
         # Not over a group of the two: making one would need all ranks of a NCCL world.
         exchange = [
@@ -194,7 +195,7 @@ class Pipeline:
         ]
         for work in dist.batch_isend_irecv(exchange):
             wait_for_neighbour(work)
-        mine.add_(theirs)
+        local.add_(theirs.to(local.device))
         self._count(other, mine.nbytes)
 
     def _count(self, to_stage: int, nbytes: int) -> None:

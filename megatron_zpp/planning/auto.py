@@ -18,6 +18,7 @@ from megatron_zpp.planning.search.plan import USABLE
 from megatron_zpp.planning.step import StepTime
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.zeropp import build_topology
+from megatron_zpp.zeropp.fsdp.topology import Topology
 from megatron_zpp.zeropp.recipes import RECIPES
 
 # The planner's median error against the cluster in a box (docs/evidence/planner.md): recipes nearer than that are
@@ -45,12 +46,8 @@ class Choice:
 
 def choose_recipe(architecture: Architecture, parse: Parse, vocabulary: int, device: torch.device) -> Choice:
     """Measure, predict and choose. Collective; the same on all ranks. Raises ValueError for what is not predicted."""
-    start, world = time.monotonic(), dist.group.WORLD
-    assert world is not None
-    settings = parse("zero3", 1)
-    stated = settings.zeropp.ranks_per_node
-    tensor_parallel = settings.distributed.tensor_model_parallel_size
-    topology = build_topology(world, stated and stated * tensor_parallel)
+    start = time.monotonic()
+    settings, topology = parse("zero3", 1), find_nodes(parse)
     if topology.num_nodes == 1:
         return Choice("zero3", topology.ranks_per_node, "--zeropp auto: zero3, since all ranks are on one node")
     training, width = settings.training, settings.model.hidden_size // HEAD_DIM * HEAD_DIM
@@ -82,6 +79,14 @@ def choose_recipe(architecture: Architecture, parse: Parse, vocabulary: int, dev
     dist.broadcast_object_list(chosen)
     choice: Choice = chosen[0]
     return choice
+
+
+def find_nodes(parse: Parse) -> Topology:
+    """Find the nodes of all ranks, as they run if no flag says it. Collective."""
+    settings, world = parse("zero3", 1), dist.group.WORLD
+    assert world is not None
+    stated = settings.zeropp.ranks_per_node
+    return build_topology(world, stated and stated * settings.distributed.tensor_model_parallel_size)
 
 
 Times = Mapping[str, tuple[StepTime, StepTime]]  # of each recipe, by two measurements of the links

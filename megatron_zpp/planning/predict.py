@@ -384,6 +384,8 @@ def predict_logged(run: RunHistory, cluster: Cluster) -> Prediction:
         raise ValueError(f"--cluster has {cluster.nodes} x {cluster.gpus_per_node} GPUs, but {run.name} had {ranks}")
     architecture, vocabulary = find_architecture(run.settings["architecture"]), int(run.settings["padded_vocab_size"])
     flags = shlex.split(run.settings["command"])[1:]
+    if run.settings.get("zeropp") is not None:
+        flags += ["--zeropp", run.settings["zeropp"]]  # what auto chose
     per_node = cluster.gpus_per_node
     settings = parse_settings(architecture, flags, ranks, lambda _: None, counts_all_jobs=True, ranks_per_node=per_node)
     return predict(cluster, estimate_on(cluster, architecture, settings, vocabulary))

@@ -175,6 +175,9 @@ class ModelBuilder:
                 raise ValueError(f"{needs}, {has}: make the model smaller, or start on more machines")
         for model in models:
             model.to_empty(device=device)
+            for module in model.modules():  # offloaded or not, modules compute with buffers where they compute
+                for name, buffer in module.named_buffers(recurse=False):
+                    module._buffers[name] = buffer.to(self.device)
 
     def _build_stages(self) -> Transformer:
         """Build this rank's stages: as one model, which is returned, and as a pipeline."""

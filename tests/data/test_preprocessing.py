@@ -1,5 +1,6 @@
 """A job goes on wherever it was killed, and its output is that of an undisturbed one."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset
-from megatron_zpp.data.text import corpus
-from megatron_zpp.data.text.corpus import Reading
+from megatron_zpp.data.text import corpus, preprocessing
+from megatron_zpp.data.text.corpus import Reading, find_files
 from megatron_zpp.data.text.preprocessing import Job, preprocess
 from tests.crashes import run_killed
 from tests.data.small_data import bytes_of
@@ -124,6 +125,18 @@ def test_a_full_disk_loses_nothing(tmp_path, undisturbed):
     assert (tmp_path / "out.unfinished.json").exists()
     run(job_in(tmp_path))
     assert bytes_of(tmp_path) == undisturbed
+
+
+def test_another_limit_of_documents_is_refused_where_blocks_are_done_in_any_order(tmp_path):
+    """It makes other blocks, and their numbers would mean other documents."""
+    job = job_in(tmp_path)
+    for done, refuses in (([], False), ([5], True)):
+        identity = preprocessing._identity(job, find_files(job.inputs))
+        state = dataclasses.asdict(preprocessing.State()) | {"done": done}
+        job.state_file.write_text(json.dumps({"job": identity, "state": state}))
+        larger = dataclasses.replace(job, reading=dataclasses.replace(job.reading, max_document_bytes=16 << 20))
+        with pytest.raises(ValueError, match="another max_document_bytes") if refuses else contextlib.nullcontext():
+            preprocessing._load(larger, preprocessing._identity(larger, find_files(job.inputs)))
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"job": 3}', '{"job": {}, "state": {"block": 1}}'])

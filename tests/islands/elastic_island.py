@@ -5,7 +5,7 @@
 It ends after step ``end``, or two synchronizations after all islands were there again. After step ``kill`` each rank
 kills itself, or between the hops of the synchronization after step ``kill_between``. After each step in ``stop``, such
 as 7,10, it waits for a SIGCONT. After step ``hold`` it waits for a file; with ``hold_when_back`` also between the hops
-of the first synchronization after it was away.
+of the first synchronization after it was away. With ``unreachable`` nothing listens where it says that it does.
 """
 
 import os
@@ -25,11 +25,13 @@ from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.islands import IslandConfig, hops
 from megatron_zpp.islands.elastic import ElasticIslands, Membership
+from megatron_zpp.islands.elastic.channel import Listener
 
 INTERVAL = 3
 BATCH = 6  # samples of an island in a step
 OPTIONS = {
     **dict(bits=0, end=10**6, kill=0, kill_between=0, stop="", hold=0, hold_when_back=0, timeout=20.0),
+    **dict(unreachable=0),
     **dict(lighthouse="", secret=""),
 }
 
@@ -88,6 +90,8 @@ def main(folder: Path, island: int, num_islands: int, o: SimpleNamespace) -> Non
     rank, size = dist.get_rank(), dist.get_world_size()
     model, optimizer = build_sharded(island)  # all start from the first one's
     membership = Membership(island, num_islands, o.lighthouse, o.secret, timeout=o.timeout, patience=100)
+    if o.unreachable:
+        Listener.address = property(lambda self: ("127.0.0.1", 1), lambda self, address: None)
     islands = ElasticIslands(model, optimizer, config_of(o.bits), membership)
 
     def save() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from benchmarks import cluster_in_a_box
 from benchmarks.cluster_in_a_box import SUBNET, sh
 from megatron_zpp.islands.elastic.channel import MAGIC
+from megatron_zpp.islands.elastic.lighthouse import status
 from tests.conftest import ROOT
 from tests.islands.elastic_island import INTERVAL, batch_of, build_model, train_step
 from tests.islands.elastic_jobs import (
@@ -28,8 +29,10 @@ from tests.islands.elastic_jobs import (
     logs_of,
     run_commands_of_page,
     saved_by,
+    secret_file,
     start,
     wait_for,
+    wait_until,
     wake,
     words_of,
 )
@@ -128,6 +131,24 @@ def test_a_kill_between_the_hops_restarts_the_synchronization(tmp_path):
         assert_same_bits(first[step], value)
     for step, values in run_ranks(6, islands_of_one_job, 3, 4, 6)[0].items():
         assert all(torch.equal(a, b) for a, b in zip(first[step]["parameters"], values, strict=True))
+
+
+def test_an_island_that_others_cannot_reach_ends_alone(tmp_path):
+    """It returns, asks the lighthouse, and listens where nobody can connect."""
+    with lighthouse(min_islands=2) as at:
+        stay = [start(at, tmp_path, island, 3, ranks=1, hold=9, end=15) for island in (1, 2)]
+        assert start(at, tmp_path, 0, 3, ranks=1, kill=4).wait(120) != 0
+        for island in (1, 2):
+            wait_for(tmp_path / f"{island}.9.holds", *stay)
+        back = start(at, tmp_path, 0, 3, ranks=1, unreachable=1, timeout=3)
+        secret = Path(secret_file()).read_text().strip().encode()
+        wait_until(lambda: 0 in status(at, secret)["asking"], back, *stay)
+        for island in (1, 2):
+            (tmp_path / f"{island}.9.goes").touch()
+        assert_fails(back, "2 other islands cannot reach island 0 at 127.0.0.1:1: can they connect there")
+        for log in logs_of(*stay):
+            assert log.count("broke off, and starts again: island 0 at 127.0.0.1:1") >= 2
+    assert_same_bits(saved_by(tmp_path, 1)[15], saved_by(tmp_path, 2)[15])
 
 
 def assert_fails(island, message: str) -> None:

@@ -242,6 +242,17 @@ def test_a_residual_expert_is_weighed_against_the_others():
         MoEConfig(EXPERTS, FFN, TOPK, residual=True)
 
 
+@pytest.mark.parametrize("options", [{"router_num_groups": 2, "router_group_topk": 1}, {"score_function": "sigmoid"}])
+def test_weights_are_numbers_however_unlikely_the_chosen_experts_are(options):
+    config = MoEConfig(4, FFN, router_topk=2, **options)
+    first = 0.0 if options.get("score_function") is None else -200.0  # the best expert may be outside the best group
+    logits = torch.tensor([[first, -500.0, -200.0, -201.0]])
+    routing = route(logits, config)
+    assert routing.weights.isfinite().all() and routing.scores.isfinite().all()
+    if "router_num_groups" in options:
+        torch.testing.assert_close(routing.weights.sum(), torch.tensor(1.0))
+
+
 def test_groups_of_softmax_scores_are_those_of_the_logits():
     """Megatron adds up logits to choose groups; probabilities would choose others."""
     config = MoEConfig(num_experts=8, ffn_hidden_size=8, router_topk=4, router_num_groups=4, router_group_topk=2)

@@ -1,12 +1,13 @@
 """Plans: what is tried, ranked and refused, and that the command lines are those that were predicted."""
 
 import dataclasses
+import json
 import re
 import shlex
 
 import pytest
 
-from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.arguments.parse import parse_settings, stated_flags
 from megatron_zpp.commands import plan as tool
 from megatron_zpp.commands.plan import reasons, suggested, table, why
 from megatron_zpp.commands.plan_timeline import LANES
@@ -82,7 +83,8 @@ def test_the_loss_budget_decides_what_is_suggested(slow):
 def test_the_command_line_repeats_the_prediction(slow):
     cluster = slow.cluster
     for outcome in slow.outcomes:
-        completed, added = complete([*MODEL.split(), "--global-batch-size", "64"], cluster, VOCABULARY)
+        given = [*MODEL.split(), "--global-batch-size", "64"]
+        completed, added = complete(given, stated_flags(LLAMA, given), cluster, VOCABULARY)
         assert added == ["--bf16"] and outcome.flags.startswith("--bf16 ")
         words = [*completed, *outcome.flags.split()[1:]]
         settings = parse_settings(LLAMA, words, cluster.world_size, lambda _: None, ranks_per_node=8)
@@ -110,6 +112,30 @@ def test_given_flags_are_kept(recompute, granularity):
     settings = outcome.prediction.needs.settings
     assert settings.training.micro_batch_size == 2 and settings.activation.recompute_granularity == granularity
     assert settings.zeropp.hpz_partition_size == 8
+
+
+def test_what_a_command_or_its_deepspeed_file_states_is_not_stated_again(tmp_path):
+    file = tmp_path / "ds.json"
+    of_file = {
+        "train_batch_size": 64,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+        "bf16": {"enabled": True},
+    }
+    file.write_text(json.dumps(of_file))
+    for flags in (
+        f"--deepspeed_config {file}",
+        f"--deepspeed_config={file}",
+        "--global-batch-size=64 --lr=3e-4 --bf16",
+    ):
+        plan = planned("2x8xH100@10", flags)
+        settings = plan.outcomes[0].prediction.needs.settings
+        assert settings.training.global_batch_size == 64 and settings.optimizer.lr == 3e-4
+        assert not any("--global" in outcome.flags or "--bf16" in outcome.flags for outcome in plan.outcomes)
+    file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}))
+    for outcome in planned("2x8xH100@10", f"--deepspeed_config {file}").outcomes:
+        training = outcome.prediction.needs.settings.training
+        assert training.micro_batch_size == 2 and "batch-size" not in outcome.flags
+    planned("2x8xH100@10", "--global-batch-size 64 --sft")
 
 
 def test_flags_that_allow_no_candidate_raise_one_line():
@@ -144,7 +170,8 @@ def test_the_price_of_tokens(slow):
 def test_the_tool_prints_ranking_reasons_and_a_command(capsys, monkeypatch, tmp_path):
     words = f"--cluster 4x8xH100@10 --vocabulary {VOCABULARY} --dollars-per-gpu-hour 2 --plot {tmp_path / 'plan.png'} "
     words += f"--timeline {tmp_path / 'step.svg'}"
-    monkeypatch.setattr("sys.argv", ["plan.py", *words.split(), "pretrain_llama.py", *MODEL.split()])
+    model = [*MODEL.split(), "--zeropp", "auto", "--data-path", "/my data/text"]
+    monkeypatch.setattr("sys.argv", ["plan.py", *words.split(), "pretrain_llama.py", *model])
     pytest.importorskip("matplotlib")
     assert tool.main() == 0
     out = capsys.readouterr().out
@@ -156,6 +183,8 @@ def test_the_tool_prints_ranking_reasons_and_a_command(capsys, monkeypatch, tmp_
     words = shlex.split(command)
     assert words[1:6] == ["--nnodes", "4", "--nproc-per-node", "8", "pretrain_llama.py"]
     assert words[words.index("--global-batch-size") + 1] == "32"  # one sample for each GPU
+    assert words[words.index("--data-path") + 1] == "/my data/text"
+    assert "auto" not in words and words.count("--zeropp") == 1
     assert (tmp_path / "plan.png").stat().st_size > 1000
     # matplotlib writes texts as comments of glyphs, and where they are behind.
     drawing = (tmp_path / "step.svg").read_text()

@@ -46,7 +46,9 @@ def import_(args: argparse.Namespace) -> str:
     length = size(saved.args, "seq_length")
     settings = settings_of_import(architecture, config, [*flags, *precision], length, tokenizer)
     model = architecture.build_empty(config)
-    read = parameter_reader(saved, config, {name: tensor.shape for name, tensor in model.state_dict().items()})
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    found_rows = set[int]()
+    read = parameter_reader(saved, config, shapes, tokenizer.vocab_size, found_rows)
     with new_folder(args.save, "--save") as folder, progress("writing the checkpoint"):
         states = (*MOMENTS, "step") if saved.has_moments else ()
         save_imported(folder, architecture, config, settings, read, counters, states)
@@ -59,6 +61,10 @@ def import_(args: argparse.Namespace) -> str:
     )
     if not saved.has_moments:
         text += "\nnote: this format does not have the optimizer's state whole: Adam starts over (--no-load-optim)"
+    rows = max(found_rows, default=0)
+    if rows >= tokenizer.vocab_size + multiple * size(saved.args, "tensor_model_parallel_size", 1):
+        ids = f"{rows:,} rows of the vocabulary for the {tokenizer.vocab_size:,} ids of the tokenizer"
+        text += f"\nnote: the checkpoint has {ids}, and {config.vocab_size:,} were kept: is it the run's own?"
     return text
 
 

@@ -56,11 +56,12 @@ def _names(text: str) -> list[str]:
 
 
 def parameter_reader(
-    saved: Saved, config: DecoderConfig, shapes: Mapping[str, torch.Size]
+    saved: Saved, config: DecoderConfig, shapes: Mapping[str, torch.Size], num_ids: int, found_rows: set[int]
 ) -> Callable[[str, str], Tensor]:
     """Return a function that reads a parameter of ours by name and "" in fp32, or its moment, or its "step".
 
-    shapes: of our parameters. Raises CheckpointError unless the checkpoint has exactly the tensors of the model.
+    shapes: of our parameters. num_ids: of the tokenizer. found_rows: gets those of the vocabulary in the checkpoint.
+    Raises CheckpointError unless the checkpoint has exactly the tensors of the model, and a row for each id.
     """
     table = list(weights(config))
     theirs = {weight.theirs for weight in table}
@@ -79,6 +80,11 @@ def parameter_reader(
         if tensor.shape[1:] != expected[1:] or (rows is None and tensor.shape != expected):
             there = f"{weight.theirs} is {list(tensor.shape)}, where its flags make it {list(expected)}"
             raise CheckpointError(f"{saved.path}: {there}")
+        if rows is not None:
+            found_rows.add(tensor.shape[0])
+        if rows is not None and tensor.shape[0] < num_ids:
+            few = f"{weight.theirs} has {tensor.shape[0]:,} rows, less than the {num_ids:,} ids of the tokenizer"
+            raise CheckpointError(f"{saved.path}: {few}: give the run's own")
         if rows is not None:  # rows beyond the tokenizer's ids pad the vocabulary: cut or add them
             tensor = F.pad(tensor[:rows], (0, 0, 0, max(0, rows - tensor.shape[0])))
         if not tensor.isfinite().all():

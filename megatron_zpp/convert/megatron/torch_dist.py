@@ -210,8 +210,10 @@ def write_torch_dist(
     folder: Path, config: DecoderConfig, args: argparse.Namespace, counters: Counters, read: Callable[[str], Tensor]
 ) -> None:
     """Fill a folder as Megatron's ``--save`` does. read: returns our parameter by name, in the dtype to write."""
-    (folder / "latest_checkpointed_iteration.txt").write_text(f"{counters.iteration}\n")
-    checkpoint = folder / f"iter_{counters.iteration:07d}"
+    # Megatron takes no iteration 0, as of a model that was imported, but a release.
+    name, number = (f"iter_{counters.iteration:07d}", counters.iteration) if counters.iteration else ("release",) * 2
+    (folder / "latest_checkpointed_iteration.txt").write_text(f"{number}\n")
+    checkpoint = folder / name
     checkpoint.mkdir()
     entries: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}

@@ -14,6 +14,7 @@ import math
 import sys
 import time
 import uuid
+from collections import Counter
 from dataclasses import asdict, dataclass
 from threading import Condition, Event, Thread
 from typing import Any
@@ -41,6 +42,7 @@ class Ask:
     steps: int
     fingerprint: str  # of all that must match
     addresses: list[tuple[str, int]]  # where its ranks listen
+    unreachable: int | None = None  # the island that it could not connect to, twice in a row
 
     def __post_init__(self) -> None:
         numbers = (self.number, self.island, self.num_islands, self.num_syncs, self.steps)
@@ -49,6 +51,7 @@ class Ask:
             all(type(number) is int and 0 <= number < 2**63 for number in numbers)
             and all(isinstance(flag, bool) for flag in flags)
             and all(isinstance(text, str) and len(text) == 64 for text in texts)
+            and (self.unreachable is None or type(self.unreachable) is int)
             and all(isinstance(host, str) and type(port) is int for host, port in self.addresses)
         ):
             raise ValueError(f"the fields of a request differ from this version's: {self}"[:1000])
@@ -77,6 +80,7 @@ class Lighthouse:
         self._min_islands, self._heartbeat_timeout, self._join_timeout = min_islands, heartbeat_timeout, join_timeout
         self._members: dict[int, Member] = {}
         self._rivals: dict[str, float] = {}  # jobs whose island is there already, and since when they try
+        self._left_out: dict[str, str] = {}  # jobs that others cannot reach, and what they are told
         self._quorum: tuple[str, list[str]] = "", []  # its name and jobs
         self._started = time.monotonic()
         self._changed = Condition()
@@ -106,6 +110,8 @@ class Lighthouse:
             island, job = int(message["island"]), str(message["job"])
             if not 0 <= island < MAX_ISLANDS:
                 return {"refused": f"island {island}: a lighthouse serves islands 0 to {MAX_ISLANDS - 1}"}
+            if job in self._left_out:
+                return {"refused": self._left_out[job]}
             member = self._members.get(island)
             if member is not None and member.job != job:
                 # Either that job was killed moments ago, or there are two.
@@ -141,6 +147,7 @@ class Lighthouse:
         """Form a quorum of all that ask, if all islands that are there ask, or if most have for long enough."""
         self._forget(now)
         asks = {i: member.ask for i, member in sorted(self._members.items()) if member.ask is not None}
+        self._leave_out_unreachable(asks)
         if len(asks) < max(1, self._min_islands):
             return
         if len(asks) < len(self._members):
@@ -160,6 +167,21 @@ class Lighthouse:
         for island, ask in asks.items():
             member = self._members[island]
             member.ask, member.answered, member.quorum = None, ask.number, quorum
+        self._changed.notify_all()
+
+    def _leave_out_unreachable(self, asks: dict[int, Ask]) -> None:
+        """Refuse an island that others cannot reach, and take it out of ``asks``: with it none would synchronize.
+
+        At least two say so, and of no other island as many do, who may only see that it waits for the first.
+        """
+        named = Counter(ask.unreachable for ask in asks.values() if ask.unreachable in asks)
+        (island, votes), *others = [*named.most_common(2), (None, 0)][:2]
+        if island is None or votes < 2 or votes == others[0][1] or len(asks) <= max(1, self._min_islands):
+            return
+        where = ", ".join(f"{host}:{port}" for host, port in asks.pop(island).addresses)
+        why = f"{votes} other islands cannot reach island {island} at {where}: can they connect there (--island-bind)?"
+        logger.warning("%s It is left out until it starts again", why)
+        self._left_out[self._members.pop(island).job] = why
         self._changed.notify_all()
 
 

@@ -13,7 +13,14 @@ from .channel import Channel, Listener, WrongSecretError, connect
 
 
 class BrokenOffError(Exception):
-    """Another island is gone or too slow: everything since the quorum was formed is void."""
+    """Another island is gone or too slow: everything since the quorum was formed is void.
+
+    unreachable: the island that could not be connected to; None where a connection broke, which others may have caused.
+    """
+
+    def __init__(self, text: str, unreachable: int | None = None) -> None:
+        super().__init__(text)
+        self.unreachable = unreachable
 
 
 class Links:
@@ -59,7 +66,7 @@ class Links:
         except (OSError, WrongSecretError) as error:
             self.close()
             host, port = addresses[island]
-            raise BrokenOffError(f"island {island} at {host}:{port}: {error}") from error
+            raise BrokenOffError(f"island {island} at {host}:{port}: {error}", island) from error
 
     def exchange(self, sent: Mapping[int, Sequence[Tensor]], received: Mapping[int, Sequence[Tensor]]) -> None:
         """Send and receive tensors, by island, all at once.

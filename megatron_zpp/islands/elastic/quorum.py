@@ -122,14 +122,17 @@ class Quorum:
             self._links.barrier(self._others)
             return result
 
-        renew, reason = False, ""
+        renew, reason, before, unreachable = False, "", None, None
         for _ in range(MAX_FAILURES):
-            self._wait_for_islands(renew)
+            self._wait_for_islands(renew, unreachable)
             try:
                 self._on_all_ranks(self._connect_and_update)()
                 result = self._on_all_ranks(exchange_and_wait)
             except BrokenOffError as error:
                 renew, reason = True, str(error)
+                # Where a run begins all must come, and an accident is no proof.
+                unreachable = error.unreachable if error.unreachable == before and not self.is_first else None
+                before = error.unreachable
                 self._log(f"the synchronization of {_named(self.islands)} broke off, and starts again: {reason}")
                 self._links.close()  # otherwise ranks of another place would wait for this one until the timeout
                 continue
@@ -139,11 +142,11 @@ class Quorum:
         broke_off = f"{MAX_FAILURES} attempts of island {self._membership.island} to synchronize broke off: {reason}"
         raise MembershipError(f"{broke_off}. Do islands reach each other where they listen (--island-bind)?")
 
-    def _wait_for_islands(self, renew: bool) -> None:
+    def _wait_for_islands(self, renew: bool, unreachable: int | None) -> None:
         """Enter the next quorum; where a run begins, that of all islands."""
         before, deadline = self.islands, time.monotonic() + self._membership.patience
         while True:
-            quorum = self._ask(renew, deadline)
+            quorum = self._ask(renew, unreachable, deadline)
             if quorum["name"] != self.name:
                 self._links.close()
             self._enter(quorum)
@@ -159,14 +162,15 @@ class Quorum:
         if changes:
             self._log(f"{', '.join(changes)}; there are now {_named(self.islands)}")
 
-    def _ask(self, renew: bool, deadline: float) -> dict[str, Any]:
+    def _ask(self, renew: bool, unreachable: int | None, deadline: float) -> dict[str, Any]:
         """Ask the lighthouse for the next quorum, on the first rank for all. Raises its errors on all."""
         self._num_asks += 1
         answer: list[Any] = [None]
         if self._client is not None:
             island, num_islands = self._membership.island, self._membership.num_islands
             fit = self._fingerprint, list(self._addresses)
-            ask = Ask(self._num_asks, island, num_islands, renew, *self._version, self._has_taken, self._steps(), *fit)
+            state = *self._version, self._has_taken, self._steps()
+            ask = Ask(self._num_asks, island, num_islands, renew, *state, *fit, unreachable)
             try:
                 answer = [self._client.ask(ask, deadline)]
             except (ValueError, TimeoutError) as error:
@@ -234,10 +238,12 @@ class Quorum:
             result = work()
         except BrokenOffError as error:
             problem = error
-        failed = torch.tensor([int(problem is not None)])
+        # 0: done; 1: it broke off; 2 and more: the island that could not be reached.
+        failed = torch.tensor([0 if problem is None else 1 if problem.unreachable is None else 2 + problem.unreachable])
         dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._ranks)
         if failed:
-            raise problem or BrokenOffError("another rank of this island lost its peers")
+            text = "another rank of this island lost its peers" if problem is None else str(problem)
+            raise BrokenOffError(text, int(failed) - 2 if failed > 1 else None)
         return result
 
     def take_from_furthest(self) -> Callable[[], None]:

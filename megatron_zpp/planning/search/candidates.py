@@ -4,7 +4,7 @@ Each is a piece of the trainer's command line, so that the trainer's checks refu
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from megatron_zpp.planning.cluster import Cluster
@@ -70,22 +70,22 @@ class Layout:
         return " ".join([*words, *(["--sequence-parallel"] if self.tensor > 1 else [])])
 
 
-# A flag with one of these prefixes settles a question: then only the user's answer is tried.
+# A stated flag with one of these prefixes settles a question: then only the user's answer is tried.
 SETTLES = {
     "wire": ("--zero-", "--zeropp", "--hpz", "--num-distributed-optimizer-instances", "--cpu-offload "),
     "layout": ("--tensor-model", "--pipeline-model", "--context-parallel", "--expert-model"),
-    "recompute": ("--recompute", "--checkpoint-activations", "--deepspeed-activation", "--cpu-offloading"),
+    "recompute": ("--recompute", "--cpu-offloading"),
     "micro-batch": ("--micro-batch-size",),
 }
 
 
-def is_settled(question: str, flags: Sequence[str]) -> bool:
-    return any(f"{flag} ".startswith(SETTLES[question]) for flag in flags)
+def is_settled(question: str, stated: Collection[str]) -> bool:
+    return any(f"{flag} ".startswith(SETTLES[question]) for flag in stated)
 
 
-def wires(cluster: Cluster, layout: Layout, flags: Sequence[str]) -> Iterator[tuple[Wire, str]]:
+def wires(cluster: Cluster, layout: Layout, stated: Collection[str]) -> Iterator[tuple[Wire, str]]:
     """Yield the ways that make sense for the layout on the cluster, and their flags."""
-    if is_settled("wire", flags):
+    if is_settled("wire", stated):
         yield Wire("as given", ""), ""
         return
     nodes = max(1, cluster.nodes // layout.pipeline)  # of a pipeline stage
@@ -93,12 +93,12 @@ def wires(cluster: Cluster, layout: Layout, flags: Sequence[str]) -> Iterator[tu
         yield wire, wire.flags.format(N=nodes)
 
 
-def layouts(cluster: Cluster, model: ResolvedModel, seq_length: int, flags: Sequence[str]) -> Iterator[Layout]:
+def layouts(cluster: Cluster, model: ResolvedModel, seq_length: int, stated: Collection[str]) -> Iterator[Layout]:
     """Yield layouts that keep a layer's collectives within a node, and give a pipeline stage whole nodes.
 
     Only long sequences are divided. Experts are divided within or over whole nodes, if a tensor or pipeline size is 1.
     """
-    if is_settled("layout", flags):
+    if is_settled("layout", stated):
         yield Layout()
         return
     groups = model.num_query_groups or model.num_attention_heads

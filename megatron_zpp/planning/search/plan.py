@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.arguments.parse import parse_settings, stated_flags
 from megatron_zpp.families import Architecture
 from megatron_zpp.planning.cluster import Cluster
 from megatron_zpp.planning.needs.division import PlannedModel, RankGrid, plan_model
@@ -29,7 +29,10 @@ USABLE = 0.9  # share of a GPU's memory; CUDA and NCCL take the rest, or it is l
 FILLED_IN = (
     (("--train-iters", "--train-samples", "--train-tokens"), "--train-iters 1000"),
     (("--lr",), "--lr 1e-4"),
-    (("--data-path", "--train-data-path", "--mock-data"), "--mock-data"),
+    (
+        ("--data-path", "--train-data-path", "--mock-data", "--data-args-path", "--per-split-data-args-path"),
+        "{data}",
+    ),
     (("--tokenizer-type", "--vocab-file"), "--tokenizer-type NullTokenizer --vocab-size {vocabulary}"),
 )
 
@@ -79,25 +82,30 @@ class Plan:
         return within or self.outcomes
 
 
-def complete(flags: Sequence[str], cluster: Cluster, vocabulary: int) -> tuple[list[str], list[str]]:
+def complete(flags: Sequence[str], stated: set[str], cluster: Cluster, vocabulary: int) -> tuple[list[str], list[str]]:
     """Add the flags that a plan needs. Return all flags, and the added ones that the user's command needs, too."""
-    added = [] if {"--bf16", "--fp16"} & set(flags) else ["--bf16"]
-    if "--global-batch-size" not in flags:
+    added = [] if {"--bf16", "--fp16"} & stated else ["--bf16"]
+    if "--global-batch-size" not in stated:
         added += ["--global-batch-size", str(cluster.world_size)]
-    return [*filled_in(flags, vocabulary), *added], added
+    return [*filled_in(flags, stated, vocabulary), *added], added
 
 
-def filled_in(flags: Sequence[str], vocabulary: int) -> list[str]:
-    """Add what the trainer requires but no estimate depends on: data, tokenizer, learning rate, and a length."""
-    missing = [typed for names, typed in FILLED_IN if not set(names) & set(flags)]
-    return [*flags, *" ".join(missing).format(vocabulary=vocabulary).split()]
+def filled_in(flags: Sequence[str], stated: set[str], vocabulary: int) -> list[str]:
+    """Add what the trainer requires but no estimate depends on: data, tokenizer, learning rate, and a length.
+
+    stated: as ``stated_flags`` returns them.
+    """
+    missing = " ".join(typed for names, typed in FILLED_IN if not stated.intersection(names))
+    data = "--train-data-path chats" if "--sft" in stated else "--mock-data"
+    return [*flags, *missing.format(vocabulary=vocabulary, data=data).split()]
 
 
 def make_plan(
     architecture: Architecture, flags: Sequence[str], vocabulary: int, cluster: Cluster, usable: float = USABLE
 ) -> Plan:
     """Predict all candidates. usable: share of a GPU's memory. Raises ValueError if the flags leave no candidate."""
-    words, added = complete(flags, cluster, vocabulary)
+    stated = stated_flags(architecture, flags)
+    words, added = complete(flags, stated, cluster, vocabulary)
     plan = Plan(cluster, [], [])
     models: dict[RankGrid, PlannedModel] = {}  # planned once for all settings that divide it alike
 
@@ -114,12 +122,12 @@ def make_plan(
             models[grid] = plan_model(architecture, whole or architecture.build_model(settings.model, vocabulary), grid)
         return estimate(architecture, settings, vocabulary, grid, cluster.ring_passes, models[grid])
 
-    settings = parse("" if "--micro-batch-size" in words else "--micro-batch-size 1")
+    settings = parse("" if is_settled("micro-batch", stated) else "--micro-batch-size 1")
     island = island_cluster(settings, cluster)
-    for layout in layouts(island, settings.model, settings.training.seq_length, words):
-        for wire, typed in wires(island, layout, words):
+    for layout in layouts(island, settings.model, settings.training.seq_length, stated):
+        for wire, typed in wires(island, layout, stated):
             candidate = Candidate(wire, layout, f"{typed} {layout.flags}".strip())
-            found = _predict_fastest(candidate, count, words, cluster, usable * cluster.memory_gb * 1e9)
+            found = _predict_fastest(candidate, count, stated, cluster, usable * cluster.memory_gb * 1e9)
             if isinstance(found, Refused):
                 plan.refused.append(found)
             else:
@@ -132,14 +140,14 @@ def make_plan(
 
 
 def _predict_fastest(
-    candidate: Candidate, count: Callable[[str], Estimate], words: list[str], cluster: Cluster, usable_bytes: float
+    candidate: Candidate, count: Callable[[str], Estimate], stated: set[str], cluster: Cluster, usable_bytes: float
 ) -> Outcome | Refused:
     """Choose the fastest micro-batch size, and the least recomputation that fits."""
     best: Outcome | None = None
     least: int | None = None  # bytes
     first_error: ValueError | None = None
-    sizes = [""] if is_settled("micro-batch", words) else [f"--micro-batch-size {n}" for n in MICRO_BATCH_SIZES]
-    recomputations = {"": "as given"} if is_settled("recompute", words) else RECOMPUTATIONS
+    sizes = [""] if is_settled("micro-batch", stated) else [f"--micro-batch-size {n}" for n in MICRO_BATCH_SIZES]
+    recomputations = {"": "as given"} if is_settled("recompute", stated) else RECOMPUTATIONS
     for size in sizes:
         for recompute, name in recomputations.items():
             typed = f"{candidate.flags} {size} {recompute}".strip()

@@ -220,14 +220,19 @@ def write_deepspeed(folder: Path, ours: State, config: DecoderConfig, has_pipeli
 
 
 def write_universal(
-    folder: Path, ours: State, config: DecoderConfig, moments: dict[str, State] | None = None, **more: Any
+    folder: Path,
+    ours: State,
+    config: DecoderConfig,
+    moments: dict[str, State] | None = None,
+    rows: int = IDS,
+    **more: Any,
 ) -> None:
-    """Whole, without padding of the vocabulary, and with what Adam keeps: ``moments``, by our names."""
+    """Whole, the vocabulary cut to ``rows`` without padding, and what Adam keeps: ``moments``, by our names."""
     root = folder / "global_step5_universal"
     save(root / "mp_rank_00_model_states.pt", common(args_of(config, **more)) | {"module": None})
     kinds = moments or {"exp_avg": ours, "exp_avg_sq": ours}
     for kind, state in {"fp32": ours, **kinds}.items():
-        for name, tensor in flat(legacy(with_rows(megatron_core(state), IDS))).items():
+        for name, tensor in flat(legacy(with_rows(megatron_core(state), rows))).items():
             save(root / "zero" / name / f"{kind}.pt", {"param": tensor, "cat_dim": 0})
             save(root / "zero" / name / "step.pt", torch.tensor(5.0))
     (folder / "latest_universal").write_text("global_step5_universal")

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -122,6 +123,27 @@ def test_what_is_exported_is_imported_as_the_same_bits(tmp_path, model):
     call_well(import_megatron, "--input", tmp_path / "exported", "--save", tmp_path / "again")
     meta = assert_imported(tmp_path / "again", ours)
     assert saved_model(meta)[1] == CONFIGS[model]
+
+
+def test_a_model_of_no_iteration_is_a_release_to_megatron(tmp_path):
+    """Megatron takes no tracker of iteration 0, where models of Hugging Face begin."""
+    ours = random_model(CONFIGS["gpt"])
+    FORMATS["legacy"](tmp_path / "theirs", ours, CONFIGS["gpt"])
+    import_(tmp_path)
+    with mock.patch.object(Counters, "from_meta", return_value=Counters()):
+        call_well(export_megatron, "--load", tmp_path / "ours", "--output", tmp_path / "exported")
+    assert (tmp_path / "exported/latest_checkpointed_iteration.txt").read_text() == "release\n"
+    call_well(import_megatron, "--input", tmp_path / "exported", "--save", tmp_path / "again")
+    assert_imported(tmp_path / "again", ours)
+
+
+def test_another_tokenizer_is_refused_or_noted(tmp_path):
+    FORMATS["legacy"](tmp_path / "theirs", random_model(CONFIGS["gpt"]), CONFIGS["gpt"])
+    given = ("--input", tmp_path / "theirs", "--tokenizer-type", "NullTokenizer", "--vocab-size")
+    refused = call_wrongly(import_megatron, *given, 50_000, "--save", tmp_path / "many")
+    assert "rows, less than the 50,001 ids of the tokenizer: give the run's own" in refused
+    noted = call_well(import_megatron, *given, 20, "--save", tmp_path / "few")
+    assert "ids of the tokenizer" in noted and "is it the run's own?" in noted
 
 
 def test_a_gelu_that_megatron_does_not_have_is_not_exported():
