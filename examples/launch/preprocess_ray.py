@@ -14,6 +14,7 @@ from pathlib import Path
 
 import ray
 
+from megatron_zpp.commands.data import preprocess_data
 from megatron_zpp.data.text.corpus import find_files
 
 
@@ -30,14 +31,15 @@ def main() -> None:
     parser.add_argument("--cpus-per-part", type=int, default=8)
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="-- FLAGS of tools/preprocess_data.py")
     args = parser.parse_args()
-    files = [str(file.path) for file in find_files([str(args.input)])]
+    flags = [flag for flag in args.flags if flag != "--"]
+    given = preprocess_data.parse_arguments(["--input", str(args.input), "--output-prefix", "x", *flags])
+    files = [str(file.path) for file in find_files(given.input, given.input_format)]
     if not 0 < args.parts <= len(files):
         parser.error(f"--parts must be 1 to the number of files below {args.input}, {len(files)}")
     folder = args.output_prefix.with_name(f"{args.output_prefix.name}_parts")
     folder.mkdir(parents=True, exist_ok=True)
     bounds = [i * len(files) // args.parts for i in range(args.parts + 1)]
     task = ray.remote(num_cpus=args.cpus_per_part, max_retries=3)(tokenize)
-    flags = [flag for flag in args.flags if flag != "--"]
     parts = [
         task.remote(os.getcwd(), files[bounds[i] : bounds[i + 1]], str(folder / f"{i:05d}"), args.cpus_per_part, flags)
         for i in range(args.parts)

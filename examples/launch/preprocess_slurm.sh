@@ -13,8 +13,12 @@ cd "${SLURM_SUBMIT_DIR:-.}"
 [ $# -gt 2 ] || { echo "usage: sbatch $0 FOLDER PREFIX FLAGS" >&2; exit 2; }
 folder=$1 prefix=$2 i=$SLURM_ARRAY_TASK_ID parts=$SLURM_ARRAY_TASK_COUNT
 shift 2
-list='import sys; from megatron_zpp.data.text.corpus import find_files; print(*(f.path for f in find_files(sys.argv[1:])), sep="\n")'
-found=$(python -c "$list" "$folder") # as tools/preprocess_data.py finds and sorts them
+list='import sys
+from megatron_zpp.commands.data.preprocess_data import parse_arguments
+from megatron_zpp.data.text.corpus import find_files
+args = parse_arguments(["--input", sys.argv[1], "--output-prefix", *sys.argv[2:]])
+print(*(file.path for file in find_files(args.input, args.input_format)), sep="\n")'
+found=$(python -c "$list" "$folder" "$prefix" "$@") # as tools/preprocess_data.py finds and sorts them
 mapfile -t files <<<"$found"
 share=("${files[@]:$((i * ${#files[@]} / parts)):$(((i + 1) * ${#files[@]} / parts - i * ${#files[@]} / parts))}")
 [ "${#share[@]}" -gt 0 ] || { echo "no file for part $i of $parts: give --array fewer than ${#files[@]} parts" >&2; exit 2; }

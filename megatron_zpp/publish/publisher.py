@@ -164,12 +164,17 @@ def _together(work: Callable[[], T]) -> list[T]:
     result, error, own = None, None, None
     try:
         result = work()
-    except Exception as caught:
-        error, own = str(caught), caught
-    answers = gather_objects((result, error)) if dist.is_initialized() else [(result, error)]
-    if own is not None and not isinstance(own, (OSError, ValueError)):
-        raise own  # no user's error
-    for rank, (_, text) in enumerate(answers):
+    except (OSError, ValueError) as caught:
+        error = str(caught)
+    except Exception as caught:  # no user's error: the others must not go on either
+        own = caught
+    answer = result, error, None if own is None else repr(own)
+    answers = gather_objects(answer) if dist.is_initialized() else [answer]
+    if own is not None:
+        raise own
+    for rank, (_, text, crash) in enumerate(answers):
+        if crash is not None:
+            raise RuntimeError(f"rank {rank} cannot publish: {crash}")
         if text is not None:
             raise PublishError(f"rank {rank}: {text}" if rank else text)
-    return [result for result, _ in answers]  # type: ignore[misc]
+    return [result for result, *_ in answers]  # type: ignore[misc]

@@ -40,6 +40,7 @@ from megatron_zpp.zeropp.recipes import AUTO
 FINETUNING_CHANGES = {
     *("rotary_base", "rotary_base_local", "rotary_seq_len_interpolation_factor", "rope_scaling_factor"),
     *("yarn_scaling_factor", "yarn_original_context", "yarn_beta_fast", "yarn_beta_slow", "mscale", "mscale_all_dim"),
+    *("no_yarn_correction_range_round_to_int", "position_embedding_type rope there, yarn here"),
     *("window_size", "window_attn_skip_freq", "moe.load_balancing", "moe.aux_loss_coeff", "moe.z_loss_coeff"),
     *("moe.expert_capacity_factor", "moe.eval_capacity_factor", "moe.min_capacity"),
 }
@@ -305,7 +306,7 @@ def _check_same_model(
         if theirs[k] != v and not k.endswith("dropout") and k != "init_method_std"
         for name, there, here in _parts(k, theirs[k], v)
     ]
-    changed = [text for text in differing if finetunes and text.partition(" ")[0] in FINETUNING_CHANGES]
+    changed = [text for text in differing if finetunes and {text, text.partition(" ")[0]} & FINETUNING_CHANGES]
     differing = [text for text in differing if text not in changed]
     # A base may have none; target modules are checked as tensors.
     for name in ("lora_rank", "lora_alpha") if has_adapters else ():

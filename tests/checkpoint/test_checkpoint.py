@@ -160,7 +160,12 @@ def test_fine_tuning_may_change_how_texts_are_read_and_says_so(data, tmp_path):
     rope = f"{SMALL} --position-embedding-type rope --num-experts 2 --save-interval 9 --save {tmp_path}"
     run_ranks(1, train_each, {"": flags(data, rope, "--moe-aux-loss-coeff 0.01")})
     other = f"{rope}/other --load {tmp_path} --rotary-base 500000 --moe-aux-loss-coeff 0 --train-iters 2"
-    refused, ((code, out, err)) = run_ranks(1, call_pretrain, flags(data, other), flags(data, f"{other} --finetune"))[0]
+    yarn = f"{rope}/yarn --load {tmp_path} --finetune --train-iters 2 --moe-aux-loss-coeff 0.01"
+    yarn += " --position-embedding-type yarn --yarn-rotary-scaling-factor 4 --yarn-original-max-position-embeddings 32"
+    cases = [flags(data, words) for words in (other, f"{other} --finetune", yarn)]
+    refused, (code, out, err), longer = run_ranks(1, call_pretrain, *cases)[0]
+    to_yarn = "note: fine-tuning changes the model: position_embedding_type rope there, yarn here; yarn_scaling_factor"
+    assert longer[0] == 0 and to_yarn in longer[1], longer
     changed = "rotary_base 10000 there, 500000 here; moe.aux_loss_coeff 0.01 there, 0.0 here"
     assert refused[0] == 2 and f"is of another model: {changed}" in refused[2]
     assert code == 0 and f"note: fine-tuning changes the model: {changed}\n" in out, err

@@ -135,7 +135,7 @@ def test_another_limit_of_documents_is_refused_where_blocks_are_done_in_any_orde
         state = dataclasses.asdict(preprocessing.State()) | {"done": done}
         job.state_file.write_text(json.dumps({"job": identity, "state": state}))
         larger = dataclasses.replace(job, reading=dataclasses.replace(job.reading, max_document_bytes=16 << 20))
-        with pytest.raises(ValueError, match="another max_document_bytes") if refuses else contextlib.nullcontext():
+        with pytest.raises(ValueError, match="another max_document_megabytes") if refuses else contextlib.nullcontext():
             preprocessing._load(larger, preprocessing._identity(larger, find_files(job.inputs)))
 
 

@@ -65,6 +65,11 @@ def test_parts_that_slurm_tokenizes_make_the_bytes_of_one_machine(tmp_path):
         (text / name).parent.mkdir(parents=True, exist_ok=True)
         (text / f"{name}.txt").write_text(f"document {i} " * (i + 1))
     (text / "SHA256SUMS").write_text("no text\n")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd/part.dat").write_text("text")
+    odd = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_COUNT": "1"}
+    given = (tmp_path / "odd", tmp_path / "odd/part", *TOKENIZER, "--input-format=text")
+    run(ROOT / "examples/launch/preprocess_slurm.sh", *given, **odd)
     for i in range(3):
         array = {"SLURM_ARRAY_TASK_ID": str(i), "SLURM_ARRAY_TASK_COUNT": "3"}
         run(ROOT / "examples/launch/preprocess_slurm.sh", text, tmp_path / "parts/part", *TOKENIZER, **array)

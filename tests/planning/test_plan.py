@@ -224,4 +224,5 @@ def test_mistakes_in_the_command(capsys, tmp_path):
 
 @pytest.mark.parametrize(("flag", "settles"), [("--cpu-offload", "wire"), ("--cpu-offloading-num-layers", "recompute")])
 def test_what_the_two_kinds_of_offloading_settle(flag, settles):
+    assert not is_settled("wire", ["--zeropp-loss-budget"])
     assert [question for question in SETTLES if is_settled(question, [flag, "2"])] == [settles]

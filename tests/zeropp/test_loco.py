@@ -63,6 +63,22 @@ def test_what_is_less_than_half_a_step_is_not_lost(dtype, others):
     assert gained.view(BLOCKS, SIZE)[:, 1:].mean().item() == pytest.approx(64 * SMALL, rel=0.05)
 
 
+def test_a_loaded_error_is_rescaled_after_its_first_step_was_undone():
+    first, gradients = (
+        ErrorFeedback(LoCoConfig(error_dtype="fp32")),
+        GradientSum(torch.linspace(-1, 1, HOP.numel).view(1, -1)),
+    )
+    first.begin_step()
+    first.encode(gradients, HOP)
+    again = ErrorFeedback(first.config)
+    again.load_state_dict(first.state_dict())
+    again.begin_step()
+    again.encode(gradients, HOP)
+    again.undo_step()
+    again.rescale(0.5)
+    assert torch.equal(again.decode(again.error), 0.5 * first.decode(first.error)) and again.error.any()
+
+
 def test_nan_and_inf_stay_in_bf16():
     special = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0, -0.0])
     # The NaN of all ones would overflow into a zero.

@@ -83,8 +83,8 @@ def parameter_reader(
         if rows is not None:
             found_rows.add(tensor.shape[0])
         if rows is not None and tensor.shape[0] < num_ids:
-            few = f"{weight.theirs} has {tensor.shape[0]:,} rows, less than the {num_ids:,} ids of the tokenizer"
-            raise CheckpointError(f"{saved.path}: {few}: give the run's own")
+            few = f"{weight.theirs} has {tensor.shape[0]:,} rows, fewer than the tokenizer's {num_ids:,} ids"
+            raise CheckpointError(f"{saved.path}: {few}: give the run's own tokenizer")
         if rows is not None:  # rows beyond the tokenizer's ids pad the vocabulary: cut or add them
             tensor = F.pad(tensor[:rows], (0, 0, 0, max(0, rows - tensor.shape[0])))
         if not tensor.isfinite().all():

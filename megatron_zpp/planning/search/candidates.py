@@ -77,10 +77,11 @@ SETTLES = {
     "recompute": ("--recompute", "--cpu-offloading"),
     "micro-batch": ("--micro-batch-size",),
 }
+SETTLES_NOTHING = ("--zeropp-redecide", "--zeropp-loss-budget", "--zeropp-monitor-interval", "--zeropp-check-agreement")
 
 
 def is_settled(question: str, stated: Collection[str]) -> bool:
-    return any(f"{flag} ".startswith(SETTLES[question]) for flag in stated)
+    return any(f"{flag} ".startswith(SETTLES[question]) for flag in stated if flag not in SETTLES_NOTHING)
 
 
 def wires(cluster: Cluster, layout: Layout, stated: Collection[str]) -> Iterator[tuple[Wire, str]]:

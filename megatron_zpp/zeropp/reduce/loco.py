@@ -60,6 +60,8 @@ class ErrorFeedback:
         is_other = self._format is not None and self._format.parameters != format.parameters
         if is_other or (self.error is not None and self.error.shape[-1] != format.nbytes):
             self.error = None  # parameters were frozen or unfrozen
+        elif self._before_step[0] is self.error:  # a loaded error's format is known only now
+            self._before_step = *self._before_step[:2], format
         self._format = format
         self.steps += is_last
         decay, new_error = 1.0, None

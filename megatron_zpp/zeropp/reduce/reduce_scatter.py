@@ -110,11 +110,12 @@ class HierarchicalReduceScatter(DefaultAllocMixin, ReduceScatter):
         before, self._last_reduction = self._last_reduction, now
         if before is None or before[1] != now[1]:
             return False
+        has_hooks = now[1] > 0  # else optimizers may have stepped unseen
         is_same_pass = before[0] == now[0]
         accumulates = not is_same_pass and any(p.grad is not None for p in self.unit.parameters)
         if accumulates and self.hops.node_sum.kept is None:
             warn_of_accumulation()
-        return is_same_pass or accumulates
+        return has_hooks and (is_same_pass or accumulates)
 
     def _check_reduced(self, part: UnitPart, shard_numel: int) -> None:
         if part.numel != shard_numel:

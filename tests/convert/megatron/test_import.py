@@ -141,9 +141,9 @@ def test_another_tokenizer_is_refused_or_noted(tmp_path):
     FORMATS["legacy"](tmp_path / "theirs", random_model(CONFIGS["gpt"]), CONFIGS["gpt"])
     given = ("--input", tmp_path / "theirs", "--tokenizer-type", "NullTokenizer", "--vocab-size")
     refused = call_wrongly(import_megatron, *given, 50_000, "--save", tmp_path / "many")
-    assert "rows, less than the 50,001 ids of the tokenizer: give the run's own" in refused
+    assert "rows, fewer than the tokenizer's 50,001 ids: give the run's own tokenizer" in refused
     noted = call_well(import_megatron, *given, 20, "--save", tmp_path / "few")
-    assert "ids of the tokenizer" in noted and "is it the run's own?" in noted
+    assert "ids of the tokenizer" in noted and "is this the run's own tokenizer?" in noted
 
 
 def test_a_gelu_that_megatron_does_not_have_is_not_exported():
