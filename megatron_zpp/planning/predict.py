@@ -31,6 +31,7 @@ from megatron_zpp.planning.needs.traffic import (
 )
 from megatron_zpp.planning.step import BETWEEN, WITHIN, StepShape, StepTime, Transfer, UnitTimes, simulate
 from megatron_zpp.settings.resolved import ResolvedSettings
+from megatron_zpp.zeropp.recipes import RECIPES
 
 # Bytes that kernels move to synchronize islands, for each element of a shard: differences, both hops, the outer step
 # and the merge are about 13 passes over fp32.
@@ -384,7 +385,7 @@ def predict_logged(run: RunHistory, cluster: Cluster) -> Prediction:
         raise ValueError(f"--cluster has {cluster.nodes} x {cluster.gpus_per_node} GPUs, but {run.name} had {ranks}")
     architecture, vocabulary = find_architecture(run.settings["architecture"]), int(run.settings["padded_vocab_size"])
     flags = shlex.split(run.settings["command"])[1:]
-    if run.settings.get("zeropp") is not None:
+    if run.settings.get("zeropp") in RECIPES:  # TensorBoard has texts: "None"
         flags += ["--zeropp", run.settings["zeropp"]]  # what auto chose
     per_node = cluster.gpus_per_node
     settings = parse_settings(architecture, flags, ranks, lambda _: None, counts_all_jobs=True, ranks_per_node=per_node)

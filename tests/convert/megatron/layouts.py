@@ -111,7 +111,7 @@ def tensor_parallel(state: State, ranks: int) -> list[State]:
 
 
 def two_ranks(ours: State) -> list[State]:
-    return tensor_parallel(with_rows(megatron_core(ours), 272), 2)
+    return tensor_parallel(with_rows(megatron_core(ours), max(272, len(ours["word_embeddings.weight"]))), 2)
 
 
 def stage(state: State, layers: list[int], first: bool, last: bool) -> State:
