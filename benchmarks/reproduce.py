@@ -52,8 +52,8 @@ from study_tables import (
     draw_plots,
     page_of,
     replace_block,
-    table_of_few_seeds,
     table_of_muon_rates,
+    table_of_one_seed,
     table_of_recipes,
 )
 
@@ -72,7 +72,7 @@ def kept_rows() -> Rows:
 
 
 def table_of_scale(experiment: Experiment) -> str:
-    return table_of_few_seeds(experiment, results_of(experiment.scale), kept_rows())
+    return table_of_one_seed(experiment, results_of(experiment.scale), kept_rows())
 
 
 BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place

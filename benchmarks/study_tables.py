@@ -91,20 +91,17 @@ def table(experiment: Experiment, rows: Rows) -> str:
     return "\n".join(lines) + "\n"
 
 
-def table_of_few_seeds(experiment: Experiment, rows: list[dict[str, Any]], small: Rows) -> str:
-    """E8 and E17: seed 1 of a larger scale, the excess of other seeds, and the small scale's where that has three."""
+def table_of_one_seed(experiment: Experiment, rows: list[dict[str, Any]], small: Rows) -> str:
+    """E8 and E17: one seed of a larger scale, beside the same arms of the small one where that has three."""
     of_flags = {row["flags"]: row for row in rows if row["seed"] == 1}
-    losses = {(row["flags"], row["seed"]): row["validation_loss"] for row in rows}
-    seeds = sorted({row["seed"] for row in rows})
     lines = []
     arms = [(group, arm) for group in experiment.groups for arm in group.arms if arm.flags in of_flags]
     for of_group, arm in arms:
         if len(experiment.groups) > 1 and arm is of_group.arms[0]:
             lines.append([f"**{of_group.title}**", "", "", "", ""])
-        loss, over, beside = losses[arm.flags, 1], "", ""
+        loss, over, beside = of_flags[arm.flags]["validation_loss"], "", ""
         if arm.flags != arm.control:
-            pairs = [(losses.get((arm.flags, seed)), losses.get((arm.control, seed))) for seed in seeds]
-            over = ", ".join(f"{100 * (ours / theirs - 1):+.2f} %" for ours, theirs in pairs if ours and theirs)
+            over = f"{100 * (loss / of_flags[arm.control]['validation_loss'] - 1):+.2f} %"
             beside = mean_and_spread(excesses(arm, small), "{:+.2f}", " %") if arm.flags in small else ""
         lines.append([arm.name, f"{loss:.4f}", over, beside, f"{of_flags[arm.flags]['bytes_per_parameter']:.3g}"])
     columns = ["on the wire", "validation loss", f"over {experiment.control}", "small", "bytes"]

@@ -135,7 +135,7 @@ def chosen_settings(
     kept = None if settings.zero.zeropp_redecide else recipe_to_keep(settings.checkpoint)
     if kept is not None:
         why = f"--zeropp auto: {kept}, as the checkpoint's run; --zeropp-redecide chooses again"
-        choice = Choice(kept, find_nodes(parse).ranks_per_node, why)
+        choice = Choice(kept, find_nodes(settings).ranks_per_node, why)
     else:
         with errors_on_all_ranks():
             vocabulary = find_tokenizer(settings.tokenizer).vocab_size

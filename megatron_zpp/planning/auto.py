@@ -47,7 +47,8 @@ class Choice:
 def choose_recipe(architecture: Architecture, parse: Parse, vocabulary: int, device: torch.device) -> Choice:
     """Measure, predict and choose. Collective; the same on all ranks. Raises ValueError for what is not predicted."""
     start = time.monotonic()
-    settings, topology = parse("zero3", 1), find_nodes(parse)
+    settings = parse("zero3", 1)
+    topology = find_nodes(settings)
     if topology.num_nodes == 1:
         return Choice("zero3", topology.ranks_per_node, "--zeropp auto: zero3, since all ranks are on one node")
     training, width = settings.training, settings.model.hidden_size // HEAD_DIM * HEAD_DIM
@@ -81,11 +82,10 @@ def choose_recipe(architecture: Architecture, parse: Parse, vocabulary: int, dev
     return choice
 
 
-def find_nodes(parse: Parse) -> Topology:
+def find_nodes(settings: ResolvedSettings) -> Topology:
     """Find the nodes of all ranks, as they run if no flag says it. Collective."""
-    settings, world = parse("zero3", 1), dist.group.WORLD
+    stated, world = settings.zeropp.ranks_per_node, dist.group.WORLD
     assert world is not None
-    stated = settings.zeropp.ranks_per_node
     return build_topology(world, stated and stated * settings.distributed.tensor_model_parallel_size)
 
 

@@ -96,8 +96,10 @@ class Publisher:
 
         def write() -> tuple[str, dict[str, Any]] | None:
             nonlocal wire
-            shards = [shard for shard in self._shards() if _key(shard) not in self._others]
-            self._layout = [(_key(shard), shard.values.dtype) for shard in shards]
+            keyed = [(_key(shard), shard) for shard in self._shards()]
+            keyed = [(key, shard) for key, shard in keyed if key not in self._others]
+            shards = [shard for _, shard in keyed]
+            self._layout = [(key, shard.values.dtype) for key, shard in keyed]
             format, wire = pack((shard.values for shard in shards), self.dtype)
             metadata = {key: json.dumps(value) for key, value in identity.items()}
             tensors = {shard.name: shard.values for shard in shards}
