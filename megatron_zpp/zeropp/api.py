@@ -65,8 +65,6 @@ def apply_zeropp(
             raise ValueError(f"{unit.label} is sharded over a two-dimensional (HSDP) mesh; ZeRO++ needs a flat one")
     if find_unused_parameters:
         check_finds_unused(config)
-        if not hasattr(units[0].module, "set_reduce_scatter_unused_params"):
-            raise ValueError("find_unused_parameters requires FSDP2's set_reduce_scatter_unused_params: a newer torch")
     zeropp = ZeroPP(model, units, config, pipeline, tensor_parallel, find_unused_parameters)
     if zeropp.is_logging_rank:
         warn(config, units, zeropp.topologies, zeropp.device)

@@ -52,8 +52,7 @@ class HierarchicalReduceScatter(DefaultAllocMixin, ReduceScatter):
         self.position.begin(self.unit.is_last_backward)
         self.position.reduced()
         continues = self._continues()
-        part = self.unit.trainable
-        self._check_reduced(part, output_tensor.numel())
+        part = self.unit.part(self.unit.reduced)
         gradients = hops.begin(
             part, input_tensor.view(topology.num_nodes, topology.ranks_per_node, output_tensor.numel()), continues
         )
@@ -81,7 +80,7 @@ class HierarchicalReduceScatter(DefaultAllocMixin, ReduceScatter):
             stream = current_stream(self.unit.device)
             # If the backward pass fails, nothing else holds what is in flight.
             call_after_backward(lambda: self._finish(in_flight, part, op, divisor, stream))
-        self.unit.mark_reduced(completes_step=True)
+        self.unit.mark_reduced(part.indices)
         return None
 
     def _total(self, in_flight: Exchange, op: Any) -> Tensor:
@@ -116,14 +115,6 @@ class HierarchicalReduceScatter(DefaultAllocMixin, ReduceScatter):
         if accumulates and self.hops.node_sum.kept is None:
             warn_of_accumulation()
         return has_hooks and (is_same_pass or accumulates)
-
-    def _check_reduced(self, part: UnitPart, shard_numel: int) -> None:
-        if part.numel != shard_numel:
-            raise RuntimeError(
-                f"some trainable parameters of {self.unit.label} got no gradient in this backward pass; FSDP2 then "
-                "leaves them out and quantized gradients cannot tell which. Freeze them (requires_grad = False), or "
-                "call model.set_reduce_scatter_unused_params(True), which newer torch releases have"
-            )
 
 
 class UnusedParameters:
