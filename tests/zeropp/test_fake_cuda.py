@@ -11,6 +11,7 @@ streams behave. What torch's own C++ asks the device is answered with "meta".
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class Step:
     tensors: dict[str, tuple[str, torch.dtype, tuple[int, ...]]]  # what the rank has afterwards
 
 
-def third_step(config: ZeroPPConfig, micro_batches: int = 2) -> Step:
+def third_step(config: ZeroPPConfig, micro_batches: int = 2, **options: Any) -> Step:
     """On a process of its own: a fake group cannot be told from others of the process."""
     dist.destroy_process_group()  # that of the test's own rank
     dist.init_process_group("fake", rank=RANK, world_size=NODES * PER_NODE, store=FakeStore())
@@ -68,7 +69,7 @@ def third_step(config: ZeroPPConfig, micro_batches: int = 2) -> Step:
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
         with _disable_current_modes():  # ranks tell each other where they are, in tensors with values
-            zeropp = apply_zeropp(model, config)
+            zeropp = apply_zeropp(model, config, **options)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         for _ in range(3):
             optimizer.zero_grad()
@@ -199,6 +200,11 @@ def test_no_setting_waits_for_the_device_or_computes_on_the_host(name):
         assert copies == [3, 3]  # there and back, of each unit
     else:
         assert step.on_host == set()
+
+
+def test_finding_unused_parameters_waits_for_nothing_on_a_rank_that_used_all():
+    (step,) = run_ranks(1, partial(third_step, ALL, find_unused_parameters=True))
+    assert step.host_waits == [] and step.on_host == set() and step.races == []
 
 
 # What the tests above would see

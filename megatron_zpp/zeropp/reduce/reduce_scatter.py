@@ -143,7 +143,9 @@ class UnusedParameters:
 
     def _drop_unused(self) -> None:
         used = [used for unit in self.units for used in unit.use()]
-        flags = torch.tensor(used, dtype=torch.uint8, device=self.units[0].device)
+        flags = torch.ones(len(used), dtype=torch.uint8, device=self.units[0].device)
+        if not all(used):  # only this rank's host waits: for the copy, and below for the result
+            flags.copy_(torch.tensor(used))
         work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.topology.group, async_op=True)
         count_all_reduce(self.traffic, self.topology, flags.nbytes)
         assert work is not None
