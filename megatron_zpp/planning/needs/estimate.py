@@ -345,12 +345,14 @@ def communicators(settings: ResolvedSettings, grid: RankGrid) -> tuple[int, floa
     sizes = [group.size for group in (*shards, grid.group("replicas"), experts)]
     sizes += [getattr(settings.distributed, name) for name in MODEL_PARALLEL_SETTINGS]
     sizes.append(settings.distributed.islands)
-    if config.enabled and averaging.nodes > 1:
-        sizes += [averaging.ranks_per_node, averaging.ranks_per_node, averaging.nodes]  # weights, gradients; both
-    elif config.quantized_gradients:
-        sizes.append(averaging.ranks_per_node)  # gradients have one of their own
+    units = {averaging, of_experts}
+    for group in units:
+        if config.enabled and group.nodes > 1:
+            sizes += [group.ranks_per_node, group.ranks_per_node, group.nodes]  # weights, gradients; both
+        elif config.quantized_gradients:
+            sizes.append(group.ranks_per_node)  # gradients have one of their own
     number = sum(size > 1 for size in sizes)
-    exchanges = [experts, averaging] if config.quantized_gradients else [experts]  # those with an all-to-all
+    exchanges = [experts, *units] if config.quantized_gradients else [experts]  # those with an all-to-all
     peers = sum(group.ranks_per_node - 1 for group in exchanges)
     crossing = sum(group.nodes > 1 for group in exchanges)
     return number, COMMUNICATOR_BYTES * number + PEER_BYTES * peers + NETWORK_PAIR_BYTES * crossing

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,10 +57,8 @@ class HierarchicalReduceScatter(DefaultAllocMixin, ReduceScatter):
         gradients = hops.begin(
             part, input_tensor.view(topology.num_nodes, topology.ranks_per_node, output_tensor.numel()), continues
         )
-        exchange = start_exchange(gradients, hops.within_node, topology.reduce_group)
-        with self.unit.waits.collective("reduce", self.unit, crosses_nodes=False):
-            node_sum = exchange.wait()  # [N, L]
-        del exchange  # and the memory of what was sent
+        timer = self.unit.waits.collective("reduce", self.unit, crosses_nodes=False)
+        node_sum = start_exchange(gradients, hops.within_node, topology.reduce_group, timer).wait()  # [N, L]
         if not self.position.is_last:
             hops.keep(node_sum)
             output_tensor.zero_()
@@ -146,10 +145,8 @@ class UnusedParameters:
         flags = torch.ones(len(used), dtype=torch.uint8, device=self.units[0].device)
         if not all(used):  # only this rank's host waits: for the copy, and below for the result
             flags.copy_(torch.tensor(used))
-        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.topology.group, async_op=True)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.topology.group)
         count_all_reduce(self.traffic, self.topology, flags.nbytes)
-        assert work is not None
-        work.wait()
         if not all(used):
             parameters = (parameter for unit in self.units for parameter in unit.parameters)
             for parameter, used_by_any_rank in zip(parameters, flags.tolist(), strict=True):
@@ -173,7 +170,7 @@ class Exchange:
     """Gradients of a hop in flight: a piece from each rank of its group to each."""
 
     total: GradientSum  # of the pieces that were sent here; valid after ``work``
-    work: dist.Work | None  # None: a group of one rank
+    work: dist.Work | None  # None: it is not in flight
     sent: Tensor | None  # uint8 [G, ..., nbytes], which is read until then
 
     def wait(self) -> GradientSum:
@@ -182,13 +179,22 @@ class Exchange:
         return self.total
 
 
-def start_exchange(gradients: GradientSum, hop: GradientHop | None, group: dist.ProcessGroup) -> Exchange:
-    """Send a piece of gradients [G, ..., L] to each rank of the hop's group; they add up to [..., L]."""
+def start_exchange(
+    gradients: GradientSum,
+    hop: GradientHop | None,
+    group: dist.ProcessGroup,
+    timer: AbstractContextManager[None] | None = None,
+) -> Exchange:
+    """Send a piece of gradients [G, ..., L] to each rank of the hop's group; they add up to [..., L].
+
+    timer: times the exchange, which then runs on the current stream. None: it is in flight until ``Exchange.wait``.
+    """
     if hop is None:
         return Exchange(gradients.only_piece(), None, None)
     wires = hop.encode(gradients)
     received = torch.empty_like(wires)
-    work = dist.all_to_all_single(received, wires, group=group, async_op=True)
+    with timer or nullcontext():
+        work = dist.all_to_all_single(received, wires, group=group, async_op=timer is None)
     return Exchange(hop.sum_of(received), work, wires)
 
 
