@@ -91,7 +91,7 @@ class ZeroPP(ZeroPPInterface):
         topologies = dict.fromkeys(self.topologies)
         self._unseen_changes = {each: UnseenChanges(each, self._passes, self.traffic) for each in topologies}
         for unit in units:
-            unit.follow_backward(reduces_unused=config.quantized_gradients, watches_use=find_unused_parameters)
+            unit.follow_backward(reduces_unused=config.quantized_gradients)
         self._unused_parameters: dict[Topology, UnusedParameters] = {}
         if find_unused_parameters:
             for topology in topologies:

@@ -106,23 +106,20 @@ class FSDPUnit(Unit):
         """Let FSDP2 call ``hook`` with what it has all-reduced over replicas."""
         self._param_group._all_reduce_hook = hook
 
-    def follow_backward(self, reduces_unused: bool, watches_use: bool) -> None:
+    def follow_backward(self, reduces_unused: bool) -> None:
         """Wrap FSDP2's ``post_backward`` with what ZeRO++ needs before it, and time where FSDP2 waits.
 
         reduces_unused: let FSDP2 reduce zeros for trainable parameters that a backward pass did not use.
-        watches_use: note which parameters backward passes use.
         """
         group, waits = self._param_group, self.waits
         if waits.device.type == "cuda":  # where FSDP2 lets the stream that computes wait; on a CPU streams are one
             for name in ("wait_for_unshard", "finalize_backward"):
                 setattr(group, name, waits.stall()(getattr(group, name)))
-        elif not (reduces_unused or watches_use):
+        elif not reduces_unused:
             return
         reduce = group.post_backward
 
         def post_backward(*arguments: Any) -> None:
-            if watches_use:
-                self._note_use()
             if reduces_unused and group.reduce_grads:
                 self._complete_gradients()
             with waits.stall():
@@ -163,19 +160,17 @@ class FSDPUnit(Unit):
         unpadded = [piece[: g.numel()].view(g.shape) for piece, g in zip(pieces, gradients, strict=True)]
         torch._foreach_add_(gradients, unpadded)
 
-    def _note_use(self) -> None:
-        if self._without_gradient is None:
-            self._without_gradient = {i for i, parameter in enumerate(self.parameters) if parameter.grad is None}
-        self._used |= {index for index, param in self._once_gathered() if _has_gradient(param)}
-
     def _complete_gradients(self) -> None:
-        """Give each parameter that must be reduced a gradient, and set ``reduced``.
+        """Note which parameters are used, give each that must be reduced a gradient, and set ``reduced``.
 
         Trainable parameters that this backward pass did not use get zeros, and so do parameters that were frozen after
         a micro-batch whose gradients are held. All gradients get one dtype, since FSDP2 reduces no others: passes that
         did not reduce left sums in ``reduce_dtype``.
         """
         gathered = self._once_gathered()
+        if self._without_gradient is None:
+            self._without_gradient = {i for i, parameter in enumerate(self.parameters) if parameter.grad is None}
+        self._used |= {index for index, param in gathered if _has_gradient(param)}
         held = self.reduced if self.holds_gradients else ()
         has_sums = any([param.unsharded_accumulated_grad is not None for _, param in gathered])
         for index, param in gathered:

@@ -71,8 +71,6 @@ class HierarchicalReduceScatter(DefaultAllocMixin, ReduceScatter):
             divisor = self.unit.divisor_after_reduction(output_tensor.dtype, group)
             output_tensor.zero_()
             self.unit.holds_gradients = True
-            if self.unused_parameters is not None:
-                self.unused_parameters.sent(self.unit)
             # FSDP2's stream for reductions. The buffers are allocated there before the collective, written by it on the
             # process group's stream, and read and freed there after ``Work.wait``; FSDP2 writes ``.grad`` there before.
             # So the allocator and every access follow one stream's order, and the program's stream waits for it.
@@ -98,7 +96,7 @@ class HierarchicalReduceScatter(DefaultAllocMixin, ReduceScatter):
             self.unit.add_gradient(part, total if divisor is None else total.div_(divisor))
         self.unit.holds_gradients = False
         if self.unused_parameters is not None:
-            self.unused_parameters.arrived(self.unit)
+            self.unused_parameters.arrived()
 
     def _continues(self) -> bool:
         """Return whether gradients crossed nodes since the last optimizer step; warn once if in another pass."""
@@ -125,20 +123,13 @@ class UnusedParameters:
 
     def __init__(self, topology: Topology, units: Sequence[FSDPUnit], traffic: Traffic) -> None:
         self.topology, self.units, self.traffic = topology, units, traffic
-        self._in_flight: list[FSDPUnit] = []  # units whose last gradients of this step are in flight
-        self._backward_pass = -1
+        self._drops_in = -1  # the backward pass at whose end unused parameters lose their gradient
 
-    def sent(self, unit: FSDPUnit) -> None:
-        """Note that the unit's last gradients of a step are in flight. All units' are before the first ``arrived``."""
-        if backward_pass() != self._backward_pass:  # the one before may have failed
-            self._in_flight, self._backward_pass = [], backward_pass()
-        self._in_flight.append(unit)
-
-    def arrived(self, unit: FSDPUnit) -> None:
-        """Note that they are in ``.grad``. After the last unit, parameters that no rank used lose their gradient."""
-        self._in_flight.remove(unit)
-        if not self._in_flight:
-            self._drop_unused()
+    def arrived(self) -> None:
+        """Note that a unit's last gradients of a step are in ``.grad``. All units' have left before the first ones."""
+        if self._drops_in != backward_pass():
+            self._drops_in = backward_pass()
+            call_after_backward(self._drop_unused)  # when the others, which were queued before, have arrived
 
     def _drop_unused(self) -> None:
         used = [used for unit in self.units for used in unit.use()]
