@@ -74,7 +74,7 @@ lower-bound cuda-build:
 	$(MAKE) -C $(COPY) $(READY) TORCH_INDEX=$(TORCH_INDEX)
 
 test-lower-bound test-cuda-build:
-	cd $(COPY) && $(CHECK) && $(PYTEST) tests/zeropp
+	cd $(COPY) && $(CHECK) && $(PYTEST) tests/zeropp tests/test_torch_signatures.py
 
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 test-sanitizers: $(READY)  ## run the tests of the CPU kernels with AddressSanitizer and UndefinedBehaviorSanitizer

@@ -120,7 +120,9 @@ def count(flags: str) -> dict[str, int]:
             _step(run, state, iter([batch]), 1, False)
     nodes = [{rank // PER_NODE for rank in dist.get_process_group_ranks(group)} for group in made.groups]
     crossing = sum(len(each) > 1 for each in nodes)
-    counts = made.launches, len(host.waits), len(nodes), crossing, len({*made.groups})
+    # The ranks of each unit told each other their nodes at the start.
+    communicators = {*made.groups, *(each.group for each in zeropp.topologies if each.world_size > 1)}
+    counts = made.launches, len(host.waits), len(nodes), crossing, len(communicators)
     dist.destroy_process_group()
     return dict(zip(COUNTED, counts, strict=True))
 

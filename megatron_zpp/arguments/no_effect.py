@@ -85,6 +85,8 @@ def notes_on(settings: Settings, given: set[str]) -> Iterator[str]:
     for name in ("zeropp_scale_dtype", "zeropp_monitor_interval"):
         if name in given and not is_quantized:
             yield f"{flag_of(name)} has no effect: this run quantizes nothing"
+    if settings.optimizer.use_apex and settings.distributed.tensor_model_parallel_size > 1:
+        yield "--use-apex leaves norms to torch under --tensor-model-parallel-size"
     if (loses := lost_under_muon(settings)) is not None:
         yield f"{loses}: use --zeropp int8"
     for names, is_on, why in (

@@ -66,8 +66,9 @@ class CheckpointSaver:
         arguments: dict[str, Any] = dict(storage_writer=writer, planner=planner, process_group=self._group)
         state = checkpoint_state(trained, save_rng)
         if self._asynchronous:
-            arguments["async_stager"] = self._stager
-            future = dcp.async_save(state, **arguments)  # returns when it has copied the state
+            future = dcp.async_save(
+                state, **arguments, async_stager=self._stager
+            )  # returns when it has copied the state
             assert isinstance(future, Future)
         else:
             future = Future()

@@ -1,5 +1,6 @@
 """Attention: queries, keys and values of two kinds, and the kernels and masks by which tokens attend to each other."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.nn.attention.varlen import varlen_attn
 from .layers import gather_tokens
 from .rotary import apply_rotary
 from .transformer import Transformer
+
+VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
 
 
 class Attention(nn.Module):
@@ -215,6 +218,9 @@ def attention(
         queries, keys, values = (tensor.flatten(0, 1) for tensor in (q, k, v))
         key_documents = documents if key_documents is None else key_documents
         edges = (-1 if window is None else window, 0)
+        if options.get("enable_gqa") and not VARLEN_HAS_GQA:
+            keys, values = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=1) for x in (keys, values))
+            del options["enable_gqa"]
         attended = varlen_attn(
             *(queries, keys, values, documents, key_documents, q.shape[1], k.shape[1]),
             window_size=edges,

@@ -3,11 +3,10 @@
 Parameters are fp32 masters (FSDP2 casts copies of them for computing), so no separate main parameters exist.
 """
 
-import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from megatron_zpp.settings.groups import OptimizerSettings
 from megatron_zpp.zeropp import Muon, ZeroPPInterface
 from megatron_zpp.zeropp.own_rank import local_part
+
+from .apex import apex_optimizer
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ def build_optimizer(
         return kind.torch_class(groups, **arguments)
     if kind.apex is None:
         raise ValueError(f"--use-apex: Apex has no --optimizer {settings.optimizer}; leave --use-apex out")
-    return _apex_optimizer(groups, kind.apex, arguments)
+    name, kernel, more_arguments = kind.apex
+    return apex_optimizer(name, kernel, groups, arguments | more_arguments)
 
 
 _DECOUPLED = ("word_embeddings", "output_layer")  # the modules whose weights --decoupled-lr is for
@@ -140,28 +142,3 @@ def _parameter_groups(model: nn.Module, decouples: bool, takes_matrices: bool) -
     if not parts:
         raise ValueError("the model has no trainable parameter")
     return [{**groups[i], "params": part} for (i, _), part in parts.items()]
-
-
-def _apex_optimizer(
-    groups: list[dict[str, Any]], apex: tuple[str, str, dict[str, Any]], arguments: dict[str, Any]
-) -> torch.optim.Optimizer:
-    name, kernel, more_arguments = apex
-    # The package called `apex` on PyPI is an unrelated one, so an import that works proves nothing.
-    try:
-        optimizer_class = getattr(importlib.import_module("apex.optimizers"), name)
-        importlib.import_module("amp_C")  # the compiled part, which an Apex built without --cuda_ext lacks
-    except (ImportError, AttributeError) as error:
-        missing = f"--use-apex: NVIDIA Apex with its CUDA extensions is not installed ({error})"
-        raise ValueError(f"{missing}: build it from github.com/NVIDIA/apex, or leave it out") from error
-    optimizer = optimizer_class(groups, weight_decay=0.0, **arguments, **more_arguments)
-    setattr(optimizer, kernel, _on_local_tensors(getattr(optimizer, kernel)))
-    return cast(torch.optim.Optimizer, optimizer)
-
-
-def _on_local_tensors(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Call Apex's kernel with local shards: it reads raw memory, which a DTensor does not have."""
-
-    def run(chunk_size: int, overflow: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *arguments: Any) -> Any:
-        return kernel(chunk_size, overflow, [[local_part(t) for t in tensors] for tensors in tensor_lists], *arguments)
-
-    return run

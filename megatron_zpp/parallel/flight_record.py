@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 import time
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,12 @@ def last_collective() -> str | None:
 
 
 def _entries() -> list[dict[str, Any]]:
-    return json.loads(_distributed_c10d._dump_fr_trace_json()).get("entries", [])  # type: ignore[attr-defined,no-any-return]
+    """Return this rank's collectives, in the order of the calls: gloo's, and NCCL's, which has its own recorder."""
+    dumps = [
+        getattr(_distributed_c10d, name, lambda: "{}") for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    ]
+    entries = [entry for dump in dumps for entry in json.loads(dump()).get("entries", [])]
+    return sorted(entries, key=itemgetter("time_created_ns"))
 
 
 def write_record(where: str | None) -> None:
@@ -40,6 +46,7 @@ def write_record(where: str | None) -> None:
     record: dict[str, Any] = {"rank": dist.get_rank(), "host": socket.gethostname(), "time": time.time()}
     record |= {"where": where, "groups": groups}
     record["entries"] = _entries()
+    record["lacks_nccl"] = dist.get_backend() == "nccl" and not hasattr(_distributed_c10d, "_dump_nccl_trace_json")
     try:
         Path(f"{prefix}{record['rank']}.json").write_text(json.dumps(record))
     except OSError as error:  # what the rank failed of matters more

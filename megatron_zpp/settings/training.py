@@ -131,7 +131,7 @@ class OptimizerSettings:
         None, "bits of the momentum that crosses nodes for whole matrices; default 16, lossless", at_least=1
     )
     muon_stale_rows: bool = flag(False, "between whole steps, complete each node's rows by those sent last")
-    use_apex: bool = flag(False, "NVIDIA Apex's fused optimizer, where it is installed")
+    use_apex: bool = flag(False, "NVIDIA Apex's fused optimizer and norms, which must be installed")
 
 
 @dataclass(frozen=True)

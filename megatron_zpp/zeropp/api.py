@@ -65,8 +65,6 @@ def apply_zeropp(
             raise ValueError(f"{unit.label} is sharded over a two-dimensional (HSDP) mesh; ZeRO++ needs a flat one")
     if find_unused_parameters:
         check_finds_unused(config)
-        if not hasattr(units[0].module, "set_reduce_scatter_unused_params"):
-            raise ValueError("find_unused_parameters requires FSDP2's set_reduce_scatter_unused_params: a newer torch")
     zeropp = ZeroPP(model, units, config, pipeline, tensor_parallel, find_unused_parameters)
     if zeropp.is_logging_rank:
         warn(config, units, zeropp.topologies, zeropp.device)
@@ -93,7 +91,7 @@ class ZeroPP(ZeroPPInterface):
         topologies = dict.fromkeys(self.topologies)
         self._unseen_changes = {each: UnseenChanges(each, self._passes, self.traffic) for each in topologies}
         for unit in units:
-            unit.follow_backward(reduces_unused=config.quantized_gradients, watches_use=find_unused_parameters)
+            unit.follow_backward(reduces_unused=config.quantized_gradients)
         self._unused_parameters: dict[Topology, UnusedParameters] = {}
         if find_unused_parameters:
             for topology in topologies:

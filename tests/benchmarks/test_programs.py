@@ -48,16 +48,32 @@ def test_the_estimator_counts_communicators():
             assert nbytes > number * 5e8
 
 
-def test_islands_and_gradients_within_one_node_have_communicators_too():
+def of(nodes: int, flags: str, per_node: int = 8) -> tuple[int, float]:
+    """How many communicators a rank of a small Llama has, and their bytes."""
     shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --lr 1e-3"
+    words = f"{shape} --train-iters 1 --mock-data --vocab-size 64 --num-workers 0 {flags}".split()
+    settings = parse_settings(LLAMA, words, nodes * per_node, note=lambda text: None)
+    return communicators(settings, RankGrid(nodes, per_node, settings.distributed))
 
+
+def test_islands_and_gradients_within_one_node_have_communicators_too():
     def number(nodes: int, flags: str) -> int:
-        words = f"{shape} --train-iters 1 --mock-data --vocab-size 64 --num-workers 0 {flags}".split()
-        settings = parse_settings(LLAMA, words, nodes * 8, note=lambda text: None)
-        return communicators(settings, RankGrid(nodes, 8, settings.distributed))[0]
+        return of(nodes, flags)[0]
 
     assert number(4, "--islands 2 --zeropp zero3") == number(4, "--zeropp zero3") + 2  # an island's, and between them
     assert number(1, "--zero-quantized-gradients") == number(1, "") + 1
+
+
+def test_an_all_to_all_between_nodes_has_buffers_too():
+    """Peers of a node have buffers each; those on other nodes share one pair, however many they are."""
+    shared = 2 * 32 * 16 * 2**17
+    weights, gradients = "--zero-quantized-weights", "--zero-quantized-gradients"
+    alone, both = of(4, weights), of(4, f"{weights} {gradients}")
+    assert both[1] - alone[1] == pytest.approx((both[0] - alone[0]) * 688e6 + 3.28e9 + shared)
+    assert of(64, f"{weights} {gradients}") == both
+    experts = "--num-experts 8 --moe-ffn-hidden-size 64 --expert-model-parallel-size 8"
+    within, between = (of(nodes, experts, 8 // nodes * 2) for nodes in (2, 4))
+    assert within[0] == between[0] and between[1] - within[1] == pytest.approx(shared - 4 * 3.28e9 / 7)
 
 
 def test_growth_is_the_simplest_that_fits():

@@ -91,13 +91,16 @@ def test_positions_and_attention_are_reset_apart():
 
 
 @pytest.mark.parametrize("architecture", ["gpt", "llama"])
+@pytest.mark.parametrize("has_gqa", [False, True], ids=["torch 2.11", "newer"])
 @pytest.mark.parametrize("cu_seqlens", [None, CU_SEQLENS], ids=["rows", "documents"])
-def test_the_kernel_is_asked_for_what_the_mask_hides(monkeypatch, architecture, cu_seqlens):
+def test_the_kernel_is_asked_for_what_the_mask_hides(monkeypatch, architecture, cu_seqlens, has_gqa):
     tokens, labels = batch()
     model = build(architecture, window_size=3)
     masked = model(tokens, labels, POSITIONS, cu_seqlens)
     monkeypatch.setattr(attention, "takes_variable_lengths", lambda *of: True)
-    monkeypatch.setattr(attention, "varlen_attn", varlen_by_formula)
+    kernel = varlen_by_formula if has_gqa else lambda *q, window_size: varlen_by_formula(*q, window_size=window_size)
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "VARLEN_HAS_GQA", has_gqa)
     torch.testing.assert_close(model(tokens, labels, POSITIONS, cu_seqlens), masked)
     assert (build(architecture)(tokens, labels, POSITIONS, cu_seqlens) - masked).abs().max() > 1e-2  # it does hide
 

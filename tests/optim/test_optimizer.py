@@ -9,8 +9,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from megatron_zpp.optim.apex import _on_local_tensors
 from megatron_zpp.optim.gradients import clip_gradients, count_zeros, sum_of_squares, sum_over_all_ranks
-from megatron_zpp.optim.optimizer import OPTIMIZERS, _on_local_tensors, build_optimizer
+from megatron_zpp.optim.optimizer import OPTIMIZERS, build_optimizer
 from megatron_zpp.optim.schedule import set_lr_and_weight_decay
 from megatron_zpp.settings.groups import OptimizerSettings, all_flags
 from megatron_zpp.zeropp import OwnRank, ZeroPPConfig, emulate_zeropp

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -13,11 +12,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from megatron_zpp.zeropp import ZeroPP, ZeroPPConfig, apply_zeropp
 from megatron_zpp.zeropp.wire.layout import ParameterShard
 
-# Whether FSDP2 can give a parameter that a backward pass did not use a gradient of zeros; torch 2.11 cannot.
+# Whether plain FSDP2 can give a parameter that a backward pass did not use a gradient of zeros; torch 2.11 cannot.
 HAS_UNUSED_SWITCH = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-needs_unused_switch = pytest.mark.skipif(
-    not HAS_UNUSED_SWITCH, reason="this torch has no set_reduce_scatter_unused_params: unused parameters are refused"
-)
 
 SHAPES = [(13, 37), (5,), (64, 33), (3, 3, 7), (1, 600), (2,)]  # empty shards, odd sizes, less than a block
 

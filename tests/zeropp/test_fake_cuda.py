@@ -11,6 +11,7 @@ streams behave. What torch's own C++ asks the device is answered with "meta".
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ class Step:
     """What one rank did in one optimizer step, from the first forward pass to the optimizer."""
 
     collectives: list[tuple[str, int, str, int]]  # name, ranks, dtype, elements that this rank sends
+    in_flight: set[tuple[str, int]]  # name and ranks of collectives that run beside the stream that asked for them
     launches: Counter[tuple[str, str]]  # of this package, without collectives: operator, and the stream's variable
     host_waits: list[str]  # where the host waits for the device
     on_host: set[str]  # operators on tensors in host memory
@@ -55,7 +57,7 @@ class Step:
     tensors: dict[str, tuple[str, torch.dtype, tuple[int, ...]]]  # what the rank has afterwards
 
 
-def third_step(config: ZeroPPConfig, micro_batches: int = 2) -> Step:
+def third_step(config: ZeroPPConfig, micro_batches: int = 2, **options: Any) -> Step:
     """On a process of its own: a fake group cannot be told from others of the process."""
     dist.destroy_process_group()  # that of the test's own rank
     dist.init_process_group("fake", rank=RANK, world_size=NODES * PER_NODE, store=FakeStore())
@@ -68,7 +70,7 @@ def third_step(config: ZeroPPConfig, micro_batches: int = 2) -> Step:
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
         with _disable_current_modes():  # ranks tell each other where they are, in tensors with values
-            zeropp = apply_zeropp(model, config)
+            zeropp = apply_zeropp(model, config, **options)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         for _ in range(3):
             optimizer.zero_grad()
@@ -84,8 +86,11 @@ def third_step(config: ZeroPPConfig, micro_batches: int = 2) -> Step:
             on_host = set(host.operators)
             optimizer.step()
         ours = [op for op in step if isinstance(op, Operation) and _is_ours(op) and "c10d" not in op.name]
+        streams = [op.stream for op in step if isinstance(op, Operation) and "c10d" in op.name]
+        asked = zip(recorder.collectives, streams, strict=True)
         return Step(
             collectives=[_sent(collective) for collective in recorder.collectives],
+            in_flight={(c.name, len(c.ranks)) for c, stream in asked if stream.startswith("the communicator")},
             launches=Counter((op.name.removeprefix("aten::"), op.stream.partition(" (")[0]) for op in ours),
             host_waits=waits,
             on_host=on_host,
@@ -144,6 +149,9 @@ def test_a_step_of_all_flags_launches_what_it_must_and_waits_for_nothing():
         tensors[f"inter error of {unit}"] = ("cuda:0", torch.uint8, (NODES, nbytes(8, 128, *shards, 4)))
     gathered["c10d::allgather_into_tensor_coalesced_", NODES, "torch.uint8", all_weights] += 1  # they are few
     assert Counter(step.collectives) == gathered + reduced
+    # What is waited for at once runs on the stream that waits, whose priority is FSDP2's.
+    between = ("c10d::allgather_into_tensor_coalesced_", NODES), ("c10d::alltoall_base_", NODES)
+    assert step.in_flight == {*between}
 
     for name, shape in [("0.weight", (8, WIDTH)), ("0.bias", (8,)), ("2.weight", (2, 4 * WIDTH)), ("2.bias", (2,))]:
         tensors |= {f"gradient of blocks.{i}.{name}": ("cuda:0", torch.float32, shape) for i in range(2)}
@@ -199,6 +207,11 @@ def test_no_setting_waits_for_the_device_or_computes_on_the_host(name):
         assert copies == [3, 3]  # there and back, of each unit
     else:
         assert step.on_host == set()
+
+
+def test_finding_unused_parameters_waits_for_nothing_on_a_rank_that_used_all():
+    (step,) = run_ranks(1, partial(third_step, ALL, find_unused_parameters=True))
+    assert step.host_waits == [] and step.on_host == set() and step.races == []
 
 
 # What the tests above would see

@@ -3,6 +3,7 @@
 import os
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -58,6 +59,34 @@ def _timeouts():
     return [each._get_backend(torch.device("cpu")).options._timeout for each in groups]
 
 
+class Options:
+    """Stands in for torch's ProcessGroupNCCL.Options, which only builds with NCCL have."""
+
+    def __init__(self, is_high_priority_stream=False):
+        self.is_high_priority_stream, self._timeout = is_high_priority_stream, timedelta(minutes=10)
+
+
+def _options_with_nccl(ranks_per_node):
+    """What NCCL would be told of each group that is made of some of the ranks: members, priority, timeout."""
+    made, new_group = [], dist.new_group
+    world = dist.new_group(timeout=timedelta(seconds=123))
+
+    def recorded(ranks, timeout, backend, pg_options, **more):
+        assert (backend, pg_options._timeout) == ("nccl", timeout)  # else torch warns, and takes the timeout
+        made.append((ranks, pg_options.is_high_priority_stream, timeout))
+        return new_group(ranks, timeout, "gloo", **more)
+
+    on_cpu = SimpleNamespace(options=world._get_backend(torch.device("cpu")).options)
+    with (
+        patch.object(dist, "get_backend", lambda group: "nccl"),
+        patch.object(type(world), "_get_backend", lambda group, device: on_cpu),
+        patch.object(dist, "new_group", recorded),
+        patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), create=True),
+    ):
+        topology = build_topology(world, ranks_per_node)
+    return made, topology.inter_group is not topology.group
+
+
 def _of_gradients(have_own_group):
     """Whether gradients have a group of their own, its ranks, and those of the gradients after a step."""
     with patch.object(topology, "_runs_in_order", lambda _: have_own_group):
@@ -87,6 +116,7 @@ def _on_two_nodes(function, *args):
 def on_four_ranks():
     functions = {"timeouts": _timeouts, "one host": partial(_groups, None), "3 per node": partial(_refusal, 3)}
     functions |= {f"own group {own}": partial(_of_gradients, own) for own in (False, True)}
+    functions |= {f"NCCL, {number} per node": partial(_options_with_nccl, number) for number in (1, 2)}
     functions["2 per node"] = partial(_groups, 2)
     functions["1 per node"] = partial(_on_two_nodes, _groups, 1)
     functions["4 per node"] = partial(_on_two_nodes, _refusal, 4)
@@ -103,6 +133,23 @@ def test_gradients_have_a_communicator_of_their_own_where_collectives_of_one_wai
         node = [rank // 2 * 2, rank // 2 * 2 + 1]
         assert shared[rank][:3] == (False, True, node) and own[rank][:3] == (True, True, node)
         assert shared[rank][3] == own[rank][3] > 0
+
+
+def test_nccl_runs_what_is_in_flight_before_what_computes_as_fsdp2_does(on_four_ranks):
+    seconds = timedelta(seconds=123)
+    for rank in range(4):
+        node, same = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+        assert on_four_ranks["NCCL, 2 per node"][rank] == ([(each, True, seconds) for each in (node, same, node)], True)
+        # Gradients between nodes of one rank are in flight, too: not on the program's group, whose priority is its own.
+        made, has_own = on_four_ranks["NCCL, 1 per node"][rank]
+        assert has_own and ([0, 1, 2, 3], True, seconds) in made
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch is built without NCCL")
+def test_nccls_options_have_what_is_set():
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timedelta(seconds=7)
+    assert options.is_high_priority_stream and options._timeout == timedelta(seconds=7)
 
 
 def test_ranks_of_one_host_are_one_node_and_a_wrong_size_is_refused(on_four_ranks):

@@ -12,7 +12,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
 from megatron_zpp.zeropp.emulation import emulate_zeropp
 from tests.ranks import run_in_turn
-from tests.zeropp.fsdp_model import needs_unused_switch
 from tests.zeropp.training_on_ranks import ALL_FLAGS, HIERARCHY_ONLY, backward, equal, shard
 
 MICRO_BATCHES = 2
@@ -111,7 +110,6 @@ def found():
     return run_in_turn(4, {"trained": _all, "held back": _held_back_in_bf16})
 
 
-@needs_unused_switch
 def test_unused_parameters_are_as_in_one_process(found):
     has_gradient, expected = in_one_process()
     assert [row.count(False) for row in has_gradient] == [1, 5, 3, 1, 5]  # the frozen one; a layer or a head is two
@@ -146,7 +144,6 @@ def _held_back_in_bf16():
     return held_back_in_bf16((0, 1)), held_back_in_bf16((0, 0))
 
 
-@needs_unused_switch
 def test_what_only_the_last_micro_batch_used_is_reduced_with_what_was_held_back(found):
     """FSDP2 has sums of micro-batches in reduce_dtype, what came last in param_dtype, and refuses to reduce both."""
     for case, heads in enumerate(((0, 1), (0, 0))):

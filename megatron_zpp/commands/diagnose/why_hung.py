@@ -1,12 +1,15 @@
-"""Say which collective a job hung in, and which ranks it waited for, from what its ranks wrote when they gave up.
+"""Name the collective that a job hung in, and the ranks that it waited for, from what ranks wrote when they gave up.
 
 megatron-zpp why-hung runs/mine  # the folder of --save
 """
 
 import argparse
-from collections.abc import Mapping
+import io
+import json
+import pickle
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_zpp.checkpoint.files import parse_json, read_regular
 from megatron_zpp.commands.common import report_errors
@@ -17,46 +20,76 @@ SECONDS_OF_ONE_HANG = 600.0  # older records are of another
 
 
 def read_records(folder: Path) -> dict[int, dict[str, Any]]:
-    """Read the records of the last hang, by rank. Raises ValueError without any."""
-    paths = sorted(folder.glob(f"{FILES}*.json"))
+    """Read the records of the last hang, by rank. Raises ValueError without any, and for a damaged one."""
+    paths = sorted(folder.glob(f"{FILES}*"))  # a rank's own .json last: it knows the unit
     if not paths:
-        theirs = "; of NCCL's watchdog there are some: read them with torchfrtrace" if _of_nccl(folder) else ""
-        raise ValueError(f"{folder} holds no {FILES}*.json, which ranks write when a collective fails{theirs}")
-    records = [parse_json(read_regular(path)) for path in paths]
-    last = max(record["time"] for record in records)
-    return {record["rank"]: record for record in records if record["time"] > last - SECONDS_OF_ONE_HANG}
+        raise ValueError(f"{folder} holds no {FILES}N or {FILES}N.json, which ranks write when a collective fails")
+    records = []
+    for path in paths:
+        content = read_regular(path)
+        try:
+            record = parse_json(content) if path.suffix == ".json" else _of_watchdog(path, content)
+            explain({int(record["rank"]): record})  # which reads all of it
+            records.append((float(record["time"]), record))
+        except Exception as error:  # a damaged pickle raises anything
+            raise ValueError(f"{path} is no record of collectives ({error!r}): remove it") from error
+    last = max(time for time, _ in records)
+    return {record["rank"]: record for time, record in records if time > last - SECONDS_OF_ONE_HANG}
 
 
-def _of_nccl(folder: Path) -> bool:
-    return any(path.suffix != ".json" for path in folder.glob(f"{FILES}*"))
+class _PlainData(pickle.Unpickler):
+    """Reads dicts, lists, texts and numbers, and refuses a file that calls anything."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def _of_watchdog(path: Path, content: bytes) -> dict[str, Any]:
+    """Read torch's own file, which NCCL's watchdog writes, into the form of ``write_record``."""
+    dump = _PlainData(io.BytesIO(content)).load()
+    record = {"rank": int(path.name.removeprefix(FILES)), "time": path.stat().st_mtime, "where": None}
+    groups = {name: json.loads(group["ranks"]) for name, group in dump["pg_config"].items()}
+    return record | {"groups": groups, "entries": dump["entries"]}
 
 
 def explain(records: Mapping[int, dict[str, Any]]) -> list[str]:
     """Describe each collective that ranks waited in: unit, ranks there, ranks missing and what these did last."""
     waiting: dict[tuple[Any, ...], list[int]] = {}
-    for rank, record in sorted(records.items()):
-        if record["entries"]:
-            waiting.setdefault(_key(record["entries"][-1]), []).append(rank)
     lines = []
+    calls = {rank: [_key(entry) for entry in record["entries"]] for rank, record in sorted(records.items())}
+    for rank, keys in calls.items():
+        if (key := _waited_in(keys, records[rank]["entries"])) is not None:
+            waiting.setdefault(key, []).append(rank)
+        if records[rank].get("lacks_nccl"):
+            lines.append(f"note: torch on rank {rank} cannot dump NCCL's record: what follows leaves its calls out")
     for key, ranks in waiting.items():
-        group, number, name, sizes = key
-        members = records[ranks[0]]["groups"].get(group, [])
+        group, _, number, name, sizes = key
+        members = records[ranks[0]]["groups"].get(group) or sorted(records)
         units = sorted({records[rank]["where"] for rank in ranks} - {None})
         of_unit = f", {' or '.join(units)}," if units else ""
         lines.append(f"{_ranks(ranks)} waited in {name}{of_unit} of {sizes}: number {number} of {_ranks(members)}")
         for rank in members:
             if rank not in records:
                 lines.append(f"  rank {rank} is missing, and left no record: it was stopped, or died, before")
-            elif key not in (keys := [_key(entry) for entry in records[rank]["entries"]]):
-                other = [k for k in keys if k[:2] == key[:2]]
-                did = f"it called {other[0][2]} of {other[0][3]} there" if other else "its own line says where it was"
-                lines.append(f"  rank {rank} is missing: {did}")
-    return lines
+            elif key not in calls[rank]:
+                there = [f"it called {k[3]} of {k[4]} there" for k in calls[rank] if k[:3] == key[:3]]
+                last = [f"its last call was {k[3]} of {k[4]}" for k in calls[rank][-1:]]
+                lines.append(f"  rank {rank} is missing: {[*there, *last, 'it called nothing'][0]}")
+    return lines or ["no rank waited in a collective"]
+
+
+def _waited_in(keys: Sequence[tuple[Any, ...]], entries: Sequence[Mapping[str, Any]]) -> tuple[Any, ...] | None:
+    """Return the collective that a rank waited in: with NCCL, whose calls return at once, the oldest not completed."""
+    # Of several that started as one, the recorder completes one entry of the whole.
+    completed = {key[:3] for key, entry in zip(keys, entries, strict=True) if entry["state"] == "completed"}
+    pending = [key for key in keys if key[:3] not in completed]
+    return next((key for key in pending if key[3].startswith("nccl:")), pending[-1] if pending else None)
 
 
 def _key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return a collective's group, kind and number there, on which ranks must agree; then its name and sizes."""
     number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
-    return entry["process_group"][0], number, entry["profiling_name"], str(entry["input_sizes"])
+    return entry["process_group"][0], entry["is_p2p"], number, entry["profiling_name"], str(entry["input_sizes"])
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -43,6 +43,8 @@ from megatron_zpp.zeropp.wire.format import wire_format
 SUM_BYTES = {"fp32": 4, "bf16": 2}  # of an element of a gradient sum
 # NCCL's buffers, and more for each peer of an all-to-all within a node: NVIDIA/nccl issues 964 (A100), 1685 (H100)
 COMMUNICATOR_BYTES, PEER_BYTES = 688e6, 3.28e9 / 7
+# All peers on other nodes share one pair: 32 channels of 16 chunks of 128 KiB (src/transport/net.cc of NVIDIA/nccl)
+NETWORK_PAIR_BYTES = 2 * 32 * 16 * 2**17
 
 
 @dataclass(frozen=True)
@@ -343,13 +345,17 @@ def communicators(settings: ResolvedSettings, grid: RankGrid) -> tuple[int, floa
     sizes = [group.size for group in (*shards, grid.group("replicas"), experts)]
     sizes += [getattr(settings.distributed, name) for name in MODEL_PARALLEL_SETTINGS]
     sizes.append(settings.distributed.islands)
-    if config.enabled and averaging.nodes > 1:
-        sizes += [averaging.ranks_per_node, averaging.ranks_per_node, averaging.nodes]  # weights, gradients; both
-    elif config.quantized_gradients:
-        sizes.append(averaging.ranks_per_node)  # gradients have one of their own
+    units = {averaging, of_experts}
+    for group in units:
+        if config.enabled and group.nodes > 1:
+            sizes += [group.ranks_per_node, group.ranks_per_node, group.nodes]  # weights, gradients; both
+        elif config.quantized_gradients:
+            sizes.append(group.ranks_per_node)  # gradients have one of their own
     number = sum(size > 1 for size in sizes)
-    peers = experts.ranks_per_node - 1 + (averaging.ranks_per_node - 1) * config.quantized_gradients
-    return number, COMMUNICATOR_BYTES * number + PEER_BYTES * peers
+    exchanges = [experts, *units] if config.quantized_gradients else [experts]  # those with an all-to-all
+    peers = sum(group.ranks_per_node - 1 for group in exchanges)
+    crossing = sum(group.nodes > 1 for group in exchanges)
+    return number, COMMUNICATOR_BYTES * number + PEER_BYTES * peers + NETWORK_PAIR_BYTES * crossing
 
 
 def memory_and_traffic(needs: Estimate) -> list[str]:

@@ -298,7 +298,7 @@ class EmulatedReduceScatter:
                 totals.append(hops.finish(hops.between_nodes.sum_of(received), sent))
         if not totals:
             return None
-        self.unit.mark_reduced(completes_step=True)
+        self.unit.mark_reduced(self.unit.trainable.indices)
         return torch.stack(totals)
 
     def _add_unquantized(self, rank: int, gradients: Tensor) -> Tensor | None:
@@ -308,7 +308,7 @@ class EmulatedReduceScatter:
         self._sum += gradients
         if rank < len(self.layouts) - 1:
             return None
-        self.unit.mark_reduced(completes_step=False)
+        self.unit.mark_reduced()
         total, self._sum = self._sum, None
         return total
 

@@ -40,7 +40,7 @@ class PlainReduceScatter(DefaultAllocMixin, ReduceScatter):
     ) -> dist.Work | None:
         self.position.reduced()
         # This runs at every micro-batch, and not every loop marks the last: it does not mean that a step is complete.
-        self.unit.mark_reduced(completes_step=False)
+        self.unit.mark_reduced()
         count_reduce_scatter(self.traffic, self.unit.topology, output_tensor)
         with self.unit.waits.collective("reduce", self.unit, crosses_nodes=self.unit.topology.num_nodes > 1):
             return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)

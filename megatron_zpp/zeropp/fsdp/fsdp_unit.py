@@ -41,6 +41,8 @@ class FSDPUnit(Unit):
     _param_group: Any = field(repr=False)
     waits: Waits = field(repr=False)  # of all units of the model
     _collectives: tuple[AllGather, ReduceScatter] | None = field(default=None, repr=False, init=False)
+    # Indices of the parameters whose gradients the last reduction, or the one that runs, takes.
+    reduced: tuple[int, ...] = field(default=(), repr=False, init=False)
     # In this step so far, by index: the parameters that got a gradient, and those that had none when it began.
     _used: set[int] = field(default_factory=set, repr=False, init=False)
     _without_gradient: set[int] | None = field(default=None, repr=False, init=False)
@@ -104,28 +106,22 @@ class FSDPUnit(Unit):
         """Let FSDP2 call ``hook`` with what it has all-reduced over replicas."""
         self._param_group._all_reduce_hook = hook
 
-    def follow_backward(self, reduces_unused: bool, watches_use: bool) -> None:
+    def follow_backward(self, reduces_unused: bool) -> None:
         """Wrap FSDP2's ``post_backward`` with what ZeRO++ needs before it, and time where FSDP2 waits.
 
-        reduces_unused: let FSDP2 reduce zeros for trainable parameters that a backward pass did not use, if torch can.
-        watches_use: note which parameters backward passes use.
+        reduces_unused: let FSDP2 reduce zeros for trainable parameters that a backward pass did not use.
         """
         group, waits = self._param_group, self.waits
-        reduces_unused = reduces_unused and hasattr(self.module, "set_reduce_scatter_unused_params")
-        if reduces_unused:
-            self.module.set_reduce_scatter_unused_params(True)
         if waits.device.type == "cuda":  # where FSDP2 lets the stream that computes wait; on a CPU streams are one
             for name in ("wait_for_unshard", "finalize_backward"):
                 setattr(group, name, waits.stall()(getattr(group, name)))
-        elif not (reduces_unused or watches_use):
+        elif not reduces_unused:
             return
         reduce = group.post_backward
 
         def post_backward(*arguments: Any) -> None:
-            if watches_use:
-                self._note_use()
             if reduces_unused and group.reduce_grads:
-                _take_one_gradient_dtype(group.fsdp_params)
+                self._complete_gradients()
             with waits.stall():
                 reduce(*arguments)
 
@@ -164,25 +160,44 @@ class FSDPUnit(Unit):
         unpadded = [piece[: g.numel()].view(g.shape) for piece, g in zip(pieces, gradients, strict=True)]
         torch._foreach_add_(gradients, unpadded)
 
-    def _note_use(self) -> None:
-        params = self._param_group.fsdp_params
+    def _complete_gradients(self) -> None:
+        """Note which parameters are used, give each that must be reduced a gradient, and set ``reduced``.
+
+        Trainable parameters that this backward pass did not use get zeros, and so do parameters that were frozen after
+        a micro-batch whose gradients are held. All gradients get one dtype, since FSDP2 reduces no others: passes that
+        did not reduce left sums in ``reduce_dtype``.
+        """
+        gathered = self._once_gathered()
         if self._without_gradient is None:
-            self._without_gradient = {i for i, param in enumerate(params) if param.sharded_param.grad is None}
-        for index, param in enumerate(params):
-            if hasattr(param, "_unsharded_param"):  # it was gathered
-                gradients = (param.unsharded_accumulated_grad, param.unsharded_param.grad)
-                self._used |= {index for gradient in gradients if gradient is not None}
+            self._without_gradient = {i for i, parameter in enumerate(self.parameters) if parameter.grad is None}
+        self._used |= {index for index, param in gathered if _has_gradient(param)}
+        held = self.reduced if self.holds_gradients else ()
+        has_sums = any([param.unsharded_accumulated_grad is not None for _, param in gathered])
+        for index, param in gathered:
+            unsharded = param.unsharded_param
+            # FSDP2 copies the flag when it gathers, which it does not do for a pass that skips the unit.
+            unsharded.requires_grad_(param.sharded_param.requires_grad)
+            if param.unsharded_accumulated_grad is None:
+                if unsharded.grad is None and (unsharded.requires_grad or index in held):
+                    unsharded.grad = torch.zeros_like(unsharded)
+                if unsharded.grad is not None and has_sums:
+                    param.unsharded_accumulated_grad, unsharded.grad = unsharded.grad.to(param.reduce_dtype), None
+        self.reduced = tuple(index for index, param in gathered if _has_gradient(param))
 
     def use(self) -> list[bool]:
-        """Return whether this step used each parameter; True for frozen ones and those with an older gradient."""
+        """Return whether this step used each parameter; True for those with no gradient, or with an older one."""
         unused = (self._without_gradient or set()) - self._used
-        return [i not in unused or not parameter.requires_grad for i, parameter in enumerate(self.parameters)]
+        return [i not in unused or parameter.grad is None for i, parameter in enumerate(self.parameters)]
 
     def drop_gradients(self) -> None:
         """Drop the gradients that passes without ``set_requires_gradient_sync`` left for the next reduction."""
-        for param in self._param_group.fsdp_params:
-            if hasattr(param, "_unsharded_param"):  # it was gathered
-                param.unsharded_accumulated_grad = param.unsharded_param.grad = None
+        for _, param in self._once_gathered():
+            param.unsharded_accumulated_grad = param.unsharded_param.grad = None
+
+    def _once_gathered(self) -> list[tuple[int, Any]]:
+        """Return FSDP2's record of each parameter, with its index, if the unit has ever been gathered."""
+        params = enumerate(self._param_group.fsdp_params)
+        return [(index, param) for index, param in params if hasattr(param, "_unsharded_param")]
 
     def forget_use(self) -> None:
         """Begin another step."""
@@ -214,6 +229,11 @@ def _specification(param_group: Any, names: Sequence[str]) -> tuple[tuple[Parame
     return tuple(shards), packed
 
 
+def _has_gradient(param: Any) -> bool:
+    """Return whether one of FSDP2's parameters has a gradient that is not reduced yet."""
+    return param.unsharded_accumulated_grad is not None or param.unsharded_param.grad is not None
+
+
 def _is_packed(param: Any) -> bool:
     """Return whether elements of one of FSDP2's parameters are packed low-bit codes, not numbers.
 
@@ -223,21 +243,6 @@ def _is_packed(param: Any) -> bool:
     sharded = param.sharded_param
     has_state = any(getattr(owner, "quant_state", None) is not None for owner in (sharded, param._module_info.module))
     return has_state or hasattr(sharded._local_tensor, "__tensor_flatten__") or not sharded.is_floating_point()
-
-
-def _take_one_gradient_dtype(params: Sequence[Any]) -> None:
-    """Convert all unsharded gradients of a unit to its reduce_dtype, if passes that did not reduce left one in it.
-
-    FSDP2 reduces gradients of one dtype only. It has the others in the parameters' dtype: those that only this pass
-    made, and zeros for unused parameters.
-    """
-    if not [True for param in params if param.unsharded_accumulated_grad is not None]:
-        return
-    for param in params:
-        if param.unsharded_accumulated_grad is None and param.sharded_param.requires_grad:
-            unsharded = param.unsharded_param
-            gradient = unsharded.grad if unsharded.grad is not None else torch.zeros_like(unsharded)
-            param.unsharded_accumulated_grad, unsharded.grad = gradient.to(param.reduce_dtype), None
 
 
 def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:

@@ -45,7 +45,7 @@ class Topology(RankLayout):
 
     ``intra_group`` holds the P ranks of this node, ``inter_group`` the N ranks with this local rank p, in node order.
     ``reduce_group`` holds the ranks of ``intra_group`` again. With NCCL it is a second communicator, so that a layer's
-    gather does not wait for another layer's reduction.
+    gather does not wait for another layer's reduction; so is ``inter_group`` where it holds all ranks of ``group``.
     """
 
     group: dist.ProcessGroup
@@ -84,6 +84,7 @@ def build_topology(group: dist.ProcessGroup, ranks_per_node: int | None = None) 
     members = dist.get_process_group_ranks(group)  # global ranks, in group order
     num_nodes, rank = world_size // ranks_per_node, group.rank()
     node, local_rank = divmod(rank, ranks_per_node)
+    runs_in_order = _runs_in_order(group)
     in_node = members[node * ranks_per_node : (node + 1) * ranks_per_node]
     return Topology(
         num_nodes,
@@ -91,8 +92,8 @@ def build_topology(group: dist.ProcessGroup, ranks_per_node: int | None = None) 
         rank,
         group,
         intra_group=_subgroup(group, in_node),
-        inter_group=_subgroup(group, members[local_rank::ranks_per_node]),
-        reduce_group=_subgroup(group, in_node, is_second=_runs_in_order(group)),
+        inter_group=_subgroup(group, members[local_rank::ranks_per_node], is_second=runs_in_order),
+        reduce_group=_subgroup(group, in_node, is_second=runs_in_order),
     )
 
 
@@ -113,15 +114,20 @@ def _subgroup(group: dist.ProcessGroup, ranks: list[int], is_second: bool = Fals
 
 def _new_subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
     # Only the members call: other FSDP groups (of other tensor- or pipeline-parallel ranks) know nothing of this one.
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    options = group._get_backend(torch.device(device)).options  # a fake group, which counts launches, has none
-    timeout = options._timeout if options is not None else None  # new_group would take the default's
+    backend = dist.get_backend(group)
+    options = group._get_backend(torch.device("cuda" if backend == "nccl" else "cpu")).options
+    # new_group would take the default's. A fake group, which counts launches, has no options.
+    timeout, of_nccl = options._timeout if options is not None else None, None
+    if backend == "nccl":
+        # FSDP2's collectives run on its streams of high priority, ours that are in flight on a stream of their group.
+        of_nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        of_nccl._timeout = timeout
     # Where a program bound the world to a device, NCCL would split its communicator, which all its ranks must join.
     world = dist.group.WORLD
     assert world is not None
     bound, world.bound_device_id = world.bound_device_id, None
     try:
-        return dist.new_group(ranks, timeout=timeout, backend=dist.get_backend(group), use_local_synchronization=True)
+        return dist.new_group(ranks, timeout, backend, pg_options=of_nccl, use_local_synchronization=True)
     finally:
         world.bound_device_id = bound
 

@@ -259,7 +259,8 @@ class Unit:
 
         found_inf: for a fused one, of GradScaler: it has changed nothing if this is not zero.
         """
-        self._updated.update(self._trainable())
+        # Optimizers also update parameters that were frozen after they got a gradient.
+        self._updated.update(i for i, p in enumerate(self.parameters) if p.requires_grad or p.grad is not None)
         self.may_have_stepped = True
         self.optimizer_steps += 1
         self._found_inf.append(found_inf)
@@ -269,14 +270,13 @@ class Unit:
         made = self.optimizer_steps - optimizer_steps
         return any(found_inf is None or not found_inf for found_inf in list(self._found_inf)[-made:]) if made else False
 
-    def mark_reduced(self, completes_step: bool) -> None:
-        """Note that gradients were reduced; if a step's are complete, the trainable parameters count as changed.
+    def mark_reduced(self, completed: Sequence[int] = ()) -> None:
+        """Note that gradients were reduced. Parameters whose gradients of a step are ``completed`` count as changed.
 
         Not every optimizer runs torch's step hooks: home-made ones with foreach operations do not.
         """
         self.may_have_stepped = True
-        if completes_step:
-            self._reduced.update(self._trainable())
+        self._reduced.update(completed)
 
     def check_holds_nothing(self) -> None:
         """Raise RuntimeError if gradients are kept for a step's last micro-batch."""

@@ -19,7 +19,7 @@ from .unit import Unit
 
 
 def new_stream(device: torch.device) -> torch.Stream:
-    """Make a stream for gathers. As with FSDP2's, its kernels go before those that compute."""
+    """Make a stream for gathers. Its kernels go before those that compute, as on FSDP2's streams."""
     stream: torch.Stream = torch.get_device_module(device).Stream(priority=-1)
     return stream
 

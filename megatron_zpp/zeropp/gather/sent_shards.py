@@ -97,9 +97,9 @@ def _batches(shards: Sequence[SentShard], nbytes: dict[SentShard, int]) -> Itera
 
 
 def gather_wires(wire: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather one buffer uint8 [...] from each of the group's G ranks: uint8 [G, ...]."""
-    (wires,), work = start_gathers([wire], group)
-    work.wait()
+    """All-gather one buffer uint8 [...] from each of the group's G ranks, on the current stream: uint8 [G, ...]."""
+    wires = wire.new_empty(group.size(), *wire.shape)
+    all_gather(wires.flatten(), wire.flatten(), group=group)
     return wires
 
 

@@ -169,6 +169,7 @@ class GradientHops:
                     feedback.begin_step()
             if self.element_scales is not None:
                 self.element_scales.begin_step()
+        self.node_sum.begin(part)
         # Formats stay until parameters are frozen or unfrozen, the model is cast, or a warm-up of bits ends.
         step = self.position.optimizer_steps if self.config.gradient_bits_warmup is not None else math.inf
         if (part, gradients.dtype, step) != self._specified:

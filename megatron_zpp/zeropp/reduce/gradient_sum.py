@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..fsdp.formats import Formats
-from ..fsdp.unit import Unit
+from ..fsdp.unit import Unit, UnitPart
 from ..wire.format import WireFormat
 from ..wire.layout import Compensation, encoded_addend
 from ..wire.quantization import counter_uniform
@@ -80,13 +80,27 @@ class NodeSum:
     """
 
     def __init__(self, unit: Unit, formats: Formats) -> None:
-        self.unit, self.formats, self.config = unit, formats, formats.config
+        self.formats, self.config = formats, formats.config
+        self.unit, self.part = unit, unit.whole  # the parameters that are added up
         self.kept: Tensor | None = None  # fp32 or bf16 [N, L]; int8: wire buffers uint8 [N, nbytes]
 
     @property
     def format(self) -> WireFormat:
         """The format of int8 sums."""
-        return self.formats.node_sum(self.unit.trainable)
+        return self.formats.node_sum(self.part)
+
+    def begin(self, part: UnitPart) -> None:
+        """Add up gradients of ``part`` from now on. What is kept gets zeros for parameters unfrozen since."""
+        if part != self.part and (kept := self._on_device()) is not None:
+            assert set(self.part.indices) <= set(part.indices), "a parameter was frozen while its gradients were held"
+            if self.config.gradient_sum_dtype == "int8":
+                old, new, whole = (self.formats.node_sum(each) for each in (self.part, part, self.unit.whole))
+                wires = kept.new_zeros(len(kept), whole.nbytes)  # which decode to zeros
+                self._keep(part.take_wires(self.part.put_wires(kept, wires, whole, old), whole, new))
+            else:
+                sums = kept.new_zeros(len(kept), self.unit.whole.numel)
+                self._keep(part.take(self.part.put(kept, sums)))
+        self.part = part
 
     def plus(self, arrived: GradientSum) -> GradientSum:
         """Return the sum [N, L] of what arrived for this micro-batch and what was kept."""
@@ -110,10 +124,13 @@ class NodeSum:
             if self.config.gradient_sum_dtype == "bf16":
                 assert noise_seed is not None
                 total = round_to_bf16(total, noise_seed)
-        self.kept = _in_host_memory(total) if self.config.offload_gradient_sums else total
+        self._keep(total)
 
     def drop(self) -> None:
         self.kept = None
+
+    def _keep(self, total: Tensor) -> None:
+        self.kept = _in_host_memory(total) if self.config.offload_gradient_sums else total
 
     def _on_device(self) -> Tensor | None:
         return self.kept.to(self.unit.device, non_blocking=True) if self.kept is not None else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,15 +53,12 @@ class HierarchicalReduceScatter(DefaultAllocMixin, ReduceScatter):
         self.position.begin(self.unit.is_last_backward)
         self.position.reduced()
         continues = self._continues()
-        part = self.unit.trainable
-        self._check_reduced(part, output_tensor.numel())
+        part = self.unit.part(self.unit.reduced)
         gradients = hops.begin(
             part, input_tensor.view(topology.num_nodes, topology.ranks_per_node, output_tensor.numel()), continues
         )
-        exchange = start_exchange(gradients, hops.within_node, topology.reduce_group)
-        with self.unit.waits.collective("reduce", self.unit, crosses_nodes=False):
-            node_sum = exchange.wait()  # [N, L]
-        del exchange  # and the memory of what was sent
+        timer = self.unit.waits.collective("reduce", self.unit, crosses_nodes=False)
+        node_sum = start_exchange(gradients, hops.within_node, topology.reduce_group, timer).wait()  # [N, L]
         if not self.position.is_last:
             hops.keep(node_sum)
             output_tensor.zero_()
@@ -73,15 +71,13 @@ class HierarchicalReduceScatter(DefaultAllocMixin, ReduceScatter):
             divisor = self.unit.divisor_after_reduction(output_tensor.dtype, group)
             output_tensor.zero_()
             self.unit.holds_gradients = True
-            if self.unused_parameters is not None:
-                self.unused_parameters.sent(self.unit)
             # FSDP2's stream for reductions. The buffers are allocated there before the collective, written by it on the
             # process group's stream, and read and freed there after ``Work.wait``; FSDP2 writes ``.grad`` there before.
             # So the allocator and every access follow one stream's order, and the program's stream waits for it.
             stream = current_stream(self.unit.device)
             # If the backward pass fails, nothing else holds what is in flight.
             call_after_backward(lambda: self._finish(in_flight, part, op, divisor, stream))
-        self.unit.mark_reduced(completes_step=True)
+        self.unit.mark_reduced(part.indices)
         return None
 
     def _total(self, in_flight: Exchange, op: Any) -> Tensor:
@@ -100,7 +96,7 @@ class HierarchicalReduceScatter(DefaultAllocMixin, ReduceScatter):
             self.unit.add_gradient(part, total if divisor is None else total.div_(divisor))
         self.unit.holds_gradients = False
         if self.unused_parameters is not None:
-            self.unused_parameters.arrived(self.unit)
+            self.unused_parameters.arrived()
 
     def _continues(self) -> bool:
         """Return whether gradients crossed nodes since the last optimizer step; warn once if in another pass."""
@@ -117,14 +113,6 @@ class HierarchicalReduceScatter(DefaultAllocMixin, ReduceScatter):
             warn_of_accumulation()
         return has_hooks and (is_same_pass or accumulates)
 
-    def _check_reduced(self, part: UnitPart, shard_numel: int) -> None:
-        if part.numel != shard_numel:
-            raise RuntimeError(
-                f"some trainable parameters of {self.unit.label} got no gradient in this backward pass; FSDP2 then "
-                "leaves them out and quantized gradients cannot tell which. Freeze them (requires_grad = False), or "
-                "call model.set_reduce_scatter_unused_params(True), which newer torch releases have"
-            )
-
 
 class UnusedParameters:
     """Leaves parameters that no rank used in a step without a gradient, as plain training does.
@@ -135,28 +123,21 @@ class UnusedParameters:
 
     def __init__(self, topology: Topology, units: Sequence[FSDPUnit], traffic: Traffic) -> None:
         self.topology, self.units, self.traffic = topology, units, traffic
-        self._in_flight: list[FSDPUnit] = []  # units whose last gradients of this step are in flight
-        self._backward_pass = -1
+        self._drops_in = -1  # the backward pass at whose end unused parameters lose their gradient
 
-    def sent(self, unit: FSDPUnit) -> None:
-        """Note that the unit's last gradients of a step are in flight. All units' are before the first ``arrived``."""
-        if backward_pass() != self._backward_pass:  # the one before may have failed
-            self._in_flight, self._backward_pass = [], backward_pass()
-        self._in_flight.append(unit)
-
-    def arrived(self, unit: FSDPUnit) -> None:
-        """Note that they are in ``.grad``. After the last unit, parameters that no rank used lose their gradient."""
-        self._in_flight.remove(unit)
-        if not self._in_flight:
-            self._drop_unused()
+    def arrived(self) -> None:
+        """Note that a unit's last gradients of a step are in ``.grad``. All units' have left before the first ones."""
+        if self._drops_in != backward_pass():
+            self._drops_in = backward_pass()
+            call_after_backward(self._drop_unused)  # when the others, which were queued before, have arrived
 
     def _drop_unused(self) -> None:
         used = [used for unit in self.units for used in unit.use()]
-        flags = torch.tensor(used, dtype=torch.uint8, device=self.units[0].device)
-        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.topology.group, async_op=True)
+        flags = torch.ones(len(used), dtype=torch.uint8, device=self.units[0].device)
+        if not all(used):  # only this rank's host waits: for the copy, and below for the result
+            flags.copy_(torch.tensor(used))
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.topology.group)
         count_all_reduce(self.traffic, self.topology, flags.nbytes)
-        assert work is not None
-        work.wait()
         if not all(used):
             parameters = (parameter for unit in self.units for parameter in unit.parameters)
             for parameter, used_by_any_rank in zip(parameters, flags.tolist(), strict=True):
@@ -180,7 +161,7 @@ class Exchange:
     """Gradients of a hop in flight: a piece from each rank of its group to each."""
 
     total: GradientSum  # of the pieces that were sent here; valid after ``work``
-    work: dist.Work | None  # None: a group of one rank
+    work: dist.Work | None  # None: it is not in flight
     sent: Tensor | None  # uint8 [G, ..., nbytes], which is read until then
 
     def wait(self) -> GradientSum:
@@ -189,13 +170,22 @@ class Exchange:
         return self.total
 
 
-def start_exchange(gradients: GradientSum, hop: GradientHop | None, group: dist.ProcessGroup) -> Exchange:
-    """Send a piece of gradients [G, ..., L] to each rank of the hop's group; they add up to [..., L]."""
+def start_exchange(
+    gradients: GradientSum,
+    hop: GradientHop | None,
+    group: dist.ProcessGroup,
+    timer: AbstractContextManager[None] | None = None,
+) -> Exchange:
+    """Send a piece of gradients [G, ..., L] to each rank of the hop's group; they add up to [..., L].
+
+    timer: times the exchange, which then runs on the current stream. None: it is in flight until ``Exchange.wait``.
+    """
     if hop is None:
         return Exchange(gradients.only_piece(), None, None)
     wires = hop.encode(gradients)
     received = torch.empty_like(wires)
-    work = dist.all_to_all_single(received, wires, group=group, async_op=True)
+    with timer or nullcontext():
+        work = dist.all_to_all_single(received, wires, group=group, async_op=timer is None)
     return Exchange(hop.sum_of(received), work, wires)
 
 
