@@ -1,4 +1,4 @@
-// As much of CUDA as csrc/cuda/kernels.cu uses, for a C++ compiler: its kernels then run on a CPU, thread by thread, and
+// As much of CUDA as csrc/cuda uses, for a C++ compiler: its kernels then run on a CPU, thread by thread, and
 // their logic is tested where there is no GPU. Nothing here says how fast they are, or what nvcc makes of them.
 //
 // The threads of a block are coroutines of one operating-system thread. A coroutine runs until a barrier, of its warp or
