@@ -133,6 +133,7 @@ inline void run_block(unsigned threads) {
 #define blockIdx cuda_on_cpu::block_index
 
 inline void __syncthreads() { cuda_on_cpu::wait_at(cuda_on_cpu::block_barrier); }
+inline void __syncwarp() { cuda_on_cpu::wait_at(cuda_on_cpu::warp_barriers[threadIdx.x / 32]); }
 
 namespace cuda_on_cpu {
 
@@ -170,6 +171,8 @@ T __shfl_up_sync(unsigned, T value, int by) {
 inline int __popc(uint32_t value) { return __builtin_popcount(value); }
 inline int __popcll(uint64_t value) { return __builtin_popcountll(value); }
 inline int __ffs(int value) { return __builtin_ffs(value); }
+inline int __ffsll(long long value) { return __builtin_ffsll(value); }
+inline int __clzll(long long value) { return value ? __builtin_clzll(uint64_t(value)) : 64; }
 
 inline uint32_t atomicOr(uint32_t* at, uint32_t value) {
   const uint32_t before = *at;
