@@ -104,12 +104,21 @@ __device__ uint32_t count_from(const float (&values)[kGroup], uint32_t least) {
   return count;
 }
 
-// The least magnitude that is taken, found bit by bit. count(least): the block's values at or above it.
-template <class Count>
-__device__ uint32_t least_taken(int64_t block_size, const Count& count) {
-  uint32_t least = 0;
+// A magnitude at or above which there are as many of a block's values as are taken; or, where equal ones would be more, the
+// least that is taken. Steps down from the largest, which grow, lead below it, and then the interval is halved. count(least):
+// the block's values at or above it. any(wanted): whether a thread that comes here together with this one wants more.
+template <class Count, class Any>
+__device__ uint32_t least_taken(int64_t block_size, uint32_t largest, const Count& count, const Any& any) {
+  uint32_t least = 0, above = largest + 1, step = 1 << 22;  // half of a power of two
 #pragma unroll 1
-  for (uint32_t bit = 1u << 30; bit > 0; bit >>= 1) least |= count(least | bit) >= block_size / 5 ? bit : 0;
+  while (any(above - least > 1)) {
+    const uint32_t tried = least > 0 ? least + (above - least) / 2 : above > step ? above - step : 1;
+    const int64_t counted = count(tried);
+    if (above - least <= 1) continue;
+    if (counted < block_size / 5) above = tried, step *= 2;
+    else least = tried;
+    if (counted == block_size / 5) above = least + 1;
+  }
   return least > 0 ? least : 1;
 }
 
@@ -138,18 +147,27 @@ __device__ void values_of(uint64_t codes, float scale, float (&sent)[kGroup]) {
   for (int i = 0; i < kGroup; i++) sent[i] = value_of(code_value(uint8_t(byte_of(codes, i))), levels_of(scale, false));
 }
 
-// Packs a block as quantization.py's pack_largest does.
-__device__ void pack_largest(const uint8_t* codes, int block_size, uint8_t* stream) {
-  const uint8_t* stop = stream + block_size / 8;
-  uint32_t bits = 0;  // not yet written, `filled` of them
-  for (int i = 0, last = -1, filled = 0; i < block_size; i++) {
-    if (codes[i] == 0) continue;
-    const uint32_t gap = uint32_t(i - last - 1);
-    for (filled += int(gap >> 2); filled >= 8; filled -= 8, bits >>= 8) *stream++ = uint8_t(bits);
-    bits |= (1 | (gap & 3) << 1 | uint32_t(codes[i] >> 7) << 3) << filled;
-    filled += 4, last = i;
+__device__ uint32_t taken_of(uint64_t codes) {
+  return side_by_side(uint32_t(codes)) | side_by_side(uint32_t(codes >> 32)) << 4;
+}
+
+// The last element that is taken, of a block whose element `first` is this group's first; -1 = none.
+__device__ int last_taken(uint64_t codes, int first) {
+  const uint32_t taken = taken_of(codes);
+  return taken ? first + 31 - __clz(taken) : -1;
+}
+
+// Packs a group's codes as quantization.py's pack_largest does, from a bit of the block's stream on. Returns how many bits they
+// take. previous: the last element before the group that is taken. writes: or only counts.
+__device__ int pack_group(uint64_t codes, int first, int previous, int bit, BitWriter& stream, bool writes) {
+  const int begin = bit;
+  for (uint32_t left = taken_of(codes); left != 0; left &= left - 1) {
+    const int i = __ffs(left) - 1, gap = first + i - previous - 1;
+    bit += gap >> 2;
+    if (writes) stream.set(bit, 4, 1 | (gap & 3) << 1 | uint32_t(codes >> (8 * i + 7) & 1) << 3);
+    bit += 4, previous = first + i;
   }
-  for (; stream < stop; bits >>= 8) *stream++ = uint8_t(bits);
+  return bit - begin;
 }
 
 // ---- Encoding: what a thread does with a group, in the order in which it does it.
@@ -180,7 +198,7 @@ __device__ void fetch_group(
     if (a.error.data != nullptr && valid > 0) {
       const Place place = place_of<8>(a.error.format, item.error, element);
       const uint8_t* wire = at(a.error, row);
-      if (item.error.block_size != 0) fetch_codes<8>(wire, a.error.format, place, group.error);
+      if (item.error.block_size != 0) fetch_group_of_codes<8>(wire, a.error.format, place, group.error);
       else fetch(wire + place.codes, valid * int(size_of(a.error.format.type)), group.plain_error);
     }
   }
@@ -325,23 +343,16 @@ __global__ void __launch_bounds__(kThreads, kScaled) encode_tiles(const __grid_c
   const auto largest_of_team = [team](const float (&group)[kGroup]) {
     float largest = largest_magnitude(group);
     for (int other = team / 2; other > 0; other /= 2) {
-      largest = max_nan(largest, __shfl_xor_sync(0xffffffffu, largest, other));
+      largest = max_nan(largest, __shfl_xor_sync(kAllLanes, largest, other));
     }
     return bits_of(largest);
   };
   const auto sum_of_team = [team](uint32_t sum) {
-    for (int other = team / 2; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
+    for (int other = team / 2; other > 0; other /= 2) sum += __shfl_xor_sync(kAllLanes, sum, other);
     return sum;
   };
-  const auto sum_before = [team](uint32_t own) {  // of the team's earlier threads
-    uint32_t sum = own;
-    for (int by = 1; by < team; by *= 2) {
-      const uint32_t other = __shfl_up_sync(0xffffffffu, sum, by);
-      if (int(threadIdx.x) % team >= by) sum += other;
-    }
-    return sum - own;
-  };
-  __shared__ uint64_t largest_codes[kBits == 1 ? kThreads : 1];
+  const auto any_of_warp = [](bool wanted) { return __ballot_sync(kAllLanes, wanted) != 0; };
+  __shared__ uint32_t streams[kBits == 1 ? kThreads / 4 : 1];  // a byte for each group
 #pragma unroll
   for (int j = 0; j < kInFlight; j++) {
     const int64_t offset = first + j * kStride, element = own.start + offset;
@@ -361,9 +372,13 @@ __global__ void __launch_bounds__(kThreads, kScaled) encode_tiles(const __grid_c
     uint64_t codes = 0;
     if constexpr (kBits == 1) {
       const auto count = [&](uint32_t least) { return sum_of_team(count_from(coded, least)); };
-      const uint32_t least = least_taken(own.block_size, count), above = count(least + 1);
-      const uint32_t equal_before = sum_before(count_from(coded, least) - count_from(coded, least + 1));
-      codes = take_largest(coded, least, own.block_size / 5 - above - equal_before);
+      const uint32_t least = least_taken(own.block_size, largest, count, any_of_warp);
+      int64_t room = own.block_size / 5;
+      if (any_of_warp(count(least) > room)) {  // equal ones that are not all taken: the first
+        const int equal = int(count_from(coded, least) - count_from(coded, least + 1));
+        room -= count(least + 1) + before_in_team<Sum>(equal, team);
+      }
+      codes = take_largest(coded, least, room);
       const uint32_t total = sum_of_team(total_of_taken(coded, codes, per_unit(exponent_of(largest))));
       const uint32_t taken = sum_of_team(uint32_t(__popcll(codes & 0x0101010101010101u)));
       scale = mean_scale(total, largest, taken, taken, 1, is_short);
@@ -380,15 +395,18 @@ __global__ void __launch_bounds__(kThreads, kScaled) encode_tiles(const __grid_c
     if constexpr (kBits == 1) {
       uint8_t* wire = at(a.wire, row);
       values_of(codes, scale, sent);
-      largest_codes[threadIdx.x] = codes;
-      __syncthreads();
-      // One warp packs what all of them took, a thread a block.
-      const int64_t tile = offset - threadIdx.x * kGroup, of_thread = tile + threadIdx.x * own.block_size;
-      if (threadIdx.x < kStride / own.block_size && is_in_block(own, of_thread)) {
-        const auto* bytes = reinterpret_cast<const uint8_t*>(largest_codes) + threadIdx.x * own.block_size;
-        pack_largest(bytes, int(own.block_size), wire + own.codes + of_thread / 8);
-      }
-      __syncthreads();
+      const int group = int(threadIdx.x) % team, start = 8 * (int(threadIdx.x) - group);
+      const int previous = before_in_team<Last>(last_taken(codes, kGroup * group), team);
+      BitWriter stream(streams);
+      const int nbits = pack_group(codes, kGroup * group, previous, 0, stream, false);
+      const int bit = start + before_in_team<Sum>(nbits, team);
+      if (threadIdx.x % 4 == 0) streams[threadIdx.x / 4] = 0;
+      __syncwarp();
+      pack_group(codes, kGroup * group, previous, bit, stream, true);
+      stream.flush();
+      __syncwarp();
+      if (exists) wire[own.codes + offset / kGroup] = reinterpret_cast<const uint8_t*>(streams)[threadIdx.x];
+      __syncwarp();
       if (exists && offset % own.block_size == 0) {
         store_scale(scale, wire + own.scales, uint32_t(offset / own.block_size), a.wire.format.scale_bytes);
       }
@@ -449,7 +467,7 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
   __shared__ float largest_of_warp[kThreads / 32];
   const auto largest_of_threads = [&](float largest) {
     for (int other = 16; other > 0; other /= 2) {
-      largest = max_nan(largest, __shfl_xor_sync(0xffffffffu, largest, other));
+      largest = max_nan(largest, __shfl_xor_sync(kAllLanes, largest, other));
     }
     __syncthreads();  // the array may still be read
     if (threadIdx.x % 32 == 0) largest_of_warp[threadIdx.x / 32] = largest;
@@ -457,15 +475,10 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
     for (int warp = 0; warp < kThreads / 32; warp++) largest = max_nan(largest, largest_of_warp[warp]);
     return bits_of(largest);
   };
-  __shared__ uint64_t sum_of_thread[kThreads];
-  const auto sum_of_threads = [&](uint64_t sum) {
-    __syncthreads();
-    sum_of_thread[threadIdx.x] = sum;
-    __syncthreads();
-    sum = 0;
-#pragma unroll 1
-    for (int thread = 0; thread < kThreads; thread++) sum += sum_of_thread[thread];
-    return sum;
+  // Of up to 2^40, in two halves.
+  const auto sum_of_threads = [](uint64_t sum) {
+    const uint64_t low = scan<Sum>(int32_t(sum & 0xfffff)).total;
+    return low + (uint64_t(scan<Sum>(int32_t(sum >> 20)).total) << 20);
   };
   // Codes of a group, a byte each in two words, and what arrives of them.
   const auto quantize_group = [&](int64_t offset, int valid, float scale, uint32_t& low, uint32_t& high) {
@@ -484,33 +497,47 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
   float scale = absmax_scale<0, !kCompensates && !kScaled>(a, largest_of_block, kept_scale(a, own, row, start));
   if constexpr (kOneBit) {
     const auto count = [&](uint32_t least) {
-      uint64_t sum = 0;
-      for_each_group([&](int64_t, int, bool) { sum += count_from(coded, least); });
-      return sum_of_threads(sum);
+      int32_t sum = 0;
+      for_each_group([&](int64_t, int, bool) { sum += int32_t(count_from(coded, least)); });
+      return scan<Sum>(sum).total;
     };
-    const uint32_t least = least_taken(own.block_size, count);
-    int64_t room = own.block_size / 5 - int64_t(count(least + 1));
+    const auto any = [](bool wanted) { return wanted; };  // of all threads alike
+    const uint32_t least = least_taken(own.block_size, largest_of_block, count, any);
+    int64_t room = own.block_size / 5 - count(least + 1);
     uint64_t total = 0, taken = 0;
     for_each_group([&](int64_t offset, int, bool exists) {
-      const uint32_t equal = count_from(coded, least) - count_from(coded, least + 1);
-      const uint64_t equal_of_all = sum_of_threads(equal);  // and each thread's are in sum_of_thread
-      int64_t left = room;
-      for (unsigned thread = 0; thread < threadIdx.x; thread++) left -= int64_t(sum_of_thread[thread]);
-      room -= int64_t(equal_of_all);
-      const uint64_t codes = take_largest(coded, least, left);
+      const Scanned equal = scan<Sum>(int32_t(count_from(coded, least) - count_from(coded, least + 1)));
+      const uint64_t codes = take_largest(coded, least, room - equal.before);
+      room -= equal.total;
       if (exists) largest_codes[(offset - start) / kGroup] = codes;
       total += total_of_taken(coded, codes, per_unit(exponent_of(largest_of_block)));
-      taken += __popcll(codes & 0x0101010101010101u);
+      taken += __popc(taken_of(codes));
     });
     total = sum_of_threads(total), taken = sum_of_threads(taken);
     scale = mean_scale(total, largest_of_block, int64_t(taken), int64_t(taken), 1, is_short);
     for (int64_t i = threadIdx.x; !(scale > 0) && i < own.block_size / kGroup; i += kThreads) largest_codes[i] = 0;
+
+    __shared__ uint32_t words[kLargestOneBitBlock / 32];
+    for (int i = threadIdx.x; i < kLargestOneBitBlock / 32; i += kThreads) words[i] = 0;
     __syncthreads();
-    if (threadIdx.x == 0) {
-      uint8_t* wire = at(a.wire, row);
-      pack_largest(reinterpret_cast<const uint8_t*>(largest_codes), int(own.block_size), wire + own.codes + start / 8);
-      store_scale(scale, wire + own.scales, uint32_t(block), a.wire.format.scale_bytes);
+    BitWriter stream(words);
+    int previous = -1, bit = 0;
+    for (int tile = 0; tile < own.block_size / kGroup; tile += kThreads) {
+      const int group = tile + int(threadIdx.x);
+      const uint64_t codes = group < own.block_size / kGroup ? largest_codes[group] : 0;
+      const Scanned last = scan<Last>(last_taken(codes, kGroup * group));
+      const int before = Last::of(previous, last.before);
+      const Scanned nbits = scan<Sum>(pack_group(codes, kGroup * group, before, 0, stream, false));
+      pack_group(codes, kGroup * group, before, bit + nbits.before, stream, true);
+      previous = Last::of(previous, last.total), bit += nbits.total;
     }
+    stream.flush();
+    __syncthreads();
+    uint8_t* wire = at(a.wire, row);
+    for (int64_t i = threadIdx.x; i < own.block_size / kGroup; i += kThreads) {
+      wire[own.codes + start / kGroup + i] = reinterpret_cast<const uint8_t*>(words)[i];
+    }
+    if (threadIdx.x == 0) store_scale(scale, wire + own.scales, uint32_t(block), a.wire.format.scale_bytes);
   } else if (a.wire.format.is_mean) {
     uint64_t total = 0;
     for_each_group([&](int64_t, int, bool) {

@@ -36,10 +36,9 @@ __global__ void __launch_bounds__(kThreads) decode_tiles(const __grid_constant__
   for (int j = 0; j < kDecodesInFlight; j++) {
     const int64_t offset = first + j * kStride, element = item.own.start + offset;
     const int valid = num_valid(item.own, offset);
-    if (valid == 0) continue;
     const Place place = place_of<kBits>(format, item.own, element);
     if (is_plain) fetch(wire + place.codes, valid * int(size_of(format.type)), plain[j]);
-    else fetch_codes<kBits>(wire, format, place, encoded[j]);
+    else fetch_codes<kBits>(wire, format, place, is_in_block(item.own, offset), encoded[j]);
     if (a.accumulates) fetch(at(a.out, row, element), valid * int(sizeof(Out)), before[j]);
   }
 #pragma unroll
@@ -94,14 +93,15 @@ __global__ void __launch_bounds__(kThreads) decode_scaled(const __grid_constant_
     for (int i = 0; i < kGroup; i++) values[i] = 0;
     const Place place = place_of<kBits>(format, item.own, element);
     const uint8_t *wire = at(a.peers, row), *exponents = at(a.exponents, row, element);
+    const bool exists = is_in_block(item.own, offset);
 #pragma unroll 1
-    for (int left = valid > 0 ? a.peers.num_peers : 0; left > 0; left -= kScaledPeers) {
+    for (int left = a.peers.num_peers; left > 0; left -= kScaledPeers) {
       Encoded groups[kScaledPeers];
       Bytes bytes[kScaledPeers];
 #pragma unroll
       for (int j = 0; j < kScaledPeers; j++) {
         if (j >= left) continue;
-        fetch_codes<kBits>(wire + j * a.peers.peer_stride, format, place, groups[j]);
+        fetch_codes<kBits>(wire + j * a.peers.peer_stride, format, place, exists, groups[j]);
         fetch(exponents + j * a.exponents.peer_stride, valid, bytes[j]);
       }
 #pragma unroll
@@ -134,9 +134,9 @@ __device__ void fetch_move(const MoveExponentsArguments& a, const Segment& own, 
   const int64_t element = own.start + offset;
   fetched.exponents = {};
   if (a.exponents.data != nullptr) fetch(at(a.exponents, row, element), valid, fetched.exponents);
-  if (own.block_size == 0 || !exists) return;
+  if (own.block_size == 0) return;
   const Format& format = a.wire.format;
-  fetch_codes<kBits>(at(a.wire, row), format, place_of<kBits>(format, own, element), fetched.group);
+  fetch_codes<kBits>(at(a.wire, row), format, place_of<kBits>(format, own, element), exists, fetched.group);
 }
 
 constexpr int kNoBlock = 1 << 20;  // more than any exponent
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kThreads) move_exponents_of_tiles(
     int moved[kGroup];
     int least = moved_group<kBits>(a, fetched[j], valid, !is_plain && is_in_block(own, offset), moved);
     for (int other = int(own.block_size) / kGroup / 2; other > 0; other /= 2) {
-      const int others = __shfl_xor_sync(0xffffffffu, least, other);
+      const int others = __shfl_xor_sync(kAllLanes, least, other);
       least = others < least ? others : least;
     }
     store_moved(a, row, own.start + offset, valid, is_plain ? 0 : least, moved);
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kThreads) rotate_tiles(const __grid_constant__
     float rotated = value;
 #pragma unroll
     for (int width = 1; width < 32; width *= 2) {
-      const float other = __shfl_xor_sync(0xffffffffu, rotated, width);
+      const float other = __shfl_xor_sync(kAllLanes, rotated, width);
       rotated = threadIdx.x & width ? other - rotated : rotated + other;
     }
     const bool whole = item.own.block_size != 0 && offset / 32 * 32 + 32 <= numel;

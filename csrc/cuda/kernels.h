@@ -14,6 +14,7 @@
 
 #define ZEROPP_CUDA
 #include "../kernel_arguments.h"
+#include "scan.h"
 
 namespace zeropp::cuda {
 
@@ -31,7 +32,6 @@ int encode_scaled_wires(const EncodeArguments&, cudaStream_t);
 
 namespace {
 
-constexpr int kThreads = 256;
 constexpr int kGroup = 8;
 constexpr int kStride = kThreads * kGroup;      // elements from one group of a thread to its next
 constexpr int kLargestWarpBlock = 32 * kGroup;  // elements that one warp has in its registers
@@ -176,10 +176,10 @@ __device__ void store_as(const float (&values)[kGroup], int valid, void* data) {
         if (i < left && i < valid) to[i] = element_of<T>(words, i);
       }
     }
-    const int next_valid = __shfl_down_sync(0xffffffffu, valid, 1);
+    const int next_valid = __shfl_down_sync(kAllLanes, valid, 1);
     if (lane < 31) stored += next_valid < left ? next_valid : left;
 #pragma unroll
-    for (int i = 0; i < kWords; i++) words[kWords + i] = __shfl_down_sync(0xffffffffu, words[i], 1);
+    for (int i = 0; i < kWords; i++) words[kWords + i] = __shfl_down_sync(kAllLanes, words[i], 1);
     drop(words, 16 - before);
   }
   to += left;
@@ -238,10 +238,10 @@ __device__ void store(uint64_t bytes, int valid, uint8_t* to) {
   int stored = valid - left;
   if (before != 0) {
     for (int i = 0; lane == 0 && i < left && i < valid; i++) to[i] = uint8_t(byte_of(bytes, i));
-    const int next_valid = __shfl_down_sync(0xffffffffu, valid, 1);
+    const int next_valid = __shfl_down_sync(kAllLanes, valid, 1);
     if (lane < 31) stored += next_valid < left ? next_valid : left;
-    const uint32_t low = __shfl_down_sync(0xffffffffu, uint32_t(bytes), 1);
-    const uint32_t high = __shfl_down_sync(0xffffffffu, uint32_t(bytes >> 32), 1);
+    const uint32_t low = __shfl_down_sync(kAllLanes, uint32_t(bytes), 1);
+    const uint32_t high = __shfl_down_sync(kAllLanes, uint32_t(bytes >> 32), 1);
     bytes = bytes >> (8 * left) | (low | uint64_t(high) << 32) << (64 - 8 * left);
   }
   to += left;
@@ -375,42 +375,106 @@ struct Encoded {
   float scale;
 };
 
-// 32 bits of a stream, from any bit on.
-__device__ uint32_t bits_at(const uint8_t* stream, uint32_t bit) {
-  const uintptr_t byte = reinterpret_cast<uintptr_t>(stream + bit / 8);
-  const uint32_t* words = reinterpret_cast<const uint32_t*>(byte / 4 * 4);
-  const uint32_t shift = 8 * uint32_t(byte % 4) + bit % 8;
-  return shift == 0 ? words[0] : words[0] >> shift | words[1] << (32 - shift);
-}
+// The codes of 1 bit of this thread's group, a byte each. All threads of a warp come here together. `stream`: the block's
+// (quantization.py, pack_largest), of a byte for each of its `groups`, of which this thread's is number `before`.
+//
+// A thread has a byte of a stream, which it can read once it knows how many of its first bits, 0 to 3, belong to a code that
+// began before. It finds how many reach into the next byte in all four cases; put together, these say what is so for each
+// thread. In four bits one code begins at most. Teams have a block each. Of one that is no team's, a warp reads 32 bytes at a
+// time, up to its own groups.
+__device__ uint64_t find_largest(const uint8_t* stream, uint32_t groups, uint32_t before, bool exists) {
+  const auto reach_of = [](uint32_t four_bits, uint32_t reach) {
+    const uint32_t ones = four_bits >> reach << reach;
+    return ones ? uint32_t(__ffs(ones)) - 1 : 0;
+  };
+  const auto then = [](uint32_t first, uint32_t second) {  // a byte for each case
+    const uint32_t pairs = (first | first >> 4) & 0x00ff00ffu;
+    return __byte_perm(second, 0, (pairs | pairs >> 8) & 0xffff);
+  };
+  const auto in_case = [](uint32_t cases, uint32_t reach) { return cases >> 8 * reach & 3; };
+  __shared__ uint32_t found[kThreads];  // of each thread's group a bit that it is not 0, and in the next byte its sign
+  const bool is_team = groups <= 32 && (groups & (groups - 1)) == 0;
+  const int team = is_team ? int(groups) : 32, lane = threadIdx.x % 32, index = lane % team;
+  found[threadIdx.x] = 0;
+  __syncwarp();
+  uint32_t left = __ballot_sync(kAllLanes, exists);
+  while (left != 0) {
+    // The first block of the warp that is not done; or each team's.
+    const int leader = is_team ? lane - index : __ffs(left) - 1;
+    const uint64_t address = reinterpret_cast<uint64_t>(stream);
+    const uint64_t high = __shfl_sync(kAllLanes, uint32_t(address >> 32), leader);
+    const uint8_t* from = reinterpret_cast<const uint8_t*>(high << 32 | __shfl_sync(kAllLanes, uint32_t(address), leader));
+    const uint32_t first = __shfl_sync(kAllLanes, before, leader);  // of the groups, at the leader's thread
+    const bool is_own = exists && from == stream, has_stream = is_team ? exists : true;
+    uint32_t reach = 0;
+    int place = -1;  // of the last element that was read
+    for (uint32_t byte = index; __ballot_sync(kAllLanes, is_own && place < int(8 * before + 7) && byte - index < groups);
+         byte += 32) {
+      uint32_t bits = 0;
+      if (has_stream && byte < groups) bits = from[byte];
+      if (has_stream && byte + 1 < groups) bits |= uint32_t(from[byte + 1]) << 8;
+      uint32_t cases = 0;
+#pragma unroll
+      for (uint32_t r = 0; r < 4; r++) cases |= reach_of(bits >> 4 & 15, reach_of(bits & 15, r)) << 8 * r;
+      for (int by = 1; by < team; by *= 2) {
+        const uint32_t earlier = __shfl_up_sync(kAllLanes, cases, by);
+        if (index >= by) cases = then(earlier, cases);
+      }
+      const uint32_t earlier = __shfl_up_sync(kAllLanes, cases, 1);
+      uint32_t own_reach = index > 0 ? in_case(earlier, reach) : reach;
 
-// The codes of a group of 1 bit, a byte each. Each thread reads its block's stream (quantization.py, pack_largest) from its
-// beginning to the group, and up to 7 bytes more than the stream, which a wire always has: scales follow.
-__device__ uint64_t find_largest(const uint8_t* stream, uint32_t block_size, int first) {
-  uint64_t codes = 0;
-  int place = -1;
-  for (uint32_t symbol = 0, at = 0; at < block_size;) {
-    uint32_t bits = bits_at(stream, at);
-    at += bits ? __ffs(bits) - 1 : 32;
-    if (!bits || at >= block_size) continue;
-    bits = bits_at(stream, at);
-    place += 4 * int(at - symbol) + int(bits >> 1 & 3) + 1;
-    if (place >= first + kGroup) break;
-    if (place >= first) codes |= uint64_t(bits & 8 ? 0xff : 1) << (8 * (place - first));
-    symbol = at += 4;
+      // How far the byte leads, and on the way where its codes are, of which it has two at most.
+      int advance = 0, ends[2];
+      uint32_t tails[2];
+      bool begins[2];
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const uint32_t ones = (bits >> 4 * half & 15) >> own_reach << own_reach;
+        begins[half] = ones != 0;
+        const uint32_t one = ones ? uint32_t(__ffs(ones)) - 1 : 4;
+        tails[half] = bits >> (4 * half + one + 1) & 7;
+        advance += 4 * int(one - own_reach) + (ones ? int(tails[half] & 3) + 1 : 0);
+        ends[half] = advance;
+        own_reach = one & 3;
+      }
+      const int begin = place + before_in_team<Sum>(advance, team);
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int element = begin + ends[half], thread = leader + element / 8 - int(first);
+        if (begins[half] && element / 8 >= int(first) && element / 8 < int(groups) && thread < 32) {
+          atomicOr(&found[threadIdx.x - lane + thread], (1u | tails[half] >> 2 << 8) << element % 8);
+        }
+      }
+      reach = in_case(__shfl_sync(kAllLanes, cases, lane - index + team - 1), reach);
+      place = __shfl_sync(kAllLanes, begin + advance, lane - index + team - 1);
+    }
+    left &= is_team ? 0 : ~__ballot_sync(kAllLanes, is_own);
   }
-  return codes;
+  __syncwarp();
+  const uint32_t taken = found[threadIdx.x], negative = taken >> 8;
+  return (a_byte_each(taken) | a_byte_each(negative) * 0xff) |
+         uint64_t(a_byte_each(taken >> 4) | a_byte_each(negative >> 4) * 0xff) << 32;
 }
 
+// A group of 2 bits and more.
 template <int kBits>
-__device__ void fetch_codes(const uint8_t* wire, const Format& format, const Place& place, Encoded& group) {
-  if (code_bits<kBits>(format) == 1) {
-    group.stream = find_largest(wire + place.codes - place.before, place.block_size, int(place.before) * kGroup);
-  } else {
-    with_bits<kBits>(format.bits, [&](auto bits) {
-      group.stream = load_stream_as<decltype(bits)::value>(wire + place.codes);
-    });
-  }
+__device__ void fetch_group_of_codes(const uint8_t* wire, const Format& format, const Place& place, Encoded& group) {
+  with_bits<kBits>(format.bits, [&](auto bits) {
+    group.stream = load_stream_as<decltype(bits)::value>(wire + place.codes);
+  });
   group.scale = load_scale(wire + place.scale, format.scale_bytes);
+}
+
+// A group of any bits. All threads of a warp come here together. exists: whether it is in a block.
+template <int kBits>
+__device__ void fetch_codes(const uint8_t* wire, const Format& format, const Place& place, bool exists, Encoded& group) {
+  if (kBits == 0 && format.bits == 1) {
+    const uint32_t groups = place.block_size / kGroup;
+    group.stream = find_largest(wire + place.codes - place.before, groups, place.before, exists);
+    if (exists) group.scale = load_scale(wire + place.scale, format.scale_bytes);
+  } else if (exists) {
+    fetch_group_of_codes<kBits>(wire, format, place, group);
+  }
 }
 
 template <int kBits>
@@ -431,14 +495,20 @@ constexpr int kPlainPeers = 4;
 template <int kBits>
 constexpr int kPeers = kBits == 0 ? 4 : kBits == 8 ? 8 : 16;
 
-// The sum of what all peers sent of a group, in their order.
+// Whether the element, counted from the segment's first, is in one of its blocks.
+__device__ bool is_in_block(const Segment& segment, int64_t offset) {
+  return offset < (segment.stop - segment.start + segment.block_size - 1) / segment.block_size * segment.block_size;
+}
+
+// The sum of what all peers sent of a group, in their order. All threads of a warp come here together.
 template <int kBits>
 __device__ void read_sum(const Wires& wires, const Segment& segment, const Row& row, int64_t element, int valid,
                          float (&values)[kGroup]) {
 #pragma unroll
   for (int i = 0; i < kGroup; i++) values[i] = -0.f;  // which changes nothing that is added to it
-  if (valid == 0) return;
   const Format& format = wires.format;
+  const bool is_1_bit = kBits == 0 && segment.block_size != 0 && format.bits == 1;
+  if (valid == 0 && !is_1_bit) return;
   const Place place = place_of<kBits>(format, segment, element);
   const auto add_peers = [&](auto at_once, auto group, const auto& fetch_from, const auto& read_it) {
     constexpr int kAtOnce = decltype(at_once)::value;
@@ -461,7 +531,12 @@ __device__ void read_sum(const Wires& wires, const Segment& segment, const Row& 
       wire += kAtOnce * wires.peer_stride;
     }
   };
-  if (segment.block_size == 0) {
+  const auto read_it = [&](const Encoded& group, auto& addend) { read_codes<kBits>(group, format, valid, addend); };
+  if (is_1_bit) {
+    const bool exists = is_in_block(segment, element - segment.start);
+    const auto fetch_it = [&](const uint8_t* wire, auto& group) { fetch_codes<kBits>(wire, format, place, exists, group); };
+    add_peers(std::integral_constant<int, 1>(), Encoded(), fetch_it, read_it);
+  } else if (segment.block_size == 0) {
     add_peers(
         std::integral_constant<int, kPlainPeers>(), VectorsOf<float>(),
         [&](const uint8_t* wire, auto& group) { fetch(wire + place.codes, valid * int(size_of(format.type)), group); },
@@ -469,19 +544,13 @@ __device__ void read_sum(const Wires& wires, const Segment& segment, const Row& 
   } else {
     add_peers(
         std::integral_constant<int, kPeers<kBits>>(), Encoded(),
-        [&](const uint8_t* wire, auto& group) { fetch_codes<kBits>(wire, format, place, group); },
-        [&](const auto& group, auto& addend) { read_codes<kBits>(group, format, valid, addend); });
+        [&](const uint8_t* wire, auto& group) { fetch_group_of_codes<kBits>(wire, format, place, group); }, read_it);
   }
 }
 
 __device__ int num_valid(const Segment& segment, int64_t offset) {
   const int64_t left = segment.stop - segment.start - offset;
   return left <= 0 ? 0 : left < kGroup ? int(left) : kGroup;
-}
-
-// Whether the element, counted from the segment's first, is in one of its blocks.
-__device__ bool is_in_block(const Segment& segment, int64_t offset) {
-  return offset < (segment.stop - segment.start + segment.block_size - 1) / segment.block_size * segment.block_size;
 }
 
 // ---- Launches.

@@ -12,51 +12,13 @@
 
 #define ZEROPP_CUDA
 #include "../moves.h"
+#include "scan.h"
 
 namespace zeropp::cuda {
 namespace {
 
-constexpr int kMoveThreads = 256;
-constexpr int kPerThread = kChunk / kMoveThreads;
-constexpr int kWarps = kMoveThreads / 32;
-constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kPerThread = kChunk / kThreads;
 constexpr uint32_t kMostChunkBytes = 1 << 22;  // more than any has; a damaged header may say anything
-
-// ---- Sums over the threads of a block. All threads come here together.
-
-struct Sum {
-  static constexpr int32_t kNothing = 0;
-  __device__ static int32_t of(int32_t a, int32_t b) { return a + b; }
-};
-struct Last {
-  static constexpr int32_t kNothing = -1;
-  __device__ static int32_t of(int32_t a, int32_t b) { return a > b ? a : b; }
-};
-
-struct Scanned {
-  int32_t before, total;  // over the threads before this one, and over all
-};
-
-template <class Operation>
-__device__ Scanned scan(int32_t value) {
-  __shared__ int32_t of_warp[kWarps];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int32_t upto = value;
-  for (int width = 1; width < 32; width *= 2) {
-    const int32_t other = __shfl_up_sync(kAllLanes, upto, width);
-    if (lane >= width) upto = Operation::of(other, upto);
-  }
-  const int32_t previous = __shfl_up_sync(kAllLanes, upto, 1);
-  if (lane == 31) of_warp[warp] = upto;
-  __syncthreads();
-  int32_t before = Operation::kNothing, total = Operation::kNothing;
-  for (int w = 0; w < kWarps; w++) {
-    if (w < warp) before = Operation::of(before, of_warp[w]);
-    total = Operation::of(total, of_warp[w]);
-  }
-  __syncthreads();  // the next scan writes there
-  return {lane > 0 ? Operation::of(before, previous) : before, total};
-}
 
 // ---- Bits at any place of a buffer.
 
@@ -83,24 +45,6 @@ struct BitReader {
     const uint32_t taken = uint32_t(bits) & ((1u << width) - 1);
     bits >>= width, filled -= width;
     return taken;
-  }
-};
-
-// Sets bits from a lower to a higher place. Other threads set other bits of the same words, which were zero.
-struct BitWriter {
-  uint32_t* words;
-  int word = 0;
-  uint32_t bits = 0;
-
-  __device__ explicit BitWriter(uint32_t* words) : words(words) {}
-  __device__ void set(int bit, int width, uint32_t value) {
-    if (bit / 32 != word) flush(), word = bit / 32;
-    bits |= value << bit % 32;
-    if (bit % 32 + width > 32) flush(), word++, bits = value >> (32 - bit % 32);
-  }
-  __device__ void flush() {
-    if (bits) atomicOr(words + word, bits);
-    bits = 0;
   }
 };
 
@@ -176,8 +120,6 @@ constexpr uint32_t kHighBits = 0x80808080u;  // of bytes
 // The high bit of each byte that is not zero.
 __device__ uint32_t nonzero(uint32_t bytes) { return (((bytes & ~kHighBits) + ~kHighBits) | bytes) & kHighBits; }
 
-__device__ uint32_t side_by_side(uint32_t high_bits) { return (high_bits >> 7) * 0x10204080u >> 28; }
-
 // A bit for each code of a group.
 struct Masks {
   uint32_t moved = 0, further = 0, negative = 0;
@@ -192,16 +134,16 @@ struct Masks {
     const uint32_t less = ((to & ~from) | ((to | ~from) & difference)) & kHighBits;
     const uint32_t one_step = (less >> 7) * 0xfe + 0x01010101u;
     const uint32_t moves = nonzero(difference);
-    moved |= side_by_side(moves) << place, negative |= side_by_side(less) << place;
-    further |= side_by_side(moves & nonzero(difference ^ one_step)) << place;
+    moved |= side_by_side(moves >> 7) << place, negative |= side_by_side(less >> 7) << place;
+    further |= side_by_side((moves & nonzero(difference ^ one_step)) >> 7) << place;
   }
 };
 
 // ---- Encoding.
 
-__global__ void __launch_bounds__(kMoveThreads) find_new_scales(const __grid_constant__ MovesArguments a) {
+__global__ void __launch_bounds__(kThreads) find_new_scales(const __grid_constant__ MovesArguments a) {
   const CodeTable& table = a.table;
-  const int64_t byte = int64_t(blockIdx.x) * kMoveThreads + threadIdx.x;
+  const int64_t byte = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (byte >= table.flag_bytes()) return;
   uint32_t flags = 0;
   for (int64_t block = 8 * byte; block < 8 * byte + 8 && block < table.num_blocks; block++) {
@@ -215,7 +157,7 @@ __global__ void __launch_bounds__(kMoveThreads) find_new_scales(const __grid_con
 // What a thread block knows of its chunk: of each group of 8 codes one byte in each of three masks, and what codes that moved
 // further moved beyond two.
 struct Chunk {
-  uint64_t moved[kMoveThreads], further[kMoveThreads], negative[kMoveThreads];
+  uint64_t moved[kThreads], further[kThreads], negative[kThreads];
   uint16_t more[kChunk];
 };
 
@@ -225,7 +167,7 @@ __device__ int32_t compare(const CodeTable& table, const uint8_t* old, const uin
   int32_t sum = 0;
   int r = table.run_of(start);
 #pragma unroll 2
-  for (int group = threadIdx.x; group < kChunk / 8; group += kMoveThreads) {
+  for (int group = threadIdx.x; group < kChunk / 8; group += kThreads) {
     Masks masks;
     const auto goes_further = [&](int place, int size) {
       sum += size - 2;
@@ -279,7 +221,7 @@ __device__ int last_of(uint64_t mask) { return 63 - __clzll(mask); }
 
 // Measures a chunk and fills its header, or writes its body behind those of others.
 template <bool kWrites>
-__global__ void __launch_bounds__(kMoveThreads) encode_chunks(const __grid_constant__ MovesArguments a) {
+__global__ void __launch_bounds__(kThreads) encode_chunks(const __grid_constant__ MovesArguments a) {
   __shared__ Chunk chunk;
   const int32_t more = compare(a.table, a.old, a.now, int64_t(blockIdx.x) * kChunk, chunk);
   __syncthreads();
@@ -367,9 +309,9 @@ __global__ void __launch_bounds__(kMoveThreads) encode_chunks(const __grid_const
 }
 
 // Flags, new scales, 32-bit values and headers; after the bodies, whose first word may hold a header's last bytes.
-__global__ void __launch_bounds__(kMoveThreads) write_heads(const __grid_constant__ MovesArguments a) {
+__global__ void __launch_bounds__(kThreads) write_heads(const __grid_constant__ MovesArguments a) {
   const CodeTable& table = a.table;
-  const int64_t thread = int64_t(blockIdx.x) * kMoveThreads + threadIdx.x;
+  const int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (thread < table.flag_bytes()) {
     a.moves[thread] = a.flags[thread];
     uint8_t* to = a.moves + table.flag_bytes() + int64_t(a.scales_before[thread]) * table.scale_bytes;
@@ -390,12 +332,12 @@ __global__ void __launch_bounds__(kMoveThreads) write_heads(const __grid_constan
 
 // ---- Where things are in a row of moves.
 
-__global__ void __launch_bounds__(kMoveThreads) locate(const __grid_constant__ MovesArguments a) {
+__global__ void __launch_bounds__(kThreads) locate(const __grid_constant__ MovesArguments a) {
   const CodeTable& table = a.table;
   const int64_t row = blockIdx.x, num_flags = table.flag_bytes(), num_chunks = table.num_chunks();
   const uint8_t* flags = a.flags != nullptr ? a.flags : a.moves + row * a.move_bytes;
   int32_t new_scales = 0;
-  for (int64_t tile = 0; tile < num_flags; tile += 4 * kMoveThreads) {
+  for (int64_t tile = 0; tile < num_flags; tile += 4 * kThreads) {
     const int64_t flag = tile + 4 * threadIdx.x;
     const uint32_t word = load_word(flags + flag, flags + num_flags);
     const Scanned scales = scan<Sum>(__popc(word));
@@ -409,7 +351,7 @@ __global__ void __launch_bounds__(kMoveThreads) locate(const __grid_constant__ M
   const uint8_t* end = a.headers != nullptr ? headers + num_chunks * kHeaderBytes : a.moves + (row + 1) * a.move_bytes;
   int64_t* starts = a.chunk_starts + row * (num_chunks + 1);
   int64_t at = start + num_chunks * kHeaderBytes;
-  for (int64_t tile = 0; tile < num_chunks; tile += kMoveThreads) {
+  for (int64_t tile = 0; tile < num_chunks; tile += kThreads) {
     const int64_t chunk = tile + threadIdx.x;
     const uint32_t nbytes = chunk < num_chunks ? load_word(headers + chunk * kHeaderBytes + 8, end) : 0;
     const Scanned bytes = scan<Sum>(int32_t(nbytes < kMostChunkBytes ? nbytes : kMostChunkBytes));
@@ -423,17 +365,17 @@ __global__ void __launch_bounds__(kMoveThreads) locate(const __grid_constant__ M
 
 // Thread blocks of a row, whose warps have 32 blocks of codes each, and whose threads copy 32-bit values.
 ZEROPP_INLINE int64_t rescaling_blocks(const CodeTable& table) {
-  const int64_t for_codes = (table.num_blocks + kMoveThreads - 1) / kMoveThreads;
-  const int64_t for_values = (table.raw_bytes / 4 + kMoveThreads - 1) / kMoveThreads;
+  const int64_t for_codes = (table.num_blocks + kThreads - 1) / kThreads;
+  const int64_t for_values = (table.raw_bytes / 4 + kThreads - 1) / kThreads;
   return for_codes > for_values ? for_codes : for_values > 0 ? for_values : 1;
 }
 
 // Predicts the codes of blocks with new scales: a warp is through with a block before it replaces its scale. Copies 32-bit
 // values.
-__global__ void __launch_bounds__(kMoveThreads) rescale(const __grid_constant__ MovesArguments a) {
+__global__ void __launch_bounds__(kThreads) rescale(const __grid_constant__ MovesArguments a) {
   const CodeTable& table = a.table;
   const int64_t per_row = rescaling_blocks(table), row = blockIdx.x / per_row;
-  const int64_t thread = blockIdx.x % per_row * kMoveThreads + threadIdx.x;
+  const int64_t thread = blockIdx.x % per_row * kThreads + threadIdx.x;
   uint8_t* wire = a.wires + row * a.wire_bytes;
   const uint8_t *moves = a.moves + row * a.move_bytes, *end = moves + a.move_bytes;
   const uint8_t* scales = moves + table.flag_bytes();
@@ -461,7 +403,7 @@ __global__ void __launch_bounds__(kMoveThreads) rescale(const __grid_constant__ 
   for (int r = 0; r < table.num_raw; r++) {
     const Raw& raw = table.raw[r];
     const uint8_t* from = moves + raw_at + raw.moves;
-    for (int64_t i = 4 * thread; i < raw.nbytes; i += 4 * per_row * kMoveThreads) {
+    for (int64_t i = 4 * thread; i < raw.nbytes; i += 4 * per_row * kThreads) {
       if (from + i < end) *reinterpret_cast<uint32_t*>(wire + raw.wire + i) = load_word(from + i, end);
     }
   }
@@ -474,7 +416,7 @@ __device__ const uint8_t* read_rice(const uint8_t* at, const uint8_t* end, int c
   __shared__ int32_t last_one;
   if (threadIdx.x == 0) last_one = 0;
   int found = 0;
-  for (const uint8_t* words = at; found < count && words < end; words += 4 * kMoveThreads) {
+  for (const uint8_t* words = at; found < count && words < end; words += 4 * kThreads) {
     uint32_t word = load_word(words + 4 * threadIdx.x, end);
     const Scanned ones = scan<Sum>(__popc(word));
     int i = found + ones.before;
@@ -488,7 +430,7 @@ __device__ const uint8_t* read_rice(const uint8_t* at, const uint8_t* end, int c
   }
   __syncthreads();
   const uint8_t* lows = at + last_one / 8 + 1;
-  const int each = (count + kMoveThreads - 1) / kMoveThreads, begin = threadIdx.x * each;
+  const int each = (count + kThreads - 1) / kThreads, begin = threadIdx.x * each;
   const int stop = begin + each < count ? begin + each : count;
   int32_t sum = 0;
   BitReader summed(lows, end, int64_t(begin) * k), low_bits = summed;
@@ -505,7 +447,7 @@ __device__ const uint8_t* read_rice(const uint8_t* at, const uint8_t* end, int c
   return lows + bytes_of(count * k);
 }
 
-__global__ void __launch_bounds__(kMoveThreads, 1) move_chunks(const __grid_constant__ MovesArguments a) {
+__global__ void __launch_bounds__(kThreads, 1) move_chunks(const __grid_constant__ MovesArguments a) {
   __shared__ uint4 deltas[kChunk / 8];  // of a group of 8 codes each, modulo 2^16
   uint16_t* delta = reinterpret_cast<uint16_t*>(deltas);
   const CodeTable& table = a.table;
@@ -523,24 +465,24 @@ __global__ void __launch_bounds__(kMoveThreads, 1) move_chunks(const __grid_cons
     const int m1 = counts & 0xffff, m2 = counts >> 16;
     if (m1 == 0 || m1 > kChunk || m2 > m1) continue;  // nothing moved; or the buffer is damaged
 
-    for (int group = threadIdx.x; group < kChunk / 8; group += kMoveThreads) deltas[group] = make_uint4(0, 0, 0, 0);
+    for (int group = threadIdx.x; group < kChunk / 8; group += kThreads) deltas[group] = make_uint4(0, 0, 0, 0);
     at = read_rice(at, end, m1, ks & 15, true, places);
     const uint8_t* signs = at;
     at = read_rice(at + bytes_of(m1), end, m2, ks >> 8 & 15, true, furthers);
     read_rice(at, end, m2, ks >> 16 & 15, false, more);
-    for (int i = threadIdx.x; i < m1; i += kMoveThreads) {
+    for (int i = threadIdx.x; i < m1; i += kThreads) {
       const bool is_negative = load_word(signs + i / 8, end) >> i % 8 & 1;
       if (places[i] < kChunk) delta[places[i]] = uint16_t(is_negative ? -1 : 1);
     }
     __syncthreads();
-    for (int j = threadIdx.x; j < m2; j += kMoveThreads) {
+    for (int j = threadIdx.x; j < m2; j += kThreads) {
       const int place = furthers[j] < m1 ? places[furthers[j]] : kChunk;
       if (place < kChunk) delta[place] *= more[j] + 2;
     }
     __syncthreads();
     const int64_t start = chunk * kChunk, stop = start + kChunk < table.num_codes ? start + kChunk : table.num_codes;
     int r = table.run_of(start);
-    for (int group = threadIdx.x; group < kChunk / 8; group += kMoveThreads) {
+    for (int group = threadIdx.x; group < kChunk / 8; group += kThreads) {
       const uint4 moved = deltas[group];
       if ((moved.x | moved.y | moved.z | moved.w) == 0) continue;
       each_part(table, r, start + 8 * group, stop, [&](const Run& run, int64_t at, int first, int count) {
@@ -577,10 +519,10 @@ int run(void (*kernel)(MovesArguments), const MovesArguments& a, int64_t blocks,
   MovesArguments arguments = a;
   void* parameters[] = {&arguments};
   return cudaLaunchKernel(
-      kernel, dim3(unsigned(blocks)), dim3(kMoveThreads), parameters, 0, static_cast<cudaStream_t>(stream));
+      kernel, dim3(unsigned(blocks)), dim3(kThreads), parameters, 0, static_cast<cudaStream_t>(stream));
 }
 
-int64_t blocks_for(int64_t threads) { return (threads + kMoveThreads - 1) / kMoveThreads; }
+int64_t blocks_for(int64_t threads) { return (threads + kThreads - 1) / kThreads; }
 
 }  // namespace
 

@@ -168,6 +168,18 @@ T __shfl_up_sync(unsigned, T value, int by) {
   return cuda_on_cpu::shuffle(value, int(own % 32) >= by ? own - unsigned(by) : own);
 }
 
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
+  return cuda_on_cpu::shuffle(value, threadIdx.x / 32 * 32 + unsigned(lane));
+}
+
+inline uint32_t __ballot_sync(unsigned, bool value) {
+  uint32_t ballot = uint32_t(value) << threadIdx.x % 32;
+  for (int width = 1; width < 32; width *= 2) ballot |= __shfl_xor_sync(0xffffffffu, ballot, width);
+  return ballot;
+}
+
+inline int __clz(int value) { return value ? __builtin_clz(uint32_t(value)) : 32; }
 inline int __popc(uint32_t value) { return __builtin_popcount(value); }
 inline int __popcll(uint64_t value) { return __builtin_popcountll(value); }
 inline int __ffs(int value) { return __builtin_ffs(value); }
