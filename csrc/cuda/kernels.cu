@@ -20,8 +20,9 @@ __device__ void write_out(const DecodeArguments& a, const VectorsOf<Out>& before
   store_as<Out>(values, valid, out);
 }
 
+// The general one asks for one thread block a multiprocessor, or the compiler keeps to 64 registers.
 template <int kBits, class Out>
-__global__ void __launch_bounds__(kThreads) decode_tiles(const __grid_constant__ Launch<DecodeArguments> launch) {
+__global__ void __launch_bounds__(kThreads, kBits == 0) decode_tiles(const __grid_constant__ Launch<DecodeArguments> launch) {
   const DecodeArguments& a = launch.arguments;
   const Item& item = item_of_block(launch);
   const Format& format = a.peers.format;
@@ -69,7 +70,8 @@ __global__ void __launch_bounds__(kThreads) decode_sums(const __grid_constant__ 
 }
 
 // Of peers whose elements have scales. The sum begins at 0, as in plain torch, which ends up the same as 0 added last.
-constexpr int kScaledPeers = 8;
+template <int kBits>
+constexpr int kScaledPeers = kBits == 0 ? 4 : 8;
 
 template <int kBits>
 __global__ void __launch_bounds__(kThreads) decode_scaled(const __grid_constant__ Launch<DecodeArguments> launch) {
@@ -94,26 +96,33 @@ __global__ void __launch_bounds__(kThreads) decode_scaled(const __grid_constant_
     const Place place = place_of<kBits>(format, item.own, element);
     const uint8_t *wire = at(a.peers, row), *exponents = at(a.exponents, row, element);
     const bool exists = is_in_block(item.own, offset);
+    const auto add_peers = [&](auto at_once) {
+      constexpr int kAtOnce = decltype(at_once)::value;
 #pragma unroll 1
-    for (int left = a.peers.num_peers; left > 0; left -= kScaledPeers) {
-      Encoded groups[kScaledPeers];
-      Bytes bytes[kScaledPeers];
+      for (int left = a.peers.num_peers; left > 0; left -= kAtOnce) {
+        Encoded groups[kAtOnce];
+        Bytes bytes[kAtOnce];
 #pragma unroll
-      for (int j = 0; j < kScaledPeers; j++) {
-        if (j >= left) continue;
-        fetch_codes<kBits>(wire + j * a.peers.peer_stride, format, place, exists, groups[j]);
-        fetch(exponents + j * a.exponents.peer_stride, valid, bytes[j]);
-      }
+        for (int j = 0; j < kAtOnce; j++) {
+          if (j >= left) continue;
+          const uint8_t* peer = wire + j * a.peers.peer_stride;
+          if constexpr (kAtOnce == 1) fetch_codes<kBits>(peer, format, place, exists, groups[j]);
+          else if (exists) fetch_group_of_codes<kBits>(peer, format, place, groups[j]);
+          fetch(exponents + j * a.exponents.peer_stride, valid, bytes[j]);
+        }
 #pragma unroll
-      for (int j = 0; j < kScaledPeers; j++) {
-        if (j >= left) continue;
-        float addend[kGroup];
-        read_codes<kBits>(groups[j], format, valid, addend);
-        multiply(addend, read(bytes[j]), sixteenths);
-        add(values, addend);
+        for (int j = 0; j < kAtOnce; j++) {
+          if (j >= left) continue;
+          float addend[kGroup];
+          read_codes<kBits>(groups[j], format, valid, addend);
+          multiply(addend, read(bytes[j]), sixteenths);
+          add(values, addend);
+        }
+        wire += kAtOnce * a.peers.peer_stride, exponents += kAtOnce * a.exponents.peer_stride;
       }
-      wire += kScaledPeers * a.peers.peer_stride, exponents += kScaledPeers * a.exponents.peer_stride;
-    }
+    };
+    if (kBits == 0 && format.bits == 1) add_peers(std::integral_constant<int, 1>());
+    else add_peers(std::integral_constant<int, kScaledPeers<kBits>>());
   }
 #pragma unroll
   for (int i = 0; i < kGroup; i++) values[i] += 0.f;
