@@ -42,7 +42,7 @@ def kernels() -> dict:
     make_extension = cpp_extension.CppExtension
     if torch.version.cuda is not None and has_cuda_toolkit(cpp_extension):
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")  # PTX serves newer cards
-        sources += ["csrc/cuda/kernels.cu", "csrc/cuda/moves.cu"]
+        sources += sorted(map(str, Path("csrc/cuda").glob("*.cu")))
         compile_args["nvcc"] = ["-std=c++20", "-O3", "--fmad=false"]
         macros.append(("ZEROPP_WITH_CUDA", None))
         make_extension = cpp_extension.CUDAExtension

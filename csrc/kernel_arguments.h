@@ -75,6 +75,7 @@ struct EncodeArguments {
   Wires kept;                 // of the wire's format; data is null where all scales are fresh
   Exponents exponents;        // data is null where elements have no scales
 
+  bool has_exponents() const { return exponents.data != nullptr; }
   ZEROPP_INLINE Type plain_type() const { return wire.format.type; }
   // Whether values that are sent as they are only change their place.
   ZEROPP_INLINE bool moves_bits() const {

@@ -1,6 +1,6 @@
 """Which CUDA kernels encode the shards of large models, in the formats that test_fake_cuda.py finds in a training step.
 
-csrc/cuda/kernels.cu itself says that, built for a CPU. That kernels for tiles read vectors wherever a parameter begins,
+csrc/cuda itself says that, built for a CPU. That kernels for tiles read vectors wherever a parameter begins,
 and have no other path, is test_cuda_build.py's to show.
 """
 

@@ -1,4 +1,4 @@
-// As much of CUDA as csrc/cuda/kernels.cu uses, for a C++ compiler: its kernels then run on a CPU, thread by thread, and
+// As much of CUDA as csrc/cuda uses, for a C++ compiler: its kernels then run on a CPU, thread by thread, and
 // their logic is tested where there is no GPU. Nothing here says how fast they are, or what nvcc makes of them.
 //
 // The threads of a block are coroutines of one operating-system thread. A coroutine runs until a barrier, of its warp or
@@ -133,6 +133,7 @@ inline void run_block(unsigned threads) {
 #define blockIdx cuda_on_cpu::block_index
 
 inline void __syncthreads() { cuda_on_cpu::wait_at(cuda_on_cpu::block_barrier); }
+inline void __syncwarp() { cuda_on_cpu::wait_at(cuda_on_cpu::warp_barriers[threadIdx.x / 32]); }
 
 namespace cuda_on_cpu {
 
@@ -167,9 +168,23 @@ T __shfl_up_sync(unsigned, T value, int by) {
   return cuda_on_cpu::shuffle(value, int(own % 32) >= by ? own - unsigned(by) : own);
 }
 
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
+  return cuda_on_cpu::shuffle(value, threadIdx.x / 32 * 32 + unsigned(lane));
+}
+
+inline uint32_t __ballot_sync(unsigned, bool value) {
+  uint32_t ballot = uint32_t(value) << threadIdx.x % 32;
+  for (int width = 1; width < 32; width *= 2) ballot |= __shfl_xor_sync(0xffffffffu, ballot, width);
+  return ballot;
+}
+
+inline int __clz(int value) { return value ? __builtin_clz(uint32_t(value)) : 32; }
 inline int __popc(uint32_t value) { return __builtin_popcount(value); }
 inline int __popcll(uint64_t value) { return __builtin_popcountll(value); }
 inline int __ffs(int value) { return __builtin_ffs(value); }
+inline int __ffsll(long long value) { return __builtin_ffsll(value); }
+inline int __clzll(long long value) { return value ? __builtin_clzll(uint64_t(value)) : 64; }
 
 inline uint32_t atomicOr(uint32_t* at, uint32_t value) {
   const uint32_t before = *at;

@@ -2,6 +2,12 @@
 #include <stdexcept>
 #include <string>
 
+#include "../../../csrc/cuda/encode_16_bits.cu"
+#include "../../../csrc/cuda/encode_floats.cu"
+#include "../../../csrc/cuda/encode_scaled_wires.cu"
+#include "../../../csrc/cuda/encode_scaled_wires_of_8_bits.cu"
+#include "../../../csrc/cuda/encode_wires.cu"
+#include "../../../csrc/cuda/encode_wires_of_8_bits.cu"
 #include "../../../csrc/cuda/kernels.cu"
 #include "../../../csrc/cuda/moves.cu"
 

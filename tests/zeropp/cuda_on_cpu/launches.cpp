@@ -1,4 +1,4 @@
-// Where csrc/cuda/kernels.cu sends the segments of a wire format: its own dispatch, whose launches are written down and
+// Where csrc/cuda sends the segments of a wire format: its own dispatch, whose launches are written down and
 // not run.
 #define cudaLaunchKernel run_on_cpu
 #include "cuda_runtime.h"
@@ -18,6 +18,12 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Parameters), dim3, dim3, void** para
   return cudaSuccess;
 }
 
+#include "../../../csrc/cuda/encode_16_bits.cu"
+#include "../../../csrc/cuda/encode_floats.cu"
+#include "../../../csrc/cuda/encode_scaled_wires.cu"
+#include "../../../csrc/cuda/encode_scaled_wires_of_8_bits.cu"
+#include "../../../csrc/cuda/encode_wires.cu"
+#include "../../../csrc/cuda/encode_wires_of_8_bits.cu"
 #include "../../../csrc/cuda/kernels.cu"
 
 namespace zeropp {
