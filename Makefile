@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?= $(shell [ "$$(uname)" != Linux ] || command -v nvidia-smi >/dev/null || echo https://download.pytorch.org/whl/cpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-long test-integrations test-ray lower-bound test-lower-bound cuda-build test-cuda-build test-sanitizers docs format clean
+.PHONY: help quickstart test test-long test-integrations test-ray lower-bound test-lower-bound cuda-build test-cuda-build cuda-objects test-sanitizers docs format clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -75,6 +75,22 @@ lower-bound cuda-build:
 
 test-lower-bound test-cuda-build:
 	cd $(COPY) && $(CHECK) && $(PYTEST) tests/zeropp
+
+# What the card's machine links in half a minute (ZEROPP_CUDA_OBJECTS=build/cuda-objects) takes minutes to compile there.
+# Each file by itself: make -j compiles them side by side. nvcc needs nothing of torch.
+CUDA_ARCH ?= sm_90
+CUDA_FLAGS := -std=c++20 -O3 --fmad=false -Xcompiler -fPIC
+CUDA_OBJECTS := $(patsubst csrc/cuda/%.cu,build/cuda-objects/%.o,$(wildcard csrc/cuda/*.cu))
+CUDA_SOURCES := $(wildcard csrc/*.h csrc/cuda/*)
+cuda-objects:  ## compile the CUDA kernels for H100 and H200 into build/cuda-objects, with nvcc alone, for benchmarks/gpu.sh
+	@command -v nvcc >/dev/null || { echo "error: no nvcc: install the CUDA toolkit" >&2; exit 1; }
+	mkdir -p build/cuda-objects
+	rm -f $(filter-out $(CUDA_OBJECTS),$(wildcard build/cuda-objects/*))
+	$(MAKE) -j $(WORKERS) $(CUDA_OBJECTS)
+	sha256sum $(CUDA_SOURCES) > build/cuda-objects/sources.sha256
+
+build/cuda-objects/%.o: csrc/cuda/%.cu $(CUDA_SOURCES)
+	nvcc -arch=$(CUDA_ARCH) $(CUDA_FLAGS) -c $< -o $@
 
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 test-sanitizers: $(READY)  ## run the tests of the CPU kernels with AddressSanitizer and UndefinedBehaviorSanitizer
