@@ -26,9 +26,7 @@ def compiled_ahead(folder: Path) -> list[str]:
     """The objects that `make cuda-objects` left in ``folder``; ends the build unless they are of these sources."""
     sums = folder / "sources.sha256"
     if not sums.exists():
-        sys.exit(
-            f"error: ZEROPP_CUDA_OBJECTS={folder} holds no compiled kernels: run `make cuda-objects` where nvcc is"
-        )
+        sys.exit(f"error: no compiled kernels in ZEROPP_CUDA_OBJECTS={folder}: run `make cuda-objects` where nvcc is")
     # Not by their times, which a copy to the machine with the GPU does not keep.
     compiled = dict(reversed(line.split()) for line in sums.read_text().splitlines())
     sources = sorted(path for pattern in ("*.h", "cuda/*") for path in Path("csrc").glob(pattern))
@@ -57,13 +55,12 @@ def kernels() -> dict:
     macros: list = []
     objects: list[str] = []
     make_extension = cpp_extension.CppExtension
-    folder = os.environ.get("ZEROPP_CUDA_OBJECTS")
-    if folder and torch.version.cuda is None:
-        sys.exit(f"error: ZEROPP_CUDA_OBJECTS is set, but torch {torch.__version__} is not for CUDA: unset it")
+    if folder := os.environ.get("ZEROPP_CUDA_OBJECTS"):
+        objects = compiled_ahead(Path(folder))
+        if torch.version.cuda is None:
+            sys.exit(f"error: ZEROPP_CUDA_OBJECTS is set, but torch {torch.__version__} is not for CUDA: unset it")
     if torch.version.cuda is not None and has_cuda_toolkit(cpp_extension):
-        if folder:
-            objects = compiled_ahead(Path(folder))
-        else:
+        if not objects:
             os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")  # PTX serves newer cards
             sources += sorted(map(str, Path("csrc/cuda").glob("*.cu")))
             compile_args["nvcc"] = ["-std=c++20", "-O3", "--fmad=false"]  # as in the Makefile
