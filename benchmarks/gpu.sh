@@ -23,13 +23,13 @@ fail() {
 SCALE=${SCALE:-gpu}
 case $SCALE in # the two differ in sizes alone
     gpu)
-        DEVICE=cuda MODEL=gpt-350m SEQUENCES=8 EMULATED=gpt-350m OFFLOADED=12 MEGABYTES=1024 CASES="cuda or built"
-        LAYERS=18 WIDTH=768 HEADS=12 LENGTH=1024 STEPS=335 WARMUP=34 MINUTES=1.5
+        DEVICE=cuda CARD=cuda:0 MODEL=gpt-350m SEQUENCES=8 EMULATED=gpt-350m OFFLOADED=12 MEGABYTES=1024 CASES="cuda or built"
+        LAYERS=18 WIDTH=768 HEADS=12 LENGTH=1024 STEPS=330 WARMUP=33 MINUTES=1.5
         ;;
     tiny)
-        DEVICE=cpu MODEL=tiny-gpt SEQUENCES=2 EMULATED=gpt-tiny OFFLOADED=1 MEGABYTES=1 CASES="one_pass and cpu or built"
-        LAYERS=2 WIDTH=64 HEADS=2 LENGTH=64 STEPS=60 WARMUP=6 MINUTES=9
-        export CUDA_VISIBLE_DEVICES= TORCHDYNAMO_DISABLE=1
+        DEVICE=cpu CARD=cpu MODEL=tiny-gpt SEQUENCES=2 EMULATED=gpt-tiny OFFLOADED=1 MEGABYTES=1 CASES="one_pass and cpu or built"
+        LAYERS=2 WIDTH=64 HEADS=2 LENGTH=64 STEPS=22 WARMUP=2 MINUTES=9
+        export CUDA_VISIBLE_DEVICES= TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1
         ;;
     *) fail "SCALE=$SCALE does not exist; choose one of: gpu tiny" ;;
 esac
@@ -73,8 +73,8 @@ part() {
     local name=$1 seconds=$2 needs=$3 left=$((BUDGET - SECONDS)) start=$SECONDS me=$BASHPID before now need verdict
     shift 3
     if [ -n "$lists" ]; then
-        echo "$call: $name: $*"
-        return
+        echo "$call: $name: $seconds: $(printf '%q ' "$@")"
+        return 0
     elif [[ " $call " == *"$chosen"* ]]; then
         ! grep -qs "^passed $name " "$OUT/summary.txt" || return 0
     elif [[ $chosen != *" $name "* ]]; then
@@ -82,27 +82,27 @@ part() {
     fi
     for need in ${needs//,/ }; do
         has "$need" || {
-            say "skipped $name: ${need#*:} is not here"
+            say "skipped $name (${need#*:} is not here)"
             return 0
         }
     done
     [ "$SCALE" = gpu ] || seconds=$left # of a processor, busy as it may be
     [ "$left" -gt 5 ] || {
-        say "not run $name: the $BUDGET seconds are over"
+        say "LEFT $name (the $BUDGET seconds are over)"
         failed=1
         return 1
     }
     read -ra before <"/proc/$me/stat"
-    { echo "$*" && timeout --kill-after=5 "$((left < seconds ? left : seconds))" "$@"; } 2>&1 |
+    { printf '%q ' "$@" && echo && timeout --kill-after=5 "$((left < seconds ? left : seconds))" "$@"; } 2>&1 |
         sed -u "s/^/$name: /" | tee -a "$OUT/log.txt"
     case ${PIPESTATUS[0]} in
         0) verdict=passed ;;
-        77) verdict="skipped, see log.txt:" ;;
-        124 | 137) verdict="timed out" failed=1 ;;
+        77) verdict=skipped ;; # and log.txt says why
+        124 | 137) verdict=TIMEOUT failed=1 ;;
         *) verdict=FAILED failed=1 ;;
     esac
     read -ra now <"/proc/$me/stat"
-    say "$verdict $name $((SECONDS - start)) s, $(((now[15] + now[16] - before[15] - before[16]) / 100)) s of processors"
+    say "$verdict $name ($((SECONDS - start)) s, $(((now[15] + now[16] - before[15] - before[16]) / 100)) s of processors)"
     [ "$failed" = 0 ]
 }
 
@@ -125,9 +125,9 @@ part trainer 100 numpy "${TRAINER[@]}" --micro-batch-size $SEQUENCES --steps 4 -
 # Four ranks on the card, as two nodes: launches, and how much of the communication is exposed. Copies go through the host, so
 # the times of the collectives are not NCCL's.
 part step 60 numpy "$PYTHON" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 4 \
-    tests/gpu/share_device.py $DEVICE:0 "${TRAINER[@]:1}" --micro-batch-size 1 --no-compile --steps 2 --rounds 1 --flags \
+    tests/gpu/share_device.py $CARD "${TRAINER[@]:1}" --micro-batch-size 1 --no-compile --steps 2 --rounds 1 --flags \
     "--num-workers 0 --zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco"
-part nccl 45 pytest "${TESTS[@]}" tests/gpu/test_collectives.py -k "$DEVICE"
+part nccl 45 pytest "${TESTS[@]}" tests/gpu/test_collectives.py -k "every_collective and $DEVICE"
 part racecheck 60 program:compute-sanitizer,pytest,hypothesis benchmarks/sanitize.sh racecheck "$PYTHON"
 # The cost of a recipe's arithmetic in a step: 8 ranks on 2 nodes, emulated, beside plain training on the same batches.
 for recipe in int8 lossless int6 ternary; do
