@@ -46,6 +46,10 @@ if [ "${1:-}" = --list ]; then
     lists=yes
 else
     [ $# -ge 2 ] || fail "say where results go, and what to run: benchmarks/gpu.sh FOLDER first|second|PART..."
+    for word in "${@:2}"; do
+        { printf ' first\n second\n' && benchmarks/gpu.sh --list | cut -d: -f2; } | grep -x " $word" >/dev/null ||
+            fail "there is no part called $word: benchmarks/gpu.sh --list shows all"
+    done
     [ "$SCALE" = tiny ] || "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null ||
         fail "$PYTHON has no torch that sees a CUDA device: run this on a machine with an NVIDIA GPU, or give PYTHON=..."
     mkdir -p "$1"

@@ -77,7 +77,7 @@ def test_ranks_that_share_a_device_are_profiled_and_quantizers_are_a_part_of_the
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("words", [["first"], []], ids=["no GPU", "nothing to run"])
+@pytest.mark.parametrize("words", [["first"], [], ["python"]], ids=["no GPU", "nothing to run", "no such part"])
 def test_gpu_script_says_what_it_needs(words, tmp_path):
     done = run("benchmarks/gpu.sh", tmp_path / "results", *words, status=2, PYTHON=sys.executable)
     assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
