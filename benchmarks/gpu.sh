@@ -80,7 +80,7 @@ part() {
         echo "$call: $name: $seconds: $(printf '%q ' "$@")"
         return 0
     elif [[ " $call " == *"$chosen"* ]]; then
-        ! grep -qs "^passed $name " "$OUT/summary.txt" || return 0
+        [[ $call == *" "* ]] || ! grep -qs "^passed $name " "$OUT/summary.txt" || return 0 # a bare machine builds again
     elif [[ $chosen != *" $name "* ]]; then
         return 0
     fi
