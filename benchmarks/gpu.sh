@@ -143,7 +143,7 @@ part offload 60 numpy "${TRAINER[@]}" --micro-batch-size $SEQUENCES --no-compile
     --flags "--cpu-offloading-num-layers $OFFLOADED"
 
 call=second
-part apex 30 apex,pytest,file:tests/gpu/test_apex.py "${TESTS[@]}" tests/gpu/test_apex.py
+part apex 30 amp_C,pytest,file:tests/gpu/test_apex.py "${TESTS[@]}" tests/gpu/test_apex.py
 # The loss, as if 8 ranks on 2 nodes trained, each token once: side by side, since it does not depend on time.
 TRAIN=("$PYTHON" pretrain_gpt.py --num-layers $LAYERS --hidden-size $WIDTH --num-attention-heads $HEADS --seq-length $LENGTH
     --attention-dropout 0 --hidden-dropout 0 --bf16 --micro-batch-size 8 --global-batch-size 64 --train-iters $STEPS
