@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?= $(shell [ "$$(uname)" != Linux ] || command -v nvidia-smi >/dev/null || echo https://download.pytorch.org/whl/cpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-long test-integrations test-ray lower-bound test-lower-bound cuda-build test-cuda-build test-sanitizers docs format clean
+.PHONY: help quickstart test test-long test-integrations test-ray lower-bound test-lower-bound cuda-build test-cuda-build cuda-objects gpu-text test-sanitizers docs format clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -75,6 +75,36 @@ lower-bound cuda-build:
 
 test-lower-bound test-cuda-build:
 	cd $(COPY) && $(CHECK) && $(PYTEST) tests/zeropp tests/test_torch_signatures.py
+
+# What the card's machine links in half a minute (ZEROPP_CUDA_OBJECTS=build/cuda-objects) takes minutes to compile there.
+# Each file by itself: make -j compiles them side by side. nvcc needs nothing of torch.
+CUDA_ARCH ?= sm_90
+CUDA_FLAGS := -std=c++20 -O3 --fmad=false -Xcompiler -fPIC
+CUDA_OBJECTS := $(patsubst csrc/cuda/%.cu,build/cuda-objects/%.o,$(wildcard csrc/cuda/*.cu))
+CUDA_SOURCES := $(wildcard csrc/*.h csrc/cuda/*)
+cuda-objects:  ## compile the CUDA kernels for H100 and H200 into build/cuda-objects, with nvcc alone, for benchmarks/gpu.sh
+	@command -v nvcc >/dev/null || { echo "error: no nvcc: install the CUDA toolkit" >&2; exit 1; }
+	mkdir -p build/cuda-objects
+	rm -f $(filter-out $(CUDA_OBJECTS),$(wildcard build/cuda-objects/*))
+	$(MAKE) -j $(WORKERS) $(CUDA_OBJECTS)
+	sha256sum $(CUDA_SOURCES) > build/cuda-objects/sources.sha256
+
+build/cuda-objects/%.o: csrc/cuda/%.cu $(CUDA_SOURCES)
+	nvcc -arch=$(CUDA_ARCH) $(CUDA_FLAGS) -c $< -o $@
+
+# 22 million tokens in 45 MB: 330 steps of 64 x 1024 see each once. The sources stay here.
+TEXT ?= build/gpu-text
+TEXT_MEGABYTES ?= 77.5
+TEXT_VOCABULARY ?= 8192
+TEXT_FLAGS := --tokenizer-type SentencePieceTokenizer --tokenizer-model $(TEXT)/tokenizer.model
+gpu-text: $(READY)  ## prepare the text for the loss runs of benchmarks/gpu.sh in build/gpu-text
+	$(VENV)/bin/python examples/quickstart/make_corpus.py --packages torch transformers --max-megabytes $(TEXT_MEGABYTES) \
+		--output $(TEXT)-sources.jsonl
+	$(VENV)/bin/python tools/train_tokenizer.py --input $(TEXT)-sources.jsonl --vocab-size $(TEXT_VOCABULARY) \
+		--max-megabytes 10 --output $(TEXT)/tokenizer.model
+	$(VENV)/bin/python tools/preprocess_data.py --input $(TEXT)-sources.jsonl --output-prefix $(TEXT)/python --append-eod \
+		--workers $(WORKERS) $(TEXT_FLAGS)
+	rm $(TEXT)-sources.jsonl
 
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 test-sanitizers: $(READY)  ## run the tests of the CPU kernels with AddressSanitizer and UndefinedBehaviorSanitizer

@@ -1,5 +1,6 @@
 """Builds csrc/ for whatever the installed torch supports; metadata and dependencies are in pyproject.toml."""
 
+import hashlib
 import os
 import sys
 import sysconfig
@@ -21,6 +22,19 @@ def has_cuda_toolkit(cpp_extension: ModuleType) -> bool:
     return False
 
 
+def compiled_ahead(folder: Path) -> list[str]:
+    """The objects that `make cuda-objects` left in ``folder``; ends the build unless they are of these sources."""
+    sums = folder / "sources.sha256"
+    if not sums.exists():
+        sys.exit(f"error: no compiled kernels in ZEROPP_CUDA_OBJECTS={folder}: run `make cuda-objects` where nvcc is")
+    # Not by their times, which a copy to the machine with the GPU does not keep.
+    compiled = dict(reversed(line.split()) for line in sums.read_text().splitlines())
+    sources = sorted(path for pattern in ("*.h", "cuda/*") for path in Path("csrc").glob(pattern))
+    if compiled != {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in sources}:
+        sys.exit(f"error: {folder} was compiled from other sources than csrc/ holds: run `make cuda-objects` again")
+    return [str(folder / path.with_suffix(".o").name) for path in sources if path.suffix == ".cu"]
+
+
 def kernels() -> dict:
     """The arguments of setup() that build the operators; none when there is no torch to build against."""
     # pip hides the environment's packages from a build. A torch that the build brought itself would be another one than
@@ -39,11 +53,17 @@ def kernels() -> dict:
         # at::parallel_for is OpenMP's, of the library that torch brings. A loop copies a tile faster than memcpy.
         compile_args["cxx"] += ["-fopenmp", "-fno-tree-loop-distribute-patterns"]
     macros: list = []
+    objects: list[str] = []
     make_extension = cpp_extension.CppExtension
+    if folder := os.environ.get("ZEROPP_CUDA_OBJECTS"):
+        objects = compiled_ahead(Path(folder))
+        if torch.version.cuda is None:
+            sys.exit(f"error: ZEROPP_CUDA_OBJECTS is set, but torch {torch.__version__} is not for CUDA: unset it")
     if torch.version.cuda is not None and has_cuda_toolkit(cpp_extension):
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")  # PTX serves newer cards
-        sources += sorted(map(str, Path("csrc/cuda").glob("*.cu")))
-        compile_args["nvcc"] = ["-std=c++20", "-O3", "--fmad=false"]
+        if not objects:
+            os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")  # PTX serves newer cards
+            sources += sorted(map(str, Path("csrc/cuda").glob("*.cu")))
+            compile_args["nvcc"] = ["-std=c++20", "-O3", "--fmad=false"]  # as in the Makefile
         macros.append(("ZEROPP_WITH_CUDA", None))
         make_extension = cpp_extension.CUDAExtension
     extension = make_extension(
@@ -51,6 +71,7 @@ def kernels() -> dict:
         sources,
         depends=[str(path) for path in Path("csrc").rglob("*.h")],
         define_macros=macros,
+        extra_objects=objects,
         extra_compile_args=compile_args,
         extra_link_args=["-fopenmp"] if sys.platform == "linux" else [],
     )

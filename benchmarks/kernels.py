@@ -1,9 +1,10 @@
 """Bytes per second of every quantization kernel, as a share of a copy's in the same run, and beside plain torch.
 
-    python benchmarks/kernels.py [--device cuda] [--megabytes 64 4] [--threads 1 2] [--output kernels.json]
+    python benchmarks/kernels.py [--device cuda] [--megabytes 64 1] [--threads 1 2] [--output kernels.json]
 
-Bytes are what a kernel must read and write once: its inputs and outputs. The measure is a copy of as many bytes, in
-turns with the kernel. Plain torch is megatron_zpp/zeropp/wire/reference.py.
+Tensors of 1 GB on a GPU, and of 64 MB on a CPU, fit no cache, and a kernel takes longer than its launch. Bytes are what
+a kernel must read and write once: its inputs and outputs. The measure is a copy of as many bytes, in turns with the
+kernel. Plain torch is megatron_zpp/zeropp/wire/reference.py.
 """
 
 import json
@@ -228,7 +229,9 @@ def table() -> str:
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[64, 4], help="of values in a tensor")
+    parser.add_argument(
+        "--megabytes", type=int, nargs="+", help="of values in a tensor; default 1024 on a GPU, 64 on a CPU"
+    )
     parser.add_argument("--threads", type=int, nargs="+", help="on a CPU; default 1 and all")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--beside", nargs="*", choices=["plain"], default=["plain"], help="plain torch")
@@ -244,7 +247,7 @@ def main() -> None:
     rows = []
     for threads in (args.threads or all_threads) if device.type == "cpu" else [1]:
         torch.set_num_threads(threads)
-        for megabytes in args.megabytes:
+        for megabytes in args.megabytes or [1024 if device.type == "cuda" else 64]:
             where = hardware if device.type == "cuda" else f"{threads} thread{'s' if threads > 1 else ''}, {hardware}"
             print(f"\n{megabytes} MB of values, {where}\n")
             others = "".join(f" {f'x {other}':>10}" for other in args.beside)

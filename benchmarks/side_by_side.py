@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
@@ -89,7 +90,7 @@ class PlainModel(nn.Module):
 
     def loss(self, x: Tensor, labels: Tensor) -> Tensor:
         logits = self.output(self.norm(x))  # [B, S, V]
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 def _norm(config: DecoderConfig, is_llama: bool) -> nn.Module:
@@ -106,7 +107,7 @@ class PlainTraining:
         self.model, self.device = model, batches[0][0].device
         if compiled:  # in parts, which takes seconds where the whole would take minutes
             for block in model.blocks:
-                block.compile()
+                block.forward = torch.compile(block.forward)  # type: ignore[method-assign]  # without FSDP2's hooks
             model.loss = torch.compile(model.loss)  # type: ignore[method-assign]
         matrices = [p for p in model.parameters() if p.dim() > 1]
         vectors = [p for p in model.parameters() if p.dim() == 1]
@@ -133,6 +134,13 @@ class PlainTraining:
         self.optimizer.zero_grad()
         self.losses.append(loss.item())
         self.done += 1
+
+
+def shard_plain(model: PlainModel) -> None:
+    """Shard as FSDP2's documentation does: each block, then the rest. Computes in bf16, reduces gradients in fp32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (*model.blocks, model):
+        fully_shard(module, mp_policy=policy)
 
 
 PLAIN_NAMES = {  # to ours

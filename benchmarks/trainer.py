@@ -4,8 +4,8 @@
     python benchmarks/trainer.py --model tiny-gpt --model tiny-llama         # anywhere
 
 The trainer runs in bf16 with ``--compile``; the micro-batch is as large as the GPU holds unless it is given. Beside it,
-in the same run: plain single-file PyTorch (bf16 autocast, compiled), with the same weights on the same batches;
-that they did the same work shows in their losses. The steps' parts come from torch.profiler, over steps of their own.
+in the same run: a plain single-file FSDP2 loop (bf16, compiled), with the same weights on the same batches; that they
+did the same work shows in their losses. The steps' parts come from torch.profiler, over steps of their own.
 
 Under torchrun there is no plain side, and ``--flags`` may turn ZeRO++ on, which then shows among the parts.
 """
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import append_row, device_name, new_parser, seconds_of
-from side_by_side import OurTraining, PlainTraining, full_weights, our_run, plain_model, same_batches
+from side_by_side import OurTraining, PlainTraining, full_weights, our_run, plain_model, same_batches, shard_plain
 from step_parts import WARM_UP_STEPS, format_parts, profile_steps
 from torch import Tensor
 
@@ -152,7 +152,9 @@ def run_plain(
     reset_peak(device)
     try:
         model = plain_model(architecture, config, weights, device)
-        plain = PlainTraining(model, batches, options.all_steps, bf16=True, compiled=options.compiled)
+        shard_plain(model)
+        # FSDP2 computes in bf16 by itself, without autocast.
+        plain = PlainTraining(model, batches, options.all_steps, bf16=False, compiled=options.compiled)
         # Each step reads the loss, so it waits for the device. The first round warms up.
         seconds = [seconds_of(partial(plain.steps, options.steps)) for _ in range(options.rounds + 1)][1:]
     except torch.OutOfMemoryError:

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# For ranks that are forked: torch.cuda.is_available() must not start CUDA, nor see for ever what it saw first.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
     [

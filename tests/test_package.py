@@ -1,5 +1,6 @@
 """What ``pip install`` makes of a checkout: with a compiler, with one that fails, and in an empty environment."""
 
+import hashlib
 import importlib.metadata
 import os
 import re
@@ -11,6 +12,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
 from tests.conftest import ROOT
@@ -45,6 +47,32 @@ def call(*command: str | Path, folder: Path, status: int = 0, **more: str) -> su
 
 def succeed(*command: str | Path, folder: Path) -> str:
     return call(*command, folder=folder).stdout
+
+
+def test_kernels_compiled_from_other_sources_are_not_linked_into_a_build(checkout, tmp_path):
+    """A GPU's machine would else measure, and pass, kernels that are not in the tree."""
+
+    def refusal() -> str:
+        environment = dict(ZEROPP_CUDA_OBJECTS=str(tmp_path / "objects"))
+        return call(sys.executable, "setup.py", "--version", folder=checkout, status=1, **environment).stderr
+
+    assert refusal().startswith("error: no compiled kernels in ZEROPP_CUDA_OBJECTS=")
+    sources = [*checkout.glob("csrc/*.h"), *checkout.glob("csrc/cuda/*")]
+    sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(checkout)}\n" for path in sources]
+    (tmp_path / "objects").mkdir()
+    (tmp_path / "objects" / "sources.sha256").write_text("".join(sums))
+    if torch.version.cuda is None:
+        assert "is not for CUDA" in refusal()  # they are of these sources
+    with open(sources[0], "a") as source:
+        source.write("// changed\n")
+    assert refusal().endswith("was compiled from other sources than csrc/ holds: run `make cuda-objects` again\n")
+
+
+def test_kernels_compiled_ahead_round_as_those_of_a_build():
+    """--fmad=false decides bits."""
+    ahead = run("make", "-n", "-B", "build/cuda-objects/moves.o").stdout
+    (flags,) = re.findall(r'compile_args\["nvcc"\] = \["(.*)"\]', (ROOT / "setup.py").read_text())
+    assert " {} ".format(flags.replace('", "', " ")) in ahead
 
 
 @pytest.mark.long

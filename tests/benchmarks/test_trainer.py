@@ -1,6 +1,8 @@
 """benchmarks/trainer.py and benchmarks/gpu.sh, as far as a machine without a GPU goes."""
 
 import json
+import re
+import shlex
 import sys
 from types import SimpleNamespace
 
@@ -8,6 +10,7 @@ import pytest
 import step_parts
 import torch
 
+from tests.conftest import ROOT
 from tests.tools import run
 from tests.warm_python import programs
 
@@ -74,26 +77,69 @@ def test_ranks_that_share_a_device_are_profiled_and_quantizers_are_a_part_of_the
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_gpu_script_says_what_it_needs(tmp_path):
-    done = run("benchmarks/gpu.sh", tmp_path / "results", status=2, PYTHON=sys.executable)
+@pytest.mark.parametrize("words", [["first"], [], ["python"]], ids=["no GPU", "nothing to run", "no such part"])
+def test_gpu_script_says_what_it_needs(words, tmp_path):
+    done = run("benchmarks/gpu.sh", tmp_path / "results", *words, status=2, PYTHON=sys.executable)
     assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "results").exists()
 
 
+SIZES = {("gpt-350m", "tiny-gpt"), ("gpt-350m", "gpt-tiny"), ("cuda", "cpu"), ("cuda:0", "cpu")}
+SIZES |= {("cuda or built", "one_pass and cpu or built")}
+SIZES |= {(f"{tests} and cuda", f"{tests} and cpu") for tests in ("training_equals_gloo", "every_collective")}
+
+
+def parts_of_gpu_script(scale):
+    """Each part's most seconds and its words, by its name."""
+    lines = run("benchmarks/gpu.sh", "--list", SCALE=scale).stdout.splitlines()
+    parts = [line.split(": ", 3) for line in lines]
+    return {name: (call, int(seconds), shlex.split(words)) for call, name, seconds, words in parts}
+
+
+def test_what_was_tried_on_a_processor_is_what_the_card_runs():
+    """But for sizes: else the card's minutes go to a command that nobody has ever run."""
+    card, tiny = parts_of_gpu_script("gpu"), parts_of_gpu_script("tiny")
+    assert card.keys() == tiny.keys()
+    for name, (call, seconds, words) in card.items():
+        assert tiny[name][:2] == (call, seconds)
+        for large, small in zip(words, tiny[name][2], strict=True):
+            only_numbers_differ = re.sub(r"[\d.]+", "", large) == re.sub(r"[\d.]+", "", small)
+            assert only_numbers_differ or (large, small) in SIZES, name
+
+
+def test_the_checklist_has_time_for_every_part():
+    """Seconds as the page states them, and as the script allows them."""
+    text = (ROOT / "docs" / "how-to" / "gpu-checklist.md").read_text()
+    rows = re.findall(r"^\| (first|second|both|left) \| (.+?) \| (\d+) \| (\d+) \|", text, re.MULTILINE)
+    for command, minutes in [("first", 7), ("second", 3)]:
+        assert sum(int(expected) for when, _, expected, _ in rows if when in (command, "both")) < 60 * minutes
+    parts, stated = parts_of_gpu_script("gpu"), set()
+    for _, names, _, most in rows:
+        members = re.findall(r"`([a-z0-9-]+)`", names)
+        limits = [parts[name][1] for name in members]
+        assert int(most) == (max(limits) if "train-int8" in members else sum(limits)), names  # side by side
+        stated |= {*members}
+    assert stated == parts.keys()
+
+
 @pytest.mark.long
-def test_gpu_script_runs_all_parts_with_tiny_models_and_then_nothing_again(tmp_path):
-    own = dict(SCALE="tiny", BUDGET="3000", PYTHON=str(programs() / "python"))
-    for has_run in (False, True):
-        done = run("benchmarks/gpu.sh", tmp_path, timeout=None, **own)
-        assert ("===" in done.stdout) != has_run
-    parts = {line.split()[1] for line in (tmp_path / "summary.txt").read_text().splitlines() if "passed" in line}
-    recipes = {f"{recipe}-gpt-tiny" for recipe in ("lossless", "int8", "int6", "ternary")}
-    training = {"trainer-gpt", "trainer-llama", "trainer-large", "trainer-fp8", "trainer-offload"}
-    training |= {"train-zero3", "train-zeropp", "losses"}
-    assert parts == {"environment", "kernel-tests", "kernels", "step", "step-all-flags"} | recipes | training
+def test_gpu_script_runs_all_parts_with_tiny_models_and_then_nothing_again(quickstart, tmp_path):
+    text = quickstart.folder / "runs" / "quickstart"
+    own = dict(SCALE="tiny", BUDGET="3000", PYTHON=str(programs() / "python"), TEXT=str(text))
+    for _ in range(2):
+        for command in ("first", "second"):
+            run("benchmarks/gpu.sh", tmp_path, command, timeout=None, **own)
+    verdicts = [tuple(line.split()[:2]) for line in (tmp_path / "summary.txt").read_text().splitlines()]
+    passed = [name for verdict, name in verdicts if verdict == "passed"]
+    assert len(passed) == len(set(passed))
+    without_gpu = {"machine", "build", "memcheck", "racecheck", "apex"}
+    assert {("skipped", name) for name in without_gpu} == {each for each in verdicts if each[0] != "passed"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("log.txt", "summary.txt", "kernels.json", "trainer.jsonl", "emulation.jsonl")
+    }
     result = json.loads((tmp_path / "trainer.jsonl").read_text().splitlines()[0])
     assert result["estimated_memory_gb"] > 0
     rows = [json.loads(line) for line in (tmp_path / "emulation.jsonl").read_text().splitlines()]
-    assert [row["recipe"] for row in rows] == ["lossless", "int8", "int6", "ternary"]
+    assert [row["recipe"] for row in rows] == ["int8", "lossless", "int6", "ternary"]
     printed = (tmp_path / "log.txt").read_text()
-    assert "validation loss" in printed[printed.index("=== losses") :]
+    assert printed.count("validation loss") > 4

@@ -9,20 +9,16 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megatron_zpp.parallel import distributed
-from tests.gpu.staged_backend import NAME, register
+from tests.gpu.staged_backend import start_group
 
 
 def init_distributed(backend: str | None, timeout_minutes: float) -> torch.device:
     """In place of the trainer's, which gives each rank a GPU of its own."""
-    register()
-    dist.init_process_group(NAME, timeout=timedelta(minutes=timeout_minutes))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    start_group(device, timeout=timedelta(minutes=timeout_minutes))
     return device
 
 

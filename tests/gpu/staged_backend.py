@@ -29,6 +29,22 @@ def register() -> None:
         dist.Backend.register_backend(NAME, StagedGroup, devices=["cpu", "cuda"])
 
 
+def start_group(device: torch.device, backend: str = NAME, **options: Any) -> None:
+    """Start the default process group of ranks that all use ``device``."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # or DeviceMesh chooses card LOCAL_RANK, which only rank 0 has
+    register()
+    dist.init_process_group(backend, **options)
+
+
+def restart_group(device: torch.device, store: str, backend: str = NAME) -> None:
+    """Leave the default process group for one of the same ranks that all use ``device``. store: a file's name."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # a rank that leaves early would take the others' store along
+    dist.destroy_process_group()
+    start_group(device, backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
+
+
 class StagedGroup(dist.ProcessGroup):
     """Collectives of one group, in the order of their calls, on a thread and a stream of their own."""
 

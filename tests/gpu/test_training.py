@@ -2,16 +2,17 @@
 
 import os
 import re
+from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from tests.gpu.staged_backend import NAME, register
+from tests.gpu import CUDA
+from tests.gpu.staged_backend import restart_group
 from tests.ranks import run_ranks
 from tests.training.small_run import ROOT, ended, flags, torchrun, train_each
 
-CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 ALL_FLAGS = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients"
 RECIPES = {
     "plain": "",
@@ -22,39 +23,29 @@ RECIPES = {
     "least memory": f"{ALL_FLAGS} --zeropp-loco --zeropp-weight-moves "
     "--zeropp-gradient-sum-dtype int8 --zeropp-offload-gradient-sums",
     "all flags, bf16": f"{ALL_FLAGS} --bf16",
-    "float8": f"{ALL_FLAGS} --bf16 --fp8-format hybrid",  # emulated on CPUs
+}
+FLOAT8 = {  # emulated on CPUs
+    "float8": f"{ALL_FLAGS} --bf16 --fp8-format hybrid",
     "float8, rows": f"{ALL_FLAGS} --bf16 --fp8-format e4m3",
 }
+DEVICES = pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.long), CUDA])
 
 
 def losses_and_norms(runs, device, store=None):
     """Each run's losses and gradient norms, step by step; with a ``store`` (a file) through the staging backend."""
     if store is not None:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        dist.barrier()  # a rank that leaves early would take the others' store along
-        dist.destroy_process_group()
-        register()
-        dist.init_process_group(NAME, init_method=f"file://{store}", rank=rank, world_size=world_size)
+        restart_group(torch.device(device), store)
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # where DeviceMesh sees a GPU it brings NCCL into gloo's groups
     results = train_each(runs, device=device)
     return {name: (metrics["lm loss"], metrics["grad-norm"]) for name, metrics in results.items()}
 
 
-@pytest.fixture(scope="module")
-def runs(data):
-    return {name: flags(data, recipe) for name, recipe in RECIPES.items()}
-
-
-@pytest.fixture(scope="module")
-def on_gloo(runs):
-    return run_ranks(4, losses_and_norms, runs, "cpu")[0]
-
-
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.long), CUDA])
-def test_training_equals_gloo(device, runs, on_gloo, tmp_path):
+def assert_equals_gloo(runs, device, folder):
     """On CPU tensors to the bit. A GPU adds up in another order, and a value may be rounded to the next level."""
-    results = run_ranks(4, losses_and_norms, runs, device, str(tmp_path / "store"), timeout=300)
+    on_gloo = run_ranks(4, losses_and_norms, runs, "cpu")[0]
+    device = "cuda:0" if device == "cuda" else device
+    results = run_ranks(4, losses_and_norms, runs, device, str(folder / "store"), timeout=300)
     assert all(result == results[0] for result in results)
     if device == "cpu":
         assert results[0] == on_gloo
@@ -63,13 +54,43 @@ def test_training_equals_gloo(device, runs, on_gloo, tmp_path):
         assert results[0][name][1] == pytest.approx(norms, rel=2e-2), name
 
 
+@DEVICES
+def test_training_equals_gloo(device, data, tmp_path):
+    assert_equals_gloo({name: flags(data, recipe) for name, recipe in RECIPES.items()}, device, tmp_path)
+
+
+@DEVICES
+def test_training_in_float8_equals_gloo(device, data, tmp_path):
+    pytest.importorskip("torchao")
+    assert_equals_gloo({name: flags(data, recipe) for name, recipe in FLOAT8.items()}, device, tmp_path)
+
+
+def cards_chosen(store):
+    """The cards that one rank chooses by itself, and that DeviceMesh chooses for it, on a machine with one card."""
+    chosen = []
+    with (
+        patch.object(torch.cuda, "is_available", lambda: True),
+        patch.object(torch.cuda, "device_count", lambda: 1),
+        patch.object(torch.cuda, "is_initialized", lambda: bool(chosen)),
+        patch.object(torch.cuda, "set_device", lambda device: chosen.append(getattr(device, "index", device))),
+    ):
+        restart_group(torch.device("cuda", 0), store)
+        init_device_mesh("cuda", (2,))
+    return chosen
+
+
+def test_no_rank_of_a_shared_card_asks_for_one_that_is_not_there(tmp_path):
+    """DeviceMesh chooses card LOCAL_RANK for a rank that has chosen none."""
+    assert run_ranks(2, cards_chosen, str(tmp_path / "store")) == [[0], [0]]
+
+
 @pytest.mark.long
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_program_resumes(runs, tmp_path):
+def test_the_program_resumes(data, tmp_path):
     """pretrain_gpt.py under torchrun: what it saves and loads on the device continues as if it had not stopped."""
 
     def losses(*more):
-        argv = ["cuda", str(ROOT / "pretrain_gpt.py"), *runs["moved codes"], *more]
+        argv = ["cuda:0", str(ROOT / "pretrain_gpt.py"), *flags(data, RECIPES["moved codes"]), *more]
         out, _ = ended(torchrun(4, argv, script="tests/gpu/share_device.py"))
         return [float(loss) for loss in re.findall(r"lm loss: (\S+)", out)]
 

@@ -8,6 +8,7 @@ import torch
 from megatron_zpp.zeropp.wire import kernels, moves
 from megatron_zpp.zeropp.wire.format import WireFormat
 from megatron_zpp.zeropp.wire.layout import KeptScales, ParameterShard
+from tests.gpu import on_devices
 from tests.zeropp.oracle import Hop
 
 PARAMETERS = (
@@ -84,21 +85,25 @@ def test_moves_lead_from_any_buffer_to_any_other(way, bits, dtype, scale_dtype):
 @pytest.mark.skipif(kernels.why_not_loaded is not None, reason="the kernels are not built")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [None, 4, 6, 8])
-def test_the_kernels_write_the_same_bytes(bits, dtype, monkeypatch):
+@on_devices
+def test_the_kernels_write_the_same_bytes_and_apply_them_small(device, bits, dtype, monkeypatch):
     format = WireFormat(PARAMETERS, bits, 256, dtype, scale_dtype=torch.bfloat16)
     values = torch.randn(2, NUMEL).to(dtype)
     after = values + 0.01 * torch.randn(2, NUMEL).to(dtype)
     after[0, ::700], after[1, 9000:9600], after[0, 45_050] = torch.nan, 0, 1e5
 
-    def bytes_of():
+    def bytes_of(values, after):
         old = requantize(format, values, None)
         new = requantize(format, after, old)
         return [old, new, *(moves.encode_moves(format, a, b) for a, b in zip(old, new, strict=True))]
 
-    compiled = bytes_of()
+    old, new, *sent = compiled = bytes_of(values.to(device), after.to(device))
+    for row, moved in enumerate(sent):
+        arrived = moves.apply_moves(format, old[row : row + 1].clone(), moved.unsqueeze(0))
+        assert torch.equal(arrived, new[row : row + 1])
     in_plain_torch(monkeypatch)
-    for ours, reference in zip(compiled, bytes_of(), strict=True):
-        assert torch.equal(ours, reference)
+    for ours, reference in zip(compiled, bytes_of(values, after), strict=True):
+        assert torch.equal(ours.cpu(), reference)
 
 
 @pytest.mark.parametrize("moved", [0.003, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5])
