@@ -24,13 +24,13 @@ from megatron_zpp.commands.common import (
     given_architecture,
     given_tokenizer,
     open_verified,
-    report_errors,
 )
 from megatron_zpp.convert.hf import files
 from megatron_zpp.convert.hf.checkpoint import parameter_reader
 from megatron_zpp.convert.hf.compare import compare
 from megatron_zpp.convert.hf.tokenizer import build, write_tokenizer
 from megatron_zpp.data.text.tokenizers import Tokenizer
+from megatron_zpp.errors import reports_errors
 from megatron_zpp.families import Architecture
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.settings.flags import local_path, number
@@ -141,6 +141,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> int:
+@reports_errors
+def main() -> None:
     args = parse_arguments()
-    return report_errors(lambda: print(export(args, given_architecture(args))))
+    print(export(args, given_architecture(args)))

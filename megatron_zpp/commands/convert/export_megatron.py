@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint import CheckpointError
 from megatron_zpp.checkpoint.meta import Counters, saved_model
-from megatron_zpp.commands.common import open_verified, report_errors
+from megatron_zpp.commands.common import open_verified
 from megatron_zpp.commands.convert.export_hf import DTYPES, export_parser
 from megatron_zpp.convert.hf.checkpoint import parameter_reader
 from megatron_zpp.convert.hf.files import new_folder
@@ -20,6 +20,7 @@ from megatron_zpp.convert.megatron.config import args_of
 from megatron_zpp.convert.megatron.torch_dist import write_torch_dist
 from megatron_zpp.convert.megatron.weights import EXPERT_BIAS
 from megatron_zpp.data.text.tokenizers import TOKENIZER_FLAGS
+from megatron_zpp.errors import reports_errors
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.models.decoder import DecoderConfig
 
@@ -57,6 +58,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return export_parser("Write a checkpoint for Megatron-LM.").parse_args(argv)
 
 
-def main() -> int:
-    args = parse_arguments()
-    return report_errors(lambda: print(export(args)))
+@reports_errors
+def main() -> None:
+    print(export(parse_arguments()))

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint import CheckpointError, iterate_parameters
 from megatron_zpp.checkpoint.meta import saved_model
-from megatron_zpp.commands.common import open_verified, report_errors
+from megatron_zpp.commands.common import open_verified
 from megatron_zpp.commands.convert.export_hf import DTYPES, export_parser
 from megatron_zpp.convert.hf import files
+from megatron_zpp.errors import reports_errors
 from megatron_zpp.settings.flags import local_path
 
 
@@ -66,6 +67,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main() -> int:
-    args = parse_arguments()
-    return report_errors(lambda: print(export(args)))
+@reports_errors
+def main() -> None:
+    print(export(parse_arguments()))

@@ -7,6 +7,7 @@ the datasets that are named, in their order. Only a piece of a file is in memory
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from megatron_zpp.commands.common import report_errors
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_zpp.errors import reports_errors, writing
 from megatron_zpp.settings.flags import local_path
 
 PIECE = 16 << 20  # bytes of tokens that are copied at a time, if no document is larger
@@ -33,7 +34,7 @@ def find_prefixes(inputs: list[str], output_prefix: str) -> list[str]:
             if not found:
                 raise FileNotFoundError(f"--input {name} holds no .idx file")
         prefixes += found
-    if Path(output_prefix).resolve() in [Path(prefix).resolve() for prefix in prefixes]:
+    if os.path.realpath(output_prefix) in map(os.path.realpath, prefixes):
         raise ValueError(f"--output-prefix {output_prefix} is one of the datasets to merge")
     return prefixes
 
@@ -80,14 +81,15 @@ def copy(dataset: IndexedDataset, writer: IndexedDatasetWriter) -> Iterator[int]
 
 def run(args: argparse.Namespace) -> None:
     prefixes = find_prefixes(args.input, args.output_prefix)
-    documents, tokens = merge(prefixes, args.output_prefix)
+    with writing(args.output_prefix):
+        documents, tokens = merge(prefixes, args.output_prefix)
     print(f"{args.output_prefix}: {documents:,} documents, {tokens:,} tokens of {len(prefixes)} datasets")
 
 
-def main() -> int:
+@reports_errors
+def main() -> None:
     parser = argparse.ArgumentParser(description="Join datasets of one tokenizer into one.", allow_abbrev=False)
     add, path = parser.add_argument, local_path(str)
     add("--input", nargs="+", required=True, type=path, metavar="PATH", help="folders of datasets, or prefixes")
     add("--output-prefix", required=True, type=path, metavar="PREFIX", help="path of the output, without suffix")
-    args = parser.parse_args()
-    return report_errors(lambda: run(args), (ValueError, OSError))
+    run(parser.parse_args())

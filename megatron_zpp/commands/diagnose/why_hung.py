@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.checkpoint.files import parse_json, read_regular
-from megatron_zpp.commands.common import report_errors
+from megatron_zpp.errors import reports_errors
+from megatron_zpp.files import read_json_object
 from megatron_zpp.parallel.flight_record import FILES
 from megatron_zpp.settings.flags import local_path
 
@@ -22,9 +22,21 @@ def read_records(folder: Path) -> dict[int, dict[str, Any]]:
     if not paths:
         theirs = "; of NCCL's watchdog there are some: read them with torchfrtrace" if _of_nccl(folder) else ""
         raise ValueError(f"{folder} holds no {FILES}*.json, which ranks write when a collective fails{theirs}")
-    records = [parse_json(read_regular(path)) for path in paths]
+    records = [_read(path) for path in paths]
     last = max(record["time"] for record in records)
     return {record["rank"]: record for record in records if record["time"] > last - SECONDS_OF_ONE_HANG}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read one rank's record. Raises ValueError if something else is there."""
+    record = read_json_object(path)
+    try:
+        int(record["rank"]), float(record["time"]), hash((record["where"], *map(_key, record["entries"])))
+        if all(isinstance(members, list) for members in record["groups"].values()):
+            return record
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        pass
+    raise ValueError(f"{path} is no record of a rank: remove it, and look at the others")
 
 
 def _of_nccl(folder: Path) -> bool:
@@ -63,11 +75,8 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def main() -> int:
-    return report_errors(_main)
-
-
-def _main() -> None:
+@reports_errors
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=local_path(Path), help="where the job saved: the folder of its --save")
     print("\n".join(explain(read_records(parser.parse_args().folder))))

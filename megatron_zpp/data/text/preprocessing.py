@@ -76,7 +76,7 @@ class State:
 def preprocess(job: Job, report: Callable[[State, int], None], note: Callable[[str], None]) -> State:
     """Run the job to its end; ``report`` gets the state and the bytes of all files after each block.
 
-    Raises ValueError, OSError, ImportError or RuntimeError (a worker died); the next run goes on from there.
+    Raises ValueError, OSError (ChildProcessError where a worker died) or ImportError; the next run goes on from there.
     """
     files = find_files(job.inputs, job.input_format)
     if len(job.reading.keys) > 1 and any(file.format == "text" for file in files):
