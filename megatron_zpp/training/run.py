@@ -205,6 +205,7 @@ class IslandStep:
     auxiliary: dict[str, float]  # auxiliary losses and what else a model shows: means over micro-batches and ranks
     grad_norm: float  # before clipping
     num_zeros: int | None
+    loss_scale: float  # that the gradients were computed with
     is_nonfinite: bool  # loss or gradients have NaN or Inf
     has_spiked: bool  # the loss was far above that of the steps before
     should_stop: bool  # some rank wants to save and exit

@@ -38,6 +38,9 @@ def new_folder(path: Path, flag: str) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
+        for file in partial.rglob("*"):
+            if file.is_file():  # safetensors makes files that only their owner reads
+                file.chmod(partial.stat().st_mode & 0o666)
         if path.exists():
             path.rmdir()
         partial.rename(path)
