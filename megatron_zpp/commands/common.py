@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_zpp.data.text.tokenizers import TOKENIZER_FLAGS, TOKENIZER_TYPES
+from megatron_zpp.files import explain
 from megatron_zpp.settings.flags import local_path, number
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def report_errors(
     try:
         return program() or 0
     except kinds as error:
-        for text in getattr(error, "messages", (error,)):  # a SettingsError may have several
+        for text in getattr(error, "messages", (explain(error),)):  # a SettingsError may have several
             print(f"error: {text}", file=sys.stderr)
         return status
 

@@ -17,6 +17,7 @@ from megatron_zpp.checkpoint.folder import complete_checkpoints
 from megatron_zpp.checkpoint.resume import recipe_to_keep
 from megatron_zpp.commands.dry_run import dry_run
 from megatron_zpp.families import Architecture
+from megatron_zpp.files import explain
 from megatron_zpp.integrations.float8 import describe_float8
 from megatron_zpp.islands.elastic import MembershipError
 from megatron_zpp.metrics.lasting import keep_streams
@@ -193,4 +194,4 @@ def _report_alone_or_together(error: Exception) -> None:
         report_error(*messages_of(error))
     else:
         time.sleep(5)
-        print(f"error: rank {os.environ['RANK']}: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
+        print(f"error: rank {os.environ['RANK']}: " + " ".join(explain(error).split()), file=sys.stderr, flush=True)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from megatron_zpp.files import explain
 from megatron_zpp.zeropp.fsdp import fsdp_unit
 from megatron_zpp.zeropp.fsdp.topology import gather_if_any
 
@@ -173,7 +174,7 @@ def errors_on_all_ranks() -> Iterator[None]:
 
 def messages_of(error: Exception) -> tuple[str, ...]:
     """Return the texts of an error, which may stand for several mistakes."""
-    return getattr(error, "messages", (str(error),))
+    return getattr(error, "messages", (explain(error),))
 
 
 def is_first_rank() -> bool:
