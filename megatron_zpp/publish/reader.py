@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.files import LARGEST_TEXT, open_regular, without_duplicates
+from megatron_zpp.files import LARGEST_TEXT, explain, open_regular, without_duplicates
 from megatron_zpp.zeropp.wire.format import WireFormat
 from megatron_zpp.zeropp.wire.moves import apply_moves
 
@@ -252,7 +252,8 @@ def _explained(path: Path) -> Iterator[None]:
     except (PublishError, FileNotFoundError):
         raise
     except Exception as error:
-        raise PublishError(f"{path} is not of published weights ({error!r}): {_REMEDY}") from error
+        why = f"{type(error).__name__}: {explain(error)[:200]}"
+        raise PublishError(f"{path} is not of published weights ({why}): {_REMEDY}") from error
 
 
 _REMEDY = "wait for the run's next anchor, or let it publish into an empty folder"
