@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,16 +28,19 @@ def explain(error: BaseException) -> str:
 def attempt(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
     """Make an OSError of this block say "cannot WHAT PATH: why", as those of writes name no path.
 
-    One of a block within says so already, and passes.
+    One of a block within says so already, and passes. What other packages raise in its place becomes one.
     """
     try:
         yield
-    except OSError as error:
-        if error.errno is None:
+    except Exception as error:
+        cause = error.__context__ if type(error) is RuntimeError else error  # torch.save
+        if number := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors, tokenizers
+            cause = OSError(int(number[1]), os.strerror(int(number[1])))
+        if not isinstance(cause, OSError) or cause.errno is None:
             raise
-        of_other = error.filename is not None and os.fspath(error.filename) != os.fspath(path)
-        where = f"{os.fspath(error.filename)}: " if of_other else ""
-        raise type(error)(f"cannot {what} {os.fspath(path)}: {where}{error.strerror}") from error
+        of_other = cause.filename is not None and os.fspath(cause.filename) != os.fspath(path)
+        where = f"{os.fspath(cause.filename)}: " if of_other else ""
+        raise type(cause)(f"cannot {what} {os.fspath(path)}: {where}{cause.strerror}") from error
 
 
 def open_regular(

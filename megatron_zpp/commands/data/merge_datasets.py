@@ -17,6 +17,7 @@ from rich.progress import Progress
 
 from megatron_zpp.commands.common import report_errors
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_zpp.files import attempt
 from megatron_zpp.settings.flags import local_path
 
 PIECE = 16 << 20  # bytes of tokens that are copied at a time, if no document is larger
@@ -51,7 +52,10 @@ def merge(prefixes: list[str], output_prefix: str) -> tuple[int, int]:
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("merging", total=total)
         has_modes = datasets[0].sequence_modes is not None
-        with IndexedDatasetWriter(output_prefix, datasets[0].dtype, has_modes=has_modes) as writer:
+        with (
+            attempt("write the dataset", output_prefix),
+            IndexedDatasetWriter(output_prefix, datasets[0].dtype, has_modes=has_modes) as writer,
+        ):
             for dataset in datasets:
                 for num_bytes in copy(dataset, writer):
                     bar.advance(task, num_bytes)
