@@ -3,15 +3,14 @@
 import errno
 import functools
 import os
-import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import ParamSpec
 
+from megatron_zpp.files import attempt, explain
+
 Arguments = ParamSpec("Arguments")
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of writes, in which Python names no file
 REMEDIES = {  # what a user may do about an error of the operating system
     errno.ENOENT: "check the path",
     errno.EACCES: "check who may read and write it",
@@ -32,26 +31,10 @@ REMEDIES = {  # what a user may do about an error of the operating system
 
 def describe_error(error: BaseException) -> str:
     """Format an error as one line, with what to do about one of the operating system."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    remedy = REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
+    text = " ".join(explain(error).split()) or type(error).__name__
+    numbers = [each.errno for each in (error, error.__cause__) if isinstance(each, OSError)]
+    remedy = next((REMEDIES[number] for number in numbers if number in REMEDIES), None)
     return f"{text} ({remedy})" if remedy else text
-
-
-@contextmanager
-def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Name ``path`` in the OSError of a full disk, a quota or a limit: Python names no file there.
-
-    Errors of Rust, which safetensors and tokenizers raise, become an OSError: "No space left on device (os error 28)".
-    """
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, OSError):
-            if error.errno in NO_ROOM and error.filename is None:
-                error.filename = os.fspath(path)
-        elif number := re.search(r"\(os error (\d+)\)", str(error)):
-            raise OSError(int(number[1]), os.strerror(int(number[1])), os.fspath(path)) from error
-        raise
 
 
 def reports_errors(main: Callable[Arguments, int | None]) -> Callable[Arguments, int]:
@@ -64,7 +47,7 @@ def reports_errors(main: Callable[Arguments, int | None]) -> Callable[Arguments,
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
         try:
             status = main(*args, **kwargs) or 0
-            with writing("stdout"):
+            with attempt("write to", "stdout"):
                 sys.stdout.flush()
             return status
         except KeyboardInterrupt:
@@ -74,7 +57,7 @@ def reports_errors(main: Callable[Arguments, int | None]) -> Callable[Arguments,
             _discard_stdout()
             return 128 + signal.SIGPIPE
         except (ValueError, OSError, ImportError) as error:
-            if getattr(error, "filename", None) == "stdout":
+            if "stdout" in str(error):
                 _discard_stdout()
             for text in getattr(error, "messages", (describe_error(error),)):  # a SettingsError may have several
                 print(f"error: {text}", file=sys.stderr)

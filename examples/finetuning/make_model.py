@@ -18,7 +18,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megatron_zpp.errors import reports_errors, writing
+from megatron_zpp.errors import reports_errors
+from megatron_zpp.files import attempt
 
 logging.disable(logging.WARNING)  # torchao's and pytree's, which transformers imports
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed  # noqa: E402
@@ -126,7 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make a tiny Hugging Face model, and chats to fine-tune it on.")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write")
     folder = parser.parse_args().output
-    with writing(folder):
+    with attempt("write", folder):
         write(folder)
 
 

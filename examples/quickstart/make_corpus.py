@@ -17,7 +17,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from megatron_zpp.errors import reports_errors, writing
+from megatron_zpp.errors import reports_errors
+from megatron_zpp.files import attempt
 
 LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 TEST_FOLDERS = {"test", "tests", "idle_test"}
@@ -39,7 +40,7 @@ def main() -> None:
     args.output.parent.mkdir(parents=True, exist_ok=True)
     partial = args.output.with_name(args.output.name + ".partial")
     size = documents = 0
-    with writing(args.output), open(partial, "w", encoding="utf-8") as file:
+    with attempt("write", args.output), open(partial, "w", encoding="utf-8") as file:
         for path, name in chosen_files(roots, args.max_megabytes * 1e6):
             text = path.read_text(encoding="utf-8")
             file.write(json.dumps({"text": text, "path": name}) + "\n")

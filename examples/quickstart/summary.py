@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset
-from megatron_zpp.errors import reports_errors, writing
-from megatron_zpp.files import regular_file
+from megatron_zpp.errors import reports_errors
+from megatron_zpp.files import attempt, regular_file
 from megatron_zpp.metrics.log_reader import BETWEEN, WITHIN, RunLog, read_log, shorten
 
 FEWEST_STEPS = 50  # of a run whose speed is compared
@@ -121,7 +121,7 @@ def main() -> None:
     entropy = unigram_entropy(args.data_path)
     print(table(runs, entropy))
     if args.plot is not None:
-        with writing(args.plot):
+        with attempt("write", args.plot):
             plot(runs, entropy, args.plot)
         print(f"\nloss curves: {args.plot}")
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_zpp.checkpoint import CheckpointError, iterate_parameters
-from megatron_zpp.checkpoint.meta import saved_model
+from megatron_zpp.checkpoint.meta import nonfinite, saved_model
 from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
 from megatron_zpp.commands.common import given_architecture, open_verified
 from megatron_zpp.convert.hf.files import generation_settings
@@ -37,6 +37,8 @@ def open_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any], dic
     Raises CheckpointError, and what ``build_tokenizer`` raises.
     """
     checkpoint, meta = open_verified(args.load, args.ckpt_step)
+    if any(name.startswith("model.") for name in meta["nonfinite"]):
+        raise CheckpointError(f"{nonfinite(checkpoint, meta)}: give an earlier one with --ckpt-step")
     return checkpoint, meta, *open_tokenizer(args, checkpoint, meta)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.errors import reports_errors, writing
+from megatron_zpp.errors import reports_errors
 from megatron_zpp.parallel.distributed import init_distributed, is_first_rank, wait_for_all_ranks
 from megatron_zpp.planning.cluster import write_cluster
 from megatron_zpp.planning.measure import Options, measure_cluster
@@ -43,8 +43,7 @@ def run(args: argparse.Namespace) -> None:
     cluster = measure_cluster(args.ranks_per_node, options)
     if dist.get_rank() == 0:
         comment = f"Measured on {date.today()} with torch {torch.__version__} over {dist.get_backend()}: hidden size "
-        with writing(args.output):
-            write_cluster(args.output, cluster, f"{comment}{options.hidden_size}, {options.tokens} tokens.")
+        write_cluster(args.output, cluster, f"{comment}{options.hidden_size}, {options.tokens} tokens.")
         print(f"written: {args.output}", flush=True)
     wait_for_all_ranks(device)
     dist.destroy_process_group()

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_zpp.data.text.packages import load_package
-from megatron_zpp.errors import reports_errors, writing
+from megatron_zpp.errors import reports_errors
+from megatron_zpp.files import attempt
 from megatron_zpp.metrics.lines import format_duration
 from megatron_zpp.metrics.tensorboard_reader import AXES, DASHBOARD, Curve, RunHistory, find_runs, read_run
 from megatron_zpp.settings.flags import local_path
@@ -117,7 +118,7 @@ def write_html(runs: list[RunHistory], path: Path, cluster: Cluster | None = Non
         parts.append(f"<h2>{group}</h2>")
         parts += [_plot(chart, axis, curves, colors) for (chart, axis), curves in entries.items()]
     title = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
-    with writing(path):
+    with attempt("write the report to", path):
         path.write_text(PAGE.format(title=title, body="\n".join(parts)), encoding="utf-8")
 
 

@@ -57,12 +57,7 @@ def export(args: argparse.Namespace, given: Architecture | None = None) -> str:
         tensor = saved(name)
         if name in mapping.with_vocabulary:
             tensor = tensor[: config.vocab_size]
-        if not tensor.isfinite().all():
-            raise CheckpointError(f"{name} of {checkpoint} has NaN or Inf: export an earlier one with --ckpt-step")
-        rounded = tensor.to(DTYPES[args.dtype])
-        if not rounded.isfinite().all():
-            raise ValueError(f"{name} has values beyond the range of {args.dtype}: give --dtype bfloat16 or float32")
-        return rounded
+        return converted(tensor, name, checkpoint, args.dtype)
 
     parts = {theirs: (weight, part) for weight in mapping.weights(config) for part, theirs in enumerate(weight.theirs)}
 
@@ -98,6 +93,16 @@ def export(args: argparse.Namespace, given: Architecture | None = None) -> str:
         f"{' and the tokenizer' if has_tokenizer else ', no tokenizer'}; "
         f"transformers' logits differ from ours by {difference:.1e} at most"
     )
+
+
+def converted(tensor: Tensor, name: str, checkpoint: Path, dtype: str) -> Tensor:
+    """Convert a parameter to ``--dtype``. Raises ValueError for NaN, Inf, or values beyond the range of ``dtype``."""
+    if not tensor.isfinite().all():
+        raise CheckpointError(f"{name} of {checkpoint} has NaN or Inf: export an earlier one with --ckpt-step")
+    rounded = tensor.to(DTYPES[dtype])
+    if not rounded.isfinite().all():
+        raise ValueError(f"{name} has values beyond the range of {dtype}: give --dtype bfloat16 or float32")
+    return rounded
 
 
 def _build_tokenizer(settings: dict[str, Any], vocab_size: int) -> Tokenizer:

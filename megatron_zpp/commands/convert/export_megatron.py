@@ -10,10 +10,9 @@ import argparse
 
 from torch import Tensor
 
-from megatron_zpp.checkpoint import CheckpointError
 from megatron_zpp.checkpoint.meta import Counters, saved_model
 from megatron_zpp.commands.common import open_verified
-from megatron_zpp.commands.convert.export_hf import DTYPES, export_parser
+from megatron_zpp.commands.convert.export_hf import DTYPES, converted, export_parser
 from megatron_zpp.convert.hf.checkpoint import parameter_reader
 from megatron_zpp.convert.hf.files import new_folder
 from megatron_zpp.convert.megatron.config import args_of
@@ -39,11 +38,7 @@ def export(args: argparse.Namespace) -> str:
     vars(flags).update({name: settings.get(name) for name in TOKENIZER_FLAGS if name != "tiktoken_pattern"})
 
     def read(name: str) -> Tensor:
-        tensor = saved(name)
-        tensor = tensor if name.endswith(EXPERT_BIAS) else tensor.to(DTYPES[args.dtype])
-        if not tensor.isfinite().all():
-            raise CheckpointError(f"{name} of {checkpoint} has NaN or Inf: give another --ckpt-step or --dtype")
-        return tensor
+        return converted(saved(name), name, checkpoint, "float32" if name.endswith(EXPERT_BIAS) else args.dtype)
 
     with new_folder(args.output, "--output") as folder, progress("writing the checkpoint"):
         write_torch_dist(folder, config, flags, counters, read)

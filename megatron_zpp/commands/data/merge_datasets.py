@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron_zpp.errors import reports_errors, writing
+from megatron_zpp.errors import reports_errors
+from megatron_zpp.files import attempt
 from megatron_zpp.settings.flags import local_path
 
 PIECE = 16 << 20  # bytes of tokens that are copied at a time, if no document is larger
@@ -52,7 +53,10 @@ def merge(prefixes: list[str], output_prefix: str) -> tuple[int, int]:
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("merging", total=total)
         has_modes = datasets[0].sequence_modes is not None
-        with IndexedDatasetWriter(output_prefix, datasets[0].dtype, has_modes=has_modes) as writer:
+        with (
+            attempt("write the dataset", output_prefix),
+            IndexedDatasetWriter(output_prefix, datasets[0].dtype, has_modes=has_modes) as writer,
+        ):
             for dataset in datasets:
                 for num_bytes in copy(dataset, writer):
                     bar.advance(task, num_bytes)
@@ -81,8 +85,7 @@ def copy(dataset: IndexedDataset, writer: IndexedDatasetWriter) -> Iterator[int]
 
 def run(args: argparse.Namespace) -> None:
     prefixes = find_prefixes(args.input, args.output_prefix)
-    with writing(args.output_prefix):
-        documents, tokens = merge(prefixes, args.output_prefix)
+    documents, tokens = merge(prefixes, args.output_prefix)
     print(f"{args.output_prefix}: {documents:,} documents, {tokens:,} tokens of {len(prefixes)} datasets")
 
 

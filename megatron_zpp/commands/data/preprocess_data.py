@@ -22,7 +22,7 @@ from megatron_zpp.data.text.corpus import FORMATS, Reading, find_files, read_blo
 from megatron_zpp.data.text.encoding import encode_blocks
 from megatron_zpp.data.text.preprocessing import Job, State, preprocess
 from megatron_zpp.data.text.tokenizers import build_tokenizer
-from megatron_zpp.errors import reports_errors, writing
+from megatron_zpp.errors import reports_errors
 from megatron_zpp.metrics.lines import format_duration
 from megatron_zpp.settings.flags import local_path, number
 
@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> None:
         return try_workers(job, args.workers_to_check, args.max_documents)
     began = time.monotonic()
     display = Display(args.log_interval)
-    with display.bar, writing(args.output_prefix):
+    with display.bar:
         state = preprocess(job, display.report, display.note)
         display.bar.update(display.task, completed=display.bar.tasks[0].total)  # what is read of a disk is an estimate
     tokens = ", ".join(f"{counts[0]:,} tokens in {job.prefix(key)}.bin" for key, counts in state.written.items())

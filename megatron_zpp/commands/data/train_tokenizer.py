@@ -16,7 +16,8 @@ from rich.console import Console
 
 from megatron_zpp.commands.common import add_number
 from megatron_zpp.data.text.corpus import FORMATS, CorpusFile, Reading, extract_texts, find_files, read_blocks, records
-from megatron_zpp.errors import reports_errors, writing
+from megatron_zpp.errors import reports_errors
+from megatron_zpp.files import attempt
 from megatron_zpp.settings.flags import local_path, number
 
 CHUNK = 2000  # characters that the trainer sees as one sentence: it would not split at line breaks
@@ -95,9 +96,12 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError(f"can't train {args.vocab_size} pieces on {', '.join(args.input)}: {error}") from error
     args.output.parent.mkdir(parents=True, exist_ok=True)
     partial = args.output.with_name(args.output.name + ".partial")
-    with writing(args.output):
-        partial.write_bytes(model)
-    partial.replace(args.output)
+    with attempt("write the tokenizer to", args.output):
+        try:
+            partial.write_bytes(model)
+            partial.replace(args.output)
+        finally:
+            partial.unlink(missing_ok=True)
     size = sentencepiece.SentencePieceProcessor(model_file=str(args.output)).get_piece_size()
     print(f"{args.output}: {size:,} pieces")
 

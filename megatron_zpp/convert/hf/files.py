@@ -14,9 +14,8 @@ from torch import Tensor
 from megatron_zpp.checkpoint.meta import check_config
 from megatron_zpp.convert.hf import mxfp4
 from megatron_zpp.data.text.packages import load_package
-from megatron_zpp.errors import writing
 from megatron_zpp.families import Architecture, HuggingFaceMapping
-from megatron_zpp.files import read_json_object
+from megatron_zpp.files import attempt, read_json_object
 from megatron_zpp.models.transformer import TransformerConfig
 
 INDEX = "model.safetensors.index.json"
@@ -39,8 +38,11 @@ def new_folder(path: Path, flag: str) -> Iterator[Path]:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        with writing(path):
+        with attempt("write", path):
             yield partial
+        for file in partial.rglob("*"):
+            if file.is_file():  # safetensors makes files that only their owner reads
+                file.chmod(partial.stat().st_mode & 0o666)
         if path.exists():
             path.rmdir()
         partial.rename(path)
