@@ -50,7 +50,7 @@ cluster() {
             export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
             ;;
         gpu) # one machine, as if it were 2 nodes; one GPU emulates 2 nodes of 4
-            GPUS=${GPUS:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l)}
+            GPUS=${GPUS:-$( (nvidia-smi --list-gpus 2>/dev/null || true) | wc -l)}
             [ "$GPUS" -gt 0 ] || fail "SCALE=gpu needs a GPU, and nvidia-smi shows none; SCALE=laptop needs none"
             [[ " 1 2 4 8 " == *" $GPUS "* ]] ||
                 fail "the batches of SCALE=gpu are for 1, 2, 4 or 8 GPUs, not $GPUS: give GPUS= one of these"

@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +25,26 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     from tests.training.small_run import write_text
 
     return write_text(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 1 MiB, which a test may fill."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk]).returncode:
+        pytest.skip("needs root, to mount a small disk")
+    yield disk
+    subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Leave no room on a disk; return the file that takes it."""
+    filler = disk / "filler"
+    with suppress(OSError), open(filler, "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    return filler
 
 
 @dataclass(frozen=True)

@@ -59,5 +59,5 @@ def call_well(tool: ModuleType, *argv: object) -> str:
 def call_wrongly(tool: ModuleType, *argv: object) -> str:
     """Return the error of a command that must fail with one line."""
     code, out, err = call(tool, *argv)
-    assert (code, out) == (1, "") and err.startswith("error: ") and err.count("\n") == 1, err
+    assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1, err
     return err

@@ -94,10 +94,12 @@ void write_rice(std::vector<uint8_t>& out, const std::vector<int32_t>& values, i
   low.end();
 }
 
-// Fills `values`, whose size says how many there are; returns the byte after them.
+// Fills `values`, whose size says how many there are; returns the byte after them. No value is negative, whatever the
+// bytes are: positions made of them would lie before the buffer.
 const uint8_t* read_rice(const uint8_t* at, const uint8_t* end, int k, std::vector<int32_t>& values) {
+  constexpr int64_t kLargest = int64_t(1) << 30;
   BitReader unary(at, end);
-  for (int32_t& value : values) value = int32_t(unary.zeros_before_one()) << k;
+  for (int32_t& value : values) value = int32_t(std::min(unary.zeros_before_one(), kLargest >> k) << k);
   BitReader low(unary.end(), end);
   for (int32_t& value : values) value |= low.take(k);
   return low.end();

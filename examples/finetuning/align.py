@@ -19,6 +19,8 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
+from megatron_zpp.errors import describe_error
+from megatron_zpp.files import read_text
 from megatron_zpp.integrations.huggingface import ZeroPPCallback
 from megatron_zpp.integrations.trl import with_zeropp
 from megatron_zpp.zeropp import ZeroPPConfig
@@ -41,8 +43,13 @@ parser.add_argument("--results", metavar="FILE", help="append tokens/s and bytes
 arguments = parser.parse_args()
 method, ranks_per_node = arguments.method, arguments.ranks_per_node
 
+if not Path(arguments.model, "config.json").is_file():
+    parser.error(f"--model {arguments.model} holds no config.json: give the folder of a Hugging Face model")
+try:
+    rows = [json.loads(line) for line in read_text(arguments.data).splitlines()]
+except (OSError, ValueError) as error:
+    parser.error(f"--data {arguments.data}: {describe_error(error)}")
 disable_progress_bars()
-rows = [json.loads(line) for line in Path(arguments.data).read_text(encoding="utf-8").splitlines()]
 tokenizer = AutoTokenizer.from_pretrained(arguments.model)
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 settings: dict[str, Any] = dict(

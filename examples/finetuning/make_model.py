@@ -10,12 +10,19 @@ for lm-evaluation-harness: who lives where (facts), and whether the answer is th
 import argparse
 import itertools
 import json
+import logging
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+
+from megatron_zpp.errors import reports_errors
+from megatron_zpp.files import attempt
+
+logging.disable(logging.WARNING)  # torchao's and pytree's, which transformers imports
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed  # noqa: E402
 
 NUM_CHATS = 100
 SYLLABLES = ("ka", "lo", "mi", "nu", "pe", "ra", "so", "tu", "ve", "zi")
@@ -115,10 +122,16 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=CHAT_TEMPLATE)
 
 
+@reports_errors
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make a tiny Hugging Face model, and chats to fine-tune it on.")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write")
     folder = parser.parse_args().output
+    with attempt("write", folder):
+        write(folder)
+
+
+def write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     chats = make_chats()
     write_lines(folder / "chats.jsonl", [{"messages": chat} for chat in chats])
@@ -143,4 +156,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

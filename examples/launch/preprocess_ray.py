@@ -16,6 +16,7 @@ import ray
 
 from megatron_zpp.commands.data import preprocess_data
 from megatron_zpp.data.text.corpus import find_files
+from megatron_zpp.errors import reports_errors
 
 
 def tokenize(folder: str, files: list[str], prefix: str, workers: int, flags: list[str]) -> None:
@@ -23,6 +24,7 @@ def tokenize(folder: str, files: list[str], prefix: str, workers: int, flags: li
     subprocess.run([*words, "--workers", str(workers), *flags], cwd=folder, check=True)
 
 
+@reports_errors
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", type=Path, required=True, help="folder of text files")
@@ -57,4 +59,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -16,8 +16,9 @@ shift 2
 list='import sys
 from megatron_zpp.commands.data.preprocess_data import parse_arguments
 from megatron_zpp.data.text.corpus import find_files
+from megatron_zpp.errors import reports_errors
 args = parse_arguments(["--input", sys.argv[1], "--output-prefix", *sys.argv[2:]])
-print(*(file.path for file in find_files(args.input, args.input_format)), sep="\n")'
+sys.exit(reports_errors(lambda: print(*(file.path for file in find_files(args.input, args.input_format)), sep="\n"))())'
 found=$(python -c "$list" "$folder" "$prefix" "$@") # as tools/preprocess_data.py finds and sorts them
 mapfile -t files <<<"$found"
 share=("${files[@]:$((i * ${#files[@]} / parts)):$(((i + 1) * ${#files[@]} / parts - i * ${#files[@]} / parts))}")

@@ -17,11 +17,15 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from megatron_zpp.errors import reports_errors
+from megatron_zpp.files import attempt
+
 LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 
 
-def main() -> int:
+@reports_errors
+def main() -> None:
     parser = argparse.ArgumentParser(description="Write the standard library's sources as JSON lines.")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE")
     parser.add_argument("--max-megabytes", type=float, default=20.0, metavar="N", help="size of the corpus; default 20")
@@ -31,13 +35,12 @@ def main() -> int:
     for name in args.packages:
         spec = importlib.util.find_spec(name)
         if spec is None or not spec.submodule_search_locations:
-            print(f"error: no package called {name} is installed; pip install it, or leave it out", file=sys.stderr)
-            return 1
+            raise ValueError(f"no package called {name} is installed; pip install it, or leave it out")
         roots.append(Path(spec.submodule_search_locations[0]))
     args.output.parent.mkdir(parents=True, exist_ok=True)
     partial = args.output.with_name(args.output.name + ".partial")
     size = documents = 0
-    with open(partial, "w", encoding="utf-8") as file:
+    with attempt("write", args.output), open(partial, "w", encoding="utf-8") as file:
         for path, name in chosen_files(roots, args.max_megabytes * 1e6):
             text = path.read_text(encoding="utf-8")
             file.write(json.dumps({"text": text, "path": name}) + "\n")
@@ -45,11 +48,9 @@ def main() -> int:
             documents += 1
     if documents == 0:
         partial.unlink()
-        print(f"error: no sources of the standard library in {roots[0]}", file=sys.stderr)
-        return 1
+        raise ValueError(f"no sources of the standard library in {roots[0]}")
     partial.replace(args.output)
     print(f"{args.output}: {documents:,} documents, {size / 1e6:.1f} million characters from {roots[0]}")
-    return 0
 
 
 def chosen_files(roots: list[Path], max_bytes: float) -> list[tuple[Path, str]]:

@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset
+from megatron_zpp.errors import reports_errors
+from megatron_zpp.files import attempt, regular_file
 from megatron_zpp.metrics.log_reader import BETWEEN, WITHIN, RunLog, read_log, shorten
 
 FEWEST_STEPS = 50  # of a run whose speed is compared
@@ -109,22 +111,19 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> int:
+@reports_errors
+def main() -> None:
     args = parse_arguments()
     if args.command == "follow":
         follow()
-        return 0
-    try:
-        runs = {name: read_log(Path(log)) for name, _, log in (run.rpartition("=") for run in args.runs)}
-        entropy = unigram_entropy(args.data_path)
-        print(table(runs, entropy))
-        if args.plot is not None:
+        return
+    runs = {name: read_log(regular_file(log)) for name, _, log in (run.rpartition("=") for run in args.runs)}
+    entropy = unigram_entropy(args.data_path)
+    print(table(runs, entropy))
+    if args.plot is not None:
+        with attempt("write", args.plot):
             plot(runs, entropy, args.plot)
-            print(f"\nloss curves: {args.plot}")
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+        print(f"\nloss curves: {args.plot}")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,21 @@
 """Read and write a checkpoint's files: regular files only, and on the disk when writing returns."""
 
-import contextlib
 import hashlib
 import json
 import math
 import os
-import stat
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from megatron_zpp import files
 
 BLOCK_BYTES = 4 * 2**20  # that one CRC-32 covers
 DTYPES = {
@@ -31,40 +32,13 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_MODES = {"rb": os.O_RDONLY, "wb": os.O_WRONLY | os.O_CREAT, "r+b": os.O_RDWR | os.O_CREAT}
-_KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
 class CheckpointError(ValueError):
     """A checkpoint is missing, damaged, or of another model. The message is one line that says what to do."""
 
 
-def open_regular(path: Path, mode: Literal["rb", "wb", "r+b"] = "rb") -> BinaryIO:
-    """Open a regular file; "wb" and "r+b" create a missing one.
-
-    Refuses links, which lead out of the folder, and pipes and devices, which may never end. Raises CheckpointError for
-    these, and OSError as ``open`` does.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        _check_regular(path, os.lstat(path), mode)
-    # Also refuses what became a link or a pipe since then, without blocking.
-    descriptor = os.open(path, _MODES[mode] | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    try:
-        _check_regular(path, os.fstat(descriptor), mode)
-        if mode == "wb":
-            os.ftruncate(descriptor, 0)
-        return os.fdopen(descriptor, mode)  # type: ignore[return-value]
-    except BaseException:
-        os.close(descriptor)
-        raise
-
-
-def _check_regular(path: Path, status: os.stat_result, mode: str) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
-        raise CheckpointError(f"{path} is {kind}, not a regular file, and is not opened")
-    if mode != "rb" and status.st_nlink > 1:
-        raise CheckpointError(f"{path} is a file that has another name too (a hard link): remove it here")
+open_regular = partial(files.open_regular, refusal=CheckpointError)
 
 
 def read_regular(path: Path) -> bytes:
@@ -110,9 +84,14 @@ class Sums:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    with open_regular(path, "wb") as file:
-        file.write(content)
-        sync_file(file)
+    """Write a file and bring it to the disk; what could not be written whole is removed. Raises OSError."""
+    with files.attempt("write", path), open_regular(path, "wb") as file:
+        try:
+            file.write(content)
+            sync_file(file)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
 
 
 def sync_file(file: BinaryIO) -> None:
@@ -172,7 +151,7 @@ def write_safetensors(
     prefix = len(text).to_bytes(8, "little") + text
     sums, nonfinite = Sums(), []
     sums.update(prefix)
-    with open_regular(path, "wb") as file:
+    with files.attempt("write", path), open_regular(path, "wb") as file:
         file.write(prefix)
         for name, dtype, shape in tensors:
             tensor = read(name).detach().cpu().contiguous()

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from megatron_zpp.files import explain
 from megatron_zpp.islands import OuterSync
 from megatron_zpp.models.lora import is_adapter
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
@@ -163,7 +164,8 @@ def root_cause(error: dcp.api.CheckpointException) -> str:
     """Describe the first rank's error, which DCP wraps with all ranks' tracebacks."""
     rank = min(error.failures)
     cause, _ = error.failures[rank]
-    return f"rank {rank}: {type(cause).__name__}: {cause}"
+    kind = "" if isinstance(cause, OSError) else f"{type(cause).__name__}: "
+    return f"rank {rank}: {kind}{explain(cause)}"
 
 
 def _outer_tensors(islands: OuterSync) -> dict[str, Tensor]:

@@ -33,7 +33,9 @@ def copy_tokenizer(settings: Mapping[str, Any], checkpoint: Path) -> dict[str, d
             content = source.read_bytes()
         except (OSError, ValueError):
             continue
-        write_durably(checkpoint / name, content)
+        copy = checkpoint / name
+        if not (copy.is_file() and copy.read_bytes() == content):  # a reader of published weights may be reading it
+            write_durably(copy, content)
         entries[name] = {"bytes": len(content), "sha256": digest(content)}
     return entries
 

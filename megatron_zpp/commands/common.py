@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,20 +11,6 @@ from megatron_zpp.settings.flags import local_path, number
 
 if TYPE_CHECKING:
     from megatron_zpp.families import Architecture
-
-
-def report_errors(
-    program: Callable[[], int | None],
-    kinds: tuple[type[Exception], ...] = (ValueError, OSError, ImportError),
-    status: int = 1,
-) -> int:
-    """Run ``program`` and return its exit status. Print an error of ``kinds`` in one line and return ``status``."""
-    try:
-        return program() or 0
-    except kinds as error:
-        for text in getattr(error, "messages", (error,)):  # a SettingsError may have several
-            print(f"error: {text}", file=sys.stderr)
-        return status
 
 
 def open_verified(load: str, iteration: int | None) -> tuple[Path, dict[str, Any]]:

@@ -10,12 +10,14 @@ import sys
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.errors import reports_errors
 from megatron_zpp.zeropp.wire import kernels
 
 _PACKAGES = ("megatron_zpp", "numpy", "sentencepiece", "tokenizers", "transformers", "tensorboard", "wandb")
 _VARIABLES = ("CUDA_", "GLOO_", "MASTER_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_", "ZEROPP_")
 
 
+@reports_errors
 def main() -> None:
     argparse.ArgumentParser(description="Print what a bug report needs.", allow_abbrev=False).parse_args()
     facts = {

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_zpp.arguments.parse import parse_settings, stated_flags
-from megatron_zpp.commands.common import given_architecture, report_errors
+from megatron_zpp.commands.common import given_architecture
+from megatron_zpp.errors import reports_errors
 from megatron_zpp.families import ARCHITECTURES
 from megatron_zpp.metrics.throughput import peak_tflops
 from megatron_zpp.planning.needs.division import RankGrid
@@ -133,6 +134,7 @@ def run(args: argparse.Namespace) -> RunTime:
     return RunTime(estimate(architecture, settings, args.vocabulary, grid), peak, args.mfu, args.link_gbps)
 
 
-def main() -> int:
+@reports_errors
+def main() -> None:
     args = parse_arguments()
-    return report_errors(lambda: print(report(run(args), args.gpu)), (ValueError, OSError))
+    print(report(run(args), args.gpu))

@@ -8,9 +8,10 @@ A sharded model is evaluated by its own trainer: --skip-train --eval-tasks NAME.
 import argparse
 from collections.abc import Iterator
 
-from megatron_zpp.commands.common import given_architecture, report_errors
+from megatron_zpp.commands.common import given_architecture
 from megatron_zpp.commands.generate_text import add_checkpoint_flags, chosen_device, load_model, open_checkpoint
 from megatron_zpp.data.text.packages import load_package
+from megatron_zpp.errors import reports_errors
 from megatron_zpp.families import Architecture
 from megatron_zpp.settings.flags import local_path, number
 
@@ -43,6 +44,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main() -> int:
+@reports_errors
+def main() -> None:
     args = parse_arguments()
-    return report_errors(lambda: print(*run(args, given_architecture(args)), sep="\n"))
+    print(*run(args, given_architecture(args)), sep="\n")

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from megatron_zpp.checkpoint import CheckpointError, iterate_parameters
-from megatron_zpp.checkpoint.meta import saved_model
+from megatron_zpp.checkpoint.meta import nonfinite, saved_model
 from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
-from megatron_zpp.commands.common import given_architecture, open_verified, report_errors
+from megatron_zpp.commands.common import given_architecture, open_verified
 from megatron_zpp.convert.hf.files import generation_settings
 from megatron_zpp.convert.hf.tokenizer import build
 from megatron_zpp.data.text.tokenizers import Tokenizer, chat_tokenizer
+from megatron_zpp.errors import reports_errors
 from megatron_zpp.families import Architecture
 from megatron_zpp.files import read_text
 from megatron_zpp.models.generate import Drawing, generate
@@ -36,6 +37,8 @@ def open_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any], dic
     Raises CheckpointError, and what ``build_tokenizer`` raises.
     """
     checkpoint, meta = open_verified(args.load, args.ckpt_step)
+    if any(name.startswith("model.") for name in meta["nonfinite"]):
+        raise CheckpointError(f"{nonfinite(checkpoint, meta)}: give an earlier one with --ckpt-step")
     return checkpoint, meta, *open_tokenizer(args, checkpoint, meta)
 
 
@@ -145,7 +148,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Sample text from a checkpoint.", allow_abbrev=False)
     add, natural, share = parser.add_argument, number(int, at_least=0), number(float, above=0, at_most=1)
     text = "text to continue; repeat for several at once; default a new document"
-    add("--prompt", action="append", default=[], metavar="TEXT", help=text)
+    add("--prompt", type=utf8_text, action="append", default=[], metavar="TEXT", help=text)
     add("--prompt-file", type=local_path(Path), metavar="FILE", help="texts to continue, one per line")
     add("--chat", action="store_true", help="format prompts as a user's messages, by the tokenizer's chat template")
     tokens = number(int, at_least=1)
@@ -186,6 +189,14 @@ def temperature(word: str) -> float:
     return value
 
 
+def utf8_text(word: str) -> str:
+    try:
+        word.encode()
+    except UnicodeEncodeError:  # Python keeps other bytes of the command line as surrogates
+        raise argparse.ArgumentTypeError(f"{word!a} is not UTF-8 text") from None
+    return word
+
+
 def device(word: str) -> torch.device:
     try:
         return torch.empty(0, device=word).device
@@ -193,15 +204,9 @@ def device(word: str) -> torch.device:
         raise argparse.ArgumentTypeError(f"{word} cannot be used: {str(error).splitlines()[0]}") from None
 
 
-def main() -> int:
+@reports_errors
+def main() -> None:
     args = parse_arguments()
-
-    def write() -> None:
-        for piece in run(args, given_architecture(args)):
-            print(piece, end="", flush=True)
-        print()
-
-    try:
-        return report_errors(write)
-    except KeyboardInterrupt:  # how --follow ends
-        return 130
+    for piece in run(args, given_architecture(args)):
+        print(piece, end="", flush=True)
+    print()

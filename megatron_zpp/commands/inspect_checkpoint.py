@@ -26,7 +26,7 @@ from megatron_zpp.checkpoint import (
 )
 from megatron_zpp.checkpoint.index import read_index
 from megatron_zpp.checkpoint.storage import read_tensor
-from megatron_zpp.commands.common import report_errors
+from megatron_zpp.errors import reports_errors
 from megatron_zpp.settings.flags import local_path, number
 
 MAX_SHOWN = 20  # differing tensors
@@ -140,6 +140,7 @@ def _difference(ours: Tensor | None, theirs: Tensor | None) -> str | None:
     return f"{int((distance > 0).sum()):,} of {ours.numel():,} elements differ, by up to {distance.max().item():g}"
 
 
+@reports_errors
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="List, verify and compare checkpoints.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -155,9 +156,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     comparing.add_argument("second", type=local_path(str), help="another one")
     args = parser.parse_args(argv)
-    run = {
+    return {
         "list": lambda: list_checkpoints(args.folder),
         "verify": lambda: verify(args.folder, args.ckpt_step),
         "diff": lambda: diff(args.first, args.second),
-    }[args.command]
-    return report_errors(run, (ValueError, OSError), status=2)
+    }[args.command]()

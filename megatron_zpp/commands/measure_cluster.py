@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.commands.common import report_errors
-from megatron_zpp.parallel.distributed import init_distributed, wait_for_all_ranks
+from megatron_zpp.errors import reports_errors
+from megatron_zpp.parallel.distributed import init_distributed, is_first_rank, wait_for_all_ranks
 from megatron_zpp.planning.cluster import write_cluster
 from megatron_zpp.planning.measure import Options, measure_cluster
 from megatron_zpp.settings.flags import local_path, number
@@ -35,6 +35,8 @@ def run(args: argparse.Namespace) -> None:
     """Measure and write the file. Raises ValueError or OSError on a mistake."""
     if "RANK" not in os.environ:
         raise ValueError("plan --measure needs its ranks: start it under torchrun, on all nodes")
+    if is_first_rank():
+        args.output.open("a").close()  # measuring takes minutes
     device = init_distributed(None, 10)
     usual = 4096 if device.type == "cuda" else 512
     options = Options(device, args.hidden_size or usual, args.tokens or usual)
@@ -47,6 +49,6 @@ def run(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def main() -> int:
-    args = parse_arguments()
-    return report_errors(lambda: run(args))
+@reports_errors
+def main() -> None:
+    run(parse_arguments())

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from megatron_zpp.arguments.parse import stated_flags
 from megatron_zpp.commands import measure_cluster, suggest_settings
-from megatron_zpp.commands.common import report_errors
 from megatron_zpp.commands.estimate import PROGRAMS, program_name
 from megatron_zpp.commands.plan_timeline import draw_timelines
 from megatron_zpp.convert.hf import files
 from megatron_zpp.data.text.packages import load_package
+from megatron_zpp.errors import reports_errors
 from megatron_zpp.families import ARCHITECTURES, Architecture
 from megatron_zpp.metrics.tensorboard_reader import find_runs, read_run
 from megatron_zpp.planning.cluster import LIKE, Cluster, like_program, parse_cluster
@@ -276,10 +276,11 @@ def calibrate_from(cluster: Cluster, folder: Path) -> Cluster:
     return calibrated
 
 
+@reports_errors
 def main() -> int:
     for word, program in (("--measure", measure_cluster), ("--try", suggest_settings)):
         if sys.argv[1:2] == [word]:
             sys.argv[:2] = [f"{sys.argv[0]} {word}"]
             return program.main()
-    args = parse_arguments()
-    return report_errors(lambda: run(args))
+    run(parse_arguments())
+    return 0

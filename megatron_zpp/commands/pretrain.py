@@ -16,6 +16,7 @@ from megatron_zpp.arguments.recipe import stands_for
 from megatron_zpp.checkpoint.folder import complete_checkpoints
 from megatron_zpp.checkpoint.resume import recipe_to_keep
 from megatron_zpp.commands.dry_run import dry_run
+from megatron_zpp.errors import describe_error
 from megatron_zpp.families import Architecture
 from megatron_zpp.integrations.float8 import describe_float8
 from megatron_zpp.islands.elastic import MembershipError
@@ -36,6 +37,8 @@ from megatron_zpp.parallel.distributed import (
 )
 from megatron_zpp.parallel.flight_record import record_collectives
 from megatron_zpp.planning.auto import Choice, choose_recipe, find_nodes
+from megatron_zpp.planning.needs.division import RankGrid
+from megatron_zpp.planning.needs.estimate import estimate
 from megatron_zpp.settings.groups import DistributedSettings
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.data import find_tokenizer
@@ -43,6 +46,7 @@ from megatron_zpp.training.nonfinite import NotFiniteError
 from megatron_zpp.training.pretrain import train
 from megatron_zpp.training.run import Run
 from megatron_zpp.training.setup import build_run
+from megatron_zpp.zeropp import ZeroPP
 from megatron_zpp.zeropp.recipes import AUTO
 
 # docs/reference/checkpoints.md lists them: 0 trained to the end, or saved and stopped as asked; 1 crashed.
@@ -109,8 +113,7 @@ def pretrain(architecture: Architecture, ctrl_c: CtrlC | None = None) -> None:
     except FailedTogether as failed:
         exit_together(EXIT_USER_ERROR, failed.args)
     except (ValueError, OSError, ImportError) as error:
-        _report_alone_or_together(error)
-        sys.exit(EXIT_USER_ERROR)
+        _exit_alone_or_together(error)
     except Exception as error:
         die(error)
     finally:
@@ -170,10 +173,32 @@ def describe(run: Run) -> None:
         print_once(run.pipeline.describe())
     if zeropp is not None and world_size > 1:
         print_once(zeropp.describe())
+        if dist.get_rank() == 0 and (on_two := _describe_two_nodes(run)) is not None:
+            print(on_two, flush=True)
     if run.has_islands:
         print_once(run.islands.describe())
     if run.elastic is not None:
         print_once(f"this is island {run.mesh.job}, a job of its own: the others may leave")
+
+
+def _describe_two_nodes(run: Run) -> str | None:
+    """Say what a run of one node would send between two, by the estimate; None for others, and where it has none."""
+    settings, ranks = run.settings, run.world_size // 2
+    config = settings.zeropp
+    if not isinstance(run.zeropp, ZeroPP) or any(unit.topology.num_nodes > 1 for unit in run.zeropp.units):
+        return None
+    hpz = ranks if config.hpz_partition_size > 1 else 1
+    settings = dataclasses.replace(
+        settings, zeropp=dataclasses.replace(config, ranks_per_node=None, hpz_partition_size=hpz)
+    )
+    try:
+        vocabulary = find_tokenizer(settings.tokenizer).vocab_size
+        grid, passes = RankGrid(2, ranks, settings.distributed), 2 if dist.get_backend() == "gloo" else 1
+        needs = estimate(run.architecture, settings, vocabulary, grid, passes)
+    except ValueError:
+        return None
+    sent = sum(needs.sent_between_nodes.values()) / 1e6
+    return f"nothing crosses nodes: this is one; two nodes of {ranks} ranks would send about {sent:,.3f} MB per step"
 
 
 def _where_interrupted(run: Run) -> str:
@@ -183,14 +208,15 @@ def _where_interrupted(run: Run) -> str:
         return f"{here}: nothing is saved, there is no --save"
     saved = complete_checkpoints(save)
     last = f"--load {save} goes on from {saved[-1].name}" if saved else f"{save} holds no checkpoint yet"
-    return f"{here}, not saved: {last}. With --exit-signal-handler a run saves first"
+    return f"{here}, not saved: {last}"
 
 
-def _report_alone_or_together(error: Exception) -> None:
+def _exit_alone_or_together(error: Exception) -> NoReturn:
     """Report an error of this rank. If all ranks have it, rank 0 does, and torchrun ends the others while they wait."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer's handler would not end the wait
     if is_first_rank():
         report_error(*messages_of(error))
-    else:
-        time.sleep(5)
-        print(f"error: rank {os.environ['RANK']}: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
+        exit_together(EXIT_USER_ERROR, messages_of(error))
+    time.sleep(5)
+    print(f"error: rank {os.environ['RANK']}: {describe_error(error)}", file=sys.stderr, flush=True)
+    sys.exit(EXIT_USER_ERROR)

@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_zpp.commands.common import report_errors
 from megatron_zpp.data.text.packages import load_package
+from megatron_zpp.errors import reports_errors
+from megatron_zpp.files import attempt
 from megatron_zpp.metrics.lines import format_duration
 from megatron_zpp.metrics.tensorboard_reader import AXES, DASHBOARD, Curve, RunHistory, find_runs, read_run
 from megatron_zpp.settings.flags import local_path
@@ -117,7 +118,8 @@ def write_html(runs: list[RunHistory], path: Path, cluster: Cluster | None = Non
         parts.append(f"<h2>{group}</h2>")
         parts += [_plot(chart, axis, curves, colors) for (chart, axis), curves in entries.items()]
     title = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
-    path.write_text(PAGE.format(title=title, body="\n".join(parts)), encoding="utf-8")
+    with attempt("write the report to", path):
+        path.write_text(PAGE.format(title=title, body="\n".join(parts)), encoding="utf-8")
 
 
 def _table(rows: Mapping[str, list[str]], runs: list[RunHistory]) -> str:
@@ -206,7 +208,8 @@ def save_wandb_report(project: str, entity: str | None) -> str:
     return str(report.url)
 
 
-def main(argv: list[str] | None = None) -> int:
+@reports_errors
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Compare training runs on one page.", allow_abbrev=False)
     add = parser.add_argument
     add("runs", nargs="*", type=local_path(Path), metavar="RUN_DIR", help="folder given to --tensorboard-dir")
@@ -220,20 +223,16 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("give either folders of runs, or --wandb PROJECT")
     if args.cluster and args.wandb:
         parser.error("--cluster adds to the page of folders of runs; leave it or --wandb out")
+    if args.wandb is not None:
+        print(f"report: {save_wandb_report(args.wandb, args.wandb_entity)}")
+        return
+    found = find_runs(args.runs)
+    common = os.path.commonpath([os.path.dirname(os.path.abspath(folder)) for folder in found])
+    runs = [read_run(os.path.relpath(folder, common), files) for folder, files in found.items()]
+    described = None
+    if args.cluster:
+        from megatron_zpp.planning.cluster import parse_cluster  # needs torch, too
 
-    def run() -> None:
-        if args.wandb is not None:
-            print(f"report: {save_wandb_report(args.wandb, args.wandb_entity)}")
-            return
-        found = find_runs(args.runs)
-        common = os.path.commonpath([os.path.dirname(os.path.abspath(folder)) for folder in found])
-        runs = [read_run(os.path.relpath(folder, common), files) for folder, files in found.items()]
-        cluster = None
-        if args.cluster:
-            from megatron_zpp.planning.cluster import parse_cluster  # needs torch, too
-
-            cluster = parse_cluster(args.cluster)
-        write_html(runs, args.output, cluster)
-        print(f"{len(runs)} run{'s' if len(runs) > 1 else ''}: {args.output}")
-
-    return report_errors(run)
+        described = parse_cluster(args.cluster)
+    write_html(runs, args.output, described)
+    print(f"{len(runs)} run{'s' if len(runs) > 1 else ''}: {args.output}")

@@ -18,7 +18,7 @@ import torch
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.arguments.resolve_parallel import data_parallel_size
-from megatron_zpp.commands.common import report_errors
+from megatron_zpp.errors import reports_errors
 from megatron_zpp.families import ARCHITECTURES, load_architecture
 from megatron_zpp.metrics.log_reader import BETWEEN, RunLog, parse_log
 from megatron_zpp.metrics.progress import progress
@@ -51,7 +51,8 @@ class Outcome:
     failure: str | None = None
 
 
-def main() -> int:
+@reports_errors
+def main() -> None:
     parser = argparse.ArgumentParser(
         description="Rank ZeRO++ and LoCo settings by loss against bytes, on your model and data.",
         epilog="After --: the flags of the architecture's training program, without those of ZeRO++.",
@@ -77,14 +78,10 @@ def main() -> int:
     args, flags = parser.parse_args(words[:separator]), words[separator + 1 :]
     if not flags:
         parser.error("give the flags of the run after --")
-
-    def run() -> None:
-        outcomes, noise = measure(args, flags)
-        print(table(outcomes, noise, args.link_gbps))
-        best, limit = suggest(outcomes, noise), 100 * _allowed_loss(outcomes, noise)
-        print(f"\nSuggested: {best.name}, the fewest bytes of those that lose at most {limit:.2f} %:\n  {best.flags}")
-
-    return report_errors(run, (ValueError, RuntimeError))
+    outcomes, noise = measure(args, flags)
+    print(table(outcomes, noise, args.link_gbps))
+    best, limit = suggest(outcomes, noise), 100 * _allowed_loss(outcomes, noise)
+    print(f"\nSuggested: {best.name}, the fewest bytes of those that lose at most {limit:.2f} %:\n  {best.flags}")
 
 
 def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], float | None]:
@@ -114,7 +111,7 @@ def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], 
             try:
                 log = train(args.architecture, [*flags, *setting.split()])
                 outcome = Outcome(name, setting, _final_loss(log), log.lines[-1][BETWEEN] * 1e6 / nodes)
-            except RuntimeError as error:
+            except ChildProcessError as error:
                 if name == CONTROL:
                     raise
                 outcome = Outcome(name, setting, math.nan, math.nan, failure=str(error))
@@ -161,12 +158,12 @@ def _check_warmup(settings: ResolvedSettings, iterations: int) -> None:
 
 
 def train(architecture: str, flags: list[str]) -> RunLog:
-    """Train in another process and return its log. Raises RuntimeError with the run's error if it fails."""
+    """Train in another process and return its log. Raises ChildProcessError with the run's error if it fails."""
     command = [sys.executable, "-c", TRAINER, architecture, *flags]
     ran = subprocess.run(command, capture_output=True, text=True)
     if ran.returncode != 0:
         said = [line for line in ran.stderr.splitlines() if line.startswith("error:")]
-        raise RuntimeError(said[-1].removeprefix("error: ") if said else ran.stderr[-2000:])
+        raise ChildProcessError(said[-1].removeprefix("error: ") if said else ran.stderr[-2000:])
     return parse_log(ran.stdout)
 
 

@@ -15,6 +15,7 @@ import os
 import shutil
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -300,7 +301,9 @@ class IndexedDatasetWriter:
 
     def abort(self) -> None:
         """Give up: remove what was written so far."""
-        self.close()
+        for file in self._files:
+            with suppress(OSError):  # the disk may be full
+                file.close()
         _remove_partial_files(self.prefix)
 
     def __enter__(self) -> IndexedDatasetWriter:

@@ -8,7 +8,7 @@
 The training loop stays as it is.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from megatron_zpp.zeropp.fsdp.topology import gather_objects, process_rank
 
 from .config import IslandConfig
 from .hops import IslandHops
-from .outer_state import local_data, trainable_parameters
+from .outer_state import MAX_VALUE, are_sound, local_data, trainable_parameters
 from .outer_sync import Fragment, OuterSync, split_into_fragments
 
 
@@ -31,19 +31,21 @@ def apply_islands(
     config: IslandConfig,
     group: DeviceMesh | dist.ProcessGroup | None = None,
     zeropp: ZeroPPInterface | None = None,
+    counts: bool = True,
 ) -> OuterSync:
     """Let islands train ``model`` by themselves, and synchronize it every ``config.sync_interval`` optimizer steps.
 
     Call it once, on all ranks alike, when the parameters have values: all islands start from those of the first.
 
-    optimizer: whose steps count; None: the loop calls ``count_step`` after each of its own.
+    optimizer: whose steps count, unless ``counts`` is False: then, as with None, the loop calls ``count_step`` after
+    each step of its own. The optimizer restarts where its island, with NaN or Inf in it, takes over the others' state.
     group: the ranks that hold the same part of the model, one of each island, in the order of islands; a mesh of one
     dimension, or a process group. Default: every process is an island. Shard or replicate the model over the ranks of
     one island alone.
     zeropp: what ``apply_zeropp`` returned, if it was called; it must learn when parameters are replaced.
 
-    Raises ValueError if there is one island, if its ranks hold other parts of the model than those of other islands, or
-    if islands have different settings.
+    Raises ValueError if there is one island, if its ranks hold other parts of the model than those of other islands, if
+    islands have different settings, or if the first one's parameters hold NaN, Inf or numbers beyond 1e20.
     """
     if isinstance(group, DeviceMesh):
         group = group.get_group()
@@ -59,27 +61,52 @@ def apply_islands(
         raise ValueError(f"islands have different settings, such as {config}: give all the same IslandConfig")
     traffic = Traffic()
     divided = split_into_fragments(parameters, config.fragments)
-    fragments = [RankFragment(part, config, group, traffic) for part in divided]
-    return OuterSync(config, group.size(), fragments, traffic, optimizer, model, [zeropp])
+    fragments = [RankFragment(part, config, group, traffic, parameters) for part in divided]
+    return OuterSync(config, group.size(), fragments, traffic, optimizer, model, [zeropp], counts)
 
 
 class RankFragment(Fragment):
     """A fragment of one rank, exchanged with the ranks of the same place in the other islands."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], config: IslandConfig, group: dist.ProcessGroup, traffic: Traffic
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: IslandConfig,
+        group: dist.ProcessGroup,
+        traffic: Traffic,
+        all_parameters: Mapping[str, nn.Parameter],
     ) -> None:
+        """all_parameters: of this rank, in all fragments; an island contributes where all of them are sound."""
         super().__init__([parameters], config)
-        self._group, self._device = group, device_of(group)
+        self._group, self._device, self._all_parameters = group, device_of(group), all_parameters
         parts = {name: local_data(parameter) for name, parameter in parameters.items()}
         self._hops = IslandHops(parts, group.size(), config, traffic, self._device)
         self.hops[process_rank()] = self._hops
 
-    def start(self) -> None:
-        sent = self._hops.encode_pieces(self.outer.differences(self.islands[0]))
+    def start(self, step: int) -> bool:
+        differences = self.outer.differences(self.islands[0])
+        present = self._sound_islands(differences)
+        is_present = present[self._group.rank()]
+        if dist.get_rank() == 0 and not all(present):
+            left_out = ", ".join(str(island) for island, is_sound in enumerate(present) if not is_sound)
+            print(
+                f"note: NaN, Inf or a number beyond {MAX_VALUE:g} is in the parameters of island {left_out} after step "
+                f"{step}: the {sum(present)} others synchronize without it, and it takes over their parameters",
+                flush=True,
+            )
+        sent = self._hops.encode_pieces(differences, max(1, sum(present)), is_present)
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=self._group, async_op=True)
         self._hops.launch(received, (work, sent))
+        return is_present
+
+    def _sound_islands(self, differences: Sequence[Tensor] = ()) -> list[bool]:
+        """Return of each island whether all parameters of all its ranks are sound. Collective over all ranks."""
+        local = [local_data(parameter) for parameter in self._all_parameters.values()]
+        unsound = torch.zeros(self._group.size(), device=self._device)
+        unsound[self._group.rank()] = not (are_sound(local) and are_sound(differences))
+        dist.all_reduce(unsound)
+        return [count == 0 for count in unsound.tolist()]
 
     def start_second_hop(self) -> None:
         received = self._hops.take()
@@ -91,6 +118,9 @@ class RankFragment(Fragment):
         return self._hops.decode_mean(self._hops.take())
 
     def start_alike(self) -> None:
+        if not self._sound_islands()[0]:
+            wrong = f"NaN, Inf or a number beyond {MAX_VALUE:g} is in the parameters of the first island"
+            raise ValueError(f"{wrong}, with which all islands start: load other weights")
         for parameter in self.islands[0].values():
             values = local_data(parameter).to(self._device).contiguous()
             dist.broadcast(values, group=self._group, group_src=0)

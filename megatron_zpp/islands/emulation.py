@@ -51,7 +51,7 @@ class EmulatedFragment(Fragment):
         self._hops = [[IslandHops(s, len(islands), config, traffic, zeropp.device) for s in shards] for _ in islands]
         self.hops = dict(enumerate(hops for island in self._hops for hops in island))
 
-    def start(self) -> None:
+    def start(self, step: int) -> bool:
         wires = []
         for island, parameters in zip(self._hops, self.islands, strict=True):
             shards = self._shards(dict(zip(parameters, self.outer.differences(parameters), strict=True)))
@@ -59,6 +59,7 @@ class EmulatedFragment(Fragment):
         for number, island in enumerate(self._hops):
             for rank, hops in enumerate(island):
                 hops.launch(torch.stack([sent[rank][number] for sent in wires]))  # uint8 [K, nbytes]
+        return True
 
     def start_second_hop(self) -> None:
         for islands in zip(*self._hops, strict=True):  # one rank's hops in each

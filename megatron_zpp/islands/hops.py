@@ -58,13 +58,20 @@ class IslandHops:
         feedback = config.feedback
         self._feedback = {} if feedback is None else {hop: ErrorFeedback(feedback) for hop in ("pieces", "mean")}
 
-    def encode_pieces(self, differences: Sequence[Tensor], num_senders: int | None = None) -> Tensor:
-        """Encode fp32 tensors, cut and divided so that pieces add up to the mean of all senders: uint8 [K, nbytes]."""
+    def encode_pieces(
+        self, differences: Sequence[Tensor], num_senders: int | None = None, is_present: bool = True
+    ) -> Tensor:
+        """Encode fp32 tensors, cut and divided so that pieces add up to the mean of all senders: uint8 [K, nbytes].
+
+        is_present: False sends zeros, and neither adds nor changes LoCo's error.
+        """
         pieces = torch.zeros(self.num_islands, sum(self._columns), device=self._device)
         for tensor, column in zip(differences, pieces.split(self._columns, dim=1), strict=True):
             column.copy_(pad(tensor.reshape(-1), (0, column.numel() - tensor.numel())).view_as(column))
         divisor = pieces.new_full((), num_senders or self.num_islands)  # a tensor: see quantize_blocks
-        return self._encode("pieces", GradientSum(pieces / divisor))
+        return self._encode(
+            "pieces", GradientSum(pieces / divisor if is_present else torch.zeros_like(pieces)), is_present
+        )
 
     def encode_mean(self, received: Tensor) -> Tensor:
         """Add up the pieces from all islands, uint8 [K, nbytes], and encode the sum: uint8 [nbytes]."""
@@ -98,10 +105,10 @@ class IslandHops:
             self._work[0].wait()
             self._work = None
 
-    def _encode(self, hop: str, values: GradientSum) -> Tensor:
+    def _encode(self, hop: str, values: GradientSum, has_feedback: bool = True) -> Tensor:
         # In either hop a rank sends K - 1 pieces: one to each other island, or around the ring.
         self.traffic.add(inter_island=(self.num_islands - 1) * self.format.nbytes)
-        if hop in self._feedback:
+        if has_feedback and hop in self._feedback:
             return self._feedback[hop].encode(values, self.format)
         return values.encode(self.format, noise_seed=None)
 

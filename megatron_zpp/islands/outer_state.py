@@ -1,6 +1,6 @@
 """The outer state of DiLoCo: the parameters that islands last synchronized, and the outer optimizer's momentum."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from megatron_zpp.zeropp.own_rank import local_part
 
 from .config import IslandConfig
+
+MAX_VALUE = 1e20  # an island with a larger number has diverged
 
 
 class OuterState:
@@ -103,6 +105,12 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         if parameter.is_complex():
             raise ValueError(f"the parameter {name} is complex: make it real, and use torch.view_as_complex")
     return parameters
+
+
+def are_sound(tensors: Iterable[Tensor]) -> bool:
+    """Return whether tensors hold neither NaN nor Inf nor numbers beyond ``MAX_VALUE``. The host waits for a GPU."""
+    parts = [part for part in tensors if part.numel()]  # a rank's shard may be empty
+    return not parts or bool((torch.stack(torch._foreach_norm(parts, torch.inf)) <= MAX_VALUE).all())
 
 
 def local_data(parameter: Tensor) -> Tensor:

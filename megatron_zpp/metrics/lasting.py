@@ -2,10 +2,13 @@
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+
+from megatron_zpp.errors import describe_error
 
 RETRY_SECONDS = 60.0
 
@@ -65,7 +68,8 @@ class LastingStream:
 
 
 def keep_streams() -> None:
-    """Let no failing write to stdout or stderr end this program."""
+    """Let no failing write to stdout or stderr end this program, and report one of a background thread in a line."""
+    threading.excepthook = _report_thread
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:  # closed at the start: the next file that is opened would take its place
             try:
@@ -74,3 +78,11 @@ def keep_streams() -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         setattr(sys, name, LastingStream(getattr(sys, name), descriptor))
+
+
+def _report_thread(failed: threading.ExceptHookArgs) -> None:
+    """Report what a background thread failed of, such as TensorBoard's on a full disk; other errors as Python does."""
+    if isinstance(failed.exc_value, OSError):
+        print(f"warning: a background thread ended: {describe_error(failed.exc_value)}", file=sys.stderr, flush=True)
+    else:
+        threading.__excepthook__(failed)

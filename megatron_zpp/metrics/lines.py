@@ -33,7 +33,7 @@ class TrainingReport:
     seconds_per_iteration: float | None = _field(
         "elapsed time per iteration (ms): {:.1f}", "iteration-time", 1000, None
     )
-    tflops_per_device: float | None = _field("throughput per GPU (TFLOP/s/GPU): {:.1f}", "throughput", default=None)
+    tflops_per_device: float | None = _field("throughput per GPU (TFLOP/s/GPU): {:#.4g}", "throughput", default=None)
     learning_rate: float = _field("learning rate: {:.6E}", "learning-rate")  # of the next step, as in Megatron
     global_batch_size: int = _field("global batch size: {:5d}", "batch-size")
     losses: Mapping[str, float]  # by name, such as "lm loss"; in the line, means over the interval's counted steps

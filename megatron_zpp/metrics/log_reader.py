@@ -46,7 +46,7 @@ def parse_line(line: str) -> dict[str, float] | None:
 
 
 def shorten(text: str) -> str | None:
-    """Shorten a training line to about 100 characters, for a terminal; return None for other lines."""
+    """Shorten a training line to about 120 characters, for a terminal; return None for other lines."""
     line = parse_line(text)
     if line is None:
         return None
@@ -54,12 +54,20 @@ def shorten(text: str) -> str | None:
     fields = [
         f"  step {line['iteration']:5.0f}/{line['train iterations']:.0f}",
         f"loss {line.get('lm loss', math.nan):.3f}",
+        f"lr {line['learning rate']:.2e}",
+        f"norm {line['grad norm']:.3f}" if "grad norm" in line else None,
         f"{line['tokens per second']:8,.0f} tokens/s",
-        f"{line[BETWEEN]:7.2f} MB between nodes per step" if BETWEEN in line else None,
+        _sent(line),
         f"{skipped:.0f} steps skipped" if skipped else None,
         f"{eta[1] if eta else ''} left",
     ]
     return "   ".join(field for field in fields if field is not None)
+
+
+def _sent(line: dict[str, float]) -> str | None:
+    """Format the bytes between nodes, or within the node where nothing crosses nodes; None where nothing is sent."""
+    hop, where = (BETWEEN, "between nodes") if line.get(BETWEEN) else (WITHIN, "within the node")
+    return f"{line[hop]:7.2f} MB {where} per step" if line.get(hop) else None
 
 
 def read_log(path: Path) -> RunLog:

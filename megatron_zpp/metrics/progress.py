@@ -16,6 +16,8 @@ def progress(
 ) -> Iterator[Callable[[int], None]]:
     """Show a progress bar on stderr around a long step, or a spinner without ``total``; yield ``advance(count)``.
 
+    A bar ends at its total, which may be an estimate.
+
     Only rank 0 shows it, or any rank with ``any_rank``. Without a terminal ``line_every`` seconds print a line.
     """
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
@@ -34,7 +36,13 @@ def progress(
         columns[2:2] = [BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn()]
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(description, total=total)
-        yield lambda count: bar.advance(task, count)
+
+        def advance(count: int) -> None:
+            done = bar.tasks[0].completed + count
+            bar.update(task, completed=done if total is None else min(done, total))
+
+        yield advance
+        bar.update(task, completed=total)
 
 
 def _line_printer(description: str, total: int, every: float) -> Callable[[int], None]:

@@ -1,9 +1,13 @@
 """Start and end the process group, report errors from all ranks together, and agree on signals to stop."""
 
 import atexit
+import ctypes
+import errno
 import json
+import math
 import os
 import re
+import select
 import signal
 import socket
 import sys
@@ -14,13 +18,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from megatron_zpp.errors import describe_error
 from megatron_zpp.zeropp.fsdp import fsdp_unit
 from megatron_zpp.zeropp.fsdp.topology import gather_if_any
 
@@ -28,6 +33,8 @@ from .flight_record import last_collective, write_record
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SECONDS_TO_LEAVE = 4.0
+SECONDS_OF_TORCHRUN = 60.0  # that it takes to end after a rank has: it gives the others 30
+SECONDS_OF_ONE_CTRL_C = 2.0  # of a terminal's, which ranks get from the terminal and from torchrun
 SECONDS_FOR_THE_CAUSE = 3.0  # that ranks which lost a peer wait, so that torchrun sees first who died
 
 
@@ -83,7 +90,13 @@ def fresh_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     torchrun keeps one store for all its restarts (pytorch issue 135712), in which ranks would find the addresses of
     their dead predecessors. So starts are numbered, and each has a prefix of its own.
     """
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        place = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE), place) from error
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return store, rank, world_size
     try:
@@ -173,7 +186,7 @@ def errors_on_all_ranks() -> Iterator[None]:
 
 def messages_of(error: Exception) -> tuple[str, ...]:
     """Return the texts of an error, which may stand for several mistakes."""
-    return getattr(error, "messages", (str(error),))
+    return getattr(error, "messages", (describe_error(error),))
 
 
 def is_first_rank() -> bool:
@@ -197,9 +210,10 @@ def report_error(*texts: str) -> None:
 def exit_together(status: int, texts: Sequence[str]) -> NoReturn:
     """Exit on all ranks for what rank 0 has reported; under torchrun with ``status`` on the first rank of each node.
 
-    torchrun's own report has seven lines for each rank that failed, and repeats ``texts`` at its end.
+    torchrun's own report has seven lines for each rank that failed, and repeats ``texts`` near its end.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
+        _report_behind_torchrun(texts)
         if os.environ["LOCAL_RANK"] != "0":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun, if the first rank has ended before
             sys.exit(0)
@@ -207,6 +221,23 @@ def exit_together(status: int, texts: Sequence[str]) -> NoReturn:
             message = {"message": "; ".join(texts), "extraInfo": {"timestamp": str(int(time.time()))}}
             Path(file).write_text(json.dumps({"message": message}))
     sys.exit(status)
+
+
+def _report_behind_torchrun(texts: Sequence[str]) -> None:
+    """Repeat errors below torchrun's traceback, from a process of rank 0 that waits until torchrun has ended."""
+    is_last_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == os.environ["TORCHELASTIC_MAX_RESTARTS"]
+    if not (is_first_rank() and is_last_start):
+        return
+    agent = os.pidfd_open(os.getppid())
+    if os.fork() == 0:
+        try:
+            os.setsid()  # a terminal's Ctrl-C and torchrun's signals are for the rank
+            os.closerange(3, agent)  # the rank's connections end with it
+            os.closerange(agent + 1, 2**16)
+            select.select([agent], [], [], SECONDS_OF_TORCHRUN)
+            os.write(2, "".join(f"error: {text}\n" for text in texts).encode())
+        finally:
+            os._exit(0)
 
 
 def exit_process(status: int) -> NoReturn:
@@ -270,9 +301,10 @@ def collective_of(error: BaseException) -> str | None:
 
 
 class CtrlC:
-    """Ends this process at Ctrl-C with one line of rank 0, from now on, unless a handler replaces it or it is ignored.
+    """Passes Ctrl-C to the handler of ``StopSignals`` once there is one; ends this process before, and at a second one.
 
-    A thread waits for it: Python's own handler waits for a collective to return, and prints a traceback on every rank.
+    Rank 0 prints a line about each. A thread waits for them: Python's own handler waits for a collective to return, and
+    prints a traceback on every rank.
     """
 
     def __init__(self) -> None:
@@ -284,15 +316,28 @@ class CtrlC:
             Thread(target=self._wait, daemon=True).start()
 
     def _wait(self) -> None:
-        signal.sigwait({signal.SIGINT})
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-            if is_first_rank():
-                print(f"interrupted {self.describe()}", file=sys.stderr, flush=True)
-            if ranks_of_environment() > 1:
-                time.sleep(0.3)  # until the other ranks know: they would report a lost connection
+        asked_at, end_by = math.inf, ctypes.CDLL(None).signal  # Python's own is for the main thread alone
+        while True:
+            signal.sigwait({signal.SIGINT})
+            handler, now = signal.getsignal(signal.SIGINT), time.monotonic()
+            if not callable(handler) or now - asked_at >= SECONDS_OF_ONE_CTRL_C:
+                break
+            if asked_at == math.inf:
+                asked_at = now
+                handler(signal.SIGINT, None)
+                end_by(signal.SIGTERM, 0)  # as which torchrun passes on a second Ctrl-C
+                self._print("Ctrl-C: saving and stopping, after the step at hand; another one ends the run at once")
+        self._print(f"interrupted {self.describe()}")
+        if ranks_of_environment() > 1:
+            time.sleep(0.3)  # until the other ranks know: they would report a lost connection
+        end_by(signal.SIGINT, 0)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        os.kill(os.getpid(), signal.SIGINT)  # again, for this thread: it ends the process, or calls the handler
-        Event().wait()  # takes later ones, too
+        os.kill(os.getpid(), signal.SIGINT)  # again, for this thread
+
+    @staticmethod
+    def _print(text: str) -> None:
+        if is_first_rank():
+            print(text, file=sys.stderr, flush=True)
 
 
 class StopSignals:
@@ -305,11 +350,11 @@ class StopSignals:
         self.device = device
         self.are_caught = self.is_asked = False
 
-    def catch(self) -> None:
-        """Remember signals from now on. Before this call they end the process."""
+    def catch(self, numbers: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
+        """Remember these signals from now on. Before this call they end the process."""
         if not self.are_caught:
             self.are_caught = True
-            for number in STOP_SIGNALS:
+            for number in numbers:
                 signal.signal(number, self._remember)
 
     def _remember(self, number: int, frame: object) -> None:

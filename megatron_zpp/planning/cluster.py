@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.files import read_text
+from megatron_zpp.files import attempt, read_text
 from megatron_zpp.metrics.throughput import peak_tflops
 from megatron_zpp.planning.needs.division import RankGroup
 from megatron_zpp.planning.needs.traffic import Exchange
@@ -250,7 +250,8 @@ def write_cluster(path: Path, cluster: Cluster, comments: str = "") -> None:
         value = getattr(cluster, field.name)
         typed = value if isinstance(value, str) else json.dumps(value)  # JSON is YAML, but quotes text
         lines.append(f"{field.name}: {typed}  # {field.metadata['help']}")
-    path.write_text("\n".join(lines) + "\n")
+    with attempt("write the cluster to", path):
+        path.write_text("\n".join(lines) + "\n")
 
 
 def read_cluster(path: Path) -> Cluster:

@@ -12,6 +12,7 @@ The manifest is renamed into its place when all other files are written, so a ve
 import ctypes
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_zpp.files import attempt, open_regular
 from megatron_zpp.zeropp.wire.format import WireFormat, wire_format
 from megatron_zpp.zeropp.wire.layout import ParameterShard
 
@@ -41,9 +43,14 @@ def manifest_path(folder: Path, version: int) -> Path:
     return folder / f"v{version:08d}.json"
 
 
+def shards_name(version: int, rank: int) -> str:
+    return f"v{version:08d}.rank{rank:05d}.safetensors"
+
+
 def versions_in(folder: Path) -> list[int]:
-    """List the complete versions in a folder."""
-    return [int(path.stem[1:]) for path in folder.glob("v*.json") if re.fullmatch(r"v\d{8}", path.stem)]
+    """List the complete versions in a folder. Raises OSError if it cannot be read."""
+    names = os.listdir(folder) if folder.exists() else []  # the run may not have begun
+    return [int(name[1:9]) for name in names if re.fullmatch(r"v\d{8}\.json", name, re.ASCII)]
 
 
 def pack(tensors: Iterable[Tensor], dtype: torch.dtype) -> tuple[WireFormat, Tensor]:
@@ -69,7 +76,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
     prefix, sums = len(text).to_bytes(8, "little") + text, hashlib.sha256()
     # The tensors' memory, without numpy.
     views = ((ctypes.c_char * part.nbytes).from_address(part.data_ptr()) for part in contents if part.nbytes)
-    with open(path, "wb") as file:
+    with attempt("publish weights as", path), open_regular(path, "wb") as file:
         for part in (memoryview(prefix), *(memoryview(view) for view in views)):
             file.write(part)
             sums.update(part)

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_zpp.files import lock_for_process, open_lock
+from megatron_zpp.files import attempt, explain, lock_for_process, open_lock, open_regular
 from megatron_zpp.zeropp.fsdp.topology import gather_objects
 from megatron_zpp.zeropp.wire.moves import encode_moves
 
-from .files import FORMAT, MOVES, NAMES, PublishError, manifest_path, pack, versions_in, write_safetensors
+from .files import FORMAT, MOVES, NAMES, PublishError, manifest_path, pack, shards_name, versions_in, write_safetensors
 
 T = TypeVar("T")
 
@@ -30,6 +30,7 @@ class Shard(NamedTuple):
     shape: tuple[int, ...]  # of the whole tensor
     offsets: tuple[int, ...]  # of this part in it
     values: Tensor
+    is_parameter: bool  # a buffer may be a mask, which holds Inf
 
 
 class Publisher:
@@ -57,7 +58,7 @@ class Publisher:
         if dtype not in (torch.bfloat16, torch.float16) or anchor_interval < 1:
             raise PublishError(f"give bf16 or fp16 and an anchor_interval from 1 on, not {dtype} and {anchor_interval}")
         self.model, self.folder, self.dtype, self.anchor_interval = model, Path(folder), dtype, anchor_interval
-        self.about: dict[str, Any] = {}  # what readers find beside the weights of an anchor; of rank 0, JSON
+        self.about: Callable[[], dict[str, Any]] = dict  # JSON beside the weights of an anchor, from rank 0
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         opened = _together(lambda: (self._open(resume), uuid.uuid4().hex) if self.rank == 0 else None)[0]
         assert opened is not None
@@ -82,12 +83,21 @@ class Publisher:
         if last and not resume:
             there = f"{self.folder} holds weights of another run, up to version {last}"
             raise PublishError(f"{there}: give an empty folder, or go on with that run")
+        self._delete(lambda version: version > last)  # of a run that was killed as it wrote
         return last
+
+    def _delete(self, is_unwanted: Callable[[int], bool]) -> None:
+        """Delete versions, each one's manifest first. Leaves what cannot be deleted: the next anchor tries again."""
+        for path in sorted(self.folder.glob("v????????.*")):
+            if path.name[1:9].isdigit() and is_unwanted(int(path.name[1:9])):
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
     def publish(self, step: int) -> int:
         """Publish the weights as they are after optimizer step ``step``; return their version.
 
-        Raises PublishError on all ranks if one cannot write; readers then see the version before.
+        Raises PublishError on all ranks if one cannot write, or holds NaN or Inf; readers then see the version before,
+        and nothing is left of this one on the disk.
         """
         version, old, old_layout = self._tried + 1, self._wire, self._layout
         base = None if old is None or version - self._anchor >= self.anchor_interval else self.version
@@ -99,6 +109,10 @@ class Publisher:
             keyed = [(_key(shard), shard) for shard in self._shards()]
             keyed = [(key, shard) for key, shard in keyed if key not in self._others]
             shards = [shard for _, shard in keyed]
+            for shard in shards:
+                if shard.is_parameter and not shard.values.isfinite().all():
+                    spoiled = f"{shard.name} has NaN or Inf in {self.dtype} after step {step}"
+                    raise PublishError(f"{spoiled}: go on from an older checkpoint, or lower the learning rate")
             self._layout = [(key, shard.values.dtype) for key, shard in keyed]
             format, wire = pack((shard.values for shard in shards), self.dtype)
             metadata = {key: json.dumps(value) for key, value in identity.items()}
@@ -112,27 +126,30 @@ class Publisher:
                     raise PublishError("parameters were added, frozen or sharded again: make another Publisher")
                 tensors = {name: values for name, values in tensors.items() if values.dtype != self.dtype}
                 tensors[MOVES] = encode_moves(format, old, wire)
-            name = f"v{version:08d}.rank{self.rank:05d}.safetensors"
+            name = shards_name(version, self.rank)
             return (name, write_safetensors(self.folder / name, tensors, metadata)) if shards else None
 
-        files = dict(filter(None, _together(write)))
-        about = self.about if base is None else {}
-        manifest = {"format": FORMAT, **identity, "step": step, "about": about, "files": files}
-        _together(lambda: self._commit(manifest) if self.rank == 0 else None)
+        try:
+            files = dict(filter(None, _together(write)))
+            manifest = {"format": FORMAT, **identity, "step": step, "files": files}
+            _together(lambda: self._commit(manifest) if self.rank == 0 else None)
+        except Exception:
+            if self.rank == 0:  # all ranks have written what they could
+                self._delete(lambda number: number == version)
+            raise
         self.version, self._wire = version, wire
         self._anchor = version if base is None else self._anchor
         return version
 
     def _commit(self, manifest: dict[str, Any]) -> None:
-        path = manifest_path(self.folder, manifest["version"])
+        path, is_anchor = manifest_path(self.folder, manifest["version"]), manifest["base"] is None
         incomplete = path.with_suffix(".incomplete")
-        incomplete.write_text(json.dumps(manifest))
+        content = json.dumps(manifest | {"about": self.about() if is_anchor else {}})
+        with attempt("publish weights as", path), open_regular(incomplete, "wb") as file:
+            file.write(content.encode())
         os.replace(incomplete, path)
-        # Readers may still be at what the last anchor led to, but at nothing before it.
-        for path in sorted(self.folder.glob("v????????.*")) if manifest["base"] is None else ():  # manifests first
-            if path.name[1:9].isdigit() and int(path.name[1:9]) < self._anchor:
-                with contextlib.suppress(OSError):  # this version is there, and the next anchor tries again
-                    path.unlink()
+        if is_anchor:  # readers may still be at what the last anchor led to, but at nothing before it
+            self._delete(lambda version: version < self._anchor)
 
     def _shards(self) -> list[Shard]:
         """Return this rank's parts of what is published, those of tied weights once."""
@@ -148,10 +165,12 @@ class Publisher:
             if isinstance(values, DTensor):
                 (chunk,) = values.__create_chunk_list__()
                 values, offsets = values.to_local(), tuple(chunk.offsets)
-            if id(tensor) in parameters and values.is_floating_point():
+            is_parameter = id(tensor) in parameters
+            if is_parameter and values.is_floating_point():
                 values = values.to(self.dtype)
             if values.numel():
-                shards[id(tensor)] = Shard(name.replace("_orig_mod.", ""), tuple(tensor.shape), offsets, values)
+                name = name.replace("_orig_mod.", "")
+                shards[id(tensor)] = Shard(name, tuple(tensor.shape), offsets, values, is_parameter)
         return list(shards.values())
 
 
@@ -167,7 +186,7 @@ def _together(work: Callable[[], T]) -> list[T]:
     try:
         result = work()
     except (OSError, ValueError) as caught:
-        error = str(caught)
+        error = explain(caught)
     except Exception as caught:  # no user's error: the others must not go on either
         own = caught
     answer = result, error, None if own is None else repr(own)

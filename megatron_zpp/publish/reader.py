@@ -4,7 +4,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_zpp.files import LARGEST_TEXT, explain, open_regular, without_duplicates
 from megatron_zpp.zeropp.wire.format import WireFormat
 from megatron_zpp.zeropp.wire.moves import apply_moves
 
-from .files import DTYPES, FORMAT, MOVES, PublishError, manifest_path, pack, versions_in
+from .files import DTYPES, FORMAT, MOVES, PublishError, manifest_path, pack, shards_name, versions_in
 
 Places = dict[str, tuple[list[int], list[int]]]  # by name: shape of the whole tensor, and offsets of a part in it
 
@@ -41,7 +43,7 @@ class _Shards:
 
 
 class WeightReader:
-    """The weights in a folder into which a run publishes, as CPU tensors."""
+    """The weights in a folder into which a run publishes, as CPU tensors. It believes nothing that does not fit."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -49,10 +51,14 @@ class WeightReader:
         self.step = 0  # the optimizer step after which they were published
         self.about: dict[str, Any] = {}  # what the run says beside its weights
         self._run: str | None = None
-        self._ranks: dict[int, _Shards] = {}
+        self._ranks: dict[str, _Shards] = {}  # by the end of their files' names
 
-    def update(self) -> bool:
-        """Take the newest version; return whether there was a newer one. Raises PublishError or OSError."""
+    def update(self, timeout_seconds: float = 60.0) -> bool:
+        """Take the newest version; return whether there was a newer one. Raises PublishError.
+
+        timeout_seconds: how long to begin again where the run deletes versions before they are read.
+        """
+        deadline = time.monotonic() + timeout_seconds
         while True:
             manifests: list[dict[str, Any]] = []
             try:
@@ -62,11 +68,17 @@ class WeightReader:
                 return bool(manifests)
             except FileNotFoundError as error:
                 # Deleted meanwhile, since there is a newer anchor; or else it is missing.
-                if max(versions_in(self.folder), default=None) == (manifests[-1]["version"] if manifests else None):
+                if _newest(self.folder) == (manifests[-1]["version"] if manifests else None):
                     raise PublishError(f"{error.filename} is missing: {_REMEDY}") from error
+                if time.monotonic() > deadline:
+                    slow = f"the run deleted versions in {self.folder} before they were read, for {timeout_seconds:g} s"
+                    raise PublishError(f"{slow}: let it publish fewer, or anchors more rarely") from error
+                time.sleep(0.01)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and value of every published tensor, whole; each is a copy."""
+        """Yield name and value of every published tensor, whole, as copies. Raises PublishError if there are none."""
+        if self.version is None:
+            raise PublishError(f"there are no weights of {self.folder} yet: call update() until it returns True")
         parts: dict[str, list[tuple[list[int], Tensor]]] = {}
         shapes: dict[str, list[int]] = {}
         for shards in self._ranks.values():
@@ -76,7 +88,7 @@ class WeightReader:
         for name, of_ranks in parts.items():
             whole = torch.empty(shapes[name], dtype=of_ranks[0][1].dtype)
             for offsets, part in of_ranks:
-                whole[tuple(slice(at, at + n) for at, n in zip(offsets, part.shape, strict=True))] = part
+                whole[_slices(offsets, part)] = part
             yield name, whole
 
     @torch.no_grad()
@@ -92,49 +104,47 @@ class WeightReader:
 
     def _find_newer(self, newer: list[dict[str, Any]]) -> None:
         """Find the manifests that lead from the weights at hand, or from an anchor, to the newest version."""
-        version = max(versions_in(self.folder), default=None)
+        version = _newest(self.folder)
         while version is not None:
             path = manifest_path(self.folder, version)
             with _explained(path):
-                manifest = json.loads(path.read_bytes())
-                if (manifest["format"], manifest["version"]) != (FORMAT, version):
-                    raise ValueError(f"format {manifest['format']!r}, version {manifest['version']!r}")
-                if version == self.version and manifest["run"] == self._run:
+                manifest = json.loads(_content(path), object_pairs_hook=without_duplicates)
+                _check_manifest(manifest, version)
+                if manifest["run"] == self._run and self.version is not None and version <= self.version:
                     return
                 newer.insert(0, manifest)
                 version = manifest["base"]
-                if version is not None and not 0 < version < manifest["version"]:
-                    raise ValueError(f"base {version!r}")
 
     def _take(self, manifest: Mapping[str, Any]) -> None:
         """Move to a version whose base is at hand, or to an anchor."""
         with _explained(manifest_path(self.folder, manifest["version"])):
             # All files are checked before any weight changes.
-            files = [self._read(name, entry, manifest) for name, entry in sorted(manifest["files"].items())]
-            self.version = None  # until it is done: else the next update begins with an anchor
-            for rank, (metadata, tensors) in enumerate(files):
-                if manifest["base"] is None:
-                    dtype, places = DTYPES[metadata["dtype"]], json.loads(metadata["places"])
-                    sizes = {name: tensor.shape for name, tensor in tensors.items()}
-                    others = {name: tensor for name, tensor in tensors.items() if tensor.dtype != dtype}
-                    self._ranks[rank] = _Shards(places, sizes, *pack(tensors.values(), dtype), others)
-                else:
-                    shards = self._ranks[rank]
-                    apply_moves(shards.format, shards.wire.unsqueeze(0), tensors.pop(MOVES).unsqueeze(0))
-                    shards.others = tensors
+            files = {
+                name.partition(".")[2]: self._read(self.folder / name, entry, manifest)
+                for name, entry in sorted(manifest["files"].items())
+            }
             if manifest["base"] is None:
-                self._ranks = {rank: self._ranks[rank] for rank in range(len(files))}
-                self.about = manifest["about"]
+                ranks = {rank: _anchored(*file) for rank, file in files.items()}
+                _check_places(ranks.values())
+                self._ranks, self.about = ranks, manifest["about"]
+            else:
+                moves = {rank: tensors.pop(MOVES) for rank, (_, tensors) in files.items()}
+                others = {rank: tensors for rank, (_, tensors) in files.items()}
+                if _kinds(others) != _kinds({rank: shards.others for rank, shards in self._ranks.items()}):
+                    raise ValueError("its tensors are not those of its base")
+                self.version = None  # until all have moved: else the next update begins with an anchor
+                for rank, shards in self._ranks.items():
+                    apply_moves(shards.format, shards.wire.unsqueeze(0), moves[rank].unsqueeze(0))
+                    shards.others = others[rank]
             self.version, self.step, self._run = manifest["version"], manifest["step"], manifest["run"]
 
     def _read(
-        self, name: str, entry: Mapping[str, Any], manifest: Mapping[str, Any]
+        self, path: Path, entry: Mapping[str, Any], manifest: Mapping[str, Any]
     ) -> tuple[dict[str, str], dict[str, Tensor]]:
-        path = self.folder / name
-        content = bytearray(path.read_bytes())
-        if len(content) != entry["bytes"] or hashlib.sha256(content).hexdigest() != entry["sha256"]:
-            raise PublishError(f"{path} is not what was published, its size or SHA-256 differs: {_REMEDY}")
         with _explained(path):
+            content = _content(path, entry["bytes"])
+            if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+                raise PublishError(f"{path} is not what was published, its SHA-256 differs: {_REMEDY}")
             metadata, tensors = parse_safetensors(content)
             for key in ("run", "version", "base"):
                 if json.loads(metadata[key]) != manifest[key]:
@@ -142,30 +152,108 @@ class WeightReader:
         return metadata, tensors
 
 
+def _newest(folder: Path) -> int | None:
+    with _explained(folder):
+        return max(versions_in(folder), default=None)
+
+
+def _content(path: Path, nbytes: int | None = None) -> bytearray:
+    """Read a regular file. Raises PublishError unless it has ``nbytes``; None: as many as a manifest may have."""
+    with open_regular(path) as file:
+        content = bytearray(min(os.fstat(file.fileno()).st_size, LARGEST_TEXT if nbytes is None else nbytes + 1))
+        if file.readinto(content) != len(content) or nbytes not in (None, len(content)):  # type: ignore[attr-defined]
+            raise PublishError(f"{path} is not what was published, its size differs: {_REMEDY}")
+        return content
+
+
+def _check_manifest(manifest: Any, version: int) -> None:
+    """Raise an error unless each value has its type, and files are this version's, beside the manifest."""
+    base, files = manifest["base"], manifest["files"]
+    if (manifest["format"], manifest["version"]) != (FORMAT, version):
+        raise ValueError(f"format {manifest['format']!r}, version {manifest['version']!r}")
+    kinds = {"version": int, "run": str, "step": int, "about": dict, "base": int if base is not None else type(None)}
+    wrong = {key: manifest[key] for key, kind in kinds.items() if type(manifest[key]) is not kind}
+    if wrong or not files or not (base is None or 0 < base < version):
+        raise ValueError(f"base {base!r}, {len(files)} files, {wrong}")
+    for name in files:
+        rank = name.split(".")[1].removeprefix("rank")
+        if name != shards_name(version, int(rank)):
+            raise ValueError(f"{name!r} is no file of this version")
+
+
+def _anchored(metadata: Mapping[str, str], tensors: dict[str, Tensor]) -> _Shards:
+    """Return one rank's shards in an anchor."""
+    dtype, places = DTYPES[metadata["dtype"]], json.loads(metadata["places"])
+    if dtype.itemsize != 2 or places.keys() != tensors.keys() or MOVES in tensors:
+        raise ValueError(f"it has {len(tensors)} tensors, and places of {len(places)} in {dtype}")
+    sizes = {name: tensor.shape for name, tensor in tensors.items()}
+    others = {name: tensor for name, tensor in tensors.items() if tensor.dtype != dtype}
+    return _Shards(places, sizes, *pack(tensors.values(), dtype), others)
+
+
+def _check_places(ranks: Iterable[_Shards]) -> None:
+    """Raise ValueError unless the parts of each tensor cover it, each element once."""
+    parts: dict[str, list[tuple[list[int], list[int], Tensor]]] = {}
+    for shards in ranks:
+        for name, part in shards.parts():
+            parts.setdefault(name, []).append((*shards.places[name], part))
+    for name, of_ranks in parts.items():
+        shape, _, first = of_ranks[0]
+        if sum(part.numel() for *_, part in of_ranks) != math.prod(shape):  # before memory is taken for it
+            raise ValueError(f"the parts of {name} do not make up {shape}")
+        covered = torch.zeros(shape, dtype=torch.bool)
+        for whole, offsets, part in of_ranks:
+            spans = zip(offsets, part.shape, shape, strict=True)
+            is_inside = all(type(at) is int and at >= 0 and at + size <= end for at, size, end in spans)
+            if whole != shape or part.dtype != first.dtype or not is_inside:
+                raise ValueError(f"{name} is {whole} with a part {[*part.shape]} in {part.dtype} at {offsets}")
+            covered[_slices(offsets, part)] = True
+        if not covered.all():
+            raise ValueError(f"parts of {name} overlap")
+
+
+def _kinds(ranks: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
+    return {rank: {name: (x.shape, x.dtype) for name, x in tensors.items()} for rank, tensors in ranks.items()}
+
+
+def _slices(offsets: Sequence[int], part: Tensor) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(offsets, part.shape, strict=True))
+
+
 def parse_safetensors(content: bytearray) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Return the metadata and the tensors of a safetensors file; the tensors share its memory."""
+    """Return the metadata and the tensors of a safetensors file; the tensors share its memory.
+
+    Raises an error of any kind unless the tensors lie one after the other and fill the file.
+    """
     start = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:start])
-    metadata, tensors = header.pop("__metadata__"), {}
-    for name, entry in header.items():
+    header = json.loads(content[8:start], object_pairs_hook=without_duplicates)
+    metadata, tensors, at = header.pop("__metadata__"), {}, start
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-        if (numel := math.prod(shape)) * dtype.itemsize != end - begin:
+        numel = math.prod(shape)
+        if start + begin != at or any(type(size) is not int or size < 0 for size in shape):
+            raise ValueError(f"{name} begins at {begin}, with the shape {shape}")
+        if numel * dtype.itemsize != end - begin:
             raise ValueError(f"{name} has {end - begin} bytes")
+        at = start + end
         tensors[name] = torch.empty(shape, dtype=dtype)
         if numel:
             tensors[name] = torch.frombuffer(content, dtype=dtype, count=numel, offset=start + begin).view(shape)
+    if at != len(content):
+        raise ValueError(f"it has {len(content)} bytes, and its header says {at}")
     return metadata, tensors
 
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Turn what goes wrong with the content of a file into a PublishError."""
+    """Turn whatever goes wrong with the content of a file, which anybody may have written, into a PublishError."""
     try:
         yield
-    except PublishError:
+    except (PublishError, FileNotFoundError):
         raise
-    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-        raise PublishError(f"{path} is not of published weights ({error!r}): {_REMEDY}") from error
+    except Exception as error:
+        why = f"{type(error).__name__}: {explain(error)[:200]}"
+        raise PublishError(f"{path} is not of published weights ({why}): {_REMEDY}") from error
 
 
 _REMEDY = "wait for the run's next anchor, or let it publish into an empty folder"

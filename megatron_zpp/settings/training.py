@@ -76,7 +76,7 @@ class TrainingSettings:
     )
     exit_interval: int | None = flag(None, "save and exit at iterations divisible by this", at_least=1)
     exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes", at_least=0)
-    exit_signal_handler: bool = flag(False, "save and exit on SIGTERM, SIGUSR1 or Ctrl-C")
+    exit_signal_handler: bool = flag(False, "save and exit on SIGTERM and SIGUSR1, as with --save on Ctrl-C anyway")
     calculate_per_token_loss: bool = flag(
         False, "average the loss over all tokens of the batch, not over each micro-batch first"
     )

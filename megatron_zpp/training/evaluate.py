@@ -16,7 +16,7 @@ from megatron_zpp.models.transformer import as_model_output
 from megatron_zpp.parallel.distributed import StopSignals, print_once
 from megatron_zpp.training.data import batches_of, find_tokenizer
 from megatron_zpp.training.loss import Target, count_once, mean_loss
-from megatron_zpp.training.nonfinite import NotFiniteError
+from megatron_zpp.training.nonfinite import NotFiniteError, nonfinite_evaluated
 from megatron_zpp.training.run import Run, TrainState
 
 
@@ -77,7 +77,8 @@ def _sum_and_count(state: TrainState, micro_batches: Sequence[tuple[Batch, Targe
 def validate(run: Run, batches: Iterator[Batch] | None, signals: StopSignals, data_set: str | None = None) -> bool:
     """Evaluate on the validation data, if there are any; return False if a signal cut that short.
 
-    data_set: "validation" for the evaluation after training. Raises NotFiniteError there, if the loss is not finite.
+    data_set: "validation" for the evaluation after training. If the loss is not finite it raises NotFiniteError there,
+    and prints a note at others.
     """
     if batches is None:
         return True
@@ -87,8 +88,7 @@ def validate(run: Run, batches: Iterator[Batch] | None, signals: StopSignals, da
     if loss is not None:
         metrics = validation_metrics({run.loss.name: loss}, run.settings.logging)
         run.writers.write(metrics, run.counters.iteration, run.counters.consumed_train_samples)
-        if data_set is not None:
-            _check_finite(run, loss, data_set)
+        _check_finite(run, loss, data_set)
     return loss is not None
 
 
@@ -140,6 +140,8 @@ def evaluate_tasks(run: Run, signals: StopSignals) -> bool:
     run.writers.write(scores, iteration, run.counters.consumed_train_samples)
     if dist.get_rank() == dist.get_world_size() - 1:
         print(format_scores_line(iteration, scores), flush=True)
+    if (found := nonfinite_evaluated(run)) is not None:
+        print_once(f"note: the scores at iteration {iteration} are of a model with NaN or Inf in {found}")
     return True
 
 
@@ -154,7 +156,14 @@ def _evaluate_and_print(run: Run, batches: Iterator[Batch], signals: StopSignals
     return loss
 
 
-def _check_finite(run: Run, loss: float, data_set: str) -> None:
-    if not math.isfinite(loss):
-        wrong = f"the loss on the {data_set} set is {loss:g} after iteration {run.counters.iteration}"
-        raise NotFiniteError(f"{wrong}: look at the data, or go back to an older checkpoint with --ckpt-step")
+def _check_finite(run: Run, loss: float, data_set: str | None) -> None:
+    if math.isfinite(loss):
+        return
+    what, found = f"loss on the {data_set or 'validation'} set", nonfinite_evaluated(run)
+    why = "the parameters are finite: look at the data, or lower --lr"
+    if found is not None:
+        why = f"NaN or Inf is in {found}: go back to an older checkpoint with --ckpt-step"
+    wrong = f"the {what} is {loss:g} after iteration {run.counters.iteration}, and {why}"
+    if data_set is not None:
+        raise NotFiniteError(wrong)
+    print_once(f"note: {wrong}")

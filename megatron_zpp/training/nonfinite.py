@@ -5,6 +5,7 @@ Each island does so alone: the others need not wait for it.
 
 import math
 import socket
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_zpp.data.loader import Batch
 from megatron_zpp.models.transformer import ModelOutput
 from megatron_zpp.parallel.distributed import print_once
 from megatron_zpp.training.run import IslandStep, Run, TrainState
@@ -22,7 +22,7 @@ from megatron_zpp.zeropp.fsdp.topology import gather_if_any, gather_objects
 from megatron_zpp.zeropp.own_rank import local_part
 
 SHOWN = 3  # findings in one line
-_OUTPUT, _GRADIENT = "output", "gradient of the output"
+_OUTPUT, _GRADIENT, _SUM = "forward pass", "backward pass", "sum of gradients"
 
 
 class NotFiniteError(ValueError):
@@ -70,7 +70,7 @@ class NonfiniteSteps:
     def _locate(self, step: IslandStep) -> str:
         if self.run.islands.has_synchronized:
             return "the islands synchronized after this step, so it cannot be computed again to find where that began"
-        return locate_nonfinite(self.run, self.state, step.micro_batches)
+        return locate_nonfinite(self.run, self.state, step)
 
     def at_end(self) -> str | None:
         """Return why the run came to nothing: no finite step, or NaN or Inf in a parameter that the last step moved."""
@@ -78,7 +78,7 @@ class NonfiniteSteps:
         assert last is not None
         iteration = run.counters.iteration
         if self.in_a_row < self.steps:
-            per_rank = gather_if_any(_nonfinite_parameter(self.state), run.mesh.ranks_of_island)
+            per_rank = gather_if_any(nonfinite_tensor(self.state.model), run.mesh.ranks_of_island)
             name = next(filter(None, per_rank), None)
             if name is None:
                 return None
@@ -102,24 +102,34 @@ class NonfiniteSteps:
         )
 
 
-def _nonfinite_parameter(state: TrainState) -> str | None:
-    """Name the first parameter of which this rank holds a NaN or Inf, and this rank; None if there is none."""
-    for name, parameter in state.model.named_parameters():
+def nonfinite_tensor(model: nn.Module) -> str | None:
+    """Name the first parameter or buffer of which this rank holds a NaN or Inf, and this rank; None without any."""
+    for name, parameter in model.named_parameters():
         if not local_part(parameter).isfinite().all():
             return f"the parameter {name} (the part of {_this_rank()})"
+    for name, buffer in model.named_buffers():
+        if local_part(buffer).isnan().any():  # a mask may hold Inf
+            return f"the buffer {name} of {_this_rank()}"
     return None
+
+
+def nonfinite_evaluated(run: Run) -> str | None:
+    """Name a NaN or Inf in the model that evaluations use, on any rank; None without any. Collective."""
+    with run.islands.outer_parameters():
+        found = next(filter(None, (nonfinite_tensor(state.model) for state in run.states)), None)
+    return next(filter(None, gather_if_any(found)), None)
 
 
 def _this_rank() -> str:
     return f"rank {dist.get_rank()} on {socket.gethostname()}"
 
 
-def locate_nonfinite(run: Run, state: TrainState, micro_batches: list[Batch]) -> str:
+def locate_nonfinite(run: Run, state: TrainState, step: IslandStep) -> str:
     """Say in one line where the NaN or Inf of a step began, and on which rank; changes nothing.
 
-    Computes the step again. Collective on the ranks of an island. micro_batches: this rank's of the step.
+    Computes the step again. Collective on the ranks of an island.
     """
-    parameter = _nonfinite_parameter(state)
+    tensor = nonfinite_tensor(state.model)
     stages: Mapping[int, nn.Module] = {0: state.model}
     last_stage = 0
     if state.pipeline is not None:
@@ -128,53 +138,71 @@ def locate_nonfinite(run: Run, state: TrainState, micro_batches: list[Batch]) ->
         _watch(stages, last_stage, compiled=run.settings.activation.compile) as found,
         unmoved(state.ranks.random_states),
     ):
-        num_micro_batches = len(micro_batches) // len(state.ranks)
-        accumulate_gradients(run, state, iter(micro_batches), num_micro_batches)
+        num_micro_batches, scale = len(step.micro_batches) // len(state.ranks), state.scaler.scale
+        state.scaler.scale = step.loss_scale  # the overflow may have lowered it
+        accumulate_gradients(run, state, iter(step.micro_batches), num_micro_batches)
+        state.scaler.scale = scale
+    for name, parameter in state.model.named_parameters():
+        if parameter.grad is not None and not local_part(parameter.grad).isfinite().all():
+            found.setdefault((_SUM, 0), (0, f"the gradient of the parameter {name}, as the sum over samples and ranks"))
     state.optimizer.zero_grad()
     state.model.finish_step(has_stepped=False, add_up=lambda tensor: None)  # experts forget its tokens
     run.token_traffic.take()  # do not count it
     if state.zeropp is not None:
         state.zeropp.undo_step()
         state.zeropp.traffic.take()
-    events = [(*event, f"the {event[0]} of {name} on {_this_rank()}") for event, name in found.items()]
-    per_rank = gather_objects((parameter, events), run.mesh.ranks_of_island)
+    per_rank = gather_objects((tensor, [*found.items()], _this_rank()), run.mesh.ranks_of_island)
 
-    # A parameter explains outputs, and the first output (or else gradient) of a rank what comes after it. Outputs go
-    # from stage to stage of a pipeline, and gradients back.
-    causes = [text for text, _ in per_rank if text is not None]
-    for kind, first in ((_OUTPUT, min), (_GRADIENT, max)):
-        found_of_kind = [(stage, text) for _, events in per_rank for k, stage, text in events if k == kind]
-        if found_of_kind and not causes:
-            causes = [text for stage, text in found_of_kind if stage == first(stage for stage, _ in found_of_kind)]
+    # A parameter explains outputs, an output all that comes after it, and a gradient of an output sums of gradients.
+    # Outputs go from stage to stage of a pipeline, and gradients back. Ranks of a stage call the same modules in turn,
+    # and may send each other what they compute: where it came first, it began.
+    causes = [text for text, _, _ in per_rank if text is not None]
+    for kind, direction in ((_OUTPUT, 1), (_GRADIENT, -1), (_SUM, 1)):
+        events = [
+            ((direction * stage, call), text if kind == _SUM else f"{text} on {rank}")
+            for _, of_rank, rank in per_rank
+            for (k, stage), (call, text) in of_rank
+            if k == kind
+        ]
+        if not causes:
+            first = min((when for when, _ in events), default=None)
+            causes = [*dict.fromkeys(text for when, text in events if when == first)]
     if not causes:
         return (
-            "computed again, the step is finite: a fault that passed (dropout's draw, overflow while gradients were "
-            "added up over ranks, or hardware)"
+            "computed again, the step is finite: a fault that passed (dropout's draw, gradients whose norm is beyond "
+            "fp32, or hardware)"
         )
     more = f", and {len(causes) - SHOWN} more" if len(causes) > SHOWN else ""
     return f"it began in {'; '.join(causes[:SHOWN])}{more}"
 
 
 @contextmanager
-def _watch(stages: Mapping[int, nn.Module], last_stage: int, compiled: bool) -> Iterator[dict[tuple[str, int], str]]:
-    """Find each stage's first module whose output is not finite, and its first whose output's gradient is not."""
-    found: dict[tuple[str, int], str] = {}
+def _watch(
+    stages: Mapping[int, nn.Module], last_stage: int, compiled: bool
+) -> Iterator[dict[tuple[str, int], tuple[int, str]]]:
+    """Find what is first not finite in each stage's forward pass and backward pass, and at which call of a hook."""
+    found: dict[tuple[str, int], tuple[int, str]] = {}
+    calls: Counter[tuple[str, int]] = Counter()
     handles = []
 
-    def note(kind: str, stage: int, name: str, tensor: Tensor) -> None:
-        if (kind, stage) not in found and not local_part(tensor).isfinite().all():
-            found[kind, stage] = name
+    def note(kind: str, stage: int, name: str, tensor: Any) -> None:
+        calls[kind, stage] += 1
+        is_float = isinstance(tensor, Tensor) and tensor.is_floating_point()
+        if (kind, stage) not in found and is_float and not local_part(tensor.detach()).isfinite().all():
+            found[kind, stage] = calls[kind, stage], name
 
     def after_forward(stage: int, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if module is not stages[stage]:  # computed by what encloses the module, as attention is
+                note(_OUTPUT, stage, f"the input of {name}", inputs[0] if inputs else None)
             if isinstance(output, ModelOutput):
                 for loss, value in output.auxiliary.items():
-                    note(_OUTPUT, stage, f"the auxiliary loss {loss}", value.detach())
+                    note(_OUTPUT, stage, f"the auxiliary loss {loss}", value)
                 output = output.losses
-            if isinstance(output, Tensor) and output.is_floating_point():
-                note(_OUTPUT, stage, name, output.detach())
-                if output.requires_grad:
-                    output.register_hook(lambda gradient: note(_GRADIENT, stage, name, gradient))
+            note(_OUTPUT, stage, f"the output of {name}", output)
+            if isinstance(output, Tensor) and output.requires_grad:
+                reached = f"the gradient that reached the output of {name}"
+                output.register_hook(lambda gradient: note(_GRADIENT, stage, reached, gradient))
 
         return hook
 

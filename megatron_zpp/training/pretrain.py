@@ -1,6 +1,7 @@
 """The training loop: everything that happens in a run, in the order in which it happens."""
 
 import gc
+import signal
 import time
 
 from megatron_zpp.metrics.progress import progress
@@ -53,8 +54,11 @@ def _train_steps(
         is_over = training.exit_duration_in_mins is not None and minutes > training.exit_duration_in_mins
         with reporter.show_compiling():
             steps = train_step(run, batches.train, num_micro_batches, stop=signals.is_asked or is_over)
+        # Not earlier: a signal ends a rank at once, whatever it waits for before its first step.
         if training.exit_signal_handler:
-            signals.catch()  # not earlier: a signal ends a rank at once, whatever it waits for before its first step
+            signals.catch()
+        elif settings.checkpoint.save is not None:
+            signals.catch([signal.SIGINT])
         batch_size = run.count_step(skipped=steps[0].is_skipped)
         if counters.iteration == run.train_iters:
             run.islands.conclude()  # evaluations and checkpoints have the last steps in them

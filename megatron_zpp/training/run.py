@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -205,6 +205,7 @@ class IslandStep:
     auxiliary: dict[str, float]  # auxiliary losses and what else a model shows: means over micro-batches and ranks
     grad_norm: float  # before clipping
     num_zeros: int | None
+    loss_scale: float  # that the gradients were computed with
     is_nonfinite: bool  # loss or gradients have NaN or Inf
     has_spiked: bool  # the loss was far above that of the steps before
     should_stop: bool  # some rank wants to save and exit
@@ -296,24 +297,32 @@ class Checkpoints:
 def build_publisher(run: Run) -> Publisher | None:
     """Publish what the run begins with, and what a reader needs to build the model; None without ``--publish``.
 
-    Collective. Raises PublishError on all ranks if another run publishes there.
+    Collective. Raises PublishError on all ranks if another run publishes there, or a new run cannot write there.
     """
     checkpoint, settings = run.settings.checkpoint, run.settings.as_flat_dict()
     if checkpoint.publish is None:
         return None
-    publisher = Publisher(
-        run.model,
-        checkpoint.publish,
-        anchor_interval=checkpoint.publish_anchor_interval,
-        dtype=torch.float16 if run.settings.precision.fp16 else torch.bfloat16,
-        resume=run.counters.iteration > 0 or goes_on_in(checkpoint),
-    )
-    with errors_on_all_ranks():
-        if dist.get_rank() == 0:
-            files = copy_tokenizer(settings, Path(checkpoint.publish))
-            config = dataclasses.asdict(run.model.config)
-            publisher.about = {"settings": settings, "model_config": config, "files": files}
-    publisher.publish(run.counters.iteration)
+
+    @functools.cache  # a copy that failed is tried again
+    def about() -> dict[str, Any]:
+        files = copy_tokenizer(settings, publisher.folder)
+        return {"settings": settings, "model_config": dataclasses.asdict(run.model.config), "files": files}
+
+    try:
+        publisher = Publisher(
+            run.model,
+            checkpoint.publish,
+            anchor_interval=checkpoint.publish_anchor_interval,
+            dtype=torch.float16 if run.settings.precision.fp16 else torch.bfloat16,
+            resume=run.counters.iteration > 0 or goes_on_in(checkpoint),
+        )
+        publisher.about = about
+        if run.counters.iteration == 0:
+            publisher.publish(0)
+    except PublishError as error:
+        raise PublishError(f"--publish {checkpoint.publish}: {error}") from error
+    if run.counters.iteration > 0:
+        publish(publisher, run.counters.iteration)
     return publisher
 
 
@@ -323,9 +332,10 @@ def publish(publisher: Publisher, iteration: int) -> bool:
         publisher.publish(iteration)
     except PublishError as error:
         if dist.get_rank() == 0:
+            lost = f"the weights of iteration {iteration} were NOT PUBLISHED (--publish {publisher.folder}): {error}"
             print(
-                f"ERROR: the weights of iteration {iteration} were NOT PUBLISHED: {error}. Training goes on; readers "
-                f"stay at version {publisher.version}, and the next one has all weights",
+                f"ERROR: {lost}. Training goes on; readers stay at version {publisher.version}, and the next one has "
+                "all weights",
                 file=sys.stderr,
                 flush=True,
             )

@@ -81,6 +81,7 @@ def _step(run: Run, state: TrainState, batches: Iterator[Batch], num_micro_batch
         auxiliary={name: value * auxiliary_factor for name, value in zip(names, auxiliary_sums, strict=True)},
         grad_norm=grad_norm,
         num_zeros=round(zeros[0]) if zeros else None,
+        loss_scale=state.scaler.scale,
         is_nonfinite=not is_finite,
         has_spiked=is_finite and spike_factor is not None and run.counters.is_loss_spike(loss, spike_factor),
         should_stop=stops > 0,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -102,6 +103,24 @@ def save_untrained(folder: Path, config, value: float | None = None) -> None:
     argv = [*architecture.flags(config, 64), "--tokenizer-type", "ByteTokenizer"]
     settings = settings_of_import(architecture, config, argv, 64, ByteTokenizer())
     save_imported(folder, architecture, config, settings, lambda name, state: parameters[name])
+
+
+@pytest.mark.parametrize("mask, mode", [(0o022, 0o644), (0o007, 0o660)])
+def test_a_colleague_can_read_what_is_exported(tmp_path, mask, mode):
+    save_untrained(tmp_path / "run", dataclasses.replace(CONFIGS["gpt"], vocab_size=257))
+    before = os.umask(mask)
+    try:
+        call_well(export_hf, "--load", tmp_path / "run", "--output", tmp_path / "hf")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "hf").iterdir()}
+    assert "model.safetensors" in modes and set(modes.values()) == {mode}
+
+
+def test_no_text_comes_from_a_checkpoint_with_nan(tmp_path):
+    save_untrained(tmp_path / "run", dataclasses.replace(CONFIGS["llama"], vocab_size=257), torch.nan)
+    error = call_wrongly(generate_text, "--load", tmp_path / "run", "--prompt", "a")
+    assert "is not finite: it was saved with NaN or Inf in model.layers.1.mlp.linear_fc2.weight: give an" in error
 
 
 def test_mistakes_are_one_line_and_leave_nothing(checkpoints, tmp_path):

@@ -139,5 +139,5 @@ def test_errors_are_one_line(checkpoint, tmp_path, sample):
         (checkpoint, "--ckpt-step 5", "iter_0000005 is not a complete checkpoint"),
     ):
         code, out, err = sample(words, load)
-        assert (code, out) == (1, "")
+        assert (code, out) == (2, "")
         assert err.startswith("error: ") and err.count("\n") == 1 and message in err

@@ -78,7 +78,7 @@ def test_bad_lines_can_be_skipped(tmp_path):
     ],
 )
 def test_bad_input_ends_the_job_and_leaves_no_file(tmp_path, lines, message):
-    process = preprocess(tmp_path, lines, status=1)
+    process = preprocess(tmp_path, lines, status=2)
     assert process.stderr.count("\n") == 1
     assert f"error: {tmp_path}/{message}" in process.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
@@ -153,15 +153,15 @@ def test_a_worker_that_dies_is_an_error_and_nothing_is_lost(tmp_path, undisturbe
     assert sum(is_worker.values()) == 2
     os.kill(next(pid for pid, worker in is_worker.items() if worker), signal.SIGKILL)
     assert "error: a worker process died" in process.communicate(timeout=60)[1]
-    assert process.returncode == 1
+    assert process.returncode == 2
     run(*words)
     assert bytes_of(tmp_path) == undisturbed
 
 
 def test_another_job_does_not_go_on_with_what_it_finds(tmp_path):
-    process = preprocess(tmp_path, [*LINES[:900], "{", *LINES[900:]], "--append-eod", status=1)
+    process = preprocess(tmp_path, [*LINES[:900], "{", *LINES[900:]], "--append-eod", status=2)
     assert f"error: {tmp_path}/in.jsonl:901: " in process.stderr
-    process = preprocess(tmp_path, None, status=1)
+    process = preprocess(tmp_path, None, status=2)
     assert "out.unfinished.json is from an unfinished job with another append_eod: " in process.stderr
     process = preprocess(tmp_path, None, "--append-eod", "--skip-bad-lines")  # goes on
     assert "continuing after" in process.stderr
@@ -215,7 +215,7 @@ def test_two_runs_of_one_output_are_refused(tmp_path):
     fcntl = pytest.importorskip("fcntl")
     with open(tmp_path / "out.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "another process is writing" in preprocess(tmp_path, LINES[:10], status=1).stderr
+        assert "another process is writing" in preprocess(tmp_path, LINES[:10], status=2).stderr
 
 
 def test_one_text_that_its_tokenizer_refuses_does_not_harm_its_neighbours(tmp_path):
@@ -247,6 +247,6 @@ def test_tokenizer_trained_on_the_quickstarts_corpus_keeps_source_code(tmp_path)
 def test_bad_input_is_named(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"title": "b"}\n')
     words = ("python", "tools/train_tokenizer.py", "--input", tmp_path / "in.jsonl", "--vocab-size", 1000)
-    error = run(*words, "--output", "t", status=1).stderr
+    error = run(*words, "--output", "t", status=2).stderr
     assert error == f"error: {tmp_path}/in.jsonl:2: no key 'text'; it has 'title'\n"
     assert "required: --output" in run(*words, status=2).stderr

@@ -77,7 +77,7 @@ def test_finetuning_has_no_initial_weights_to_change(trained):
 def test_a_setting_that_fails_leaves_the_others(monkeypatch):
     def train(architecture: str, flags: list[str]) -> RunLog:
         if "--zero-quantized-gradients" in flags:
-            raise RuntimeError("NaN in 10 steps in a row")
+            raise ChildProcessError("NaN in 10 steps in a row")
         return RunLog([{"lm loss": 4.0, BETWEEN: 1.0}])
 
     monkeypatch.setattr(suggest_settings, "train", train)

@@ -14,6 +14,7 @@ from megatron_zpp.data.gpt_dataset import SampleOptions
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_zpp.data.loader import build_loader, make_batch, stack_samples
 from tests.data.small_data import bytes_of
+from tests.tools import call
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}A{% generation %}{{ m.content }}<eos>{% endgeneration %}"
@@ -56,9 +57,8 @@ def preprocess(tmp_path, tokenizer, capsys):
             (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
         words = ["--chat", "--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out"), *more]
         words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
-        args = preprocess_data.parse_arguments(words)
-        code = preprocess_data.report_errors(lambda: preprocess_data.run(args))
-        return code, capsys.readouterr().err
+        code, _, err = call(preprocess_data, *words)
+        return code, err
 
     return run
 
@@ -105,7 +105,7 @@ def test_a_job_that_stopped_at_a_bad_chat_goes_on(preprocess, tmp_path):
         file.unlink()
     bad = json.dumps({"messages": [{"role": "tool", "content": "x"}]})
     code, err = preprocess([*lines, bad], "--save-seconds", "0")
-    assert code == 1 and f"in.jsonl:{len(lines) + 1}: --chat: " in err and "no tool" in err
+    assert code == 2 and f"in.jsonl:{len(lines) + 1}: --chat: " in err and "no tool" in err
     code, err = preprocess(None, "--skip-bad-lines")
     assert code == 0 and "continuing after" in err
     assert {name: bytes_of(tmp_path)[name] for name in undisturbed} == undisturbed
@@ -124,13 +124,13 @@ def test_a_job_that_stopped_at_a_bad_chat_goes_on(preprocess, tmp_path):
 )
 def test_bad_chats_are_named(preprocess, value, message):
     code, err = preprocess([json.dumps({"messages": CHATS[0]}), json.dumps({"messages": value})])
-    assert code == 1 and "in.jsonl:2: " in err and message in err and err.count("\n") == 1
+    assert code == 2 and "in.jsonl:2: " in err and message in err and err.count("\n") == 1
 
 
 def test_a_template_that_marks_nothing_is_refused(preprocess, tokenizer):
     (tokenizer / "chat_template.jinja").write_text("{{ messages[0].content }}")
     code, err = preprocess([json.dumps({"messages": CHATS[0]})])
-    assert code == 1 and "put {% generation %} and {% endgeneration %} around it" in err
+    assert code == 2 and "put {% generation %} and {% endgeneration %} around it" in err
     (tokenizer / "chat_template.jinja").unlink()
     assert "has no chat template" in preprocess([json.dumps({"messages": CHATS[0]})])[1]
 

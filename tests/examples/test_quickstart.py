@@ -103,7 +103,7 @@ def test_follow_shortens_training_lines_and_keeps_the_others(monkeypatch, capsys
     error, line = capsys.readouterr().out.splitlines()
     assert error == "error: no data"
     assert " ".join(line.split()) == (
-        "step 10/20 loss 5.250 8,000 tokens/s 24.00 MB between nodes per step 0:00:05 left"
+        "step 10/20 loss 5.250 lr 1.00e-03 norm inf 8,000 tokens/s 24.00 MB between nodes per step 0:00:05 left"
     )
 
 

@@ -1,6 +1,8 @@
 """Log lines to the character, metrics as TensorBoard reads them back, and a progress bar on a real terminal."""
 
+import contextlib
 import dataclasses
+import io
 import math
 import os
 import re
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 from megatron_zpp.metrics.lines import TrainingReport, format_training_line, format_validation_lines
+from megatron_zpp.metrics.log_reader import parse_line, shorten
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.metrics.writers import MetricWriters, describe_program, training_metrics, validation_metrics
 from megatron_zpp.settings.groups import LoggingSettings
@@ -51,6 +54,18 @@ def test_our_fields_follow_megatrons() -> None:
     fields = dict(re.split(r":\s+", field.strip(), maxsplit=1) for field in line.split("|")[1:-1])
     assert float(fields["lm loss"]) == 1.831795
     assert int(fields["consumed samples"]) == 10880
+
+
+def test_a_small_model_on_a_slow_device_has_a_throughput_above_zero() -> None:
+    line = format_training_line(dataclasses.replace(REPORT, tflops_per_device=0.0000123), NOW)
+    assert parse_line(line)["throughput per GPU (TFLOP/s/GPU)"] == 1.23e-5
+
+
+def test_a_terminal_on_one_node_shows_the_bytes_within_it() -> None:
+    ours = dataclasses.replace(REPORT, tokens_per_second=1.0, bytes_between_nodes=0.0, bytes_within_nodes=3_000_000)
+    assert "3.00 MB within the node per step" in shorten(format_training_line(ours, NOW))
+    ours = dataclasses.replace(ours, bytes_between_nodes=1_500_000)
+    assert "1.50 MB between nodes per step" in shorten(format_training_line(ours, NOW))
 
 
 def test_unmeasured_fields_are_left_out() -> None:
@@ -187,6 +202,16 @@ def test_progress_shows_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capf
             shown += os.read(master, 10000)
         assert b"elsewhere" not in shown
     os.close(master)
+
+
+def test_a_bar_ends_at_its_total_where_that_was_an_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = io.StringIO()
+    screen.isatty = lambda: True  # type: ignore[method-assign]
+    with contextlib.redirect_stderr(screen), progress("building", 22) as advance:
+        advance(23)
+    with contextlib.redirect_stderr(screen), progress("reading", 500) as advance:
+        advance(9)
+    assert "22/22" in screen.getvalue() and "23/22" not in screen.getvalue() and "500/500" in screen.getvalue()
 
 
 def test_progress_in_a_log_is_a_line_now_and_then(capsys):

@@ -238,7 +238,7 @@ def _spoil_steps_2_and_4(run) -> None:
 ORIGINS = {
     _spoil_parameter: "it began in the parameter layers.1.mlp.linear_fc1.weight (the part of rank 1 on",
     _spoil_output: "it began in the output of layers.1.mlp.linear_fc2 on rank 1 on",
-    _spoil_gradient: "it began in the gradient of the output of layers.0.mlp.linear_fc1 on rank 0 on",
+    _spoil_gradient: "it began in the gradient that reached the output of layers.0.mlp.linear_fc1 on rank 0 on",
 }
 
 
@@ -259,6 +259,70 @@ def test_nan_stops_after_some_steps_with_a_saved_state_and_its_origin(data, tmp_
         counters = meta["counters"]
         assert counters["skipped_iterations"] == 3 and counters["consumed_train_samples"] == 6
         assert counters["scheduled_samples"] == 0
+
+
+def _spoil_attention(run) -> None:
+    """Between two layers: no layer of this model computes it."""
+    if dist.get_rank() == 0:
+        run.model.layers[0].self_attention.register_forward_hook(lambda module, inputs, output: output * float("nan"))
+
+
+def _spoil_half_a_matrix(run) -> None:
+    """On the first rank of two that share a matrix; the other one gets what both add up."""
+    if dist.get_rank() == 0:
+        run.model.layers[0].mlp.linear_fc1.register_forward_hook(lambda module, inputs, output: output * float("nan"))
+
+
+def _spoil_sum_of_gradients(run) -> None:
+    """As an overflow does: gradients of outputs stay finite."""
+
+    def hook(module, inputs):  # here the weight is the gathered one
+        module.weight.register_hook(lambda gradient: gradient * float("inf"))
+
+    if dist.get_rank() == 0:
+        run.model.layers[1].mlp.linear_fc1.register_forward_pre_hook(hook)
+
+
+def _spoil_at_first_loss_scale(run) -> None:
+    first = run.states[0].scaler.scale
+
+    def hook(module, inputs, output):
+        output.register_hook(lambda gradient: gradient / (run.states[0].scaler.scale != first))
+
+    if dist.get_rank() == 0:
+        run.model.layers[0].mlp.linear_fc1.register_forward_hook(hook)
+
+
+def test_where_nan_began_no_clean_place_is_blamed(data):
+    """Neither the layer that came after, nor a rank that received it, nor a passing fault of the machine."""
+    fc1 = "layers.0.mlp.linear_fc1 on rank 0 on"
+    rows = [
+        (_spoil_attention, "", "it began in the input of layers.0."),
+        (_spoil_half_a_matrix, "--tensor-model-parallel-size 2", f"it began in the output of {fc1}"),
+        (
+            _spoil_sum_of_gradients,
+            "",
+            "it began in the gradient of the parameter layers.1.mlp.linear_fc1",
+        ),
+        (
+            _spoil_at_first_loss_scale,
+            "--fp16 --hysteresis 1 --initial-loss-scale 256",
+            f"it began in the gradient that reached the output of {fc1}",
+        ),
+    ]
+    common = "--global-batch-size 2 --max-nonfinite-steps 1 --no-save-optim"
+    cases = [(flags(data, common, more), plant) for plant, more, _ in rows]
+    for (plant, _, began), (_, error, steps) in zip(rows, run_ranks(2, _train_each_with_nan, cases)[0], strict=True):
+        assert steps == 1 and began in error and "rank 1" not in error, (plant, error)
+
+
+def test_an_evaluation_of_nan_during_training_says_what_it_is_of(data):
+    argv = flags(data, "--global-batch-size 2 --eval-interval 1 --eval-iters 1 --no-check-for-nan-in-loss-and-grad")
+    cases = [([*argv, "--train-iters", "2"], plant) for plant in (_spoil_evaluation, _spoil_parameter)]
+    (finite, _, _), (spoiled, _, _) = run_ranks(2, _train_each_with_nan, cases)[0]
+    note = "note: the loss on the validation set is"
+    assert f"{note} inf after iteration 1, and the parameters are finite: look at the data" in finite
+    assert f"{note} nan after iteration 1, and NaN or Inf is in the parameter layers.1.mlp.linear_fc1" in spoiled
 
 
 def test_single_nan_steps_are_skipped_and_counted(data):
@@ -297,7 +361,7 @@ def test_an_adapting_loss_scale_has_more_patience(data):
 
 def test_a_run_that_came_to_nothing_says_so_however_short_it_is_and_whatever_ended_it(data, tmp_path):
     two = "2 steps up to iteration 2 was without NaN or Inf"
-    began = "it began in the gradient of the output of layers.0.mlp.linear_fc1 on rank 0 on"
+    began = "it began in the gradient that reached the output of layers.0.mlp.linear_fc1 on rank 0 on"
     rows = [
         ("short", "--train-iters 2", _spoil_gradient, [f"not one of the {two}", began, "saved in"]),
         ("unchecked", "--train-iters 2 --no-check-for-nan-in-loss-and-grad", _spoil_gradient, [two, began]),
@@ -308,9 +372,24 @@ def test_a_run_that_came_to_nothing_says_so_however_short_it_is_and_whatever_end
             _spoil_parameter_in_last_step,
             ["NaN or Inf is in the parameter layers.1.mlp.linear_fc1.weight (the part of rank 1 on", "iteration 2"],
         ),
-        ("validation", "--train-iters 2 --eval-iters 1", _spoil_evaluation, ["validation set is inf after"]),
-        ("test", "--train-iters 2 --eval-iters 1 --split 9,0,1", _spoil_evaluation, ["the test set is inf after"]),
-        ("skip train", "--skip-train --eval-iters 1", _spoil_parameter, ["validation set is nan after"]),
+        (
+            "validation",
+            "--train-iters 2 --eval-iters 1",
+            _spoil_evaluation,
+            ["validation set is inf after", "the parameters are finite"],
+        ),
+        (
+            "test",
+            "--train-iters 2 --eval-iters 1 --split 9,0,1",
+            _spoil_evaluation,
+            ["the test set is inf after", "the parameters are finite"],
+        ),
+        (
+            "skip train",
+            "--skip-train --eval-iters 1",
+            _spoil_parameter,
+            ["validation set is nan after", "NaN or Inf is in the parameter layers.1.mlp.linear_fc1"],
+        ),
         ("no scale", "--fp16 --exit-interval 2", _spoil_loss_scale, [f"{two} (loss scale inf)", "gradient"]),
         # Its loss scale has not come down yet, and goes on to when the run does.
         ("early", "--fp16 --exit-interval 2", _spoil_nothing, []),

@@ -1,17 +1,20 @@
 """--islands through the trainer: real and emulated ranks, resumption, and what is refused."""
 
+import math
 import re
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.families import GPT
+from megatron_zpp.islands.outer_state import local_data
 from megatron_zpp.training.islands import prepare_island
 from tests.islands.elastic_jobs import secret_file
 from tests.parallel.layouts import EPS, assert_same, results_on
 from tests.ranks import run_ranks
-from tests.training.small_run import NO_DROPOUT, assert_emulated, call_pretrain, flags, train_each
+from tests.training.small_run import NO_DROPOUT, assert_emulated, call_pretrain, flags, start, train_each, train_quietly
 
 ISLANDS = "--islands 2 --island-sync-interval 3"
 EMULATE = ["--emulate-ranks", "4", "--emulate-nodes", "4"]
@@ -129,6 +132,33 @@ def test_experts_are_divided_within_an_island(data):
     losses = run_ranks(4, train_each, {name: flags(data, experts, more) for name, more in layouts.items()})[-1]
     for key in ("lm loss", "lm loss validation"):
         assert losses["divided"][key] == pytest.approx(losses["all alike"][key], rel=1e-5)
+
+
+def _train_with_a_broken_island(argv: list[str]) -> tuple[list[float], str, bool]:
+    """Return the losses, what was printed, and whether this rank's parameters and moments end as numbers.
+
+    The last island gets NaN in its parameters and moments by step 2, between two synchronizations.
+    """
+    run, metrics = start(argv)
+
+    def spoil(optimizer, args, kwargs):
+        if run.counters.iteration == 1 and dist.get_rank() == 2:
+            for parameter, state in optimizer.state.items():
+                local_data(parameter).fill_(math.nan)
+                local_data(state["exp_avg"]).fill_(math.nan)
+
+    run.optimizer.register_step_post_hook(spoil)
+    said = train_quietly(run)
+    kept = [*run.model.parameters(), *(state["exp_avg"] for state in run.optimizer.state.values())]
+    return metrics.get("lm loss", []), said, all(bool(local_data(tensor).isfinite().all()) for tensor in kept)
+
+
+def test_an_island_with_nan_comes_back_and_the_run_ends_well(data):
+    argv = flags(data, "--islands 3 --island-sync-interval 3 --global-batch-size 6 --train-iters 7 --island-bits 8")
+    (*_, (losses, _, _)) = results = run_ranks(3, _train_with_a_broken_island, argv)
+    assert all(is_finite for _, _, is_finite in results)
+    assert len(losses) == 7 and all(map(math.isfinite, losses))
+    assert "is in the parameters of island 2 after step 3: the 2 others synchronize without it" in results[0][1]
 
 
 def test_no_sample_is_seen_twice(data):

@@ -1,5 +1,6 @@
 """Log lines, as published tools read Megatron's, and of several steps against single ones; profiles; the monitor."""
 
+import contextlib
 import gzip
 import io
 import json
@@ -12,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
+from megatron_zpp.commands.pretrain import describe
 from megatron_zpp.metrics.throughput import IntervalTimer
 from megatron_zpp.training.run import Checkpoints
 from tests.ranks import run_in_turn, run_ranks
@@ -80,8 +82,26 @@ def _shown(argv: list[str]) -> str:
 
 def test_a_terminal_gets_short_lines(data):
     shown = run_ranks(1, _shown, flags(data, "--train-iters 3 --global-batch-size 1"))[0]
-    steps = re.findall(r"^  step +(\d+)/3   loss \d\.\d{3}   +[\d,]+ tokens/s   .*left$", shown, re.MULTILINE)
+    values = r"loss \d\.\d{3}   lr \d\.\d\de[-+]\d\d   norm \d+\.\d{3}   +[\d,]+ tokens/s"
+    steps = re.findall(rf"^  step +(\d+)/3   {values}   .*left$", shown, re.MULTILINE)
     assert steps == ["1", "2", "3"] and "learning rate" not in shown
+
+
+def _described(argv: list[str]) -> str:
+    """What a run prints on this rank, with its description."""
+    run, _ = start(argv)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        describe(run)
+    return out.getvalue() + train_quietly(run)
+
+
+def test_a_run_on_one_node_says_what_two_nodes_would_send(data):
+    argv = flags(data, "--train-iters 2")
+    (one, _), (_, two) = run_in_turn(
+        2, {nodes: partial(_described, [*argv, "--zeropp-ranks-per-node", nodes]) for nodes in "21"}
+    ).values()
+    (said,) = re.findall(r"^nothing crosses nodes: .*nodes of 1 ranks would send about ([\d.]+) MB", one, re.MULTILINE)
+    assert float(said) == log_lines(two)[-1]["sent between nodes per step (MB)"] > 0
 
 
 @pytest.mark.long

@@ -13,6 +13,7 @@ import torch
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.families import GPT
 from megatron_zpp.publish import Publisher, PublishError, WeightReader
+from tests.conftest import fill
 from tests.parallel.layouts import results_on
 from tests.ranks import run_ranks
 from tests.training.small_run import call_pretrain, flags, start, train_quietly
@@ -57,7 +58,7 @@ def test_a_run_goes_on_where_it_published_and_no_other_one_does(data, tmp_path):
     ((stopped, refused, went_on),) = run_ranks(1, call_pretrain, first, other, again)
     assert stopped[0] == went_on[0] == 0, stopped[2] + went_on[2]
     assert refused[0] == 2 and refused[2].count("\n") == 1
-    assert f"error: {weights} holds weights of another run, up to version 2: give an empty folder" in refused[2]
+    assert f"error: --publish {weights}: {weights} holds weights of another run, up to version 2: give an" in refused[2]
     reader = WeightReader(weights)
     assert reader.update() and (reader.version, reader.step) == (5, 5)  # of steps 0, 2; 2, 4, 5
     assert reader.about["model_config"]["num_layers"] == 2
@@ -99,13 +100,37 @@ def test_weights_that_cannot_be_written_do_not_end_a_run(data, tmp_path):
     )
     ((_, err, error),) = run_ranks(1, _train_while_folder_is_gone, argv, weights, (3, 4))  # of steps 2 and 3
     assert error == "" and (tmp_path / "run/iter_0000004").is_dir()
-    assert err.count("NOT PUBLISHED") == 2 and "the weights of iteration 2 were NOT PUBLISHED: [Errno 2]" in err
+    assert err.count("NOT PUBLISHED") == 2
+    why = f"cannot publish weights as {weights}/v00000003.rank00000.safetensors: No such file or directory"
+    assert f"the weights of iteration 2 were NOT PUBLISHED (--publish {weights}): {why}. Training goes on" in err
     reader = WeightReader(weights)
     assert reader.update() and (reader.version, reader.step) == (5, 4)
 
     again = [*argv, "--overwrite-save", "--publish", str(tmp_path / "other")]
     ((_, _, error),) = run_ranks(1, _train_while_folder_is_gone, again, tmp_path / "other", (5,))
     assert error == "the last weights were not published, for the reason above"
+
+
+def test_a_full_publish_disk_ends_no_resume(data, small_disk, tmp_path):
+    """A new run says at once that it cannot publish. One that resumes trains on, and publishes when there is room."""
+    common = (
+        f"--publish {small_disk} --publish-interval 1 --save {tmp_path}/run --load {tmp_path}/run --save-interval 9"
+    )
+    argv, disk = flags(data, common, "--eval-iters 0 --exit-interval 2", length="--train-iters 6"), str(small_disk)
+    filler, reader = fill(small_disk), WeightReader(small_disk)
+    ((refused,),) = run_ranks(1, call_pretrain, argv)
+    assert refused[0] == 2 and refused[2].count("\n") == 1
+    assert f"error: --publish {disk}: cannot " in refused[2] and "No space left on device" in refused[2]
+    filler.unlink()
+    ((begun,),) = run_ranks(1, call_pretrain, argv)
+    filler = fill(small_disk)
+    ((full,),) = run_ranks(1, call_pretrain, argv)
+    assert begun[0] == full[0] == 0 and (tmp_path / "run/iter_0000004").is_dir(), begun[2] + full[2]
+    assert full[2].count(f"NOT PUBLISHED (--publish {disk}): cannot publish weights as {disk}/v") == 3
+    assert "[Errno" not in full[2] and reader.update() and reader.step == 2
+    filler.unlink()
+    ((ended,),) = run_ranks(1, call_pretrain, argv)
+    assert ended[0] == 0 and reader.update() and reader.step == 6 and reader.about["settings"]
 
 
 def test_islands_do_not_publish():

@@ -1,15 +1,22 @@
 """Signals that ask a run to save and stop, wherever it is: real ones, to one of several ranks."""
 
+import contextlib
 import os
+import pty
 import re
 import signal
+import sys
+import time
+from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from megatron_zpp.checkpoint import read_meta
 from megatron_zpp.checkpoint.folder import complete_checkpoints, iteration_of
+from megatron_zpp.parallel.distributed import SECONDS_OF_ONE_CTRL_C
 from tests.ranks import run_ranks
-from tests.training.small_run import ended, flags, start, torchrun, train_quietly
+from tests.training.small_run import ROOT, ended, flags, start, torchrun, train_quietly
 
 EVAL_ITERS = 3
 
@@ -46,15 +53,75 @@ def test_ctrl_c_on_one_rank_saves_and_ends_all(data, tmp_path):
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == f"{iteration}\n"
 
 
-def test_ctrl_c_without_the_handler_is_one_line_that_says_what_is_saved(data, tmp_path):
+TERMINAL = """
+import time
+from megatron_zpp.commands.pretrain import main
+from megatron_zpp.families import GPT
+from megatron_zpp.training import pretrain
+
+def slow_save(self):
+    print("the save begins", flush=True)
+    time.sleep({seconds})
+    save(self)
+
+save, pretrain.Checkpoints.save = pretrain.Checkpoints.save, slow_save
+main(GPT)
+"""
+
+
+def at_a_terminal(ranks: int, script: Path, argv: list[str], typed: list[tuple[str, float]]) -> str:
+    """Train from a shell; type Ctrl-C that long after each text is shown; return the screen. ranks 0: no torchrun."""
+    shell = 'trap : INT; "$@"; sleep 2'  # as an interactive one, it outlives torchrun
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(ROOT)
+        os.environ["OMP_NUM_THREADS"] = "1"
+        os.execvp("sh", ["sh", "-c", shell, "sh", sys.executable, *launcher, str(script), *argv])
+    screen, seen = "", 0
+    with contextlib.suppress(OSError):  # the terminal's end
+        while shown := os.read(terminal, 1 << 16).decode(errors="replace"):
+            screen += shown
+            while typed and typed[0][0] in screen[seen:]:
+                text, seconds = typed.pop(0)
+                seen = screen.index(text, seen) + len(text)
+                time.sleep(seconds)
+                os.write(terminal, b"\x03")
+    os.close(terminal)
+    os.waitpid(child, 0)
+    return " ".join(screen.split())
+
+
+def test_ctrl_c_at_a_terminal_saves_before_the_run_ends(data, tmp_path):
+    (script := tmp_path / "train.py").write_text(TERMINAL.format(seconds=0))
+    argv = flags(data, f"--save {tmp_path} --save-interval 100000 --train-iters 100000")
+    screen = at_a_terminal(2, script, argv, [("     3/100000", 0)])
+    assert screen.count("Ctrl-C: saving and stopping, after the step at hand") == 1 and "interrupted" not in screen
+    iteration = int(re.search(rf"exiting program at iteration (\d+), saved in {tmp_path}", screen)[1])
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == f"{iteration}\n"
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_second_ctrl_c_at_a_terminal_ends_a_run_that_still_saves(data, tmp_path, ranks):
+    (script := tmp_path / "train.py").write_text(TERMINAL.format(seconds=1000))
+    argv = flags(data, f"--save {tmp_path} --save-interval 100000 --train-iters 100000 --exit-signal-handler")
+    typed = [("     3/100000", 0), ("the save begins", SECONDS_OF_ONE_CTRL_C + 0.5)]
+    screen = at_a_terminal(ranks, script, argv, typed)
+    assert "exiting program" not in screen and not [*tmp_path.glob("iter_*")]
+    if ranks:
+        assert "forcefully" not in screen  # as torchrun ends ranks 30 seconds later
+    else:
+        assert f"not saved: {tmp_path} holds no checkpoint yet" in screen
+
+
+def test_ctrl_c_without_save_is_one_line_that_says_so(data, tmp_path):
     every = CTRL_C.replace("    if run.", "    ranks = gather_objects(os.getpid())\n    if run.")
     every = every.replace("os.kill(os.getpid(), signal.SIGINT)", "[os.kill(rank, signal.SIGINT) for rank in ranks]")
     (script := tmp_path / "train.py").write_text(f"{IMPORT}{every}")
-    save = f"--save {tmp_path} --save-interval 2 --no-async-save --num-workers 1 --train-iters 100000"
-    _, err = ended(torchrun(2, flags(data, save), str(script)), status=1)
+    _, err = ended(torchrun(2, flags(data, "--num-workers 1 --train-iters 100000"), str(script)), status=1)
     assert "Signal 2 (SIGINT)" in err
     (line,) = [line for line in err.splitlines() if line.startswith("interrupted")]
-    assert line.startswith(f"interrupted after iteration 3, not saved: --load {tmp_path} goes on from iter_0000002.")
+    assert line == "interrupted after iteration 3: nothing is saved, there is no --save"
     assert "KeyboardInterrupt" not in err and "error: rank" not in err and "[rank" not in err
 
 

@@ -24,13 +24,13 @@ from megatron_zpp.commands.common import (
     given_architecture,
     given_tokenizer,
     open_verified,
-    report_errors,
 )
 from megatron_zpp.convert.hf import files
 from megatron_zpp.convert.hf.checkpoint import parameter_reader
 from megatron_zpp.convert.hf.compare import compare
 from megatron_zpp.convert.hf.tokenizer import build, write_tokenizer
 from megatron_zpp.data.text.tokenizers import Tokenizer
+from megatron_zpp.errors import reports_errors
 from megatron_zpp.families import Architecture
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.settings.flags import local_path, number
@@ -57,12 +57,7 @@ def export(args: argparse.Namespace, given: Architecture | None = None) -> str:
         tensor = saved(name)
         if name in mapping.with_vocabulary:
             tensor = tensor[: config.vocab_size]
-        if not tensor.isfinite().all():
-            raise CheckpointError(f"{name} of {checkpoint} has NaN or Inf: export an earlier one with --ckpt-step")
-        rounded = tensor.to(DTYPES[args.dtype])
-        if not rounded.isfinite().all():
-            raise ValueError(f"{name} has values beyond the range of {args.dtype}: give --dtype bfloat16 or float32")
-        return rounded
+        return converted(tensor, name, checkpoint, args.dtype)
 
     parts = {theirs: (weight, part) for weight in mapping.weights(config) for part, theirs in enumerate(weight.theirs)}
 
@@ -98,6 +93,16 @@ def export(args: argparse.Namespace, given: Architecture | None = None) -> str:
         f"{' and the tokenizer' if has_tokenizer else ', no tokenizer'}; "
         f"transformers' logits differ from ours by {difference:.1e} at most"
     )
+
+
+def converted(tensor: Tensor, name: str, checkpoint: Path, dtype: str) -> Tensor:
+    """Convert a parameter to ``--dtype``. Raises ValueError for NaN, Inf, or values beyond the range of ``dtype``."""
+    if not tensor.isfinite().all():
+        raise CheckpointError(f"{name} of {checkpoint} has NaN or Inf: export an earlier one with --ckpt-step")
+    rounded = tensor.to(DTYPES[dtype])
+    if not rounded.isfinite().all():
+        raise ValueError(f"{name} has values beyond the range of {dtype}: give --dtype bfloat16 or float32")
+    return rounded
 
 
 def _build_tokenizer(settings: dict[str, Any], vocab_size: int) -> Tokenizer:
@@ -141,6 +146,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> int:
+@reports_errors
+def main() -> None:
     args = parse_arguments()
-    return report_errors(lambda: print(export(args, given_architecture(args))))
+    print(export(args, given_architecture(args)))

@@ -10,16 +10,16 @@ import argparse
 
 from torch import Tensor
 
-from megatron_zpp.checkpoint import CheckpointError
 from megatron_zpp.checkpoint.meta import Counters, saved_model
-from megatron_zpp.commands.common import open_verified, report_errors
-from megatron_zpp.commands.convert.export_hf import DTYPES, export_parser
+from megatron_zpp.commands.common import open_verified
+from megatron_zpp.commands.convert.export_hf import DTYPES, converted, export_parser
 from megatron_zpp.convert.hf.checkpoint import parameter_reader
 from megatron_zpp.convert.hf.files import new_folder
 from megatron_zpp.convert.megatron.config import args_of
 from megatron_zpp.convert.megatron.torch_dist import write_torch_dist
 from megatron_zpp.convert.megatron.weights import EXPERT_BIAS
 from megatron_zpp.data.text.tokenizers import TOKENIZER_FLAGS
+from megatron_zpp.errors import reports_errors
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.models.decoder import DecoderConfig
 
@@ -38,11 +38,7 @@ def export(args: argparse.Namespace) -> str:
     vars(flags).update({name: settings.get(name) for name in TOKENIZER_FLAGS if name != "tiktoken_pattern"})
 
     def read(name: str) -> Tensor:
-        tensor = saved(name)
-        tensor = tensor if name.endswith(EXPERT_BIAS) else tensor.to(DTYPES[args.dtype])
-        if not tensor.isfinite().all():
-            raise CheckpointError(f"{name} of {checkpoint} has NaN or Inf: give another --ckpt-step or --dtype")
-        return tensor
+        return converted(saved(name), name, checkpoint, "float32" if name.endswith(EXPERT_BIAS) else args.dtype)
 
     with new_folder(args.output, "--output") as folder, progress("writing the checkpoint"):
         write_torch_dist(folder, config, flags, counters, read)
@@ -57,6 +53,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return export_parser("Write a checkpoint for Megatron-LM.").parse_args(argv)
 
 
-def main() -> int:
-    args = parse_arguments()
-    return report_errors(lambda: print(export(args)))
+@reports_errors
+def main() -> None:
+    print(export(parse_arguments()))

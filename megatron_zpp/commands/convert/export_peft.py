@@ -13,9 +13,10 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint import CheckpointError, iterate_parameters
 from megatron_zpp.checkpoint.meta import saved_model
-from megatron_zpp.commands.common import open_verified, report_errors
-from megatron_zpp.commands.convert.export_hf import DTYPES, export_parser
+from megatron_zpp.commands.common import open_verified
+from megatron_zpp.commands.convert.export_hf import converted, export_parser
 from megatron_zpp.convert.hf import files
+from megatron_zpp.errors import reports_errors
 from megatron_zpp.settings.flags import local_path
 
 
@@ -31,7 +32,8 @@ def export(args: argparse.Namespace) -> str:
         raise CheckpointError(f"{checkpoint} has no adapters: export-hf writes the whole model")
     if architecture.name == "gpt" or mapping.merged(config):
         raise ValueError(f"adapters of {mapping.model_type} cannot be exported: layers are fused or transposed there")
-    ours, theirs = dict(iterate_parameters(checkpoint, meta)), dict[str, Tensor]()
+    ours = {name: converted(x, name, checkpoint, args.dtype) for name, x in iterate_parameters(checkpoint, meta)}
+    theirs: dict[str, Tensor] = {}
     for weight in mapping.weights(config):
         name = weight.ours.removesuffix(".weight")
         if f"{name}.lora_A" not in ours:
@@ -53,7 +55,7 @@ def export(args: argparse.Namespace) -> str:
     }
     with files.new_folder(args.output, "--output") as folder:
         files.write_json(folder / "adapter_config.json", peft_config)
-        tensors = {name: tensor.to(DTYPES[args.dtype]).contiguous().clone() for name, tensor in theirs.items()}
+        tensors = {name: tensor.contiguous().clone() for name, tensor in theirs.items()}
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     return f"{args.output}: adapters of {len(theirs) // 2} layers of {checkpoint}"
 
@@ -66,6 +68,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main() -> int:
-    args = parse_arguments()
-    return report_errors(lambda: print(export(args)))
+@reports_errors
+def main() -> None:
+    print(export(parse_arguments()))

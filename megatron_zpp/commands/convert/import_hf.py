@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.commands.common import add_tokenizer_flags, given_architecture, given_tokenizer, report_errors
+from megatron_zpp.commands.common import add_tokenizer_flags, given_architecture, given_tokenizer
 from megatron_zpp.convert.hf import files
 from megatron_zpp.convert.hf.checkpoint import parameter_reader, save_imported, settings_of_import
 from megatron_zpp.convert.hf.compare import compare
 from megatron_zpp.convert.hf.tokenizer import build, find_tokenizer
+from megatron_zpp.errors import reports_errors
 from megatron_zpp.families import ARCHITECTURES, Architecture
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.settings.flags import local_path
@@ -155,11 +156,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parse_import(parser, argv)
 
 
-def main() -> int:
+@reports_errors
+def main() -> None:
     args = parse_arguments()
-
-    def run() -> None:
-        given = given_architecture(args)
-        print(import_(args, ARCHITECTURES if given is None else (*ARCHITECTURES, given)))
-
-    return report_errors(run)
+    given = given_architecture(args)
+    print(import_(args, ARCHITECTURES if given is None else (*ARCHITECTURES, given)))

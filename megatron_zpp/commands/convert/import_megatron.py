@@ -11,7 +11,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.commands.common import given_tokenizer, report_errors
+from megatron_zpp.commands.common import given_tokenizer
 from megatron_zpp.commands.convert.import_hf import NEXT, NULL_TOKENIZER, import_parser, parse_import, tokenizer_words
 from megatron_zpp.convert.hf.checkpoint import save_imported, settings_of_import
 from megatron_zpp.convert.hf.files import new_folder
@@ -27,6 +27,7 @@ from megatron_zpp.convert.megatron.config import (
     size,
 )
 from megatron_zpp.data.text.tokenizers import TOKENIZER_FLAGS, TOKENIZER_TYPES
+from megatron_zpp.errors import reports_errors
 from megatron_zpp.families import padded_vocab_size
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.settings.flags import local_path, number
@@ -93,6 +94,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parse_import(parser, argv)
 
 
-def main() -> int:
-    args = parse_arguments()
-    return report_errors(lambda: print(import_(args)))
+@reports_errors
+def main() -> None:
+    print(import_(parse_arguments()))

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_zpp.commands.common import add_number, add_tokenizer_flags, given_tokenizer, report_errors
+from megatron_zpp.commands.common import add_number, add_tokenizer_flags, given_tokenizer
 from megatron_zpp.data.blended_dataset import SURPLUS, BlendedDataset
 from megatron_zpp.data.build import AnyDataset, NumSamples, build_datasets
 from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions
@@ -28,6 +28,7 @@ from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.loader import make_batch, stack_samples
 from megatron_zpp.data.text.sources import SPLIT_NAMES
 from megatron_zpp.data.text.tokenizers import Tokenizer, build_tokenizer
+from megatron_zpp.errors import reports_errors
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.settings.flags import local_path, number
 
@@ -177,6 +178,6 @@ def run(args: argparse.Namespace) -> str:
     return describe(IndexedDataset(args.prefix), tokenizer, args.show)
 
 
-def main() -> int:
-    args = parse_arguments()
-    return report_errors(lambda: print(run(args)))
+@reports_errors
+def main() -> None:
+    print(run(parse_arguments()))

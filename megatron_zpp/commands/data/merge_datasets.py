@@ -7,6 +7,7 @@ the datasets that are named, in their order. Only a piece of a file is in memory
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from megatron_zpp.commands.common import report_errors
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_zpp.errors import reports_errors
+from megatron_zpp.files import attempt
 from megatron_zpp.settings.flags import local_path
 
 PIECE = 16 << 20  # bytes of tokens that are copied at a time, if no document is larger
@@ -33,7 +35,7 @@ def find_prefixes(inputs: list[str], output_prefix: str) -> list[str]:
             if not found:
                 raise FileNotFoundError(f"--input {name} holds no .idx file")
         prefixes += found
-    if Path(output_prefix).resolve() in [Path(prefix).resolve() for prefix in prefixes]:
+    if os.path.realpath(output_prefix) in map(os.path.realpath, prefixes):
         raise ValueError(f"--output-prefix {output_prefix} is one of the datasets to merge")
     return prefixes
 
@@ -51,7 +53,10 @@ def merge(prefixes: list[str], output_prefix: str) -> tuple[int, int]:
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("merging", total=total)
         has_modes = datasets[0].sequence_modes is not None
-        with IndexedDatasetWriter(output_prefix, datasets[0].dtype, has_modes=has_modes) as writer:
+        with (
+            attempt("write the dataset", output_prefix),
+            IndexedDatasetWriter(output_prefix, datasets[0].dtype, has_modes=has_modes) as writer,
+        ):
             for dataset in datasets:
                 for num_bytes in copy(dataset, writer):
                     bar.advance(task, num_bytes)
@@ -84,10 +89,10 @@ def run(args: argparse.Namespace) -> None:
     print(f"{args.output_prefix}: {documents:,} documents, {tokens:,} tokens of {len(prefixes)} datasets")
 
 
-def main() -> int:
+@reports_errors
+def main() -> None:
     parser = argparse.ArgumentParser(description="Join datasets of one tokenizer into one.", allow_abbrev=False)
     add, path = parser.add_argument, local_path(str)
     add("--input", nargs="+", required=True, type=path, metavar="PATH", help="folders of datasets, or prefixes")
     add("--output-prefix", required=True, type=path, metavar="PREFIX", help="path of the output, without suffix")
-    args = parser.parse_args()
-    return report_errors(lambda: run(args), (ValueError, OSError))
+    run(parser.parse_args())

@@ -17,11 +17,12 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress
 
-from megatron_zpp.commands.common import add_number, add_tokenizer_flags, given_tokenizer, report_errors
+from megatron_zpp.commands.common import add_number, add_tokenizer_flags, given_tokenizer
 from megatron_zpp.data.text.corpus import FORMATS, Reading, find_files, read_blocks
 from megatron_zpp.data.text.encoding import encode_blocks
 from megatron_zpp.data.text.preprocessing import Job, State, preprocess
 from megatron_zpp.data.text.tokenizers import build_tokenizer
+from megatron_zpp.errors import reports_errors
 from megatron_zpp.metrics.lines import format_duration
 from megatron_zpp.settings.flags import local_path, number
 
@@ -159,6 +160,7 @@ def run(args: argparse.Namespace) -> None:
     display = Display(args.log_interval)
     with display.bar:
         state = preprocess(job, display.report, display.note)
+        display.bar.update(display.task, completed=display.bar.tasks[0].total)  # what is read of a disk is an estimate
     tokens = ", ".join(f"{counts[0]:,} tokens in {job.prefix(key)}.bin" for key, counts in state.written.items())
     skipped = f"{state.bad:,} bad lines skipped" + (f", listed in {job.bad_file}" if state.bad else "")
     print(f"{state.documents:,} documents, {tokens}; {skipped}; {format_duration(time.monotonic() - began)}")
@@ -166,6 +168,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"note: texts spell the end-of-document token {state.eods_in_text:,} times", file=sys.stderr)
 
 
+@reports_errors
 def main() -> int:
     args = parse_arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # saves the state on the way out
@@ -173,7 +176,8 @@ def main() -> int:
         if getattr(args, flag[2:].replace("-", "_")):
             print(f"note: {flag} has no effect: {reason}", file=sys.stderr)
     try:
-        return report_errors(lambda: run(args), (ValueError, OSError, ImportError, RuntimeError))
+        run(args)
+        return 0
     except KeyboardInterrupt:
         print("interrupted; give the same command again to continue", file=sys.stderr)
         return 130

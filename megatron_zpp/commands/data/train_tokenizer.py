@@ -14,8 +14,10 @@ from pathlib import Path
 import sentencepiece
 from rich.console import Console
 
-from megatron_zpp.commands.common import add_number, report_errors
+from megatron_zpp.commands.common import add_number
 from megatron_zpp.data.text.corpus import FORMATS, CorpusFile, Reading, extract_texts, find_files, read_blocks, records
+from megatron_zpp.errors import reports_errors
+from megatron_zpp.files import attempt
 from megatron_zpp.settings.flags import local_path, number
 
 CHUNK = 2000  # characters that the trainer sees as one sentence: it would not split at line breaks
@@ -85,18 +87,25 @@ def run(args: argparse.Namespace) -> None:
     reading = Reading((args.json_key,), args.text_documents)
     with Console(stderr=True).status("training a tokenizer"):  # drawn on a terminal only
         texts = sample(find_files(args.input, args.input_format), reading, args.max_megabytes * 1e6)
+        if not any(texts):
+            limit = f"of at most {reading.max_document_bytes / 2**20:g} MB under {args.json_key!r}"
+            raise ValueError(f"{', '.join(args.input)} holds no text {limit}: cut long ones, or give --json-key")
         try:
             model = train(texts, args.vocab_size, args.model_type)
         except RuntimeError as error:
             raise ValueError(f"can't train {args.vocab_size} pieces on {', '.join(args.input)}: {error}") from error
     args.output.parent.mkdir(parents=True, exist_ok=True)
     partial = args.output.with_name(args.output.name + ".partial")
-    partial.write_bytes(model)
-    partial.replace(args.output)
+    with attempt("write the tokenizer to", args.output):
+        try:
+            partial.write_bytes(model)
+            partial.replace(args.output)
+        finally:
+            partial.unlink(missing_ok=True)
     size = sentencepiece.SentencePieceProcessor(model_file=str(args.output)).get_piece_size()
     print(f"{args.output}: {size:,} pieces")
 
 
-def main() -> int:
-    args = parse_arguments()
-    return report_errors(lambda: run(args))
+@reports_errors
+def main() -> None:
+    run(parse_arguments())

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.errors import reports_errors
 from megatron_zpp.zeropp.fsdp.topology import build_topology
 from megatron_zpp.zeropp.wire import kernels
 
@@ -138,6 +139,7 @@ def run() -> int:
     return 0
 
 
+@reports_errors
 def main() -> int:
     argparse.ArgumentParser(description="Say what nodes lack before a run.", allow_abbrev=False).parse_args()
     return run()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_zpp.checkpoint.files import parse_json, read_regular
-from megatron_zpp.commands.common import report_errors
+from megatron_zpp.errors import reports_errors
 from megatron_zpp.parallel.flight_record import FILES
 from megatron_zpp.settings.flags import local_path
 
@@ -96,11 +96,8 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def main() -> int:
-    return report_errors(_main)
-
-
-def _main() -> None:
+@reports_errors
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=local_path(Path), help="where the job saved: the folder of its --save")
     print("\n".join(explain(read_records(parser.parse_args().folder))))

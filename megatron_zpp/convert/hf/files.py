@@ -15,7 +15,7 @@ from megatron_zpp.checkpoint.meta import check_config
 from megatron_zpp.convert.hf import mxfp4
 from megatron_zpp.data.text.packages import load_package
 from megatron_zpp.families import Architecture, HuggingFaceMapping
-from megatron_zpp.files import read_json_object
+from megatron_zpp.files import attempt, read_json_object
 from megatron_zpp.models.transformer import TransformerConfig
 
 INDEX = "model.safetensors.index.json"
@@ -26,6 +26,7 @@ SAME_AS = {"kimi_k2": "deepseek_v3"}  # models whose code, beside their weights,
 def require_packages() -> None:
     """Raise ImportError with what to install if transformers is missing. Silences its notes."""
     load_package("transformers", "this program", "hf").logging.set_verbosity_error()
+    load_package("transformers.modeling_utils", "this program", "hf")  # now, as it imports torchao with warnings
 
 
 @contextmanager
@@ -37,7 +38,11 @@ def new_folder(path: Path, flag: str) -> Iterator[Path]:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        yield partial
+        with attempt("write", path):
+            yield partial
+        for file in partial.rglob("*"):
+            if file.is_file():  # safetensors makes files that only their owner reads
+                file.chmod(partial.stat().st_mode & 0o666)
         if path.exists():
             path.rmdir()
         partial.rename(path)

@@ -261,6 +261,7 @@ def write_torch_dist(
         "iteration": counters.iteration,
         "num_floating_point_operations_so_far": 0.0,
     }
-    torch.save(common, checkpoint / COMMON)
+    with open(checkpoint / COMMON, "wb") as file:  # whose errors say more than torch's
+        torch.save(common, file)
     versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
     (checkpoint / FORMAT).write_text(json.dumps({"sharded_backend": "torch_dist"} | versions))

@@ -103,6 +103,8 @@ def find_files(inputs: Sequence[str], file_format: str | None = None) -> list[Co
             found.append((path, file_format or _format_by_suffix(path) or "jsonl"))
         elif path.exists():
             raise ValueError(f"--input {name} is not a regular file")
+        elif path.is_symlink():
+            raise FileNotFoundError(f"--input {name} is a link that leads nowhere")
         elif matching := sorted(glob.glob(name, recursive=True)):
             found += [(file.path, file.format) for file in find_files(matching, file_format)]
         else:

@@ -123,7 +123,7 @@ def encode_blocks(
     """Yield every block with its tokens; without ``ordered``, as soon as each is ready.
 
     No more is read than keeps the workers busy. Documents of some megabytes are tokenized almost alone, since
-    tokenizers need up to two hundred times a document's size. Raises RuntimeError if a worker died.
+    tokenizers need up to two hundred times a document's size. Raises ChildProcessError if a worker died.
     """
     start: Any = {"initializer": _start, "initargs": (workers > 1, tokenizer, reading, append_eod)}
     pool: Any  # what waits for dead workers has private names
@@ -158,7 +158,7 @@ def encode_blocks(
             yield take()
     except BrokenProcessPool:
         pool._call_queue._reader.close()  # Python 3.11.2 would wait for ever to write there
-        raise RuntimeError("a worker process died, perhaps for lack of memory: try fewer --workers") from None
+        raise ChildProcessError("a worker process died, perhaps for lack of memory: try fewer --workers") from None
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -24,7 +24,7 @@ from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter, best_dtype, 
 from megatron_zpp.data.text.corpus import Block, CorpusFile, Position, Reading, find_files, read_blocks
 from megatron_zpp.data.text.encoding import EncodedBlock, encode_blocks
 from megatron_zpp.data.text.tokenizers import build_tokenizer, chat_tokenizer, huggingface_path
-from megatron_zpp.files import open_lock, read_json_object
+from megatron_zpp.files import attempt, open_lock, read_json_object
 
 PRINTED_BAD_RECORDS = 10  # the others are only in the file
 
@@ -76,7 +76,7 @@ class State:
 def preprocess(job: Job, report: Callable[[State, int], None], note: Callable[[str], None]) -> State:
     """Run the job to its end; ``report`` gets the state and the bytes of all files after each block.
 
-    Raises ValueError, OSError, ImportError or RuntimeError (a worker died); the next run goes on from there.
+    Raises ValueError, OSError (ChildProcessError where a worker died) or ImportError; the next run goes on from there.
     """
     files = find_files(job.inputs, job.input_format)
     if len(job.reading.keys) > 1 and any(file.format == "text" for file in files):
@@ -84,7 +84,7 @@ def preprocess(job: Job, report: Callable[[State, int], None], note: Callable[[s
     identity = _identity(job, files)  # builds the tokenizer, before any process starts
     dtype = best_dtype(identity["tokenizer"]["vocab_size"])
     Path(job.output_prefix).parent.mkdir(parents=True, exist_ok=True)
-    with _lock(job.output_prefix):
+    with _lock(job.output_prefix), attempt("tokenize into", job.output_prefix):
         state = State() if job.restart else _load(job, identity)
         if state.written:
             note(f"continuing after {state.documents:,} documents of an earlier run")

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from threading import Condition, Event, Thread
 from typing import Any
 
+from megatron_zpp.errors import reports_errors
+
 from .channel import Channel, Listener, WrongSecretError, connect, parse_address, read_secret
 
 logger = logging.getLogger(__name__)
@@ -292,31 +294,32 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> int:
-    """Run ``megatron-zpp lighthouse`` until it is stopped; return its exit status."""
+@reports_errors
+def main() -> None:
+    """Run ``megatron-zpp lighthouse`` until it is stopped."""
     parser = build_parser()
     options = parser.parse_args()
     for name, least in (("min_islands", 1), ("heartbeat_timeout", 2), ("join_timeout", 1)):
         if not least <= getattr(options, name) < math.inf:
             parser.error(f"--{name.replace('_', '-')} must be a number of at least {least}")
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
-    try:
-        secret = read_secret(options.secret_file)
-        if options.status:
+    secret = read_secret(options.secret_file)
+    if options.status:
+        try:
             print(json.dumps(status(options.bind, secret)))
-            return 0
-        times = options.heartbeat_timeout, options.join_timeout
-        lighthouse = Lighthouse(options.bind, secret, options.min_islands, *times)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        except OSError as error:
+            raise ConnectionError(
+                f"no lighthouse answers at --bind {options.bind}: {error}; give its address"
+            ) from error
+        return
+    times = options.heartbeat_timeout, options.join_timeout
+    lighthouse = Lighthouse(options.bind, secret, options.min_islands, *times)
     host, port = lighthouse.address
     logger.info("the lighthouse listens at %s", f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     try:
         Event().wait()
     except KeyboardInterrupt:
         lighthouse.close()
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,54 @@
+"""Scripts of examples/ with a mistake: one line that says what to do, status 2."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, environment
+from tests.tools import run
+
+PUBLISHED = sorted(
+    str(path.relative_to(ROOT))
+    for path in (*(ROOT / "examples/zeropp").glob("*.sh"), *(ROOT / "examples/loco").glob("*.sh"))
+)
+
+
+def error_of(*words: object, **more: str) -> str:
+    """Return the one line of stderr of a script that ends with status 2."""
+    err = run(*words, status=2, **more).stderr
+    assert err.count("\n") == 1 and "error: " in err, err
+    return err
+
+
+@pytest.mark.parametrize("script", PUBLISHED)
+def test_a_machine_without_a_gpu_is_named(script, tmp_path):
+    path = environment()["PATH"].split(":")[0] + f":{Path(sys.executable).parent}:/usr/bin:/bin"  # no nvidia-smi
+    said = error_of(ROOT / script, SCALE="gpu", OUT=str(tmp_path / "out"), PATH=path)
+    assert "nvidia-smi shows none; SCALE=laptop" in said or "choose one of: laptop full" in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "quickstart/make_corpus.py --max-megabytes 0.01 --output PLACE",
+        "quickstart/summary.py compare a=PLACE --data-path x",
+        "finetuning/make_model.py --output PLACE",
+        "launch/preprocess_slurm.sh PLACE x --tokenizer-type ByteTokenizer",
+    ],
+)
+def test_a_wrong_path_is_named(words, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    script, *more = words.split()
+    python = ["python"] if script.endswith(".py") else []
+    for place in (tmp_path / "file" / "below", tmp_path / "loop" / "below"):
+        given = [str(place) if word == "PLACE" else word.replace("PLACE", str(place)) for word in more]
+        slurm = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_COUNT": "1"}
+        assert str(place.parent) in error_of(*python, ROOT / "examples" / script, *given, **slurm)
+
+
+def test_the_quickstart_names_the_folder_that_it_cannot_write(tmp_path):
+    (tmp_path / "file").touch()
+    done = run(ROOT / "examples/quickstart/run.sh", status=2, OUT=str(tmp_path / "file" / "below"), MEGABYTES="0.01")
+    assert done.stderr.count("\n") == 1 and f"{tmp_path}/file" in done.stderr, done.stderr
