@@ -224,12 +224,10 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
 
 @contextlib.contextmanager
 def _errors_of_template() -> Iterator[None]:
-    from jinja2 import TemplateError
-
     try:
         yield
-    except (TemplateError, TypeError, ValueError, OSError) as error:
-        raise ValueError(f"--chat: the tokenizer's chat template does not work: {error}") from error
+    except Exception as error:  # a template is a program: it may divide by zero
+        raise ValueError(f"--chat: the tokenizer's chat template does not work: {str(error) or repr(error)}") from error
 
 
 def chat_tokenizer(tokenizer: Tokenizer, tokenizer_type: str) -> HuggingFaceTokenizer:
