@@ -38,10 +38,14 @@ def copy_tokenizer(settings: Mapping[str, Any], checkpoint: Path) -> dict[str, d
     return entries
 
 
-def check_tokenizer(settings: Mapping[str, Any], saved_files: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a file that makes tokens is not the one kept; what either lacks is not compared."""
+def check_tokenizer(settings: Mapping[str, Any], saved_files: Mapping[str, Any], finetunes: bool = False) -> None:
+    """Raise CheckpointError if a file that makes tokens is not the one kept; what either lacks is not compared.
+
+    finetunes: chat template and end of text, which other files name, may change.
+    """
+    not_compared = _BESIDE if finetunes else ("config.json", "generation_config.json")
     for name, source in _files(settings).items():
-        is_compared = name in saved_files and name not in ("config.json", "generation_config.json")
+        is_compared = name in saved_files and name not in not_compared
         if is_compared and source.is_file() and digest(source.read_bytes()) != saved_files[name]["sha256"]:
             other = f"{source} is not the file of the checkpoint's tokenizer, which keeps it as {name}"
             raise CheckpointError(f"{other}. Give the same, or --override-data")

@@ -73,11 +73,10 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         counters, notes = Counters(), list[str]()
         if checkpoint is not None and meta is not None:  # before data and settings, which differ with the model
             _check_same_model(architecture, settings, checkpoint, meta, finetunes=settings.checkpoint.finetune)
+            notes = check_settings(settings, meta, settings.checkpoint.finetune)
         if resumed is not None:
             counters = Counters.from_meta(resumed)
-            notes = check_settings(settings, resumed)
-    for note in notes:
-        print_once(f"note: {note}")
+    _print_notes(notes)
     train_iters, num_eval_micro_batches, num_samples = _plan_length(settings, batches, counters, mesh)
     with errors_on_all_ranks():
         tokens_in_vocabulary, datasets = build_data(settings, num_samples)
@@ -129,12 +128,13 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         if (base := checkpoint_to_load(only)) is not None:
             with errors_on_all_ranks():
                 base_meta = read_meta(base)
-                changed = _check_same_model(
+                notes = _check_same_model(
                     architecture, settings, base, base_meta, run.model.config, finetunes=True, has_adapters=False
                 )
+                notes += check_settings(settings, base_meta, finetunes=True)
             for state in states:
                 load_base(base, base_meta, state.model)
-            _note_changes(changed)
+            _print_notes(notes)
             print_once(f"  loaded the frozen weights of {base}")
     if checkpoint is not None and meta is not None:
         _load(run, checkpoint, meta)
@@ -276,9 +276,7 @@ def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
         could_leave = bool(meta["settings"].get("islands_may_leave", False))
         if not (run.elastic is not None and could_leave and not settings.no_load_optim):
             run.islands.steps = run.counters.iteration
-    _note_changes(changed)
-    for note in notes:
-        print_once(f"note: {note}")
+    _print_notes([*changed, *notes])
     print_once(f"  successfully loaded checkpoint {checkpoint} at iteration {meta['iteration']}")
 
 
@@ -295,7 +293,7 @@ def _check_same_model(
     """Raise CheckpointError if the checkpoint's model has another shape or uses its weights otherwise.
 
     config: of the run's model; None while its vocabulary is unknown, which is then not compared.
-    finetunes: what fine-tuning may change is returned.
+    finetunes: what fine-tuning may change is returned, as a note.
     """
     _, saved = saved_model(meta, architecture, with_adapters=True)
     config = config or architecture.build_config(settings.model, saved.vocab_size)
@@ -315,12 +313,12 @@ def _check_same_model(
     if differing:
         other = f"{checkpoint} is of another model: {'; '.join(differing)}"
         raise CheckpointError(f"{other}. Give the flags of the model that was saved, or --load another folder")
-    return changed
+    return [f"fine-tuning changes the model: {'; '.join(changed)}"] if changed else []
 
 
-def _note_changes(changed: list[str]) -> None:
-    if changed:
-        print_once(f"note: fine-tuning changes the model: {'; '.join(changed)}")
+def _print_notes(notes: list[str]) -> None:
+    for note in notes:
+        print_once(f"note: {note}")
 
 
 def _parts(name: str, there: Any, here: Any) -> list[tuple[str, Any, Any]]:

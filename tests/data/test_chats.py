@@ -13,7 +13,7 @@ from megatron_zpp.data.chat_dataset import CHAT_BEGINS, HAS_LOSS, ID, first_fit
 from megatron_zpp.data.gpt_dataset import SampleOptions
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_zpp.data.loader import build_loader, make_batch, stack_samples
-from tests.data.small_data import bytes_of
+from tests.data.small_data import bytes_of, write_tokenizer_of_bytes
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}A{% generation %}{{ m.content }}<eos>{% endgeneration %}"
@@ -30,16 +30,8 @@ def messages(*contents: str) -> list[dict[str, str]]:
 @pytest.fixture
 def tokenizer(tmp_path_factory):
     """A folder with a tokenizer of bytes and <eos>, and TEMPLATE."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     folder = tmp_path_factory.mktemp("tokenizer")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    library = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    library.add_special_tokens(["<eos>"])
-    library.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    write_tokenizer_of_bytes(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 

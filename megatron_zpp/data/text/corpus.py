@@ -202,7 +202,7 @@ def _text_content(message: dict[str, Any]) -> dict[str, str]:
         ]
         if not (texts and all(isinstance(text, str) for text in texts)):
             raise ValueError(f'a message of {role!r} has parts that are not {{"type": "text", "text": "..."}}')
-        content = "".join(texts)
+        content = "".join(map(str, texts))
     if content is None and message.get("tool_calls"):
         return {}  # the template writes the calls
     if not isinstance(content, str):
