@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from megatron_zpp.data.gpt_dataset import SampleOptions
+from megatron_zpp.data.gpt_dataset import SampleOptions, TooLittleDataError
 from megatron_zpp.data.index_cache import IndexCache
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.indices import Advance, Arrays
@@ -46,7 +46,7 @@ class ChatDataset(Dataset):
             raise ValueError(f"{indexed.prefix} does not mark the assistant's words: make it with --chat")
         if len(chats) == 0:
             none = f"the {name} split of {indexed.prefix} has none of its {indexed.num_documents} chats"
-            raise ValueError(f"{none}: give a larger share with --split, more data, or --eval-iters 0")
+            raise TooLittleDataError(f"{none}: give a larger share with --split, more data, or --eval-iters 0")
         self.indexed, self.options, self.chats, self.modes = indexed, options, chats, indexed.sequence_modes
         capacity = options.seq_length + 1
         ends = np.concatenate([[0], np.cumsum(indexed.sequence_lengths, dtype=np.int64)])  # [sequences + 1]
@@ -55,7 +55,9 @@ class ChatDataset(Dataset):
         self.kept = chats.start + np.flatnonzero(has_loss[chats.start : chats.stop])
         if len(self.kept) == 0:
             none = f"none of the {len(chats)} chats in the {name} split of {indexed.prefix} has an answer"
-            raise ValueError(f"{none} within --seq-length {options.seq_length}: give a larger one, or shorter chats")
+            raise TooLittleDataError(
+                f"{none} within --seq-length {options.seq_length}: give a larger one, or shorter chats"
+            )
         lengths = np.diff(ends[indexed.document_indices])[self.kept]  # tokens of each chat
         self.num_truncated = int(np.count_nonzero(lengths > capacity))
         lengths = np.minimum(lengths, capacity)
