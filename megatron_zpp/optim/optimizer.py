@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,11 +89,14 @@ def build_optimizer(
     arguments = dict(lr=settings.lr or 0.0, **kind.arguments(settings))
     if kind.is_muon:
         arguments["zeropp"] = zeropp
-    if not settings.use_apex:
+    apex_class = find_apex(settings)
+    if apex_class is None:
         return kind.torch_class(groups, **arguments)
-    if kind.apex is None:
-        raise ValueError(f"--use-apex: Apex has no --optimizer {settings.optimizer}; leave --use-apex out")
-    return _apex_optimizer(groups, kind.apex, arguments)
+    assert kind.apex is not None
+    _, kernel, more_arguments = kind.apex
+    optimizer = apex_class(groups, weight_decay=0.0, **arguments, **more_arguments)
+    setattr(optimizer, kernel, _on_local_tensors(getattr(optimizer, kernel)))
+    return optimizer
 
 
 _DECOUPLED = ("word_embeddings", "output_layer")  # the modules whose weights --decoupled-lr is for
@@ -142,20 +145,22 @@ def _parameter_groups(model: nn.Module, decouples: bool, takes_matrices: bool) -
     return [{**groups[i], "params": part} for (i, _), part in parts.items()]
 
 
-def _apex_optimizer(
-    groups: list[dict[str, Any]], apex: tuple[str, str, dict[str, Any]], arguments: dict[str, Any]
-) -> torch.optim.Optimizer:
-    name, kernel, more_arguments = apex
+def find_apex(settings: OptimizerSettings) -> Callable[..., torch.optim.Optimizer] | None:
+    """Return Apex's class for ``--use-apex``, else None. Raises ValueError without a usable Apex."""
+    if not settings.use_apex:
+        return None
+    apex = OPTIMIZERS[settings.optimizer].apex
+    if apex is None:
+        raise ValueError(f"--use-apex: Apex has no --optimizer {settings.optimizer}; leave --use-apex out")
     # The package called `apex` on PyPI is an unrelated one, so an import that works proves nothing.
     try:
-        optimizer_class = getattr(importlib.import_module("apex.optimizers"), name)
+        optimizer_class: Callable[..., torch.optim.Optimizer]
+        optimizer_class = getattr(importlib.import_module("apex.optimizers"), apex[0])
         importlib.import_module("amp_C")  # the compiled part, which an Apex built without --cuda_ext lacks
     except (ImportError, AttributeError) as error:
         missing = f"--use-apex: NVIDIA Apex with its CUDA extensions is not installed ({error})"
         raise ValueError(f"{missing}: build it from github.com/NVIDIA/apex, or leave it out") from error
-    optimizer = optimizer_class(groups, weight_decay=0.0, **arguments, **more_arguments)
-    setattr(optimizer, kernel, _on_local_tensors(getattr(optimizer, kernel)))
-    return cast(torch.optim.Optimizer, optimizer)
+    return optimizer_class
 
 
 def _on_local_tensors(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,11 +17,11 @@ from megatron_zpp.data.build import Datasets
 from megatron_zpp.families import Architecture, vocabulary_of
 from megatron_zpp.integrations.float8 import check_float8
 from megatron_zpp.islands import OuterSync, apply_islands, emulate_islands
-from megatron_zpp.metrics.writers import MetricWriters, describe_program
+from megatron_zpp.metrics.writers import MetricWriters, check_writers, describe_program
 from megatron_zpp.models.transformer import TransformerConfig
 from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum
 from megatron_zpp.optim.gradients import LossScaler
-from megatron_zpp.optim.optimizer import build_optimizer
+from megatron_zpp.optim.optimizer import build_optimizer, find_apex
 from megatron_zpp.optim.schedule import Schedule, resume_schedule
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
 from megatron_zpp.parallel.mesh import MODEL_PARALLEL_AXES, Mesh, ranks_per_model_copy
@@ -32,6 +32,7 @@ from megatron_zpp.training.data import build_data, check_same_data_on_all_ranks,
 from megatron_zpp.training.islands import build_elastic_islands, prepare_island
 from megatron_zpp.training.loss import LanguageModelLoss, LossSoFar
 from megatron_zpp.training.model import ModelBuilder
+from megatron_zpp.training.profile import check_profile
 from megatron_zpp.training.run import Run, TrainState
 from megatron_zpp.zeropp import OwnRank, Traffic, ranks_of
 from megatron_zpp.zeropp.recipes import AUTO
@@ -46,26 +47,45 @@ FINETUNING_CHANGES = {
 }
 
 
-def build_run(architecture: Architecture, settings: ResolvedSettings, device: torch.device) -> Run:
-    """Build, on all ranks together, and load the checkpoint of ``--load`` if there is one."""
-    if settings.zero.recipe == AUTO:
-        raise ValueError("--zeropp auto is decided by the training program, before a run is built: name a recipe here")
+@dataclasses.dataclass(frozen=True)
+class RunPlan:
+    """What a run begins with and how long it is, before it takes memory."""
+
+    checkpoint: Path | None
+    meta: dict[str, Any] | None  # of the checkpoint
+    counters: Counters
+    batches: BatchSchedule
+    train_iters: int
+    num_eval_micro_batches: int  # per data-parallel rank of this job and evaluation
+    tokens_in_vocabulary: int
+    datasets: Datasets
+    tasks: Any  # of --eval-tasks
+    schedule: Schedule | None  # None with --skip-train
+    base: tuple[Path, dict[str, Any]] | None  # the checkpoint of --pretrained-checkpoint
+
+
+def check_machine(settings: ResolvedSettings, device: torch.device) -> ResolvedSettings:
+    """Refuse, on all ranks, what this machine lacks, and folders of other runs. Returns settings with islands' folders.
+
+    ``check_machine``, ``plan_run`` and ``ModelBuilder.build_parts`` refuse all that a run refuses before its first
+    step, and write nothing but indices of data: a dry run calls them, too.
+    """
     if settings.distributed.islands_may_leave:
         settings = prepare_island(settings)
-    if settings.precision.fp8_format is not None:
-        with errors_on_all_ranks():
-            check_float8(device)
-    training, save, world_size = settings.training, settings.checkpoint.save, dist.get_world_size()
-    mesh = _build_mesh(settings, device)
-    batches = BatchSchedule.from_settings(training, mesh.dp_size)
     with errors_on_all_ranks():
-        lock = None
-        if save is not None and dist.get_rank() == 0:
+        if settings.precision.fp8_format is not None:
+            check_float8(device)
+        find_apex(settings.optimizer)
+        check_profile(settings, device)
+        check_writers(settings.logging)
+        if dist.get_rank() == 0:
             check_not_overwritten(settings.checkpoint)
-            try:
-                lock = FolderLock(save)
-            except OSError as error:
-                raise CheckpointError(f"--save {save} cannot be written: {error}") from error
+    return settings
+
+
+def plan_run(architecture: Architecture, settings: ResolvedSettings, mesh: Mesh) -> RunPlan:
+    """Find the checkpoint and the data, and refuse, on all ranks, what they do not fit."""
+    training, batches = settings.training, BatchSchedule.from_settings(settings.training, mesh.dp_size)
     checkpoint = checkpoint_to_load(settings.checkpoint)
     with errors_on_all_ranks():
         meta = read_meta(checkpoint) if checkpoint is not None else None
@@ -82,19 +102,73 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         tokens_in_vocabulary, datasets = build_data(settings, num_samples)
         vocab_size = vocabulary_of(settings.model, tokens_in_vocabulary)
         check_vocabulary(settings.distributed, vocab_size, settings.model.make_vocab_size_divisible_by)
+        config = architecture.build_config(settings.model, vocab_size)
+        notes = []
+        if checkpoint is not None and meta is not None:
+            finetunes = settings.checkpoint.finetune
+            notes = _check_same_model(architecture, settings, checkpoint, meta, config, finetunes=finetunes)
         if resumed is not None:
             check_same_data(settings, resumed, datasets)
-        resumes_logs = resumed is not None and settings.checkpoint.load == save
         tasks = load_tasks(training)
-        writers = _build_writers(architecture, settings, vocab_size, resumes_logs)
         schedule = None
         if not training.skip_train:
             schedule = Schedule.from_settings(settings.optimizer, settings.schedule, training, batches)
+        if schedule is not None and resumed is not None and resumed["schedule"] is not None:
+            schedule = resume_schedule(
+                schedule,
+                resumed["schedule"],
+                override=settings.schedule.override_opt_param_scheduler,
+                use_checkpoint=settings.schedule.use_checkpoint_opt_param_scheduler,
+            )
     check_same_data_on_all_ranks(datasets)
+    base = None
+    if (base_folder := settings.lora.pretrained_checkpoint) is not None:
+        only = CheckpointSettings(load=base_folder, exit_on_missing_checkpoint=True)
+        if (folder := checkpoint_to_load(only)) is not None:
+            with errors_on_all_ranks():
+                base = folder, read_meta(folder)
+                notes += _check_same_model(architecture, settings, *base, config, finetunes=True, has_adapters=False)
+                notes += check_settings(settings, base[1], finetunes=True)
+    _print_notes(notes)
+    return RunPlan(
+        checkpoint,
+        meta,
+        counters,
+        batches,
+        train_iters,
+        num_eval_micro_batches,
+        tokens_in_vocabulary,
+        datasets,
+        tasks,
+        schedule,
+        base,
+    )
+
+
+def build_run(architecture: Architecture, settings: ResolvedSettings, device: torch.device) -> Run:
+    """Build, on all ranks together, and load the checkpoint of ``--load`` if there is one."""
+    if settings.zero.recipe == AUTO:
+        raise ValueError("--zeropp auto is decided by the training program, before a run is built: name a recipe here")
+    settings = check_machine(settings, device)
+    training, save, world_size = settings.training, settings.checkpoint.save, dist.get_world_size()
+    with errors_on_all_ranks():
+        lock = None
+        if save is not None and dist.get_rank() == 0:
+            try:
+                lock = FolderLock(save)
+            except OSError as error:
+                raise CheckpointError(f"--save {save} cannot be written: {error}") from error
+    mesh = build_mesh(settings, device)
+    plan = plan_run(architecture, settings, mesh)
+    checkpoint, meta, datasets = plan.checkpoint, plan.meta, plan.datasets
+    with errors_on_all_ranks():
+        resumes_logs = meta is not None and not settings.checkpoint.finetune and settings.checkpoint.load == save
+        vocab_size = vocabulary_of(settings.model, plan.tokens_in_vocabulary)
+        writers = _build_writers(architecture, settings, vocab_size, resumes_logs)
 
     token_traffic = Traffic()
     loss_since_sync = LossSoFar()
-    builder = ModelBuilder(architecture, settings, tokens_in_vocabulary, device, mesh, token_traffic)
+    builder = ModelBuilder(architecture, settings, plan.tokens_in_vocabulary, device, mesh, token_traffic)
     states = [_build_state(builder, island) for island in range(mesh.emulated_islands)]
     run = Run(
         architecture=architecture,
@@ -106,15 +180,15 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         islands=_build_islands(states, settings, mesh, datasets, loss_since_sync),
         loss_since_sync=loss_since_sync,
         token_traffic=token_traffic,
-        schedule=schedule,
-        batches=batches,
+        schedule=plan.schedule,
+        batches=plan.batches,
         curriculum=Curriculum.from_settings(training),
         datasets=datasets,
         writers=writers,
-        train_iters=train_iters,
-        num_eval_micro_batches=num_eval_micro_batches,
-        counters=counters,
-        tasks=tasks,
+        train_iters=plan.train_iters,
+        num_eval_micro_batches=plan.num_eval_micro_batches,
+        counters=plan.counters,
+        tasks=plan.tasks,
         lock=lock,
     )
     # From here on only dropout draws random numbers; ranks of other jobs draw others.
@@ -123,19 +197,10 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         state.ranks.random_states.seed(
             lambda rank: dropout_seed(seed, first_rank + rank, mesh.tp_size, sequence_parallel)
         )
-    if (base_folder := settings.lora.pretrained_checkpoint) is not None:
-        only = CheckpointSettings(load=base_folder, exit_on_missing_checkpoint=True)
-        if (base := checkpoint_to_load(only)) is not None:
-            with errors_on_all_ranks():
-                base_meta = read_meta(base)
-                notes = _check_same_model(
-                    architecture, settings, base, base_meta, run.model.config, finetunes=True, has_adapters=False
-                )
-                notes += check_settings(settings, base_meta, finetunes=True)
-            for state in states:
-                load_base(base, base_meta, state.model)
-            _print_notes(notes)
-            print_once(f"  loaded the frozen weights of {base}")
+    if plan.base is not None:
+        for state in states:
+            load_base(*plan.base, state.model)
+        print_once(f"  loaded the frozen weights of {plan.base[0]}")
     if checkpoint is not None and meta is not None:
         _load(run, checkpoint, meta)
     elif settings.checkpoint.load is not None:
@@ -143,7 +208,7 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
     return run
 
 
-def _build_mesh(settings: ResolvedSettings, device: torch.device) -> Mesh:
+def build_mesh(settings: ResolvedSettings, device: torch.device) -> Mesh:
     ranks = settings.distributed
     replicas = ranks.num_distributed_optimizer_instances
     if settings.zero.zero_stage == 0:
@@ -245,17 +310,6 @@ def _build_islands(
 def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
     """Fill the run from a checkpoint; with --finetune the model alone."""
     settings, goes_on = run.settings.checkpoint, not run.settings.checkpoint.finetune
-    with errors_on_all_ranks():
-        changed = _check_same_model(
-            run.architecture, run.settings, checkpoint, meta, run.model.config, finetunes=not goes_on
-        )
-        if goes_on and run.schedule is not None and meta["schedule"] is not None:
-            run.schedule = resume_schedule(
-                run.schedule,
-                meta["schedule"],
-                override=run.settings.schedule.override_opt_param_scheduler,
-                use_checkpoint=run.settings.schedule.use_checkpoint_opt_param_scheduler,
-            )
     if goes_on:
         for zeropp in run.zeropps:  # state of its own overrides this
             zeropp.set_optimizer_steps(run.counters.iteration - run.counters.skipped_iterations)
@@ -276,7 +330,7 @@ def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
         could_leave = bool(meta["settings"].get("islands_may_leave", False))
         if not (run.elastic is not None and could_leave and not settings.no_load_optim):
             run.islands.steps = run.counters.iteration
-    _print_notes([*changed, *notes])
+    _print_notes(notes)
     print_once(f"  successfully loaded checkpoint {checkpoint} at iteration {meta['iteration']}")
 
 

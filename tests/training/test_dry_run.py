@@ -1,6 +1,7 @@
 """--dry-run: what a command asks for and needs, for any number of ranks, from one process that starts nothing."""
 
 import re
+import secrets
 import shlex
 import sys
 
@@ -54,8 +55,10 @@ def test_512_ranks_need_what_the_estimate_says(dry_run, tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-def test_islands_that_may_leave_need_what_those_of_one_job_need(dry_run):
+def test_islands_that_may_leave_need_what_those_of_one_job_need(dry_run, tmp_path):
     """Ranks are those of one island."""
+    (tmp_path / "x").write_text(secrets.token_hex(32))
+    (tmp_path / "x").chmod(0o600)
     words = f"{COMMAND} {FAKE} --islands 4 --island-bits 4 --island-sync-interval 5"
     who = "--islands-may-leave --island-number 3 --island-lighthouse localhost:29510 --island-secret-file x"
     _, of_one_job, _ = dry_run(words, WORLD_SIZE="512", LOCAL_WORLD_SIZE="16")
