@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_zpp.arguments.check_zero import check_replicas_on_nodes
 from megatron_zpp.arguments.parse import parse_settings
@@ -101,7 +102,7 @@ def _check(
     Returns the vocabulary's size, or why it is not known. Raises FailedTogether, ValueError, OSError, ImportError.
     """
     is_here = settings.training.dry_run_world_size is None
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     device = torch.device("cpu")
     if is_here:
         device = device_of_rank(settings.distributed.distributed_backend)
