@@ -32,10 +32,9 @@ if TYPE_CHECKING:
 MANY_EPOCHS = 4
 
 
-def build_data(settings: ResolvedSettings, num_samples: tuple[int, int, int]) -> tuple[int, Datasets]:
-    """Build the datasets; return the vocabulary's size and them. num_samples: to train, validate and test."""
+def build_data(settings: ResolvedSettings, tokenizer: Tokenizer, num_samples: tuple[int, int, int]) -> Datasets:
+    """Build the datasets. num_samples: to train, validate and test."""
     training, data = settings.training, settings.data
-    tokenizer = find_tokenizer(settings.tokenizer)
     fill_in_the_middle = None
     if data.fim_data:
         prefix, middle, suffix = (
@@ -81,7 +80,7 @@ def build_data(settings: ResolvedSettings, num_samples: tuple[int, int, int]) ->
     if datasets.train is not None:
         for line in describe_length(datasets.train, num_samples[0], training):
             print_once(line)
-    return tokenizer.vocab_size, datasets
+    return datasets
 
 
 def describe_length(train: AnyDataset, num_samples: int, training: ResolvedTraining) -> Iterator[str]:

@@ -37,7 +37,7 @@ class ModelBuilder:
 
     architecture: Architecture
     settings: ResolvedSettings
-    vocab_size: int  # before padding
+    vocab_size: int
     device: torch.device
     mesh: Mesh
     token_traffic: Traffic  # counts the bytes of tokens that are sent to experts
@@ -176,17 +176,20 @@ class ModelBuilder:
         offload, _ = offloading(self.settings.zero, self.device)
         shard_model(model, self.mesh, zero_stage, mixed_precision(self.settings.precision), offload)
 
+    def kept_bytes(self, *models: nn.Module) -> int:
+        """Count the bytes of parameters, gradients and optimizer in fp32 that this rank keeps of these models."""
+        is_trained = not self.settings.training.skip_train
+        parameters = [named for model in models for named in model.named_parameters()]
+        state = state_numel(parameters, self.settings.optimizer) if is_trained else 0
+        return 4 * ((1 + is_trained) * sum(local_part(parameter).numel() for _, parameter in parameters) + state)
+
     def check_memory(self, *models: nn.Module) -> None:
         """Raise ValueError if no rank could train these models: what is kept in fp32 must fit alone.
 
         Activations, gathered parameters and what else is on the machine come on top, so not all that passes fits.
         """
         _, device = offloading(self.settings.zero, self.device)
-        is_trained = not self.settings.training.skip_train
-        parameters = [named for model in models for named in model.named_parameters()]
-        needed = 4 * (1 + is_trained) * sum(local_part(parameter).numel() for _, parameter in parameters)
-        if is_trained:
-            needed += 4 * state_numel(parameters, self.settings.optimizer)
+        needed = self.kept_bytes(*models)
         if device.type == "cuda":
             memory, ranks, where = torch.cuda.mem_get_info(device)[1], 1, "its GPU"
         else:

@@ -28,7 +28,7 @@ from megatron_zpp.parallel.mesh import MODEL_PARALLEL_AXES, Mesh, ranks_per_mode
 from megatron_zpp.parallel.tensor import dropout_seed
 from megatron_zpp.settings.groups import CheckpointSettings, LoraSettings
 from megatron_zpp.settings.resolved import ResolvedSettings
-from megatron_zpp.training.data import build_data, check_same_data_on_all_ranks, load_tasks
+from megatron_zpp.training.data import build_data, check_same_data_on_all_ranks, find_tokenizer, load_tasks
 from megatron_zpp.training.islands import build_elastic_islands, prepare_island
 from megatron_zpp.training.loss import LanguageModelLoss, LossSoFar
 from megatron_zpp.training.model import ModelBuilder
@@ -53,15 +53,15 @@ class RunPlan:
 
     checkpoint: Path | None
     meta: dict[str, Any] | None  # of the checkpoint
+    base: Path | None  # the checkpoint of --pretrained-checkpoint
     counters: Counters
     batches: BatchSchedule
     train_iters: int
     num_eval_micro_batches: int  # per data-parallel rank of this job and evaluation
-    tokens_in_vocabulary: int
+    vocab_size: int  # padded
     datasets: Datasets
     tasks: Any  # of --eval-tasks
     schedule: Schedule | None  # None with --skip-train
-    base: tuple[Path, dict[str, Any]] | None  # the checkpoint of --pretrained-checkpoint
 
 
 def check_machine(settings: ResolvedSettings, device: torch.device) -> ResolvedSettings:
@@ -84,65 +84,47 @@ def check_machine(settings: ResolvedSettings, device: torch.device) -> ResolvedS
 
 
 def plan_run(architecture: Architecture, settings: ResolvedSettings, mesh: Mesh) -> RunPlan:
-    """Find the checkpoint and the data, and refuse, on all ranks, what they do not fit."""
+    """Find the checkpoint and the data, and refuse, on all ranks, what does not fit the run."""
     training, batches = settings.training, BatchSchedule.from_settings(settings.training, mesh.dp_size)
-    checkpoint = checkpoint_to_load(settings.checkpoint)
+    checkpoint, base, finetunes = checkpoint_to_load(settings.checkpoint), None, settings.checkpoint.finetune
+    if (folder := settings.lora.pretrained_checkpoint) is not None:
+        base = checkpoint_to_load(CheckpointSettings(load=folder, exit_on_missing_checkpoint=True))
+    meta, resumed, counters, notes = None, None, Counters(), list[str]()
     with errors_on_all_ranks():
-        meta = read_meta(checkpoint) if checkpoint is not None else None
-        resumed = None if settings.checkpoint.finetune else meta  # of the run that goes on, counters and all
-        counters, notes = Counters(), list[str]()
-        if checkpoint is not None and meta is not None:  # before data and settings, which differ with the model
-            _check_same_model(architecture, settings, checkpoint, meta, finetunes=settings.checkpoint.finetune)
-            notes = check_settings(settings, meta, settings.checkpoint.finetune)
-        if resumed is not None:
-            counters = Counters.from_meta(resumed)
+        tokenizer = find_tokenizer(settings.tokenizer)
+        vocab_size = vocabulary_of(settings.model, tokenizer.vocab_size)
+        check_vocabulary(settings.distributed, vocab_size, settings.model.make_vocab_size_divisible_by)
+        config = architecture.build_config(settings.model, vocab_size)
+        if checkpoint is not None:  # before data, which differ with the model
+            meta = read_meta(checkpoint)
+            notes += _check_same_model(architecture, settings, checkpoint, meta, config, finetunes=finetunes)
+            notes += check_settings(settings, meta, finetunes)
+            if not finetunes:
+                resumed, counters = meta, Counters.from_meta(meta)
+        if base is not None:
+            found = read_meta(base)
+            notes += _check_same_model(architecture, settings, base, found, config, finetunes=True, has_adapters=False)
+            notes += check_settings(settings, found, finetunes=True)
     _print_notes(notes)
     train_iters, num_eval_micro_batches, num_samples = _plan_length(settings, batches, counters, mesh)
     with errors_on_all_ranks():
-        tokens_in_vocabulary, datasets = build_data(settings, num_samples)
-        vocab_size = vocabulary_of(settings.model, tokens_in_vocabulary)
-        check_vocabulary(settings.distributed, vocab_size, settings.model.make_vocab_size_divisible_by)
-        config = architecture.build_config(settings.model, vocab_size)
-        notes = []
-        if checkpoint is not None and meta is not None:
-            finetunes = settings.checkpoint.finetune
-            notes = _check_same_model(architecture, settings, checkpoint, meta, config, finetunes=finetunes)
+        datasets = build_data(settings, tokenizer, num_samples)
         if resumed is not None:
             check_same_data(settings, resumed, datasets)
         tasks = load_tasks(training)
         schedule = None
         if not training.skip_train:
             schedule = Schedule.from_settings(settings.optimizer, settings.schedule, training, batches)
-        if schedule is not None and resumed is not None and resumed["schedule"] is not None:
-            schedule = resume_schedule(
-                schedule,
-                resumed["schedule"],
-                override=settings.schedule.override_opt_param_scheduler,
-                use_checkpoint=settings.schedule.use_checkpoint_opt_param_scheduler,
-            )
+            if resumed is not None and resumed["schedule"] is not None:
+                schedule = resume_schedule(
+                    schedule,
+                    resumed["schedule"],
+                    override=settings.schedule.override_opt_param_scheduler,
+                    use_checkpoint=settings.schedule.use_checkpoint_opt_param_scheduler,
+                )
     check_same_data_on_all_ranks(datasets)
-    base = None
-    if (base_folder := settings.lora.pretrained_checkpoint) is not None:
-        only = CheckpointSettings(load=base_folder, exit_on_missing_checkpoint=True)
-        if (folder := checkpoint_to_load(only)) is not None:
-            with errors_on_all_ranks():
-                base = folder, read_meta(folder)
-                notes += _check_same_model(architecture, settings, *base, config, finetunes=True, has_adapters=False)
-                notes += check_settings(settings, base[1], finetunes=True)
-    _print_notes(notes)
-    return RunPlan(
-        checkpoint,
-        meta,
-        counters,
-        batches,
-        train_iters,
-        num_eval_micro_batches,
-        tokens_in_vocabulary,
-        datasets,
-        tasks,
-        schedule,
-        base,
-    )
+    length = (train_iters, num_eval_micro_batches)
+    return RunPlan(checkpoint, meta, base, counters, batches, *length, vocab_size, datasets, tasks, schedule)
 
 
 def build_run(architecture: Architecture, settings: ResolvedSettings, device: torch.device) -> Run:
@@ -163,12 +145,11 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
     checkpoint, meta, datasets = plan.checkpoint, plan.meta, plan.datasets
     with errors_on_all_ranks():
         resumes_logs = meta is not None and not settings.checkpoint.finetune and settings.checkpoint.load == save
-        vocab_size = vocabulary_of(settings.model, plan.tokens_in_vocabulary)
-        writers = _build_writers(architecture, settings, vocab_size, resumes_logs)
+        writers = _build_writers(architecture, settings, plan.vocab_size, resumes_logs)
 
     token_traffic = Traffic()
     loss_since_sync = LossSoFar()
-    builder = ModelBuilder(architecture, settings, plan.tokens_in_vocabulary, device, mesh, token_traffic)
+    builder = ModelBuilder(architecture, settings, plan.vocab_size, device, mesh, token_traffic)
     states = [_build_state(builder, island) for island in range(mesh.emulated_islands)]
     run = Run(
         architecture=architecture,
@@ -199,8 +180,8 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         )
     if plan.base is not None:
         for state in states:
-            load_base(*plan.base, state.model)
-        print_once(f"  loaded the frozen weights of {plan.base[0]}")
+            load_base(plan.base, read_meta(plan.base), state.model)
+        print_once(f"  loaded the frozen weights of {plan.base}")
     if checkpoint is not None and meta is not None:
         _load(run, checkpoint, meta)
     elif settings.checkpoint.load is not None:
@@ -339,18 +320,16 @@ def _check_same_model(
     settings: ResolvedSettings,
     checkpoint: Path,
     meta: dict[str, Any],
-    config: TransformerConfig | None = None,
+    config: TransformerConfig,
     *,
     finetunes: bool,
     has_adapters: bool = True,
 ) -> list[str]:
     """Raise CheckpointError if the checkpoint's model has another shape or uses its weights otherwise.
 
-    config: of the run's model; None while its vocabulary is unknown, which is then not compared.
-    finetunes: what fine-tuning may change is returned, as a note.
+    config: of the run's model. finetunes: what fine-tuning may change is returned, as a note.
     """
     _, saved = saved_model(meta, architecture, with_adapters=True)
-    config = config or architecture.build_config(settings.model, saved.vocab_size)
     theirs = dataclasses.asdict(saved)
     differing = [
         f"{name} {there} there, {here} here"
