@@ -11,9 +11,6 @@ from megatron_zpp.settings.groups import Settings
 from .files import CheckpointError
 from .tokenizer import check_tokenizer
 
-# What ids mean: fine-tuning keeps these, but may change all else here, and ``training.setup`` says what of the model.
-TOKENIZER = "tokenizer_type tiktoken_pattern tiktoken_num_special_tokens"
-
 # The run is refused: {flag that lets them differ: (what they make up, their names)}.
 MUST_EQUAL = {
     "--override-batch-size": (
@@ -24,8 +21,9 @@ MUST_EQUAL = {
         "the data are",
         "data_path split train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path "
         "dataloader_type data_sharding sft mock_data eod_mask_loss reset_position_ids reset_attention_mask fim_data "
-        "fim_rate fim_spm_rate fim_prefix_token fim_middle_token fim_suffix_token seq_length seed "
-        f"curriculum_min_length curriculum_max_length curriculum_iters curriculum_length_step {TOKENIZER}",
+        "fim_rate fim_spm_rate fim_prefix_token fim_middle_token fim_suffix_token seq_length seed tokenizer_type "
+        "tiktoken_pattern tiktoken_num_special_tokens curriculum_min_length curriculum_max_length curriculum_iters "
+        "curriculum_length_step",
     ),
     "--override-opt_param-scheduler": ("the learning rates are", "decoupled_lr decoupled_min_lr"),
     "--no-load-optim": ("the optimizer is", "optimizer"),
@@ -126,16 +124,10 @@ def must_be_alike(settings: Settings) -> dict[str, Any]:
 def check_settings(settings: Settings, meta: Mapping[str, Any], finetunes: bool = False) -> list[str]:
     """Compare the run's settings with those saved; return notes on what changed. Older checkpoints may lack some.
 
-    finetunes: the run takes the parameters alone, for which only the tokenizer must be the same.
-    Raises CheckpointError if a setting differs that must be equal.
+    finetunes: the run takes the parameters alone, so that all of these may differ.
+    Raises CheckpointError if a setting differs that must be equal, or a file of the tokenizer.
     """
     ours, saved = json.loads(json.dumps(settings.as_flat_dict())), meta["settings"]
-    if not ours["override_data"]:
-        if differing := _differing(TOKENIZER, ours, saved):
-            raise CheckpointError(
-                f"the tokenizer is not the checkpoint's: {differing}. Give the same, or --override-data"
-            )
-        check_tokenizer(ours, meta.get("files", {}), finetunes)
     if finetunes:
         others = [*(names for _, names in MUST_EQUAL.values()), *COMPARED_ELSEWHERE.values(), NOTED]
         may_change = [name for names in others if names != COMPARED_ELSEWHERE["model"] for name in names.split()]
@@ -146,6 +138,8 @@ def check_settings(settings: Settings, meta: Mapping[str, Any], finetunes: bool 
             continue
         if differing := _differing(names, ours, saved):
             raise CheckpointError(f"{what} not the checkpoint's: {differing}. Give the same, or {override}")
+    if not ours["override_data"]:
+        check_tokenizer(ours, meta.get("files", {}))
     changed = _differing(NOTED, ours, saved)
     return [f"changed since the checkpoint was saved: {changed}"] if changed else []
 

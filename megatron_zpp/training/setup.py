@@ -13,6 +13,7 @@ from megatron_zpp.checkpoint.folder import describe_empty
 from megatron_zpp.checkpoint.meta import Counters, saved_model
 from megatron_zpp.checkpoint.on_resume import check_settings
 from megatron_zpp.checkpoint.resume import check_not_overwritten, check_same_data, checkpoint_to_load
+from megatron_zpp.checkpoint.tokenizer import check_same_ids
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.families import Architecture, vocabulary_of
 from megatron_zpp.integrations.float8 import check_float8
@@ -101,10 +102,12 @@ def plan_run(architecture: Architecture, settings: ResolvedSettings, mesh: Mesh)
             notes += check_settings(settings, meta, finetunes)
             if not finetunes:
                 resumed, counters = meta, Counters.from_meta(meta)
+            elif not settings.checkpoint.override_data:
+                notes += check_same_ids(tokenizer, checkpoint, meta)
         if base is not None:
             found = read_meta(base)
             notes += _check_same_model(architecture, settings, base, found, config, finetunes=True, has_adapters=False)
-            notes += check_settings(settings, found, finetunes=True)
+            notes += check_settings(settings, found, finetunes=True) + check_same_ids(tokenizer, base, found)
     _print_notes(notes)
     train_iters, num_eval_micro_batches, num_samples = _plan_length(settings, batches, counters, mesh)
     with errors_on_all_ranks():
