@@ -9,6 +9,7 @@ from megatron_zpp.settings.flags import setting_of
 from megatron_zpp.settings.groups import Settings
 
 from .files import CheckpointError
+from .tokenizer import check_tokenizer
 
 # The run is refused: {flag that lets them differ: (what they make up, their names)}.
 MUST_EQUAL = {
@@ -120,17 +121,25 @@ def must_be_alike(settings: Settings) -> dict[str, Any]:
     return {name: _comparable(name, values[name]) for name in names}
 
 
-def check_settings(settings: Settings, meta: Mapping[str, Any]) -> list[str]:
+def check_settings(settings: Settings, meta: Mapping[str, Any], finetunes: bool = False) -> list[str]:
     """Compare the run's settings with those saved; return notes on what changed. Older checkpoints may lack some.
 
-    Raises CheckpointError if one differs that must be equal.
+    finetunes: the run takes the parameters alone, so that all of these may differ.
+    Raises CheckpointError if a setting differs that must be equal, or a file of the tokenizer.
     """
     ours, saved = json.loads(json.dumps(settings.as_flat_dict())), meta["settings"]
+    if finetunes:
+        others = [*(names for _, names in MUST_EQUAL.values()), *COMPARED_ELSEWHERE.values(), NOTED]
+        may_change = [name for names in others if names != COMPARED_ELSEWHERE["model"] for name in names.split()]
+        changed = _differing(" ".join(may_change), ours, saved)
+        return [f"fine-tuning changes the run: {changed}"] if changed else []
     for override, (what, names) in MUST_EQUAL.items():
         if ours[setting_of(override)]:
             continue
         if differing := _differing(names, ours, saved):
             raise CheckpointError(f"{what} not the checkpoint's: {differing}. Give the same, or {override}")
+    if not ours["override_data"]:
+        check_tokenizer(ours, meta.get("files", {}))
     changed = _differing(NOTED, ours, saved)
     return [f"changed since the checkpoint was saved: {changed}"] if changed else []
 

@@ -19,13 +19,16 @@ from megatron_zpp.zeropp.recipes import RECIPES
 from .files import CheckpointError
 from .folder import candidates, complete_checkpoints, find_checkpoint, refuse_foreign
 from .meta import REMEDY, nonfinite, read_meta
-from .tokenizer import check_tokenizer
 from .verify import problems
 
 
 def check_not_overwritten(settings: CheckpointSettings) -> None:
-    """Raise CheckpointError if this run would save over the checkpoints of another one."""
+    """Raise CheckpointError if this run cannot save, or would save over the checkpoints of another one."""
     save = settings.save
+    if save is not None:
+        nearest = next(path for path in (Path(save), *Path(save).absolute().parents) if os.path.lexists(path))
+        if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+            raise CheckpointError(f"--save {save} cannot be written: {nearest} is no folder that this user may change")
     if save is None or settings.overwrite_save or goes_on_in(settings):
         return
     if there := complete_checkpoints(save):
@@ -40,7 +43,10 @@ def goes_on_in(settings: CheckpointSettings) -> bool:
 
 
 def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
-    """Find and verify the checkpoint to load, the same on every rank; None to start from scratch. Collective."""
+    """Find and verify the checkpoint to load, the same on every rank; None to start from scratch. Collective.
+
+    Only the folder that the run also saves in may be empty: elsewhere a mistyped name would train from scratch.
+    """
     if settings.load is None:
         return None
     if settings.load_latest_good:
@@ -74,6 +80,9 @@ def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
     with errors_on_all_ranks():
         if checkpoint is None and settings.exit_on_missing_checkpoint:
             raise CheckpointError(f"{settings.load} holds no checkpoint (--exit-on-missing-checkpoint)")
+        if checkpoint is None and (settings.finetune or not goes_on_in(settings)):
+            scratch = "to start from scratch leave it out, or make it the folder of --save"
+            raise CheckpointError(f"--load {settings.load} holds no checkpoint: correct the path; {scratch}")
     return checkpoint
 
 
@@ -118,9 +127,7 @@ def _latest_good(folder: str, digests: str) -> tuple[Path | None, list[str]]:
 
 
 def check_same_data(settings: Settings, meta: Mapping[str, Any], datasets: Datasets) -> None:
-    """Raise CheckpointError or ValueError if tokenizer, data or their order are not the checkpoint's."""
-    if not settings.checkpoint.override_data:
-        check_tokenizer(settings.as_flat_dict(), meta["files"])
+    """Raise ValueError if the data or their order are not the checkpoint's."""
     saved = meta.get("data_order")
     if datasets.train is not None and saved is not None:
         check_order(saved, datasets.train.order, other_data=settings.checkpoint.override_data)

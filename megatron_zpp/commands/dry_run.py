@@ -1,13 +1,17 @@
-"""--dry-run: print a command's settings and what they need, from one process that starts nothing."""
+"""--dry-run: check a command as its run would, and print its settings and what they need. Nothing is started."""
 
 import os
 from collections.abc import Iterator
 
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_zpp.arguments.check_zero import check_replicas_on_nodes
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.arguments.resolve_parallel import check_vocabulary, data_parallel_size, num_jobs
 from megatron_zpp.families import Architecture, vocabulary_of
-from megatron_zpp.optim.optimizer import state_numel
-from megatron_zpp.parallel.distributed import is_first_rank, ranks_of_environment
+from megatron_zpp.parallel.distributed import device_of_rank, is_first_rank, ranks_of_environment
 from megatron_zpp.parallel.mesh import MODEL_PARALLEL_SETTINGS, ranks_per_model_copy
 from megatron_zpp.planning.needs.division import RankGrid
 from megatron_zpp.planning.needs.estimate import estimate, memory_and_traffic
@@ -15,6 +19,9 @@ from megatron_zpp.settings.checks import flag_of, require
 from megatron_zpp.settings.groups import Settings, all_flags
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.data import find_tokenizer
+from megatron_zpp.training.model import ModelBuilder
+from megatron_zpp.training.setup import build_mesh, check_machine, plan_run
+from megatron_zpp.zeropp import Traffic
 from megatron_zpp.zeropp.recipes import AUTO
 
 USUAL_RANKS_PER_NODE = 8
@@ -33,11 +40,12 @@ def dry_run(architecture: Architecture) -> None:
     ranks_per_node, source = _ranks_per_node(settings, world_size)
     nodes = num_jobs(settings.distributed) * world_size // ranks_per_node
     grid = RankGrid(nodes, ranks_per_node, settings.distributed)
+    needs = _check(architecture, settings, grid, world_size)
     parts = [
         _ranks(settings, grid, source),
         ["settings that are not their defaults, derived ones among them", *(f"  {flag}" for flag in _given(settings))],
         [f"note: {note}" for note in notes],
-        _needs(architecture, settings, grid),
+        needs,
         ["nothing was started: leave --dry-run out to train"],
     ]
     print("\n\n".join("\n".join(lines) for lines in parts if lines), flush=True)
@@ -84,27 +92,50 @@ def _ranks_per_node(settings: ResolvedSettings, world_size: int) -> tuple[int, s
     return ranks, f"{source}, unless LOCAL_WORLD_SIZE or --zeropp-ranks-per-node says otherwise"
 
 
-def _needs(architecture: Architecture, settings: ResolvedSettings, grid: RankGrid) -> list[str]:
+def _check(architecture: Architecture, settings: ResolvedSettings, grid: RankGrid, world_size: int) -> list[str]:
+    """Refuse what the run refuses, by its own checks, on ranks of which this process alone exists.
+
+    With --dry-run-world-size the run is for other machines: their files, packages and memory are not looked for.
+    Returns what the run needs, as lines. Raises FailedTogether, ValueError, OSError, ImportError.
+    """
+    is_here, vocabulary = settings.training.dry_run_world_size is None, settings.tokenizer.vocab_size
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    device = torch.device("cpu")
+    if is_here:
+        device = device_of_rank(settings.distributed.distributed_backend)
+        settings = check_machine(settings, device)
+    mesh = build_mesh(settings, torch.device("cpu"))  # also for GPUs: nothing is computed
+    if (replicas := settings.distributed.num_distributed_optimizer_instances) > 1:
+        averaging = grid.group("averaging")
+        check_replicas_on_nodes(replicas, averaging.size, averaging.ranks_per_node)
+    if is_here:
+        vocab_size = plan_run(architecture, settings, mesh).vocab_size
+    else:
+        try:
+            vocabulary = find_tokenizer(settings.tokenizer).vocab_size
+        except (OSError, ValueError, ImportError) as error:
+            if vocabulary is None:
+                return [f"model, memory and traffic are not estimated without --vocab-size: {error}"]
+        vocab_size = vocabulary_of(settings.model, vocabulary)
+        check_vocabulary(settings.distributed, vocab_size, settings.model.make_vocab_size_divisible_by)
+    builder = ModelBuilder(architecture, settings, vocab_size, device, mesh, Traffic())
+    stages = builder.build_parts().values()
+    if is_here:
+        builder.check_memory(*stages)
+    return _needs(architecture, settings, grid, vocab_size, builder.kept_bytes(*stages))
+
+
+def _needs(
+    architecture: Architecture, settings: ResolvedSettings, grid: RankGrid, vocab_size: int, kept_bytes: int
+) -> list[str]:
     """Format the model's size, the run's length, memory and traffic, or why one is not known."""
-    distributed, multiple = settings.distributed, settings.model.make_vocab_size_divisible_by
     try:
-        vocabulary = find_tokenizer(settings.tokenizer).vocab_size
-    except (OSError, ValueError, ImportError) as error:
-        if settings.tokenizer.vocab_size is None:
-            return [f"model, memory and traffic are not estimated without --vocab-size: {error}"]
-        vocabulary = settings.tokenizer.vocab_size
-    check_vocabulary(distributed, vocabulary_of(settings.model, vocabulary), multiple)
-    try:
-        needs = estimate(architecture, settings, vocabulary, grid)
+        needs = estimate(architecture, settings, vocab_size, grid)
     except ValueError as error:
-        model = architecture.build_model(settings.model, vocabulary)
-        parameters = sum(p.numel() for p in model.parameters())
-        replicas = distributed.num_distributed_optimizer_instances
-        shards = grid.world_size // replicas if settings.zero.zero_stage > 0 else ranks_per_model_copy(distributed)
-        least = 4 * (2 * parameters + state_numel(model.named_parameters(), settings.optimizer)) / shards / 1e9
+        parameters = architecture.num_parameters(architecture.build_config(settings.model, vocab_size))
         return [
             f"{parameters:,} parameters",
-            f"a rank keeps {least:.3g} GB of parameters, gradients and optimizer in fp32, if all divide evenly",
+            f"the first rank keeps {kept_bytes / 1e9:.3g} GB of parameters, gradients and optimizer in fp32",
             f"other memory and traffic are not estimated: {error}",
         ]
     return [needs.length, *memory_and_traffic(needs)]

@@ -1,6 +1,7 @@
 """Builds the datasets that a run's data flags describe."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from torch.utils.data import Dataset
 
 from megatron_zpp.data.blended_dataset import SURPLUS, BlendedDataset, normalize, shares
 from megatron_zpp.data.chat_dataset import ChatDataset
-from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions
+from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions, TooLittleDataError
 from megatron_zpp.data.index_cache import IndexCache, Progress, no_progress
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.text.sources import SPLIT_NAMES, Edges, Source, read_sources, split_sequences
@@ -57,12 +58,14 @@ def build_datasets(
     keep_last_valid: bool = False,
     mmap_tokens: bool = True,
     progress: Progress = no_progress,
+    note: Callable[[str], None] = warnings.warn,
     **paths: Any,
 ) -> Datasets:
     """Build the train, validation and test datasets, equal on every rank, without communication.
 
     ``paths`` are the arguments of ``read_sources``; a split of 0 of ``num_samples`` is not built. ``vocab_size`` None
-    leaves the ids unchecked. Raises FileNotFoundError or ValueError if data is missing, damaged or too little.
+    leaves the ids unchecked. ``note`` gets a line for each evaluation that the default of ``split`` leaves no sample.
+    Raises FileNotFoundError or ValueError if data is missing, damaged or too little.
     """
     if mock_data:
         assert vocab_size is not None
@@ -110,7 +113,17 @@ def build_datasets(
             raise ValueError(f"{once}, but the run asks for {size}; give each prefix a weight, or {fewer}")
         return blend
 
-    return Datasets(*map(build_split, SPLIT_NAMES, sources, num_samples))
+    def build_asked_for(name: str, source: Source | None, size: int | None) -> AnyDataset | None:
+        try:
+            return build_split(name, source, size)
+        except TooLittleDataError as error:
+            is_default = paths.get("split") is None and bool(paths.get("data_path") or paths.get("data_args_path"))
+            if name == "train" or not is_default:
+                raise
+            note(f"nothing is evaluated on {name} data: by the default of --split, {error}")
+            return None
+
+    return Datasets(*map(build_asked_for, SPLIT_NAMES, sources, num_samples))
 
 
 def check_vocabulary(indexed: IndexedDataset, vocab_size: int, cache: IndexCache) -> None:

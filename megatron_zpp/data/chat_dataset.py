@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from megatron_zpp.data.gpt_dataset import SampleOptions
+from megatron_zpp.data.gpt_dataset import SampleOptions, TooLittleDataError
 from megatron_zpp.data.index_cache import IndexCache
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.indices import Advance, Arrays
 
-INDEX_VERSION = 1  # part of the cache key: raise it when the indices change
+INDEX_VERSION = 2  # part of the cache key: raise it when the indices change
 
 # Bits of a sample's tokens, above all ids.
 CHAT_BEGINS = 1 << 40
@@ -28,8 +28,8 @@ class ChatDataset(Dataset):
     """Samples of up to ``options.seq_length + 1`` tokens from the documents ``chats`` of ``indexed``.
 
     Each item is a new array, int64 [L + 1 or fewer], of ids with the bits ``CHAT_BEGINS`` and ``HAS_LOSS``, for
-    ``loader.make_batch``. A longer chat loses its end. The dataset holds whole epochs, at least ``num_samples``; None:
-    one.
+    ``loader.make_batch``. A longer chat loses its end, and one that loses all of its answers is left out. The dataset
+    holds whole epochs, at least ``num_samples``; None: one. Raises ValueError if no chat is left.
     """
 
     def __init__(
@@ -46,11 +46,19 @@ class ChatDataset(Dataset):
             raise ValueError(f"{indexed.prefix} does not mark the assistant's words: make it with --chat")
         if len(chats) == 0:
             none = f"the {name} split of {indexed.prefix} has none of its {indexed.num_documents} chats"
-            raise ValueError(f"{none}: give a larger share with --split, more data, or --eval-iters 0")
+            raise TooLittleDataError(f"{none}: give a larger share with --split, more data, or --eval-iters 0")
         self.indexed, self.options, self.chats, self.modes = indexed, options, chats, indexed.sequence_modes
-        ends = np.concatenate([[0], np.cumsum(indexed.sequence_lengths, dtype=np.int64)])[indexed.document_indices]
-        lengths = np.diff(ends)[chats.start : chats.stop]  # tokens of each chat
         capacity = options.seq_length + 1
+        ends = np.concatenate([[0], np.cumsum(indexed.sequence_lengths, dtype=np.int64)])  # [sequences + 1]
+        has_loss = _with_loss(indexed.document_indices, ends, self.modes, capacity)
+        # Chats to train on, by their numbers in the file.
+        self.kept = chats.start + np.flatnonzero(has_loss[chats.start : chats.stop])
+        if len(self.kept) == 0:
+            none = f"none of the {len(chats)} chats in the {name} split of {indexed.prefix} has an answer"
+            raise TooLittleDataError(
+                f"{none} within --seq-length {options.seq_length}: give a larger one, or shorter chats"
+            )
+        lengths = np.diff(ends[indexed.document_indices])[self.kept]  # tokens of each chat
         self.num_truncated = int(np.count_nonzero(lengths > capacity))
         lengths = np.minimum(lengths, capacity)
 
@@ -78,7 +86,7 @@ class ChatDataset(Dataset):
             raise IndexError(f"sample {index} of {len(self)}")
         self.indexed.check_not_cut()
         first, last = self.sample_index[index : index + 2].tolist()
-        return np.concatenate([self._chat(self.chats.start + chat) for chat in self.chat_index[first:last].tolist()])
+        return np.concatenate([self._chat(chat) for chat in self.kept[self.chat_index[first:last]].tolist()])
 
     def _chat(self, document: int) -> NDArray[np.int64]:
         first, last = self.indexed.document_indices[document : document + 2].tolist()
@@ -91,12 +99,18 @@ class ChatDataset(Dataset):
 
     def describe(self) -> str:
         """Say how the chats fill their samples, in one line."""
-        num_samples, capacity = int(np.searchsorted(self.sample_index, len(self.chats))), self.options.seq_length + 1
+        num_samples, length = self.samples_per_epoch, self.options.seq_length
+        num_left_out = len(self.chats) - len(self.kept)
+        left_out = f"; {num_left_out:,} more lose all of their answers and are left out" if num_left_out else ""
         return (
-            f"{len(self.chats):,} chats of {self.indexed.prefix} in {num_samples:,} samples an epoch, "
-            f"{self._num_tokens / (num_samples * capacity):.0%} full; {self.num_truncated:,} chats are longer than "
-            f"--seq-length {self.options.seq_length} and lose their end"
+            f"{len(self.kept):,} chats of {self.indexed.prefix} in {num_samples:,} samples an epoch, "
+            f"{self._num_tokens / (num_samples * (length + 1)):.0%} full; {self.num_truncated:,} chats are longer than "
+            f"--seq-length {length} and lose their end{left_out}"
         )
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return int(np.searchsorted(self.sample_index, len(self.kept)))
 
     @property
     def order(self) -> dict[str, Any]:
@@ -108,7 +122,24 @@ class ChatDataset(Dataset):
             "seq_length": self.options.seq_length,
             "seed": self.options.seed,
             "epochs": "any",  # more of them change nothing in what comes before
+            # Older checkpoints left none out.
+            **({"left_out": len(self.chats) - len(self.kept)} if len(self.kept) < len(self.chats) else {}),
         }
+
+
+def _with_loss(
+    chats: NDArray[np.int64], ends: NDArray[np.int64], modes: NDArray[np.uint8], capacity: int
+) -> NDArray[np.bool_]:
+    """Return for each chat whether an answer lies within its first ``capacity`` tokens, beyond the first, bool [C].
+
+    chats: each one's first part, and the number of parts [C + 1]; ends: each part's first token, and the number of all
+    tokens [P + 1]; modes: 1 for the parts that are answers [P].
+    """
+    answers = np.flatnonzero(modes == 1)
+    chat_of_answer = np.searchsorted(chats, answers, side="right") - 1
+    begin = ends[chats][chat_of_answer]  # nothing predicts the token there
+    is_trained = np.maximum(ends[answers], begin + 1) < np.minimum(ends[answers + 1], begin + capacity)
+    return np.isin(np.arange(len(chats) - 1), chat_of_answer[is_trained])
 
 
 def pack_epochs(lengths: NDArray[np.int64], capacity: int, num_samples: int, seed: int, advance: Advance) -> Arrays:

@@ -16,6 +16,10 @@ from megatron_zpp.data.indices import Advance, Arrays, count_epochs, megatron_or
 INDEX_VERSION = 2  # part of the cache key: raise it when the indices change
 
 
+class TooLittleDataError(ValueError):
+    """A split does not fill one sample."""
+
+
 @dataclass(frozen=True)
 class SampleOptions:
     """How a run cuts, orders and masks samples, whatever its data."""
@@ -56,16 +60,17 @@ class GPTDataset(Dataset):
         num_tokens = int(indexed.sequence_lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
         if num_tokens == 0:
             empty = f"the {name} split of {indexed.prefix} is empty ({len(sequences)} of {len(indexed)} documents)"
-            raise ValueError(f"{empty}: give a larger share with --split, more data, or --eval-iters 0")
+            raise TooLittleDataError(f"{empty}: give a larger share with --split, more data, or --eval-iters 0")
         seq_length, seed, stable = options.seq_length, options.seed, options.stable_order
         samples_per_epoch = samples_in(1, num_tokens, seq_length, keep_last)
+        if samples_per_epoch == 0:  # in Megatron a sample repeats the data within itself
+            few = f"the {name} split of {indexed.prefix} holds {num_tokens} tokens, less than {seq_length} + 1"
+            raise TooLittleDataError(f"{few}: give more data, or a smaller --seq-length")
+        self.samples_per_epoch = num_tokens / seq_length  # samples may span epochs
         if stable:
-            self.epochs, self.separate_last_epoch = max(1, -(-(num_samples or 1) // max(1, samples_per_epoch))), False
+            self.epochs, self.separate_last_epoch = max(1, -(-(num_samples or 1) // samples_per_epoch)), False
         else:
             self.epochs, self.separate_last_epoch = count_epochs(num_tokens, num_samples, seq_length)
-        if samples_in(1 if stable else self.epochs, num_tokens, seq_length, keep_last) == 0:
-            few = f"the {name} split of {indexed.prefix} holds {num_tokens} tokens, less than {seq_length} + 1"
-            raise ValueError(f"{few}: give more data, or a smaller --seq-length")
 
         def build(advance: Advance) -> Arrays:
             lengths = indexed.sequence_lengths

@@ -29,8 +29,9 @@ def check_order(saved: Order, order: Order, other_data: bool = False) -> None:
         if _shuffles(old) != _shuffles(new) and not (other_data and new["epochs"] == "any"):
             length = f"{new['epochs']} epochs of {name}, not {old.get('epochs')}, or another part of the last"
             why = "Megatron shuffles across epochs, so the order would change and repeat data that was read"
-            fix = "Keep the length of the run, or give --data-order-stable (with --override-data: a new order)"
-            raise ValueError(f"the run's new length takes {length}. {why}. {fix}")
+            shorter = "To end earlier, keep the length and give --exit-interval"
+            longer = "to go on in a new order, which repeats some data, give --data-order-stable --override-data"
+            raise ValueError(f"the run's new length takes {length}. {why}. {shorter}; {longer}")
 
 
 def _differing(old: Order, new: Order) -> str:

@@ -43,6 +43,16 @@ def validation_metrics(losses: Mapping[str, float], settings: LoggingSettings) -
     return metrics
 
 
+def check_writers(settings: LoggingSettings) -> None:
+    """Raise ValueError if a package is missing that the flags need."""
+    wanted = {"tensorboard": settings.tensorboard_dir, "wandb": settings.wandb_project}
+    for package, flag in (("tensorboard", "--tensorboard-dir"), ("wandb", "--wandb-project")):
+        spec = importlib.util.find_spec(package)
+        # A folder of that name, such as wandb's ./wandb, has no origin.
+        if wanted[package] is not None and (spec is None or spec.origin is None):
+            raise ValueError(f"{flag} needs the package {package}, of megatron_zpp's extra {package}")
+
+
 class MetricWriters:
     """TensorBoard (``--tensorboard-dir``) and wandb (``--wandb-project``), each where it was asked for.
 
@@ -67,12 +77,7 @@ class MetricWriters:
         self._to_wandb: Attempts | None = None
         self._run_config, self._settings, self._resumes = run_config, settings, resumes
         self._wandb_folder = settings.wandb_save_dir or (os.path.join(save, "wandb") if save else None)
-        wanted = {"tensorboard": settings.tensorboard_dir, "wandb": settings.wandb_project}
-        for package, flag in (("tensorboard", "--tensorboard-dir"), ("wandb", "--wandb-project")):
-            spec = importlib.util.find_spec(package)
-            # A folder of that name, such as wandb's ./wandb, has no origin.
-            if wanted[package] is not None and (spec is None or spec.origin is None):
-                raise ValueError(f"{flag} needs the package {package}, of megatron_zpp's extra {package}")
+        check_writers(settings)
         if is_writer and settings.tensorboard_dir is not None:
             self._to_tensorboard = Attempts(f"TensorBoard's events in {settings.tensorboard_dir}")
             if not self._to_tensorboard(self._open_tensorboard):

@@ -49,14 +49,14 @@ def apply_activation_checkpointing(
         modules: of "selective" only: some of "core_attn", "mlp", "moe" and "shared_experts", as in Megatron.
         splits_backward: a backward pass runs in parts, each of which computes the block again; not with ``compile``.
 
-    ``arguments/resolve_compute.py`` checks all of these. Raises ValueError for a module that no block has.
+    ``arguments/resolve_compute.py`` and ``check_recomputed_modules`` check all of these.
     """
     assert granularity in ("full", "selective") and method in ("uniform", "block", None)
     blocks, options = list(model.layers), dict[str, Any]()
     if granularity == "full":
         blocks = blocks[::num_layers] if method == "uniform" else blocks[:num_layers]
     elif modules:
-        _checkpoint_modules(blocks, modules, is_whole=len(blocks) == model.config.num_layers)
+        _checkpoint_modules(blocks, modules)
         return
     else:
         contexts = _contexts_for_parts if splits_backward else create_selective_checkpoint_contexts
@@ -77,14 +77,18 @@ def recomputed_modules(block: nn.Module, name: str) -> list[nn.Module]:
     return [] if found is None else [found]
 
 
-def _checkpoint_modules(blocks: Sequence[nn.Module], names: Sequence[str], is_whole: bool) -> None:
-    """Checkpoint these modules. Raises ValueError for one that no block has; a pipeline's stage may have none."""
-    for name in dict.fromkeys(names):
-        found = [module for block in blocks for module in recomputed_modules(block, name)]
-        if is_whole and not found:
+def check_recomputed_modules(model: Transformer, names: Sequence[str]) -> None:
+    """Raise ValueError for a name of ``recompute_modules`` that no block of the whole model has."""
+    for name in names:
+        if not any(recomputed_modules(block, name) for block in model.layers):
             raise ValueError(f"--recompute-modules {name}: no block of this model has it; leave it out")
+
+
+def _checkpoint_modules(blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
+    """Checkpoint these modules, of which a pipeline's stage may have none."""
+    for name in dict.fromkeys(names):
         method = "attend" if name == "core_attn" else "forward"  # not the linear layers around attention
-        for module in found:
+        for module in (module for block in blocks for module in recomputed_modules(block, name)):
             setattr(module, method, _checkpointed(getattr(module, method)))
 
 

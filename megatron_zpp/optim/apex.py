@@ -11,7 +11,8 @@ from torch import Tensor
 from megatron_zpp.zeropp.own_rank import local_part
 
 
-def _import(name: str, compiled: str) -> Any:
+def import_apex(name: str, compiled: str) -> Any:
+    """Import a module of Apex with what it needs compiled. Raises ValueError without a usable Apex, or a GPU."""
     # The package called `apex` on PyPI is an unrelated one, so an import that works proves nothing.
     try:
         importlib.import_module(compiled)  # which an Apex built without APEX_CUDA_EXT lacks
@@ -31,7 +32,7 @@ def apex_optimizer(
 
     kernel: the attribute that launches its kernel.
     """
-    optimizer = getattr(_import("apex.optimizers", "amp_C"), name)(groups, weight_decay=0.0, **arguments)
+    optimizer = getattr(import_apex("apex.optimizers", "amp_C"), name)(groups, weight_decay=0.0, **arguments)
     setattr(optimizer, kernel, _on_local_tensors(getattr(optimizer, kernel)))
     # Apex's own takes no ``set_to_none``, which loading a checkpoint gives.
     optimizer.zero_grad = MethodType(torch.optim.Optimizer.zero_grad, optimizer)
@@ -70,7 +71,7 @@ def _keep_steps(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 def apex_norms() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """Return Apex's LayerNorm and RMSNorm, with the arguments of torch's. Raises ValueError without a usable Apex."""
-    fused = _import("apex.normalization.fused_layer_norm", "fused_layer_norm_cuda")
+    fused = import_apex("apex.normalization.fused_layer_norm", "fused_layer_norm_cuda")
     return (
         lambda x, shape, weight, bias, eps: fused.fused_layer_norm_affine(x, weight, bias, shape, eps),
         lambda x, shape, weight, eps: fused.fused_rms_norm_affine(x, weight, shape, eps),

@@ -17,7 +17,7 @@ from megatron_zpp.settings.groups import OptimizerSettings
 from megatron_zpp.zeropp import Muon, ZeroPPInterface
 from megatron_zpp.zeropp.own_rank import local_part
 
-from .apex import apex_optimizer
+from .apex import apex_optimizer, import_apex
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,10 @@ def build_optimizer(
     arguments = dict(lr=settings.lr or 0.0, **kind.arguments(settings))
     if kind.is_muon:
         arguments["zeropp"] = zeropp
+    check_apex(settings)
     if not settings.use_apex:
         return kind.torch_class(groups, **arguments)
-    if kind.apex is None:
-        raise ValueError(f"--use-apex: Apex has no --optimizer {settings.optimizer}; leave --use-apex out")
+    assert kind.apex is not None
     name, kernel, more_arguments = kind.apex
     return apex_optimizer(name, kernel, groups, arguments | more_arguments)
 
@@ -142,3 +142,11 @@ def _parameter_groups(model: nn.Module, decouples: bool, takes_matrices: bool) -
     if not parts:
         raise ValueError("the model has no trainable parameter")
     return [{**groups[i], "params": part} for (i, _), part in parts.items()]
+
+
+def check_apex(settings: OptimizerSettings) -> None:
+    """Raise ValueError if ``--use-apex`` cannot work with these settings, or on this machine."""
+    if settings.use_apex:
+        if OPTIMIZERS[settings.optimizer].apex is None:
+            raise ValueError(f"--use-apex: Apex has no --optimizer {settings.optimizer}; leave --use-apex out")
+        import_apex("apex.optimizers", "amp_C")

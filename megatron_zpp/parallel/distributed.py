@@ -56,15 +56,8 @@ def init_distributed(backend: str | None, timeout_minutes: float) -> torch.devic
     for name in ("RANK", "LOCAL_RANK"):
         os.environ.setdefault(name, "0")
 
-    use_cuda = torch.cuda.is_available() and backend != "gloo"
-    if backend == "nccl" and not use_cuda:
-        raise ValueError("--distributed-backend nccl needs a GPU, and torch sees none; use gloo")
-    device = torch.device("cpu")
-    if use_cuda:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        if device.index >= torch.cuda.device_count():
-            none = f"local rank {device.index} has no GPU, this machine has {torch.cuda.device_count()}"
-            raise ValueError(f"{none}: start as many ranks as GPUs, or give --distributed-backend gloo")
+    device = device_of_rank(backend)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = timedelta(minutes=timeout_minutes)
     store: dist.Store
@@ -75,12 +68,24 @@ def init_distributed(backend: str | None, timeout_minutes: float) -> torch.devic
     # Without device_id: with it NCCL makes every group by splitting the default one, which all ranks must call, while
     # ZeRO++ makes groups of nodes among their members alone (a pipeline stage may have experts where others have none).
     dist.init_process_group(
-        backend or ("nccl" if use_cuda else "gloo"),
+        backend or ("nccl" if device.type == "cuda" else "gloo"),
         store=store,
         rank=rank,
         world_size=world_size,
         timeout=timeout,
     )
+    return device
+
+
+def device_of_rank(backend: str | None) -> torch.device:
+    """Return this rank's device. Raises ValueError without enough GPUs."""
+    use_cuda = torch.cuda.is_available() and backend != "gloo"
+    if backend == "nccl" and not use_cuda:
+        raise ValueError("--distributed-backend nccl needs a GPU, and torch sees none; use gloo")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_cuda else torch.device("cpu")
+    if use_cuda and device.index >= torch.cuda.device_count():
+        none = f"local rank {device.index} has no GPU, this machine has {torch.cuda.device_count()}"
+        raise ValueError(f"{none}: start as many ranks as GPUs, or give --distributed-backend gloo")
     return device
 
 

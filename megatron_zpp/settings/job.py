@@ -120,16 +120,18 @@ class CheckpointSettings:
     save_keep_last: int | None = flag(
         None, "latest (finite) checkpoints to keep; default all, or 2 with --save-retain-interval", at_least=1
     )
-    load: str | None = _folder("folder to resume from; an empty or absent one starts from scratch")
+    load: str | None = _folder("folder to resume from; only an empty or absent --save starts from scratch")
     ckpt_step: int | None = _loading(None, "iteration to load; default the latest", at_least=0)
-    exit_on_missing_checkpoint: bool = _loading(False, "fail when --load holds no checkpoint")
+    exit_on_missing_checkpoint: bool = _loading(False, "fail when --load holds no checkpoint, even if it is --save")
     verify_checkpoint: str = flag(
         "all", "look for damage before loading: in whole files, samples or sizes", choices=("all", "sample", "none")
     )
     load_latest_good: bool = _loading(False, "load the newest checkpoint without damage, NaN or Inf")
     override_batch_size: bool = _loading(False, "on resume take the batch size from the flags")
-    override_data: bool = _loading(False, "on resume take data, their order, the seed and --seq-length from the flags")
-    finetune: bool = _loading(False, "load only the parameters and start at iteration 0")
+    override_data: bool = _loading(False, "on resume take data, tokenizer, order, seed and --seq-length from the flags")
+    finetune: bool = _loading(
+        False, "load only the parameters, start at iteration 0, and note what differs from their run"
+    )
     no_save_optim: bool = flag(False, "leave the optimizer out of checkpoints")
     no_save_rng: bool = flag(False, "leave random states out of checkpoints")
     no_load_optim: bool = _loading(False, "do not load the optimizer")

@@ -70,9 +70,13 @@ class TrainingSettings:
         False, "choose torch's deterministic algorithms, for the same numbers in each run; slower on GPUs"
     )
     skip_train: bool = flag(False, "only evaluate")
-    dry_run: bool = flag(False, "print what this command asks for and what it needs, and exit without starting it")
+    dry_run: bool = flag(False, "check this command as its run would, print what it asks for and needs, and exit")
     dry_run_world_size: int | None = flag(
-        None, "ranks for --dry-run; default those that the launcher started", needs="dry_run", at_least=1, at_most=2**20
+        None,
+        "ranks of other machines for --dry-run; default the launcher's",
+        needs="dry_run",
+        at_least=1,
+        at_most=2**20,
     )
     exit_interval: int | None = flag(None, "save and exit at iterations divisible by this", at_least=1)
     exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes", at_least=0)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from megatron_zpp.data.blended_dataset import BlendedDataset
-from megatron_zpp.data.build import Datasets, build_datasets
+from megatron_zpp.data.build import AnyDataset, Datasets, MockDataset, build_datasets
 from megatron_zpp.data.chat_dataset import ChatDataset
 from megatron_zpp.data.fill_in_the_middle import FillInTheMiddle, find_token
 from megatron_zpp.data.gpt_dataset import SampleOptions
@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from megatron_zpp.integrations.lm_eval import Tasks
 
 
-def build_data(settings: ResolvedSettings, num_samples: tuple[int, int, int]) -> tuple[int, Datasets]:
-    """Build the datasets; return the vocabulary's size and them. num_samples: to train, validate and test."""
+MANY_EPOCHS = 4
+
+
+def build_data(settings: ResolvedSettings, tokenizer: Tokenizer, num_samples: tuple[int, int, int]) -> Datasets:
+    """Build the datasets. num_samples: to train, validate and test."""
     training, data = settings.training, settings.data
-    tokenizer = find_tokenizer(settings.tokenizer)
     fill_in_the_middle = None
     if data.fim_data:
         prefix, middle, suffix = (
@@ -69,12 +71,35 @@ def build_data(settings: ResolvedSettings, num_samples: tuple[int, int, int]) ->
         mmap_tokens=not data.no_mmap_bin_files,
         # The rank that builds shows it: the others of its node wait for it.
         progress=partial(progress, any_rank=True, line_every=10.0),
+        note=lambda text: print_once(f"note: {text}"),
     )
     for name, dataset in zip(SPLIT_NAMES, datasets, strict=True):
         for part in dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]:
             if isinstance(part, ChatDataset):
                 print_once(f"  {name}: {part.describe()}")
-    return tokenizer.vocab_size, datasets
+    if datasets.train is not None:
+        for line in describe_length(datasets.train, num_samples[0], training):
+            print_once(line)
+    return datasets
+
+
+def describe_length(train: AnyDataset, num_samples: int, training: ResolvedTraining) -> Iterator[str]:
+    """Yield the tokens and epochs of a run of ``num_samples``, and a warning where it repeats data too often."""
+    at_most = "" if training.curriculum_min_length is None else "at most "
+    length = f"  train: {at_most}{num_samples * training.seq_length:,} tokens in {num_samples:,} samples"
+    if isinstance(train, MockDataset):
+        yield length
+        return
+    parts = train.datasets if isinstance(train, BlendedDataset) else [train]
+    weights = (train.weights if isinstance(train, BlendedDataset) else None) or [1.0]
+    epochs = [weight * num_samples / part.samples_per_epoch for part, weight in zip(parts, weights, strict=True)]
+    most = max(epochs)
+    least = f"{min(epochs):.3g} to " if len(epochs) > 1 else ""
+    yield f"{length}, {least}{most:.3g} epochs"
+    if most > MANY_EPOCHS:
+        prefix = parts[epochs.index(most)].indexed.prefix
+        repeats = f"WARNING: {prefix} is read {most:.3g} times, and data teach little after {MANY_EPOCHS} epochs"
+        yield f"{repeats} (arXiv 2305.16264): give more data, or end earlier"
 
 
 def find_tokenizer(names: ResolvedTokenizer) -> Tokenizer:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_zpp.parallel.distributed import print_once
-from megatron_zpp.training.loss import mean_loss
+from megatron_zpp.training.loss import mean_loss, no_loss
 from megatron_zpp.training.nonfinite import NonfiniteSteps
 from megatron_zpp.training.run import IslandStep, Run, what_is_due
 from megatron_zpp.zeropp.fsdp.collectives import all_gather
@@ -30,6 +30,7 @@ class StepResult:
 
     at: StepInfo
     loss: float  # mean over the tokens of the global batch
+    num_tokens: float  # that have a loss
     grad_norm: float  # before clipping; of islands the mean
     num_zeros: int | None
     auxiliary: dict[str, float]  # auxiliary losses and what else a model shows: means over micro-batches and ranks
@@ -52,6 +53,7 @@ class DeferredStats:
         self._run = run
         self._nonfinite = [NonfiniteSteps(run, state) for state in run.states]
         self._kept: list[tuple[StepInfo, list[list[float]]]] = []  # with a row of each island of this process
+        self._noted_no_loss = False
 
     def step(self, steps: Sequence[IslandStep], num_samples: int) -> list[StepResult]:
         """Keep a step of this process's islands; return all steps since the last exchange if one is due. Collective.
@@ -78,6 +80,9 @@ class DeferredStats:
             counters.skipped_iterations += result.is_skipped
             counters.nan_iterations += result.has_nan
             run.last_loss = result.loss
+            if result.num_tokens == 0 and not self._noted_no_loss:
+                self._noted_no_loss = True
+                print_once(f"WARNING: {no_loss(f'iteration {result.at.iteration}')} (said once)")
             if result.has_spiked:
                 print_once(f"note: the loss at iteration {result.at.iteration} spiked to {result.loss:g}: step skipped")
         return results
@@ -115,6 +120,7 @@ def _result(at: StepInfo, rows: list[list[float]], names: list[str], has_zeros: 
     return StepResult(
         at,
         loss=mean_loss(loss_sum, num_tokens),
+        num_tokens=num_tokens,
         grad_norm=grad_norms / count,
         num_zeros=round(num_zeros) if has_zeros else None,
         auxiliary={name: value / count for name, value in zip(names, auxiliary, strict=True)},

@@ -15,7 +15,7 @@ from megatron_zpp.metrics.writers import validation_metrics
 from megatron_zpp.models.transformer import as_model_output
 from megatron_zpp.parallel.distributed import StopSignals, print_once
 from megatron_zpp.training.data import batches_of, find_tokenizer
-from megatron_zpp.training.loss import Target, count_once, mean_loss
+from megatron_zpp.training.loss import Target, count_once, mean_loss, no_loss
 from megatron_zpp.training.nonfinite import NotFiniteError, nonfinite_evaluated
 from megatron_zpp.training.run import Run, TrainState
 
@@ -53,6 +53,8 @@ def evaluate(
     dist.all_reduce(count_once(run.mesh, totals))
     _set_training(run, True)
     loss_sum, num_tokens = totals.tolist()
+    if num_tokens == 0 and not is_stopped:
+        print_once(f"WARNING: {no_loss('this evaluation')}")
     return None if is_stopped else mean_loss(loss_sum, num_tokens)
 
 

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_zpp.checkpoint import CheckpointError, find_checkpoint
+from megatron_zpp.checkpoint.folder import complete_checkpoints
 from megatron_zpp.checkpoint.on_resume import must_be_alike
+from megatron_zpp.checkpoint.resume import goes_on_in
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.islands.elastic import ElasticIslands, Membership
 from megatron_zpp.islands.elastic.channel import parse_address, read_secret
@@ -28,7 +30,7 @@ def prepare_island(settings: ResolvedSettings) -> ResolvedSettings:
     """Return settings with the island's own folders. Collective. Raises an error early if it could not join the others.
 
     It loads what it saved. Before its first save it loads what the folder of --load itself holds, such as the
-    checkpoint of a run without islands.
+    checkpoint of a run without islands, if that is not the folder of --save and empty.
     """
 
     def with_own_folders(group: object, *names: str) -> dict[str, Any]:
@@ -47,7 +49,8 @@ def prepare_island(settings: ResolvedSettings) -> ResolvedSettings:
                 has_saved = find_checkpoint(os.path.join(checkpoint.load, own)) is not None
             except CheckpointError:  # loading reports it, unless --load-latest-good or --ckpt-step finds another one
                 has_saved = True
-            if has_saved:
+            starts = goes_on_in(checkpoint) and not complete_checkpoints(checkpoint.load)
+            if has_saved or starts:
                 load = [os.path.join(checkpoint.load, own)]
     dist.broadcast_object_list(load)
     log_folders = with_own_folders(logging, "tensorboard_dir", "wandb_save_dir", "profile_dir")

@@ -97,6 +97,11 @@ def mean_loss(loss_sum: float, count: float) -> float:
     return loss_sum / max(1.0, count)
 
 
+def no_loss(where: str) -> str:
+    """Warn of tokens none of which counts, so that their mean loss is 0."""
+    return f"no token of {where} has a loss, which is shown as 0: look at what the data mask (--sft, --eod-mask-loss)"
+
+
 @dataclass
 class LossSoFar:
     """This island's loss since the last agreement, which sends it to the others."""

@@ -12,7 +12,7 @@ from megatron_zpp.arguments.resolve_parallel import placement_of
 from megatron_zpp.families import Architecture
 from megatron_zpp.integrations.float8 import convert_to_float8
 from megatron_zpp.metrics.progress import progress
-from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
+from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing, check_recomputed_modules
 from megatron_zpp.models.activation_offload import ActivationOffload
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.models.layers import replace_norms
@@ -39,7 +39,7 @@ class ModelBuilder:
 
     architecture: Architecture
     settings: ResolvedSettings
-    vocab_size: int  # before padding
+    vocab_size: int
     device: torch.device
     mesh: Mesh
     token_traffic: Traffic  # counts the bytes of tokens that are sent to experts
@@ -51,16 +51,16 @@ class ModelBuilder:
         """Build the model, sharded before it has storage, so that only an emulated one exists whole on a rank."""
         settings, mesh, zero, ranks = self.settings, self.mesh, self.settings.zero, self.settings.distributed
         self._check_nodes()
+        parts = self.build_parts()
+        with errors_on_all_ranks():
+            self.check_memory(*parts.values())
         if mesh.pp_size > 1:
-            model = self._build_stages()
+            model = self._build_pipeline(parts)
         else:
-            model = self._build_whole()
-            self._prepare(model)
-            if ranks.emulate_ranks is None:
-                self._shard(model, zero.zero_stage)
-                if zero.zero_stage > 0:
-                    group = mesh.tensor_parallel_group()
-                    self.zeropp = apply_zeropp(model, settings.zeropp, tensor_parallel=group)
+            (model,) = parts.values()
+            if ranks.emulate_ranks is None and zero.zero_stage > 0:
+                group = mesh.tensor_parallel_group()
+                self.zeropp = apply_zeropp(model, settings.zeropp, tensor_parallel=group)
             self._allocate(model)
         with progress("initializing weights"):
             init_weights(model, settings.training.seed, self.architecture.initial_std)
@@ -81,6 +81,28 @@ class ModelBuilder:
         if self.zeropp is not None:
             self.zeropp.monitor_errors(zero.zeropp_monitor_interval)
         return model
+
+    def build_parts(self) -> dict[int, Transformer]:
+        """Build this rank's stages on the meta device, by number, prepared and sharded; without a pipeline, {0: all}.
+
+        Refuses, on all ranks, what no rank could train: a dry run ends here.
+        """
+        zero_stage, schedule = self.settings.zero.zero_stage, self.settings.distributed.pipeline_schedule
+        if self.mesh.pp_size == 1:
+            parts = {0: self._build_whole()}
+        else:
+            whole = self._build_whole()
+            assert self.architecture.stages is not None and schedule is not None  # by parse_settings
+            zero_stage, modules = sharding_stage(zero_stage, schedule), self.architecture.stages(whole.config)
+            placement = placement_of(self.settings.distributed, whole.config.num_layers)
+            parts = {number: self._build_whole() for number in placement.stages_of(self.mesh.pp_rank)}
+            for number, stage in parts.items():
+                keep_stage(stage, modules, placement, number)
+        for part in parts.values():
+            self._prepare(part)
+            if self.settings.distributed.emulate_ranks is None:
+                self._shard(part, zero_stage)
+        return parts
 
     def _check_nodes(self) -> None:
         """Refuse data-parallel groups that nodes divide differently, and HSDP replicas that nodes divide unevenly."""
@@ -109,6 +131,8 @@ class ModelBuilder:
         if (lora := settings.lora).lora_rank is not None:
             with errors_on_all_ranks():
                 add_adapters(model, lora.lora_rank, lora.lora_alpha, lora.lora_target_modules)
+        with errors_on_all_ranks():
+            check_recomputed_modules(model, settings.activation.recompute_modules or ())
         if (precision := settings.precision).fp8_format is not None:
             assert precision.fp8_recipe is not None  # by parse_settings
             start, end = layers_in_bf16(precision)
@@ -157,47 +181,47 @@ class ModelBuilder:
         offload, _ = offloading(self.settings.zero, self.device)
         shard_model(model, self.mesh, zero_stage, mixed_precision(self.settings.precision), offload)
 
-    def _allocate(self, *models: nn.Module) -> None:
-        """Give models on the meta device storage, unless no rank could train them: what is kept in fp32 must fit alone.
+    def kept_bytes(self, *models: nn.Module) -> int:
+        """Count the bytes of parameters, gradients and optimizer in fp32 that this rank keeps of these models."""
+        is_trained = not self.settings.training.skip_train
+        parameters = [named for model in models for named in model.named_parameters()]
+        state = state_numel(parameters, self.settings.optimizer) if is_trained else 0
+        return 4 * ((1 + is_trained) * sum(local_part(parameter).numel() for _, parameter in parameters) + state)
+
+    def check_memory(self, *models: nn.Module) -> None:
+        """Raise ValueError if no rank could train these models: what is kept in fp32 must fit alone.
 
         Activations, gathered parameters and what else is on the machine come on top, so not all that passes fits.
         """
         _, device = offloading(self.settings.zero, self.device)
-        is_trained = not self.settings.training.skip_train
-        parameters = [named for model in models for named in model.named_parameters()]
-        needed = 4 * (1 + is_trained) * sum(local_part(parameter).numel() for _, parameter in parameters)
-        if is_trained:
-            needed += 4 * state_numel(parameters, self.settings.optimizer)
+        needed = self.kept_bytes(*models)
         if device.type == "cuda":
             memory, ranks, where = torch.cuda.mem_get_info(device)[1], 1, "its GPU"
         else:
             memory, where = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine"
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's: they share it
-        with errors_on_all_ranks():
-            if needed * ranks > memory:
-                needs = f"the model needs about {needed / 1e9:,.1f} GB of parameters, gradients and optimizer a rank"
-                has = f"{where} has {memory / 1e9:,.1f} GB for {ranks} rank(s)"
-                raise ValueError(f"{needs}, {has}: make the model smaller, or start on more machines")
+        if needed * ranks > memory:
+            needs = f"the model needs about {needed / 1e9:,.1f} GB of parameters, gradients and optimizer a rank"
+            has = f"{where} has {memory / 1e9:,.1f} GB for {ranks} rank(s)"
+            raise ValueError(f"{needs}, {has}: make the model smaller, or start on more machines")
+
+    def _allocate(self, *models: nn.Module) -> None:
+        """Give models on the meta device storage."""
+        _, device = offloading(self.settings.zero, self.device)
         for model in models:
             model.to_empty(device=device)
             for module in model.modules():  # offloaded or not, modules compute with buffers where they compute
                 for name, buffer in module.named_buffers(recurse=False):
                     module._buffers[name] = buffer.to(self.device)
 
-    def _build_stages(self) -> Transformer:
-        """Build this rank's stages: as one model, which is returned, and as a pipeline."""
+    def _build_pipeline(self, stages: dict[int, Transformer]) -> Transformer:
+        """Build of this rank's stages one model, which is returned, and a pipeline."""
         settings, mesh, training, model = self.settings, self.mesh, self.settings.training, self._build_whole()
         config, schedule = model.config, settings.distributed.pipeline_schedule
-        assert self.architecture.stages is not None  # by parse_settings
-        assert training.micro_batch_size and training.seq_length and schedule
+        assert self.architecture.stages is not None and schedule is not None  # by parse_settings
         modules = self.architecture.stages(config)
         zero_stage = sharding_stage(settings.zero.zero_stage, schedule)
         placement = placement_of(settings.distributed, config.num_layers)
-        stages = {number: self._build_whole() for number in placement.stages_of(mesh.pp_rank)}
-        for number, stage in stages.items():
-            keep_stage(stage, modules, placement, number)
-            self._prepare(stage)
-            self._shard(stage, zero_stage)
         units = nn.ModuleDict({f"stage{number}": stage for number, stage in stages.items()})
         zeropp = apply_zeropp(units, settings.zeropp, mesh.pp.get_group(), mesh.tensor_parallel_group())
         self._allocate(*stages.values())

@@ -9,7 +9,19 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_zpp.metrics.lasting import Attempts
 from megatron_zpp.parallel.distributed import print_once
+from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.run import Run
+
+
+def check_profile(settings: ResolvedSettings, device: torch.device) -> str | None:
+    """Return the folder for profiles. Raises ValueError without one, and for what this device cannot record."""
+    logging, save = settings.logging, settings.checkpoint.save
+    if logging.record_memory_history and device.type != "cuda":
+        raise ValueError("--record-memory-history needs a GPU: PyTorch keeps no history of host memory")
+    folder = logging.profile_dir or logging.tensorboard_dir or (f"{save}/profile" if save else None)
+    if (logging.use_pytorch_profiler or logging.record_memory_history) and folder is None:
+        raise ValueError("--profile needs a place for its files: give --profile-dir, --tensorboard-dir or --save")
+    return folder
 
 
 class StepProfile:
@@ -19,20 +31,13 @@ class StepProfile:
     """
 
     def __init__(self, run: Run) -> None:
-        """Raise ValueError, on all ranks, for what this device cannot record, or if there is no folder for it."""
         settings = run.settings.logging
         rank, on_gpu = dist.get_rank(), run.device.type == "cuda"
         self.settings = settings
         self.waits = run.zeropp.waits if run.zeropp is not None else None
-        if settings.record_memory_history and not on_gpu:
-            raise ValueError("--record-memory-history needs a GPU: PyTorch keeps no history of host memory")
         if settings.profile and not settings.use_pytorch_profiler and not on_gpu:
             print_once("note: --profile alone is for Nsight Systems and GPUs: add --use-pytorch-profiler for a trace")
-        writes = settings.use_pytorch_profiler or settings.record_memory_history
-        save = run.settings.checkpoint.save
-        folder = settings.profile_dir or settings.tensorboard_dir or (f"{save}/profile" if save else None)
-        if writes and folder is None:
-            raise ValueError("--profile needs a place for its files: give --profile-dir, --tensorboard-dir or --save")
+        folder = check_profile(run.settings, run.device)
         of_rank = settings.profile and (not settings.profile_ranks or rank in settings.profile_ranks)
         self.is_due = of_rank and (settings.use_pytorch_profiler or on_gpu)
         self.keeps_memory = of_rank and settings.record_memory_history

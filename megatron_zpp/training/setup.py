@@ -13,25 +13,27 @@ from megatron_zpp.checkpoint.folder import describe_empty
 from megatron_zpp.checkpoint.meta import Counters, saved_model
 from megatron_zpp.checkpoint.on_resume import check_settings
 from megatron_zpp.checkpoint.resume import check_not_overwritten, check_same_data, checkpoint_to_load
+from megatron_zpp.checkpoint.tokenizer import check_same_ids
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.families import Architecture, vocabulary_of
 from megatron_zpp.integrations.float8 import check_float8
 from megatron_zpp.islands import OuterSync, apply_islands, emulate_islands
-from megatron_zpp.metrics.writers import MetricWriters, describe_program
+from megatron_zpp.metrics.writers import MetricWriters, check_writers, describe_program
 from megatron_zpp.models.transformer import TransformerConfig
 from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum
 from megatron_zpp.optim.gradients import LossScaler
-from megatron_zpp.optim.optimizer import build_optimizer
+from megatron_zpp.optim.optimizer import build_optimizer, check_apex
 from megatron_zpp.optim.schedule import Schedule, resume_schedule
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
 from megatron_zpp.parallel.mesh import MODEL_PARALLEL_AXES, Mesh, ranks_per_model_copy
 from megatron_zpp.parallel.tensor import dropout_seed
 from megatron_zpp.settings.groups import CheckpointSettings, LoraSettings
 from megatron_zpp.settings.resolved import ResolvedSettings
-from megatron_zpp.training.data import build_data, check_same_data_on_all_ranks, load_tasks
+from megatron_zpp.training.data import build_data, check_same_data_on_all_ranks, find_tokenizer, load_tasks
 from megatron_zpp.training.islands import build_elastic_islands, prepare_island
 from megatron_zpp.training.loss import LanguageModelLoss, LossSoFar
 from megatron_zpp.training.model import ModelBuilder
+from megatron_zpp.training.profile import check_profile
 from megatron_zpp.training.run import Run, TrainState
 from megatron_zpp.zeropp import OwnRank, Traffic, ranks_of
 from megatron_zpp.zeropp.recipes import AUTO
@@ -46,56 +48,111 @@ FINETUNING_CHANGES = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class RunPlan:
+    """What a run begins with and how long it is, before it takes memory."""
+
+    checkpoint: Path | None
+    meta: dict[str, Any] | None  # of the checkpoint
+    base: Path | None  # the checkpoint of --pretrained-checkpoint
+    counters: Counters
+    batches: BatchSchedule
+    train_iters: int
+    num_eval_micro_batches: int  # per data-parallel rank of this job and evaluation
+    vocab_size: int  # padded
+    datasets: Datasets
+    tasks: Any  # of --eval-tasks
+    schedule: Schedule | None  # None with --skip-train
+
+
+def check_machine(settings: ResolvedSettings, device: torch.device) -> ResolvedSettings:
+    """Refuse, on all ranks, what this machine lacks, and folders of other runs. Returns settings with islands' folders.
+
+    ``check_machine``, ``plan_run`` and ``ModelBuilder.build_parts`` refuse all that a run refuses before its first
+    step, and write nothing but indices of data: a dry run calls them, too.
+    """
+    if settings.distributed.islands_may_leave:
+        settings = prepare_island(settings)
+    with errors_on_all_ranks():
+        if settings.precision.fp8_format is not None:
+            check_float8(device)
+        check_apex(settings.optimizer)
+        check_profile(settings, device)
+        check_writers(settings.logging)
+        if dist.get_rank() == 0:
+            check_not_overwritten(settings.checkpoint)
+    return settings
+
+
+def plan_run(architecture: Architecture, settings: ResolvedSettings, mesh: Mesh) -> RunPlan:
+    """Find the checkpoint and the data, and refuse, on all ranks, what does not fit the run."""
+    training, batches = settings.training, BatchSchedule.from_settings(settings.training, mesh.dp_size)
+    checkpoint, base, finetunes = checkpoint_to_load(settings.checkpoint), None, settings.checkpoint.finetune
+    if (folder := settings.lora.pretrained_checkpoint) is not None:
+        base = checkpoint_to_load(CheckpointSettings(load=folder, exit_on_missing_checkpoint=True))
+    meta, resumed, counters, notes = None, None, Counters(), list[str]()
+    with errors_on_all_ranks():
+        tokenizer = find_tokenizer(settings.tokenizer)
+        vocab_size = vocabulary_of(settings.model, tokenizer.vocab_size)
+        check_vocabulary(settings.distributed, vocab_size, settings.model.make_vocab_size_divisible_by)
+        config = architecture.build_config(settings.model, vocab_size)
+        if checkpoint is not None:  # before data, which differ with the model
+            meta = read_meta(checkpoint)
+            notes += _check_same_model(architecture, settings, checkpoint, meta, config, finetunes=finetunes)
+            notes += check_settings(settings, meta, finetunes)
+            if not finetunes:
+                resumed, counters = meta, Counters.from_meta(meta)
+            elif not settings.checkpoint.override_data:
+                notes += check_same_ids(tokenizer, checkpoint, meta)
+        if base is not None:
+            found = read_meta(base)
+            notes += _check_same_model(architecture, settings, base, found, config, finetunes=True, has_adapters=False)
+            notes += check_settings(settings, found, finetunes=True) + check_same_ids(tokenizer, base, found)
+    _print_notes(notes)
+    train_iters, num_eval_micro_batches, num_samples = _plan_length(settings, batches, counters, mesh)
+    with errors_on_all_ranks():
+        datasets = build_data(settings, tokenizer, num_samples)
+        if resumed is not None:
+            check_same_data(settings, resumed, datasets)
+        tasks = load_tasks(training)
+        schedule = None
+        if not training.skip_train:
+            schedule = Schedule.from_settings(settings.optimizer, settings.schedule, training, batches)
+            if resumed is not None and resumed["schedule"] is not None:
+                schedule = resume_schedule(
+                    schedule,
+                    resumed["schedule"],
+                    override=settings.schedule.override_opt_param_scheduler,
+                    use_checkpoint=settings.schedule.use_checkpoint_opt_param_scheduler,
+                )
+    check_same_data_on_all_ranks(datasets)
+    length = (train_iters, num_eval_micro_batches)
+    return RunPlan(checkpoint, meta, base, counters, batches, *length, vocab_size, datasets, tasks, schedule)
+
+
 def build_run(architecture: Architecture, settings: ResolvedSettings, device: torch.device) -> Run:
     """Build, on all ranks together, and load the checkpoint of ``--load`` if there is one."""
     if settings.zero.recipe == AUTO:
         raise ValueError("--zeropp auto is decided by the training program, before a run is built: name a recipe here")
-    if settings.distributed.islands_may_leave:
-        settings = prepare_island(settings)
-    if settings.precision.fp8_format is not None:
-        with errors_on_all_ranks():
-            check_float8(device)
+    settings = check_machine(settings, device)
     training, save, world_size = settings.training, settings.checkpoint.save, dist.get_world_size()
-    mesh = _build_mesh(settings, device)
-    batches = BatchSchedule.from_settings(training, mesh.dp_size)
     with errors_on_all_ranks():
         lock = None
         if save is not None and dist.get_rank() == 0:
-            check_not_overwritten(settings.checkpoint)
             try:
                 lock = FolderLock(save)
             except OSError as error:
                 raise CheckpointError(f"--save {save} cannot be written: {error}") from error
-    checkpoint = checkpoint_to_load(settings.checkpoint)
+    mesh = build_mesh(settings, device)
+    plan = plan_run(architecture, settings, mesh)
+    checkpoint, meta, datasets = plan.checkpoint, plan.meta, plan.datasets
     with errors_on_all_ranks():
-        meta = read_meta(checkpoint) if checkpoint is not None else None
-        resumed = None if settings.checkpoint.finetune else meta  # of the run that goes on, counters and all
-        counters, notes = Counters(), list[str]()
-        if checkpoint is not None and meta is not None:  # before data and settings, which differ with the model
-            _check_same_model(architecture, settings, checkpoint, meta, finetunes=settings.checkpoint.finetune)
-        if resumed is not None:
-            counters = Counters.from_meta(resumed)
-            notes = check_settings(settings, resumed)
-    for note in notes:
-        print_once(f"note: {note}")
-    train_iters, num_eval_micro_batches, num_samples = _plan_length(settings, batches, counters, mesh)
-    with errors_on_all_ranks():
-        tokens_in_vocabulary, datasets = build_data(settings, num_samples)
-        vocab_size = vocabulary_of(settings.model, tokens_in_vocabulary)
-        check_vocabulary(settings.distributed, vocab_size, settings.model.make_vocab_size_divisible_by)
-        if resumed is not None:
-            check_same_data(settings, resumed, datasets)
-        resumes_logs = resumed is not None and settings.checkpoint.load == save
-        tasks = load_tasks(training)
-        writers = _build_writers(architecture, settings, vocab_size, resumes_logs)
-        schedule = None
-        if not training.skip_train:
-            schedule = Schedule.from_settings(settings.optimizer, settings.schedule, training, batches)
-    check_same_data_on_all_ranks(datasets)
+        resumes_logs = meta is not None and not settings.checkpoint.finetune and settings.checkpoint.load == save
+        writers = _build_writers(architecture, settings, plan.vocab_size, resumes_logs)
 
     token_traffic = Traffic()
     loss_since_sync = LossSoFar()
-    builder = ModelBuilder(architecture, settings, tokens_in_vocabulary, device, mesh, token_traffic)
+    builder = ModelBuilder(architecture, settings, plan.vocab_size, device, mesh, token_traffic)
     states = [_build_state(builder, island) for island in range(mesh.emulated_islands)]
     run = Run(
         architecture=architecture,
@@ -107,15 +164,15 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         islands=_build_islands(states, settings, mesh, datasets, loss_since_sync),
         loss_since_sync=loss_since_sync,
         token_traffic=token_traffic,
-        schedule=schedule,
-        batches=batches,
+        schedule=plan.schedule,
+        batches=plan.batches,
         curriculum=Curriculum.from_settings(training),
         datasets=datasets,
         writers=writers,
-        train_iters=train_iters,
-        num_eval_micro_batches=num_eval_micro_batches,
-        counters=counters,
-        tasks=tasks,
+        train_iters=plan.train_iters,
+        num_eval_micro_batches=plan.num_eval_micro_batches,
+        counters=plan.counters,
+        tasks=plan.tasks,
         lock=lock,
     )
     # From here on only dropout draws random numbers; ranks of other jobs draw others.
@@ -124,18 +181,10 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         state.ranks.random_states.seed(
             lambda rank: dropout_seed(seed, first_rank + rank, mesh.tp_size, sequence_parallel)
         )
-    if (base_folder := settings.lora.pretrained_checkpoint) is not None:
-        only = CheckpointSettings(load=base_folder, exit_on_missing_checkpoint=True)
-        if (base := checkpoint_to_load(only)) is not None:
-            with errors_on_all_ranks():
-                base_meta = read_meta(base)
-                changed = _check_same_model(
-                    architecture, settings, base, base_meta, run.model.config, finetunes=True, has_adapters=False
-                )
-            for state in states:
-                load_base(base, base_meta, state.model)
-            _note_changes(changed)
-            print_once(f"  loaded the frozen weights of {base}")
+    if plan.base is not None:
+        for state in states:
+            load_base(plan.base, read_meta(plan.base), state.model)
+        print_once(f"  loaded the frozen weights of {plan.base}")
     if checkpoint is not None and meta is not None:
         _load(run, checkpoint, meta)
     elif settings.checkpoint.load is not None:
@@ -143,7 +192,7 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
     return run
 
 
-def _build_mesh(settings: ResolvedSettings, device: torch.device) -> Mesh:
+def build_mesh(settings: ResolvedSettings, device: torch.device) -> Mesh:
     ranks = settings.distributed
     replicas = ranks.num_distributed_optimizer_instances
     if settings.zero.zero_stage == 0:
@@ -245,17 +294,6 @@ def _build_islands(
 def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
     """Fill the run from a checkpoint; with --finetune the model alone."""
     settings, goes_on = run.settings.checkpoint, not run.settings.checkpoint.finetune
-    with errors_on_all_ranks():
-        changed = _check_same_model(
-            run.architecture, run.settings, checkpoint, meta, run.model.config, finetunes=not goes_on
-        )
-        if goes_on and run.schedule is not None and meta["schedule"] is not None:
-            run.schedule = resume_schedule(
-                run.schedule,
-                meta["schedule"],
-                override=run.settings.schedule.override_opt_param_scheduler,
-                use_checkpoint=run.settings.schedule.use_checkpoint_opt_param_scheduler,
-            )
     if goes_on:
         for zeropp in run.zeropps:  # state of its own overrides this
             zeropp.set_optimizer_steps(run.counters.iteration - run.counters.skipped_iterations)
@@ -276,9 +314,7 @@ def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
         could_leave = bool(meta["settings"].get("islands_may_leave", False))
         if not (run.elastic is not None and could_leave and not settings.no_load_optim):
             run.islands.steps = run.counters.iteration
-    _note_changes(changed)
-    for note in notes:
-        print_once(f"note: {note}")
+    _print_notes(notes)
     print_once(f"  successfully loaded checkpoint {checkpoint} at iteration {meta['iteration']}")
 
 
@@ -287,18 +323,16 @@ def _check_same_model(
     settings: ResolvedSettings,
     checkpoint: Path,
     meta: dict[str, Any],
-    config: TransformerConfig | None = None,
+    config: TransformerConfig,
     *,
     finetunes: bool,
     has_adapters: bool = True,
 ) -> list[str]:
     """Raise CheckpointError if the checkpoint's model has another shape or uses its weights otherwise.
 
-    config: of the run's model; None while its vocabulary is unknown, which is then not compared.
-    finetunes: what fine-tuning may change is returned.
+    config: of the run's model. finetunes: what fine-tuning may change is returned, as a note.
     """
     _, saved = saved_model(meta, architecture, with_adapters=True)
-    config = config or architecture.build_config(settings.model, saved.vocab_size)
     theirs = dataclasses.asdict(saved)
     differing = [
         f"{name} {there} there, {here} here"
@@ -315,12 +349,12 @@ def _check_same_model(
     if differing:
         other = f"{checkpoint} is of another model: {'; '.join(differing)}"
         raise CheckpointError(f"{other}. Give the flags of the model that was saved, or --load another folder")
-    return changed
+    return [f"fine-tuning changes the model: {'; '.join(changed)}"] if changed else []
 
 
-def _note_changes(changed: list[str]) -> None:
-    if changed:
-        print_once(f"note: fine-tuning changes the model: {'; '.join(changed)}")
+def _print_notes(notes: list[str]) -> None:
+    for note in notes:
+        print_once(f"note: {note}")
 
 
 def _parts(name: str, there: Any, here: Any) -> list[tuple[str, Any, Any]]:

@@ -14,12 +14,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tokenizers import Tokenizer
 
 from megatron_zpp.checkpoint import CheckpointError, iterate_tensors, read_meta
 from megatron_zpp.checkpoint.saver import CheckpointSaver
 from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.training.pretrain import train
 from tests.checkpoint.saved import iterations, rewrite
+from tests.data.small_data import write_tokenizer_of_bytes
 from tests.ranks import run_in_turn, run_ranks
 from tests.tools import cut, flip
 from tests.training.small_run import NO_DROPOUT, Metrics, call_pretrain, flags, start, train_each
@@ -171,6 +173,35 @@ def test_fine_tuning_may_change_how_texts_are_read_and_says_so(data, tmp_path):
     assert code == 0 and f"note: fine-tuning changes the model: {changed}\n" in out, err
 
 
+def test_fine_tuning_with_another_tokenizer_is_refused_though_the_sizes_fit(data, tmp_path):
+    """Ids would mean other words. Further tokens and another end of text are no other tokenizer."""
+    files = {name: tmp_path / name for name in ("base", "same", "other")}
+    for name, folder in files.items():
+        folder.mkdir()
+        write_tokenizer_of_bytes(folder, first_id=int(name == "other"))
+    library = Tokenizer.from_file(str(files["same"] / "tokenizer.json"))
+    library.add_special_tokens(["<answer>"])
+    library.save(str(files["same"] / "tokenizer.json"))
+    (files["same"] / "tokenizer_config.json").write_text('{"eos_token": "<answer>"}')
+    tokenizer = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model"
+    small = f"{SMALL} --make-vocab-size-divisible-by 512"
+    begun = f"{small} {tokenizer} {files['base']} --save {tmp_path}/run --save-interval 9 --train-iters 1"
+    tuned = f"{small} --load {tmp_path}/run --finetune --train-iters 1 --lr 1e-4 --seed 5 {tokenizer}"
+    cases = [
+        begun,
+        f"{tuned} {files['other']}",
+        f"{small} --load {tmp_path}/run --finetune --train-iters 1",
+        f"{tuned} {files['same']}",
+        f"{tuned} {files['other']} --override-data",
+    ]
+    first, *refused, same, overridden = run_ranks(1, call_pretrain, *(flags(data, case) for case in cases))[0]
+    assert first[0] == same[0] == overridden[0] == 0, (first, same, overridden)
+    assert [code for code, _, _ in refused] == [2, 2]
+    for _, _, err in refused:
+        assert err.startswith("error: the tokenizer is not that of ") and "or with --finetune --override-data" in err
+    assert "note: fine-tuning changes the run: seed 1234 there, 5 here; lr 0.003 there, 0.0001 here\n" in same[1]
+
+
 def test_trains_as_many_samples_whatever_the_batch_size_was(data, tmp_path):
     save = f"--save {tmp_path} --load {tmp_path} --save-interval 2 --override-batch-size --eval-iters 0"
     sizes = {f"{save} --exit-interval 2": [8] * 2, f"{save} --global-batch-size 4": [4] * 4}  # 16 samples were left
@@ -259,8 +290,11 @@ def test_what_is_no_checkpoint_is_one_clear_error(data, checkpoint, tmp_path):
         f"--load {checkpoint} --optimizer sgd": "optimizer adam there, sgd here",
         f"--load {damaged} --load-latest-good": "holds no good checkpoint",
         f"--load {tracker}": "should hold an iteration",
-        f"--save {tmp_path / 'file'} --save-interval 1": "File exists",
+        f"--save {tmp_path / 'file'} --save-interval 1": "is no folder that this user may change",
         f"--load {tmp_path / 'none'} --exit-on-missing-checkpoint": "holds no checkpoint",
+        f"--load {tmp_path / 'mistyped'}": "mistyped holds no checkpoint: correct the path; to start from scratch",
+        f"--load {tmp_path / 'none'} --load-latest-good --save {tmp_path / 'new'} --save-interval 1": "correct the",
+        f"--load {tmp_path / 'new'} --finetune --save {tmp_path / 'new'} --save-interval 1": "holds no checkpoint",
     }
     results = run_ranks(1, call_pretrain, *(flags(data, SMALL, case) for case in cases))[0]
     for (case, expected), (code, _, err) in zip(cases.items(), results, strict=True):
@@ -352,7 +386,7 @@ def test_nothing_is_pickled_and_pytorchs_own_loader_reads_every_tensor(checkpoin
     assert [name for name, tensor in expected.items() if not loaded[name].equal(tensor)] == []
 
 
-def test_an_empty_or_absent_folder_starts_from_scratch(data, tmp_path):
+def test_an_empty_or_absent_folder_that_is_also_saved_in_starts_from_scratch(data, tmp_path):
     (tmp_path / "empty" / "tensorboard").mkdir(parents=True)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "model.safetensors").write_text("")  # as in Megatron, which warns
@@ -361,9 +395,13 @@ def test_an_empty_or_absent_folder_starts_from_scratch(data, tmp_path):
         "absent": "no checkpoint in {} yet: starting from scratch",
         "other": "WARNING: {} has files, but no latest_checkpointed_iteration.txt and no checkpoint: starting from",
     }
-    loads = [f"--load {tmp_path / name} --train-iters 1 --eval-iters 0" for name in expected]
-    loads.append(f"{loads[-1]} --load-latest-good")
+    shutil.copytree(tmp_path / "other", tmp_path / "another")
+    names = [*expected, "another"]
+    each = "--load {0} --save {0} --save-interval 9 --train-iters 1 --eval-iters 0"
+    loads = [each.format(tmp_path / name) for name in names]
+    loads[-1] += " --load-latest-good"
     results = run_ranks(1, call_pretrain, *(flags(data, load) for load in loads))[0]
-    for name, (code, out, err) in zip([*expected, "other"], results, strict=True):
+    expected["another"] = expected["other"]
+    for name, (code, out, err) in zip(names, results, strict=True):
         assert code == 0, err
         assert expected[name].format(tmp_path / name) in out

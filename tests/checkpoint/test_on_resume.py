@@ -73,6 +73,24 @@ def test_what_must_be_equal_is_refused_unless_overridden(begun_with, more, diffe
     assert resume(more, "--load x", override, begun_with=begun_with) == []
 
 
+def test_fine_tuning_may_change_every_setting_and_lists_it():
+    def notes(more: str, begun_with: str = "") -> list[str]:
+        begun, run = (
+            parse_settings(GPT, f"{FLAGS_OF_RUN} {flags}".split(), note=lambda text: None)
+            for flags in (begun_with, more)
+        )
+        return check_settings(run, {"settings": json.loads(json.dumps(begun.as_flat_dict()))}, finetunes=True)
+
+    assert notes("") == notes("--log-interval 3 --num-layers 3") == []
+    changes = "--global-batch-size 4 --optimizer sgd --lr 1e-4 --clip-grad 0.5 --split 9,1,0"
+    (note,) = notes(changes)
+    said = ("global_batch_size 1 there, 4 here", "split None there, 9,1,0 here", "optimizer adam there, sgd here")
+    assert note.startswith("fine-tuning changes the run: ") and all(text in note for text in said)
+    assert "lr 0.001 there, 0.0001 here" in note and "clip_grad 1.0 there, 0.5 here" in note
+    (note,) = notes("--tokenizer-type ByteTokenizer")  # checked by its ids
+    assert note.endswith("run: tokenizer_type NullTokenizer there, ByteTokenizer here")
+
+
 def test_islands_have_in_common_what_training_depends_on_wherever_their_files_are():
     def alike(more: str) -> dict:
         return must_be_alike(parse_settings(GPT, f"{run} {more}".split(), note=lambda text: None))

@@ -56,3 +56,16 @@ def write_ranks(path: Path, tokens: Iterable[bytes]) -> str:
     """Write a .tiktoken file."""
     path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
     return str(path)
+
+
+def write_tokenizer_of_bytes(folder: Path, first_id: int = 0) -> None:
+    """Write a tokenizer.json of the 256 bytes and <eos>, id 256, and its configuration. first_id: of the first byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    library = Tokenizer(models.BPE({character: (i + first_id) % 256 for i, character in enumerate(alphabet)}, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(["<eos>"])
+    library.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')

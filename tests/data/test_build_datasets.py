@@ -60,6 +60,28 @@ def test_bad_input_is_named(build, flags, message):
         build(**flags)
 
 
+@pytest.mark.parametrize("path", [["{x}"], ["1", "{x}", "3", A]])
+def test_a_small_corpus_trains_without_the_evaluations_that_the_default_split_leaves_empty(build, tmp_path, path):
+    write(tmp_path / "x", [[[1] * 300]] * 12)
+    flags = {"data_path": [word.format(x=tmp_path / "x") for word in path], "options": {"seq_length": 64}}
+    notes: list[str] = []
+    train, *evaluated = build(**flags, note=notes.append)
+    assert len(train) >= 100 and evaluated == [None, None]
+    none = f"the test split of {tmp_path}/x is empty (0 of 12 documents): give a larger share with --split"
+    assert len(notes) == 2 and notes[1].startswith(
+        f"nothing is evaluated on test data: by the default of --split, {none}"
+    )
+    for asked in ({"split": "969,30,1"}, {"options": {"seq_length": 4000}}):
+        with pytest.raises(ValueError, match=r"the (valid|train) split of "):
+            build(**flags | asked, note=notes.append)
+    with pytest.raises(ValueError, match=r"the valid split of .* holds 300 tokens, less than 301"):
+        write(tmp_path / "y", [[[1] * 300]])
+        build(
+            train_data_path=[A], valid_data_path=[str(tmp_path / "y")], options={"seq_length": 301}, note=notes.append
+        )
+    assert len(notes) == 2
+
+
 def test_ids_are_checked_against_the_vocabulary_again_when_data_is_rewritten(build, tmp_path):
     flags = {"data_path": [str(tmp_path / "x")], "split": "1", "num_samples": (7, 0, 0)}
     for token, dtype, vocab_size, message in (

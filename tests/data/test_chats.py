@@ -13,7 +13,7 @@ from megatron_zpp.data.chat_dataset import CHAT_BEGINS, HAS_LOSS, ID, first_fit
 from megatron_zpp.data.gpt_dataset import SampleOptions
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_zpp.data.loader import build_loader, make_batch, stack_samples
-from tests.data.small_data import bytes_of
+from tests.data.small_data import bytes_of, write_tokenizer_of_bytes
 from tests.tools import call
 
 TEMPLATE = (
@@ -31,16 +31,8 @@ def messages(*contents: str) -> list[dict[str, str]]:
 @pytest.fixture
 def tokenizer(tmp_path_factory):
     """A folder with a tokenizer of bytes and <eos>, and TEMPLATE."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     folder = tmp_path_factory.mktemp("tokenizer")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    library = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    library.add_special_tokens(["<eos>"])
-    library.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    write_tokenizer_of_bytes(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
@@ -120,11 +112,56 @@ def test_a_job_that_stopped_at_a_bad_chat_goes_on(preprocess, tmp_path):
         ([{"content": "x"}], "is not a chat"),
         (messages("only a question"), "marks no token of this chat as the assistant's"),
         (messages("\ud800", "x"), "surrogates not allowed"),
+        (messages(None, "x"), "a message of 'user' has no text as its 'content'; it has 'role', 'content'"),
+        (
+            [{"role": "user", "text": "q"}, *messages("", "x")[1:]],
+            "has no text as its 'content'; it has 'role', 'text'",
+        ),
+        (messages(7, "x"), "a message of 'user' has no text as its 'content'"),
+        (messages({"type": "text", "text": "q"}, "x"), "has no text as its 'content'"),
+        (messages([], "x"), "a message of 'user' has parts that are not"),
+        (messages([{"type": "text", "text": "q"}, {"type": "image", "url": "u"}], "x"), "has parts that are not"),
+        (messages([{"type": "image", "text": "u"}], "x"), "has parts that are not"),
+        (messages([{"type": "text", "text": None}], "x"), "has parts that are not"),
     ],
 )
 def test_bad_chats_are_named(preprocess, value, message):
     code, err = preprocess([json.dumps({"messages": CHATS[0]}), json.dumps({"messages": value})])
     assert code == 2 and "in.jsonl:2: " in err and message in err and err.count("\n") == 1
+
+
+def test_texts_in_parts_are_trained_on_as_the_text_and_not_as_python_s_list(preprocess, tmp_path, tokenizer):
+    hi = [{"type": "text", "text": "h"}, "i"]
+    whole = [{"type": "text", "text": "hello, "}, {"type": "text", "text": "é"}]
+    assert preprocess([json.dumps({"messages": messages(hi, whole)})]) == (0, "")
+    assert parts(tmp_path / "out_messages_chat", tokenizer) == PARTS[:1]
+
+
+def test_a_message_of_calls_alone_needs_no_content(preprocess, tmp_path, tokenizer):
+    (tokenizer / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% generation %}{{ m.content or m.tool_calls[0].name }}{% endgeneration %}{% endfor %}"
+    )
+    chat = [{"role": "assistant", "content": None, "tool_calls": [{"name": "find"}]}]
+    assert preprocess([json.dumps({"messages": chat})]) == (0, "")
+    assert parts(tmp_path / "out_messages_chat", tokenizer) == [[("find", 1)]]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("{{ 1 // (messages | length - 3) }}", "by zero"),
+        ("{{ 2.0 ** (messages | length * 400) }}", "out of range"),
+        ("{{ messages[messages | length - 3]['x']['y'] if messages | length == 3 }}", "has no attribute 'x'"),
+    ],
+)
+def test_whatever_a_template_raises_is_a_bad_line(preprocess, tmp_path, tokenizer, wrong, message):
+    (tokenizer / "chat_template.jinja").write_text(wrong + TEMPLATE)
+    lines = [json.dumps({"messages": messages(*contents)}) for contents in (("a", "b"), ("a", "b", "c"))]
+    code, err = preprocess(lines)
+    assert code == 2 and "in.jsonl:2: --chat: the tokenizer's chat template does not work: " in err and message in err
+    (tokenizer / "chat_template.jinja").write_text(wrong + TEMPLATE)
+    assert preprocess(lines, "--skip-bad-lines", "--restart")[0] == 0
+    assert len(parts(tmp_path / "out_messages_chat", tokenizer)) == 1
 
 
 def test_a_template_that_marks_nothing_is_refused(preprocess, tokenizer):
@@ -207,6 +244,32 @@ def test_a_long_chat_loses_its_end_and_is_counted(tmp_path):
     assert sorted(len(dataset[i]) for i in range(len(dataset))) == [2, 9]
     text = f"2 chats of {tmp_path}/x in 2 samples an epoch, 61% full; 1 chats are longer than --seq-length 8 and lose"
     assert dataset.describe().startswith(text)
+
+
+def test_a_chat_whose_answers_are_all_cut_is_left_out_and_counted(tmp_path):
+    """Its first token is predicted by nothing, and its answer may begin just beyond the sample."""
+    chats = [
+        [([1] * 9, 0), ([2] * 20, 1)],
+        [([3] * 8, 0), ([4], 1)],
+        [([5], 1), ([6] * 4, 0)],
+        [([7], 1), ([8] * 9, 0), ([9], 1)],
+        [([10] * 2, 1)],
+    ]
+    dataset = build(write_chats(tmp_path / "x", chats), 8, 4)
+    seen = {int(token & ID) for i in range(len(dataset)) for token in dataset[i]}
+    assert seen == {3, 4, 10}
+    assert dataset.describe().startswith(f"2 chats of {tmp_path}/x in 2 samples an epoch, 61% full; 0 chats are longer")
+    assert dataset.describe().endswith("; 3 more lose all of their answers and are left out")
+    assert [build(dataset.indexed.prefix, length).order["left_out"] for length in (8, 32)] == [3, 1]
+    batch = make_batch(stack_samples([dataset[i] for i in range(len(dataset))], 9), dataset.options)
+    assert batch["loss_mask"].sum(dim=1).min() > 0
+
+
+def test_chats_whose_answers_are_all_cut_are_refused(tmp_path):
+    prefix = write_chats(tmp_path / "x", [[([1] * 9, 0), ([2] * 20, 1)]] * 3)
+    none = r"none of the 3 chats in the train split of .*/x has an answer within --seq-length 8: give a larger one"
+    with pytest.raises(ValueError, match=none):
+        build(prefix, 8)
 
 
 def test_batches_separate_chats_and_padding():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
+from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing, check_recomputed_modules
 from megatron_zpp.models.decoder import Decoder
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.models.moe import MoEConfig
@@ -91,7 +91,7 @@ def test_what_is_computed_again():
 
 def test_a_module_that_no_block_has_is_refused():
     with pytest.raises(ValueError, match="--recompute-modules moe: no block of this model has it"):
-        apply_activation_checkpointing(build(GPT_CONFIG), "selective", modules=("mlp", "moe"))
+        check_recomputed_modules(build(GPT_CONFIG), ("mlp", "moe"))
 
 
 def sharded_gradients(choice, dtype, reshard, compiled) -> dict[str, torch.Tensor]:

@@ -74,6 +74,50 @@ def test_run_lengthened_past_an_epoch_is_refused_or_mapped(tmp_path):
     assert mapped[1] == whole[1][3:]
 
 
+def test_what_a_refused_change_of_length_names_works(tmp_path):
+    """Three epochs: another length would shuffle other data together."""
+    write_data(tmp_path / "x")
+    save = f"--save {tmp_path}/saved --save-interval 3 --lr-decay-style constant --data-cache-path {tmp_path}/cache"
+    again = f"{save} --load {tmp_path}/saved"
+    begun, refused, shorter, longer = run(
+        tmp_path,
+        f"{save} --train-iters 20 --exit-interval 3",
+        f"{again} --train-iters 9",
+        f"{again} --train-iters 20 --exit-interval 5",
+        f"{again} --train-iters 30 --data-order-stable --override-data --exit-interval 7",
+    )
+    assert begun[0] == 0 and refused[:2] == (2, [])
+    remedy = (
+        "To end earlier, keep the length and give --exit-interval; to go on in a new order, which repeats some data, "
+    )
+    assert f"{remedy}give --data-order-stable --override-data\n" in refused[2]
+    assert [(code, len(losses)) for code, losses, _ in (shorter, longer)] == [(0, 2), (0, 2)]
+
+
+def test_a_run_says_how_often_it_reads_its_data_and_warns_above_four_times(tmp_path):
+    write_data(tmp_path / "x")
+    write_data(tmp_path / "y", skip=170)
+    blend = f"--data-path 1 {tmp_path}/x 3 {tmp_path}/y"
+    cases = ["--train-iters 3", "--train-iters 34 --exit-interval 1", f"--train-iters 3 {blend}", "--mock-data"]
+    cases = [flags(str(tmp_path / "x"), f"{RUN} --train-iters 3", case) for case in cases]
+    for flag in ("--data-path", "--split"):
+        at = cases[3].index(flag)
+        del cases[3][at : at + 2]
+    once, often, blended, mock = (out for _, out, _ in run_ranks(1, call_pretrain, *cases)[0])
+    assert "  train: 12,288 tokens in 384 samples, 0.373 epochs\n" in once and "WARNING" not in once
+    assert "  train: 139,264 tokens in 4,352 samples, 4.22 epochs\n" in often
+    assert f"WARNING: {tmp_path}/x is read 4.22 times, and data teach little after 4 epochs" in often
+    assert re.search(r"384 samples, 0\.0932 to (\S+) epochs\n", blended), blended
+    assert "  train: 12,288 tokens in 384 samples\n" in mock
+
+
+def test_a_sample_longer_than_all_data_is_refused_before_an_order_is_built(tmp_path):
+    write_data(tmp_path / "x")
+    ((code, losses, err),) = run(tmp_path, f"--seq-length 4000000 --data-cache-path {tmp_path}/cache --train-iters 3")
+    assert (code, losses) == (2, []) and not [*(tmp_path / "cache").glob("x-train-*")]
+    assert err.count("\n") == 1 and "holds 32965 tokens, less than 4000000 + 1: give more data, or a smaller" in err
+
+
 def test_other_tokens_under_the_same_index_and_another_tokenizer_of_the_same_size_are_refused(tmp_path):
     write_data(tmp_path / "x", eod=256)
     ranks = write_ranks(tmp_path / "ranks", BYTES)

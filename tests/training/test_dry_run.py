@@ -1,6 +1,7 @@
 """--dry-run: what a command asks for and needs, for any number of ranks, from one process that starts nothing."""
 
 import re
+import secrets
 import shlex
 import sys
 
@@ -54,8 +55,10 @@ def test_512_ranks_need_what_the_estimate_says(dry_run, tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-def test_islands_that_may_leave_need_what_those_of_one_job_need(dry_run):
+def test_islands_that_may_leave_need_what_those_of_one_job_need(dry_run, tmp_path):
     """Ranks are those of one island."""
+    (tmp_path / "x").write_text(secrets.token_hex(32))
+    (tmp_path / "x").chmod(0o600)
     words = f"{COMMAND} {FAKE} --islands 4 --island-bits 4 --island-sync-interval 5"
     who = "--islands-may-leave --island-number 3 --island-lighthouse localhost:29510 --island-secret-file x"
     _, of_one_job, _ = dry_run(words, WORLD_SIZE="512", LOCAL_WORLD_SIZE="16")
@@ -100,7 +103,7 @@ def test_what_is_not_estimated_is_said(dry_run):
     parameters = 4 * (12 * 64 * 64 + 13 * 64) + 2 * 64 + 32 * 64 + 1024 * 64
     status, out, _ = dry_run(f"{COMMAND} {FAKE} --zero-stage 0 --dry-run-world-size 16")
     assert status == 0 and f"{parameters:,} parameters\n" in out
-    assert f"a rank keeps {16 * parameters / 1e9:.3g} GB of parameters, gradients and optimizer" in out
+    assert f"the first rank keeps {16 * parameters / 1e9:.3g} GB of parameters, gradients and optimizer" in out
     assert "not estimated: --zero-stage 0" in out
 
 
@@ -109,7 +112,7 @@ def test_one_process_that_emulates_ranks_keeps_all_of_them(dry_run):
     status, out, _ = dry_run(words)
     assert status == 0 and "16 rank(s) on 2 node(s) emulated in one process" in out
     (parameters,) = re.findall(r"([\d,]+) parameters", out)
-    (kept,) = re.findall(r"a rank keeps (\S+) GB", out)
+    (kept,) = re.findall(r"the first rank keeps (\S+) GB", out)
     assert float(kept) == pytest.approx(16 * int(parameters.replace(",", "")) / 1e9, rel=0.01)
 
 

@@ -9,6 +9,7 @@ from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.data.build import build_datasets
 from megatron_zpp.data.chat_dataset import CHAT_BEGINS, HAS_LOSS, ID
 from megatron_zpp.data.gpt_dataset import SampleOptions
+from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.families import find_architecture
 from megatron_zpp.models.init import init_weights
 from tests.data.test_chats import write_chats
@@ -108,3 +109,18 @@ def test_a_run_resumes_and_prints_how_chats_fill_samples(chats, tmp_path):
 def test_what_does_not_go_with_chats_is_refused(chats, more, message):
     with pytest.raises(ValueError, match=message):
         parse_settings(find_architecture("gpt"), flags(chats, "--sft", more))
+
+
+def test_a_step_without_a_token_to_learn_is_said_once(tmp_path):
+    """Documents that are ends of documents alone, after which nothing is predicted."""
+    with IndexedDatasetWriter(tmp_path / "ends", "<u2") as writer:
+        for _ in range(400):
+            writer.add_document([[256]])
+    argv = flags(str(tmp_path / "ends"), "--eod-mask-loss --split 1,1 --seq-length 8", length="--train-iters 3")
+    (((code, out, _),),) = run_ranks(1, call_pretrain, argv)
+    assert code == 0
+    said = [line for line in out.splitlines() if "has a loss, which is shown as 0" in line]
+    assert [line.split(" has a loss")[0] for line in said] == [
+        "WARNING: no token of iteration 1",
+        "WARNING: no token of this evaluation",
+    ]

@@ -13,6 +13,7 @@ digests mean the same samples in the same order, here and in Megatron-LM. ``gpt`
 import argparse
 import hashlib
 import json
+import sys
 import tempfile
 from functools import partial
 from typing import Any
@@ -86,6 +87,7 @@ def digests(args: argparse.Namespace) -> dict[str, Any]:
             cache_path=args.data_cache_path or folder,
             surplus=args.mid_level_dataset_surplus,
             progress=partial(progress, line_every=10.0),
+            note=lambda text: print(f"note: {text}", file=sys.stderr),
         )
         files: dict[str, Any] = {}
         found: dict[str, Any] = {"seed": args.seed, "seq_len": args.seq_length, "datasets": files}

@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.data.text.tokenizers import TOKENIZER_FLAGS, Tokenizer, build_tokenizer, huggingface_path
+from megatron_zpp.data.text.tokenizers import (
+    SAMPLE_TEXTS,
+    TOKENIZER_FLAGS,
+    Tokenizer,
+    build_tokenizer,
+    huggingface_path,
+)
 from megatron_zpp.files import read_json_object
 
 from .files import write_json
@@ -14,11 +20,6 @@ from .files import write_json
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "tokenizer.model", "vocab.json", "merges.txt"),
-)
-_TEXTS = (
-    "def f(x):\n    return {'a': 1.50, \"b\": x ** 2}  # 10 %\n\n\tif not x:\r\n",
-    "  Two blanks before, three   inside, one behind ",
-    "Straße, où? Ελλάδα, Москва, 東京, नमस्ते 👩‍🔬 1234567890 ﬁ ① Å",
 )
 
 
@@ -56,7 +57,7 @@ def _check(tokenizer: Tokenizer, kind: str, folder: Path) -> dict[str, int]:
     theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     draw = random.Random(0)
     ids = [[draw.randrange(tokenizer.vocab_size) for _ in range(20)] for _ in range(200)]
-    for text in (*_TEXTS, *map(tokenizer.detokenize, ids)):
+    for text in (*SAMPLE_TEXTS, *map(tokenizer.detokenize, ids)):
         if any(token in text for token in theirs.all_special_tokens):
             continue  # transformers reads it as the token; ours may read it as text
         expected = tokenizer.tokenize(text)

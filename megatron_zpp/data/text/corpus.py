@@ -192,7 +192,24 @@ def _check_chat(value: Any, key: str, reading: Reading) -> list[dict[str, Any]]:
     num_bytes = len(json.dumps(value, ensure_ascii=False).encode())  # refuses half a surrogate pair
     if num_bytes > reading.max_document_bytes:
         raise ValueError(too_long(reading))
-    return value
+    return [message | _text_content(message) for message in value]
+
+
+def _text_content(message: dict[str, Any]) -> dict[str, str]:
+    """Return a message's content as one text: templates would print a list as Python does, and nothing for None."""
+    content, role = message.get("content"), message["role"]
+    if isinstance(content, list):  # parts, as OpenAI's format has them
+        texts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in content
+        ]
+        if not (texts and all(isinstance(text, str) for text in texts)):
+            raise ValueError(f'a message of {role!r} has parts that are not {{"type": "text", "text": "..."}}')
+        content = "".join(map(str, texts))
+    if content is None and message.get("tool_calls"):
+        return {}  # the template writes the calls
+    if not isinstance(content, str):
+        raise ValueError(f"a message of {role!r} has no text as its 'content'; it has {', '.join(map(repr, message))}")
+    return {"content": content}
 
 
 # Sentences, by rules without a model: the same on every machine

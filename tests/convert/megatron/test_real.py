@@ -13,7 +13,7 @@ from megatron_zpp.checkpoint import find_checkpoint, iterate_parameters, read_me
 from megatron_zpp.checkpoint.meta import saved_model
 from megatron_zpp.commands.convert import export_megatron, import_megatron
 from megatron_zpp.families import find_architecture
-from megatron_zpp.training.data import build_data
+from megatron_zpp.training.data import build_data, find_tokenizer
 from tests.ranks import run_ranks
 from tests.training.small_run import train_each
 
@@ -33,7 +33,7 @@ def train_and_save(folder: Path, name: str, data: str) -> tuple[Tensor, list[flo
 
     shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 1"
     settings = parse_settings(find_architecture("gpt"), [*f"{shape} {RUN} --data-path {data}".split(), *NULL])
-    _, datasets = build_data(settings, (24, 0, 0))
+    datasets = build_data(settings, find_tokenizer(settings.tokenizer), (24, 0, 0))
     assert datasets.train is not None
     samples = torch.stack([torch.from_numpy(datasets.train[i]) for i in range(24)])
     args = mcore.args_of(name)
