@@ -1,17 +1,21 @@
 """What the benchmarks share: result files, Markdown tables, turns of two sides, and runs of the trainer."""
 
 import argparse
+import functools
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 ROOT = Path(__file__).parents[1]
+LOAD_AT_START = round(os.getloadavg()[0], 2)
 RESULTS = Path(__file__).parent / "results"
 ALL_FLAGS = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco"
 Key = TypeVar("Key")
@@ -35,12 +39,53 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def origin() -> dict[str, Any]:
+    """Describe the code, the command and the machine of a measurement: the fields that every stored row has.
+
+    commit ends with "-dirty" where the checkout has changes outside of its results. load: average of a minute when
+    the program started.
+    """
+    import torch
+
+    return {
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "torch": torch.__version__,
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "load": LOAD_AT_START,
+    }
+
+
+@functools.cache
+def commit() -> str:
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs")
+        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"  # A test refuses such a row: write the commit of the copied tree into it.
+
+
+def processor() -> str:
+    """The processor's model name, or its architecture where Linux does not say."""
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else []
+    return names[0] if names else platform.machine()
+
+
 def append_row(path: Path | None, row: Mapping[str, Any]) -> None:
-    """Append a row at once, because a measurement that takes hours may be cut off. None: no file."""
+    """Append a row and its ``origin`` at once, because a measurement that takes hours may be cut off.
+
+    What the row says itself stays: a program that starts others gives their command. None: no file.
+    """
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps({**row, **origin(), **row}) + "\n")
 
 
 def measure_once(path: Path, key: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any] | None:

@@ -12,7 +12,6 @@ sources, made on the first run.
 
 import math
 import os
-import platform
 import re
 import statistics
 import subprocess
@@ -28,7 +27,6 @@ from common import ROOT, append_row, new_parser, read_rows, run_trainer
 from study_arms import FP32, NODES, RANKS, SCALES, Arm, Scale
 from study_experiments import EXPERIMENTS, OBSERVED
 from study_tables import by_flags_and_seed, table, write_page
-from torch import __version__ as torch_version
 
 from megatron_zpp.metrics.log_reader import BETWEEN, BETWEEN_ISLANDS, RunLog, parse_log
 
@@ -117,7 +115,7 @@ def make_text(name: str, scale: Scale) -> str:
             program, *arguments = command.split()
             subprocess.run([sys.executable, str(ROOT / program), *arguments], check=True)
     return (
-        f"--data-path {prefix}_text_document --split 98,2,0 --tokenizer-type SentencePieceTokenizer "
+        f"--data-path {prefix}_text_document --split {scale.split} --tokenizer-type SentencePieceTokenizer "
         f"--tokenizer-model {model}"
     )
 
@@ -139,7 +137,7 @@ def flags_of(scale: Scale, arm: Arm, begun: str = "begun") -> str:
 
 def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dict[str, Any]:
     """One run; its row, which is also appended to the results. Raises RuntimeError when it fails."""
-    scale, start = SCALES[scale_name], time.monotonic()
+    scale, start, load = SCALES[scale_name], time.monotonic(), round(os.getloadavg()[0], 2)
     steps, sent, commands = 0, 0.0, []  # sent: bytes per parameter so far
     launcher = (
         "python" if arm.real_ranks is None else f"torch.distributed.run --standalone --nproc-per-node {arm.real_ranks}"
@@ -179,7 +177,7 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
         "observed": {name: statistics.fmean(line[name] for line in last_tenth) for name in seen},
         "seconds": round(time.monotonic() - start, 1),
         "command": " && ".join(commands),
-        "machine": f"{platform.machine()}, torch {torch_version}",
+        "load": load,
     }
     append_row(results, row)
     return row

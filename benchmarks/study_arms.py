@@ -24,6 +24,7 @@ class Scale:
     text_of: str = ""  # another scale, whose corpus, tokenizer and tokens it takes
     ranks: int = RANKS  # on NODES nodes
     seeds: tuple[int, ...] = (1, 2, 3)  # that an arm needs to be shown
+    split: str = "98,2,0"
 
 
 CPU = Scale(  # 1.3M parameters, 0.8M tokens
@@ -49,6 +50,10 @@ TINY = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32"
 LARGE = Scale(GPU, 4, train_iters=3000, eval_iters=32, lr=1e-3, adam_beta2=0.95, vocab_size=8192, corpus=CPU.corpus)
 SCALES = {
     "cpu": CPU,
+    # "cpu" for arms at learning rates that were chosen on other seeds and other documents: "rates" is validated on what
+    # "tuned" trains on, and never sees what "tuned" is validated on.
+    "rates": replace(CPU, text_of="cpu", seeds=(101, 102), split="96,2,2"),
+    "tuned": replace(CPU, text_of="cpu", seeds=(1, 2, 3, 4, 5, 6, 7, 8)),
     # 5.3M parameters, 3.1M tokens
     "larger": replace(CPU, shape=LARGER, train_iters=3000, eval_iters=128, text_of="cpu", seeds=(1,)),
     # 15.7M parameters, 13.1M tokens

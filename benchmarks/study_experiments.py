@@ -173,6 +173,35 @@ def blocked_or_not(title: str, model: str) -> Group:
     return group(f"Blocked and non-blocked: {title}", {FP32.name: "", **arms}, common=model, control=model)
 
 
+# E18 and E19: what published ZeRO++ sends, in the groups that DeepSpeed makes of this model's parameters: gradients in
+# groups of a matrix's smaller dimension, weights in groups of 4,608 to 6,912.
+DEEPSPEED_WEIGHTS, DEEPSPEED_GRADIENTS = weights(8, 6144), gradients(4, 4, 192)
+DEEPSPEED = f"{DEEPSPEED_WEIGHTS} {DEEPSPEED_GRADIENTS}"
+HEADLINE = {
+    "fp32": "",
+    "bf16": BF16_WIRE.flags,
+    **{f"`{name}`": f"{BF16} --zeropp {name}" for name in ("lossless", "int8", "int6", "ternary")},
+    "ZeRO++ as published": DEEPSPEED,
+    "ZeRO++ as published, LoCo": f"{DEEPSPEED} {LOCO_ON_BOTH_HOPS}",
+}
+RATES = (0.001, 0.0015, 0.002, 0.003)
+
+
+def at_rate(rate: float, flags: str) -> str:
+    return f"{flags} --lr {rate:g} --min-lr {rate / 10:g}".strip()
+
+
+def rate_search(model: str = "") -> tuple[Group, ...]:
+    """Each headline wire at each of ``RATES``, against the bf16 wire at the same rate."""
+    return tuple(
+        group(
+            f"{name}",
+            {f"learning rate {rate:g}": at_rate(rate, f"{model} {flags}".strip()) for rate in RATES},
+        )
+        for name, flags in HEADLINE.items()
+    )
+
+
 EXPERIMENTS = {
     "E1": Experiment(
         "Weights as low-bit integers (qwZ)",
@@ -459,6 +488,7 @@ EXPERIMENTS = {
         ),
         control="bf16 products",
     ),
+    "E18": Experiment("Learning rates of the headline wires", *rate_search(), scale="rates"),
     "E17": Experiment(
         "A larger Llama",
         group(
