@@ -150,7 +150,7 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
 
     with tempfile.TemporaryDirectory() as begun:
         if arm.begins is not None:
-            steps = scale.train_iters // 5
+            steps = round(scale.train_iters * arm.begins_share)
             first = flags_of(scale, Arm("", arm.begins))
             first += f" --save {begun} --save-interval {steps} --exit-interval {steps}"
             sent = steps * bytes_per_parameter(run(f"{first} {text} --seed {seed}"), first)

@@ -77,7 +77,7 @@ class Arm:
 
     ``{half}`` stands for half of the scale's micro-batch size, ``{batch}`` for the samples of a step, ``{warmup}`` for
     the steps in which the learning rate warms up, ``{begun}`` for the checkpoint of an arm that ``begins`` with other
-    flags, for a fifth of the steps. ``control``: the flags of the arm that it is compared with.
+    flags, for this share of the steps. ``control``: the flags of the arm that it is compared with.
     """
 
     name: str
@@ -85,6 +85,7 @@ class Arm:
     control: str = ""  # the fp32 wire
     real_ranks: int | None = None  # each a node of its own, in place of emulated ones
     begins: str | None = None
+    begins_share: float = 0.2
 
     @property
     def program(self) -> str:

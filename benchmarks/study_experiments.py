@@ -24,6 +24,7 @@ from study_arms import (
     LOCO_ON_BOTH_HOPS,
     SGD_CONTROL,
     UNBIASED,
+    Arm,
     Experiment,
     Group,
     differences,
@@ -173,33 +174,43 @@ def blocked_or_not(title: str, model: str) -> Group:
     return group(f"Blocked and non-blocked: {title}", {FP32.name: "", **arms}, common=model, control=model)
 
 
-# E18 and E19: what published ZeRO++ sends, in the groups that DeepSpeed makes of this model's parameters: gradients in
-# groups of a matrix's smaller dimension, weights in groups of 4,608 to 6,912.
-DEEPSPEED_WEIGHTS, DEEPSPEED_GRADIENTS = weights(8, 6144), gradients(4, 4, 192)
-DEEPSPEED = f"{DEEPSPEED_WEIGHTS} {DEEPSPEED_GRADIENTS}"
+# E18 to E20. DeepSpeed's groups of these models: gradients in groups of a matrix's smaller dimension (192), weights in
+# groups of 4,608 to 6,912 elements.
+PUBLISHED_WEIGHTS = weights(8, 6144)
+PUBLISHED = f"{PUBLISHED_WEIGHTS} {gradients(4, 4, 192)}"
 HEADLINE = {
-    "fp32": "",
     "bf16": BF16_WIRE.flags,
+    "fp32": "",
     **{f"`{name}`": f"{BF16} --zeropp {name}" for name in ("lossless", "int8", "int6", "ternary")},
-    "ZeRO++ as published": DEEPSPEED,
-    "ZeRO++ as published, LoCo": f"{DEEPSPEED} {LOCO_ON_BOTH_HOPS}",
+    "ZeRO++ as published": PUBLISHED,
+    "ZeRO++ as published, LoCo": f"{PUBLISHED} {LOCO_ON_BOTH_HOPS}",
 }
+MODELS = {"GPT, 1.3M parameters": "", "Llama, 1.6M parameters": LLAMA}
 RATES = (0.001, 0.0015, 0.002, 0.003)
+COMMON_RATE = 0.002
 
 
-def at_rate(rate: float, flags: str) -> str:
+def at_rate(flags: str, rate: float) -> str:
     return f"{flags} --lr {rate:g} --min-lr {rate / 10:g}".strip()
 
 
-def rate_search(model: str = "") -> tuple[Group, ...]:
-    """Each headline wire at each of ``RATES``, against the bf16 wire at the same rate."""
-    return tuple(
-        group(
-            f"{name}",
-            {f"learning rate {rate:g}": at_rate(rate, f"{model} {flags}".strip()) for rate in RATES},
-        )
-        for name, flags in HEADLINE.items()
-    )
+def rates_of(name: str, flags: str, model: str) -> Group:
+    """One wire at each of ``RATES``."""
+    arms = {f"{name}, learning rate {rate:g}": at_rate(f"{model} {flags}".strip(), rate) for rate in RATES}
+    return group(name, arms, control=next(iter(arms.values())))
+
+
+def headline(title: str, model: str) -> Group:
+    """Each headline wire at the common learning rate, against the bf16 wire."""
+    arms = {name: at_rate(f"{model} {flags}".strip(), COMMON_RATE) for name, flags in HEADLINE.items()}
+    return group(title, arms, control=arms["bf16"])
+
+
+def qgz_for_the_first_half() -> Arm:
+    """Resume without qgZ from a checkpoint of ZeRO++ at half of the steps: no flag says so of one run."""
+    later = at_rate(f"{PUBLISHED_WEIGHTS} --grad-reduce-in-bf16 --load {{begun}}", COMMON_RATE)
+    control = at_rate(BF16_WIRE.flags, COMMON_RATE)
+    return Arm("hpZ, qwZ, qgZ for the first half", later, control, None, at_rate(PUBLISHED, COMMON_RATE), 0.5)
 
 
 EXPERIMENTS = {
@@ -488,7 +499,6 @@ EXPERIMENTS = {
         ),
         control="bf16 products",
     ),
-    "E18": Experiment("Learning rates of the headline wires", *rate_search(), scale="rates"),
     "E17": Experiment(
         "A larger Llama",
         group(
@@ -498,6 +508,44 @@ EXPERIMENTS = {
         ),
         scale="llama",
         control="ZeRO-3 in bf16",
+    ),
+    "E18": Experiment(
+        "Learning rates of the headline wires",
+        *(
+            rates_of(f"{title}: {name}", flags, model)
+            for title, model in MODELS.items()
+            for name, flags in HEADLINE.items()
+        ),
+        scale="rates",
+        control="0.001",
+    ),
+    "E19": Experiment(
+        "Headline wires at tuned learning rates",
+        *(headline(title, model) for title, model in MODELS.items()),
+        scale="tuned",
+        control="the bf16 wire",
+    ),
+    "E20": Experiment(
+        "ZeRO++'s Table 5",
+        Group(
+            "GPT, 1.3M parameters",
+            (
+                Arm("ZeRO-3", at_rate(BF16_WIRE.flags, COMMON_RATE), at_rate(BF16_WIRE.flags, COMMON_RATE)),
+                *group(
+                    "",
+                    {
+                        "hpZ, qwZ, qgZ": at_rate(PUBLISHED, COMMON_RATE),
+                        "hpZ, qwZ, no qgZ": at_rate(f"{PUBLISHED_WEIGHTS} --grad-reduce-in-bf16", COMMON_RATE),
+                        "hpZ, qwZ, qgZ, LoCo": at_rate(f"{PUBLISHED} {LOCO_ON_BOTH_HOPS}", COMMON_RATE),
+                        "`int8`": at_rate(f"{BF16} --zeropp int8", COMMON_RATE),
+                    },
+                    control=at_rate(BF16_WIRE.flags, COMMON_RATE),
+                ).arms,
+                qgz_for_the_first_half(),
+            ),
+        ),
+        scale="tuned",
+        control="ZeRO-3",
     ),
 }
 OBSERVED = {name for experiment in EXPERIMENTS.values() for name in experiment.observed}
