@@ -1,7 +1,6 @@
 """What the benchmarks share: result files, Markdown tables, turns of two sides, and runs of the trainer."""
 
 import argparse
-import functools
 import json
 import os
 import platform
@@ -58,7 +57,6 @@ def origin() -> dict[str, Any]:
     }
 
 
-@functools.cache
 def commit() -> str:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -77,7 +75,7 @@ def processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def append_row(path: Path | None, row: Mapping[str, Any]) -> None:
+def append_row(path: Path | None, row: dict[str, Any]) -> None:
     """Append a row and its ``origin`` at once, because a measurement that takes hours may be cut off.
 
     What the row says itself stays: a program that starts others gives their command. None: no file.
@@ -85,7 +83,7 @@ def append_row(path: Path | None, row: Mapping[str, Any]) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
-            file.write(json.dumps({**row, **origin(), **row}) + "\n")
+            file.write(json.dumps(row | origin() | row) + "\n")
 
 
 def measure_once(path: Path, key: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -121,12 +119,6 @@ def in_turns(sides: Mapping[Key, Callable[[], Value]], rounds: int) -> dict[Key,
             if turn > 0:
                 returned[name].append(value)
     return returned
-
-
-def machine() -> str:
-    import torch
-
-    return f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
 
 
 def device_name(device: Any) -> str:

@@ -12,7 +12,7 @@ import math
 import statistics
 
 import torch
-from common import RESULTS, markdown_table
+from common import RESULTS, markdown_table, origin
 from torch import Tensor
 
 from megatron_zpp.zeropp.wire.quantization import Code, dequantize_blocks, quantize_blocks
@@ -76,7 +76,7 @@ def slope(values: list[float]) -> float:
 def table() -> str:
     lines = [
         [*arm.split(": "), *(f"{value:.3g}" for value in values), f"{slope(values):.2f}"]
-        for arm, values in json.loads(PATH.read_text()).items()
+        for arm, values in json.loads(PATH.read_text())["curves"].items()
     ]
     return markdown_table(["optimizer", "gradients", *(f"T = {steps}" for steps in HORIZONS), "exponent of T"], lines)
 
@@ -96,7 +96,7 @@ def main() -> None:
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     figure.savefig(RESULTS / "convergence.png", dpi=120)
-    PATH.write_text(json.dumps(found, indent=1) + "\n")
+    PATH.write_text(json.dumps({**origin(), "curves": found}, indent=1) + "\n")
     print(table())
 
 

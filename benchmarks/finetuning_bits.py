@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, ROOT, machine, markdown_table, measure_once, new_parser, read_rows, run_trainer
+from common import RESULTS, ROOT, markdown_table, measure_once, new_parser, read_rows, run_trainer
 from study import make_text
 from study_arms import BF16, BF16_WIRE, CPU, LLAMA, NODES, RANKS, gradients, moves, weights
 
@@ -80,7 +80,7 @@ def tune(checkpoint: Path, text: str, wire: str, seed: int) -> dict[str, Any]:
     log = parse_log(run_trainer(flags, ranks=None, program=PROGRAM))
     if math.isnan(log.validation_loss):
         raise RuntimeError(f"no validation loss: {flags}")
-    return {"validation_loss": log.validation_loss, "command": f"{PROGRAM} {flags}", "machine": machine()}
+    return {"validation_loss": log.validation_loss, "command": f"{PROGRAM} {flags}"}
 
 
 def table() -> str:

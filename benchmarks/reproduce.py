@@ -33,14 +33,12 @@ import monitors
 import muon_bytes
 import mutants
 import other_loops
-import overlap
 import planner
 import planner_box
 import planner_zeropp
 import rl
 import scaling
 import steps_over_delays
-import steps_over_links
 from common import ROOT, markdown_table, new_parser
 from study import RESULTS, arms, read_results
 from study_arms import SCALES, Experiment
@@ -78,7 +76,6 @@ def table_of_scale(experiment: Experiment) -> str:
 BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
     PAGE: {
         "fine-tuning": finetuning_bits.table,
-        "links": steps_over_links.table,
         **{name: partial(table_of_scale, e) for name, e in EXPERIMENTS.items() if e.scale != "cpu"},
         "muon rates": lambda: table_of_muon_rates(results_of("cpu")),
         "rates": convergence.table,
@@ -96,7 +93,6 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
         "mutants": mutants.table,
         "newer mutants": lambda: mutants.table(mutants.NEWER),
         "loop": loop_overhead.table,
-        "overlap": overlap.table,
         "learning": rl.table_of_learning,
         "rollouts": rl.table_of_rollouts,
     },
