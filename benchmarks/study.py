@@ -3,8 +3,7 @@
     python benchmarks/study.py run                        # trains what benchmarks/results/study.jsonl lacks
     python benchmarks/study.py run E4 E5 --seeds 1 2      # some of it; --scale gpu: a larger model, for one GPU
     python benchmarks/study.py run E17                    # one seed of a Llama; --scale gpu-llama: of 187M, for one GPU
-    python benchmarks/study.py tables                     # writes tables and plots into docs/evidence/experiments.md
-    python benchmarks/study.py tables --scale gpu         # prints the tables of another scale
+    python benchmarks/study.py tables --scale gpu         # prints tables; examples/reproduce.sh --write makes the pages
 
 A killed study goes on where it was. benchmarks/study_experiments.py says what is trained; the text is 70 MB of Python
 sources, made on the first run.
@@ -24,9 +23,9 @@ from typing import Any
 
 import common
 from common import ROOT, append_row, new_parser, read_rows, run_trainer
-from study_arms import FP32, NODES, RANKS, SCALES, Arm, Scale
+from study_arms import NODES, RANKS, SCALES, Arm, Scale
 from study_experiments import EXPERIMENTS, OBSERVED
-from study_tables import by_flags_and_seed, table, write_page
+from study_tables import by_flags_and_seed, table
 
 from megatron_zpp.metrics.log_reader import BETWEEN, BETWEEN_ISLANDS, RunLog, parse_log
 
@@ -41,25 +40,15 @@ def main() -> None:
     run.add_argument("--match", default="", metavar="REGEX", help="only arms whose name or flags hold it")
     run.add_argument("--seeds", type=int, nargs="+", help="default as the scale says")
     run.add_argument("--jobs", type=int, help="runs side by side; default as the scale says")
-    tables = commands.add_parser(
-        "tables", help="write tables and plots of the results into docs/evidence/experiments.md"
-    )
+    tables = commands.add_parser("tables", help="print the tables of the results")
     for command in (run, tables):
         command.add_argument("--scale", choices=SCALES, help="size of model and run; default: the experiments' own")
         command.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="of JSON lines")
     args = parser.parse_args()
     if args.command == "tables":
-        args.scale = args.scale or "cpu"
-        rows = by_flags_and_seed(read_results(args.results, args.scale), SCALES[args.scale].seeds)
-        if FP32.flags not in rows:
-            sys.exit(
-                f"error: {args.results} lacks seeds of the fp32 wire, which all others are compared with: "
-                f"python benchmarks/study.py run E1 --match 'fp32 wire' --scale {args.scale} --results {args.results}"
-            )
-        if (args.scale, args.results) == ("cpu", RESULTS):
-            write_page(rows)
-        else:
-            print(*(f"{name}: {e.title}\n\n{table(e, rows)}" for name, e in EXPERIMENTS.items()), sep="\n")
+        for name, experiment in EXPERIMENTS.items():
+            rows = by_flags_and_seed(read_results(args.results, args.scale or experiment.scale))
+            print(f"{name}: {experiment.title}\n\n{table(experiment, rows)}")
         return
     if unknown := set(args.experiments) - set(EXPERIMENTS):
         parser.error(f"there is no experiment {', '.join(sorted(unknown))}; choose of {', '.join(EXPERIMENTS)}")
@@ -76,10 +65,6 @@ def main() -> None:
     chosen = [a for a in arms(names) if re.search(args.match, f"{a.name} {a.flags}")]
     to_do = [(arm, seed) for seed in args.seeds or scale.seeds for arm in chosen]
     to_do = [(arm, seed) for arm, seed in to_do if (arm.flags, seed) not in done]
-    if gone := [arm.name for arm, _ in to_do if "weight-difference" in arm.flags]:
-        parser.error(
-            f"weight differences are gone; commit cdc7657 trains {', '.join(dict.fromkeys(gone))}: --match others"
-        )
     print(f"{len(to_do)} runs to do, {len(done)} done", flush=True)
     with ThreadPoolExecutor(args.jobs or scale.jobs) as pool:
         futures = [pool.submit(train, args.results, args.scale, text, arm, seed) for arm, seed in to_do]
