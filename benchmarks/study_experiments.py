@@ -284,13 +284,6 @@ EXPERIMENTS = {
         "Scales of elements",
         (
             CONTROLS,
-            group(
-                "fp32 wire, elements limited by their own history, as 2 bits limit them",
-                {
-                    "what is cut off is lost": "--trial limited-elements",
-                    "what is cut off comes later": "--trial limited-elements-with-rest",
-                },
-            ),
             with_and_without_element_scales(
                 "8 bits within, 4 between nodes, blocks of 4096", f"{BF16} {gradients(8, 4, 4096)}"
             ),
@@ -394,43 +387,10 @@ EXPERIMENTS = {
         ),
     ),
     "E13": Experiment(
-        "Ternary gradients",
+        "Learning rates before they were tuned",
         (
             at_learning_rates("The fp32 wire", ""),
             at_learning_rates("2 bits between nodes, four levels, beta 0.8", few_levels(0.8)),
-            group(
-                "Three levels between nodes",
-                {
-                    f"0 below {threshold} RMS, beta {beta}": f"{few_levels(beta)} --trial ternary:{threshold}"
-                    for threshold, beta in ((0.9, 0.9), (1.2, 0.8), (1.2, 0.0), (1.6, 0.9))
-                },
-            ),
-            *(
-                at_learning_rates(
-                    f"Three levels, 0 below 1.2 RMS, beta {beta}", f"{few_levels(beta)} --trial ternary:1.2"
-                )
-                for beta in (0.9, 0.95)
-            ),
-            group(
-                "Three levels, from one number to another over the run",
-                {
-                    "0 below 0.8 to 1.6 RMS, beta 0.95": f"{few_levels(0.95)} --trial ternary:0.8-1.6",
-                    "0 below 1.6 to 0.8 RMS, beta 0.95": f"{few_levels(0.95)} --trial ternary:1.6-0.8",
-                    "0 below 1.2 RMS, beta 0.8 to 0.95": f"{few_levels(0.8)} --trial ternary:1.2:0.8-0.95",
-                    "0 below 1.2 RMS, beta 0.95 to 0.8": f"{few_levels(0.95)} --trial ternary:1.2:0.95-0.8",
-                },
-            ),
-            group(
-                "Uncoded, in fp32: the largest fifth of each block, by scales of elements; the rest comes later",
-                {
-                    f"learning rate {rate}": f"--trial largest-fifth-with-rest {flags}".strip()
-                    for rate, flags in {"0.001": "", "0.0014": HIGHER}.items()
-                },
-            ),
-            group(
-                "Those with the largest first moments (SCAPE, arXiv 2607.01678), in fp32; the rest comes later",
-                {f"{share:.0%}": f"--trial first-moments:{share}:{{warmup}}" for share in (0.1, 0.01)},
-            ),
         ),
     ),
     "E14": Experiment(
