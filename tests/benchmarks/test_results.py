@@ -41,6 +41,13 @@ def test_a_row_without_its_origin_is_refused():
     )
 
 
+def test_a_copy_without_git_takes_the_commit_that_it_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    assert common.commit() == "unknown"
+    monkeypatch.setenv("BENCHMARK_COMMIT", "3971d26e")
+    assert common.commit() == "3971d26e"
+
+
 def test_the_writer_names_the_commit_and_says_when_code_is_not_committed(tmp_path, monkeypatch):
     def git(*arguments: str) -> str:
         name = ("-c", "user.name=x", "-c", "user.email=x@example.com")
