@@ -59,6 +59,7 @@ def origin() -> dict[str, Any]:
 
 def commit() -> str:
     """The checkout's commit; in a copy without git, what BENCHMARK_COMMIT says."""
+
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
