@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 ROOT = Path(__file__).parents[1]
-LOAD_AT_START = round(os.getloadavg()[0], 2)
 RESULTS = Path(__file__).parent / "results"
 ALL_FLAGS = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco"
 Key = TypeVar("Key")
@@ -38,27 +37,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def origin() -> dict[str, Any]:
-    """Describe the code, the command and the machine of a measurement: the fields that every stored row has.
-
-    commit ends with "-dirty" where the checkout has changes outside of its results. load: average of a minute when
-    the program started.
-    """
-    import torch
-
-    return {
-        "commit": commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "torch": torch.__version__,
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "load": LOAD_AT_START,
-    }
-
-
 def commit() -> str:
-    """The checkout's commit; in a copy without git, what BENCHMARK_COMMIT says."""
+    """The checkout's commit, with "-dirty" where it has changes outside of results and pages.
+
+    In a copy without git, what BENCHMARK_COMMIT says. A test refuses stored rows of unknown and of dirty commits.
+    """
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -67,7 +50,26 @@ def commit() -> str:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs")
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("BENCHMARK_COMMIT", "unknown")  # A test refuses stored rows of an unknown commit.
+        return os.environ.get("BENCHMARK_COMMIT", "unknown")
+
+
+# When the program starts: a measurement may take hours, in which the checkout moves on.
+COMMIT_AT_START, LOAD_AT_START = commit(), round(os.getloadavg()[0], 2)
+
+
+def origin() -> dict[str, Any]:
+    """Describe the code, the command and the machine of a measurement: the fields that every stored row has."""
+    import torch
+
+    return {
+        "commit": COMMIT_AT_START,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "torch": torch.__version__,
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "load": LOAD_AT_START,
+    }
 
 
 def processor() -> str:

@@ -49,7 +49,7 @@ def test_a_copy_without_git_takes_the_commit_that_it_is_told(tmp_path, monkeypat
     assert common.commit() == "3971d26e"
 
 
-def test_the_writer_names_the_commit_and_says_when_code_is_not_committed(tmp_path, monkeypatch):
+def test_a_row_says_whether_the_code_that_made_it_was_committed(tmp_path, monkeypatch):
     def git(*arguments: str) -> str:
         name = ("-c", "user.name=x", "-c", "user.email=x@example.com")
         done = subprocess.run(["git", *name, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -57,17 +57,21 @@ def test_the_writer_names_the_commit_and_says_when_code_is_not_committed(tmp_pat
 
     git("init", "-q")
     (tmp_path / "code.py").write_text("1\n")
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     git("add", ".")
     git("commit", "-qm", "x")
     monkeypatch.setattr(common, "ROOT", tmp_path)
-    output = tmp_path / "benchmarks" / "results" / "rows.jsonl"
-    common.append_row(output, {"seconds": 1.0})
+    (tmp_path / "benchmarks" / "results" / "rows.jsonl").write_text("{}\n")
     git("add", ".")  # a stored result is no change of the code
-    common.append_row(output, {"seconds": 2.0, "command": "python train.py"})
+    assert common.commit() == git("rev-parse", "--short=12", "HEAD")
     (tmp_path / "code.py").write_text("2\n")
-    common.append_row(output, {"seconds": 3.0})
-    first, second, third = common.read_rows(output)
-    head = git("rev-parse", "--short=12", "HEAD")
-    assert [first["commit"], second["commit"], third["commit"]] == [head, head, f"{head}-dirty"]
+    assert common.commit() == git("rev-parse", "--short=12", "HEAD") + "-dirty"
+
+
+def test_the_writer_adds_where_a_row_comes_from(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "COMMIT_AT_START", "3971d26e")
+    common.append_row(tmp_path / "rows.jsonl", {"seconds": 1.0})
+    common.append_row(tmp_path / "rows.jsonl", {"seconds": 2.0, "command": "python train.py"})
+    first, second = common.read_rows(tmp_path / "rows.jsonl")
     assert untraceable(first) == untraceable(second) == []
     assert second["command"] == "python train.py"  # a program that starts others names what it started
