@@ -30,7 +30,7 @@ HORIZONS = (250, 500, 1000, 2000, 4000)
 HOP = wire_format((ParameterShard("x", FEATURES, True),), 2, BLOCK, torch.float32, "absmax")  # three levels
 BETAS = {"fp32": None, "2 bits": None, "2 bits, error feedback": 0.0, "2 bits, LoCo": 0.8}
 RATES = {"SGD": 2.0, "Adam": 0.02}  # at T = 250, times one of FACTORS
-FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+FACTORS = (0.0625, 0.125, 0.25, 0.5, 1.0)
 
 
 def gradients(x: Tensor, features: Tensor, labels: Tensor) -> Tensor:

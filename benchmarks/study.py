@@ -36,7 +36,7 @@ def main() -> None:
     parser = new_parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="train what is not in the results yet")
-    run.add_argument("experiments", nargs="*", metavar="E1…E17", help="default: all of the scale")
+    run.add_argument("experiments", nargs="*", metavar="E1…E20", help="default: all of the scale")
     run.add_argument("--match", default="", metavar="REGEX", help="only arms whose name or flags hold it")
     run.add_argument("--seeds", type=int, nargs="+", help="default as the scale says")
     run.add_argument("--jobs", type=int, help="runs side by side; default as the scale says")

@@ -121,7 +121,7 @@ MUON = muon_at(0.004, MUON_PERIODS["whole matrices"])
 
 
 def with_muon(title: str, wire: str, rates: tuple[float, ...]) -> Group:
-    """AdamW at its best learning rate, and Muon at some, over one wire, against whole matrices at 0.004."""
+    """AdamW at the study's learning rate, and Muon at some, over one wire, against whole matrices at 0.004."""
     arms = {
         f"Muon, {name}, learning rate {rate:g}": f"{wire} {muon_at(rate, period)}"
         for name, period in MUON_PERIODS.items()

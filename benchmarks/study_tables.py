@@ -40,15 +40,8 @@ def page_of(name: str, rows: Rows) -> str:
 
 def table(experiment: Experiment, rows: Rows) -> str:
     """One Markdown table: the groups one below the other, of each arm that was trained with a seed of its control."""
-    columns = [
-        "on the wire",
-        "validation loss",
-        f"over {experiment.control}",
-        "seeds",
-        "",
-        "bytes",
-        *experiment.observed,
-    ]
+    columns = ["on the wire", "validation loss", f"over {experiment.control}", "seeds", "", "bytes"]
+    columns += experiment.observed
     lines = []
     for group in experiment.groups:
         trained = [arm for arm in group.arms if excesses(arm, rows)]
@@ -63,17 +56,10 @@ def _line(arm: Arm, rows: Rows, observed: Sequence[str]) -> list[str]:
     trained = [rows[arm.flags][seed] for seed in found]
     loss = statistics.mean(row["validation_loss"] for row in trained)
     sent = trained[0]["bytes_per_parameter"]
-    cells = [arm.name, f"{loss:.4f}"]
-    cells += (
-        ["", str(len(found)), ""]
-        if arm.flags == arm.control
-        else [
-            difference(list(found.values())),
-            str(len(found)),
-            verdict(list(found.values())),
-        ]
-    )
-    cells.append(f"{sent:.2f}" if sent >= 0.2 else f"{sent:.3f}")
+    over, shown = "", ""
+    if arm.flags != arm.control:
+        over, shown = difference(list(found.values())), verdict(list(found.values()))
+    cells = [arm.name, f"{loss:.4f}", over, str(len(found)), shown, f"{sent:.2f}" if sent >= 0.2 else f"{sent:.3f}"]
     for name in observed:
         seen = [row["observed"][name] for row in trained if name in row.get("observed", {})]  # the first rows have none
         cells.append(f"{statistics.mean(seen):.2f}" if seen else "")
