@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 import torch
-from common import RESULTS, append_row, machine, markdown_table, new_parser, read_rows
+from common import RESULTS, append_row, markdown_table, new_parser, read_rows
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_zpp.families import LLAMA
@@ -49,7 +49,7 @@ def main() -> None:
     for flags, choice in WAYS.items():
         if args.only not in flags:
             continue
-        row = {"flags": flags, **measure(*choice), "date": time.strftime("%Y-%m-%d"), "machine": machine()}
+        row = {"flags": flags, **measure(*choice)}
         print(row, flush=True)
         append_row(FILE, row)
 

@@ -22,10 +22,12 @@ from typing import Any
 
 from cluster_in_a_box import run
 from common import RESULTS, ROOT, markdown_table, measure_once, read_rows, run_choice
+from study import RESULTS as STUDY
+from study import read_results
+from study_tables import by_flags_and_seed, losses_of_recipe
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT
-from megatron_zpp.zeropp.recipes import RECIPES
 
 BYTES, THROUGHPUT, TECHNIQUES = (
     RESULTS / f"between_nodes_{what}.jsonl" for what in ("bytes", "throughput", "techniques")
@@ -224,8 +226,9 @@ def readme_table() -> str:
     (llama,) = (line for line in worth.splitlines() if line.startswith("| Llama-8B | 8 | 100 |"))
     zero3, _, _, *ours = re.findall(r"[\d.]+ s", llama)
     lines.append(["a step of Llama-8B, predicted", zero3, *ours])
-    losses = [RECIPES[name].loss for name in ("int8", "int6")]
-    lines.append(["loss over an fp32 wire", "", *(f"{loss[0]:+.2f} ± {loss[1]:.2f} %" for loss in losses if loss)])
+    study = {scale: by_flags_and_seed(read_results(STUDY, scale)) for scale in ("cpu", "tuned")}
+    losses = [losses_of_recipe(name, study["cpu"], study["tuned"])[1] for name in ("int8", "int6")]
+    lines.append(["loss over an fp32 wire", "", *losses])
     return markdown_table(["", "ZeRO-3", "`--zeropp int8`", "`--zeropp int6`"], lines)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import RESULTS, append_row, machine, markdown_table, new_parser
+from common import RESULTS, append_row, markdown_table, new_parser
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from megatron_zpp.checkpoint.files import digest
@@ -78,7 +78,7 @@ def main() -> None:
     new_parser(__doc__).parse_args()
     rows = [measure(ranks) for ranks in (16, 256, 4096)]
     for row in rows:
-        append_row(RESULTS / "checkpoint_index.jsonl", row | {"machine": machine()})
+        append_row(RESULTS / "checkpoint_index.jsonl", row)
     print(markdown_table(list(rows[0]), [list(row.values()) for row in rows]))
 
 

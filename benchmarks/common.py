@@ -4,10 +4,12 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,12 +37,57 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def append_row(path: Path | None, row: Mapping[str, Any]) -> None:
-    """Append a row at once, because a measurement that takes hours may be cut off. None: no file."""
+def commit() -> str:
+    """The checkout's commit, with "-dirty" where it has changes outside of results and pages.
+
+    In a copy without git, what BENCHMARK_COMMIT says. A test refuses stored rows of unknown and of dirty commits.
+    """
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs")
+        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("BENCHMARK_COMMIT", "unknown")
+
+
+# When the program starts: a measurement may take hours, in which the checkout moves on.
+COMMIT_AT_START, LOAD_AT_START = commit(), round(os.getloadavg()[0], 2)
+
+
+def origin() -> dict[str, Any]:
+    """Describe the code, the command and the machine of a measurement: the fields that every stored row has."""
+    import torch
+
+    return {
+        "commit": COMMIT_AT_START,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "torch": torch.__version__,
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "load": LOAD_AT_START,
+    }
+
+
+def processor() -> str:
+    """The processor's model name, or its architecture where Linux does not say."""
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else []
+    return names[0] if names else platform.machine()
+
+
+def append_row(path: Path | None, row: dict[str, Any]) -> None:
+    """Append a row and its ``origin`` at once, because a measurement that takes hours may be cut off.
+
+    What the row says itself stays: a program that starts others gives their command. None: no file.
+    """
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(row | origin() | row) + "\n")
 
 
 def measure_once(path: Path, key: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -76,12 +123,6 @@ def in_turns(sides: Mapping[Key, Callable[[], Value]], rounds: int) -> dict[Key,
             if turn > 0:
                 returned[name].append(value)
     return returned
-
-
-def machine() -> str:
-    import torch
-
-    return f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
 
 
 def device_name(device: Any) -> str:

@@ -14,8 +14,6 @@ Prints JSON lines; ``benchmarks/results/data_indices.jsonl`` holds those of the 
 import hashlib
 import json
 import multiprocessing
-import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import machine, new_parser
+from common import new_parser, origin
 from numpy.typing import NDArray
 
 from megatron_zpp.data.build import build_datasets
@@ -43,13 +41,11 @@ def main() -> None:
     prefix = str(Path(args.folder) / f"random-{args.documents}")
     make_dataset(prefix, args.documents)
     IndexedDataset(prefix).token_range()  # into the page cache
-    command = " ".join(["python", "benchmarks/data_indices.py", *sys.argv[1:]])
     for build in (index_by_reference, index, index_from_cache):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
             result = process.submit(measured, build, prefix).result()
         name = build.__name__.replace("_", " ")
-        origin = {"command": command, "machine": machine(), "load_average": os.getloadavg()[0]}
-        print(json.dumps({"measurement": name, **result, **origin}), flush=True)
+        print(json.dumps({"measurement": name, **result, **origin()}), flush=True)
 
 
 def measured(build: Callable[[str], Indices], prefix: str) -> dict[str, Any]:

@@ -11,7 +11,6 @@ or with the recipe that ``--recipe`` names.
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -72,8 +71,6 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "loss_of_first_step": {name: side.metrics["lm loss"][0] for name, side in sides.items()},
         "loss_of_last_step": {name: side.metrics["lm loss"][-1] for name, side in sides.items()},
         "device": device_name(device),
-        "torch": torch.__version__,
-        "command": " ".join(["python", *sys.argv]),
     }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT, append_row, machine
+from common import ROOT, append_row
 from fault_runs import ITERATIONS, SETTINGS, Result, Run
 
 from megatron_zpp.checkpoint import candidates, iterate_tensors, read_meta
@@ -99,7 +99,7 @@ class Campaign:
         for kind, outcomes in summary.items():
             print(f"{kind:20s} {outcomes}")
         seconds = round(time.monotonic() - self.begun, 1)
-        append_row(self.output, {"summary": summary, "seed": self.seed, "seconds": seconds, "machine": machine()})
+        append_row(self.output, {"summary": summary, "seed": self.seed, "seconds": seconds})
 
 
 def bad(outcome: str, result: Result, what: str) -> Outcome:

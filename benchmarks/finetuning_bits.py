@@ -16,9 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, ROOT, machine, markdown_table, measure_once, new_parser, read_rows, run_trainer
+from common import RESULTS, ROOT, markdown_table, measure_once, new_parser, read_rows, run_trainer
 from study import make_text
 from study_arms import BF16, BF16_WIRE, CPU, LLAMA, NODES, RANKS, gradients, moves, weights
+from study_tables import difference
 
 from megatron_zpp.metrics.log_reader import parse_log
 
@@ -80,7 +81,7 @@ def tune(checkpoint: Path, text: str, wire: str, seed: int) -> dict[str, Any]:
     log = parse_log(run_trainer(flags, ranks=None, program=PROGRAM))
     if math.isnan(log.validation_loss):
         raise RuntimeError(f"no validation loss: {flags}")
-    return {"validation_loss": log.validation_loss, "command": f"{PROGRAM} {flags}", "machine": machine()}
+    return {"validation_loss": log.validation_loss, "command": f"{PROGRAM} {flags}"}
 
 
 def table() -> str:
@@ -94,8 +95,7 @@ def table() -> str:
         if found:
             perplexity = statistics.fmean(math.exp(losses[name, seed]) for seed in found)
             more = [100 * math.expm1(losses[name, seed] - losses[next(iter(WIRES)), seed]) for seed in found]
-            spread = statistics.stdev(more) if len(more) > 1 else math.nan
-            lines.append([name, f"{perplexity:.2f}", f"{statistics.fmean(more):+.2f} ± {spread:.2f} %", len(found)])
+            lines.append([name, f"{perplexity:.2f}", difference(more), len(found)])
     return markdown_table(["weights", "perplexity", "over 16 bits", "seeds"], lines)
 
 

@@ -10,7 +10,7 @@ import re
 from functools import partial
 from typing import Any
 
-from common import RESULTS, machine, markdown_table, measure_once, new_parser, read_rows, run_trainer
+from common import RESULTS, markdown_table, measure_once, new_parser, read_rows, run_trainer
 
 PATH = RESULTS / "frozen_weights.jsonl"
 WAYS = {
@@ -30,7 +30,7 @@ def measure(flags: str) -> dict[str, Any]:
     log = run_trainer(flags, program="examples/library/lora.py")
     lines = re.findall(r"step (\d+): loss ([\d.]+), \d+ bytes, ([\d.]+) per", log)
     steps = {step: {"loss": float(loss), "bytes": float(nbytes)} for step, loss, nbytes in lines}
-    return {"steps": steps, "machine": machine()}
+    return {"steps": steps}
 
 
 def table() -> str:

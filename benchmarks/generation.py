@@ -7,13 +7,12 @@ same text is checked. Seconds are the processor's, so that other programs on the
 """
 
 import json
-import platform
 import statistics
 import time
 from typing import Any
 
 import torch
-from common import in_turns, new_parser
+from common import in_turns, new_parser, origin
 
 from megatron_zpp.families import GPT
 from megatron_zpp.models.decoder import DecoderConfig
@@ -76,8 +75,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     results = [measure(name, args.rounds, rows) for name in MODELS for rows in (1, 8)]
-    machine = {"processor": platform.processor() or platform.machine(), "threads": 1}
-    print(json.dumps({"torch": torch.__version__, **machine, "results": results}, indent=1))
+    print(json.dumps({**origin(), "threads": 1, "results": results}, indent=1))
 
 
 if __name__ == "__main__":

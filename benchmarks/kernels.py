@@ -9,7 +9,6 @@ kernel. Plain torch is megatron_zpp/zeropp/wire/reference.py.
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from common import RESULTS, markdown_table, new_parser, seconds_of
+from common import RESULTS, markdown_table, new_parser, origin, seconds_of
 from torch import Tensor
 
 from megatron_zpp.zeropp.wire import kernels, moves, reference
@@ -269,7 +268,7 @@ def main() -> None:
                     f"{kernel.name:58} {row['gigabytes_per_second']:8.1f} {row['of_a_copy']:9.0%}{others}", flush=True
                 )
     if args.output is not None:
-        result = {"command": " ".join(sys.argv), "torch": torch.__version__, "kernels": rows}
+        result = {**origin(), "kernels": rows}
         args.output.write_text(json.dumps(result, indent=1) + "\n")
 
 

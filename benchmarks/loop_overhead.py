@@ -18,9 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from common import RESULTS, device_name, in_turns, markdown_table, new_parser, seconds_of
+from common import RESULTS, in_turns, markdown_table, new_parser, origin, seconds_of
 from side_by_side import WARMUP, OurTraining, PlainTraining, full_weights, our_run, plain_model, same_batches
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
@@ -120,12 +119,11 @@ def main() -> None:
     if (args.rounds + 1) * args.steps <= WARMUP:
         parser.error(f"--rounds and --steps must make more than the {WARMUP} steps of the warm-up")
     model = f"GPT: {LAYERS} layers, hidden {HIDDEN}, {HEADS} heads, vocabulary {VOCAB}; {BATCH} x {LENGTH} tokens"
-    machine = f"{device_name(torch.device('cpu'))}, torch {torch.__version__}"
     if args.profile:
         result: dict[str, Any] = {"profile": [profile_kinds(bf16, args.steps) for bf16 in (False, True)]}
     else:
         result = measure(args.bf16, args.rounds, args.steps)
-    print(json.dumps({"model": model, "machine": machine, **result}, indent=1))
+    print(json.dumps({"model": model, **origin(), **result}, indent=1))
 
 
 if __name__ == "__main__":

@@ -8,14 +8,13 @@ Collectives of torch.optim.Muon are counted as rings over the ranks in order, as
 
 import json
 import math
-import platform
 import tempfile
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from common import RESULTS, markdown_table, read_rows
+from common import RESULTS, markdown_table, origin, read_rows
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -80,7 +79,7 @@ def rank_main(rank: int, nodes: int, per_node: int, folder: str) -> None:
         for name, (between, within) in zip(sent, numbers.tolist(), strict=True):
             row = {"nodes": nodes, "ranks_per_node": per_node, "way": name}
             row |= {"between_nodes": round(between / parameters, 3), "within_nodes": round(within / parameters, 3)}
-            print(json.dumps(row | {"machine": f"{platform.machine()}, torch {torch.__version__}"}), flush=True)
+            print(json.dumps(row | origin()), flush=True)
     dist.destroy_process_group()
 
 

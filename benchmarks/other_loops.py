@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from common import RESULTS as FOLDER
 from common import ROOT, append_row, markdown_table, new_parser, read_rows
@@ -113,7 +112,6 @@ def measure(name: str, case: Case, accumulation: int, steps: int, results: Path)
             "largest_loss_difference": max(difference for difference, _ in of_ranks),
             # By step, what leaves a node.
             "bytes_between_nodes": [sum(sent) // NODES for sent in zip(*(sent for _, sent in of_ranks), strict=True)],
-            "torch": torch.__version__,
         }
         if config is not None and dist.get_rank() == 0:
             print(json.dumps(row), flush=True)

@@ -14,12 +14,10 @@ seconds, which other programs on the machine disturb less.
 """
 
 import argparse
-import itertools
 import json
 import math
 import multiprocessing
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -31,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import ROOT, machine, new_parser
+from common import ROOT, new_parser, origin
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_zpp.data.text.tokenizers import build_tokenizer
@@ -201,10 +199,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns; default 3")
     args = parser.parse_args()
     versions = {name: version(name) for name in ("sentencepiece", "tokenizers")}
-    head = {"command": shlex.join(["python", *sys.argv]), "machine": machine(), "priority": os.nice(0), **versions}
     with tempfile.TemporaryDirectory() as folder:
-        for row in itertools.chain([head], measure(args, Path(folder))):
-            print(json.dumps(row), flush=True)
+        for row in measure(args, Path(folder)):
+            print(json.dumps(origin() | versions | row), flush=True)
 
 
 if __name__ == "__main__":

@@ -33,32 +33,21 @@ import monitors
 import muon_bytes
 import mutants
 import other_loops
-import overlap
 import planner
 import planner_box
 import planner_zeropp
 import rl
 import scaling
 import steps_over_delays
-import steps_over_links
 from common import ROOT, markdown_table, new_parser
 from study import RESULTS, arms, read_results
-from study_arms import SCALES, Experiment
+from study_arms import SCALES
 from study_experiments import EXPERIMENTS
-from study_tables import (
-    PAGE,
-    Rows,
-    by_flags_and_seed,
-    draw_plots,
-    page_of,
-    replace_block,
-    table_of_muon_rates,
-    table_of_one_seed,
-    table_of_recipes,
-)
+from study_tables import PAGE, Rows, by_flags_and_seed, page_of, table, table_of_rates, table_of_recipes
 
 CLAIMS = ROOT / "examples" / "reproduce.toml"
 EVIDENCE, REFERENCE = ROOT / "docs" / "evidence", ROOT / "docs" / "reference"
+STUDY = EVIDENCE / "experiments"
 
 
 @cache
@@ -67,22 +56,22 @@ def results_of(scale: str) -> list[dict[str, Any]]:
 
 
 @cache
-def kept_rows() -> Rows:
-    return by_flags_and_seed(results_of("cpu"))
+def rows_of(scale: str) -> Rows:
+    return by_flags_and_seed(results_of(scale))
 
 
-def table_of_scale(experiment: Experiment) -> str:
-    return table_of_one_seed(experiment, results_of(experiment.scale), kept_rows())
+def table_of(name: str) -> str:
+    return table(EXPERIMENTS[name], rows_of(EXPERIMENTS[name].scale)).rstrip()
 
 
 BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
     PAGE: {
-        "fine-tuning": finetuning_bits.table,
-        "links": steps_over_links.table,
-        **{name: partial(table_of_scale, e) for name, e in EXPERIMENTS.items() if e.scale != "cpu"},
-        "muon rates": lambda: table_of_muon_rates(results_of("cpu")),
-        "rates": convergence.table,
+        "headline": partial(table_of, "E19"),
+        "table 5": partial(table_of, "E20"),
+        "learning rates": lambda: table_of_rates(rows_of("rates")),
     },
+    STUDY / "fine-tuning.md": {"fine-tuning": finetuning_bits.table},
+    STUDY / "convergence.md": {"rates": convergence.table},
     EVIDENCE / "planner.md": {
         "published": lambda: planner.kept("published"),
         "zeropp": planner_zeropp.tables,
@@ -96,7 +85,6 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
         "mutants": mutants.table,
         "newer mutants": lambda: mutants.table(mutants.NEWER),
         "loop": loop_overhead.table,
-        "overlap": overlap.table,
         "learning": rl.table_of_learning,
         "rollouts": rl.table_of_rollouts,
     },
@@ -105,7 +93,7 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
     EVIDENCE / "scaling.md": {"scaling": scaling.tables, "launches": launches.table, "delays": steps_over_delays.table},
     REFERENCE / "memory.md": {"memory": memory.table, "saves": memory.table_of_saves},
     ROOT / "docs" / "how-to" / "choose-settings.md": {"ways": memory.table_of_ways},
-    REFERENCE / "recipes.md": {"recipes": lambda: table_of_recipes(kept_rows())},
+    REFERENCE / "recipes.md": {"recipes": lambda: table_of_recipes(rows_of("cpu"), rows_of("tuned"))},
     REFERENCE / "frozen-weights.md": {"frozen": frozen_weights.table},
     REFERENCE / "muon.md": {"muon": muon_bytes.table},
     REFERENCE / "training.md": {"loss": loss.table, "activations": activations.table},
@@ -116,7 +104,7 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("name", nargs="?", help="of an experiment; default: list all")
-    parser.add_argument("--write", action="store_true", help="write tables and plots of the kept results into docs/")
+    parser.add_argument("--write", action="store_true", help="write tables of the kept results into docs/")
     parser.add_argument("--check", action="store_true", help="fail if a table in docs/ differs from the kept results")
     args = parser.parse_args()
     claims: dict[str, dict[str, Any]] = tomllib.loads(CLAIMS.read_text())
@@ -141,10 +129,9 @@ def main() -> None:
 
 
 def write(claims: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the tables of the kept results and of all claims into their pages, and draw the study's plots."""
+    """Write the tables of the kept results and of all claims into their pages."""
     for path, text in pages(claims).items():
         path.write_text(text)
-    draw_plots(kept_rows())
 
 
 def pages(claims: Mapping[str, Mapping[str, Any]]) -> dict[Path, str]:
@@ -153,13 +140,20 @@ def pages(claims: Mapping[str, Mapping[str, Any]]) -> dict[Path, str]:
     for name, claim in claims.items():
         here = f"**{claim['state'].capitalize()}**: {claim['here']}"
         lines.append([f"{claim['published']} ({claim['source']})", here, f"`{name}`"])
-    table = markdown_table(["published", "here", "`examples/reproduce.sh`"], lines)
-    texts = {PAGE: replace_block(page_of(kept_rows()), "claims", f"{table}\n")}
-    for path, tables in BLOCKS.items():
-        texts.setdefault(path, path.read_text())
+    of_claims = markdown_table(["published", "here", "`examples/reproduce.sh`"], lines)
+    texts = {STUDY / f"{name.lower()}.md": page_of(name, rows_of(e.scale)) for name, e in EXPERIMENTS.items()}
+    for path, tables in (BLOCKS | {EVIDENCE / "published-results.md": {"claims": lambda: of_claims}}).items():
+        texts[path] = path.read_text()
         for name, make in tables.items():
             texts[path] = replace_block(texts[path], name, f"{make()}\n")
     return texts
+
+
+def replace_block(page: str, name: str, text: str) -> str:
+    """``page`` with ``text`` between <!-- NAME --> and <!-- end of NAME -->."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    assert begin in page and end in page, f"the page has no place for {name}"
+    return re.sub(f"{begin}.*?{end}", lambda _: f"{begin}{text}{end}", page, flags=re.DOTALL)
 
 
 def time_of(claim: Mapping[str, Any]) -> str:

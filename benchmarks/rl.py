@@ -11,12 +11,11 @@ cluster in a box at ``--rate``.
 
 import json
 import re
-from datetime import date
 from statistics import median
 from typing import Any
 
 from cluster_in_a_box import check_requirements, cluster, programs
-from common import RESULTS, ROOT, append_row, machine, markdown_table, new_parser, read_rows, run_trainer
+from common import RESULTS, ROOT, append_row, markdown_table, new_parser, read_rows, run_trainer
 
 PATH = RESULTS / "rl.jsonl"
 LEARNING = {  # by name: words of trl_trainers.py, and what must become of a figure
@@ -97,13 +96,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--note", default="", help="kept with the results, such as how busy the machine was")
     arguments = parser.parse_args()
-    common = {"date": str(date.today()), "machine": machine(), "note": arguments.note}
     if arguments.only != "race":
         for name in [arguments.only] if arguments.only in LEARNING else LEARNING:
-            append_row(PATH, {"what": name, **common, **learn(name)})
+            append_row(PATH, {"what": name, "note": arguments.note, **learn(name)})
     if arguments.only in (None, "race"):
         rows = race(arguments.rate, arguments.rounds)
-        append_row(PATH, {"what": "race", **common, "rate": arguments.rate, "rows": rows})
+        append_row(PATH, {"what": "race", "note": arguments.note, "rate": arguments.rate, "rows": rows})
 
 
 if __name__ == "__main__":

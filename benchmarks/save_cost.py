@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import machine, run_trainer
+from common import origin, run_trainer
 
 RANKS = 2
 MODEL = """--num-layers 6 --hidden-size 512 --num-attention-heads 8 --seq-length 32 --micro-batch-size 1
@@ -38,10 +38,9 @@ def measure(mode: str) -> dict[str, Any]:
         "stopped_fraction": round(statistics.median(stopped) / statistics.median(written), 3),
         "seconds_per_step": round(statistics.median(steps), 3),
         "ranks": RANKS,
-        "machine": machine(),
     }
 
 
 if __name__ == "__main__":
     for mode in ("", "--no-async-save"):
-        print(json.dumps(measure(mode)))
+        print(json.dumps(measure(mode) | origin()))

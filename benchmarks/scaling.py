@@ -17,14 +17,14 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from datetime import date, timedelta
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from common import RESULTS, append_row, machine, markdown_table, new_parser, read_rows
+from common import RESULTS, append_row, markdown_table, new_parser, read_rows
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
@@ -247,7 +247,7 @@ def main() -> None:
         # The most of any other rank: the last one prints the log.
         rest = {p: {c: max(rank[p].get(c, 0) for rank in others) for c in COUNTED} for p in first}
         row = {"code": args.code, "ranks": world_size, "counts": {"rank 0": first, "other ranks": rest}}
-        append_row(PATH, row | {"date": str(date.today()), "machine": machine()})
+        append_row(PATH, row)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from common import RESULTS, append_row, machine, markdown_table, new_parser
+from common import RESULTS, append_row, markdown_table, new_parser
 
 from megatron_zpp.parallel.distributed import _begin_start, _find_start
 
@@ -45,7 +45,7 @@ def main() -> None:
     for world_size in (10, 100, 1000):
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         found = [start(server.port, world_size) for _ in range(3)][-1]
-        append_row(RESULTS / "start.jsonl", {"ranks": world_size, **found, "machine": machine()})
+        append_row(RESULTS / "start.jsonl", {"ranks": world_size, **found})
         lines.append([world_size, found["requests"], found["of rank 0"], found["most"], f"{found['seconds']:.2f}"])
     print(markdown_table(["ranks", "requests", "of rank 0", "most of a rank", "seconds"], lines))
 

@@ -3,8 +3,7 @@
     python benchmarks/study.py run                        # trains what benchmarks/results/study.jsonl lacks
     python benchmarks/study.py run E4 E5 --seeds 1 2      # some of it; --scale gpu: a larger model, for one GPU
     python benchmarks/study.py run E17                    # one seed of a Llama; --scale gpu-llama: of 187M, for one GPU
-    python benchmarks/study.py tables                     # writes tables and plots into docs/evidence/experiments.md
-    python benchmarks/study.py tables --scale gpu         # prints the tables of another scale
+    python benchmarks/study.py tables --scale gpu         # prints tables; examples/reproduce.sh --write makes the pages
 
 A killed study goes on where it was. benchmarks/study_experiments.py says what is trained; the text is 70 MB of Python
 sources, made on the first run.
@@ -12,7 +11,6 @@ sources, made on the first run.
 
 import math
 import os
-import platform
 import re
 import statistics
 import subprocess
@@ -25,10 +23,9 @@ from typing import Any
 
 import common
 from common import ROOT, append_row, new_parser, read_rows, run_trainer
-from study_arms import FP32, NODES, RANKS, SCALES, Arm, Scale
+from study_arms import NODES, RANKS, SCALES, Arm, Scale
 from study_experiments import EXPERIMENTS, OBSERVED
-from study_tables import by_flags_and_seed, table, write_page
-from torch import __version__ as torch_version
+from study_tables import by_flags_and_seed, table
 
 from megatron_zpp.metrics.log_reader import BETWEEN, BETWEEN_ISLANDS, RunLog, parse_log
 
@@ -39,29 +36,19 @@ def main() -> None:
     parser = new_parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="train what is not in the results yet")
-    run.add_argument("experiments", nargs="*", metavar="E1…E17", help="default: all of the scale")
+    run.add_argument("experiments", nargs="*", metavar="E1…E20", help="default: all of the scale")
     run.add_argument("--match", default="", metavar="REGEX", help="only arms whose name or flags hold it")
     run.add_argument("--seeds", type=int, nargs="+", help="default as the scale says")
     run.add_argument("--jobs", type=int, help="runs side by side; default as the scale says")
-    tables = commands.add_parser(
-        "tables", help="write tables and plots of the results into docs/evidence/experiments.md"
-    )
+    tables = commands.add_parser("tables", help="print the tables of the results")
     for command in (run, tables):
         command.add_argument("--scale", choices=SCALES, help="size of model and run; default: the experiments' own")
         command.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="of JSON lines")
     args = parser.parse_args()
     if args.command == "tables":
-        args.scale = args.scale or "cpu"
-        rows = by_flags_and_seed(read_results(args.results, args.scale), SCALES[args.scale].seeds)
-        if FP32.flags not in rows:
-            sys.exit(
-                f"error: {args.results} lacks seeds of the fp32 wire, which all others are compared with: "
-                f"python benchmarks/study.py run E1 --match 'fp32 wire' --scale {args.scale} --results {args.results}"
-            )
-        if (args.scale, args.results) == ("cpu", RESULTS):
-            write_page(rows)
-        else:
-            print(*(f"{name}: {e.title}\n\n{table(e, rows)}" for name, e in EXPERIMENTS.items()), sep="\n")
+        for name, experiment in EXPERIMENTS.items():
+            rows = by_flags_and_seed(read_results(args.results, args.scale or experiment.scale))
+            print(f"{name}: {experiment.title}\n\n{table(experiment, rows)}")
         return
     if unknown := set(args.experiments) - set(EXPERIMENTS):
         parser.error(f"there is no experiment {', '.join(sorted(unknown))}; choose of {', '.join(EXPERIMENTS)}")
@@ -78,10 +65,6 @@ def main() -> None:
     chosen = [a for a in arms(names) if re.search(args.match, f"{a.name} {a.flags}")]
     to_do = [(arm, seed) for seed in args.seeds or scale.seeds for arm in chosen]
     to_do = [(arm, seed) for arm, seed in to_do if (arm.flags, seed) not in done]
-    if gone := [arm.name for arm, _ in to_do if "weight-difference" in arm.flags]:
-        parser.error(
-            f"weight differences are gone; commit cdc7657 trains {', '.join(dict.fromkeys(gone))}: --match others"
-        )
     print(f"{len(to_do)} runs to do, {len(done)} done", flush=True)
     with ThreadPoolExecutor(args.jobs or scale.jobs) as pool:
         futures = [pool.submit(train, args.results, args.scale, text, arm, seed) for arm, seed in to_do]
@@ -117,7 +100,7 @@ def make_text(name: str, scale: Scale) -> str:
             program, *arguments = command.split()
             subprocess.run([sys.executable, str(ROOT / program), *arguments], check=True)
     return (
-        f"--data-path {prefix}_text_document --split 98,2,0 --tokenizer-type SentencePieceTokenizer "
+        f"--data-path {prefix}_text_document --split {scale.split} --tokenizer-type SentencePieceTokenizer "
         f"--tokenizer-model {model}"
     )
 
@@ -139,7 +122,7 @@ def flags_of(scale: Scale, arm: Arm, begun: str = "begun") -> str:
 
 def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dict[str, Any]:
     """One run; its row, which is also appended to the results. Raises RuntimeError when it fails."""
-    scale, start = SCALES[scale_name], time.monotonic()
+    scale, start, load = SCALES[scale_name], time.monotonic(), round(os.getloadavg()[0], 2)
     steps, sent, commands = 0, 0.0, []  # sent: bytes per parameter so far
     launcher = (
         "python" if arm.real_ranks is None else f"torch.distributed.run --standalone --nproc-per-node {arm.real_ranks}"
@@ -152,7 +135,7 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
 
     with tempfile.TemporaryDirectory() as begun:
         if arm.begins is not None:
-            steps = scale.train_iters // 5
+            steps = round(scale.train_iters * arm.begins_share)
             first = flags_of(scale, Arm("", arm.begins))
             first += f" --save {begun} --save-interval {steps} --exit-interval {steps}"
             sent = steps * bytes_per_parameter(run(f"{first} {text} --seed {seed}"), first)
@@ -179,7 +162,7 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
         "observed": {name: statistics.fmean(line[name] for line in last_tenth) for name in seen},
         "seconds": round(time.monotonic() - start, 1),
         "command": " && ".join(commands),
-        "machine": f"{platform.machine()}, torch {torch_version}",
+        "load": load,
     }
     append_row(results, row)
     return row

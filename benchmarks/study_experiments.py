@@ -1,7 +1,7 @@
 """What the study trains: experiments as lists of arms, each an arm of training with other flags for what is sent.
 
 An arm that two experiments share is trained once. 4 ranks on 2 nodes are emulated in one process; in some arms 8 ranks.
-E6 was of weight differences, which are gone.
+E2 and E6 were of weight differences, which are gone: commit cdc7657 trains them, and results/old/ has their rows.
 """
 
 from study_arms import (
@@ -12,11 +12,9 @@ from study_arms import (
     ELEMENT_SCALES,
     EXPERTS,
     FAMILIES,
-    FOUR_BITS,
     FP32,
     HADAMARD,
     HIGHER_RATE,
-    INT4_DIFFERENCES,
     ISLANDS,
     LARGER_LLAMA,
     LLAMA,
@@ -24,9 +22,9 @@ from study_arms import (
     LOCO_ON_BOTH_HOPS,
     SGD_CONTROL,
     UNBIASED,
+    Arm,
     Experiment,
     Group,
-    differences,
     few_bits,
     gradients,
     group,
@@ -40,7 +38,6 @@ from study_arms import (
     with_sgd,
 )
 
-TWO_BITS = f"{INT4_DIFFERENCES} {gradients(8, 2)} {LOCO}"
 TWO_BITS_BY_ABSMAX = gradients(8, 2, scaling=ABSMAX)
 FP32_GRADIENTS = "Weights through hpZ, gradients in fp32"
 
@@ -52,7 +49,7 @@ def feedback_group(title: str, wire: str, hops: str) -> Group:
     """Nothing, classic error feedback (beta 0), and LoCo, over one gradient wire."""
     wire = f"{BF16} {wire}"
     arms = {"nothing": wire, "error feedback": f"{wire} {loco(0.0, hops)}", "LoCo": f"{wire} {loco(0.8, hops)}"}
-    return group(title, arms, recovers=True)
+    return group(title, arms)
 
 
 LARGE_BLOCKS = feedback_group("4 bits on both hops, blocks of 4096", gradients(4, 4, 4096), "both")
@@ -76,10 +73,8 @@ E4_SENSITIVITY = group(
         "beta 0.8, decay over 100 steps": loco(0.8, "inter", reset_interval=100, reset="decay"),
     },
     common=f"{BF16} {TWO_BITS_BY_ABSMAX}",
-    recovers=True,
 )
 
-ONE_BIT = few_bits(1, 4)  # signs of all values, which 1 bit was until it became those of the largest fifth
 LARGEST_FIFTH = f"{gradients(8, 1)} {loco(0.95, 'inter')} {ELEMENT_SCALES} --zeropp-scale-dtype bf16 "
 LARGEST_FIFTH += "--zero-gradient-bits-warmup {warmup}:4"
 LARGE_BATCHES = "--global-batch-size {large} --train-iters 200"
@@ -126,7 +121,7 @@ MUON = muon_at(0.004, MUON_PERIODS["whole matrices"])
 
 
 def with_muon(title: str, wire: str, rates: tuple[float, ...]) -> Group:
-    """AdamW at its best learning rate, and Muon at some, over one wire, against whole matrices at 0.004."""
+    """AdamW at the study's learning rate, and Muon at some, over one wire, against whole matrices at 0.004."""
     arms = {
         f"Muon, {name}, learning rate {rate:g}": f"{wire} {muon_at(rate, period)}"
         for name, period in MUON_PERIODS.items()
@@ -139,18 +134,14 @@ def _blocks(size: int) -> str:
     return f"blocks of {size}" if size else "one scale"
 
 
-# Between nodes at every step: alone, and before the islands part.
-EVERY_STEP = {"int4 differences, 8-4 gradients": FOUR_BITS, "int2 differences, 2-bit gradients": few_bits(2, 2)}
 RECIPES = {
     "ZeRO++ (int8 weights, 4-4 gradients)": f"{weights(8, 256)} {gradients(4, 4)}",
     "ZeRO++ with LoCo": f"{weights(8, 256)} {gradients(4, 4)} {LOCO_ON_BOTH_HOPS}",
 }
 # What docs/reference/recipes.md proposes for few bytes.
-MOVED_CODES = f"{few_bits(2, 4).replace(differences(4), moves(6))} {ELEMENT_SCALES}"
+MOVED_CODES = f"{few_bits(moves(6), 2)} {ELEMENT_SCALES}"
 INT8 = f"{BF16} {moves(8)} {gradients(8, 4)} {loco(0.8, 'inter')}"
 FLOAT8 = {"bf16": "", "float8, tensorwise": "--fp8-format hybrid", "float8, rowwise": "--fp8-format e4m3"}
-FOUR_BITS_NAME = "int4 differences, 8-4 gradients, LoCo between nodes"
-TWO_BITS_NAME = "int4 differences, 8-2 gradients, LoCo between nodes"
 
 
 def llama_recipes(title: str, model: str, block_sizes: tuple[int, ...]) -> Group:
@@ -173,282 +164,266 @@ def blocked_or_not(title: str, model: str) -> Group:
     return group(f"Blocked and non-blocked: {title}", {FP32.name: "", **arms}, common=model, control=model)
 
 
+# E18 to E20. DeepSpeed's groups of these models: gradients in groups of a matrix's smaller dimension (192), weights in
+# groups of 4,608 to 6,912 elements.
+PUBLISHED_WEIGHTS = weights(8, 6144)
+PUBLISHED = f"{PUBLISHED_WEIGHTS} {gradients(4, 4, 192)}"
+HEADLINE = {
+    "bf16": BF16_WIRE.flags,
+    "fp32": "",
+    **{f"`{name}`": f"{BF16} --zeropp {name}" for name in ("lossless", "int8", "int6", "ternary")},
+    "ZeRO++ as published": PUBLISHED,
+    "ZeRO++ as published, LoCo": f"{PUBLISHED} {LOCO_ON_BOTH_HOPS}",
+}
+MODELS = {"GPT, 1.3M parameters": "", "Llama, 1.6M parameters": LLAMA}
+RATES = (0.001, 0.0015, 0.002, 0.003)
+COMMON_RATE = 0.002
+
+
+def at_rate(flags: str, rate: float) -> str:
+    return f"{flags} --lr {rate:g} --min-lr {rate / 10:g}".strip()
+
+
+def rates_of(name: str, flags: str, model: str) -> Group:
+    """One wire at each of ``RATES``."""
+    arms = {f"{name}, learning rate {rate:g}": at_rate(f"{model} {flags}".strip(), rate) for rate in RATES}
+    return group(name, arms, control=at_rate(f"{model} {flags}".strip(), COMMON_RATE))
+
+
+def headline(title: str, model: str) -> Group:
+    """Each headline wire at the common learning rate, against the bf16 wire."""
+    arms = {name: at_rate(f"{model} {flags}".strip(), COMMON_RATE) for name, flags in HEADLINE.items()}
+    return group(title, arms, control=arms["bf16"])
+
+
+# No flag stops qgZ in the middle of a run: this arm resumes without it from a checkpoint at half of the steps.
+_BF16_AT_RATE = at_rate(BF16_WIRE.flags, COMMON_RATE)
+TABLE_5 = Group(
+    "GPT, 1.3M parameters",
+    (
+        Arm("ZeRO-3", _BF16_AT_RATE, _BF16_AT_RATE),
+        Arm("hpZ, qwZ, qgZ", at_rate(PUBLISHED, COMMON_RATE), _BF16_AT_RATE),
+        Arm(
+            "hpZ, qwZ, qgZ for the first half",
+            at_rate(f"{PUBLISHED_WEIGHTS} --grad-reduce-in-bf16 --load {{begun}}", COMMON_RATE),
+            _BF16_AT_RATE,
+            begins=at_rate(PUBLISHED, COMMON_RATE),
+            begins_share=0.5,
+        ),
+        Arm("hpZ, qwZ, no qgZ", at_rate(f"{PUBLISHED_WEIGHTS} --grad-reduce-in-bf16", COMMON_RATE), _BF16_AT_RATE),
+        Arm("hpZ, qwZ, qgZ, LoCo", at_rate(f"{PUBLISHED} {LOCO_ON_BOTH_HOPS}", COMMON_RATE), _BF16_AT_RATE),
+        Arm("`int8`", at_rate(f"{BF16} --zeropp int8", COMMON_RATE), _BF16_AT_RATE),
+    ),
+)
+
+
 EXPERIMENTS = {
     "E1": Experiment(
         "Weights as low-bit integers (qwZ)",
-        CONTROLS,
-        group(
-            FP32_GRADIENTS,
-            {
-                f"int{bits}, {_blocks(size)}": weights(bits, size)
-                for bits, sizes in {8: (256, 2048, 0), 6: (256, 0), 4: (256, 2048, 0)}.items()
-                for size in sizes
-            },
-        ),
-    ),
-    "E2": Experiment(
-        "Weight differences",
-        CONTROLS,
-        group(
-            FP32_GRADIENTS,
-            {
-                "int4 themselves, blocks of 2048": weights(4, 2048),
-                "int4 differences, blocks of 2048": INT4_DIFFERENCES,
-                "int4 differences, blocks of 2048, two micro-batches": f"{INT4_DIFFERENCES} "
-                "--micro-batch-size {half} --global-batch-size {batch}",
-                "int2 differences, blocks of 256": f"{BF16} {differences(2, 256)}",
-            },
+        (
+            CONTROLS,
+            group(
+                FP32_GRADIENTS,
+                {
+                    f"int{bits}, {_blocks(size)}": weights(bits, size)
+                    for bits, sizes in {8: (256, 2048, 0), 6: (256, 0), 4: (256, 2048, 0)}.items()
+                    for size in sizes
+                },
+            ),
         ),
     ),
     "E3": Experiment(
-        "Gradients as low-bit integers, no state (qgZ)",
-        CONTROLS,
-        group(
-            "Bits within a node - between nodes",
-            {
-                **{
-                    f"{intra}-4, blocks of {size}": gradients(intra, 4, size)
-                    for size in (128, 512, 4096)
-                    for intra in (4, 8)
+        "Gradients as low-bit integers, without state (qgZ)",
+        (
+            CONTROLS,
+            group(
+                "Bits within a node - between nodes",
+                {
+                    **{
+                        f"{intra}-4, blocks of {size}": gradients(intra, 4, size)
+                        for size in (128, 512, 4096)
+                        for intra in (4, 8)
+                    },
+                    "4-4, blocks of 4096, stochastic": f"{gradients(4, 4, 4096)} {UNBIASED}",
+                    "4-4, blocks of 4096, stochastic, Hadamard": f"{gradients(4, 4, 4096)} {UNBIASED} {HADAMARD}",
+                    "4-4, one scale (non-blocked)": gradients(4, 4, 0),
                 },
-                "4-4, blocks of 4096, stochastic": f"{gradients(4, 4, 4096)} {UNBIASED}",
-                "4-4, blocks of 4096, stochastic, Hadamard": f"{gradients(4, 4, 4096)} {UNBIASED} {HADAMARD}",
-                "4-4, one scale (non-blocked)": gradients(4, 4, 0),
-            },
-            common=BF16,
+                common=BF16,
+            ),
         ),
     ),
     "E4": Experiment(
-        "Error feedback (LoCo)",
-        CONTROLS,
-        *E4_BITS_AND_BLOCKS,
-        on_twice_the_ranks(LARGE_BLOCKS),
-        on_twice_the_ranks(TWO_ON_BOTH_HOPS),
-        E4_SENSITIVITY,
-        SGD_CONTROL,
-        with_sgd(LARGE_BLOCKS),
-        with_sgd(TWO_ON_BOTH_HOPS),
+        "Error feedback and LoCo",
+        (
+            CONTROLS,
+            *E4_BITS_AND_BLOCKS,
+            on_twice_the_ranks(LARGE_BLOCKS),
+            on_twice_the_ranks(TWO_ON_BOTH_HOPS),
+            E4_SENSITIVITY,
+            SGD_CONTROL,
+            with_sgd(LARGE_BLOCKS),
+            with_sgd(TWO_ON_BOTH_HOPS),
+        ),
     ),
     "E5": Experiment(
-        "Whole recipes",
-        CONTROLS,
-        group(
-            "4 bits between nodes",
-            {
-                **RECIPES,
-                "SDP4Bit (int4 differences, 8-4 gradients, Hadamard, stochastic)": f"{INT4_DIFFERENCES} "
-                f"{gradients(8, 4)} {UNBIASED} {HADAMARD}",
-                FOUR_BITS_NAME: FOUR_BITS,
-            },
-        ),
-        on_twice_the_ranks(group("4 bits between nodes", {f"{FOUR_BITS_NAME}, 8 ranks": FOUR_BITS})),
-        group(
-            "2 bits and 1 between nodes",
-            {
-                "ZeRO++ (int8 weights, 4-2 gradients)": f"{weights(8, 256)} {gradients(4, 2, scaling=ABSMAX)}",
-                "ZeRO++ with LoCo, 4-2 gradients": f"{weights(8, 256)} {gradients(4, 2, scaling=ABSMAX)} "
-                f"{LOCO_ON_BOTH_HOPS}",
-                "SDP4Bit, 8-2 gradients": f"{INT4_DIFFERENCES} {TWO_BITS_BY_ABSMAX} {UNBIASED} {HADAMARD}",
-                "int4 differences, 8-2 gradients by mean, LoCo": TWO_BITS,
-                "int4 differences, 8-2 gradients by mean, LoCo, 4 bits at first": few_bits(2, 4),
-                "int2 differences by mean, 8-2 gradients by mean, LoCo, 4 bits at first": few_bits(2, 2),
-                "int2 differences, 8-2 gradients, LoCo, 4 bits at first, bf16 scales": f"{few_bits(2, 2)} "
-                "--zero-scale-dtype bf16",
-                "int4 differences, 8-1 gradients, LoCo, 4 bits at first": ONE_BIT,
-                TWO_BITS_NAME: f"{INT4_DIFFERENCES} {TWO_BITS_BY_ABSMAX} {LOCO}",
-            },
+        "Whole recipes of ZeRO++",
+        (
+            CONTROLS,
+            group("4 bits between nodes", RECIPES),
+            group(
+                "2 bits between nodes",
+                {
+                    "ZeRO++ (int8 weights, 4-2 gradients)": f"{weights(8, 256)} {gradients(4, 2, scaling=ABSMAX)}",
+                    "ZeRO++ with LoCo, 4-2 gradients": f"{weights(8, 256)} {gradients(4, 2, scaling=ABSMAX)} "
+                    f"{LOCO_ON_BOTH_HOPS}",
+                },
+            ),
         ),
     ),
     "E7": Experiment(
         "Scales of elements",
-        CONTROLS,
-        with_and_without_element_scales(TWO_BITS_NAME, TWO_BITS),
-        with_and_without_element_scales(f"{TWO_BITS_NAME}, 4 bits at first", few_bits(2, 4)),
-        with_and_without_element_scales(
-            "int2 differences, 8-2 gradients, LoCo between nodes, 4 bits at first", few_bits(2, 2)
-        ),
-        with_sgd(with_and_without_element_scales(f"{TWO_BITS_NAME}, 4 bits at first", few_bits(2, 4))),
-        group(
-            "fp32 wire, elements limited by their own history, as 2 bits limit them",
-            {
-                FP32.name: FP32.flags,
-                "what is cut off is lost": "--trial limited-elements",
-                "what is cut off comes later": "--trial limited-elements-with-rest",
-            },
-        ),
-        with_and_without_element_scales(
-            "8 bits within, 4 between nodes, blocks of 4096", f"{BF16} {gradients(8, 4, 4096)}"
-        ),
-        with_and_without_element_scales(
-            "8 bits within, 4 between nodes, blocks of 4096, LoCo", f"{BF16} {gradients(8, 4, 4096)} {LOCO}"
+        (
+            CONTROLS,
+            with_and_without_element_scales(
+                "8 bits within, 4 between nodes, blocks of 4096", f"{BF16} {gradients(8, 4, 4096)}"
+            ),
+            with_and_without_element_scales(
+                "8 bits within, 4 between nodes, blocks of 4096, LoCo", f"{BF16} {gradients(8, 4, 4096)} {LOCO}"
+            ),
         ),
     ),
     "E8": Experiment(
-        "Two bits and one",
-        group(
-            "5.3M parameters",
-            {
-                "fp32 wire": "",
-                "2-bit gradients, int4 differences": few_bits(2, 4),
-                "the same, beta 0.95": few_bits(2, 4).replace(LOCO, loco(0.95, "inter")),
-                "2-bit gradients, scales of elements, int4 differences": f"{few_bits(2, 4)} {ELEMENT_SCALES}",
-                "2-bit gradients, int2 differences": few_bits(2, 2),
-                "2-bit gradients, scales of elements, int2 differences": f"{few_bits(2, 2)} {ELEMENT_SCALES}",
-                "1-bit gradients, scales of elements, beta 0.95, moved int6 codes": f"{BF16} {moves(6)} "
-                f"{LARGEST_FIFTH}",
-            },
-        ),
-        group(
-            "Gradients in fp32, compared with the bf16 wire",
-            {
-                BF16_WIRE.name: BF16_WIRE.flags,
-                **{f"int{bits}, moved codes": f"{BF16} {moves(bits)}" for bits in (8, 6)},
-            },
-            control=BF16_WIRE.flags,
+        "Moved codes in a larger model",
+        (
+            group(
+                "5.3M parameters",
+                {
+                    "fp32 wire": "",
+                    "moved int6 codes, 1-bit gradients, scales of elements, beta 0.95": f"{BF16} {moves(6)} "
+                    f"{LARGEST_FIFTH}",
+                },
+            ),
+            group(
+                "Gradients in fp32, compared with the bf16 wire",
+                {
+                    BF16_WIRE.name: BF16_WIRE.flags,
+                    **{f"int{bits}, moved codes": f"{BF16} {moves(bits)}" for bits in (8, 6)},
+                },
+                control=BF16_WIRE.flags,
+            ),
         ),
         scale="larger",
     ),
     "E9": Experiment(
         "A mixture of experts",
-        with_experts(CONTROLS),
-        with_experts(group("4 bits between nodes", {**RECIPES, FOUR_BITS_NAME: FOUR_BITS})),
-        with_experts(LARGE_BLOCKS),
-        group(
-            "Experts divided between two real nodes, all in bf16: tokens on the wire",
-            {"bf16": "", **{f"int{bits}, blocks of 128": f"--moe-token-bits {bits}" for bits in (8, 4)}},
-            common=ON_TWO_NODES,
-            control=ON_TWO_NODES,
-            real_ranks=2,
+        (
+            with_experts(CONTROLS),
+            with_experts(group("4 bits between nodes", RECIPES)),
+            with_experts(LARGE_BLOCKS),
+            group(
+                "Experts divided between two real nodes, all in bf16: tokens on the wire",
+                {"bf16": "", **{f"int{bits}, blocks of 128": f"--moe-token-bits {bits}" for bits in (8, 4)}},
+                common=ON_TWO_NODES,
+                control=ON_TWO_NODES,
+                real_ranks=2,
+            ),
         ),
         observed=(EXPERTS_LOAD, TOKENS_SENT),
     ),
     "E10": Experiment(
         "Muon",
-        with_muon(BF16_WIRE.name, BF16_WIRE.flags, MUON_RATES),
-        with_muon(FOUR_BITS_NAME, FOUR_BITS, MUON_RATES[1:2]),
+        (with_muon(BF16_WIRE.name, BF16_WIRE.flags, MUON_RATES),),
         control="Muon, whole matrices, 0.004",
     ),
     "E11": Experiment(
         "Islands",
-        CONTROLS,
-        group("Every step: LoCo between nodes", EVERY_STEP),
-        Group("A higher learning rate", (HIGHER_RATE,)),
-        *ISLANDS.values(),
+        (CONTROLS, Group("A higher learning rate", (HIGHER_RATE,)), *ISLANDS.values()),
     ),
     "E12": Experiment(
         "Moved codes",
-        CONTROLS,
-        group(
-            FP32_GRADIENTS,
-            {
-                "int8, blocks of 256, absmax of each step": weights(8, 256),
-                "bf16, moved bits": f"{BF16} {moves(None)}",
-                **{f"int{bits}, moved codes": f"{BF16} {moves(bits)}" for bits in (8, 6, 4)},
-            },
-        ),
-        group(
-            "2-bit gradients with scales of elements and LoCo, 4 bits at first",
-            {
-                "int4 differences": f"{few_bits(2, 4)} {ELEMENT_SCALES}",
-                **{
-                    f"int{bits}, moved codes": f"{few_bits(2, 4).replace(differences(4), moves(bits))} {ELEMENT_SCALES}"
-                    for bits in (8, 6)
+        (
+            CONTROLS,
+            group(
+                FP32_GRADIENTS,
+                {
+                    "int8, blocks of 256, absmax of each step": weights(8, 256),
+                    "bf16, moved bits": f"{BF16} {moves(None)}",
+                    **{f"int{bits}, moved codes": f"{BF16} {moves(bits)}" for bits in (8, 6, 4)},
                 },
-            },
-        ),
-        group(
-            "1-bit gradients with scales of elements and LoCo of beta 0.95, 4 bits at first, short scales",
-            {
-                **{f"int{bits}, moved codes": f"{BF16} {moves(bits)} {LARGEST_FIFTH}" for bits in (8, 6)},
-                "int6, moved codes, learning rate 0.0014": f"{BF16} {moves(6)} {LARGEST_FIFTH} {HIGHER}",
-            },
-        ),
-        group(
-            "The same with 1-bit gradients, batches of 4 times the samples, a quarter of the steps",
-            {FP32.name: "", "int6, moved codes": f"{BF16} {moves(6)} {LARGEST_FIFTH.format(warmup=20)}"},
-            common=LARGE_BATCHES,
-            control=LARGE_BATCHES,
-        ),
-        on_twice_the_ranks(group("1-bit gradients", {"int6, moved codes": f"{BF16} {moves(6)} {LARGEST_FIFTH}"}), 4),
-        on_twice_the_ranks(group("1-bit gradients", {"weights in bf16": f"{BF16} {LARGEST_FIFTH}"}), 8),
-        SGD_CONTROL,
-        with_sgd(group("Gradients in fp32", {"int6, moved codes": f"{BF16} {moves(6)}"})),
-        with_sgd(group("1-bit gradients", {"int6, moved codes": f"{BF16} {moves(6)} {LARGEST_FIFTH}"})),
-        group(
-            "Muon, whole matrices, learning rate 0.004: weights through hpZ, gradients in fp32",
-            {
-                "bf16, moved bits": f"{BF16} {moves(None)} {MUON}",
-                **{f"int{bits}, moved codes": f"{BF16} {moves(bits)} {MUON}" for bits in (8, 6)},
-                "int6, moved codes, 1-bit gradients": f"{BF16} {moves(6)} {LARGEST_FIFTH} {MUON}",
-            },
-            control=f"{BF16} {moves(None)} {MUON}",
+            ),
+            group(
+                "2-bit gradients with scales of elements and LoCo, 4 bits at first",
+                {f"int{bits}, moved codes": f"{few_bits(moves(bits), 2)} {ELEMENT_SCALES}" for bits in (8, 6)},
+            ),
+            group(
+                "1-bit gradients with scales of elements and LoCo of beta 0.95, 4 bits at first, short scales",
+                {
+                    **{f"int{bits}, moved codes": f"{BF16} {moves(bits)} {LARGEST_FIFTH}" for bits in (8, 6)},
+                    "int6, moved codes, learning rate 0.0014": f"{BF16} {moves(6)} {LARGEST_FIFTH} {HIGHER}",
+                },
+            ),
+            group(
+                "The same with 1-bit gradients, batches of 4 times the samples, a quarter of the steps",
+                {FP32.name: "", "int6, moved codes": f"{BF16} {moves(6)} {LARGEST_FIFTH.format(warmup=20)}"},
+                common=LARGE_BATCHES,
+                control=LARGE_BATCHES,
+            ),
+            on_twice_the_ranks(
+                group("1-bit gradients", {"int6, moved codes": f"{BF16} {moves(6)} {LARGEST_FIFTH}"}), 4
+            ),
+            on_twice_the_ranks(group("1-bit gradients", {"weights in bf16": f"{BF16} {LARGEST_FIFTH}"}), 8),
+            SGD_CONTROL,
+            with_sgd(group("Gradients in fp32", {"int6, moved codes": f"{BF16} {moves(6)}"})),
+            with_sgd(group("1-bit gradients", {"int6, moved codes": f"{BF16} {moves(6)} {LARGEST_FIFTH}"})),
+            group(
+                "Muon, whole matrices, learning rate 0.004: weights through hpZ, gradients in fp32",
+                {
+                    "bf16, moved bits": f"{BF16} {moves(None)} {MUON}",
+                    **{f"int{bits}, moved codes": f"{BF16} {moves(bits)} {MUON}" for bits in (8, 6)},
+                    "int6, moved codes, 1-bit gradients": f"{BF16} {moves(6)} {LARGEST_FIFTH} {MUON}",
+                },
+                control=f"{BF16} {moves(None)} {MUON}",
+            ),
         ),
     ),
     "E13": Experiment(
-        "Ternary gradients",
-        at_learning_rates("The fp32 wire", ""),
-        at_learning_rates("2 bits between nodes, four levels, beta 0.8", few_levels(0.8)),
-        group(
-            "Three levels between nodes",
-            {
-                f"0 below {threshold} RMS, beta {beta}": f"{few_levels(beta)} --trial ternary:{threshold}"
-                for threshold, beta in ((0.9, 0.9), (1.2, 0.8), (1.2, 0.0), (1.6, 0.9))
-            },
-        ),
-        *(
-            at_learning_rates(f"Three levels, 0 below 1.2 RMS, beta {beta}", f"{few_levels(beta)} --trial ternary:1.2")
-            for beta in (0.9, 0.95)
-        ),
-        group(
-            "Three levels, from one number to another over the run",
-            {
-                "0 below 0.8 to 1.6 RMS, beta 0.95": f"{few_levels(0.95)} --trial ternary:0.8-1.6",
-                "0 below 1.6 to 0.8 RMS, beta 0.95": f"{few_levels(0.95)} --trial ternary:1.6-0.8",
-                "0 below 1.2 RMS, beta 0.8 to 0.95": f"{few_levels(0.8)} --trial ternary:1.2:0.8-0.95",
-                "0 below 1.2 RMS, beta 0.95 to 0.8": f"{few_levels(0.95)} --trial ternary:1.2:0.95-0.8",
-            },
-        ),
-        group(
-            "Uncoded, in fp32: the largest fifth of each block, by scales of elements; the rest comes later",
-            {
-                f"learning rate {rate}": f"--trial largest-fifth-with-rest {flags}".strip()
-                for rate, flags in {"0.001": "", "0.0014": HIGHER}.items()
-            },
-        ),
-        group(
-            "Those with the largest first moments, in fp32; the rest comes later",
-            {f"{share:.0%}": f"--trial first-moments:{share}:{{warmup}}" for share in (0.1, 0.01)},
+        "Learning rates before they were tuned",
+        (
+            at_learning_rates("The fp32 wire", ""),
+            at_learning_rates("2 bits between nodes, four levels, beta 0.8", few_levels(0.8)),
         ),
     ),
     "E14": Experiment(
         "Families of 2026",
-        *(
+        tuple(
             of_family(name, {**RECIPES, "int6 moved codes, 2-bit gradients, LoCo, 4 bits at first": MOVED_CODES})
             for name in FAMILIES
         ),
     ),
     "E15": Experiment(
         "Dense Llama",
-        llama_recipes("Llama, 1.6M parameters", LLAMA, (4096, 128)),
-        group(
-            "Llama, 1.6M parameters: recipes",
-            {
-                "int8: moved codes, 4-bit gradients, LoCo": INT8,
-                "int6: moved codes, 2-bit gradients with scales of elements, LoCo": MOVED_CODES,
-                "ternary: moved int6 codes, 1-bit gradients with scales of elements, LoCo of beta 0.95": (
-                    f"{BF16} {moves(6)} {LARGEST_FIFTH}"
-                ),
-            },
-            common=LLAMA,
-            control=LLAMA,
+        (
+            llama_recipes("Llama, 1.6M parameters", LLAMA, (4096, 128)),
+            group(
+                "Llama, 1.6M parameters: recipes",
+                {
+                    "int8: moved codes, 4-bit gradients, LoCo": INT8,
+                    "int6: moved codes, 2-bit gradients with scales of elements, LoCo": MOVED_CODES,
+                    "ternary: moved int6 codes, 1-bit gradients with scales of elements, LoCo of beta 0.95": (
+                        f"{BF16} {moves(6)} {LARGEST_FIFTH}"
+                    ),
+                },
+                common=LLAMA,
+                control=LLAMA,
+            ),
+            blocked_or_not("Llama", LLAMA),
+            blocked_or_not("Llama that begins with four outliers a layer", f"--trial outliers:30 {LLAMA}"),
+            llama_recipes("Llama, 5.2M parameters", LARGER_LLAMA, (4096,)),
         ),
-        blocked_or_not("Llama", LLAMA),
-        blocked_or_not("Llama that begins with four outliers a layer", f"--trial outliers:30 {LLAMA}"),
-        llama_recipes("Llama, 5.2M parameters", LARGER_LLAMA, (4096,)),
     ),
     "E16": Experiment(
         "Float8 products",
-        *(
+        tuple(
             group(
                 f"Llama, 1.6M parameters, a quarter of the steps: {wire}",
                 {name: f"{flags} {products}".strip() for name, products in FLOAT8.items()},
@@ -461,13 +436,37 @@ EXPERIMENTS = {
     ),
     "E17": Experiment(
         "A larger Llama",
-        group(
-            "15.7M parameters",
-            {BF16_WIRE.name: BF16_WIRE.flags, "`--zeropp int8`": f"{BF16} --zeropp int8"},
-            control=BF16_WIRE.flags,
+        (
+            group(
+                "15.7M parameters",
+                {BF16_WIRE.name: BF16_WIRE.flags, "`--zeropp int8`": f"{BF16} --zeropp int8"},
+                control=BF16_WIRE.flags,
+            ),
         ),
         scale="llama",
         control="ZeRO-3 in bf16",
+    ),
+    "E18": Experiment(
+        "Learning rates of the headline wires",
+        tuple(
+            rates_of(f"{title}: {name}", flags, model)
+            for title, model in MODELS.items()
+            for name, flags in HEADLINE.items()
+        ),
+        scale="rates",
+        control=f"{COMMON_RATE:g}",
+    ),
+    "E19": Experiment(
+        "Headline wires at a tuned learning rate",
+        tuple(headline(title, model) for title, model in MODELS.items()),
+        scale="tuned",
+        control="the bf16 wire",
+    ),
+    "E20": Experiment(
+        "ZeRO++'s Table 5",
+        (TABLE_5,),
+        scale="tuned",
+        control="ZeRO-3",
     ),
 }
 OBSERVED = {name for experiment in EXPERIMENTS.values() for name in experiment.observed}

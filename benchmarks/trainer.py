@@ -105,8 +105,6 @@ def measure(name: str, micro_batch_size: int | None, options: Namespace) -> dict
         "parts": parts,
         "seconds_of_this_measurement": round(time.perf_counter() - started),
         "device": device_name(device),
-        "torch": torch.__version__,
-        "command": " ".join(["python", *sys.argv]),
     }
 
 

@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 import torch
-from common import machine, seconds_of
+from common import origin, seconds_of
 
 from megatron_zpp.models.decoder import Decoder, DecoderConfig
 from megatron_zpp.models.init import init_weights
@@ -61,4 +61,4 @@ def measure() -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps({"machine": machine(), "threads": 1, **measure()}, indent=1))
+    print(json.dumps({**origin(), "threads": 1, **measure()}, indent=1))

@@ -9,7 +9,6 @@ all flags and LoCo, on a CPU with gloo.
 """
 
 import json
-import platform
 import statistics
 import tempfile
 import time
@@ -20,7 +19,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from common import in_turns, new_parser, seconds_of
+from common import in_turns, new_parser, origin, seconds_of
 from side_by_side import OurTraining, our_run
 
 from megatron_zpp.families import GPT
@@ -104,7 +103,7 @@ def main() -> None:
     ratios = [[with_[i] / without[i] for with_, without in zip(pairs[True], pairs[False], strict=True)] for i in (0, 1)]
     result = {
         "model": f"GPT: {LAYERS} layers, hidden {HIDDEN}, vocabulary {VOCAB}; {BATCH} x {LENGTH} tokens a rank",
-        "machine": f"{platform.machine()} CPU, {dist.get_world_size()} ranks, torch {torch.__version__}",
+        **origin(),
         "milliseconds per step": round(1000 * step_seconds, 1),
         "waits per step and rank": waits_per_step,
         "microseconds per wait": round(1e6 * wait_seconds, 2),
