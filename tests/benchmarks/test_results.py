@@ -7,7 +7,7 @@ import common
 import pytest
 
 FIELDS = ("commit", "date", "command", "torch", "processor", "cores", "load")
-NOT_MEASURED = ("published_throughput.jsonl",)  # figures of others, with their sources
+NOT_MEASURED = ("published_throughput.jsonl", "holes_list.jsonl")  # figures of others, and faults that are to be tried
 FILES = [path for path in sorted(common.RESULTS.glob("**/*.json*")) if path.name not in NOT_MEASURED]
 
 
