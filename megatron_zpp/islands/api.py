@@ -87,11 +87,9 @@ class RankFragment(Fragment):
         is_present = present[self._group.rank()]
         if dist.get_rank() == 0 and not all(present):
             left_out = ", ".join(str(island) for island, is_sound in enumerate(present) if not is_sound)
-            print(
-                f"note: NaN, Inf or a number beyond {MAX_VALUE:g} is in the parameters of island {left_out} after step "
-                f"{step}: {sum(present)} of {len(present)} islands synchronize, and what is left out goes on from there",
-                flush=True,
-            )
+            where = f"in the parameters of island {left_out} after step {step}"
+            those = f"{sum(present)} of {len(present)} islands synchronize, and what is left out goes on from there"
+            print(f"note: NaN, Inf or a number beyond {MAX_VALUE:g} is {where}: {those}", flush=True)
         sent = self._hops.encode_pieces(differences, max(1, sum(present)), is_present)
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=self._group, async_op=True)
