@@ -31,14 +31,12 @@ def apply_islands(
     config: IslandConfig,
     group: DeviceMesh | dist.ProcessGroup | None = None,
     zeropp: ZeroPPInterface | None = None,
-    counts: bool = True,
 ) -> OuterSync:
     """Let islands train ``model`` by themselves, and synchronize it every ``config.sync_interval`` optimizer steps.
 
     Call it once, on all ranks alike, when the parameters have values: all islands start from those of the first.
 
-    optimizer: whose steps count, unless ``counts`` is False: then, as with None, the loop calls ``count_step`` after
-    each step of its own. The optimizer restarts where its island, with NaN or Inf in it, takes over the others' state.
+    optimizer: whose steps count; None: the loop calls ``count_step`` after each of its own.
     group: the ranks that hold the same part of the model, one of each island, in the order of islands; a mesh of one
     dimension, or a process group. Default: every process is an island. Shard or replicate the model over the ranks of
     one island alone.
@@ -62,7 +60,7 @@ def apply_islands(
     traffic = Traffic()
     divided = split_into_fragments(parameters, config.fragments)
     fragments = [RankFragment(part, config, group, traffic, parameters) for part in divided]
-    return OuterSync(config, group.size(), fragments, traffic, optimizer, model, [zeropp], counts)
+    return OuterSync(config, group.size(), fragments, traffic, optimizer, model, [zeropp])
 
 
 class RankFragment(Fragment):
@@ -89,11 +87,9 @@ class RankFragment(Fragment):
         is_present = present[self._group.rank()]
         if dist.get_rank() == 0 and not all(present):
             left_out = ", ".join(str(island) for island, is_sound in enumerate(present) if not is_sound)
-            print(
-                f"note: NaN, Inf or a number beyond {MAX_VALUE:g} is in the parameters of island {left_out} after step "
-                f"{step}: the {sum(present)} others synchronize without it, and it takes over their parameters",
-                flush=True,
-            )
+            where = f"in the parameters of island {left_out} after step {step}"
+            those = f"{sum(present)} of {len(present)} islands synchronize, and what is left out goes on from there"
+            print(f"note: NaN, Inf or a number beyond {MAX_VALUE:g} is {where}: {those}", flush=True)
         sent = self._hops.encode_pieces(differences, max(1, sum(present)), is_present)
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=self._group, async_op=True)

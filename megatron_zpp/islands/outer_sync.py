@@ -78,18 +78,14 @@ class OuterSync:
         optimizer: torch.optim.Optimizer | None = None,
         model: nn.Module | None = None,
         zeropps: Sequence[ZeroPPInterface | None] = (),
-        counts: bool = True,
     ) -> None:
-        """Synchronize at the steps of ``optimizer``, or with ``counts=False`` when the loop calls ``count_step``.
-
-        optimizer: restarts where this island takes over the others' parameters. model, zeropps: drop their copies of
-        parameters that are replaced.
-        """
+        """optimizer: count its steps. model, zeropps: drop their copies of parameters that are replaced."""
         self.config, self.num_islands = config or IslandConfig(), num_islands
         self._fragments, self.traffic = fragments, traffic or Traffic()
-        self._model, self._zeropps, self._optimizer = model, zeropps, optimizer
+        self._model, self._zeropps = model, zeropps
+        self.optimizer = optimizer  # restarts where this island takes over the others' parameters
         self.restart()
-        if optimizer is not None and counts:
+        if optimizer is not None:
             optimizer.register_step_post_hook(self._optimizer_has_stepped)
 
     def describe(self) -> str:
@@ -158,8 +154,8 @@ class OuterSync:
             return
         for each in self._fragments:
             each.copy_outer()
-        if self._optimizer is not None:
-            self._optimizer.state.clear()
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
         for zeropp in self._zeropps:
             if zeropp is not None:
                 zeropp.rescale_errors(0.0)

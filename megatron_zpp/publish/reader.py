@@ -5,7 +5,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,17 +79,7 @@ class WeightReader:
         """Yield name and value of every published tensor, whole, as copies. Raises PublishError if there are none."""
         if self.version is None:
             raise PublishError(f"there are no weights of {self.folder} yet: call update() until it returns True")
-        parts: dict[str, list[tuple[list[int], Tensor]]] = {}
-        shapes: dict[str, list[int]] = {}
-        for shards in self._ranks.values():
-            for name, part in shards.parts():
-                shapes[name], offsets = shards.places[name]
-                parts.setdefault(name, []).append((offsets, part))
-        for name, of_ranks in parts.items():
-            whole = torch.empty(shapes[name], dtype=of_ranks[0][1].dtype)
-            for offsets, part in of_ranks:
-                whole[_slices(offsets, part)] = part
-            yield name, whole
+        yield from _assembled(self._ranks.values())
 
     @torch.no_grad()
     def load_into(self, model: nn.Module) -> None:
@@ -125,7 +115,8 @@ class WeightReader:
             }
             if manifest["base"] is None:
                 ranks = {rank: _anchored(*file) for rank, file in files.items()}
-                _check_places(ranks.values())
+                for _ in _assembled(ranks.values()):
+                    pass  # each fits
                 self._ranks, self.about = ranks, manifest["about"]
             else:
                 moves = {rank: tensors.pop(MOVES) for rank, (_, tensors) in files.items()}
@@ -168,13 +159,11 @@ def _content(path: Path, nbytes: int | None = None) -> bytearray:
 
 def _check_manifest(manifest: Any, version: int) -> None:
     """Raise an error unless each value has its type, and files are this version's, beside the manifest."""
-    base, files = manifest["base"], manifest["files"]
-    if (manifest["format"], manifest["version"]) != (FORMAT, version):
-        raise ValueError(f"format {manifest['format']!r}, version {manifest['version']!r}")
-    kinds = {"version": int, "run": str, "step": int, "about": dict, "base": int if base is not None else type(None)}
-    wrong = {key: manifest[key] for key, kind in kinds.items() if type(manifest[key]) is not kind}
-    if wrong or not files or not (base is None or 0 < base < version):
-        raise ValueError(f"base {base!r}, {len(files)} files, {wrong}")
+    head, files = [manifest[key] for key in ("format", "version", "run", "step", "base")], manifest["files"]
+    base, types = head[-1], (type(manifest["run"]), type(manifest["step"]), type(manifest["about"]))
+    follows = base is None or (type(base) is int and 0 < base < version)
+    if head[:2] != [FORMAT, version] or types != (str, int, dict) or not follows or not files:
+        raise ValueError(f"format, version, run, step and base are {head}, with {len(files)} files")
     for name in files:
         rank = name.split(".")[1].removeprefix("rank")
         if name != shards_name(version, int(rank)):
@@ -191,8 +180,8 @@ def _anchored(metadata: Mapping[str, str], tensors: dict[str, Tensor]) -> _Shard
     return _Shards(places, sizes, *pack(tensors.values(), dtype), others)
 
 
-def _check_places(ranks: Iterable[_Shards]) -> None:
-    """Raise ValueError unless the parts of each tensor cover it, each element once."""
+def _assembled(ranks: Iterable[_Shards]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each whole tensor with its name. Raises an error unless its parts cover it, each element once."""
     parts: dict[str, list[tuple[list[int], list[int], Tensor]]] = {}
     for shards in ranks:
         for name, part in shards.parts():
@@ -201,23 +190,21 @@ def _check_places(ranks: Iterable[_Shards]) -> None:
         shape, _, first = of_ranks[0]
         if sum(part.numel() for *_, part in of_ranks) != math.prod(shape):  # before memory is taken for it
             raise ValueError(f"the parts of {name} do not make up {shape}")
-        covered = torch.zeros(shape, dtype=torch.bool)
-        for whole, offsets, part in of_ranks:
-            spans = zip(offsets, part.shape, shape, strict=True)
-            is_inside = all(type(at) is int and at >= 0 and at + size <= end for at, size, end in spans)
-            if whole != shape or part.dtype != first.dtype or not is_inside:
-                raise ValueError(f"{name} is {whole} with a part {[*part.shape]} in {part.dtype} at {offsets}")
-            covered[_slices(offsets, part)] = True
-        if not covered.all():
+        whole, is_covered = torch.empty(shape, dtype=first.dtype), torch.zeros(shape, dtype=torch.bool)
+        for shape_there, offsets, part in of_ranks:
+            ends = [at + size for at, size in zip(offsets, part.shape, strict=True)]
+            is_inside = all(at >= 0 and end <= size for at, end, size in zip(offsets, ends, shape, strict=True))
+            if shape_there != shape or part.dtype != first.dtype or not is_inside:
+                raise ValueError(f"{name} is {shape_there} with a part {[*part.shape]} in {part.dtype} at {offsets}")
+            place = tuple(map(slice, offsets, ends))
+            whole[place], is_covered[place] = part, True
+        if not is_covered.all():
             raise ValueError(f"parts of {name} overlap")
+        yield name, whole
 
 
 def _kinds(ranks: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
     return {rank: {name: (x.shape, x.dtype) for name, x in tensors.items()} for rank, tensors in ranks.items()}
-
-
-def _slices(offsets: Sequence[int], part: Tensor) -> tuple[slice, ...]:
-    return tuple(slice(at, at + size) for at, size in zip(offsets, part.shape, strict=True))
 
 
 def parse_safetensors(content: bytearray) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -230,11 +217,8 @@ def parse_safetensors(content: bytearray) -> tuple[dict[str, str], dict[str, Ten
     metadata, tensors, at = header.pop("__metadata__"), {}, start
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-        numel = math.prod(shape)
-        if start + begin != at or any(type(size) is not int or size < 0 for size in shape):
-            raise ValueError(f"{name} begins at {begin}, with the shape {shape}")
-        if numel * dtype.itemsize != end - begin:
-            raise ValueError(f"{name} has {end - begin} bytes")
+        if (numel := math.prod(shape)) * dtype.itemsize != end - begin or start + begin != at:
+            raise ValueError(f"{name} has {end - begin} bytes at {begin}")
         at = start + end
         tensors[name] = torch.empty(shape, dtype=dtype)
         if numel:

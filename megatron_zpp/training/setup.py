@@ -286,7 +286,9 @@ def _build_islands(
     if mesh.num_islands == 1:
         return OuterSync()
     if mesh.island.size() > 1:
-        return apply_islands(first.model, first.optimizer, settings.island, mesh.island, first.zeropp, counts=False)
+        islands = apply_islands(first.model, None, settings.island, mesh.island, first.zeropp)
+        islands.optimizer = first.optimizer  # whose steps train_step counts
+        return islands
     models = [state.model for state in states]
     return emulate_islands(models, [], settings.island, [t.zeropp for t in states if t.zeropp is not None])
 

@@ -7,6 +7,7 @@ import inspect
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import time
@@ -187,6 +188,20 @@ def test_a_full_disk_is_left_as_it_was_and_publishing_goes_on_when_there_is_room
     filler.unlink()
     publisher.publish(3)
     assert reader.update() and digest(reader.tensors()) == digest(gathered(model).items())
+
+
+def test_a_file_that_grows_too_large_leaves_nothing(published):
+    _, publisher, reader = published
+    before, limit = sorted(reader.folder.iterdir()), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        with pytest.raises(PublishError, match=rf"cannot publish weights as {reader.folder}/v0000\S+: File too large"):
+            publisher.publish(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert sorted(reader.folder.iterdir()) == before
+    publisher.publish(3)
+    assert reader.update() and reader.step == 3
 
 
 def test_what_a_killed_run_left_half_written_makes_room_for_the_next(published):

@@ -158,7 +158,7 @@ def test_an_island_with_nan_comes_back_and_the_run_ends_well(data):
     (*_, (losses, _, _)) = results = run_ranks(3, _train_with_a_broken_island, argv)
     assert all(is_finite for _, _, is_finite in results)
     assert len(losses) == 7 and all(map(math.isfinite, losses))
-    assert "is in the parameters of island 2 after step 3: the 2 others synchronize without it" in results[0][1]
+    assert "is in the parameters of island 2 after step 3: 2 of 3 islands synchronize" in results[0][1]
 
 
 def test_no_sample_is_seen_twice(data):
