@@ -124,22 +124,21 @@ def test_the_checklist_has_time_for_every_part():
 
 @pytest.mark.long
 def test_gpu_script_runs_all_parts_with_tiny_models_and_then_nothing_again(quickstart, tmp_path):
-    text = quickstart.folder / "runs" / "quickstart"
+    text, results = quickstart.folder / "runs" / "quickstart", tmp_path / "results"
     own = dict(SCALE="tiny", BUDGET="3000", PYTHON=str(programs() / "python"), TEXT=str(text))
     for _ in range(2):
         for command in ("first", "second"):
-            run("benchmarks/gpu.sh", tmp_path, command, timeout=None, **own)
-    verdicts = [tuple(line.split()[:2]) for line in (tmp_path / "summary.txt").read_text().splitlines()]
+            run("benchmarks/gpu.sh", results, command, timeout=None, **own)
+    verdicts = [tuple(line.split()[:2]) for line in (results / "summary.txt").read_text().splitlines()]
     passed = [name for verdict, name in verdicts if verdict == "passed"]
     assert len(passed) == len(set(passed))
     without_gpu = {"machine", "build", "memcheck", "racecheck", "apex"}
     assert {("skipped", name) for name in without_gpu} == {each for each in verdicts if each[0] != "passed"}
-    assert {path.name for path in tmp_path.iterdir()} == {
-        *("log.txt", "summary.txt", "kernels.json", "trainer.jsonl", "emulation.jsonl")
-    }
-    result = json.loads((tmp_path / "trainer.jsonl").read_text().splitlines()[0])
+    files = {"log.txt", "summary.txt", "kernels.json", "trainer.jsonl", "emulation.jsonl"}
+    assert {path.name for path in results.iterdir()} == files
+    result = json.loads((results / "trainer.jsonl").read_text().splitlines()[0])
     assert result["estimated_memory_gb"] > 0
-    rows = [json.loads(line) for line in (tmp_path / "emulation.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (results / "emulation.jsonl").read_text().splitlines()]
     assert [row["recipe"] for row in rows] == ["int8", "lossless", "int6", "ternary"]
-    printed = (tmp_path / "log.txt").read_text()
-    assert printed.count("validation loss") > 4
+    printed = (results / "log.txt").read_text()
+    assert all(f"train-{arm}:  validation loss at iteration 20" in printed for arm in ("bf16", "int8"))
