@@ -50,15 +50,15 @@ def draws(seed: int, world_size: int, data: str) -> Iterator[Draw]:
             yield architecture.name, argv
 
 
-def dry_and_real(pairs: list[Draw], folder: str, port: int) -> list[tuple[Ended, Ended]]:
+def dry_and_real(pairs: list[Draw], folder: str, ports: list[int]) -> list[tuple[Ended, Ended]]:
     """Return how the dry run of each command line and its run ended, each in an empty folder. For ``run_ranks``."""
     dist.barrier()
     dist.destroy_process_group()  # the program makes its own
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    return [
-        (_ended(pair, f"{folder}/dry{i}", "--dry-run"), _ended(pair, f"{folder}/real{i}"))
-        for i, pair in enumerate(pairs)
-    ]
+    ended = []
+    for i, (pair, port) in enumerate(zip(pairs, ports, strict=True)):
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))  # another one: no rank meets the run before
+        ended.append((_ended(pair, f"{folder}/dry{i}", "--dry-run"), _ended(pair, f"{folder}/real{i}")))
+    return ended
 
 
 def _ended(pair: Draw, folder: str, *more: str) -> Ended:
@@ -72,11 +72,13 @@ def _ended(pair: Draw, folder: str, *more: str) -> Ended:
             pretrain(load_architecture(architecture))
         except SystemExit as exit_:
             code = int(exit_.code or 0)
-    return code, [line for line in err.getvalue().splitlines() if line.startswith("error: ")]
+    errors = [line.replace("error: rank 0: ", "error: ") for line in err.getvalue().splitlines()]
+    return code, [line for line in errors if line.startswith("error: ")]
 
 
 def assert_alike(world_size: int, pairs: list[Draw], folder: Path, timeout: float = 250) -> list[Ended]:
-    results = run_ranks(world_size, dry_and_real, pairs, str(folder), free_port(), timeout=timeout)[0]
+    ports = [free_port() for _ in pairs]
+    results = run_ranks(world_size, dry_and_real, pairs, str(folder), ports, timeout=timeout)[0]
     unlike = [(pair, dry, real) for pair, (dry, real) in zip(pairs, results, strict=True) if dry != real]
     assert not unlike, "\n".join(f"{pair}: {dry}, {real}" for pair, dry, real in unlike)
     return [real for _, real in results]
@@ -86,8 +88,8 @@ def assert_alike(world_size: int, pairs: list[Draw], folder: Path, timeout: floa
     ("seed", "world_size", "count"),
     [
         (0, 1, 20),
-        *(pytest.param(seed, 1, 100, marks=pytest.mark.long) for seed in range(1, 10)),
-        pytest.param(10, 4, 80, marks=pytest.mark.long),
+        *(pytest.param(seed, 1, 50, marks=pytest.mark.long) for seed in range(1, 19)),
+        *(pytest.param(seed, 4, 40, marks=pytest.mark.long) for seed in (19, 20)),
     ],
 )
 def test_a_dry_run_ends_as_the_run_whatever_flags_are_drawn(data, tmp_path, seed, world_size, count):
