@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,8 +15,12 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.__main__ import ALIASES, COMMANDS
+from megatron_zpp.commands.data import train_tokenizer
+from megatron_zpp.commands.diagnose import why_hung
+from megatron_zpp.islands.elastic import lighthouse
 from megatron_zpp.planning.cluster import default_cluster, write_cluster
-from tests.tools import run
+from tests.conftest import ROOT, environment
+from tests.tools import call_wrongly, run
 from tests.training.small_run import NO_DROPOUT, RUN, SHAPE
 
 TRAIN = f"{SHAPE} {RUN} {NO_DROPOUT} --train-iters 2 --num-workers 0 --split 1,0,0 --eval-iters 0 --save-interval 2"
@@ -277,3 +282,51 @@ def test_programs_that_import_other_packages_show_none_of_their_warnings(world, 
     # A process of its own: this one's has imported them.
     words = ("export-hf", "--load", world / "saved", "--output", tmp_path / "new")
     assert run(sys.executable, "-m", "megatron_zpp", *words).stderr == ""
+
+
+RECORDS = ("[]", "{}", '{"rank": 0, "time": "now", "where": null, "groups": {}, "entries": []}', "no JSON")
+
+
+@pytest.mark.parametrize("record", [*RECORDS, '{"rank": 0, "time": 1, "where": null, "groups": {}, "entries": [{}]}'])
+def test_a_damaged_record_of_a_hang_is_named(tmp_path, capsys, record):
+    (path := tmp_path / "hang_rank_0.json").write_text(record)
+    assert str(path) in call_wrongly(why_hung, tmp_path)
+
+
+def test_a_prompt_that_is_no_text_is_one_line():
+    words = ["python", "-m", "megatron_zpp", "generate-text", "--load", "x", "--prompt", b"a\xff"]
+    env = environment()
+    done = subprocess.run(
+        [Path(env["PATH"].split(":")[0]) / "python", *words[1:]], capture_output=True, env=env, cwd=ROOT
+    )
+    assert done.returncode == 2 and b"--prompt: 'a\\udcff' is not UTF-8 text" in done.stderr.splitlines()[-1]
+
+
+def test_a_tokenizer_of_texts_that_are_all_too_long_says_so(tmp_path):
+    (tmp_path / "long.jsonl").write_text(json.dumps({"text": "a" * (5 << 20)}))
+    words = ("--input", tmp_path / "long.jsonl", "--vocab-size", 300, "--output", tmp_path / "model")
+    assert "long.jsonl holds no text of at most 4 MB under 'text'" in call_wrongly(train_tokenizer, *words)
+
+
+def test_a_port_in_use_is_one_line_that_names_it(world, tmp_path):
+    with socket.create_server(("localhost", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        trainer = run("python", ROOT / "pretrain_gpt.py", "--num-layers", "2", status=2, **rank)
+        assert trainer.stderr.startswith(
+            f"error: cannot access localhost:{port}: Address already in use (another program"
+        )
+        bind = ("--bind", f"localhost:{port}", "--secret-file", world / "secret")
+        assert "in use" in run("python", "-m", "megatron_zpp", "lighthouse", *bind, status=2).stderr
+    alone = ("--status", "--bind", "localhost:1", "--secret-file", world / "secret")
+    assert "no lighthouse answers at --bind localhost:1" in call_wrongly(lighthouse, *alone)
+
+
+@pytest.mark.parametrize(
+    ("target", "status", "said"),
+    [("> /dev/full", 2, "error: cannot write to stdout: No space left on device"), ("| true", 141, "")],
+)
+def test_output_that_nobody_can_take_is_one_line_or_none(world, target, status, said):
+    words = f"python -m megatron_zpp inspect-dataset {world}/data_text_document {target}; exit ${{PIPESTATUS[0]}}"
+    done = run("bash", "-c", words, status=status)
+    assert done.stderr.startswith(said) and done.stderr.count("\n") == bool(said)

@@ -38,7 +38,7 @@ def our_errors(err: str) -> list[str]:
     return [line for line in err.splitlines() if line.startswith("error: ")]
 
 
-def test_torchrun_reports_a_mistake_once(data, tmp_path):
+def test_a_mistake_is_the_last_line_under_torchrun(data, tmp_path):
     config = tmp_path / "ds_config.json"
     config.write_text(json.dumps({"zero_optimization": {"stage": 3, "zero_quantised_weights": True}}))
     several = f"--deepspeed_config {config} --log-interval 0 --sed 1 --bf16 yes"
@@ -49,16 +49,20 @@ def test_torchrun_reports_a_mistake_once(data, tmp_path):
     processes = [torchrun(2, flags(data, case)) for case in cases]
     for process, expected in zip(processes, cases.values(), strict=True):
         _, err = ended(process, status=1)  # torchrun's; its report is of one rank, and repeats the mistake
-        assert [part in error for part, error in zip(expected, our_errors(err), strict=True)] == [True] * len(expected)
+        # Where it is noticed, and once more below torchrun's report.
+        assert [part in error for part, error in zip(expected * 2, our_errors(err), strict=True)] == [True] * len(
+            expected * 2
+        )
         report = err[err.index("FAILED") :]
         assert report.count("exitcode  : 2") == report.count("exitcode") == 1 and expected[0] in report
+        assert our_errors(report) == err.splitlines()[-len(expected) :]
 
 
 def test_an_error_that_every_rank_meets_on_its_own_is_said_once(data, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(MEETS_AN_ERROR)
     _, err = ended(torchrun(2, flags(data), str(script)), status=1)
-    assert our_errors(err) == ["error: met by all"]
+    assert our_errors(err) == ["error: met by all"] * 2 and err.splitlines()[-1] == "error: met by all"
 
 
 def test_an_island_without_others_says_so_at_once_and_ends_in_one_line(data, tmp_path):
@@ -69,7 +73,8 @@ def test_an_island_without_others_says_so_at_once_and_ends_in_one_line(data, tmp
     argv = flags(data, who, f"--island-lighthouse {where} --island-patience-seconds 3")
     _, err = ended(torchrun(2, argv), status=1)
     assert err.count(f"island 0: the lighthouse at {where}: ") == 1
-    (line,) = our_errors(err)
+    line, last = our_errors(err)
+    assert line == last == err.splitlines()[-1]
     assert line.startswith("error: island 0 found no others, or no lighthouse, in 3 seconds: ") and "refused" in line
     assert "megatron_zpp/islands" not in err  # no traceback of ours
 
