@@ -223,9 +223,10 @@ void move_exponents(const OptionalTensor& exponents, const Tensor& wire, IntArra
   ZEROPP_RUN(move_exponents, arguments, out);
 }
 
-// The codes of a wire buffer as moves.h describes them; `table` points into the other members.
+// The codes of a wire buffer as moves.h describes them; `table` points into the other members or, where kernels read it, to
+// what moves_table made of them.
 struct Codes {
-  explicit Codes(const FormatTable& of) {
+  explicit Codes(const FormatTable& of, const Tensor* moves_table = nullptr) {
     const Format& format = of.format;
     table.bits = format.bits, table.scale_bytes = format.scale_bytes;
     for (const Segment& s : of.segments) {
@@ -247,13 +248,31 @@ struct Codes {
     }
     table.runs = runs.data(), table.num_runs = int(runs.size());
     table.raw = raw.data(), table.num_raw = int(raw.size());
+    if (moves_table == nullptr) return;
+    TORCH_CHECK_VALUE(moves_table->numel() == nbytes_of_runs() + nbytes_of_raw(), "a table of another format's moves");
+    table.runs = reinterpret_cast<const Run*>(moves_table->const_data_ptr<uint8_t>());
+    table.raw = reinterpret_cast<const Raw*>(table.runs + runs.size());
   }
   Codes(const Codes&) = delete;
+
+  int64_t nbytes_of_runs() const { return int64_t(runs.size() * sizeof(Run)); }
+  int64_t nbytes_of_raw() const { return int64_t(raw.size() * sizeof(Raw)); }
 
   std::vector<Run> runs;
   std::vector<Raw> raw;
   CodeTable table;
 };
+
+// Returns what kernels read of the codes, in host memory: uint8 [n]. Kernels on a device want it there.
+Tensor moves_table(IntArrayRef format) {
+  const FormatTable table(format);
+  const Codes codes(table);
+  Tensor made = at::empty({codes.nbytes_of_runs() + codes.nbytes_of_raw()}, at::kByte);
+  uint8_t* to = made.data_ptr<uint8_t>();
+  std::copy_n(reinterpret_cast<const uint8_t*>(codes.runs.data()), codes.nbytes_of_runs(), to);
+  std::copy_n(reinterpret_cast<const uint8_t*>(codes.raw.data()), codes.nbytes_of_raw(), to + codes.nbytes_of_runs());
+  return made;
+}
 
 uint8_t* rows_of_bytes(const Tensor& tensor, int64_t rows, int64_t nbytes) {
   TORCH_CHECK_TYPE(tensor.scalar_type() == at::kByte, "wires are uint8, not ", tensor.scalar_type());
@@ -265,10 +284,10 @@ uint8_t* rows_of_bytes(const Tensor& tensor, int64_t rows, int64_t nbytes) {
 #if defined(ZEROPP_WITH_CUDA) || defined(ZEROPP_CUDA_ON_CPU)
 // Moves on a GPU. Whoever holds one must hold it until its kernels have been launched.
 struct MovesOnDevice {
-  MovesOnDevice(const Codes& codes, const Tensor& on, int64_t rows) : options(on.options()) {
+  MovesOnDevice(const Codes& codes, const Tensor& wires, int64_t rows) : options(wires.options()) {
+    const bool is_aligned = reinterpret_cast<intptr_t>(wires.const_data_ptr()) % 16 == 0 && wires.size(-1) % 16 == 0;
+    TORCH_CHECK_VALUE(is_aligned, "wires must begin at multiples of 16 bytes: copy the slice");
     arguments.table = codes.table;
-    arguments.table.runs = static_cast<const Run*>(copied(codes.runs));
-    arguments.table.raw = static_cast<const Raw*>(copied(codes.raw));
     arguments.rows = rows;
     scales_before = at::empty({rows, codes.table.flag_bytes()}, options.dtype(at::kInt));
     arguments.scales_before = scales_before.data_ptr<int32_t>();
@@ -276,21 +295,7 @@ struct MovesOnDevice {
     arguments.chunk_starts = chunk_starts.data_ptr<int64_t>();
   }
 
-  void* memory(int64_t nbytes) {
-    held.push_back(at::empty({nbytes}, options));
-    return held.back().data_ptr();
-  }
-
-  template <class T>
-  const void* copied(const std::vector<T>& from) {
-    Tensor on_host = at::empty({int64_t(from.size() * sizeof(T))}, at::kByte);
-    if (!from.empty()) memcpy(on_host.data_ptr(), from.data(), from.size() * sizeof(T));
-    held.push_back(on_host.to(options.device()));
-    return held.back().data_ptr();
-  }
-
   at::TensorOptions options;
-  std::vector<Tensor> held;
   Tensor scales_before, chunk_starts;
   MovesArguments arguments;
 };
@@ -335,7 +340,8 @@ void apply_moves_on_device(const Codes& codes, const Tensor& moves, const Tensor
   arguments.wires = wires.data_ptr<uint8_t>(), arguments.wire_bytes = wires.size(-1);
   arguments.moves = moves.data_ptr<uint8_t>(), arguments.move_bytes = moves.size(-1);
   const int64_t blocks = std::min<int64_t>(cuda::kMovingBlocks, codes.table.num_chunks() * moves.size(0));
-  arguments.lists = static_cast<uint16_t*>(on_device.memory(2 * 3 * kChunk * blocks));
+  const Tensor lists = at::empty({blocks, 2 * 3 * kChunk}, wires.options());
+  arguments.lists = reinterpret_cast<uint16_t*>(lists.data_ptr<uint8_t>());
   ZEROPP_RUN_MOVES(apply_moves, arguments, wires);
 }
 #ifdef ZEROPP_CUDA_ON_CPU
@@ -346,9 +352,9 @@ void apply_moves_on_device(const Codes& codes, const Tensor& moves, const Tensor
 #endif
 
 // Returns the bytes of the moves, int64 [1] on their device, and what write_moves needs besides.
-std::vector<Tensor> measure_moves(const Tensor& old, const Tensor& now, IntArrayRef format) {
+std::vector<Tensor> measure_moves(const Tensor& old, const Tensor& now, IntArrayRef format, const Tensor& moves_table) {
   const FormatTable table(format);
-  const Codes codes(table);
+  const Codes codes(table, &moves_table);
   const uint8_t *before = rows_of_bytes(old, 1, table.nbytes), *after = rows_of_bytes(now, 1, table.nbytes);
 #ifdef ZEROPP_MOVES_ON_DEVICE
   if (ZEROPP_MOVES_ON_DEVICE(old)) return measure_moves_on_device(codes, old, now);
@@ -363,11 +369,12 @@ std::vector<Tensor> measure_moves(const Tensor& old, const Tensor& now, IntArray
 }
 
 // Writes measured moves into `nbytes` bytes or, at their end, less.
-Tensor write_moves(const Tensor& old, const Tensor& now, IntArrayRef format, at::TensorList measured, int64_t nbytes) {
+Tensor write_moves(const Tensor& old, const Tensor& now, IntArrayRef format, const Tensor& moves_table,
+                   at::TensorList measured, int64_t nbytes) {
 #ifdef ZEROPP_MOVES_ON_DEVICE
   if (ZEROPP_MOVES_ON_DEVICE(old)) {
     const FormatTable table(format);
-    return write_moves_on_device(Codes(table), old, now, measured, nbytes);
+    return write_moves_on_device(Codes(table, &moves_table), old, now, measured, nbytes);
   }
 #endif
   const Tensor& written = measured[1];
@@ -377,9 +384,9 @@ Tensor write_moves(const Tensor& old, const Tensor& now, IntArrayRef format, at:
   return out;
 }
 
-void apply_moves(const Tensor& moves, IntArrayRef format, const Tensor& wires) {
+void apply_moves(const Tensor& moves, IntArrayRef format, const Tensor& moves_table, const Tensor& wires) {
   const FormatTable table(format);
-  const Codes codes(table);
+  const Codes codes(table, &moves_table);
   const int64_t rows = moves.size(0), nbytes = moves.size(1);
   const uint8_t* from = rows_of_bytes(moves, rows, nbytes);
   uint8_t* wire = rows_of_bytes(wires, rows, table.nbytes);
@@ -403,13 +410,17 @@ TORCH_LIBRARY(megatron_zpp, library) {
   library.def("rotate(Tensor values, int[] format, Tensor(a!) out) -> ()");
   library.def("move_exponents(Tensor? exponents, Tensor wire, int[] format, int[] moves, Tensor(a!) out) -> ()");
   // Moved codes: megatron_zpp/zeropp/wire/moves.py.
-  library.def("measure_moves(Tensor old, Tensor now, int[] format) -> Tensor[]");
-  library.def("write_moves(Tensor old, Tensor now, int[] format, Tensor[] measured, int nbytes) -> Tensor");
-  library.def("apply_moves(Tensor moves, int[] format, Tensor(a!) wires) -> ()");
+  library.def("moves_table(int[] format) -> Tensor");
+  library.def("measure_moves(Tensor old, Tensor now, int[] format, Tensor moves_table) -> Tensor[]");
+  library.def(
+      "write_moves(Tensor old, Tensor now, int[] format, Tensor moves_table, Tensor[] measured, int nbytes) -> Tensor");
+  library.def("apply_moves(Tensor moves, int[] format, Tensor moves_table, Tensor(a!) wires) -> ()");
   library.def("has_cuda() -> bool", [] { return kHasCuda; });
 }
 
-TORCH_LIBRARY_IMPL(megatron_zpp, CPU, library) {
+TORCH_LIBRARY_IMPL(megatron_zpp, CompositeExplicitAutograd, library) { library.impl("moves_table", &moves_table); }
+
+void implement(torch::Library& library) {
   library.impl("encode", &encode);
   library.impl("decode", &decode);
   library.impl("rotate", &rotate);
@@ -419,16 +430,11 @@ TORCH_LIBRARY_IMPL(megatron_zpp, CPU, library) {
   library.impl("apply_moves", &apply_moves);
 }
 
-#ifdef ZEROPP_WITH_CUDA
-TORCH_LIBRARY_IMPL(megatron_zpp, CUDA, library) {
-  library.impl("encode", &encode);
-  library.impl("decode", &decode);
-  library.impl("rotate", &rotate);
-  library.impl("move_exponents", &move_exponents);
-  library.impl("measure_moves", &measure_moves);
-  library.impl("write_moves", &write_moves);
-  library.impl("apply_moves", &apply_moves);
-}
+TORCH_LIBRARY_IMPL(megatron_zpp, CPU, library) { implement(library); }
+#if defined(ZEROPP_WITH_CUDA)
+TORCH_LIBRARY_IMPL(megatron_zpp, CUDA, library) { implement(library); }
+#elif defined(ZEROPP_CUDA_ON_CPU)
+TORCH_LIBRARY_IMPL(megatron_zpp, PrivateUse1, library) { implement(library); }  // tests/zeropp/cuda_on_cpu/device.cpp
 #endif
 
 }  // namespace zeropp

@@ -2,6 +2,9 @@
 // groups, or of what several peers sent of one, before it uses the first. A block's maximum goes through warp shuffles.
 // Nothing is atomic, nothing waits for the host.
 //
+// A vector that is aligned and has a byte of a buffer is read whole: buffers must be in allocations of whole vectors of 16
+// bytes, as torch's are on a GPU. Nothing beyond that is touched.
+//
 // The wire formats are passed as kernel parameters. This folder includes nothing of torch: nvcc alone compiles it, each
 // encode_*.cu beside the others.
 #pragma once

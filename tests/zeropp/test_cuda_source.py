@@ -23,6 +23,7 @@ def cuda_on_cpu(tmp_path_factory):
         ROOT / "csrc" / "operators.cpp",
         ROOT / "csrc" / "cpu" / "moves.cpp",
         HERE / "cuda_on_cpu" / "kernels.cpp",
+        HERE / "cuda_on_cpu" / "device.cpp",
     ]
     includes = [f"-I{path}" for path in [HERE / "cuda_on_cpu", *cpp_extension.include_paths()]]
     flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-Wno-unknown-pragmas"]
@@ -45,12 +46,43 @@ def test_quotients_by_the_reciprocal_round_as_division_does(tmp_path):
     assert wrong == 0 and wrong_products > 0
 
 
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-x", "--no-header")
+
+
 @pytest.mark.long
-def test_the_kernels_logic_equals_plain_torch(cuda_on_cpu):
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_kernels_equal_plain_torch_in_any_order_of_threads_and_read_nothing_beyond_a_buffer(cuda_on_cpu, seed):
     files = [str(HERE / "test_kernels.py"), str(HERE / "test_moves.py")]
     files += ["-k", "not eight_threads"]  # which is about the other kernels' work, and much for coroutines
-    pytest_ = (sys.executable, "-m", "pytest", "-q", "-x", "--no-header")
-    run(*pytest_, *files, timeout=None, ZEROPP_KERNELS=str(cuda_on_cpu))
+    run(*PYTEST, *files, timeout=None, ZEROPP_KERNELS=str(cuda_on_cpu), CUDA_ON_CPU_SEED=str(seed))
+
+
+@pytest.mark.long
+def test_no_operator_of_moved_weights_waits_for_a_copy_inside(cuda_on_cpu):
+    """The same test without this library knows what operators return, not what they do."""
+    test = f"{HERE / 'test_fake_cuda.py'}::test_a_step_of_moved_weights_waits_for_their_sizes_alone"
+    run(*PYTEST, test, timeout=None, ZEROPP_KERNELS=str(cuda_on_cpu))
+
+
+READ = """
+import ctypes, sys, torch
+from megatron_zpp.zeropp.wire import kernels
+buffer = torch.zeros(8278, dtype=torch.uint8)
+print("read", ctypes.c_uint8.from_address(buffer.data_ptr() + int(sys.argv[1])).value)
+"""
+
+
+@pytest.mark.long
+def test_a_read_of_the_next_vector_ends_the_program_and_one_within_the_last_does_not(cuda_on_cpu):
+    """A buffer of 8,278 bytes is 8,288 in vectors of 16. Beyond them a GPU has another tensor, or nothing."""
+    command = (sys.executable, "-c", READ)
+    environment = os.environ | {"ZEROPP_KERNELS": str(cuda_on_cpu)}
+    done = [
+        subprocess.run([*command, place], env=environment, cwd=ROOT, capture_output=True, text=True)
+        for place in ("8287", "8288")
+    ]
+    assert done[0].returncode == 0 and done[0].stdout.startswith("read")
+    assert done[1].returncode < 0 and done[1].stdout == ""
 
 
 def test_the_fake_device_refuses_what_cuda_refuses(tmp_path):

@@ -14,11 +14,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -57,14 +59,20 @@ class Step:
     tensors: dict[str, tuple[str, torch.dtype, tuple[int, ...]]]  # what the rank has afterwards
 
 
-def third_step(config: ZeroPPConfig, micro_batches: int = 2, **options: Any) -> Step:
+def third_step(config: ZeroPPConfig, micro_batches: int = 2, width: int = WIDTH, **options: Any) -> Step:
     """On a process of its own: a fake group cannot be told from others of the process."""
     dist.destroy_process_group()  # that of the test's own rank
     dist.init_process_group("fake", rank=RANK, world_size=NODES * PER_NODE, store=FakeStore())
     mesh = init_device_mesh("cuda", (NODES * PER_NODE,))
-    with fake_cuda(), Host() as host, Recorder("cuda") as recorder:
+    recorder = Recorder("cuda")
+
+    def sizes_of_moves(tensor: FakeTensor) -> list[int]:
+        recorder.answer_host()
+        return [2**16] * tensor.numel()
+
+    with fake_cuda(), Host() as host, recorder, patch.object(FakeTensor, "tolist", sizes_of_moves):
         with CUDA:  # two blocks that are units, and a head that is the root's
-            model = Net(WIDTH, 4 * WIDTH, 8 * WIDTH, num_blocks=2)
+            model = Net(width, 4 * width, 8 * width, num_blocks=2)
         model.head.bias = None
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for module in (*model.blocks, model):
@@ -80,7 +88,7 @@ def third_step(config: ZeroPPConfig, micro_batches: int = 2, **options: Any) -> 
             host.waits.clear()
             for i in range(micro_batches):
                 zeropp.set_is_last_micro_batch(i == micro_batches - 1)
-                model(torch.empty(4, WIDTH, device=CUDA)).float().square().mean().backward()
+                model(torch.empty(4, width, device=CUDA)).float().square().mean().backward()
             step = recorder.trace[begin:]
             waits = host.waits + [str(w.site) for w in step if isinstance(w, Wait) and w.stream is None]
             on_host = set(host.operators)
@@ -212,6 +220,21 @@ def test_no_setting_waits_for_the_device_or_computes_on_the_host(name):
 def test_finding_unused_parameters_waits_for_nothing_on_a_rank_that_used_all():
     (step,) = run_ranks(1, partial(third_step, ALL, find_unused_parameters=True))
     assert step.host_waits == [] and step.on_host == set() and step.races == []
+
+
+MOVES = {
+    "moved codes": replace(ALL, weight_moves=True, weight_bits=6),
+    "moved bits": replace(ALL, quantized_weights=False, weight_moves=True),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_a_step_of_moved_weights_waits_for_their_sizes_alone(name):
+    """kernels.md and what-is-sent.md say so: a wait in each operator would be some hundred a step, of Llama-8B."""
+    (step,) = run_ranks(1, third_step, MOVES[name], 2, WIDTH // 8)
+    assert len(step.host_waits) == 1 and step.on_host == set() and step.races == []
+    counts = [step.launches[f"megatron_zpp::{operator}", "stream"] for operator in ("measure_moves", "write_moves")]
+    assert counts == [3, 3]
 
 
 # What the tests above would see

@@ -118,6 +118,16 @@ def test_moves_take_about_their_entropy(moved):
     assert 8 * len(moves.encode_moves(format, old, new)) / n < 1.05 * entropy + 0.015
 
 
+@pytest.mark.skipif(kernels.why_not_loaded is not None, reason="the kernels are not built")
+def test_a_table_of_another_format_is_refused():
+    """A kernel would write where it says."""
+    formats = [WireFormat([ParameterShard(str(i), 64, True) for i in range(n)], 8, 32, torch.bfloat16) for n in (1, 2)]
+    wires = torch.zeros(formats[0].nbytes, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="table of another format"):
+        table = formats[1].moves_table(wires.device)
+        torch.ops.megatron_zpp.measure_moves(wires, wires, formats[0].table, table)
+
+
 def test_scales_are_kept_with_the_code_absmax_alone():
     values, format = torch.randn(64), WireFormat([ParameterShard("a", 64, True)], 2, 32, torch.float32, "mean")
     with pytest.raises(ValueError, match="absmax alone"):

@@ -125,12 +125,19 @@ class WireLayout:
             self.nf4.append(Segment(start, stop, size, code, scale))
         self.nbytes = offset
         self.table = self._table()
+        self._moves_tables = dict[torch.device, Tensor]()
         # Whether the operators have it.
         self.is_compiled = (bits is None or bits in kernels.BITS) and dtype in kernels.TYPES and not self.nf4
 
     def has_operators_on(self, device: torch.device) -> bool:
         """Return whether the operators have this format there."""
         return self.is_compiled and kernels.why_not_on(device) is None
+
+    def moves_table(self, device: torch.device) -> Tensor:
+        """Return what the operators of moves.py read of this format, on a device. Made once: the copy waits for a GPU."""
+        if device not in self._moves_tables:
+            self._moves_tables[device] = torch.ops.megatron_zpp.moves_table(self.table).to(device)
+        return self._moves_tables[device]
 
     def bytes_of(self, index: int) -> tuple[slice, ...]:
         """Return where the codes and the scales of one parameter are in a wire buffer, or its values."""

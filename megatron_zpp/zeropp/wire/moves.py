@@ -46,8 +46,8 @@ class Moves:
     def write(self, num_bytes: int) -> Tensor:
         """Write the moves into uint8 [num_bytes], which may be more than n."""
         if _has_kernels(self.format, self.old):
-            buffers = (self.old, self.new)
-            moves: Tensor = torch.ops.megatron_zpp.write_moves(*buffers, self.format.table, self.measured, num_bytes)
+            tables = (self.format.table, self.format.moves_table(self.old.device))
+            moves: Tensor = torch.ops.megatron_zpp.write_moves(self.old, self.new, *tables, self.measured, num_bytes)
             return moves
         written = self.measured[1]
         return torch.nn.functional.pad(written, (0, num_bytes - len(written)))
@@ -62,7 +62,8 @@ def encode_moves(format: WireLayout, old: Tensor, new: Tensor) -> Tensor:
 def measure_moves(format: WireLayout, old: Tensor, new: Tensor) -> Moves:
     """Measure what makes the wire buffer ``new`` of ``old``, both uint8 [nbytes]. The host does not wait for a GPU."""
     if _has_kernels(format, old):
-        return Moves(format, old, new, torch.ops.megatron_zpp.measure_moves(old, new, format.table))
+        tables = (format.table, format.moves_table(old.device))
+        return Moves(format, old, new, torch.ops.megatron_zpp.measure_moves(old, new, *tables))
     has_new_scale, scales = _changed_scales(format, old, new)
     moved = _codes(format, new) - _predicted(format, old, scales)
     parts = [_pack(has_new_scale), scales[has_new_scale].view(torch.uint8), *_raw(format, new)]
@@ -78,7 +79,7 @@ def apply_moves(format: WireLayout, wires: Tensor, moves: Tensor) -> Tensor:
     What follows the end of a buffer of moves is not read.
     """
     if _has_kernels(format, wires):
-        torch.ops.megatron_zpp.apply_moves(moves, format.table, wires)
+        torch.ops.megatron_zpp.apply_moves(moves, format.table, format.moves_table(wires.device), wires)
         return wires
     for wire, row in zip(wires, moves, strict=True):
         _apply(format, wire, row)

@@ -2,17 +2,21 @@
 // their logic is tested where there is no GPU. Nothing here says how fast they are, or what nvcc makes of them.
 //
 // The threads of a block are coroutines of one operating-system thread. A coroutine runs until a barrier, of its warp or
-// of its block, where it waits for the others; so a kernel that not all threads follow to a barrier is found as well.
+// of its block, where it waits for the others; so a kernel that not all threads follow to a barrier is found as well. After
+// each barrier they run in another order, which CUDA_ON_CPU_SEED chooses: a result that depends on it is found, too.
 #pragma once
 
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <numeric>
+#include <random>
 #include <vector>
 
 #define __host__
@@ -65,6 +69,8 @@ inline std::vector<Barrier> warp_barriers;
 inline Barrier block_barrier{0};
 inline std::vector<uint32_t> shuffled;  // the bits of one value of each thread
 inline jmp_buf scheduler;
+inline std::vector<unsigned> order;  // of a block's threads
+inline std::minstd_rand random_numbers(std::getenv("CUDA_ON_CPU_SEED") ? std::atoi(std::getenv("CUDA_ON_CPU_SEED")) : 1);
 inline void (*body)(void*);
 inline void* body_argument;
 
@@ -103,6 +109,8 @@ inline void run_block(unsigned threads) {
   warp_barriers.assign(threads / 32, Barrier{32});
   block_barrier = Barrier{int(threads)};
   shuffled.assign(threads, 0);
+  order.resize(threads);
+  std::iota(order.begin(), order.end(), 0);
   for (unsigned t = 0; t < threads; t++) {
     Coroutine& coroutine = *coroutines[t];
     coroutine.is_done = false;
@@ -114,7 +122,8 @@ inline void run_block(unsigned threads) {
   }
   for (unsigned left = threads, rounds = 0; left > 0; rounds++) {
     left = 0;
-    for (unsigned t = 0; t < threads; t++) {
+    std::shuffle(order.begin(), order.end(), random_numbers);
+    for (const unsigned t : order) {
       if (coroutines[t]->is_done) continue;
       thread_index.x = t;
       resume(*coroutines[t]);

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.zeropp.order.fake_cuda import crossings
 from tests.zeropp.order.recorder import ANSWERS_THE_HOST, _arguments
 
 
@@ -20,7 +21,9 @@ class Host(TorchDispatchMode):
         self.waits: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = crossings()
         result = func(*args, **(kwargs or {}))
+        self.waits += [f"a copy in {func.name()}"] * (crossings() - before)
         tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
         on_host = [t for t in tensors if t.device.type == "cpu"]
         if any(t.dim() > 0 for t in on_host) and func.namespace != "prim":
