@@ -227,8 +227,8 @@ def readme_table() -> str:
     zero3, _, _, *ours = re.findall(r"[\d.]+ s", llama)
     lines.append(["a step of Llama-8B, predicted", zero3, *ours])
     study = {scale: by_flags_and_seed(read_results(STUDY, scale)) for scale in ("cpu", "tuned")}
-    losses = [losses_of_recipe(name, study["cpu"], study["tuned"])[1] for name in ("int8", "int6")]
-    lines.append(["loss over an fp32 wire", "", *losses])
+    losses = [losses_of_recipe(name, study["cpu"], study["tuned"])[0] for name in ("int8", "int6")]
+    lines.append(["loss over ZeRO-3's", "", *losses])
     return markdown_table(["", "ZeRO-3", "`--zeropp int8`", "`--zeropp int6`"], lines)
 
 

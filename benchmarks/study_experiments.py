@@ -186,7 +186,7 @@ def at_rate(flags: str, rate: float) -> str:
 
 def rates_of(name: str, flags: str, model: str) -> Group:
     """One wire at each of ``RATES``."""
-    arms = {f"{name}, learning rate {rate:g}": at_rate(f"{model} {flags}".strip(), rate) for rate in RATES}
+    arms = {f"learning rate {rate:g}": at_rate(f"{model} {flags}".strip(), rate) for rate in RATES}
     return group(name, arms, control=at_rate(f"{model} {flags}".strip(), COMMON_RATE))
 
 
