@@ -57,9 +57,14 @@ def reports_errors(main: Callable[Arguments, int | None]) -> Callable[Arguments,
             _discard_stdout()
             return 128 + signal.SIGPIPE
         except (ValueError, OSError, ImportError) as error:
-            if "stdout" in str(error):
+            cause: Exception = error
+            try:
+                with attempt("write to", "stdout"):  # again: Python keeps what it could not write
+                    sys.stdout.flush()
+            except OSError as full:
                 _discard_stdout()
-            for text in getattr(error, "messages", (describe_error(error),)):  # a SettingsError may have several
+                cause = full
+            for text in getattr(cause, "messages", (describe_error(cause),)):  # a SettingsError may have several
                 print(f"error: {text}", file=sys.stderr)
             return 2
 

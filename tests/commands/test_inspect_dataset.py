@@ -72,7 +72,7 @@ def test_description(tmp_path):
 def test_mistakes_are_named(words, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["inspect_dataset.py", *map(str, words)])
     try:
-        assert main() == 1
+        assert main() == 2
     except SystemExit as exit_:  # of argparse
         assert exit_.code == 2
     assert message in capsys.readouterr().err

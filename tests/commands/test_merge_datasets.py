@@ -53,7 +53,7 @@ def test_what_does_not_fit_is_named(tmp_path):
         ([""], "b", "is one of the datasets to merge"),
     ]:
         status, _, error = merge(*(tmp_path / name for name in inputs), output=tmp_path / output)
-        assert status == 1 and message in error
+        assert status == 2 and message in error
         assert not (tmp_path / "all.idx").exists()
     with open(tmp_path / "a.idx", "ab") as index:
         index.write(bytes(len(IndexedDataset(tmp_path / "a"))))  # modes of a multimodal dataset

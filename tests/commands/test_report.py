@@ -219,7 +219,7 @@ def test_bad_input_gets_one_line(tmp_path, capsys):
         "quickstart": "Logs, as zero3.log, zeropp.log, are for examples/quickstart/summary.py compare",
         "nothing": "holds no training losses",
     }.items():
-        assert main([str(tmp_path / folder), "--output", str(tmp_path / "page.html")]) == 1
+        assert main([str(tmp_path / folder), "--output", str(tmp_path / "page.html")]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and message in error and error.count("\n") == 1
     assert not (tmp_path / "page.html").exists()
@@ -263,7 +263,7 @@ def test_predictions_beside_measurements(tmp_path, capsys):
     with pytest.raises(ValueError, match="4 ranks, which are no whole nodes of 8 GPUs"):
         calibrate_from(parse_cluster("1x8xH100@100"), tmp_path / "run")
     for cluster, message in ("2x4xH100@100", "had 4"), ("nothing", "neither a file nor of the form"):
-        assert main([str(tmp_path / "run"), "--output", str(page), "--cluster", cluster]) == 1
+        assert main([str(tmp_path / "run"), "--output", str(page), "--cluster", cluster]) == 2
         assert message in capsys.readouterr().err
     with pytest.raises(ValueError, match="does not say its architecture, command, padded_vocab_size, world_size"):
         predict_logged(RunHistory("old", {"seq_length": "32"}), parse_cluster("2x2xH100@100"))
@@ -271,7 +271,7 @@ def test_predictions_beside_measurements(tmp_path, capsys):
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb_workspaces") is not None, reason="wandb_workspaces is installed")
 def test_missing_wandb_workspaces_is_named(capsys):
-    assert main(["--wandb", "project"]) == 1
+    assert main(["--wandb", "project"]) == 2
     assert capsys.readouterr().err == "error: --wandb needs two packages: pip install wandb wandb-workspaces\n"
 
 

@@ -84,5 +84,5 @@ def test_the_tool_writes_a_file_that_plans_take(tmp_path):
 def test_without_ranks_it_says_how_to_start(monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("sys.argv", ["measure_cluster.py", "--output", "x"])
-    assert tool.main() == 1
+    assert tool.main() == 2
     assert "start it under torchrun" in capsys.readouterr().err
