@@ -39,9 +39,12 @@ PAIR = r"(\d+\.\d+) ± (\d+\.\d+)"
 
 
 def test_every_interval_that_a_page_or_a_claim_quotes_stands_in_a_table_of_the_results():
-    tables = [reproduce.table_of(name) for name in EXPERIMENTS] + [reproduce.finetuning_bits.table(), reproduce.convergence.table()]
+    tables = [reproduce.table_of(name) for name in EXPERIMENTS] + [
+        reproduce.finetuning_bits.table(),
+        reproduce.convergence.table(),
+    ]
     found = {pair for table in tables for pair in re.findall(PAIR, table)}
-    texts = {page.name: page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")]}
+    texts = {str(page): page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")]}
     texts["reproduce.toml"] = reproduce.CLAIMS.read_text()
     quoted = {(pair, name) for name, text in texts.items() for pair in re.findall(PAIR, text)}
     assert len({pair for pair, _ in quoted}) > 100
