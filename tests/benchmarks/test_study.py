@@ -4,6 +4,7 @@ import re
 import statistics
 import sys
 import tomllib
+from dataclasses import replace
 
 import common
 import pytest
@@ -39,9 +40,12 @@ PAIR = r"(\d+\.\d+) ± (\d+\.\d+)"
 
 
 def test_every_interval_that_a_page_or_a_claim_quotes_stands_in_a_table_of_the_results():
-    tables = [reproduce.table_of(name) for name in EXPERIMENTS] + [reproduce.finetuning_bits.table()]
+    tables = [reproduce.table_of(name) for name in EXPERIMENTS] + [
+        reproduce.finetuning_bits.table(),
+        reproduce.convergence.table(),
+    ]
     found = {pair for table in tables for pair in re.findall(PAIR, table)}
-    texts = {page.name: page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")]}
+    texts = {str(page): page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")]}
     texts["reproduce.toml"] = reproduce.CLAIMS.read_text()
     quoted = {(pair, name) for name, text in texts.items() for pair in re.findall(PAIR, text)}
     assert len({pair for pair, _ in quoted}) > 100
@@ -163,3 +167,17 @@ def test_every_arm_has_flags_of_its_own():
             for arm in group.arms:
                 named.setdefault(arm.name + group.title, set()).add(arm.flags)
     assert all(len(flags) == 1 for flags in named.values())
+
+
+@pytest.mark.long
+def test_an_arm_that_drops_qgz_halfway_resumes_from_half_of_the_steps(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scale = replace(SCALES["tiny"], train_iters=40)
+    monkeypatch.setitem(SCALES, "tiny", scale)
+    (arm,) = (arm for arm in EXPERIMENTS["E20"].groups[0].arms if arm.begins)
+    row = study.train(tmp_path / "rows.jsonl", "tiny", study.make_text("tiny", scale), arm, seed=1)
+    first, second = row["command"].split(" && ")
+    assert "--zero-quantized-gradients" in first and "--exit-interval 20 " in first
+    assert "--zero-quantized-gradients" not in second and "--load begun" in second
+    assert len(row["train_losses"]) == 1  # of the one log line, at step 40
+    assert common.read_rows(tmp_path / "rows.jsonl")[0]["commit"] == common.COMMIT_AT_START
