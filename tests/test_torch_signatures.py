@@ -32,6 +32,7 @@ NOT_CHECKED = {
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.distributed.tensor.Replicate",
     "torch.special.entr",
+    "torch.testing._internal.distributed.fake_pg.FakeStore",
 }
 OWN_OPERATORS = "torch.ops.megatron_zpp."
 

@@ -24,6 +24,8 @@ from megatron_zpp.files import attempt
 logging.disable(logging.WARNING)  # torchao's and pytree's, which transformers imports
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed  # noqa: E402
 
+logging.disable(logging.NOTSET)
+
 NUM_CHATS = 100
 SYLLABLES = ("ka", "lo", "mi", "nu", "pe", "ra", "so", "tu", "ve", "zi")
 SPECIAL = ["<|user|>", "<|assistant|>", "<|end|>"]

@@ -253,8 +253,6 @@ def check(world: Path, program: str, flag: str, fault: Callable) -> None:
 NO_FAULT = (
     ("lighthouse", no_utf8),  # a secret may be any bytes
     ("plan --try", forbidden),  # nobody may not start this Python
-    ("pretrain-llama", missing),  # another start of a run that has saved nothing yet
-    ("pretrain-llama", link_to_itself),
 )
 CASES = [
     (program, flag, fault)

@@ -137,14 +137,14 @@ def test_it_is_exported_imported_and_sampled(trained, tmp_path):
     # What a checkpoint says is never imported: the user says it.
     for tool, argv in {export_hf: ("--output", tmp_path / "again"), generate_text: ()}.items():
         code, _, err = call(tool, "--load", run, *argv)
-        assert code == 1 and err.count("\n") == 1
+        assert code == 2 and err.count("\n") == 1
         assert "the architecture toy, which is not one of ours" in err and "--architecture package.module:NAME" in err
         code, _, err = call(tool, "--load", run, *argv, "--architecture", "llama")
-        assert code == 1 and "is of the architecture toy, not llama" in err
+        assert code == 2 and "is of the architecture toy, not llama" in err
     code, _, err = call(import_hf, "--input", tmp_path / "hf", "--save", tmp_path / "other")
-    assert code == 1 and "model_type is gpt_neox; gpt2, llama, " in err and " can be imported" in err
+    assert code == 2 and "model_type is gpt_neox; gpt2, llama, " in err and " can be imported" in err
     code, _, err = call(export_hf, "--load", run, "--output", tmp_path / "again", "--architecture", BARE_GIVEN)
-    assert code == 1 and "the architecture toy has no mapping to a model of Hugging Face transformers" in err
+    assert code == 2 and "the architecture toy has no mapping to a model of Hugging Face transformers" in err
 
 
 @pytest.mark.long
