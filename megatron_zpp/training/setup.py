@@ -34,7 +34,7 @@ from megatron_zpp.training.islands import build_elastic_islands, prepare_island
 from megatron_zpp.training.loss import LanguageModelLoss, LossSoFar
 from megatron_zpp.training.model import ModelBuilder
 from megatron_zpp.training.profile import check_profile
-from megatron_zpp.training.run import Run, TrainState
+from megatron_zpp.training.run import Run, RunPlan, TrainState
 from megatron_zpp.zeropp import OwnRank, Traffic, ranks_of
 from megatron_zpp.zeropp.recipes import AUTO
 
@@ -46,23 +46,6 @@ FINETUNING_CHANGES = {
     *("window_size", "window_attn_skip_freq", "moe.load_balancing", "moe.aux_loss_coeff", "moe.z_loss_coeff"),
     *("moe.expert_capacity_factor", "moe.eval_capacity_factor", "moe.min_capacity"),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class RunPlan:
-    """What a run begins with and how long it is, before it takes memory."""
-
-    checkpoint: Path | None
-    meta: dict[str, Any] | None  # of the checkpoint
-    base: Path | None  # the checkpoint of --pretrained-checkpoint
-    counters: Counters
-    batches: BatchSchedule
-    train_iters: int
-    num_eval_micro_batches: int  # per data-parallel rank of this job and evaluation
-    vocab_size: int  # padded
-    datasets: Datasets
-    tasks: Any  # of --eval-tasks
-    schedule: Schedule | None  # None with --skip-train
 
 
 def check_machine(settings: ResolvedSettings, device: torch.device) -> ResolvedSettings:
@@ -145,7 +128,7 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
                 raise CheckpointError(f"--save {save} cannot be written: {error}") from error
     mesh = build_mesh(settings, device)
     plan = plan_run(architecture, settings, mesh)
-    checkpoint, meta, datasets = plan.checkpoint, plan.meta, plan.datasets
+    checkpoint, meta = plan.checkpoint, plan.meta
     with errors_on_all_ranks():
         resumes_logs = meta is not None and not settings.checkpoint.finetune and settings.checkpoint.load == save
         writers = _build_writers(architecture, settings, plan.vocab_size, resumes_logs)
@@ -161,18 +144,12 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         mesh=mesh,
         states=states,
         loss=LanguageModelLoss(mesh, device),
-        islands=_build_islands(states, settings, mesh, datasets, loss_since_sync),
+        islands=_build_islands(states, settings, mesh, plan.datasets, loss_since_sync),
         loss_since_sync=loss_since_sync,
         token_traffic=token_traffic,
-        schedule=plan.schedule,
-        batches=plan.batches,
+        plan=plan,
         curriculum=Curriculum.from_settings(training),
-        datasets=datasets,
         writers=writers,
-        train_iters=plan.train_iters,
-        num_eval_micro_batches=plan.num_eval_micro_batches,
-        counters=plan.counters,
-        tasks=plan.tasks,
         lock=lock,
     )
     # From here on only dropout draws random numbers; ranks of other jobs draw others.
