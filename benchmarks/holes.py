@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, ROOT, append_row, machine, new_parser, read_rows
+from common import RESULTS, ROOT, append_row, new_parser, read_rows
 
 sys.path.insert(0, str(ROOT))
 from tests.commands import test_mistakes as mistakes
@@ -423,7 +423,7 @@ def main() -> None:
         outcomes[outcome] += 1
         append_row(arguments.output, row | {"outcome": outcome, "detail": detail})
         print(row["item"], row["number"], outcome, detail[:160].replace("\n", " "), flush=True)
-    append_row(arguments.output, {"summary": dict(outcomes), "machine": machine()})
+    append_row(arguments.output, {"summary": dict(outcomes)})
     print(dict(outcomes))
 
 
