@@ -16,7 +16,7 @@ from megatron_zpp.arguments.recipe import stands_for
 from megatron_zpp.checkpoint.folder import complete_checkpoints
 from megatron_zpp.checkpoint.resume import recipe_to_keep
 from megatron_zpp.commands.dry_run import dry_run
-from megatron_zpp.errors import describe_error
+from megatron_zpp.errors import describe_error, messages_of
 from megatron_zpp.families import Architecture
 from megatron_zpp.integrations.float8 import describe_float8
 from megatron_zpp.islands.elastic import MembershipError
@@ -30,7 +30,6 @@ from megatron_zpp.parallel.distributed import (
     exit_together,
     init_distributed,
     is_first_rank,
-    messages_of,
     print_once,
     ranks_of_environment,
     report_error,
@@ -192,9 +191,8 @@ def _describe_two_nodes(run: Run) -> str | None:
         settings, zeropp=dataclasses.replace(config, ranks_per_node=None, hpz_partition_size=hpz)
     )
     try:
-        vocabulary = find_tokenizer(settings.tokenizer).vocab_size
         grid, passes = RankGrid(2, ranks, settings.distributed), 2 if dist.get_backend() == "gloo" else 1
-        needs = estimate(run.architecture, settings, vocabulary, grid, passes)
+        needs = estimate(run.architecture, settings, run.plan.vocab_size, grid, passes)
     except ValueError:
         return None
     sent = sum(needs.sent_between_nodes.values()) / 1e6

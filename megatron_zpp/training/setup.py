@@ -128,9 +128,8 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
                 raise CheckpointError(f"--save {save} cannot be written: {error}") from error
     mesh = build_mesh(settings, device)
     plan = plan_run(architecture, settings, mesh)
-    checkpoint, meta = plan.checkpoint, plan.meta
     with errors_on_all_ranks():
-        resumes_logs = meta is not None and not settings.checkpoint.finetune and settings.checkpoint.load == save
+        resumes_logs = plan.meta is not None and not settings.checkpoint.finetune and settings.checkpoint.load == save
         writers = _build_writers(architecture, settings, plan.vocab_size, resumes_logs)
 
     token_traffic = Traffic()
@@ -162,8 +161,8 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         for state in states:
             load_base(plan.base, read_meta(plan.base), state.model)
         print_once(f"  loaded the frozen weights of {plan.base}")
-    if checkpoint is not None and meta is not None:
-        _load(run, checkpoint, meta)
+    if plan.checkpoint is not None and plan.meta is not None:
+        _load(run, plan.checkpoint, plan.meta)
     elif settings.checkpoint.load is not None:
         print_once(describe_empty(settings.checkpoint.load))
     return run
