@@ -183,13 +183,11 @@ def describe(run: Run) -> None:
 def _describe_two_nodes(run: Run) -> str | None:
     """Say what a run of one node would send between two, by the estimate; None for others, and where it has none."""
     settings, ranks = run.settings, run.world_size // 2
-    config = settings.zeropp
     if not isinstance(run.zeropp, ZeroPP) or any(unit.topology.num_nodes > 1 for unit in run.zeropp.units):
         return None
-    hpz = ranks if config.hpz_partition_size > 1 else 1
-    settings = dataclasses.replace(
-        settings, zeropp=dataclasses.replace(config, ranks_per_node=None, hpz_partition_size=hpz)
-    )
+    hpz = ranks if settings.zeropp.hpz_partition_size > 1 else 1
+    config = dataclasses.replace(settings.zeropp, ranks_per_node=None, hpz_partition_size=hpz)
+    settings = dataclasses.replace(settings, zeropp=config)
     try:
         grid, passes = RankGrid(2, ranks, settings.distributed), 2 if dist.get_backend() == "gloo" else 1
         needs = estimate(run.architecture, settings, run.plan.vocab_size, grid, passes)

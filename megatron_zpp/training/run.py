@@ -108,7 +108,6 @@ class Run:
     islands: OuterSync  # of no islands in an ordinary run
     token_traffic: Traffic  # of tokens that are sent to experts
     plan: RunPlan
-    curriculum: Curriculum | None  # None: every sample has --seq-length tokens
     writers: MetricWriters
     loss_since_sync: LossSoFar  # of this island, where it is a job of its own; elsewhere it stays 0
     lock: FolderLock | None = None  # on --save, held by rank 0
@@ -119,6 +118,7 @@ class Run:
         first, plan, ranks = self.states[0], self.plan, self.settings.distributed
         self.counters, self.batches, self.schedule = plan.counters, plan.batches, plan.schedule
         self.train_iters, self.datasets, self.tasks = plan.train_iters, plan.datasets, plan.tasks
+        self.curriculum = Curriculum.from_settings(self.settings.training)  # None: every sample has --seq-length tokens
         self.model, self.pipeline, self.optimizer = first.model, first.pipeline, first.optimizer
         self.ranks, self.zeropp = first.ranks, first.zeropp
         self.zeropps = [state.zeropp for state in self.states if state.zeropp is not None]

@@ -20,7 +20,7 @@ from megatron_zpp.integrations.float8 import check_float8
 from megatron_zpp.islands import OuterSync, apply_islands, emulate_islands
 from megatron_zpp.metrics.writers import MetricWriters, check_writers, describe_program
 from megatron_zpp.models.transformer import TransformerConfig
-from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum
+from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.gradients import LossScaler
 from megatron_zpp.optim.optimizer import build_optimizer, check_apex
 from megatron_zpp.optim.schedule import Schedule, resume_schedule
@@ -147,7 +147,6 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         loss_since_sync=loss_since_sync,
         token_traffic=token_traffic,
         plan=plan,
-        curriculum=Curriculum.from_settings(training),
         writers=writers,
         lock=lock,
     )
