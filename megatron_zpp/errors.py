@@ -73,10 +73,11 @@ def reports_errors(main: Callable[Arguments, int | None]) -> Callable[Arguments,
     @functools.wraps(main)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
         try:
-            status = main(*args, **kwargs) or 0
-            with attempt("write to", "stdout"):
-                sys.stdout.flush()
-            return status
+            try:
+                return main(*args, **kwargs) or 0
+            finally:  # again, where ``main`` met an error of ``print``, which names no file
+                with attempt("write to", "stdout"):
+                    sys.stdout.flush()
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 128 + signal.SIGINT
