@@ -3,12 +3,12 @@
 import errno
 import functools
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import ParamSpec
-
-from megatron_zpp.files import attempt, explain
 
 Arguments = ParamSpec("Arguments")
 REMEDIES = {  # what a user may do about an error of the operating system
@@ -31,10 +31,37 @@ REMEDIES = {  # what a user may do about an error of the operating system
 
 def describe_error(error: BaseException) -> str:
     """Format an error as one line, with what to do about one of the operating system."""
-    text = " ".join(explain(error).split()) or type(error).__name__
+    text = str(error)
+    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+        text = f"cannot access {os.fspath(error.filename)}: {error.strerror}"  # without Python's number in front
+    text = " ".join(text.split()) or type(error).__name__
     numbers = [each.errno for each in (error, error.__cause__) if isinstance(each, OSError)]
     remedy = next((REMEDIES[number] for number in numbers if number in REMEDIES), None)
-    return f"{text} ({remedy})" if remedy else text
+    return f"{text} ({remedy})" if remedy and remedy not in text else text  # where it quotes an error, it says so
+
+
+def messages_of(error: Exception) -> tuple[str, ...]:
+    """Return the texts of an error, which may stand for several mistakes."""
+    return getattr(error, "messages", (describe_error(error),))
+
+
+@contextmanager
+def attempt(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Make an OSError of this block say "cannot WHAT PATH: why", as those of writes name no path.
+
+    One of a block within says so already, and passes. What other packages raise in its place becomes one.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause = error.__context__ if type(error) is RuntimeError else error  # torch.save
+        if number := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors, tokenizers
+            cause = OSError(int(number[1]), os.strerror(int(number[1])))
+        if not isinstance(cause, OSError) or cause.errno is None:
+            raise
+        of_other = cause.filename is not None and os.fspath(cause.filename) != os.fspath(path)
+        where = f"{os.fspath(cause.filename)}: " if of_other else ""
+        raise type(cause)(f"cannot {what} {os.fspath(path)}: {where}{cause.strerror}") from error
 
 
 def reports_errors(main: Callable[Arguments, int | None]) -> Callable[Arguments, int]:
@@ -46,10 +73,11 @@ def reports_errors(main: Callable[Arguments, int | None]) -> Callable[Arguments,
     @functools.wraps(main)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
         try:
-            status = main(*args, **kwargs) or 0
-            with attempt("write to", "stdout"):
-                sys.stdout.flush()
-            return status
+            try:
+                return main(*args, **kwargs) or 0
+            finally:  # again, where ``main`` met an error of ``print``, which names no file
+                with attempt("write to", "stdout"):
+                    sys.stdout.flush()
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 128 + signal.SIGINT
@@ -57,14 +85,9 @@ def reports_errors(main: Callable[Arguments, int | None]) -> Callable[Arguments,
             _discard_stdout()
             return 128 + signal.SIGPIPE
         except (ValueError, OSError, ImportError) as error:
-            cause: Exception = error
-            try:
-                with attempt("write to", "stdout"):  # again: Python keeps what it could not write
-                    sys.stdout.flush()
-            except OSError as full:
+            if "stdout" in str(error):
                 _discard_stdout()
-                cause = full
-            for text in getattr(cause, "messages", (describe_error(cause),)):  # a SettingsError may have several
+            for text in messages_of(error):
                 print(f"error: {text}", file=sys.stderr)
             return 2
 

@@ -1,13 +1,11 @@
-"""Files that a user names or that somebody may have changed: opened with care, and named in what is said about them."""
+"""Files that a user names or that somebody may have changed: opened with care, and named in errors."""
 
 import errno
 import fcntl
 import json
 import os
-import re
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -15,32 +13,6 @@ _LOCKED: list[BinaryIO] = []  # never closed: closing any file of one that is lo
 LARGEST_TEXT = 64 * 2**20  # bytes
 _MODES = {"rb": os.O_RDONLY, "wb": os.O_WRONLY | os.O_CREAT, "r+b": os.O_RDWR | os.O_CREAT}
 _KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-
-
-def explain(error: BaseException) -> str:
-    """Return an error's message, for a user; an OSError's without Python's number in front."""
-    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
-        return f"cannot access {os.fspath(error.filename)}: {error.strerror}"
-    return str(error)
-
-
-@contextmanager
-def attempt(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Make an OSError of this block say "cannot WHAT PATH: why", as those of writes name no path.
-
-    One of a block within says so already, and passes. What other packages raise in its place becomes one.
-    """
-    try:
-        yield
-    except Exception as error:
-        cause = error.__context__ if type(error) is RuntimeError else error  # torch.save
-        if number := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors, tokenizers
-            cause = OSError(int(number[1]), os.strerror(int(number[1])))
-        if not isinstance(cause, OSError) or cause.errno is None:
-            raise
-        of_other = cause.filename is not None and os.fspath(cause.filename) != os.fspath(path)
-        where = f"{os.fspath(cause.filename)}: " if of_other else ""
-        raise type(cause)(f"cannot {what} {os.fspath(path)}: {where}{cause.strerror}") from error
 
 
 def open_regular(

@@ -18,8 +18,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megatron_zpp.errors import reports_errors
-from megatron_zpp.files import attempt
+from megatron_zpp.errors import attempt, reports_errors
 
 logging.disable(logging.WARNING)  # torchao's and pytree's, which transformers imports
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed  # noqa: E402

@@ -17,8 +17,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from megatron_zpp.errors import reports_errors
-from megatron_zpp.files import attempt
+from megatron_zpp.errors import attempt, reports_errors
 
 LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 TEST_FOLDERS = {"test", "tests", "idle_test"}

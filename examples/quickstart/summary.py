@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset
-from megatron_zpp.errors import reports_errors
-from megatron_zpp.files import attempt, regular_file
+from megatron_zpp.errors import attempt, reports_errors
+from megatron_zpp.files import regular_file
 from megatron_zpp.metrics.log_reader import BETWEEN, WITHIN, RunLog, read_log, shorten
 
 FEWEST_STEPS = 50  # of a run whose speed is compared

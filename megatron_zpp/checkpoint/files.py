@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron_zpp import files
+from megatron_zpp.errors import attempt
 
 BLOCK_BYTES = 4 * 2**20  # that one CRC-32 covers
 DTYPES = {
@@ -85,7 +86,7 @@ class Sums:
 
 def write_durably(path: Path, content: bytes) -> None:
     """Write a file and bring it to the disk; what could not be written whole is removed. Raises OSError."""
-    with files.attempt("write", path), open_regular(path, "wb") as file:
+    with attempt("write", path), open_regular(path, "wb") as file:
         try:
             file.write(content)
             sync_file(file)
@@ -151,7 +152,7 @@ def write_safetensors(
     prefix = len(text).to_bytes(8, "little") + text
     sums, nonfinite = Sums(), []
     sums.update(prefix)
-    with files.attempt("write", path), open_regular(path, "wb") as file:
+    with attempt("write", path), open_regular(path, "wb") as file:
         file.write(prefix)
         for name, dtype, shape in tensors:
             tensor = read(name).detach().cpu().contiguous()

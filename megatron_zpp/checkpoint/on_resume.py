@@ -130,8 +130,8 @@ def check_settings(settings: Settings, meta: Mapping[str, Any], finetunes: bool 
     ours, saved = json.loads(json.dumps(settings.as_flat_dict())), meta["settings"]
     if finetunes:
         others = [*(names for _, names in MUST_EQUAL.values()), *COMPARED_ELSEWHERE.values(), NOTED]
-        may_change = [name for names in others if names != COMPARED_ELSEWHERE["model"] for name in names.split()]
-        changed = _differing(" ".join(may_change), ours, saved)
+        may_change = " ".join(names for names in others if names != COMPARED_ELSEWHERE["model"])
+        changed = _differing(may_change, ours, saved)
         return [f"fine-tuning changes the run: {changed}"] if changed else []
     for override, (what, names) in MUST_EQUAL.items():
         if ours[setting_of(override)]:

@@ -24,12 +24,12 @@ from .verify import problems
 
 def check_not_overwritten(settings: CheckpointSettings) -> None:
     """Raise CheckpointError if this run cannot save, or would save over the checkpoints of another one."""
-    save = settings.save
-    if save is not None:
-        nearest = next(path for path in (Path(save), *Path(save).absolute().parents) if os.path.lexists(path))
-        if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-            raise CheckpointError(f"--save {save} cannot be written: {nearest} is no folder that this user may change")
-    if save is None or settings.overwrite_save or goes_on_in(settings):
+    if (save := settings.save) is None:
+        return
+    nearest = next(path for path in (Path(save), *Path(save).absolute().parents) if os.path.lexists(path))
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        raise CheckpointError(f"--save {save} cannot be written: {nearest} is no folder that this user may change")
+    if settings.overwrite_save or goes_on_in(settings):
         return
     if there := complete_checkpoints(save):
         other = f"{save} holds checkpoints of another run, up to {there[-1].name}"

@@ -66,9 +66,8 @@ class CheckpointSaver:
         arguments: dict[str, Any] = dict(storage_writer=writer, planner=planner, process_group=self._group)
         state = checkpoint_state(trained, save_rng)
         if self._asynchronous:
-            future = dcp.async_save(
-                state, **arguments, async_stager=self._stager
-            )  # returns when it has copied the state
+            # Returns when it has copied the state.
+            future = dcp.async_save(state, **arguments, async_stager=self._stager)
             assert isinstance(future, Future)
         else:
             future = Future()

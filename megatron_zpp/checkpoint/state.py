@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from megatron_zpp.files import explain
+from megatron_zpp.errors import describe_error
 from megatron_zpp.islands import OuterSync
 from megatron_zpp.models.lora import is_adapter
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
@@ -165,7 +165,7 @@ def root_cause(error: dcp.api.CheckpointException) -> str:
     rank = min(error.failures)
     cause, _ = error.failures[rank]
     kind = "" if isinstance(cause, OSError) else f"{type(cause).__name__}: "
-    return f"rank {rank}: {kind}{explain(cause)}"
+    return f"rank {rank}: {kind}{describe_error(cause)}"
 
 
 def _outer_tensors(islands: OuterSync) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from megatron_zpp.arguments.recipe import stands_for
 from megatron_zpp.checkpoint.folder import complete_checkpoints
 from megatron_zpp.checkpoint.resume import recipe_to_keep
 from megatron_zpp.commands.dry_run import dry_run
-from megatron_zpp.errors import describe_error
+from megatron_zpp.errors import describe_error, messages_of
 from megatron_zpp.families import Architecture
 from megatron_zpp.integrations.float8 import describe_float8
 from megatron_zpp.islands.elastic import MembershipError
@@ -30,7 +30,6 @@ from megatron_zpp.parallel.distributed import (
     exit_together,
     init_distributed,
     is_first_rank,
-    messages_of,
     print_once,
     ranks_of_environment,
     report_error,
@@ -184,17 +183,14 @@ def describe(run: Run) -> None:
 def _describe_two_nodes(run: Run) -> str | None:
     """Say what a run of one node would send between two, by the estimate; None for others, and where it has none."""
     settings, ranks = run.settings, run.world_size // 2
-    config = settings.zeropp
     if not isinstance(run.zeropp, ZeroPP) or any(unit.topology.num_nodes > 1 for unit in run.zeropp.units):
         return None
-    hpz = ranks if config.hpz_partition_size > 1 else 1
-    settings = dataclasses.replace(
-        settings, zeropp=dataclasses.replace(config, ranks_per_node=None, hpz_partition_size=hpz)
-    )
+    hpz = ranks if settings.zeropp.hpz_partition_size > 1 else 1
+    config = dataclasses.replace(settings.zeropp, ranks_per_node=None, hpz_partition_size=hpz)
+    settings = dataclasses.replace(settings, zeropp=config)
     try:
-        vocabulary = find_tokenizer(settings.tokenizer).vocab_size
         grid, passes = RankGrid(2, ranks, settings.distributed), 2 if dist.get_backend() == "gloo" else 1
-        needs = estimate(run.architecture, settings, vocabulary, grid, passes)
+        needs = estimate(run.architecture, settings, run.plan.vocab_size, grid, passes)
     except ValueError:
         return None
     sent = sum(needs.sent_between_nodes.values()) / 1e6

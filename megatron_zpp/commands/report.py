@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_zpp.data.text.packages import load_package
-from megatron_zpp.errors import reports_errors
-from megatron_zpp.files import attempt
+from megatron_zpp.errors import attempt, reports_errors
 from megatron_zpp.metrics.lines import format_duration
 from megatron_zpp.metrics.tensorboard_reader import AXES, DASHBOARD, Curve, RunHistory, find_runs, read_run
 from megatron_zpp.settings.flags import local_path

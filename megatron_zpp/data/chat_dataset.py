@@ -59,6 +59,7 @@ class ChatDataset(Dataset):
                 f"{none} within --seq-length {options.seq_length}: give a larger one, or shorter chats"
             )
         lengths = np.diff(ends[indexed.document_indices])[self.kept]  # tokens of each chat
+        self.num_left_out = len(chats) - len(self.kept)
         self.num_truncated = int(np.count_nonzero(lengths > capacity))
         lengths = np.minimum(lengths, capacity)
 
@@ -100,12 +101,11 @@ class ChatDataset(Dataset):
     def describe(self) -> str:
         """Say how the chats fill their samples, in one line."""
         num_samples, length = self.samples_per_epoch, self.options.seq_length
-        num_left_out = len(self.chats) - len(self.kept)
-        left_out = f"; {num_left_out:,} more lose all of their answers and are left out" if num_left_out else ""
+        left_out = f"; {self.num_left_out:,} more lose all of their answers and are left out"
         return (
             f"{len(self.kept):,} chats of {self.indexed.prefix} in {num_samples:,} samples an epoch, "
             f"{self._num_tokens / (num_samples * (length + 1)):.0%} full; {self.num_truncated:,} chats are longer than "
-            f"--seq-length {length} and lose their end{left_out}"
+            f"--seq-length {length} and lose their end{left_out if self.num_left_out else ''}"
         )
 
     @property
@@ -123,7 +123,7 @@ class ChatDataset(Dataset):
             "seed": self.options.seed,
             "epochs": "any",  # more of them change nothing in what comes before
             # Older checkpoints left none out.
-            **({"left_out": len(self.chats) - len(self.kept)} if len(self.kept) < len(self.chats) else {}),
+            **({"left_out": self.num_left_out} if self.num_left_out else {}),
         }
 
 

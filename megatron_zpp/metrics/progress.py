@@ -16,9 +16,8 @@ def progress(
 ) -> Iterator[Callable[[int], None]]:
     """Show a progress bar on stderr around a long step, or a spinner without ``total``; yield ``advance(count)``.
 
-    A bar ends at its total, which may be an estimate.
-
-    Only rank 0 shows it, or any rank with ``any_rank``. Without a terminal ``line_every`` seconds print a line.
+    A bar ends at its total, which may be an estimate. Only rank 0 shows it, or any rank with ``any_rank``. Without a
+    terminal ``line_every`` seconds print a line.
     """
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     shown = rank == 0 or any_rank

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.files import attempt, read_text
+from megatron_zpp.errors import attempt
+from megatron_zpp.files import read_text
 from megatron_zpp.metrics.throughput import peak_tflops
 from megatron_zpp.planning.needs.division import RankGroup
 from megatron_zpp.planning.needs.traffic import Exchange

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.files import attempt, open_regular
+from megatron_zpp.errors import attempt
+from megatron_zpp.files import open_regular
 from megatron_zpp.zeropp.wire.format import WireFormat, wire_format
 from megatron_zpp.zeropp.wire.layout import ParameterShard
 

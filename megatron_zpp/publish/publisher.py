@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_zpp.files import attempt, explain, lock_for_process, open_lock, open_regular
+from megatron_zpp.errors import attempt, describe_error
+from megatron_zpp.files import lock_for_process, open_lock, open_regular
 from megatron_zpp.zeropp.fsdp.topology import gather_objects
 from megatron_zpp.zeropp.wire.moves import encode_moves
 
@@ -186,7 +187,7 @@ def _together(work: Callable[[], T]) -> list[T]:
     try:
         result = work()
     except (OSError, ValueError) as caught:
-        error = explain(caught)
+        error = describe_error(caught)
     except Exception as caught:  # no user's error: the others must not go on either
         own = caught
     answer = result, error, None if own is None else repr(own)

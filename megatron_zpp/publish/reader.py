@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.files import LARGEST_TEXT, explain, open_regular, without_duplicates
+from megatron_zpp.errors import describe_error
+from megatron_zpp.files import LARGEST_TEXT, open_regular, without_duplicates
 from megatron_zpp.zeropp.wire.format import WireFormat
 from megatron_zpp.zeropp.wire.moves import apply_moves
 
@@ -236,7 +237,7 @@ def _explained(path: Path) -> Iterator[None]:
     except (PublishError, FileNotFoundError):
         raise
     except Exception as error:
-        why = f"{type(error).__name__}: {explain(error)[:200]}"
+        why = f"{type(error).__name__}: {describe_error(error)[:200]}"
         raise PublishError(f"{path} is not of published weights ({why}): {_REMEDY}") from error
 
 

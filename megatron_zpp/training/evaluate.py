@@ -149,7 +149,7 @@ def evaluate_tasks(run: Run, signals: StopSignals) -> bool:
 
 def _evaluate_and_print(run: Run, batches: Iterator[Batch], signals: StopSignals, data_set: str | None) -> float | None:
     iteration = run.counters.iteration
-    loss = evaluate(run, batches, run.num_eval_micro_batches, stop=signals.agree)
+    loss = evaluate(run, batches, run.plan.num_eval_micro_batches, stop=signals.agree)
     where = f"on the {data_set} set" if data_set else f"at iteration {iteration}"
     if loss is None:
         print_once(f"note: the evaluation {where} was cut short: a signal asked to stop")

@@ -25,7 +25,7 @@ from megatron_zpp.parallel.experts import apply_expert_parallelism
 from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD, Pipeline, sharding_stage
 from megatron_zpp.parallel.sharding import mixed_precision, offloading, shard_model
-from megatron_zpp.parallel.stages import join_stages, keep_stage
+from megatron_zpp.parallel.stages import Placement, StageModules, join_stages, keep_stage
 from megatron_zpp.parallel.tensor import apply_tensor_parallelism
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.zeropp import Traffic, ZeroPPInterface, apply_zeropp, emulate_zeropp
@@ -87,21 +87,19 @@ class ModelBuilder:
 
         Refuses, on all ranks, what no rank could train: a dry run ends here.
         """
-        zero_stage, schedule = self.settings.zero.zero_stage, self.settings.distributed.pipeline_schedule
         if self.mesh.pp_size == 1:
             parts = {0: self._build_whole()}
         else:
-            whole = self._build_whole()
-            assert self.architecture.stages is not None and schedule is not None  # by parse_settings
-            zero_stage, modules = sharding_stage(zero_stage, schedule), self.architecture.stages(whole.config)
-            placement = placement_of(self.settings.distributed, whole.config.num_layers)
+            modules, placement = self._division()
             parts = {number: self._build_whole() for number in placement.stages_of(self.mesh.pp_rank)}
             for number, stage in parts.items():
                 keep_stage(stage, modules, placement, number)
+        offload, _ = offloading(self.settings.zero, self.device)
+        zero_stage = sharding_stage(self.settings.zero.zero_stage, self.settings.distributed.pipeline_schedule)
         for part in parts.values():
             self._prepare(part)
             if self.settings.distributed.emulate_ranks is None:
-                self._shard(part, zero_stage)
+                shard_model(part, self.mesh, zero_stage, mixed_precision(self.settings.precision), offload)
         return parts
 
     def _check_nodes(self) -> None:
@@ -177,9 +175,11 @@ class ModelBuilder:
         if activation.cpu_offloading_num_layers > 0:
             self.activation_offload.apply(list(model.layers), activation.cpu_offloading_num_layers)
 
-    def _shard(self, model: Transformer, zero_stage: int) -> None:
-        offload, _ = offloading(self.settings.zero, self.device)
-        shard_model(model, self.mesh, zero_stage, mixed_precision(self.settings.precision), offload)
+    def _division(self) -> tuple[StageModules, Placement]:
+        """Return which modules the first and last stages have, and which rank has which layers."""
+        config = self.architecture.build_config(self.settings.model, self.vocab_size)
+        assert self.architecture.stages is not None  # by parse_settings
+        return self.architecture.stages(config), placement_of(self.settings.distributed, config.num_layers)
 
     def kept_bytes(self, *models: nn.Module) -> int:
         """Count the bytes of parameters, gradients and optimizer in fp32 that this rank keeps of these models."""
@@ -217,11 +217,8 @@ class ModelBuilder:
     def _build_pipeline(self, stages: dict[int, Transformer]) -> Transformer:
         """Build of this rank's stages one model, which is returned, and a pipeline."""
         settings, mesh, training, model = self.settings, self.mesh, self.settings.training, self._build_whole()
-        config, schedule = model.config, settings.distributed.pipeline_schedule
-        assert self.architecture.stages is not None and schedule is not None  # by parse_settings
-        modules = self.architecture.stages(config)
-        zero_stage = sharding_stage(settings.zero.zero_stage, schedule)
-        placement = placement_of(settings.distributed, config.num_layers)
+        (modules, placement), schedule = self._division(), settings.distributed.pipeline_schedule
+        assert schedule is not None  # by parse_settings
         units = nn.ModuleDict({f"stage{number}": stage for number, stage in stages.items()})
         zeropp = apply_zeropp(units, settings.zeropp, mesh.pp.get_group(), mesh.tensor_parallel_group())
         self._allocate(*stages.values())
@@ -229,11 +226,12 @@ class ModelBuilder:
         tokens = torch.empty((training.micro_batch_size, length), dtype=torch.int64, device="meta")
         length //= mesh.tp_size if settings.distributed.sequence_parallel else 1
         hidden = torch.empty(
-            (training.micro_batch_size, length, config.hidden_size),
+            (training.micro_batch_size, length, model.config.hidden_size),
             dtype=mixed_precision(settings.precision).param_dtype or torch.float32,
             device="meta",
             requires_grad=True,
         )
+        zero_stage = sharding_stage(settings.zero.zero_stage, schedule)
         pipeline = Pipeline(stages, placement, mesh, schedule, tokens, hidden, zero_stage, zeropp, tied=modules.tied)
         self.pipeline, self.zeropp = pipeline, zeropp
         return join_stages(model, stages)

@@ -22,7 +22,7 @@ from megatron_zpp.zeropp.fsdp.topology import gather_if_any, gather_objects
 from megatron_zpp.zeropp.own_rank import local_part
 
 SHOWN = 3  # findings in one line
-_OUTPUT, _GRADIENT, _SUM = "forward pass", "backward pass", "sum of gradients"
+_OUTPUT, _GRADIENT, _SUM = range(3)  # kinds of findings: one explains those after it
 
 
 class NotFiniteError(ValueError):
@@ -151,22 +151,16 @@ def locate_nonfinite(run: Run, state: TrainState, step: IslandStep) -> str:
     if state.zeropp is not None:
         state.zeropp.undo_step()
         state.zeropp.traffic.take()
-    per_rank = gather_objects((tensor, [*found.items()], _this_rank()), run.mesh.ranks_of_island)
+    events = [((*place, call), text) for place, (call, text) in found.items()]
+    per_rank = gather_objects((tensor, events), run.mesh.ranks_of_island)
 
-    # A parameter explains outputs, an output all that comes after it, and a gradient of an output sums of gradients.
-    # Outputs go from stage to stage of a pipeline, and gradients back. Ranks of a stage call the same modules in turn,
-    # and may send each other what they compute: where it came first, it began.
-    causes = [text for text, _, _ in per_rank if text is not None]
-    for kind, direction in ((_OUTPUT, 1), (_GRADIENT, -1), (_SUM, 1)):
-        events = [
-            ((direction * stage, call), text if kind == _SUM else f"{text} on {rank}")
-            for _, of_rank, rank in per_rank
-            for (k, stage), (call, text) in of_rank
-            if k == kind
-        ]
-        if not causes:
-            first = min((when for when, _ in events), default=None)
-            causes = [*dict.fromkeys(text for when, text in events if when == first)]
+    # A parameter explains all, an output what comes after it, and a gradient of an output sums of gradients. Ranks of
+    # a stage call the same modules in turn, and may send each other what they compute: where it came first, it began.
+    causes = [text for text, _ in per_rank if text is not None]
+    events = [event for _, of_rank in per_rank for event in of_rank]
+    if events and not causes:
+        first, _ = min(events)
+        causes = [*dict.fromkeys(text for when, text in events if when == first)]
     if not causes:
         return (
             "computed again, the step is finite: a fault that passed (dropout's draw, gradients whose norm is beyond "
@@ -179,17 +173,21 @@ def locate_nonfinite(run: Run, state: TrainState, step: IslandStep) -> str:
 @contextmanager
 def _watch(
     stages: Mapping[int, nn.Module], last_stage: int, compiled: bool
-) -> Iterator[dict[tuple[str, int], tuple[int, str]]]:
-    """Find what is first not finite in each stage's forward pass and backward pass, and at which call of a hook."""
-    found: dict[tuple[str, int], tuple[int, str]] = {}
-    calls: Counter[tuple[str, int]] = Counter()
+) -> Iterator[dict[tuple[int, int], tuple[int, str]]]:
+    """Find what is first not finite in each stage's forward pass and backward pass, and at which call of a hook.
+
+    Yields it by kind and the stage's turn: outputs go from stage to stage of a pipeline, and gradients back.
+    """
+    found: dict[tuple[int, int], tuple[int, str]] = {}
+    calls: Counter[tuple[int, int]] = Counter()
     handles = []
 
-    def note(kind: str, stage: int, name: str, tensor: Any) -> None:
-        calls[kind, stage] += 1
+    def note(kind: int, stage: int, name: str, tensor: Any) -> None:
+        place = kind, -stage if kind == _GRADIENT else stage
+        calls[place] += 1
         is_float = isinstance(tensor, Tensor) and tensor.is_floating_point()
-        if (kind, stage) not in found and is_float and not local_part(tensor.detach()).isfinite().all():
-            found[kind, stage] = calls[kind, stage], name
+        if place not in found and is_float and not local_part(tensor.detach()).isfinite().all():
+            found[place] = calls[place], f"{name} on {_this_rank()}"
 
     def after_forward(stage: int, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:

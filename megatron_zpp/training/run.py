@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -77,6 +78,23 @@ class TrainState:
                 self.zeropp.rescale_errors(self.scaler.scale / scale)
 
 
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run begins with and how long it is, before it takes memory."""
+
+    checkpoint: Path | None
+    meta: dict[str, Any] | None  # of the checkpoint
+    base: Path | None  # the checkpoint of --pretrained-checkpoint
+    counters: Counters
+    batches: BatchSchedule
+    train_iters: int
+    num_eval_micro_batches: int  # per data-parallel rank of this job and evaluation
+    vocab_size: int  # padded
+    datasets: Datasets
+    tasks: Tasks | None  # of --eval-tasks
+    schedule: Schedule | None  # None with --skip-train
+
+
 @dataclass
 class Run:
     """The parts of a run."""
@@ -89,22 +107,18 @@ class Run:
     loss: LanguageModelLoss
     islands: OuterSync  # of no islands in an ordinary run
     token_traffic: Traffic  # of tokens that are sent to experts
-    schedule: Schedule | None  # None with --skip-train
-    batches: BatchSchedule
-    curriculum: Curriculum | None  # None: every sample has --seq-length tokens
-    datasets: Datasets
+    plan: RunPlan
     writers: MetricWriters
-    train_iters: int
-    num_eval_micro_batches: int  # per data-parallel rank of this job and evaluation
-    counters: Counters
     loss_since_sync: LossSoFar  # of this island, where it is a job of its own; elsewhere it stays 0
-    tasks: Tasks | None = None  # of --eval-tasks
     lock: FolderLock | None = None  # on --save, held by rank 0
     last_loss: float | None = None
     predicted: Any = None  # the StepTime of --zeropp auto, if this start measured
 
     def __post_init__(self) -> None:
-        first, ranks = self.states[0], self.settings.distributed
+        first, plan, ranks = self.states[0], self.plan, self.settings.distributed
+        self.counters, self.batches, self.schedule = plan.counters, plan.batches, plan.schedule
+        self.train_iters, self.datasets, self.tasks = plan.train_iters, plan.datasets, plan.tasks
+        self.curriculum = Curriculum.from_settings(self.settings.training)  # None: every sample has --seq-length tokens
         self.model, self.pipeline, self.optimizer = first.model, first.pipeline, first.optimizer
         self.ranks, self.zeropp = first.ranks, first.zeropp
         self.zeropps = [state.zeropp for state in self.states if state.zeropp is not None]
@@ -116,7 +130,7 @@ class Run:
         self.elastic = self.islands if isinstance(self.islands, ElasticIslands) else None
         # Samples that one evaluation reads, on all ranks together.
         micro_batch_size = self.settings.training.micro_batch_size
-        self.samples_of_evaluation = self.num_eval_micro_batches * micro_batch_size * self.mesh.dp_size_of_job
+        self.samples_of_evaluation = plan.num_eval_micro_batches * micro_batch_size * self.mesh.dp_size_of_job
 
     def of_all_islands(self, per_state: Sequence[T]) -> list[T]:
         """Gather what the ranks of each island have alike, from all islands in order. Collective."""

@@ -20,7 +20,7 @@ from megatron_zpp.integrations.float8 import check_float8
 from megatron_zpp.islands import OuterSync, apply_islands, emulate_islands
 from megatron_zpp.metrics.writers import MetricWriters, check_writers, describe_program
 from megatron_zpp.models.transformer import TransformerConfig
-from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum
+from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.gradients import LossScaler
 from megatron_zpp.optim.optimizer import build_optimizer, check_apex
 from megatron_zpp.optim.schedule import Schedule, resume_schedule
@@ -34,7 +34,7 @@ from megatron_zpp.training.islands import build_elastic_islands, prepare_island
 from megatron_zpp.training.loss import LanguageModelLoss, LossSoFar
 from megatron_zpp.training.model import ModelBuilder
 from megatron_zpp.training.profile import check_profile
-from megatron_zpp.training.run import Run, TrainState
+from megatron_zpp.training.run import Run, RunPlan, TrainState
 from megatron_zpp.zeropp import OwnRank, Traffic, ranks_of
 from megatron_zpp.zeropp.recipes import AUTO
 
@@ -46,23 +46,6 @@ FINETUNING_CHANGES = {
     *("window_size", "window_attn_skip_freq", "moe.load_balancing", "moe.aux_loss_coeff", "moe.z_loss_coeff"),
     *("moe.expert_capacity_factor", "moe.eval_capacity_factor", "moe.min_capacity"),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class RunPlan:
-    """What a run begins with and how long it is, before it takes memory."""
-
-    checkpoint: Path | None
-    meta: dict[str, Any] | None  # of the checkpoint
-    base: Path | None  # the checkpoint of --pretrained-checkpoint
-    counters: Counters
-    batches: BatchSchedule
-    train_iters: int
-    num_eval_micro_batches: int  # per data-parallel rank of this job and evaluation
-    vocab_size: int  # padded
-    datasets: Datasets
-    tasks: Any  # of --eval-tasks
-    schedule: Schedule | None  # None with --skip-train
 
 
 def check_machine(settings: ResolvedSettings, device: torch.device) -> ResolvedSettings:
@@ -145,9 +128,8 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
                 raise CheckpointError(f"--save {save} cannot be written: {error}") from error
     mesh = build_mesh(settings, device)
     plan = plan_run(architecture, settings, mesh)
-    checkpoint, meta, datasets = plan.checkpoint, plan.meta, plan.datasets
     with errors_on_all_ranks():
-        resumes_logs = meta is not None and not settings.checkpoint.finetune and settings.checkpoint.load == save
+        resumes_logs = plan.meta is not None and not settings.checkpoint.finetune and settings.checkpoint.load == save
         writers = _build_writers(architecture, settings, plan.vocab_size, resumes_logs)
 
     token_traffic = Traffic()
@@ -161,18 +143,11 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         mesh=mesh,
         states=states,
         loss=LanguageModelLoss(mesh, device),
-        islands=_build_islands(states, settings, mesh, datasets, loss_since_sync),
+        islands=_build_islands(states, settings, mesh, plan.datasets, loss_since_sync),
         loss_since_sync=loss_since_sync,
         token_traffic=token_traffic,
-        schedule=plan.schedule,
-        batches=plan.batches,
-        curriculum=Curriculum.from_settings(training),
-        datasets=datasets,
+        plan=plan,
         writers=writers,
-        train_iters=plan.train_iters,
-        num_eval_micro_batches=plan.num_eval_micro_batches,
-        counters=plan.counters,
-        tasks=plan.tasks,
         lock=lock,
     )
     # From here on only dropout draws random numbers; ranks of other jobs draw others.
@@ -185,8 +160,8 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         for state in states:
             load_base(plan.base, read_meta(plan.base), state.model)
         print_once(f"  loaded the frozen weights of {plan.base}")
-    if checkpoint is not None and meta is not None:
-        _load(run, checkpoint, meta)
+    if plan.checkpoint is not None and plan.meta is not None:
+        _load(run, plan.checkpoint, plan.meta)
     elif settings.checkpoint.load is not None:
         print_once(describe_empty(settings.checkpoint.load))
     return run

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.errors import describe_error
 from megatron_zpp.publish import Publisher, PublishError, WeightReader
 from megatron_zpp.publish.files import MOVES
 from tests.publish.test_publish import digest
@@ -255,3 +256,11 @@ def test_a_run_that_publishes_faster_than_it_can_be_read_is_an_error(published, 
     monkeypatch.setattr(os, "listdir", publish_another)
     with pytest.raises(PublishError, match=rf"deleted versions in {weights} before they were read, for 0\.5 s: let it"):
         WeightReader(weights).update(timeout_seconds=0.5)
+
+
+def test_a_folder_that_is_a_file_is_told_with_its_remedy_once(tmp_path):
+    """What ``generate-text --follow`` prints of it."""
+    (tmp_path / "file").touch()
+    with pytest.raises(PublishError) as refused:
+        WeightReader(tmp_path / "file").update()
+    assert describe_error(refused.value).count("(a part of the path is a file: give another path)") == 1

@@ -381,7 +381,7 @@ def test_what_one_rank_cannot_write_is_an_error_on_all(tmp_path):
         assert version == 4
         for number, text in zip((2, 3), told, strict=True):
             file = tmp_path / "nowhere" / f"v{number:08d}.rank00001.safetensors"
-            assert text == f"rank 1: cannot publish weights as {file}: No such file or directory"
+            assert text == f"rank 1: cannot publish weights as {file}: No such file or directory (check the path)"
     manifest = json.loads((tmp_path / "v00000004.json").read_text())
     assert manifest["base"] is None and WeightReader(tmp_path).update()
 

@@ -101,7 +101,8 @@ def test_weights_that_cannot_be_written_do_not_end_a_run(data, tmp_path):
     ((_, err, error),) = run_ranks(1, _train_while_folder_is_gone, argv, weights, (3, 4))  # of steps 2 and 3
     assert error == "" and (tmp_path / "run/iter_0000004").is_dir()
     assert err.count("NOT PUBLISHED") == 2
-    why = f"cannot publish weights as {weights}/v00000003.rank00000.safetensors: No such file or directory"
+    file = f"{weights}/v00000003.rank00000.safetensors"
+    why = f"cannot publish weights as {file}: No such file or directory (check the path)"
     assert f"the weights of iteration 2 were NOT PUBLISHED (--publish {weights}): {why}. Training goes on" in err
     reader = WeightReader(weights)
     assert reader.update() and (reader.version, reader.step) == (5, 4)

@@ -17,8 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron_zpp.errors import reports_errors
-from megatron_zpp.files import attempt
+from megatron_zpp.errors import attempt, reports_errors
 from megatron_zpp.settings.flags import local_path
 
 PIECE = 16 << 20  # bytes of tokens that are copied at a time, if no document is larger

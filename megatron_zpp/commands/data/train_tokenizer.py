@@ -16,8 +16,7 @@ from rich.console import Console
 
 from megatron_zpp.commands.common import add_number
 from megatron_zpp.data.text.corpus import FORMATS, CorpusFile, Reading, extract_texts, find_files, read_blocks, records
-from megatron_zpp.errors import reports_errors
-from megatron_zpp.files import attempt
+from megatron_zpp.errors import attempt, reports_errors
 from megatron_zpp.settings.flags import local_path, number
 
 CHUNK = 2000  # characters that the trainer sees as one sentence: it would not split at line breaks

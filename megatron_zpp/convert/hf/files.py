@@ -14,8 +14,9 @@ from torch import Tensor
 from megatron_zpp.checkpoint.meta import check_config
 from megatron_zpp.convert.hf import mxfp4
 from megatron_zpp.data.text.packages import load_package
+from megatron_zpp.errors import attempt
 from megatron_zpp.families import Architecture, HuggingFaceMapping
-from megatron_zpp.files import attempt, read_json_object
+from megatron_zpp.files import read_json_object
 from megatron_zpp.models.transformer import TransformerConfig
 
 INDEX = "model.safetensors.index.json"

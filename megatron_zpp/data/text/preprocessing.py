@@ -24,7 +24,8 @@ from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter, best_dtype, 
 from megatron_zpp.data.text.corpus import Block, CorpusFile, Position, Reading, find_files, read_blocks
 from megatron_zpp.data.text.encoding import EncodedBlock, encode_blocks
 from megatron_zpp.data.text.tokenizers import build_tokenizer, chat_tokenizer, huggingface_path
-from megatron_zpp.files import attempt, open_lock, read_json_object
+from megatron_zpp.errors import attempt
+from megatron_zpp.files import open_lock, read_json_object
 
 PRINTED_BAD_RECORDS = 10  # the others are only in the file
 
