@@ -134,7 +134,7 @@ class WireLayout:
         return self.is_compiled and kernels.why_not_on(device) is None
 
     def moves_table(self, device: torch.device) -> Tensor:
-        """Return what the operators of moves.py read of this format, on a device. Made once: the copy waits for a GPU."""
+        """Return what the operators of moves.py read of this format, on a device. Made once: a copy waits for a GPU."""
         if device not in self._moves_tables:
             self._moves_tables[device] = torch.ops.megatron_zpp.moves_table(self.table).to(device)
         return self._moves_tables[device]
