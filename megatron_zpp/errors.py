@@ -37,6 +37,11 @@ def describe_error(error: BaseException) -> str:
     return f"{text} ({remedy})" if remedy else text
 
 
+def messages_of(error: Exception) -> tuple[str, ...]:
+    """Return the texts of an error, which may stand for several mistakes, as a SettingsError does."""
+    return getattr(error, "messages", (describe_error(error),))
+
+
 def reports_errors(main: Callable[Arguments, int | None]) -> Callable[Arguments, int]:
     """Make a command's ``main`` return an exit status: after a user's mistake 2, with one line on stderr for each.
 
@@ -59,7 +64,7 @@ def reports_errors(main: Callable[Arguments, int | None]) -> Callable[Arguments,
         except (ValueError, OSError, ImportError) as error:
             if "stdout" in str(error):
                 _discard_stdout()
-            for text in getattr(error, "messages", (describe_error(error),)):  # a SettingsError may have several
+            for text in messages_of(error):
                 print(f"error: {text}", file=sys.stderr)
             return 2
 

@@ -16,7 +16,7 @@ from megatron_zpp.arguments.recipe import stands_for
 from megatron_zpp.checkpoint.folder import complete_checkpoints
 from megatron_zpp.checkpoint.resume import recipe_to_keep
 from megatron_zpp.commands.dry_run import dry_run
-from megatron_zpp.errors import describe_error
+from megatron_zpp.errors import describe_error, messages_of
 from megatron_zpp.families import Architecture
 from megatron_zpp.integrations.float8 import describe_float8
 from megatron_zpp.islands.elastic import MembershipError
@@ -30,7 +30,6 @@ from megatron_zpp.parallel.distributed import (
     exit_together,
     init_distributed,
     is_first_rank,
-    messages_of,
     print_once,
     ranks_of_environment,
     report_error,

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from megatron_zpp.errors import describe_error
+from megatron_zpp.errors import messages_of
 from megatron_zpp.zeropp.fsdp import fsdp_unit
 from megatron_zpp.zeropp.fsdp.topology import gather_if_any
 
@@ -187,11 +187,6 @@ def errors_on_all_ranks() -> Iterator[None]:
         where = "" if all(texts == other for other in errors) else f"rank {rank}: "
         report_error(*(where + text for text in texts))
         raise FailedTogether(*texts)
-
-
-def messages_of(error: Exception) -> tuple[str, ...]:
-    """Return the texts of an error, which may stand for several mistakes."""
-    return getattr(error, "messages", (describe_error(error),))
 
 
 def is_first_rank() -> bool:
