@@ -55,11 +55,14 @@ def kernels() -> dict:
     macros: list = []
     objects: list[str] = []
     make_extension = cpp_extension.CppExtension
+    is_for_cuda = torch.version.cuda is not None and has_cuda_toolkit(cpp_extension)
     if folder := os.environ.get("ZEROPP_CUDA_OBJECTS"):
         objects = compiled_ahead(Path(folder))
         if torch.version.cuda is None:
             sys.exit(f"error: ZEROPP_CUDA_OBJECTS is set, but torch {torch.__version__} is not for CUDA: unset it")
-    if torch.version.cuda is not None and has_cuda_toolkit(cpp_extension):
+        if not is_for_cuda:
+            sys.exit("error: ZEROPP_CUDA_OBJECTS is set, but no CUDA toolkit to link with was found: set CUDA_HOME")
+    if is_for_cuda:
         if not objects:
             os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")  # PTX serves newer cards
             sources += sorted(map(str, Path("csrc/cuda").glob("*.cu")))

@@ -136,10 +136,16 @@ void run_on_cuda(int (*kernel)(const Arguments&, void*), const Arguments& argume
 }
 #define ZEROPP_RUN(kernel, arguments, tensor) \
   ((tensor).is_cuda() ? run_on_cuda(cuda::kernel, arguments, tensor) : cpu::kernel(arguments))
+#define ZEROPP_RUN_MOVES(kernel, arguments, tensor) run_on_cuda(cuda::kernel, arguments, tensor)
+#define ZEROPP_MOVES_ON_DEVICE(tensor) (tensor).is_cuda()
 #else
 constexpr bool kHasCuda = false;
 
 #define ZEROPP_RUN(kernel, arguments, tensor) cpu::kernel(arguments)
+#ifdef ZEROPP_CUDA_ON_CPU
+#define ZEROPP_RUN_MOVES(kernel, arguments, tensor) TORCH_CHECK(cuda::kernel(arguments, nullptr) == 0, "a launch")
+#define ZEROPP_MOVES_ON_DEVICE(tensor) true
+#endif
 #endif
 
 void encode(const OptionalTensor& values, const OptionalTensor& peers, IntArrayRef peers_format,
@@ -281,53 +287,37 @@ uint8_t* rows_of_bytes(const Tensor& tensor, int64_t rows, int64_t nbytes) {
   return tensor.data_ptr<uint8_t>();
 }
 
-#if defined(ZEROPP_WITH_CUDA) || defined(ZEROPP_CUDA_ON_CPU)
-// Moves on a GPU. Whoever holds one must hold it until its kernels have been launched.
-struct MovesOnDevice {
-  MovesOnDevice(const Codes& codes, const Tensor& wires, int64_t rows) : options(wires.options()) {
-    const bool is_aligned = reinterpret_cast<intptr_t>(wires.const_data_ptr()) % 16 == 0 && wires.size(-1) % 16 == 0;
-    TORCH_CHECK_VALUE(is_aligned, "wires must begin at multiples of 16 bytes: copy the slice");
-    arguments.table = codes.table;
-    arguments.rows = rows;
-    scales_before = at::empty({rows, codes.table.flag_bytes()}, options.dtype(at::kInt));
-    arguments.scales_before = scales_before.data_ptr<int32_t>();
-    chunk_starts = at::empty({rows, codes.table.num_chunks() + 1}, options.dtype(at::kLong));
-    arguments.chunk_starts = chunk_starts.data_ptr<int64_t>();
-  }
+#ifdef ZEROPP_MOVES_ON_DEVICE
+// Wires are read and written as vectors.
+uint8_t* vectors_of(const Tensor& wires) {
+  const bool is_aligned = reinterpret_cast<intptr_t>(wires.const_data_ptr()) % 16 == 0 && wires.size(-1) % 16 == 0;
+  TORCH_CHECK_VALUE(is_aligned, "wires must begin at multiples of 16 bytes: copy the slice");
+  return wires.data_ptr<uint8_t>();
+}
 
-  at::TensorOptions options;
-  Tensor scales_before, chunk_starts;
-  MovesArguments arguments;
-};
-
-#ifdef ZEROPP_CUDA_ON_CPU
-#define ZEROPP_RUN_MOVES(kernel, arguments, tensor) TORCH_CHECK(cuda::kernel(arguments, nullptr) == 0, "a launch")
-#else
-#define ZEROPP_RUN_MOVES(kernel, arguments, tensor) run_on_cuda(cuda::kernel, arguments, tensor)
-#endif
-
-MovesArguments encoding(const MovesOnDevice& moves, const Tensor& old, const Tensor& now) {
-  MovesArguments arguments = moves.arguments;
-  arguments.old = old.const_data_ptr<uint8_t>(), arguments.now = now.const_data_ptr<uint8_t>();
+// measured: what measure_moves returns.
+MovesArguments encoding(const Codes& codes, const Tensor& old, const Tensor& now, at::TensorList measured) {
+  MovesArguments arguments{codes.table};
+  arguments.old = vectors_of(old), arguments.now = vectors_of(now);
+  arguments.flags = measured[1].data_ptr<uint8_t>(), arguments.headers = measured[2].data_ptr<uint8_t>();
+  arguments.scales_before = measured[3].data_ptr<int32_t>(), arguments.chunk_starts = measured[4].data_ptr<int64_t>();
   return arguments;
 }
 
 std::vector<Tensor> measure_moves_on_device(const Codes& codes, const Tensor& old, const Tensor& now) {
-  MovesOnDevice moves(codes, old, 1);
-  MovesArguments arguments = encoding(moves, old, now);
-  const Tensor flags = at::empty({codes.table.flag_bytes()}, old.options());
-  const Tensor headers = at::empty({kHeaderBytes * codes.table.num_chunks()}, old.options());
-  arguments.flags = flags.data_ptr<uint8_t>(), arguments.headers = headers.data_ptr<uint8_t>();
-  ZEROPP_RUN_MOVES(measure_moves, arguments, old);
-  return {moves.chunk_starts[0].narrow(0, -1, 1), flags, headers, moves.scales_before, moves.chunk_starts};
+  const int64_t num_flags = codes.table.flag_bytes(), num_chunks = codes.table.num_chunks();
+  const auto options = old.options();
+  const Tensor chunk_starts = at::empty({num_chunks + 1}, options.dtype(at::kLong));
+  std::vector<Tensor> measured = {chunk_starts.narrow(0, -1, 1), at::empty({num_flags}, options),
+                                  at::empty({kHeaderBytes * num_chunks}, options),
+                                  at::empty({num_flags}, options.dtype(at::kInt)), chunk_starts};
+  ZEROPP_RUN_MOVES(measure_moves, encoding(codes, old, now, measured), old);
+  return measured;
 }
 
 Tensor write_moves_on_device(const Codes& codes, const Tensor& old, const Tensor& now, at::TensorList measured,
                              int64_t nbytes) {
-  MovesOnDevice moves(codes, old, 1);
-  MovesArguments arguments = encoding(moves, old, now);
-  arguments.flags = measured[1].data_ptr<uint8_t>(), arguments.headers = measured[2].data_ptr<uint8_t>();
-  arguments.scales_before = measured[3].data_ptr<int32_t>(), arguments.chunk_starts = measured[4].data_ptr<int64_t>();
+  MovesArguments arguments = encoding(codes, old, now, measured);
   Tensor out = at::zeros({nbytes + 3}, old.options()).narrow(0, 0, nbytes);  // bits are set in words of 4 bytes
   arguments.moves = out.data_ptr<uint8_t>();
   ZEROPP_RUN_MOVES(write_moves, arguments, old);
@@ -335,20 +325,22 @@ Tensor write_moves_on_device(const Codes& codes, const Tensor& old, const Tensor
 }
 
 void apply_moves_on_device(const Codes& codes, const Tensor& moves, const Tensor& wires) {
-  MovesOnDevice on_device(codes, wires, moves.size(0));
-  MovesArguments& arguments = on_device.arguments;
-  arguments.wires = wires.data_ptr<uint8_t>(), arguments.wire_bytes = wires.size(-1);
-  arguments.moves = moves.data_ptr<uint8_t>(), arguments.move_bytes = moves.size(-1);
-  const int64_t blocks = std::min<int64_t>(cuda::kMovingBlocks, codes.table.num_chunks() * moves.size(0));
-  const Tensor lists = at::empty({blocks, 2 * 3 * kChunk}, wires.options());
+  const CodeTable& table = codes.table;
+  const int64_t rows = moves.size(0), blocks = std::min<int64_t>(cuda::kMovingBlocks, table.num_chunks() * rows);
+  TORCH_CHECK_VALUE(moves.size(1) >= table.flag_bytes() + table.raw_bytes + kHeaderBytes * table.num_chunks(),
+                    "a buffer of moves ends too early");
+  MovesArguments arguments{table, rows};
+  arguments.wires = vectors_of(wires), arguments.wire_bytes = wires.size(-1);
+  arguments.moves = moves.data_ptr<uint8_t>(), arguments.move_bytes = moves.size(1);
+  // All of these must be held until the kernels have been launched.
+  const auto options = wires.options();
+  const Tensor scales_before = at::empty({rows, table.flag_bytes()}, options.dtype(at::kInt));
+  const Tensor chunk_starts = at::empty({rows, table.num_chunks() + 1}, options.dtype(at::kLong));
+  const Tensor lists = at::empty({blocks, 2 * 3 * kChunk}, options);
+  arguments.scales_before = scales_before.data_ptr<int32_t>(), arguments.chunk_starts = chunk_starts.data_ptr<int64_t>();
   arguments.lists = reinterpret_cast<uint16_t*>(lists.data_ptr<uint8_t>());
   ZEROPP_RUN_MOVES(apply_moves, arguments, wires);
 }
-#ifdef ZEROPP_CUDA_ON_CPU
-#define ZEROPP_MOVES_ON_DEVICE(tensor) true
-#else
-#define ZEROPP_MOVES_ON_DEVICE(tensor) (tensor).is_cuda()
-#endif
 #endif
 
 // Returns the bytes of the moves, int64 [1] on their device, and what write_moves needs besides.

@@ -52,8 +52,8 @@ def succeed(*command: str | Path, folder: Path) -> str:
 def test_kernels_compiled_from_other_sources_are_not_linked_into_a_build(checkout, tmp_path):
     """A GPU's machine would else measure, and pass, kernels that are not in the tree."""
 
-    def refusal() -> str:
-        environment = dict(ZEROPP_CUDA_OBJECTS=str(tmp_path / "objects"))
+    def refusal(**more: str) -> str:
+        environment = dict(ZEROPP_CUDA_OBJECTS=str(tmp_path / "objects")) | more
         return call(sys.executable, "setup.py", "--version", folder=checkout, status=1, **environment).stderr
 
     assert refusal().startswith("error: no compiled kernels in ZEROPP_CUDA_OBJECTS=")
@@ -61,8 +61,9 @@ def test_kernels_compiled_from_other_sources_are_not_linked_into_a_build(checkou
     sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(checkout)}\n" for path in sources]
     (tmp_path / "objects").mkdir()
     (tmp_path / "objects" / "sources.sha256").write_text("".join(sums))
-    if torch.version.cuda is None:
-        assert "is not for CUDA" in refusal()  # they are of these sources
+    # They are of these sources.
+    lacking = "is not for CUDA" if torch.version.cuda is None else "no CUDA toolkit to link with"
+    assert lacking in refusal(CUDA_HOME=str(tmp_path))
     with open(sources[0], "a") as source:
         source.write("// changed\n")
     assert refusal().endswith("was compiled from other sources than csrc/ holds: run `make cuda-objects` again\n")

@@ -458,10 +458,11 @@ __global__ void __launch_bounds__(kThreads, 1) move_chunks(const __grid_constant
   for (int64_t index = blockIdx.x; index < num_chunks * a.rows; index += stride) {
     const int64_t row = index / num_chunks, chunk = index % num_chunks;
     uint8_t* wire = a.wires + row * a.wire_bytes;
-    const uint8_t *moves = a.moves + row * a.move_bytes, *end = moves + a.move_bytes;
+    const uint8_t *moves = a.moves + row * a.move_bytes, *end_of_row = moves + a.move_bytes;
     const int64_t* starts = a.chunk_starts + row * (num_chunks + 1);
     const uint8_t *at = moves + starts[chunk], *header = moves + starts[0] + (chunk - num_chunks) * kHeaderBytes;
-    const uint32_t counts = load_word(header, end), ks = load_word(header + 4, end);
+    const uint8_t* end = starts[chunk + 1] < a.move_bytes ? moves + starts[chunk + 1] : end_of_row;
+    const uint32_t counts = load_word(header, end_of_row), ks = load_word(header + 4, end_of_row);
     const int m1 = counts & 0xffff, m2 = counts >> 16;
     if (m1 == 0 || m1 > kChunk || m2 > m1) continue;  // nothing moved; or the buffer is damaged
 

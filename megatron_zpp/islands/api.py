@@ -81,9 +81,9 @@ class RankFragment(Fragment):
         self._hops = IslandHops(parts, group.size(), config, traffic, self._device)
         self.hops[process_rank()] = self._hops
 
-    def start(self, step: int) -> bool:
+    def start(self, step: int, is_left_out: bool = False) -> bool:
         differences = self.outer.differences(self.islands[0])
-        present = self._sound_islands(differences)
+        present = self._sound_islands(differences, is_left_out)
         is_present = present[self._group.rank()]
         if dist.get_rank() == 0 and not all(present):
             left_out = ", ".join(str(island) for island, is_sound in enumerate(present) if not is_sound)
@@ -96,11 +96,11 @@ class RankFragment(Fragment):
         self._hops.launch(received, (work, sent))
         return is_present
 
-    def _sound_islands(self, differences: Sequence[Tensor] = ()) -> list[bool]:
-        """Return of each island whether all parameters of all its ranks are sound. Collective over all ranks."""
+    def _sound_islands(self, differences: Sequence[Tensor] = (), is_left_out: bool = False) -> list[bool]:
+        """Return for each island whether all its ranks are sound and not left out. Collective over all ranks."""
         local = [local_data(parameter) for parameter in self._all_parameters.values()]
         unsound = torch.zeros(self._group.size(), device=self._device)
-        unsound[self._group.rank()] = not (are_sound(local) and are_sound(differences))
+        unsound[self._group.rank()] = is_left_out or not (are_sound(local) and are_sound(differences))
         dist.all_reduce(unsound)
         return [count == 0 for count in unsound.tolist()]
 

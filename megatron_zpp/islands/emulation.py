@@ -51,7 +51,7 @@ class EmulatedFragment(Fragment):
         self._hops = [[IslandHops(s, len(islands), config, traffic, zeropp.device) for s in shards] for _ in islands]
         self.hops = dict(enumerate(hops for island in self._hops for hops in island))
 
-    def start(self, step: int) -> bool:
+    def start(self, step: int, is_left_out: bool = False) -> bool:
         wires = []
         for island, parameters in zip(self._hops, self.islands, strict=True):
             shards = self._shards(dict(zip(parameters, self.outer.differences(parameters), strict=True)))

@@ -66,12 +66,11 @@ class IslandHops:
         is_present: False sends zeros, and neither adds nor changes LoCo's error.
         """
         pieces = torch.zeros(self.num_islands, sum(self._columns), device=self._device)
-        for tensor, column in zip(differences, pieces.split(self._columns, dim=1), strict=True):
-            column.copy_(pad(tensor.reshape(-1), (0, column.numel() - tensor.numel())).view_as(column))
+        if is_present:
+            for tensor, column in zip(differences, pieces.split(self._columns, dim=1), strict=True):
+                column.copy_(pad(tensor.reshape(-1), (0, column.numel() - tensor.numel())).view_as(column))
         divisor = pieces.new_full((), num_senders or self.num_islands)  # a tensor: see quantize_blocks
-        return self._encode(
-            "pieces", GradientSum(pieces / divisor if is_present else torch.zeros_like(pieces)), is_present
-        )
+        return self._encode("pieces", GradientSum(pieces / divisor), is_present)
 
     def encode_mean(self, received: Tensor) -> Tensor:
         """Add up the pieces from all islands, uint8 [K, nbytes], and encode the sum: uint8 [nbytes]."""

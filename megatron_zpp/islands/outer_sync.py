@@ -30,11 +30,11 @@ class Fragment:
         """Whether a hop was started. False in a run that resumes on other ranks than those that saved."""
         return any(hops.is_in_flight for hops in self.hops.values())
 
-    def start(self, step: int) -> bool:
+    def start(self, step: int, is_left_out: bool = False) -> bool:
         """Send the first hop: what islands trained since the last outer step.
 
-        Return False if this island holds NaN, Inf or numbers beyond ``MAX_VALUE``, and so contributes nothing. step:
-        for the note about it.
+        Return False if this island holds NaN, Inf or numbers beyond ``MAX_VALUE``, and so contributes nothing, as one
+        that ``is_left_out`` does. step: for the note about it.
         """
         return True
 
@@ -68,6 +68,7 @@ class OuterSync:
     has_synchronized = False  # whether the last step replaced parameters
     steps = 0  # of the inner optimizers, skipped ones included
     _is_counting = True
+    _left_out_at: int | None = None  # the step at which this island last contributed nothing
 
     def __init__(
         self,
@@ -150,8 +151,10 @@ class OuterSync:
         All of its parameters do, as one that is left with NaN would soon spoil the rest, and so do its optimizer and
         LoCo's errors.
         """
-        if fragment.start(self.steps):
+        # Another fragment of the same step finds this island whole again, but it has trained nothing since.
+        if fragment.start(self.steps, is_left_out=self._left_out_at == self.steps):
             return
+        self._left_out_at = self.steps
         for each in self._fragments:
             each.copy_outer()
         if self.optimizer is not None:

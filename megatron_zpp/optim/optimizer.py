@@ -90,10 +90,9 @@ def build_optimizer(
     arguments = dict(lr=settings.lr or 0.0, **kind.arguments(settings))
     if kind.is_muon:
         arguments["zeropp"] = zeropp
-    check_apex(settings)
     if not settings.use_apex:
         return kind.torch_class(groups, **arguments)
-    assert kind.apex is not None
+    assert kind.apex is not None  # by check_apex
     name, kernel, more_arguments = kind.apex
     return apex_optimizer(name, kernel, groups, arguments | more_arguments)
 

@@ -72,6 +72,7 @@ CASES = {  # settings, the island that is spoiled, with what
     "fp32, the last": (IslandConfig(4, "sgd"), 2, "huge"),
     "8 bits with LoCo": (IslandConfig(4, bits=8, loco=True, block_size=16), 1, "inf"),
     "in flight": (IslandConfig(4, fragments=2, sync_delay=1), 1, "nan"),
+    "two fragments at the last step": (IslandConfig(4, fragments=2), 1, "huge"),
 }
 
 

@@ -119,6 +119,26 @@ def test_moves_take_about_their_entropy(moved):
 
 
 @pytest.mark.skipif(kernels.why_not_loaded is not None, reason="the kernels are not built")
+@on_devices
+def test_damaged_moves_change_no_bytes_around_the_wires_and_too_few_are_refused_small(device):
+    format = WireFormat(PARAMETERS, 8, 256, torch.bfloat16)
+    torch.manual_seed(0)
+    wires = torch.stack([requantize(format, torch.randn(NUMEL), None)] * 3).to(device)
+    before = wires.clone()
+    sent = moves.encode_moves(format, before[0], requantize(format, torch.randn(NUMEL).to(device), before[0]))
+    heads = len(sent) - 3000  # flags, scales and headers stay, most of the bodies do not
+    for damaged in (sent[:heads].cpu(), torch.randint(256, (len(sent),), dtype=torch.uint8)):
+        damaged = torch.cat([damaged, torch.randint(256, (len(sent) - len(damaged),), dtype=torch.uint8)])
+        try:
+            moves.apply_moves(format, wires[1:2], damaged.unsqueeze(0).to(device))
+        except ValueError as error:
+            assert "ends too early" in str(error)
+        assert torch.equal(wires[::2], before[::2])
+    with pytest.raises(ValueError, match="ends too early"):
+        moves.apply_moves(format, wires[1:2], sent[:10].unsqueeze(0))
+
+
+@pytest.mark.skipif(kernels.why_not_loaded is not None, reason="the kernels are not built")
 def test_a_table_of_another_format_is_refused():
     """A kernel would write where it says."""
     formats = [WireFormat([ParameterShard(str(i), 64, True) for i in range(n)], 8, 32, torch.bfloat16) for n in (1, 2)]

@@ -59,6 +59,9 @@ def _timeouts():
     return [each._get_backend(torch.device("cpu")).options._timeout for each in groups]
 
 
+NCCL = ("nccl", "cpu:gloo,cuda:nccl", "undefined")  # as programs name it; the last gave init_process_group no name
+
+
 class Options:
     """Stands in for torch's ProcessGroupNCCL.Options, which only builds with NCCL have."""
 
@@ -66,19 +69,20 @@ class Options:
         self.is_high_priority_stream, self._timeout = is_high_priority_stream, timedelta(minutes=10)
 
 
-def _options_with_nccl(ranks_per_node):
+def _options_with_nccl(ranks_per_node, name):
     """What NCCL would be told of each group that is made of some of the ranks: members, priority, timeout."""
     made, new_group = [], dist.new_group
     world = dist.new_group(timeout=timedelta(seconds=123))
 
     def recorded(ranks, timeout, backend, pg_options, **more):
-        assert (backend, pg_options._timeout) == ("nccl", timeout)  # else torch warns, and takes the timeout
+        assert (backend, pg_options._timeout) == (name, timeout)  # else torch warns, and takes the timeout
         made.append((ranks, pg_options.is_high_priority_stream, timeout))
         return new_group(ranks, timeout, "gloo", **more)
 
     on_cpu = SimpleNamespace(options=world._get_backend(torch.device("cpu")).options)
     with (
-        patch.object(dist, "get_backend", lambda group: "nccl"),
+        patch.object(dist, "get_backend", lambda group: name),
+        patch.object(dist, "get_backend_config", lambda group: "cuda:nccl" if name == "nccl" else "cpu:gloo,cuda:nccl"),
         patch.object(type(world), "_get_backend", lambda group, device: on_cpu),
         patch.object(dist, "new_group", recorded),
         patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), create=True),
@@ -116,7 +120,9 @@ def _on_two_nodes(function, *args):
 def on_four_ranks():
     functions = {"timeouts": _timeouts, "one host": partial(_groups, None), "3 per node": partial(_refusal, 3)}
     functions |= {f"own group {own}": partial(_of_gradients, own) for own in (False, True)}
-    functions |= {f"NCCL, {number} per node": partial(_options_with_nccl, number) for number in (1, 2)}
+    functions |= {
+        f"{name}, {number} per node": partial(_options_with_nccl, number, name) for name in NCCL for number in (1, 2)
+    }
     functions["2 per node"] = partial(_groups, 2)
     functions["1 per node"] = partial(_on_two_nodes, _groups, 1)
     functions["4 per node"] = partial(_on_two_nodes, _refusal, 4)
@@ -135,13 +141,15 @@ def test_gradients_have_a_communicator_of_their_own_where_collectives_of_one_wai
         assert shared[rank][3] == own[rank][3] > 0
 
 
-def test_nccl_runs_what_is_in_flight_before_what_computes_as_fsdp2_does(on_four_ranks):
+@pytest.mark.parametrize("name", NCCL)
+def test_nccl_runs_what_is_in_flight_before_what_computes_as_fsdp2_does(on_four_ranks, name):
     seconds = timedelta(seconds=123)
     for rank in range(4):
         node, same = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
-        assert on_four_ranks["NCCL, 2 per node"][rank] == ([(each, True, seconds) for each in (node, same, node)], True)
+        made = [(each, True, seconds) for each in (node, same, node)]
+        assert on_four_ranks[f"{name}, 2 per node"][rank] == (made, True)
         # Gradients between nodes of one rank are in flight, too: not on the program's group, whose priority is its own.
-        made, has_own = on_four_ranks["NCCL, 1 per node"][rank]
+        made, has_own = on_four_ranks[f"{name}, 1 per node"][rank]
         assert has_own and ([0, 1, 2, 3], True, seconds) in made
 
 

@@ -99,7 +99,8 @@ def build_topology(group: dist.ProcessGroup, ranks_per_node: int | None = None) 
 
 def _runs_in_order(group: dist.ProcessGroup) -> bool:
     """Return whether collectives of one group wait for each other, as NCCL's do."""
-    return dist.get_backend(group) == "nccl"
+    # Not its one backend: groups made with no name, or with "cpu:gloo,cuda:nccl", have one for each kind of device.
+    return "nccl" in dist.get_backend_config(group)
 
 
 def _subgroup(group: dist.ProcessGroup, ranks: list[int], is_second: bool = False) -> dist.ProcessGroup:
@@ -114,11 +115,11 @@ def _subgroup(group: dist.ProcessGroup, ranks: list[int], is_second: bool = Fals
 
 def _new_subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
     # Only the members call: other FSDP groups (of other tensor- or pipeline-parallel ranks) know nothing of this one.
-    backend = dist.get_backend(group)
-    options = group._get_backend(torch.device("cuda" if backend == "nccl" else "cpu")).options
+    has_nccl, of_nccl = "nccl" in dist.get_backend_config(group), None
+    options = group._get_backend(torch.device("cuda" if has_nccl else "cpu")).options
     # new_group would take the default's. A fake group, which counts launches, has no options.
-    timeout, of_nccl = options._timeout if options is not None else None, None
-    if backend == "nccl":
+    timeout = options._timeout if options is not None else None
+    if has_nccl:
         # FSDP2's collectives run on its streams of high priority, ours that are in flight on a stream of their group.
         of_nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         of_nccl._timeout = timeout
@@ -127,7 +128,9 @@ def _new_subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGro
     assert world is not None
     bound, world.bound_device_id = world.bound_device_id, None
     try:
-        return dist.new_group(ranks, timeout, backend, pg_options=of_nccl, use_local_synchronization=True)
+        return dist.new_group(
+            ranks, timeout, dist.get_backend(group), pg_options=of_nccl, use_local_synchronization=True
+        )
     finally:
         world.bound_device_id = bound
 
