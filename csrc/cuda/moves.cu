@@ -101,7 +101,7 @@ __device__ uint32_t scale_bits(const CodeTable& table, const uint8_t* wire, cons
 }
 
 __device__ uint32_t block_of(const Run& run, int64_t code) {
-  const uint32_t group = uint32_t(code / 8), groups = uint32_t(run.block_size / 8);
+  const uint32_t group = uint32_t(uint64_t(code) / 8), groups = uint32_t(run.block_size) / 8;
   return (groups & (groups - 1)) == 0 ? group >> (__ffs(groups) - 1) : group / groups;
 }
 
@@ -196,7 +196,7 @@ __device__ int32_t compare(const CodeTable& table, const uint8_t* old, const uin
         }
         return;
       }
-      const int64_t codes = run.codes + at / 8 * table.bits;
+      const int64_t codes = run.codes + int64_t(uint64_t(at) / 8 * uint32_t(table.bits));
       uint64_t from = load_group(old + codes, table.bits);
       const uint64_t to = load_group(now + codes, table.bits);
       const uint32_t block = block_of(run, at);
@@ -503,7 +503,7 @@ __global__ void __launch_bounds__(kThreads, 1) move_chunks(const __grid_constant
           }
           return;
         }
-        uint8_t* codes = wire + run.codes + at / 8 * table.bits;
+        uint8_t* codes = wire + run.codes + int64_t(uint64_t(at) / 8 * uint32_t(table.bits));
         const uint64_t before = load_group(codes, table.bits);
         const uint32_t low = add_lanes(uint32_t(before), __byte_perm(moved.x, moved.y, 0x6420), kHighBits);
         const uint32_t high = add_lanes(uint32_t(before >> 32), __byte_perm(moved.z, moved.w, 0x6420), kHighBits);
