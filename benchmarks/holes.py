@@ -85,7 +85,7 @@ def unsound_settings(program: str) -> dict[str, Any]:
     return settings[program]
 
 
-# 2. Room for so many bytes where a program writes; afterwards nothing is left, and with room it works.
+# 2. A disk with little room: a failed write leaves nothing behind, and works once there is room.
 
 
 def no_room(folder: Path, row: Row) -> str:
@@ -333,7 +333,7 @@ def chat_tokenizer() -> Path:
 _world: Path | None = None
 WRITES = [(name, flag) for name, program in mistakes.PROGRAMS.items() for flag in program.writes]
 CHANGED = [change.__name__ for change in hostile.CHANGES]
-# Of each item: what does it, and the programs, resources, faults and moments that are drawn from.
+# By item: the function that tries a fault, and the programs, resources, faults and moments to draw from.
 ITEMS: dict[int, tuple[Callable[[Path, Row], str], list[list[Any]]]] = {
     1: (
         nonfinite,
@@ -417,7 +417,7 @@ def main() -> None:
             outcome, detail = "mended", ITEMS[row["item"]][0](folder, row)
         except subprocess.TimeoutExpired as error:
             outcome, detail = "hung", str(error)
-        except Exception as error:  # of a check, or of what was called
+        except Exception as error:  # a check failed, or the program that it called
             outcome, detail = "bad", f"{type(error).__name__}: {error}"[-600:]
         shutil.rmtree(folder, ignore_errors=True)
         outcomes[outcome] += 1

@@ -78,7 +78,7 @@ def main() -> int:
         for folder in folders:
             train(ROOT, "gpt", f"{COMMON} --seed {folder.name} --save {folder}")
         if digests(folders[0]) == digests(folders[1]):
-            sys.exit("error: runs of two seeds end alike, so this program compares nothing")
+            sys.exit("error: runs of two seeds end with the same bits, so this program compares nothing")
     for name, words in RUNS.items():
         if args.only not in name:
             continue

@@ -33,7 +33,7 @@ def describe_error(error: BaseException) -> str:
     """Format an error as one line, with what to do about one of the operating system."""
     text = str(error)
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
-        text = f"cannot access {os.fspath(error.filename)}: {error.strerror}"  # without Python's number in front
+        text = f"cannot access {error.filename}: {error.strerror}"  # without Python's number in front
     text = " ".join(text.split()) or type(error).__name__
     numbers = [each.errno for each in (error, error.__cause__) if isinstance(each, OSError)]
     remedy = next((REMEDIES[number] for number in numbers if number in REMEDIES), None)
