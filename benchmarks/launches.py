@@ -3,8 +3,9 @@
     .venv/bin/python benchmarks/launches.py  # some minutes; adds to benchmarks/results/launches.jsonl
     examples/reproduce.sh --write            # the kept results into docs/evidence/scaling.md
 
-One rank of 64 nodes of 8 takes two steps of one micro-batch on fake tensors, which have shapes and no values
-(tests/zeropp/order). The second is counted: the first gathers weights in full, and has no errors of the step before.
+One rank of 64 nodes of 8 takes three steps of one micro-batch on fake tensors, which have shapes and no values
+(tests/zeropp/order). The third is counted: the first gathers weights in full, and the second copies tables of moved
+codes to the device, once in a run.
 """
 
 import sys
@@ -43,7 +44,7 @@ from tests.zeropp.order.fake_cuda import CUDA, fake_cuda
 from tests.zeropp.order.host import Host, Launches
 
 PATH = RESULTS / "launches.jsonl"
-NODES, PER_NODE, RANK, STEPS = 64, 8, 5, 2
+NODES, PER_NODE, RANK, STEPS = 64, 8, 5, 3
 COMMON = (
     f"--mock-data --micro-batch-size 1 --global-batch-size {NODES * PER_NODE} --train-iters {STEPS} "
     f"--lr 1e-4 --bf16 --zeropp-ranks-per-node {PER_NODE}"
