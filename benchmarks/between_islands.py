@@ -2,7 +2,6 @@
 
     sudo .venv/bin/python benchmarks/between_islands.py measure  # on an idle machine, half an hour
     .venv/bin/python benchmarks/between_islands.py table         # what was measured, as Markdown
-    sudo .venv/bin/python benchmarks/between_islands.py unequal  # the same losses from islands that are far or slow?
 
 Two network namespaces of two ranks each stand for the two clusters, joined by a link of 20 Mbit/s. Islands synchronize
 every 100 steps: at once, or as two fragments that are in flight for 20 steps. Two whole intervals are measured after
@@ -10,25 +9,11 @@ the first. Results are appended to ``benchmarks/results/between_islands.jsonl``,
 is there already is not run again. Bytes are read from the namespaces' interfaces; every rank runs the real trainer.
 """
 
-import itertools
-import json
-import re
-import secrets
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
 import common
-from cluster_in_a_box import SUBNET, cluster, programs, run
-from common import ROOT, append_row, markdown_table, measure_once, read_rows, run_choice
+from cluster_in_a_box import run
+from common import ROOT, markdown_table, measure_once, read_rows, run_choice
 
 RESULTS = common.RESULTS / "between_islands.jsonl"
 # 1.1 million parameters, so that ZeRO-3 ends in minutes.
@@ -38,7 +23,6 @@ MODEL = (
     "--grad-reduce-in-bf16 --zero-ranks-per-node 2"
 )
 NODES, RANKS_PER_NODE, RATE = 2, 2, "20mbit"
-LIGHTHOUSE = f"{SUBNET}.1:29510"
 TOKENS = NODES * RANKS_PER_NODE * 4 * 128  # of a step
 INTERVAL = 100
 AT_ONCE = f"--islands 2 --island-sync-interval {INTERVAL}"
@@ -100,63 +84,5 @@ def table() -> str:
     return markdown_table(("setting", "tokens/s", "over ZeRO-3", "kB a step out of a cluster", "counted"), lines)
 
 
-def unequal() -> None:
-    """Train islands side by side, then 50 ms apart, then with one that stands still half of the time."""
-    losses = {}
-    for name, delay_ms, is_slow in (("equal", 0.0, False), ("50 ms apart", 50.0, False), ("one slow", 0.0, True)):
-        for kind in ("one job", "jobs that may leave"):
-            begin = time.monotonic()
-            losses[kind, name] = final_losses(kind, delay_ms, is_slow)
-            row: dict[str, Any] = {"islands": kind, "case": name, "seconds": round(time.monotonic() - begin, 1)}
-            row |= {"validation_losses": losses[kind, name], "alike": losses[kind, name] == losses[kind, "equal"]}
-            append_row(RESULTS.with_stem("unequal_islands"), row)
-            print(json.dumps(row), flush=True)
-
-
-def final_losses(kind: str, delay_ms: float, is_slow: bool) -> list[str]:
-    """The last validation loss that each island's job prints."""
-    flags = f"{MODEL} --eval-iters 4 --train-iters 40 --log-interval 10 --global-batch-size {TOKENS // 128} "
-    flags += "--islands 2 --island-sync-interval 10 --island-bits 4 --island-loco"
-    with cluster(NODES, RATE, delay_ms) as namespaces, tempfile.TemporaryDirectory() as folder:
-        if kind == "one job":
-            jobs = programs([str(ROOT / "pretrain_gpt.py"), *flags.split()], namespaces, RANKS_PER_NODE)
-        else:
-            jobs = elastic_jobs(flags, namespaces, Path(folder) / "secret")
-        with jobs as processes:
-            if is_slow:
-                threading.Thread(target=stop_and_go, args=(namespaces[1], processes), daemon=True).start()
-            outputs = [process.communicate(timeout=600)[0] for process in processes]
-    if any(process.returncode for process in processes):
-        raise RuntimeError("\n".join(outputs))
-    return [loss for output in outputs for loss in re.findall(r"validation loss at.*?(\d+\.\d+)", output)[-1:]]
-
-
-@contextmanager
-def elastic_jobs(flags: str, namespaces: list[str], secret: Path) -> Iterator[list[subprocess.Popen]]:
-    """A lighthouse on the first node, and on each node the job of one island."""
-    secret.touch(mode=0o600)
-    secret.write_text(secrets.token_hex(32))
-    at_home = ["ip", "netns", "exec", namespaces[0], sys.executable, "-m", "megatron_zpp", "lighthouse"]
-    at_home += ["--bind", LIGHTHOUSE, "--min-islands", str(NODES), "--secret-file", str(secret)]
-    with ExitStack() as stack:
-        stack.callback(subprocess.Popen(at_home, cwd=ROOT, stdout=subprocess.DEVNULL).kill)
-        jobs = []
-        for number, namespace in enumerate(namespaces):
-            more = f"--islands-may-leave --island-number {number} --island-lighthouse {LIGHTHOUSE} "
-            more += f"--island-secret-file {secret} --save {secret.parent}/saved --save-interval 20"
-            command = [str(ROOT / "pretrain_gpt.py"), *flags.split(), *more.split()]
-            jobs += stack.enter_context(programs(command, [namespace], RANKS_PER_NODE, f"{SUBNET}.{number + 1}"))
-        yield jobs
-
-
-def stop_and_go(namespace: str, processes: list[subprocess.Popen]) -> None:
-    """Let the programs of a namespace stand still for 0.2 of every 0.4 seconds."""
-    for number in itertools.cycle((signal.SIGSTOP, signal.SIGCONT)):
-        if all(process.poll() is not None for process in processes):
-            return
-        subprocess.run(f"ip netns pids {namespace} | xargs -r kill -{int(number)}", shell=True, capture_output=True)
-        time.sleep(0.2)
-
-
 if __name__ == "__main__":
-    run_choice(__doc__, {"measure": measure_all, "table": lambda: print(table()), "unequal": unequal})
+    run_choice(__doc__, {"measure": measure_all, "table": lambda: print(table())})

@@ -16,7 +16,7 @@ def architecture_names() -> list[str]:
     return [name for file in files for name in record.findall(file.read_text(encoding="utf-8"))]
 
 
-TOOLS = {  # each a file below commands/, but for the lighthouse
+TOOLS = {  # each a file below commands/
     "preprocess-data": "tokenize text into a dataset",
     "train-tokenizer": "train a SentencePiece tokenizer",
     "merge-datasets": "join datasets of one tokenizer into one",
@@ -31,7 +31,6 @@ TOOLS = {  # each a file below commands/, but for the lighthouse
     "import-megatron": "make a checkpoint out of one of Megatron-LM or Megatron-DeepSpeed",
     "estimate": "count memory, traffic and time of a training run before it starts",
     "plan": "rank layouts and settings by predicted speed; --measure a cluster, --try them emulated",
-    "lighthouse": "tell islands which of them are present",
     "report": "compare training runs on one page",
     "why-hung": "say which collective a job hung in, and which ranks it waited for",
     "doctor": "say what a node lacks, before a run; under torchrun, of all nodes and their links",
@@ -90,8 +89,6 @@ def find_program(command: str) -> Callable[[], int | None]:
         from megatron_zpp.families import find_architecture
 
         return functools.partial(pretrain, find_architecture(command.removeprefix("pretrain-")))
-    if command == "lighthouse":
-        return importlib.import_module("megatron_zpp.islands.elastic.lighthouse").main
     file = next((Path(__file__).parent / "commands").rglob(f"{command.replace('-', '_')}.py"))
     return importlib.import_module(".".join(file.relative_to(Path(__file__).parents[1]).with_suffix("").parts)).main
 

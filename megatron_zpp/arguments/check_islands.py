@@ -13,7 +13,6 @@ def check_islands(settings: Settings, given: Collection[str]) -> None:
     """Raise SettingsError where something else does not go with islands. given: settings that the user chose."""
     ranks, config, training = settings.distributed, settings.island, settings.training
     if ranks.islands == 1:
-        require(not ranks.islands_may_leave, "--islands-may-leave needs --islands above 1: how many begin the run")
         for flag in iterate_flags(IslandConfig):
             require(flag.setting not in given, f"{flag.name} needs --islands above 1")
         return
@@ -32,8 +31,6 @@ def check_islands(settings: Settings, given: Collection[str]) -> None:
     }
     for reason, is_given in unsupported.items():
         require(not is_given, f"{reason}, which does not work with {islands}: leave one out")
-    if ranks.islands_may_leave:
-        _check_elastic_islands(settings)
     try:
         placement = placement_of(ranks, settings.model.num_layers or 1)
     except ValueError:  # the pipeline's own check reports it
@@ -42,26 +39,3 @@ def check_islands(settings: Settings, given: Collection[str]) -> None:
     fewest = min(sum(len(placement.layers[stage]) for stage in stages) for stages in stages_of_ranks)
     most = f"--island-fragments {config.fragments} are more than the {fewest} layer(s) of a rank: give at most {fewest}"
     require(config.fragments <= fewest, most)
-
-
-def _check_elastic_islands(settings: Settings) -> None:
-    """Raise SettingsError if this job cannot be an elastic island."""
-    ranks, config, training, checkpoint = settings.distributed, settings.island, settings.training, settings.checkpoint
-    number = ranks.island_number
-    require(number is not None, f"which island is this job? give --island-number, from 0 to {ranks.islands - 1}")
-    below = f"--island-number {number} must be below --islands {ranks.islands}: they count from 0"
-    require(number is None or number < ranks.islands, below)
-    has_lighthouse = ranks.island_lighthouse is not None and ranks.island_secret_file is not None
-    require(
-        has_lighthouse,
-        "islands meet by --island-lighthouse and --island-secret-file (docs/how-to/elastic-islands.md): give both",
-    )
-    lost = "--islands-may-leave loses what --island-fragments and --island-sync-delay keep in flight: leave one out"
-    require(config.fragments == 1 and config.sync_delay == 0, lost)
-    require(not training.skip_train, "--skip-train needs no other island: leave --islands out, and --load one's folder")
-    counted = "--override-batch-size does not go with --islands-may-leave, where steps count samples: leave one out"
-    require(not checkpoint.override_batch_size, counted)
-    intervals = {"--save-interval": checkpoint.save_interval, "--exit-interval": training.exit_interval}
-    for flag, interval in intervals.items():
-        multiple = f"{flag} {interval} must be a multiple of --island-sync-interval {config.sync_interval}"
-        require((interval or 0) % config.sync_interval == 0, f"{multiple} with --islands-may-leave")

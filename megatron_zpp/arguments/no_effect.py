@@ -109,12 +109,6 @@ def notes_on(settings: Settings, given: set[str]) -> Iterator[str]:
         tokens = samples * (training.seq_length or 0)
         if tokens > training.train_tokens:
             yield f"--train-tokens {training.train_tokens} ends with the step that reaches it, after {tokens} tokens"
-    interval, steps = settings.island.sync_interval, settings.training.train_iters
-    if settings.distributed.islands_may_leave and steps is not None and steps % interval:
-        yield (
-            f"the last {steps % interval} of {steps} steps are not in the outer parameters, which are evaluated and "
-            f"saved: make --train-iters a multiple of --island-sync-interval {interval}"
-        )
     if "moe_router_pre_softmax" in given and settings.model.moe_router_score_function == "sigmoid":
         yield "--moe-router-pre-softmax has no effect with --moe-router-score-function sigmoid, as in Megatron"
     if settings.distributed.sequence_parallel and settings.distributed.tensor_model_parallel_size == 1:

@@ -18,7 +18,6 @@ from megatron_zpp.arguments.help import help_text
 from megatron_zpp.arguments.no_effect import DYNAMIC_SCALE_SETTINGS, check_needed
 from megatron_zpp.arguments.recipe import recipe_values, stands_for
 from megatron_zpp.arguments.resolve import resolve
-from megatron_zpp.arguments.resolve_parallel import num_jobs
 from megatron_zpp.families import ARCHITECTURES, Architecture
 from megatron_zpp.parallel.distributed import is_first_rank
 from megatron_zpp.settings.checks import Mistakes, SettingsError, flag_of, flags_in, require
@@ -41,14 +40,12 @@ def parse_settings(
     argv: Sequence[str] | None = None,
     world_size: int = 1,
     note: Callable[[str], None] = note_on_first_rank,
-    counts_all_jobs: bool = False,
     ranks_per_node: int | None = None,
 ) -> ResolvedSettings:
     """Read, complete and check all settings of a run.
 
     world_size: ranks of the run, unless --dry-run-world-size gives another number. note: receives one line for each
-    flag or key that was accepted but changes nothing. counts_all_jobs: world_size counts the ranks of all islands, even
-    where each is a job of its own (--islands-may-leave). ranks_per_node: for --zeropp; None: as the launcher says.
+    flag or key that was accepted but changes nothing. ranks_per_node: for --zeropp; None: as the launcher says.
 
     Raises SettingsError with one line for each mistake. ``--help`` prints and raises SystemExit(0). Needs no process
     group, and reads no file but that of ``--deepspeed_config``.
@@ -82,7 +79,6 @@ def parse_settings(
         check_needed(values, chosen)
     settings = _into_groups(architecture.name, values, mistakes)
     with mistakes.collected_unless_named():
-        world_size *= 1 if counts_all_jobs else num_jobs(settings.distributed)
         settings, without_effect = resolve(architecture, settings, chosen, world_size, config.accumulation_steps)
         notes += without_effect
     with mistakes.collected_unless_named():

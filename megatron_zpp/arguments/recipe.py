@@ -52,8 +52,7 @@ def _data_parallel_ranks_of_node(values: Mapping[str, Any], world_size: int, ran
         unknown = "how many ranks has a node? The launcher does not set LOCAL_WORLD_SIZE: give --zeropp-ranks-per-node"
         require(launcher is not None or world_size == 1, f"--zeropp {values['zeropp']}: {unknown}")
     tensor, stages = size("tensor_model_parallel_size"), size("pipeline_model_parallel_size")
-    islands = 1 if "islands_may_leave" in values else size("islands")
-    sharing = world_size // (tensor * stages * islands)
+    sharing = world_size // (tensor * stages * size("islands"))
     return max(1, min(ranks_per_node // tensor, sharing))
 
 

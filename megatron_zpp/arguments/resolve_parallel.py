@@ -13,10 +13,10 @@ from megatron_zpp.settings.groups import DistributedSettings, ModelSettings, Set
 
 def check_parallel(distributed: DistributedSettings, zero_stage: int, seq_length: int | None, world_size: int) -> None:
     """Raise SettingsError unless the parallel sizes divide the ranks, and fit together."""
-    product, job_size = ranks_per_model_copy(distributed), world_size // num_jobs(distributed)
+    product = ranks_per_model_copy(distributed)
     sizes = " * ".join(f"{flag_of(name)} {getattr(distributed, name)}" for name in MODEL_PARALLEL_SETTINGS)
-    uneven = f"{sizes} = {product} does not divide the {job_size} rank(s) of this run"
-    require(job_size % product == 0, f"{uneven}; choose sizes whose product is one of {list_divisors(job_size)}")
+    uneven = f"{sizes} = {product} does not divide the {world_size} rank(s) of this run"
+    require(world_size % product == 0, f"{uneven}; choose sizes whose product is one of {list_divisors(world_size)}")
     dp_size, cp_size = data_parallel_size(distributed, world_size), distributed.context_parallel_size
     require_divides("--islands", distributed.islands, dp_size, "data-parallel rank(s)")
     if cp_size > 1 and seq_length is not None:
@@ -27,8 +27,6 @@ def check_parallel(distributed: DistributedSettings, zero_stage: int, seq_length
     ranks, nodes = distributed.emulate_ranks, distributed.emulate_nodes
     if ranks is None:
         return
-    alone = "--emulate-ranks has all islands in one process, which none may leave: leave it or --islands-may-leave out"
-    require(not distributed.islands_may_leave, alone)
     require(world_size == 1, f"--emulate-ranks {ranks} needs one process, this run has {world_size}: start it alone")
     uneven = f"--emulate-nodes {nodes} does not divide --emulate-ranks {ranks}; choose one of {list_divisors(ranks)}"
     require(ranks % nodes == 0, uneven)
@@ -44,11 +42,6 @@ def cannot_tell_stragglers(distributed: DistributedSettings, zero: ZeroSettings,
     given = [f"{flag_of(name)} {size}" for name, size in sizes.items() if size > 1]
     given += ["--zero-stage 0"] if zero.zero_stage == 0 else []
     return f"how long ranks wait for each other is not known with {' and '.join(given)}" if given else None
-
-
-def num_jobs(distributed: DistributedSettings) -> int:
-    """Return how many jobs a run is: one per island if islands may leave."""
-    return distributed.islands if distributed.islands_may_leave else 1
 
 
 def data_parallel_size(distributed: DistributedSettings, world_size: int) -> int:

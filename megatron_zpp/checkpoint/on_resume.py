@@ -101,24 +101,12 @@ FREE = """
     tensorboard_log_interval tensorboard_queue_size log_timers_to_tensorboard log_validation_ppl_to_tensorboard
     log_memory_to_tensorboard log_world_size_to_tensorboard wandb_project wandb_exp_name wandb_entity wandb_save_dir
     profile use_pytorch_profiler profile_step_start profile_step_end profile_ranks profile_dir record_memory_history
-    distributed_backend distributed_timeout_minutes islands_may_leave island_number island_lighthouse
-    island_secret_file island_bind island_timeout_seconds island_patience_seconds num_distributed_optimizer_instances
+    distributed_backend distributed_timeout_minutes num_distributed_optimizer_instances
     emulate_ranks emulate_nodes tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size
     pipeline_schedule num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split
     account_for_loss_in_pipeline_split context_parallel_size expert_model_parallel_size expert_tensor_parallel_size
 """
-
-
-def must_be_alike(settings: Settings) -> dict[str, Any]:
-    """Return what training depends on, {setting: value}: what islands have in common, wherever their files are.
-
-    But for low-bit settings: what an island sends within itself is its own affair, as its network is.
-    """
-    values = settings.as_flat_dict()
-    groups = [*(names for _, names in MUST_EQUAL.values()), *COMPARED_ELSEWHERE.values(), NOTED]
-    names = (name for group in groups for name in group.split() if not name.startswith(("zero_", "zeropp_")))
-    return {name: _comparable(name, values[name]) for name in names}
 
 
 def check_settings(settings: Settings, meta: Mapping[str, Any], finetunes: bool = False) -> list[str]:

@@ -28,11 +28,6 @@ class Trained:
     first_island: int = 0  # number of the first model's island
 
     @property
-    def has_shared_checkpoint(self) -> bool:
-        """Whether all islands save into one checkpoint. Elastic islands have folders of their own."""
-        return self.islands is not None and not self.islands.is_elastic
-
-    @property
     def ranks(self) -> list[Ranks]:
         """Return the ranks that this process computes for, of each model."""
         return [ranks_of(zeropp) for zeropp in self.zeropps] or [ranks_of(None)]
@@ -44,14 +39,13 @@ class Trained:
     def named_models(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield each model with the prefix of its tensors' names."""
         for island, model in enumerate(self.models, self.first_island):
-            # An elastic island saves the outer parameters alone: it starts again with the others.
-            yield f"island{island}.model." if self.has_shared_checkpoint else "model.", model
+            yield f"island{island}.model." if self.islands is not None else "model.", model
 
     def named_optimizers(self) -> Iterator[tuple[str, nn.Module, torch.optim.Optimizer]]:
         """Yield prefix, model and optimizer. The first has the plain prefix, so that a run without islands finds it."""
         pairs = zip(self.models, self.optimizers, strict=False)
         for island, (model, optimizer) in enumerate(pairs, self.first_island):
-            prefix = f"island{island}.optimizer." if self.has_shared_checkpoint and island > 0 else "optimizer."
+            prefix = f"island{island}.optimizer." if self.islands is not None and island > 0 else "optimizer."
             yield prefix, model, optimizer
 
     def first(self) -> Trained:
@@ -98,11 +92,7 @@ def plan_resume(
         zeropp = False
 
     islands = trained.islands
-    is_elastic = islands is not None and islands.is_elastic
-    if is_elastic:
-        same_islands = meta["settings"].get("islands_may_leave", False)
-    else:
-        same_islands = islands is not None and saved_layout["island"] == islands.num_islands
+    same_islands = islands is not None and saved_layout["island"] == islands.num_islands
     islands_go_on = same_islands and trains
     if islands is not None and not islands_go_on and trains:
         notes.append(f"islands start over from the checkpoint's parameters: {saved_layout['island']} islands saved")
@@ -112,7 +102,7 @@ def plan_resume(
     same_wire = islands is not None and _wire_settings(meta.get("islands")) == _wire_settings(
         dataclasses.asdict(islands.config)
     )
-    island_wires = islands_go_on and (is_elastic or (same_layout and same_wire))
+    island_wires = islands_go_on and same_layout and same_wire
     if islands_go_on and not island_wires:
         what = "LoCo's errors between islands start over, and what was on its way is dropped"
         notes.append(f"{what}: saved with other ranks or settings")

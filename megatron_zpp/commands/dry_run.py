@@ -9,7 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_zpp.arguments.check_zero import check_replicas_on_nodes
 from megatron_zpp.arguments.parse import parse_settings
-from megatron_zpp.arguments.resolve_parallel import check_vocabulary, data_parallel_size, num_jobs
+from megatron_zpp.arguments.resolve_parallel import check_vocabulary, data_parallel_size
 from megatron_zpp.families import Architecture, vocabulary_of
 from megatron_zpp.parallel.distributed import device_of_rank, is_first_rank, ranks_of_environment
 from megatron_zpp.parallel.mesh import MODEL_PARALLEL_SETTINGS, ranks_per_model_copy
@@ -38,7 +38,7 @@ def dry_run(architecture: Architecture) -> None:
         notes.append("--zeropp auto chooses a recipe when the run starts, by its links; this is what zero3 needs")
     world_size = settings.training.dry_run_world_size or launched
     ranks_per_node, source = _ranks_per_node(settings, world_size)
-    nodes = num_jobs(settings.distributed) * world_size // ranks_per_node
+    nodes = world_size // ranks_per_node
     grid = RankGrid(nodes, ranks_per_node, settings.distributed)
     needs = _check(architecture, settings, grid, world_size)
     parts = [
@@ -103,7 +103,7 @@ def _check(architecture: Architecture, settings: ResolvedSettings, grid: RankGri
     device = torch.device("cpu")
     if is_here:
         device = device_of_rank(settings.distributed.distributed_backend)
-        settings = check_machine(settings, device)
+        check_machine(settings, device)
     mesh = build_mesh(settings, torch.device("cpu"))  # also for GPUs: nothing is computed
     if (replicas := settings.distributed.num_distributed_optimizer_instances) > 1:
         averaging = grid.group("averaging")

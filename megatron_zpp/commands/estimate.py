@@ -122,9 +122,7 @@ def run(args: argparse.Namespace) -> RunTime:
     world_size = args.nodes * args.ranks_per_node
     per_node = args.ranks_per_node
     flags = filled_in(args.flags, stated_flags(architecture, args.flags), args.vocabulary)
-    settings = parse_settings(
-        architecture, flags, world_size, lambda text: None, counts_all_jobs=True, ranks_per_node=per_node
-    )
+    settings = parse_settings(architecture, flags, world_size, lambda text: None, ranks_per_node=per_node)
     if settings.zero.recipe == AUTO:
         raise ValueError("--zeropp auto decides when the run starts, by its links: name a recipe, or ask for a plan")
     peak = settings.logging.peak_tflops or peak_tflops(args.gpu)

@@ -19,7 +19,6 @@ from megatron_zpp.commands.dry_run import dry_run
 from megatron_zpp.errors import describe_error, messages_of
 from megatron_zpp.families import Architecture
 from megatron_zpp.integrations.float8 import describe_float8
-from megatron_zpp.islands.elastic import MembershipError
 from megatron_zpp.metrics.lasting import keep_streams
 from megatron_zpp.parallel.distributed import (
     CtrlC,
@@ -105,9 +104,6 @@ def pretrain(architecture: Architecture, ctrl_c: CtrlC | None = None) -> None:
             report_error(str(error))
             run.writers.close()
             exit_together(EXIT_NOT_FINITE, [str(error)])
-        except MembershipError as error:  # on all ranks, too
-            report_error(str(error))
-            exit_together(EXIT_CRASH, [str(error)])
         run.writers.close()
     except FailedTogether as failed:
         exit_together(EXIT_USER_ERROR, failed.args)
@@ -176,8 +172,6 @@ def describe(run: Run) -> None:
             print(on_two, flush=True)
     if run.has_islands:
         print_once(run.islands.describe())
-    if run.elastic is not None:
-        print_once(f"this is island {run.mesh.job}, a job of its own: the others may leave")
 
 
 def _describe_two_nodes(run: Run) -> str | None:

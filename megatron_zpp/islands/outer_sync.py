@@ -64,7 +64,6 @@ class OuterSync:
     later. Its second hop starts halfway, when the first must be over.
     """
 
-    is_elastic = False  # each island is a job of its own
     has_synchronized = False  # whether the last step replaced parameters
     steps = 0  # of the inner optimizers, skipped ones included
     _is_counting = True
@@ -230,9 +229,6 @@ class OuterSync:
                 self.steps = int(state.get(f"{rank}.steps", 0))
                 hops.load_state_dict(below(state, f"{rank}.fragment{number}."))
         self._parameters_replaced()
-
-    def leave(self) -> None:
-        """Tell other islands not to wait for this one, if it is elastic."""
 
 
 def split_into_fragments(parameters: Mapping[str, nn.Parameter], fragments: int) -> list[dict[str, nn.Parameter]]:

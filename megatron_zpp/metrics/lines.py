@@ -44,8 +44,6 @@ class TrainingReport:
     skipped_iterations: int = _field("number of skipped iterations: {:3d}", default=0)
     nan_iterations: int = _field("number of nan iterations: {:3d}", default=0)
     # Megatron's fields end here.
-    island: int | None = _field("island: {}", default=None)  # whose job's line this is, if each island is a job
-    islands_there: int | None = _field("islands there: {}", default=None)  # at the last synchronization
     tokens_per_second: float | None = _field("tokens per second: {:.0f}", "tokens-per-second", default=None)
     mfu: float | None = _field("MFU: {:.2%}", "mfu", default=None)  # 0 to 1
     eta_seconds: float | None = None

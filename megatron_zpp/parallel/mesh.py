@@ -40,8 +40,6 @@ class Mesh:
         replicas: int = 1,
         expert_parallel: int = 1,
         emulated_islands: int = 1,
-        num_jobs: int = 1,
-        job: int = 0,
     ) -> None:
         """Divide all ranks of the default process group, whose number must be a multiple of the product. Collective.
 
@@ -51,13 +49,11 @@ class Mesh:
             replicas: groups of ranks that each hold all of what FSDP shards; a divisor of the ranks of ``fsdp``.
             expert_parallel: consecutive ranks of ``fsdp`` that divide the experts; a divisor of them, too.
             emulated_islands: into how many islands the emulated ranks are divided.
-            num_jobs, job: the number of jobs, if each island is a job of its own, and the number of this one.
         """
         sizes = dict.fromkeys(AXES, 1) | dict(sizes or {})
         sizes["dp"] = dist.get_world_size() // math.prod(size for axis, size in sizes.items() if axis != "dp")
         grid = init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=tuple(AXES))
         self.emulated_ranks, self.emulated_islands = emulated_ranks, emulated_islands
-        self.num_jobs, self.job = num_jobs, job
 
         self.island = grid["island"]  # the ranks of this rank's place in all islands
         self.pp = grid["pp"]  # the ranks with this rank's samples and parts of layers, one of each pipeline stage
@@ -96,13 +92,10 @@ class Mesh:
         emulated = {"island": emulated_islands, "dp": emulated_ranks // emulated_islands}
         # Ranks along each axis, emulated ones included.
         self.sizes = {axis: grid[axis].size() * emulated.get(axis, 1) for axis in AXES}
-        self.num_islands = self.sizes["island"]  # of this job
-        # This job's ranks evaluate on all samples, because which other jobs are there is not known.
-        self.dp_size_of_job = self.num_islands * self.sizes["dp"]
-        self.dp_size = num_jobs * self.dp_size_of_job  # ranks that train on different samples, of all islands
-        # Which part of a batch this rank evaluates on, and trains on.
-        self.dp_rank_of_job = self.island.get_local_rank() * grid["dp"].size() + grid.get_local_rank("dp")
-        self.dp_rank = job * self.dp_size_of_job + self.dp_rank_of_job
+        self.num_islands = self.sizes["island"]
+        # Ranks that train on different samples, of all islands, and this rank's place among them.
+        self.dp_size = self.num_islands * self.sizes["dp"]
+        self.dp_rank = self.island.get_local_rank() * grid["dp"].size() + grid.get_local_rank("dp")
         if expert_parallel > 1:
             self.sizes["ep"] = expert_parallel
 

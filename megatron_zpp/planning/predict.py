@@ -388,5 +388,5 @@ def predict_logged(run: RunHistory, cluster: Cluster) -> Prediction:
     if run.settings.get("zeropp") in RECIPES:  # TensorBoard has texts: "None"
         flags += ["--zeropp", run.settings["zeropp"]]  # what auto chose
     per_node = cluster.gpus_per_node
-    settings = parse_settings(architecture, flags, ranks, lambda _: None, counts_all_jobs=True, ranks_per_node=per_node)
+    settings = parse_settings(architecture, flags, ranks, lambda _: None, ranks_per_node=per_node)
     return predict(cluster, estimate_on(cluster, architecture, settings, vocabulary))

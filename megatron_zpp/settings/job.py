@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_zpp.islands.elastic import Membership
 from megatron_zpp.settings.flags import flag
 from megatron_zpp.zeropp.recipes import AUTO, LOSS_BUDGET, RECIPES
 
@@ -13,7 +12,6 @@ _prefixes = partial(flag, None, nargs="+", metavar="PREFIX")
 _size = partial(flag, 1, at_least=1)  # of a group of ranks
 _loading = partial(flag, needs="load")
 _profile = partial(flag, needs="profile")
-_leaving = partial(flag, needs="islands_may_leave")
 _publishing = partial(flag, needs="publish", at_least=1)
 
 
@@ -180,26 +178,6 @@ class DistributedSettings:
     islands: int = _size(
         "groups of ranks that train alone and average parameters every --island-sync-interval steps (DiLoCo)",
         at_most=2**16,
-    )
-    islands_may_leave: bool = flag(
-        False, "run islands as jobs that may die and return; --islands is the number at start"
-    )
-    island_number: int | None = _leaving(None, "which island this job is, from 0 on; the same on return", at_least=0)
-    island_lighthouse: str | None = _leaving(
-        None, "address where the islands' lighthouse listens (megatron-zpp lighthouse)", metavar="HOST:PORT"
-    )
-    island_secret_file: str | None = _file("file with the secret of islands and lighthouse", needs="islands_may_leave")
-    island_bind: str | None = _leaving(
-        None, "address on which ranks listen for others; default that of the lighthouse's route", metavar="ADDRESS"
-    )
-    island_timeout_seconds: float = _leaving(
-        Membership.timeout, "limit for one exchange; a slower one restarts without the missing", above=0, at_most=86_400
-    )
-    island_patience_seconds: float = _leaving(
-        Membership.patience,
-        "longest wait for others; more than between two synchronizations",
-        above=0,
-        at_most=31_536_000,
     )
     num_distributed_optimizer_instances: int = _size(
         "HSDP: groups of ranks, normally nodes, that each shard the whole model; gradients are summed once per step"

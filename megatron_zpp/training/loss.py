@@ -4,7 +4,6 @@ To train on something else, write a class with the two parts of ``LanguageModelL
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -100,14 +99,3 @@ def mean_loss(loss_sum: float, count: float) -> float:
 def no_loss(where: str) -> str:
     """Warn of tokens none of which counts, so that their mean loss is 0."""
     return f"no token of {where} has a loss, which is shown as 0: look at what the data mask (--sft, --eod-mask-loss)"
-
-
-@dataclass
-class LossSoFar:
-    """This island's loss since the last agreement, which sends it to the others."""
-
-    loss_sum: float = 0.0
-    num_tokens: float = 0.0
-
-    def local_stats(self) -> tuple[float, float]:
-        return self.loss_sum, self.num_tokens

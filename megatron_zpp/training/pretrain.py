@@ -10,7 +10,6 @@ from megatron_zpp.publish import PublishError
 from megatron_zpp.training.data import BatchIterators
 from megatron_zpp.training.deferred_stats import DeferredStats
 from megatron_zpp.training.evaluate import evaluate_tasks, test, validate
-from megatron_zpp.training.islands import catch_up, join, report_sync
 from megatron_zpp.training.nonfinite import NotFiniteError
 from megatron_zpp.training.profile import StepProfile
 from megatron_zpp.training.reporter import Reporter
@@ -21,16 +20,9 @@ from megatron_zpp.training.step import train_step
 def train(run: Run, start: float) -> None:
     """Step, log, evaluate, save, until the last iteration or a request to stop. Raises NotFiniteError on all ranks."""
     checkpoints, signals = Checkpoints(run), StopSignals(run.device)
-    loaded = run.counters.iteration
-    join(run)
     batches = BatchIterators(run)
     if run.settings.training.manual_gc:
         gc.disable()
-    if run.counters.iteration == run.train_iters > loaded:  # it rejoined after the last step: only save
-        run.islands.leave()
-        checkpoints.save()
-        checkpoints.wait()
-        checkpoints.check_last()
     if not run.settings.training.skip_train and not _train_steps(run, batches, signals, checkpoints, start):
         return
     if validate(run, batches.valid, signals, "validation") and test(run, signals):
@@ -62,14 +54,11 @@ def _train_steps(
         batch_size = run.count_step(skipped=steps[0].is_skipped)
         if counters.iteration == run.train_iters:
             run.islands.conclude()  # evaluations and checkpoints have the last steps in them
-        if catch_up(run):  # an island that fell behind goes on with the others
-            batches.seek()
         iteration = counters.iteration
 
         # Log.
         results = stats.step(steps, batch_size)
         reporter.step(results, batch_size)
-        report_sync(run)
         if checkpoints.saver is not None:
             checkpoints.saver.poll()
 
@@ -91,14 +80,11 @@ def _train_steps(
         # Save.
         too_many_nonfinite = any(result.has_too_many_nonfinite for result in results)
         ends = due.end or due.exit or is_asked_to_stop or too_many_nonfinite
-        if ends:
-            run.islands.leave()
         if checkpoints.saver is not None and (due.save or ends):
             with reporter.paused(), progress("saving checkpoint"):
                 checkpoints.save()
                 if not ends and signals.agree():  # asked for meanwhile: this save is the last
                     ends = True
-                    run.islands.leave()
                 if ends:
                     checkpoints.wait()
         if training.manual_gc_interval and iteration % training.manual_gc_interval == 0:

@@ -56,7 +56,6 @@ class Reporter:
         self.is_first_step = False
         self.num_steps += 1
         length = run.sample_length(run.counters.iteration)
-        num_samples //= run.mesh.num_jobs  # of which this job has as many as others
         self.num_tokens += num_samples * length
         self.flops += num_samples * length * run.architecture.flops_per_token(run.model.config, length)
         for result in results:
@@ -144,8 +143,6 @@ class Reporter:
             bytes_between_nodes=between_nodes if run.zeropp is not None else None,
             bytes_within_nodes=within_nodes if run.zeropp is not None else None,
             bytes_between_islands=between_islands if run.has_islands else None,
-            island=run.mesh.job if run.elastic is not None else None,
-            islands_there=run.elastic.num_islands if run.elastic is not None else None,
             token_bytes_between_nodes=tokens_between_nodes if sends_tokens else None,
             token_bytes_within_nodes=tokens_within_nodes if sends_tokens else None,
             waited_between_nodes=waited_between / dist.get_world_size() if waits else None,

@@ -23,7 +23,6 @@ from megatron_zpp.data.build import Datasets
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.families import Architecture
 from megatron_zpp.islands import OuterSync
-from megatron_zpp.islands.elastic import ElasticIslands
 from megatron_zpp.metrics.writers import MetricWriters
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum
@@ -35,7 +34,7 @@ from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.publish import Publisher, PublishError
 from megatron_zpp.settings.resolved import ResolvedSettings
-from megatron_zpp.training.loss import LanguageModelLoss, LossSoFar, mean_loss
+from megatron_zpp.training.loss import LanguageModelLoss, mean_loss
 from megatron_zpp.zeropp import Ranks, Traffic, ZeroPPInterface
 from megatron_zpp.zeropp.fsdp.topology import gather_objects
 
@@ -88,7 +87,7 @@ class RunPlan:
     counters: Counters
     batches: BatchSchedule
     train_iters: int
-    num_eval_micro_batches: int  # per data-parallel rank of this job and evaluation
+    num_eval_micro_batches: int  # per data-parallel rank and evaluation
     vocab_size: int  # padded
     datasets: Datasets
     tasks: Tasks | None  # of --eval-tasks
@@ -109,7 +108,6 @@ class Run:
     token_traffic: Traffic  # of tokens that are sent to experts
     plan: RunPlan
     writers: MetricWriters
-    loss_since_sync: LossSoFar  # of this island, where it is a job of its own; elsewhere it stays 0
     lock: FolderLock | None = None  # on --save, held by rank 0
     last_loss: float | None = None
     predicted: Any = None  # the StepTime of --zeropp auto, if this start measured
@@ -125,12 +123,10 @@ class Run:
         # Parameters that another rank of the pipeline has too, and counts.
         self.copies: Sequence[Tensor] = () if self.pipeline is None else self.pipeline.copies
         self.world_size = len(self.states) * self.ranks.world_size  # real or emulated ranks
-        self.has_islands = ranks.islands > 1  # several train by themselves, in this job or in others
-        # The islands, if this one is a job of its own.
-        self.elastic = self.islands if isinstance(self.islands, ElasticIslands) else None
+        self.has_islands = ranks.islands > 1  # several train by themselves
         # Samples that one evaluation reads, on all ranks together.
         micro_batch_size = self.settings.training.micro_batch_size
-        self.samples_of_evaluation = plan.num_eval_micro_batches * micro_batch_size * self.mesh.dp_size_of_job
+        self.samples_of_evaluation = plan.num_eval_micro_batches * micro_batch_size * self.mesh.dp_size
 
     def of_all_islands(self, per_state: Sequence[T]) -> list[T]:
         """Gather what the ranks of each island have alike, from all islands in order. Collective."""

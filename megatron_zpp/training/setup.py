@@ -7,14 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.arguments.resolve_parallel import check_vocabulary, num_jobs
+from megatron_zpp.arguments.resolve_parallel import check_vocabulary
 from megatron_zpp.checkpoint import CheckpointError, FolderLock, load_base, load_checkpoint, read_meta
 from megatron_zpp.checkpoint.folder import describe_empty
 from megatron_zpp.checkpoint.meta import Counters, saved_model
 from megatron_zpp.checkpoint.on_resume import check_settings
 from megatron_zpp.checkpoint.resume import check_not_overwritten, check_same_data, checkpoint_to_load
 from megatron_zpp.checkpoint.tokenizer import check_same_ids
-from megatron_zpp.data.build import Datasets
 from megatron_zpp.families import Architecture, vocabulary_of
 from megatron_zpp.integrations.float8 import check_float8
 from megatron_zpp.islands import OuterSync, apply_islands, emulate_islands
@@ -30,8 +29,7 @@ from megatron_zpp.parallel.tensor import dropout_seed
 from megatron_zpp.settings.groups import CheckpointSettings, LoraSettings
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.data import build_data, check_same_data_on_all_ranks, find_tokenizer, load_tasks
-from megatron_zpp.training.islands import build_elastic_islands, prepare_island
-from megatron_zpp.training.loss import LanguageModelLoss, LossSoFar
+from megatron_zpp.training.loss import LanguageModelLoss
 from megatron_zpp.training.model import ModelBuilder
 from megatron_zpp.training.profile import check_profile
 from megatron_zpp.training.run import Run, RunPlan, TrainState
@@ -48,14 +46,12 @@ FINETUNING_CHANGES = {
 }
 
 
-def check_machine(settings: ResolvedSettings, device: torch.device) -> ResolvedSettings:
-    """Refuse, on all ranks, what this machine lacks, and folders of other runs. Returns settings with islands' folders.
+def check_machine(settings: ResolvedSettings, device: torch.device) -> None:
+    """Refuse, on all ranks, what this machine lacks, and folders of other runs.
 
     ``check_machine``, ``plan_run`` and ``ModelBuilder.build_parts`` refuse all that a run refuses before its first
     step, and write nothing but indices of data: a dry run calls them, too.
     """
-    if settings.distributed.islands_may_leave:
-        settings = prepare_island(settings)
     with errors_on_all_ranks():
         if settings.precision.fp8_format is not None:
             check_float8(device)
@@ -64,7 +60,6 @@ def check_machine(settings: ResolvedSettings, device: torch.device) -> ResolvedS
         check_writers(settings.logging)
         if dist.get_rank() == 0:
             check_not_overwritten(settings.checkpoint)
-    return settings
 
 
 def plan_run(architecture: Architecture, settings: ResolvedSettings, mesh: Mesh) -> RunPlan:
@@ -117,8 +112,8 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
     """Build, on all ranks together, and load the checkpoint of ``--load`` if there is one."""
     if settings.zero.recipe == AUTO:
         raise ValueError("--zeropp auto is decided by the training program, before a run is built: name a recipe here")
-    settings = check_machine(settings, device)
-    training, save, world_size = settings.training, settings.checkpoint.save, dist.get_world_size()
+    check_machine(settings, device)
+    training, save = settings.training, settings.checkpoint.save
     with errors_on_all_ranks():
         lock = None
         if save is not None and dist.get_rank() == 0:
@@ -133,7 +128,6 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         writers = _build_writers(architecture, settings, plan.vocab_size, resumes_logs)
 
     token_traffic = Traffic()
-    loss_since_sync = LossSoFar()
     builder = ModelBuilder(architecture, settings, plan.vocab_size, device, mesh, token_traffic)
     states = [_build_state(builder, island) for island in range(mesh.emulated_islands)]
     run = Run(
@@ -143,19 +137,16 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         mesh=mesh,
         states=states,
         loss=LanguageModelLoss(mesh, device),
-        islands=_build_islands(states, settings, mesh, plan.datasets, loss_since_sync),
-        loss_since_sync=loss_since_sync,
+        islands=_build_islands(states, settings, mesh),
         token_traffic=token_traffic,
         plan=plan,
         writers=writers,
         lock=lock,
     )
-    # From here on only dropout draws random numbers; ranks of other jobs draw others.
-    seed, sequence_parallel, first_rank = training.seed, settings.distributed.sequence_parallel, mesh.job * world_size
+    # From here on only dropout draws random numbers.
+    seed, sequence_parallel = training.seed, settings.distributed.sequence_parallel
     for state in states:
-        state.ranks.random_states.seed(
-            lambda rank: dropout_seed(seed, first_rank + rank, mesh.tp_size, sequence_parallel)
-        )
+        state.ranks.random_states.seed(lambda rank: dropout_seed(seed, rank, mesh.tp_size, sequence_parallel))
     if plan.base is not None:
         for state in states:
             load_base(plan.base, read_meta(plan.base), state.model)
@@ -173,17 +164,15 @@ def build_mesh(settings: ResolvedSettings, device: torch.device) -> Mesh:
     if settings.zero.zero_stage == 0:
         # Shards of one rank each, that is plain data parallelism with FSDP2's mixed precision.
         replicas = dist.get_world_size() * ranks.context_parallel_size // ranks_per_model_copy(ranks)
-    emulates, leaves = ranks.emulate_ranks is not None, ranks.islands_may_leave
+    emulates = ranks.emulate_ranks is not None
     sizes = {axis: getattr(ranks, setting) for axis, setting in MODEL_PARALLEL_AXES.items()}
     return Mesh(
         device.type,
-        sizes | {"island": 1 if emulates or leaves else ranks.islands},
+        sizes | {"island": 1 if emulates else ranks.islands},
         ranks.emulate_ranks or 1,
         replicas,
         ranks.expert_model_parallel_size,
         emulated_islands=ranks.islands if emulates else 1,
-        num_jobs=num_jobs(ranks),
-        job=ranks.island_number or 0,
     )
 
 
@@ -192,8 +181,8 @@ def _plan_length(
 ) -> tuple[int, int, tuple[int, int, int]]:
     """Plan how much the run trains and evaluates, from its first step on.
 
-    Returns the iterations to train, the micro-batches of an evaluation on each data-parallel rank of this job, and the
-    samples that all ranks read to train, validate and test.
+    Returns the iterations to train, the micro-batches of an evaluation on each data-parallel rank, and the samples that
+    all ranks read to train, validate and test.
     """
     training = settings.training
     train_iters = training.train_iters
@@ -204,17 +193,15 @@ def _plan_length(
     per_batch = batches.num_micro_batches(train_samples)
     if training.eval_global_batch_size is not None:
         per_batch = training.eval_global_batch_size // (training.micro_batch_size * mesh.dp_size)
-    num_eval_micro_batches = training.eval_iters * per_batch * mesh.num_jobs
-    eval_samples = num_eval_micro_batches * training.micro_batch_size * mesh.dp_size_of_job
-    # All islands take the same samples, whenever they come: those of one that is there from the first step on.
-    begun = Counters() if settings.distributed.islands_may_leave else counters
+    num_eval_micro_batches = training.eval_iters * per_batch
+    eval_samples = num_eval_micro_batches * training.micro_batch_size * mesh.dp_size
     evaluations = 1  # at the end of the run
     if training.eval_interval:
-        evaluations += max(0, train_iters // training.eval_interval - begun.iteration // training.eval_interval)
+        evaluations += max(0, train_iters // training.eval_interval - counters.iteration // training.eval_interval)
     num_samples = (
         0 if training.skip_train else max(train_samples, training.train_samples or 0),
         # Without evaluations 0 even if a checkpoint counts some: 0 samples build no data to evaluate on.
-        begun.consumed_valid_samples + evaluations * eval_samples if eval_samples else 0,
+        counters.consumed_valid_samples + evaluations * eval_samples if eval_samples else 0,
         eval_samples,
     )
     return train_iters, num_eval_micro_batches, num_samples
@@ -251,13 +238,9 @@ def _build_islands(
     states: list[TrainState],
     settings: ResolvedSettings,
     mesh: Mesh,
-    datasets: Datasets,
-    loss_since_sync: LossSoFar,
 ) -> OuterSync:
     """Build the islands that this process trains; ``train_step`` counts their steps."""
     first = states[0]
-    if settings.distributed.islands_may_leave:
-        return build_elastic_islands(first.model, first.zeropp, settings, mesh, datasets, loss_since_sync)
     if mesh.num_islands == 1:
         return OuterSync()
     if mesh.island.size() > 1:
@@ -287,10 +270,7 @@ def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
             scalers = [meta["loss_scaler"]] * run.mesh.num_islands
         for state, scaler in zip(run.states, scalers[run.mesh.island.get_local_rank() :], strict=False):
             state.scaler.load_state_dict(scaler)
-        # An elastic island saves the state of its last synchronization, and resumes from there.
-        could_leave = bool(meta["settings"].get("islands_may_leave", False))
-        if not (run.elastic is not None and could_leave and not settings.no_load_optim):
-            run.islands.steps = run.counters.iteration
+        run.islands.steps = run.counters.iteration
     _print_notes(notes)
     print_once(f"  successfully loaded checkpoint {checkpoint} at iteration {meta['iteration']}")
 

@@ -28,9 +28,6 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
         batches = ({name: tensor[:, :length].contiguous() for name, tensor in batch.items()} for batch in batches)
     per_state = zip(run.states, _divide_batches(batches, run.states, num_micro_batches), strict=True)
     steps = [_step(run, state, micro_batches, num_micro_batches, stop) for state, micro_batches in per_state]
-    if run.elastic is not None and not steps[0].is_skipped:
-        run.loss_since_sync.loss_sum += steps[0].loss_sum
-        run.loss_since_sync.num_tokens += steps[0].num_tokens
     run.islands.count_step()  # skipped or not: islands synchronize at the same steps
     return steps
 

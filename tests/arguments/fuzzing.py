@@ -12,7 +12,6 @@ TEXTS = ("", "1", "ünï🙂")  # for flags that take no number
 EXPERTS = "--disable-bias-linear --num-experts 2"
 FLOAT8 = "--bf16 --seq-length 16 --num-layers 4"
 ISLANDS = "--emulate-ranks 2 --emulate-nodes 2 --islands 2"
-LEAVING, LIGHTHOUSE = "--islands 2 --islands-may-leave", "--island-lighthouse localhost:1 --island-secret-file x"
 NEEDED = {
     "num_experts": "--disable-bias-linear",
     **{flag.setting: EXPERTS for flag in all_flags().values() if flag.needs == "num_experts"},
@@ -57,13 +56,6 @@ NEEDED = {
     "emulate_nodes": "--emulate-ranks 2",
     "islands": "--emulate-ranks 2 --emulate-nodes 2",
     **{flag.setting: ISLANDS for flag in iterate_flags(IslandConfig)},
-    "islands_may_leave": f"--islands 2 --island-number 0 {LIGHTHOUSE}",
-    "island_number": f"{LEAVING} {LIGHTHOUSE}",
-    "island_lighthouse": f"{LEAVING} --island-number 0 --island-secret-file x",
-    "island_secret_file": f"{LEAVING} --island-number 0 --island-lighthouse localhost:1",
-    "island_bind": f"{LEAVING} --island-number 0 {LIGHTHOUSE}",
-    "island_timeout_seconds": f"{LEAVING} --island-number 0 {LIGHTHOUSE}",
-    "island_patience_seconds": f"{LEAVING} --island-number 0 {LIGHTHOUSE}",
     "island_scaling": f"{ISLANDS} --island-bits 4",
     "island_loco": f"{ISLANDS} --island-bits 4",
     "island_loco_beta": f"{ISLANDS} --island-bits 4 --island-loco",

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.checkpoint import CheckpointError, Trained
-from megatron_zpp.checkpoint.on_resume import COMPARED_ELSEWHERE, FREE, MUST_EQUAL, NOTED, check_settings, must_be_alike
+from megatron_zpp.checkpoint.on_resume import COMPARED_ELSEWHERE, FREE, MUST_EQUAL, NOTED, check_settings
 from megatron_zpp.checkpoint.trained import plan_resume
 from megatron_zpp.families import GPT
 from megatron_zpp.families.decoder_only import EXPERT_FLAGS, FLAGS
@@ -89,22 +89,6 @@ def test_fine_tuning_may_change_every_setting_and_lists_it():
     assert "lr 0.001 there, 0.0001 here" in note and "clip_grad 1.0 there, 0.5 here" in note
     (note,) = notes("--tokenizer-type ByteTokenizer")  # checked by its ids
     assert note.endswith("run: tokenizer_type NullTokenizer there, ByteTokenizer here")
-
-
-def test_islands_have_in_common_what_training_depends_on_wherever_their_files_are():
-    def alike(more: str) -> dict:
-        return must_be_alike(parse_settings(GPT, f"{run} {more}".split(), note=lambda text: None))
-
-    run = FLAGS_OF_RUN
-    for more in ("--hidden-dropout 0.2", "--bf16", "--num-layers 3", "--norm-epsilon 1e-6", "--lr 1e-4", "--seed 5"):
-        assert alike(more) != alike(""), more
-    for more in ("--log-interval 3 --num-workers 0", "--save here --save-interval 2", "--recompute-activations"):
-        assert alike(more) == alike(""), more
-    run = FLAGS_OF_RUN.replace("--mock-data", "--tokenizer-type NullTokenizer")
-    text, moved, other = (
-        alike(f"--data-path {path}") for path in ("0.5 here/a 0.5 b", "0.5 there/a 0.5 b", "0.5 c 0.5 b")
-    )
-    assert text == moved != other
 
 
 def test_nothing_is_said_of_what_is_free_or_unknown_to_an_older_checkpoint():

@@ -17,7 +17,6 @@ import pytest
 from megatron_zpp.__main__ import ALIASES, COMMANDS
 from megatron_zpp.commands.data import train_tokenizer
 from megatron_zpp.commands.diagnose import why_hung
-from megatron_zpp.islands.elastic import lighthouse
 from megatron_zpp.planning.cluster import default_cluster, write_cluster
 from tests.conftest import ROOT, environment
 from tests.tools import call_wrongly, run
@@ -70,7 +69,6 @@ PROGRAMS = {
     "plan --try": Program(
         f"gpt --iterations 20 -- {TRAIN} --tokenizer-type ByteTokenizer", {"--data-path": "data_text_document"}
     ),
-    "lighthouse": Program("--status --bind localhost:1", {"--secret-file": "secret"}),
     "report": Program("", {"": "board"}, ("--output",)),
     "why-hung": Program("", {"": "hung"}),
     "doctor": Program(),  # these two read nothing that a user names
@@ -250,10 +248,7 @@ def check(world: Path, program: str, flag: str, fault: Callable) -> None:
         assert folder in lines[0] or "needs the package" in lines[0], case
 
 
-NO_FAULT = (
-    ("lighthouse", no_utf8),  # a secret may be any bytes
-    ("plan --try", forbidden),  # nobody may not start this Python
-)
+NO_FAULT = (("plan --try", forbidden),)  # nobody may not start this Python
 CASES = [
     (program, flag, fault)
     for program, given in PROGRAMS.items()
@@ -314,10 +309,6 @@ def test_a_port_in_use_is_one_line_that_names_it(world, tmp_path):
         assert trainer.stderr.startswith(
             f"error: cannot access localhost:{port}: Address already in use (another program"
         )
-        bind = ("--bind", f"localhost:{port}", "--secret-file", world / "secret")
-        assert "in use" in run("python", "-m", "megatron_zpp", "lighthouse", *bind, status=2).stderr
-    alone = ("--status", "--bind", "localhost:1", "--secret-file", world / "secret")
-    assert "no lighthouse answers at --bind localhost:1" in call_wrongly(lighthouse, *alone)
 
 
 @pytest.mark.parametrize(

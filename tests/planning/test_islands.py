@@ -21,7 +21,7 @@ SITES = parse_cluster("2x2x8xH100@400@10")
 
 def predicted(flags: str, cluster: Cluster = SITES) -> Prediction:
     argv = f"{MODEL} {flags}".split()
-    settings = parse_settings(LLAMA, argv, cluster.world_size, note=lambda _: None, counts_all_jobs=True)
+    settings = parse_settings(LLAMA, argv, cluster.world_size, note=lambda _: None)
     return predict(cluster, estimate_on(cluster, LLAMA, settings, VOCABULARY))
 
 
@@ -103,11 +103,6 @@ def test_islands_on_one_site_share_the_links_of_its_nodes():
 def test_islands_are_whole_nodes_of_a_site(islands, cluster):
     with pytest.raises(ValueError, match=f"--islands {islands} of 4 nodes at . site.s.: islands that are planned"):
         predicted(f"--islands {islands}", cluster)
-
-
-def test_islands_that_are_separate_jobs_are_planned_as_one_job():
-    separate = "--islands-may-leave --island-number 0 --island-lighthouse localhost:29510 --island-secret-file x"
-    assert predicted(f"--islands 2 {separate}").time == predicted("--islands 2").time
 
 
 def test_the_plan_shows_waits_for_islands():

@@ -14,7 +14,7 @@ from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT
 from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.training.setup import build_run
-from tests.ranks import free_port, run_ranks
+from tests.ranks import run_ranks
 from tests.training.small_run import ended, flags, torchrun
 
 # As torchrun runs it: all ranks start, one speaks, none is left
@@ -63,20 +63,6 @@ def test_an_error_that_every_rank_meets_on_its_own_is_said_once(data, tmp_path):
     script.write_text(MEETS_AN_ERROR)
     _, err = ended(torchrun(2, flags(data), str(script)), status=1)
     assert our_errors(err) == ["error: met by all"] * 2
-
-
-def test_an_island_without_others_says_so_at_once_and_ends_in_one_line(data, tmp_path):
-    (secret := tmp_path / "secret").touch(mode=0o600)
-    secret.write_text("s" * 32)
-    where = f"localhost:{free_port()}"
-    who = f"--islands 2 --islands-may-leave --island-number 0 --island-secret-file {secret}"
-    argv = flags(data, who, f"--island-lighthouse {where} --island-patience-seconds 3")
-    _, err = ended(torchrun(2, argv), status=1)
-    assert err.count(f"island 0: the lighthouse at {where}: ") == 1
-    line, last = our_errors(err)
-    assert line == last
-    assert line.startswith("error: island 0 found no others, or no lighthouse, in 3 seconds: ") and "refused" in line
-    assert "megatron_zpp/islands" not in err  # no traceback of ours
 
 
 def test_an_environment_that_no_launcher_makes(data):

@@ -1,7 +1,6 @@
 """--dry-run: what a command asks for and needs, for any number of ranks, from one process that starts nothing."""
 
 import re
-import secrets
 import shlex
 import sys
 
@@ -53,26 +52,6 @@ def test_512_ranks_need_what_the_estimate_says(dry_run, tmp_path):
     assert f"{found.sent_per_node / found.parameters:9.3g}  bytes for each parameter" in out
     assert "655,360 tokens in 10 steps, the last of 2 micro-batch(es) a rank" in out
     assert not [*tmp_path.iterdir()]
-
-
-def test_islands_that_may_leave_need_what_those_of_one_job_need(dry_run, tmp_path):
-    """Ranks are those of one island."""
-    (tmp_path / "x").write_text(secrets.token_hex(32))
-    (tmp_path / "x").chmod(0o600)
-    words = f"{COMMAND} {FAKE} --islands 4 --island-bits 4 --island-sync-interval 5"
-    who = "--islands-may-leave --island-number 3 --island-lighthouse localhost:29510 --island-secret-file x"
-    _, of_one_job, _ = dry_run(words, WORLD_SIZE="512", LOCAL_WORLD_SIZE="16")
-    status, out, err = dry_run(f"{words} {who}", WORLD_SIZE="128", LOCAL_WORLD_SIZE="16")
-    assert (status, err) == (0, "")
-    typed = [f"  --{flag}" for flag in who.split("--") if flag]
-    assert "sent to other islands per step" in out
-    assert [line for line in out.splitlines() if line not in map(str.rstrip, typed)] == of_one_job.splitlines()
-    cluster = "--nodes 32 --ranks-per-node 16 --vocabulary 1000 pretrain_gpt.py"
-    one_job, jobs = (
-        estimate.run(estimate.parse_arguments([*cluster.split(), *words.split(), *more.split()])).needs
-        for more in ("", who)
-    )
-    assert jobs.memory == one_job.memory and jobs.sent_between_islands == one_job.sent_between_islands > 0
 
 
 def test_settings_and_notes_are_all_there(dry_run):

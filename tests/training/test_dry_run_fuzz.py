@@ -24,8 +24,6 @@ from tests.training.small_run import flags
 LEFT_OUT = """
     dry_run dry_run_world_size deepspeed_config preset compile wandb_project num_workers publish
     exit_duration_in_mins exit_signal_handler distributed_timeout_minutes train_iters train_samples train_tokens
-    islands_may_leave island_number island_lighthouse island_secret_file island_bind island_timeout_seconds
-    island_patience_seconds
 """
 NUMBERS = ("1", "2", "3", "4", "8", "16", "64", "0", "0.1", "0.5", "1e-3")
 TEXTS = ("folder", "1", "2,1,1", "core_attn", "moe", "mlp", "linear_qkv", "256")

@@ -1,8 +1,6 @@
 """--islands through the trainer: real and emulated ranks, resumption, and what is refused."""
 
 import math
-import re
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -10,11 +8,9 @@ import torch.distributed as dist
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.families import GPT
 from megatron_zpp.islands.outer_state import local_data
-from megatron_zpp.training.islands import prepare_island
-from tests.islands.elastic_jobs import secret_file
 from tests.parallel.layouts import EPS, assert_same, results_on
 from tests.ranks import run_ranks
-from tests.training.small_run import NO_DROPOUT, assert_emulated, call_pretrain, flags, start, train_each, train_quietly
+from tests.training.small_run import NO_DROPOUT, assert_emulated, flags, start, train_each, train_quietly
 
 ISLANDS = "--islands 2 --island-sync-interval 3"
 EMULATE = ["--emulate-ranks", "4", "--emulate-nodes", "4"]
@@ -170,29 +166,6 @@ def test_no_sample_is_seen_twice(data):
         assert losses[number]["lm loss"] == pytest.approx(losses["1"]["lm loss"], rel=1e-6)
 
 
-def _folders(load: Path) -> list[str | None]:
-    """Return what an elastic island would load, as checkpoints come into ``load``."""
-    found, its_folder = [], load / "island_1"
-    words = f"--global-batch-size 2 --island-lighthouse localhost:1 --island-secret-file {secret_file()} --load {load}"
-    for tracker in (None, "", "4", "not an iteration"):
-        if tracker is not None:
-            its_folder.mkdir(exist_ok=True)
-        if tracker:
-            (its_folder / "latest_checkpointed_iteration.txt").write_text(tracker)
-        settings = parse_settings(GPT, flags("nowhere", ELASTIC, words), 1, note=lambda text: None)
-        found.append(prepare_island(settings).checkpoint.load)
-    return found
-
-
-def test_an_elastic_island_loads_its_own_checkpoint_even_if_that_is_damaged(tmp_path):
-    """Loading says what is wrong with it, or finds an older one, as --load-latest-good and --ckpt-step ask."""
-    assert run_ranks(1, _folders, tmp_path) == [[str(tmp_path)] * 2 + [str(tmp_path / "island_1")] * 2]
-
-
-ELASTIC = "--islands 2 --islands-may-leave --island-number 1 --island-sync-interval 3"
-TRUST = "--island-lighthouse localhost:29510 --island-secret-file island.secret"
-
-
 @pytest.mark.parametrize(
     "base, world_size, more, message",
     [
@@ -207,59 +180,8 @@ TRUST = "--island-lighthouse localhost:29510 --island-secret-file island.secret"
         ("--islands 2", 4, "--island-fragments 3", "are more than the 2 layer"),
         ("--islands 2", 1, "--emulate-ranks 4 --emulate-nodes 1", "choose|of whole nodes"),
         ("--islands 2", 4, "--zero-hpz-partition-size 4", "does not divide the 2 rank"),
-        (ELASTIC, 2, "--islands 1", "--islands-may-leave needs --islands above 1"),
-        (ELASTIC, 2, "--island-number 2", "--island-number 2 must be below --islands 2"),
-        (ELASTIC, 1, "--emulate-ranks 4 --emulate-nodes 4", "--emulate-ranks has all islands in one process"),
-        (ELASTIC, 2, "--island-fragments 2", "keep in flight"),
-        (ELASTIC, 2, "--island-sync-delay 1", "keep in flight"),
-        (ELASTIC, 2, "--skip-train", "--skip-train needs no other island"),
-        (ELASTIC, 2, "--load x --override-batch-size", "--override-batch-size does not go with --islands-may-leave"),
-        (ELASTIC, 2, "--save x --save-interval 4", "--save-interval 4 must be a multiple of --island-sync-interval 3"),
-        (ELASTIC, 2, "--exit-interval 5", "--exit-interval 5 must be a multiple of --island-sync-interval 3"),
-        (ELASTIC, 2, "--global-batch-size 6", "data-parallel size 4 = 4; use 4 or 8"),
-        (ELASTIC, 2, "--tensor-model-parallel-size 4", "= 4 does not divide the 2 rank.s. of this run"),
-        (ELASTIC, 2, "--zero-stage 0", "--zero-stage 0 has none"),
-        (ELASTIC, 2, "--island-timeout-seconds 0", "--island-timeout-seconds must be above 0"),
     ],
 )
 def test_what_does_not_go_with_islands_is_refused(data, base, world_size, more, message):
-    """World sizes are those of one job."""
     with pytest.raises(SettingsError, match=message):
-        parse_settings(GPT, flags(data, base, TRUST if base == ELASTIC else "", more), world_size)
-
-
-def test_an_elastic_island_must_know_its_number_and_the_lighthouse(data):
-    for missing in ("", *re.findall("--[a-z-]+ [^ ]+", TRUST)):
-        with pytest.raises(SettingsError, match="by --island-lighthouse and --island-secret-file"):
-            parse_settings(GPT, flags(data, ELASTIC, missing), 2)
-    with pytest.raises(SettingsError, match=r"which island is this job\? give --island-number, from 0 to 1"):
-        parse_settings(GPT, flags(data, f"--islands 2 --islands-may-leave {TRUST}"), 2)
-    times = "--island-timeout-seconds 5", "--island-patience-seconds 5"
-    for alone in ("--island-number 1", TRUST, "--island-secret-file x", "--island-bind x", *times):
-        with pytest.raises(SettingsError, match=f"{alone.split()[0]} needs --islands-may-leave"):
-            parse_settings(GPT, flags(data, "--islands 2", alone), 2)
-    settings = parse_settings(GPT, flags(data, ELASTIC, TRUST), 2)
-    assert settings.training.global_batch_size == 8
-
-
-@pytest.mark.parametrize("more, left_out", [("--train-iters 8", True), ("--train-iters 9", False)])
-def test_last_steps_of_an_elastic_island_without_a_synchronization_are_noted(data, more, left_out):
-    notes: list[str] = []
-    argv = flags(data, ELASTIC, TRUST, more)
-    parse_settings(GPT, argv, 2, note=notes.append)
-    note = (
-        "the last 2 of 8 steps are not in the outer parameters, which are evaluated and saved: make --train-iters a "
-        "multiple of --island-sync-interval 3"
-    )
-    assert (note in notes) == left_out
-
-
-def test_an_island_without_a_good_secret_ends_before_it_trains(data, tmp_path):
-    secret = tmp_path / "secret"
-    secret.write_text("s" * 64)
-    secret.chmod(0o644)
-    argv = flags(data, ELASTIC, f"--global-batch-size 2 --island-lighthouse localhost:1 --island-secret-file {secret}")
-    (((code, _, err),),) = run_ranks(1, call_pretrain, argv)
-    assert code == 2 and err.endswith(
-        f"error: users other than its owner may read the islands' secret {secret}: chmod 600 {secret}\n"
-    )
+        parse_settings(GPT, flags(data, base, more), world_size)

@@ -12,9 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_zpp.checkpoint import read_meta
-from megatron_zpp.islands import OuterSync
 from megatron_zpp.training.nonfinite import NotFiniteError
-from megatron_zpp.training.run import Checkpoints
 from tests.ranks import run_in_turn, run_ranks
 from tests.training.small_run import NO_DROPOUT, flags, start, train_each, train_quietly
 
@@ -180,24 +178,3 @@ def test_a_signal_ends_all_islands_at_the_next_log_line(data, tmp_path):
     save = f"--save {tmp_path} --save-interval 100"
     argv = flags(data, ISLANDS, f"--island-sync-interval 2 --log-interval 5 --exit-signal-handler {save}")
     assert run_ranks(2, _stop_in_one_island, argv) == [5, 5]
-
-
-def _stop_amid_a_save(argv: list[str]) -> tuple[int, int]:
-    """Return the last iteration, and how often the run left the others."""
-    run, _ = start(argv)
-    save, left = Checkpoints.save, []
-
-    def save_and_ask(*arguments) -> None:
-        save(*arguments)
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpoints, "save", save_and_ask)
-        patch.setattr(OuterSync, "leave", lambda islands: left.append(islands))
-        train_quietly(run)
-    return run.counters.iteration, len(left)
-
-
-def test_an_island_that_is_asked_to_end_amid_a_save_leaves_the_others(data, tmp_path):
-    argv = flags(data, f"{NO_DROPOUT} --save {tmp_path} --save-interval 3 --exit-signal-handler")
-    assert run_ranks(1, _stop_amid_a_save, argv) == [(3, 1)]

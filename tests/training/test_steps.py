@@ -156,7 +156,7 @@ def test_dtypes_of_computing_and_reducing(flags_, compute, reduce):
 def test_evaluations_to_come(interval, iteration, evaluations):
     training = TrainingSettings(eval_interval=interval, train_iters=10, eval_iters=1, micro_batch_size=1)
     settings = SimpleNamespace(training=training, distributed=DistributedSettings())
-    mesh = SimpleNamespace(num_jobs=1, dp_size_of_job=1)
+    mesh = SimpleNamespace(dp_size=1)
     *_, (_, valid_samples, _) = _plan_length(settings, BatchSchedule(1, 1, 1), Counters(iteration=iteration), mesh)
     assert valid_samples == evaluations
 

@@ -112,7 +112,7 @@ def make_plan(
     def parse(typed: str) -> ResolvedSettings:
         given = [*words, *typed.split()]
         all_ranks, of_node = cluster.world_size, cluster.gpus_per_node
-        return parse_settings(architecture, given, all_ranks, lambda _: None, True, ranks_per_node=of_node)
+        return parse_settings(architecture, given, all_ranks, lambda _: None, ranks_per_node=of_node)
 
     def count(typed: str) -> Estimate:
         settings = parse(typed)
