@@ -12,8 +12,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -33,8 +31,8 @@ from megatron_zpp.parallel import experts as experts_module
 from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.sharding import mixed_precision, offloading, shard_model
 from megatron_zpp.training.loss import LanguageModelLoss
-from megatron_zpp.training.run import TrainState
-from megatron_zpp.training.step import _step
+from megatron_zpp.training.run import Run
+from megatron_zpp.training.step import train_step
 from megatron_zpp.zeropp import Traffic, apply_zeropp, ranks_of
 from megatron_zpp.zeropp.fsdp import topology
 from megatron_zpp.zeropp.recipes import RECIPES
@@ -90,10 +88,12 @@ def count(flags: str) -> dict[str, int]:
         with _disable_current_modes():
             zeropp = apply_zeropp(model, settings.zeropp)
         optimizer = build_optimizer(model, settings.optimizer, zeropp)
-        state = TrainState(model, None, optimizer, ranks_of(zeropp), LossScaler(settings.precision), zeropp, 3)
-        loss, same = LanguageModelLoss(mesh, CUDA), lambda optimizer: None
-        parts = dict(settings=settings, device=CUDA, mesh=mesh, loss=loss, copies=(), set_learning_rate=same)
-        run: Any = SimpleNamespace(**parts)
+        run = object.__new__(Run)  # without data, a schedule and a log
+        run.settings, run.device, run.mesh, run.loss = settings, CUDA, mesh, LanguageModelLoss(mesh, CUDA)
+        run.model, run.pipeline, run.copies, run.curriculum = model, None, (), None
+        run.optimizer, run.scaler = optimizer, LossScaler(settings.precision)
+        run.zeropp, run.ranks = zeropp, ranks_of(zeropp)
+        patches.enter_context(patch.object(Run, "set_learning_rate", lambda run: None))
         tokens = torch.zeros(1, length, dtype=torch.int64, device=CUDA)
         batch = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(1, length, device=CUDA)}
 
@@ -118,7 +118,7 @@ def count(flags: str) -> dict[str, int]:
             made.launches = 0
             made.groups.clear()
             host.waits.clear()
-            _step(run, state, iter([batch]), 1, False)
+            train_step(run, iter([batch]), 1, stop=False)
     nodes = [{rank // PER_NODE for rank in dist.get_process_group_ranks(group)} for group in made.groups]
     crossing = sum(len(each) > 1 for each in nodes)
     # The ranks of each unit told each other their nodes at the start.

@@ -58,9 +58,13 @@ class CheckpointSaver:
         begun = time.monotonic()
         self.wait()
         meta = meta | {"iteration": iteration, "torch": str(torch.__version__), "saved_at": _now()}
-        meta |= {"world_size": trained.world_size, "has_optimizer": bool(trained.optimizers), "has_rng": save_rng}
-        meta["zeropp"] = zeropp_layout(trained.zeropps)
-        meta["islands"] = None if trained.islands is None else dataclasses.asdict(trained.islands.config)
+        meta |= {
+            "world_size": trained.ranks.world_size,
+            "has_optimizer": trained.optimizer is not None,
+            "has_rng": save_rng,
+        }
+        meta["zeropp"] = zeropp_layout(trained.zeropp)
+        meta["islands"] = dataclasses.asdict(trained.islands.config) if trained.islands.num_islands > 1 else None
         writer = CheckpointWriter(self.folder, iteration, meta, self._lock, self._delete_old)
         planner = CachedPlanner(self._group, self._layout)
         arguments: dict[str, Any] = dict(storage_writer=writer, planner=planner, process_group=self._group)

@@ -1,17 +1,14 @@
 """Save the tensors of a run and load them again, on the same ranks or on others.
 
-model.NAME                     parameters, fp32; with islands, the outer parameters
-optimizer.NAME.KEY             the optimizer's state of a parameter; with islands, the first island's
+model.NAME                     parameters, fp32
+optimizer.NAME.KEY             the optimizer's state of a parameter
 rng.RANK.DEVICE                random states
 zeropp.RANK.…/KEY              LoCo's errors, scales of elements, rows of moved codes, noise
                                counters
-island1.model.NAME             an island's parameters; the first island is island0
-island1.optimizer.NAME.KEY     the state of its optimizer, except the first island's
-islands.momentum.NAME          the outer optimizer's momentum
-islands.RANK.KEY               steps, LoCo's errors between islands, transfers between them
+
+``megatron_zpp/islands/outer_sync.py`` says what islands add.
 """
 
-import copy
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,9 +25,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from megatron_zpp.errors import describe_error
-from megatron_zpp.islands import OuterSync
 from megatron_zpp.models.lora import is_adapter
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
+from megatron_zpp.zeropp.fsdp.topology import process_rank
 
 from .files import CheckpointError
 from .index import Entry, Index, read_index
@@ -41,21 +38,16 @@ from .trained import Trained, plan_resume
 
 def checkpoint_state(trained: Trained, save_rng: bool) -> dict[str, Tensor]:
     """Return this rank's tensors by name; with emulated ranks those of all."""
-    islands = trained.islands
-    state = _prefixed({prefix: _model_tensors(model) for prefix, model in trained.named_models()})
+    model, optimizer, zeropp = trained.model, trained.optimizer, trained.zeropp
+    state = _prefixed({"model.": _model_tensors(model)})
     # For an optimizer without a step (fp16 skips the first ones) torch would make a step of zeros, which counts.
-    for prefix, model, optimizer in trained.named_optimizers():
-        if optimizer.state:
-            state |= _prefixed({prefix: _optimizer_tensors(get_optimizer_state_dict(model, optimizer))})
-    for ranks in trained.ranks if save_rng else ():
-        state |= _prefixed({"rng.": ranks.random_states.state_dict()})
-    for zeropp in trained.zeropps:
+    if optimizer is not None and optimizer.state:
+        state |= _prefixed({"optimizer.": _optimizer_tensors(get_optimizer_state_dict(model, optimizer))})
+    if save_rng:
+        state |= _prefixed({"rng.": trained.ranks.random_states.state_dict()})
+    if zeropp is not None:
         state |= _prefixed({"zeropp.": zeropp.state_dict()})
-    if islands is not None:
-        # What is not trained is the same in all.
-        state |= _prefixed({"model.": _model_tensors(trained.models[0])})
-        state |= _outer_tensors(islands) | _prefixed({"islands.": islands.state_dict()})
-    return state
+    return trained.islands.checkpoint_state(state)
 
 
 def iterate_parameters(checkpoint: Path, meta: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -71,61 +63,35 @@ def load_checkpoint(
     Without optimizers it loads parameters only. Ranks and their ``layout`` (``Run.layout``) may differ from those that
     saved: then random states and LoCo's errors start over. Raises FailedTogether after printing the reason.
     """
-    islands = trained.islands
-    local_ranks = {rank for zeropp in trained.zeropps for rank in zeropp.ranks_with_state()}
+    model, optimizer, zeropp = trained.model, trained.optimizer, trained.zeropp
+    local_ranks = set() if zeropp is None else zeropp.ranks_with_state()
     plan = plan_resume(meta, trained, layout, load_rng, has_zeropp_state=bool(local_ranks))
-    loaded = trained if plan.islands else trained.first()
-    models = {prefix: _model_tensors(model) for prefix, model in loaded.named_models()}
-    optimizers = {
-        prefix: get_optimizer_state_dict(model, optimizer)
-        for island, (prefix, model, optimizer) in enumerate(loaded.named_optimizers(), loaded.first_island)
-        if plan.optimizers[island]
-    }
-    seeded = trained.ranks if plan.random_states else []
-    random_states = [ranks.random_states.state_dict() for ranks in seeded]
-    state = _prefixed(models) | _prefixed({prefix: _optimizer_tensors(local) for prefix, local in optimizers.items()})
-    for local in random_states:
-        state |= _prefixed({"rng.": local})
-
-    zeropp_state, islands_state = dict[str, Tensor](), dict[str, Tensor]()
-    island_ranks = _ranks_in(islands.state_dict()) if islands is not None and plan.island_wires else set()
+    tensors, optimizer_state, random_states = _model_tensors(model), dict[str, Any](), dict[str, Tensor]()
+    if optimizer is not None and plan.optimizer:
+        optimizer_state = get_optimizer_state_dict(model, optimizer)
+    if plan.random_states:
+        random_states = trained.ranks.random_states.state_dict()
+    own = {"model.": tensors, "optimizer.": _optimizer_tensors(optimizer_state), "rng.": random_states}
     with errors_on_all_ranks():
-        if trained.optimizers and not meta["has_optimizer"]:
+        if optimizer is not None and not meta["has_optimizer"]:
             raise CheckpointError(f"{checkpoint} was saved without its optimizer: load it with --no-load-optim")
-        index = read_index(checkpoint, meta, {*local_ranks, *island_ranks, *_ranks_in(*random_states)})
-        saved = index.tensors
-        if plan.zeropp:
-            zeropp_state = _tensors_to_fill(saved, "zeropp", local_ranks)
-        if plan.islands and islands is not None:
-            for name, tensor in _outer_tensors(islands).items():
-                if name in saved or name.startswith("model."):  # momentum may not have existed yet
-                    state[name] = tensor
-        if plan.island_wires:
-            islands_state = _tensors_to_fill(saved, "islands", island_ranks)
-        state |= _prefixed({"zeropp.": zeropp_state, "islands.": islands_state})
-        _check_shapes(checkpoint, state, saved)
+        index = read_index(checkpoint, meta, {*local_ranks, str(process_rank()), *_ranks_in(random_states)})
+        zeropp_state = _tensors_to_fill(index.tensors, "zeropp", local_ranks) if plan.zeropp else {}
+        state = trained.islands.tensors_to_load(_prefixed(own | {"zeropp.": zeropp_state}), index.tensors)
+        _check_shapes(checkpoint, state, index.tensors)
     _read(index, state)
 
-    for prefix, model in loaded.named_models():
-        _set_model_tensors(model, models[prefix])
-    for prefix, model, optimizer in loaded.named_optimizers():
-        if prefix in optimizers:
-            set_optimizer_state_dict(model, optimizer, optimizers[prefix])
-    for model, optimizer in list(zip(trained.models, trained.optimizers, strict=False))[len(loaded.models) :]:
-        if "optimizer." in optimizers:  # emulated islands that start over
-            set_optimizer_state_dict(model, optimizer, copy.deepcopy(optimizers["optimizer."]))
-    for ranks, local in zip(seeded, random_states, strict=True):
-        ranks.random_states.load_state_dict(local)
-    for zeropp in trained.zeropps:
+    _set_model_tensors(model, tensors)
+    if optimizer is not None and plan.optimizer:
+        set_optimizer_state_dict(model, optimizer, optimizer_state)
+    if plan.random_states:
+        trained.ranks.random_states.load_state_dict(random_states)
+    if zeropp is not None:
         zeropp.invalidate()
         if plan.zeropp:
             # Warns, and loads nothing, if an earlier version divided the model into other units.
             zeropp.load_state_dict({name: tensor.to(zeropp.device) for name, tensor in zeropp_state.items()})
-    if islands is not None:
-        if plan.islands:
-            islands.load_state_dict(islands_state)
-        else:
-            islands.restart()
+    trained.islands.load_checkpoint_state(state)
     return list(plan.notes)
 
 
@@ -168,13 +134,6 @@ def root_cause(error: dcp.api.CheckpointException) -> str:
     return f"rank {rank}: {kind}{describe_error(cause)}"
 
 
-def _outer_tensors(islands: OuterSync) -> dict[str, Tensor]:
-    """Return the outer parameters, by the model's names, and the outer optimizer's momentum."""
-    prefixes = {"agreed": "model.", "momentum": "islands.momentum."}
-    state = {tuple(key.split(".", 1)): tensor for key, tensor in islands.outer_state().items()}
-    return {prefixes[kind] + name: tensor for (kind, name), tensor in state.items()}
-
-
 def _prefixed(named: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
     return {prefix + name: tensor for prefix, tensors in named.items() for name, tensor in tensors.items()}
 
@@ -183,15 +142,15 @@ def _optimizer_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of ``get_optimizer_state_dict``; the run sets the groups' settings at every step."""
     return {
         f"{name}.{key}": value
-        for name, values in state["state"].items()
+        for name, values in state.get("state", {}).items()
         for key, value in values.items()
         if isinstance(value, Tensor)
     }
 
 
-def _ranks_in(*states: Mapping[str, Tensor]) -> set[str]:
+def _ranks_in(state: Mapping[str, Tensor]) -> set[str]:
     """Return the ranks that tensor names begin with."""
-    return {name.partition(".")[0] for state in states for name in state}
+    return {name.partition(".")[0] for name in state}
 
 
 def _tensors_to_fill(saved: Mapping[str, Entry], kind: str, ranks: Collection[str]) -> dict[str, Tensor]:

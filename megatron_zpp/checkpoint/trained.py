@@ -1,11 +1,9 @@
-"""The models and optimizers that one process saves and loads, and which parts of a checkpoint a run can load."""
-
-from __future__ import annotations
+"""The model and optimizer that one process saves and loads, and which parts of a checkpoint a run can load."""
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -19,39 +17,17 @@ from megatron_zpp.zeropp import Ranks, ZeroPPConfig, ZeroPPInterface, ranks_of
 
 @dataclass(frozen=True)
 class Trained:
-    """What this process trains: one model, or with emulated islands one for each."""
+    """What this process trains."""
 
-    models: Sequence[nn.Module]
-    optimizers: Sequence[torch.optim.Optimizer]  # one per model; empty: neither saved nor loaded
-    zeropps: Sequence[ZeroPPInterface]  # one per model; empty at ZeRO stage 0
-    islands: OuterSync | None = None
-    first_island: int = 0  # number of the first model's island
-
-    @property
-    def ranks(self) -> list[Ranks]:
-        """Return the ranks that this process computes for, of each model."""
-        return [ranks_of(zeropp) for zeropp in self.zeropps] or [ranks_of(None)]
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None = None  # None: neither saved nor loaded
+    zeropp: ZeroPPInterface | None = None  # None at ZeRO stage 0
+    islands: OuterSync = field(default_factory=OuterSync)
 
     @property
-    def world_size(self) -> int:
-        return sum(ranks.world_size for ranks in self.ranks)
-
-    def named_models(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield each model with the prefix of its tensors' names."""
-        for island, model in enumerate(self.models, self.first_island):
-            yield f"island{island}.model." if self.islands is not None else "model.", model
-
-    def named_optimizers(self) -> Iterator[tuple[str, nn.Module, torch.optim.Optimizer]]:
-        """Yield prefix, model and optimizer. The first has the plain prefix, so that a run without islands finds it."""
-        pairs = zip(self.models, self.optimizers, strict=False)
-        for island, (model, optimizer) in enumerate(pairs, self.first_island):
-            prefix = f"island{island}.optimizer." if self.islands is not None and island > 0 else "optimizer."
-            yield prefix, model, optimizer
-
-    def first(self) -> Trained:
-        """Return the first model alone, as if there were no islands."""
-        models, optimizers = self.models[:1], self.optimizers[:1]
-        return dataclasses.replace(self, models=models, optimizers=optimizers, islands=None, first_island=0)
+    def ranks(self) -> Ranks:
+        """Return the ranks that this process computes for."""
+        return ranks_of(self.zeropp)
 
 
 @dataclass(frozen=True)
@@ -59,11 +35,9 @@ class ResumePlan:
     """Which parts of a checkpoint to load besides parameters. ``notes`` explains what is left out."""
 
     notes: tuple[str, ...]
-    optimizers: tuple[bool, ...]  # for each island that saved; False if it had made no step
+    optimizer: bool
     random_states: bool
     zeropp: bool
-    islands: bool  # each its parameters and optimizer; else all start from the first model
-    island_wires: bool  # LoCo's errors between islands, and transfers on their way
 
 
 def plan_resume(
@@ -72,48 +46,34 @@ def plan_resume(
     """Decide what a run on the ranks of ``layout`` loads from a checkpoint with this ``meta``."""
     notes: list[str] = []
     saved_layout = dict.fromkeys(AXES, 1) | meta.get("layout", {})  # newer axes: one rank
-    same_layout, trains = "layout" in meta and saved_layout == layout, bool(trained.optimizers)
-    stepped = meta.get("optimizers_have_stepped", [True] * saved_layout["island"])
-    optimizers = tuple(trains and has_stepped for has_stepped in stepped)
+    same_layout, trains = "layout" in meta and saved_layout == layout, trained.optimizer is not None
 
     random_states = load_rng and meta["has_rng"]
     if load_rng and not random_states:
         notes.append("random states start over: the checkpoint has none")
     if random_states and not same_layout:
-        others = f"{meta['world_size']} ranks saved, {trained.world_size} load"
-        otherwise = ", divided otherwise" if meta["world_size"] == trained.world_size else ""
+        world_size = trained.ranks.world_size
+        others = f"{meta['world_size']} ranks saved, {world_size} load"
+        otherwise = ", divided otherwise" if meta["world_size"] == world_size else ""
         notes.append(f"random states start over: {others}{otherwise}")
         random_states = False
 
     zeropp = trains and has_zeropp_state
-    if zeropp and (not same_layout or _comparable(meta["zeropp"]) != _comparable(zeropp_layout(trained.zeropps))):
+    if zeropp and (not same_layout or _comparable(meta["zeropp"]) != _comparable(zeropp_layout(trained.zeropp))):
         kept = "LoCo's errors, scales of elements and weight copies"
         notes.append(f"{kept} start over: saved with other ranks, nodes or ZeRO++ settings")
         zeropp = False
 
-    islands = trained.islands
-    same_islands = islands is not None and saved_layout["island"] == islands.num_islands
-    islands_go_on = same_islands and trains
-    if islands is not None and not islands_go_on and trains:
-        notes.append(f"islands start over from the checkpoint's parameters: {saved_layout['island']} islands saved")
-    if saved_layout["island"] > 1 and not islands_go_on and trains:
-        notes.append("the optimizer's state is that of the first island that saved")
-    # Errors and transfers belong to ranks and to a wire format.
-    same_wire = islands is not None and _wire_settings(meta.get("islands")) == _wire_settings(
-        dataclasses.asdict(islands.config)
-    )
-    island_wires = islands_go_on and same_layout and same_wire
-    if islands_go_on and not island_wires:
-        what = "LoCo's errors between islands start over, and what was on its way is dropped"
-        notes.append(f"{what}: saved with other ranks or settings")
-    return ResumePlan(tuple(notes), optimizers, random_states, zeropp, islands_go_on, island_wires)
+    notes += trained.islands.plan_resume(meta, same_layout, trains)
+    # An optimizer that had made no step has no state.
+    optimizer = trains and trained.islands.pick(meta.get("optimizers_have_stepped", [True]))
+    return ResumePlan(tuple(notes), optimizer, random_states, zeropp)
 
 
-def zeropp_layout(zeropps: Sequence[ZeroPPInterface]) -> dict[str, Any] | None:
-    """Return what must be the same for ranks to load their ZeRO++ state. It is the same in all islands."""
-    if not zeropps:
+def zeropp_layout(zeropp: ZeroPPInterface | None) -> dict[str, Any] | None:
+    """Return what must be the same for ranks to load their ZeRO++ state."""
+    if zeropp is None:
         return None
-    zeropp = zeropps[0]
     # Nodes and ranks per node, for each division that units have.
     topology = list(chain.from_iterable(dict.fromkeys((t.num_nodes, t.ranks_per_node) for t in zeropp.topologies)))
     return {"topology": topology, "config": dataclasses.asdict(zeropp.config)}
@@ -133,9 +93,3 @@ def _comparable(zeropp_layout: dict[str, Any] | None) -> Any:
     if isinstance(loco := config["loco"], dict):
         config["loco"] = {name: value for name, value in loco.items() if name != "exact_undo"}
     return json.loads(json.dumps(zeropp_layout | {"config": config}))
-
-
-def _wire_settings(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the settings of islands on which their saved errors and transfers depend."""
-    free = {"outer_optimizer", "outer_lr", "outer_momentum", "loco_beta", "merge_alpha", "offload"}
-    return {name: value for name, value in (config or {}).items() if name not in free}

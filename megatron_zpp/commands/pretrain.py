@@ -170,7 +170,7 @@ def describe(run: Run) -> None:
         print_once(zeropp.describe())
         if dist.get_rank() == 0 and (on_two := _describe_two_nodes(run)) is not None:
             print(on_two, flush=True)
-    if run.has_islands:
+    if run.islands.num_islands > 1:
         print_once(run.islands.describe())
 
 

@@ -1,92 +1,65 @@
-"""DiLoCo's outer loop: count inner steps, and synchronize each fragment of the model when its outer step is due."""
+"""DiLoCo's outer loop: count inner steps, and synchronize each fragment of the model when its outer step is due.
 
-import re
+A trainer's checkpoint has all islands:
+
+model.NAME                     the outer parameters, and what is not trained
+optimizer.NAME.KEY             the first island's optimizer, so that a run without islands finds it
+island1.model.NAME             an island's own parameters; the first island is island0
+island1.optimizer.NAME.KEY     its optimizer
+islands.momentum.NAME          the outer optimizer's momentum
+islands.RANK.KEY               ``OuterSync.state_dict``
+"""
+
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_zpp.zeropp import Traffic, ZeroPPInterface
 from megatron_zpp.zeropp.fsdp.shared import below
+from megatron_zpp.zeropp.fsdp.topology import gather_objects, process_rank
 
 from .config import IslandConfig
-from .hops import IslandHops
-from .outer_state import OuterState, local_data
+from .fragment import Fragment
+from .outer_state import local_data
 
-
-class Fragment:
-    """Parameters that are synchronized together: of each island of this process; hops: what each of its ranks sends."""
-
-    def __init__(self, islands: Sequence[Mapping[str, nn.Parameter]], config: IslandConfig) -> None:
-        self.islands, self.outer, self.hops = islands, OuterState(islands[0], config), dict[int, IslandHops]()
-
-    def start_alike(self) -> None:
-        """Copy the first island's parameters to all."""
-
-    @property
-    def is_in_flight(self) -> bool:
-        """Whether a hop was started. False in a run that resumes on other ranks than those that saved."""
-        return any(hops.is_in_flight for hops in self.hops.values())
-
-    def start(self, step: int, is_left_out: bool = False) -> bool:
-        """Send the first hop: what islands trained since the last outer step.
-
-        Return False if this island holds NaN, Inf or numbers beyond ``MAX_VALUE``, and so contributes nothing, as one
-        that ``is_left_out`` does. step: for the note about it.
-        """
-        return True
-
-    def start_second_hop(self) -> None:
-        """Wait for the first hop, and send each rank's piece of the mean."""
-
-    def receive_mean(self) -> list[Tensor]:
-        """Wait for the second hop, and return the mean difference of all islands."""
-        raise NotImplementedError
-
-    def finish(self, on_mean: bool = False) -> None:
-        """Take the outer step; ``on_mean``: without the outer optimizer."""
-        self.outer.step(self.receive_mean(), on_mean)
-        for parameters in self.islands:
-            self.outer.merge_into(parameters)
-
-    def copy_outer(self) -> None:
-        """Replace the islands' parameters by the outer ones."""
-        for parameters in self.islands:
-            self.outer.copy_to(parameters)
+T = TypeVar("T")
 
 
 class OuterSync:
-    """The islands that this process trains, and how it synchronizes them with all others; by default none.
+    """This rank's island, and how it synchronizes with all others. By default there are none, and nothing happens.
 
     Each of F fragments starts once in an interval of H steps, one after the other, and arrives ``sync_delay`` steps
     later. Its second hop starts halfway, when the first must be over.
     """
 
+    steps = 0  # of the inner optimizer, skipped ones included
     has_synchronized = False  # whether the last step replaced parameters
-    steps = 0  # of the inner optimizers, skipped ones included
+    resumes = _resumes_wires = False  # whether the last ``plan_resume`` found each island's own state
     _is_counting = True
     _left_out_at: int | None = None  # the step at which this island last contributed nothing
 
     def __init__(
         self,
         config: IslandConfig | None = None,
-        num_islands: int = 1,
+        group: dist.ProcessGroup | None = None,
         fragments: Sequence[Fragment] = (),
         traffic: Traffic | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         model: nn.Module | None = None,
-        zeropps: Sequence[ZeroPPInterface | None] = (),
+        zeropp: ZeroPPInterface | None = None,
     ) -> None:
-        """optimizer: count its steps. model, zeropps: drop their copies of parameters that are replaced."""
-        self.config, self.num_islands = config or IslandConfig(), num_islands
-        self._fragments, self.traffic = fragments, traffic or Traffic()
-        self._model, self._zeropps = model, zeropps
-        self.optimizer = optimizer  # restarts where this island takes over the others' parameters
+        """Start all islands from the first one's parameters. Collective. Arguments are those of ``apply_islands``."""
+        self.config, self._group, self._fragments = config or IslandConfig(), group, fragments
+        self.num_islands, self.number = (1, 0) if group is None else (group.size(), group.rank())
+        self.traffic = traffic or Traffic()
+        self._model, self._optimizer, self._zeropp = model, optimizer, zeropp
         self.restart()
-        if optimizer is not None:
-            optimizer.register_step_post_hook(self._optimizer_has_stepped)
 
     def describe(self) -> str:
         """Return one line: how many islands there are, and how they synchronize."""
@@ -96,16 +69,19 @@ class OuterSync:
     def restart(self) -> None:
         """Start all islands again from the first one's parameters, after you loaded weights. Collective."""
         for fragment in self._fragments:
-            fragment.start_alike()
-            fragment.outer.reset(fragment.islands[0])
+            fragment.restart()
         self.load_state_dict({})
 
+    def count_by_hook(self, optimizer: torch.optim.Optimizer) -> None:
+        """Call ``after_step`` after each step of the optimizer, but for what ``not_counting`` encloses."""
+        optimizer.register_step_post_hook(lambda *_: self.after_step() if self._is_counting else None)
+
     @torch.no_grad()
-    def count_step(self) -> None:
+    def after_step(self, is_last: bool = False) -> None:
         """Count an inner step, and synchronize the fragments that are due. Collective over islands if any is.
 
-        The optimizer's hook calls it, if there is an optimizer. Call it yourself for a step that no optimizer takes (an
-        overflow): all islands synchronize at the same steps, skipped ones included.
+        The optimizer's hook calls it, if there is one. Call it yourself for a step that no optimizer takes (an
+        overflow): all islands synchronize at the same steps, skipped ones included. is_last: ``conclude``, too.
         """
         self.steps += 1
         self.has_synchronized = False
@@ -120,6 +96,8 @@ class OuterSync:
                 self.has_synchronized = True
         if self.has_synchronized:
             self._parameters_replaced()
+        if is_last:
+            self.conclude()
 
     @torch.no_grad()
     def conclude(self) -> None:
@@ -155,12 +133,11 @@ class OuterSync:
             return
         self._left_out_at = self.steps
         for each in self._fragments:
-            each.copy_outer()
-        if self.optimizer is not None:
-            self.optimizer.state.clear()
-        for zeropp in self._zeropps:
-            if zeropp is not None:
-                zeropp.rescale_errors(0.0)
+            each.outer.copy_to(each.parameters)
+        if self._optimizer is not None:
+            self._optimizer.state.clear()
+        if self._zeropp is not None:
+            self._zeropp.rescale_errors(0.0)
         self.has_synchronized = True
 
     def _starts(self, fragment: int, step: int) -> bool:
@@ -178,22 +155,24 @@ class OuterSync:
         finally:
             self._is_counting = before
 
-    def _optimizer_has_stepped(self, *_: object) -> None:
-        if self._is_counting:
-            self.count_step()
-
     @contextmanager
     def outer_parameters(self) -> Iterator[None]:
-        """Put the outer parameters into the model for this block, then the island's own again. Call it on all ranks."""
-        islands = [island for fragment in self._fragments for island in fragment.islands]
-        parameters = [parameter for island in islands for parameter in island.values()]
+        """Put the outer parameters into the model for this block, then the island's own again. Call it on all ranks.
+
+        ``traffic`` counts nothing meanwhile: no later step uses what is gathered here.
+        """
+        if not self._fragments:
+            yield
+            return
+        parameters = [parameter for fragment in self._fragments for parameter in fragment.parameters.values()]
         own = [local_data(parameter).clone() for parameter in parameters]
         with torch.no_grad():
             for fragment in self._fragments:
-                fragment.copy_outer()
+                fragment.outer.copy_to(fragment.parameters)
         self._parameters_replaced()
         try:
-            yield
+            with self.traffic.paused():
+                yield
         finally:
             with torch.no_grad():
                 for parameter, value in zip(parameters, own, strict=True):
@@ -202,9 +181,8 @@ class OuterSync:
 
     def _parameters_replaced(self) -> None:
         """Drop copies of the old parameters: ZeRO++'s, and those of FSDP2 units that an evaluation left gathered."""
-        for zeropp in self._zeropps:
-            if zeropp is not None:
-                zeropp.invalidate()
+        if self._zeropp is not None:
+            self._zeropp.invalidate()
         for module in self._model.modules() if self._model is not None else ():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -214,35 +192,93 @@ class OuterSync:
         return {key: tensor for fragment in self._fragments for key, tensor in fragment.outer.state_dict().items()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what else an exact resume needs, as "RANK.KEY": steps, LoCo's errors, hops in flight. Collective."""
-        state = {}
+        """Return what else an exact resume needs, as "RANK.KEY": steps, LoCo's errors, hops in flight."""
+        state, rank = {}, process_rank()
         for number, fragment in enumerate(self._fragments):
-            for rank, hops in fragment.hops.items():
-                state[f"{rank}.steps"] = torch.tensor(self.steps)
-                state |= {f"{rank}.fragment{number}.{key}": value for key, value in hops.state_dict().items()}
+            state[f"{rank}.steps"] = torch.tensor(self.steps)
+            state |= {f"{rank}.fragment{number}.{key}": value for key, value in fragment.hops.state_dict().items()}
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load what ``state_dict`` returned on the same ranks, after models and ``outer_state``; {} restarts all."""
+        rank = process_rank()
+        self.steps = int(state.get(f"{rank}.steps", 0))
         for number, fragment in enumerate(self._fragments):
-            for rank, hops in fragment.hops.items():
-                self.steps = int(state.get(f"{rank}.steps", 0))
-                hops.load_state_dict(below(state, f"{rank}.fragment{number}."))
+            fragment.hops.load_state_dict(below(state, f"{rank}.fragment{number}."))
         self._parameters_replaced()
 
+    def gather(self, value: T) -> list[T]:
+        """Return the value of each island in order; its ranks must have the same. Collective."""
+        return [value] if self._group is None else gather_objects(value, self._group)
 
-def split_into_fragments(parameters: Mapping[str, nn.Parameter], fragments: int) -> list[dict[str, nn.Parameter]]:
-    """Return each fragment's parameters by name: every F-th layer; the first fragment has all that is in no layer.
+    def agree(self, wish: bool, meets: bool) -> bool:
+        """Return whether any island wishes it, where all of them meet; without islands the wish. Collective there."""
+        if self._group is None:
+            return wish
+        return meets and any(self.gather(wish))
 
-    The first number in a name is its layer: "layers.5" of "layers.5.mlp.weight". Raises ValueError if a fragment would
-    be empty.
-    """
-    layers: dict[str, int] = {}
-    divided: list[dict[str, nn.Parameter]] = [{} for _ in range(fragments)]
-    for name, parameter in parameters.items():
-        layer = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", name)
-        number = layers.setdefault(layer[0], len(layers)) if layer is not None else 0
-        divided[number % fragments][name] = parameter
-    if not all(divided):
-        raise ValueError(f"{fragments} fragments are more than the {len(layers)} layers of a rank: ask for fewer")
-    return divided
+    def checkpoint_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Turn a run's tensors, "model.NAME" and so on, into this rank's part of a checkpoint of all islands."""
+        if self._group is None:
+            return dict(state)
+        shared = {name: tensor for name, tensor in state.items() if name.startswith("model.")}
+        wires = {f"islands.{key}": value for key, value in self.state_dict().items()}
+        return self._named_as_own(state) | shared | self._named_outer_state() | wires
+
+    def plan_resume(self, meta: Mapping[str, Any], is_same_layout: bool, trains: bool) -> list[str]:
+        """Decide what to load from a checkpoint; return notes on what starts over. trains: with its optimizer.
+
+        meta: "layout" has the number of islands that saved, "islands" their ``IslandConfig``.
+        """
+        saved, notes = meta.get("layout", {}).get("island", 1), []
+        self.resumes = self._group is not None and saved == self.num_islands and trains
+        if self._group is not None and not self.resumes and trains:
+            notes.append(f"islands start over from the checkpoint's parameters: {saved} islands saved")
+        if saved > 1 and not self.resumes and trains:
+            notes.append("the optimizer's state is that of the first island that saved")
+        # Errors and transfers belong to ranks and to a wire format.
+        is_same_wire = _wire_settings(meta.get("islands")) == _wire_settings(dataclasses.asdict(self.config))
+        self._resumes_wires = self.resumes and is_same_layout and is_same_wire
+        if self.resumes and not self._resumes_wires:
+            what = "LoCo's errors between islands start over, and what was on its way is dropped"
+            notes.append(f"{what}: saved with other ranks or settings")
+        return notes
+
+    def pick(self, values: Sequence[T]) -> T:
+        """Return this island's of the values that ``gather`` returned in the run that saved; else the first's."""
+        return values[self.number if self.resumes else 0]
+
+    def tensors_to_load(self, state: Mapping[str, Tensor], saved: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Name the tensors that a run is to fill as this island's, and add others. saved: sizes and dtypes by name."""
+        if not self.resumes:
+            return dict(state)
+        state = self._named_as_own(state)
+        for name, tensor in self._named_outer_state().items():
+            if name in saved or name.startswith("model."):  # momentum may not have existed yet
+                state[name] = tensor
+        wires = [name for name in saved if name.startswith(f"islands.{process_rank()}.") and self._resumes_wires]
+        return state | {name: torch.empty(saved[name].size, dtype=saved[name].dtype) for name in wires}
+
+    def load_checkpoint_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what ``tensors_to_load`` returned, filled, or start over. Collective."""
+        if self.resumes:
+            self.load_state_dict(below(state, "islands."))
+        else:
+            self.restart()
+
+    def _named_as_own(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Rename the island's own tensors."""
+        prefixes = ("model.", "optimizer.") if self.number > 0 else ("model.",)
+        return {f"island{self.number}.{k}" if k.startswith(prefixes) else k: tensor for k, tensor in state.items()}
+
+    def _named_outer_state(self) -> dict[str, Tensor]:
+        """Return the outer parameters by the model's names, and the outer momentum."""
+        prefixes = {"agreed": "model.", "momentum": "islands.momentum."}
+        state = {tuple(key.split(".", 1)): tensor for key, tensor in self.outer_state().items()}
+        return {prefixes[kind] + name: tensor for (kind, name), tensor in state.items()}
+
+
+def _wire_settings(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the settings on which saved errors and transfers depend."""
+    free = {"outer_optimizer", "outer_lr", "outer_momentum", "loco_beta", "merge_alpha", "offload"}
+    return {name: value for name, value in (config or {}).items() if name not in free}

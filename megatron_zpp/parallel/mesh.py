@@ -39,7 +39,6 @@ class Mesh:
         emulated_ranks: int = 1,
         replicas: int = 1,
         expert_parallel: int = 1,
-        emulated_islands: int = 1,
     ) -> None:
         """Divide all ranks of the default process group, whose number must be a multiple of the product. Collective.
 
@@ -48,12 +47,11 @@ class Mesh:
             emulated_ranks: data-parallel ranks that this process computes for, if it is the only one.
             replicas: groups of ranks that each hold all of what FSDP shards; a divisor of the ranks of ``fsdp``.
             expert_parallel: consecutive ranks of ``fsdp`` that divide the experts; a divisor of them, too.
-            emulated_islands: into how many islands the emulated ranks are divided.
         """
         sizes = dict.fromkeys(AXES, 1) | dict(sizes or {})
         sizes["dp"] = dist.get_world_size() // math.prod(size for axis, size in sizes.items() if axis != "dp")
         grid = init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=tuple(AXES))
-        self.emulated_ranks, self.emulated_islands = emulated_ranks, emulated_islands
+        self.emulated_ranks = emulated_ranks
 
         self.island = grid["island"]  # the ranks of this rank's place in all islands
         self.pp = grid["pp"]  # the ranks with this rank's samples and parts of layers, one of each pipeline stage
@@ -68,7 +66,7 @@ class Mesh:
         if replicas > 1:
             shape = (replicas, self.fsdp.size() // replicas)
             self.sharding = self.fsdp._unflatten(0, shape, ("replicate", "shard"))
-        self.fsdp_size = self.fsdp.size() * emulated_ranks // emulated_islands
+        self.fsdp_size = self.fsdp.size() * emulated_ranks
         self.ep_size = expert_parallel
         if expert_parallel > 1:
             # Where every rank has a replica, so has each rank of those with the same experts; where some of them have
@@ -83,15 +81,13 @@ class Mesh:
             # The mesh that fully_shard gets for this rank's experts.
             self.expert_sharding = experts[("expert_replicate", "expert_fsdp") if is_replicated else "expert_fsdp"]
 
-        # All ranks of this rank's island; None if it has all ranks.
-        self.ranks_of_island: dist.ProcessGroup | None = None
+        # The ranks that take a step together, this rank's island; None: all ranks.
+        self.step_group: dist.ProcessGroup | None = None
         if self.island.size() > 1:
-            others = tuple(axis for axis in AXES if axis != "island")
-            self.ranks_of_island = grid[others]._flatten("ranks_of_island").get_group()
+            self.step_group = grid[tuple(AXES)[1:]]._flatten("step_group").get_group()
 
-        emulated = {"island": emulated_islands, "dp": emulated_ranks // emulated_islands}
         # Ranks along each axis, emulated ones included.
-        self.sizes = {axis: grid[axis].size() * emulated.get(axis, 1) for axis in AXES}
+        self.sizes = {axis: grid[axis].size() * (emulated_ranks if axis == "dp" else 1) for axis in AXES}
         self.num_islands = self.sizes["island"]
         # Ranks that train on different samples, of all islands, and this rank's place among them.
         self.dp_size = self.num_islands * self.sizes["dp"]

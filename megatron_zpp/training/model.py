@@ -47,7 +47,7 @@ class ModelBuilder:
     zeropp: ZeroPPInterface | None = None  # None at ZeRO stage 0
     activation_offload: ActivationOffload = field(default_factory=ActivationOffload)  # of all stages
 
-    def build(self, emulated_island: int = 0) -> Transformer:
+    def build(self) -> Transformer:
         """Build the model, sharded before it has storage, so that only an emulated one exists whole on a rank."""
         settings, mesh, zero, ranks = self.settings, self.mesh, self.settings.zero, self.settings.distributed
         self._check_nodes()
@@ -69,14 +69,13 @@ class ModelBuilder:
             self.zeropp = emulate_zeropp(
                 model,
                 settings.zeropp,
-                ranks.emulate_nodes // mesh.emulated_islands,
+                ranks.emulate_nodes,
                 ranks.emulate_ranks // ranks.emulate_nodes,
                 units=[*model.layers, *model.end_units()],
                 gathered_once=model.end_units(),
                 param_dtype=precision.param_dtype,
                 reduce_dtype=precision.reduce_dtype,
                 zero_stage=zero.zero_stage,
-                first_rank=emulated_island * mesh.fsdp_size,
             )
         if self.zeropp is not None:
             self.zeropp.monitor_errors(zero.zeropp_monitor_interval)

@@ -1,7 +1,4 @@
-"""Find where NaN or Inf began: compute the step again, and check every module's output and gradient.
-
-Each island does so alone: the others need not wait for it.
-"""
+"""Find where NaN or Inf began: compute the step again, and check every module's output and gradient."""
 
 import math
 import socket
@@ -15,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron_zpp.models.transformer import ModelOutput
 from megatron_zpp.parallel.distributed import print_once
-from megatron_zpp.training.run import IslandStep, Run, TrainState
+from megatron_zpp.training.run import Run, StepStats
 from megatron_zpp.training.step import accumulate_gradients
 from megatron_zpp.zeropp import unmoved
 from megatron_zpp.zeropp.fsdp.topology import gather_if_any, gather_objects
@@ -30,64 +27,64 @@ class NotFiniteError(ValueError):
 
 
 class NonfiniteSteps:
-    """Counts the steps that an island skipped for NaN or Inf, and reports where that began. Collective on its ranks."""
+    """Counts the steps that were skipped for NaN or Inf, and reports where that began. Collective on a step's ranks."""
 
-    def __init__(self, run: Run, state: TrainState) -> None:
-        self.run, self.state, training = run, state, run.settings.training
+    def __init__(self, run: Run) -> None:
+        self.run, training = run, run.settings.training
         # fp16's first loss scale, 2^32, may take 30 halvings to come down.
-        self.limit = training.max_nonfinite_steps or (50 if state.scaler.is_dynamic else 10)
+        self.limit = training.max_nonfinite_steps or (50 if run.scaler.is_dynamic else 10)
         self.is_checked = not training.no_check_for_nan_in_loss_and_grad
         self.steps = self.in_a_row = 0  # of this process; the last steps that were not finite
-        self.last: IslandStep | None = None
+        self.last: StepStats | None = None
         self.where = ""
         self.too_many: str | None = None  # why the run ends
 
-    def step(self, step: IslandStep) -> bool:
-        """Count a step; return whether too many in a row were not finite."""
-        self.steps, self.last = self.steps + 1, step
-        self.in_a_row = self.in_a_row + 1 if step.is_nonfinite else 0
-        if not step.is_nonfinite or not self.is_checked:
-            return False
-        if self.in_a_row == (self.limit if self.state.scaler.is_dynamic else 1):
-            self.where = self._locate(step)
-            if dist.get_rank(self.run.mesh.ranks_of_island) == 0:
+    def step(self, stats: StepStats) -> bool:
+        """Count a step before other parameters replace its own; return whether too many in a row were not finite."""
+        self.steps, self.last = self.steps + 1, stats
+        self.in_a_row = self.in_a_row + 1 if stats.is_nonfinite else 0
+        if not stats.is_nonfinite or not self.is_checked:
+            return self.too_many is not None
+        iteration, scaler = self.run.counters.iteration, self.run.scaler
+        if self.in_a_row == (self.limit if scaler.is_dynamic else 1):
+            self.where = locate_nonfinite(self.run, stats)
+            if dist.get_rank(self.run.mesh.step_group) == 0:
                 print(
-                    f"note: NaN or Inf at iteration {self.run.counters.iteration} (loss {step.loss:g}, gradient norm "
-                    f"{step.grad_norm:g}), the step was skipped: {self.where}",
+                    f"note: NaN or Inf at iteration {iteration} (loss {stats.loss:g}, gradient norm "
+                    f"{stats.grad_norm:g}), the step was skipped: {self.where}",
                     flush=True,
                 )
-        if self.in_a_row < self.limit:
-            return False
-        # Kept: finite steps may follow until islands exchange their statistics.
-        iteration, scale = self.run.counters.iteration, self.state.scaler.scale
-        self.too_many = (
-            f"{self.in_a_row} steps in a row, up to iteration {iteration}, had NaN or Inf (loss scale {scale:g}), so "
-            f"the parameters did not move: {self.where}; lower --lr or look at the data, or go on with "
-            "--no-check-for-nan-in-loss-and-grad"
-        )
-        return True
+        if self.in_a_row >= self.limit:
+            self.too_many = (
+                f"{self.in_a_row} steps in a row, up to iteration {iteration}, had NaN or Inf (loss scale "
+                f"{scaler.scale:g}), so the parameters did not move: {self.where}; lower --lr or look at the data, or "
+                "go on with --no-check-for-nan-in-loss-and-grad"
+            )
+        return self.too_many is not None
 
-    def _locate(self, step: IslandStep) -> str:
-        if self.run.islands.has_synchronized:
-            return "the islands synchronized after this step, so it cannot be computed again to find where that began"
-        return locate_nonfinite(self.run, self.state, step)
+    def why_too_many(self) -> str | None:
+        """Return why some ranks had too many steps of NaN or Inf; None if none had. Collective over all ranks."""
+        return next(filter(None, gather_if_any(self.too_many)), None)
 
-    def at_end(self) -> str | None:
-        """Return why the run came to nothing: no finite step, or NaN or Inf in a parameter that the last step moved."""
+    def why_nothing_came_of_it(self) -> str | None:
+        """Return why the run came to nothing; None if it did not. Collective over all ranks."""
+        return next(filter(None, gather_if_any(self._at_end())), None)
+
+    def _at_end(self) -> str | None:
+        """Say that there was no finite step, or that NaN or Inf is in a parameter that the last step moved."""
         run, last = self.run, self.last
         assert last is not None
         iteration = run.counters.iteration
         if self.in_a_row < self.steps:
-            per_rank = gather_if_any(nonfinite_tensor(self.state.model), run.mesh.ranks_of_island)
-            name = next(filter(None, per_rank), None)
+            name = next(filter(None, gather_if_any(nonfinite_tensor(run.model), run.mesh.step_group)), None)
             if name is None:
                 return None
             return (
                 f"NaN or Inf is in {name} after iteration {iteration}: lower --lr, and go on from an older checkpoint "
                 "with --ckpt-step"
             )
-        scale, least = self.state.scaler.scale, run.settings.precision.min_loss_scale
-        if self.state.scaler.is_dynamic and math.isfinite(last.loss) and least < scale < math.inf:
+        scale, least = run.scaler.scale, run.settings.precision.min_loss_scale
+        if run.scaler.is_dynamic and math.isfinite(last.loss) and least < scale < math.inf:
             # Overflows are no end: the scale comes down, as it would in a longer run.
             if run.counters.scheduled_samples == 0 and iteration == run.train_iters:
                 print_once(
@@ -95,7 +92,10 @@ class NonfiniteSteps:
                     f"down, and is {scale:g} by now; train longer, or begin with --initial-loss-scale {scale:g}"
                 )
             return None
-        where = self.where or self._locate(last)
+        where = self.where
+        if not where and run.islands.has_synchronized:
+            where = "the parameters were replaced after the last step, so it cannot be computed again"
+        where = where or locate_nonfinite(run, last)
         return (
             f"not one of the {self.steps} steps up to iteration {iteration} was without NaN or Inf (loss scale "
             f"{scale:g}), so the parameters did not move: {where}; lower --lr or look at the data"
@@ -113,46 +113,44 @@ def nonfinite_tensor(model: nn.Module) -> str | None:
     return None
 
 
-def nonfinite_evaluated(run: Run) -> str | None:
-    """Name a NaN or Inf in the model that evaluations use, on any rank; None without any. Collective."""
-    with run.islands.outer_parameters():
-        found = next(filter(None, (nonfinite_tensor(state.model) for state in run.states)), None)
-    return next(filter(None, gather_if_any(found)), None)
+def nonfinite_anywhere(run: Run) -> str | None:
+    """Name a NaN or Inf in the model, on any rank; None without any. Collective over all ranks."""
+    return next(filter(None, gather_if_any(nonfinite_tensor(run.model))), None)
 
 
 def _this_rank() -> str:
     return f"rank {dist.get_rank()} on {socket.gethostname()}"
 
 
-def locate_nonfinite(run: Run, state: TrainState, step: IslandStep) -> str:
+def locate_nonfinite(run: Run, stats: StepStats) -> str:
     """Say in one line where the NaN or Inf of a step began, and on which rank; changes nothing.
 
-    Computes the step again. Collective on the ranks of an island.
+    Computes the step again. Collective on the step's ranks.
     """
-    tensor = nonfinite_tensor(state.model)
-    stages: Mapping[int, nn.Module] = {0: state.model}
+    tensor = nonfinite_tensor(run.model)
+    stages: Mapping[int, nn.Module] = {0: run.model}
     last_stage = 0
-    if state.pipeline is not None:
-        stages, last_stage = state.pipeline.stages, state.pipeline.last
+    if run.pipeline is not None:
+        stages, last_stage = run.pipeline.stages, run.pipeline.last
     with (
         _watch(stages, last_stage, compiled=run.settings.activation.compile) as found,
-        unmoved(state.ranks.random_states),
+        unmoved(run.ranks.random_states),
     ):
-        num_micro_batches, scale = len(step.micro_batches) // len(state.ranks), state.scaler.scale
-        state.scaler.scale = step.loss_scale  # the overflow may have lowered it
-        accumulate_gradients(run, state, iter(step.micro_batches), num_micro_batches)
-        state.scaler.scale = scale
-    for name, parameter in state.model.named_parameters():
+        num_micro_batches, scale = len(stats.micro_batches) // len(run.ranks), run.scaler.scale
+        run.scaler.scale = stats.loss_scale  # the overflow may have lowered it
+        accumulate_gradients(run, iter(stats.micro_batches), num_micro_batches)
+        run.scaler.scale = scale
+    for name, parameter in run.model.named_parameters():
         if parameter.grad is not None and not local_part(parameter.grad).isfinite().all():
             found.setdefault((_SUM, 0), (0, f"the gradient of the parameter {name}, as the sum over samples and ranks"))
-    state.optimizer.zero_grad()
-    state.model.finish_step(has_stepped=False, add_up=lambda tensor: None)  # experts forget its tokens
+    run.optimizer.zero_grad()
+    run.model.finish_step(has_stepped=False, add_up=lambda tensor: None)  # experts forget its tokens
     run.token_traffic.take()  # do not count it
-    if state.zeropp is not None:
-        state.zeropp.undo_step()
-        state.zeropp.traffic.take()
+    if run.zeropp is not None:
+        run.zeropp.undo_step()
+        run.zeropp.traffic.take()
     events = [((*place, call), text) for place, (call, text) in found.items()]
-    per_rank = gather_objects((tensor, events), run.mesh.ranks_of_island)
+    per_rank = gather_objects((tensor, events), run.mesh.step_group)
 
     # A parameter explains all, an output what comes after it, and a gradient of an output sums of gradients. Ranks of
     # a stage call the same modules in turn, and may send each other what they compute: where it came first, it began.

@@ -8,9 +8,8 @@ from megatron_zpp.metrics.progress import progress
 from megatron_zpp.parallel.distributed import StopSignals, errors_on_all_ranks, print_once
 from megatron_zpp.publish import PublishError
 from megatron_zpp.training.data import BatchIterators
-from megatron_zpp.training.deferred_stats import DeferredStats
 from megatron_zpp.training.evaluate import evaluate_tasks, test, validate
-from megatron_zpp.training.nonfinite import NotFiniteError
+from megatron_zpp.training.nonfinite import NonfiniteSteps, NotFiniteError
 from megatron_zpp.training.profile import StepProfile
 from megatron_zpp.training.reporter import Reporter
 from megatron_zpp.training.run import Checkpoints, Run, build_publisher, publish, what_is_due
@@ -34,7 +33,7 @@ def _train_steps(
 ) -> bool:
     """Run the loop; return False if it was asked to stop before the last iteration. Raises NotFiniteError."""
     settings, counters, training = run.settings, run.counters, run.settings.training
-    reporter, stats = Reporter(run), DeferredStats(run)
+    reporter, nonfinite = Reporter(run), NonfiniteSteps(run)
     publisher, is_published = build_publisher(run), True
     with errors_on_all_ranks():
         step_profile = StepProfile(run)
@@ -45,46 +44,43 @@ def _train_steps(
         minutes = (time.monotonic() - start) / 60
         is_over = training.exit_duration_in_mins is not None and minutes > training.exit_duration_in_mins
         with reporter.show_compiling():
-            steps = train_step(run, batches.train, num_micro_batches, stop=signals.is_asked or is_over)
+            stats = train_step(run, batches.train, num_micro_batches, stop=signals.is_asked or is_over)
         # Not earlier: a signal ends a rank at once, whatever it waits for before its first step.
         if training.exit_signal_handler:
             signals.catch()
         elif settings.checkpoint.save is not None:
             signals.catch([signal.SIGINT])
-        batch_size = run.count_step(skipped=steps[0].is_skipped)
-        if counters.iteration == run.train_iters:
-            run.islands.conclude()  # evaluations and checkpoints have the last steps in them
+        batch_size = run.count_step(stats)
         iteration = counters.iteration
+        due = what_is_due(settings, iteration, run.train_iters)
+        asks_to_end = nonfinite.step(stats) or stats.should_stop
+        run.islands.after_step(is_last=due.end)  # evaluations and checkpoints have the last steps in them
+        ends = run.islands.agree(asks_to_end, meets=due.anything)
 
         # Log.
-        results = stats.step(steps, batch_size)
-        reporter.step(results, batch_size)
+        reporter.step(stats, batch_size)
         if checkpoints.saver is not None:
             checkpoints.saver.poll()
 
         # Publish first: processes that follow the run should not wait for evaluation or saving.
-        due = what_is_due(settings, iteration, run.train_iters)
         if publisher is not None and (due.publish or due.end):
             with reporter.paused():
                 is_published = publish(publisher, iteration)
 
         # Evaluate.
-        is_asked_to_stop = any(result.should_stop for result in results)
         if due.evaluate:
             with reporter.paused():
-                is_asked_to_stop |= not validate(run, batches.valid, signals)
-        if due.evaluate_tasks and not is_asked_to_stop:
+                ends |= not validate(run, batches.valid, signals)
+        if due.evaluate_tasks and not ends:
             with reporter.paused():
-                is_asked_to_stop = not evaluate_tasks(run, signals)
+                ends = not evaluate_tasks(run, signals)
 
         # Save.
-        too_many_nonfinite = any(result.has_too_many_nonfinite for result in results)
-        ends = due.end or due.exit or is_asked_to_stop or too_many_nonfinite
+        ends |= due.end or due.exit
         if checkpoints.saver is not None and (due.save or ends):
             with reporter.paused(), progress("saving checkpoint"):
                 checkpoints.save()
-                if not ends and signals.agree():  # asked for meanwhile: this save is the last
-                    ends = True
+                ends = ends or signals.agree()  # asked for meanwhile: this save is the last
                 if ends:
                     checkpoints.wait()
         if training.manual_gc_interval and iteration % training.manual_gc_interval == 0:
@@ -93,14 +89,14 @@ def _train_steps(
         # End.
         if ends:
             step_profile.end()
-            if too_many_nonfinite:
-                raise NotFiniteError(f"{stats.why()}. {checkpoints.describe()}")
+            if problem := nonfinite.why_too_many():
+                raise NotFiniteError(f"{problem}. {checkpoints.describe()}")
             if not due.end:
                 print_once(f"exiting program at iteration {iteration}, {checkpoints.describe()}")
             checkpoints.check_last()
             if due.end and not is_published:
                 raise PublishError("the last weights were not published, for the reason above")
-            if problem := stats.why(at_end=True):
+            if problem := nonfinite.why_nothing_came_of_it():
                 raise NotFiniteError(f"{problem}. {checkpoints.describe()}")
             return due.end
     return True

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -17,8 +17,8 @@ from megatron_zpp.metrics.throughput import IntervalTimer, describe_mfu, mfu, mo
 from megatron_zpp.metrics.writers import training_metrics
 from megatron_zpp.optim.gradients import params_norm
 from megatron_zpp.parallel.distributed import print_once
-from megatron_zpp.training.deferred_stats import StepResult
-from megatron_zpp.training.run import Run, what_is_due
+from megatron_zpp.training.loss import no_loss
+from megatron_zpp.training.run import Run, StepStats, what_is_due
 from megatron_zpp.training.stragglers import Stragglers
 from megatron_zpp.zeropp import Traffic
 
@@ -32,7 +32,7 @@ class Reporter:
         given = run.settings.logging.peak_tflops
         self.peak = given if given is not None else peak_tflops(name)
         print_once(describe_mfu(name, self.peak, given=given is not None))
-        self.is_first_step = True
+        self.is_first_step, self.noted_no_loss = True, False
         self.timer = IntervalTimer(run.device)
         self.stragglers = Stragglers(run) if run.settings.logging.log_straggler else None
         self.advice = Advice(run.predicted)
@@ -40,39 +40,41 @@ class Reporter:
         self._clear()
 
     def _clear(self) -> None:
-        self.losses: dict[str, list[float]] = {}  # by name, of the steps that moved parameters
+        # Sums and numbers of losses, by name, of the steps that moved parameters.
+        self.losses: dict[str, list[float]] = {}
         self.num_steps = self.num_tokens = self.skipped = self.nan = 0
         self.flops = 0.0
         self.seconds = 0.0
         self.sent, self.sent_for_tokens = Traffic(), Traffic()
         self.waited = [0.0, 0.0]  # seconds, for links within nodes and between nodes
 
-    def step(self, results: Sequence[StepResult], num_samples: int) -> None:
-        """Add one step; print and write what is due. Call it on every rank, after the counters moved.
-
-        results: of the steps since islands last exchanged them; none if they did not after this step.
-        """
-        run, logging = self.run, self.run.settings.logging
+    def step(self, stats: StepStats, num_samples: int) -> None:
+        """Add one step; print and write what is due. Call it on every rank, after the counters moved."""
+        run, logging, iteration = self.run, self.run.settings.logging, self.run.counters.iteration
         self.is_first_step = False
         self.num_steps += 1
-        length = run.sample_length(run.counters.iteration)
+        length = run.sample_length(iteration)
         self.num_tokens += num_samples * length
         self.flops += num_samples * length * run.architecture.flops_per_token(run.model.config, length)
-        for result in results:
-            self.skipped += result.is_skipped
-            self.nan += result.has_nan
-            for name, loss in result.losses(run.loss.name).items() if result.has_stepped else ():
-                self.losses.setdefault(name, []).append(loss)
-        for zeropp in run.zeropps:
-            self.sent.add(*zeropp.traffic.take().of_levels())
+        self.skipped += stats.is_skipped
+        self.nan += not math.isfinite(stats.loss)
+        for name, loss in stats.losses(run.loss.name).items():
+            total, count = self.losses.get(name, (0.0, 0))
+            self.losses[name] = [total, count] if stats.is_skipped else [total + loss, count + 1]
+        if stats.num_tokens == 0 and not self.noted_no_loss:
+            self.noted_no_loss = True
+            print_once(f"WARNING: {no_loss(f'iteration {iteration}')} (said once)")
+        if stats.has_spiked:
+            print_once(f"note: the loss at iteration {iteration} spiked to {stats.loss:g}: step skipped")
+        if run.zeropp is not None:
+            self.sent.add(*run.zeropp.traffic.take().of_levels())
         if self.stragglers is not None:  # other runs look at the times that a GPU took only where they print a line
-            self.stragglers.step(self._add_waits(), run.counters.iteration)
-        self.sent.add(*run.islands.traffic.take().of_levels())
+            self.stragglers.step(self._add_waits(), iteration)
         self.sent_for_tokens.add(*run.token_traffic.take().of_levels())
-        iteration = run.counters.iteration
         is_log_step = what_is_due(run.settings, iteration, run.train_iters).log
-        points = [result for result in results if result.at.iteration % logging.tensorboard_log_interval == 0]
-        interval = self._interval_report(results[-1]) if is_log_step else None
+        is_point = iteration % logging.tensorboard_log_interval == 0
+        report = self._step_report(stats, num_samples)
+        interval = self._interval_report(report) if is_log_step else None
         if interval is not None and dist.get_rank() == dist.get_world_size() - 1:
             line = format_training_line(interval)
             print(shorten(line) if sys.stdout.isatty() else line, flush=True)
@@ -80,11 +82,11 @@ class Reporter:
             advice = self.advice.after(self.num_steps, interval.seconds_per_iteration or 0.0, between)
             if advice is not None:
                 print(advice, flush=True)
-        for result in points:
-            self._write_point(result, interval if result.at.iteration == iteration else None)
+        if is_point:
+            self._write_point(report, interval)
         if is_log_step:
             self._clear()
-        if self.stragglers is not None and (is_log_step or points):
+        if self.stragglers is not None and (is_log_step or is_point):
             self.stragglers.resume()  # ranks have waited for each other here
 
     def show_compiling(self) -> AbstractContextManager[object]:
@@ -114,60 +116,66 @@ class Reporter:
             self.stragglers.resume()
         self.timer.restart()
 
-    def _interval_report(self, result: StepResult) -> TrainingReport:
-        run, logging = self.run, self.run.settings.logging
+    def _interval_report(self, report: TrainingReport) -> TrainingReport:
+        """Complete the last step's report by what the interval's steps add up to, on all ranks. Collective."""
+        run, logging, world_size = self.run, self.run.settings.logging, dist.get_world_size()
         self.seconds += self.timer.restart()
         self._add_waits()
         seconds = self.seconds / self.num_steps
         tokens_per_second = self.num_tokens / self.seconds
-        per_device, flops_per_token = tokens_per_second / dist.get_world_size(), self.flops / self.num_tokens
-        counts = [*self.sent.of_levels(), *self.sent_for_tokens.of_levels()]
-        totals = torch.tensor([*counts, *self.waited], dtype=torch.float64, device=run.device)
+        per_device, flops_per_token = tokens_per_second / world_size, self.flops / self.num_tokens
+        sums = [*self.sent.of_levels(), *self.sent_for_tokens.of_levels(), *self.waited, self.skipped, self.nan]
+        losses = [number for total_and_count in self.losses.values() for number in total_and_count]
+        totals = torch.tensor([*sums, *losses], dtype=torch.float64, device=run.device)
         dist.all_reduce(totals)
-        *sent, waited_within, waited_between = (totals / self.num_steps).tolist()
+        *sent, waited_within, waited_between = (totals[:8] / self.num_steps).tolist()
         within_nodes, between_nodes, between_islands, tokens_within_nodes, tokens_between_nodes, _ = sent
-        waits = run.zeropp is not None and run.zeropp.waits is not None and dist.get_world_size() > 1
+        # The ranks that took a step together count the same.
+        skipped, nan, *losses = (totals[8:] / dist.get_world_size(run.mesh.step_group)).tolist()
+        named = zip(self.losses, losses[::2], losses[1::2], strict=True)
+        waits = run.zeropp is not None and run.zeropp.waits is not None and world_size > 1
         sends_tokens = run.mesh.ep_size > 1
         return dataclasses.replace(
-            self._step_report(result),
-            losses={name: sum(losses) / len(losses) for name, losses in self.losses.items()},
-            grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
+            report,
+            losses={name: total / count for name, total, count in named if count > 0},
+            grad_norm=report.grad_norm if math.isfinite(report.grad_norm or 0.0) else None,
             params_norm=self._params_norm() if logging.log_params_norm else None,
-            skipped_iterations=self.skipped,
-            nan_iterations=self.nan,
+            skipped_iterations=round(skipped),
+            nan_iterations=round(nan),
             seconds_per_iteration=seconds,
             tflops_per_device=model_tflops(per_device, flops_per_token) if logging.log_throughput else None,
             tokens_per_second=tokens_per_second,
             mfu=mfu(per_device, flops_per_token, self.peak),
-            eta_seconds=seconds * (run.train_iters - result.at.iteration),
+            eta_seconds=seconds * (run.train_iters - report.iteration),
             bytes_between_nodes=between_nodes if run.zeropp is not None else None,
             bytes_within_nodes=within_nodes if run.zeropp is not None else None,
-            bytes_between_islands=between_islands if run.has_islands else None,
+            bytes_between_islands=between_islands if run.islands.num_islands > 1 else None,
             token_bytes_between_nodes=tokens_between_nodes if sends_tokens else None,
             token_bytes_within_nodes=tokens_within_nodes if sends_tokens else None,
-            waited_between_nodes=waited_between / dist.get_world_size() if waits else None,
-            waited_within_nodes=waited_within / dist.get_world_size() if waits else None,
-            # Of the last island, whose last rank writes the log.
-            quantization_errors=[zeropp.quantization_errors() for zeropp in run.zeropps][-1] if run.zeropps else {},
+            waited_between_nodes=waited_between / world_size if waits else None,
+            waited_within_nodes=waited_within / world_size if waits else None,
+            quantization_errors=run.zeropp.quantization_errors() if run.zeropp is not None else {},
         )
 
-    def _step_report(self, result: StepResult) -> TrainingReport:
+    def _step_report(self, stats: StepStats, num_samples: int) -> TrainingReport:
+        run, counters = self.run, self.run.counters
+        assert run.schedule is not None  # it trains
         return TrainingReport(
-            iteration=result.at.iteration,
-            train_iters=self.run.train_iters,
-            consumed_samples=result.at.consumed_samples,
-            learning_rate=result.at.learning_rate,
-            global_batch_size=result.at.num_samples,
-            losses=result.losses(self.run.loss.name),
-            loss_scale=result.at.loss_scale,
-            grad_norm=result.grad_norm,
-            num_zeros=result.num_zeros,
+            iteration=counters.iteration,
+            train_iters=run.train_iters,
+            consumed_samples=counters.consumed_train_samples,
+            learning_rate=run.schedule.lr(run.scheduled_samples()),
+            global_batch_size=num_samples,
+            losses=stats.losses(run.loss.name),
+            loss_scale=run.scaler.scale,
+            grad_norm=stats.grad_norm,
+            num_zeros=stats.num_zeros,
         )
 
-    def _write_point(self, result: StepResult, interval: TrainingReport | None) -> None:
+    def _write_point(self, report: TrainingReport, interval: TrainingReport | None) -> None:
         """Write the step's values to TensorBoard and wandb, and the interval's for what a step does not have."""
-        run, logging, at = self.run, self.run.settings.logging, result.at
-        metrics = training_metrics(self._step_report(result), logging)
+        run, logging = self.run, self.run.settings.logging
+        metrics = training_metrics(report, logging)
         if interval is not None:
             metrics = training_metrics(interval, logging) | metrics
         if logging.log_world_size_to_tensorboard:
@@ -178,13 +186,8 @@ class Reporter:
             metrics["mem-allocated-bytes"] = memory["allocated_bytes.all.current"]
             metrics["mem-max-allocated-bytes"] = memory["allocated_bytes.all.peak"]
             metrics["mem-allocated-count"] = memory["allocation.all.current"]
-        run.writers.write(metrics, at.iteration, at.consumed_samples)
+        run.writers.write(metrics, report.iteration, report.consumed_samples)
 
     def _params_norm(self) -> float:
-        """Return the norm of the parameters, the mean over islands. Collective."""
-        run = self.run
-        norms = [params_norm([*state.model.parameters()], state.ranks, run.copies) for state in run.states]
-        total = torch.tensor(norms, device=run.device).sum(dim=0)
-        if run.mesh.island.size() > 1:
-            dist.all_reduce(total, group=run.mesh.island.get_group())
-        return total.item() / run.mesh.num_islands
+        """Return the norm of the parameters. Collective on a step's ranks."""
+        return params_norm([*self.run.model.parameters()], self.run.ranks, self.run.copies)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,47 +34,11 @@ from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.publish import Publisher, PublishError
 from megatron_zpp.settings.resolved import ResolvedSettings
-from megatron_zpp.training.loss import LanguageModelLoss, mean_loss
+from megatron_zpp.training.loss import LanguageModelLoss
 from megatron_zpp.zeropp import Ranks, Traffic, ZeroPPInterface
-from megatron_zpp.zeropp.fsdp.topology import gather_objects
 
 if TYPE_CHECKING:
     from megatron_zpp.integrations.lm_eval import Tasks
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class TrainState:
-    """The model that the ranks of one island train together; without islands, all ranks do."""
-
-    model: Transformer  # this rank's part of it
-    pipeline: Pipeline | None  # None with one stage
-    optimizer: torch.optim.Optimizer
-    ranks: Ranks  # that this process computes for
-    scaler: LossScaler
-    zeropp: ZeroPPInterface | None  # None at ZeRO stage 0, which has no sharded collectives
-    zero_stage: int
-
-    def set_is_last_micro_batch(self, is_last: bool) -> None:
-        """Mark whether the next backward pass is the last of this optimizer step."""
-        prepare_backward(self.model, self.zero_stage, is_last)
-        if self.zeropp is not None:
-            self.zeropp.set_is_last_micro_batch(is_last)
-
-    def finish_step(self, overflow: bool, skipped: bool, group: dist.ProcessGroup) -> None:
-        """Update what the optimizer does not, and the loss scale; after a skipped step undo ZeRO++'s state.
-
-        group: ranks over which the model sums its statistics.
-        """
-        self.model.finish_step(not skipped, lambda tensor: dist.all_reduce(tensor, group=group))
-        scale = self.scaler.scale
-        self.scaler.update(overflow=overflow)
-        if self.zeropp is not None:
-            if skipped:
-                self.zeropp.undo_step()
-            if self.scaler.scale != scale:
-                self.zeropp.rescale_errors(self.scaler.scale / scale)
 
 
 @dataclass(frozen=True)
@@ -102,9 +66,14 @@ class Run:
     settings: ResolvedSettings
     device: torch.device
     mesh: Mesh
-    states: list[TrainState]  # of this process: one, or one of each island that it emulates
+    model: Transformer  # this rank's part of it
+    pipeline: Pipeline | None  # None with one stage
+    optimizer: torch.optim.Optimizer
+    scaler: LossScaler
+    zeropp: ZeroPPInterface | None  # None at ZeRO stage 0, which has no sharded collectives
+    ranks: Ranks  # that this process computes for
+    islands: OuterSync
     loss: LanguageModelLoss
-    islands: OuterSync  # of no islands in an ordinary run
     token_traffic: Traffic  # of tokens that are sent to experts
     plan: RunPlan
     writers: MetricWriters
@@ -113,39 +82,45 @@ class Run:
     predicted: Any = None  # the StepTime of --zeropp auto, if this start measured
 
     def __post_init__(self) -> None:
-        first, plan, ranks = self.states[0], self.plan, self.settings.distributed
+        plan = self.plan
         self.counters, self.batches, self.schedule = plan.counters, plan.batches, plan.schedule
         self.train_iters, self.datasets, self.tasks = plan.train_iters, plan.datasets, plan.tasks
         self.curriculum = Curriculum.from_settings(self.settings.training)  # None: every sample has --seq-length tokens
-        self.model, self.pipeline, self.optimizer = first.model, first.pipeline, first.optimizer
-        self.ranks, self.zeropp = first.ranks, first.zeropp
-        self.zeropps = [state.zeropp for state in self.states if state.zeropp is not None]
         # Parameters that another rank of the pipeline has too, and counts.
         self.copies: Sequence[Tensor] = () if self.pipeline is None else self.pipeline.copies
-        self.world_size = len(self.states) * self.ranks.world_size  # real or emulated ranks
-        self.has_islands = ranks.islands > 1  # several train by themselves
+        self.world_size = self.ranks.world_size  # real or emulated ranks
         # Samples that one evaluation reads, on all ranks together.
         micro_batch_size = self.settings.training.micro_batch_size
         self.samples_of_evaluation = plan.num_eval_micro_batches * micro_batch_size * self.mesh.dp_size
 
-    def of_all_islands(self, per_state: Sequence[T]) -> list[T]:
-        """Gather what the ranks of each island have alike, from all islands in order. Collective."""
-        of_islands: list[Sequence[T]] = [per_state]
-        if self.mesh.island.size() > 1:
-            of_islands = gather_objects(per_state, self.mesh.island.get_group())
-        return [of_state for of_process in of_islands for of_state in of_process]
+    def set_is_last_micro_batch(self, is_last: bool) -> None:
+        """Mark whether the next backward pass is the last of this optimizer step."""
+        prepare_backward(self.model, self.settings.zero.zero_stage, is_last)
+        if self.zeropp is not None:
+            self.zeropp.set_is_last_micro_batch(is_last)
+
+    def finish_step(self, stats: StepStats) -> None:
+        """Update what the optimizer does not, and the loss scale; after a skipped step undo ZeRO++'s state."""
+        group, scale = self.mesh.fsdp.get_group(), self.scaler.scale  # ranks over which the model sums its statistics
+        self.model.finish_step(not stats.is_skipped, lambda tensor: dist.all_reduce(tensor, group=group))
+        self.scaler.update(overflow=stats.is_nonfinite)
+        if self.zeropp is not None:
+            if stats.is_skipped:
+                self.zeropp.undo_step()
+            if self.scaler.scale != scale:
+                self.zeropp.rescale_errors(self.scaler.scale / scale)
 
     def sample_length(self, iteration: int) -> int:
         """Tokens of a sample in the optimizer step that ends at ``iteration``."""
         return self.settings.training.seq_length if self.curriculum is None else self.curriculum.length(iteration)
 
-    def set_learning_rate(self, optimizer: torch.optim.Optimizer) -> None:
+    def set_learning_rate(self) -> None:
         """Set the learning rates and weight decay of the step to come."""
         assert self.schedule is not None  # it trains
         position = self.scheduled_samples()
         lr, decoupled_lr = self.schedule.lr(position), self.schedule.decoupled_lr(self.settings.optimizer, position)
         weight_decay = self.schedule.weight_decay(self.counters.scheduled_samples)
-        set_lr_and_weight_decay(optimizer, lr, weight_decay, decoupled_lr)
+        set_lr_and_weight_decay(self.optimizer, lr, weight_decay, decoupled_lr)
 
     def scheduled_samples(self) -> float:
         """The schedule's position: samples, or the number of whole samples that the tokens make if it counts tokens."""
@@ -154,14 +129,16 @@ class Run:
             return counters.scheduled_samples - counters.cut_tokens / self.settings.training.seq_length
         return counters.scheduled_samples
 
-    def count_step(self, skipped: bool = False) -> int:
+    def count_step(self, stats: StepStats) -> int:
         """Move the counters by an optimizer step, and return the samples that it took."""
-        counters = self.counters
+        counters, self.last_loss = self.counters, stats.loss
         num_samples = self.batches.global_batch_size(counters.consumed_train_samples)
         counters.iteration += 1
         counters.consumed_train_samples += num_samples
-        # Islands do not know each other's skipped steps: their schedules count them, and stay alike.
-        if self.has_islands or not skipped:
+        counters.skipped_iterations += stats.is_skipped
+        counters.nan_iterations += not math.isfinite(stats.loss)
+        # Islands do not know each other's skipped steps: their schedules count them, and stay equal.
+        if self.islands.num_islands > 1 or not stats.is_skipped:
             cut = self.settings.training.seq_length - self.sample_length(counters.iteration)
             counters.scheduled_samples += num_samples
             counters.cut_tokens += num_samples * cut
@@ -169,27 +146,22 @@ class Run:
 
     def trained(self, with_optimizer: bool) -> Trained:
         """Return what checkpoints keep as tensors."""
-        return Trained(
-            models=[state.model for state in self.states],
-            optimizers=[state.optimizer for state in self.states] if with_optimizer else [],
-            zeropps=self.zeropps,
-            islands=self.islands if self.has_islands else None,
-            first_island=self.mesh.island.get_local_rank(),
-        )
+        return Trained(self.model, self.optimizer if with_optimizer else None, self.zeropp, self.islands)
 
     def meta(self) -> dict[str, Any]:
         """Return what a checkpoint keeps beside the tensors. Collective."""
         loss_is_finite = self.last_loss is None or math.isfinite(self.last_loss)
-        scalers = self.of_all_islands([state.scaler.state_dict() for state in self.states])
+        # Of each island: those whose first steps overflow begin later than others.
+        per_island = self.islands.gather((self.scaler.state_dict(), bool(self.optimizer.state)))
+        scalers, have_stepped = map(list, zip(*per_island, strict=True))
         return {
             "settings": self.settings.as_flat_dict(),
-            # Of each island: those whose first steps overflow begin later than others.
-            "optimizers_have_stepped": self.of_all_islands([bool(t.optimizer.state) for t in self.states]),
+            "optimizers_have_stepped": have_stepped,
             "model_config": dataclasses.asdict(self.model.config),
             "counters": dataclasses.asdict(self.counters),
             "schedule": self.schedule.state_dict() if self.schedule is not None else None,
             "loss_scaler": scalers[0],
-            **({"loss_scalers": scalers} if self.has_islands else {}),  # of each island
+            "loss_scalers": scalers,
             "loss": self.last_loss if loss_is_finite else None,  # JSON has no NaN
             "nonfinite": [] if loss_is_finite else ["the loss"],
             "data_order": self.datasets.train.order if self.datasets.train is not None else None,
@@ -207,11 +179,11 @@ class Run:
 
 
 @dataclass(frozen=True)
-class IslandStep:
-    """The statistics of one optimizer step in an island; the same on each of its ranks."""
+class StepStats:
+    """The statistics of one optimizer step; the same on all ranks that took it together (``Mesh.step_group``)."""
 
-    loss_sum: float  # over the island's tokens
-    num_tokens: float
+    loss: float  # mean over the tokens of the global batch
+    num_tokens: float  # that have a loss
     auxiliary: dict[str, float]  # auxiliary losses and what else a model shows: means over micro-batches and ranks
     grad_norm: float  # before clipping
     num_zeros: int | None
@@ -226,9 +198,9 @@ class IslandStep:
         """Whether the parameters stayed as they were."""
         return self.is_nonfinite or self.has_spiked
 
-    @property
-    def loss(self) -> float:
-        return mean_loss(self.loss_sum, self.num_tokens)
+    def losses(self, name: str) -> dict[str, float]:
+        """Return all losses by their names in the log, the one that is trained on under ``name``."""
+        return {name: self.loss, **self.auxiliary}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megatron_zpp.checkpoint.resume import check_not_overwritten, check_same_dat
 from megatron_zpp.checkpoint.tokenizer import check_same_ids
 from megatron_zpp.families import Architecture, vocabulary_of
 from megatron_zpp.integrations.float8 import check_float8
-from megatron_zpp.islands import OuterSync, apply_islands, emulate_islands
+from megatron_zpp.islands import OuterSync, apply_islands
 from megatron_zpp.metrics.writers import MetricWriters, check_writers, describe_program
 from megatron_zpp.models.transformer import TransformerConfig
 from megatron_zpp.optim.batch_size import BatchSchedule
@@ -24,7 +24,7 @@ from megatron_zpp.optim.gradients import LossScaler
 from megatron_zpp.optim.optimizer import build_optimizer, check_apex
 from megatron_zpp.optim.schedule import Schedule, resume_schedule
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
-from megatron_zpp.parallel.mesh import MODEL_PARALLEL_AXES, Mesh, ranks_per_model_copy
+from megatron_zpp.parallel.mesh import AXES, Mesh, ranks_per_model_copy
 from megatron_zpp.parallel.tensor import dropout_seed
 from megatron_zpp.settings.groups import CheckpointSettings, LoraSettings
 from megatron_zpp.settings.resolved import ResolvedSettings
@@ -32,7 +32,7 @@ from megatron_zpp.training.data import build_data, check_same_data_on_all_ranks,
 from megatron_zpp.training.loss import LanguageModelLoss
 from megatron_zpp.training.model import ModelBuilder
 from megatron_zpp.training.profile import check_profile
-from megatron_zpp.training.run import Run, RunPlan, TrainState
+from megatron_zpp.training.run import Run, RunPlan
 from megatron_zpp.zeropp import OwnRank, Traffic, ranks_of
 from megatron_zpp.zeropp.recipes import AUTO
 
@@ -129,15 +129,28 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
 
     token_traffic = Traffic()
     builder = ModelBuilder(architecture, settings, plan.vocab_size, device, mesh, token_traffic)
-    states = [_build_state(builder, island) for island in range(mesh.emulated_islands)]
+    model = builder.build()
+    zeropp, group = builder.zeropp, mesh.step_group
+    with errors_on_all_ranks():
+        optimizer = build_optimizer(model, settings.optimizer, zeropp)
+    ranks = ranks_of(zeropp) if group is None else OwnRank(gathers_over=group)
+    ranks.step_by_shards(optimizer)
+    islands = OuterSync()
+    if mesh.num_islands > 1:
+        islands = apply_islands(model, optimizer, settings.island, mesh.island, zeropp, counts_by_hook=False)
     run = Run(
         architecture=architecture,
         settings=settings,
         device=device,
         mesh=mesh,
-        states=states,
+        model=model,
+        pipeline=builder.pipeline,
+        optimizer=optimizer,
+        scaler=LossScaler(settings.precision),
+        zeropp=zeropp,
+        ranks=ranks,
+        islands=islands,
         loss=LanguageModelLoss(mesh, device),
-        islands=_build_islands(states, settings, mesh),
         token_traffic=token_traffic,
         plan=plan,
         writers=writers,
@@ -145,11 +158,9 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
     )
     # From here on only dropout draws random numbers.
     seed, sequence_parallel = training.seed, settings.distributed.sequence_parallel
-    for state in states:
-        state.ranks.random_states.seed(lambda rank: dropout_seed(seed, rank, mesh.tp_size, sequence_parallel))
+    ranks.random_states.seed(lambda rank: dropout_seed(seed, rank, mesh.tp_size, sequence_parallel))
     if plan.base is not None:
-        for state in states:
-            load_base(plan.base, read_meta(plan.base), state.model)
+        load_base(plan.base, read_meta(plan.base), model)
         print_once(f"  loaded the frozen weights of {plan.base}")
     if plan.checkpoint is not None and plan.meta is not None:
         _load(run, plan.checkpoint, plan.meta)
@@ -164,16 +175,8 @@ def build_mesh(settings: ResolvedSettings, device: torch.device) -> Mesh:
     if settings.zero.zero_stage == 0:
         # Shards of one rank each, that is plain data parallelism with FSDP2's mixed precision.
         replicas = dist.get_world_size() * ranks.context_parallel_size // ranks_per_model_copy(ranks)
-    emulates = ranks.emulate_ranks is not None
-    sizes = {axis: getattr(ranks, setting) for axis, setting in MODEL_PARALLEL_AXES.items()}
-    return Mesh(
-        device.type,
-        sizes | {"island": 1 if emulates else ranks.islands},
-        ranks.emulate_ranks or 1,
-        replicas,
-        ranks.expert_model_parallel_size,
-        emulated_islands=ranks.islands if emulates else 1,
-    )
+    sizes = {axis: getattr(ranks, setting) for axis, setting in AXES.items() if setting is not None}
+    return Mesh(device.type, sizes, ranks.emulate_ranks or 1, replicas, ranks.expert_model_parallel_size)
 
 
 def _plan_length(
@@ -223,40 +226,11 @@ def _build_writers(
     )
 
 
-def _build_state(builder: ModelBuilder, emulated_island: int) -> TrainState:
-    settings, group = builder.settings, builder.mesh.ranks_of_island
-    model, zeropp = builder.build(emulated_island), builder.zeropp
-    with errors_on_all_ranks():
-        optimizer = build_optimizer(model, settings.optimizer, zeropp)
-    ranks = ranks_of(zeropp) if group is None else OwnRank(gathers_over=group)
-    ranks.step_by_shards(optimizer)
-    scaler = LossScaler(settings.precision)
-    return TrainState(model, builder.pipeline, optimizer, ranks, scaler, zeropp, settings.zero.zero_stage)
-
-
-def _build_islands(
-    states: list[TrainState],
-    settings: ResolvedSettings,
-    mesh: Mesh,
-) -> OuterSync:
-    """Build the islands that this process trains; ``train_step`` counts their steps."""
-    first = states[0]
-    if mesh.num_islands == 1:
-        return OuterSync()
-    if mesh.island.size() > 1:
-        islands = apply_islands(first.model, None, settings.island, mesh.island, first.zeropp)
-        islands.optimizer = first.optimizer  # whose steps train_step counts
-        return islands
-    models = [state.model for state in states]
-    return emulate_islands(models, [], settings.island, [t.zeropp for t in states if t.zeropp is not None])
-
-
 def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
     """Fill the run from a checkpoint; with --finetune the model alone."""
     settings, goes_on = run.settings.checkpoint, not run.settings.checkpoint.finetune
-    if goes_on:
-        for zeropp in run.zeropps:  # state of its own overrides this
-            zeropp.set_optimizer_steps(run.counters.iteration - run.counters.skipped_iterations)
+    if goes_on and run.zeropp is not None:  # state of its own overrides this
+        run.zeropp.set_optimizer_steps(run.counters.iteration - run.counters.skipped_iterations)
     notes = load_checkpoint(
         checkpoint,
         meta,
@@ -265,11 +239,7 @@ def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
         load_rng=goes_on and not settings.no_load_rng,
     )
     if goes_on:
-        scalers = meta.get("loss_scalers", [])
-        if len(scalers) != run.mesh.num_islands:  # saved with another number of islands
-            scalers = [meta["loss_scaler"]] * run.mesh.num_islands
-        for state, scaler in zip(run.states, scalers[run.mesh.island.get_local_rank() :], strict=False):
-            state.scaler.load_state_dict(scaler)
+        run.scaler.load_state_dict(run.islands.pick(meta.get("loss_scalers", [meta["loss_scaler"]])))
         run.islands.steps = run.counters.iteration
     _print_notes(notes)
     print_once(f"  successfully loaded checkpoint {checkpoint} at iteration {meta['iteration']}")

@@ -1,8 +1,4 @@
-"""One optimizer step of each island.
-
-An island is a group of ranks that trains its own copy of the model, and averages it with the other islands every few
-steps. An ordinary run has one island.
-"""
+"""One optimizer step."""
 
 import math
 from collections.abc import Iterator
@@ -14,54 +10,30 @@ from megatron_zpp.data.loader import Batch
 from megatron_zpp.models.transformer import ModelOutput, as_model_output
 from megatron_zpp.optim.gradients import clip_gradients, count_zeros, sum_of_squares, sum_over_all_ranks
 from megatron_zpp.training.loss import LossTotals, mean_loss
-from megatron_zpp.training.run import IslandStep, Run, TrainState
+from megatron_zpp.training.run import Run, StepStats
 
 
-def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop: bool) -> list[IslandStep]:
-    """Run one optimizer step: accumulate gradients, clip, step, and let islands synchronize if they are due.
+def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop: bool) -> StepStats:
+    """Run one optimizer step: accumulate gradients, clip, and update the parameters.
 
-    Returns what it did in this rank's island, or in each that this process emulates, which take their steps in turn.
     stop: this rank wants to save and exit.
     """
     if run.curriculum is not None:
         length = run.sample_length(run.counters.iteration + 1)
         batches = ({name: tensor[:, :length].contiguous() for name, tensor in batch.items()} for batch in batches)
-    per_state = zip(run.states, _divide_batches(batches, run.states, num_micro_batches), strict=True)
-    steps = [_step(run, state, micro_batches, num_micro_batches, stop) for state, micro_batches in per_state]
-    run.islands.count_step()  # skipped or not: islands synchronize at the same steps
-    return steps
 
-
-def _divide_batches(
-    batches: Iterator[Batch], states: list[TrainState], num_micro_batches: int
-) -> list[Iterator[Batch]]:
-    """Split a step's micro-batches between states, of which a process with real ranks has one.
-
-    They come in rounds: one for each rank of the first state, then of the next.
-    """
-    if len(states) == 1:
-        return [batches]
-    per_state: list[list[Batch]] = [[] for _ in states]
-    for _ in range(num_micro_batches):
-        for read, state in zip(per_state, states, strict=True):
-            read += [next(batches) for _ in range(len(state.ranks))]
-    return [iter(read) for read in per_state]
-
-
-def _step(run: Run, state: TrainState, batches: Iterator[Batch], num_micro_batches: int, stop: bool) -> IslandStep:
-    """Run one optimizer step of one island. No island waits for another here."""
     # Forward and backward.
-    totals, names, micro_batches = accumulate_gradients(run, state, batches, num_micro_batches)
+    totals, names, micro_batches = accumulate_gradients(run, batches, num_micro_batches)
     totals = torch.cat([totals, totals.new_full((1,), float(stop))])
 
     # Measure the gradients, and add up all that ranks must know in one collective. Scale and clip.
     measures = [sum_of_squares, *([count_zeros] if run.settings.logging.log_num_zeros_in_grad else [])]
-    parameters = list(state.model.parameters())
-    sums = sum_over_all_ranks(measures, parameters, state.ranks, run.copies, totals=totals)
+    parameters = list(run.model.parameters())
+    sums = sum_over_all_ranks(measures, parameters, run.ranks, run.copies, totals=totals)
     per_token = run.settings.training.calculate_per_token_loss
     measured, counted = sums.split([len(measures), len(totals)])
     factor = run.mesh.fsdp_size / counted[1].clamp(min=1.0) if per_token else 1.0  # [1]: tokens
-    norm = clip_gradients(parameters, run.settings.optimizer.clip_grad, measured[0], factor / state.scaler.scale)
+    norm = clip_gradients(parameters, run.settings.optimizer.clip_grad, measured[0], factor / run.scaler.scale)
 
     # Read the results: here alone the host waits for the device between the last backward pass and the optimizer.
     numbers = torch.cat([norm.double().view(1), measured[1:], counted]).tolist()
@@ -72,13 +44,13 @@ def _step(run: Run, state: TrainState, batches: Iterator[Batch], num_micro_batch
     spike_factor = run.settings.training.loss_spike_factor
     # Scale auxiliary losses like their gradients, which FSDP2 averages over ranks.
     auxiliary_factor = 1 / max(1.0, num_tokens) if per_token else 1 / run.mesh.fsdp_size
-    step = IslandStep(
-        loss_sum=loss_sum,
+    stats = StepStats(
+        loss=loss,
         num_tokens=num_tokens,
         auxiliary={name: value * auxiliary_factor for name, value in zip(names, auxiliary_sums, strict=True)},
         grad_norm=grad_norm,
         num_zeros=round(zeros[0]) if zeros else None,
-        loss_scale=state.scaler.scale,
+        loss_scale=run.scaler.scale,
         is_nonfinite=not is_finite,
         has_spiked=is_finite and spike_factor is not None and run.counters.is_loss_spike(loss, spike_factor),
         should_stop=stops > 0,
@@ -86,42 +58,42 @@ def _step(run: Run, state: TrainState, batches: Iterator[Batch], num_micro_batch
     )
 
     # Move the parameters.
-    if not step.is_skipped:
-        run.set_learning_rate(state.optimizer)
-        state.optimizer.step()
-    state.optimizer.zero_grad()
-    state.finish_step(step.is_nonfinite, step.is_skipped, run.mesh.fsdp.get_group())
-    return step
+    if not stats.is_skipped:
+        run.set_learning_rate()
+        run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.finish_step(stats)
+    return stats
 
 
 def accumulate_gradients(
-    run: Run, state: TrainState, batches: Iterator[Batch], num_micro_batches: int
+    run: Run, batches: Iterator[Batch], num_micro_batches: int
 ) -> tuple[Tensor, list[str], list[Batch]]:
     """Run the forward and backward passes of one step. Reduced gradients are still multiplied by the loss scale.
 
     Returns this rank's summed loss, its count, and A auxiliary losses and observations, fp64 [2 + A], to be summed over
-    all ranks of the island; the names of these A; and the micro-batches that it read.
+    all ranks; the names of these A; and the micro-batches that it read.
     """
     per_token = run.settings.training.calculate_per_token_loss
-    totals = LossTotals(run.mesh, run.device, num_micro_batches, state.scaler.scale, per_token=per_token)
-    if state.pipeline is not None:
+    totals = LossTotals(run.mesh, run.device, num_micro_batches, run.scaler.scale, per_token=per_token)
+    if run.pipeline is not None:
         read = [next(batches) for _ in range(num_micro_batches)]
         micro_batches = [run.loss.split(batch) for batch in read]
 
         def add_of_stage(output: ModelOutput, micro_batch: int) -> Tensor | float:
             return totals.add_auxiliary(output, micro_batches[micro_batch][1])
 
-        state.pipeline.forward_backward(micro_batches, totals.add, add_of_stage)
-        names = state.pipeline.names_of_all_stages(list(totals.auxiliary))
+        run.pipeline.forward_backward(micro_batches, totals.add, add_of_stage)
+        names = run.pipeline.names_of_all_stages(list(totals.auxiliary))
         return totals.local_totals(names), names, read
     read = []
     for i in range(num_micro_batches):
-        state.set_is_last_micro_batch(i == num_micro_batches - 1)
-        for as_rank in state.ranks:  # a real rank once, as it is; emulated ranks in turn
+        run.set_is_last_micro_batch(i == num_micro_batches - 1)
+        for as_rank in run.ranks:  # a real rank once, as it is; emulated ranks in turn
             with as_rank:
                 read.append(next(batches))
                 inputs, target = run.loss.split(read[-1])
-                output = as_model_output(state.model(**inputs))
+                output = as_model_output(run.model(**inputs))
                 (totals.add(output.losses, target) + totals.add_auxiliary(output, target)).backward()
     names = list(totals.auxiliary)
     return totals.local_totals(names), names, read

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.checkpoint import CheckpointError, Trained
@@ -37,7 +38,7 @@ def test_settings_of_the_model_are_compared_as_its_config():
 
 
 MUON = "--optimizer muon"
-ISLANDS = "--islands 2 --emulate-ranks 2 --emulate-nodes 2"
+ISLANDS = "--dry-run --dry-run-world-size 2 --islands 2"
 LOCO = "--zero-quantized-gradients --zeropp-loco"
 
 
@@ -99,7 +100,7 @@ def test_nothing_is_said_of_what_is_free_or_unknown_to_an_older_checkpoint():
 
 
 def test_a_checkpoint_without_random_states_is_said():
-    trained = Trained(models=[], optimizers=[], zeropps=[])
+    trained = Trained(torch.nn.Linear(1, 1))
     meta = meta_of(1) | {"has_rng": False, "world_size": 1, "zeropp": None}
     for load_rng, notes in (True, ("random states start over: the checkpoint has none",)), (False, ()):
         assert plan_resume(meta, trained, {}, load_rng, has_zeropp_state=False).notes == notes

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_zpp.islands import IslandConfig, apply_islands
-from megatron_zpp.islands.outer_sync import split_into_fragments
+from megatron_zpp.islands.fragment import split_into_fragments
 from tests.ranks import run_in_turn, run_ranks
 
 SHAPES = [(7, 31), (5,), (3, 50)]  # the vector is sent unquantized; no part of an island is whole blocks

@@ -96,7 +96,7 @@ def _calls(argv: list[str], architecture: str, is_bound: bool) -> list[Call]:
         for module in (dist, distributed_c10d, device_mesh):
             patch.setattr(module, "split_group", refused)
         run, _ = start(argv, architecture)
-        assert run.zeropps
+        assert run.zeropp is not None
     return calls
 
 

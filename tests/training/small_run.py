@@ -28,7 +28,7 @@ from megatron_zpp.metrics.log_reader import parse_line
 from megatron_zpp.settings.groups import flags_by_name
 from megatron_zpp.training.data import batches_of
 from megatron_zpp.training.pretrain import train
-from megatron_zpp.training.run import IslandStep, Run
+from megatron_zpp.training.run import Run, StepStats
 from megatron_zpp.training.setup import build_run
 from megatron_zpp.training.step import train_step
 from tests.warm_python import programs
@@ -94,12 +94,11 @@ def log_lines(text: str) -> list[dict[str, float]]:
     return [line for of in text.splitlines() if (line := parse_line(of)) is not None]
 
 
-def take_step(run: Run, first_sample: int = 0, num_micro_batches: int = 2, change: Any = None) -> IslandStep:
+def take_step(run: Run, first_sample: int = 0, num_micro_batches: int = 2, change: Any = None) -> StepStats:
     """One optimizer step on the samples from ``first_sample`` on. change: of each batch."""
     batches = batches_of(run, "train", first_sample)
     assert batches is not None
-    (step,) = train_step(run, map(change, batches) if change else batches, num_micro_batches, stop=False)
-    return step
+    return train_step(run, map(change, batches) if change else batches, num_micro_batches, stop=False)
 
 
 def train_each(runs: dict[str, list[str]], architecture: str = "gpt", device: str = "cpu") -> dict[str, Metrics]:

@@ -41,7 +41,7 @@ def bytes_kept(*argvs):
         with patch("torch.compile", partial(torch.compile, backend="aot_eager_decomp_partition")):  # needs no compiler
             run, _ = start(argv)
         batches, kept = batches_of(run, "train", 0), {}
-        losses = [train_step(run, batches, 2, stop=False)[0].loss for _ in range(2)]
+        losses = [train_step(run, batches, 2, stop=False).loss for _ in range(2)]
 
         def keep(tensor, kept=kept):
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()

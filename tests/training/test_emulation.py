@@ -71,7 +71,7 @@ def _steps_of_equal_models(data, more, seeds):
                 weights = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
                 samples = list(itertools.islice(batches_of(run, "train", 0), 2 * len(run.ranks)))
             run.model.load_state_dict(weights)
-            totals, *_ = accumulate_gradients(run, run.states[0], iter(samples), 2)
+            totals, *_ = accumulate_gradients(run, iter(samples), 2)
             shards = [shard for p in run.model.parameters() for shard in run.ranks.shards_of(p.grad)]
             steps.append([totals[:1], *shards])
     return found

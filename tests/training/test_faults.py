@@ -222,7 +222,7 @@ def _spoil_nothing(run) -> None:
 
 
 def _spoil_loss_scale(run) -> None:
-    run.states[0].scaler.scale = float("inf")
+    run.scaler.scale = float("inf")
 
 
 def _spoil_steps_2_and_4(run) -> None:
@@ -284,10 +284,10 @@ def _spoil_sum_of_gradients(run) -> None:
 
 
 def _spoil_at_first_loss_scale(run) -> None:
-    first = run.states[0].scaler.scale
+    first = run.scaler.scale
 
     def hook(module, inputs, output):
-        output.register_hook(lambda gradient: gradient / (run.states[0].scaler.scale != first))
+        output.register_hook(lambda gradient: gradient / (run.scaler.scale != first))
 
     if dist.get_rank() == 0:
         run.model.layers[0].mlp.linear_fc1.register_forward_hook(hook)

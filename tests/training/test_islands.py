@@ -1,6 +1,7 @@
-"""--islands through the trainer: real and emulated ranks, resumption, and what is refused."""
+"""--islands through the trainer: what they log, resumption, and what is refused."""
 
 import math
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -9,11 +10,10 @@ from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.families import GPT
 from megatron_zpp.islands.outer_state import local_data
 from tests.parallel.layouts import EPS, assert_same, results_on
-from tests.ranks import run_ranks
-from tests.training.small_run import NO_DROPOUT, assert_emulated, flags, start, train_each, train_quietly
+from tests.ranks import run_in_turn, run_ranks
+from tests.training.small_run import NO_DROPOUT, Metrics, flags, log_lines, start, train_each, train_quietly
 
 ISLANDS = "--islands 2 --island-sync-interval 3"
-EMULATE = ["--emulate-ranks", "4", "--emulate-nodes", "4"]
 ZEROPP = (
     "--zeropp-ranks-per-node 1 --zero-quantized-weights --zero-quantized-gradients --zeropp-loco "
     "--zeropp-weight-block-size 64 --zeropp-gradient-block-size 32"
@@ -31,59 +31,48 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("names", [("streaming",), pytest.param(("low bits", "fp16"), marks=pytest.mark.long)])
-def test_emulated_islands_log_what_real_ones_log(data, names):
-    argv = {name: flags(data, RUNS[name], "--train-iters 6" if name == "streaming" else "") for name in names}
-    real = run_ranks(4, train_each, argv)[3]
-    emulated = run_ranks(1, train_each, {name: [*words, *EMULATE] for name, words in argv.items()})[0]
-    for name in names:
-        assert_emulated(emulated[name], real[name], name)
-        assert max(real[name]["comm/bytes-between-islands"]) > 0
-    assert "fp16" not in names or len(set(real["fp16"]["loss-scale"])) > 2
-
-
 def _losses_and_bytes(argv: list[str]) -> list[list[float]]:
     metrics = train_each({"": argv})[""]
     return [metrics["lm loss"], metrics["comm/bytes-between-islands"]]
 
 
 @pytest.mark.parametrize(
-    "kind, saves, loads",
-    [
-        ("streaming", [], EMULATE),
-        ("every step", EMULATE, EMULATE),
-        ("offload", [*EMULATE, "--island-offload"], EMULATE),
-        pytest.param("streaming", EMULATE, [], marks=pytest.mark.long),
-        pytest.param("low bits", [], [], marks=pytest.mark.long),
-    ],
+    "kind",
+    ["streaming", "offload", *(pytest.param(k, marks=pytest.mark.long) for k in ("low bits", "every step", "fp16"))],
 )
-def test_a_resume_is_exact(data, tmp_path, kind, saves, loads):
-    """Also between synchronizations, and from emulated islands to real ones and back; what is in flight arrives.
+def test_a_resume_is_exact(data, tmp_path, kind):
+    """Also between synchronizations: what is in flight arrives.
 
     At every step: torch steps an optimizer to load its state, which islands do not count.
     """
-    argv, load = flags(data, RUNS[kind], "--train-iters 6"), ["--load", str(tmp_path), *loads]
-    save = f"--save {tmp_path} --save-interval 4 --exit-interval 4".split() + saves
-    whole, begun, rest = (
-        run_ranks(1 if "--emulate-ranks" in more else 4, _losses_and_bytes, [*argv, *more])[-1]
-        for more in (EMULATE, save, load)
-    )
-    assert [one + other for one, other in zip(begun, rest, strict=True)] == whole and len(rest[0]) == 2
+    argv = flags(data, RUNS[kind], "--train-iters 6")
+    save = f"--save {tmp_path} --save-interval 4 --exit-interval 4".split()
+    more = ["--island-offload"] if kind == "offload" else []  # on one side alone
+    calls = {"whole": argv, "begun": [*argv, *save, *more], "rest": [*argv, "--load", str(tmp_path)]}
+    found = run_in_turn(4, {name: partial(_losses_and_bytes, words) for name, words in calls.items()})
+    for rank in range(4):
+        whole, begun, rest = (found[name][rank] for name in calls)
+        assert [one + other for one, other in zip(begun, rest, strict=True)] == whole and len(rest[0]) == 2
+    assert max(found["whole"][3][1]) > 0
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_that_begins_as_one_resumes_in_islands(data, tmp_path, ranks):
+def _mean_losses(ranks: list[dict[str, Metrics]]) -> dict[str, list[float]]:
+    """Return each run's losses, the mean of what the islands' ranks would write."""
+    per_rank = {name: [rank[name]["lm loss"] for rank in ranks] for name in ranks[0]}
+    return {name: [sum(step) / len(step) for step in zip(*losses, strict=True)] for name, losses in per_rank.items()}
+
+
+def test_a_run_that_begins_as_one_resumes_in_islands(data, tmp_path):
     """With its optimizer, whose steps have the momentum of those before. The mean of SGD's steps is a step of all."""
     argv = flags(data, NO_DROPOUT, "--optimizer sgd --sgd-momentum 0.9 --lr 0.1 --clip-grad 0 --save-interval 2")
     argv += ["--train-iters", "4"]
-    argv += EMULATE if ranks == 1 else []
     mean = "--islands 2 --island-sync-interval 1 --island-outer-optimizer sgd --island-outer-lr 1"
     runs = {
         "one": argv,
         "begun": [*argv, "--save", str(tmp_path), "--exit-interval", "2"],
         "islands": [*argv, "--load", str(tmp_path), *mean.split(), "--island-outer-momentum", "0"],
     }
-    losses = {name: metrics["lm loss"] for name, metrics in run_ranks(ranks, train_each, runs)[-1].items()}
+    losses = _mean_losses(run_ranks(2, train_each, runs))
     assert len(losses["islands"]) == 2
     assert losses["begun"] + losses["islands"] == pytest.approx(losses["one"], rel=1e-5)
 
@@ -150,10 +139,12 @@ def _train_with_a_broken_island(argv: list[str]) -> tuple[list[float], str, bool
 
 
 def test_an_island_with_nan_comes_back_and_the_run_ends_well(data):
+    """Its one bad step is left out of the log line's loss."""
     argv = flags(data, "--islands 3 --island-sync-interval 3 --global-batch-size 6 --train-iters 7 --island-bits 8")
     (*_, (losses, _, _)) = results = run_ranks(3, _train_with_a_broken_island, argv)
     assert all(is_finite for _, _, is_finite in results)
-    assert len(losses) == 7 and all(map(math.isfinite, losses))
+    assert [math.isfinite(loss) for loss in losses] == [True, True, False, *[True] * 4]
+    assert [math.isfinite(line["lm loss"]) for line in log_lines(results[2][1])] == [True] * 7
     assert "is in the parameters of island 2 after step 3: 2 of 3 islands synchronize" in results[0][1]
 
 
@@ -161,9 +152,9 @@ def test_no_sample_is_seen_twice(data):
     """Islands of any number train on the batches of data parallelism, in its order."""
     argv = flags(data, NO_DROPOUT, "--train-iters 1")
     runs = {str(number): [*argv, "--islands", str(number)] for number in (1, 2, 4)}
-    losses = run_ranks(4, train_each, runs)[-1]
+    losses = _mean_losses(run_ranks(4, train_each, runs))
     for number in ("2", "4"):  # of the initial weights, on the first batch
-        assert losses[number]["lm loss"] == pytest.approx(losses["1"]["lm loss"], rel=1e-6)
+        assert losses[number] == pytest.approx(losses["1"], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +169,7 @@ def test_no_sample_is_seen_twice(data):
         ("--islands 2", 4, "--calculate-per-token-loss", "leave one out"),
         ("--islands 2", 4, "--loss-spike-factor 2", "leave one out"),
         ("--islands 2", 4, "--island-fragments 3", "are more than the 2 layer"),
-        ("--islands 2", 1, "--emulate-ranks 4 --emulate-nodes 1", "choose|of whole nodes"),
+        ("--islands 2", 1, "--emulate-ranks 4 --emulate-nodes 4", "are real ranks"),
         ("--islands 2", 4, "--zero-hpz-partition-size 4", "does not divide the 2 rank"),
     ],
 )

@@ -314,7 +314,7 @@ def _parameters_after_two_steps(argv: list[str], overflow_between: bool) -> list
     step(0)
     if overflow_between:
         step(2, overflow=True)
-        assert run.states[0].scaler.scale == 256
+        assert run.scaler.scale == 256
     step(1)
     return [parameter.detach().to_local() for parameter in run.model.parameters()]
 

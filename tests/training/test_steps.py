@@ -121,7 +121,7 @@ def _state(argv: list[str], spikes: bool) -> dict:
         "optimizer": optimizer,
         "errors": run.zeropp.state_dict(),
         "counters": dataclasses.asdict(run.counters),
-        "scale": run.states[0].scaler.scale,
+        "scale": run.scaler.scale,
     }
 
 

@@ -69,26 +69,32 @@ class Traffic:
     inter_node: int = 0
     inter_island: int = 0
     _is_evaluating: bool = field(default=False, init=False, repr=False, compare=False)
-    _has_own_weights: bool = field(default=True, init=False, repr=False, compare=False)
+    _is_paused: bool = field(default=False, init=False, repr=False, compare=False)
 
     def add(self, intra_node: int = 0, inter_node: int = 0, inter_island: int = 0, stays: bool = False) -> None:
         """Count sent bytes. ``stays``: later passes use what was sent, and do not send it before parameters change."""
-        if not self._is_evaluating or (stays and self._has_own_weights):
+        if not self._is_paused and (stays or not self._is_evaluating):
             self.intra_node += intra_node
             self.inter_node += inter_node
             self.inter_island += inter_island
 
     @contextmanager
-    def evaluating(self, own_weights: bool = True) -> Iterator[None]:
-        """Count only training's traffic: what is sent inside this context and the next training step need not send.
-
-        own_weights: whether the weights are those that training continues with; for others nothing counts.
-        """
-        self._is_evaluating, self._has_own_weights = True, own_weights
+    def evaluating(self) -> Iterator[None]:
+        """Count only training's traffic: what is sent inside this context and the next training step need not send."""
+        self._is_evaluating = True
         try:
             yield
         finally:
             self._is_evaluating = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing inside this context."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def of_levels(self) -> tuple[int, int, int]:
         """Return the bytes within nodes, between nodes and between islands, as ``add`` takes them."""
