@@ -129,7 +129,7 @@ part trainer 100 numpy "${TRAINER[@]}" --micro-batch-size $SEQUENCES --steps 4 -
 # Four ranks on the card, as two nodes: launches, and how much of the communication is exposed. Copies go through the host, so
 # the times of the collectives are not NCCL's.
 part step 60 numpy "$PYTHON" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 4 \
-    tests/gpu/share_device.py $CARD "${TRAINER[@]:1}" --micro-batch-size 1 --no-compile --steps 2 --rounds 1 --flags \
+    "${TRAINER[@]:1}" --micro-batch-size 1 --no-compile --steps 2 --rounds 1 --flags \
     "--num-workers 0 --zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco"
 part nccl 45 pytest "${TESTS[@]}" tests/gpu/test_collectives.py -k "every_collective and $DEVICE"
 part racecheck 60 program:compute-sanitizer,pytest,hypothesis benchmarks/sanitize.sh racecheck "$PYTHON"

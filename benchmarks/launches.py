@@ -35,7 +35,7 @@ from megatron_zpp.parallel.sharding import mixed_precision, offloading, shard_mo
 from megatron_zpp.training.loss import LanguageModelLoss
 from megatron_zpp.training.run import TrainState
 from megatron_zpp.training.step import _step
-from megatron_zpp.zeropp import Traffic, apply_zeropp, ranks_of
+from megatron_zpp.zeropp import Traffic, apply_zeropp
 from megatron_zpp.zeropp.fsdp import topology
 from megatron_zpp.zeropp.recipes import RECIPES
 
@@ -90,7 +90,7 @@ def count(flags: str) -> dict[str, int]:
         with _disable_current_modes():
             zeropp = apply_zeropp(model, settings.zeropp)
         optimizer = build_optimizer(model, settings.optimizer, zeropp)
-        state = TrainState(model, None, optimizer, ranks_of(zeropp), LossScaler(settings.precision), zeropp, 3)
+        state = TrainState(model, None, optimizer, LossScaler(settings.precision), zeropp, 3)
         loss, same = LanguageModelLoss(mesh, CUDA), lambda optimizer: None
         parts = dict(settings=settings, device=CUDA, mesh=mesh, loss=loss, copies=(), set_learning_rate=same)
         run: Any = SimpleNamespace(**parts)

@@ -17,9 +17,9 @@ def check_islands(settings: Settings, given: Collection[str]) -> None:
         for flag in iterate_flags(IslandConfig):
             require(flag.setting not in given, f"{flag.name} needs --islands above 1")
         return
-    islands, nodes = f"--islands {ranks.islands}", ranks.emulate_nodes
-    uneven = f"{islands} of whole nodes do not divide --emulate-nodes {nodes}; choose one of {list_divisors(nodes)}"
-    require(ranks.emulate_ranks is None or nodes % ranks.islands == 0, uneven)
+    islands, nodes = f"--islands {ranks.islands}", ranks.local_nodes
+    uneven = f"{islands} of whole nodes do not divide --local-nodes {nodes}; choose one of {list_divisors(nodes)}"
+    require(nodes == 1 or ranks.islands_may_leave or nodes % ranks.islands == 0, uneven)
     require(settings.zero.zero_stage > 0, f"{islands} exchange shards, and --zero-stage 0 has none: give 1, 2 or 3")
     unsupported = {
         "--num-distributed-optimizer-instances (HSDP) would send each shard once per replica": (

@@ -103,7 +103,7 @@ FREE = """
     profile use_pytorch_profiler profile_step_start profile_step_end profile_ranks profile_dir record_memory_history
     distributed_backend distributed_timeout_minutes islands_may_leave island_number island_lighthouse
     island_secret_file island_bind island_timeout_seconds island_patience_seconds num_distributed_optimizer_instances
-    emulate_ranks emulate_nodes tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size
+    local_ranks local_nodes tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size
     pipeline_schedule num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split
     account_for_loss_in_pipeline_split context_parallel_size expert_model_parallel_size expert_tensor_parallel_size

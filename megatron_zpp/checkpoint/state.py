@@ -11,7 +11,6 @@ islands.momentum.NAME          the outer optimizer's momentum
 islands.RANK.KEY               steps, LoCo's errors between islands, transfers between them
 """
 
-import copy
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from megatron_zpp.errors import describe_error
 from megatron_zpp.islands import OuterSync
 from megatron_zpp.models.lora import is_adapter
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
+from megatron_zpp.zeropp.own_rank import load_random_state_dict, random_state_dict
 
 from .files import CheckpointError
 from .index import Entry, Index, read_index
@@ -40,15 +40,15 @@ from .trained import Trained, plan_resume
 
 
 def checkpoint_state(trained: Trained, save_rng: bool) -> dict[str, Tensor]:
-    """Return this rank's tensors by name; with emulated ranks those of all."""
+    """Return this rank's tensors by name."""
     islands = trained.islands
     state = _prefixed({prefix: _model_tensors(model) for prefix, model in trained.named_models()})
     # For an optimizer without a step (fp16 skips the first ones) torch would make a step of zeros, which counts.
     for prefix, model, optimizer in trained.named_optimizers():
         if optimizer.state:
             state |= _prefixed({prefix: _optimizer_tensors(get_optimizer_state_dict(model, optimizer))})
-    for ranks in trained.ranks if save_rng else ():
-        state |= _prefixed({"rng.": ranks.random_states.state_dict()})
+    if save_rng:
+        state |= _prefixed({"rng.": random_state_dict()})
     for zeropp in trained.zeropps:
         state |= _prefixed({"zeropp.": zeropp.state_dict()})
     if islands is not None:
@@ -81,18 +81,16 @@ def load_checkpoint(
         for island, (prefix, model, optimizer) in enumerate(loaded.named_optimizers(), loaded.first_island)
         if plan.optimizers[island]
     }
-    seeded = trained.ranks if plan.random_states else []
-    random_states = [ranks.random_states.state_dict() for ranks in seeded]
+    random_states = random_state_dict() if plan.random_states else {}
     state = _prefixed(models) | _prefixed({prefix: _optimizer_tensors(local) for prefix, local in optimizers.items()})
-    for local in random_states:
-        state |= _prefixed({"rng.": local})
+    state |= _prefixed({"rng.": random_states})
 
     zeropp_state, islands_state = dict[str, Tensor](), dict[str, Tensor]()
     island_ranks = _ranks_in(islands.state_dict()) if islands is not None and plan.island_wires else set()
     with errors_on_all_ranks():
         if trained.optimizers and not meta["has_optimizer"]:
             raise CheckpointError(f"{checkpoint} was saved without its optimizer: load it with --no-load-optim")
-        index = read_index(checkpoint, meta, {*local_ranks, *island_ranks, *_ranks_in(*random_states)})
+        index = read_index(checkpoint, meta, {*local_ranks, *island_ranks, *_ranks_in(random_states)})
         saved = index.tensors
         if plan.zeropp:
             zeropp_state = _tensors_to_fill(saved, "zeropp", local_ranks)
@@ -111,11 +109,8 @@ def load_checkpoint(
     for prefix, model, optimizer in loaded.named_optimizers():
         if prefix in optimizers:
             set_optimizer_state_dict(model, optimizer, optimizers[prefix])
-    for model, optimizer in list(zip(trained.models, trained.optimizers, strict=False))[len(loaded.models) :]:
-        if "optimizer." in optimizers:  # emulated islands that start over
-            set_optimizer_state_dict(model, optimizer, copy.deepcopy(optimizers["optimizer."]))
-    for ranks, local in zip(seeded, random_states, strict=True):
-        ranks.random_states.load_state_dict(local)
+    if random_states:
+        load_random_state_dict(random_states)
     for zeropp in trained.zeropps:
         zeropp.invalidate()
         if plan.zeropp:
@@ -189,9 +184,9 @@ def _optimizer_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def _ranks_in(*states: Mapping[str, Tensor]) -> set[str]:
+def _ranks_in(state: Mapping[str, Tensor]) -> set[str]:
     """Return the ranks that tensor names begin with."""
-    return {name.partition(".")[0] for state in states for name in state}
+    return {name.partition(".")[0] for name in state}
 
 
 def _tensors_to_fill(saved: Mapping[str, Entry], kind: str, ranks: Collection[str]) -> dict[str, Tensor]:

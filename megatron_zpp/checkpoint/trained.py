@@ -10,20 +10,21 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron_zpp.islands import OuterSync
 from megatron_zpp.parallel.mesh import AXES
-from megatron_zpp.zeropp import Ranks, ZeroPPConfig, ZeroPPInterface, ranks_of
+from megatron_zpp.zeropp import ZeroPP, ZeroPPConfig
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What this process trains: one model, or with emulated islands one for each."""
+    """What this process trains."""
 
     models: Sequence[nn.Module]
     optimizers: Sequence[torch.optim.Optimizer]  # one per model; empty: neither saved nor loaded
-    zeropps: Sequence[ZeroPPInterface]  # one per model; empty at ZeRO stage 0
+    zeropps: Sequence[ZeroPP]  # one per model; empty at ZeRO stage 0
     islands: OuterSync | None = None
     first_island: int = 0  # number of the first model's island
 
@@ -33,13 +34,8 @@ class Trained:
         return self.islands is not None and not self.islands.is_elastic
 
     @property
-    def ranks(self) -> list[Ranks]:
-        """Return the ranks that this process computes for, of each model."""
-        return [ranks_of(zeropp) for zeropp in self.zeropps] or [ranks_of(None)]
-
-    @property
     def world_size(self) -> int:
-        return sum(ranks.world_size for ranks in self.ranks)
+        return dist.get_world_size() if dist.is_initialized() else 1
 
     def named_models(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield each model with the prefix of its tensors' names."""
@@ -119,7 +115,7 @@ def plan_resume(
     return ResumePlan(tuple(notes), optimizers, random_states, zeropp, islands_go_on, island_wires)
 
 
-def zeropp_layout(zeropps: Sequence[ZeroPPInterface]) -> dict[str, Any] | None:
+def zeropp_layout(zeropps: Sequence[ZeroPP]) -> dict[str, Any] | None:
     """Return what must be the same for ranks to load their ZeRO++ state. It is the same in all islands."""
     if not zeropps:
         return None

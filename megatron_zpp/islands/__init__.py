@@ -2,7 +2,6 @@
 
 from .api import apply_islands
 from .config import IslandConfig
-from .emulation import emulate_islands
 from .outer_sync import OuterSync
 
-__all__ = ["IslandConfig", "OuterSync", "apply_islands", "emulate_islands"]
+__all__ = ["IslandConfig", "OuterSync", "apply_islands"]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_zpp.zeropp import Traffic, ZeroPPInterface
+from megatron_zpp.zeropp import Traffic, ZeroPP
 from megatron_zpp.zeropp.fsdp.collectives import all_gather
 from megatron_zpp.zeropp.fsdp.topology import gather_objects, process_rank
 
@@ -30,7 +30,7 @@ def apply_islands(
     optimizer: torch.optim.Optimizer | None,
     config: IslandConfig,
     group: DeviceMesh | dist.ProcessGroup | None = None,
-    zeropp: ZeroPPInterface | None = None,
+    zeropp: ZeroPP | None = None,
 ) -> OuterSync:
     """Let islands train ``model`` by themselves, and synchronize it every ``config.sync_interval`` optimizer steps.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_zpp.zeropp import Traffic, ZeroPPInterface
+from megatron_zpp.zeropp import Traffic, ZeroPP
 from megatron_zpp.zeropp.fsdp.shared import below
 
 from .config import IslandConfig
@@ -78,7 +78,7 @@ class OuterSync:
         traffic: Traffic | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         model: nn.Module | None = None,
-        zeropps: Sequence[ZeroPPInterface | None] = (),
+        zeropps: Sequence[ZeroPP | None] = (),
     ) -> None:
         """optimizer: count its steps. model, zeropps: drop their copies of parameters that are replaced."""
         self.config, self.num_islands = config or IslandConfig(), num_islands

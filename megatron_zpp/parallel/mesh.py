@@ -36,10 +36,8 @@ class Mesh:
         self,
         device_type: str,
         sizes: Mapping[str, int] | None = None,
-        emulated_ranks: int = 1,
         replicas: int = 1,
         expert_parallel: int = 1,
-        emulated_islands: int = 1,
         num_jobs: int = 1,
         job: int = 0,
     ) -> None:
@@ -47,16 +45,13 @@ class Mesh:
 
         Args:
             sizes: by axis; a missing axis has size 1, and dp takes the ranks that are left.
-            emulated_ranks: data-parallel ranks that this process computes for, if it is the only one.
             replicas: groups of ranks that each hold all of what FSDP shards; a divisor of the ranks of ``fsdp``.
             expert_parallel: consecutive ranks of ``fsdp`` that divide the experts; a divisor of them, too.
-            emulated_islands: into how many islands the emulated ranks are divided.
             num_jobs, job: the number of jobs, if each island is a job of its own, and the number of this one.
         """
         sizes = dict.fromkeys(AXES, 1) | dict(sizes or {})
         sizes["dp"] = dist.get_world_size() // math.prod(size for axis, size in sizes.items() if axis != "dp")
         grid = init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=tuple(AXES))
-        self.emulated_ranks, self.emulated_islands = emulated_ranks, emulated_islands
         self.num_jobs, self.job = num_jobs, job
 
         self.island = grid["island"]  # the ranks of this rank's place in all islands
@@ -72,7 +67,7 @@ class Mesh:
         if replicas > 1:
             shape = (replicas, self.fsdp.size() // replicas)
             self.sharding = self.fsdp._unflatten(0, shape, ("replicate", "shard"))
-        self.fsdp_size = self.fsdp.size() * emulated_ranks // emulated_islands
+        self.fsdp_size = self.fsdp.size()
         self.ep_size = expert_parallel
         if expert_parallel > 1:
             # Where every rank has a replica, so has each rank of those with the same experts; where some of them have
@@ -93,9 +88,7 @@ class Mesh:
             others = tuple(axis for axis in AXES if axis != "island")
             self.ranks_of_island = grid[others]._flatten("ranks_of_island").get_group()
 
-        emulated = {"island": emulated_islands, "dp": emulated_ranks // emulated_islands}
-        # Ranks along each axis, emulated ones included.
-        self.sizes = {axis: grid[axis].size() * emulated.get(axis, 1) for axis in AXES}
+        self.sizes = {axis: grid[axis].size() for axis in AXES}
         self.num_islands = self.sizes["island"]  # of this job
         # This job's ranks evaluate on all samples, because which other jobs are there is not known.
         self.dp_size_of_job = self.num_islands * self.sizes["dp"]

@@ -45,10 +45,7 @@ def evaluate(
                 break
             count = min(at_once, num_micro_batches - start)
             for state in run.states:
-                for as_rank in state.ranks:
-                    with as_rank:
-                        read = [run.loss.split(next(batches)) for _ in range(count)]
-                        totals += _sum_and_count(state, read)
+                totals += _sum_and_count(state, [run.loss.split(next(batches)) for _ in range(count)])
             advance(count)
     dist.all_reduce(count_once(run.mesh, totals))
     _set_training(run, True)

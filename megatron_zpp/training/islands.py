@@ -23,7 +23,7 @@ from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.loss import LossSoFar, mean_loss
 from megatron_zpp.training.run import Run
-from megatron_zpp.zeropp import ZeroPPInterface
+from megatron_zpp.zeropp import ZeroPP
 
 
 def prepare_island(settings: ResolvedSettings) -> ResolvedSettings:
@@ -63,7 +63,7 @@ def prepare_island(settings: ResolvedSettings) -> ResolvedSettings:
 
 def build_elastic_islands(
     model: nn.Module,
-    zeropp: ZeroPPInterface | None,
+    zeropp: ZeroPP | None,
     settings: ResolvedSettings,
     mesh: Mesh,
     datasets: Datasets,

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -17,7 +18,6 @@ from megatron_zpp.models.transformer import ModelOutput
 from megatron_zpp.parallel.distributed import print_once
 from megatron_zpp.training.run import IslandStep, Run, TrainState
 from megatron_zpp.training.step import accumulate_gradients
-from megatron_zpp.zeropp import unmoved
 from megatron_zpp.zeropp.fsdp.topology import gather_if_any, gather_objects
 from megatron_zpp.zeropp.own_rank import local_part
 
@@ -136,11 +136,11 @@ def locate_nonfinite(run: Run, state: TrainState, step: IslandStep) -> str:
         stages, last_stage = state.pipeline.stages, state.pipeline.last
     with (
         _watch(stages, last_stage, compiled=run.settings.activation.compile) as found,
-        unmoved(state.ranks.random_states),
+        torch.random.fork_rng([run.device] if run.device.type == "cuda" else []),
     ):
-        num_micro_batches, scale = len(step.micro_batches) // len(state.ranks), state.scaler.scale
+        scale = state.scaler.scale
         state.scaler.scale = step.loss_scale  # the overflow may have lowered it
-        accumulate_gradients(run, state, iter(step.micro_batches), num_micro_batches)
+        accumulate_gradients(run, state, iter(step.micro_batches), len(step.micro_batches))
         state.scaler.scale = scale
     for name, parameter in state.model.named_parameters():
         if parameter.grad is not None and not local_part(parameter.grad).isfinite().all():

@@ -186,7 +186,7 @@ class Reporter:
     def _params_norm(self) -> float:
         """Return the norm of the parameters, the mean over islands. Collective."""
         run = self.run
-        norms = [params_norm([*state.model.parameters()], state.ranks, run.copies) for state in run.states]
+        norms = [params_norm([*state.model.parameters()], run.copies, run.mesh.ranks_of_island) for state in run.states]
         total = torch.tensor(norms, device=run.device).sum(dim=0)
         if run.mesh.island.size() > 1:
             dist.all_reduce(total, group=run.mesh.island.get_group())

@@ -36,7 +36,7 @@ from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.publish import Publisher, PublishError
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.loss import LanguageModelLoss, LossSoFar, mean_loss
-from megatron_zpp.zeropp import Ranks, Traffic, ZeroPPInterface
+from megatron_zpp.zeropp import Traffic, ZeroPP
 from megatron_zpp.zeropp.fsdp.topology import gather_objects
 
 if TYPE_CHECKING:
@@ -52,9 +52,8 @@ class TrainState:
     model: Transformer  # this rank's part of it
     pipeline: Pipeline | None  # None with one stage
     optimizer: torch.optim.Optimizer
-    ranks: Ranks  # that this process computes for
     scaler: LossScaler
-    zeropp: ZeroPPInterface | None  # None at ZeRO stage 0, which has no sharded collectives
+    zeropp: ZeroPP | None  # None at ZeRO stage 0, which has no sharded collectives
     zero_stage: int
 
     def set_is_last_micro_batch(self, is_last: bool) -> None:
@@ -103,7 +102,7 @@ class Run:
     settings: ResolvedSettings
     device: torch.device
     mesh: Mesh
-    states: list[TrainState]  # of this process: one, or one of each island that it emulates
+    states: list[TrainState]  # one
     loss: LanguageModelLoss
     islands: OuterSync  # of no islands in an ordinary run
     token_traffic: Traffic  # of tokens that are sent to experts
@@ -120,11 +119,11 @@ class Run:
         self.train_iters, self.datasets, self.tasks = plan.train_iters, plan.datasets, plan.tasks
         self.curriculum = Curriculum.from_settings(self.settings.training)  # None: every sample has --seq-length tokens
         self.model, self.pipeline, self.optimizer = first.model, first.pipeline, first.optimizer
-        self.ranks, self.zeropp = first.ranks, first.zeropp
+        self.zeropp = first.zeropp
         self.zeropps = [state.zeropp for state in self.states if state.zeropp is not None]
         # Parameters that another rank of the pipeline has too, and counts.
         self.copies: Sequence[Tensor] = () if self.pipeline is None else self.pipeline.copies
-        self.world_size = len(self.states) * self.ranks.world_size  # real or emulated ranks
+        self.world_size = dist.get_world_size()
         self.has_islands = ranks.islands > 1  # several train by themselves, in this job or in others
         # The islands, if this one is a job of its own.
         self.elastic = self.islands if isinstance(self.islands, ElasticIslands) else None
@@ -223,7 +222,7 @@ class IslandStep:
     is_nonfinite: bool  # loss or gradients have NaN or Inf
     has_spiked: bool  # the loss was far above that of the steps before
     should_stop: bool  # some rank wants to save and exit
-    micro_batches: list[Batch] = field(repr=False)  # this rank's, or in turn those of all that it emulates
+    micro_batches: list[Batch] = field(repr=False)  # this rank's
 
     @property
     def is_skipped(self) -> bool:

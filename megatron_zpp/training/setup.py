@@ -17,7 +17,7 @@ from megatron_zpp.checkpoint.tokenizer import check_same_ids
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.families import Architecture, vocabulary_of
 from megatron_zpp.integrations.float8 import check_float8
-from megatron_zpp.islands import OuterSync, apply_islands, emulate_islands
+from megatron_zpp.islands import OuterSync, apply_islands
 from megatron_zpp.metrics.writers import MetricWriters, check_writers, describe_program
 from megatron_zpp.models.transformer import TransformerConfig
 from megatron_zpp.optim.batch_size import BatchSchedule
@@ -35,7 +35,7 @@ from megatron_zpp.training.loss import LanguageModelLoss, LossSoFar
 from megatron_zpp.training.model import ModelBuilder
 from megatron_zpp.training.profile import check_profile
 from megatron_zpp.training.run import Run, RunPlan, TrainState
-from megatron_zpp.zeropp import OwnRank, Traffic, ranks_of
+from megatron_zpp.zeropp import Traffic
 from megatron_zpp.zeropp.recipes import AUTO
 
 # Fields of models that fine-tuning may change: how long texts are read, and how experts are kept busy. No tensor does.
@@ -135,7 +135,7 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
     token_traffic = Traffic()
     loss_since_sync = LossSoFar()
     builder = ModelBuilder(architecture, settings, plan.vocab_size, device, mesh, token_traffic)
-    states = [_build_state(builder, island) for island in range(mesh.emulated_islands)]
+    states = [_build_state(builder)]
     run = Run(
         architecture=architecture,
         settings=settings,
@@ -152,10 +152,7 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
     )
     # From here on only dropout draws random numbers; ranks of other jobs draw others.
     seed, sequence_parallel, first_rank = training.seed, settings.distributed.sequence_parallel, mesh.job * world_size
-    for state in states:
-        state.ranks.random_states.seed(
-            lambda rank: dropout_seed(seed, first_rank + rank, mesh.tp_size, sequence_parallel)
-        )
+    torch.manual_seed(dropout_seed(seed, first_rank + dist.get_rank(), mesh.tp_size, sequence_parallel))
     if plan.base is not None:
         for state in states:
             load_base(plan.base, read_meta(plan.base), state.model)
@@ -173,15 +170,12 @@ def build_mesh(settings: ResolvedSettings, device: torch.device) -> Mesh:
     if settings.zero.zero_stage == 0:
         # Shards of one rank each, that is plain data parallelism with FSDP2's mixed precision.
         replicas = dist.get_world_size() * ranks.context_parallel_size // ranks_per_model_copy(ranks)
-    emulates, leaves = ranks.emulate_ranks is not None, ranks.islands_may_leave
     sizes = {axis: getattr(ranks, setting) for axis, setting in MODEL_PARALLEL_AXES.items()}
     return Mesh(
         device.type,
-        sizes | {"island": 1 if emulates or leaves else ranks.islands},
-        ranks.emulate_ranks or 1,
+        sizes | {"island": 1 if ranks.islands_may_leave else ranks.islands},
         replicas,
         ranks.expert_model_parallel_size,
-        emulated_islands=ranks.islands if emulates else 1,
         num_jobs=num_jobs(ranks),
         job=ranks.island_number or 0,
     )
@@ -236,15 +230,12 @@ def _build_writers(
     )
 
 
-def _build_state(builder: ModelBuilder, emulated_island: int) -> TrainState:
-    settings, group = builder.settings, builder.mesh.ranks_of_island
-    model, zeropp = builder.build(emulated_island), builder.zeropp
+def _build_state(builder: ModelBuilder) -> TrainState:
+    settings, model = builder.settings, builder.build()
     with errors_on_all_ranks():
-        optimizer = build_optimizer(model, settings.optimizer, zeropp)
-    ranks = ranks_of(zeropp) if group is None else OwnRank(gathers_over=group)
-    ranks.step_by_shards(optimizer)
+        optimizer = build_optimizer(model, settings.optimizer, builder.zeropp)
     scaler = LossScaler(settings.precision)
-    return TrainState(model, builder.pipeline, optimizer, ranks, scaler, zeropp, settings.zero.zero_stage)
+    return TrainState(model, builder.pipeline, optimizer, scaler, builder.zeropp, settings.zero.zero_stage)
 
 
 def _build_islands(
@@ -260,12 +251,9 @@ def _build_islands(
         return build_elastic_islands(first.model, first.zeropp, settings, mesh, datasets, loss_since_sync)
     if mesh.num_islands == 1:
         return OuterSync()
-    if mesh.island.size() > 1:
-        islands = apply_islands(first.model, None, settings.island, mesh.island, first.zeropp)
-        islands.optimizer = first.optimizer  # whose steps train_step counts
-        return islands
-    models = [state.model for state in states]
-    return emulate_islands(models, [], settings.island, [t.zeropp for t in states if t.zeropp is not None])
+    islands = apply_islands(first.model, None, settings.island, mesh.island, first.zeropp)
+    islands.optimizer = first.optimizer  # whose steps train_step counts
+    return islands
 
 
 def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:

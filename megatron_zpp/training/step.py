@@ -20,35 +20,17 @@ from megatron_zpp.training.run import IslandStep, Run, TrainState
 def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop: bool) -> list[IslandStep]:
     """Run one optimizer step: accumulate gradients, clip, step, and let islands synchronize if they are due.
 
-    Returns what it did in this rank's island, or in each that this process emulates, which take their steps in turn.
-    stop: this rank wants to save and exit.
+    Returns what it did in this rank's island. stop: this rank wants to save and exit.
     """
     if run.curriculum is not None:
         length = run.sample_length(run.counters.iteration + 1)
         batches = ({name: tensor[:, :length].contiguous() for name, tensor in batch.items()} for batch in batches)
-    per_state = zip(run.states, _divide_batches(batches, run.states, num_micro_batches), strict=True)
-    steps = [_step(run, state, micro_batches, num_micro_batches, stop) for state, micro_batches in per_state]
+    steps = [_step(run, state, batches, num_micro_batches, stop) for state in run.states]
     if run.elastic is not None and not steps[0].is_skipped:
         run.loss_since_sync.loss_sum += steps[0].loss_sum
         run.loss_since_sync.num_tokens += steps[0].num_tokens
     run.islands.count_step()  # skipped or not: islands synchronize at the same steps
     return steps
-
-
-def _divide_batches(
-    batches: Iterator[Batch], states: list[TrainState], num_micro_batches: int
-) -> list[Iterator[Batch]]:
-    """Split a step's micro-batches between states, of which a process with real ranks has one.
-
-    They come in rounds: one for each rank of the first state, then of the next.
-    """
-    if len(states) == 1:
-        return [batches]
-    per_state: list[list[Batch]] = [[] for _ in states]
-    for _ in range(num_micro_batches):
-        for read, state in zip(per_state, states, strict=True):
-            read += [next(batches) for _ in range(len(state.ranks))]
-    return [iter(read) for read in per_state]
 
 
 def _step(run: Run, state: TrainState, batches: Iterator[Batch], num_micro_batches: int, stop: bool) -> IslandStep:
@@ -60,7 +42,7 @@ def _step(run: Run, state: TrainState, batches: Iterator[Batch], num_micro_batch
     # Measure the gradients, and add up all that ranks must know in one collective. Scale and clip.
     measures = [sum_of_squares, *([count_zeros] if run.settings.logging.log_num_zeros_in_grad else [])]
     parameters = list(state.model.parameters())
-    sums = sum_over_all_ranks(measures, parameters, state.ranks, run.copies, totals=totals)
+    sums = sum_over_all_ranks(measures, parameters, run.copies, totals=totals, group=run.mesh.ranks_of_island)
     per_token = run.settings.training.calculate_per_token_loss
     measured, counted = sums.split([len(measures), len(totals)])
     factor = run.mesh.fsdp_size / counted[1].clamp(min=1.0) if per_token else 1.0  # [1]: tokens
@@ -120,11 +102,9 @@ def accumulate_gradients(
     read = []
     for i in range(num_micro_batches):
         state.set_is_last_micro_batch(i == num_micro_batches - 1)
-        for as_rank in state.ranks:  # a real rank once, as it is; emulated ranks in turn
-            with as_rank:
-                read.append(next(batches))
-                inputs, target = run.loss.split(read[-1])
-                output = as_model_output(state.model(**inputs))
-                (totals.add(output.losses, target) + totals.add_auxiliary(output, target)).backward()
+        read.append(next(batches))
+        inputs, target = run.loss.split(read[-1])
+        output = as_model_output(state.model(**inputs))
+        (totals.add(output.losses, target) + totals.add_auxiliary(output, target)).backward()
     names = list(totals.auxiliary)
     return totals.local_totals(names), names, read

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_zpp.zeropp.emulation import emulate_zeropp
 from torch import nn
 
 from megatron_zpp.zeropp import ZeroPPConfig
-from megatron_zpp.zeropp.emulation import emulate_zeropp
 from tests.ranks import run_in_turn
 from tests.zeropp.training_on_ranks import evaluate, shard, step
 

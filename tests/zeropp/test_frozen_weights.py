@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_zpp.zeropp.emulation import emulate_zeropp
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from megatron_zpp.zeropp import ZeroPPConfig
-from megatron_zpp.zeropp.emulation import emulate_zeropp
 from megatron_zpp.zeropp.wire.format import WireFormat
 from megatron_zpp.zeropp.wire.layout import ParameterShard
 from tests.ranks import run_in_turn, run_ranks

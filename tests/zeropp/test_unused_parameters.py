@@ -6,11 +6,11 @@ The oracle is one process that adds up the gradients of all ranks' micro-batches
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_zpp.zeropp.emulation import emulate_zeropp
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
-from megatron_zpp.zeropp.emulation import emulate_zeropp
 from tests.ranks import run_in_turn
 from tests.zeropp.training_on_ranks import ALL_FLAGS, HIERARCHY_ONLY, backward, equal, shard
 

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.zeropp import ZeroPPInterface
+from megatron_zpp.zeropp import ZeroPP
 
 from ..config import IslandConfig
 from ..hops import IslandHops
@@ -49,7 +49,7 @@ class ElasticIslands(OuterSync):
         optimizer: torch.optim.Optimizer | None,
         config: IslandConfig,
         membership: Membership,
-        zeropp: ZeroPPInterface | None = None,
+        zeropp: ZeroPP | None = None,
         must_match: str = "",
         local_stats: Callable[[], Sequence[float]] | None = None,
     ) -> None:
