@@ -11,7 +11,7 @@ TEXTS = ("", "1", "ünï🙂")  # for flags that take no number
 # Without these, a run only notes that a flag has no effect. Each needs no more than is here.
 EXPERTS = "--disable-bias-linear --num-experts 2"
 FLOAT8 = "--bf16 --seq-length 16 --num-layers 4"
-ISLANDS = "--emulate-ranks 2 --emulate-nodes 2 --islands 2"
+ISLANDS = "--local-ranks 2 --islands 2"
 LEAVING, LIGHTHOUSE = "--islands 2 --islands-may-leave", "--island-lighthouse localhost:1 --island-secret-file x"
 NEEDED = {
     "num_experts": "--disable-bias-linear",
@@ -54,8 +54,7 @@ NEEDED = {
     "lr_wsd_decay_iters": "--lr-decay-style WSD",
     "sgd_momentum": "--optimizer sgd",
     **{flag.setting: "--optimizer muon" for flag in all_flags().values() if flag.setting.startswith("muon_")},
-    "emulate_nodes": "--emulate-ranks 2",
-    "islands": "--emulate-ranks 2 --emulate-nodes 2",
+    "islands": "--local-ranks 2",
     **{flag.setting: ISLANDS for flag in iterate_flags(IslandConfig)},
     "islands_may_leave": f"--islands 2 --island-number 0 {LIGHTHOUSE}",
     "island_number": f"{LEAVING} {LIGHTHOUSE}",

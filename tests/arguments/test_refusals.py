@@ -214,11 +214,6 @@ def test_descriptions_of_a_network_that_make_no_sense_are_refused(architecture, 
     assert re.search(message, refusal(SMALL + flags, architecture))
 
 
-def test_emulated_ranks_are_not_offloaded():
-    message = refusal(f"{SMALL} --cpu-offload --emulate-ranks 2", "gpt", 1)
-    assert "--cpu-offload moves the shards of real ranks" in message
-
-
 def test_a_router_of_one_expert_learns_from_scores_of_all():
     flags = f"{SMALL} --num-experts 4 --moe-router-topk 1"
     assert "learns nothing: give --moe-router-pre-softmax too" in refusal(flags, "llama")

@@ -37,7 +37,7 @@ def test_settings_of_the_model_are_compared_as_its_config():
 
 
 MUON = "--optimizer muon"
-ISLANDS = "--islands 2 --emulate-ranks 2 --emulate-nodes 2"
+ISLANDS = "--islands 2 --local-ranks 2"
 LOCO = "--zero-quantized-gradients --zeropp-loco"
 
 

@@ -1,4 +1,4 @@
-"""--islands through the trainer: real and emulated ranks, resumption, and what is refused."""
+"""--islands through the trainer: resumption, and what is refused."""
 
 import math
 import re
@@ -14,10 +14,9 @@ from megatron_zpp.training.islands import prepare_island
 from tests.islands.elastic_jobs import secret_file
 from tests.parallel.layouts import EPS, assert_same, results_on
 from tests.ranks import run_ranks
-from tests.training.small_run import NO_DROPOUT, assert_emulated, call_pretrain, flags, start, train_each, train_quietly
+from tests.training.small_run import NO_DROPOUT, call_pretrain, flags, start, train_each, train_quietly
 
 ISLANDS = "--islands 2 --island-sync-interval 3"
-EMULATE = ["--emulate-ranks", "4", "--emulate-nodes", "4"]
 ZEROPP = (
     "--zeropp-ranks-per-node 1 --zero-quantized-weights --zero-quantized-gradients --zeropp-loco "
     "--zeropp-weight-block-size 64 --zeropp-gradient-block-size 32"
@@ -35,59 +34,42 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("names", [("streaming",), pytest.param(("low bits", "fp16"), marks=pytest.mark.long)])
-def test_emulated_islands_log_what_real_ones_log(data, names):
-    argv = {name: flags(data, RUNS[name], "--train-iters 6" if name == "streaming" else "") for name in names}
-    real = run_ranks(4, train_each, argv)[3]
-    emulated = run_ranks(1, train_each, {name: [*words, *EMULATE] for name, words in argv.items()})[0]
-    for name in names:
-        assert_emulated(emulated[name], real[name], name)
-        assert max(real[name]["comm/bytes-between-islands"]) > 0
-    assert "fp16" not in names or len(set(real["fp16"]["loss-scale"])) > 2
-
-
 def _losses_and_bytes(argv: list[str]) -> list[list[float]]:
     metrics = train_each({"": argv})[""]
     return [metrics["lm loss"], metrics["comm/bytes-between-islands"]]
 
 
 @pytest.mark.parametrize(
-    "kind, saves, loads",
+    "kind, saves",
     [
-        ("streaming", [], EMULATE),
-        ("every step", EMULATE, EMULATE),
-        ("offload", [*EMULATE, "--island-offload"], EMULATE),
-        pytest.param("streaming", EMULATE, [], marks=pytest.mark.long),
-        pytest.param("low bits", [], [], marks=pytest.mark.long),
+        ("streaming", []),
+        ("every step", []),
+        ("offload", ["--island-offload"]),
+        pytest.param("low bits", [], marks=pytest.mark.long),
     ],
 )
-def test_a_resume_is_exact(data, tmp_path, kind, saves, loads):
-    """Also between synchronizations, and from emulated islands to real ones and back; what is in flight arrives.
+def test_a_resume_is_exact(data, tmp_path, kind, saves):
+    """Also between synchronizations; what is in flight arrives.
 
     At every step: torch steps an optimizer to load its state, which islands do not count.
     """
-    argv, load = flags(data, RUNS[kind], "--train-iters 6"), ["--load", str(tmp_path), *loads]
+    argv, load = flags(data, RUNS[kind], "--train-iters 6"), ["--load", str(tmp_path)]
     save = f"--save {tmp_path} --save-interval 4 --exit-interval 4".split() + saves
-    whole, begun, rest = (
-        run_ranks(1 if "--emulate-ranks" in more else 4, _losses_and_bytes, [*argv, *more])[-1]
-        for more in (EMULATE, save, load)
-    )
+    whole, begun, rest = (run_ranks(4, _losses_and_bytes, [*argv, *more])[-1] for more in ([], save, load))
     assert [one + other for one, other in zip(begun, rest, strict=True)] == whole and len(rest[0]) == 2
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_that_begins_as_one_resumes_in_islands(data, tmp_path, ranks):
+def test_a_run_that_begins_as_one_resumes_in_islands(data, tmp_path):
     """With its optimizer, whose steps have the momentum of those before. The mean of SGD's steps is a step of all."""
     argv = flags(data, NO_DROPOUT, "--optimizer sgd --sgd-momentum 0.9 --lr 0.1 --clip-grad 0 --save-interval 2")
     argv += ["--train-iters", "4"]
-    argv += EMULATE if ranks == 1 else []
     mean = "--islands 2 --island-sync-interval 1 --island-outer-optimizer sgd --island-outer-lr 1"
     runs = {
         "one": argv,
         "begun": [*argv, "--save", str(tmp_path), "--exit-interval", "2"],
         "islands": [*argv, "--load", str(tmp_path), *mean.split(), "--island-outer-momentum", "0"],
     }
-    losses = {name: metrics["lm loss"] for name, metrics in run_ranks(ranks, train_each, runs)[-1].items()}
+    losses = {name: metrics["lm loss"] for name, metrics in run_ranks(2, train_each, runs)[-1].items()}
     assert len(losses["islands"]) == 2
     assert losses["begun"] + losses["islands"] == pytest.approx(losses["one"], rel=1e-5)
 
@@ -205,11 +187,10 @@ TRUST = "--island-lighthouse localhost:29510 --island-secret-file island.secret"
         ("--islands 2", 4, "--calculate-per-token-loss", "leave one out"),
         ("--islands 2", 4, "--loss-spike-factor 2", "leave one out"),
         ("--islands 2", 4, "--island-fragments 3", "are more than the 2 layer"),
-        ("--islands 2", 1, "--emulate-ranks 4 --emulate-nodes 1", "choose|of whole nodes"),
+        ("--islands 2", None, "--local-ranks 6 --local-nodes 3 --global-batch-size 6", "choose|of whole nodes"),
         ("--islands 2", 4, "--zero-hpz-partition-size 4", "does not divide the 2 rank"),
         (ELASTIC, 2, "--islands 1", "--islands-may-leave needs --islands above 1"),
         (ELASTIC, 2, "--island-number 2", "--island-number 2 must be below --islands 2"),
-        (ELASTIC, 1, "--emulate-ranks 4 --emulate-nodes 4", "--emulate-ranks has all islands in one process"),
         (ELASTIC, 2, "--island-fragments 2", "keep in flight"),
         (ELASTIC, 2, "--island-sync-delay 1", "keep in flight"),
         (ELASTIC, 2, "--skip-train", "--skip-train needs no other island"),
