@@ -207,7 +207,7 @@ class DistributedSettings:
     local_ranks: int | None = flag(
         None,
         "start N ranks on this machine, without torchrun; default one for each of --local-nodes "
-        "(docs/reference/emulation.md)",
+        "(docs/reference/local-ranks.md)",
         aliases=("--emulate-ranks",),
         at_least=1,
         at_most=4096,

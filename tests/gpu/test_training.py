@@ -23,6 +23,7 @@ RECIPES = {
     "least memory": f"{ALL_FLAGS} --zeropp-loco --zeropp-weight-moves "
     "--zeropp-gradient-sum-dtype int8 --zeropp-offload-gradient-sums",
     "all flags, bf16": f"{ALL_FLAGS} --bf16",
+    "stages of a pipeline": "--pipeline-model-parallel-size 2",
 }
 FLOAT8 = {  # emulated on CPUs
     "float8": f"{ALL_FLAGS} --bf16 --fp8-format hybrid",
