@@ -4,8 +4,8 @@
     python benchmarks/finetuning_bits.py --table
 
 The base is a Llama of 1.6 million parameters: pretrained on torch's sources by ZeRO-3's numerics, exported to Hugging
-Face's format, and imported from there. It is fine-tuned on sympy's sources, 4 ranks on 2 nodes, emulated in one
-process, as ``examples/zeropp/finetune.sh`` does: weights through hpZ, gradients in 8 bits on both hops.
+Face's format, and imported from there. It is fine-tuned on sympy's sources, 4 local ranks as 2
+nodes, as ``examples/zeropp/finetune.sh`` does: weights through hpZ, gradients in 8 bits on both hops.
 """
 
 import math
@@ -36,7 +36,7 @@ WIRES = {
 MODEL = (
     f"{CPU.shape} {LLAMA} --attention-dropout 0 --hidden-dropout 0 --micro-batch-size {CPU.micro_batch_size} "
     f"--adam-beta2 {CPU.adam_beta2} --weight-decay 0.1 --lr-decay-style cosine --num-workers 0 --eval-iters 64 "
-    f"--log-interval 20 --emulate-ranks {RANKS} --emulate-nodes {NODES}"
+    f"--log-interval 20 --local-ranks {RANKS} --local-nodes {NODES}"
 )
 
 

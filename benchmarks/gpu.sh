@@ -8,7 +8,7 @@
 #     benchmarks/gpu.sh FOLDER PART...    these parts, passed or not
 #     benchmarks/gpu.sh --list            the commands of all parts
 #
-# FOLDER gets the results, five files, which grow as the parts run. A part that fails, or runs out of time, does not stop the
+# FOLDER gets the results, four files, which grow as the parts run. A part that fails, or runs out of time, does not stop the
 # others: the summary names it, and the exit status is 1. In the same FOLDER, parts that have passed are not run again.
 # Needs one NVIDIA GPU, and a Python with torch for CUDA, numpy and pytest (.venv's, else python3; or PYTHON=...), but no
 # network. SCALE=tiny tries the same commands with tiny models on a processor.
@@ -23,11 +23,11 @@ fail() {
 SCALE=${SCALE:-gpu}
 case $SCALE in # the two differ in sizes alone
     gpu)
-        DEVICE=cuda CARD=cuda:0 MODEL=gpt-350m SEQUENCES=8 EMULATED=gpt-350m OFFLOADED=12 MEGABYTES=1024 CASES="cuda or built"
+        DEVICE=cuda MODEL=gpt-350m SEQUENCES=8 OFFLOADED=12 MEGABYTES=1024 CASES="cuda or built"
         LAYERS=18 WIDTH=768 HEADS=12 LENGTH=1024 STEPS=330 WARMUP=33 MINUTES=1.5
         ;;
     tiny)
-        DEVICE=cpu CARD=cpu MODEL=tiny-gpt SEQUENCES=2 EMULATED=gpt-tiny OFFLOADED=1 MEGABYTES=1 CASES="one_pass and cpu or built"
+        DEVICE=cpu MODEL=tiny-gpt SEQUENCES=2 OFFLOADED=1 MEGABYTES=1 CASES="one_pass and cpu or built"
         LAYERS=2 WIDTH=64 HEADS=2 LENGTH=64 STEPS=22 WARMUP=2 MINUTES=9
         export CUDA_VISIBLE_DEVICES= TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1
         ;;
@@ -129,28 +129,23 @@ part trainer 100 numpy "${TRAINER[@]}" --micro-batch-size $SEQUENCES --steps 4 -
 # Four ranks on the card, as two nodes: launches, and how much of the communication is exposed. Copies go through the host, so
 # the times of the collectives are not NCCL's.
 part step 60 numpy "$PYTHON" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 4 \
-    tests/gpu/share_device.py $CARD "${TRAINER[@]:1}" --micro-batch-size 1 --no-compile --steps 2 --rounds 1 --flags \
+    "${TRAINER[@]:1}" --micro-batch-size 1 --no-compile --steps 2 --rounds 1 --flags \
     "--num-workers 0 --zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco"
 part nccl 45 pytest "${TESTS[@]}" tests/gpu/test_collectives.py -k "every_collective and $DEVICE"
 part racecheck 60 program:compute-sanitizer,pytest,hypothesis benchmarks/sanitize.sh racecheck "$PYTHON"
-# The cost of a recipe's arithmetic in a step: 8 ranks on 2 nodes, emulated, beside plain training on the same batches.
-for recipe in int8 lossless int6 ternary; do
-    part "recipe-$recipe" 45 numpy "$PYTHON" benchmarks/emulation.py --model $EMULATED --bf16 --recipe $recipe --rounds 2 \
-        --output "$OUT/emulation.jsonl"
-done
 part float8 60 torchao "${TRAINER[@]}" --micro-batch-size $SEQUENCES --steps 4 --rounds 2 --flags "--fp8-format hybrid"
 part offload 60 numpy "${TRAINER[@]}" --micro-batch-size $SEQUENCES --no-compile --steps 4 --rounds 2 \
     --flags "--cpu-offloading-num-layers $OFFLOADED"
 
 call=second
 part apex 30 amp_C,pytest,file:tests/gpu/test_apex.py "${TESTS[@]}" tests/gpu/test_apex.py
-# The loss, as if 8 ranks on 2 nodes trained, each token once: side by side, since it does not depend on time.
+# The loss of 2 ranks, each as a node of its own, on the one card; each token once: side by side, since it does not depend on time.
 TRAIN=("$PYTHON" pretrain_gpt.py --num-layers $LAYERS --hidden-size $WIDTH --num-attention-heads $HEADS --seq-length $LENGTH
     --attention-dropout 0 --hidden-dropout 0 --bf16 --micro-batch-size 8 --global-batch-size 64 --train-iters $STEPS
     --lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine --lr-warmup-iters $WARMUP --adam-beta2 0.95 --weight-decay 0.1
     --data-path "$TEXT/python_text_document" --split 98,2,0 --tokenizer-type SentencePieceTokenizer
     --tokenizer-model "$TEXT/tokenizer.model" --log-interval 5 --eval-interval 20 --eval-iters 2 --log-throughput
-    --emulate-ranks 8 --emulate-nodes 2 --exit-duration-in-mins $MINUTES)
+    --local-nodes 2 --exit-duration-in-mins $MINUTES)
 part train-bf16 115 "sentencepiece,file:$TEXT/tokenizer.model" "${TRAIN[@]}" --grad-reduce-in-bf16 &
 bf16=$!
 part train-int8 115 "sentencepiece,file:$TEXT/tokenizer.model" "${TRAIN[@]}" --zeropp int8 || failed=1

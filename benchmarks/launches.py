@@ -33,7 +33,7 @@ from megatron_zpp.parallel.sharding import mixed_precision, offloading, shard_mo
 from megatron_zpp.training.loss import LanguageModelLoss
 from megatron_zpp.training.run import Run
 from megatron_zpp.training.step import train_step
-from megatron_zpp.zeropp import Traffic, apply_zeropp, ranks_of
+from megatron_zpp.zeropp import Traffic, apply_zeropp
 from megatron_zpp.zeropp.fsdp import topology
 from megatron_zpp.zeropp.recipes import RECIPES
 
@@ -92,7 +92,7 @@ def count(flags: str) -> dict[str, int]:
         run.settings, run.device, run.mesh, run.loss = settings, CUDA, mesh, LanguageModelLoss(mesh, CUDA)
         run.model, run.pipeline, run.copies, run.curriculum = model, None, (), None
         run.optimizer, run.scaler = optimizer, LossScaler(settings.precision)
-        run.zeropp, run.ranks = zeropp, ranks_of(zeropp)
+        run.zeropp = zeropp
         patches.enter_context(patch.object(Run, "set_learning_rate", lambda run: None))
         tokens = torch.zeros(1, length, dtype=torch.int64, device=CUDA)
         batch = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(1, length, device=CUDA)}

@@ -2,7 +2,7 @@
 
     python benchmarks/lifecycle_fuzz.py --seed 1 --sequences 300 --output benchmarks/results/lifecycle_fuzz.jsonl
 
-A sequence trains a small GPT in pieces: on 2 ranks, on one process that emulates them, on 1 rank, on tensor-parallel
+A sequence trains a small GPT in pieces: on 2 ranks, on 1 rank, on tensor-parallel
 ranks and on stages of a pipeline, with flags that change speed or memory alone. In between it kills and stops ranks,
 moves run and data, gives flags that a resume must refuse or note, swaps the data, damages a checkpoint, evaluates,
 publishes, exports to transformers and imports again. Each saved state is compared with an undisturbed run's of the same
@@ -41,10 +41,7 @@ SETTINGS = f"""
     --make-vocab-size-divisible-by 4 --split 80,20,0 --exit-signal-handler --distributed-timeout-minutes 2
     --zeropp-ranks-per-node 1 --zero-quantized-gradients --zeropp-gradient-bits 8 --zeropp-gradient-block-size 32
     """.split()
-SAME_BITS = {
-    "2 ranks": (2, "--micro-batch-size 1"),
-    "emulated": (1, "--micro-batch-size 1 --emulate-ranks 2 --emulate-nodes 2"),
-}
+SAME_BITS = {"2 ranks": (2, "--micro-batch-size 1")}
 LAYOUTS = SAME_BITS | {
     "1 rank": (1, "--micro-batch-size 2"),
     "tensor": (2, "--micro-batch-size 1 --tensor-model-parallel-size 2"),

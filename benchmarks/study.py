@@ -1,4 +1,4 @@
-"""Trains the experiments of docs/evidence/experiments.md: 4 ranks on 2 nodes, emulated in one process, several seeds.
+"""Trains the experiments of docs/evidence/experiments.md: 4 local ranks as 2 nodes, several seeds.
 
     python benchmarks/study.py run                        # trains what benchmarks/results/study.jsonl lacks
     python benchmarks/study.py run E4 E5 --seeds 1 2      # some of it; --scale gpu: a larger model, for one GPU
@@ -30,6 +30,7 @@ from study_tables import by_flags_and_seed, table
 from megatron_zpp.metrics.log_reader import BETWEEN, BETWEEN_ISLANDS, RunLog, parse_log
 
 RESULTS = common.RESULTS / "study.jsonl"
+NODES_FLAG = "--(?:local|emulate)-nodes"  # arms, whose flags name their rows, have the older name
 
 
 def main() -> None:
@@ -108,7 +109,7 @@ def make_text(name: str, scale: Scale) -> str:
 def flags_of(scale: Scale, arm: Arm, begun: str = "begun") -> str:
     """Of the trainer, without text and seed. ``begun``: the folder of the checkpoint that the arm goes on from."""
     batch, warmup = scale.micro_batch_size * scale.ranks, max(1, scale.train_iters // 10)
-    where = f"--emulate-ranks {scale.ranks} --emulate-nodes {NODES}" if arm.real_ranks is None else ""
+    where = f"--local-ranks {scale.ranks} --local-nodes {NODES}" if arm.real_ranks is None else ""
     half = scale.micro_batch_size // 2
     arm_flags = arm.flags.format(half=half, batch=batch, large=4 * batch, warmup=warmup, begun=begun)
     return (
@@ -129,7 +130,7 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
     )
 
     def run(flags: str) -> RunLog:
-        threads = max(1, (os.cpu_count() or 1) // scale.jobs)
+        threads = max(1, (os.cpu_count() or 1) // (scale.jobs * (arm.real_ranks or scale.ranks)))
         commands.append(f"{launcher} {arm.program} {flags}".replace(begun, "begun"))
         return parse_log(run_trainer(flags, arm.real_ranks, arm.program, threads=threads))
 
@@ -146,7 +147,7 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
     sent += (scale.train_iters - steps) * bytes_per_parameter(log, flags, arm.real_ranks)
     intervals = []  # bytes per parameter in each interval of the log
     if sends_moves(flags):
-        per_megabyte = 1e6 / _last_number("--emulate-nodes", flags) / log.num_parameters
+        per_megabyte = 1e6 / _last_number(NODES_FLAG, flags) / log.num_parameters
         intervals = [round(line[BETWEEN] * per_megabyte, 4) for line in log.lines]
     last_tenth = log.lines[-max(1, len(log.lines) // 10) :]
     seen = [name for name in OBSERVED if name in log.lines[-1]]
@@ -171,7 +172,7 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
 def bytes_per_parameter(log: RunLog, flags: str, real_nodes: int | None = None) -> float:
     """That leave a node, or an island, in a step. The log shows what all of them send together."""
     # The last interval has no step that sends weights in full. Islands send in some steps of all.
-    nodes = real_nodes or _last_number("--emulate-nodes", flags)
+    nodes = real_nodes or _last_number(NODES_FLAG, flags)
     megabytes = log.lines[-1][BETWEEN] / nodes
     if sends_moves(flags):  # of which there are fewer and fewer
         megabytes = log.mean(BETWEEN) / nodes

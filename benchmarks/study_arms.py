@@ -13,7 +13,7 @@ class Scale:
     """A model and how long it is trained; on CPUs it sees every token once."""
 
     shape: str
-    micro_batch_size: int  # of each emulated rank
+    micro_batch_size: int  # of each rank
     train_iters: int
     eval_iters: int
     lr: float
@@ -83,7 +83,7 @@ class Arm:
     name: str
     flags: str
     control: str = ""  # the fp32 wire
-    real_ranks: int | None = None  # each a node of its own, in place of emulated ones
+    real_ranks: int | None = None  # each a node of its own, started by torchrun
     begins: str | None = None
     begins_share: float = 0.2
 

@@ -1,6 +1,6 @@
 """What the study trains: experiments as lists of arms, each an arm of training with other flags for what is sent.
 
-An arm that two experiments share is trained once. 4 ranks on 2 nodes are emulated in one process; in some arms 8 ranks.
+An arm that two experiments share is trained once. 4 local ranks count as 2 nodes; in some arms 8 ranks.
 E2 and E6 were of weight differences, which are gone: commit cdc7657 trains them, and results/old/ has their rows.
 """
 
@@ -83,7 +83,7 @@ HIGHER = "--lr 0.0014 --min-lr 0.00014"
 # E9
 
 EXPERTS_LOAD, TOKENS_SENT = "expert load (max/mean)", "tokens sent between nodes per step (MB)"
-# The batch of four emulated ranks on two real ones, each of which has half of the experts.
+# The batch of four ranks on two, each of which has half of the experts.
 ON_TWO_NODES = f"{EXPERTS} {BF16} --expert-model-parallel-size 2 --zero-ranks-per-node 1 --global-batch-size {{batch}}"
 
 # E10: Muon for the layers' matrices with updates as large as AdamW's, at learning rates that both take.

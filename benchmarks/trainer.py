@@ -12,6 +12,7 @@ Under torchrun there is no plain side, and ``--flags`` may turn ZeRO++ on, which
 
 import gc
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -221,7 +222,7 @@ def main() -> None:
     args = parser.parse_args()
     if min(args.steps, args.rounds, args.profiled_steps, args.micro_batch_size or 1) < 1:
         parser.error("--steps, --rounds, --profiled-steps and --micro-batch-size must be at least 1")
-    device = init_distributed(None, 10)
+    device = init_distributed(None, 10, local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     torch._dynamo.config.automatic_dynamic_shapes = False  # each micro-batch size is compiled for itself
     args.device, args.compiled = device, not args.no_compile
     args.timed_steps = (args.rounds + 1) * args.steps  # the round that warms up included

@@ -43,19 +43,19 @@ one_of SCALE laptop gpu full
 
 # cluster NODES RANKS_PER_NODE: sets these two for the chosen scale; the arguments are the full scale's.
 cluster() {
-    MACHINES=1 EMULATION=()
+    MACHINES=1 LOCAL=()
     case $SCALE in
         laptop) # 4 ranks on the processor, as if they were 2 nodes of 2
             NODES=2 RANKS_PER_NODE=2
             export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
             ;;
-        gpu) # one machine, as if it were 2 nodes; one GPU emulates 2 nodes of 4
+        gpu) # one machine, as if it were 2 nodes; one GPU is shared by 2 nodes of one rank
             GPUS=${GPUS:-$( (nvidia-smi --list-gpus 2>/dev/null || true) | wc -l)}
             [ "$GPUS" -gt 0 ] || fail "SCALE=gpu needs a GPU, and nvidia-smi shows none; SCALE=laptop needs none"
             [[ " 1 2 4 8 " == *" $GPUS "* ]] ||
                 fail "the batches of SCALE=gpu are for 1, 2, 4 or 8 GPUs, not $GPUS: give GPUS= one of these"
             NODES=2 RANKS_PER_NODE=$((GPUS / 2))
-            [ "$GPUS" != 1 ] || RANKS_PER_NODE=4 EMULATION=(--emulate-ranks 8 --emulate-nodes 2)
+            [ "$GPUS" != 1 ] || RANKS_PER_NODE=1 LOCAL=(--local-nodes 2)
             ;;
         full)
             NODES=${SLURM_JOB_NUM_NODES:-${NODES:-$1}}
@@ -112,15 +112,15 @@ launch() {
         launcher+=(--rdzv-endpoint "${HEAD:-node0:29400}")
     fi
     [ "${SLURM_NTASKS:-}" != "$world" ] || launcher=(srun --kill-on-bad-exit=1 python)
-    [ "${#EMULATION[@]}" = 0 ] || launcher=(python)
+    [ "${#LOCAL[@]}" = 0 ] || launcher=(python) # it starts its ranks itself
 
     if [ -n "${ESTIMATE:-}" ]; then
-        [ "${#EMULATION[@]}" = 0 ] || echo "for the $world GPUs that one emulates, not for that one:"
+        [ "${#LOCAL[@]}" = 0 ] || echo "for $world GPUs, not for the one that $world ranks share:"
         python tools/estimate.py --nodes "$NODES" --ranks-per-node "$RANKS_PER_NODE" --gpu "$GPU" \
             --vocabulary "$VOCABULARY" "$@"
         return
     fi
-    set -- "$@" "${EMULATION[@]}"
+    set -- "$@" "${LOCAL[@]}"
     [ -z "${WANDB_PROJECT:-}" ] || set -- "$@" --wandb-project "$WANDB_PROJECT" --wandb-exp-name "${OUT#runs/}"
     printf '%q ' "${launcher[@]}" "$@"
     echo

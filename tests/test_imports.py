@@ -25,11 +25,7 @@ PARTS_OF_ZEROPP = {
     "fsdp": ["wire", "config"],
     "gather": ["wire", "fsdp"],
     "reduce": ["wire", "fsdp", "config"],
-    "muon": ["wire", "fsdp", "config", "interface", "own_rank"],
-    "emulation": [
-        *("wire", "fsdp", "gather", "reduce", "muon"),
-        *("config", "description", "interface", "own_rank"),
-    ],
+    "muon": ["wire", "fsdp", "config", "api", "own_rank"],
 }
 ALONE = {  # what the lower folders may import beside the standard library
     "zeropp": {"torch"},

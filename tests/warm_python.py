@@ -136,7 +136,7 @@ def _run(python: str, words: list[str], folder: str, environment: dict[str, str]
     first = str(Path(program).resolve().parent) if is_file else os.getcwd()
     installed = [path for path in sys.path if "site-packages" in path or path.startswith(sys.base_prefix)]
     sys.path[:] = [first, *environment.get("PYTHONPATH", "").split(os.pathsep), *installed]
-    sys.argv[:] = [program, *arguments]
+    sys.argv[:], sys.orig_argv[:] = [program, *arguments], [python, *words]
     status: Any = None
     try:
         if is_file:

@@ -72,7 +72,7 @@ case $SCALE in
         ;;
 esac
 MODEL+=(--moe-aux-loss-coeff 0.02)
-[ "${#EMULATION[@]}" != 0 ] || MODEL+=(--expert-model-parallel-size "$RANKS_PER_NODE")
+[ "$RANKS_PER_NODE" = 1 ] || MODEL+=(--expert-model-parallel-size "$RANKS_PER_NODE")
 
 ZEROPP=(--zero-quantized-weights --zeropp-weight-bits 8 --zero-hpz-partition-size "$RANKS_PER_NODE"
     --zero-quantized-gradients --zeropp-gradient-bits 4)

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from megatron_zpp.arguments.resolve_parallel import placement_of
 from megatron_zpp.islands import IslandConfig
-from megatron_zpp.settings.checks import require
+from megatron_zpp.settings.checks import list_divisors, require
 from megatron_zpp.settings.flags import iterate_flags
 from megatron_zpp.settings.groups import Settings
 
@@ -16,8 +16,9 @@ def check_islands(settings: Settings, given: Collection[str]) -> None:
         for flag in iterate_flags(IslandConfig):
             require(flag.setting not in given, f"{flag.name} needs --islands above 1")
         return
-    islands = f"--islands {ranks.islands}"
-    require(ranks.emulate_ranks is None, f"{islands} are real ranks, not --emulate-ranks: start them by torchrun")
+    islands, nodes = f"--islands {ranks.islands}", ranks.local_nodes
+    uneven = f"{islands} of whole nodes do not divide --local-nodes {nodes}; choose one of {list_divisors(nodes)}"
+    require(nodes == 1 or nodes % ranks.islands == 0, uneven)
     require(settings.zero.zero_stage > 0, f"{islands} exchange shards, and --zero-stage 0 has none: give 1, 2 or 3")
     unsupported = {
         "--num-distributed-optimizer-instances (HSDP) would send each shard once per replica": (

@@ -13,15 +13,14 @@ def check_zero(zero: ZeroSettings, zeropp: ZeroPPConfig, fsdp_size: int, distrib
     require_divides("--zero-hpz-partition-size", hpz_size, fsdp_size, _SHARDING)
     require_divides("--zeropp-ranks-per-node", ranks_per_node or 1, fsdp_size, _SHARDING)
     _check_replicas(distributed, zero, zeropp, fsdp_size)
-    ranks = distributed.emulate_ranks
-    if ranks is not None:
-        per_node = ranks // distributed.emulate_nodes
-        require(not zeropp.check_agreement, "--zeropp-check-agreement does not compare emulated ranks: leave it out")
-        fits = hpz_size in (1, per_node) and ranks_per_node in (None, per_node)
+    if distributed.local_nodes > 1:
+        ranks = (distributed.local_ranks or 1) // distributed.local_nodes
+        per_node = min(fsdp_size, max(1, ranks // distributed.tensor_model_parallel_size))
         expected = f"--zero-hpz-partition-size must be {per_node} or 1, --zeropp-ranks-per-node {per_node} or left out"
-        require(fits, f"--emulate-ranks {ranks} are {per_node} on each node: {expected}")
-    offloads = "--cpu-offload moves the shards of real ranks at --zero-stage 1, 2 or 3 to host memory; leave it out"
-    require(not zero.cpu_offload or (stage >= 1 and ranks is None), offloads)
+        which = f"--local-ranks {distributed.local_ranks} are {ranks} on each node, {per_node} of them data-parallel"
+        require(hpz_size in (1, per_node) and ranks_per_node in (None, per_node), f"{which}: {expected}")
+    offloads = "--cpu-offload moves shards to host memory, and --zero-stage 0 has none: leave it out, or give 1, 2 or 3"
+    require(not zero.cpu_offload or stage >= 1, offloads)
     quantized = {
         "--zero-quantized-weights": zeropp.quantized_weights,
         "--zero-quantized-gradients": zeropp.quantized_gradients,
@@ -38,7 +37,6 @@ def _check_replicas(distributed: DistributedSettings, zero: ZeroSettings, zeropp
         return
     require_divides(flag, replicas, fsdp_size, _SHARDING)
     require(zero.zero_stage >= 1, f"{flag} {replicas} replicates shards, and --zero-stage 0 has none; leave one out")
-    require(distributed.emulate_ranks is None, f"{flag} {replicas} cannot be emulated; leave --emulate-ranks or it out")
     require(not zeropp.enabled, f"{flag} {replicas} (HSDP) sends nothing in low bits; leave ZeRO++'s flags or it out")
     if zeropp.ranks_per_node is not None:
         check_replicas_on_nodes(replicas, fsdp_size, zeropp.ranks_per_node)

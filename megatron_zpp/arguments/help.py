@@ -23,7 +23,7 @@ FIRST = {  # group of --help: its flags
     "--tensorboard-dir --wandb-project",
 }
 EXPERIMENTAL = (  # beginnings of names
-    *("--island", "--muon-", "--emulate-", "--moe-token-bits", "--zeropp-hadamard", "--zeropp-offload"),
+    *("--island", "--muon-", "--local-", "--moe-token-bits", "--zeropp-hadamard", "--zeropp-offload"),
     *("--zeropp-gradient-element-scales", "--zeropp-scale-dtype", "--zeropp-gradient-bits-warmup"),
     *("--zeropp-weight-moves", "--zeropp-weight-rounding", "--zeropp-gradient-rounding"),
 )

@@ -32,7 +32,6 @@ _NO_EFFECT_WITHOUT: dict[str | tuple[str, str], tuple[str, ...]] = {  # a settin
     "first_last_layers_bf16": ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
     ("recompute_granularity", "selective"): ("recompute_modules",),
     "manual_gc": ("manual_gc_interval",),
-    "emulate_ranks": ("emulate_nodes",),
     "save": (
         *("save_interval", "save_retain_interval", "save_keep_last", "no_save_optim", "no_save_rng", "no_async_save"),
         "overwrite_save",

@@ -38,14 +38,15 @@ def note_on_first_rank(text: str) -> None:
 def parse_settings(
     architecture: Architecture,
     argv: Sequence[str] | None = None,
-    world_size: int = 1,
+    world_size: int | None = None,
     note: Callable[[str], None] = note_on_first_rank,
     ranks_per_node: int | None = None,
 ) -> ResolvedSettings:
     """Read, complete and check all settings of a run.
 
-    world_size: ranks of the run, unless --dry-run-world-size gives another number. note: receives one line for each
-    flag or key that was accepted but changes nothing. ranks_per_node: for --zeropp; None: as the launcher says.
+    world_size: ranks of the run, unless --dry-run-world-size gives another number; None: as many as --local-ranks says,
+    or one. note: receives one line for each flag or key that was accepted but changes nothing. ranks_per_node: for
+    --zeropp; None: as the launcher says.
 
     Raises SettingsError with one line for each mistake. ``--help`` prints and raises SystemExit(0). Needs no process
     group, and reads no file but that of ``--deepspeed_config``.
@@ -58,7 +59,6 @@ def parse_settings(
     mistakes = Mistakes()
     line = read_command_line(argv, mistakes, architecture.presets)
     given = line.given
-    world_size = given.get("dry_run_world_size", world_size)
     config, preset = DeepSpeedConfig(), dict[str, Any]()
     if "deepspeed_config" in given:
         try:
@@ -71,6 +71,9 @@ def parse_settings(
     with mistakes.collected():
         preset = _preset(architecture, given) if "preset" in given else {}
     values, chosen = preset | config.values | given, given.keys() | config.values.keys()
+    if "local_nodes" in values:
+        values = {"local_ranks": values["local_nodes"]} | values  # one rank each
+    world_size = given.get("dry_run_world_size") or world_size or values.get("local_ranks") or 1
     with mistakes.collected():
         values = recipe_values(values, world_size, ranks_per_node) | values
 

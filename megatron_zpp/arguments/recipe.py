@@ -27,7 +27,6 @@ def recipe_values(values: Mapping[str, Any], world_size: int, ranks_per_node: in
         chosen = [flag.name for flag in iterate_flags(ZeroPPConfig) if values.get(flag.setting) not in (None, False)]
         chosen = [flag for flag in chosen if flag not in map(flag_of, _BESIDE_AUTO)]
         require(not chosen, f"--zeropp auto chooses {', '.join(chosen)}: leave them out, or name a recipe")
-        require("emulate_ranks" not in values, "--zeropp auto measures real ranks: name a recipe with --emulate-ranks")
     if name not in RECIPES:
         return {}
     needs_nodes = RECIPES[name].fields and values.get("zero_stage", 3) == 3
@@ -44,9 +43,9 @@ def _data_parallel_ranks_of_node(values: Mapping[str, Any], world_size: int, ran
     stated = values.get("zeropp_ranks_per_node") or values.get("zero_hpz_partition_size")
     if stated:
         return int(stated)
-    if "emulate_ranks" in values:
-        return size("emulate_ranks") // size("emulate_nodes")
     launcher = os.environ.get("LOCAL_WORLD_SIZE")
+    if "local_ranks" in values:
+        ranks_per_node = size("local_ranks") // size("local_nodes")
     if ranks_per_node is None:
         ranks_per_node = int(launcher) if launcher is not None else 1
         unknown = "how many ranks has a node? The launcher does not set LOCAL_WORLD_SIZE: give --zeropp-ranks-per-node"

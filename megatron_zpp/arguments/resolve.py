@@ -177,10 +177,9 @@ def _check_tasks(settings: Settings, dp_size: int, world_size: int) -> None:
     """Check that every rank can take a part of the requests that --eval-tasks asks."""
     ranks = settings.distributed
     require(
-        settings.training.eval_tasks is None
-        or (dp_size == world_size and ranks.islands == 1 and ranks.emulate_ranks is None),
+        settings.training.eval_tasks is None or (dp_size == world_size and ranks.islands == 1),
         "--eval-tasks divides its requests among data-parallel ranks alone: leave tensor, pipeline and context "
-        "parallelism, islands and emulated ranks out; megatron-zpp evaluate takes the checkpoints of such a run",
+        "parallelism and islands out; megatron-zpp evaluate takes the checkpoints of such a run",
     )
 
 

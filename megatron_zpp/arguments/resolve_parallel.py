@@ -24,13 +24,12 @@ def check_parallel(distributed: DistributedSettings, zero_stage: int, seq_length
         uneven = f"--seq-length {seq_length} is not a multiple of 2 * --context-parallel-size {cp_size}"
         choose = f"choose another length, or a --context-parallel-size of {', '.join(map(str, fitting))}"
         require(seq_length % (2 * cp_size) == 0, f"{uneven}; {choose}")
-    ranks, nodes = distributed.emulate_ranks, distributed.emulate_nodes
-    if ranks is None:
-        return
-    require(world_size == 1, f"--emulate-ranks {ranks} needs one process, this run has {world_size}: start it alone")
-    uneven = f"--emulate-nodes {nodes} does not divide --emulate-ranks {ranks}; choose one of {list_divisors(ranks)}"
-    require(ranks % nodes == 0, uneven)
-    require(zero_stage in (2, 3), f"--emulate-ranks emulates --zero-stage 2 and 3, got {zero_stage}: give 2 or 3")
+    ranks, nodes = distributed.local_ranks, distributed.local_nodes
+    if ranks is not None:
+        others = f"--local-ranks {ranks} starts its ranks by itself, and this run has {world_size}"
+        require(world_size == ranks, f"{others}: leave it out, or start the command without a launcher")
+        uneven = f"--local-nodes {nodes} does not divide --local-ranks {ranks}; choose one of {list_divisors(ranks)}"
+        require(ranks % nodes == 0, uneven)
 
 
 def cannot_tell_stragglers(distributed: DistributedSettings, zero: ZeroSettings, world_size: int) -> str | None:
@@ -45,8 +44,8 @@ def cannot_tell_stragglers(distributed: DistributedSettings, zero: ZeroSettings,
 
 
 def data_parallel_size(distributed: DistributedSettings, world_size: int) -> int:
-    """Return the number of data-parallel ranks, real or emulated."""
-    return (distributed.emulate_ranks or 1) * world_size // ranks_per_model_copy(distributed)
+    """Return the number of data-parallel ranks."""
+    return world_size // ranks_per_model_copy(distributed)
 
 
 def resolve_sizes(ranks: DistributedSettings, num_layers: int) -> DistributedSettings:
@@ -184,7 +183,6 @@ def check_expert_parallel(settings: Settings, fsdp_size: int) -> None:
         replicas = distributed.num_distributed_optimizer_instances
         in_replica = f"{fsdp_size // replicas} rank(s) of each of --num-distributed-optimizer-instances {replicas}"
         require(fsdp_size // replicas % size == 0, f"{given} does not divide {in_replica} (HSDP); change one")
-        require(distributed.emulate_ranks is None, f"{given} cannot be emulated; leave --emulate-ranks or it out")
         compiles = settings.activation.compile
         require(not compiles, f"--compile does not see tokens sent to experts: leave it or {given} out")
         per_node = settings.zeropp.stated_ranks_per_node or 1

@@ -102,7 +102,7 @@ FREE = """
     log_memory_to_tensorboard log_world_size_to_tensorboard wandb_project wandb_exp_name wandb_entity wandb_save_dir
     profile use_pytorch_profiler profile_step_start profile_step_end profile_ranks profile_dir record_memory_history
     distributed_backend distributed_timeout_minutes num_distributed_optimizer_instances
-    emulate_ranks emulate_nodes tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size
+    local_ranks local_nodes tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size
     pipeline_schedule num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split
     account_for_loss_in_pipeline_split context_parallel_size expert_model_parallel_size expert_tensor_parallel_size

@@ -59,7 +59,7 @@ class CheckpointSaver:
         self.wait()
         meta = meta | {"iteration": iteration, "torch": str(torch.__version__), "saved_at": _now()}
         meta |= {
-            "world_size": trained.ranks.world_size,
+            "world_size": dist.get_world_size(),
             "has_optimizer": trained.optimizer is not None,
             "has_rng": save_rng,
         }

@@ -28,6 +28,7 @@ from megatron_zpp.errors import describe_error
 from megatron_zpp.models.lora import is_adapter
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.zeropp.fsdp.topology import process_rank
+from megatron_zpp.zeropp.own_rank import load_random_state_dict, random_state_dict
 
 from .files import CheckpointError
 from .index import Entry, Index, read_index
@@ -37,14 +38,14 @@ from .trained import Trained, plan_resume
 
 
 def checkpoint_state(trained: Trained, save_rng: bool) -> dict[str, Tensor]:
-    """Return this rank's tensors by name; with emulated ranks those of all."""
+    """Return this rank's tensors by name."""
     model, optimizer, zeropp = trained.model, trained.optimizer, trained.zeropp
     state = _prefixed({"model.": _model_tensors(model)})
     # For an optimizer without a step (fp16 skips the first ones) torch would make a step of zeros, which counts.
     if optimizer is not None and optimizer.state:
         state |= _prefixed({"optimizer.": _optimizer_tensors(get_optimizer_state_dict(model, optimizer))})
     if save_rng:
-        state |= _prefixed({"rng.": trained.ranks.random_states.state_dict()})
+        state |= _prefixed({"rng.": random_state_dict()})
     if zeropp is not None:
         state |= _prefixed({"zeropp.": zeropp.state_dict()})
     return trained.islands.checkpoint_state(state)
@@ -70,12 +71,12 @@ def load_checkpoint(
     if optimizer is not None and plan.optimizer:
         optimizer_state = get_optimizer_state_dict(model, optimizer)
     if plan.random_states:
-        random_states = trained.ranks.random_states.state_dict()
+        random_states = random_state_dict()
     own = {"model.": tensors, "optimizer.": _optimizer_tensors(optimizer_state), "rng.": random_states}
     with errors_on_all_ranks():
         if optimizer is not None and not meta["has_optimizer"]:
             raise CheckpointError(f"{checkpoint} was saved without its optimizer: load it with --no-load-optim")
-        index = read_index(checkpoint, meta, {*local_ranks, str(process_rank()), *_ranks_in(random_states)})
+        index = read_index(checkpoint, meta, {str(process_rank())})
         zeropp_state = _tensors_to_fill(index.tensors, "zeropp", local_ranks) if plan.zeropp else {}
         state = trained.islands.tensors_to_load(_prefixed(own | {"zeropp.": zeropp_state}), index.tensors)
         _check_shapes(checkpoint, state, index.tensors)
@@ -85,7 +86,7 @@ def load_checkpoint(
     if optimizer is not None and plan.optimizer:
         set_optimizer_state_dict(model, optimizer, optimizer_state)
     if plan.random_states:
-        trained.ranks.random_states.load_state_dict(random_states)
+        load_random_state_dict(random_states)
     if zeropp is not None:
         zeropp.invalidate()
         if plan.zeropp:
@@ -146,11 +147,6 @@ def _optimizer_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
         for key, value in values.items()
         if isinstance(value, Tensor)
     }
-
-
-def _ranks_in(state: Mapping[str, Tensor]) -> set[str]:
-    """Return the ranks that tensor names begin with."""
-    return {name.partition(".")[0] for name in state}
 
 
 def _tensors_to_fill(saved: Mapping[str, Entry], kind: str, ranks: Collection[str]) -> dict[str, Tensor]:

@@ -8,11 +8,12 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron_zpp.islands import OuterSync
 from megatron_zpp.parallel.mesh import AXES
-from megatron_zpp.zeropp import Ranks, ZeroPPConfig, ZeroPPInterface, ranks_of
+from megatron_zpp.zeropp import ZeroPP, ZeroPPConfig
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,8 @@ class Trained:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None = None  # None: neither saved nor loaded
-    zeropp: ZeroPPInterface | None = None  # None at ZeRO stage 0
+    zeropp: ZeroPP | None = None  # None at ZeRO stage 0
     islands: OuterSync = field(default_factory=OuterSync)
-
-    @property
-    def ranks(self) -> Ranks:
-        """Return the ranks that this process computes for."""
-        return ranks_of(self.zeropp)
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,7 @@ def plan_resume(
     if load_rng and not random_states:
         notes.append("random states start over: the checkpoint has none")
     if random_states and not same_layout:
-        world_size = trained.ranks.world_size
+        world_size = dist.get_world_size()
         others = f"{meta['world_size']} ranks saved, {world_size} load"
         otherwise = ", divided otherwise" if meta["world_size"] == world_size else ""
         notes.append(f"random states start over: {others}{otherwise}")
@@ -70,7 +66,7 @@ def plan_resume(
     return ResumePlan(tuple(notes), optimizer, random_states, zeropp)
 
 
-def zeropp_layout(zeropp: ZeroPPInterface | None) -> dict[str, Any] | None:
+def zeropp_layout(zeropp: ZeroPP | None) -> dict[str, Any] | None:
     """Return what must be the same for ranks to load their ZeRO++ state."""
     if zeropp is None:
         return None

@@ -12,6 +12,7 @@ from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.arguments.resolve_parallel import check_vocabulary, data_parallel_size
 from megatron_zpp.families import Architecture, vocabulary_of
 from megatron_zpp.parallel.distributed import device_of_rank, is_first_rank, ranks_of_environment
+from megatron_zpp.parallel.local_ranks import is_launched
 from megatron_zpp.parallel.mesh import MODEL_PARALLEL_SETTINGS, ranks_per_model_copy
 from megatron_zpp.planning.needs.division import RankGrid
 from megatron_zpp.planning.needs.estimate import estimate, memory_and_traffic
@@ -29,14 +30,14 @@ USUAL_RANKS_PER_NODE = 8
 
 def dry_run(architecture: Architecture) -> None:
     """Print what a run would do, on the launcher's first rank. Raises ValueError for what a run would refuse."""
-    launched = ranks_of_environment()
+    launched = ranks_of_environment() if is_launched() else None
     if not is_first_rank():
         return
     notes: list[str] = []
     settings = parse_settings(architecture, world_size=launched, note=notes.append)
     if settings.zero.recipe == AUTO:
         notes.append("--zeropp auto chooses a recipe when the run starts, by its links; this is what zero3 needs")
-    world_size = settings.training.dry_run_world_size or launched
+    world_size = settings.training.dry_run_world_size or launched or settings.distributed.local_ranks or 1
     ranks_per_node, source = _ranks_per_node(settings, world_size)
     nodes = world_size // ranks_per_node
     grid = RankGrid(nodes, ranks_per_node, settings.distributed)
@@ -61,9 +62,6 @@ def _given(settings: ResolvedSettings) -> Iterator[str]:
 
 def _ranks(settings: ResolvedSettings, grid: RankGrid, source: str) -> list[str]:
     distributed, kind = settings.distributed, f"{settings.architecture}, ZeRO stage {settings.zero.zero_stage}"
-    if distributed.emulate_ranks is not None:
-        nodes = distributed.emulate_nodes
-        return [f"{kind}, {distributed.emulate_ranks} rank(s) on {nodes} node(s) emulated in one process"]
     names = (*MODEL_PARALLEL_SETTINGS, "expert_model_parallel_size")
     sizes = [f"{flag_of(name)} {getattr(distributed, name)}" for name in names]
     return [
@@ -75,8 +73,8 @@ def _ranks(settings: ResolvedSettings, grid: RankGrid, source: str) -> list[str]
 
 def _ranks_per_node(settings: ResolvedSettings, world_size: int) -> tuple[int, str]:
     """Return the ranks of each node, and where the number comes from."""
-    if settings.distributed.emulate_ranks is not None:
-        return 1, "one process"
+    if (ranks := settings.distributed.local_ranks) is not None:
+        return ranks // settings.distributed.local_nodes, "--local-ranks"
     config, launchers = settings.zeropp, os.environ.get("LOCAL_WORLD_SIZE")
     if ranks_per_model_copy(settings.distributed) == 1:  # else these count only a node's data-parallel ranks
         if config.ranks_per_node is not None:
@@ -102,7 +100,7 @@ def _check(architecture: Architecture, settings: ResolvedSettings, grid: RankGri
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     device = torch.device("cpu")
     if is_here:
-        device = device_of_rank(settings.distributed.distributed_backend)
+        device = device_of_rank(settings.distributed.distributed_backend, settings.distributed.local_ranks)
         check_machine(settings, device)
     mesh = build_mesh(settings, torch.device("cpu"))  # also for GPUs: nothing is computed
     if (replicas := settings.distributed.num_distributed_optimizer_instances) > 1:

@@ -6,7 +6,7 @@
 ``2x32x8xH100@400@10`` are two sites of 32 nodes each, with a link of 10 Gbit/s.
 
     torchrun --nnodes 8 --nproc-per-node 8 tools/plan.py --measure --output cluster.yaml  # measure your own
-    python tools/plan.py --try gpt --emulate-ranks 16 --emulate-nodes 4 -- FLAGS  # train each recipe, emulated
+    python tools/plan.py --try gpt --local-ranks 8 --local-nodes 4 -- FLAGS  # train each recipe, here
 """
 
 import argparse

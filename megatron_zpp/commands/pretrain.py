@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.arguments.parse import SettingsError, parse_settings
+from megatron_zpp.arguments.parse import SettingsError, note_on_first_rank, parse_settings
 from megatron_zpp.arguments.recipe import stands_for
 from megatron_zpp.checkpoint.folder import complete_checkpoints
 from megatron_zpp.checkpoint.resume import recipe_to_keep
@@ -34,6 +34,7 @@ from megatron_zpp.parallel.distributed import (
     report_error,
 )
 from megatron_zpp.parallel.flight_record import record_collectives
+from megatron_zpp.parallel.local_ranks import is_launched, start_local_ranks
 from megatron_zpp.planning.auto import Choice, choose_recipe, find_nodes
 from megatron_zpp.planning.needs.division import RankGrid
 from megatron_zpp.planning.needs.estimate import estimate
@@ -71,14 +72,22 @@ def pretrain(architecture: Architecture, ctrl_c: CtrlC | None = None) -> None:
             dry_run(architecture)
             return
         parsed: ResolvedSettings | SettingsError
+        notes: list[str] = []
         try:
-            parsed = parse_settings(architecture, world_size=ranks_of_environment())
+            parsed = parse_settings(
+                architecture, world_size=ranks_of_environment() if is_launched() else None, note=notes.append
+            )
             ranks = parsed.distributed
+            start_local_ranks(ranks.local_ranks, ranks.local_nodes)  # does not return in the process that starts them
         except SettingsError as error:
             parsed, ranks = error, DistributedSettings()
+        for text in notes:
+            note_on_first_rank(text)
         record_collectives(None if isinstance(parsed, SettingsError) else parsed.checkpoint.save)
         # The ranks meet to report a mistake too: torchrun ends them all when the first one leaves.
-        device = init_distributed(ranks.distributed_backend, ranks.distributed_timeout_minutes)
+        device = init_distributed(
+            ranks.distributed_backend, ranks.distributed_timeout_minutes, local_ranks=ranks.local_ranks
+        )
         with errors_on_all_ranks():
             if isinstance(parsed, SettingsError):
                 raise parsed
@@ -155,7 +164,7 @@ _SHARDED = (
 def describe(run: Run) -> None:
     """Print the model, the ranks, and how both are divided, on rank 0."""
     zeropp, world_size = run.zeropp, run.world_size
-    ranks = ("emulated rank" if run.mesh.emulated_ranks > 1 else "rank") + ("s" if world_size > 1 else "")
+    ranks = "ranks" if world_size > 1 else "rank"
     print_once(
         f"{run.architecture.name} with {run.architecture.num_parameters(run.model.config):,} parameters, ZeRO stage "
         f"{run.settings.zero.zero_stage} on {world_size} {ranks} ({run.device.type}, torch {torch.__version__})"

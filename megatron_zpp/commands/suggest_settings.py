@@ -1,9 +1,9 @@
 """``plan --try``: rank ways to send weights and gradients by loss against bytes, on your model and data.
 
-    python tools/plan.py --try gpt --emulate-ranks 16 --emulate-nodes 4 --link-gbps 25 -- \\
+    python tools/plan.py --try gpt --local-ranks 8 --local-nodes 4 --link-gbps 25 -- \\
         --num-layers 12 --hidden-size 768 ... --data-path PREFIX
 
-Each setting trains for a few hundred steps, emulated in one process, on the same data in the same order. The first one,
+Each setting trains for a few hundred steps, on ranks of this machine, on the same data in the same order. The first,
 plain ZeRO-3, trains again with initial weights that are 0.1 % larger: the difference between the two is noise.
 """
 
@@ -61,8 +61,8 @@ def main() -> None:
     add, ranks, count = parser.add_argument, number(int, at_least=1, at_most=4096), number(int, at_least=1)
     names = ", ".join(architecture.name for architecture in ARCHITECTURES)
     add("architecture", help=f"{names}, or your own as package.module:NAME")
-    add("--emulate-ranks", type=ranks, default=8, metavar="W", help="GPUs of the cluster; default 8")
-    add("--emulate-nodes", type=count, default=2, metavar="N", help="nodes of the cluster; default 2")
+    add("--local-ranks", "--emulate-ranks", type=ranks, default=4, metavar="W", help="ranks to start here; default 4")
+    add("--local-nodes", "--emulate-nodes", type=count, default=2, metavar="N", help="nodes they count as; default 2")
     add("--iterations", type=count, default=400, metavar="K", help="steps of each setting; default 400")
     rate = number(float, above=0)
     add("--link-gbps", type=rate, metavar="R", help="Gbit/s out of a node, to show seconds too")
@@ -86,12 +86,12 @@ def main() -> None:
 
 def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], float | None]:
     """Train every setting. Return the outcomes, and the noise; None with --finetune, whose weights are given."""
-    ranks, nodes = args.emulate_ranks, args.emulate_nodes
+    ranks, nodes = args.local_ranks, args.local_nodes
     if args.iterations < 20:
         raise ValueError(f"--iterations {args.iterations} is too short to tell settings apart: give 20 or more")
     if nodes < 2 or ranks % nodes:
-        raise ValueError(f"--emulate-nodes {nodes} must be 2 or more, and divide --emulate-ranks {ranks}")
-    flags = [*flags, *f"--emulate-ranks {ranks} --emulate-nodes {nodes} --train-iters {args.iterations}".split()]
+        raise ValueError(f"--local-nodes {nodes} must be 2 or more, and divide --local-ranks {ranks}")
+    flags = [*flags, *f"--local-ranks {ranks} --local-nodes {nodes} --train-iters {args.iterations}".split()]
     flags += ["--log-interval", "1", "--eval-iters", "0", "--zero-stage", "3"]
     per_node = ranks // nodes
     settings = {setting: setting for setting in args.tried} if args.tried else SETTINGS
@@ -148,7 +148,8 @@ def _check_plain(settings: ResolvedSettings) -> None:
 
 def _check_warmup(settings: ResolvedSettings, iterations: int) -> None:
     """Raise ValueError if the learning rate warms up for over a quarter of the run."""
-    batches = BatchSchedule.from_settings(settings.training, data_parallel_size(settings.distributed, world_size=1))
+    ranks = settings.distributed
+    batches = BatchSchedule.from_settings(settings.training, data_parallel_size(ranks, ranks.local_ranks or 1))
     schedule = Schedule.from_settings(settings.optimizer, settings.schedule, settings.training, batches)
     steps = batches.iterations_to_reach(math.ceil(schedule.warmup_samples))
     if steps > iterations / 4:

@@ -34,14 +34,14 @@ def build_loader(
     *,
     consumed_samples: int,
     micro_batch_size: int,
-    dp_rank: int | None,
+    dp_rank: int,
     dp_size: int,
     num_workers: int,
     device: torch.device | str,
     dataloader_type: str = "single",
     data_sharding: bool = False,
 ) -> Iterator[Batch]:
-    """Iterate over the batches of one data-parallel rank (None: of all in turn) from ``consumed_samples`` on.
+    """Iterate over the batches of one data-parallel rank from ``consumed_samples`` on.
 
     A batch depends on the arguments alone, so a run resumes anywhere. The iterator does not stop: it raises ValueError
     when the dataset has no further full batch, and the ValueError or OSError of a file that can't be read.
@@ -52,12 +52,10 @@ def build_loader(
     order = single_order
     if dataloader_type == "cyclic":
         order = sharded_cyclic_order if data_sharding else cyclic_order
-    ranks = range(dp_size) if dp_rank is None else [dp_rank]
-    orders = [order(total, consumed_samples, micro_batch_size, rank, dp_size) for rank in ranks]
     loader = DataLoader(
         _MicroBatches(dataset, options.seq_length + 1),
         batch_size=None,
-        sampler=itertools.chain.from_iterable(zip(*orders, strict=True)),
+        sampler=order(total, consumed_samples, micro_batch_size, dp_rank, dp_size),
         num_workers=num_workers,
         prefetch_factor=PREFETCHED_BATCHES if num_workers else None,
         # Workers send arrays through a pipe: each tensor would be a shared-memory file, ten times slower.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_zpp.zeropp import Traffic, ZeroPPInterface
+from megatron_zpp.zeropp import Traffic, ZeroPP
 from megatron_zpp.zeropp.fsdp.topology import gather_objects
 
 from .config import IslandConfig
@@ -27,7 +27,7 @@ def apply_islands(
     optimizer: torch.optim.Optimizer | None,
     config: IslandConfig,
     group: DeviceMesh | dist.ProcessGroup | None = None,
-    zeropp: ZeroPPInterface | None = None,
+    zeropp: ZeroPP | None = None,
     *,
     counts_by_hook: bool = True,
 ) -> OuterSync:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_zpp.zeropp import Traffic, ZeroPPInterface
+from megatron_zpp.zeropp import Traffic, ZeroPP
 from megatron_zpp.zeropp.fsdp.shared import below
 from megatron_zpp.zeropp.fsdp.topology import gather_objects, process_rank
 
@@ -52,7 +52,7 @@ class OuterSync:
         traffic: Traffic | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         model: nn.Module | None = None,
-        zeropp: ZeroPPInterface | None = None,
+        zeropp: ZeroPP | None = None,
     ) -> None:
         """Start all islands from the first one's parameters. Collective. Arguments are those of ``apply_islands``."""
         self.config, self._group, self._fragments = config or IslandConfig(), group, fragments

@@ -1,8 +1,8 @@
 """Scale, clip and count the gradients of a step over all ranks, with the same result to the bit on each.
 
-Real and emulated ranks add up alike. Each rank measures the shards that it counts, in fp64, so that in practice
-neither the number of threads nor that of shards is seen in a norm that is rounded to fp32; the ranks' results are
-gathered and added in rank order. An element that several ranks hold is counted by one of them (``Ranks.shards_of``).
+Each rank measures the shards that it counts, in fp64, so that in practice neither the number of threads nor of shards
+shows in a norm that is rounded to fp32; the ranks' results are gathered and added in rank order. One rank counts each
+element that several ranks hold (``counted_shard``).
 
 What is measured of gradients stays on their device: a step looks at all of it at once, when everything is queued.
 """
@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megatron_zpp.settings.groups import PrecisionSettings
-from megatron_zpp.zeropp import Ranks
+from megatron_zpp.zeropp.fsdp.collectives import all_gather
+from megatron_zpp.zeropp.fsdp.topology import process_rank
 from megatron_zpp.zeropp.own_rank import local_part
 
 # Elements squared at once: on a CPU torch makes an fp64 copy of them, which must stay in a cache.
@@ -46,42 +48,68 @@ def clip_gradients(
     return norm
 
 
-def params_norm(parameters: Sequence[Tensor], ranks: Ranks, copies: Sequence[Tensor] = ()) -> float:
-    """Global L2 norm of the parameters, fp32; arguments as in ``sum_over_all_ranks``. Collective."""
-    (squares,) = sum_over_all_ranks([sum_of_squares], parameters, ranks, copies, of_gradients=False)
+def params_norm(
+    parameters: Sequence[Tensor], copies: Sequence[Tensor] = (), group: dist.ProcessGroup | None = None
+) -> float:
+    """Return the global L2 norm of the parameters, fp32; arguments as in ``sum_over_all_ranks``. Collective."""
+    (squares,) = sum_over_all_ranks([sum_of_squares], parameters, copies, of_gradients=False, group=group)
     return squares.sqrt().float().item()
 
 
 def sum_over_all_ranks(
     measures: Sequence[Callable[[Sequence[Tensor]], Tensor]],
     parameters: Sequence[Tensor],
-    ranks: Ranks,
     copies: Sequence[Tensor] = (),
     of_gradients: bool = True,
     totals: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Sum M ``measures`` of the shards that each rank counts, of gradients or parameters, over all ranks: fp64 [M + K].
 
     Gathers each rank's numbers and adds them, so that all ranks get the same bits.
-    ranks: that this process computes for. copies: parameters that another rank has too, and counts. totals: this
-    process's numbers [K], which are summed too: all that a step must know goes through one collective.
+    copies: parameters that another rank has too, and counts. totals: this rank's numbers [K], which are summed too: all
+    that a step must know goes through one collective. group: the ranks to sum over; default all.
     """
     left_out = {id(parameter) for parameter in copies}
     tensors = [p.grad if of_gradients else p.detach() for p in parameters if id(p) not in left_out]
-    shards_of_tensors = [ranks.shards_of(tensor) for tensor in tensors if tensor is not None]
+    shards = [counted_shard(tensor) for tensor in tensors if tensor is not None]
     # Numbers are gathered on the GPU for NCCL, as parameters may be in host memory; else where the parameters are.
     device = parameters[0].device if parameters else torch.device("cpu")
     if dist.is_initialized() and dist.get_backend() == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
     num_totals = 0 if totals is None else len(totals)
-    per_rank = torch.zeros(len(ranks), len(measures) + num_totals, dtype=torch.float64, device=device)
-    for r in range(len(ranks)):
-        if shards := [shards[r] for shards in shards_of_tensors if shards[r].numel() > 0]:
-            for m, measure in enumerate(measures):
-                per_rank[r, m] = measure(shards)
+    local = torch.zeros(len(measures) + num_totals, dtype=torch.float64, device=device)
+    if shards := [shard for shard in shards if shard.numel() > 0]:
+        for m, measure in enumerate(measures):
+            local[m] = measure(shards)
     if totals is not None:
-        per_rank[0, len(measures) :] = totals
-    return ranks.gather(per_rank).t().contiguous().sum(dim=1)
+        local[len(measures) :] = totals
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return local
+    gathered = local.new_empty(dist.get_world_size(group), len(local))
+    all_gather(gathered.flatten(), local, group=group)
+    return gathered.t().contiguous().sum(dim=1)
+
+
+def counted_shard(tensor: Tensor) -> Tensor:
+    """Return the part of a parameter, or of its gradient, that this rank counts: its shard, or nothing.
+
+    Each element is in the shard of exactly one rank, the first that holds it. Raises ValueError for a DTensor that is a
+    partial sum.
+    """
+    if not isinstance(tensor, DTensor):
+        # Rank 0 counts what every rank holds whole. So under a pipeline parameters must be DTensors: rank 0 would not
+        # count a plain tensor of a stage that it does not run.
+        return tensor if process_rank() == 0 else tensor.new_empty(0)
+    if any([placement.is_partial() for placement in tensor.placements]):
+        raise ValueError(f"a tensor of placements {tensor.placements} is not summed yet: it has no shards")
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None  # a rank holds no tensors of meshes without it
+    local = tensor.to_local()
+    for index, placement in zip(coordinate, tensor.placements, strict=True):
+        if placement.is_replicate() and index > 0:
+            return local.new_empty(0)  # the first replica counts
+    return local
 
 
 def sum_of_squares(shards: Sequence[Tensor]) -> Tensor:

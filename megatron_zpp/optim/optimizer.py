@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron_zpp.settings.groups import OptimizerSettings
-from megatron_zpp.zeropp import Muon, ZeroPPInterface
+from megatron_zpp.zeropp import Muon, ZeroPP
 from megatron_zpp.zeropp.own_rank import local_part
 
 from .apex import apex_optimizer, import_apex
@@ -72,7 +72,7 @@ OPTIMIZERS = {
 
 
 def build_optimizer(
-    model: nn.Module, settings: OptimizerSettings, zeropp: ZeroPPInterface | None = None
+    model: nn.Module, settings: OptimizerSettings, zeropp: ZeroPP | None = None
 ) -> torch.optim.Optimizer:
     """Build the optimizer that ``settings`` name, over the trainable parameters of ``model``, already sharded.
 

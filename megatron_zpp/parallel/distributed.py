@@ -29,6 +29,7 @@ from megatron_zpp.errors import messages_of
 from megatron_zpp.zeropp.fsdp import fsdp_unit
 from megatron_zpp.zeropp.fsdp.topology import gather_if_any
 
+from . import staged_backend
 from .flight_record import last_collective, write_record
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -42,10 +43,11 @@ class FailedTogether(Exception):  # noqa: N818 - not an error of its own: it car
     """Some rank met a user's error; rank 0 has reported it. Its arguments are the messages."""
 
 
-def init_distributed(backend: str | None, timeout_minutes: float) -> torch.device:
+def init_distributed(backend: str | None, timeout_minutes: float, local_ranks: int | None = None) -> torch.device:
     """Join the process group that torchrun describes, or be its only rank without torchrun; returns the device.
 
-    backend: default NCCL where this rank has a GPU, gloo elsewhere.
+    backend: default NCCL where this rank has a GPU, gloo elsewhere. local_ranks: ranks that ``--local-ranks`` started
+    here; where they outnumber the GPUs they share them, through ``staged_backend``.
     Raises ValueError where torchrun's variables are incomplete, and without enough GPUs.
     """
     world_size = ranks_of_environment()
@@ -56,9 +58,12 @@ def init_distributed(backend: str | None, timeout_minutes: float) -> torch.devic
     for name in ("RANK", "LOCAL_RANK"):
         os.environ.setdefault(name, "0")
 
-    device = device_of_rank(backend)
+    device = device_of_rank(backend, local_ranks)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)  # or DeviceMesh chooses card LOCAL_RANK, which may not exist
+        if local_ranks is not None and local_ranks > torch.cuda.device_count():
+            backend = staged_backend.NAME
+            staged_backend.register()
     timeout = timedelta(minutes=timeout_minutes)
     store: dist.Store
     if world_size == 1 and missing:
@@ -77,12 +82,17 @@ def init_distributed(backend: str | None, timeout_minutes: float) -> torch.devic
     return device
 
 
-def device_of_rank(backend: str | None) -> torch.device:
-    """Return this rank's device. Raises ValueError without enough GPUs."""
+def device_of_rank(backend: str | None, local_ranks: int | None = None) -> torch.device:
+    """Return this rank's device. Raises ValueError without enough GPUs, which ``local_ranks`` may share."""
     use_cuda = torch.cuda.is_available() and backend != "gloo"
     if backend == "nccl" and not use_cuda:
         raise ValueError("--distributed-backend nccl needs a GPU, and torch sees none; use gloo")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_cuda else torch.device("cpu")
+    if use_cuda and local_ranks is not None and local_ranks > torch.cuda.device_count():
+        shares = f"--local-ranks {local_ranks} share {torch.cuda.device_count()} GPU(s), which NCCL refuses"
+        if backend == "nccl":
+            raise ValueError(f"{shares}: leave --distributed-backend out, or start as many ranks as GPUs")
+        return torch.device("cuda", device.index % torch.cuda.device_count())
     if use_cuda and device.index >= torch.cuda.device_count():
         none = f"local rank {device.index} has no GPU, this machine has {torch.cuda.device_count()}"
         raise ValueError(f"{none}: start as many ranks as GPUs, or give --distributed-backend gloo")

@@ -36,7 +36,6 @@ class Mesh:
         self,
         device_type: str,
         sizes: Mapping[str, int] | None = None,
-        emulated_ranks: int = 1,
         replicas: int = 1,
         expert_parallel: int = 1,
     ) -> None:
@@ -44,14 +43,12 @@ class Mesh:
 
         Args:
             sizes: by axis; a missing axis has size 1, and dp takes the ranks that are left.
-            emulated_ranks: data-parallel ranks that this process computes for, if it is the only one.
             replicas: groups of ranks that each hold all of what FSDP shards; a divisor of the ranks of ``fsdp``.
             expert_parallel: consecutive ranks of ``fsdp`` that divide the experts; a divisor of them, too.
         """
         sizes = dict.fromkeys(AXES, 1) | dict(sizes or {})
         sizes["dp"] = dist.get_world_size() // math.prod(size for axis, size in sizes.items() if axis != "dp")
         grid = init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=tuple(AXES))
-        self.emulated_ranks = emulated_ranks
 
         self.island = grid["island"]  # the ranks of this rank's place in all islands
         self.pp = grid["pp"]  # the ranks with this rank's samples and parts of layers, one of each pipeline stage
@@ -66,7 +63,7 @@ class Mesh:
         if replicas > 1:
             shape = (replicas, self.fsdp.size() // replicas)
             self.sharding = self.fsdp._unflatten(0, shape, ("replicate", "shard"))
-        self.fsdp_size = self.fsdp.size() * emulated_ranks
+        self.fsdp_size = self.fsdp.size()
         self.ep_size = expert_parallel
         if expert_parallel > 1:
             # Where every rank has a replica, so has each rank of those with the same experts; where some of them have
@@ -86,8 +83,7 @@ class Mesh:
         if self.island.size() > 1:
             self.step_group = grid[tuple(AXES)[1:]]._flatten("step_group").get_group()
 
-        # Ranks along each axis, emulated ones included.
-        self.sizes = {axis: grid[axis].size() * (emulated_ranks if axis == "dp" else 1) for axis in AXES}
+        self.sizes = {axis: grid[axis].size() for axis in AXES}
         self.num_islands = self.sizes["island"]
         # Ranks that train on different samples, of all islands, and this rank's place among them.
         self.dp_size = self.num_islands * self.sizes["dp"]

@@ -55,7 +55,7 @@ def shard_model(
 def prepare_backward(model: nn.Module, zero_stage: int, is_last_micro_batch: bool) -> None:
     """Set what a ZeRO stage keeps between the micro-batches of one optimizer step."""
     if not isinstance(model, FSDPModule):
-        return  # the ranks of a whole model are emulated
+        return  # a model that the caller has not sharded
     if zero_stage <= 1:
         model.set_requires_gradient_sync(is_last_micro_batch)  # reduce gradients only at the last
     model.set_requires_all_reduce(is_last_micro_batch)  # HSDP: all-reduce over replicas only then

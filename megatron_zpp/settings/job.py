@@ -182,13 +182,15 @@ class DistributedSettings:
     num_distributed_optimizer_instances: int = _size(
         "HSDP: groups of ranks, normally nodes, that each shard the whole model; gradients are summed once per step"
     )
-    emulate_ranks: int | None = flag(
+    local_ranks: int | None = flag(
         None,
-        "emulate N data-parallel ranks in one process, bit for bit: docs/reference/emulation.md",
+        "start N ranks on this machine, without torchrun; default one for each of --local-nodes "
+        "(docs/reference/local-ranks.md)",
+        aliases=("--emulate-ranks",),
         at_least=1,
         at_most=4096,
     )
-    emulate_nodes: int = _size("nodes of the ranks of --emulate-ranks")
+    local_nodes: int = _size("nodes that the ranks of --local-ranks count as", aliases=("--emulate-nodes",))
     tensor_model_parallel_size: int = _size("ranks among which each linear layer is sharded")
     sequence_parallel: bool = flag(False, "with tensor parallelism: shard activations along the sequence too")
     pipeline_model_parallel_size: int = _size("ranks among which the layers are divided, as stages of a pipeline")

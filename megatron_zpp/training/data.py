@@ -152,7 +152,7 @@ def batches_of(run: Run, split: str, consumed_samples: int) -> Iterator[Batch] |
         dataset,
         consumed_samples=consumed_samples,
         micro_batch_size=run.settings.training.micro_batch_size,
-        dp_rank=None if mesh.emulated_ranks > 1 else mesh.dp_rank,
+        dp_rank=mesh.dp_rank,
         dp_size=mesh.dp_size,
         num_workers=run.settings.data.num_workers,
         device=run.device,

@@ -52,9 +52,7 @@ def evaluate(
                 if stop():
                     return None
                 count = min(at_once, num_micro_batches - start)
-                for as_rank in run.ranks:
-                    with as_rank:
-                        totals += _sum_and_count(run, [run.loss.split(next(batches)) for _ in range(count)])
+                totals += _sum_and_count(run, [run.loss.split(next(batches)) for _ in range(count)])
                 advance(count)
             dist.all_reduce(count_once(run.mesh, totals))
             loss_sum, num_tokens = totals.tolist()

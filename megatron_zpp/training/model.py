@@ -28,7 +28,7 @@ from megatron_zpp.parallel.sharding import mixed_precision, offloading, shard_mo
 from megatron_zpp.parallel.stages import Placement, StageModules, join_stages, keep_stage
 from megatron_zpp.parallel.tensor import apply_tensor_parallelism
 from megatron_zpp.settings.resolved import ResolvedSettings
-from megatron_zpp.zeropp import Traffic, ZeroPPInterface, apply_zeropp, emulate_zeropp
+from megatron_zpp.zeropp import Traffic, ZeroPP, apply_zeropp
 from megatron_zpp.zeropp.fsdp.topology import gather_node_names, gather_objects
 from megatron_zpp.zeropp.own_rank import local_part
 
@@ -44,12 +44,12 @@ class ModelBuilder:
     mesh: Mesh
     token_traffic: Traffic  # counts the bytes of tokens that are sent to experts
     pipeline: Pipeline | None = None  # None with one stage
-    zeropp: ZeroPPInterface | None = None  # None at ZeRO stage 0
+    zeropp: ZeroPP | None = None  # None at ZeRO stage 0
     activation_offload: ActivationOffload = field(default_factory=ActivationOffload)  # of all stages
 
     def build(self) -> Transformer:
-        """Build the model, sharded before it has storage, so that only an emulated one exists whole on a rank."""
-        settings, mesh, zero, ranks = self.settings, self.mesh, self.settings.zero, self.settings.distributed
+        """Build the model, sharded before it has storage, so that no rank ever holds it whole."""
+        settings, mesh, zero = self.settings, self.mesh, self.settings.zero
         self._check_nodes()
         parts = self.build_parts()
         with errors_on_all_ranks():
@@ -58,25 +58,12 @@ class ModelBuilder:
             model = self._build_pipeline(parts)
         else:
             (model,) = parts.values()
-            if ranks.emulate_ranks is None and zero.zero_stage > 0:
+            if zero.zero_stage > 0:
                 group = mesh.tensor_parallel_group()
                 self.zeropp = apply_zeropp(model, settings.zeropp, tensor_parallel=group)
             self._allocate(model)
         with progress("initializing weights"):
             init_weights(model, settings.training.seed, self.architecture.initial_std)
-        if ranks.emulate_ranks is not None:
-            precision = mixed_precision(settings.precision)
-            self.zeropp = emulate_zeropp(
-                model,
-                settings.zeropp,
-                ranks.emulate_nodes,
-                ranks.emulate_ranks // ranks.emulate_nodes,
-                units=[*model.layers, *model.end_units()],
-                gathered_once=model.end_units(),
-                param_dtype=precision.param_dtype,
-                reduce_dtype=precision.reduce_dtype,
-                zero_stage=zero.zero_stage,
-            )
         if self.zeropp is not None:
             self.zeropp.monitor_errors(zero.zeropp_monitor_interval)
         return model
@@ -97,8 +84,7 @@ class ModelBuilder:
         zero_stage = sharding_stage(self.settings.zero.zero_stage, self.settings.distributed.pipeline_schedule)
         for part in parts.values():
             self._prepare(part)
-            if self.settings.distributed.emulate_ranks is None:
-                shard_model(part, self.mesh, zero_stage, mixed_precision(self.settings.precision), offload)
+            shard_model(part, self.mesh, zero_stage, mixed_precision(self.settings.precision), offload)
         return parts
 
     def _check_nodes(self) -> None:
@@ -198,7 +184,7 @@ class ModelBuilder:
             memory, ranks, where = torch.cuda.mem_get_info(device)[1], 1, "its GPU"
         else:
             memory, where = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine"
-            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's: they share it
+            ranks = self.settings.distributed.local_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # share it
         if needed * ranks > memory:
             needs = f"the model needs about {needed / 1e9:,.1f} GB of parameters, gradients and optimizer a rank"
             has = f"{where} has {memory / 1e9:,.1f} GB for {ranks} rank(s)"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -14,7 +15,6 @@ from megatron_zpp.models.transformer import ModelOutput
 from megatron_zpp.parallel.distributed import print_once
 from megatron_zpp.training.run import Run, StepStats
 from megatron_zpp.training.step import accumulate_gradients
-from megatron_zpp.zeropp import unmoved
 from megatron_zpp.zeropp.fsdp.topology import gather_if_any, gather_objects
 from megatron_zpp.zeropp.own_rank import local_part
 
@@ -134,11 +134,11 @@ def locate_nonfinite(run: Run, stats: StepStats) -> str:
         stages, last_stage = run.pipeline.stages, run.pipeline.last
     with (
         _watch(stages, last_stage, compiled=run.settings.activation.compile) as found,
-        unmoved(run.ranks.random_states),
+        torch.random.fork_rng([run.device] if run.device.type == "cuda" else []),
     ):
-        num_micro_batches, scale = len(stats.micro_batches) // len(run.ranks), run.scaler.scale
+        scale = run.scaler.scale
         run.scaler.scale = stats.loss_scale  # the overflow may have lowered it
-        accumulate_gradients(run, iter(stats.micro_batches), num_micro_batches)
+        accumulate_gradients(run, iter(stats.micro_batches), len(stats.micro_batches))
         run.scaler.scale = scale
     for name, parameter in run.model.named_parameters():
         if parameter.grad is not None and not local_part(parameter.grad).isfinite().all():

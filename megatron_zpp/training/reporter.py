@@ -190,4 +190,4 @@ class Reporter:
 
     def _params_norm(self) -> float:
         """Return the norm of the parameters. Collective on a step's ranks."""
-        return params_norm([*self.run.model.parameters()], self.run.ranks, self.run.copies)
+        return params_norm([*self.run.model.parameters()], self.run.copies, self.run.mesh.step_group)

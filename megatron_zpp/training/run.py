@@ -35,7 +35,7 @@ from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.publish import Publisher, PublishError
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.loss import LanguageModelLoss
-from megatron_zpp.zeropp import Ranks, Traffic, ZeroPPInterface
+from megatron_zpp.zeropp import Traffic, ZeroPP
 
 if TYPE_CHECKING:
     from megatron_zpp.integrations.lm_eval import Tasks
@@ -70,8 +70,7 @@ class Run:
     pipeline: Pipeline | None  # None with one stage
     optimizer: torch.optim.Optimizer
     scaler: LossScaler
-    zeropp: ZeroPPInterface | None  # None at ZeRO stage 0, which has no sharded collectives
-    ranks: Ranks  # that this process computes for
+    zeropp: ZeroPP | None  # None at ZeRO stage 0, which has no sharded collectives
     islands: OuterSync
     loss: LanguageModelLoss
     token_traffic: Traffic  # of tokens that are sent to experts
@@ -88,7 +87,7 @@ class Run:
         self.curriculum = Curriculum.from_settings(self.settings.training)  # None: every sample has --seq-length tokens
         # Parameters that another rank of the pipeline has too, and counts.
         self.copies: Sequence[Tensor] = () if self.pipeline is None else self.pipeline.copies
-        self.world_size = self.ranks.world_size  # real or emulated ranks
+        self.world_size = dist.get_world_size()
         # Samples that one evaluation reads, on all ranks together.
         micro_batch_size = self.settings.training.micro_batch_size
         self.samples_of_evaluation = plan.num_eval_micro_batches * micro_batch_size * self.mesh.dp_size
@@ -191,7 +190,7 @@ class StepStats:
     is_nonfinite: bool  # loss or gradients have NaN or Inf
     has_spiked: bool  # the loss was far above that of the steps before
     should_stop: bool  # some rank wants to save and exit
-    micro_batches: list[Batch] = field(repr=False)  # this rank's, or in turn those of all that it emulates
+    micro_batches: list[Batch] = field(repr=False)  # this rank's
 
     @property
     def is_skipped(self) -> bool:

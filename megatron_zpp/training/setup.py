@@ -33,7 +33,7 @@ from megatron_zpp.training.loss import LanguageModelLoss
 from megatron_zpp.training.model import ModelBuilder
 from megatron_zpp.training.profile import check_profile
 from megatron_zpp.training.run import Run, RunPlan
-from megatron_zpp.zeropp import OwnRank, Traffic, ranks_of
+from megatron_zpp.zeropp import Traffic
 from megatron_zpp.zeropp.recipes import AUTO
 
 # Fields of models that fine-tuning may change: how long texts are read, and how experts are kept busy. No tensor does.
@@ -130,11 +130,9 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
     token_traffic = Traffic()
     builder = ModelBuilder(architecture, settings, plan.vocab_size, device, mesh, token_traffic)
     model = builder.build()
-    zeropp, group = builder.zeropp, mesh.step_group
+    zeropp = builder.zeropp
     with errors_on_all_ranks():
         optimizer = build_optimizer(model, settings.optimizer, zeropp)
-    ranks = ranks_of(zeropp) if group is None else OwnRank(gathers_over=group)
-    ranks.step_by_shards(optimizer)
     islands = OuterSync()
     if mesh.num_islands > 1:
         islands = apply_islands(model, optimizer, settings.island, mesh.island, zeropp, counts_by_hook=False)
@@ -148,7 +146,6 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         optimizer=optimizer,
         scaler=LossScaler(settings.precision),
         zeropp=zeropp,
-        ranks=ranks,
         islands=islands,
         loss=LanguageModelLoss(mesh, device),
         token_traffic=token_traffic,
@@ -158,7 +155,7 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
     )
     # From here on only dropout draws random numbers.
     seed, sequence_parallel = training.seed, settings.distributed.sequence_parallel
-    ranks.random_states.seed(lambda rank: dropout_seed(seed, rank, mesh.tp_size, sequence_parallel))
+    torch.manual_seed(dropout_seed(seed, dist.get_rank(), mesh.tp_size, sequence_parallel))
     if plan.base is not None:
         load_base(plan.base, read_meta(plan.base), model)
         print_once(f"  loaded the frozen weights of {plan.base}")
@@ -176,7 +173,7 @@ def build_mesh(settings: ResolvedSettings, device: torch.device) -> Mesh:
         # Shards of one rank each, that is plain data parallelism with FSDP2's mixed precision.
         replicas = dist.get_world_size() * ranks.context_parallel_size // ranks_per_model_copy(ranks)
     sizes = {axis: getattr(ranks, setting) for axis, setting in AXES.items() if setting is not None}
-    return Mesh(device.type, sizes, ranks.emulate_ranks or 1, replicas, ranks.expert_model_parallel_size)
+    return Mesh(device.type, sizes, replicas, ranks.expert_model_parallel_size)
 
 
 def _plan_length(

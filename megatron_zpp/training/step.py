@@ -29,7 +29,7 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
     # Measure the gradients, and add up all that ranks must know in one collective. Scale and clip.
     measures = [sum_of_squares, *([count_zeros] if run.settings.logging.log_num_zeros_in_grad else [])]
     parameters = list(run.model.parameters())
-    sums = sum_over_all_ranks(measures, parameters, run.ranks, run.copies, totals=totals)
+    sums = sum_over_all_ranks(measures, parameters, run.copies, totals=totals, group=run.mesh.step_group)
     per_token = run.settings.training.calculate_per_token_loss
     measured, counted = sums.split([len(measures), len(totals)])
     factor = run.mesh.fsdp_size / counted[1].clamp(min=1.0) if per_token else 1.0  # [1]: tokens
@@ -89,11 +89,9 @@ def accumulate_gradients(
     read = []
     for i in range(num_micro_batches):
         run.set_is_last_micro_batch(i == num_micro_batches - 1)
-        for as_rank in run.ranks:  # a real rank once, as it is; emulated ranks in turn
-            with as_rank:
-                read.append(next(batches))
-                inputs, target = run.loss.split(read[-1])
-                output = as_model_output(run.model(**inputs))
-                (totals.add(output.losses, target) + totals.add_auxiliary(output, target)).backward()
+        read.append(next(batches))
+        inputs, target = run.loss.split(read[-1])
+        output = as_model_output(run.model(**inputs))
+        (totals.add(output.losses, target) + totals.add_auxiliary(output, target)).backward()
     names = list(totals.auxiliary)
     return totals.local_totals(names), names, read

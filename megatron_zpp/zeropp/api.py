@@ -12,6 +12,7 @@ and, with gradient accumulation, FSDP2's own ``model.set_is_last_backward(i == l
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -19,19 +20,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .config import ZeroPPConfig, check_finds_unused
-from .description import warn
+from .description import describe, state_prefix, warn, warn_of_lost_state
 from .fsdp.collectives import PlainAllGather, PlainReduceScatter, count_all_reduces
 from .fsdp.consistency import check_consistency
 from .fsdp.fsdp_unit import AllGather, FSDPUnit, ReduceScatter, find_units, follow_forward_passes, set_is_last_backward
+from .fsdp.shared import Shared, below
 from .fsdp.topology import Topology, process_rank
 from .fsdp.unit import follow_optimizers
 from .fsdp.waits import new_stream, on_stream
 from .gather.all_gather import FullPrecisionAllGather, HierarchicalAllGather, QuantizedAllGather
 from .gather.sent_shards import send
-from .gather.unseen_changes import UnseenChanges
-from .interface import RankState, ZeroPPInterface
+from .gather.unseen_changes import Passes, UnseenChanges
 from .muon.matrix_blocks import MatrixBlocks, MomentumWire, batches
-from .own_rank import OwnRank
 from .recipes import find_config
 from .reduce.gradient_hops import GradientHops
 from .reduce.reduce_scatter import HierarchicalReduceScatter, UnusedParameters
@@ -71,10 +71,8 @@ def apply_zeropp(
     return zeropp
 
 
-class ZeroPP(ZeroPPInterface):
-    """ZeRO++'s collectives of one model on real ranks."""
-
-    units: list[FSDPUnit]
+class ZeroPP:
+    """ZeRO++'s collectives of one model, as a training loop sees them."""
 
     def __init__(
         self,
@@ -85,9 +83,12 @@ class ZeroPP(ZeroPPInterface):
         tensor_parallel: dist.ProcessGroup | None,
         find_unused_parameters: bool,
     ) -> None:
-        super().__init__(units, config)
-        self._model, self.ranks, self.waits = model, OwnRank(), units[0].waits
-        self._pipeline, self._tensor_parallel = pipeline, tensor_parallel
+        self.units, self.config, self.shared = units, config, Shared(config)
+        self.traffic = self.shared.traffic  # what this rank has sent
+        self.waits = units[0].waits  # how long this rank waited for collectives
+        self._passes = Passes(self.shared.position)
+        (self.device,) = {unit.device for unit in units}  # of unsharded parameters and of LoCo's errors
+        self._model, self._pipeline, self._tensor_parallel = model, pipeline, tensor_parallel
         topologies = dict.fromkeys(self.topologies)
         self._unseen_changes = {each: UnseenChanges(each, self._passes, self.traffic) for each in topologies}
         for unit in units:
@@ -143,6 +144,7 @@ class ZeroPP(ZeroPPInterface):
 
     @property
     def is_logging_rank(self) -> bool:
+        """Whether this process logs for the job."""
         process_groups = {*(topology.group for topology in self.topologies), self._pipeline, self._tensor_parallel}
         return all(group is None or group.rank() == 0 for group in process_groups)
 
@@ -150,34 +152,99 @@ class ZeroPP(ZeroPPInterface):
         """Describe the nodes and ranks, and how weights and gradients are sent: a line for each group of units."""
         replicas = {unit.replicas.world_size for unit in self.units if unit.replicas is not None}
         more = [f"; in each of {number} replicas, whose gradients are added up" for number in replicas]
-        return "".join([super().describe(), *more])
+        return "".join([describe(self.config, self.topologies), *more])
 
     def set_is_last_micro_batch(self, is_last: bool) -> None:
-        """Mark whether the next backward pass is the last of this optimizer step, as ``set_is_last_backward`` does."""
+        """Mark whether the next backward pass is the last of this step; quantized gradients cross nodes only there."""
         set_is_last_backward(self._model, is_last)
 
     def invalidate(self) -> None:
-        """Force the next gather to send all parameters in full. Call it on all ranks."""
+        """Force the next gather to send all parameters in full. Call it on all ranks.
+
+        Needed only after changes that are not looked for: within a forward pass, or between the micro-batches of one
+        step; and after overwriting weights that an optimizer changed and no forward pass has gathered yet.
+        """
         for unit in self.units:
             unit.module.reshard()  # the root stays gathered after an evaluation
             unit.mark_changed()
         for gather in self._gathers:
             gather.forget_secondary_partition()
 
+    @contextmanager
+    def swapped_weights(self) -> Iterator[None]:
+        """Write other weights inside this context, on all ranks, and restore the weights before it ends."""
+        self.invalidate()
+        try:
+            yield
+        finally:
+            self.invalidate()
+
+    @contextmanager
+    def resident_weights(self) -> Iterator[None]:
+        """Keep gathered weights on every rank inside this context, so that passes gather nothing until they change.
+
+        For generation, evaluation and epochs of reinforcement learning. A rank keeps the whole model: the codes that
+        its node sends, or numbers in the gathered dtype where it sends these. Backward passes use them, too.
+
+        Optimizer steps, loads and other changes that ``changed weights`` in docs/reference/library.md lists end what is
+        kept; the next pass gathers once. Changes that leave no trace are looked for when this context is entered, also
+        within itself, and in passes that compute gradients. Further passes without gradients send nothing at all, so
+        ranks need not run equally many; they raise RuntimeError if this rank's shards were written to unseen.
+        """
+        was_resident = self._passes.is_resident
+        if not was_resident:
+            self._forget_resident()
+        self._passes.set_resident(True)
+        try:
+            yield
+        finally:
+            if not was_resident:
+                self._passes.set_resident(False)
+                self._forget_resident()
+
     def undo_step(self) -> None:
-        """Drop the gradients since the last optimizer step."""
-        super().undo_step()
+        """Drop the gradients since the last optimizer step (after an overflow, or an exception).
+
+        Restores LoCo's errors and the scales of elements, and drops what was kept for the step's last micro-batch.
+        Without ``LoCoConfig.exact_undo``, errors that these gradients have changed become zero.
+        """
+        self.shared.position.undo_step()
+        for hops in self._hops().values():
+            hops.undo_step()
         for unit in self.units:
             unit.drop_gradients()
             unit.forget_use()
 
+    def rescale_errors(self, factor: float) -> None:
+        """Multiply LoCo's errors by ``factor``, by which the loss scale changed after the last backward pass."""
+        for hops in self._hops().values():
+            hops.rescale_errors(factor)
+
+    def set_optimizer_steps(self, steps: int) -> None:
+        """Set how many optimizer steps the run has taken, without skipped ones, where no loaded state says it.
+
+        A warm-up of bits depends on this number. It then counts by itself: a step's gradients count when the next
+        forward pass begins, unless ``undo_step`` was called.
+        """
+        self.shared.position.set_optimizer_steps(steps)
+
+    def monitor_errors(self, every: int | None) -> None:
+        """Sample quantization errors every ``every`` optimizer steps, at the cost of decoding; None turns it off."""
+        self.shared.monitor.every = every
+
     def quantization_errors(self) -> dict[str, float]:
-        """Return what all ranks sampled since the last call. Collective."""
+        """Return what all ranks sampled since the last call, by ``STATISTIC/WHAT`` and ``STATISTIC/WHAT/UNIT``.
+
+        Collective. WHAT: ``weights``, ``gradients/intra``, ``gradients/inter``. STATISTIC: ``error``, RMS error / RMS
+        value; ``error-state``, RMS of LoCo's error / RMS of the gradients it is added to; ``largest-codes``, the share
+        of codes of the outermost levels in blocks that are not zero; ``nonfinite-blocks``, the number of blocks with a
+        NaN or Inf.
+        """
         groups = {unit.name: unit.topology.group for unit in self.units}
         return self.shared.monitor.take(groups, self._pipeline, self._tensor_parallel)
 
     def matrix_blocks(self, matrices: Sequence[Tensor], wire: MomentumWire) -> list[tuple[MatrixBlocks, list[Tensor]]]:
-        """Split ``matrices`` by the ranks that share them, and into batches."""
+        """Split the model's ``matrices`` for ``Muon`` into batches, each with the ranks that share it."""
         topology_of = {id(parameter): unit.topology for unit in self.units for parameter in unit.parameters}
         shared: dict[Topology, list[Tensor]] = {}
         for matrix in matrices:
@@ -190,23 +257,66 @@ class ZeroPP(ZeroPPInterface):
             for batch in batches(members, topology.ranks_per_node)
         ]
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what this rank needs for an exact continuation: LoCo's errors, element scales, copies, counters.
+
+        Keys begin with "RANK.", so the states of all ranks merge into one. Keys and shapes are the same from the start,
+        as ``torch.distributed.checkpoint`` needs it, which loads into what it finds here. Training does not change
+        returned tensors.
+        """
+        kept = {prefix + key: value for prefix, part in self._parts() for key, value in part.state_dict().items()}
+        if kept or self.config.gradient_bits_warmup is not None:  # a run may begin with a warm-up when it resumes
+            kept |= self.shared.position.state_dict()
+        prefix = self._state_prefix()
+        return {prefix + key: value for key, value in kept.items()}
+
+    def ranks_with_state(self) -> set[str]:
+        """Return the ranks that keys of ``state_dict`` begin with; builds the state of one unit at most."""
+        has_state = self.config.gradient_bits_warmup is not None or any(part.state_dict() for _, part in self._parts())
+        return {str(process_rank())} if has_state else set()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load state saved by the same ranks of the same layout. Collective.
+
+        State of another model, layout or config is ignored with a warning, on all ranks if one finds none of its own:
+        then LoCo's errors begin at zero and weights are gathered in full.
+        """
+        kept = below(state, self._state_prefix())
+        if not self._all_have(bool(kept)):  # one rank alone would send other bytes than the rest expect
+            kept = {}
+            if self.is_logging_rank and self.ranks_with_state():
+                warn_of_lost_state()
+        self.invalidate()
+        self.shared.position.load_state_dict(kept)
+        for prefix, part in self._parts():
+            part.load_state_dict(below(kept, prefix))
+
+    def _parts(self) -> Iterator[tuple[str, QuantizedAllGather | GradientHops]]:
+        """Yield each unit's gathers and reductions with the prefix of their keys in the state dict."""
+        for unit, all_gather in self._all_gathers.items():
+            yield f"weights/{unit or 'root'}/", all_gather
+        for unit, hops in self._hops().items():
+            yield f"gradients/{unit or 'root'}/", hops
+
+    def _state_prefix(self) -> str:
+        return state_prefix(process_rank(), self.config, self.topologies, self.units)
+
     def _all_have(self, has: bool) -> bool:
+        """Return whether ``has`` is true on all ranks that share units. Collective."""
         flag = torch.tensor(int(has), device=self.device)
-        # The largest group last: it has the ranks of the others, and tells all of them the same.
+        # Reduce over the largest group last, so that all ranks agree.
         for topology in sorted(dict.fromkeys(self.topologies), key=lambda topology: topology.world_size):
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=topology.group)
         return bool(flag)
 
     def _forget_resident(self) -> None:
+        """Free resident weights."""
         for gather in self._gathers:
             gather.forget_resident()
 
-    def _hops(self) -> Iterator[GradientHops]:
-        return (reduce_scatter.hops for reduce_scatter in self._reduce_scatters.values())
-
-    def _rank_states(self) -> list[RankState]:
-        hops = {unit: reduce_scatter.hops for unit, reduce_scatter in self._reduce_scatters.items()}
-        return [RankState(process_rank(), self.topologies, self._all_gathers, hops)]
+    def _hops(self) -> dict[str, GradientHops]:
+        """Return the hops of each unit whose gradients are quantized, by its name."""
+        return {unit: reduce_scatter.hops for unit, reduce_scatter in self._reduce_scatters.items()}
 
     def _begin_forward_pass(self, is_last: bool) -> None:
         for unit in self.units:

@@ -11,7 +11,7 @@ TEXTS = ("", "1", "ünï🙂")  # for flags that take no number
 # Without these, a run only notes that a flag has no effect. Each needs no more than is here.
 EXPERTS = "--disable-bias-linear --num-experts 2"
 FLOAT8 = "--bf16 --seq-length 16 --num-layers 4"
-ISLANDS = "--dry-run --dry-run-world-size 2 --islands 2"
+ISLANDS = "--local-ranks 2 --islands 2"
 NEEDED = {
     "num_experts": "--disable-bias-linear",
     **{flag.setting: EXPERTS for flag in all_flags().values() if flag.needs == "num_experts"},
@@ -53,8 +53,7 @@ NEEDED = {
     "lr_wsd_decay_iters": "--lr-decay-style WSD",
     "sgd_momentum": "--optimizer sgd",
     **{flag.setting: "--optimizer muon" for flag in all_flags().values() if flag.setting.startswith("muon_")},
-    "emulate_nodes": "--emulate-ranks 2",
-    "islands": "--emulate-ranks 2 --emulate-nodes 2",
+    "islands": "--local-ranks 2",
     **{flag.setting: ISLANDS for flag in iterate_flags(IslandConfig)},
     "island_scaling": f"{ISLANDS} --island-bits 4",
     "island_loco": f"{ISLANDS} --island-bits 4",

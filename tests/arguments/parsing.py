@@ -17,7 +17,7 @@ YARN = "--position-embedding-type yarn --yarn-rotary-scaling-factor 4 --yarn-ori
 
 
 def parse(
-    command: str, architecture: str | Architecture = "gpt", world_size: int = 4
+    command: str, architecture: str | Architecture = "gpt", world_size: int | None = 4
 ) -> tuple[ResolvedSettings, list[str]]:
     """Return settings and notes."""
     notes: list[str] = []

@@ -20,7 +20,7 @@ RUN = (
 )
 
 
-def parse(words: str, world_size: int = 4) -> tuple[ResolvedSettings, list[str]]:
+def parse(words: str, world_size: int | None = 4) -> tuple[ResolvedSettings, list[str]]:
     notes: list[str] = []
     return parse_settings(GPT, f"{RUN} {words}".split(), world_size, note=notes.append), notes
 
@@ -62,7 +62,6 @@ def test_flags_override_the_recipe(monkeypatch):
         ("--zeropp int8", "give --zeropp-ranks-per-node"),
         ("--zeropp int7", "must be one of zero3, lossless, int8, int6, ternary, auto"),
         ("--zeropp auto --zero-quantized-weights", "--zeropp auto chooses --zero-quantized-weights: leave them out"),
-        ("--zeropp auto --emulate-ranks 2 --emulate-nodes 2 --dry-run --dry-run-world-size 1", "name a recipe with"),
         ("--zeropp int8 --num-distributed-optimizer-instances 2 --zeropp-ranks-per-node 2", "(HSDP) sends nothing"),
     ],
 )
@@ -73,9 +72,11 @@ def test_what_no_recipe_can_be_is_refused(words, said, monkeypatch):
     assert len(refused.value.messages) == 1 and said in str(refused.value)
 
 
-def test_emulated_ranks_know_their_nodes():
-    settings, _ = parse("--zeropp int8 --emulate-ranks 8 --emulate-nodes 2", world_size=1)
-    assert settings.zeropp.hpz_partition_size == 4
+def test_local_ranks_know_their_nodes(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # torchrun's, of the whole machine
+    for words, size in (("", 4), ("--tensor-model-parallel-size 2", 2)):
+        settings, _ = parse(f"--zeropp int8 --local-ranks 8 --local-nodes 2 {words}", world_size=None)
+        assert settings.zeropp.hpz_partition_size == size
 
 
 def test_every_field_is_a_flag_but_those_that_the_trainer_sets():

@@ -147,7 +147,7 @@ def _samples_of_a_step(scale: Scale, arm: Arm) -> int:
     if "--global-batch-size" in words:
         return int(words[words.index("--global-batch-size") + 1])
     sizes = [int(words[i + 1]) for i, word in enumerate(words) if word == "--micro-batch-size"]
-    ranks = [int(words[i + 1]) for i, word in enumerate(words) if word == "--emulate-ranks"]
+    ranks = [int(words[i + 1]) for i, word in enumerate(words) if word in ("--local-ranks", "--emulate-ranks")]
     return sizes[-1] * ranks[-1]
 
 

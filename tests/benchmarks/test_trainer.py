@@ -18,12 +18,12 @@ SMALL = ["--no-compile", "--steps", "2", "--rounds", "1", "--profiled-steps", "1
 PARTS = {"forward", "backward", "optimizer", "collectives", "quantizers", "data", "other"}
 
 
-def measure(folder, *arguments, ranks=0, through=()):
+def measure(folder, *arguments, ranks=0):
     launcher = [programs() / "python"]
     if ranks:
         launcher = [programs() / "torchrun", "--standalone", "--nproc-per-node", str(ranks)]
     output = folder / "new" / "trainer.jsonl"
-    command = [*launcher, *through, "benchmarks/trainer.py", *SMALL, *arguments, "--output", output]
+    command = [*launcher, "benchmarks/trainer.py", *SMALL, *arguments, "--output", output]
     # On the CPU also where there is a GPU: what is tested here is the program.
     done = run(*command, timeout=None, CUDA_VISIBLE_DEVICES="")
     return [json.loads(line) for line in output.read_text().splitlines()], done.stdout
@@ -68,9 +68,8 @@ def test_exposed_communication_is_what_no_computation_covers():
 
 
 def test_ranks_that_share_a_device_are_profiled_and_quantizers_are_a_part_of_their_own(tmp_path):
-    share = ["tests/gpu/share_device.py", "cpu"]
     flags = "--zero-quantized-weights --zero-quantized-gradients --zeropp-ranks-per-node 1 --num-workers 0"
-    (result,), printed = measure(tmp_path, "--model", "tiny-gpt", "--flags", flags, ranks=2, through=share)
+    (result,), printed = measure(tmp_path, "--model", "tiny-gpt", "--flags", flags, ranks=2)
     assert result["ranks"] == 2 and result["plain"] is None and result["parts"]["launches"] is None
     assert printed.count("| collectives |") == 1
     assert check_parts(result)["quantizers"] > 0
@@ -84,7 +83,7 @@ def test_gpu_script_says_what_it_needs(words, tmp_path):
     assert not (tmp_path / "results").exists()
 
 
-SIZES = {("gpt-350m", "tiny-gpt"), ("gpt-350m", "gpt-tiny"), ("cuda", "cpu"), ("cuda:0", "cpu")}
+SIZES = {("gpt-350m", "tiny-gpt"), ("cuda", "cpu")}
 SIZES |= {("cuda or built", "one_pass and cpu or built")}
 SIZES |= {(f"{tests} and cuda", f"{tests} and cpu") for tests in ("training_equals_gloo", "every_collective")}
 
@@ -134,11 +133,9 @@ def test_gpu_script_runs_all_parts_with_tiny_models_and_then_nothing_again(quick
     assert len(passed) == len(set(passed))
     without_gpu = {"machine", "build", "memcheck", "racecheck", "apex"}
     assert {("skipped", name) for name in without_gpu} == {each for each in verdicts if each[0] != "passed"}
-    files = {"log.txt", "summary.txt", "kernels.json", "trainer.jsonl", "emulation.jsonl"}
+    files = {"log.txt", "summary.txt", "kernels.json", "trainer.jsonl"}
     assert {path.name for path in results.iterdir()} == files
     result = json.loads((results / "trainer.jsonl").read_text().splitlines()[0])
     assert result["estimated_memory_gb"] > 0
-    rows = [json.loads(line) for line in (results / "emulation.jsonl").read_text().splitlines()]
-    assert [row["recipe"] for row in rows] == ["int8", "lossless", "int6", "ternary"]
     printed = (results / "log.txt").read_text()
     assert all(f"train-{arm}:  validation loss at iteration 20" in printed for arm in ("bf16", "int8"))

@@ -38,7 +38,7 @@ def test_settings_of_the_model_are_compared_as_its_config():
 
 
 MUON = "--optimizer muon"
-ISLANDS = "--dry-run --dry-run-world-size 2 --islands 2"
+ISLANDS = "--islands 2 --local-ranks 2"
 LOCO = "--zero-quantized-gradients --zeropp-loco"
 
 

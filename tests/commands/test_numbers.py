@@ -33,7 +33,7 @@ TOOLS = {
         "--show --vocab-size --seed --seq-length --num-samples --mid-level-dataset-surplus",
     ),
     inspect_checkpoint: ("verify x", "--ckpt-step"),
-    suggest_settings: ("gpt", "--emulate-ranks --emulate-nodes --iterations --link-gbps"),
+    suggest_settings: ("gpt", "--local-ranks --local-nodes --iterations --link-gbps"),
 }
 NONSENSE = {"-1", "nan", "inf", "", "9" * 30, "1e400", "ünï🙂"}
 

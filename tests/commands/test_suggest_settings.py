@@ -1,4 +1,4 @@
-"""Settings are ranked by what short emulated runs did."""
+"""Settings are ranked by what short runs on local ranks did."""
 
 import argparse
 import re
@@ -19,7 +19,7 @@ RUN = f"{SHAPE} --micro-batch-size 1 --lr 3e-3 --num-workers 0 --tokenizer-type 
 
 
 def call(*words: str, status: int | None = 0) -> subprocess.CompletedProcess[str]:
-    command = ("python", "tools/suggest_settings.py", "gpt", "--emulate-ranks", "4", *words)
+    command = ("python", "tools/suggest_settings.py", "gpt", "--local-ranks", "4", *words)
     return run(*command, status=status, timeout=None)
 
 
@@ -52,7 +52,7 @@ def trained(monkeypatch) -> list[list[str]]:
 
 
 def measured(given: str = "", **more: Any) -> tuple[list[Outcome], float | None]:
-    shape = dict(architecture="gpt", emulate_ranks=4, emulate_nodes=2, iterations=20)
+    shape = dict(architecture="gpt", local_ranks=4, local_nodes=2, iterations=20)
     args = argparse.Namespace(**(shape | dict(tried=["--zero-quantized-gradients"]) | more))
     return measure(args, [*RUN.split(), "--mock-data", *given.split()])
 
@@ -87,7 +87,7 @@ def test_a_setting_that_fails_leaves_the_others(monkeypatch):
 
 
 def test_without_ranks_that_share_a_node_nothing_of_ours_needs_hpz(trained):
-    outcomes, _ = measured(emulate_nodes=4, tried=None)
+    outcomes, _ = measured(local_nodes=4, tried=None)
     assert [outcome.name for outcome in outcomes] == ["ZeRO-3", "lossless", "int8", "int6", "ternary"]
     for flags in trained:
         assert parse_settings(GPT, flags, note=lambda _: None).zeropp.hpz_partition_size == 1
@@ -126,7 +126,7 @@ SCRATCH = "every setting starts from scratch: leave --save,"
     [
         ("", None, "after --"),
         ("", "--num-layers 2", "--seq-length"),
-        ("--emulate-nodes 3", f"{RUN} --mock-data", "must be 2 or more, and divide --emulate-ranks 4"),
+        ("--local-nodes 3", f"{RUN} --mock-data", "must be 2 or more, and divide --local-ranks 4"),
         ("--iterations 3", f"{RUN} --mock-data", "too short"),
         (
             "",

@@ -118,9 +118,9 @@ def test_gpu_scale_is_accepted(script):
             launcher, architecture, flags = trainer_of(command(script, variant, SCALE="gpu", GPUS=str(gpus)))
             if gpus == 1:
                 assert launcher == ["python"]
-                settings = parse_settings(find_architecture(architecture), flags, 1, note=unexpected_note)
-                assert (settings.distributed.emulate_ranks, settings.distributed.emulate_nodes) == (8, 2)
-                assert settings.zeropp.ranks_per_node == 4
+                settings = parse_settings(find_architecture(architecture), flags, note=unexpected_note)
+                assert (settings.distributed.local_ranks, settings.distributed.local_nodes) == (2, 2)
+                assert settings.zeropp.ranks_per_node == 1
                 continue
             assert launcher[-2:] == ["--nproc-per-node", str(gpus)]
             settings = parse_settings(find_architecture(architecture), flags, gpus, note=unexpected_note)
@@ -131,11 +131,11 @@ def test_a_number_of_gpus_that_no_batch_divides_by_is_refused():
     assert "1, 2, 4 or 8 GPUs, not 3" in run(SCRIPTS[0], env=clean(SCALE="gpu", GPUS="3"), status=2).stderr
 
 
-def test_estimate_of_an_emulation_is_that_of_the_emulated_gpus():
+def test_estimate_for_one_gpu_is_for_two_nodes_of_one():
     script = ROOT / "examples/loco/llama_0.8b.sh"
     printed = run(script, env=clean(SCALE="gpu", GPUS="1", ESTIMATE="1")).stdout
-    assert printed.startswith("for the 8 GPUs that one emulates, not for that one:\n")
-    assert "2 x 4 A100" in printed and " GB a GPU; a node sends " in printed.splitlines()[-1]
+    assert printed.startswith("for 2 GPUs, not for the one that 2 ranks share:\n")
+    assert "2 x 1 A100" in printed and " GB a GPU; a node sends " in printed.splitlines()[-1]
 
 
 def test_a_wrong_choice_is_refused_by_name():

@@ -37,7 +37,6 @@ LAYOUTS = {
         "micro-batches": "--micro-batch-size 2",
         "per token": "--micro-batch-size 2 --calculate-per-token-loss",
         "loss scale": "--micro-batch-size 2 --fp16 --initial-loss-scale 4096",
-        "emulated": "--micro-batch-size 1 --emulate-ranks 4 --emulate-nodes 2",
         "recomputed": f"{ALONE} --recompute-granularity full",
     },
     4: {

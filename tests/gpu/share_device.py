@@ -1,29 +1,17 @@
-"""Runs a program that trains on ranks which share one device, through the staging backend.
-
-``torchrun --nproc-per-node 4 tests/gpu/share_device.py cuda:0 pretrain_gpt.py FLAGS``
-"""
-
-import runpy
-import sys
-from datetime import timedelta
-from pathlib import Path
+"""Let ranks that have met already share one device, through the staging backend."""
 
 import torch
+import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from megatron_zpp.parallel import distributed
-from tests.gpu.staged_backend import start_group
+from megatron_zpp.parallel import staged_backend
 
 
-def init_distributed(backend: str | None, timeout_minutes: float) -> torch.device:
-    """In place of the trainer's, which gives each rank a GPU of its own."""
-    start_group(device, timeout=timedelta(minutes=timeout_minutes))
-    return device
-
-
-device, script = torch.device(sys.argv[1]), sys.argv[2]
-sys.argv = sys.argv[2:]
-sys.path.insert(0, str(Path(script).parent))  # as Python does for a script
-distributed.init_distributed = init_distributed  # before a program imports it
-runpy.run_path(script, run_name="__main__")
+def restart_group(device: torch.device, store: str, backend: str = staged_backend.NAME) -> None:
+    """Leave the default process group for one of the same ranks that all use ``device``. store: a file's name."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # a rank that leaves early would take the others' store along
+    dist.destroy_process_group()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # or DeviceMesh chooses card LOCAL_RANK, which only rank 0 has
+    staged_backend.register()
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)

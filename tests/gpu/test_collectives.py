@@ -24,7 +24,7 @@ from megatron_zpp.zeropp.reduce.reduce_scatter import UnusedParameters, start_ex
 from megatron_zpp.zeropp.wire.format import WireFormat
 from megatron_zpp.zeropp.wire.layout import ParameterShard
 from tests.gpu import on_devices
-from tests.gpu.staged_backend import restart_group
+from tests.gpu.share_device import restart_group
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, train_each
 

@@ -9,9 +9,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.gpu import CUDA
-from tests.gpu.staged_backend import restart_group
+from tests.gpu.share_device import restart_group
 from tests.ranks import run_ranks
-from tests.training.small_run import ROOT, ended, flags, torchrun, train_each
+from tests.training.small_run import ended, flags, torchrun, train_each
 
 ALL_FLAGS = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients"
 RECIPES = {
@@ -23,6 +23,7 @@ RECIPES = {
     "least memory": f"{ALL_FLAGS} --zeropp-loco --zeropp-weight-moves "
     "--zeropp-gradient-sum-dtype int8 --zeropp-offload-gradient-sums",
     "all flags, bf16": f"{ALL_FLAGS} --bf16",
+    "stages of a pipeline": "--pipeline-model-parallel-size 2",
 }
 FLOAT8 = {  # emulated on CPUs
     "float8": f"{ALL_FLAGS} --bf16 --fp8-format hybrid",
@@ -87,11 +88,11 @@ def test_no_rank_of_a_shared_card_asks_for_one_that_is_not_there(tmp_path):
 @pytest.mark.long
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_program_resumes(data, tmp_path):
-    """pretrain_gpt.py under torchrun: what it saves and loads on the device continues as if it had not stopped."""
+    """pretrain_gpt.py --local-ranks 4: what it saves and loads on the device continues as if it had not stopped."""
 
     def losses(*more):
-        argv = ["cuda:0", str(ROOT / "pretrain_gpt.py"), *flags(data, RECIPES["moved codes"]), *more]
-        out, _ = ended(torchrun(4, argv, script="tests/gpu/share_device.py"))
+        local = ("--local-ranks", "4", "--local-nodes", "2")  # of one GPU; or each has its own
+        out, _ = ended(torchrun(0, [*flags(data, RECIPES["moved codes"]), *local, *more]))
         return [float(loss) for loss in re.findall(r"lm loss: (\S+)", out)]
 
     whole = losses("--save", str(tmp_path), "--save-interval", "4", "--train-iters", "8")

@@ -1,4 +1,4 @@
-"""Norms, zeros and clipping on real and emulated ranks, alike to the bit; the loss scale grows as Megatron's."""
+"""Norms, zeros and clipping over ranks; the loss scale grows as Megatron's."""
 
 import pytest
 import torch
@@ -12,20 +12,20 @@ from megatron_zpp.optim.gradients import (
     LossScaler,
     clip_gradients,
     count_zeros,
+    counted_shard,
     params_norm,
     sum_of_squares,
     sum_over_all_ranks,
 )
 from megatron_zpp.settings.groups import PrecisionSettings
-from megatron_zpp.zeropp import OwnRank, ZeroPPConfig, emulate_zeropp
 from tests.ranks import run_in_turn
 
 WORLD_SIZE = 4
 
 
-def clip(parameters, max_norm, *ranks_and_copies) -> float:
+def clip(parameters, max_norm, copies=()) -> float:
     """Clip, and return the norm before."""
-    (squares,) = sum_over_all_ranks([sum_of_squares], parameters, *ranks_and_copies)
+    (squares,) = sum_over_all_ranks([sum_of_squares], parameters, copies)
     return clip_gradients(parameters, max_norm, squares).item()
 
 
@@ -37,11 +37,11 @@ def test_clipping_scales_to_the_norm_and_reports_the_norm_before() -> None:
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
     a.grad, b.grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
     unused = nn.Parameter(torch.zeros(1))
-    assert zeros([a, b, unused], OwnRank()) == 1
-    assert clip([a, b, unused], 10.0, OwnRank()) == 5.0
+    assert zeros([a, b, unused]) == 1
+    assert clip([a, b, unused], 10.0) == 5.0
     assert a.grad.tolist() == [3.0, 0.0]  # below the limit: untouched
-    assert clip([a, b, unused], 0.0, OwnRank()) == 5.0
-    assert clip([a, b, unused], 1.0, OwnRank()) == 5.0
+    assert clip([a, b, unused], 0.0) == 5.0
+    assert clip([a, b, unused], 1.0) == 5.0
     torch.testing.assert_close(torch.cat([a.grad, b.grad]), torch.tensor([0.6, 0.0, 0.8]))
 
 
@@ -62,40 +62,32 @@ def set_gradients(model: nn.Module) -> None:
         parameter.grad = gradient
 
 
-def measure(model, ranks):
-    """Shards, partial sums' total in fp64, and what the trainer asks for, of one process's ranks."""
+def measure(model):
+    """What the trainer asks for, and the gradients after clipping, whole."""
     parameters = list(model.parameters())
-    measured = (
-        sum_over_all_ranks([sum_of_squares], parameters, ranks).item(),
-        params_norm(parameters, ranks),
-        zeros(parameters, ranks),
-        clip(parameters, 1.0, ranks),
-    )
-    clipped = [ranks.shards_of(parameter.grad) for parameter in parameters]
-    return measured, [[shards[r].clone() for shards in clipped] for r in range(len(ranks))]
+    measured = (params_norm(parameters), zeros(parameters), clip(parameters, 1.0))
+    grads = [parameter.grad for parameter in parameters]
+    return measured, [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
 
 
-def measure_real():
+def measure_shards():
     model = build_model()
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
     set_gradients(model)
-    ranks = OwnRank()
-    assert ranks.gather(torch.tensor([[float(dist.get_rank()), 7.0]])).tolist() == [[rank, 7.0] for rank in range(4)]
-    return measure(model, ranks)
+    return measure(model), sum(len(counted_shard(parameter)) == 0 for parameter in model.parameters())
 
 
-def test_emulated_ranks_measure_and_clip_as_real_ones_to_the_bit(on_ranks):
+def test_ranks_measure_and_clip_as_one_process_to_the_bit(on_ranks):
     model = build_model()
-    emulated = emulate_zeropp(model, ZeroPPConfig(), 2, 2, units=list(model))
     set_gradients(model)
-    measured, shards = measure(model, emulated.ranks)
-    for rank, (of_rank, (its_shards,)) in enumerate(on_ranks["real"]):
+    measured, clipped = measure(model)
+    assert measured[2] > 5.0
+    for (of_rank, gradients), _ in on_ranks["real"]:
         assert of_rank == measured
-        for mine, its in zip(shards[rank], its_shards, strict=True):
-            assert mine.shape == its.shape and mine.equal(its)
-    assert measured[3] > 5.0 and sum(len(shard) == 0 for shard in shards[3]) == 4
+        assert all(mine.equal(its) for mine, its in zip(clipped, gradients, strict=True))
+    assert on_ranks["real"][3][1] == 4  # empty shards
 
 
 MESHES = {  # two ranks a dimension
@@ -108,7 +100,7 @@ MESHES = {  # two ranks a dimension
 
 def measure_layouts():
     """Norm, parameters' norm and zeros of a tensor in each layout, and of one that another rank counts."""
-    mesh, ranks, results = init_device_mesh("cpu", (2, 2)), OwnRank(), {}
+    mesh, results = init_device_mesh("cpu", (2, 2)), {}
     torch.manual_seed(0)
     whole, gradient = torch.randn(5, 6), torch.randn(5, 6).relu()
     for name, placements in MESHES.items():
@@ -116,21 +108,13 @@ def measure_layouts():
         parameter.grad = distribute_tensor(gradient, mesh, placements)
         copy = nn.Parameter(whole)
         copy.grad = gradient
-        arguments = [parameter, copy], ranks, [copy]
-        results[name] = (
-            clip([parameter, copy], 0.0, *arguments[1:]),
-            params_norm(*arguments),
-            zeros(*arguments),
-        )
+        arguments = [parameter, copy], [copy]
+        results[name] = (clip([parameter, copy], 0.0, [copy]), params_norm(*arguments), zeros(*arguments))
     plain = nn.Parameter(whole)
     plain.grad = gradient
-    results["whole on every rank"] = (
-        clip([plain], 0.0, ranks),
-        params_norm([plain], ranks),
-        zeros([plain], ranks),
-    )
+    results["whole on every rank"] = (clip([plain], 0.0), params_norm([plain]), zeros([plain]))
     with pytest.raises(ValueError, match="not summed yet"):
-        ranks.shards_of(DTensor.from_local(whole, mesh, [Shard(0), Partial()]))
+        counted_shard(DTensor.from_local(whole, mesh, [Shard(0), Partial()]))
     expected = gradient.norm().item(), whole.norm().item(), int((gradient == 0).sum())
     return expected, results
 
@@ -150,7 +134,7 @@ def clip_with_nan_on_one_rank():
     parameters = list(model.parameters())
     if dist.get_rank() == 2:
         parameters[0].grad.to_local()[0] = float("nan")
-    return clip(parameters, 1.0, OwnRank()), parameters[2].grad.full_tensor()
+    return clip(parameters, 1.0), parameters[2].grad.full_tensor()
 
 
 def test_nan_on_one_rank_is_seen_on_all(on_ranks):
@@ -166,24 +150,20 @@ def test_a_norm_is_added_up_in_fp64():
     parameter.grad = torch.full_like(parameter, 0.25)
     parameter.grad[:, 0] = 2.0**12
     expected = torch.tensor(3 * (2.0**24 + (2**20 - 1) / 16), dtype=torch.float64).sqrt().float().item()
-    assert clip([parameter], 0.0, OwnRank()) == expected
+    assert clip([parameter], 0.0) == expected
 
 
 def measure_where_only_rank_0_has_parameters():
     parameter = nn.Parameter(torch.tensor([3.0, 4.0]))
     parameter.grad = torch.tensor([0.0, 2.0])
-    parameters, ranks = [parameter] if dist.get_rank() == 0 else [], OwnRank()
-    return (
-        zeros(parameters, ranks),
-        clip(parameters, 1.0, ranks),
-        params_norm(parameters, ranks),
-    )
+    parameters = [parameter] if dist.get_rank() == 0 else []
+    return zeros(parameters), clip(parameters, 1.0), params_norm(parameters)
 
 
 @pytest.fixture(scope="module")
 def on_ranks() -> dict[str, list]:
     """What each rank measured, by case."""
-    cases = {"real": measure_real, "layouts": measure_layouts, "nan": clip_with_nan_on_one_rank}
+    cases = {"real": measure_shards, "layouts": measure_layouts, "nan": clip_with_nan_on_one_rank}
     return run_in_turn(WORLD_SIZE, cases | {"without": measure_where_only_rank_0_has_parameters})
 
 

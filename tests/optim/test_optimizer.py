@@ -14,8 +14,9 @@ from megatron_zpp.optim.gradients import clip_gradients, count_zeros, sum_of_squ
 from megatron_zpp.optim.optimizer import OPTIMIZERS, build_optimizer
 from megatron_zpp.optim.schedule import set_lr_and_weight_decay
 from megatron_zpp.settings.groups import OptimizerSettings, all_flags
-from megatron_zpp.zeropp import OwnRank, ZeroPPConfig, emulate_zeropp
+from megatron_zpp.zeropp import ZeroPPConfig
 from tests.ranks import run_ranks
+from tests.zeropp.training_on_ranks import shard
 
 
 class Model(nn.Module):
@@ -60,14 +61,13 @@ def test_weight_decay_and_learning_rate_of_the_step(name: str) -> None:
     assert torch.equal(model.output_layer.bias, before.output_layer.bias)
 
 
-def test_every_choice_is_there_and_keeps_as_much_state_as_it_says() -> None:
-    assert set(all_flags()["optimizer"].choices or ()) == OPTIMIZERS.keys()
+def _check_kept_state() -> None:
     for name, kind in OPTIMIZERS.items():
         for momentum in (0.0, 0.9):
             settings = OptimizerSettings(optimizer=name, lr=0.1, sgd_momentum=momentum)
             model = build_model()
             model.layers = nn.ModuleList([nn.Linear(3, 3)])  # a hidden matrix
-            optimizer = build_optimizer(model, settings, emulate_zeropp(model, ZeroPPConfig(), 2, 2))
+            optimizer = build_optimizer(model, settings, shard(model, ZeroPPConfig()))
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
             optimizer.step()
@@ -76,6 +76,11 @@ def test_every_choice_is_there_and_keeps_as_much_state_as_it_says() -> None:
                 is_hidden_matrix = parameter is model.layers[0].weight
                 expected = kind.state_tensors(settings, is_hidden_matrix)
                 assert sum(value.shape == parameter.shape for value in kept) == expected, name
+
+
+def test_every_choice_is_there_and_keeps_as_much_state_as_it_says() -> None:
+    assert set(all_flags()["optimizer"].choices or ()) == OPTIMIZERS.keys()
+    run_ranks(1, _check_kept_state)
     names = [name.lower() for kind in OPTIMIZERS.values() for name in kind.deepspeed_names]
     assert len(names) == len(set(names))
 
@@ -93,7 +98,7 @@ def test_adam_takes_its_settings() -> None:
 
 def test_nothing_to_do() -> None:
     parameter = nn.Parameter(torch.zeros(2))
-    sums = sum_over_all_ranks([sum_of_squares, count_zeros], [parameter], OwnRank())
+    sums = sum_over_all_ranks([sum_of_squares, count_zeros], [parameter])
     assert sums.tolist() == [0.0, 0.0]
     assert clip_gradients([parameter], 1.0, sums[0], 2.0).item() == 0.0
     with pytest.raises(ValueError, match="no trainable parameter"):

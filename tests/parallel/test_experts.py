@@ -34,7 +34,6 @@ QUANTIZED = (
     "--bf16 --zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco "
     "--zeropp-weight-moves"
 )
-EMULATED = "--emulate-ranks 4 --emulate-nodes 2"
 EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 VIRTUAL_ZERO_BUBBLE = f"{PP2} --pipeline-schedule zero-bubble --num-layers-per-virtual-pipeline-stage 1"
@@ -54,7 +53,7 @@ MORE = {
     "ep 2 in each of 2 replicas": f"{EP2} --num-distributed-optimizer-instances 2",
 }
 WITHOUT_EP = {
-    1: {"recomputed": "--recompute-granularity full", "emulated": EMULATED},
+    1: {"recomputed": "--recompute-granularity full"},
     2: {
         "pp, recomputed": f"{PP2} --recompute-granularity full",
         "pp, per token": f"{PP2} --calculate-per-token-loss",
@@ -98,11 +97,12 @@ def trained(data: str, ranks: int, iterations: int, *more: str) -> Result:
     return result
 
 
-def test_quantized_ranks_equal_emulated_ones(data):
-    shape = f"{QUANTIZED} {SHARED} --moe-expert-capacity-factor 1.0 --num-layers 2 --eval-iters 0"
-    real, emulated = trained(data, 4, 3, shape), trained(data, 1, 3, shape, EMULATED)
-    assert real[0]["lm loss"] == emulated[0]["lm loss"]
-    assert all(0 < share < 0.5 for share in real[0]["dropped tokens (share)"])
+def test_quantized_ranks_train_as_unquantized_ones(data):
+    shape = f"{SHARED} --moe-expert-capacity-factor 1.0 --num-layers 2 --eval-iters 0"
+    plain, quantized = trained(data, 4, 3, f"--bf16 {shape}"), trained(data, 4, 3, f"{QUANTIZED} {shape}")
+    assert quantized[0]["lm loss"] == pytest.approx(plain[0]["lm loss"], rel=1e-2)
+    assert quantized[0]["lm loss"] != plain[0]["lm loss"]
+    assert all(0 < share < 0.5 for share in quantized[0]["dropped tokens (share)"])
 
 
 def test_capacity_drops_the_same_tokens_wherever_experts_are(data):

@@ -50,21 +50,17 @@ def test_four_ranks_train_as_one(data, architecture, common, layouts):
     assert_trains_as_one_rank(data, architecture, f"{common} --train-iters 2", {4: layouts})
 
 
-ZEROPP = (
-    "--bf16 --zero-quantized-weights --zero-hpz-partition-size 2 --zeropp-weight-moves --zero-quantized-gradients "
-    f"--zeropp-loco --make-vocab-size-divisible-by 4 {NO_DROPOUT}"
-)
+ZEROPP = "--zeropp int8 --zeropp-ranks-per-node 2"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_family_trains_with_all_of_zeropp_as_on_emulated_ranks(data, name):
-    """Three steps on two nodes of two ranks, with low bits everywhere: the losses are emulated ranks' to the bit."""
+def test_every_family_trains_with_all_of_zeropp_as_without_it(data, name):
+    """Three steps on two nodes of two ranks, with low bits everywhere: losses stay within a percent of bf16's."""
     architecture = architecture_of(CONFIGS[name])
-    words = [*architecture.flags(CONFIGS[name], POSITIONS), *ZEROPP.split()]
-    argv = [*flags(data, length="--train-iters 3"), *words]
-    real = {"": (architecture.name, [*argv, "--zeropp-ranks-per-node", "2"])}
-    emulated = {"": (architecture.name, [*argv, "--emulate-ranks", "4", "--emulate-nodes", "2"])}
-    found, expected = (run_ranks(ranks, train_runs, run)[0][""][0] for ranks, run in ((4, real), (1, emulated)))
-    assert len(found["lm loss"]) == 3
-    assert found["lm loss"] == expected["lm loss"]
+    words = architecture.flags(CONFIGS[name], POSITIONS)
+    argv = [*flags(data, f"--bf16 --make-vocab-size-divisible-by 4 {NO_DROPOUT}", length="--train-iters 3"), *words]
+    runs = {"plain": (architecture.name, argv), "zeropp": (architecture.name, [*argv, *ZEROPP.split()])}
+    plain, zeropp = (metrics["lm loss"] for metrics, *_ in run_ranks(4, train_runs, runs)[0].values())
+    assert len(zeropp) == 3 and zeropp != plain
+    assert zeropp == pytest.approx(plain, rel=1e-2)

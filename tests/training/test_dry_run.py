@@ -34,7 +34,7 @@ def dry_run(monkeypatch, capsys, tmp_path):
         return 0, *capsys.readouterr()
 
     monkeypatch.chdir(tmp_path)
-    for started in ("init_distributed", "build_run"):
+    for started in ("start_local_ranks", "init_distributed", "build_run"):
         monkeypatch.setattr(pretrain, started, must_not_start)
     return run
 
@@ -86,13 +86,11 @@ def test_what_is_not_estimated_is_said(dry_run):
     assert "not estimated: --zero-stage 0" in out
 
 
-def test_one_process_that_emulates_ranks_keeps_all_of_them(dry_run):
-    words = f"{SHAPE} --train-iters 10 --global-batch-size 32 {FAKE} --emulate-ranks 16 --emulate-nodes 2 --zeropp int8"
+def test_local_ranks_are_planned_and_none_is_started(dry_run):
+    words = f"{SHAPE} --train-iters 10 --global-batch-size 32 {FAKE} --local-ranks 16 --local-nodes 2 --zeropp int8"
     status, out, _ = dry_run(words)
-    assert status == 0 and "16 rank(s) on 2 node(s) emulated in one process" in out
-    (parameters,) = re.findall(r"([\d,]+) parameters", out)
-    (kept,) = re.findall(r"the first rank keeps (\S+) GB", out)
-    assert float(kept) == pytest.approx(16 * int(parameters.replace(",", "")) / 1e9, rel=0.01)
+    assert status == 0 and "16 rank(s) on 2 node(s) (--local-ranks)\n16 data-parallel rank(s)" in out
+    assert "--zero-hpz-partition-size 8" in out and "nothing was started" in out
 
 
 def test_of_a_pipeline_the_rank_that_needs_most_is_shown(dry_run):

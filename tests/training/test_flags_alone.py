@@ -24,7 +24,8 @@ NOT_SHOWN = """
     cpu_offload cpu_offloading_num_layers no_mmap_bin_files data_cache_path
     dry_run exit_duration_in_mins exit_signal_handler distributed_backend distributed_timeout_minutes
     no_check_for_nan_in_loss_and_grad max_nonfinite_steps loss_spike_factor
-    zero_stage zero_quantized_weights zero_quantized_gradients zeropp_ranks_per_node emulate_ranks
+    zero_stage zero_quantized_weights zero_quantized_gradients zeropp_ranks_per_node
+    local_ranks local_nodes
     num_virtual_stages_per_pipeline_rank decrease_batch_size_if_needed
     data_order_stable pad_last_valid_sample mid_level_dataset_surplus calculate_per_token_loss
     accumulate_allreduce_grads_in_fp32 log_params_norm

@@ -169,7 +169,7 @@ def test_no_sample_is_seen_twice(data):
         ("--islands 2", 4, "--calculate-per-token-loss", "leave one out"),
         ("--islands 2", 4, "--loss-spike-factor 2", "leave one out"),
         ("--islands 2", 4, "--island-fragments 3", "are more than the 2 layer"),
-        ("--islands 2", 1, "--emulate-ranks 4 --emulate-nodes 4", "are real ranks"),
+        ("--islands 2", None, "--local-ranks 6 --local-nodes 3 --global-batch-size 6", "choose|of whole nodes"),
         ("--islands 2", 4, "--zero-hpz-partition-size 4", "does not divide the 2 rank"),
     ],
 )

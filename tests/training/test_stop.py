@@ -92,10 +92,11 @@ def at_a_terminal(ranks: int, script: Path, argv: list[str], typed: list[tuple[s
     return " ".join(screen.split())
 
 
-def test_ctrl_c_at_a_terminal_saves_before_the_run_ends(data, tmp_path):
+@pytest.mark.parametrize(("ranks", "more"), [(2, ""), (0, "--local-ranks 2")])
+def test_ctrl_c_at_a_terminal_saves_before_the_run_ends(data, tmp_path, ranks, more):
     (script := tmp_path / "train.py").write_text(TERMINAL.format(seconds=0))
-    argv = flags(data, f"--save {tmp_path} --save-interval 100000 --train-iters 100000")
-    screen = at_a_terminal(2, script, argv, [("     3/100000", 0)])
+    argv = flags(data, f"--save {tmp_path} --save-interval 100000 --train-iters 100000", more)
+    screen = at_a_terminal(ranks, script, argv, [("     3/100000", 0)])
     assert screen.count("Ctrl-C: saving and stopping, after the step at hand") == 1 and "interrupted" not in screen
     iteration = int(re.search(rf"exiting program at iteration (\d+), saved in {tmp_path}", screen)[1])
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == f"{iteration}\n"

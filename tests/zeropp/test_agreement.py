@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_zpp.zeropp import ZeroPPConfig
-from megatron_zpp.zeropp.emulation import emulate_zeropp
 from tests.ranks import run_in_turn
 from tests.zeropp.training_on_ranks import evaluate, shard, step
 
@@ -121,5 +120,3 @@ def test_saved_state_does_not_depend_on_it():
 def test_without_effect_it_is_refused():
     with pytest.raises(ValueError, match="check_agreement requires hpz_partition_size"):
         ZeroPPConfig(check_agreement=True)
-    with pytest.raises(ValueError, match="check_agreement compares real ranks"):
-        emulate_zeropp(nn.Linear(8, 8), CHECKED, 2, 2)

@@ -1,12 +1,15 @@
 """More bits in the first steps: which step gets which, what counts as a step, and that a resume changes neither."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
-from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, emulate_zeropp
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
+from tests.ranks import run_in_turn
 from tests.zeropp import training_on_ranks
-from tests.zeropp.training_on_ranks import resumes_exactly
+from tests.zeropp.training_on_ranks import resumes_exactly, shard
 
 NODES, RANKS_PER_NODE, ROWS, COLUMNS, BLOCK = 2, 2, 64, 32, 32
 GRADIENTS = dict(quantized_gradients=True, gradient_bits=2, gradient_block_size=BLOCK, loco=LoCoConfig())
@@ -39,7 +42,7 @@ def test_what_cannot_be_is_refused_by_name(options, message):
 def model_and_zeropp(config: ZeroPPConfig):
     torch.manual_seed(1)
     model = nn.Linear(COLUMNS, ROWS, bias=False)
-    return model, emulate_zeropp(model, config, NODES, RANKS_PER_NODE)
+    return model, shard(model, config)
 
 
 def backward(model, zeropp, step: int, num_micro_batches: int = 1):
@@ -52,24 +55,24 @@ def backward(model, zeropp, step: int, num_micro_batches: int = 1):
     training_on_ranks.backward(zeropp, loss_of, step, num_micro_batches)
 
 
-WEIGHTS = (NODES - 1) * 4 * ROWS * COLUMNS
+NUMEL = ROWS * COLUMNS // (NODES * RANKS_PER_NODE)  # of a rank's shard
+WEIGHTS = (NODES - 1) * 4 * NUMEL
 
 
 def nbytes(bits: int) -> int:
-    """That all ranks send to the other node: a code for each element and a scale for each block."""
-    numel = ROWS * COLUMNS
-    return (NODES - 1) * (numel * bits // 8 + 4 * numel // BLOCK)
+    """Bytes of gradients that a rank sends to the other node: a code for each element and a scale for each block."""
+    return (NODES - 1) * (NUMEL * bits // 8 + 4 * NUMEL // BLOCK)
 
 
-def test_bytes_of_each_step_are_those_of_its_bits():
-    """Gradients of steps 0 and 1 in 4 bits, weights in full; with all that is no optimizer step in between."""
+def _bytes_by_step():
+    """Bytes between nodes of four steps, with what is no optimizer step before the second; what is said and kept."""
     model, zeropp = model_and_zeropp(config_of())
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05), torch.optim.SGD(model.parameters(), lr=0.05)]
-    for step, bits in enumerate((4, 4, 2, 2)):
+    sent = []
+    for step in range(4):
         if step == 1:
-            for as_rank in zeropp.ranks:
-                with as_rank, torch.no_grad():
-                    model(torch.ones(1, COLUMNS))
+            with torch.no_grad():
+                model(torch.ones(1, COLUMNS))
             for skipped in (70, 71):
                 backward(model, zeropp, skipped)
                 model.zero_grad()
@@ -79,9 +82,15 @@ def test_bytes_of_each_step_are_those_of_its_bits():
         for optimizer in optimizers:
             optimizer.step()
         model.zero_grad()
-        assert zeropp.traffic.take().inter_node == WEIGHTS + nbytes(bits)
-    assert "int2 (mean, int4 in the first 2 steps) with LoCo" in zeropp.describe()
-    assert next(value for key, value in zeropp.state_dict().items() if "optimizer_steps" in key) == 4
+        sent.append(zeropp.traffic.take().inter_node - WEIGHTS)
+    return sent, zeropp.describe(), next(v for key, v in zeropp.state_dict().items() if "optimizer_steps" in key)
+
+
+def test_bytes_of_each_step_are_those_of_its_bits(found):
+    """Gradients of steps 0 and 1 in 4 bits, weights in full."""
+    for sent, description, steps in found["bytes"]:
+        assert sent == [nbytes(bits) for bits in (4, 4, 2, 2)]
+        assert "int2 (mean, int4 in the first 2 steps) with LoCo" in description and steps == 4
 
 
 def train(model, zeropp, steps, skipped: int | None = None):
@@ -97,9 +106,8 @@ def train(model, zeropp, steps, skipped: int | None = None):
         model.zero_grad()
 
 
-@pytest.mark.parametrize("save_at, skipped", [(1, None), (2, None), (2, 1), (3, 3)])  # gradients switch after 2 steps
-def test_a_resume_before_at_and_after_a_switch_is_exact(save_at, skipped):
-    """Training resumes after ``save_at`` steps; before the step ``skipped`` another one is skipped."""
+def _resumes_exactly(save_at: int, skipped: int | None) -> bool:
+    """Whether training resumes after ``save_at`` steps; before the step ``skipped`` another one is skipped."""
 
     def build():
         model, zeropp = model_and_zeropp(config_of())
@@ -108,11 +116,18 @@ def test_a_resume_before_at_and_after_a_switch_is_exact(save_at, skipped):
     def train_part(model, zeropp, optimizer, part):
         train(model, zeropp, range(save_at, 4) if part else range(save_at), skipped)
 
-    assert resumes_exactly(build, train_part)
+    return resumes_exactly(build, train_part)
+
+
+RESUMES = [(1, None), (2, None), (2, 1), (3, 3)]  # gradients switch after 2 steps
+
+
+def test_a_resume_before_at_and_after_a_switch_is_exact(found):
+    assert all(all(found[f"resume {case}"]) for case in RESUMES)
 
 
 def _continued(options_of_saved, told: int | None = None, has_number: bool = True):
-    """Bytes of the step after 4 others were taken, saved with other settings, and loaded; as emulated ranks."""
+    """Bytes of the steps after 4 others were taken, saved with other settings, and loaded."""
     model, zeropp = model_and_zeropp(config_of(**options_of_saved))
     train(model, zeropp, range(4))
     state = {key: value for key, value in zeropp.state_dict().items() if has_number or "optimizer_steps" not in key}
@@ -128,8 +143,19 @@ def _continued(options_of_saved, told: int | None = None, has_number: bool = Tru
     return sent
 
 
-def test_another_warmup_takes_over_the_state_and_its_number_of_steps():
+def _all_continued():
     none = dict.fromkeys(WARMUP)
-    assert _continued({}) == _continued(none) == [nbytes(4), nbytes(2)]
-    assert _continued(none, has_number=False) == [nbytes(4)] * 2  # saved by an earlier version
-    assert _continued(none, told=4, has_number=False) == [nbytes(4), nbytes(2)]
+    unnumbered = (_continued(none, has_number=False), _continued(none, told=4, has_number=False))
+    return _continued({}), _continued(none), *unnumbered
+
+
+def test_another_warmup_takes_over_the_state_and_its_number_of_steps(found):
+    for same, none, unnumbered, told in found["continued"]:
+        assert same == none == told == [nbytes(4), nbytes(2)]
+        assert unnumbered == [nbytes(4)] * 2  # saved by an earlier version
+
+
+@pytest.fixture(scope="module")
+def found():
+    resumes = {f"resume {case}": partial(_resumes_exactly, *case) for case in RESUMES}
+    return run_in_turn(4, {"bytes": _bytes_by_step, "continued": _all_continued} | resumes)

@@ -1,7 +1,4 @@
-"""What a configuration is said to do on some nodes and ranks, against the bytes it sends and the state it keeps.
-
-On emulated ranks; emulation/test_emulation.py shows that real ones send the same bytes.
-"""
+"""What a configuration is said to do on some nodes and ranks, against the bytes it sends and the state it keeps."""
 
 import itertools
 import re
@@ -9,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, emulate_zeropp
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
 from megatron_zpp.zeropp.description import warn
-from tests.zeropp.training_on_ranks import backward
+from tests.ranks import run_in_turn, run_ranks
+from tests.zeropp.fsdp_model import CapturedWarnings
+from tests.zeropp.training_on_ranks import backward, shard
 
 NUMEL, BLOCK, MICRO_BATCHES = 64 * 96, 32, 2
 LOCO = LoCoConfig(beta=0.7)
@@ -108,9 +108,9 @@ def said(description, num_nodes, ranks_per_node):
 
 
 def train(model, zeropp):
-    """What is said, what ``said`` would say of it by the second step's counters and the state kept, and the weights."""
+    """What is said, the second step's bytes, the state that is kept, and this rank's weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(dist.get_rank())
     for step in range(2):
         zeropp.traffic.take()
         backward(zeropp, lambda *_: model(torch.randn(4, 64, generator=generator)).square().mean(), step, MICRO_BATCHES)
@@ -119,31 +119,79 @@ def train(model, zeropp):
     sent = zeropp.traffic.take()
     hops = {name.split("/")[-1].removesuffix(".error") for name in zeropp.state_dict() if name.endswith(".error")}
     hops |= {"scales" for name in zeropp.state_dict() if "/element_scales." in name}
-    return zeropp.describe(), sent.intra_node, sent.inter_node, hops, model.weight.detach().clone()
+    return zeropp.describe(), sent.intra_node, sent.inter_node, hops, model.weight.to_local().detach().clone()
 
 
-@pytest.mark.parametrize("num_nodes, ranks_per_node", [(1, 1), (1, 2), (2, 1), (2, 2)])
-def test_emulated_ranks_do_what_is_said(num_nodes, ranks_per_node):
+def train_configs(ranks_per_node):
+    """For each configuration, what ``train`` returns with two seeds."""
+    results = []
     for config in configs(ranks_per_node):
-        results = []
         for seed in (5, 6):
             torch.manual_seed(0)
             model = nn.Linear(64, 96, bias=False)
-            emulated = emulate_zeropp(model, replace(config, seed=seed), num_nodes, ranks_per_node)
-            results.append(train(model, emulated))
-        (description, *counted, weights), (*_, weights_of_other_seed) = results
+            results.append(train(model, shard(model, replace(config, seed=seed))))
+    return results
+
+
+@pytest.mark.parametrize("num_nodes, ranks_per_node", [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_ranks_do_what_is_said(num_nodes, ranks_per_node):
+    ranks = run_ranks(num_nodes * ranks_per_node, train_configs, ranks_per_node, timeout=240)
+    for i, config in enumerate(configs(ranks_per_node)):
+        first, second = ([of_rank[2 * i + seed] for of_rank in ranks] for seed in (0, 1))
+        description, _, _, kept, _ = first[0]
         within, between, hops, noise = said(description, num_nodes, ranks_per_node)
-        assert counted == [within, between, hops], (description, config)
-        assert weights.equal(weights_of_other_seed) != noise, (description, config)
+        sent = [sum(of_rank[level] for of_rank in first) for level in (1, 2)]
+        assert [*sent, kept] == [within, between, hops], (description, config)
+        is_same = all(one[-1].equal(other[-1]) for one, other in zip(first, second, strict=True))
+        assert is_same != noise, (description, config)
 
 
-def test_nf4_without_effect_is_warned_of(caplog):
-    config = ZeroPPConfig(hpz_partition_size=2, frozen_dtype="nf4")
-    for num_nodes, is_frozen, warns in ((2, True, 0), (2, False, 1), (1, True, 2)):  # and hpZ has none on one node
-        emulate_zeropp(nn.Linear(64, 64).requires_grad_(not is_frozen), config, num_nodes, 2)
-        assert [message[:26] for message in caplog.messages][-1:] == ["frozen_dtype has no effect"] * (warns > 0)
-        assert len(caplog.messages) == warns
-        caplog.clear()
+NF4 = ZeroPPConfig(hpz_partition_size=2, frozen_dtype="nf4")
+ON_FOUR = {  # model, whether it is frozen, and config; what the warnings must say, and must not
+    "NF4 of frozen weights": (64, True, NF4, [], ["frozen_dtype", "hpZ"]),
+    "NF4 of trained weights": (64, False, NF4, ["frozen_dtype has no effect"], ["hpZ"]),
+    "one node": (
+        8,
+        False,
+        ZeroPPConfig(True, 4, True, LoCoConfig(), frozen_dtype="nf4"),
+        ["hpZ has no effect", "LoCo has no effect", "frozen_dtype has no effect"],
+        [],
+    ),
+    "LoCo within a node": (
+        8,
+        False,
+        ZeroPPConfig(quantized_gradients=True, loco=LoCoConfig(hops="both")),
+        ["matrices of the root module are sent unquantized: a rank holds fewer than 32 elements"],
+        ["LoCo"],
+    ),
+    "qgZ on one node": (
+        32,
+        False,
+        ZeroPPConfig(quantized_gradients=True, gradient_intra_bits=None),
+        ["qgZ has no effect on 4 data-parallel ranks on one node"],
+        ["matrices"],
+    ),
+    "small matrices, qwZ": (8, False, ZeroPPConfig(True, ranks_per_node=2), ["matrices of the root module"], []),
+    "small matrices, hpZ": (8, False, ZeroPPConfig(False, 2), [], ["matrices"]),
+}
+
+
+def _warnings():
+    found = {}
+    for name, (width, is_frozen, config, _, _) in ON_FOUR.items():
+        model = nn.Linear(width, width).requires_grad_(not is_frozen)
+        with CapturedWarnings() as warnings:
+            shard(model, config)
+        found[name] = " ".join(warnings.messages)
+    return found
+
+
+def test_settings_without_effect_are_named_on_the_first_rank():
+    first, *others = run_in_turn(4, {"warnings": _warnings})["warnings"]
+    for name, (*_, expected, unexpected) in ON_FOUR.items():
+        assert all(text in first[name] for text in expected), (name, first[name])
+        assert not any(text in first[name] for text in unexpected), (name, first[name])
+    assert not any("".join(other.values()) for other in others)
 
 
 def test_one_queue_for_all_streams_is_warned_of(caplog, monkeypatch):

@@ -1,14 +1,13 @@
 """What calls of ZeroPP's methods leave behind: weights that a program swapped for a while."""
 
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, emulate_zeropp
-from tests.ranks import run_in_turn
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
+from tests.ranks import run_ranks
 from tests.zeropp.training_on_ranks import shard
 
 MOVES = ZeroPPConfig(hpz_partition_size=2, weight_moves=True, quantized_gradients=True, loco=LoCoConfig())
@@ -18,34 +17,30 @@ class _InterruptedError(Exception):
     pass
 
 
-def _swapped(is_emulated: bool):
+def _swapped():
     """The largest errors of weights that passes saw: of swapped ones with and without the context, and of those since.
 
     The swap follows a step that no pass has used; an exception ends it.
     """
     torch.manual_seed(0)
     model = nn.Linear(128, 96)
-    if is_emulated:
-        zeropp = emulate_zeropp(model, MOVES, 2, 2)
-    else:  # gathered until somebody says that weights are others
-        zeropp = shard(model, MOVES, reshard_after_forward=False)
+    zeropp = shard(model, MOVES, reshard_after_forward=False)  # gathered until somebody says that weights are others
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     weight = model.weight  # the sharded one, also while the model has it whole
 
     def run(trains: bool) -> torch.Tensor:
         """Run a pass over the unit matrix on every rank; return the weights that it sees, [rows, columns]."""
-        for as_rank in zeropp.ranks:
-            with as_rank, torch.set_grad_enabled(trains):
-                seen = model(torch.eye(128)) - model(torch.zeros(1, 128))
-                if trains:
-                    seen.square().mean().backward()
+        with torch.set_grad_enabled(trains):
+            seen = model(torch.eye(128)) - model(torch.zeros(1, 128))
+            if trains:
+                seen.square().mean().backward()
         return seen.detach().T
 
     def whole() -> torch.Tensor:
-        return (weight if is_emulated else weight.full_tensor()).detach().clone()
+        return weight.full_tensor().detach().clone()
 
     def local() -> torch.Tensor:
-        return (weight if is_emulated else weight.to_local()).detach()
+        return weight.to_local().detach()
 
     errors = []
     for context in (nullcontext, zeropp.swapped_weights):
@@ -63,11 +58,6 @@ def _swapped(is_emulated: bool):
     return errors
 
 
-@pytest.fixture(scope="module")
-def found():
-    return run_in_turn(4, {"swapped": partial(_swapped, False)})
-
-
-def test_passes_see_swapped_weights_and_those_that_are_put_back(found):
-    for without, _, swapped, back in (*found["swapped"], _swapped(is_emulated=True)):
+def test_passes_see_swapped_weights_and_those_that_are_put_back():
+    for without, _, swapped, back in run_ranks(4, _swapped):
         assert max(without, swapped) < 1e-4 and back < 1e-6

@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from megatron_zpp.zeropp import Muon, ZeroPPConfig, ZeroPPInterface, emulate_zeropp
+from megatron_zpp.zeropp import Muon, ZeroPP, ZeroPPConfig
 from megatron_zpp.zeropp.muon import matrix_blocks
 from tests.ranks import run_in_turn, run_ranks
-from tests.zeropp.training_on_ranks import backward, equal, shard
+from tests.zeropp.training_on_ranks import backward, shard
 
 # Rows that 4 ranks on 2 nodes share evenly and not, with empty shards, an empty node, and as many as columns; an odd
 # number of matrices, so that one rank of a node has none of a batch.
@@ -48,7 +48,7 @@ def groups(model: Matrices) -> list[dict]:
     return [dict(params=list(model.matrices)), dict(params=list(model.others), use_muon=False)]
 
 
-def sent_by_a_step(model: Matrices, zeropp: ZeroPPInterface, optimizer: Muon, step: int) -> tuple[int, int]:
+def sent_by_a_step(model: Matrices, zeropp: ZeroPP, optimizer: Muon, step: int) -> tuple[int, int]:
     """Train a step; return what its optimizer sent within and between nodes."""
     backward(zeropp, lambda *_: model(coefficients(step)), step)
     zeropp.traffic.take()
@@ -71,22 +71,12 @@ def on_ranks(arguments: dict, steps: int, replicas: int = 1) -> tuple[list[Tenso
     optimizer = Muon(groups(model), zeropp, **ARGUMENTS, **arguments)
     sent = []
     for step in range(steps):
-        if step == steps // 2:
+        if step == steps // 2 > 0:
             state = get_optimizer_state_dict(model, optimizer)
             optimizer = Muon(groups(model), zeropp, **ARGUMENTS, **arguments)
             set_optimizer_state_dict(model, optimizer, state)
         sent.append(sent_by_a_step(model, zeropp, optimizer, step))
     return [p.full_tensor().detach() for p in model.parameters()], sent
-
-
-def emulated(arguments: dict, steps: int) -> tuple[list[Tensor], list[tuple[int, int]]]:
-    """The same, of all ranks together."""
-    model = Matrices()
-    zeropp = emulate_zeropp(model, ZeroPPConfig(), NODES, RANKS // NODES)
-    optimizer = Muon(groups(model), zeropp, **ARGUMENTS, **arguments)
-    zeropp.ranks.step_by_shards(optimizer)
-    sent = [sent_by_a_step(model, zeropp, optimizer, step) for step in range(steps)]
-    return [p.detach() for p in model.parameters()], sent
 
 
 def blocks_of(rows: int) -> list[slice]:
@@ -137,15 +127,20 @@ def _on_ranks_in_turn(cases: dict[str, dict]) -> dict:
     with patch.object(matrix_blocks, "ELEMENTS_AT_ONCE", 1):
         trained["in small batches"] = on_ranks(dict(period=3), steps=4)
     trained["replicas"] = on_ranks(dict(period=3), steps=4, replicas=2)
+    trained["one step in 4 bits"] = on_ranks(cases["4 bits"], steps=1)
     return trained
 
 
 @pytest.fixture(scope="module")
 def trained() -> dict:
-    """By case: on real ranks, and emulated."""
-    real = run_ranks(RANKS, _on_ranks_in_turn, CASES)
-    emulation = {name: emulated(arguments, 4) for name, arguments in CASES.items()}
-    return {name: ([of_rank[name] for of_rank in real], emulation.get(name)) for name in real[0]}
+    """By case, what each rank trained and sent."""
+    ranks = run_ranks(RANKS, _on_ranks_in_turn, CASES)
+    return {name: [of_rank[name] for of_rank in ranks] for name in ranks[0]}
+
+
+def sent_by_all(ranks: list) -> list[tuple[int, int]]:
+    """Bytes that the optimizers of all ranks sent in each step: within and between nodes."""
+    return [tuple(map(sum, zip(*of_step, strict=True))) for of_step in zip(*(sent for _, sent in ranks), strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -160,9 +155,8 @@ def trained() -> dict:
     ],
 )
 def test_equals_torch_in_one_process(trained, name: str, whole_at: list[bool]) -> None:
-    real, _ = trained[name]
     oracle = expected(whole_at, {key: value for key, value in CASES.get(name, {}).items() if key != "period"})
-    for parameters, _ in real:
+    for parameters, _ in trained[name]:
         for mine, theirs in zip(parameters, oracle, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
 
@@ -186,24 +180,12 @@ def test_stale_rows_are_those_of_the_last_whole_step(trained) -> None:
                 torch.optim.Muon([by_torch], **ARGUMENTS, momentum=0.0, nesterov=False).step()
                 moved[rows] = by_torch.detach()[rows]
             matrices[i] = moved
-    real, _ = trained["stale rows"]
-    for parameters, _ in real:
+    for parameters, _ in trained["stale rows"]:
         for mine, by_hand in zip(parameters, matrices, strict=False):
             torch.testing.assert_close(mine, by_hand, rtol=0, atol=1e-5)
         assert not any(
-            mine.equal(other)
-            for mine, other in zip(parameters[:2], trained["every third whole"][0][0][0], strict=False)
+            mine.equal(other) for mine, other in zip(parameters[:2], trained["every third whole"][0][0], strict=False)
         )
-
-
-def test_emulated_ranks_equal_real_ones_to_the_bit(trained) -> None:
-    for name in CASES:
-        real, (parameters, sent) = trained[name]
-        assert equal(parameters, real[0][0]), name
-        of_all = [tuple(map(sum, zip(*of_step, strict=True))) for of_step in zip(*(s for _, s in real), strict=True)]
-        if "stale" in name:  # the real ranks gather rows again once, as they resume in between
-            del sent[2], of_all[2]
-        assert sent == of_all, name
 
 
 def _padded_shards(tensor: Tensor) -> list[Tensor]:
@@ -221,9 +203,9 @@ def _in_four_bits(shard: Tensor) -> Tensor:
     return torch.cat([(block / step).round() * step for block, step in zip(shard.split(32), steps, strict=True)])
 
 
-def test_whole_matrices_of_four_bits_are_those_of_the_quantized_momentum() -> None:
+def test_whole_matrices_of_four_bits_are_those_of_the_quantized_momentum(trained) -> None:
     model = Matrices()
-    parameters, _ = emulated(CASES["4 bits"], steps=1)
+    parameters, _ = trained["one step in 4 bits"][0]
     for mine, matrix, gradient in zip(parameters, model.matrices, coefficients(0), strict=False):
         update = gradient.lerp(gradient * (1 - 0.95), 0.95)  # Nesterov's, of the first step
         arrived = torch.cat([_in_four_bits(shard) for shard in _padded_shards(update)])
@@ -243,27 +225,43 @@ def test_sends_what_the_formula_says(trained) -> None:
     expected["whole matrices"] = [whole] * 4
     expected["every third whole"] = [whole, (to_owners_and_back, 0), (to_owners_and_back, 0), whole]
     for name, of_steps in expected.items():
-        _, sent = trained[name][1]
-        for (within, crossing), (expected_within, expected_crossing) in zip(sent, of_steps, strict=True):
+        for (within, crossing), (expected_within, expected_crossing) in zip(
+            sent_by_all(trained[name]), of_steps, strict=True
+        ):
             assert within == expected_within, name
             # A wire ends at a multiple of 16 bytes, for each batch.
             assert expected_crossing <= crossing < expected_crossing + 16 * RANKS * len(SHAPES) * (crossing > 0) + 1
-    quantized = [crossing for _, crossing in trained["4 bits"][1][1]]
+    quantized = [crossing for _, crossing in sent_by_all(trained["4 bits"])]
     assert quantized[1] == quantized[3] == 0
     assert 0 < quantized[0] < 0.5 * between  # small matrices travel in bf16
 
 
-def test_a_gradient_scaler_unscales_the_matrices_too() -> None:
+def _momenta_of_scaled_gradients() -> list[list[Tensor]]:
     found = []
     for scale in (1.0, 1024.0):
         model = Matrices()
-        optimizer = Muon(groups(model), emulate_zeropp(model, ZeroPPConfig(), 1, 1), **ARGUMENTS)
+        zeropp = shard(model, ZeroPPConfig())
+        optimizer = Muon(groups(model), zeropp, **ARGUMENTS)
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        for parameter, gradient in zip(model.parameters(), coefficients(0), strict=True):
-            parameter.grad = gradient * scale
-        scaler.scale(torch.zeros(()))  # which begins a step
+        scaler.scale(model(coefficients(0))).backward()
         scaler.step(optimizer)
-        found.append([optimizer.state[matrix]["momentum_buffer"] for matrix in model.matrices])
+        found.append([optimizer.state[matrix]["momentum_buffer"].to_local() for matrix in model.matrices])
+    return found
+
+
+def _refusals() -> list[str]:
+    """The messages for wrong arguments, and for a parameter that is no matrix."""
+    model, messages = Matrices(), []
+    zeropp = shard(model, ZeroPPConfig())
+    for parameters, arguments in [(groups(model), dict([pair])) for pair in REFUSED] + [(model.parameters(), {})]:
+        with pytest.raises(ValueError) as error:
+            Muon(parameters, zeropp, **arguments)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_a_gradient_scaler_unscales_the_matrices_too(alone) -> None:
+    (found,) = alone["scaled"]
     assert all(one.equal(other) for one, other in zip(*found, strict=True))
 
 
@@ -284,27 +282,29 @@ def test_refuses_other_shards_and_other_models() -> None:
         assert all(message in error for error in errors)
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (dict(period=0), "period must be at least 1, or None"),
-        (dict(adjust_lr_fn="none"), "adjust_lr_fn 'none' is not one of spectral"),
-        (dict(momentum=1.0), "momentum must be"),
-        (dict(ns_steps=0), "ns_steps must be"),
-        (dict(stale_rows=True), "stale_rows needs a period above 1"),
-        (dict(momentum_bits=7), "momentum_bits must be one of"),
-        (dict(momentum_block_size=12), "momentum_block_size must be"),
-    ],
-)
-def test_refuses_arguments_that_cannot_be(arguments: dict, message: str) -> None:
-    model = Matrices()
-    with pytest.raises(ValueError, match=message):
-        Muon(groups(model), emulate_zeropp(model, ZeroPPConfig(), 1, 1), **arguments)
+REFUSED = {  # keyword arguments, as pairs, and the message
+    ("period", 0): "period must be at least 1, or None",
+    ("adjust_lr_fn", "none"): "adjust_lr_fn 'none' is not one of spectral",
+    ("momentum", 1.0): "momentum must be",
+    ("ns_steps", 0): "ns_steps must be",
+    ("stale_rows", True): "stale_rows needs a period above 1",
+    ("momentum_bits", 7): "momentum_bits must be one of",
+    ("momentum_block_size", 12): "momentum_block_size must be",
+}
 
 
-def test_refuses_offloaded_matrices_and_what_is_no_matrix() -> None:
-    model = Matrices()
+@pytest.fixture(scope="module")
+def alone() -> dict:
+    """What one rank found."""
+    return run_in_turn(1, {"scaled": _momenta_of_scaled_gradients, "refused": _refusals})
+
+
+def test_refuses_arguments_that_cannot_be_and_what_is_no_matrix(alone) -> None:
+    expected = [*REFUSED.values(), "Muon is for matrices, not for a parameter of shape (7,)"]
+    for message, start in zip(alone["refused"][0], expected, strict=True):
+        assert start in message
+
+
+def test_refuses_offloaded_matrices() -> None:
     with pytest.raises(ValueError, match="on the device that computes, cuda"):
-        Muon(model.matrices, SimpleNamespace(device=torch.device("cuda")))
-    with pytest.raises(ValueError, match="Muon is for matrices, not for a parameter of shape \\(7,\\)"):
-        Muon(model.parameters(), emulate_zeropp(model, ZeroPPConfig(), 1, 1))
+        Muon(Matrices().matrices, SimpleNamespace(device=torch.device("cuda")))

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.zeropp import OwnRank, ZeroPPConfig
+from megatron_zpp.zeropp import ZeroPPConfig
 from megatron_zpp.zeropp.fsdp import topology
 from megatron_zpp.zeropp.fsdp.collectives import count_flat_ring, count_reduce_scatter
 from megatron_zpp.zeropp.fsdp.shared import Traffic
 from megatron_zpp.zeropp.fsdp.topology import RankLayout, _ranks_per_node_of, build_topology
-from megatron_zpp.zeropp.own_rank import local_part
+from megatron_zpp.zeropp.own_rank import load_random_state_dict, local_part, random_state_dict
 from megatron_zpp.zeropp.reduce import reduce_scatter
 from tests.ranks import run_in_turn
 from tests.zeropp.training_on_ranks import Net, shard
@@ -172,22 +172,11 @@ def test_a_node_size_beyond_the_node_is_refused(on_four_ranks):
         assert "4 data-parallel ranks per node, but those from 0 on run on several" in message
 
 
-def test_a_process_without_a_process_group_is_the_only_rank():
-    assert not dist.is_initialized()
-    ranks = OwnRank()
-    assert (ranks.world_size, len(ranks)) == (1, 1)
-    tensor = torch.ones(3)
-    assert ranks.shards_of(tensor)[0] is tensor and ranks.gather(tensor) is tensor
-
-
-def test_its_random_states_are_seeded_and_taken_back():
-    random_states = OwnRank().random_states
-    random_states.seed(lambda rank: 7 + rank)
-    state, numbers = random_states.state_dict(), torch.rand(3)
+def test_random_states_are_taken_back():
+    state, numbers = random_state_dict(), torch.rand(3)
     assert "0.cpu" in state
-    random_states.load_state_dict(state)
+    load_random_state_dict(state)
     assert torch.rand(3).equal(numbers)
-    assert torch.rand(3, generator=torch.Generator().manual_seed(7)).equal(numbers)
 
 
 @pytest.mark.parametrize("num_nodes, ranks_per_node, crossing", [(2, 3, {2, 5}), (1, 6, set()), (6, 1, set(range(6)))])

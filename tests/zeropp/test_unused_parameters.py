@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
-from megatron_zpp.zeropp.emulation import emulate_zeropp
 from tests.ranks import run_in_turn
-from tests.zeropp.training_on_ranks import ALL_FLAGS, HIERARCHY_ONLY, backward, equal, shard
+from tests.zeropp.training_on_ranks import ALL_FLAGS, HIERARCHY_ONLY, backward, shard
 
 MICRO_BATCHES = 2
 
@@ -72,18 +71,17 @@ def in_one_process():
 
 
 def trained(model, zeropp, steps=range(5)):
-    """Who has a gradient in each step, the parameters at the end, and the traffic."""
-    optimizer, has_gradient, traffic = optimizer_of(model), [], []
+    """Who has a gradient in each step, and the parameters at the end."""
+    optimizer, has_gradient = optimizer_of(model), []
     for step in steps:
-        if step == 3 and len(zeropp.ranks) == 1:  # a step that is given up leaves no trace
+        if step == 3:  # a step that is given up leaves no trace
             zeropp.set_is_last_micro_batch(False)
             loss_of(model, 0, 1, dist.get_rank()).backward()
             zeropp.undo_step()
             model.zero_grad()
         backward(zeropp, lambda *batch: loss_of(model, *batch), step, MICRO_BATCHES)
         has_gradient.append(finish_step(model, optimizer))
-        traffic.append(zeropp.traffic.take() if zeropp is not None else None)
-    return has_gradient, [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()], traffic
+    return has_gradient, [p.full_tensor().detach() for p in model.parameters()]
 
 
 def on_real_ranks(config, finds, steps):
@@ -94,11 +92,6 @@ def on_real_ranks(config, finds, steps):
     return trained(model, zeropp, steps)
 
 
-def emulated(config):
-    model = Net()
-    return trained(model, emulate_zeropp(model, config, 2, 2, units=[model.layer], find_unused_parameters=True))
-
-
 def _all():
     exact, loco = (on_real_ranks(config, True, range(5)) for config in (HIERARCHY_ONLY, ALL_FLAGS))
     # Plain FSDP2 in a step in which all ranks use the same.
@@ -107,25 +100,18 @@ def _all():
 
 @pytest.fixture(scope="module")
 def found():
-    return run_in_turn(4, {"trained": _all, "held back": _held_back_in_bf16})
+    return run_in_turn(4, {"trained": _all, "held back": _held_back_in_bf16, "refused": _refused})
 
 
 def test_unused_parameters_are_as_in_one_process(found):
     has_gradient, expected = in_one_process()
     assert [row.count(False) for row in has_gradient] == [1, 5, 3, 1, 5]  # the frozen one; a layer or a head is two
     results = found["trained"]
-    for (exact, parameters, _), (told_nothing, _, _), _, (plain, _, _) in results:
-        assert exact == has_gradient
+    for (exact, parameters), (told_nothing, _), (loco, _), (plain, _) in results:
+        assert exact == loco == has_gradient
         assert told_nothing != plain == [has_gradient[1]]
         for ours, one_process in zip(parameters, expected, strict=True):
             torch.testing.assert_close(ours, one_process, rtol=1e-4, atol=1e-5)
-    of_emulation, parameters, traffic = emulated(ALL_FLAGS)
-    assert of_emulation == has_gradient
-    for _, _, (real, real_parameters, _), _ in results:
-        assert real == has_gradient
-        assert equal(parameters, real_parameters)
-    # Emulated ranks gather every unit in every pass, so only a step that uses all of them sends the same.
-    assert traffic[0].inter_node == sum(loco[2][0].inter_node for _, _, loco, _ in results)
 
 
 def held_back_in_bf16(heads):
@@ -138,6 +124,14 @@ def held_back_in_bf16(heads):
         x = torch.full((4, 24), 1.0 + i + dist.get_rank())
         model(x, True, head).square().mean().backward()
     return [parameter.grad.full_tensor() for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _refused():
+    model = nn.Linear(8, 8)
+    fully_shard(model)
+    with pytest.raises(ValueError) as error:
+        apply_zeropp(model, ZeroPPConfig(hpz_partition_size=2), find_unused_parameters=True)
+    return str(error.value)
 
 
 def _held_back_in_bf16():
@@ -164,6 +158,5 @@ def test_what_only_the_last_micro_batch_used_is_reduced_with_what_was_held_back(
         assert expected[-1].any() == (heads == (0, 1))
 
 
-def test_what_needs_no_finding_is_refused():
-    with pytest.raises(ValueError, match="requires quantized_gradients"):
-        emulate_zeropp(nn.Linear(8, 8), ZeroPPConfig(hpz_partition_size=2), 2, 2, find_unused_parameters=True)
+def test_what_needs_no_finding_is_refused(found):
+    assert all("requires quantized_gradients" in message for message in found["refused"])

@@ -5,7 +5,6 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -126,22 +125,18 @@ LossOf = Callable[[int, int, int], Tensor]  # of a step, a micro-batch and a ran
 
 
 def backward(zeropp: Any, loss_of: LossOf, step: int, num_micro_batches: int = 1) -> list[float]:
-    """Run the backward passes of a step; return the losses, for each micro-batch that of each emulated rank."""
-    ranks = zeropp.ranks if zeropp is not None else [nullcontext()]
-    is_real = len(ranks) == 1 and dist.is_initialized()
-    first_rank, losses = dist.get_rank() if is_real else 0, []
+    """Run the backward passes of a step; return the losses of its micro-batches."""
+    losses = []
     for i in micro_batches(zeropp, num_micro_batches):
-        for rank, as_rank in enumerate(ranks, first_rank):
-            with as_rank:
-                loss = loss_of(step, i, rank)
-                loss.backward()
-            losses.append(loss.item())
+        loss = loss_of(step, i, dist.get_rank())
+        loss.backward()
+        losses.append(loss.item())
     return losses
 
 
 class Trained(NamedTuple):
-    losses: list[float]  # of each micro-batch, and of each emulated rank
-    traffic: list[Traffic]  # what was sent in each step: by this rank, or by all emulated ones
+    losses: list[float]  # of each micro-batch
+    traffic: list[Traffic]  # what this rank sent in each step
     weights: list[Tensor]  # whole, at the end
 
     @property
@@ -158,7 +153,7 @@ def train(
     optimizer: torch.optim.Optimizer | None = None,
     after_step: Callable[[int], None] = lambda step: None,
 ) -> Trained:
-    """Train under ZeRO++, on real ranks or emulated ones, or under plain FSDP2 (``zeropp`` is None); default: AdamW."""
+    """Train under ZeRO++, or under plain FSDP2 (``zeropp`` is None); default: AdamW."""
     optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
     losses, traffic = [], []
     for step in range(num_steps):

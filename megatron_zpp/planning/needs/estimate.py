@@ -177,8 +177,6 @@ def _check(settings: ResolvedSettings, grid: RankGrid) -> None:
     config, distributed = settings.zeropp, settings.distributed
     if settings.zero.zero_stage == 0:
         raise ValueError("--zero-stage 0 shards nothing and is not estimated; give 1, 2 or 3")
-    if distributed.emulate_ranks is not None:
-        raise ValueError("the one process of --emulate-ranks is not estimated; leave it out")
     if settings.lora.lora_rank is not None:
         raise ValueError("adapters are not estimated; leave --lora-rank out to see what training all weights needs")
     if settings.training.skip_train:

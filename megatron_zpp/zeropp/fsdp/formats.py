@@ -6,7 +6,7 @@
     gradients within a node              ``gradients_within_node``
     gradients between nodes              ``gradients_between_nodes``
 
-The collectives, their emulation, and the estimates of a run that is not started all read them here.
+The collectives and the estimates of a run that is not started all read them here.
 """
 
 import math

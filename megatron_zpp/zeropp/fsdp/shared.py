@@ -1,4 +1,4 @@
-"""What all units of a model share, real or emulated: settings, the position in the loop, bytes and errors."""
+"""What all units of a model share: settings, the position in the loop, bytes and errors."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class ErrorMonitor:
     ) -> dict[str, float]:
         """Return the statistics of all ranks since the last call. Collective.
 
-        groups: the ranks that share each unit, by name; {} = every rank's samples are here. pipeline: the ranks with
+        groups: the ranks that share each unit, by name. pipeline: the ranks with
         the model's other units. tensor_parallel: the ranks with other parts of the same units.
 
         Keys: ``STATISTIC/WHAT`` over all units, and ``STATISTIC/WHAT/UNIT`` for each.

@@ -107,7 +107,7 @@ class UnitPart:
 
 @dataclass(eq=False)
 class Unit:
-    """One FSDP2 unit, real or emulated: the parameters that one ``fully_shard`` call gathers and reduces together."""
+    """One FSDP2 unit: the parameters that one ``fully_shard`` call gathers and reduces together."""
 
     name: str  # the module's name in the model, "" is the root; "NAME[1]" is its second unit, on another mesh
     shards: tuple[ParameterShard, ...]  # the parts of a rank's flat shard [L], in the order of ``parameters``

@@ -66,7 +66,7 @@ class QuantizedAllGather(DefaultAllocMixin, AllGather):
             if is_resident:
                 self.unseen_changes.gathered(self.unit, shard, self.unit.whole)
             wire = self.encoder.encode(shard, weights, self.topology.rank)
-            self.encoder.sample(shard, weights, wire, self.topology.rank)
+            self.encoder.sample(shard, weights, wire)
             with self.unit.waits.collective("gather", self.unit, crosses_nodes=self.topology.num_nodes > 1):
                 wires = gather_wires(wire, self.topology.group)
             self.resident = wires if is_resident else None
@@ -224,14 +224,14 @@ class HierarchicalAllGather(QuantizedAllGather):
         with self.unit.waits.collective("gather", self.unit, crosses_nodes=True):
             sent.work.wait()
         self._count(sent)
-        part, rank = sent.part, self.topology.rank
+        part = sent.part
         values = part.take(shard)
         if sent.are_moves:
             assert old is not None
             arrived = apply_moves(sent.format, self.encoder.copies_of(part, old, shard.dtype), sent.wires)
-            self.encoder.sample(values, sent.format, arrived[self.topology.node], rank)
+            self.encoder.sample(values, sent.format, arrived[self.topology.node])
         else:
-            self.encoder.sample(values, sent.format, sent.wire, rank)
+            self.encoder.sample(values, sent.format, sent.wire)
             arrived = self._in_full(sent, values, old)
         return arrived if old is None else self.encoder.put_copies(part, arrived, old, shard.dtype)
 

@@ -1,4 +1,4 @@
-"""How one unit's weights are encoded, on real and on emulated ranks: formats, noise, and samples of the error."""
+"""How one unit's weights are encoded: formats, noise, and samples of the error."""
 
 import torch
 from torch import Tensor
@@ -23,18 +23,18 @@ class WeightEncoder:
             unit.nf4_skip = shared.config.nf4_skip
             unit.specify(unit.shards, unit.packed)
         self.versions = 0
-        self._sampled: dict[int, int] = {}  # by rank, the version whose error the monitor has
+        self._sampled_version: int | None = None  # whose error the monitor has
 
     def encode(self, shard: Tensor, format: WireFormat, rank: int) -> Tensor:
         """Encode the shard [L] of ``rank``: uint8 [nbytes]."""
         # The noise depends on the version, so that every gather of one version gives the same weights.
         return format.encode(shard, self._noise_seed("inter", rank))
 
-    def sample(self, shard: Tensor, format: WireFormat, wire: Tensor, rank: int) -> None:
+    def sample(self, shard: Tensor, format: WireFormat, wire: Tensor) -> None:
         """Sample the error of what is sent of a shard [L], as ``wire`` says it, if a sample is due."""
         # qwZ alone gathers a version several times.
-        if self.monitor.is_due(self.versions) and self._sampled.get(rank) != self.versions:
-            self._sampled[rank] = self.versions
+        if self.monitor.is_due(self.versions) and self._sampled_version != self.versions:
+            self._sampled_version = self.versions
             arrived = format.decode(wire, out=torch.empty_like(shard, dtype=torch.float32))
             self.monitor.record("weights", self.unit.name, shard, arrived)
             self.monitor.record_codes("weights", self.unit.name, format, wire)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import ParamsT, StateDict
 
-from ..interface import ZeroPPInterface
+from ..api import ZeroPP
 from ..own_rank import local_part
 from .matrix_blocks import SCALES, MatrixBlocks, MomentumWire, NewtonSchulz
 
@@ -37,7 +37,7 @@ class Muon(torch.optim.AdamW):
 
     Args:
         params: parameters, or groups of them, of the model that ``zeropp`` is of. Those of Muon must be matrices.
-        zeropp: of ``apply_zeropp`` or ``emulate_zeropp``; its ``traffic`` counts what this sends.
+        zeropp: what ``apply_zeropp`` returned for that model; its ``traffic`` counts what this sends.
         lr: of both; ``weight_decay``, too, which is decoupled.
         momentum, nesterov, ns_coefficients, ns_steps: as torch.optim.Muon's; ``ns_eps`` is its ``eps``.
         adjust_lr_fn: one of ``SCALES``, by the shape of what is orthogonalized, a matrix or a block; None: original.
@@ -51,7 +51,7 @@ class Muon(torch.optim.AdamW):
     def __init__(
         self,
         params: ParamsT,
-        zeropp: ZeroPPInterface,
+        zeropp: ZeroPP,
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,

@@ -1,4 +1,4 @@
-"""One rank's part in the two hops of a gradient reduction, for real collectives and for emulated ones."""
+"""One rank's part in the two hops of a gradient reduction."""
 
 import math
 from dataclasses import dataclass, field, replace
