@@ -30,20 +30,20 @@ FLAGS = (
 )
 RUN = (
     f"{FLAGS} --train-iters 200 --log-interval 10 --eval-iters 10 "
-    "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zero-monitor-interval 10"
+    "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zeropp-monitor-interval 10"
 )
-TWO_BITS = "--zero-gradient-bits 2 --zero-gradient-scaling absmax"
+TWO_BITS = "--zeropp-gradient-bits 2 --zeropp-gradient-scaling absmax"
 SETTINGS = {
-    "8 bits, blocks of 128": "--zero-gradient-bits 8",
+    "8 bits, blocks of 128": "--zeropp-gradient-bits 8",
     "4 bits, blocks of 128": "",
     "4 bits, blocks of 128, LoCo": "--zeropp-loco",
-    "4 bits, blocks of 2048": "--zero-gradient-block-size 2048",
-    "4 bits, blocks of 2048, LoCo": "--zero-gradient-block-size 2048 --zeropp-loco",
+    "4 bits, blocks of 2048": "--zeropp-gradient-block-size 2048",
+    "4 bits, blocks of 2048, LoCo": "--zeropp-gradient-block-size 2048 --zeropp-loco",
     "2 bits, blocks of 128": TWO_BITS,
     "2 bits, blocks of 128, LoCo": f"{TWO_BITS} --zeropp-loco",
-    "2 bits, blocks of 2048": f"{TWO_BITS} --zero-gradient-block-size 2048",
-    "2 bits, blocks of 2048, LoCo": f"{TWO_BITS} --zero-gradient-block-size 2048 --zeropp-loco",
-    "4-bit weights in blocks of 256": "--zero-weight-bits 4",
+    "2 bits, blocks of 2048": f"{TWO_BITS} --zeropp-gradient-block-size 2048",
+    "2 bits, blocks of 2048, LoCo": f"{TWO_BITS} --zeropp-gradient-block-size 2048 --zeropp-loco",
+    "4-bit weights in blocks of 256": "--zeropp-weight-bits 4",
 }
 SHOWN = ("comm/error/", "comm/error-state/", "comm/largest-codes/")
 

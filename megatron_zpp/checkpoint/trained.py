@@ -7,14 +7,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from megatron_zpp.islands import OuterSync
 from megatron_zpp.parallel.mesh import AXES
-from megatron_zpp.zeropp import Ranks, ZeroPPConfig, ZeroPPInterface, ranks_of
+from megatron_zpp.zeropp import Ranks, ZeroPPInterface, ranks_of
+from megatron_zpp.zeropp.description import settings_of_state
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def plan_resume(
         random_states = False
 
     zeropp = trains and has_zeropp_state
-    if zeropp and (not same_layout or _comparable(meta["zeropp"]) != _comparable(zeropp_layout(trained.zeropps))):
+    if zeropp and (not same_layout or meta["zeropp"] != zeropp_layout(trained.zeropps)):
         kept = "LoCo's errors, scales of elements and weight copies"
         notes.append(f"{kept} start over: saved with other ranks, nodes or ZeRO++ settings")
         zeropp = False
@@ -126,23 +127,8 @@ def zeropp_layout(zeropps: Sequence[ZeroPPInterface]) -> dict[str, Any] | None:
     zeropp = zeropps[0]
     # Nodes and ranks per node, for each division that units have.
     topology = list(chain.from_iterable(dict.fromkeys((t.num_nodes, t.ranks_per_node) for t in zeropp.topologies)))
-    return {"topology": topology, "config": dataclasses.asdict(zeropp.config)}
-
-
-def _comparable(zeropp_layout: dict[str, Any] | None) -> Any:
-    """Return a layout as JSON saves it, with defaults for settings that the checkpoint lacks."""
-    config = (zeropp_layout or {}).get("config")
-    if zeropp_layout is None or not isinstance(config, dict):
-        return zeropp_layout
-    config = dataclasses.asdict(ZeroPPConfig()) | config
-    # None of these changes what the saved state means.
-    stateless = {"seed", "gradient_bits_warmup"}
-    # Settings that are gone, where they were left out.
-    stateless |= {name for name in config if name.startswith("weight_diff") and not config["weight_difference_bits"]}
-    config = {name: value for name, value in config.items() if name not in stateless}
-    if isinstance(loco := config["loco"], dict):
-        config["loco"] = {name: value for name, value in loco.items() if name != "exact_undo"}
-    return json.loads(json.dumps(zeropp_layout | {"config": config}))
+    layout: dict[str, Any] = {"topology": topology, "config": settings_of_state(zeropp.config)}
+    return cast(dict[str, Any], json.loads(json.dumps(layout)))  # as a checkpoint gives it back
 
 
 def _wire_settings(config: Mapping[str, Any] | None) -> dict[str, Any]:
