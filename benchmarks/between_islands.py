@@ -20,7 +20,7 @@ RESULTS = common.RESULTS / "between_islands.jsonl"
 MODEL = (
     "--num-layers 2 --hidden-size 192 --num-attention-heads 4 --seq-length 128 --micro-batch-size 4 --mock-data "
     "--vocab-size 1023 --attention-dropout 0 --hidden-dropout 0 --lr 1e-4 --eval-iters 0 --num-workers 0 --bf16 "
-    "--grad-reduce-in-bf16 --zero-ranks-per-node 2"
+    "--grad-reduce-in-bf16 --zeropp-ranks-per-node 2"
 )
 NODES, RANKS_PER_NODE, RATE = 2, 2, "20mbit"
 TOKENS = NODES * RANKS_PER_NODE * 4 * 128  # of a step

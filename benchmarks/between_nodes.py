@@ -44,10 +44,10 @@ SETTINGS = {
     "ZeRO-3 bf16": "",
     "HSDP bf16": "--num-distributed-optimizer-instances {N}",
     "hierarchy alone: hpZ, gradients once per step, bf16": "--zero-hpz-partition-size {P} --zero-quantized-gradients "
-    "--zero-gradient-bits 0 --zero-gradient-intra-bits 0",
-    "qwZ alone": "--zero-quantized-weights --zero-ranks-per-node {P}",
+    "--zeropp-gradient-bits 0 --zeropp-gradient-intra-bits 0",
+    "qwZ alone": "--zero-quantized-weights --zeropp-ranks-per-node {P}",
     "hpZ alone": "--zero-hpz-partition-size {P}",
-    "qgZ alone": "--zero-quantized-gradients --zero-ranks-per-node {P}",
+    "qgZ alone": "--zero-quantized-gradients --zeropp-ranks-per-node {P}",
     "all flags": f"{QUANTIZED} --zero-hpz-partition-size {{P}}",
     "all flags, LoCo": f"{QUANTIZED} --zero-hpz-partition-size {{P}} --zeropp-loco",
     "all flags, LoCo, moved codes": f"{QUANTIZED} --zero-hpz-partition-size {{P}} --zeropp-loco --zeropp-weight-moves",

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 ALL_FLAGS = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco"
+# Rows of older commits have flags --zero-X that are --zeropp-X now.
+FORMER_FLAG = "--zero-(?=gradient-|hadamard|monitor-|ranks-per-node|scale-dtype|weight-(?!difference))"
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
@@ -33,8 +35,9 @@ def run_choice(doc: str | None, programs: Mapping[str, Callable[[], object]]) ->
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All rows of a file of JSON lines; none if there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """All rows of a file of JSON lines, with flags by their names of today; none if there is no file."""
+    text = re.sub(FORMER_FLAG, "--zeropp-", path.read_text()) if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def commit() -> str:

@@ -11,6 +11,7 @@ iteration: to the bit where layouts compute the same bits, else within rounding.
 
 import contextlib
 import io
+import os
 import random
 import re
 import shutil
@@ -22,7 +23,6 @@ from typing import Any
 
 import torch
 from common import append_row, new_parser
-from fault_damage import spoil
 from fault_runs import Result, Run, context, enters, preload
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
@@ -87,6 +87,22 @@ def write_data(prefix: Path, number: int) -> None:
         for _ in range(60):
             first = draw.randrange(90)
             writer.add_document([[(first + i * draw.choice((1, 1, 2))) % 99 for i in range(40)]])
+
+
+def spoil(path: Path, how: str, rng: random.Random) -> None:
+    if "missing" in how:
+        path.unlink()
+        return
+    content = bytearray(path.read_bytes())
+    if how == "truncated":
+        os.truncate(path, rng.randrange(len(content)))  # in place, under whoever has it open
+    elif how == "emptied":
+        os.truncate(path, 0)
+    elif how == "garbage":
+        path.write_bytes(rng.randbytes(len(content)))
+    else:
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        path.write_bytes(content)
 
 
 class Oracle:

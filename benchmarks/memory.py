@@ -26,14 +26,14 @@ MODELS = {
 }
 ALL_FLAGS = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 8 --zeropp-loco"
 SAVES = "--save checkpoints --save-interval 1000 --zeropp-ranks-per-node 8"
-INT8 = "--zero-gradient-sum-dtype int8 --zeropp-weight-moves"
+INT8 = "--zeropp-gradient-sum-dtype int8 --zeropp-weight-moves"
 COLUMNS = {
     "ZeRO-3": "",
     "2 errors": f"{ALL_FLAGS} --loss-spike-factor 2",
     "default": ALL_FLAGS,
-    "bf16 sums": f"{ALL_FLAGS} --zero-gradient-sum-dtype bf16",
+    "bf16 sums": f"{ALL_FLAGS} --zeropp-gradient-sum-dtype bf16",
     "int8": f"{ALL_FLAGS} {INT8}",
-    "int8, on the host": f"{ALL_FLAGS} {INT8} --zero-offload-gradient-sums",
+    "int8, on the host": f"{ALL_FLAGS} {INT8} --zeropp-offload-gradient-sums",
 }
 
 WAYS = {

@@ -33,7 +33,7 @@ MODELS = {
     "7M": f"--num-layers 8 --hidden-size 256 --num-attention-heads 4 {COMMON}",
 }
 SETTINGS = {
-    "ZeRO-3": "--zero-ranks-per-node 2",
+    "ZeRO-3": "--zeropp-ranks-per-node 2",
     "all flags": ALL_FLAGS,
     "all flags, moves": f"{ALL_FLAGS} --zeropp-weight-moves",
 }

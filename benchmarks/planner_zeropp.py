@@ -23,9 +23,9 @@ MODEL = (
 HPZ = "--zero-hpz-partition-size 16"
 WIRES = {
     "ZeRO-3": "",
-    "qwZ": "--zero-quantized-weights --zero-ranks-per-node 16",
+    "qwZ": "--zero-quantized-weights --zeropp-ranks-per-node 16",
     "hpZ": HPZ,
-    "qgZ": "--zero-quantized-gradients --zero-ranks-per-node 16",
+    "qgZ": "--zero-quantized-gradients --zeropp-ranks-per-node 16",
     "ZeRO++": f"--zero-quantized-weights --zero-quantized-gradients {HPZ}",
 }
 # nodes of 16, Gbit/s of a node, tokens per GPU: published seconds (tutorial) or TFLOP/s (blog), ZeRO-3 and ZeRO++

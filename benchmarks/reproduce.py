@@ -16,21 +16,15 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import activations
 import against_peers
-import auto_regret
 import between_islands
 import between_nodes
 import convergence
 import finetuning_bits
-import frozen_weights
 import kernels
 import launches
 import loop_overhead
-import loss
 import memory
-import monitors
-import muon_bytes
 import mutants
 import other_loops
 import planner
@@ -38,7 +32,6 @@ import planner_box
 import planner_zeropp
 import rl
 import scaling
-import steps_over_delays
 from common import ROOT, markdown_table, new_parser
 from study import RESULTS, arms, read_results
 from study_arms import SCALES
@@ -76,7 +69,6 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
         "published": lambda: planner.kept("published"),
         "zeropp": planner_zeropp.tables,
         "box": planner_box.table,
-        "regret": auto_regret.table,
         "worth": lambda: planner.kept("worth"),
     },
     EVIDENCE / "peers.md": {"peers": against_peers.table},
@@ -90,14 +82,10 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
     },
     EVIDENCE / "kernels.md": {"kernels": kernels.table},
     EVIDENCE / "other-loops.md": {"other loops": other_loops.table},
-    EVIDENCE / "scaling.md": {"scaling": scaling.tables, "launches": launches.table, "delays": steps_over_delays.table},
+    EVIDENCE / "scaling.md": {"scaling": scaling.tables, "launches": launches.table},
     REFERENCE / "memory.md": {"memory": memory.table, "saves": memory.table_of_saves},
     ROOT / "docs" / "how-to" / "choose-settings.md": {"ways": memory.table_of_ways},
     REFERENCE / "recipes.md": {"recipes": lambda: table_of_recipes(rows_of("cpu"), rows_of("tuned"))},
-    REFERENCE / "frozen-weights.md": {"frozen": frozen_weights.table},
-    REFERENCE / "muon.md": {"muon": muon_bytes.table},
-    REFERENCE / "training.md": {"loss": loss.table, "activations": activations.table},
-    REFERENCE / "monitors.md": {"monitored": monitors.table, "normal values": monitors.table_of_normal_values},
 }
 
 

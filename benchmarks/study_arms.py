@@ -132,23 +132,23 @@ ABSMAX = "absmax"  # three levels at 2 bits, as in the published work
 
 def weights(bits: int, block_size: int) -> str:
     """qwZ through hpZ; block size 0: one scale per parameter and rank."""
-    return f"{BF16} {HPZ} --zero-quantized-weights --zero-weight-bits {bits} --zero-weight-block-size {block_size}"
+    return f"{BF16} {HPZ} --zero-quantized-weights --zeropp-weight-bits {bits} --zeropp-weight-block-size {block_size}"
 
 
 def moves(bits: int | None) -> str:
     """Codes that move (wire/moves.py); None: the bits of bf16."""
-    return f"{HPZ} --zeropp-weight-moves" + (f" --zero-quantized-weights --zero-weight-bits {bits}" if bits else "")
+    return f"{HPZ} --zeropp-weight-moves" + (f" --zero-quantized-weights --zeropp-weight-bits {bits}" if bits else "")
 
 
 def gradients(intra: int, inter: int, block_size: int = 128, scaling: str = "") -> str:
     """scaling: of the hops with less than 4 bits; default by bits."""
     flags = (
-        f"--zero-quantized-gradients --zero-gradient-intra-bits {intra} --zero-gradient-bits {inter} "
-        f"--zero-gradient-block-size {block_size}"
+        f"--zero-quantized-gradients --zeropp-gradient-intra-bits {intra} --zeropp-gradient-bits {inter} "
+        f"--zeropp-gradient-block-size {block_size}"
     )
     if scaling and intra < 4:
-        flags += f" --zero-gradient-intra-scaling {scaling}"
-    return flags + (f" --zero-gradient-scaling {scaling}" if scaling and inter < 4 else "")
+        flags += f" --zeropp-gradient-intra-scaling {scaling}"
+    return flags + (f" --zeropp-gradient-scaling {scaling}" if scaling and inter < 4 else "")
 
 
 def loco(beta: float, hops: str, error: str = "int8", reset_interval: int = 0, reset: str = "hard") -> str:
@@ -159,15 +159,15 @@ def loco(beta: float, hops: str, error: str = "int8", reset_interval: int = 0, r
     )
 
 
-UNBIASED = "--zero-gradient-rounding stochastic"
-HADAMARD = "--zero-hadamard"
-ELEMENT_SCALES = "--zero-gradient-element-scales"
+UNBIASED = "--zeropp-gradient-rounding stochastic"
+HADAMARD = "--zeropp-hadamard"
+ELEMENT_SCALES = "--zeropp-gradient-element-scales"
 
 
 def few_bits(wire: str, gradient_bits: int) -> str:
     """Weights by ``wire``; gradients in 8 bits within nodes, LoCo between them, and 4 bits at first."""
     flags = f"{BF16} {wire} {gradients(8, gradient_bits)} {loco(0.8, 'inter')}"
-    return flags + " --zero-gradient-bits-warmup {warmup}:4"
+    return flags + " --zeropp-gradient-bits-warmup {warmup}:4"
 
 
 FP32 = Arm("fp32 wire", "")

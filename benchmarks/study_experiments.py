@@ -76,7 +76,7 @@ E4_SENSITIVITY = group(
 )
 
 LARGEST_FIFTH = f"{gradients(8, 1)} {loco(0.95, 'inter')} {ELEMENT_SCALES} --zeropp-scale-dtype bf16 "
-LARGEST_FIFTH += "--zero-gradient-bits-warmup {warmup}:4"
+LARGEST_FIFTH += "--zeropp-gradient-bits-warmup {warmup}:4"
 LARGE_BATCHES = "--global-batch-size {large} --train-iters 200"
 HIGHER = "--lr 0.0014 --min-lr 0.00014"
 
@@ -84,7 +84,9 @@ HIGHER = "--lr 0.0014 --min-lr 0.00014"
 
 EXPERTS_LOAD, TOKENS_SENT = "expert load (max/mean)", "tokens sent between nodes per step (MB)"
 # The batch of four ranks on two, each of which has half of the experts.
-ON_TWO_NODES = f"{EXPERTS} {BF16} --expert-model-parallel-size 2 --zero-ranks-per-node 1 --global-batch-size {{batch}}"
+ON_TWO_NODES = (
+    f"{EXPERTS} {BF16} --expert-model-parallel-size 2 --zeropp-ranks-per-node 1 --global-batch-size {{batch}}"
+)
 
 # E10: Muon for the layers' matrices with updates as large as AdamW's, at learning rates that both take.
 
@@ -108,7 +110,7 @@ def at_learning_rates(title: str, wire: str) -> Group:
 def few_levels(beta: float) -> str:
     """Weights in fp32 and gradients in 2 bits between nodes, with scales of elements, and with 4 bits at first."""
     flags = f"{gradients(0, 2)} {loco(beta, 'inter')} {ELEMENT_SCALES}"
-    return flags + " --zero-gradient-bits-warmup {warmup}:4"
+    return flags + " --zeropp-gradient-bits-warmup {warmup}:4"
 
 
 def muon_at(rate: float, period: str) -> str:

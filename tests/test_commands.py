@@ -35,9 +35,21 @@ def test_help_lists_every_command_before_torch_is_imported():
     assert all(len(line) < 120 for line in ran.stdout.splitlines())
 
 
-def test_every_script_of_the_checkout_is_a_command():
-    scripts = [*ROOT.glob("pretrain_*.py"), *(ROOT / "tools").glob("*.py")]
-    assert {path.stem.replace("_", "-") for path in scripts} <= {*commands.COMMANDS, *commands.ALIASES}
+def module_of(command: str) -> str:
+    return commands.find_program(command).__module__
+
+
+def test_every_command_has_its_script_in_the_checkout_and_every_script_its_command():
+    trainers = {path.stem.replace("_", "-") for path in ROOT.glob("pretrain_*.py")}
+    assert trainers == commands.COMMANDS.keys() - commands.TOOLS.keys()
+    scripts = {path.stem.replace("_", "-"): path.read_text() for path in (ROOT / "tools").glob("*.py")}
+    programs = {name: module_of(name) for name in [*commands.TOOLS, *commands.ALIASES]}
+    programs = {name: module for name, module in programs.items() if module.startswith("megatron_zpp.commands.")}
+    assert scripts.keys() == programs.keys()
+    for name, module in programs.items():
+        imports, runs = f"from {module} import main", 'if __name__ == "__main__":\n    raise SystemExit(main())\n'
+        assert scripts[name].startswith('"""`megatron-zpp ') and scripts[name].endswith(f"{imports}\n\n{runs}"), name
+        assert scripts[name].count("\n") == 6, "a script only starts its command"
 
 
 @pytest.mark.parametrize(

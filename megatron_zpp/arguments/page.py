@@ -24,10 +24,10 @@ nearest name. One start reports all mistakes, each in a line of its own, and end
 that nothing is set; whole numbers are at most 2147483647 unless a flag has its own limit, and no number may be NaN or
 infinite.
 
-Flags without a mark are stable: their names and meanings stay. One that is renamed works under its former name for at
-least two minor versions, and the changelog says when that ends. *Advanced* flags tune what works without them: their
-defaults may change, with a note in the changelog. *Experimental* flags may change or go with any version. `--help`
-shows the flags that most runs need, `--help GROUP` a section of this page, `--help-all` all of it.
+Flags without a mark are stable: their names and meanings stay from version 0.1 on. One that is renamed works under its
+former name for at least two minor versions, and the changelog says when that ends. *Advanced* flags tune what works
+without them: their defaults may change, with a note in the changelog. *Experimental* flags may change or go with any
+version. `--help` shows the flags that most runs need, `--help GROUP` a section of this page, `--help-all` all of it.
 """
 
 
@@ -77,7 +77,7 @@ def _default(flag: Flag) -> str:
 def _meaning(flag: Flag) -> str:
     allowed = f"one of {', '.join(flag.choices)}" if flag.choices else str(flag.bounds)
     marks = [] if tier(flag) == "stable" else [f"*{tier(flag).capitalize()}.*"]
-    marks += [f"Formerly `{alias}`." for alias in flag.aliases]
+    marks += [f"Megatron's `{alias}` works, too." for alias in flag.aliases]
     return " ".join([flag.help.replace("*", r"\*") + (f" ({allowed})" if allowed else ""), *marks])
 
 

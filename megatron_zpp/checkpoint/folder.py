@@ -27,7 +27,7 @@ from megatron_zpp.files import lock_for_process
 from megatron_zpp.parallel.flight_record import FILES
 
 from .files import CheckpointError, digest, make_folder, open_regular, sync_folder, write_durably
-from .meta import MARKER, META, REMEDY, nonfinite, read_meta
+from .meta import FORMAT, MARKER, META, REMEDY, nonfinite, read_meta
 
 LATEST = "latest_checkpointed_iteration.txt"
 LOCK = "lock"
@@ -188,7 +188,7 @@ def finish(
     for name, content in index.items():
         write_durably(incomplete / name, content)
         files = files | {name: {"bytes": len(content), "sha256": digest(content)}}
-    text = (json.dumps(meta | {"files": files}, indent=1) + "\n").encode()
+    text = (json.dumps({"format": FORMAT} | meta | {"files": files}, indent=1) + "\n").encode()
     write_durably(incomplete / META, text)
     write_durably(incomplete / MARKER, digest(text).encode() + b"\n")
     sync_folder(incomplete)

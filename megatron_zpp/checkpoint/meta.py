@@ -16,16 +16,17 @@ from typing import Any, cast
 
 from megatron_zpp.families import ARCHITECTURES, Architecture, find_architecture
 from megatron_zpp.models.transformer import TransformerConfig
-from megatron_zpp.settings.groups import with_current_names
 
 from .files import CheckpointError, digest, open_regular, parse_json, read_regular
 
 META, INDEX, MARKER = "meta.json", "index.json", "complete"
+FORMAT = 1  # of a checkpoint; a change that older checkpoints do not survive raises it
+LAST_WITHOUT_FORMAT = "dda9db90"  # the last commit whose checkpoints have no number
 REMEDY = "load another checkpoint with --ckpt-step, or the newest good one with --load-latest-good"
 
 _Kinds = dict[tuple[type, ...], str]  # allowed types: names of values
 _REQUIRED: _Kinds = {
-    (int,): "iteration world_size",
+    (int,): "format iteration world_size",
     (bool,): "has_optimizer has_rng",
     (dict,): "settings model_config counters loss_scaler files",
     (dict, NoneType): "zeropp schedule",
@@ -58,10 +59,16 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
         if digest(text).encode() != read_regular(checkpoint / MARKER).strip():
             raise ValueError(f"its digest is not the one in {MARKER}")
         meta = parse_json(text)
-        _check_meta(meta)
-        meta["settings"] = with_current_names(meta["settings"])
+        has_our_format = not isinstance(meta, dict) or meta.get("format") == FORMAT
+        if has_our_format:
+            _check_meta(meta)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged ({error}): {REMEDY}") from error
+    if not has_our_format:
+        if "format" not in meta:
+            raise CheckpointError(f"{path} has no format number: commit {LAST_WITHOUT_FORMAT} of megatron_zpp reads it")
+        other = f"{path} has the format {short(meta['format'])}, and this version reads {FORMAT}"
+        raise CheckpointError(f"{other}: load it with the version of megatron_zpp that saved it")
     return meta
 
 
@@ -221,15 +228,21 @@ def saved_model(
             foreign = f"the checkpoint is of the architecture {name}, which is not one of ours ({error})"
             raise CheckpointError(f"{foreign}: if it is yours, give --architecture package.module:NAME") from error
     try:
-        if architecture in ARCHITECTURES:  # only other architectures know their valid values
-            check_config(meta["model_config"], architecture.config_class)
-        return architecture, (architecture.saved_config or architecture.config_class)(**meta["model_config"])
+        # Only architectures of other programs know their valid values.
+        build = (
+            config_from_json if architecture in ARCHITECTURES else lambda values, config_class: config_class(**values)
+        )
+        return architecture, build(meta["model_config"], architecture.config_class)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the checkpoint's model_config is not one of {architecture.name} ({error})") from error
 
 
-def check_config(values: Mapping[str, Any], config_class: type, within: str = "") -> None:
-    """Raise ValueError if a value is not of its field's type, or not a size of a model."""
+def config_from_json(values: Mapping[str, Any], config_class: type[Any], within: str = "") -> Any:
+    """Build a config of a model, and the configs in it, from JSON.
+
+    Raises ValueError if a value is not of its field's type, or not a size of a model; TypeError for other fields.
+    """
+    parts = {}
     for name, hint in typing.get_type_hints(config_class).items():
         kinds = typing.get_args(hint) or (hint,)
         if name not in values:
@@ -237,10 +250,11 @@ def check_config(values: Mapping[str, Any], config_class: type, within: str = ""
         value: Any = values[name]
         part = next((kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
         if part is not None and isinstance(value, Mapping):
-            check_config(value, part, f"{name}.")
+            parts[name] = config_from_json(value, part, f"{name}.")
             continue
         is_number = type(value) is int or (type(value) is float and float in kinds)
         largest = _MAX_LAYERS if name == "num_layers" else 2**31
         fits = type(value) in kinds or (float in kinds and type(value) is int)
         if not fits or (is_number and not (0 if float in kinds else 1) <= value <= largest):
             raise ValueError(f"{within}{name} is {short(value)}")
+    return config_class(**{**values, **parts})

@@ -1,11 +1,10 @@
 """The model and optimizer that one process saves and loads, and which parts of a checkpoint a run can load."""
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,8 @@ from torch import nn
 
 from megatron_zpp.islands import OuterSync
 from megatron_zpp.parallel.mesh import AXES
-from megatron_zpp.zeropp import ZeroPP, ZeroPPConfig
+from megatron_zpp.zeropp import ZeroPP
+from megatron_zpp.zeropp.description import settings_of_state
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def plan_resume(
         random_states = False
 
     zeropp = trains and has_zeropp_state
-    if zeropp and (not same_layout or _comparable(meta["zeropp"]) != _comparable(zeropp_layout(trained.zeropp))):
+    if zeropp and (not same_layout or meta["zeropp"] != zeropp_layout(trained.zeropp)):
         kept = "LoCo's errors, scales of elements and weight copies"
         notes.append(f"{kept} start over: saved with other ranks, nodes or ZeRO++ settings")
         zeropp = False
@@ -72,20 +72,5 @@ def zeropp_layout(zeropp: ZeroPP | None) -> dict[str, Any] | None:
         return None
     # Nodes and ranks per node, for each division that units have.
     topology = list(chain.from_iterable(dict.fromkeys((t.num_nodes, t.ranks_per_node) for t in zeropp.topologies)))
-    return {"topology": topology, "config": dataclasses.asdict(zeropp.config)}
-
-
-def _comparable(zeropp_layout: dict[str, Any] | None) -> Any:
-    """Return a layout as JSON saves it, with defaults for settings that the checkpoint lacks."""
-    config = (zeropp_layout or {}).get("config")
-    if zeropp_layout is None or not isinstance(config, dict):
-        return zeropp_layout
-    config = dataclasses.asdict(ZeroPPConfig()) | config
-    # None of these changes what the saved state means.
-    stateless = {"seed", "gradient_bits_warmup"}
-    # Settings that are gone, where they were left out.
-    stateless |= {name for name in config if name.startswith("weight_diff") and not config["weight_difference_bits"]}
-    config = {name: value for name, value in config.items() if name not in stateless}
-    if isinstance(loco := config["loco"], dict):
-        config["loco"] = {name: value for name, value in loco.items() if name != "exact_undo"}
-    return json.loads(json.dumps(zeropp_layout | {"config": config}))
+    layout: dict[str, Any] = {"topology": topology, "config": settings_of_state(zeropp.config)}
+    return cast(dict[str, Any], json.loads(json.dumps(layout)))  # as a checkpoint gives it back

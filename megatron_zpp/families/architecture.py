@@ -71,7 +71,6 @@ class Architecture:
     build_config: Callable[[ModelSettings, int], Config]  # from completed flags and padded vocabulary size
     flops_per_token: Callable[[Config, int], float]  # forward and backward pass, at a --seq-length
     initial_std: Callable[[str, Config], float] = initial_std  # by a weight's name; see ``models.init``
-    saved_config: Callable[..., Config] | None = None  # from a checkpoint's fields; default config_class
     # Published shapes by name: fields of ModelSettings, and ``seq_length`` of TrainingSettings; flags override them.
     presets: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 

@@ -64,7 +64,6 @@ def decoder(
         module=Decoder,
         resolve=partial(resolve, defaults=defaults),
         build_config=build_config,
-        saved_config=partial(saved_config, defaults=defaults),
         flops_per_token=flops_per_token,
         presets=presets,
         tensor_parallel_plan=decoder_plan,
@@ -282,22 +281,11 @@ def build_config(model: ModelSettings, vocab_size: int) -> DecoderConfig:
     )
 
 
-def saved_config(defaults: Mapping[str, Any], **fields: Any) -> DecoderConfig:
-    """Build a config from a checkpoint's fields, with every width filled in.
-
-    Earlier versions had a class for GPT and one for Llama, without fields that were always at their ``defaults``.
-    """
-    if isinstance(experts := fields.get("moe"), Mapping):
-        fields["moe"] = MoEConfig(**experts)
-    config = DecoderConfig(**{**defaults, **fields})
-    return dataclasses.replace(
-        config, ffn_hidden_size=config.ffn_size, num_query_groups=config.num_groups, kv_channels=config.head_dim
-    )
-
-
 def flags_for(config: DecoderConfig, positions: int, defaults: Mapping[str, Any]) -> list[str]:
     """Return the trainer's flags for ``config``. positions: the longest sequence."""
-    config = saved_config(defaults, **vars(config))
+    config = dataclasses.replace(  # widths may be left out
+        config, ffn_hidden_size=config.ffn_size, num_query_groups=config.num_groups, kv_channels=config.head_dim
+    )
     words = ["--max-position-embeddings", str(positions)]
     words += ["--make-vocab-size-divisible-by", str(config.vocab_size)]  # pads any tokenizer's ids to this
     for name, flag in FLAGS.items():

@@ -13,7 +13,6 @@ import socket
 import sys
 import time
 import traceback
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -66,19 +65,25 @@ def init_distributed(backend: str | None, timeout_minutes: float, local_ranks: i
             staged_backend.register()
     timeout = timedelta(minutes=timeout_minutes)
     store: dist.Store
-    if world_size == 1 and missing:
-        store, rank = dist.HashStore(), 0  # alone: no port to collide on
-    else:
-        store, rank, world_size = fresh_store(timeout)
-    # Without device_id: with it NCCL makes every group by splitting the default one, which all ranks must call, while
-    # ZeRO++ makes groups of nodes among their members alone (a pipeline stage may have experts where others have none).
-    dist.init_process_group(
-        backend or ("nccl" if device.type == "cuda" else "gloo"),
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
+    try:
+        if world_size == 1 and missing:
+            store, rank = dist.HashStore(), 0  # alone: no port to collide on
+        else:
+            store, rank, world_size = _launchers_store(timeout)
+        # Without device_id: with it NCCL makes every group by splitting the default one, which all ranks must call, and
+        # ZeRO++ makes groups of nodes among their members alone (a pipeline stage may have experts, others none).
+        dist.init_process_group(
+            backend or ("nccl" if device.type == "cuda" else "gloo"),
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
+    except dist.DistStoreError as error:
+        late = f"rank {os.environ['RANK']} waited {timeout.total_seconds():.0f} s for the other ranks to start"
+        raise TimeoutError(
+            f"{late}: look at their output, and if they only start late, raise --distributed-timeout-minutes"
+        ) from error
     return device
 
 
@@ -99,12 +104,20 @@ def device_of_rank(backend: str | None, local_ranks: int | None = None) -> torch
     return device
 
 
-def fresh_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Return torchrun's key-value store, this rank, and the number of ranks; RANK etc. must be set. Collective.
+def _launchers_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Return the launcher's key-value store, this rank, and the number of ranks; RANK etc. must be set. Collective.
 
-    torchrun keeps one store for all its restarts (pytorch issue 135712), in which ranks would find the addresses of
-    their dead predecessors. So starts are numbered, and each has a prefix of its own.
+    An agent of torchrun may keep one store for all restarts (pytorch issue 135712), in which ranks would find the
+    addresses of their dead predecessors. So each restart has a prefix. Agents of several nodes count restarts apart:
+    raises ValueError unless they make a store for each restart.
     """
+    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if is_kept and may_restart and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        raise ValueError(
+            "--max-restarts on several nodes needs a store for each restart: export "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all nodes, and give torchrun --rdzv-backend c10d"
+        )
     try:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     except dist.DistNetworkError as error:
@@ -112,49 +125,9 @@ def fresh_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
             raise
         place = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
         raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE), place) from error
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return store, rank, world_size
-    try:
-        start = _begin_start(store, world_size) if rank == 0 else _find_start(store, rank)
-    except dist.DistStoreError as error:
-        late = f"rank {rank} waited {timeout.total_seconds():.0f} s for {'another rank' if rank == 0 else 'rank 0'}"
-        raise TimeoutError(
-            f"{late} to start: look at its output, and if it only starts late, raise --distributed-timeout-minutes"
-        ) from error
-    return dist.PrefixStore(f"megatron_zpp/start {start}", store), rank, world_size
-
-
-def _begin_start(store: dist.Store, world_size: int) -> int:
-    """Return the number of this start; on rank 0. Sends O(1) requests, with O(W) bytes."""
-    start, others = store.add("megatron_zpp/starts", 1), range(1, world_size)
-    answers, numbers = ([_place(start, rank, what) for rank in others] for what in ("answer", "number"))
-    # Ranks that came first wait in the start before, whose rank 0 is dead: send them on.
-    _set_all(store, [_place(start - 1, rank, "answer") for rank in others], ["go on"] * len(others))
-    for begun in (start - 1, start):
-        store.set(f"megatron_zpp/begun {begun}", "")
-    store.wait(numbers)
-    _set_all(store, answers, [number.decode() for number in store.multi_get(numbers)])
-    return start
-
-
-def _set_all(store: dist.Store, keys: list[str], values: list[str]) -> None:
-    """Set many keys by one request."""
-    store.multi_set(keys, values)  # type: ignore[attr-defined]  # its stub lacks it
-
-
-def _find_start(store: dist.Store, rank: int) -> int:
-    """Return the number of the start whose rank 0 answers with the number that this rank drew."""
-    number, start = uuid.uuid4().hex, max(1, store.add("megatron_zpp/starts", 0))
-    while True:
-        store.wait([f"megatron_zpp/begun {start}"])
-        store.set(_place(start, rank, "number"), number)
-        if store.get(_place(start, rank, "answer")).decode() == number:  # waits
-            return start
-        start += 1
-
-
-def _place(start: int, rank: int, what: str) -> str:
-    return f"megatron_zpp/start {start}/rank {rank}/{what}"
+    if is_kept:
+        store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return store, rank, world_size
 
 
 def wait_for_all_ranks(device: torch.device) -> None:

@@ -44,7 +44,7 @@ class Flag:
     value_type: type  # int for "int | None" and for each value of "tuple[int, ...]"; a bool is a switch
     default: Any
     help: str
-    aliases: tuple[str, ...] = ()  # former names, which scripts, saved settings and DeepSpeed's file may use
+    aliases: tuple[str, ...] = ()  # Megatron's names, where they say too little among ours
     choices: tuple[str, ...] | None = None
     nargs: int | str | None = None
     metavar: str | tuple[str, ...] | None = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from megatron_zpp.islands.config import IslandConfig
-from megatron_zpp.settings.flags import Flag, flat_values, iterate_flags, setting_of
+from megatron_zpp.settings.flags import Flag, flat_values, iterate_flags
 from megatron_zpp.settings.job import (
     CheckpointSettings,
     DataSettings,
@@ -71,9 +71,3 @@ def all_flags() -> dict[str, Flag]:
 def flags_by_name() -> dict[str, Flag]:
     """Return {name or alias: flag} of all groups."""
     return {name: flag for flag in all_flags().values() for name in (flag.name, *flag.aliases)}
-
-
-def with_current_names(saved: dict[str, Any]) -> dict[str, Any]:
-    """Rename saved settings {setting: value} from former names to current ones."""
-    now = {setting_of(name): flag.setting for name, flag in flags_by_name().items()}
-    return {now.get(setting, setting): value for setting, value in saved.items()}

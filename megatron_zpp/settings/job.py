@@ -36,9 +36,7 @@ class ZeroSettings:
         at_least=0,
     )
     cpu_offload: bool = flag(False, "keep parameters, gradients and optimizer state in host memory, and step there")
-    zeropp_monitor_interval: int | None = flag(
-        None, "log quantization errors every k-th optimizer step", aliases=("--zero-monitor-interval",), at_least=1
-    )
+    zeropp_monitor_interval: int | None = flag(None, "log quantization errors every k-th optimizer step", at_least=1)
     deepspeed_config: str | None = _file(
         "DeepSpeed JSON file with batch sizes, ZeRO, precision, optimizer and schedule", name="--deepspeed_config"
     )

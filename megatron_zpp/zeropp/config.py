@@ -18,7 +18,6 @@ SUPPORTED_BITS = (1, 2, 3, 4, 6, 8)
 MOVED_BITS = (4, 6, 8)  # of codes that are sent as moves
 SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUNDINGS = ("nearest", "stochastic")
-_FORMER_NAMES = {"--zeropp-secondary-dtype": "--hpz-secondary-dtype"}
 
 
 def config_flag(
@@ -30,22 +29,16 @@ def config_flag(
     metavar: str | None = None,
     needs: str | None = None,
     zero_is_none: bool = False,
-    repr: bool = True,
     **bounds: float,
 ) -> Any:
     """Make a field that is also the flag ``name`` of the trainer, which reads it from the field's metadata.
 
-    A flag named --zeropp-X was --zero-X before, which still works. needs: the field without which this flag is an
-    error. zero_is_none: 0 on the command line is None here. repr: False
-    where saved state does not depend on the field, since checkpoints know a config by its repr. bounds: of ``Bounds``.
+    needs: the field without which this flag is an error. zero_is_none: 0 on the command line is None here. bounds: of
+    ``Bounds``.
     """
-    was = _FORMER_NAMES.get(name, name.replace("--zeropp-", "--zero-"))
-    aliases = () if was == name or name.startswith("--zeropp-loco") else (was,)
-    metadata: dict[str, Any] = dict(
-        name=name, aliases=aliases, help=help, choices=choices, metavar=metavar, needs=needs
-    )
+    metadata: dict[str, Any] = dict(name=name, help=help, choices=choices, metavar=metavar, needs=needs)
     metadata = {**metadata, "zero_is_none": zero_is_none, "bounds": Bounds(**bounds)}
-    return dataclasses.field(default=default, repr=repr, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 _qwz_flag = functools.partial(config_flag, needs="quantized_weights")
@@ -84,7 +77,7 @@ class LoCoConfig:
     )
     # Also keep the error from before each step, for ``undo_step`` to restore. Without this second copy an undone step
     # leaves no error at all. The trainer sets it where steps with finite gradients are undone.
-    exact_undo: bool = dataclasses.field(default=True, repr=False)
+    exact_undo: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self, "LoCo's ")
@@ -134,7 +127,6 @@ class ZeroPPConfig:
         "absmax",
         "what sets the scale of weights between nodes",
         choices=SCALINGS,
-        repr=False,
     )
     weight_intra_bits: int | None = _qwz_flag(
         "--zeropp-weight-intra-bits", None, "bits of weights within a node; default unquantized", zero_is_none=True
@@ -145,7 +137,6 @@ class ZeroPPConfig:
         "what sets the scale of weights within a node",
         choices=SCALINGS,
         needs="weight_intra_bits",
-        repr=False,
     )
     weight_block_size: int | None = _qwz_flag(
         "--zeropp-weight-block-size", 256, "elements per weight scale; 0 = one scale per tensor", zero_is_none=True
@@ -161,7 +152,6 @@ class ZeroPPConfig:
         None,
         "what sets the scale of gradients between nodes; default mean for 2 and 3 bits, absmax from 4 on",
         choices=SCALINGS,
-        repr=False,
     )
     # Uses the default code for its number of bits, whatever the scaling is later.
     gradient_bits_warmup: str | None = _qgz_flag(
@@ -170,7 +160,6 @@ class ZeroPPConfig:
         "bits of gradients between nodes during the first optimizer steps, such as 500:4; steps that are skipped do "
         "not count",
         metavar="STEPS:BITS",
-        repr=False,
     )
     gradient_intra_bits: int | None = _qgz_flag(
         "--zeropp-gradient-intra-bits",
@@ -183,7 +172,6 @@ class ZeroPPConfig:
         None,
         "what sets the scale of gradients within a node; default mean for 2 and 3 bits, absmax from 4 on",
         choices=SCALINGS,
-        repr=False,
     )
     gradient_block_size: int | None = _qgz_flag(
         "--zeropp-gradient-block-size", 128, "elements per gradient scale; 0 = one scale per tensor", zero_is_none=True
@@ -201,13 +189,11 @@ class ZeroPPConfig:
         "fp32",
         "how a node's sums of gradients are kept between micro-batches; int8 in blocks, as gradients are sent",
         choices=("fp32", "bf16", "int8"),
-        repr=False,
     )
     offload_gradient_sums: bool = _qgz_flag(
         "--zeropp-offload-gradient-sums",
         False,
         "keep the node's sums of gradients in host memory from micro-batch to micro-batch",
-        repr=False,
     )
     # "int8" takes half the memory and quantizes the gathers within the node at no further loss.
     hpz_secondary_dtype: str = config_flag(
@@ -219,7 +205,6 @@ class ZeroPPConfig:
         False,
         "send between nodes only which codes of weights moved since hpZ's copy, whose scales are kept; without "
         "--zero-quantized-weights the codes are the weights' own bits, and nothing is lost",
-        repr=False,
     )
     hadamard: bool = _qgz_flag(
         "--zeropp-hadamard", False, "rotate gradients by 32 x 32 Hadamard matrices before they are quantized"
@@ -228,25 +213,23 @@ class ZeroPPConfig:
         "--zeropp-check-agreement",
         False,
         "debugging: before each gather, check that all ranks agree on which parameters changed",
-        repr=False,
     )
     # Of all that is quantized but LoCo's errors.
     scale_dtype: str = config_flag(
-        "--zeropp-scale-dtype", "fp32", "dtype of scales; bf16 halves them", choices=tuple(SCALE_DTYPES), repr=False
+        "--zeropp-scale-dtype", "fp32", "dtype of scales; bf16 halves them", choices=tuple(SCALE_DTYPES)
     )
-    # Learned at both ends alike from what is sent. Not in repr: ``description.fingerprint`` adds it where it is on.
+    # Sender and receiver derive the same scales from what is sent.
     gradient_element_scales: bool = _qgz_flag(
         "--zeropp-gradient-element-scales",
         False,
         "scale each element of gradients between nodes by itself, as ranks learn from the codes that are sent",
-        repr=False,
     )
     # "nf4": matrices that were never trainable and whose names have no word of nf4_skip are sent in NF4 (wire/nf4.py);
     # copies of all parameters are kept as they are sent. None: they are sent like trained ones.
     frozen_dtype: str | None = config_flag(
-        "--zeropp-frozen-dtype", None, "code of frozen matrices, with --lora-rank", choices=("nf4",), repr=False
+        "--zeropp-frozen-dtype", None, "code of frozen matrices, with --lora-rank", choices=("nf4",)
     )
-    nf4_skip: tuple[str, ...] = dataclasses.field(default=SKIP, repr=False)
+    nf4_skip: tuple[str, ...] = SKIP
     seed: int = 0  # of stochastic rounding; the trainer sets it to --seed
 
     def __post_init__(self) -> None:

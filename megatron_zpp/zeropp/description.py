@@ -4,8 +4,9 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -90,25 +91,27 @@ def _plural(noun: str, count: int) -> str:
     return noun if count == 1 else noun + "s"
 
 
+# Settings that change what is sent, not what is kept from step to step.
+_STATELESS = (
+    *("seed", "gradient_bits_warmup", "weight_intra_scaling", "gradient_scaling", "gradient_intra_scaling"),
+    *("gradient_sum_dtype", "offload_gradient_sums", "check_agreement", "exact_undo"),
+)
+
+
+def settings_of_state(config: ZeroPPConfig) -> dict[str, Any]:
+    """Return the settings that ranks must have in common with those that saved a state, to load it."""
+    return asdict(config, dict_factory=lambda fields: {name: x for name, x in fields if name not in _STATELESS})
+
+
 def fingerprint(config: ZeroPPConfig, layouts: Sequence[RankLayout], units: Sequence[Unit]) -> int:
     """Return a number that identifies the layout of a rank's state; ``layouts`` has one for each unit."""
     shapes = [(layout.num_nodes, layout.ranks_per_node, layout.rank) for layout in layouts]
     shape = shapes[0] if len(set(shapes)) == 1 else shapes
     shards = [(unit.name, [(p.numel, p.quantizable, *p.is_nf4 * ("nf4",)) for p in unit.shards]) for unit in units]
-    # The seed of stochastic rounding, and the fields without repr, do not change what is kept.
-    # How copies are kept as wires; there was one way when the first states were saved.
-    ways = (config.weight_scaling, config.scale_dtype)
-    kept_as = [] if ways == ("absmax", "fp32") else [repr(ways)]
-    kept_as += ["weight_moves"] if config.weight_moves else []
-    kept_as += ["gradient_element_scales"] if config.gradient_element_scales else []
-    if config.loco is not None or config.gradient_element_scales:  # their states are of trainable parameters
+    frozen: list[int] = []
+    if config.loco is not None or config.gradient_element_scales:  # only their states depend on what is trainable
         frozen = [i for i, p in enumerate(chain.from_iterable(u.parameters for u in units)) if not p.requires_grad]
-        kept_as += [f"frozen {frozen}"] if frozen else []
-    # States were first saved when a config had two more fields.
-    fields = repr(replace(config, seed=0)).replace(
-        ", hadamard=", ", weight_difference_bits=None, weight_difference_block_size=2048, hadamard="
-    )
-    return mix_seed(fields, repr(shape), repr(shards), *kept_as)
+    return mix_seed(repr(settings_of_state(config)), repr(shape), repr(shards), repr(frozen))
 
 
 def state_prefix(rank: int, config: ZeroPPConfig, layouts: Sequence[RankLayout], units: Sequence[Unit]) -> str:

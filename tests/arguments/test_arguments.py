@@ -13,8 +13,8 @@ from megatron_zpp.arguments.page import render_reference
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.families import GPT, LLAMA, find_architecture
 from megatron_zpp.settings.checks import flag_of
-from megatron_zpp.settings.flags import iterate_flags, setting_of
-from megatron_zpp.settings.groups import all_flags, iterate_groups, with_current_names
+from megatron_zpp.settings.flags import iterate_flags
+from megatron_zpp.settings.groups import all_flags, iterate_groups
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
 from tests.arguments.parsing import BYTES, MOCK, SMALL, flat, parse
 from tests.models.configs import llama_config
@@ -382,16 +382,13 @@ def test_help_exits_cleanly_and_shows_defaults(capsys):
     assert max(map(len, help_text(GPT).partition("\n\n")[0].splitlines())) < 100
 
 
-def test_former_names_of_flags_and_saved_settings_are_understood():
-    former = "--zero-quantized-weights --zero-weight-bits 6 --zero-hpz-partition-size 2 --hpz-secondary-dtype int8"
-    now = "--zero-quantized-weights --zeropp-weight-bits 6 --zero-hpz-partition-size 2 --zeropp-secondary-dtype int8"
-    settings = parse(SMALL + now)[0]
-    assert parse(SMALL + former)[0] == settings and settings.zeropp.weight_bits == 6
-    saved = settings.as_flat_dict()
-    names = {flag.setting: flag.aliases[0] for flag in all_flags().values() if flag.aliases}
-    old = {setting_of(names.get(setting, setting)): value for setting, value in saved.items()}
-    assert {"zero_weight_bits", "zero_monitor_interval"} <= old.keys() and "zeropp_weight_bits" not in old
-    assert with_current_names(old) == saved
+def test_a_flag_of_an_older_commit_is_refused_with_its_name_of_today():
+    for former, now in {
+        "--zero-weight-bits 6": "--zeropp-weight-bits",
+        "--zero-monitor-interval 1": "--zeropp-monitor-interval",
+    }.items():
+        with pytest.raises(SettingsError, match=f"{former.split()[0]}.*{now}"):
+            parse(SMALL + former)
 
 
 def test_reference_page_is_up_to_date():

@@ -21,9 +21,9 @@ from tests.test_readme import words
 OLD = study.RESULTS.parent / "old" / study.RESULTS.name
 INT4_DIFFERENCES = (
     "--bf16 --zero-hpz-partition-size 2 --zero-weight-difference-bits 4 --zero-weight-difference-block-size 2048 "
-    "--zero-quantized-gradients --zero-gradient-intra-bits 8 --zero-gradient-bits 4 --zero-gradient-block-size 128 "
-    "--zeropp-loco --zeropp-loco-beta 0.8 --zeropp-loco-hops inter --zeropp-loco-error-dtype int8 "
-    "--zeropp-loco-reset-interval 0 --zeropp-loco-reset hard"
+    "--zero-quantized-gradients --zeropp-gradient-intra-bits 8 --zeropp-gradient-bits 4 "
+    "--zeropp-gradient-block-size 128 --zeropp-loco --zeropp-loco-beta 0.8 --zeropp-loco-hops inter "
+    "--zeropp-loco-error-dtype int8 --zeropp-loco-reset-interval 0 --zeropp-loco-reset hard"
 )
 
 

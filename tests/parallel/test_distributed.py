@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import socket
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed import device_mesh, distributed_c10d
 from megatron_zpp.parallel import distributed
 from megatron_zpp.parallel.distributed import FailedTogether, errors_on_all_ranks, init_distributed
 from tests.ranks import run_in_turn, run_ranks
-from tests.training.small_run import flags, start
+from tests.training.small_run import ended, flags, start, torchrun
 
 
 def _fail_on(ranks: dict[int, Exception]) -> str:
@@ -187,3 +188,42 @@ def test_a_rank_that_lost_another_waits_for_the_cause(said, is_of_communication,
     distributed.die(RuntimeError(said))
     assert (waited == [distributed.SECONDS_FOR_THE_CAUSE]) == is_of_communication and ended == [1]
     assert said in capsys.readouterr().err
+
+
+RESTARTED = """
+import os
+import socket
+import torch
+import torch.distributed as dist
+from megatron_zpp.parallel.distributed import init_distributed
+
+init_distributed("gloo", 0.5)
+dist.all_reduce(ones := torch.ones(1))
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os._exit(1)
+print(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}: {ones.item():.0f} ranks", flush=True)
+"""
+
+
+def test_restarted_ranks_do_not_look_for_their_dead_predecessors(tmp_path):
+    (script := tmp_path / "train.py").write_text(RESTARTED)
+    out, _ = ended(torchrun(3, [], str(script), launcher=["--max-restarts", "1"]))
+    assert out.count("start 1: 3 ranks") == 3
+
+
+def test_nodes_whose_agents_count_restarts_apart_are_refused(monkeypatch):
+    several = {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ranks = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (several | ranks).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all nodes"):
+        init_distributed("gloo", 1.0)
+
+
+def test_a_rank_whose_peers_never_start_says_so_in_one_line(data):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    alone = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    process = torchrun(0, flags(data, "--distributed-timeout-minutes 0.02"), **alone)
+    _, err = ended(process, status=2)
+    assert err.startswith("error: rank 0 waited 1 s for the other ranks to start") and err.count("\n") == 1

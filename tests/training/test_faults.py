@@ -89,8 +89,6 @@ def test_a_lost_node(data, tmp_path, nnodes, agents, left):
     launcher = f"-m torch.distributed.run --nnodes {nnodes} --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d "
     launcher += f"--rdzv-endpoint localhost:{port} --rdzv-id test --local-addr localhost "
     launcher += "--rdzv-conf last_call_timeout=15,keep_alive_interval=1"  # seconds that it waits for a second node
-    # Else the agents that were there first name the store to no other one, and the spare waits for it (torch 2.13).
-    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if agents > 2 else {}
     nodes: list[subprocess.Popen] = []
     tracker = tmp_path / "run" / "latest_checkpointed_iteration.txt"
 
@@ -108,7 +106,11 @@ def test_a_lost_node(data, tmp_path, nnodes, agents, left):
                 nodes.append(
                     subprocess.Popen(
                         [sys.executable, *launcher.split(), str(ROOT / "pretrain_gpt.py"), *argv],
-                        env=environment(PYTHON_EXEC=str(programs() / "python"), JOB_OF_TEST=str(node), **own_store),
+                        env=environment(
+                            PYTHON_EXEC=str(programs() / "python"),
+                            JOB_OF_TEST=str(node),
+                            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+                        ),
                         stdout=out,
                         stderr=subprocess.STDOUT,
                     )

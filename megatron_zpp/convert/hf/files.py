@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.meta import check_config
+from megatron_zpp.checkpoint.meta import config_from_json
 from megatron_zpp.convert.hf import mxfp4
 from megatron_zpp.data.text.packages import load_package
 from megatron_zpp.errors import attempt
@@ -189,7 +189,7 @@ def from_hf_config(
         raise ValueError("the weights are quantized (quantization_config); import the model they were made from")
     architecture, mapping = kinds[kind]
     config, positions = mapping.from_config(hf)
-    check_config(dataclasses.asdict(config), type(config))  # before allocating memory
+    config_from_json(dataclasses.asdict(config), type(config))  # before allocating memory
     return architecture, config, positions
 
 

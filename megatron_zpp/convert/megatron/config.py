@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_zpp.checkpoint import CheckpointError
-from megatron_zpp.checkpoint.meta import Counters, check_config
+from megatron_zpp.checkpoint.meta import Counters, config_from_json
 from megatron_zpp.families import GPT, LLAMA, Architecture
 from megatron_zpp.families.decoder_only import EXPERT_FLAGS, FLAGS, MEGATRON_DEFAULTS, NORMALIZATIONS
 from megatron_zpp.families.huggingface import require_fields
@@ -162,7 +162,7 @@ def config_of(args: Args, vocab_size: int, names: Collection[str] = ()) -> Decod
             **values | (_latent_positions(args) if is_latent else _yarn(args) if positions == "yarn" else {}),
             moe=_experts(args, any(name.endswith("mlp.router.bias") for name in names)),
         )
-        check_config(dataclasses.asdict(config), DecoderConfig)
+        config_from_json(dataclasses.asdict(config), DecoderConfig)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the checkpoint's flags describe no model ({error})") from error
     return config
