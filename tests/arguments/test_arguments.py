@@ -303,24 +303,6 @@ def test_a_run_ends_at_its_tokens(words, samples):
     assert flat(command + words)["train_samples"] == samples
 
 
-@pytest.mark.parametrize(
-    ("flags", "without"),
-    [
-        ("--bf16 --initial-loss-scale 65536", ["--initial-loss-scale", "--fp16"]),
-        ("--manual-gc-interval 5", ["--manual-gc-interval", "--manual-gc"]),
-        ("--wandb-exp-name x", ["--wandb-exp-name", "--wandb-project"]),
-        ("--muon-momentum 0.9 --muon-stale-rows", ["--muon-momentum", "--muon-stale-rows", "--optimizer muon"]),
-        ("--optimizer muon --sgd-momentum 0.8", ["--sgd-momentum", "--optimizer sgd"]),
-        ("--lr-decay-style cosine --lr-wsd-decay-iters 3", ["--lr-wsd-decay-iters", "--lr-decay-style WSD"]),
-        ("--optimizer sgd --sgd-momentum 0.8 --lr-decay-style WSD --lr-wsd-decay-iters 3", [""]),
-        ("--optimizer muon --muon-momentum 0.9", [""]),
-    ],
-)
-def test_notes_for_settings_without_effect(flags, without):
-    *names, needed = without
-    assert parse(SMALL + flags)[1] == [f"{name} has no effect without {needed}" for name in names]
-
-
 def test_a_note_says_what_train_tokens_trains():
     for tokens, trained in (1000, 1024), (1024, None):  # a step is 8 * 32 tokens
         note = f"--train-tokens {tokens} ends with the step that reaches it, after {trained} tokens"

@@ -20,7 +20,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Bits and scaling of every code, and no code.
 CODES = [(1, None), (2, "mean"), (2, "absmax"), (3, "mean"), (3, "absmax"), (4, "mean")]
 CODES += [(4, "absmax"), (6, "absmax"), (8, "absmax"), (None, None)]
-REST = [(8, "absmax", None), (3, "mean", 32), (1, None, 256)]  # of scales of elements
 over_codes = pytest.mark.parametrize("bits, scaling", CODES, ids=lambda c: str(c))
 # A matrix, a bias, a matrix with a remainder, one smaller than a block, one too small for any: every kind of segment.
 PARAMETERS = [
@@ -136,14 +135,19 @@ def exponents_like(values, format, seed=0):
     return memory.to(values.device)[:-7].view(rows, numel + 3)[:, 1 : numel + 1].view(values.shape)
 
 
+ERRORS = [("no LoCo", torch.float32), (8, torch.bfloat16), (8, torch.float32), (None, torch.float32)]
+SCALED = [(2, "mean", 128), (2, "absmax", 40), (4, "absmax", 2048)]
+SCALED += [(8, "absmax", None), (3, "mean", 32), (1, None, 256)]
+
+
 @on_devices
-@pytest.mark.parametrize("bits, scaling, block_size", [(2, "mean", 128), (2, "absmax", 40), (4, "absmax", 2048), *REST])
-@pytest.mark.parametrize("source_bits", [None, 8, 4], ids=["values", "peers in 8 bits", "peers in 4 bits"])
-@pytest.mark.parametrize(
-    "error_bits, dtype", [("no LoCo", torch.float32), (8, torch.bfloat16), (8, torch.float32), (None, torch.float32)]
-)
-def test_scales_of_elements_small(bits, scaling, block_size, source_bits, error_bits, dtype, device):
-    """Values are divided by them, their sums multiplied, and LoCo's error is in the values' units."""
+@pytest.mark.parametrize("i, j", itertools.product(range(len(SCALED)), range(len(ERRORS))))
+def test_scales_of_elements_small(i, j, device):
+    """Values are divided by them, their sums multiplied, and LoCo's error is in the values' units.
+
+    Any two of a code, an error and the bits of peers (None: values) meet in a case.
+    """
+    (bits, scaling, block_size), (error_bits, dtype), source_bits = SCALED[i], ERRORS[j], (None, 8, 4)[(i + j) % 3]
     scale_dtype, noise_seed = (torch.bfloat16, 77) if error_bits is None else (torch.float32, None)
     format = WireFormat(PARAMETERS, bits, block_size, torch.float32, scaling, scale_dtype)
     error_format = None if error_bits == "no LoCo" else WireFormat(PARAMETERS, error_bits, block_size, torch.float32)
