@@ -243,29 +243,6 @@ def test_float8(flags, expected):
         parse(words)
 
 
-def test_flags_of_megatrons_tests_change_nothing():
-    """Those that most of its functional tests of 2025-26 have, and their like."""
-    flags = (
-        "--use-persistent-ckpt-worker --async-save --async-strategy mcore --verify-integrity "
-        "--cross-entropy-fusion-impl te --apply-query-key-layer-scaling --use-tp-pp-dp-mapping --rerun-mode "
-        "validate_results --logging-level 40 --defer-embedding-wgrad-compute --wgrad-deferral-limit 2 "
-        "--ddp-average-in-collective --enable-experimental --overlap-param-gather-with-optimizer-step "
-        "--disable-gloo-process-groups --init-model-with-meta-device "
-        "--check-weight-hash-across-dp-replicas-interval 10 --test-mode "
-        "--use-precision-aware-optimizer --main-grads-dtype fp32 --exp-avg-dtype fp32 --cp-comm-type a2a+p2p "
-        "--fsdp-double-buffer --outer-dp-sharding-strategy no_shard --cuda-graph-modules attn mlp "
-        "--te-rng-tracker --num-dataset-builder-threads 4 --repeated-dataloader --optimizer-offload-fraction 0.5 "
-        "--megatron-fsdp-main-params-dtype fp32 --moe-layer-recompute --expert-tensor-parallel-size 4"
-    )
-    settings, notes = parse(f"{SMALL}{flags} --rotary-seq-len-interpolation-factor 1")
-    assert settings == parse(SMALL)[0]
-    said = " ".join(notes)
-    assert all(word in said for word in flags.split() if word.startswith("--"))
-    for flag in "--muon-tp-mode blockwise", "--muon-fp32-matmul-prec high", "--muon-no-split-qkv":
-        settings, (note,) = parse(f"{SMALL} --optimizer muon {flag}")
-        assert settings == parse(f"{SMALL} --optimizer muon")[0] and note.startswith(flag.split()[0])
-
-
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
@@ -324,24 +301,6 @@ def test_defaults_of_megatron_deepspeeds_experts_are_as_there():
 def test_a_run_ends_at_its_tokens(words, samples):
     command = SMALL.replace("--train-iters 10 ", "--lr-decay-tokens 6400 --lr-warmup-tokens 640 ")
     assert flat(command + words)["train_samples"] == samples
-
-
-@pytest.mark.parametrize(
-    ("flags", "without"),
-    [
-        ("--bf16 --initial-loss-scale 65536", ["--initial-loss-scale", "--fp16"]),
-        ("--manual-gc-interval 5", ["--manual-gc-interval", "--manual-gc"]),
-        ("--wandb-exp-name x", ["--wandb-exp-name", "--wandb-project"]),
-        ("--muon-momentum 0.9 --muon-stale-rows", ["--muon-momentum", "--muon-stale-rows", "--optimizer muon"]),
-        ("--optimizer muon --sgd-momentum 0.8", ["--sgd-momentum", "--optimizer sgd"]),
-        ("--lr-decay-style cosine --lr-wsd-decay-iters 3", ["--lr-wsd-decay-iters", "--lr-decay-style WSD"]),
-        ("--optimizer sgd --sgd-momentum 0.8 --lr-decay-style WSD --lr-wsd-decay-iters 3", [""]),
-        ("--optimizer muon --muon-momentum 0.9", [""]),
-    ],
-)
-def test_notes_for_settings_without_effect(flags, without):
-    *names, needed = without
-    assert parse(SMALL + flags)[1] == [f"{name} has no effect without {needed}" for name in names]
 
 
 def test_a_note_says_what_train_tokens_trains():

@@ -112,13 +112,6 @@ def test_one_start_reports_all_mistakes():
     ]
 
 
-@pytest.mark.parametrize("word", ["nan", "inf", "-inf", "1e999"])
-def test_the_surplus_of_a_blend_is_finite(word):
-    assert mistakes(f"{RUN} --mid-level-dataset-surplus {word}", GPT, 1) == [
-        f"--mid-level-dataset-surplus must be a finite number, got {word}"
-    ]
-
-
 def test_a_consequence_is_no_mistake_of_its_own():
     words = RUN.split()
     for flag in ("--num-layers", "--seq-length", "--train-iters", "--micro-batch-size", "--preset"):

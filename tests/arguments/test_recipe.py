@@ -8,7 +8,6 @@ import pytest
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT
 from megatron_zpp.settings.checks import SettingsError
-from megatron_zpp.settings.flags import flat_values, group_from, iterate_flags
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
 from megatron_zpp.zeropp.recipes import RECIPES
@@ -82,22 +81,6 @@ def test_local_ranks_know_their_nodes(monkeypatch):
 def test_every_field_is_a_flag_but_those_that_the_trainer_sets():
     fields = [*dataclasses.fields(ZeroPPConfig), *dataclasses.fields(LoCoConfig)]
     assert [field.name for field in fields if not field.metadata] == ["nf4_skip", "seed", "exact_undo"]
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        ZeroPPConfig(),
-        ZeroPPConfig(True, 4, True, weight_intra_bits=6, weight_block_size=None, weight_rounding="stochastic"),
-        ZeroPPConfig(quantized_gradients=True, loco=LoCoConfig(0.5, None, "decay", "both", "fp32"), hadamard=True),
-    ],
-    ids=["off", "weights", "loco"],
-)
-def test_a_config_comes_back_from_its_flat_values(config):
-    values = flat_values(config)
-    assert values.keys() == {flag.setting for flag in iterate_flags(ZeroPPConfig)}
-    assert values["zeropp_loco"] is (config.loco is not None)
-    assert group_from(ZeroPPConfig, values) == config
 
 
 def test_the_page_names_fields_and_flags_that_belong_together():

@@ -407,24 +407,6 @@ def test_bytes_between_islands_are_those_of_a_run(data):
         assert interval * timed(argv).needs.sent_between_islands == pytest.approx(sent, rel=0.02), wire
 
 
-def test_flags_are_read_as_the_trainer_reads_them():
-    spaced, joined = (
-        base_time("--train-iters 50 --global-batch-size 64"),
-        base_time("--train-iters=50 --global-batch-size=64"),
-    )
-    assert joined.needs.steps == spaced.needs.steps == 50 and joined.needs.tokens == spaced.needs.tokens
-    with pytest.raises(ValueError, match="--zeropp auto decides when the run starts"):
-        base_time("--zeropp auto")
-
-
-def test_the_time_of_islands_has_their_synchronization():
-    islands = base_time("--global-batch-size 64 --train-iters 10 --islands 2")
-    assert islands.needs.sent_per_node == 0 and islands.needs.sent_between_islands > 0
-    assert islands.network_seconds == pytest.approx(
-        islands.needs.sent_between_islands / 2 * 8 / (islands.link_gbps * 1e9)
-    )
-
-
 def test_outer_state_is_where_the_run_keeps_it():
     islands = "--global-batch-size 64 --train-iters 10 --islands 2"
     name = "the islands' outer parameters and momentum, fp32"

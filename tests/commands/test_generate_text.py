@@ -54,13 +54,6 @@ def test_greedy_continues_the_alphabet(sample):
     assert found == (0, (ALPHABET * 3)[:48], "")  # beyond the model's 32 positions too
 
 
-def test_seed_decides_the_text_and_one_candidate_is_greedy(sample):
-    base = "--prompt p --num-tokens 20 --temperature"
-    texts = [sample(f"{base} 9 --seed {seed}")[1] for seed in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2]
-    assert sample(f"{base} 9 --top-k 1")[1] == sample(f"{base} 0")[1]
-
-
 def test_text_is_printed_as_it_is_written():
     """Each piece as soon as its characters are whole; "é" is two bytes."""
     tokenizer = ByteTokenizer()

@@ -16,7 +16,6 @@ import pytest
 
 from megatron_zpp.__main__ import ALIASES, COMMANDS
 from megatron_zpp.commands.data import train_tokenizer
-from megatron_zpp.commands.diagnose import why_hung
 from megatron_zpp.planning.cluster import default_cluster, write_cluster
 from tests.conftest import ROOT, environment
 from tests.tools import call_wrongly, run
@@ -275,15 +274,6 @@ def test_programs_that_import_other_packages_show_none_of_their_warnings(world, 
     # A process of its own: this one's has imported them.
     words = ("export-hf", "--load", world / "saved", "--output", tmp_path / "new")
     assert run(sys.executable, "-m", "megatron_zpp", *words).stderr == ""
-
-
-RECORDS = ("[]", "{}", '{"rank": 0, "time": "now", "where": null, "groups": {}, "entries": []}', "no JSON")
-
-
-@pytest.mark.parametrize("record", [*RECORDS, '{"rank": 0, "time": 1, "where": null, "groups": {}, "entries": [{}]}'])
-def test_a_damaged_record_of_a_hang_is_named(tmp_path, capsys, record):
-    (path := tmp_path / "hang_rank_0.json").write_text(record)
-    assert str(path) in call_wrongly(why_hung, tmp_path)
 
 
 def test_a_prompt_that_is_no_text_is_one_line():

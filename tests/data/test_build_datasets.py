@@ -1,6 +1,6 @@
 """From flags to datasets: splits, blends, checks."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -24,20 +24,6 @@ def build(tmp_path):
 def test_nothing_is_built_of_what_is_not_asked_for(build):
     assert build(data_path=[A], split="90,10", num_samples=(100, 5, 1)).test is None
     assert build(data_path=[A], num_samples=(100, 0, 0))[1:] == (None, None)
-
-
-def test_paths_per_split(build):
-    train, valid, test = build(train_data_path=["1", A, "2", B], valid_data_path=[B])
-    assert len(train) >= 100
-    assert len(valid) == 12_224 // 128
-    assert test is None
-
-
-def test_prefixes_without_weights_are_read_once_each(build):
-    train = build(data_path=[A, B], split="1", num_samples=(300, 0, 0)).train
-    assert len(train) == 300
-    everything = build(data_path=[A, B], split="1", num_samples=(None, 0, 0)).train
-    assert np.bincount(everything.dataset_index).tolist() == [257, 95]
 
 
 @pytest.mark.parametrize(
@@ -106,26 +92,6 @@ def test_the_end_of_documents_is_looked_for_in_those_that_hold_any_token(tmp_pat
             with pytest.raises(ValueError, match=f"no document of .* ends with {eod}, "):
                 check_end_of_document(indexed, SampleOptions(8, 1, eod=eod, **{name: True}))
     check_end_of_document(indexed, SampleOptions(8, 1, eod=4))  # nothing looks for it
-
-
-@pytest.mark.parametrize("weights", [["1", A, "2", B], [A, B]])
-def test_every_index_that_is_built_reports_all_its_rows(build, weights):
-    progressed = {}
-
-    @contextmanager
-    def progress(description, rows):
-        progressed[description] = [0, rows]
-
-        def advance(done):
-            progressed[description][0] += done
-
-        yield advance
-
-    build(data_path=weights, split="1", num_samples=(300, 0, 0), progress=progress)
-    assert sum("blend" in description for description in progressed) == 1 < len(progressed)
-    for description, (done, rows) in progressed.items():
-        more = 0 if "blend" in description or "token" in description else 4  # where each epoch's samples end
-        assert 0 < rows <= done <= rows + more, progressed
 
 
 def test_mock_data_is_the_same_everywhere_and_differs_by_sample(build):

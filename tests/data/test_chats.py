@@ -12,7 +12,7 @@ from megatron_zpp.data.build import build_datasets
 from megatron_zpp.data.chat_dataset import CHAT_BEGINS, HAS_LOSS, ID, first_fit
 from megatron_zpp.data.gpt_dataset import SampleOptions
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron_zpp.data.loader import build_loader, make_batch, stack_samples
+from megatron_zpp.data.loader import make_batch, stack_samples
 from tests.data.small_data import bytes_of, write_tokenizer_of_bytes
 from tests.tools import call
 
@@ -285,18 +285,6 @@ def test_batches_separate_chats_and_padding():
     assert batch["loss_mask"].tolist() == [[1, 0, 0, 1, 1, 0], [1, 0, 1, 0, 0, 0]]
     assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3], [0, 1, 0, 1, 0, 1]]
     assert batch["cu_seqlens"].tolist() == [0, 2, 6, 8, 10, 12]
-
-
-def test_any_number_of_ranks_reads_the_same_and_resumes(tmp_path):
-    dataset = build(write_chats(tmp_path / "x", chats_of(np.random.default_rng(1), 40, 16)), 31, 32)
-
-    def tokens(ranks: int, consumed: int = 0) -> list:
-        options = {"micro_batch_size": 1, "dp_size": ranks, "num_workers": 0, "device": "cpu"}
-        readers = [build_loader(dataset, consumed_samples=consumed, dp_rank=rank, **options) for rank in range(ranks)]
-        return [next(reader)["tokens"].tolist() for _ in range(16 // ranks) for reader in readers]
-
-    assert tokens(1) == tokens(4)
-    assert tokens(2, 8) == tokens(1)[8:] + tokens(1, 16)[:8]
 
 
 def test_each_kind_of_data_is_refused_by_the_other(tmp_path):

@@ -213,12 +213,6 @@ def test_sentences_are_found():
     assert split_sentences(text, keep_blanks=True) == kept
 
 
-def test_a_text_without_sentences():
-    assert split_sentences("") == split_sentences(" \n\n ") == []
-    assert split_sentences("\n\nA", keep_blanks=True) == ["\n\n", "A"]
-    assert split_sentences("only this") == ["only this"]
-
-
 @given(st.text(alphabet="aB.?! \n\"'()。1é"))
 def test_nothing_is_lost(text):
     assert "".join(split_sentences(text, keep_blanks=True)) == text

@@ -63,19 +63,6 @@ def test_rates_are_what_happens():
     assert len(result) == len(ids)
 
 
-def test_every_cut_is_as_likely_as_its_draws():
-    """Two tokens have six pairs of cuts; three of nine draws have both cuts in one place."""
-    random, counts = np.random.default_rng(0), Counter()
-    permute = FillInTheMiddle(101, 102, 103, rate=1.0, spm_rate=0.0)
-    for _ in range(900):
-        counts[tuple(permute(np.array([1, 2, 0, 0, 0]), 0, random)[:5].tolist())] += 1
-    same = {(101, 103, 1, 2, 102), (101, 1, 103, 2, 102), (101, 1, 2, 103, 102)}
-    apart = {(101, 103, 2, 102, 1), (101, 103, 102, 1, 2), (101, 1, 103, 102, 2)}
-    assert set(counts) == same | apart
-    assert all(60 < counts[sample] < 140 for sample in same)
-    assert all(150 < counts[sample] < 250 for sample in apart)
-
-
 def test_samples_are_the_same_in_any_order_of_reading(tmp_path):
     fims = (FillInTheMiddle(300, 301, 302),) * 2 + (None,)
     dataset, resumed, plain = (train_data(tmp_path, 300, eod=256, fill_in_the_middle=fim) for fim in fims)

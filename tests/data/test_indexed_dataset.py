@@ -18,15 +18,6 @@ from tests.data.small_data import GOLDEN, A, read, write
 from tests.tools import cut
 
 
-def test_bytes_on_disk(tmp_path):
-    write(tmp_path / "x", [[[1, 2, 3]], [], [[4], [5, 6]]])
-    assert (tmp_path / "x.bin").read_bytes() == struct.pack("<6H", 1, 2, 3, 4, 5, 6)
-    assert (tmp_path / "x.idx").read_bytes() == (
-        b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 4) + struct.pack("<3i3q4q", 3, 1, 2, 0, 6, 8, 0, 1, 1, 3)
-    )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     documents=st.lists(st.lists(st.lists(st.integers(0, 120), max_size=9), max_size=4), max_size=12),
@@ -41,14 +32,6 @@ def test_any_corpus_comes_back(documents, code):
         for i in range(len(dataset)):
             if len(dataset[i]) >= 3:
                 assert dataset.get(i, 1, 2).tolist() == dataset[i].tolist()[1:3]
-
-
-def test_many_documents_at_once_equal_one_by_one(tmp_path):
-    write(tmp_path / "one", [[[1, 2], [3]], [], [[4]]])
-    with IndexedDatasetWriter(tmp_path / "many", "<u2") as writer:
-        writer.add_documents(np.array([1, 2, 3, 4]), [2, 1, 1], [2, 0, 1])
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"many{suffix}").read_bytes()
 
 
 def test_best_dtype_switches_at_65500():
@@ -201,12 +184,3 @@ def test_files_that_are_cut_while_they_are_read_are_named(tmp_path, mmap_tokens)
 def test_missing_files_are_named(name, message):
     with pytest.raises(FileNotFoundError, match=message):
         IndexedDataset(GOLDEN / name)
-
-
-def test_a_failed_writer_leaves_nothing_and_keeps_the_old_files(tmp_path):
-    write(tmp_path / "x", [[[1, 2, 3]]])
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match="do not fit uint16"), IndexedDatasetWriter(tmp_path / "x", "<u2") as writer:
-        writer.add_document([[1]])
-        writer.add_document([[65_536]])
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -3,8 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import os
-import random
 import signal
 from pathlib import Path
 
@@ -72,15 +70,6 @@ def test_a_job_goes_on_from_every_change_of_files_at_which_it_is_killed(tmp_path
     assert bytes_of(folder) == undisturbed
 
 
-def test_a_job_that_is_killed_again_and_again_comes_to_its_end(tmp_path, undisturbed):
-    draw = random.Random(5)
-    kills = 0
-    while run_killed(lambda: run(job_in(tmp_path)), draw.randrange(2, 24)) is not None:
-        kills += 1
-    assert kills > 3
-    assert bytes_of(tmp_path) == undisturbed
-
-
 def test_bad_lines_that_come_only_after_a_kill_are_listed_alone(tmp_path, undisturbed):
     (tmp_path / "in.jsonl").write_text("\n".join([*LINES, "no JSON"]) + "\n")  # in the second block
     saved = {"skip_bad": True, "save_seconds": 0}
@@ -107,24 +96,6 @@ def test_an_old_output_stays_until_the_new_one_is_whole(tmp_path, undisturbed):
     assert {name: content for name, content in bytes_of(tmp_path).items() if name in old} == old
     run(job_in(tmp_path, skip_bad=True))
     assert IndexedDataset(tmp_path / "out_text_document").num_documents == 140
-
-
-def test_a_full_disk_loses_nothing(tmp_path, undisturbed):
-    resource = pytest.importorskip("resource")
-    job = job_in(tmp_path)
-    pid = os.fork()
-    if pid == 0:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writing beyond the limit is an error then, as on a full disk
-        resource.setrlimit(resource.RLIMIT_FSIZE, (70_000, 70_000))  # one block of two
-        try:
-            run(job)
-        except OSError:
-            os._exit(3)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
-    assert (tmp_path / "out.unfinished.json").exists()
-    run(job_in(tmp_path))
-    assert bytes_of(tmp_path) == undisturbed
 
 
 def test_another_limit_of_documents_is_refused_where_blocks_are_done_in_any_order(tmp_path):

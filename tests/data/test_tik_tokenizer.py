@@ -45,14 +45,6 @@ def test_what_is_known_of_published_files_is_what_tiktoken_says(size, published,
     assert vocab_size == (encoding.get("explicit_n_vocab") or max(special.values()) + 1)
 
 
-def test_the_names_of_patterns_are_patterns(tmp_path):
-    file = write_ranks(tmp_path / "t.tiktoken", BYTES)
-    for name, pattern in TIKTOKEN_PATTERNS.items():
-        for given_as in (name, pattern):
-            tokenizer = build_tokenizer("TikTokenizer", file, tiktoken_pattern=given_as)
-            assert tokenizer.detokenize(tokenizer.tokenize(TEXTS[1])) == TEXTS[1]
-
-
 @pytest.mark.parametrize(
     ("pattern", "words"),
     [

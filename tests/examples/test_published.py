@@ -347,14 +347,3 @@ def test_the_fine_tuned_model_is_llama_2_13b(tmp_path):
     assert kind.name == architecture
     ours = find_architecture(architecture).build_model(settings.model, 32000).config
     assert (ours, settings.training.seq_length) == (imported, positions)
-
-
-def test_every_script_is_in_its_folder_s_table():
-    for script in SCRIPTS:
-        page = (script.parent / "README.md").read_text()
-        assert f"]({script.name})" in page, script.name
-    listed = (ROOT / "examples" / "README.md").read_text()
-    assert "(zeropp/README.md)" in listed and "(loco/README.md)" in listed
-    for page in [ROOT / "examples" / "README.md", *(ROOT / "examples").glob("*/README.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page}: {target}"

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.conftest import ROOT
-from tests.test_readme import SETUP, blocks, commands, run_as_printed, words
+from tests.test_readme import SETUP, blocks, commands, run_as_printed
 from tests.tools import run
 from tests.training.small_run import ended, torchrun
 
@@ -54,11 +54,6 @@ def test_a_model_learns_facts_and_short_answers(tmp_path):
     scores = {name: float(score) for name, score in re.findall(r"^(\S+): ([\d.]+)$", exam, re.MULTILINE)}
     assert scores["facts/acc"] > 0.9 and scores["short/exact_match"] > 0.9
     assert chat == "Vesope lives in Zipe.\n"
-
-
-def test_model_to_chat_is_short():
-    text = (TUTORIALS / "model-to-chat.md").read_text(encoding="utf-8")
-    assert words(text) <= 600
 
 
 @pytest.mark.long

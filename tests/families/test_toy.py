@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from megatron_zpp.commands import estimate, generate_text, inspect_checkpoint, suggest_settings
 from megatron_zpp.commands.convert import export_hf, import_hf
-from megatron_zpp.families import find_architecture, load_architecture
+from megatron_zpp.families import load_architecture
 from tests.arguments.parsing import SMALL, mistakes, parse, refusal
-from tests.families.toy import BARE, TOY, Toy, ToyConfig
+from tests.families.toy import TOY, Toy, ToyConfig
 from tests.ranks import run_ranks
 from tests.tools import call
 from tests.training.small_run import SHAPE, Metrics, flags, start, train_quietly, write_text
@@ -166,9 +166,3 @@ def test_its_settings_are_suggested_by_training_it(trained):
 def test_what_is_no_architecture_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         load_architecture(text)
-
-
-def test_a_given_architecture_is_found():
-    assert load_architecture(GIVEN) is TOY
-    assert load_architecture(BARE_GIVEN) is BARE
-    assert load_architecture("llama") is find_architecture("llama")

@@ -6,7 +6,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -55,45 +54,6 @@ def test_gradients_stay_to_the_bit(config, choice):
     for num_layers, model in models.items():
         for name, gradient in gradients(model).items():
             assert torch.equal(gradient, expected[name]), (num_layers, name)
-
-
-@CONFIGS
-def test_all_but_weights_and_what_blocks_share_leaves_once(config, monkeypatch):
-    config = dataclasses.replace(config, num_layers=4, hidden_dropout=0.0, attention_dropout=0.0)
-    model, passes, saved = build(config), [], {}
-    tokens, labels = batch()
-
-    def save(tensor):
-        saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with saved_tensors_hooks(save, lambda tensor: tensor):
-        x = model.embed(tokens, None).detach()
-        tables = model.rotary(tokens, None, x.dtype)
-        kept = model.layers[0](x.requires_grad_(), *tables)
-    weights = [*model.layers[0].parameters(), *(table for table in tables if table is not None)]
-    stay = {weight.untyped_storage().data_ptr() for weight in weights}
-    storages = [tensor.untyped_storage().nbytes() for pointer, tensor in saved.items() if pointer not in stay]
-    expected = sorted(nbytes for nbytes in storages if nbytes >= activation_offload.SMALLEST)
-    assert kept.requires_grad and len(expected) > 5
-
-    made = activation_offload._BlockPass
-    monkeypatch.setattr(activation_offload, "_BlockPass", lambda *args: passes.append(made(*args)) or passes[-1])
-    ActivationOffload().apply(model.layers, 3)
-    loss = model(tokens, labels).mean()
-    blocks = [block_pass for block_pass in passes if block_pass.in_host]
-    for block_pass in blocks:
-        assert sorted(flat.nbytes for flat in block_pass.in_host) == expected
-    most = []
-
-    def count(_):
-        most.append(sum(bool(block.on_device) for block in blocks))
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(count)
-    assert len(blocks) == 3 and not any(block.on_device for block in blocks)
-    loss.backward()
-    assert max(most) == 2
 
 
 def record(config):

@@ -9,8 +9,8 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_zpp.models import layers
-from megatron_zpp.models.attention import SelfAttention, document_attention
-from megatron_zpp.models.layers import VOCABULARY_BLOCK, LayerNorm1p, RMSNorm1p, head_size, linear_cross_entropy
+from megatron_zpp.models.attention import SelfAttention
+from megatron_zpp.models.layers import VOCABULARY_BLOCK, linear_cross_entropy
 from megatron_zpp.models.rotary import apply_rotary, frequencies, rotary_table, scaled_as_llama3
 from tests.collectives import Calls
 
@@ -24,46 +24,6 @@ def test_attention_dropout_only_in_training():
     assert not torch.equal(attention(x), attention(x))
     attention.eval()
     assert torch.equal(attention(x), attention(x))
-
-
-def test_a_window_ends_attention_so_many_tokens_back():
-    torch.manual_seed(0)
-    attention = SelfAttention(16, 2, 2, 8, bias=True, dropout=0.0, window=3)
-    x, tokens = torch.randn(2, 8, 16), torch.zeros(2, 8)
-    q, k, v = attention.linear_qkv(x).unflatten(2, (2, 3, 8)).unbind(3)  # [B, S, heads, head_dim]
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(8)
-    for query in range(8):
-        for key in range(8):
-            if not query - 3 <= key <= query:
-                scores[:, :, query, key] = -torch.inf
-    expected = attention.linear_proj(torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).flatten(2))
-    documents = document_attention(None, tokens, torch.float32, False, window=3)
-    torch.testing.assert_close(attention(x, documents=documents), expected)
-    assert document_attention(None, tokens, torch.float32, False, window=7) is None  # it holds all of the sequence
-
-
-def test_norms_whose_weight_is_kept_less_1():
-    torch.manual_seed(0)
-    x, weight = torch.randn(3, 16), torch.randn(16)
-    for plain, less_1 in (torch.nn.LayerNorm(16), LayerNorm1p(16)), (torch.nn.RMSNorm(16), RMSNorm1p(16)):
-        plain.weight.data, less_1.weight.data = weight, weight - 1
-        torch.testing.assert_close(less_1(x), plain(x))
-
-
-def test_rotation_is_a_complex_product():
-    torch.manual_seed(0)
-    x = torch.randn(2, 50, 3, 16)
-    cos, sin = rotary_table(frequencies(16, 10000, CPU), 50)
-    assert cos.dtype == torch.float32
-    frequency = torch.tensor([10000 ** (-2 * i / 16) for i in range(8)], dtype=torch.float64)
-    angle = torch.arange(50, dtype=torch.float64)[:, None] * frequency
-    turned = (
-        torch.complex(x[..., :8].double(), x[..., 8:].double()) * torch.polar(torch.ones_like(angle), angle)[:, None]
-    )
-    expected = torch.cat([turned.real, turned.imag], dim=-1).float()
-    torch.testing.assert_close(apply_rotary(x, cos, sin), expected, rtol=1e-5, atol=1e-5)
-    wider = torch.cat([x, torch.randn(2, 50, 3, 8)], dim=-1)  # channels beyond those of the table stay as they are
-    assert torch.equal(apply_rotary(wider, cos, sin), torch.cat([apply_rotary(x, cos, sin), wider[..., 16:]], dim=-1))
 
 
 def test_interleaved_rotary_embeddings_are_megatrons():
@@ -90,15 +50,6 @@ def test_llama3_scaling_of_rotary_frequencies():
             expected, between = (1 - smooth) * frequency / 8 + smooth * frequency, between + 1
         assert angle == pytest.approx(expected, rel=1e-4)
     assert kept > 10 and stretched > 10 and between > 3
-
-
-def test_heads_that_do_not_divide():
-    assert head_size(64, 4, 2, None) == 16
-    assert head_size(65, 4, 2, 32) == 32
-    with pytest.raises(ValueError, match=r"hidden_size 65 .* num_attention_heads 4"):
-        head_size(65, 4, 2, None)
-    with pytest.raises(ValueError, match=r"num_attention_heads 4 .* num_query_groups 3"):
-        head_size(64, 4, 3, None)
 
 
 def loss_inputs(dtype: torch.dtype, tokens: int = 40, vocabulary: int = 2 * VOCABULARY_BLOCK + 123):

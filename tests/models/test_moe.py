@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megatron_zpp.models.mlp import Activation
 from megatron_zpp.models.moe import (
-    GroupedLinear,
     MoE,
     MoEConfig,
     auxiliary_losses,
@@ -54,42 +53,7 @@ def test_a_full_expert_drops_the_tokens_that_weigh_least():
     assert torch.equal(same, ~lost)
 
 
-def test_experts_with_gelu_and_a_shared_expert():
-    shared = torch.nn.Linear(HIDDEN, HIDDEN)
-    moe = MoE(MoEConfig(EXPERTS, FFN, 1), HIDDEN, Activation(), shared_expert=shared)
-    for parameter in moe.parameters():
-        parameter.data.normal_(0, 0.3)
-    x = tokens_of()
-    y, routed = moe(x)
-    first, second = (
-        layer.weight.view(EXPERTS, -1, layer.weight.size(1))
-        for layer in (moe.experts.linear_fc1, moe.experts.linear_fc2)
-    )
-    token = x[1, 3]
-    e = (moe.router.weight @ token).argmax()
-    expected = second[e] @ F.gelu(first[e] @ token, approximate="tanh") + shared(token)
-    torch.testing.assert_close(y[1, 3], expected)  # the weight of one expert, normalised, is 1
-    assert routed.load.sum() == 14
-
-
-def test_sigmoid_scores_and_a_bias_that_chooses_but_does_not_weigh():
-    config = MoEConfig(4, FFN, 2, score_function="sigmoid", topk_scaling_factor=2.5)
-    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
-    chosen = route(logits, config, bias=torch.tensor([0.0, 0.0, 0.0, 9.0]))
-    assert chosen.experts.tolist() == [[3, 0]]
-    first, second = torch.sigmoid(torch.tensor([-1.0, 2.0])).tolist()
-    expected = [2.5 * first / (first + second), 2.5 * second / (first + second)]
-    torch.testing.assert_close(chosen.weights, torch.tensor([expected]))
-
-
 def test_losses_by_their_formulas():
-    even = torch.zeros(8, 4)
-    even[range(8), [0, 1, 2, 3, 0, 1, 2, 3]] = 1e-6  # each expert is the first choice of two tokens
-    routing = route(even, MoEConfig(4, FFN, 1))
-    torch.testing.assert_close(balancing_loss(routing.scores, routing.load), torch.tensor(1.0))
-    one = torch.tensor([[50.0, 0, 0, 0]]).expand(8, 4)  # all tokens go to one expert
-    routing = route(one, MoEConfig(4, FFN, 1))
-    torch.testing.assert_close(balancing_loss(routing.scores, routing.load), torch.tensor(4.0))
     torch.testing.assert_close(z_loss(torch.zeros(3, 4)), torch.tensor(math.log(4) ** 2))
     moe = moe_of(aux_loss_coeff=0.5, z_loss_coeff=0.25)
     x = tokens_of()
@@ -188,26 +152,6 @@ def test_the_balancing_loss_over_all_layers_is_that_of_transformers():
     assert (ours - per_layer).abs() > 1e-4  # another loss than the mean over layers
     ours, theirs = (torch.autograd.grad(loss, layer.router.weight) for loss in (ours, theirs))
     torch.testing.assert_close(ours, theirs)
-
-
-def test_experts_with_biases_are_linear_layers_of_their_own():
-    """Against torch's layers, one for each expert, values and gradients."""
-    torch.manual_seed(0)
-    layer, counts = GroupedLinear(3, 8, 5, bias=True), [4, 0, 2]
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter)
-    plain = [torch.nn.Linear(8, 5) for _ in counts]
-    for e, linear in enumerate(plain):
-        linear.weight.data = layer.weight.data[5 * e : 5 * e + 5].clone()
-        linear.bias.data = layer.bias.data[5 * e : 5 * e + 5].clone()
-    x = torch.randn(6, 8)
-    y = layer(x, torch.tensor(counts).cumsum(0).int())
-    expected = torch.cat([linear(part) for linear, part in zip(plain, x.split(counts), strict=True)])
-    torch.testing.assert_close(y, expected)
-    y.square().sum().backward()
-    expected.square().sum().backward()
-    torch.testing.assert_close(layer.bias.grad, torch.cat([linear.bias.grad for linear in plain]))
-    torch.testing.assert_close(layer.weight.grad, torch.cat([linear.weight.grad for linear in plain]))
 
 
 def test_evaluations_may_have_another_capacity_and_experts_a_least_one():

@@ -6,10 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
-from megatron_zpp.optim.apex import _on_local_tensors
 from megatron_zpp.optim.gradients import clip_gradients, count_zeros, sum_of_squares, sum_over_all_ranks
 from megatron_zpp.optim.optimizer import OPTIMIZERS, build_optimizer
 from megatron_zpp.optim.schedule import set_lr_and_weight_decay
@@ -113,25 +110,6 @@ def test_another_package_called_apex_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=r"github\.com/NVIDIA/apex"):
         build_optimizer(build_model(), OptimizerSettings(lr=0.1, use_apex=True))
-
-
-def _double_shards() -> None:
-    model = build_model()
-    fully_shard(model)
-
-    def double(chunk_size: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], factor: int) -> None:
-        for tensor in lists[0]:
-            assert not isinstance(tensor, DTensor)
-            tensor.mul_(factor)
-
-    before = model.word_embeddings.weight.full_tensor().detach().clone()
-    with torch.no_grad():
-        _on_local_tensors(double)(1, torch.zeros(1), [[model.word_embeddings.weight]], 2)
-    assert torch.equal(model.word_embeddings.weight.full_tensor(), 2 * before)
-
-
-def test_kernels_of_apex_get_shards_that_share_the_memory_of_dtensors() -> None:
-    run_ranks(2, _double_shards)
 
 
 def test_decoupled_learning_rates_are_of_embeddings_and_output_layer_alone():

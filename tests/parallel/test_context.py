@@ -4,7 +4,6 @@ import itertools
 from functools import partial
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,12 +15,12 @@ from megatron_zpp.models.attention import document_attention
 from megatron_zpp.models.decoder import Decoder
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.parallel import context as context_module
-from megatron_zpp.parallel.context import ContextParallel, apply_context_parallel, crop_cu_seqlens, shard, shard_batch
+from megatron_zpp.parallel.context import ContextParallel, apply_context_parallel, shard, shard_batch
 from tests.collectives import Calls
 from tests.models.configs import llama_config
 from tests.models.test_documents import varlen_by_formula
 from tests.ranks import run_in_turn, run_ranks
-from tests.training.small_run import NO_DROPOUT, flags, start, train_each
+from tests.training.small_run import flags, start
 
 CU_SEQLENS = torch.tensor([0, 5, 6, 16, 32, 33, 41, 48], dtype=torch.int32)  # of 3 rows of 16
 
@@ -73,23 +72,6 @@ def test_attention_and_gradients_equal_plain_attention():
             assert len(errors) == 2 * 8
 
 
-@pytest.mark.parametrize("begin, end", [(0, 4), (4, 8), (12, 16)])
-def test_documents_of_a_chunk(begin, end):
-    """What PyTorch's kernel for variable lengths is given on a GPU: its documents hold the same pairs as the mask."""
-    of_queries, of_keys = crop_cu_seqlens(CU_SEQLENS, 16, begin, end)
-    width = end - begin
-    allowed = torch.zeros(3, width, 16, dtype=torch.bool)
-    for document in range(len(CU_SEQLENS) - 1):
-        queries = range(of_queries[document], of_queries[document + 1])
-        keys = range(of_keys[document], of_keys[document + 1])
-        for query in queries:
-            for key in keys[: len(keys) - (queries[-1] - query)]:  # causal from the lower right corner
-                assert key // end == query // width  # of the same row
-                allowed[query // width, query % width, key % end] = True
-    mask = document_attention(CU_SEQLENS, torch.zeros(3, 16), torch.float32, needs_mask=False)
-    assert torch.equal(allowed, mask[:, 0, begin:end])
-
-
 def _elements(recorded):
     """By collective, the elements that each returned."""
     elements: dict[str, list[int]] = {}
@@ -130,30 +112,6 @@ def test_keys_are_gathered_again_where_activations_are_recomputed():
 
 
 # Training
-
-
-ALL_FLAGS = (
-    "--zero-quantized-weights --zero-hpz-partition-size 4 --zero-quantized-gradients --zeropp-loco "
-    "--global-batch-size 8 --eval-iters 0"
-)
-
-
-@pytest.mark.long
-def test_zeropp_over_data_and_context_parallel_ranks(data):
-    """Two nodes of four ranks: the traffic is that of eight data-parallel ranks, the loss about that without ZeRO++."""
-    more = {
-        "dp 8": ALL_FLAGS,
-        "dp 4, cp 2": f"{ALL_FLAGS} --context-parallel-size 2",
-        "unquantized": "--eval-iters 0 --context-parallel-size 2",
-    }
-    argvs = {name: flags(data, NO_DROPOUT, options, length="--train-iters 10") for name, options in more.items()}
-    results = run_ranks(8, train_each, argvs)[-1]
-    between_nodes = "comm/bytes-between-nodes"
-    assert results["dp 4, cp 2"][between_nodes] == results["dp 8"][between_nodes]
-    assert results["dp 8"][between_nodes][-1] > 0
-    quantized, exact = (results[name]["lm loss"] for name in ("dp 4, cp 2", "unquantized"))
-    assert quantized == pytest.approx(exact, rel=0.01)
-    assert quantized != exact
 
 
 def _seed(argv: list[str]) -> int:

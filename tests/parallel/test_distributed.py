@@ -171,25 +171,6 @@ def test_the_default_group_is_bound_to_no_device(monkeypatch):
     assert given.get("device_id") is None
 
 
-@pytest.mark.parametrize(
-    ("said", "is_of_communication"),
-    [
-        ("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:47", True),
-        ("NCCL communicator was aborted on rank 3.", True),
-        ("The size of tensor a (3) must match the size of tensor b (4)", False),
-    ],
-)
-def test_a_rank_that_lost_another_waits_for_the_cause(said, is_of_communication, monkeypatch, capsys):
-    """The first error is the one that torchrun shows, so what follows from another rank's end comes later."""
-    waited, ended = [], []
-    monkeypatch.setattr(distributed.time, "sleep", waited.append)
-    monkeypatch.setattr(distributed.os, "_exit", ended.append)
-    monkeypatch.setattr(distributed.signal, "signal", lambda *_: None)
-    distributed.die(RuntimeError(said))
-    assert (waited == [distributed.SECONDS_FOR_THE_CAUSE]) == is_of_communication and ended == [1]
-    assert said in capsys.readouterr().err
-
-
 RESTARTED = """
 import os
 import socket

@@ -1,10 +1,9 @@
 """What each ZeRO stage keeps and sends, and HSDP: replicas of shards train as ZeRO-3 and plain FSDP2 do."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -118,57 +117,3 @@ def test_it_is_fsdp2s_own_to_the_bit():
     shards = [ours[NUM_STEPS * NUM_MICRO_BATCHES :] for ours, _ in ranks]
     for of_ranks in zip(*shards, strict=True):
         assert all(torch.equal(of_ranks[rank], of_ranks[rank + 2]) for rank in (0, 1))  # the replicas
-
-
-Layout = tuple[int, int, int]  # replicas, ranks of a node, ZeRO stage
-
-
-class Sent(NamedTuple):
-    """What a rank says of one step."""
-
-    between: int
-    within: int
-    shards: list[int]  # elements of each unit's, the root's first
-    description: str
-
-
-def _traffic(layouts: list[Layout]) -> list[Sent]:
-    found = []
-    for replicas, ranks_per_node, stage in layouts:
-        model, zeropp = sharded(partial(ours, stage=stage, replicas=replicas, ranks_per_node=ranks_per_node))
-        tokens = torch.zeros(1, 8, dtype=torch.int64)
-        for i in range(NUM_MICRO_BATCHES):
-            prepare_backward(model, stage, i == NUM_MICRO_BATCHES - 1)
-            model(tokens, tokens).mean().backward()
-        sent = zeropp.traffic.take()
-        shards = {unit.name: unit.whole.numel for unit in zeropp.units}
-        found.append(Sent(sent.inter_node, sent.intra_node, [shards.pop(""), *shards.values()], zeropp.describe()))
-    return found
-
-
-# A replica on a node; two; two on each of two nodes; one over two nodes; one rank each; then no replicas.
-LAYOUTS = [(2, 2, 2), (2, 4, 3), (4, 2, 2), (4, 2, 3), (2, 1, 2), (2, 1, 3)]
-LAYOUTS += [(1, 4, stage) for stage in (1, 2, 3)]
-
-
-def test_bytes_are_those_of_its_rings():
-    of_ranks = run_ranks(4, _traffic, LAYOUTS)
-    for i, (replicas, ranks_per_node, stage) in enumerate(LAYOUTS):
-        size = 4 // replicas
-        for rank, found in enumerate(of_ranks):
-            sent = found[i]
-            root, *blocks = sent.shards
-            gathered = NUM_MICRO_BATCHES * (root + 2 * sum(blocks)) if stage == 3 else root + sum(blocks)
-            times = 1 if stage == 1 else NUM_MICRO_BATCHES
-            reduced = 2 * times * (root + sum(blocks))  # gloo's reduce-scatter sends twice
-            in_replica = (size - 1) * (2 * gathered + 4 * reduced)
-            over_replicas = sum(2 * (replicas - 1) * math.ceil(4 * unit / replicas) for unit in sent.shards)
-            replica, shard = divmod(rank, size)
-            next_in_replica = replica * size + (shard + 1) % size
-            next_replica = (replica + 1) % replicas * size + shard
-            expected = [0, 0]  # within nodes, between them
-            expected[rank // ranks_per_node != next_in_replica // ranks_per_node] += in_replica
-            expected[rank // ranks_per_node != next_replica // ranks_per_node] += over_replicas
-            assert [sent.within, sent.between] == expected, (LAYOUTS[i], rank)
-            in_replicas = f"; in each of {replicas} replicas, whose gradients are added up"
-            assert sent.description.endswith(in_replicas) == (replicas > 1)

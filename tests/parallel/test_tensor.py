@@ -23,7 +23,7 @@ from megatron_zpp.parallel.tensor import apply_tensor_parallelism, dropout_seed
 from tests.families.find import architecture_of
 from tests.models.configs import gpt_config, llama_config
 from tests.ranks import run_in_turn, run_ranks
-from tests.training.small_run import NO_DROPOUT, flags, start, train_quietly
+from tests.training.small_run import flags, start, train_quietly
 
 
 def train_and_look(argv: list[str]) -> dict[str, Any]:
@@ -163,30 +163,3 @@ ALL_FLAGS = (
     "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zeropp-loco "
     "--zeropp-weight-block-size 32 --zeropp-gradient-block-size 32"
 )
-
-
-def topology_of(argv: list[str]) -> tuple[list[int], list[int], list[float]]:
-    """Runs on each rank: its node's ranks, the ranks of its local rank on all nodes, and the losses of a run."""
-    run, metrics = start(argv)
-    train_quietly(run)
-    topology = run.zeropp.topologies[0]
-    groups = (topology.intra_group, topology.inter_group)
-    return *(dist.get_process_group_ranks(group) for group in groups), metrics["lm loss"]
-
-
-@pytest.mark.long
-def test_zeropp_works_inside_each_data_parallel_group(data):
-    """tp 2 x dp 4 on two nodes of 4 ranks: P = 2; losses close to those of plain ZeRO-3 on one rank."""
-    small = ("--lr 2e-3 --micro-batch-size 2 --train-iters 4 --eval-iters 0", NO_DROPOUT)
-    alone = run_ranks(1, topology_of, flags(data, *small, "--zeropp-ranks-per-node 1"))[0][2]
-    argv = flags(data, *small, f"--tensor-model-parallel-size 2 --sequence-parallel {ALL_FLAGS}")
-    ranks = run_ranks(8, topology_of, argv, timeout=600)
-    assert [ranks[r][:2] for r in (0, 1, 6, 7)] == [
-        ([0, 2], [0, 4]),
-        ([1, 3], [1, 5]),
-        ([4, 6], [2, 6]),
-        ([5, 7], [3, 7]),
-    ]
-    for _, _, losses in ranks:
-        assert losses == pytest.approx(alone, rel=2e-3)
-        assert losses[-1] < losses[0]

@@ -76,7 +76,16 @@ def edit_manifest(folder: Path, draw: random.Random, edit: Callable[[dict[str, A
 
 def change_bytes(folder: Path, draw: random.Random) -> None:
     path = draw.choice(shards_in(folder))
-    flip(path, draw.randrange(path.stat().st_size))
+    content = path.read_bytes()
+    begin = draw.choice([0, 8 + int.from_bytes(content[:8], "little")])  # of everything, or of the data alone
+    flip(path, draw.randrange(begin, len(content)))
+
+
+def change_version(folder: Path, draw: random.Random) -> None:
+    """A rank's file of another version, which the manifest describes as it is."""
+    other, path = draw.sample(sorted(folder.glob(draw.choice(["*.rank00000.*", "*.rank00001.*"]))), 2)
+    shutil.copy(other, path)
+    agree(path)
 
 
 def change_size(folder: Path, draw: random.Random) -> None:
@@ -191,7 +200,7 @@ def change_moves(folder: Path, draw: random.Random) -> None:
 
 
 CHANGES = [
-    *(change_bytes, change_size, change_kind, change_manifest, change_entry, change_name, change_text),
+    *(change_bytes, change_version, change_size, change_kind, change_manifest, change_entry, change_name, change_text),
     *(change_header, change_header, change_header, change_length_of_header, change_moves),
 ]
 

@@ -1,17 +1,13 @@
 """One file reads what is private to FSDP2, so that a new torch release is checked in one place."""
 
 import ast
-import traceback
 from pathlib import Path
 
 import torch.distributed.fsdp
 from torch import nn
-from torch.distributed.fsdp import _fully_shard, fully_shard
+from torch.distributed.fsdp import _fully_shard
 
 import megatron_zpp
-from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
-from megatron_zpp.zeropp.fsdp import fsdp_unit
-from tests.ranks import run_ranks
 
 ROOT = Path(megatron_zpp.__file__).parent
 THE_FILE = ROOT / "zeropp" / "fsdp" / "fsdp_unit.py"
@@ -53,19 +49,3 @@ def test_one_file_reads_what_is_private_to_fsdp2():
     assert {"FSDPParamGroup", "_get_fsdp_state", "_training_state"} <= mentioned(THE_FILE) & private
     found = {str(file.relative_to(ROOT)): mentioned(file) & private for file in ROOT.rglob("*.py") if file != THE_FILE}
     assert {file: names for file, names in found.items() if names} == {}
-
-
-def _a_gather_that_fails():
-    mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).to(torch.bfloat16).requires_grad_(False))
-    model = nn.Sequential(nn.Linear(4, 4), mixed)
-    for module in (mixed, model):
-        fully_shard(module)
-    apply_zeropp(model, ZeroPPConfig(quantized_weights=True))
-    try:
-        model(torch.ones(1, 4))
-    except ValueError as error:
-        return [fsdp_unit.collective_of(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
-
-
-def test_the_collective_of_a_traceback_is_named():
-    assert {name for name in run_ranks(2, _a_gather_that_fails)[0] if name is not None} == {"the all-gather of 1"}

@@ -63,20 +63,6 @@ def test_what_is_less_than_half_a_step_is_not_lost(dtype, others):
     assert gained.view(BLOCKS, SIZE)[:, 1:].mean().item() == pytest.approx(64 * SMALL, rel=0.05)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
-def test_a_kept_sum_survives_that_a_parameter_is_unfrozen(dtype):
-    total = node_sum(dtype)
-    whole, bias = total.unit.whole, UnitPart(total.unit.whole.shards, (1,))
-    total.begin(bias)
-    total.add(GradientSum(torch.tensor([[1.0, -2.0, 0.5]])), noise_seed=0)
-    total.begin(whole)
-    total.add(GradientSum(values(1.0, 0.0)), noise_seed=1)
-    summed = total.plus(GradientSum(torch.zeros(1, whole.numel))).compute()
-    expected = values(1.0, 0.0)
-    expected[0, -3:] = torch.tensor([1.0, -2.0, 0.5])
-    assert summed.equal(expected)
-
-
 def test_a_loaded_error_is_rescaled_after_its_first_step_was_undone():
     first, gradients = (
         ErrorFeedback(LoCoConfig(error_dtype="fp32")),

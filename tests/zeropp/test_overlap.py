@@ -1,8 +1,4 @@
-"""What crosses nodes starts as early and ends as late as it may, and nothing else changes by it.
-
-The oracle of early weights are those that leave when they are needed; that of late gradients are those that FSDP2 gets
-at once.
-"""
+"""What crosses nodes starts as early and ends as late as it may; late gradients are those that FSDP2 gets at once."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,7 +13,7 @@ from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
 from megatron_zpp.zeropp.fsdp.fsdp_unit import FSDPUnit
 from tests.collectives import Collectives
 from tests.ranks import run_in_turn
-from tests.zeropp.training_on_ranks import Net, equal, evaluate, micro_batches, shard
+from tests.zeropp.training_on_ranks import Net, equal, micro_batches, shard
 
 HPZ = ZeroPPConfig(hpz_partition_size=2, quantized_gradients=True)
 MOVES = ZeroPPConfig(
@@ -28,9 +24,6 @@ MOVES = ZeroPPConfig(
     loco=LoCoConfig(),
 )
 X = torch.linspace(-1, 1, 2 * 48).view(2, 48)
-
-
-WITHOUT_A_BLOCK = (0, 2)
 
 
 def build(config, dtype=None, offload=None):
@@ -63,63 +56,6 @@ def test_all_weights_leave_for_other_nodes_before_the_first_computes(found):
     """In one gather, as they are few."""
     between, within = [[0, 2], [1, 3]] * 2, [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert found["collectives"] == [[between[rank]] + [within[rank]] * 4 for rank in range(4)]
-
-
-def load(model):
-    model.load_state_dict({name: parameter.detach() * 2 for name, parameter in model.named_parameters()})
-
-
-# Between two passes of a step. test_unseen_changes.py has changes that nobody tells of.
-CHANGES = {
-    "nothing": lambda model: None,
-    "loaded": load,
-    "another optimizer": lambda model: sgd(model.parameters()).step(),
-}
-
-
-def _by_changes(early):
-    """With each change between two passes of each step, of which the first needs only some units: what they see, the
-    states that checkpoints have, bytes and statistics."""
-    seen = {}
-    for name, change in CHANGES.items():
-        model, zeropp = build(MOVES)
-        zeropp.monitor_errors(1)
-        if not early:
-            for all_gather in zeropp._all_gathers.values():
-                all_gather.encode_for_prefetch = lambda: None
-        optimizer = sgd(model.parameters())
-        outputs, states = [], []
-        for _ in range(3):
-            model(X + dist.get_rank()).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            outputs.append(evaluate(model, X, WITHOUT_A_BLOCK))
-            states.append({key: value.clone() for key, value in zeropp.state_dict().items()})
-            change(model)
-            outputs.append(evaluate(model, X))
-            states.append({key: value.clone() for key, value in zeropp.state_dict().items()})
-        seen[name] = outputs, states, zeropp.traffic.take().inter_node, zeropp.quantization_errors()
-    return seen
-
-
-def _early_and_late():
-    return _by_changes(early=True), _by_changes(early=False)
-
-
-def test_weights_that_leave_early_are_those_of_the_pass_that_uses_them(found):
-    for rank, (early, late) in enumerate(found["early"]):
-        for name, (outputs, states, sent, errors) in early.items():
-            expected, expected_states, expected_sent, expected_errors = late[name]
-            assert equal(outputs, expected), name
-            assert len({output.sum().item() for output in outputs}) == 6
-            if name == "nothing":
-                # The second pass looks at the unit that the first did not need: a flag of 4 bytes there and back around
-                # the ring, in each of three steps.
-                assert sent == expected_sent + (3 * 2 * 3 if rank in (1, 3) else 0)
-                assert errors == expected_errors
-                for state, other in zip(states, expected_states, strict=True):
-                    assert state.keys() == other.keys()
-                    assert all(value.equal(other[key]) for key, value in state.items())
 
 
 # Gradients
@@ -276,7 +212,6 @@ def test_a_failed_backward_pass_leaves_nothing_behind(found):
 @pytest.fixture(scope="module")
 def found():
     functions = {
-        "early": _early_and_late,
         "collectives": _collectives_of_a_pass,
         "order": _order_of_a_backward_pass,
         "gradients": _late_and_at_once,

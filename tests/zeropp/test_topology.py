@@ -45,7 +45,7 @@ def _groups(ranks_per_node):
     )
 
 
-def test_groups_of_two_nodes_of_two(on_four_ranks):
+def test_a_rank_exchanges_with_its_node_and_with_its_place_on_other_nodes(on_four_ranks):
     for rank, (node, local_rank, intra, inter) in enumerate(on_four_ranks["2 per node"]):
         assert (node, local_rank) == divmod(rank, 2)
         assert intra == [2 * node, 2 * node + 1]

@@ -1,7 +1,6 @@
 """Weights that a program changed by means that leave no trace are never stale: the oracle is plain FSDP2."""
 
 import tempfile
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -145,6 +144,19 @@ def parts(config):
     return outputs
 
 
+def skipped(config):
+    """Passes that skip a block whose weights have left already, and an optimizer's step before the next pass."""
+    model, _, optimizer = build(config, dtype=torch.bfloat16)
+    model(X + dist.get_rank()).square().mean().backward()
+    outputs = []
+    for _ in range(2):
+        optimizer.step()
+        outputs.append(evaluate(model, order=[0, 2]))
+        optimizer.step()
+        outputs.append(evaluate(model))
+    return outputs
+
+
 def by_a_method(config):
     """Passes of a method of the model's own: FSDP2 runs its hooks then, and nn.Module none."""
     model, _, optimizer = build(config)
@@ -199,6 +211,7 @@ CASES = {
 
 def _cases():
     results = {name: (run(None, **options), run(HPZ, **options)) for name, (run, options) in CASES.items()}
+    results["skipped"] = skipped(None), skipped(MOVES)
     model, *_ = build(MOVES, dtype=torch.bfloat16)
     plain, *_ = build(None, dtype=torch.bfloat16)
     results["moved bits"] = [], []
@@ -212,63 +225,15 @@ def _cases():
 
 @pytest.fixture(scope="module")
 def found():
-    return run_in_turn(4, {"cases": _cases, "looks": _looks}, timeout=400.0)
+    return run_in_turn(4, {"cases": _cases}, timeout=400.0)
 
 
-@pytest.mark.parametrize("name", [*CASES, "moved bits"])
+@pytest.mark.parametrize("name", [*CASES, "moved bits", "skipped"])
 def test_changed_weights_are_those_of_plain_fsdp2(found, name):
     for of_rank in found["cases"]:
         plain, ours = of_rank[name]
         assert len({output.sum().item() for output in plain}) > 1  # the changes make a difference
         assert [i for i, (p, q) in enumerate(zip(plain, ours, strict=True)) if not p.equal(q)] == []
-
-
-def _looks():
-    """The number of agreements in training as it is usual, in training that tells nothing, and in evaluations."""
-    counts = {}
-    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
-        for name, config, tells in (
-            ("all flags", ZeroPPConfig(True, 2, True), True),
-            ("all flags, untold", ZeroPPConfig(True, 2, True), False),
-            ("hpZ", HPZ, True),
-            ("hpZ, untold", HPZ, False),
-        ):
-            model, zeropp, optimizer = build(config)
-            all_reduce.reset_mock()
-            for _ in range(2):
-                for _ in on_ranks.micro_batches(zeropp if tells else None, 3):
-                    model(X).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            counts[name] = all_reduce.call_count
-            evaluate(model)
-            counts["evaluation after a step"] = all_reduce.call_count - counts[name]
-            before = zeropp.traffic.inter_node
-            evaluate(model)
-            counts["evaluation"] = all_reduce.call_count - counts[name]
-            counts["bytes"] = zeropp.traffic.inter_node - before
-            two_forwards = model(X).sum() + model(X).sum()
-            two_forwards.backward()
-            optimizer.step()
-            two_forwards = model(X).sum()
-            all_reduce.reset_mock()
-            two_forwards.backward()  # gathers again
-            counts["backward"] = all_reduce.call_count
-    return counts
-
-
-def test_training_takes_no_look_and_an_evaluation_one(found):
-    for rank, counts in enumerate(found["looks"]):
-        assert counts == {
-            "all flags": 0,
-            "all flags, untold": 0,  # every reduction counts as the step's
-            "hpZ": 0,
-            "hpZ, untold": 2 * 2,  # at each further micro-batch
-            "evaluation after a step": 0,
-            "evaluation": 1,  # for all units of all ranks; the unit on pairs has no secondary partition
-            "backward": 0,
-            "bytes": 2 * 3 * 3 if rank == 1 or rank == 3 else 0,  # three flags around the ring, and no weights
-        }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

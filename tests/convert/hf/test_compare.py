@@ -65,7 +65,6 @@ def test_streamed_logits_are_those_of_the_whole_model(config):
     expected = theirs(TOKENS).logits
     assert (ours(TOKENS) - expected).abs().max() <= 3e-5
     assert torch.equal(streamed_logits(transformers_model(hf_config), tensors.__getitem__, TOKENS), expected)
-    assert compare(build_empty(config), parameters.__getitem__, hf_config, tensors.__getitem__, POSITIONS) < 1e-4
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

@@ -73,18 +73,6 @@ def test_a_tokenizer_that_comes_out_different_or_is_unknown_is_refused(tmp_path)
         write_tokenizer({"tokenizer_type": "TikTokenizer"}, ByteTokenizer(), tmp_path)
 
 
-def test_tokenizers_are_found_by_their_files(tmp_path):
-    assert find_tokenizer(tmp_path) == {}
-    for names, kind in {
-        ("vocab.json", "merges.txt"): "GPT2BPETokenizer",
-        ("tokenizer.model",): "SentencePieceTokenizer",
-        ("tokenizer.json",): "HuggingFaceTokenizer",
-    }.items():
-        for name in names:
-            (tmp_path / name).touch()
-        assert find_tokenizer(tmp_path)["tokenizer_type"] == kind
-
-
 # What generate() reads
 
 TOKENS = {"bos_token_id": 3, "eos_token_id": 2}

@@ -17,9 +17,7 @@ from megatron_zpp.models.moe import MoEConfig
 from tests.convert.megatron import layouts
 from tests.convert.megatron.layouts import CONFIGS, FORMATS, IDS, State, random_model, save, write_universal
 from tests.models.configs import gpt_config, llama_config
-from tests.ranks import run_ranks
 from tests.tools import call_well, call_wrongly, cut
-from tests.training.small_run import flags, train_each
 
 
 def import_(folder: Path) -> str:
@@ -164,24 +162,6 @@ def test_layers_with_experts_from_another_layer_on_are_a_pattern_for_megatron():
     experts = MoEConfig(num_experts=4, router_topk=2, ffn_hidden_size=16)
     config = llama_config(4, 32, 4, 64, ffn_hidden_size=48, moe=experts, moe_layer_freq="2", moe_first_layer=2)
     assert args_of(config, 16).moe_layer_freq == [int(layer in config.layers_with_experts) for layer in range(4)]
-
-
-@pytest.mark.long
-def test_a_run_goes_on_as_if_it_had_never_been_elsewhere(data, tmp_path):
-    """Its checkpoint becomes DeepSpeed's universal one, is imported, and gives the losses of the run that went on."""
-    shape = "--num-layers 4 --ffn-hidden-size 128 --tokenizer-type NullTokenizer --vocab-size 256"
-    run = f"{shape} --make-vocab-size-divisible-by 1 --hidden-dropout 0 --attention-dropout 0 --eval-iters 0"
-    argv = flags(data, run, f"--save {tmp_path}/run --save-interval 5")
-    losses = run_ranks(1, train_each, {"": argv})[0][""]["lm loss"]
-    checkpoint = tmp_path / "run" / "iter_0000005"
-    meta, moments = read_meta(checkpoint), moments_in(checkpoint)
-    del moments["step"]
-    _, config = saved_model(meta)
-    model = dict(iterate_parameters(checkpoint, meta))
-    write_universal(tmp_path / "theirs", model, config, moments, make_vocab_size_divisible_by=1, scheduled_samples=40)
-    import_(tmp_path)
-    resumed = run_ranks(1, train_each, {"": flags(data, run, f"--load {tmp_path}/ours")})[0][""]["lm loss"]
-    assert resumed == losses[5:]
 
 
 # What is refused: one line each

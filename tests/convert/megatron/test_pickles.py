@@ -40,15 +40,6 @@ def exported(tmp_path) -> Path:
     return tmp_path / "exported" / "iter_0000005"
 
 
-def test_code_in_a_file_of_torch_save_is_refused(tmp_path):
-    for number, content in enumerate(({"args": Hostile(tmp_path / "mark")}, Hostile(tmp_path / "mark"))):
-        torch.save(content, tmp_path / f"{number}.pt")
-        with pytest.raises(CheckpointError, match=r"would call posix.mkdir, which Megatron and") as error:
-            load_file(tmp_path / f"{number}.pt")
-        assert "\n" not in str(error.value)
-    assert not (tmp_path / "mark").exists()
-
-
 def test_code_in_the_index_is_refused(exported, tmp_path):
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
         (exported / ".metadata").write_bytes(pickle.dumps([1, Hostile(tmp_path / "mark")], protocol))
