@@ -1,12 +1,10 @@
-"""Starts of the training program on local ranks, for the fault campaign: how they are hit, and how they end.
+"""Starts of the training program on local ranks, for ``lifecycle_fuzz.py``: how they are hit, and how they end.
 
 Ranks are forked from one process that has imported torch, which takes the place of torchrun: it ends the others a while
 after one has died.
 """
 
 import contextlib
-import importlib
-import math
 import multiprocessing
 import os
 import signal
@@ -14,34 +12,15 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-RANKS, NODES = 4, 2
-ITERATIONS = 12
 PATIENCE = 180.0  # seconds after which a run counts as hung
 GRACE = 30.0  # seconds in which all ranks must be gone after one has failed, as torchrun does it
-SETTINGS = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
-    --global-batch-size 4 --train-iters {ITERATIONS} --lr 3e-3 --log-interval 1 --eval-interval 5 --eval-iters 8
-    --num-workers 0 --tokenizer-type ByteTokenizer --split 90,5,5 --exit-signal-handler
-    --distributed-timeout-minutes 0.3 --zeropp-ranks-per-node 2 --zero-quantized-gradients --zeropp-loco
-    --zero-quantized-weights --zero-hpz-partition-size 2 --zeropp-weight-moves --save-keep-last 3"""
-# Where a run can be hit: the module's function that does it.
-PLACES = {
-    "building the index": ("megatron_zpp.data.index_cache", "_build"),
-    "load": ("megatron_zpp.training.setup", "_load"),
-    "step": ("megatron_zpp.training.pretrain", "train_step"),
-    "encoding of moved codes": ("megatron_zpp.zeropp.gather.all_gather", "measure_moves"),
-    "applying of moved codes": ("megatron_zpp.zeropp.gather.all_gather", "apply_moves"),
-    "evaluation": ("megatron_zpp.training.evaluate", "evaluate"),
-    "evaluated micro-batch": ("megatron_zpp.training.evaluate", "_sum_and_count"),
-    "save": ("megatron_zpp.checkpoint.saver", "checkpoint_state"),
-}
+STEP = "rank 0 begins a step\n"  # in the output
 context = multiprocessing.get_context("forkserver")
 
 
@@ -57,8 +36,6 @@ class Result:
 
     codes: list[int | None]  # of each rank; None: it had to be killed
     output: str
-    seconds: float  # since the start
-    seconds_after_hit: float | None
 
     @property
     def hung(self) -> bool:
@@ -68,26 +45,15 @@ class Result:
     def well(self) -> bool:
         return set(self.codes) == {0}
 
-    def failed_with(self, code: int) -> bool:
-        """Whether all ranks ended with a code, or were asked to end while they did because another one had."""
-        return {code} <= set(self.codes) <= {code, -signal.SIGTERM}
-
 
 class Run:
-    """Ranks of one start of the program, with their output in one file.
+    """Ranks of one start of the program, with their output in one file."""
 
-    ``slow``: seconds more for what is done in a place. ``nan_from``: the step before which parameters become NaN.
-    """
-
-    def __init__(
-        self, argv: list[str], slow: Mapping[str, float] = {}, nan_from: int | None = None, ranks: int = RANKS
-    ) -> None:
+    def __init__(self, argv: list[str], ranks: int) -> None:
         self.file = tempfile.NamedTemporaryFile(prefix="output", suffix=".log")  # noqa: SIM115
         with socket.create_server(("localhost", 0)) as server:
             port = server.getsockname()[1]
-        self.begun = time.monotonic()
-        self.hit_at: float | None = None
-        more = (ranks, port, argv, self.file.name, slow, nan_from)
+        more = (ranks, port, argv, self.file.name)
         self.processes = [context.Process(target=_rank, args=(rank, *more)) for rank in range(ranks)]
         for process in self.processes:
             process.start()
@@ -104,23 +70,15 @@ class Run:
             time.sleep(0.005)
         return self.output().count(text) >= times
 
-    def hit(self, rank: int, number: signal.Signals, after: float) -> str | None:
-        """Send a signal after so many seconds, and say what the rank was doing; None if it had ended."""
+    def hit(self, rank: int, number: signal.Signals, after: float) -> bool:
+        """Send a signal after some seconds, and return whether the rank was still there."""
         time.sleep(after)
-        output, process = self.output(), self.processes[rank]
-        if process.exitcode is not None:
-            return None
-        assert process.pid is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, number)
-        self.hit_at = time.monotonic()
-        places = [place for place in PLACES if output.count(enters(rank, place)) > output.count(_leaves(rank, place))]
-        if output.count("while training goes on") > output.count("successfully saved"):
-            places.append("save in the background")
-        steps = output.count(_leaves(rank, "step"))
-        return f"{steps} steps done" + "".join(
-            f", in the {place}" for place in places if place not in ("step", "evaluated micro-batch")
-        )
+        process = self.processes[rank]
+        if process.exitcode is None and process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+            return True
+        return False
 
     def wait(self) -> Result:
         """Until all ranks have ended. As torchrun does, ask the others to end, by SIGTERM, when one has failed."""
@@ -136,28 +94,10 @@ class Run:
         for process in self.processes:
             process.kill()
             process.join()
-        now = time.monotonic()
-        return Result(codes, self.output(), now - self.begun, now - self.hit_at if self.hit_at is not None else None)
+        return Result(codes, self.output())
 
 
-def enters(rank: int, place: str) -> str:
-    """What a rank writes when it comes to a place."""
-    return f"rank {rank} enters: {place}\n"
-
-
-def _leaves(rank: int, place: str) -> str:
-    return f"rank {rank} leaves: {place}\n"
-
-
-def _rank(
-    rank: int,
-    ranks: int,
-    port: int,
-    argv: list[str],
-    output: str,
-    slow: Mapping[str, float],
-    nan_from: int | None,
-) -> None:
+def _rank(rank: int, ranks: int, port: int, argv: list[str], output: str) -> None:
     """What torchrun and ``python pretrain_gpt.py`` do, on one rank."""
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -170,22 +110,10 @@ def _rank(
     from megatron_zpp.families import GPT
     from megatron_zpp.training import pretrain as program
 
-    def spoiled_step(run: Any, *arguments: Any, **more: Any) -> Any:
-        if run.counters.iteration == nan_from:
-            for parameter in run.model.parameters():
-                parameter.data.to_local().fill_(math.nan)
-        return train_step(run, *arguments, **more)
+    def announced_step(*arguments: Any, **more: Any) -> Any:
+        if rank == 0:
+            os.write(1, STEP.encode())
+        return train_step(*arguments, **more)
 
-    train_step, program.train_step = program.train_step, spoiled_step
-    for place, (module, name) in PLACES.items():
-        owner = importlib.import_module(module)
-        setattr(owner, name, partial(_announced, getattr(owner, name), rank, place, slow.get(place, 0.0)))
+    train_step, program.train_step = program.train_step, announced_step
     pretrain(GPT)
-
-
-def _announced(function: Any, rank: int, place: str, seconds: float, *arguments: Any, **more: Any) -> Any:
-    os.write(1, enters(rank, place).encode())
-    time.sleep(seconds)
-    result = function(*arguments, **more)
-    os.write(1, _leaves(rank, place).encode())
-    return result

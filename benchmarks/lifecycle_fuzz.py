@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from common import append_row, new_parser
-from fault_runs import Result, Run, context, enters, preload
+from fault_runs import STEP, Result, Run, context, preload
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -213,8 +213,8 @@ class Life(RuleBasedStateMachine):
     def hit(self, layout: str, more: str, steps: int, rank: int, kills: bool, after: float) -> None:
         before, number = self.iteration, signal.SIGKILL if kills else signal.SIGTERM
         run = self.begin(f"{number.name} after {steps} steps and {after:.3f} s", layout, more)
-        run.wait_for(enters(0, "step"), steps + 1)
-        was_hit = run.hit(rank % LAYOUTS[layout][0], number, after) is not None
+        run.wait_for(STEP, steps + 1)
+        was_hit = run.hit(rank % LAYOUTS[layout][0], number, after)
         result = run.wait()
         assert (kills and was_hit) or result.well, (result.codes, result.output[-1500:])
         self.settle(before, layout, result)

@@ -2,7 +2,6 @@
 
     make test-integrations                        # installs the packages
     .venv/bin/torchrun --nproc-per-node 4 examples/library/on_cpus.py benchmarks/other_loops.py [CASE ...]
-    .venv/bin/torchrun --nproc-per-node 8 examples/library/on_cpus.py benchmarks/other_loops.py  # tensor parallelism
 
 Two nodes, on one machine. Every case trains from the same weights on the same batches with each setting, once with one
 micro-batch to a step and once with four.
@@ -11,7 +10,6 @@ micro-batch to a step and once with four.
 import gc
 import importlib
 import json
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 from common import RESULTS as FOLDER
-from common import ROOT, append_row, markdown_table, new_parser, read_rows
+from common import ROOT, append_row, new_parser
 
 from megatron_zpp.zeropp import ZeroPP, ZeroPPConfig
 
@@ -52,25 +50,13 @@ class Trained:
 Case = Callable[[ZeroPPConfig | None, int, int], Trained]
 
 CASES = {  # by name: module and function
-    "Llama": "other_loops_models:llama",
-    "GPT-2": "other_loops_models:gpt2",
-    "Mixtral": "other_loops_models:mixtral",
-    "Qwen3": "other_loops_models:qwen3",
-    "ViT": "other_loops_models:vit",
-    "BERT": "other_loops_models:bert",
-    "Llama, tensor-parallel mesh": "other_loops_models:tensor_parallel",
-    "Llama, CPU offload": "other_loops_models:cpu_offload",
     "Llama, fp16 and GradScaler": "other_loops_models:grad_scaler",
     "Llama, torchao AdamW8bit": "other_loops_models:adamw_8bit",
-    "Llama, torch.compile": "other_loops_models:compiled",
     "accelerate": "other_loops_trainers:accelerate_loop",
     "Hugging Face Trainer": "other_loops_trainers:huggingface_trainer",
-    "Lightning Fabric": "other_loops_trainers:fabric",
     "Lightning Trainer": "other_loops_trainers:lightning_trainer",
-    "torchtitan": "other_loops_trainers:torchtitan",
-    "torchtitan, chunked loss": "other_loops_trainers:torchtitan_in_chunks",
+    "torchtitan, chunked loss": "other_loops_trainers:torchtitan",
 }
-ON_8_RANKS = ("Llama, tensor-parallel mesh",)  # the others: on 4
 
 
 def main() -> None:
@@ -84,11 +70,10 @@ def main() -> None:
     dist.init_process_group("gloo")
     sys.path.append(str(ROOT / "examples" / "library"))
     for name in arguments.cases or CASES:
-        if dist.get_world_size() == (8 if name in ON_8_RANKS else 4):
-            module, function = CASES[name].split(":")
-            case: Case = getattr(importlib.import_module(module), function)
-            for accumulation in (1, 4):
-                measure(name, case, accumulation, arguments.steps, arguments.results)
+        module, function = CASES[name].split(":")
+        case: Case = getattr(importlib.import_module(module), function)
+        for accumulation in (1, 4):
+            measure(name, case, accumulation, arguments.steps, arguments.results)
     dist.destroy_process_group()
 
 
@@ -116,32 +101,6 @@ def measure(name: str, case: Case, accumulation: int, steps: int, results: Path)
         if config is not None and dist.get_rank() == 0:
             print(json.dumps(row), flush=True)
             append_row(results, row)
-
-
-def table() -> str:
-    rows = {(row["case"], row["setting"], row["accumulation"]): row for row in read_rows(RESULTS)}
-    lines = []
-    for name in dict.fromkeys(case for case, _, _ in rows):
-
-        def cell(setting: str, show: Callable[[dict], str], name: str = name) -> str:
-            return ", ".join(show(rows[name, setting, accumulation]) for accumulation in (1, 4))
-
-        differences = [cell(setting, show_difference) for setting in ("hierarchy", "all flags")]
-        lines.append(
-            [name, *differences, *(cell(setting, show_bytes) for setting in ("off", "hierarchy", "all flags"))]
-        )
-    headings = ("model or loop", "loss difference, hierarchy", "all flags", "bytes: off", "hierarchy", "all flags")
-    return markdown_table(headings, lines)
-
-
-def show_difference(row: dict) -> str:
-    difference = row["largest_loss_difference"]
-    return "0" if difference == 0 else f"{difference:.0e}" if difference < 1e-3 else f"{difference:.3f}"
-
-
-def show_bytes(row: dict) -> str:
-    """Of a step after the first, over the model's parameters."""
-    return f"{math.fsum(row['bytes_between_nodes'][1:]) / (row['steps'] - 1) / row['parameters']:.2f}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Training loops of other packages, with a small Llama each; for ``other_loops.py``."""
 
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,31 +98,6 @@ def huggingface_trainer(config: ZeroPPConfig | None, accumulation: int, steps: i
     return trained
 
 
-def fabric(config: ZeroPPConfig | None, accumulation: int, steps: int) -> Trained:
-    from lightning_fabric import Fabric
-    from lightning_fabric.strategies import ModelParallelStrategy
-
-    ranks = dist.get_world_size()
-    strategy = ModelParallelStrategy(shard, data_parallel_size=ranks, tensor_parallel_size=1)
-    runner = Fabric(accelerator="cpu", devices=ranks, strategy=strategy)
-    runner.launch()
-    llama, trained = new_llama()
-    model = runner.setup(llama)
-    zeropp = None if config is None else apply_zeropp(model, config)
-    optimizer: Any = runner.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=3e-3))
-    for step in range(steps):
-        for i in range(accumulation):
-            with runner.no_backward_sync(model, enabled=i < accumulation - 1):
-                loss = model(**batch(step * accumulation + i)).loss
-                runner.backward(loss / accumulation)
-            trained.losses.append(loss.item())
-        runner.clip_gradients(model, optimizer, max_norm=1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        trained.end_step(zeropp)
-    return trained
-
-
 def lightning_trainer(config: ZeroPPConfig | None, accumulation: int, steps: int) -> Trained:
     import pytorch_lightning
     from pytorch_lightning.strategies import ModelParallelStrategy
@@ -173,11 +147,8 @@ def lightning_trainer(config: ZeroPPConfig | None, accumulation: int, steps: int
     return trained
 
 
-def torchtitan(config: ZeroPPConfig | None, accumulation: int, steps: int, in_chunks: bool = False) -> Trained:
-    """Its debug model with two of six layers, its optimizer, scheduler, data loader and clipping; in fp32.
-
-    in_chunks: with its own loss, which does not hold all logits at once.
-    """
+def torchtitan(config: ZeroPPConfig | None, accumulation: int, steps: int) -> Trained:
+    """Its debug model with two of six layers, its optimizer, scheduler, data loader, clipping and loss; in fp32."""
     from torchtitan_llama import debug_llama3, write_text_and_tokenizer
 
     from megatron_zpp.integrations.torchtitan import with_zeropp
@@ -188,8 +159,6 @@ def torchtitan(config: ZeroPPConfig | None, accumulation: int, steps: int, in_ch
         own = debug_llama3(folder)
         own.checkpoint.enable = False
         own.debug.seed = 0
-        if not in_chunks:
-            own.loss = own.loss.loss_fn
         own.training.steps = steps
         own.training.seq_len, own.training.local_batch_size = TOKENS, SAMPLES
         own.training.global_batch_size = SAMPLES * accumulation * dist.get_world_size()
@@ -205,9 +174,6 @@ def torchtitan(config: ZeroPPConfig | None, accumulation: int, steps: int, in_ch
         trainer.train()
         trainer.close()
     return trained
-
-
-torchtitan_in_chunks = partial(torchtitan, in_chunks=True)
 
 
 def record(trainer: Any, accumulation: int, trained: Trained) -> None:

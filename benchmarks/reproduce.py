@@ -26,7 +26,6 @@ import launches
 import loop_overhead
 import memory
 import mutants
-import other_loops
 import planner
 import planner_box
 import planner_zeropp
@@ -81,7 +80,6 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
         "rollouts": rl.table_of_rollouts,
     },
     EVIDENCE / "kernels.md": {"kernels": kernels.table},
-    EVIDENCE / "other-loops.md": {"other loops": other_loops.table},
     EVIDENCE / "scaling.md": {"scaling": scaling.tables, "launches": launches.table},
     REFERENCE / "memory.md": {"memory": memory.table, "saves": memory.table_of_saves},
     ROOT / "docs" / "how-to" / "choose-settings.md": {"ways": memory.table_of_ways},
