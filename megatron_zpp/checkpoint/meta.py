@@ -14,6 +14,7 @@ from reprlib import repr as short
 from types import NoneType
 from typing import Any, cast
 
+from megatron_zpp.errors import describe_error
 from megatron_zpp.families import ARCHITECTURES, Architecture, find_architecture
 from megatron_zpp.models.transformer import TransformerConfig
 from megatron_zpp.settings.groups import with_current_names
@@ -61,7 +62,7 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
         _check_meta(meta)
         meta["settings"] = with_current_names(meta["settings"])
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}): {REMEDY}") from error
+        raise CheckpointError(f"{path} is damaged ({describe_error(error)}): {REMEDY}") from error
     return meta
 
 
