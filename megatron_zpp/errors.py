@@ -1,5 +1,6 @@
 """A user's mistakes: each is one line that says what to do."""
 
+import argparse
 import errno
 import functools
 import os
@@ -62,6 +63,15 @@ def attempt(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
         of_other = cause.filename is not None and os.fspath(cause.filename) != os.fspath(path)
         where = f"{os.fspath(cause.filename)}: " if of_other else ""
         raise type(cause)(f"cannot {what} {os.fspath(path)}: {where}{cause.strerror}") from error
+
+
+def output_folder(path: str) -> str:
+    """Make the folder that a flag names, as its ``type``: a run that cannot write there ends at once."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(describe_error(error)) from None
+    return path
 
 
 def reports_errors(main: Callable[Arguments, int | None]) -> Callable[Arguments, int]:

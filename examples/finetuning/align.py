@@ -19,7 +19,7 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from megatron_zpp.errors import describe_error
+from megatron_zpp.errors import describe_error, output_folder
 from megatron_zpp.files import read_text
 from megatron_zpp.integrations.huggingface import ZeroPPCallback
 from megatron_zpp.integrations.trl import with_zeropp
@@ -29,7 +29,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("method", choices=["sft", "dpo", "grpo"])
 parser.add_argument("--model", required=True, metavar="DIR", help="folder of the Hugging Face model to start from")
 parser.add_argument("--data", required=True, metavar="FILE", help="JSON lines")
-parser.add_argument("--output", required=True, metavar="DIR", help="folder to write the model to")
+parser.add_argument("--output", required=True, type=output_folder, metavar="DIR", help="folder to write the model to")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--batch-size", type=int, default=4, help="samples per rank and step")
 parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")

@@ -41,6 +41,8 @@ def main() -> None:
     words = [word for word in args.words if word != "--"]
     if not words:
         parser.error("give the program and its flags after --")
+    if not words[0].startswith("-") and not os.path.isfile(words[0]):
+        parser.error(f"there is no program {words[0]} here: start this from the folder that has it")
     with_gpus, folder = torch.cuda.is_available(), os.getcwd()
     trainer = TorchTrainer(
         lambda: train(words, folder),

@@ -17,15 +17,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from megatron_zpp.errors import output_folder
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
 
 MICRO_BATCHES = 2
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--output", default="runs/lightning_fabric")
+parser.add_argument("--output", type=output_folder, default="runs/lightning_fabric")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--resume", type=int, metavar="STEP", help="continue the run that saved this step")
 arguments = parser.parse_args()
+if arguments.resume is not None and not os.path.isdir(f"{arguments.output}/{arguments.resume}"):
+    parser.error(f"--resume {arguments.resume}: {arguments.output} holds no step {arguments.resume}; list the folder")
 
 
 def parallelize(model: LlamaForCausalLM, mesh: DeviceMesh) -> LlamaForCausalLM:

@@ -10,14 +10,17 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from megatron_zpp.errors import output_folder
 from megatron_zpp.integrations.huggingface import ZeroPPCallback
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--output", default="runs/huggingface_trainer")
+parser.add_argument("--output", type=output_folder, default="runs/huggingface_trainer")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--resume", metavar="CHECKPOINT", help="a folder that a run with the same flags has saved")
 arguments = parser.parse_args()
+if arguments.resume is not None and not Path(arguments.resume, "trainer_state.json").is_file():
+    parser.error(f"--resume {arguments.resume} holds no trainer_state.json: give a checkpoint-N folder of --output")
 
 torch.manual_seed(0)
 shape = LlamaConfig(

@@ -16,6 +16,7 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 
+from megatron_zpp.errors import output_folder
 from megatron_zpp.integrations.torchtitan import with_zeropp
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
 
@@ -50,14 +51,14 @@ def debug_llama3(folder: Path) -> Trainer.Config:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--output", type=Path, default=Path("runs/torchtitan"))
+    parser.add_argument("--output", type=output_folder, default="runs/torchtitan")
     parser.add_argument("--steps", type=int, default=20, help="continues from the last checkpoint in the output")
     arguments = parser.parse_args()
 
     init_logger()
     if os.environ["LOCAL_RANK"] == "0":
-        write_text_and_tokenizer(arguments.output)
-    config = debug_llama3(arguments.output)
+        write_text_and_tokenizer(Path(arguments.output))
+    config = debug_llama3(Path(arguments.output))
     config.training.steps, config.checkpoint.interval = arguments.steps, arguments.steps // 2
     zeropp = ZeroPPConfig(quantized_weights=True, hpz_partition_size=2, quantized_gradients=True, loco=LoCoConfig())
     trainer = with_zeropp(config, zeropp).build()  # its process group waits for rank 0

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
+from megatron_zpp.errors import output_folder
 from megatron_zpp.integrations.trl import with_zeropp
 from megatron_zpp.zeropp import ZeroPPConfig
 
@@ -28,7 +29,7 @@ parser.add_argument(
 )
 parser.add_argument("--lora", action="store_true")
 parser.add_argument("--no-resident-weights", action="store_true", help="gather for each token")
-parser.add_argument("--output", default="runs/trl_trainers")
+parser.add_argument("--output", type=output_folder, default="runs/trl_trainers")
 arguments = parser.parse_args()
 
 SHOWN = ("loss", "rewards/margins", "reward")

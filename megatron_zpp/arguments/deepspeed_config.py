@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_zpp.arguments.deepspeed_keys import KINDS, TOP, Row, keys_of
+from megatron_zpp.errors import describe_error
 from megatron_zpp.files import read_text, without_duplicates
 from megatron_zpp.settings.checks import Mistakes, SettingsError
 from megatron_zpp.settings.groups import all_flags
@@ -147,7 +148,7 @@ def read_deepspeed_config(path: str) -> DeepSpeedConfig:
     try:
         content = json.loads(read_text(path), object_pairs_hook=without_duplicates)
     except OSError as error:
-        raise SettingsError(f"--deepspeed_config: {error}; give the path of a JSON file") from error
+        raise SettingsError(f"--deepspeed_config: {describe_error(error)}; give the path of a JSON file") from error
     except (ValueError, RecursionError) as error:  # of JSON, and of what is no text
         raise SettingsError(f"--deepspeed_config {path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):

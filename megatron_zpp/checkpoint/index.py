@@ -29,6 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 
+from megatron_zpp.errors import describe_error
+
 from .files import DTYPES, CheckpointError, digest, parse_json
 from .meta import INDEX, REMEDY, is_plain_name, open_in
 
@@ -202,7 +204,7 @@ def read_index(checkpoint: Path, meta: Mapping[str, Any], ranks: Collection[str]
             index.check()
         return index
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint / INDEX} is damaged ({error}): {REMEDY}") from error
+        raise CheckpointError(f"{checkpoint / INDEX} is damaged ({describe_error(error)}): {REMEDY}") from error
 
 
 def _parse_index(checkpoint: Path, index: Any, files: Mapping[str, Any]) -> Index:

@@ -14,6 +14,7 @@ from reprlib import repr as short
 from types import NoneType
 from typing import Any, cast
 
+from megatron_zpp.errors import describe_error
 from megatron_zpp.families import ARCHITECTURES, Architecture, find_architecture
 from megatron_zpp.models.transformer import TransformerConfig
 
@@ -63,7 +64,7 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
         if has_our_format:
             _check_meta(meta)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}): {REMEDY}") from error
+        raise CheckpointError(f"{path} is damaged ({describe_error(error)}): {REMEDY}") from error
     if not has_our_format:
         if "format" not in meta:
             raise CheckpointError(f"{path} has no format number: commit {LAST_WITHOUT_FORMAT} of megatron_zpp reads it")

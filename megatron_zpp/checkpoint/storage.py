@@ -27,6 +27,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from megatron_zpp.errors import describe_error
+
 from .files import CheckpointError, write_safetensors
 from .folder import FolderLock, begin, finish
 from .index import Index, build_index, read_index
@@ -151,7 +153,10 @@ class CheckpointWriter(StorageWriter):
         try:
             self.after()
         except (OSError, CheckpointError) as error:  # this checkpoint is complete
-            print(f"note: old checkpoints in {self.folder} stay, deleting them failed: {error}", flush=True)
+            print(
+                f"note: old checkpoints in {self.folder} stay, deleting them failed: {describe_error(error)}",
+                flush=True,
+            )
 
     @classmethod
     def validate_checkpoint_id(cls, *args: Any, **kwargs: Any) -> bool:

@@ -7,6 +7,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from megatron_zpp.errors import describe_error
+
 from .files import CheckpointError
 from .index import read_index
 from .meta import nonfinite, open_in, read_meta
@@ -65,7 +67,7 @@ def _problem(checkpoint: Path, name: str, entry: dict[str, Any], digests: str, d
     except FileNotFoundError:
         return f"{path} is missing"
     except (OSError, CheckpointError) as error:
-        return f"{path} cannot be read ({error})"
+        return f"{path} cannot be read ({describe_error(error)})"
     return None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import html
+import importlib
 import io
 import itertools
 import os
@@ -15,7 +16,7 @@ import re
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_zpp.data.text.packages import load_package
 from megatron_zpp.errors import attempt, reports_errors
@@ -189,7 +190,7 @@ def thinned(curve: Curve, points: int) -> Curve:
 def save_wandb_report(project: str, entity: str | None) -> str:
     """Save the same charts as a report of a wandb project. Return its address. Raises ImportError or ValueError."""
     try:
-        import wandb_workspaces.reports.v2 as reports
+        reports: Any = importlib.import_module("wandb_workspaces.reports.v2")
     except ImportError:
         raise ImportError("--wandb needs two packages: pip install wandb wandb-workspaces") from None
     place = {"project": project} | ({"entity": entity} if entity is not None else {})
@@ -199,11 +200,11 @@ def save_wandb_report(project: str, entity: str | None) -> str:
         if group == "Loss":
             panels.append(reports.LinePlot(title="training loss over samples", x="samples vs steps", y=["lm loss"]))
         blocks += [reports.H2(group), reports.PanelGrid(runsets=[reports.Runset(**place)], panels=panels)]
-    report = reports.Report(**place, title="megatron_zpp", blocks=blocks)
     try:
+        report = reports.Report(**place, title="megatron_zpp", blocks=blocks)  # without an entity it asks for yours
         report.save()
     except Exception as error:  # wandb raises bare ones
-        raise ValueError(f"wandb: {error}") from None
+        raise ValueError(f"--wandb {project}: {error}") from None
     return str(report.url)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatron_zpp.data.indices import Advance, Arrays
+from megatron_zpp.errors import describe_error
 from megatron_zpp.files import open_lock, read_json_object, regular_file
 
 # Shows a long build: takes a description and the number of rows, returns the function to call with rows done.
@@ -66,7 +67,7 @@ class IndexCache:
                 return _load(entry, key) or arrays  # without locks, another node may be replacing the entry
         except OSError as error:
             warnings.warn(
-                f"can't cache {name} in {folder} ({error}), so it is kept in memory; "
+                f"can't cache {name} in {folder} ({describe_error(error)}), so it is kept in memory; "
                 f"--data-cache-path chooses another folder",
                 stacklevel=2,
             )

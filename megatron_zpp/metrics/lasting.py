@@ -63,7 +63,7 @@ class LastingStream:
                 name, other = ("stdout", sys.stderr) if self._descriptor == 1 else ("stderr", sys.stdout)
                 with suppress(OSError):  # not on Linux
                     name += f" ({os.readlink(f'/proc/self/fd/{self._descriptor}')})"
-                warning = f"warning: {name} cannot be written ({error}): training goes on without it"
+                warning = f"warning: {name} cannot be written ({describe_error(error)}): training goes on without it"
                 print(warning, file=other, flush=True)
 
 

@@ -25,6 +25,7 @@ from megatron_zpp.planning.search.plan import make_plan
 from megatron_zpp.settings.groups import LoggingSettings
 from megatron_zpp.training.pretrain import train
 from megatron_zpp.training.setup import build_run
+from tests import tools
 from tests.ranks import run_ranks
 from tests.training.small_run import flags
 
@@ -270,3 +271,12 @@ def test_a_run_of_step_0_alone_and_folders_named_as_formulas_or_hidden_labels():
     assert summary(run)["MB between nodes per step (mean)"] == ""
     drawing = report._plot("mfu", "iteration", {"$$": [(0, 1.0)], "_name": [(0, 2.0)]}, {"$$": "C0", "_name": "C1"})
     assert "$$" in drawing and "_name" in drawing
+
+
+@pytest.mark.integrations
+def test_a_missing_wandb_login_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    said = tools.run(
+        "python", "-m", "megatron_zpp", "report", "--wandb", "project", status=2, HOME=str(tmp_path)
+    ).stderr
+    assert said.count("\n") == 1 and "error: --wandb project: not logged in" in said, said

@@ -35,6 +35,8 @@ def test_a_machine_without_a_gpu_is_named(script, tmp_path):
         "quickstart/summary.py compare a=PLACE --data-path x",
         "finetuning/make_model.py --output PLACE",
         "launch/preprocess_slurm.sh PLACE x --tokenizer-type ByteTokenizer",
+        "launch/ssh.sh localhost PLACE --lr",
+        "zeropp/rlhf_table.py PLACE",
     ],
 )
 def test_a_wrong_path_is_named(words, tmp_path):
@@ -52,3 +54,34 @@ def test_the_quickstart_names_the_folder_that_it_cannot_write(tmp_path):
     (tmp_path / "file").touch()
     done = run(ROOT / "examples/quickstart/run.sh", status=2, OUT=str(tmp_path / "file" / "below"), MEGABYTES="0.01")
     assert done.stderr.count("\n") == 1 and f"{tmp_path}/file" in done.stderr, done.stderr
+
+
+@pytest.mark.integrations
+@pytest.mark.parametrize(
+    "script, words",
+    [
+        ("library/fabric_llama.py", ""),
+        ("library/huggingface_trainer.py", ""),
+        ("library/trl_trainers.py", "sft"),
+        ("finetuning/align.py", "sft --model MODEL --data DATA"),
+    ],
+)
+def test_an_output_that_cannot_be_a_folder_is_named_before_a_model_is_made(script, words, tmp_path):
+    (tmp_path / "file").touch()
+    place = tmp_path / "file" / "below"
+    err = run("python", ROOT / "examples" / script, *words.split(), "--output", place, status=2).stderr
+    assert f"argument --output: cannot access {place}: Not a directory" in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+@pytest.mark.integrations
+@pytest.mark.parametrize("script", ["fabric_llama.py", "huggingface_trainer.py"])
+def test_a_step_to_resume_from_that_was_not_saved_is_named(script, tmp_path):
+    words = ("--output", tmp_path, "--resume", "7")
+    assert "error: --resume 7" in run("python", ROOT / "examples/library" / script, *words, status=2).stderr
+
+
+@pytest.mark.ray
+def test_ray_names_a_program_that_is_not_there():
+    words = ("--workers", "1", "--", "no_program.py")
+    assert "no program no_program.py" in run("python", ROOT / "examples/launch/ray_train.py", *words, status=2).stderr
