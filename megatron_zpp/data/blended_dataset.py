@@ -19,7 +19,6 @@ from megatron_zpp.data.indices import Advance, Arrays
 
 SURPLUS = 0.005  # Megatron builds this much more of each dataset than its share
 CHUNK = 1 << 16  # samples between two reports of progress
-FEW_DATASETS = 24  # up to this number, separate floats are faster than an array
 
 Blend = tuple[NDArray[np.int16], NDArray[np.int64]]  # per sample: its dataset, and its number in that dataset
 
@@ -109,53 +108,22 @@ def exhaustive_blend(lengths: Sequence[int], advance: Advance = lambda rows: Non
 def _blend(weights: Sequence[float], limits: Sequence[float], size: int, advance: Advance) -> Blend:
     dataset_index = np.empty(size, dtype=np.int16)
     dataset_sample_index = np.empty(size, dtype=np.int64)
-    drawn = [0.0] * len(weights)
-    choose = _choose_with_floats if len(weights) <= FEW_DATASETS else _choose_with_arrays
+    counts = np.zeros(len(weights), dtype=np.int64)  # samples drawn of each dataset
+    shares, lag, drawn = np.array(weights), np.empty(len(weights)), np.zeros(len(weights))
+    drawn[np.array(limits) == 0] = np.inf  # used up: never chosen
     for first in range(0, size, CHUNK):
-        before = np.array(drawn, dtype=np.int64)
-        chunk = np.array(choose(weights, limits, drawn, range(first, min(first + CHUNK, size))), dtype=np.int16)
-        dataset_index[first : first + len(chunk)] = chunk
+        chunk = dataset_index[first : first + CHUNK]
+        for k in range(first, first + len(chunk)):  # each choice depends on all before it
+            np.multiply(shares, k or 1, lag)
+            np.subtract(lag, drawn, lag)
+            choice = int(lag.argmax())
+            chunk[k - first] = choice
+            drawn[choice] = drawn[choice] + 1 if drawn[choice] + 1 < limits[choice] else np.inf
         # A sample's place when the chunk is sorted by dataset gives its number within its dataset.
         order = np.argsort(chunk, kind="stable")
-        counts = np.bincount(chunk, minlength=len(weights))
-        offsets = np.repeat(before - (np.cumsum(counts) - counts), counts)
+        added = np.bincount(chunk, minlength=len(weights))
+        offsets = np.repeat(counts - (np.cumsum(added) - added), added)
         dataset_sample_index[first + order] = np.arange(len(chunk)) + offsets
+        counts += added
         advance(len(chunk))
     return dataset_index, dataset_sample_index
-
-
-def _choose_with_floats(
-    weights: Sequence[float], limits: Sequence[float], drawn: list[float], steps: range
-) -> list[int]:
-    """Choose the dataset of each step, and update ``drawn``. Each choice depends on all before, hence the loop."""
-    available = [(i, weight) for i, weight in enumerate(weights) if drawn[i] < limits[i]]
-    choices = []
-    for k in steps:
-        largest, choice = -math.inf, -1
-        for i, weight in available:
-            lag = weight * (k or 1) - drawn[i]
-            if lag > largest:
-                largest, choice = lag, i
-        choices.append(choice)
-        drawn[choice] += 1.0
-        if drawn[choice] == limits[choice]:
-            available = [(i, weight) for i, weight in available if i != choice]
-    return choices
-
-
-def _choose_with_arrays(
-    weights: Sequence[float], limits: Sequence[float], drawn: list[float], steps: range
-) -> list[int]:
-    """Do the same for many datasets."""
-    shares, drawn_or_inf = np.array(weights), np.array(drawn)
-    drawn_or_inf[drawn_or_inf == np.array(limits)] = np.inf  # used up: never chosen
-    lag = np.empty(len(shares))
-    choices = []
-    for k in steps:
-        np.multiply(shares, k or 1, lag)
-        np.subtract(lag, drawn_or_inf, lag)
-        choice = int(lag.argmax())
-        choices.append(choice)
-        drawn[choice] += 1.0
-        drawn_or_inf[choice] = np.inf if drawn[choice] == limits[choice] else drawn[choice]
-    return choices

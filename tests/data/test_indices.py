@@ -64,10 +64,9 @@ def greedy(weights, size, lengths=None):
     return order
 
 
-@pytest.fixture(params=["one by one", "by arrays"])
-def ways(request, monkeypatch):
-    """Both ways to choose, and chunks small enough to be several."""
-    monkeypatch.setattr(blended_dataset, "FEW_DATASETS", 99 if request.param == "one by one" else 0)
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks small enough to be several."""
     monkeypatch.setattr(blended_dataset, "CHUNK", 37)
 
 
@@ -76,7 +75,7 @@ ANY_WAY = settings(max_examples=30, deadline=None, suppress_health_check=[Health
 
 @ANY_WAY
 @given(weights=st.lists(st.integers(1, 12) | st.floats(0.01, 10), min_size=1, max_size=6), size=st.integers(0, 200))
-def test_weighted_blend_is_the_greedy_rule(ways, weights, size):
+def test_weighted_blend_is_the_greedy_rule(small_chunks, weights, size):
     weights = normalize(weights)
     index, sample_index = weighted_blend(weights, size)
     assert (index.dtype, sample_index.dtype) == (np.int16, np.int64)
@@ -85,7 +84,7 @@ def test_weighted_blend_is_the_greedy_rule(ways, weights, size):
 
 @ANY_WAY
 @given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(sum))
-def test_exhaustive_blend_is_the_greedy_rule_and_takes_everything(ways, lengths):
+def test_exhaustive_blend_is_the_greedy_rule_and_takes_everything(small_chunks, lengths):
     index, sample_index = exhaustive_blend(lengths)
     weights = [length / sum(lengths) for length in lengths]
     assert list(zip(index, sample_index, strict=True)) == greedy(weights, sum(lengths), lengths)
