@@ -75,7 +75,7 @@ class Family:
             to_config=partial(to_config, self),
             from_config=partial(from_config, self),
             weights=partial(weights, self.norms, self.experts, self.is_fused),
-            in_memory=partial(in_memory, self.experts, self.is_fused),
+            in_memory=partial(in_memory, self.experts),
         )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_zpp.families.huggingface import (
     InMemory,
     Weight,
+    moved,
     require_fields,
     require_sizes,
     require_values,
@@ -120,7 +121,7 @@ class Experts:
 
         yield same(f"{ours}.router.weight", f"{theirs}.gate.weight")
         for layer, name in zip(("fc1_gate", "fc1_up", "fc2"), self._tensors(theirs, moe), strict=True):
-            yield Weight(f"{ours}.experts.linear_{layer}.weight", name, split, lambda *experts: torch.cat(experts))
+            yield Weight((f"{ours}.experts.linear_{layer}.weight",), name, split, lambda *x: (torch.cat(x),))
         if self.bias:
             yield same(f"{ours}.expert_bias", f"{theirs}.{self.bias}")
         for layer, part in zip(("fc1_gate", "fc1_up", "fc2"), GATED if self.shared else (), strict=False):
@@ -152,24 +153,23 @@ class GptOssExperts(Experts):
     """Experts whose tensors have a first dimension E, no ``_proj.weight``, and gates and ups side by side in pairs."""
 
     def weights(self, ours: str, theirs: str, moe: MoEConfig) -> Iterator[Weight]:
-        def split(x: Tensor) -> tuple[Tensor, ...]:  # [E * out, in] -> [E, in, out]; biases [E * out] -> [E, out]
-            return (x.unflatten(0, (moe.num_experts, -1)).movedim(1, -1),)
+        def stacked(x: Tensor) -> Tensor:  # [E * out, in] -> [E, in, out]; biases [E * out] -> [E, out]
+            return x.unflatten(0, (moe.num_experts, -1)).movedim(1, -1)
 
-        def join(x: Tensor) -> Tensor:
+        def flat(x: Tensor) -> Tensor:
             return x.movedim(-1, 1).flatten(0, 1)
+
+        def in_pairs(gate: Tensor, up: Tensor) -> tuple[Tensor]:
+            return (torch.stack([stacked(gate), stacked(up)], dim=-1).flatten(-2),)
+
+        def gate_and_up(x: Tensor) -> tuple[Tensor, ...]:
+            return tuple(map(flat, x.unflatten(-1, (-1, 2)).unbind(-1)))
 
         yield from same_weight_and_bias(f"{ours}.router", f"{theirs}.router")
         for kind, ending in ("weight", ""), ("bias", "_bias"):
-            for layer, name in ("fc1_gate", "gate_proj"), ("fc1_up", "up_proj"), ("fc2", "down_proj"):
-                name = f"{theirs}.experts.{name}{ending}"
-                yield Weight(f"{ours}.experts.linear_{layer}.{kind}", (name,), split, join)
+            gates_ups = tuple(f"{ours}.experts.linear_{layer}.{kind}" for layer in ("fc1_gate", "fc1_up"))
+            yield Weight(gates_ups, (f"{theirs}.experts.gate_up_proj{ending}",), in_pairs, gate_and_up)
+            yield moved(f"{ours}.experts.linear_fc2.{kind}", f"{theirs}.experts.down_proj{ending}", stacked, flat)
 
     def in_memory(self, layer: str, moe: MoEConfig) -> Iterator[InMemory]:
-        for ending in "", "_bias":
-            parts = tuple(f"{layer}.mlp.experts.{name}_proj{ending}" for name in ("gate", "up"))
-            yield InMemory(
-                f"{layer}.mlp.experts.gate_up_proj{ending}",
-                parts,
-                join=lambda gate, up: torch.stack([gate, up], dim=-1).flatten(-2),
-                split=lambda x: x.unflatten(-1, (-1, 2)).unbind(-1),
-            )
+        return iter(())  # the same in files

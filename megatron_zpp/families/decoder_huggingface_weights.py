@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.families.decoder_huggingface_experts import Experts
-from megatron_zpp.families.huggingface import InMemory, Weight, same
+from megatron_zpp.families.huggingface import InMemory, Weight, moved, same
 from megatron_zpp.models.decoder import DecoderConfig
 
 
@@ -31,6 +31,11 @@ def weights(
             continue
         is_gated = config.activation.is_gated
         names = {"fc1_gate": "gate", "fc1_up": "up", "fc2": "down"} if is_gated else {"fc1": "up", "fc2": "down"}
+        if is_fused:
+            gate_up = (f"{ours}.mlp.linear_fc1_gate.weight", f"{ours}.mlp.linear_fc1_up.weight")
+            fused = (f"{theirs}.mlp.gate_up_proj.weight",)
+            yield Weight(gate_up, fused, lambda *parts: (torch.cat(parts),), lambda x: x.tensor_split(2))
+            names = {"fc2": "down"}
         for our_name, their_name in names.items():
             yield same(f"{ours}.mlp.linear_{our_name}.weight", f"{theirs}.mlp.{their_name}_proj.weight")
     for kind in kinds:
@@ -48,19 +53,18 @@ def _attention(config: DecoderConfig, ours: str, theirs: str, is_fused: bool) ->
         parts = x.unflatten(0, (groups, queries + 2, head_dim)).split([queries, 1, 1], dim=1)
         return tuple(part.flatten(0, 2) for part in parts)
 
-    def join_qkv(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.cat([x.unflatten(0, (groups, -1, head_dim)) for x in (q, k, v)], dim=1).flatten(0, 2)
+    def join_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
+        return (torch.cat([x.unflatten(0, (groups, -1, head_dim)) for x in (q, k, v)], dim=1).flatten(0, 2),)
 
-    def join_fused(x: Tensor) -> Tensor:
+    def join_fused(x: Tensor) -> tuple[Tensor]:
         return join_qkv(*x.split([config.num_attention_heads * head_dim, groups * head_dim, groups * head_dim]))
 
     for kind in ("weight", "bias") if config.add_qkv_bias or config.add_bias_linear else ("weight",):
-        parts = tuple(f"{theirs}.{name}_proj.{kind}" for name in "qkv")
+        qkv = (f"{ours}.linear_qkv.{kind}",)
         if is_fused:
-            fused = (f"{theirs}.qkv_proj.{kind}",)
-            yield Weight(f"{ours}.linear_qkv.{kind}", fused, lambda x: (torch.cat(split_qkv(x)),), join_fused)
+            yield Weight(qkv, (f"{theirs}.qkv_proj.{kind}",), lambda x: (torch.cat(split_qkv(x)),), join_fused)
         else:
-            yield Weight(f"{ours}.linear_qkv.{kind}", parts, split_qkv, join_qkv)
+            yield Weight(qkv, tuple(f"{theirs}.{name}_proj.{kind}" for name in "qkv"), split_qkv, join_qkv)
     for kind in ("weight", "bias") if config.add_bias_linear else ("weight",):
         yield same(f"{ours}.linear_proj.{kind}", f"{theirs}.o_proj.{kind}")
     if config.has_sinks:
@@ -86,8 +90,7 @@ def rotated_in_pairs(heads: int, rotated: int) -> tuple[Callable[[Tensor], Tenso
 
 def _latent_attention(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Weight]:
     def reordered(ours: str, theirs: str, heads: int) -> Weight:
-        to_pairs, to_halves = rotated_in_pairs(heads, config.qk_pos_emb_head_dim)
-        return Weight(ours, (theirs,), lambda x: (to_pairs(x),), to_halves)
+        return moved(ours, theirs, *rotated_in_pairs(heads, config.qk_pos_emb_head_dim))
 
     heads = config.num_attention_heads
     if config.q_lora_rank is None:
@@ -102,10 +105,7 @@ def _latent_attention(config: DecoderConfig, ours: str, theirs: str) -> Iterator
     yield same(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight")
 
 
-def in_memory(experts: Experts | None, is_fused: bool, config: DecoderConfig) -> Iterator[InMemory]:
-    for layer in range(config.num_layers if is_fused else 0):
-        gate, up, both = (f"model.layers.{layer}.mlp.{name}_proj.weight" for name in ("gate", "up", "gate_up"))
-        yield InMemory(both, (gate, up), join=lambda *parts: torch.cat(parts), split=lambda x: x.tensor_split(2))
+def in_memory(experts: Experts | None, config: DecoderConfig) -> Iterator[InMemory]:
     if experts is not None and config.moe is not None:
         for layer in config.layers_with_experts:
             yield from experts.in_memory(f"model.layers.{layer}", config.moe)

@@ -12,6 +12,7 @@ from megatron_zpp.families.decoder_only import decoder
 from megatron_zpp.families.huggingface import (
     HuggingFaceMapping,
     Weight,
+    moved,
     require_fields,
     require_sizes,
     require_values,
@@ -88,8 +89,8 @@ def weights(config: DecoderConfig) -> Iterator[Weight]:
         ours, theirs = f"layers.{layer}", f"transformer.h.{layer}"
         yield from same_weight_and_bias(f"{ours}.input_norm", f"{theirs}.ln_1")
         qkv, c_attn = f"{ours}.self_attention.linear_qkv", f"{theirs}.attn.c_attn"
-        yield Weight(f"{qkv}.weight", (f"{c_attn}.weight",), lambda x: (by_kind(x).t(),), lambda x: by_head(x.t()))
-        yield Weight(f"{qkv}.bias", (f"{c_attn}.bias",), lambda x: (by_kind(x),), by_head)
+        yield moved(f"{qkv}.weight", f"{c_attn}.weight", lambda x: by_kind(x).t(), lambda x: by_head(x.t()))
+        yield moved(f"{qkv}.bias", f"{c_attn}.bias", by_kind, by_head)
         yield from _transposed(f"{ours}.self_attention.linear_proj", f"{theirs}.attn.c_proj")
         yield from same_weight_and_bias(f"{ours}.pre_mlp_norm", f"{theirs}.ln_2")
         yield from _transposed(f"{ours}.mlp.linear_fc1", f"{theirs}.mlp.c_fc")
@@ -101,7 +102,7 @@ def weights(config: DecoderConfig) -> Iterator[Weight]:
 
 def _transposed(ours: str, theirs: str) -> Iterator[Weight]:
     """Pair a Linear with GPT-2's Conv1D, whose weight is [in, out]."""
-    yield Weight(f"{ours}.weight", (f"{theirs}.weight",), lambda x: (x.t(),), lambda x: x.t())
+    yield moved(f"{ours}.weight", f"{theirs}.weight", lambda x: x.t(), lambda x: x.t())
     yield same(f"{ours}.bias", f"{theirs}.bias")
 
 

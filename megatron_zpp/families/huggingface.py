@@ -13,17 +13,22 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of ours, and the tensors with its numbers in transformers' model."""
+    """Parameters of ours, and the tensors with their numbers in the files of transformers' model."""
 
-    ours: str
+    ours: tuple[str, ...]
     theirs: tuple[str, ...]
-    split: Callable[[Tensor], tuple[Tensor, ...]]  # ours -> theirs; views where it can be
-    join: Callable[..., Tensor]  # theirs -> ours
+    split: Callable[..., tuple[Tensor, ...]]  # ours -> theirs; views where it can be
+    join: Callable[..., tuple[Tensor, ...]]  # theirs -> ours
 
 
 def same(ours: str, theirs: str) -> Weight:
     """Pair a parameter that both models lay out alike."""
-    return Weight(ours, (theirs,), lambda x: (x,), lambda x: x)
+    return moved(ours, theirs, lambda x: x, lambda x: x)
+
+
+def moved(ours: str, theirs: str, to_theirs: Callable[[Tensor], Tensor], to_ours: Callable[[Tensor], Tensor]) -> Weight:
+    """Pair a parameter with the one tensor that has its numbers in other places."""
+    return Weight((ours,), (theirs,), lambda x: (to_theirs(x),), lambda x: (to_ours(x),))
 
 
 def same_weight_and_bias(ours: str, theirs: str) -> Iterator[Weight]:
@@ -38,8 +43,6 @@ class InMemory:
     name: str
     tensors: tuple[str, ...]
     join: Callable[..., Tensor]  # tensors -> parameter
-    # parameter -> tensors, where the files hold the parameter and ``tensors`` are its parts in ``Weight.theirs`` alone
-    split: Callable[[Tensor], tuple[Tensor, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,6 @@ class HuggingFaceMapping:
 
     # Our parameters with a row per token: rows beyond the tokenizer's may be left out.
     with_vocabulary: tuple[str, ...] = ("word_embeddings.weight", "output_layer.weight")
-
-    def merged(self, config: Any) -> dict[str, InMemory]:
-        """Return the tensors of their files that are several of ``Weight.theirs``, by name."""
-        return {parameter.name: parameter for parameter in self.in_memory(config) if parameter.split is not None}
 
 
 def require_fields(config: Any, title: str, supported: Mapping[str, tuple[Any, ...]], written: Collection[str]) -> None:

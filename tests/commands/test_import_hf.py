@@ -125,8 +125,8 @@ def check_parameters(argv: list[str], architecture: str, folder: str) -> tuple[l
     parameters = dict(run.model.named_parameters())
     for weight in mapping_of(run.model.config).weights(run.model.config):
         expected = weight.join(*(theirs[name].float() for name in weight.theirs))
-        if not torch.equal(parameters[weight.ours].full_tensor(), expected):
-            differing.append(weight.ours)
+        pairs = zip(weight.ours, expected, strict=True)
+        differing += [name for name, tensor in pairs if not torch.equal(parameters[name].full_tensor(), tensor)]
     train_quietly(run)
     return differing, metrics["lm loss"][-1]
 

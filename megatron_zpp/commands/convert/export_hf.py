@@ -31,7 +31,7 @@ from megatron_zpp.convert.hf.compare import compare
 from megatron_zpp.convert.hf.tokenizer import build, write_tokenizer
 from megatron_zpp.data.text.tokenizers import Tokenizer
 from megatron_zpp.errors import reports_errors
-from megatron_zpp.families import Architecture
+from megatron_zpp.families import Architecture, Weight
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.settings.flags import local_path, number
 
@@ -52,22 +52,21 @@ def export(args: argparse.Namespace, given: Architecture | None = None) -> str:
     hf_config = mapping.to_config(config, positions)
     saved = parameter_reader(checkpoint, meta)
 
-    @functools.lru_cache(maxsize=1)  # theirs that are split from one of ours come in a row
     def ours(name: str) -> Tensor:
         tensor = saved(name)
         if name in mapping.with_vocabulary:
             tensor = tensor[: config.vocab_size]
         return converted(tensor, name, checkpoint, args.dtype)
 
+    @functools.lru_cache(maxsize=1)  # theirs that are parts of one weight come in a row
+    def split(weight: Weight) -> tuple[Tensor, ...]:
+        return weight.split(*map(ours, weight.ours))
+
     parts = {theirs: (weight, part) for weight in mapping.weights(config) for part, theirs in enumerate(weight.theirs)}
 
-    merged = mapping.merged(config)
-
     def theirs(name: str) -> Tensor:
-        if name in merged:
-            return merged[name].join(*map(theirs, merged[name].tensors))
         weight, part = parts[name]
-        return weight.split(ours(weight.ours))[part]
+        return split(weight)[part]
 
     with files.new_folder(args.output, "--output") as folder:
         tokens: dict[str, int] = {}

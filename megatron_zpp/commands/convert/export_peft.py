@@ -30,12 +30,12 @@ def export(args: argparse.Namespace) -> str:
     mapping, settings = architecture.huggingface_model(config), meta["settings"]
     if settings.get("lora_rank") is None:
         raise CheckpointError(f"{checkpoint} has no adapters: export-hf writes the whole model")
-    if architecture.name == "gpt" or mapping.merged(config):
+    if architecture.name == "gpt" or any(len(weight.ours) > 1 for weight in mapping.weights(config)):
         raise ValueError(f"adapters of {mapping.model_type} cannot be exported: layers are fused or transposed there")
     ours = {name: converted(x, name, checkpoint, args.dtype) for name, x in iterate_parameters(checkpoint, meta)}
     theirs: dict[str, Tensor] = {}
     for weight in mapping.weights(config):
-        name = weight.ours.removesuffix(".weight")
+        name = weight.ours[0].removesuffix(".weight")
         if f"{name}.lora_A" not in ours:
             continue
         # Queries, keys and values are one layer here: they share A, and each has its rows of B.

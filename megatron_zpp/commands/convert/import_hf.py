@@ -7,6 +7,7 @@ Prints the trainer's flags for it. Keeps the checkpoint only if its logits are t
 """
 
 import argparse
+import functools
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
@@ -22,7 +23,7 @@ from megatron_zpp.convert.hf.checkpoint import parameter_reader, save_imported, 
 from megatron_zpp.convert.hf.compare import compare
 from megatron_zpp.convert.hf.tokenizer import build, find_tokenizer
 from megatron_zpp.errors import reports_errors
-from megatron_zpp.families import ARCHITECTURES, Architecture
+from megatron_zpp.families import ARCHITECTURES, Architecture, Weight
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.settings.flags import local_path
 
@@ -57,13 +58,17 @@ def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = AR
     def theirs(name: str) -> Tensor:
         return stored.read(name_of[name])
 
-    weights = {weight.ours: weight for weight in mapping.weights(config)}
-    read_part = files.unmerged(mapping, config, theirs)
+    @functools.lru_cache(maxsize=1)  # ours that are parts of one weight come in a row
+    def join(weight: Weight) -> tuple[Tensor, ...]:
+        return weight.join(*(theirs(name).float() for name in weight.theirs))
+
+    parts = {ours: (weight, part) for weight in mapping.weights(config) for part, ours in enumerate(weight.ours)}
 
     def ours(name: str, state: str) -> Tensor:
-        tensor = weights[name].join(*(read_part(part).float() for part in weights[name].theirs))
+        weight, part = parts[name]
+        tensor = join(weight)[part]
         if not tensor.isfinite().all():
-            raise ValueError(f"{', '.join(weights[name].theirs)} of {args.input} has NaN or Inf")
+            raise ValueError(f"{', '.join(weight.theirs)} of {args.input} has NaN or Inf")
         return tensor
 
     with files.new_folder(args.save, "--save") as folder:

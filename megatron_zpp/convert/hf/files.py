@@ -197,7 +197,7 @@ def in_memory(
     mapping: HuggingFaceMapping, config: TransformerConfig, read: Callable[[str], Tensor]
 ) -> Callable[[str], Tensor]:
     """Return a function that reads a parameter of transformers' model. read: reads a tensor of its files."""
-    made = {parameter.name: parameter for parameter in mapping.in_memory(config) if parameter.split is None}
+    made = {parameter.name: parameter for parameter in mapping.in_memory(config)}
 
     def read_parameter(name: str) -> Tensor:
         return made[name].join(*map(read, made[name].tensors)) if name in made else read(name)
@@ -205,39 +205,16 @@ def in_memory(
     return read_parameter
 
 
-def unmerged(
-    mapping: HuggingFaceMapping, config: TransformerConfig, read: Callable[[str], Tensor]
-) -> Callable[[str], Tensor]:
-    """Return a function that reads one of ``Weight.theirs``. read: reads a tensor of their files."""
-    parts = {
-        part: (merged, number)
-        for merged in mapping.merged(config).values()
-        for number, part in enumerate(merged.tensors)
-    }
-
-    def read_part(name: str) -> Tensor:
-        if name not in parts:
-            return read(name)
-        merged, number = parts[name]
-        assert merged.split is not None
-        return merged.split(read(merged.name))[number]
-
-    return read_part
-
-
 def their_shapes(
     architecture: Architecture, config: TransformerConfig, mapping: HuggingFaceMapping
 ) -> dict[str, torch.Size]:
     """Return {name: shape} of every tensor in the files of transformers' model."""
     ours = architecture.build_empty(config).state_dict()
-    theirs = {
-        name: tensor
+    return {
+        name: tensor.shape
         for weight in mapping.weights(config)
-        for name, tensor in zip(weight.theirs, weight.split(ours[weight.ours]), strict=True)
+        for name, tensor in zip(weight.theirs, weight.split(*(ours[name] for name in weight.ours)), strict=True)
     }
-    for name, merged in mapping.merged(config).items():
-        theirs[name] = merged.join(*(theirs.pop(part) for part in merged.tensors))
-    return {name: tensor.shape for name, tensor in theirs.items()}
 
 
 def write_json(path: Path, content: Any) -> None:
