@@ -23,7 +23,7 @@ from common import RESULTS, markdown_table, run_choice
 from megatron_zpp.commands.plan import suggested
 from megatron_zpp.families import LLAMA
 from megatron_zpp.planning.cluster import Cluster, default_cluster, parse_cluster
-from megatron_zpp.planning.search.plan import Outcome, make_plan
+from megatron_zpp.planning.search import Outcome, make_plan
 
 LLAMA_70B = (
     "--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --group-query-attention "

@@ -23,8 +23,7 @@ from megatron_zpp.arguments.parse import parse_settings, stated_flags
 from megatron_zpp.families import GPT, LLAMA, Architecture
 from megatron_zpp.planning.cluster import Cluster, default_cluster, like_program
 from megatron_zpp.planning.predict import Estimate, estimate_on, predict
-from megatron_zpp.planning.search.candidates import RECOMPUTE_ALL
-from megatron_zpp.planning.search.plan import complete
+from megatron_zpp.planning.search import RECOMPUTE_ALL, complete
 from megatron_zpp.settings.resolved import ResolvedSettings
 
 PUBLISHED = RESULTS / "published_throughput.jsonl"

@@ -14,7 +14,7 @@ from megatron_zpp.families import ARCHITECTURES
 from megatron_zpp.metrics.throughput import peak_tflops
 from megatron_zpp.planning.needs.division import RankGrid
 from megatron_zpp.planning.needs.estimate import Estimate, estimate, memory_and_traffic
-from megatron_zpp.planning.search.plan import filled_in
+from megatron_zpp.planning.search import filled_in
 from megatron_zpp.settings.flags import number
 from megatron_zpp.zeropp.recipes import AUTO
 

@@ -29,7 +29,7 @@ from megatron_zpp.metrics.tensorboard_reader import find_runs, read_run
 from megatron_zpp.planning.cluster import LIKE, Cluster, like_program, parse_cluster
 from megatron_zpp.planning.needs.estimate import memory_and_traffic
 from megatron_zpp.planning.predict import calibrate
-from megatron_zpp.planning.search.plan import USABLE, Outcome, Plan, make_plan
+from megatron_zpp.planning.search import USABLE, Outcome, Plan, make_plan
 from megatron_zpp.planning.step import StepTime
 from megatron_zpp.settings.flags import local_path, number
 from megatron_zpp.zeropp.recipes import AUTO, LOSS_BUDGET

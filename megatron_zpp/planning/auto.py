@@ -14,7 +14,7 @@ from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.planning.cluster import Cluster
 from megatron_zpp.planning.measure import HEAD_DIM, LEAST_TOKENS, Options, measure_cluster, measure_links
 from megatron_zpp.planning.predict import estimate_on, predict
-from megatron_zpp.planning.search.plan import USABLE
+from megatron_zpp.planning.search import USABLE
 from megatron_zpp.planning.step import StepTime
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.zeropp import build_topology

@@ -25,7 +25,7 @@ from megatron_zpp.models.activation_offload import ActivationOffload
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.models.transformer import as_model_output
 from megatron_zpp.planning.needs.estimate import RankEstimate
-from megatron_zpp.planning.search.candidates import WIRES
+from megatron_zpp.planning.search import WIRES
 from megatron_zpp.zeropp.reduce.gradient_sum import NodeSum
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, start, train_each, train_quietly

@@ -21,7 +21,7 @@ from megatron_zpp.metrics.tensorboard_reader import DASHBOARD, RunHistory, find_
 from megatron_zpp.metrics.writers import MetricWriters
 from megatron_zpp.planning.cluster import parse_cluster
 from megatron_zpp.planning.predict import predict, predict_logged
-from megatron_zpp.planning.search.plan import make_plan
+from megatron_zpp.planning.search import make_plan
 from megatron_zpp.settings.groups import LoggingSettings
 from megatron_zpp.training.pretrain import train
 from megatron_zpp.training.setup import build_run

@@ -11,7 +11,7 @@ from megatron_zpp.planning.cluster import LINK_SHARE, Cluster, parse_cluster, re
 from megatron_zpp.planning.needs.division import RankGroup
 from megatron_zpp.planning.needs.traffic import Exchange
 from megatron_zpp.planning.predict import Prediction, estimate_on, predict
-from megatron_zpp.planning.search.plan import make_plan
+from megatron_zpp.planning.search import make_plan
 
 MODEL = "--preset llama-8b --num-layers 4 --seq-length 2048 --micro-batch-size 1 --lr 1 --train-iters 9 --mock-data"
 MODEL += " --bf16 --vocab-size 31999 --tokenizer-type NullTokenizer --global-batch-size 32"

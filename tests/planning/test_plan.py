@@ -14,8 +14,7 @@ from megatron_zpp.commands.plan_timeline import LANES
 from megatron_zpp.families import GPT, LLAMA
 from megatron_zpp.planning.cluster import parse_cluster
 from megatron_zpp.planning.predict import estimate_on, predict
-from megatron_zpp.planning.search.candidates import SETTLES, is_settled
-from megatron_zpp.planning.search.plan import Outcome, Plan, complete, make_plan
+from megatron_zpp.planning.search import SETTLES, Outcome, Plan, complete, is_settled, make_plan
 from megatron_zpp.settings.checks import SettingsError
 
 MODEL = "--preset llama-8b --num-layers 8 --seq-length 2048"  # of eight layers, for speed

@@ -11,7 +11,7 @@ from megatron_zpp.planning.cluster import LIKE, Cluster, like_program, parse_clu
 from megatron_zpp.planning.needs.division import RankGrid
 from megatron_zpp.planning.needs.traffic import expert_rows
 from megatron_zpp.planning.predict import Arithmetic, arithmetic, estimate_on, step_shapes
-from megatron_zpp.planning.search.candidates import RECOMPUTE_ALL
+from megatron_zpp.planning.search import RECOMPUTE_ALL
 from megatron_zpp.planning.step import StepShape
 
 H, S, B, V, LAYERS = 64, 128, 2, 512, 3
