@@ -1,1 +1,1 @@
-"""From the command line to checked settings: flags, DeepSpeed's file, presets, and the generated page of flags."""
+"""From the command line to checked settings: flags, DeepSpeed's file, presets."""

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from docs.flags_page import render_reference
 from megatron_zpp.arguments.foreign_flags import NOT_NEEDED, REFUSED, TRANSLATED, translate
 from megatron_zpp.arguments.help import help_text
-from megatron_zpp.arguments.page import render_reference
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.families import GPT, LLAMA, find_architecture
 from megatron_zpp.settings.checks import flag_of
@@ -353,5 +353,5 @@ def test_a_flag_of_an_older_commit_is_refused_with_its_name_of_today():
 def test_reference_page_is_up_to_date():
     page = Path(__file__).parents[2] / "docs" / "reference" / "flags.md"
     assert page.read_text(encoding="utf-8") == render_reference(), (
-        "run: python -m megatron_zpp.arguments.page docs/reference/flags.md"
+        "run: python docs/flags_page.py docs/reference/flags.md"
     )

@@ -1,4 +1,4 @@
-"""Write the page of flags from the settings: ``python -m megatron_zpp.arguments.page docs/reference/flags.md``."""
+"""Write the page of flags from the settings: ``python docs/flags_page.py docs/reference/flags.md``."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ _INTRODUCTION = """\
 # Flags
 
 All flags of PROGRAMS. This page is generated; after a change of the settings, run
-`python -m megatron_zpp.arguments.page docs/reference/flags.md`.
+`python docs/flags_page.py docs/reference/flags.md`.
 
 A value comes from the flag, else from the DeepSpeed file of `--deepspeed_config`, else from `--preset`, else from the
 default below. A file that contradicts a flag is refused. Flags that are not on this page are refused too, with the
