@@ -17,22 +17,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron_zpp import files
 from megatron_zpp.errors import attempt
+from megatron_zpp.publish.files import safetensors_header
 
 BLOCK_BYTES = 4 * 2**20  # that one CRC-32 covers
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 class CheckpointError(ValueError):
@@ -136,27 +123,19 @@ def write_safetensors(
 
     offsets: of each shard in its tensor, for DCP's HuggingFaceStorageReader; our reader uses the index.
     """
-    tensors = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)  # aligns all of them
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {}
-    end = 0
-    for name, dtype, shape in tensors:
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    more = {}
+    planned = {name: (dtype, tuple(shape)) for name, dtype, shape in tensors}
+    metadata = None
     if offsets is not None:
         sharding = {name: {"saved_offsets": list(begin)} for name, begin in offsets.items()}
-        more["__metadata__"] = {"DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":"))}
-    text = json.dumps(more | header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    prefix = len(text).to_bytes(8, "little") + text
+        metadata = {"DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":"))}
+    prefix, spans = safetensors_header([(name, *kind) for name, kind in planned.items()], metadata)
     sums, nonfinite = Sums(), []
     sums.update(prefix)
     with attempt("write", path), open_regular(path, "wb") as file:
         file.write(prefix)
-        for name, dtype, shape in tensors:
-            tensor = read(name).detach().cpu().contiguous()
-            if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
+        for name in spans:
+            (dtype, shape), tensor = planned[name], read(name).detach().cpu().contiguous()
+            if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
                 raise ValueError(f"{name} was planned as {dtype} {shape}, but is {tensor.dtype} {tuple(tensor.shape)}")
             if not _is_finite(tensor):
                 nonfinite.append(name)
@@ -164,7 +143,6 @@ def write_safetensors(
             sums.update(content)
             file.write(content)
         sync_file(file)
-    spans = {name: tensor["data_offsets"] for name, tensor in header.items()}
     places = {name: _StorageInfo(path.name, len(prefix) + begin, end - begin) for name, (begin, end) in spans.items()}
     return TensorFile(places, sums.entry(), nonfinite)
 

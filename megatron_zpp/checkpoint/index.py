@@ -30,8 +30,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 
 from megatron_zpp.errors import describe_error
+from megatron_zpp.publish.files import DTYPES, NAMES
 
-from .files import DTYPES, CheckpointError, digest, parse_json
+from .files import CheckpointError, digest, parse_json
 from .meta import INDEX, REMEDY, is_plain_name, open_in
 
 SHARDS = "shards.bin"  # little-endian 64-bit integers
@@ -41,12 +42,11 @@ _OF_RANK = re.compile(rb',"(?:zeropp|rng|islands)\.([0-9]+)\.')  # how lines beg
 
 def build_index(tensors: Mapping[str, Any], places: Mapping[MetadataIndex, _StorageInfo]) -> dict[str, bytes]:
     """Return the content of the index's files by name. tensors: ``TensorStorageMetadata`` by name."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
     files = sorted({place.relative_path for place in places.values()})
     number_of = {file: number for number, file in enumerate(files)}
     shared, of_ranks, parts, num_values = list[str](), list[str](), list[Rows](), 0
     for name, tensor in tensors.items():
-        entry = {"dtype": names[tensor.properties.dtype], "shape": list(tensor.size)}
+        entry = {"dtype": NAMES[tensor.properties.dtype], "shape": list(tensor.size)}
         # Ranks that hold nothing of a tensor write shards without elements.
         chunks = [chunk for chunk in tensor.chunks if math.prod(chunk.sizes)] or tensor.chunks[:1]
         at = [places[MetadataIndex(name, chunk.offsets)] for chunk in chunks]

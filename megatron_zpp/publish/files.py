@@ -12,9 +12,10 @@ The manifest is renamed into its place when all other files are written, so a ve
 import ctypes
 import hashlib
 import json
+import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,23 +63,35 @@ def pack(tensors: Iterable[Tensor], dtype: torch.dtype) -> tuple[WireFormat, Ten
     return format, torch.nn.functional.pad(values.view(torch.uint8), (0, format.nbytes - values.nbytes))
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Write tensors; return the file's size and SHA-256, for the manifest."""
-    header: dict[str, Any] = {"__metadata__": metadata}
-    contents, end = [], 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):  # aligns all of them
-        contents.append(tensor.cpu().contiguous())
-        begin, end = end, end + contents[-1].nbytes
-        if tensor.dtype not in NAMES:
-            raise PublishError(f"{name} is of {tensor.dtype}, which cannot be published")
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
+def safetensors_header(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """Return the first bytes of a file, and where each tensor begins and ends after them, in the order of writing.
+
+    tensors: name, dtype and shape of each.
+    """
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    spans, end = {}, 0
+    for name, dtype, shape in sorted(tensors, key=lambda tensor: -tensor[1].itemsize):  # aligns all of them
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": [*shape], "data_offsets": [begin, end]}
+        spans[name] = begin, end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    prefix, sums = len(text).to_bytes(8, "little") + text, hashlib.sha256()
+    return len(text).to_bytes(8, "little") + text, spans
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Write tensors; return the file's size and SHA-256, for the manifest."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in NAMES:
+            raise PublishError(f"{name} is of {tensor.dtype}, which cannot be published")
+    prefix, spans = safetensors_header([(name, x.dtype, x.shape) for name, x in tensors.items()], metadata)
+    contents, sums = [tensors[name].cpu().contiguous() for name in spans], hashlib.sha256()
     # The tensors' memory, without numpy.
     views = ((ctypes.c_char * part.nbytes).from_address(part.data_ptr()) for part in contents if part.nbytes)
     with attempt("publish weights as", path), open_regular(path, "wb") as file:
         for part in (memoryview(prefix), *(memoryview(view) for view in views)):
             file.write(part)
             sums.update(part)
-    return {"bytes": len(prefix) + end, "sha256": sums.hexdigest()}
+    return {"bytes": len(prefix) + sum(part.nbytes for part in contents), "sha256": sums.hexdigest()}

@@ -235,7 +235,7 @@ def _identity(job: Job, files: list[CorpusFile]) -> dict[str, Any]:
         "text_documents": job.reading.text_documents,
         "append_eod": job.append_eod,
         "sentences": job.reading.sentences,
-        "chats": job.reading.chats or None,  # None as in jobs from before this
+        "chats": job.reading.chats,
         "max_document_megabytes": job.reading.max_document_bytes / 2**20,
     }
 
@@ -250,10 +250,8 @@ def _load(job: Job, identity: dict[str, Any]) -> State:
         state.done = set(state.done)
         state.written = {key: tuple(counts) for key, counts in state.written.items()}  # type: ignore[misc]
         # Another limit makes other blocks, whose numbers matter only where they are done in any order.
-        limit = "max_document_megabytes"
-        job_then = {limit: identity[limit]} | saved["job"]  # jobs from before this have none
-        differing = [name for name, value in identity.items() if job_then.get(name) != value]
-        differing = [name for name in differing if name != limit or state.done]
+        compared = [name for name in identity if state.done or name != "max_document_megabytes"]
+        differing = [name for name in compared if saved["job"].get(name) != identity[name]]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{job.state_file} is damaged ({error!r}): give --restart to start over") from error
     if differing:
