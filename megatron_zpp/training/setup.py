@@ -12,7 +12,7 @@ from megatron_zpp.checkpoint import CheckpointError, FolderLock, load_base, load
 from megatron_zpp.checkpoint.folder import describe_empty
 from megatron_zpp.checkpoint.meta import Counters, saved_model
 from megatron_zpp.checkpoint.on_resume import check_settings
-from megatron_zpp.checkpoint.resume import check_not_overwritten, check_same_data, checkpoint_to_load
+from megatron_zpp.checkpoint.resume import check_not_overwritten, check_same_data, checkpoint_to_load, goes_on_in
 from megatron_zpp.checkpoint.tokenizer import check_same_ids
 from megatron_zpp.families import Architecture, vocabulary_of
 from megatron_zpp.integrations.float8 import check_float8
@@ -124,7 +124,8 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
     mesh = build_mesh(settings, device)
     plan = plan_run(architecture, settings, mesh)
     with errors_on_all_ranks():
-        resumes_logs = plan.meta is not None and not settings.checkpoint.finetune and settings.checkpoint.load == save
+        is_resumed = plan.meta is not None and not settings.checkpoint.finetune
+        resumes_logs = is_resumed and goes_on_in(settings.checkpoint)
         writers = _build_writers(architecture, settings, plan.vocab_size, resumes_logs)
 
     token_traffic = Traffic()

@@ -144,11 +144,13 @@ def offline(*argvs: list[str]):
     return call_pretrain(*argvs)
 
 
-def test_a_run_that_resumes_is_one_run_of_wandb(data, tmp_path):
+def test_a_run_that_resumes_is_one_run_of_wandb_however_its_folder_is_spelled(data, tmp_path):
     pytest.importorskip("wandb.sdk", reason="wandb is not installed")
     save = tmp_path / "run"
     argv = flags(data, f"--wandb-project p --save {save} --save-interval 2", length="--train-iters 4")
-    codes = run_ranks(1, offline, [*argv, "--exit-interval", "2"], [*argv, "--load", str(save)])[0]
+    codes = run_ranks(1, offline, [*argv, "--exit-interval", "2"], [*argv, "--load", f"{save}/"])[
+        0
+    ]  # the same folder, spelled otherwise
     assert [code for code, _, _ in codes] == [0, 0], codes
     files = [*(save / "wandb").glob("wandb/offline-run-*/*.wandb")]
     assert len(files) == 2 and len({file.name for file in files}) == 1  # by the run's id
