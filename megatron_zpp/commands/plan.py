@@ -74,17 +74,17 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     programs = f"{'|'.join(PROGRAMS)} FLAGS"
     add("command", nargs=argparse.REMAINDER, metavar=programs, help="the trainer, and its flags")
     args = parser.parse_args(argv)
-    args.program, args.flags = None, _without_auto([word for word in args.command if word != "--"])
+    words = [word for word in args.command if word != "--"]
+    args.program = None
     if args.huggingface is None:
-        if not args.command:
+        if not words:
             parser.error("which model? give the trainer and its flags last, or --huggingface DIR")
-        program, *flags = args.command
-        args.flags = _without_auto(flags)
-        args.program = program_name(program)
+        args.program = program_name(words.pop(0))
         if args.program not in PROGRAMS:
             parser.error(f"{args.program} is not {' or '.join(PROGRAMS)}: give the trainer and its flags last")
         if args.vocabulary is None:
             parser.error("give --vocabulary, the size of the tokenizer's vocabulary")
+    args.flags = _without_auto(words)
     return args
 
 

@@ -32,6 +32,8 @@ WRITTEN = (
 FIELDS: dict[str, Any] = dict(normalization="RMSNorm", swiglu=True, add_bias_linear=False)
 # Llama 3.1's scaling of rotary frequencies beside its factor: constants in ``models.rotary``.
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+CONTEXT = "original_max_position_embeddings"
+YARN = {"factor": "yarn_scaling_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
 NORMS = {"input_norm": "input_layernorm", "pre_mlp_norm": "post_attention_layernorm"}
 
 
@@ -189,13 +191,8 @@ def _write_rotary(family: Family, config: DecoderConfig) -> dict[str, Any]:
 
 def _scaling(config: DecoderConfig) -> dict[str, Any] | None:
     if config.position_embedding_type == "yarn":
-        yarn: dict[str, Any] = {
-            "rope_type": "yarn",
-            "factor": config.yarn_scaling_factor,
-            "original_max_position_embeddings": config.yarn_original_context,
-            "beta_fast": config.yarn_beta_fast,
-            "beta_slow": config.yarn_beta_slow,
-        }
+        yarn: dict[str, Any] = {"rope_type": "yarn", CONTEXT: config.yarn_original_context}
+        yarn |= {key: getattr(config, name) for key, name in YARN.items()}
         if config.mscale_all_dim and config.mscale:  # transformers reads both or none
             yarn |= {"mscale": config.mscale, "mscale_all_dim": config.mscale_all_dim}
         elif config.mscale != 1 or config.mscale_all_dim:
@@ -243,18 +240,11 @@ def _read_rotary(family: Family, hf: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "linear":
         return base | {"rotary_seq_len_interpolation_factor": float(rope["factor"])}
     if kind == "yarn":
-        require_sizes(rope, "original_max_position_embeddings")
-        has_mscale = bool(rope.get("mscale"))
-        return base | {
-            "position_embedding_type": "yarn",
-            "yarn_scaling_factor": float(rope["factor"]),
-            "yarn_original_context": rope["original_max_position_embeddings"],
-            "yarn_beta_fast": float(rope.get("beta_fast") or 32),
-            "yarn_beta_slow": float(rope.get("beta_slow") or 1),
-            "mscale": float(rope["mscale"]) if has_mscale else 1.0,
-            "mscale_all_dim": float(rope["mscale_all_dim"]) if has_mscale else 0.0,
-            "no_yarn_correction_range_round_to_int": rope.get("truncate") is False,
-        }
+        require_sizes(rope, CONTEXT)
+        names = YARN | {"mscale": "mscale", "mscale_all_dim": "mscale_all_dim"}
+        base |= {name: float(rope[key]) for key, name in names.items() if rope.get(key)}  # ours are the defaults there
+        base |= {"position_embedding_type": "yarn", "yarn_original_context": rope[CONTEXT]}
+        base["no_yarn_correction_range_round_to_int"] = rope.get("truncate") is False
     return base
 
 

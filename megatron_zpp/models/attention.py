@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.varlen import varlen_attn
 
+from .decoder_config import DecoderConfig
 from .layers import gather_tokens
 from .rotary import apply_rotary
 from .transformer import Transformer
@@ -18,25 +20,15 @@ VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # no
 
 
 class Attention(nn.Module):
-    """The part that every kind of attention has: how queries attend to keys, once these are there."""
+    """Base class: how the queries of one block attend to keys, as a config says."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        dropout: float,
-        window: int | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        has_sinks: bool = False,
-    ) -> None:
-        """window: how many tokens before it a token attends to; default all. scale: of scores; default 1 / sqrt of the
-        queries' width. softcap, has_sinks: see ``plain_attention``."""
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        """layer: number of the block in the whole model, from 0."""
         super().__init__()
-        self.num_heads = num_heads
-        self.dropout = dropout
-        self.window = window
-        self.options = {name: x for name, x in (("scale", scale), ("softcap", softcap)) if x is not None}
-        self.sinks = Sinks(num_heads) if has_sinks else None
+        self.config, self.window = config, config.window_of(layer)
+        options = {"scale": config.attention_scale, "softcap": config.attn_logit_softcapping}
+        self.options = {name: value for name, value in options.items() if value is not None}
+        self.sinks = Sinks(config.num_attention_heads) if config.has_sinks else None
         self.attention = attention  # see ``replace_attention``
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
@@ -44,7 +36,7 @@ class Attention(nn.Module):
         options: dict[str, Any] = dict(self.options)
         if self.sinks is not None:
             options["sinks"] = self.sinks()
-        dropout = self.dropout if self.training else 0.0
+        dropout = self.config.attention_dropout if self.training else 0.0
         return self.attention(q, k, v, documents, dropout, self.window, **options).flatten(2)
 
 
@@ -61,39 +53,22 @@ class Sinks(nn.Module):
 
 
 class SelfAttention(Attention):
-    """Causal multi-head attention, with grouped key/value heads (GQA) when ``num_query_groups < num_heads``.
+    """Causal multi-head attention, with grouped key/value heads (GQA) where there are fewer of them than query heads.
 
     The rows of ``linear_qkv`` are packed as in Megatron, group by group: ``[q ... q, k, v]``, each ``head_dim`` rows.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        num_query_groups: int,
-        head_dim: int,
-        bias: bool,
-        dropout: float,
-        qkv_bias: bool | None = None,
-        head_norm: Callable[[int], nn.Module] | None = None,
-        norms_all_heads: bool = False,
-        rotary_interleaved: bool = False,
-        **options: Any,
-    ) -> None:
-        """qkv_bias: default ``bias``. head_norm: makes a norm of a number of channels; queries get one, and keys: of
-        each head, or with ``norms_all_heads`` of all heads at once. rotary_interleaved: neighboring channels are
-        rotated together. options: of ``Attention``."""
-        super().__init__(num_heads, dropout, **options)
-        self.num_query_groups = num_query_groups
-        self.head_dim = head_dim
-        self.norms_all_heads = norms_all_heads
-        self.rotary_interleaved = rotary_interleaved
-        rows = (num_heads + 2 * num_query_groups) * head_dim
-        self.linear_qkv = nn.Linear(hidden_size, rows, bias=bias if qkv_bias is None else qkv_bias)
-        self.linear_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=bias)
-        q_heads, k_heads = (num_heads, num_query_groups) if norms_all_heads else (1, 1)
-        self.q_layernorm = None if head_norm is None else head_norm(q_heads * head_dim)
-        self.k_layernorm = None if head_norm is None else head_norm(k_heads * head_dim)
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        heads, groups, self.head_dim = config.num_attention_heads, config.num_groups, config.head_dim
+        has_bias = config.add_bias_linear
+        rows = (heads + 2 * groups) * self.head_dim
+        self.linear_qkv = nn.Linear(config.hidden_size, rows, bias=has_bias or config.add_qkv_bias)
+        self.linear_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=has_bias)
+        # Queries have a norm, and keys: of each head, or of all heads at once.
+        q_heads, k_heads = (heads, groups) if config.qk_layernorm_whole else (1, 1)
+        self.q_layernorm = config.make_norm(q_heads * self.head_dim) if config.qk_layernorm else None
+        self.k_layernorm = config.make_norm(k_heads * self.head_dim) if config.qk_layernorm else None
 
     def forward(
         self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, documents: Tensor | None = None
@@ -103,7 +78,7 @@ class SelfAttention(Attention):
         ``documents``, of ``document_attention``, keeps tokens from attending to another document than their own, or
         beyond the window.
         """
-        queries_per_group = self.num_heads // self.num_query_groups
+        queries_per_group = self.config.num_attention_heads // self.config.num_groups
         qkv = self.linear_qkv(x)  # under tensor parallelism of this rank's heads alone
         batch, length, _ = qkv.shape
         qkv = qkv.view(batch, length, -1, queries_per_group + 2, self.head_dim)
@@ -111,12 +86,12 @@ class SelfAttention(Attention):
         q = q.reshape(batch, length, -1, self.head_dim)  # [B, S, heads, head_dim]
         k, v = k.squeeze(3), v.squeeze(3)  # [B, S, groups, head_dim]
         if self.q_layernorm is not None and self.k_layernorm is not None:
-            if self.norms_all_heads:
+            if self.config.qk_layernorm_whole:
                 q, k = self.q_layernorm(q.flatten(2)).view_as(q), self.k_layernorm(k.flatten(2)).view_as(k)
             else:
                 q, k = self.q_layernorm(q), self.k_layernorm(k)
         if cos is not None and sin is not None:
-            q, k = (apply_rotary(x, cos, sin, self.rotary_interleaved) for x in (q, k))
+            q, k = (apply_rotary(x, cos, sin, self.config.rotary_interleaved) for x in (q, k))
         return self.linear_proj(self.attend(q, k, v, documents))
 
 
@@ -126,56 +101,43 @@ class LatentAttention(Attention):
     Keys and values of all heads come from one narrow latent vector per token, and all heads share one rotated key.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        q_rank: int | None,
-        kv_rank: int,
-        plain_dim: int,
-        rotated_dim: int,
-        v_dim: int,
-        dropout: float,
-        latent_norm: Callable[[int], nn.Module] | None,
-        **options: Any,
-    ) -> None:
-        """q_rank: width of the queries' latent vectors; None: queries have none. plain_dim, rotated_dim: channels of a
-        query or key without and with positions. latent_norm: makes a norm of latent vectors. options: of
-        ``Attention``."""
-        super().__init__(num_heads, dropout, **options)
-        self.kv_rank, self.plain_dim, self.rotated_dim, self.v_dim = kv_rank, plain_dim, rotated_dim, v_dim
-        norm = latent_norm or nn.Identity
-        q_rows = num_heads * (plain_dim + rotated_dim)
-        self.has_latent_queries = q_rank is not None
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        heads, hidden_size = config.num_attention_heads, config.hidden_size
+        q_rank, kv_rank = config.q_lora_rank, config.kv_lora_rank
+        norm = partial(config.make_norm, epsilon=config.latent_norm_epsilon) if config.qk_layernorm else nn.Identity
+        q_rows = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
         if q_rank is None:
             self.linear_q_proj = nn.Linear(hidden_size, q_rows, bias=False)
         else:
             self.linear_q_down_proj = nn.Linear(hidden_size, q_rank, bias=False)
             self.q_layernorm = norm(q_rank)
             self.linear_q_up_proj = nn.Linear(q_rank, q_rows, bias=False)
-        self.linear_kv_down_proj = nn.Linear(hidden_size, kv_rank + rotated_dim, bias=False)
+        self.linear_kv_down_proj = nn.Linear(hidden_size, kv_rank + config.qk_pos_emb_head_dim, bias=False)
         self.kv_layernorm = norm(kv_rank)
-        self.linear_kv_up_proj = nn.Linear(kv_rank, num_heads * (plain_dim + v_dim), bias=False)
-        self.linear_proj = nn.Linear(num_heads * v_dim, hidden_size, bias=False)
+        self.linear_kv_up_proj = nn.Linear(kv_rank, heads * (config.qk_head_dim + config.v_head_dim), bias=False)
+        self.linear_proj = nn.Linear(heads * config.v_head_dim, hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None) -> Tensor:
         """``x`` [B, S, H] -> [B, S, H]. ``cos``, ``sin`` and ``documents`` as in ``SelfAttention``."""
-        if self.has_latent_queries:
+        plain_dim, rotated_dim = self.config.qk_head_dim, self.config.qk_pos_emb_head_dim
+        kv_rank, v_dim = self.config.kv_lora_rank, self.config.v_head_dim
+        if self.config.q_lora_rank is not None:
             q = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(x)))
         else:
             q = self.linear_q_proj(x)
-        q = q.unflatten(-1, (-1, self.plain_dim + self.rotated_dim))  # [B, S, heads, plain + rotated]
-        latent, shared = self.linear_kv_down_proj(x).split([self.kv_rank, self.rotated_dim], dim=-1)
-        kv = self.linear_kv_up_proj(self.kv_layernorm(latent)).unflatten(-1, (-1, self.plain_dim + self.v_dim))
-        k, v = kv.split([self.plain_dim, self.v_dim], dim=-1)  # [B, S, heads, ...]
+        q = q.unflatten(-1, (-1, plain_dim + rotated_dim))  # [B, S, heads, plain + rotated]
+        latent, shared = self.linear_kv_down_proj(x).split([kv_rank, rotated_dim], dim=-1)
+        kv = self.linear_kv_up_proj(self.kv_layernorm(latent)).unflatten(-1, (-1, plain_dim + v_dim))
+        k, v = kv.split([plain_dim, v_dim], dim=-1)  # [B, S, heads, ...]
         shared = (gather_tokens(shared) if isinstance(shared, DTensor) else shared).unsqueeze(2)  # [B, S, 1, rotated]
-        plain_q, rotated_q = q.split([self.plain_dim, self.rotated_dim], dim=-1)
+        plain_q, rotated_q = q.split([plain_dim, rotated_dim], dim=-1)
         q = torch.cat([plain_q, apply_rotary(rotated_q, cos, sin)], dim=-1)
         k = torch.cat([k, apply_rotary(shared, cos, sin).expand(*k.shape[:3], -1)], dim=-1)
         # Kernels, caches and context parallelism want values as wide as keys.
-        v = F.pad(v, (0, k.shape[-1] - self.v_dim))
+        v = F.pad(v, (0, k.shape[-1] - v_dim))
         attended = self.attend(q, k, v, documents).unflatten(-1, (-1, k.shape[-1]))
-        return self.linear_proj(attended[..., : self.v_dim].flatten(2))
+        return self.linear_proj(attended[..., :v_dim].flatten(2))
 
 
 def replace_attention(

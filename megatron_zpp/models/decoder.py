@@ -4,19 +4,19 @@ From the bottom up: a block and what it is made of, then the model. Modules and 
 Weights are garbage until ``init_weights`` has filled them.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from .attention import LatentAttention, SelfAttention, document_attention
 from .decoder_config import DecoderConfig, default_ffn_size
-from .layers import NORMS, OutputLayer, losses_or_logits
+from .layers import OutputLayer, losses_or_logits
 from .mlp import MLP, GatedMLP
 from .moe import MoE, Routed, auxiliary_losses, finish_step, observations
-from .rotary import frequencies, rotary_table, scaled_as_llama3, scaled_as_yarn, yarn_magnitude
+from .rotary import frequencies, rotary_table, scaled_as_llama3, yarn_magnitude
 from .transformer import ModelOutput, Transformer
 
 __all__ = ["Block", "Decoder", "DecoderConfig", "default_ffn_size"]
@@ -32,12 +32,12 @@ class Block(nn.Module):
         self.has_rope, self.is_local = config.has_rope(layer), config.is_local(layer)
         self.residual_multiplier = config.residual_multiplier
         no_norm = nn.Identity()
-        self.input_norm = no_norm if config.no_pre_norms else make_norm(config, config.hidden_size)
-        self.self_attention = make_attention(config, layer)
-        self.post_attention_norm = make_norm(config, config.hidden_size) if config.post_self_attn_layernorm else no_norm
-        self.pre_mlp_norm = no_norm if config.no_pre_norms else make_norm(config, config.hidden_size)
+        self.input_norm = no_norm if config.no_pre_norms else config.make_norm(config.hidden_size)
+        self.self_attention = (LatentAttention if config.multi_latent_attention else SelfAttention)(config, layer)
+        self.post_attention_norm = config.make_norm(config.hidden_size) if config.post_self_attn_layernorm else no_norm
+        self.pre_mlp_norm = no_norm if config.no_pre_norms else config.make_norm(config.hidden_size)
         self.mlp = make_mlp(config, layer)
-        self.post_mlp_norm = make_norm(config, config.hidden_size) if config.post_mlp_layernorm else no_norm
+        self.post_mlp_norm = config.make_norm(config.hidden_size) if config.post_mlp_layernorm else no_norm
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(
@@ -56,44 +56,6 @@ class Block(nn.Module):
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         y = self.dropout(y)
         return x + (y if self.residual_multiplier == 1 else y * self.residual_multiplier)
-
-
-def make_norm(config: DecoderConfig, width: int, epsilon: float | None = None) -> nn.Module:
-    return NORMS[config.normalization, config.layernorm_1p](width, eps=epsilon or config.norm_epsilon)
-
-
-def make_attention(config: DecoderConfig, layer: int) -> nn.Module:
-    """Build the attention of the block with number ``layer``."""
-    norm = partial(make_norm, config) if config.qk_layernorm else None
-    if config.multi_latent_attention:
-        return LatentAttention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.q_lora_rank,
-            config.kv_lora_rank,
-            config.qk_head_dim,
-            config.qk_pos_emb_head_dim,
-            config.v_head_dim,
-            dropout=config.attention_dropout,
-            latent_norm=norm and partial(norm, epsilon=config.latent_norm_epsilon),
-            scale=config.attention_scale,
-        )
-    return SelfAttention(
-        config.hidden_size,
-        config.num_attention_heads,
-        config.num_groups,
-        config.head_dim,
-        bias=config.add_bias_linear,
-        qkv_bias=config.add_bias_linear or config.add_qkv_bias,
-        dropout=config.attention_dropout,
-        head_norm=norm,
-        norms_all_heads=config.qk_layernorm_whole,
-        rotary_interleaved=config.rotary_interleaved,
-        window=config.window_of(layer),
-        scale=config.attention_scale,
-        softcap=config.attn_logit_softcapping,
-        has_sinks=config.has_sinks,
-    )
 
 
 def make_mlp(config: DecoderConfig, layer: int) -> nn.Module:
@@ -122,7 +84,7 @@ class Decoder(Transformer):
             self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.dropout = nn.Dropout(config.hidden_dropout)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
-        self.final_norm = make_norm(config, config.hidden_size)
+        self.final_norm = config.make_norm(config.hidden_size)
         self.document_attention = document_attention  # see ``replace_attention``
         if not config.tie_embeddings:
             self.output_layer = OutputLayer(config.hidden_size, config.vocab_size, bias=False)
@@ -213,18 +175,7 @@ class Decoder(Transformer):
         if is_local:
             pass  # never scaled
         elif config.position_embedding_type == "yarn":
-            assert config.yarn_scaling_factor is not None and config.yarn_original_context is not None
-            magnitude = yarn_magnitude(config.yarn_scaling_factor, config.mscale)
-            magnitude /= yarn_magnitude(config.yarn_scaling_factor, config.mscale_all_dim)
-            frequency = scaled_as_yarn(
-                frequency,
-                config.rotary_base,
-                config.yarn_scaling_factor,
-                config.yarn_original_context,
-                config.yarn_beta_fast,
-                config.yarn_beta_slow,
-                whole_pairs=not config.no_yarn_correction_range_round_to_int,
-            )
+            frequency, magnitude = scaled_as_yarn(frequency, config)
         elif config.rope_scaling_factor is not None:
             frequency = scaled_as_llama3(frequency, config.rope_scaling_factor)
         elif config.rotary_seq_len_interpolation_factor is not None:
@@ -232,3 +183,25 @@ class Decoder(Transformer):
         cos, sin = rotary_table(frequency, ids.shape[1], position_ids)
         # Megatron's rule: angles in fp32, their cosines and sines in the dtype of the activations.
         return (cos * magnitude).to(dtype), (sin * magnitude).to(dtype)
+
+
+def scaled_as_yarn(frequency: Tensor, config: DecoderConfig) -> tuple[Tensor, float]:
+    """YaRN's scaling of frequencies, and its factor of queries and keys (Peng et al., arXiv 2309.00071).
+
+    Pairs of channels that turn ``yarn_beta_fast`` times or more within the original context are kept, those that turn
+    ``yarn_beta_slow`` times or less are stretched, and between those two the share that is stretched grows with the
+    pair's number.
+    """
+    pairs, factor, context = frequency.shape[0], config.yarn_scaling_factor, config.yarn_original_context
+    assert factor is not None and context is not None  # by the config
+    first, last = (
+        pairs * math.log(context / (turns * 2 * math.pi)) / math.log(config.rotary_base)
+        for turns in (config.yarn_beta_fast, config.yarn_beta_slow)
+    )
+    if not config.no_yarn_correction_range_round_to_int:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    number = torch.arange(pairs, dtype=torch.float32, device=frequency.device)
+    stretched = ((number - first) / max(last - first, 0.001)).clamp(0, 1)
+    magnitude = yarn_magnitude(factor, config.mscale) / yarn_magnitude(factor, config.mscale_all_dim)
+    return stretched * frequency / factor + (1 - stretched) * frequency, magnitude

@@ -4,6 +4,8 @@ import ast
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 from .layers import NORMS, head_size
 from .mlp import Activation
 from .moe import MoEConfig
@@ -130,6 +132,10 @@ class DecoderConfig:
             raise ValueError(f"v_head_dim {self.v_head_dim} must be at most qk_head_dim + qk_pos_emb_head_dim")
         if self.position_embedding_type not in ("rope", "yarn") or self.no_rope_freq:
             raise ValueError("multi_latent_attention needs position_embedding_type rope or yarn in every block")
+
+    def make_norm(self, width: int, epsilon: float | None = None) -> nn.Module:
+        """Make a norm of vectors of ``width`` channels. epsilon: default ``norm_epsilon``."""
+        return NORMS[self.normalization, self.layernorm_1p](width, eps=epsilon or self.norm_epsilon)
 
     @property
     def num_groups(self) -> int:

@@ -22,33 +22,6 @@ def scaled_as_llama3(frequency: Tensor, factor: float) -> Tensor:
     return keep * frequency + (1 - keep) * frequency / factor
 
 
-def scaled_as_yarn(
-    frequency: Tensor,
-    base: float,
-    factor: float,
-    original_context: int,
-    beta_fast: float,
-    beta_slow: float,
-    whole_pairs: bool = True,
-) -> Tensor:
-    """YaRN's scaling (Peng et al., arXiv 2309.00071): pairs of channels that turn ``beta_fast`` times or more within
-    the original context are kept, those that turn ``beta_slow`` times or less are stretched by the factor, and between
-    those two the share that is stretched grows with the pair's number. whole_pairs: round both ends of that range
-    outward to numbers of pairs."""
-    pairs = frequency.shape[0]
-
-    def pair_with(turns: float) -> float:
-        return pairs * math.log(original_context / (turns * 2 * math.pi)) / math.log(base)
-
-    first, last = pair_with(beta_fast), pair_with(beta_slow)
-    if whole_pairs:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, 2 * pairs - 1)
-    number = torch.arange(pairs, dtype=torch.float32, device=frequency.device)
-    stretched = ((number - first) / max(last - first, 0.001)).clamp(0, 1)
-    return stretched * frequency / factor + (1 - stretched) * frequency
-
-
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
     """Return what YaRN multiplies queries and keys by, so that attention over more tokens stays as sharp."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -24,7 +24,7 @@ def apply_tensor_parallelism(
     """
     parallelize_module(model, mesh.tp, plan)
     for module in model.modules():
-        if isinstance(module, Attention) and module.dropout > 0 and not sequence_parallel:
+        if isinstance(module, Attention) and module.config.attention_dropout > 0 and not sequence_parallel:
             module.forward = _with_random_numbers_per_rank(module, mesh.tp_rank)  # type: ignore[method-assign]
 
 

@@ -4,6 +4,7 @@ import shlex
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import Architecture, find_architecture
@@ -239,17 +240,10 @@ def _optimizer_seconds(settings: ResolvedSettings, rank: RankEstimate, cluster: 
 
 
 def _unit_times(settings: ResolvedSettings, exchanges: UnitExchanges, cluster: Cluster) -> UnitTimes:
-    def transfer(exchange: Exchange | None) -> Transfer | None:
-        return make_transfer(exchange, cluster) if exchange is not None else None
-
-    return UnitTimes(
-        gather=make_transfer(exchanges.gather, cluster),
-        stays_gathered=exchanges.unit.layer is None or effective_zero_stage(settings) < 3,
-        reduce=transfer(exchanges.reduce),
-        weights_between=transfer(exchanges.weights_between),
-        gradients_between=transfer(exchanges.gradients_between),
-        all_reduce=transfer(exchanges.all_reduce),
-    )
+    sent = {name: each for name, each in vars(exchanges).items() if isinstance(each, Exchange)}
+    transfers: dict[str, Any] = {name: make_transfer(exchange, cluster) for name, exchange in sent.items()}
+    stays_gathered = exchanges.unit.layer is None or effective_zero_stage(settings) < 3
+    return UnitTimes(stays_gathered=stays_gathered, **transfers)  # the same names in both
 
 
 def make_transfer(exchange: Exchange, cluster: Cluster) -> Transfer:

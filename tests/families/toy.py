@@ -15,6 +15,7 @@ from megatron_zpp.families import Architecture, BlockActivations, HuggingFaceMap
 from megatron_zpp.families.decoder_only import require_shape
 from megatron_zpp.families.huggingface import require_sizes, require_values, same, same_weight_and_bias
 from megatron_zpp.models.attention import SelfAttention, document_attention
+from megatron_zpp.models.decoder_config import DecoderConfig
 from megatron_zpp.models.layers import linear_cross_entropy, output_logits
 from megatron_zpp.models.rotary import frequencies, rotary_table
 from megatron_zpp.models.transformer import ModelOutput, Transformer
@@ -33,8 +34,9 @@ class ToyConfig:
     init_method_std: float = 0.02
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
+    def attention(self) -> DecoderConfig:
+        sizes = self.num_layers, self.hidden_size, self.num_attention_heads, self.vocab_size
+        return DecoderConfig(*sizes, position_embedding_type="rope", attention_dropout=0.0)
 
     @property
     def ffn_size(self) -> int:
@@ -44,9 +46,9 @@ class ToyConfig:
 class ToyBlock(nn.Module):
     def __init__(self, config: ToyConfig) -> None:
         super().__init__()
-        hidden, heads = config.hidden_size, config.num_attention_heads
+        hidden = config.hidden_size
         self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.self_attention = SelfAttention(hidden, heads, heads, config.head_dim, bias=True, dropout=0.0)
+        self.self_attention = SelfAttention(config.attention, layer=0)
         self.linear_fc1, self.linear_fc2 = nn.Linear(hidden, config.ffn_size), nn.Linear(config.ffn_size, hidden)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None) -> Tensor:
@@ -68,7 +70,7 @@ class Toy(Transformer):
 
     def forward(self, tokens: Tensor, labels: Any = None, position_ids: Any = None, cu_seqlens: Any = None) -> Any:
         x = self.word_embeddings(tokens)
-        frequency = frequencies(self.config.head_dim, 10000, tokens.device)
+        frequency = frequencies(self.config.attention.head_dim, 10000, tokens.device)
         cos, sin = rotary_table(frequency, tokens.shape[1], position_ids)
         documents = self.document_attention(cu_seqlens, tokens, x.dtype, False)
         for layer in self.layers:

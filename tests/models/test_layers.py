@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_zpp.models import layers
 from megatron_zpp.models.attention import SelfAttention
+from megatron_zpp.models.decoder_config import DecoderConfig
 from megatron_zpp.models.layers import VOCABULARY_BLOCK, linear_cross_entropy
 from megatron_zpp.models.rotary import apply_rotary, frequencies, rotary_table, scaled_as_llama3
 from tests.collectives import Calls
@@ -17,9 +18,13 @@ from tests.collectives import Calls
 CPU = torch.device("cpu")
 
 
+def attention_of(hidden_size, heads, **options):
+    return SelfAttention(DecoderConfig(1, hidden_size, heads, 1, position_embedding_type="none", **options), layer=0)
+
+
 def test_attention_dropout_only_in_training():
     torch.manual_seed(0)
-    attention = SelfAttention(32, 4, 4, 8, bias=False, dropout=0.5)
+    attention = attention_of(32, 4, add_bias_linear=False, attention_dropout=0.5)
     x = torch.randn(1, 6, 32)
     assert not torch.equal(attention(x), attention(x))
     attention.eval()
