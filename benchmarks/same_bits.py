@@ -8,8 +8,8 @@ last checkpoint must be equal (parameters, optimizer, LoCo's errors, weight copi
 goes on in this checkout from the other one's first checkpoint. The program first checks itself: another seed differs.
 
 A checkpoint of another format is refused, so the program writes this checkout's format number into the meta.json of
-the other one. ZeRO++'s state is named by a hash of its settings, which may be computed otherwise there: it gets the
-names that the same run gives it here.
+the other one, and the records of the schedule and of ZeRO++'s settings. ZeRO++'s state is named by a hash of these,
+which may be computed otherwise there: it gets the names that the same run gives it here.
 """
 
 import hashlib
@@ -115,7 +115,7 @@ def as_saved_here(there: Path, here: Path) -> None:
     (there / "index.json").write_text(text)
     meta, ours = (json.loads((folder / "meta.json").read_text()) for folder in (there, here))
     meta["files"]["index.json"] |= {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    text = json.dumps(meta | {name: ours[name] for name in ("format", "zeropp")})
+    text = json.dumps(meta | {name: ours[name] for name in ("format", "zeropp", "schedule")})
     (there / "meta.json").write_text(text)
     (there / "complete").write_text(hashlib.sha256(text.encode()).hexdigest())
 

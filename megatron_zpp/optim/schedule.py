@@ -156,15 +156,12 @@ class Schedule:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values for a checkpoint; ``resume_schedule`` compares them."""
-        values = dataclasses.asdict(self)
-        if not self.warmup_log_steps:
-            del values["warmup_log_steps"]  # which earlier versions do not know
-        return values
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> Schedule:
         """Raises ValueError for what is no ``state_dict``."""
-        fields, state = dataclasses.fields(cls), {"warmup_log_steps": 0} | state
+        fields = dataclasses.fields(cls)
         wrong = sorted({field.name for field in fields} ^ state.keys())
         for field in fields:
             value = state.get(field.name, 0)
