@@ -37,16 +37,6 @@ def write_log(path, *lines: TrainingReport, validation: float | None) -> None:
     path.write_text("\n".join(text) + "\n")
 
 
-def test_every_field_of_the_trainers_line_is_read():
-    fields = log_reader.parse_line(format_training_line(LINE))
-    assert fields is not None
-    assert fields["iteration"] == 10 and fields["train iterations"] == 20
-    assert fields["lm loss"] == 5.25 and fields["grad norm"] == math.inf
-    assert fields["tokens per second"] == 8000 and fields["elapsed time per iteration (ms)"] == 500
-    assert fields[log_reader.BETWEEN] == 24 and fields[log_reader.WITHIN] == 12
-    assert log_reader.parse_line("note: iteration 5 of something") is None
-
-
 def test_means_weigh_each_line_by_its_steps(tmp_path):
     # One slow step at first, ten at 8000 tokens per second, two at half that speed.
     first = dataclasses.replace(

@@ -1,13 +1,11 @@
-"""An architecture that the package knows nothing of trains, resumes, is estimated, exported, imported and sampled."""
+"""An architecture that the package knows nothing of trains, is estimated, exported, imported and sampled."""
 
 import contextlib
-import hashlib
 import io
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from megatron_zpp.commands import estimate, generate_text, inspect_checkpoint, suggest_settings
 from megatron_zpp.commands.convert import export_hf, import_hf
@@ -25,18 +23,14 @@ ZEROPP = (
 GIVEN, BARE_GIVEN = "tests.families.toy:TOY", "tests.families.toy:BARE"
 
 
-def train_toy(argv: list[str]) -> tuple[Metrics, str, str]:
-    """For ``run_ranks``: metrics, a digest of the parameters, and what was printed."""
+def train_toy(argv: list[str]) -> tuple[Metrics, str]:
+    """For ``run_ranks``: metrics, and what was printed."""
     run, metrics = start(argv, TOY)
-    text = train_quietly(run)
-    digest = hashlib.sha256()
-    for name, parameter in get_model_state_dict(run.model).items():
-        digest.update(name.encode() + parameter.full_tensor().numpy().tobytes())
-    return metrics, digest.hexdigest(), text
+    return metrics, train_quietly(run)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> tuple[Path, list[tuple[Metrics, str, str]]]:
+def trained(tmp_path_factory) -> tuple[Path, list[tuple[Metrics, str]]]:
     """A folder with data and checkpoints, and the results of the run that wrote them."""
     folder = tmp_path_factory.mktemp("toy")
     argv = flags(write_text(folder), ZEROPP, f"--save {folder}/run --save-interval 4")
@@ -44,7 +38,7 @@ def trained(tmp_path_factory) -> tuple[Path, list[tuple[Metrics, str, str]]]:
 
 
 def test_it_trains_and_its_auxiliary_loss_is_logged(trained):
-    metrics, _, text = trained[1][-1]
+    metrics, text = trained[1][-1]
     assert metrics["lm loss"][-1] < metrics["lm loss"][0] - 0.1
     assert len(metrics["square loss"]) == 8 and all(loss > 0 for loss in metrics["square loss"])
     assert "square loss validation" not in metrics and "lm loss validation" in metrics
@@ -68,15 +62,6 @@ def std_of_output(argv: list[str]) -> float:
         run, _ = start(argv, TOY)
     assert isinstance(run.model, Toy)
     return float(run.model.output_layer.weight.full_tensor().std())
-
-
-def test_it_resumes_to_the_bit(trained):
-    folder, whole = trained
-    argv = flags(f"{folder}/text", ZEROPP, f"--load {folder}/run --ckpt-step 4")
-    for (metrics, digest, _), (expected, expected_digest, _) in zip(run_ranks(4, train_toy, argv), whole, strict=True):
-        assert digest == expected_digest
-        for key in ("lm loss", "square loss", "grad-norm"):
-            assert metrics[key] == expected[key][4:]
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(trained):

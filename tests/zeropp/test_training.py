@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
 from megatron_zpp.zeropp.fsdp.fsdp_unit import FSDPUnit
+from megatron_zpp.zeropp.gather import sent_shards
 from tests.ranks import run_in_turn
 from tests.zeropp.fsdp_model import HAS_UNUSED_SWITCH, CapturedWarnings, own_state
 from tests.zeropp.training_on_ranks import (
@@ -23,6 +24,7 @@ from tests.zeropp.training_on_ranks import (
     token_batch,
     train,
 )
+from tests.zeropp.training_on_ranks import step as train_step
 
 OPTIMIZERS = {
     "fused": partial(torch.optim.AdamW, lr=1e-2, eps=1e-4, fused=True),
@@ -233,6 +235,23 @@ def _undone():
     return bias, own_state(zeropp)["gradients/root/inter.error"].equal(before)
 
 
+def _after_a_failed_send():
+    """The loss of a step before which sending weights failed, and of one without that."""
+    losses = []
+    for fails in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        zeropp = shard(model, ALL_FLAGS, list(model))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        train_step(model, optimizer, torch.ones(2, 64))
+        if fails:
+            with patch.object(sent_shards, "start_gathers", side_effect=MemoryError), pytest.raises(MemoryError):
+                model(torch.ones(2, 64))
+            zeropp.invalidate()
+        losses.append(train_step(model, optimizer, torch.ones(2, 64)).item())
+    return losses
+
+
 def _state_of_another_config():
     """Return for each of other settings whether the state was taken over, and the warnings."""
     model = nn.Linear(64, 64)
@@ -258,7 +277,7 @@ def _state_of_another_config():
 def found():
     functions = {case[0]: partial(plain_and, HIERARCHY_ONLY, 3, *case) for case in UNQUANTIZED}
     functions["all flags"] = partial(plain_and, ALL_FLAGS, 4, dtype=torch.bfloat16)
-    others = (_forgiving, _undone, _state_of_another_config, _refused)
+    others = (_forgiving, _undone, _after_a_failed_send, _state_of_another_config, _refused)
     return run_in_turn(4, functions | {function.__name__: function for function in others})
 
 
@@ -274,6 +293,11 @@ def test_undone_gradients_leave_no_trace_wherever_they_were(found):
     bias, is_as_before = found["_undone"][0]
     torch.testing.assert_close(bias, torch.full((64,), 8.0), rtol=1e-2, atol=0)
     assert is_as_before
+
+
+def test_a_program_can_go_on_after_sending_failed(found):
+    for failed, expected in found["_after_a_failed_send"]:
+        assert failed == pytest.approx(expected, rel=1e-2)
 
 
 def test_state_of_another_config_is_left_out_but_not_where_it_keeps_the_same(found):
