@@ -176,7 +176,7 @@ def _rank(
                 parameter.data.to_local().fill_(math.nan)
         return train_step(run, *arguments, **more)
 
-    train_step, program.train_step = program.train_step, spoiled_step
+    train_step, program.train_step = program.train_step, spoiled_step  # type: ignore[assignment]
     for place, (module, name) in PLACES.items():
         owner = importlib.import_module(module)
         setattr(owner, name, partial(_announced, getattr(owner, name), rank, place, slow.get(place, 0.0)))

@@ -24,7 +24,7 @@ from side_by_side import OurTraining, our_run
 
 from megatron_zpp.families import GPT
 from megatron_zpp.parallel.distributed import init_distributed
-from megatron_zpp.training.run import Run
+from megatron_zpp.training.trainer import Trainer
 from megatron_zpp.zeropp.fsdp.waits import Waits
 
 LAYERS, HIDDEN, HEADS, LENGTH, BATCH, VOCAB = 2, 128, 2, 128, 8, 2048  # the quickstart's
@@ -60,7 +60,7 @@ def recorded_waits(training: OurTraining, steps: int) -> float:
     return recorded.call_count / steps
 
 
-def seconds_of_a_wait(run: Run) -> float:
+def seconds_of_a_wait(run: Trainer) -> float:
     """The processor's, with its part of ``take``."""
     assert run.zeropp is not None
     waits, unit = Waits(run.device), run.zeropp.units[0]  # type: ignore[attr-defined]
