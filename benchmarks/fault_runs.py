@@ -115,5 +115,5 @@ def _rank(rank: int, ranks: int, port: int, argv: list[str], output: str) -> Non
             os.write(1, STEP.encode())
         return train_step(*arguments, **more)
 
-    train_step, program.train_step = program.train_step, announced_step
+    train_step, program.train_step = program.train_step, announced_step  # type: ignore[assignment]
     pretrain(GPT)

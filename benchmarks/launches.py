@@ -24,15 +24,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.checkpoint.meta import Counters
 from megatron_zpp.families import LLAMA
+from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.gradients import LossScaler
 from megatron_zpp.optim.optimizer import build_optimizer
 from megatron_zpp.parallel import experts as experts_module
 from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.sharding import mixed_precision, offloading, shard_model
 from megatron_zpp.training.loss import LanguageModelLoss
-from megatron_zpp.training.run import Run
 from megatron_zpp.training.step import train_step
+from megatron_zpp.training.trainer import Trainer
 from megatron_zpp.zeropp import Traffic, apply_zeropp
 from megatron_zpp.zeropp.fsdp import topology
 from megatron_zpp.zeropp.recipes import RECIPES
@@ -88,12 +90,13 @@ def count(flags: str) -> dict[str, int]:
         with _disable_current_modes():
             zeropp = apply_zeropp(model, settings.zeropp)
         optimizer = build_optimizer(model, settings.optimizer, zeropp)
-        run = object.__new__(Run)  # without data, a schedule and a log
+        run = object.__new__(Trainer)  # without data, a schedule and a log
+        run.batches, run.counters = BatchSchedule.from_settings(settings.training, NODES * PER_NODE), Counters()
         run.settings, run.device, run.mesh, run.loss = settings, CUDA, mesh, LanguageModelLoss(mesh, CUDA)
         run.model, run.pipeline, run.copies, run.curriculum = model, None, (), None
         run.optimizer, run.scaler = optimizer, LossScaler(settings.precision)
         run.zeropp = zeropp
-        patches.enter_context(patch.object(Run, "set_learning_rate", lambda run: None))
+        patches.enter_context(patch.object(Trainer, "set_learning_rate", lambda run: None))
         tokens = torch.zeros(1, length, dtype=torch.int64, device=CUDA)
         batch = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(1, length, device=CUDA)}
 

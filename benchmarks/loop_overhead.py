@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_zpp.families import GPT
 from megatron_zpp.parallel.distributed import init_distributed
-from megatron_zpp.training.run import Run
+from megatron_zpp.training.trainer import Trainer
 
 LAYERS, HIDDEN, HEADS, LENGTH, BATCH, VOCAB = 4, 256, 4, 256, 8, 8192
 
@@ -67,7 +67,7 @@ def measure(bf16: bool, rounds: int, steps: int) -> dict[str, Any]:
 
 
 @contextmanager
-def our_side(bf16: bool, num_steps: int, log_interval: int) -> Iterator[Run]:
+def our_side(bf16: bool, num_steps: int, log_interval: int) -> Iterator[Trainer]:
     """Our trainer on one rank, ready to take ``num_steps`` steps."""
     shape = f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --seq-length {LENGTH}"
     flags = f"{shape} --num-workers 0 {'--bf16' if bf16 else ''}"

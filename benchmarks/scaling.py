@@ -30,7 +30,9 @@ from torch.distributed import distributed_c10d
 
 from megatron_zpp.commands import pretrain as program
 from megatron_zpp.families import GPT
-from megatron_zpp.training import pretrain, run, setup
+from megatron_zpp.training import pretrain, setup
+from megatron_zpp.training.checkpoints import CheckpointManager
+from megatron_zpp.training.evaluate import LossEvaluation
 from megatron_zpp.training.reporter import Reporter
 
 PATH = RESULTS / "scaling.jsonl"
@@ -156,12 +158,11 @@ def count_rank(rank: int, world_size: int, port: int, folder: str, sender: Any) 
             phases.during("load", setup, "_load"),
             phases.during("loop", program, "train"),
             phases.during("step", pretrain, "train_step"),
-            phases.during("log", Reporter, "step"),
-            phases.during("save", run.Checkpoints, "save"),
-            phases.during("evaluation", pretrain, "validate"),
-            phases.during("evaluation", pretrain, "test"),
+            phases.during("log", Reporter, "on_step"),
+            phases.during("save", CheckpointManager, "on_save"),
+            phases.during("evaluation", LossEvaluation, "on_evaluate"),
             patch.object(program, "die", raised),
-            phases.during("exit", run.Checkpoints, "check_last"),
+            phases.during("exit", CheckpointManager, "on_end"),
             contextlib.redirect_stdout(phases.output),
             contextlib.redirect_stderr(phases.output),
         ):

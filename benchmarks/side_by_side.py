@@ -21,8 +21,8 @@ from megatron_zpp.families import Architecture
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.models.rotary import frequencies, rotary_table
 from megatron_zpp.training.pretrain import train
-from megatron_zpp.training.run import Run
-from megatron_zpp.training.setup import build_run
+from megatron_zpp.training.setup import build_trainer
+from megatron_zpp.training.trainer import Trainer
 
 LR, MIN_LR, WARMUP, CLIP, DECAY = 1e-3, 1e-4, 5, 1.0, 0.1
 
@@ -191,7 +191,7 @@ def our_run(
     num_steps: int,
     log_interval: int,
     samples_per_step: int | None = None,
-) -> Run:
+) -> Trainer:
     """The trainer, as ``pretrain_gpt.py`` or ``pretrain_llama.py`` builds it, on tokens written to ``folder``.
 
     flags: the model's shape and more. samples_per_step: None = one micro-batch on each rank.
@@ -212,10 +212,10 @@ def our_run(
             # Frequencies as in text, so that there is something to learn.
             tokens = random.zipf(1.3, size=samples * (settings.training.seq_length + 1) // 20 + 1)
             writer.add_document([np.minimum(tokens, vocab_size - 2)])
-    return build_run(architecture, settings, device)
+    return build_trainer(architecture, settings, device)
 
 
-def same_batches(run: Run, num_steps: int) -> list[tuple[Tensor, Tensor]]:
+def same_batches(run: Trainer, num_steps: int) -> list[tuple[Tensor, Tensor]]:
     """What our loop will read, in its order, on the device."""
     assert run.datasets.train is not None and run.settings.training.micro_batch_size
     loader = build_loader(
@@ -231,7 +231,7 @@ def same_batches(run: Run, num_steps: int) -> list[tuple[Tensor, Tensor]]:
     return [(batch["tokens"].to(run.device), batch["labels"].to(run.device)) for batch in batches]
 
 
-def full_weights(run: Run) -> dict[str, Tensor]:
+def full_weights(run: Trainer) -> dict[str, Tensor]:
     """A copy of the whole model's weights in host memory; collective."""
     return {name: p.full_tensor().cpu().clone() for name, p in run.model.state_dict().items()}
 
@@ -239,7 +239,7 @@ def full_weights(run: Run) -> dict[str, Tensor]:
 class OurTraining:
     """The trainer's loop, some steps at a time, its metrics kept by key."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Trainer) -> None:
         self.run = run
         self.metrics: dict[str, list[float]] = {}
         run.train_iters = 0

@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from megatron_zpp.families import ARCHITECTURES
 from megatron_zpp.training import pretrain, step
 from megatron_zpp.training.loss import LossTotals
-from megatron_zpp.training.run import Run
+from megatron_zpp.training.trainer import Trainer
 from megatron_zpp.zeropp.gather.all_gather import HierarchicalAllGather, QuantizedAllGather
 from megatron_zpp.zeropp.reduce.reduce_scatter import HierarchicalReduceScatter
 
@@ -58,7 +58,7 @@ WARM_UP_STEPS = 3  # the loader's workers start, the profiler too
 TOP_KERNELS = 10
 
 
-def profile_steps(run: Run, training: OurTraining, num_steps: int) -> dict[str, Any]:
+def profile_steps(run: Trainer, training: OurTraining, num_steps: int) -> dict[str, Any]:
     """Milliseconds per step of each part, of the step, and of the longest kernels; the run goes on meanwhile."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (run.device.type == "cuda")
     plan = schedule(wait=0, warmup=WARM_UP_STEPS, active=num_steps, repeat=1)

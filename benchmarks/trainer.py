@@ -35,7 +35,7 @@ from megatron_zpp.metrics.throughput import mfu, peak_tflops
 from megatron_zpp.parallel.distributed import init_distributed
 from megatron_zpp.planning.needs.division import RankGrid
 from megatron_zpp.planning.needs.estimate import estimate
-from megatron_zpp.training.run import Run
+from megatron_zpp.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -109,13 +109,13 @@ def measure(name: str, micro_batch_size: int | None, options: Namespace) -> dict
     }
 
 
-def build(model: Model, micro_batch_size: int, folder: str, options: Namespace) -> Run:
+def build(model: Model, micro_batch_size: int, folder: str, options: Namespace) -> Trainer:
     flags = f"{model.flags} --bf16 {'--compile' if options.compiled else ''} {options.flags}"
     sizes = model.vocab_size, micro_batch_size, options.all_steps, options.steps
     return our_run(model.architecture, folder, flags, options.device, *sizes)
 
 
-def run_ours(run: Run, options: Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+def run_ours(run: Trainer, options: Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """The trainer's own figures of each round, and the parts of its steps."""
     training = OurTraining(run)
     reset_peak(options.device)

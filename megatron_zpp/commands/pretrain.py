@@ -43,8 +43,8 @@ from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.data import find_tokenizer
 from megatron_zpp.training.nonfinite import NotFiniteError
 from megatron_zpp.training.pretrain import train
-from megatron_zpp.training.run import Run
-from megatron_zpp.training.setup import build_run
+from megatron_zpp.training.setup import build_trainer
+from megatron_zpp.training.trainer import Trainer
 from megatron_zpp.zeropp import ZeroPP
 from megatron_zpp.zeropp.recipes import AUTO
 
@@ -100,20 +100,20 @@ def pretrain(architecture: Architecture, ctrl_c: CtrlC | None = None) -> None:
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time
             torch.use_deterministic_algorithms(True)
         settings, choice = chosen_settings(architecture, settings, device)
-        run = build_run(architecture, settings, device)
-        describe(run)
+        trainer = build_trainer(architecture, settings, device)
+        describe(trainer)
         if choice is not None:
             print_once(choice.why)
-            run.predicted = choice.predicted
+            trainer.predicted = choice.predicted
         if ctrl_c is not None:
-            ctrl_c.describe = functools.partial(_where_interrupted, run)
+            ctrl_c.describe = functools.partial(_where_interrupted, trainer)
         try:
-            train(run, start)
+            train(trainer, start)
         except NotFiniteError as error:  # on all ranks
             report_error(str(error))
-            run.writers.close()
+            trainer.writers.close()
             exit_together(EXIT_NOT_FINITE, [str(error)])
-        run.writers.close()
+        trainer.writers.close()
     except FailedTogether as failed:
         exit_together(EXIT_USER_ERROR, failed.args)
     except (ValueError, OSError, ImportError) as error:
@@ -161,48 +161,49 @@ _SHARDED = (
 )
 
 
-def describe(run: Run) -> None:
+def describe(trainer: Trainer) -> None:
     """Print the model, the ranks, and how both are divided, on rank 0."""
-    zeropp, world_size = run.zeropp, run.world_size
+    zeropp, world_size = trainer.zeropp, trainer.world_size
     ranks = "ranks" if world_size > 1 else "rank"
     print_once(
-        f"{run.architecture.name} with {run.architecture.num_parameters(run.model.config):,} parameters, ZeRO stage "
-        f"{run.settings.zero.zero_stage} on {world_size} {ranks} ({run.device.type}, torch {torch.__version__})"
+        f"{trainer.architecture.name} with {trainer.architecture.num_parameters(trainer.model.config):,} parameters, "
+        f"ZeRO stage {trainer.settings.zero.zero_stage} on {world_size} {ranks} ({trainer.device.type}, "
+        f"torch {torch.__version__})"
     )
     if world_size > 1:
-        print_once(_SHARDED[run.settings.zero.zero_stage])
-    if (recipe := run.settings.precision.fp8_recipe) is not None:
-        print_once(describe_float8(run.model.layers, recipe, emulate=run.device.type == "cpu"))
-    if run.pipeline is not None:
-        print_once(run.pipeline.describe())
+        print_once(_SHARDED[trainer.settings.zero.zero_stage])
+    if (recipe := trainer.settings.precision.fp8_recipe) is not None:
+        print_once(describe_float8(trainer.model.layers, recipe, emulate=trainer.device.type == "cpu"))
+    if trainer.pipeline is not None:
+        print_once(trainer.pipeline.describe())
     if zeropp is not None and world_size > 1:
         print_once(zeropp.describe())
-        if dist.get_rank() == 0 and (on_two := _describe_two_nodes(run)) is not None:
+        if dist.get_rank() == 0 and (on_two := _describe_two_nodes(trainer)) is not None:
             print(on_two, flush=True)
-    if run.islands.num_islands > 1:
-        print_once(run.islands.describe())
+    if trainer.islands.num_islands > 1:
+        print_once(trainer.islands.describe())
 
 
-def _describe_two_nodes(run: Run) -> str | None:
+def _describe_two_nodes(trainer: Trainer) -> str | None:
     """Say what a run of one node would send between two, by the estimate; None for others, and where it has none."""
-    settings, ranks = run.settings, run.world_size // 2
-    if not isinstance(run.zeropp, ZeroPP) or any(unit.topology.num_nodes > 1 for unit in run.zeropp.units):
+    settings, ranks = trainer.settings, trainer.world_size // 2
+    if not isinstance(trainer.zeropp, ZeroPP) or any(unit.topology.num_nodes > 1 for unit in trainer.zeropp.units):
         return None
     hpz = ranks if settings.zeropp.hpz_partition_size > 1 else 1
     config = dataclasses.replace(settings.zeropp, ranks_per_node=None, hpz_partition_size=hpz)
     settings = dataclasses.replace(settings, zeropp=config)
     try:
         grid, passes = RankGrid(2, ranks, settings.distributed), 2 if dist.get_backend() == "gloo" else 1
-        needs = estimate(run.architecture, settings, run.plan.vocab_size, grid, passes)
+        needs = estimate(trainer.architecture, settings, trainer.plan.vocab_size, grid, passes)
     except ValueError:
         return None
     sent = sum(needs.sent_between_nodes.values()) / 1e6
     return f"nothing crosses nodes: this is one; two nodes of {ranks} ranks would send about {sent:,.3f} MB per step"
 
 
-def _where_interrupted(run: Run) -> str:
+def _where_interrupted(trainer: Trainer) -> str:
     """Say at which step a run was interrupted, and what of it is saved."""
-    save, here = run.settings.checkpoint.save, f"after iteration {run.counters.iteration}"
+    save, here = trainer.settings.checkpoint.save, f"after iteration {trainer.counters.iteration}"
     if save is None:
         return f"{here}: nothing is saved, there is no --save"
     saved = complete_checkpoints(save)

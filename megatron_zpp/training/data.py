@@ -22,7 +22,7 @@ from megatron_zpp.data.text.tokenizers import Tokenizer, build_tokenizer
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
 from megatron_zpp.settings.resolved import ResolvedSettings, ResolvedTokenizer, ResolvedTraining
-from megatron_zpp.training.run import Run
+from megatron_zpp.training.trainer import Trainer
 from megatron_zpp.zeropp.fsdp.topology import gather_if_any
 
 if TYPE_CHECKING:
@@ -129,33 +129,19 @@ def check_same_data_on_all_ranks(datasets: Datasets) -> None:
             raise ValueError(f"{differs}; copy the .bin and .idx files of one node to all")
 
 
-class BatchIterators:
-    """Iterators over the micro-batches of training (empty without training) and validation (None without its data)."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self.seek()
-
-    def seek(self) -> None:
-        """Start again at the counters' samples."""
-        counters = self._run.counters
-        self.train = batches_of(self._run, "train", counters.consumed_train_samples) or iter(())
-        self.valid = batches_of(self._run, "valid", counters.consumed_valid_samples)
-
-
-def batches_of(run: Run, split: str, consumed_samples: int) -> Iterator[Batch] | None:
+def batches_of(trainer: Trainer, split: str, consumed_samples: int) -> Iterator[Batch] | None:
     """Iterate over this rank's micro-batches of a split from ``consumed_samples`` on; None without such data."""
-    dataset, mesh = getattr(run.datasets, split), run.mesh
+    dataset, mesh = getattr(trainer.datasets, split), trainer.mesh
     if dataset is None:
         return None
     return build_loader(
         dataset,
         consumed_samples=consumed_samples,
-        micro_batch_size=run.settings.training.micro_batch_size,
+        micro_batch_size=trainer.settings.training.micro_batch_size,
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp_size,
-        num_workers=run.settings.data.num_workers,
-        device=run.device,
-        dataloader_type=run.settings.data.dataloader_type,
-        data_sharding=run.settings.data.data_sharding,
+        num_workers=trainer.settings.data.num_workers,
+        device=trainer.device,
+        dataloader_type=trainer.settings.data.dataloader_type,
+        data_sharding=trainer.settings.data.data_sharding,
     )

@@ -1,6 +1,6 @@
 """What a run is trained on. A loss is an object: training, evaluations and pipelines take it, and know nothing of it.
 
-To train on something else, write a class with the two parts of ``LanguageModelLoss`` and put it into ``Run.loss``.
+To train on something else, write a class with the two parts of ``LanguageModelLoss`` and put it into ``Trainer.loss``.
 """
 
 from collections.abc import Sequence

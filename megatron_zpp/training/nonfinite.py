@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from megatron_zpp.models.transformer import ModelOutput
 from megatron_zpp.parallel.distributed import print_once
-from megatron_zpp.training.run import Run, StepStats
 from megatron_zpp.training.step import accumulate_gradients
+from megatron_zpp.training.trainer import StepStats, Trainer
 from megatron_zpp.zeropp.fsdp.topology import gather_if_any, gather_objects
 from megatron_zpp.zeropp.own_rank import local_part
 
@@ -29,10 +29,10 @@ class NotFiniteError(ValueError):
 class NonfiniteSteps:
     """Counts the steps that were skipped for NaN or Inf, and reports where that began. Collective on a step's ranks."""
 
-    def __init__(self, run: Run) -> None:
-        self.run, training = run, run.settings.training
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, training = trainer, trainer.settings.training
         # fp16's first loss scale, 2^32, may take 30 halvings to come down.
-        self.limit = training.max_nonfinite_steps or (50 if run.scaler.is_dynamic else 10)
+        self.limit = training.max_nonfinite_steps or (50 if trainer.scaler.is_dynamic else 10)
         self.is_checked = not training.no_check_for_nan_in_loss_and_grad
         self.steps = self.in_a_row = 0  # of this process; the last steps that were not finite
         self.last: StepStats | None = None
@@ -45,10 +45,10 @@ class NonfiniteSteps:
         self.in_a_row = self.in_a_row + 1 if stats.is_nonfinite else 0
         if not stats.is_nonfinite or not self.is_checked:
             return self.too_many is not None
-        iteration, scaler = self.run.counters.iteration, self.run.scaler
+        iteration, scaler = self.trainer.counters.iteration, self.trainer.scaler
         if self.in_a_row == (self.limit if scaler.is_dynamic else 1):
-            self.where = locate_nonfinite(self.run, stats)
-            if dist.get_rank(self.run.mesh.step_group) == 0:
+            self.where = locate_nonfinite(self.trainer, stats)
+            if dist.get_rank(self.trainer.mesh.step_group) == 0:
                 print(
                     f"note: NaN or Inf at iteration {iteration} (loss {stats.loss:g}, gradient norm "
                     f"{stats.grad_norm:g}), the step was skipped: {self.where}",
@@ -62,40 +62,36 @@ class NonfiniteSteps:
             )
         return self.too_many is not None
 
-    def why_too_many(self) -> str | None:
-        """Return why some ranks had too many steps of NaN or Inf; None if none had. Collective over all ranks."""
-        return next(filter(None, gather_if_any(self.too_many)), None)
-
-    def why_nothing_came_of_it(self) -> str | None:
-        """Return why the run came to nothing; None if it did not. Collective over all ranks."""
-        return next(filter(None, gather_if_any(self._at_end())), None)
+    def why_ended(self) -> str | None:
+        """Return why the run ends or came to nothing; None if it did not. Collective over all ranks."""
+        return next(filter(None, gather_if_any(self.too_many or self._at_end())), None)
 
     def _at_end(self) -> str | None:
         """Say that there was no finite step, or that NaN or Inf is in a parameter that the last step moved."""
-        run, last = self.run, self.last
+        trainer, last = self.trainer, self.last
         assert last is not None
-        iteration = run.counters.iteration
+        iteration = trainer.counters.iteration
         if self.in_a_row < self.steps:
-            name = next(filter(None, gather_if_any(nonfinite_tensor(run.model), run.mesh.step_group)), None)
+            name = next(filter(None, gather_if_any(nonfinite_tensor(trainer.model), trainer.mesh.step_group)), None)
             if name is None:
                 return None
             return (
                 f"NaN or Inf is in {name} after iteration {iteration}: lower --lr, and go on from an older checkpoint "
                 "with --ckpt-step"
             )
-        scale, least = run.scaler.scale, run.settings.precision.min_loss_scale
-        if run.scaler.is_dynamic and math.isfinite(last.loss) and least < scale < math.inf:
+        scale, least = trainer.scaler.scale, trainer.settings.precision.min_loss_scale
+        if trainer.scaler.is_dynamic and math.isfinite(last.loss) and least < scale < math.inf:
             # Overflows are no end: the scale comes down, as it would in a longer run.
-            if run.counters.scheduled_samples == 0 and iteration == run.train_iters:
+            if trainer.counters.scheduled_samples == 0 and iteration == trainer.train_iters:
                 print_once(
                     f"note: no step counted, and the parameters are the initial ones: the loss scale is still coming "
                     f"down, and is {scale:g} by now; train longer, or begin with --initial-loss-scale {scale:g}"
                 )
             return None
         where = self.where
-        if not where and run.islands.has_synchronized:
+        if not where and trainer.islands.has_synchronized:
             where = "the parameters were replaced after the last step, so it cannot be computed again"
-        where = where or locate_nonfinite(run, last)
+        where = where or locate_nonfinite(trainer, last)
         return (
             f"not one of the {self.steps} steps up to iteration {iteration} was without NaN or Inf (loss scale "
             f"{scale:g}), so the parameters did not move: {where}; lower --lr or look at the data"
@@ -113,44 +109,44 @@ def nonfinite_tensor(model: nn.Module) -> str | None:
     return None
 
 
-def nonfinite_anywhere(run: Run) -> str | None:
+def nonfinite_anywhere(trainer: Trainer) -> str | None:
     """Name a NaN or Inf in the model, on any rank; None without any. Collective over all ranks."""
-    return next(filter(None, gather_if_any(nonfinite_tensor(run.model))), None)
+    return next(filter(None, gather_if_any(nonfinite_tensor(trainer.model))), None)
 
 
 def _this_rank() -> str:
     return f"rank {dist.get_rank()} on {socket.gethostname()}"
 
 
-def locate_nonfinite(run: Run, stats: StepStats) -> str:
+def locate_nonfinite(trainer: Trainer, stats: StepStats) -> str:
     """Say in one line where the NaN or Inf of a step began, and on which rank; changes nothing.
 
     Computes the step again. Collective on the step's ranks.
     """
-    tensor = nonfinite_tensor(run.model)
-    stages: Mapping[int, nn.Module] = {0: run.model}
+    tensor = nonfinite_tensor(trainer.model)
+    stages: Mapping[int, nn.Module] = {0: trainer.model}
     last_stage = 0
-    if run.pipeline is not None:
-        stages, last_stage = run.pipeline.stages, run.pipeline.last
+    if trainer.pipeline is not None:
+        stages, last_stage = trainer.pipeline.stages, trainer.pipeline.last
     with (
-        _watch(stages, last_stage, compiled=run.settings.activation.compile) as found,
-        torch.random.fork_rng([run.device] if run.device.type == "cuda" else []),
+        _watch(stages, last_stage, compiled=trainer.settings.activation.compile) as found,
+        torch.random.fork_rng([trainer.device] if trainer.device.type == "cuda" else []),
     ):
-        scale = run.scaler.scale
-        run.scaler.scale = stats.loss_scale  # the overflow may have lowered it
-        accumulate_gradients(run, iter(stats.micro_batches), len(stats.micro_batches))
-        run.scaler.scale = scale
-    for name, parameter in run.model.named_parameters():
+        scale = trainer.scaler.scale
+        trainer.scaler.scale = stats.loss_scale  # the overflow may have lowered it
+        accumulate_gradients(trainer, iter(stats.micro_batches), len(stats.micro_batches))
+        trainer.scaler.scale = scale
+    for name, parameter in trainer.model.named_parameters():
         if parameter.grad is not None and not local_part(parameter.grad).isfinite().all():
             found.setdefault((_SUM, 0), (0, f"the gradient of the parameter {name}, as the sum over samples and ranks"))
-    run.optimizer.zero_grad()
-    run.model.finish_step(has_stepped=False, add_up=lambda tensor: None)  # experts forget its tokens
-    run.token_traffic.take()  # do not count it
-    if run.zeropp is not None:
-        run.zeropp.undo_step()
-        run.zeropp.traffic.take()
+    trainer.optimizer.zero_grad()
+    trainer.model.finish_step(has_stepped=False, add_up=lambda tensor: None)  # experts forget its tokens
+    trainer.token_traffic.take()  # do not count it
+    if trainer.zeropp is not None:
+        trainer.zeropp.undo_step()
+        trainer.zeropp.traffic.take()
     events = [((*place, call), text) for place, (call, text) in found.items()]
-    per_rank = gather_objects((tensor, events), run.mesh.step_group)
+    per_rank = gather_objects((tensor, events), trainer.mesh.step_group)
 
     # A parameter explains all, an output what comes after it, and a gradient of an output sums of gradients. Ranks of
     # a stage call the same modules in turn, and may send each other what they compute: where it came first, it began.

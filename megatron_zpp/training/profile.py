@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_zpp.metrics.lasting import Attempts
 from megatron_zpp.parallel.distributed import print_once
 from megatron_zpp.settings.resolved import ResolvedSettings
-from megatron_zpp.training.run import Run
+from megatron_zpp.training.trainer import Callback, StepStats, Trainer
 
 
 def check_profile(settings: ResolvedSettings, device: torch.device) -> str | None:
@@ -24,20 +24,20 @@ def check_profile(settings: ResolvedSettings, device: torch.device) -> str | Non
     return folder
 
 
-class StepProfile:
-    """Profiles the steps and ranks that flags ask for; elsewhere it does nothing.
+class StepProfile(Callback):
+    """Profiles the steps and ranks that flags ask for; on other ranks it does nothing.
 
     In a profile, what is sent between and within nodes has a name, such as "gather between nodes: layers.3".
     """
 
-    def __init__(self, run: Run) -> None:
-        settings = run.settings.logging
-        rank, on_gpu = dist.get_rank(), run.device.type == "cuda"
-        self.settings = settings
-        self.waits = run.zeropp.waits if run.zeropp is not None else None
+    def __init__(self, trainer: Trainer) -> None:
+        settings = trainer.settings.logging
+        rank, on_gpu = dist.get_rank(), trainer.device.type == "cuda"
+        self.settings, self.trainer = settings, trainer
+        self.waits = trainer.zeropp.waits if trainer.zeropp is not None else None
         if settings.profile and not settings.use_pytorch_profiler and not on_gpu:
             print_once("note: --profile alone is for Nsight Systems and GPUs: add --use-pytorch-profiler for a trace")
-        folder = check_profile(run.settings, run.device)
+        folder = check_profile(trainer.settings, trainer.device)
         of_rank = settings.profile and (not settings.profile_ranks or rank in settings.profile_ranks)
         self.is_due = of_rank and (settings.use_pytorch_profiler or on_gpu)
         self.keeps_memory = of_rank and settings.record_memory_history
@@ -48,15 +48,19 @@ class StepProfile:
             self.trace.parent.mkdir(parents=True, exist_ok=True)
         if self.keeps_memory:
             torch.cuda.memory._record_memory_history()
+        self._begin_or_end()
 
-    def before_step(self, iteration: int) -> None:
-        """Begin or end; ``iteration``: steps that are done."""
+    def on_step(self, stats: StepStats) -> None:
+        self._begin_or_end()
+
+    def _begin_or_end(self) -> None:
+        iteration = self.trainer.counters.iteration
         if self.is_due and iteration == self.settings.profile_step_start:
             self._begin()
         if iteration == self.settings.profile_step_end:
-            self.end()
+            self.on_end(None)
 
-    def end(self) -> None:
+    def on_end(self, problem: str | None) -> None:
         """Write what was recorded, if a profile is being taken."""
         if self.is_due:
             Attempts(f"the profile in {getattr(self, 'trace', 'memory')}", retries=False)(self._recording.close)

@@ -18,24 +18,22 @@ from megatron_zpp.metrics.writers import training_metrics
 from megatron_zpp.optim.gradients import params_norm
 from megatron_zpp.parallel.distributed import print_once
 from megatron_zpp.training.loss import no_loss
-from megatron_zpp.training.run import Run, StepStats, what_is_due
-from megatron_zpp.training.stragglers import Stragglers
+from megatron_zpp.training.trainer import Callback, StepStats, Trainer
 from megatron_zpp.zeropp import Traffic
 
 
-class Reporter:
+class Reporter(Callback):
     """Collects what happened since the last log line."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        name = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "CPU"
-        given = run.settings.logging.peak_tflops
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        name = torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else "CPU"
+        given = trainer.settings.logging.peak_tflops
         self.peak = given if given is not None else peak_tflops(name)
         print_once(describe_mfu(name, self.peak, given=given is not None))
         self.is_first_step, self.noted_no_loss = True, False
-        self.timer = IntervalTimer(run.device)
-        self.stragglers = Stragglers(run) if run.settings.logging.log_straggler else None
-        self.advice = Advice(run.predicted)
+        self.timer = IntervalTimer(trainer.device)
+        self.advice = Advice(trainer.predicted)
         self._resume()
         self._clear()
 
@@ -48,17 +46,17 @@ class Reporter:
         self.sent, self.sent_for_tokens = Traffic(), Traffic()
         self.waited = [0.0, 0.0]  # seconds, for links within nodes and between nodes
 
-    def step(self, stats: StepStats, num_samples: int) -> None:
-        """Add one step; print and write what is due. Call it on every rank, after the counters moved."""
-        run, logging, iteration = self.run, self.run.settings.logging, self.run.counters.iteration
+    def on_step(self, stats: StepStats) -> None:
+        """Add one step, after the counters moved; print and write what is due."""
+        trainer, logging, iteration = self.trainer, self.trainer.settings.logging, self.trainer.counters.iteration
         self.is_first_step = False
         self.num_steps += 1
-        length = run.sample_length(iteration)
-        self.num_tokens += num_samples * length
-        self.flops += num_samples * length * run.architecture.flops_per_token(run.model.config, length)
+        length = trainer.sample_length(iteration)
+        self.num_tokens += stats.num_samples * length
+        self.flops += stats.num_samples * length * trainer.architecture.flops_per_token(trainer.model.config, length)
         self.skipped += stats.is_skipped
         self.nan += not math.isfinite(stats.loss)
-        for name, loss in stats.losses(run.loss.name).items():
+        for name, loss in stats.losses(trainer.loss.name).items():
             total, count = self.losses.get(name, (0.0, 0))
             self.losses[name] = [total, count] if stats.is_skipped else [total + loss, count + 1]
         if stats.num_tokens == 0 and not self.noted_no_loss:
@@ -66,14 +64,11 @@ class Reporter:
             print_once(f"WARNING: {no_loss(f'iteration {iteration}')} (said once)")
         if stats.has_spiked:
             print_once(f"note: the loss at iteration {iteration} spiked to {stats.loss:g}: step skipped")
-        if run.zeropp is not None:
-            self.sent.add(*run.zeropp.traffic.take().of_levels())
-        if self.stragglers is not None:  # other runs look at the times that a GPU took only where they print a line
-            self.stragglers.step(self._add_waits(), iteration)
-        self.sent_for_tokens.add(*run.token_traffic.take().of_levels())
-        is_log_step = what_is_due(run.settings, iteration, run.train_iters).log
-        is_point = iteration % logging.tensorboard_log_interval == 0
-        report = self._step_report(stats, num_samples)
+        if trainer.zeropp is not None:
+            self.sent.add(*trainer.zeropp.traffic.take().of_levels())
+        self.sent_for_tokens.add(*trainer.token_traffic.take().of_levels())
+        is_log_step = trainer.actions().log
+        report = self._step_report(stats)
         interval = self._interval_report(report) if is_log_step else None
         if interval is not None and dist.get_rank() == dist.get_world_size() - 1:
             line = format_training_line(interval)
@@ -82,59 +77,58 @@ class Reporter:
             advice = self.advice.after(self.num_steps, interval.seconds_per_iteration or 0.0, between)
             if advice is not None:
                 print(advice, flush=True)
-        if is_point:
+        if iteration % logging.tensorboard_log_interval == 0:
             self._write_point(report, interval)
         if is_log_step:
             self._clear()
-        if self.stragglers is not None and (is_log_step or is_point):
-            self.stragglers.resume()  # ranks have waited for each other here
 
     def show_compiling(self) -> AbstractContextManager[object]:
         """Show, around the first step, that it compiles the model."""
-        compiles = self.run.settings.activation.compile and self.is_first_step
+        compiles = self.trainer.settings.activation.compile and self.is_first_step
         return progress("compiling") if compiles else nullcontext()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave an evaluation or a saving out of the times of training."""
         self.seconds += self.timer.restart()
-        self._add_waits()
+        self.add_waits()
         yield
         self._resume()
 
-    def _add_waits(self) -> tuple[float, float]:
-        """Add what was waited for links since the last call to the interval's, and return it."""
-        waits = self.run.zeropp.waits if self.run.zeropp is not None else None
+    def add_waits(self) -> tuple[float, float]:
+        """Add what was waited for links since the last call to the interval's, and return it, in seconds.
+
+        Where times come from a GPU the host waits for it: call it where a line is printed, or for ``--log-straggler``.
+        """
+        waits = self.trainer.zeropp.waits if self.trainer.zeropp is not None else None
         waited = waits.take() if waits is not None else (0.0, 0.0)
         self.waited = [so_far + more for so_far, more in zip(self.waited, waited, strict=True)]
         return waited
 
     def _resume(self) -> None:
-        if self.run.zeropp is not None and self.run.zeropp.waits is not None:
-            self.run.zeropp.waits.take()  # not training's
-        if self.stragglers is not None:
-            self.stragglers.resume()
+        if self.trainer.zeropp is not None and self.trainer.zeropp.waits is not None:
+            self.trainer.zeropp.waits.take()  # not training's
         self.timer.restart()
 
     def _interval_report(self, report: TrainingReport) -> TrainingReport:
         """Complete the last step's report by what the interval's steps add up to, on all ranks. Collective."""
-        run, logging, world_size = self.run, self.run.settings.logging, dist.get_world_size()
+        trainer, logging, world_size = self.trainer, self.trainer.settings.logging, dist.get_world_size()
         self.seconds += self.timer.restart()
-        self._add_waits()
+        self.add_waits()
         seconds = self.seconds / self.num_steps
         tokens_per_second = self.num_tokens / self.seconds
         per_device, flops_per_token = tokens_per_second / world_size, self.flops / self.num_tokens
         sums = [*self.sent.of_levels(), *self.sent_for_tokens.of_levels(), *self.waited, self.skipped, self.nan]
         losses = [number for total_and_count in self.losses.values() for number in total_and_count]
-        totals = torch.tensor([*sums, *losses], dtype=torch.float64, device=run.device)
+        totals = torch.tensor([*sums, *losses], dtype=torch.float64, device=trainer.device)
         dist.all_reduce(totals)
         *sent, waited_within, waited_between = (totals[:8] / self.num_steps).tolist()
         within_nodes, between_nodes, between_islands, tokens_within_nodes, tokens_between_nodes, _ = sent
         # The ranks that took a step together count the same.
-        skipped, nan, *losses = (totals[8:] / dist.get_world_size(run.mesh.step_group)).tolist()
+        skipped, nan, *losses = (totals[8:] / dist.get_world_size(trainer.mesh.step_group)).tolist()
         named = zip(self.losses, losses[::2], losses[1::2], strict=True)
-        waits = run.zeropp is not None and run.zeropp.waits is not None and world_size > 1
-        sends_tokens = run.mesh.ep_size > 1
+        waits = trainer.zeropp is not None and trainer.zeropp.waits is not None and world_size > 1
+        sends_tokens = trainer.mesh.ep_size > 1
         return dataclasses.replace(
             report,
             losses={name: total / count for name, total, count in named if count > 0},
@@ -146,48 +140,48 @@ class Reporter:
             tflops_per_device=model_tflops(per_device, flops_per_token) if logging.log_throughput else None,
             tokens_per_second=tokens_per_second,
             mfu=mfu(per_device, flops_per_token, self.peak),
-            eta_seconds=seconds * (run.train_iters - report.iteration),
-            bytes_between_nodes=between_nodes if run.zeropp is not None else None,
-            bytes_within_nodes=within_nodes if run.zeropp is not None else None,
-            bytes_between_islands=between_islands if run.islands.num_islands > 1 else None,
+            eta_seconds=seconds * (trainer.train_iters - report.iteration),
+            bytes_between_nodes=between_nodes if trainer.zeropp is not None else None,
+            bytes_within_nodes=within_nodes if trainer.zeropp is not None else None,
+            bytes_between_islands=between_islands if trainer.islands.num_islands > 1 else None,
             token_bytes_between_nodes=tokens_between_nodes if sends_tokens else None,
             token_bytes_within_nodes=tokens_within_nodes if sends_tokens else None,
             waited_between_nodes=waited_between / world_size if waits else None,
             waited_within_nodes=waited_within / world_size if waits else None,
-            quantization_errors=run.zeropp.quantization_errors() if run.zeropp is not None else {},
+            quantization_errors=trainer.zeropp.quantization_errors() if trainer.zeropp is not None else {},
         )
 
-    def _step_report(self, stats: StepStats, num_samples: int) -> TrainingReport:
-        run, counters = self.run, self.run.counters
-        assert run.schedule is not None  # it trains
+    def _step_report(self, stats: StepStats) -> TrainingReport:
+        trainer, counters = self.trainer, self.trainer.counters
+        assert trainer.schedule is not None  # it trains
         return TrainingReport(
             iteration=counters.iteration,
-            train_iters=run.train_iters,
+            train_iters=trainer.train_iters,
             consumed_samples=counters.consumed_train_samples,
-            learning_rate=run.schedule.lr(run.scheduled_samples()),
-            global_batch_size=num_samples,
-            losses=stats.losses(run.loss.name),
-            loss_scale=run.scaler.scale,
+            learning_rate=trainer.schedule.lr(trainer.scheduled_samples()),
+            global_batch_size=stats.num_samples,
+            losses=stats.losses(trainer.loss.name),
+            loss_scale=trainer.scaler.scale,
             grad_norm=stats.grad_norm,
             num_zeros=stats.num_zeros,
         )
 
     def _write_point(self, report: TrainingReport, interval: TrainingReport | None) -> None:
         """Write the step's values to TensorBoard and wandb, and the interval's for what a step does not have."""
-        run, logging = self.run, self.run.settings.logging
+        trainer, logging = self.trainer, self.trainer.settings.logging
         metrics = training_metrics(report, logging)
         if interval is not None:
             metrics = training_metrics(interval, logging) | metrics
         if logging.log_world_size_to_tensorboard:
             metrics["world-size"] = dist.get_world_size()
-        if logging.log_memory_to_tensorboard and run.device.type == "cuda":
-            memory = torch.cuda.memory_stats(run.device)
+        if logging.log_memory_to_tensorboard and trainer.device.type == "cuda":
+            memory = torch.cuda.memory_stats(trainer.device)
             metrics["mem-reserved-bytes"] = memory["reserved_bytes.all.current"]
             metrics["mem-allocated-bytes"] = memory["allocated_bytes.all.current"]
             metrics["mem-max-allocated-bytes"] = memory["allocated_bytes.all.peak"]
             metrics["mem-allocated-count"] = memory["allocation.all.current"]
-        run.writers.write(metrics, report.iteration, report.consumed_samples)
+        trainer.writers.write(metrics, report.iteration, report.consumed_samples)
 
     def _params_norm(self) -> float:
         """Return the norm of the parameters. Collective on a step's ranks."""
-        return params_norm([*self.run.model.parameters()], self.run.copies, self.run.mesh.step_group)
+        return params_norm([*self.trainer.model.parameters()], self.trainer.copies, self.trainer.mesh.step_group)

@@ -32,7 +32,7 @@ from megatron_zpp.training.data import build_data, check_same_data_on_all_ranks,
 from megatron_zpp.training.loss import LanguageModelLoss
 from megatron_zpp.training.model import ModelBuilder
 from megatron_zpp.training.profile import check_profile
-from megatron_zpp.training.run import Run, RunPlan
+from megatron_zpp.training.trainer import RunPlan, Trainer
 from megatron_zpp.zeropp import Traffic
 from megatron_zpp.zeropp.recipes import AUTO
 
@@ -108,7 +108,7 @@ def plan_run(architecture: Architecture, settings: ResolvedSettings, mesh: Mesh)
     return RunPlan(checkpoint, meta, base, counters, batches, *length, vocab_size, datasets, tasks, schedule)
 
 
-def build_run(architecture: Architecture, settings: ResolvedSettings, device: torch.device) -> Run:
+def build_trainer(architecture: Architecture, settings: ResolvedSettings, device: torch.device) -> Trainer:
     """Build, on all ranks together, and load the checkpoint of ``--load`` if there is one."""
     if settings.zero.recipe == AUTO:
         raise ValueError("--zeropp auto is decided by the training program, before a run is built: name a recipe here")
@@ -137,7 +137,7 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
     islands = OuterSync()
     if mesh.num_islands > 1:
         islands = apply_islands(model, optimizer, settings.island, mesh.island, zeropp, counts_by_hook=False)
-    run = Run(
+    trainer = Trainer(
         architecture=architecture,
         settings=settings,
         device=device,
@@ -161,10 +161,10 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         load_base(plan.base, read_meta(plan.base), model)
         print_once(f"  loaded the frozen weights of {plan.base}")
     if plan.checkpoint is not None and plan.meta is not None:
-        _load(run, plan.checkpoint, plan.meta)
+        _load(trainer, plan.checkpoint, plan.meta)
     elif settings.checkpoint.load is not None:
         print_once(describe_empty(settings.checkpoint.load))
-    return run
+    return trainer
 
 
 def build_mesh(settings: ResolvedSettings, device: torch.device) -> Mesh:
@@ -224,21 +224,21 @@ def _build_writers(
     )
 
 
-def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
+def _load(trainer: Trainer, checkpoint: Path, meta: dict[str, Any]) -> None:
     """Fill the run from a checkpoint; with --finetune the model alone."""
-    settings, goes_on = run.settings.checkpoint, not run.settings.checkpoint.finetune
-    if goes_on and run.zeropp is not None:  # state of its own overrides this
-        run.zeropp.set_optimizer_steps(run.counters.iteration - run.counters.skipped_iterations)
+    settings, goes_on = trainer.settings.checkpoint, not trainer.settings.checkpoint.finetune
+    if goes_on and trainer.zeropp is not None:  # state of its own overrides this
+        trainer.zeropp.set_optimizer_steps(trainer.counters.iteration - trainer.counters.skipped_iterations)
     notes = load_checkpoint(
         checkpoint,
         meta,
-        run.trained(with_optimizer=goes_on and not settings.no_load_optim),
-        run.layout(),
+        trainer.trained(with_optimizer=goes_on and not settings.no_load_optim),
+        trainer.layout(),
         load_rng=goes_on and not settings.no_load_rng,
     )
     if goes_on:
-        run.scaler.load_state_dict(run.islands.pick(meta.get("loss_scalers", [meta["loss_scaler"]])))
-        run.islands.steps = run.counters.iteration
+        trainer.scaler.load_state_dict(trainer.islands.pick(meta.get("loss_scalers", [meta["loss_scaler"]])))
+        trainer.islands.steps = trainer.counters.iteration
     _print_notes(notes)
     print_once(f"  successfully loaded checkpoint {checkpoint} at iteration {meta['iteration']}")
 

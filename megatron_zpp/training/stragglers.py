@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megatron_zpp.metrics.throughput import synchronize
 from megatron_zpp.parallel.distributed import print_once, wait_for_all_ranks
-from megatron_zpp.training.run import Run
+from megatron_zpp.training.reporter import Reporter
+from megatron_zpp.training.trainer import Callback, StepStats, Trainer
 from megatron_zpp.zeropp.fsdp.collectives import all_gather
 from megatron_zpp.zeropp.fsdp.topology import RankLayout, gather_objects
 
@@ -26,32 +27,27 @@ MEASURE_EVERY = 1000  # optimizer steps, even if nobody waits longer
 MEASURE_NAMED_EVERY = 100  # while a link is named
 
 
-class Stragglers:
+class Stragglers(Callback):
     """For runs whose ranks share one model by FSDP alone. How long others wait for each other is not known."""
 
-    def __init__(self, run: Run) -> None:
-        """Collective, as ``step`` is."""
-        assert run.zeropp is not None
-        self.device, layout = run.device, run.zeropp.topologies[0]
+    def __init__(self, trainer: Trainer, reporter: Reporter) -> None:
+        """Collective, as ``on_step`` is. reporter: knows how long this rank waited for links."""
+        assert trainer.zeropp is not None
+        self.counters, self.reporter = trainer.counters, reporter
+        self.device, layout = trainer.device, trainer.zeropp.topologies[0]
         self.hosts = gather_objects(socket.gethostname())
         self.ranks, self.links = Lasting(RANK_LASTS), None
         if layout.num_nodes > 1:
-            self.links = LinkWatch(lambda: measure_links(layout, run.device), self.hosts[:: layout.ranks_per_node])
+            self.links = LinkWatch(lambda: measure_links(layout, trainer.device), self.hosts[:: layout.ranks_per_node])
         self.is_warm = False
         self._clear()
-        self.resume()
 
     def _clear(self) -> None:
         self.num_steps = 0
         self.seconds = [0.0, 0.0, 0.0]  # of the steps so far; waited for links within nodes; and between nodes
 
-    def resume(self) -> None:
-        """Leave out the time since the last step, which was not training."""
-        self.begin = time.perf_counter()
-
-    def step(self, waited: Sequence[float], iteration: int) -> None:
-        """Add an optimizer step. ``waited``: this rank's seconds within nodes, and between nodes."""
-        step = (time.perf_counter() - self.begin, *waited)
+    def on_step(self, stats: StepStats) -> None:
+        step = (stats.seconds, *self.reporter.add_waits())
         self.seconds = [so_far + more for so_far, more in zip(self.seconds, step, strict=True)]
         self.num_steps += 1
         if self.num_steps == EVERY:
@@ -60,9 +56,8 @@ class Stragglers:
             all_gather(gathered.flatten(), local)
             self._clear()
             if self.is_warm:  # the first steps set things up
-                self._look(gathered.tolist(), iteration - EVERY + 1)
+                self._look(gathered.tolist(), self.counters.iteration - EVERY + 1)
             self.is_warm = True
-        self.resume()
 
     def _look(self, times: list[list[float]], step: int) -> None:
         """``times``: each rank's ``seconds``, from ``step`` on. The same on all ranks, so that all do the same."""

@@ -24,7 +24,7 @@ from megatron_zpp.planning.predict import predict, predict_logged
 from megatron_zpp.planning.search import make_plan
 from megatron_zpp.settings.groups import LoggingSettings
 from megatron_zpp.training.pretrain import train
-from megatron_zpp.training.setup import build_run
+from megatron_zpp.training.setup import build_trainer
 from tests import tools
 from tests.ranks import run_ranks
 from tests.training.small_run import flags
@@ -40,7 +40,7 @@ def _train_and_write(runs: dict[str, list[str]]) -> dict[str, str]:
     for name, argv in runs.items():
         settings = parse_settings(GPT, argv, dist.get_world_size(), note=lambda text: None)
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            run = build_run(GPT, settings, torch.device("cpu"))
+            run = build_trainer(GPT, settings, torch.device("cpu"))
             train(run, time.monotonic())
             run.writers.close()
         outputs[name] = out.getvalue()

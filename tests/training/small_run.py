@@ -27,9 +27,9 @@ from megatron_zpp.metrics.log_reader import parse_line
 from megatron_zpp.settings.groups import flags_by_name
 from megatron_zpp.training.data import batches_of
 from megatron_zpp.training.pretrain import train
-from megatron_zpp.training.run import Run, StepStats
-from megatron_zpp.training.setup import build_run
+from megatron_zpp.training.setup import build_trainer
 from megatron_zpp.training.step import train_step
+from megatron_zpp.training.trainer import StepStats, Trainer
 from tests.warm_python import programs
 
 ROOT = Path(__file__).parents[2]
@@ -71,17 +71,17 @@ class Recorder:
         pass
 
 
-def start(argv: list[str], architecture: str | Architecture = "gpt", device: str = "cpu") -> tuple[Run, Metrics]:
+def start(argv: list[str], architecture: str | Architecture = "gpt", device: str = "cpu") -> tuple[Trainer, Metrics]:
     """Build what ``argv`` describes in the process group at hand."""
     if isinstance(architecture, str):
         architecture = load_architecture(architecture)
     settings = parse_settings(architecture, argv, dist.get_world_size(), note=lambda text: None)
-    run = build_run(architecture, settings, torch.device(device))
+    run = build_trainer(architecture, settings, torch.device(device))
     run.writers = recorder = Recorder()
     return run, recorder.metrics
 
 
-def train_quietly(run: Run, out: io.StringIO | None = None) -> str:
+def train_quietly(run: Trainer, out: io.StringIO | None = None) -> str:
     """Train; return what was printed, on ``out``."""
     with contextlib.redirect_stdout(out or io.StringIO()) as out:
         train(run, time.monotonic())
@@ -93,7 +93,7 @@ def log_lines(text: str) -> list[dict[str, float]]:
     return [line for of in text.splitlines() if (line := parse_line(of)) is not None]
 
 
-def take_step(run: Run, first_sample: int = 0, num_micro_batches: int = 2, change: Any = None) -> StepStats:
+def take_step(run: Trainer, first_sample: int = 0, num_micro_batches: int = 2, change: Any = None) -> StepStats:
     """One optimizer step on the samples from ``first_sample`` on. change: of each batch."""
     batches = batches_of(run, "train", first_sample)
     assert batches is not None

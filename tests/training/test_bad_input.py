@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT
 from megatron_zpp.parallel.distributed import FailedTogether
-from megatron_zpp.training.setup import build_run
+from megatron_zpp.training.setup import build_trainer
 from tests.ranks import run_ranks
 from tests.training.small_run import ended, flags, torchrun
 
@@ -92,7 +92,7 @@ def _reports(argvs: list[list[str]]) -> list[str]:
     for argv in argvs:
         settings = parse_settings(GPT, argv, dist.get_world_size(), note=lambda text: None)
         with contextlib.redirect_stderr(io.StringIO()) as err, pytest.raises(FailedTogether):
-            build_run(GPT, settings, torch.device("cpu"))
+            build_trainer(GPT, settings, torch.device("cpu"))
         reports.append(err.getvalue())
     return reports
 

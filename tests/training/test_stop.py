@@ -64,7 +64,7 @@ def slow_save(self):
     time.sleep({seconds})
     save(self)
 
-save, pretrain.Checkpoints.save = pretrain.Checkpoints.save, slow_save
+save, pretrain.CheckpointManager.on_save = pretrain.CheckpointManager.on_save, slow_save
 main(GPT)
 """
 

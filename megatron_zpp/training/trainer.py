@@ -1,11 +1,9 @@
-"""The parts of a run, what it counts and saves, and what is due at a step."""
+"""The parts of a run, what it counts and saves, and what follows a step."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_zpp.checkpoint import CheckpointError, CheckpointSaver, FolderLock, Trained
+from megatron_zpp.checkpoint import FolderLock, Trained
 from megatron_zpp.checkpoint.meta import Counters
-from megatron_zpp.checkpoint.resume import goes_on_in
-from megatron_zpp.checkpoint.tokenizer import copy_tokenizer
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.families import Architecture
@@ -28,11 +24,9 @@ from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum
 from megatron_zpp.optim.gradients import LossScaler
 from megatron_zpp.optim.schedule import Schedule, set_lr_and_weight_decay
-from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.parallel.sharding import prepare_backward
-from megatron_zpp.publish import Publisher, PublishError
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.loss import LanguageModelLoss
 from megatron_zpp.zeropp import Traffic, ZeroPP
@@ -59,7 +53,7 @@ class RunPlan:
 
 
 @dataclass
-class Run:
+class Trainer:
     """The parts of a run."""
 
     architecture: Architecture
@@ -83,7 +77,7 @@ class Run:
     def __post_init__(self) -> None:
         plan = self.plan
         self.counters, self.batches, self.schedule = plan.counters, plan.batches, plan.schedule
-        self.train_iters, self.datasets, self.tasks = plan.train_iters, plan.datasets, plan.tasks
+        self.train_iters, self.datasets = plan.train_iters, plan.datasets
         self.curriculum = Curriculum.from_settings(self.settings.training)  # None: every sample has --seq-length tokens
         # Parameters that another rank of the pipeline has too, and counts.
         self.copies: Sequence[Tensor] = () if self.pipeline is None else self.pipeline.copies
@@ -109,6 +103,22 @@ class Run:
             if self.scaler.scale != scale:
                 self.zeropp.rescale_errors(self.scaler.scale / scale)
 
+    def actions(self) -> StepActions:
+        """Return what follows the step that was counted last."""
+        training, checkpoint, iteration = self.settings.training, self.settings.checkpoint, self.counters.iteration
+
+        def divides(interval: int | None) -> bool:
+            return bool(interval) and iteration % (interval or 1) == 0
+
+        is_last = iteration == self.train_iters
+        return StepActions(
+            log=divides(self.settings.logging.log_interval) or iteration == 1,
+            evaluate=(divides(training.eval_interval) or divides(training.eval_tasks_interval)) and not is_last,
+            save=checkpoint.save is not None and divides(checkpoint.save_interval),
+            exit=divides(training.exit_interval),
+            end=is_last,
+        )
+
     def sample_length(self, iteration: int) -> int:
         """Tokens of a sample in the optimizer step that ends at ``iteration``."""
         return self.settings.training.seq_length if self.curriculum is None else self.curriculum.length(iteration)
@@ -128,20 +138,18 @@ class Run:
             return counters.scheduled_samples - counters.cut_tokens / self.settings.training.seq_length
         return counters.scheduled_samples
 
-    def count_step(self, stats: StepStats) -> int:
-        """Move the counters by an optimizer step, and return the samples that it took."""
+    def count_step(self, stats: StepStats) -> None:
+        """Move the counters by an optimizer step."""
         counters, self.last_loss = self.counters, stats.loss
-        num_samples = self.batches.global_batch_size(counters.consumed_train_samples)
         counters.iteration += 1
-        counters.consumed_train_samples += num_samples
+        counters.consumed_train_samples += stats.num_samples
         counters.skipped_iterations += stats.is_skipped
         counters.nan_iterations += not math.isfinite(stats.loss)
         # Islands do not know each other's skipped steps: their schedules count them, and stay equal.
         if self.islands.num_islands > 1 or not stats.is_skipped:
             cut = self.settings.training.seq_length - self.sample_length(counters.iteration)
-            counters.scheduled_samples += num_samples
-            counters.cut_tokens += num_samples * cut
-        return num_samples
+            counters.scheduled_samples += stats.num_samples
+            counters.cut_tokens += stats.num_samples * cut
 
     def trained(self, with_optimizer: bool) -> Trained:
         """Return what checkpoints keep as tensors."""
@@ -183,6 +191,7 @@ class StepStats:
 
     loss: float  # mean over the tokens of the global batch
     num_tokens: float  # that have a loss
+    num_samples: int  # of all ranks that train, in all islands
     auxiliary: dict[str, float]  # auxiliary losses and what else a model shows: means over micro-batches and ranks
     grad_norm: float  # before clipping
     num_zeros: int | None
@@ -191,6 +200,7 @@ class StepStats:
     has_spiked: bool  # the loss was far above that of the steps before
     should_stop: bool  # some rank wants to save and exit
     micro_batches: list[Batch] = field(repr=False)  # this rank's
+    seconds: float = 0.0  # that the step took on this rank
 
     @property
     def is_skipped(self) -> bool:
@@ -203,122 +213,32 @@ class StepStats:
 
 
 @dataclass(frozen=True)
-class Due:
-    """Each is known before the run begins, and so to all ranks alike."""
+class StepActions:
+    """What follows a step. It depends on settings and iteration only, so all ranks do the same."""
 
     log: bool
     evaluate: bool  # during training; an evaluation of its own follows the last iteration
-    evaluate_tasks: bool  # likewise
     save: bool
-    publish: bool
     exit: bool
     end: bool  # it is the last iteration
 
     @property
-    def anything(self) -> bool:
+    def any(self) -> bool:
         return any(dataclasses.astuple(self))
 
 
-def what_is_due(settings: ResolvedSettings, iteration: int, train_iters: int) -> Due:
-    """Return what to do after ``iteration``, counted from 1."""
-    training, checkpoint = settings.training, settings.checkpoint
+class Callback:
+    """An optional part of a run: override what it needs. All ranks call each method at the same steps."""
 
-    def divides(interval: int | None) -> bool:
-        return bool(interval) and iteration % (interval or 1) == 0
+    def on_step(self, stats: StepStats) -> None:
+        """Act after an optimizer step."""
 
-    return Due(
-        log=divides(settings.logging.log_interval) or iteration == 1,
-        evaluate=divides(training.eval_interval) and iteration < train_iters,
-        evaluate_tasks=divides(training.eval_tasks_interval) and iteration < train_iters,
-        save=checkpoint.save is not None and divides(checkpoint.save_interval),
-        publish=checkpoint.publish is not None and divides(checkpoint.publish_interval),
-        exit=divides(training.exit_interval),
-        end=iteration == train_iters,
-    )
+    def on_evaluate(self, is_last: bool) -> bool:
+        """Evaluate, where an interval ends or (``is_last``) training has; return False if a signal cut that short."""
+        return True
 
+    def on_save(self) -> None:
+        """Act where a checkpoint is due."""
 
-class Checkpoints:
-    """The checkpoints that a run saves. ``saver``: of ``--save``, None without it. All methods are collective."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self.saver: CheckpointSaver | None = None
-        timeout_minutes = run.settings.distributed.distributed_timeout_minutes
-        if run.settings.checkpoint.save is not None:
-            self.saver = CheckpointSaver(run.settings.checkpoint, timeout_minutes, run.lock)
-
-    def save(self) -> None:
-        """Begin to save the run; training may go on."""
-        if self.saver is not None:
-            run, checkpoint = self._run, self._run.settings.checkpoint
-            trained = run.trained(with_optimizer=not checkpoint.no_save_optim)
-            self.saver.save(run.counters.iteration, trained, run.meta(), not checkpoint.no_save_rng)
-
-    def wait(self) -> None:
-        """Return when nothing is being saved any more."""
-        if self.saver is not None:
-            self.saver.wait()
-
-    def check_last(self) -> None:
-        """Raise CheckpointError on all ranks if the run's last iteration was not saved."""
-        with errors_on_all_ranks():
-            if self.saver is not None and self.saver.saved_iteration != self._run.counters.iteration:
-                lost = f"the checkpoint of the last iteration, {self._run.counters.iteration}, was not saved"
-                older = f"the latest one in {self.saver.folder} is older, and the same command goes on from there"
-                raise CheckpointError(f"{lost}, for the reason above; {older}")
-
-    def describe(self) -> str:
-        """Say where the run's last iteration is saved."""
-        if self.saver is None:
-            return "not saved: there is no --save"
-        is_saved = self.saver.saved_iteration == self._run.counters.iteration
-        return f"saved in {self.saver.folder}" if is_saved else "NOT SAVED"
-
-
-def build_publisher(run: Run) -> Publisher | None:
-    """Publish what the run begins with, and what a reader needs to build the model; None without ``--publish``.
-
-    Collective. Raises PublishError on all ranks if another run publishes there, or a new run cannot write there.
-    """
-    checkpoint, settings = run.settings.checkpoint, run.settings.as_flat_dict()
-    if checkpoint.publish is None:
-        return None
-
-    @functools.cache  # a copy that failed is tried again
-    def about() -> dict[str, Any]:
-        files = copy_tokenizer(settings, publisher.folder)
-        return {"settings": settings, "model_config": dataclasses.asdict(run.model.config), "files": files}
-
-    try:
-        publisher = Publisher(
-            run.model,
-            checkpoint.publish,
-            anchor_interval=checkpoint.publish_anchor_interval,
-            dtype=torch.float16 if run.settings.precision.fp16 else torch.bfloat16,
-            resume=run.counters.iteration > 0 or goes_on_in(checkpoint),
-        )
-        publisher.about = about
-        if run.counters.iteration == 0:
-            publisher.publish(0)
-    except PublishError as error:
-        raise PublishError(f"--publish {checkpoint.publish}: {error}") from error
-    if run.counters.iteration > 0:
-        publish(publisher, run.counters.iteration)
-    return publisher
-
-
-def publish(publisher: Publisher, iteration: int) -> bool:
-    """Publish the weights; return False after saying why that failed. Collective."""
-    try:
-        publisher.publish(iteration)
-    except PublishError as error:
-        if dist.get_rank() == 0:
-            lost = f"the weights of iteration {iteration} were NOT PUBLISHED (--publish {publisher.folder}): {error}"
-            print(
-                f"ERROR: {lost}. Training goes on; readers stay at version {publisher.version}, and the next one has "
-                "all weights",
-                file=sys.stderr,
-                flush=True,
-            )
-        return False
-    return True
+    def on_end(self, problem: str | None) -> None:
+        """Act after the last step of this start. problem: why the run fails; report no other error beside it."""

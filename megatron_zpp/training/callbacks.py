@@ -1,0 +1,110 @@
+"""The optional parts of training that flags ask for, in the order in which they act."""
+
+import dataclasses
+import functools
+import gc
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_zpp.checkpoint.resume import goes_on_in
+from megatron_zpp.checkpoint.tokenizer import copy_tokenizer
+from megatron_zpp.parallel.distributed import errors_on_all_ranks
+from megatron_zpp.publish import Publisher, PublishError
+from megatron_zpp.training.profile import StepProfile
+from megatron_zpp.training.reporter import Reporter
+from megatron_zpp.training.stragglers import Stragglers
+from megatron_zpp.training.trainer import Callback, StepStats, Trainer
+
+
+def build_callbacks(trainer: Trainer, reporter: Reporter) -> list[Callback]:
+    """Build what flags ask for to be done at steps. Collective."""
+    settings, callbacks = trainer.settings, list[Callback]()
+    if settings.logging.log_straggler:
+        callbacks.append(Stragglers(trainer, reporter))  # first: a log line takes the same times
+    callbacks.append(reporter)
+    # Processes that follow the run should not wait for an evaluation or a save.
+    if settings.checkpoint.publish is not None:
+        callbacks.append(WeightPublisher(trainer, settings.checkpoint.publish, reporter))
+    if settings.logging.profile:
+        with errors_on_all_ranks():
+            callbacks.append(StepProfile(trainer))
+    if settings.training.manual_gc:
+        callbacks.append(GarbageCollection(trainer))
+    return callbacks
+
+
+class GarbageCollection(Callback):
+    """Collects Python's garbage every ``--manual-gc-interval`` steps, at the same time on all ranks, and never else."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        gc.disable()
+        self._counters, self._interval = trainer.counters, trainer.settings.training.manual_gc_interval
+
+    def on_step(self, stats: StepStats) -> None:
+        if self._interval and self._counters.iteration % self._interval == 0:
+            gc.collect()
+
+
+class WeightPublisher(Callback):
+    """Publishes weights for other processes (``--publish``)."""
+
+    def __init__(self, trainer: Trainer, folder: str, reporter: Reporter) -> None:
+        """Publish what the run begins with, and what a reader needs to build the model. Collective.
+
+        Raises PublishError on all ranks if another run publishes there, or a new run cannot write there.
+        """
+        checkpoint, settings = trainer.settings.checkpoint, trainer.settings.as_flat_dict()
+
+        @functools.cache  # a copy that failed is tried again
+        def about() -> dict[str, Any]:
+            files = copy_tokenizer(settings, self._publisher.folder)
+            return {"settings": settings, "model_config": dataclasses.asdict(trainer.model.config), "files": files}
+
+        self._trainer, self._reporter, self._is_published = trainer, reporter, True
+        try:
+            self._publisher = Publisher(
+                trainer.model,
+                folder,
+                anchor_interval=checkpoint.publish_anchor_interval,
+                dtype=torch.float16 if trainer.settings.precision.fp16 else torch.bfloat16,
+                resume=trainer.counters.iteration > 0 or goes_on_in(checkpoint),
+            )
+            self._publisher.about = about
+            if trainer.counters.iteration == 0:
+                self._publisher.publish(0)
+        except PublishError as error:
+            raise PublishError(f"--publish {folder}: {error}") from error
+        if trainer.counters.iteration > 0:
+            self._publish()
+
+    def on_step(self, stats: StepStats) -> None:
+        iteration, interval = self._trainer.counters.iteration, self._trainer.settings.checkpoint.publish_interval
+        if iteration % interval == 0 or iteration == self._trainer.train_iters:
+            with self._reporter.paused():
+                self._publish()
+
+    def on_end(self, problem: str | None) -> None:
+        """Raise PublishError if the run is complete, but not its publication."""
+        is_complete = self._trainer.counters.iteration == self._trainer.train_iters
+        if is_complete and not self._is_published and problem is None:
+            raise PublishError("the last weights were not published, for the reason above")
+
+    def _publish(self) -> None:
+        """Publish the weights, or say why that failed. Collective."""
+        publisher, iteration = self._publisher, self._trainer.counters.iteration
+        try:
+            publisher.publish(iteration)
+            self._is_published = True
+        except PublishError as error:
+            self._is_published = False
+            if dist.get_rank() == 0:
+                lost = f"the weights of iteration {iteration} were NOT PUBLISHED (--publish {publisher.folder})"
+                print(
+                    f"ERROR: {lost}: {error}. Training goes on; readers stay at version {publisher.version}, and the "
+                    "next one has all weights",
+                    file=sys.stderr,
+                    flush=True,
+                )
