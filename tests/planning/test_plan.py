@@ -19,6 +19,7 @@ from megatron_zpp.settings.checks import SettingsError
 
 MODEL = "--preset llama-8b --num-layers 8 --seq-length 2048"  # of eight layers, for speed
 VOCABULARY = 32000
+ONE_LAYOUT = "--tensor-model-parallel-size 1"  # where the others would show the same
 
 
 def planned(word: str, flags: str = "--global-batch-size 64", **more: float) -> Plan:
@@ -126,15 +127,15 @@ def test_what_a_command_or_its_deepspeed_file_states_is_not_stated_again(tmp_pat
         f"--deepspeed_config={file}",
         "--global-batch-size=64 --lr=3e-4 --bf16",
     ):
-        plan = planned("2x8xH100@10", flags)
+        plan = planned("2x8xH100@10", f"{flags} {ONE_LAYOUT}")
         settings = plan.outcomes[0].prediction.needs.settings
         assert settings.training.global_batch_size == 64 and settings.optimizer.lr == 3e-4
         assert not any("--global" in outcome.flags or "--bf16" in outcome.flags for outcome in plan.outcomes)
     file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}))
-    for outcome in planned("2x8xH100@10", f"--deepspeed_config {file}").outcomes:
+    for outcome in planned("2x8xH100@10", f"--deepspeed_config {file} {ONE_LAYOUT}").outcomes:
         training = outcome.prediction.needs.settings.training
         assert training.micro_batch_size == 2 and "batch-size" not in outcome.flags
-    planned("2x8xH100@10", "--global-batch-size 64 --sft")
+    planned("2x8xH100@10", f"--global-batch-size 64 --sft {ONE_LAYOUT}")
 
 
 def test_flags_that_allow_no_candidate_raise_one_line():
