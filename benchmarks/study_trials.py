@@ -29,7 +29,7 @@ def add_outliers(model: nn.Module, factor: float, channels: int = 4) -> None:
         up, down = mlp.linear_fc1_up.weight, mlp.linear_fc2.weight
         rows, columns = torch.ones(up.shape), torch.ones(down.shape)
         rows[:channels] = columns[:, :channels] = factor
-        if isinstance(up, DTensor):  # a slice of its shards would be a copy
+        if isinstance(up, DTensor) and isinstance(down, DTensor):  # a slice of its shards would be a copy
             rows = distribute_tensor(rows, up.device_mesh, up.placements)
             columns = distribute_tensor(columns, down.device_mesh, down.placements)
         up *= rows

@@ -19,9 +19,8 @@ def start_local_ranks(ranks: int | None, nodes: int) -> None:
     if ranks is None or (ranks == 1 and not is_launched()):
         return
     if not is_launched():
-        if not set(sys.argv[1:]) <= set(sys.orig_argv) or sys.orig_argv[1:2] == [
-            "-"
-        ]:  # a notebook, or a script on stdin
+        # A notebook's kernel, and a script on stdin, cannot be started again.
+        if not set(sys.argv[1:]) <= set(sys.orig_argv) or sys.orig_argv[1:2] == ["-"]:
             again = "--local-ranks starts this program again by its command line, which does not hold these flags"
             raise ValueError(f"{again}: put the program into a file, or start it with torchrun")
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, without its warning
