@@ -33,7 +33,7 @@ _REQUIRED: _Kinds = {
     (dict, NoneType): "zeropp schedule",
     (list,): "nonfinite",
 }
-_OPTIONAL: _Kinds = {  # missing from imports; both lists have a value per island
+_OPTIONAL: _Kinds = {  # missing from imports; both lists have a value for each copy of the model
     (int,): "tokens",
     (str,): "saved_at torch",
     (list,): "optimizers_have_stepped loss_scalers",

@@ -57,7 +57,7 @@ COMPARED_ELSEWHERE = {
         lr_decay_samples lr_decay_tokens lr_warmup_style lr_warmup_tokens lr_warmup_iters lr_warmup_samples
         lr_warmup_fraction lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples
     """,
-    # data.order.check_order; trained.plan_resume, which says where islands start over
+    # data.order.check_order; trained.plan_resume, which says what starts over
     "order and islands": "train_iters train_samples train_tokens data_order_stable mid_level_dataset_surplus islands",
 }
 

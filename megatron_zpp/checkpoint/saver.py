@@ -64,7 +64,6 @@ class CheckpointSaver:
             "has_rng": save_rng,
         }
         meta["zeropp"] = zeropp_layout(trained.zeropp)
-        meta["islands"] = dataclasses.asdict(trained.islands.config) if trained.islands.num_islands > 1 else None
         writer = CheckpointWriter(self.folder, iteration, meta, self._lock, self._delete_old)
         planner = CachedPlanner(self._group, self._layout)
         arguments: dict[str, Any] = dict(storage_writer=writer, planner=planner, process_group=self._group)

@@ -5,8 +5,6 @@ optimizer.NAME.KEY             the optimizer's state of a parameter
 rng.RANK.DEVICE                random states
 zeropp.RANK.…/KEY              LoCo's errors, scales of elements, rows of moved codes, noise
                                counters
-
-``megatron_zpp/islands/outer_sync.py`` says what islands add.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -61,8 +59,8 @@ def load_checkpoint(
 ) -> list[str]:
     """Load tensors in place; return notes on what was not loaded, and why. Collective.
 
-    Without optimizers it loads parameters only. Ranks and their ``layout`` (``Run.layout``) may differ from those that
-    saved: then random states and LoCo's errors start over. Raises FailedTogether after printing the reason.
+    Without optimizers it loads parameters only. Ranks and their ``layout`` (``Trainer.layout``) may differ from
+    those that saved: then random states and LoCo's errors start over. Raises FailedTogether after printing the reason.
     """
     model, optimizer, zeropp = trained.model, trained.optimizer, trained.zeropp
     local_ranks = set() if zeropp is None else zeropp.ranks_with_state()

@@ -231,7 +231,7 @@ def save_tensors(
 ) -> Path:
     """Save a checkpoint of whole fp32 tensors, one in memory at a time, without a process group. Returns its folder.
 
-    shapes: by name, "model.NAME" or "optimizer.NAME.KEY". read: returns a tensor by name. meta: as in ``Run.meta``.
+    shapes: by name, "model.NAME" or "optimizer.NAME.KEY". read: returns a tensor by name. meta: as in ``Trainer.meta``.
     """
     path = begin(folder, iteration)
     name = "rank_00000.safetensors"

@@ -60,9 +60,9 @@ def plan_resume(
         notes.append(f"{kept} start over: saved with other ranks, nodes or ZeRO++ settings")
         zeropp = False
 
-    notes += trained.islands.plan_resume(meta, same_layout, trains)
+    more_notes, number = trained.islands.plan_resume(meta, same_layout, trains)
     # An optimizer that had made no step has no state.
-    optimizer = trains and trained.islands.pick(meta.get("optimizers_have_stepped", [True]))
+    optimizer, notes = trains and meta.get("optimizers_have_stepped", [True])[number], notes + more_notes
     return ResumePlan(tuple(notes), optimizer, random_states, zeropp)
 
 

@@ -37,15 +37,9 @@ class RunTime:
         return self.needs.tokens / self.needs.steps * self.needs.flops_per_token / rate
 
     @property
-    def sent_per_node(self) -> float:
-        """Bytes that a node sends per step; to other islands a mean over the steps of an interval."""
-        nodes, islands = self.needs.grid.nodes, self.needs.settings.distributed.islands
-        return self.needs.sent_per_node + (self.needs.sent_between_islands / nodes if nodes >= islands > 1 else 0)
-
-    @property
     def network_seconds(self) -> float:
         """Seconds per step on a node's links."""
-        return self.sent_per_node * 8 / (self.link_gbps * 1e9)
+        return self.needs.sent_out_of_node * 8 / (self.link_gbps * 1e9)
 
     def duration(self) -> str:
         """Format the run's time: from complete overlap of communication and computing to none."""
@@ -57,8 +51,9 @@ class RunTime:
 
     def brief(self) -> str:
         """Format everything in one line; the scripts in examples/ quote it."""
+        sent = _short(self.needs.sent_out_of_node / 1e9)
         return (
-            f"{_short(self.needs.memory / 1e9)} GB a GPU; a node sends {_short(self.sent_per_node / 1e9)} GB per "
+            f"{_short(self.needs.memory / 1e9)} GB a GPU; a node sends {sent} GB per "
             f"step in {_short(self.network_seconds)} s, computing takes {_short(self.compute_seconds)} s; "
             f"{self.duration()}"
         )

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.data.text.packages import load_package
-from megatron_zpp.planning.predict import Prediction, island_cluster, step_shapes
+from megatron_zpp.planning.predict import Prediction, step_shapes
 from megatron_zpp.planning.step import BETWEEN, COMPUTE, WITHIN, Span, simulate, timeline
 
 LANES = {COMPUTE: "tab:blue", WITHIN: "tab:green", BETWEEN: "tab:orange"}  # from top to bottom
@@ -22,7 +22,7 @@ def draw_timelines(predictions: Mapping[str, Prediction], path: Path) -> None:
     )
     for axes, (name, prediction) in zip(panels[:, 0], predictions.items(), strict=True):
         needs = prediction.needs
-        shapes = step_shapes(needs, island_cluster(needs.settings, prediction.cluster))
+        shapes = step_shapes(needs, prediction.cluster)
         spans = timeline(max(shapes, key=lambda shape: simulate(shape).seconds))
         for row, (lane, color) in enumerate(LANES.items()):
             _bars(axes, row, [(span.start, span.end) for span in spans if span.stream == lane], color)

@@ -180,8 +180,8 @@ def describe(trainer: Trainer) -> None:
         print_once(zeropp.describe())
         if dist.get_rank() == 0 and (on_two := _describe_two_nodes(trainer)) is not None:
             print(on_two, flush=True)
-    if trainer.islands.num_islands > 1:
-        print_once(trainer.islands.describe())
+    if (synchronization := trainer.islands.describe()) is not None:
+        print_once(synchronization)
 
 
 def _describe_two_nodes(trainer: Trainer) -> str | None:

@@ -29,13 +29,9 @@ class Fragment:
         """all_parameters: of this rank, in all fragments; an island contributes where all of them are sound."""
         self.parameters, self.outer = parameters, OuterState(parameters, config)
         self._group, self._device, self._all_parameters = group, device_of(group), all_parameters
+        self._merge_alpha = config.merge_alpha
         parts = {name: local_data(parameter) for name, parameter in parameters.items()}
         self.hops = IslandHops(parts, group.size(), config, traffic, self._device)
-
-    @property
-    def is_in_flight(self) -> bool:
-        """Whether a hop was started. False in a run that resumes on other ranks than those that saved."""
-        return self.hops.is_in_flight
 
     def start(self, step: int, is_left_out: bool = False) -> bool:
         """Send the first hop: what islands trained since the last outer step.
@@ -48,9 +44,9 @@ class Fragment:
         is_present = present[self._group.rank()]
         if dist.get_rank() == 0 and not all(present):
             left_out = ", ".join(str(island) for island, is_sound in enumerate(present) if not is_sound)
-            where = f"in the parameters of island {left_out} after step {step}"
+            where = f"{MAX_VALUE:g} is in the parameters of island {left_out} after step {step}"
             those = f"{sum(present)} of {len(present)} islands synchronize, and what is left out goes on from there"
-            print(f"note: NaN, Inf or a number beyond {MAX_VALUE:g} is {where}: {those}", flush=True)
+            print(f"note: NaN, Inf or a number beyond {where}: {those}", flush=True)
         sent = self.hops.encode_pieces(differences, max(1, sum(present)), is_present)
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=self._group, async_op=True)
@@ -75,7 +71,7 @@ class Fragment:
     def finish(self, on_mean: bool = False) -> None:
         """Wait for the second hop, and take the outer step; ``on_mean``: without the outer optimizer."""
         self.outer.step(self.hops.decode_mean(self.hops.take()), on_mean)
-        self.outer.merge_into(self.parameters)
+        self.outer.copy_to(self.parameters, self._merge_alpha)
 
     def restart(self) -> None:
         """Copy the first island's parameters to all, and to the outer state. Raises ValueError if they are unsound."""

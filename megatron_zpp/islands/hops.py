@@ -58,9 +58,7 @@ class IslandHops:
         feedback = config.feedback
         self._feedback = {} if feedback is None else {hop: ErrorFeedback(feedback) for hop in ("pieces", "mean")}
 
-    def encode_pieces(
-        self, differences: Sequence[Tensor], num_senders: int | None = None, is_present: bool = True
-    ) -> Tensor:
+    def encode_pieces(self, differences: Sequence[Tensor], num_senders: int, is_present: bool) -> Tensor:
         """Encode fp32 tensors, cut and divided so that pieces add up to the mean of all senders: uint8 [K, nbytes].
 
         is_present: False sends zeros, and neither adds nor changes LoCo's error.
@@ -69,7 +67,7 @@ class IslandHops:
         if is_present:
             for tensor, column in zip(differences, pieces.split(self._columns, dim=1), strict=True):
                 column.copy_(pad(tensor.reshape(-1), (0, column.numel() - tensor.numel())).view_as(column))
-        divisor = pieces.new_full((), num_senders or self.num_islands)  # a tensor: see quantize_blocks
+        divisor = pieces.new_full((), num_senders)  # a tensor: see quantize_blocks
         return self._encode("pieces", GradientSum(pieces / divisor), is_present)
 
     def encode_mean(self, received: Tensor) -> Tensor:
@@ -86,10 +84,11 @@ class IslandHops:
 
     @property
     def is_in_flight(self) -> bool:
+        """Whether a hop was started. False in a run that resumes on other ranks than those that saved."""
         return self._in_flight is not None
 
-    def launch(self, received: Tensor, work: tuple[dist.Work, Tensor] | None = None) -> None:
-        """Keep the tensor that a hop receives, and its collective with what that sends, if it is not over."""
+    def launch(self, received: Tensor, work: tuple[dist.Work, Tensor]) -> None:
+        """Keep the tensor that a hop receives, and its collective with what that sends."""
         self._in_flight, self._work = received, work
 
     def take(self) -> Tensor:

@@ -23,7 +23,7 @@ class OuterState:
 
     def __init__(self, parameters: Mapping[str, Tensor], config: IslandConfig) -> None:
         """Copy ``parameters`` of a model."""
-        self._offload, self._merge_alpha = config.offload, config.merge_alpha
+        self._offload = config.offload
         self._sgd: dict[str, Any] = {
             "lr": config.outer_lr,
             "momentum": config.outer_momentum,
@@ -41,8 +41,7 @@ class OuterState:
     def _zeros_like(self, parameter: Tensor) -> Tensor:
         """Return fp32 zeros, a DTensor if the parameter is one."""
         # Not DTensor.from_local, which moves tensors in host memory to the mesh's device.
-        is_pinned = self._offload and local_data(parameter).device.type == "cuda"
-        device = "cpu" if self._offload else None
+        device, is_pinned = ("cpu", local_data(parameter).is_cuda) if self._offload else (None, False)
         return torch.zeros_like(parameter.detach(), dtype=torch.float32, device=device, pin_memory=is_pinned)
 
     def reset(self, parameters: Mapping[str, Tensor]) -> None:
@@ -75,17 +74,12 @@ class OuterState:
                 if self._momentum:
                     self._momentum[name].copy_(momentum)
 
-    def merge_into(self, parameters: Mapping[str, Tensor]) -> None:
-        """Replace an island's parameters by the outer ones, but for the share ``merge_alpha`` of its own."""
-        alpha = self._merge_alpha
+    def copy_to(self, parameters: Mapping[str, Tensor], alpha: float = 0.0) -> None:
+        """Replace an island's parameters by the outer ones, but for the share ``alpha`` of its own."""
         for name, stored in self._parameters.items():
             local, outer = local_data(parameters[name]), self._on_device(name, stored)
             # In this order, without fused operations, whose rounding depends on the position in memory.
             local.copy_(local * alpha + outer * (1 - alpha) if alpha else outer)
-
-    def copy_to(self, parameters: Mapping[str, Tensor]) -> None:
-        for name, outer in self._parameters.items():
-            local_data(parameters[name]).copy_(outer)
 
     def state_dict(self) -> dict[str, Tensor]:
         """ "agreed.NAME" and "momentum.NAME": the tensors in use, DTensors where parameters are."""
@@ -101,9 +95,8 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not parameters:
         raise ValueError("the model has no trainable parameter, so islands have nothing to synchronize")
-    for name, parameter in parameters.items():
-        if parameter.is_complex():
-            raise ValueError(f"the parameter {name} is complex: make it real, and use torch.view_as_complex")
+    if name := next((name for name, parameter in parameters.items() if parameter.is_complex()), None):
+        raise ValueError(f"the parameter {name} is complex: make it real, and use torch.view_as_complex")
     return parameters
 
 

@@ -13,7 +13,7 @@ islands.RANK.KEY               ``OuterSync.state_dict``
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,11 @@ from megatron_zpp.zeropp.fsdp.shared import below
 from megatron_zpp.zeropp.fsdp.topology import gather_objects, process_rank
 
 from .config import IslandConfig
-from .fragment import Fragment
-from .outer_state import local_data
+from .fragment import Fragment, split_into_fragments
+from .outer_state import local_data, trainable_parameters
 
-T = TypeVar("T")
+# Settings on which saved errors and transfers do not depend.
+NOT_OF_A_WIRE = ("outer_optimizer", "outer_lr", "outer_momentum", "loco_beta", "merge_alpha", "offload")
 
 
 class OuterSync:
@@ -46,24 +47,40 @@ class OuterSync:
 
     def __init__(
         self,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
         config: IslandConfig | None = None,
         group: dist.ProcessGroup | None = None,
-        fragments: Sequence[Fragment] = (),
-        traffic: Traffic | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        model: nn.Module | None = None,
         zeropp: ZeroPP | None = None,
     ) -> None:
-        """Start all islands from the first one's parameters. Collective. Arguments are those of ``apply_islands``."""
-        self.config, self._group, self._fragments = config or IslandConfig(), group, fragments
+        """Start all islands from the first one's parameters; a group of one rank has none. Collective.
+
+        For a loop that calls ``after_step`` itself. Arguments and errors are those of ``apply_islands``.
+        """
+        if group is None or group.size() == 1:
+            model = optimizer = zeropp = group = None
         self.num_islands, self.number = (1, 0) if group is None else (group.size(), group.rank())
-        self.traffic = traffic or Traffic()
+        self.config, self._group = config or IslandConfig(), group
+        self.traffic = Traffic() if zeropp is None else zeropp.traffic
         self._model, self._optimizer, self._zeropp = model, optimizer, zeropp
+        self._fragments = [] if model is None or group is None else self._divide(model, group)
         self.restart()
 
-    def describe(self) -> str:
-        """Return one line: how many islands there are, and how they synchronize."""
-        return f"{self.num_islands} islands {self.config.describe()}"
+    def _divide(self, model: nn.Module, group: dist.ProcessGroup) -> list[Fragment]:
+        """Compare what ranks of the same place hold and want, and divide the model into fragments."""
+        parameters = trainable_parameters(model)
+        parts = [(name, tuple(local_data(parameter).shape), parameter.dtype) for name, parameter in parameters.items()]
+        all_parts, configs = zip(*gather_objects((parts, self.config), group), strict=True)
+        if any(parts != all_parts[0] for parts in all_parts):
+            raise ValueError("ranks of the same place in their islands hold other parameters: shard the model alike")
+        if any(config != configs[0] for config in configs):
+            raise ValueError(f"islands have different settings, such as {self.config}: give all the same IslandConfig")
+        divided = split_into_fragments(parameters, self.config.fragments)
+        return [Fragment(part, self.config, group, self.traffic, parameters) for part in divided]
+
+    def describe(self) -> str | None:
+        """Return one line: how many islands there are, and how they synchronize; None without any."""
+        return f"{self.num_islands} islands {self.config.describe()}" if self.num_islands > 1 else None
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -77,21 +94,22 @@ class OuterSync:
         optimizer.register_step_post_hook(lambda *_: self.after_step() if self._is_counting else None)
 
     @torch.no_grad()
-    def after_step(self, is_last: bool = False) -> None:
+    def after_step(self, step: int | None = None, is_last: bool = False) -> None:
         """Count an inner step, and synchronize the fragments that are due. Collective over islands if any is.
 
         The optimizer's hook calls it, if there is one. Call it yourself for a step that no optimizer takes (an
-        overflow): all islands synchronize at the same steps, skipped ones included. is_last: ``conclude``, too.
+        overflow): all islands synchronize at the same steps, skipped ones included. step: its number, where the loop
+        counts. is_last: ``conclude``, too.
         """
-        self.steps += 1
+        self.steps = self.steps + 1 if step is None else step
         self.has_synchronized = False
         delay = self.config.sync_delay
         for number, fragment in enumerate(self._fragments):
             if self._starts(number, self.steps):
                 self._start(fragment)
-            if self._starts(number, self.steps - (delay + 1) // 2) and fragment.is_in_flight:
+            if self._starts(number, self.steps - (delay + 1) // 2) and fragment.hops.is_in_flight:
                 fragment.start_second_hop()
-            if self._starts(number, self.steps - delay) and fragment.is_in_flight:
+            if self._starts(number, self.steps - delay) and fragment.hops.is_in_flight:
                 fragment.finish()
                 self.has_synchronized = True
         if self.has_synchronized:
@@ -107,20 +125,16 @@ class OuterSync:
         """
         for number, fragment in enumerate(self._fragments):
             steps_since_start = (self.steps - self._offset(number)) % self.config.sync_interval
-            if fragment.is_in_flight:
+            if fragment.hops.is_in_flight:
                 if steps_since_start < (self.config.sync_delay + 1) // 2:
                     fragment.start_second_hop()
                 fragment.finish()
-                self.has_synchronized = True
             if steps_since_start > 0:
                 self._start(fragment)
                 fragment.start_second_hop()
-                # Momentum would move as far as for a whole interval: after 16 of 100 steps a run of E11 ended 0.6 %
-                # higher with DiLoCo's.
-                fragment.finish(on_mean=True)
-                self.has_synchronized = True
-        if self.has_synchronized:
-            self._parameters_replaced()
+                fragment.finish(on_mean=True)  # momentum would move as far as for a whole interval: E11, 0.6 % higher
+        self.has_synchronized = bool(self._fragments)
+        self._parameters_replaced()
 
     def _start(self, fragment: Fragment) -> None:
         """Start a fragment; an island that must not contribute begins again from the outer parameters.
@@ -161,9 +175,6 @@ class OuterSync:
 
         ``traffic`` counts nothing meanwhile: no later step uses what is gathered here.
         """
-        if not self._fragments:
-            yield
-            return
         parameters = [parameter for fragment in self._fragments for parameter in fragment.parameters.values()]
         own = [local_data(parameter).clone() for parameter in parameters]
         with torch.no_grad():
@@ -207,15 +218,13 @@ class OuterSync:
             fragment.hops.load_state_dict(below(state, f"{rank}.fragment{number}."))
         self._parameters_replaced()
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: Any) -> list[Any]:
         """Return the value of each island in order; its ranks must have the same. Collective."""
         return [value] if self._group is None else gather_objects(value, self._group)
 
     def agree(self, wish: bool, meets: bool) -> bool:
         """Return whether any island wishes it, where all of them meet; without islands the wish. Collective there."""
-        if self._group is None:
-            return wish
-        return meets and any(self.gather(wish))
+        return wish if self._group is None else meets and any(self.gather(wish))
 
     def checkpoint_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Turn a run's tensors, "model.NAME" and so on, into this rank's part of a checkpoint of all islands."""
@@ -225,27 +234,28 @@ class OuterSync:
         wires = {f"islands.{key}": value for key, value in self.state_dict().items()}
         return self._named_as_own(state) | shared | self._named_outer_state() | wires
 
-    def plan_resume(self, meta: Mapping[str, Any], is_same_layout: bool, trains: bool) -> list[str]:
-        """Decide what to load from a checkpoint; return notes on what starts over. trains: with its optimizer.
+    def plan_resume(self, meta: Mapping[str, Any], is_same_layout: bool, trains: bool) -> tuple[list[str], int]:
+        """Decide what to load from a checkpoint; return notes on what starts over, and the island to go on from.
 
-        meta: "layout" has the number of islands that saved, "islands" their ``IslandConfig``.
+        meta: "layout" has the number of islands that saved, "settings" their flags. trains: with its optimizer.
         """
-        saved, notes = meta.get("layout", {}).get("island", 1), []
+        saved, notes = meta.get("layout", {}).get("island", 1), list[str]()
         self.resumes = self._group is not None and saved == self.num_islands and trains
         if self._group is not None and not self.resumes and trains:
             notes.append(f"islands start over from the checkpoint's parameters: {saved} islands saved")
         if saved > 1 and not self.resumes and trains:
             notes.append("the optimizer's state is that of the first island that saved")
         # Errors and transfers belong to ranks and to a wire format.
-        is_same_wire = _wire_settings(meta.get("islands")) == _wire_settings(dataclasses.asdict(self.config))
+        settings = {name: value for name, value in dataclasses.asdict(self.config).items() if name not in NOT_OF_A_WIRE}
+        is_same_wire = all(meta["settings"].get(f"island_{name}", value) == value for name, value in settings.items())
         self._resumes_wires = self.resumes and is_same_layout and is_same_wire
         if self.resumes and not self._resumes_wires:
             what = "LoCo's errors between islands start over, and what was on its way is dropped"
             notes.append(f"{what}: saved with other ranks or settings")
-        return notes
+        return notes, self.number if self.resumes else 0
 
-    def pick(self, values: Sequence[T]) -> T:
-        """Return this island's of the values that ``gather`` returned in the run that saved; else the first's."""
+    def pick(self, values: Sequence[Any]) -> Any:
+        """Return this island's of the values that ``gather`` returned in the run that saved, or the first's."""
         return values[self.number if self.resumes else 0]
 
     def tensors_to_load(self, state: Mapping[str, Tensor], saved: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -267,18 +277,9 @@ class OuterSync:
             self.restart()
 
     def _named_as_own(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Rename the island's own tensors."""
         prefixes = ("model.", "optimizer.") if self.number > 0 else ("model.",)
         return {f"island{self.number}.{k}" if k.startswith(prefixes) else k: tensor for k, tensor in state.items()}
 
     def _named_outer_state(self) -> dict[str, Tensor]:
-        """Return the outer parameters by the model's names, and the outer momentum."""
-        prefixes = {"agreed": "model.", "momentum": "islands.momentum."}
-        state = {tuple(key.split(".", 1)): tensor for key, tensor in self.outer_state().items()}
-        return {prefixes[kind] + name: tensor for (kind, name), tensor in state.items()}
-
-
-def _wire_settings(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the settings on which saved errors and transfers depend."""
-    free = {"outer_optimizer", "outer_lr", "outer_momentum", "loco_beta", "merge_alpha", "offload"}
-    return {name: value for name, value in (config or {}).items() if name not in free}
+        state = self.outer_state().items()
+        return {f"islands.{key}".replace("islands.agreed.", "model.", 1): tensor for key, tensor in state}

@@ -74,7 +74,7 @@ def estimate_on(cluster: Cluster, architecture: Architecture, settings: Resolved
 
 def predict(cluster: Cluster, needs: Estimate) -> Prediction:
     """Predict the run that ``needs`` counts; its slowest stage decides. Raises ValueError where islands cut nodes."""
-    shapes = set(step_shapes(needs, island_cluster(needs.settings, cluster)))
+    shapes = set(step_shapes(needs, cluster))
     slowest = max(map(simulate, shapes), key=lambda time: time.seconds)
     if needs.settings.distributed.islands > 1:
         slowest = _with_island_syncs(slowest, cluster, needs)
@@ -131,6 +131,7 @@ class Arithmetic:
 def step_shapes(needs: Estimate, cluster: Cluster) -> list[StepShape]:
     """Describe the step of the run that ``needs`` counts, for a rank of each pipeline stage."""
     settings, model = needs.settings, needs.planned.whole
+    cluster = island_cluster(settings, cluster)
     forward, backward = arithmetic(needs.architecture, settings, cluster, model)
     two_ranks = RankGroup(2, 1) if needs.grid.group("pipeline").nodes > 1 else RankGroup(1, 2)
     hidden = make_transfer(Exchange(two_ranks, hidden_state_bytes(settings, model), is_straight=True), cluster)

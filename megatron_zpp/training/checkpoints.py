@@ -3,14 +3,15 @@
 from megatron_zpp.checkpoint import CheckpointError, CheckpointSaver
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
+from megatron_zpp.training.reporter import Reporter
 from megatron_zpp.training.trainer import Callback, StepStats, Trainer
 
 
 class CheckpointManager(Callback):
     """Saves in the folder of ``--save``; without one it does nothing. All methods are collective."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer, settings = trainer, trainer.settings
+    def __init__(self, trainer: Trainer, reporter: Reporter) -> None:
+        self._trainer, self._reporter, settings = trainer, reporter, trainer.settings
         self._saver: CheckpointSaver | None = None
         if settings.checkpoint.save is not None:
             timeout_minutes = settings.distributed.distributed_timeout_minutes
@@ -25,7 +26,7 @@ class CheckpointManager(Callback):
         """Begin to save the run; training may go on."""
         if self._saver is not None:
             trainer, checkpoint = self._trainer, self._trainer.settings.checkpoint
-            with progress("saving checkpoint"):
+            with self._reporter.paused(), progress("saving checkpoint"):
                 trained = trainer.trained(with_optimizer=not checkpoint.no_save_optim)
                 self._saver.save(trainer.counters.iteration, trained, trainer.meta(), not checkpoint.no_save_rng)
 

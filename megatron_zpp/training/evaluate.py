@@ -37,7 +37,7 @@ class Evaluated(NamedTuple):
 def evaluate(
     trainer: Trainer, batches: Iterator[Batch], num_micro_batches: int, stop: Callable[[], bool] = lambda: False
 ) -> Evaluated | None:
-    """Evaluate on ``num_micro_batches`` of every data-parallel rank, with the outer parameters of islands.
+    """Evaluate on ``num_micro_batches`` of every data-parallel rank.
 
     ``stop`` is asked before each batch, and must answer the same on all ranks: True ends the evaluation, which then
     returns None. The model ends in training mode.

@@ -31,7 +31,8 @@ def _train_steps(trainer: Trainer, signals: StopSignals, evaluations: Sequence[C
     """Run the loop; return False if it was asked to stop before the last iteration. Raises NotFiniteError."""
     counters, training = trainer.counters, trainer.settings.training
     batches = batches_of(trainer, "train", counters.consumed_train_samples) or iter(())
-    reporter, nonfinite, checkpoints = Reporter(trainer), NonfiniteSteps(trainer), CheckpointManager(trainer)
+    reporter, nonfinite = Reporter(trainer), NonfiniteSteps(trainer)
+    checkpoints = CheckpointManager(trainer, reporter)
     callbacks = [*build_callbacks(trainer, reporter), checkpoints, *evaluations]
     while counters.iteration < trainer.train_iters:
         # Train.
@@ -48,7 +49,7 @@ def _train_steps(trainer: Trainer, signals: StopSignals, evaluations: Sequence[C
         trainer.count_step(stats)
         actions = trainer.actions()
         ends = nonfinite.step(stats) or stats.should_stop
-        trainer.islands.after_step(is_last=actions.end)
+        trainer.islands.after_step(counters.iteration, is_last=actions.end)
         ends = trainer.islands.agree(ends, meets=actions.any)
 
         # Log, publish, and so on.
@@ -63,10 +64,9 @@ def _train_steps(trainer: Trainer, signals: StopSignals, evaluations: Sequence[C
         # Save.
         ends |= actions.exit or actions.end
         if actions.save or ends:
-            with reporter.paused():
-                for callback in callbacks:
-                    callback.on_save()
-                ends = ends or signals.agree()  # asked for meanwhile: this save is the last
+            for callback in callbacks:
+                callback.on_save()
+            ends = ends or signals.agree()  # asked for meanwhile: this save is the last
 
         # End.
         if ends:

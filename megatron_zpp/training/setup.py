@@ -16,7 +16,7 @@ from megatron_zpp.checkpoint.resume import check_not_overwritten, check_same_dat
 from megatron_zpp.checkpoint.tokenizer import check_same_ids
 from megatron_zpp.families import Architecture, vocabulary_of
 from megatron_zpp.integrations.float8 import check_float8
-from megatron_zpp.islands import OuterSync, apply_islands
+from megatron_zpp.islands import OuterSync
 from megatron_zpp.metrics.writers import MetricWriters, check_writers, describe_program
 from megatron_zpp.models.transformer import TransformerConfig
 from megatron_zpp.optim.batch_size import BatchSchedule
@@ -134,9 +134,6 @@ def build_trainer(architecture: Architecture, settings: ResolvedSettings, device
     zeropp = builder.zeropp
     with errors_on_all_ranks():
         optimizer = build_optimizer(model, settings.optimizer, zeropp)
-    islands = OuterSync()
-    if mesh.num_islands > 1:
-        islands = apply_islands(model, optimizer, settings.island, mesh.island, zeropp, counts_by_hook=False)
     trainer = Trainer(
         architecture=architecture,
         settings=settings,
@@ -147,7 +144,7 @@ def build_trainer(architecture: Architecture, settings: ResolvedSettings, device
         optimizer=optimizer,
         scaler=LossScaler(settings.precision),
         zeropp=zeropp,
-        islands=islands,
+        islands=OuterSync(model, optimizer, settings.island, mesh.island.get_group(), zeropp),
         loss=LanguageModelLoss(mesh, device),
         token_traffic=token_traffic,
         plan=plan,
@@ -238,7 +235,6 @@ def _load(trainer: Trainer, checkpoint: Path, meta: dict[str, Any]) -> None:
     )
     if goes_on:
         trainer.scaler.load_state_dict(trainer.islands.pick(meta.get("loss_scalers", [meta["loss_scaler"]])))
-        trainer.islands.steps = trainer.counters.iteration
     _print_notes(notes)
     print_once(f"  successfully loaded checkpoint {checkpoint} at iteration {meta['iteration']}")
 

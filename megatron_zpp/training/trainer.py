@@ -145,8 +145,7 @@ class Trainer:
         counters.consumed_train_samples += stats.num_samples
         counters.skipped_iterations += stats.is_skipped
         counters.nan_iterations += not math.isfinite(stats.loss)
-        # Islands do not know each other's skipped steps: their schedules count them, and stay equal.
-        if self.islands.num_islands > 1 or not stats.is_skipped:
+        if self.islands.num_islands > 1 or not stats.is_skipped:  # they do not know each other's skipped steps
             cut = self.settings.training.seq_length - self.sample_length(counters.iteration)
             counters.scheduled_samples += stats.num_samples
             counters.cut_tokens += stats.num_samples * cut
@@ -158,9 +157,9 @@ class Trainer:
     def meta(self) -> dict[str, Any]:
         """Return what a checkpoint keeps beside the tensors. Collective."""
         loss_is_finite = self.last_loss is None or math.isfinite(self.last_loss)
-        # Of each island: those whose first steps overflow begin later than others.
-        per_island = self.islands.gather((self.scaler.state_dict(), bool(self.optimizer.state)))
-        scalers, have_stepped = map(list, zip(*per_island, strict=True))
+        # Of each copy of the model that ranks train: one whose first steps overflow begins later than others.
+        states = self.islands.gather((self.scaler.state_dict(), bool(self.optimizer.state)))
+        scalers, have_stepped = map(list, zip(*states, strict=True))
         return {
             "settings": self.settings.as_flat_dict(),
             "optimizers_have_stepped": have_stepped,
@@ -191,7 +190,7 @@ class StepStats:
 
     loss: float  # mean over the tokens of the global batch
     num_tokens: float  # that have a loss
-    num_samples: int  # of all ranks that train, in all islands
+    num_samples: int  # that all ranks read for it
     auxiliary: dict[str, float]  # auxiliary losses and what else a model shows: means over micro-batches and ranks
     grad_norm: float  # before clipping
     num_zeros: int | None

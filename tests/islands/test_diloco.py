@@ -192,7 +192,7 @@ def _devices(offload: bool) -> tuple[set[str], set[str]]:
         outer = OuterState(parameters, IslandConfig(offload=offload))
         differences = outer.differences(parameters)
         outer.step(differences)
-        outer.merge_into(parameters)
+        outer.copy_to(parameters)
         state = outer.state_dict()
         assert [*state] == ["agreed.shard", "agreed.whole", "momentum.shard", "momentum.whole"]
         assert isinstance(state["agreed.shard"], DTensor) and state["agreed.shard"].shape == (16, 8)

@@ -13,9 +13,9 @@ from unittest.mock import patch
 
 import pytest
 
+from megatron_zpp.checkpoint import CheckpointSaver
 from megatron_zpp.commands.pretrain import describe
 from megatron_zpp.metrics.throughput import IntervalTimer
-from megatron_zpp.training.checkpoints import CheckpointManager
 from tests.ranks import run_in_turn, run_ranks
 from tests.training.small_run import call_pretrain, flags, log_lines, start, take_step, train_quietly
 
@@ -46,7 +46,7 @@ def _logged(argvs: dict[str, list[str]]):
 def _logged_seconds(argv: list[str]) -> list[float]:
     """Return the logged seconds of each step, on a clock that only forward passes and saves move."""
     run, _ = start(argv)
-    clock, save = [0.0], CheckpointManager.on_save
+    clock, save = [0.0], CheckpointSaver.save
 
     def hook(model, inputs, losses):
         clock[0] += 1.0 if model.training else 100.0
@@ -58,7 +58,7 @@ def _logged_seconds(argv: list[str]) -> list[float]:
     run.model.register_forward_hook(hook)
     with (
         patch.object(IntervalTimer, "_now", lambda timer: clock[0]),
-        patch.object(CheckpointManager, "on_save", slow_save),
+        patch.object(CheckpointSaver, "save", slow_save),
     ):
         lines = log_lines(train_quietly(run))
     return [line["elapsed time per iteration (ms)"] / 1000 for line in lines]
