@@ -77,7 +77,7 @@ def _default(flag: Flag) -> str:
 def _meaning(flag: Flag) -> str:
     allowed = f"one of {', '.join(flag.choices)}" if flag.choices else str(flag.bounds)
     marks = [] if tier(flag) == "stable" else [f"*{tier(flag).capitalize()}.*"]
-    marks += [f"Megatron's `{alias}` works, too." for alias in flag.aliases]
+    marks += [f"`{alias}` works, too." for alias in flag.aliases]
     return " ".join([flag.help.replace("*", r"\*") + (f" ({allowed})" if allowed else ""), *marks])
 
 

@@ -56,7 +56,7 @@ def resolve(
     with mistakes.collected():
         architecture.check_parallel(distributed)
     with mistakes.collected():
-        check_parallel(distributed, settings.zero.zero_stage, training.seq_length, world_size)
+        check_parallel(distributed, training.seq_length, world_size)
     with mistakes.collected():
         require(seq_length, "how long is a sample? give --seq-length")
         model = architecture.resolve(settings.model, seq_length)

@@ -11,7 +11,7 @@ from megatron_zpp.settings.checks import SettingsError, divisors, flag_of, list_
 from megatron_zpp.settings.groups import DistributedSettings, ModelSettings, Settings, ZeroSettings
 
 
-def check_parallel(distributed: DistributedSettings, zero_stage: int, seq_length: int | None, world_size: int) -> None:
+def check_parallel(distributed: DistributedSettings, seq_length: int | None, world_size: int) -> None:
     """Raise SettingsError unless the parallel sizes divide the ranks, and fit together."""
     product = ranks_per_model_copy(distributed)
     sizes = " * ".join(f"{flag_of(name)} {getattr(distributed, name)}" for name in MODEL_PARALLEL_SETTINGS)

@@ -110,6 +110,9 @@ def _check_meta(meta: Any) -> None:
         _check_kinds("loss_scaler.", scaler, _LOSS_SCALER)
         if not (_is_finite(scaler["scale"]) and scaler["scale"] > 0):
             wrong["loss_scaler.scale"] = scaler["scale"]
+    for key in ("loss_scalers", "optimizers_have_stepped"):  # of each island
+        if key in meta and len(meta[key]) != meta.get("layout", {}).get("island", 1):
+            wrong[key] = meta[key]
     stepped = meta.get("optimizers_have_stepped", [True])
     if not stepped or any(type(has_stepped) is not bool for has_stepped in stepped):
         wrong["optimizers_have_stepped"] = stepped

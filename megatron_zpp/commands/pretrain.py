@@ -49,7 +49,6 @@ from megatron_zpp.zeropp import ZeroPP
 from megatron_zpp.zeropp.recipes import AUTO
 
 # docs/reference/checkpoints.md lists them: 0 trained to the end, or saved and stopped as asked; 1 crashed.
-EXIT_CRASH = 1
 EXIT_USER_ERROR = 2
 EXIT_NOT_FINITE = 3
 
@@ -163,7 +162,7 @@ _SHARDED = (
 
 def describe(trainer: Trainer) -> None:
     """Print the model, the ranks, and how both are divided, on rank 0."""
-    zeropp, world_size = trainer.zeropp, trainer.world_size
+    zeropp, world_size = trainer.zeropp, dist.get_world_size()
     ranks = "ranks" if world_size > 1 else "rank"
     print_once(
         f"{trainer.architecture.name} with {trainer.architecture.num_parameters(trainer.model.config):,} parameters, "
@@ -178,16 +177,16 @@ def describe(trainer: Trainer) -> None:
         print_once(trainer.pipeline.describe())
     if zeropp is not None and world_size > 1:
         print_once(zeropp.describe())
-        if dist.get_rank() == 0 and (on_two := _describe_two_nodes(trainer)) is not None:
+        if dist.get_rank() == 0 and (on_two := _describe_two_nodes(trainer, zeropp)) is not None:
             print(on_two, flush=True)
     if (synchronization := trainer.islands.describe()) is not None:
         print_once(synchronization)
 
 
-def _describe_two_nodes(trainer: Trainer) -> str | None:
+def _describe_two_nodes(trainer: Trainer, zeropp: ZeroPP) -> str | None:
     """Say what a run of one node would send between two, by the estimate; None for others, and where it has none."""
-    settings, ranks = trainer.settings, trainer.world_size // 2
-    if not isinstance(trainer.zeropp, ZeroPP) or any(unit.topology.num_nodes > 1 for unit in trainer.zeropp.units):
+    settings, ranks = trainer.settings, dist.get_world_size() // 2
+    if any(unit.topology.num_nodes > 1 for unit in zeropp.units):
         return None
     hpz = ranks if settings.zeropp.hpz_partition_size > 1 else 1
     config = dataclasses.replace(settings.zeropp, ranks_per_node=None, hpz_partition_size=hpz)

@@ -126,7 +126,9 @@ def _launchers_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
         place = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
         raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE), place) from error
     if is_kept:
-        store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        # Nodes that join (--nnodes 1:2) start all ranks again, and count as no restart.
+        start = (os.environ.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "GROUP_WORLD_SIZE"))
+        store = dist.PrefixStore("/".join(start), store)
     return store, rank, world_size
 
 

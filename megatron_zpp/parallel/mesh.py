@@ -20,8 +20,7 @@ AXES: dict[str, str | None] = {
     "tp": "tensor_model_parallel_size",  # parts of a linear layer
 }
 SHARDED_AXES = ("dp", "cp")  # among whose ranks FSDP shards parameters: together they are one dimension for it
-MODEL_PARALLEL_AXES = {axis: setting for axis, setting in AXES.items() if setting is not None and axis != "island"}
-MODEL_PARALLEL_SETTINGS = tuple(reversed(MODEL_PARALLEL_AXES.values()))
+MODEL_PARALLEL_SETTINGS = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 
 
 def ranks_per_model_copy(settings: Any) -> int:

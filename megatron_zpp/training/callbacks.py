@@ -13,24 +13,29 @@ from megatron_zpp.checkpoint.resume import goes_on_in
 from megatron_zpp.checkpoint.tokenizer import copy_tokenizer
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.publish import Publisher, PublishError
+from megatron_zpp.training.checkpoints import CheckpointManager
 from megatron_zpp.training.profile import StepProfile
 from megatron_zpp.training.reporter import Reporter
 from megatron_zpp.training.stragglers import Stragglers
 from megatron_zpp.training.trainer import Callback, StepStats, Trainer
 
 
-def build_callbacks(trainer: Trainer, reporter: Reporter) -> list[Callback]:
-    """Build what flags ask for to be done at steps. Collective."""
+def build_callbacks(trainer: Trainer, reporter: Reporter, checkpoints: CheckpointManager) -> list[Callback]:
+    """Build what flags ask for, and put it in order. Collective.
+
+    An error at the end ends what follows: a profile is written before, and a lost checkpoint goes before lost weights.
+    """
     settings, callbacks = trainer.settings, list[Callback]()
+    if settings.logging.profile:
+        with errors_on_all_ranks():
+            callbacks.append(StepProfile(trainer))
+    callbacks.append(checkpoints)
     if settings.logging.log_straggler:
-        callbacks.append(Stragglers(trainer, reporter))  # first: a log line takes the same times
+        callbacks.append(Stragglers(trainer, reporter))  # before a log line, which takes the times that it compares
     callbacks.append(reporter)
     # Processes that follow the run should not wait for an evaluation or a save.
     if settings.checkpoint.publish is not None:
         callbacks.append(WeightPublisher(trainer, settings.checkpoint.publish, reporter))
-    if settings.logging.profile:
-        with errors_on_all_ranks():
-            callbacks.append(StepProfile(trainer))
     if settings.training.manual_gc:
         callbacks.append(GarbageCollection(trainer))
     return callbacks

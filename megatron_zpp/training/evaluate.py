@@ -20,7 +20,7 @@ from megatron_zpp.parallel.distributed import StopSignals, print_once
 from megatron_zpp.training.data import batches_of, find_tokenizer
 from megatron_zpp.training.loss import Target, count_once, mean_loss, no_loss
 from megatron_zpp.training.nonfinite import NotFiniteError, nonfinite_anywhere
-from megatron_zpp.training.trainer import Callback, Trainer
+from megatron_zpp.training.trainer import Callback, StepStats, Trainer
 
 if TYPE_CHECKING:
     from megatron_zpp.integrations.lm_eval import Tasks
@@ -149,14 +149,18 @@ class TaskEvaluation(Callback):
     """Evaluates on the tasks of ``--eval-tasks``, and reports the scores. All ranks share the work."""
 
     def __init__(self, trainer: Trainer, signals: StopSignals, tasks: Tasks) -> None:
-        self._trainer, self._signals, self._tasks = trainer, signals, tasks
+        self._trainer, self._signals, self._tasks, self._should_stop = trainer, signals, tasks, False
+
+    def on_step(self, stats: StepStats) -> None:
+        self._should_stop = stats.should_stop
 
     def on_evaluate(self, is_last: bool) -> bool:
+        """Evaluate where the interval ends, but not in a run that was asked to stop: tasks may take an hour."""
         from megatron_zpp.integrations.lm_eval import EvaluationStopped, ShardedLM
 
         trainer, training, iteration = self._trainer, self._trainer.settings.training, self._trainer.counters.iteration
         interval = training.eval_tasks_interval
-        if not is_last and (not interval or iteration % interval):
+        if not is_last and (not interval or iteration % interval or self._should_stop):
             return True
         model = ShardedLM(
             trainer.model,

@@ -39,8 +39,8 @@ class NonfiniteSteps:
         self.where = ""
         self.too_many: str | None = None  # why the run ends
 
-    def step(self, stats: StepStats) -> bool:
-        """Count a step before other parameters replace its own; return whether too many in a row were not finite."""
+    def check(self, stats: StepStats) -> bool:
+        """Count a step, and compute one with NaN or Inf again to find its place; return whether the run must end."""
         self.steps, self.last = self.steps + 1, stats
         self.in_a_row = self.in_a_row + 1 if stats.is_nonfinite else 0
         if not stats.is_nonfinite or not self.is_checked:
@@ -62,8 +62,8 @@ class NonfiniteSteps:
             )
         return self.too_many is not None
 
-    def why_ended(self) -> str | None:
-        """Return why the run ends or came to nothing; None if it did not. Collective over all ranks."""
+    def problem_at_end(self) -> str | None:
+        """Return why the run fails, also after its last step; None if it does not. Collective over all ranks."""
         return next(filter(None, gather_if_any(self.too_many or self._at_end())), None)
 
     def _at_end(self) -> str | None:

@@ -24,7 +24,9 @@ def train(trainer: Trainer, start: float) -> None:
     evaluations = build_evaluations(trainer, signals)
     if not trainer.settings.training.skip_train and not _train_steps(trainer, signals, evaluations, start):
         return
-    all(evaluation.on_evaluate(is_last=True) for evaluation in evaluations)
+    for evaluation in evaluations:
+        if not evaluation.on_evaluate(is_last=True):
+            break
 
 
 def _train_steps(trainer: Trainer, signals: StopSignals, evaluations: Sequence[Callback], start: float) -> bool:
@@ -33,9 +35,11 @@ def _train_steps(trainer: Trainer, signals: StopSignals, evaluations: Sequence[C
     batches = batches_of(trainer, "train", counters.consumed_train_samples) or iter(())
     reporter, nonfinite = Reporter(trainer), NonfiniteSteps(trainer)
     checkpoints = CheckpointManager(trainer, reporter)
-    callbacks = [*build_callbacks(trainer, reporter), checkpoints, *evaluations]
+    callbacks = [*build_callbacks(trainer, reporter, checkpoints), *evaluations]
     while counters.iteration < trainer.train_iters:
         # Train.
+        for callback in callbacks:
+            callback.before_step()
         num_micro_batches = trainer.batches.num_micro_batches(counters.consumed_train_samples)
         minutes = (time.monotonic() - start) / 60
         is_over = training.exit_duration_in_mins is not None and minutes > training.exit_duration_in_mins
@@ -48,7 +52,8 @@ def _train_steps(trainer: Trainer, signals: StopSignals, evaluations: Sequence[C
             signals.catch([signal.SIGINT])
         trainer.count_step(stats)
         actions = trainer.actions()
-        ends = nonfinite.step(stats) or stats.should_stop
+        # Before islands replace the parameters that a step with NaN is computed with again, to find its place.
+        ends = nonfinite.check(stats) or stats.should_stop
         trainer.islands.after_step(counters.iteration, is_last=actions.end)
         ends = trainer.islands.agree(ends, meets=actions.any)
 
@@ -59,9 +64,9 @@ def _train_steps(trainer: Trainer, signals: StopSignals, evaluations: Sequence[C
         # Evaluate.
         if actions.evaluate:
             with reporter.paused():
-                ends |= not all(evaluation.on_evaluate(is_last=False) for evaluation in evaluations)
+                ends |= not all(callback.on_evaluate(is_last=False) for callback in callbacks)
 
-        # Save.
+        # Save, also after steps with NaN: they were skipped, and the parameters are those before.
         ends |= actions.exit or actions.end
         if actions.save or ends:
             for callback in callbacks:
@@ -71,7 +76,7 @@ def _train_steps(trainer: Trainer, signals: StopSignals, evaluations: Sequence[C
         # End.
         if ends:
             checkpoints.wait()
-            problem = nonfinite.why_ended()
+            problem = nonfinite.problem_at_end()
             if not actions.end and problem is None:
                 print_once(f"exiting program at iteration {counters.iteration}, {checkpoints.describe()}")
             for callback in callbacks:

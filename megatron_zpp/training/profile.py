@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_zpp.metrics.lasting import Attempts
 from megatron_zpp.parallel.distributed import print_once
 from megatron_zpp.settings.resolved import ResolvedSettings
-from megatron_zpp.training.trainer import Callback, StepStats, Trainer
+from megatron_zpp.training.trainer import Callback, Trainer
 
 
 def check_profile(settings: ResolvedSettings, device: torch.device) -> str | None:
@@ -48,12 +48,9 @@ class StepProfile(Callback):
             self.trace.parent.mkdir(parents=True, exist_ok=True)
         if self.keeps_memory:
             torch.cuda.memory._record_memory_history()
-        self._begin_or_end()
 
-    def on_step(self, stats: StepStats) -> None:
-        self._begin_or_end()
-
-    def _begin_or_end(self) -> None:
+    def before_step(self) -> None:
+        """Begin before step S + 1, and end before step E + 1: evaluations and saves in between are recorded."""
         iteration = self.trainer.counters.iteration
         if self.is_due and iteration == self.settings.profile_step_start:
             self._begin()
@@ -66,7 +63,7 @@ class StepProfile(Callback):
             Attempts(f"the profile in {getattr(self, 'trace', 'memory')}", retries=False)(self._recording.close)
 
     def _begin(self) -> None:
-        if self.keeps_memory:  # callbacks run in reverse
+        if self.keeps_memory:  # the ExitStack calls these in reverse
             self._recording.callback(torch.cuda.memory._record_memory_history, enabled=None)
             self._recording.callback(lambda: torch.cuda.memory._dump_snapshot(str(self.memory)))
         if self.waits is not None:

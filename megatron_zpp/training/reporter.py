@@ -96,10 +96,7 @@ class Reporter(Callback):
         self._resume()
 
     def add_waits(self) -> tuple[float, float]:
-        """Add what was waited for links since the last call to the interval's, and return it, in seconds.
-
-        Where times come from a GPU the host waits for it: call it where a line is printed, or for ``--log-straggler``.
-        """
+        """Add what was waited for links since the last call to the interval's, and return it, in seconds."""
         waits = self.trainer.zeropp.waits if self.trainer.zeropp is not None else None
         waited = waits.take() if waits is not None else (0.0, 0.0)
         self.waited = [so_far + more for so_far, more in zip(self.waited, waited, strict=True)]

@@ -25,7 +25,7 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], num_micro_batches: in
         length = trainer.sample_length(trainer.counters.iteration + 1)
         batches = ({name: tensor[:, :length].contiguous() for name, tensor in batch.items()} for batch in batches)
     totals, names, micro_batches = accumulate_gradients(trainer, batches, num_micro_batches)
-    stats = reduce_and_clip(trainer, totals, names, micro_batches, stop)
+    stats = measure_and_clip(trainer, totals, names, micro_batches, stop)
     if not stats.is_skipped:
         trainer.set_learning_rate()
         trainer.optimizer.step()
@@ -59,13 +59,13 @@ def accumulate_gradients(
         trainer.set_is_last_micro_batch(i == num_micro_batches - 1)
         read.append(next(batches))
         inputs, target = trainer.loss.split(read[-1])
-        output = as_model_output(trainer.model(**inputs))
+        output = as_model_output(trainer.model(**inputs))  # FSDP2's hooks gather weights, and reduce gradients below
         (totals.add(output.losses, target) + totals.add_auxiliary(output, target)).backward()
     names = list(totals.auxiliary)
     return totals.local_totals(names), names, read
 
 
-def reduce_and_clip(
+def measure_and_clip(
     trainer: Trainer, totals: Tensor, names: Sequence[str], micro_batches: list[Batch], stop: bool
 ) -> StepStats:
     """Measure the gradients, scale and clip them, and sum over the step's ranks all that they must know of it.

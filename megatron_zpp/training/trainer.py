@@ -81,13 +81,16 @@ class Trainer:
         self.curriculum = Curriculum.from_settings(self.settings.training)  # None: every sample has --seq-length tokens
         # Parameters that another rank of the pipeline has too, and counts.
         self.copies: Sequence[Tensor] = () if self.pipeline is None else self.pipeline.copies
-        self.world_size = dist.get_world_size()
         # Samples that one evaluation reads, on all ranks together.
         micro_batch_size = self.settings.training.micro_batch_size
         self.samples_of_evaluation = plan.num_eval_micro_batches * micro_batch_size * self.mesh.dp_size
 
     def set_is_last_micro_batch(self, is_last: bool) -> None:
-        """Mark whether the next backward pass is the last of this optimizer step."""
+        """Mark whether the next backward pass is the last of this optimizer step.
+
+        Stages 2 and 3 reduce gradients in each, stages 0 and 1 in the last; qgZ in each within nodes, between nodes in
+        the last.
+        """
         prepare_backward(self.model, self.settings.zero.zero_stage, is_last)
         if self.zeropp is not None:
             self.zeropp.set_is_last_micro_batch(is_last)
@@ -186,7 +189,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class StepStats:
-    """The statistics of one optimizer step; the same on all ranks that took it together (``Mesh.step_group``)."""
+    """The statistics of one optimizer step; but for the last two, the same on all ranks of ``Mesh.step_group``."""
 
     loss: float  # mean over the tokens of the global batch
     num_tokens: float  # that have a loss
@@ -228,6 +231,9 @@ class StepActions:
 
 class Callback:
     """An optional part of a run: override what it needs. All ranks call each method at the same steps."""
+
+    def before_step(self) -> None:
+        """Act before an optimizer step."""
 
     def on_step(self, stats: StepStats) -> None:
         """Act after an optimizer step."""
