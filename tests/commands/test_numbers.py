@@ -14,8 +14,7 @@ from tests.arguments.fuzzing import WORDS
 TOOLS = {
     preprocess_data: (
         "--input x --output-prefix y --tokenizer-type NullTokenizer",
-        "--workers --max-document-megabytes --save-seconds --log-interval --workers-to-check --max-documents "
-        "--vocab-size",
+        "--workers --max-document-megabytes --save-seconds --log-interval --vocab-size",
     ),
     train_tokenizer: ("--input x --vocab-size 300 --output y", "--vocab-size --max-megabytes"),
     generate_text: ("--load x", "--ckpt-step --num-tokens --temperature --top-k --top-p --seed --device"),
