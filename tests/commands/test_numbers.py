@@ -21,7 +21,7 @@ TOOLS = {
     export_hf: ("--load x --output y", "--ckpt-step --vocab-size --max-file-size"),
     export_megatron: ("--load x --output y", "--ckpt-step"),
     import_megatron: ("--input x --save y", "--ckpt-step --vocab-size"),
-    estimate: ("--vocabulary 9 pretrain-gpt", "--nodes --ranks-per-node --mfu --link-gbps --vocabulary"),
+    estimate: ("--vocabulary 9 pretrain-gpt", "--nodes --ranks-per-node --link-gbps --vocabulary"),
     measure_cluster: ("--output x", "--hidden-size --tokens --ranks-per-node"),
     plan: (
         "--cluster x --vocabulary 9 pretrain-gpt",
