@@ -453,7 +453,3 @@ def test_output(capsys, monkeypatch):
 def test_refusals(words, more, message):
     with pytest.raises(ValueError, match=message):
         base_time(f"--train-iters 1 {words}", *more.split())
-
-
-def test_an_unknown_gpu_may_have_a_given_peak():
-    assert base_time("--train-iters 1 --peak-tflops 0.001", "--gpu", "Z80").peak_tflops == 0.001
