@@ -104,8 +104,8 @@ def test_a_trainers_command_trains_that_architecture(monkeypatch, architecture):
 def test_a_missing_package_names_the_extra(package):
     # A process of its own: this one has imported what needs the package.
     script = f"import sys; sys.modules[{package!r}] = None; from megatron_zpp.__main__ import main; sys.exit(main())"
-    assert run(sys.executable, "-c", script, "merge-datasets", "--help", status=2).stderr == (
-        f"error: megatron-zpp merge-datasets needs the package {package}: pip install numpy rich sentencepiece, "
+    assert run(sys.executable, "-c", script, "preprocess-data", "--help", status=2).stderr == (
+        f"error: megatron-zpp preprocess-data needs the package {package}: pip install numpy rich sentencepiece, "
         "or megatron_zpp's extra train\n"
     )
 

@@ -36,13 +36,13 @@
 # The shape is Megatron-LM's GPT-345M, 24 layers of width 1024. SGD's learning rate is ours and was not tuned.
 #
 # What the full scale needs, as estimated by ESTIMATE=1 for 2 nodes of 8 A100 and 100 Gbit/s out of each node
-# (an MFU of 40 % is assumed, activations are about right, and nothing of it was measured on GPUs):
-#   RECIPE=zero3: 14 GB a GPU; a node sends 3.8 GB per step in 0.3 s, computing takes 0.6 s; 9.9 to 15 hours
-#   RECIPE=zeropp: 14 GB a GPU; a node sends 0.27 GB per step in 0.022 s, computing takes 0.6 s; 9.9 to 10 hours
-#   RECIPE=loco: 14 GB a GPU; a node sends 0.27 GB per step in 0.022 s, computing takes 0.6 s; 9.9 to 10 hours
-#   RECIPE=int8: 14 GB a GPU; a node sends 0.12 GB per step in 0.0094 s, computing takes 0.6 s; 9.9 to 10 hours
-#   RECIPE=zero3 OPTIMIZER=sgd: 14 GB a GPU; a node sends 3.8 GB per step in 0.3 s, computing takes 0.6 s; 9.9 to 15 hours
-#   RECIPE=loco OPTIMIZER=sgd: 14 GB a GPU; a node sends 0.27 GB per step in 0.022 s, computing takes 0.6 s; 9.9 to 10 hours
+# (by the planner; activations are about right, and nothing of it was measured on GPUs):
+#   RECIPE=zero3: 14 GB a GPU; a node sends 3.8 GB per step; a step takes 0.58 s, the run 9.7 hours
+#   RECIPE=zeropp: 14 GB a GPU; a node sends 0.27 GB per step; a step takes 0.54 s, the run 8.9 hours
+#   RECIPE=loco: 14 GB a GPU; a node sends 0.27 GB per step; a step takes 0.54 s, the run 8.9 hours
+#   RECIPE=int8: 14 GB a GPU; a node sends 0.12 GB per step; a step takes 0.54 s, the run 8.9 hours
+#   RECIPE=zero3 OPTIMIZER=sgd: 14 GB a GPU; a node sends 3.8 GB per step; a step takes 0.58 s, the run 9.7 hours
+#   RECIPE=loco OPTIMIZER=sgd: 14 GB a GPU; a node sends 0.27 GB per step; a step takes 0.54 s, the run 8.9 hours
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
 source examples/common.sh

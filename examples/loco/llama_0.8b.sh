@@ -38,12 +38,12 @@
 # a step, Llama 2's AdamW (0.9, 0.95), weight decay 0.1, clipping at 1 and learning rate (3e-4, cosine to a tenth).
 #
 # What the full scale needs, as estimated by ESTIMATE=1 for 2 nodes of 8 A100 and 100 Gbit/s out of each node
-# (an MFU of 40 % is assumed, activations are about right, and nothing of it was measured on GPUs):
-#   RECIPE=zero3: 17 GB a GPU; a node sends 17 GB per step in 1.3 s, computing takes 2.8 s; 0.92 to 1.4 days
-#   RECIPE=zeropp: 18 GB a GPU; a node sends 0.59 GB per step in 0.047 s, computing takes 2.8 s; 22 hours
-#   RECIPE=loco: 19 GB a GPU; a node sends 0.59 GB per step in 0.047 s, computing takes 2.8 s; 22 hours
-#   RECIPE=int8: 18 GB a GPU; a node sends 0.26 GB per step in 0.02 s, computing takes 2.8 s; 22 hours
-#   RECIPE=int6: 18 GB a GPU; a node sends 0.13 GB per step in 0.011 s, computing takes 2.8 s; 22 hours
+# (by the planner; activations are about right, and nothing of it was measured on GPUs):
+#   RECIPE=zero3: 17 GB a GPU; a node sends 17 GB per step; a step takes 2.7 s, the run 21 hours
+#   RECIPE=zeropp: 18 GB a GPU; a node sends 0.59 GB per step; a step takes 2.6 s, the run 20 hours
+#   RECIPE=loco: 19 GB a GPU; a node sends 0.59 GB per step; a step takes 2.6 s, the run 20 hours
+#   RECIPE=int8: 18 GB a GPU; a node sends 0.26 GB per step; a step takes 2.6 s, the run 20 hours
+#   RECIPE=int6: 18 GB a GPU; a node sends 0.13 GB per step; a step takes 2.6 s, the run 20 hours
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
 source examples/common.sh

@@ -36,11 +36,11 @@
 # 4096 tokens a step, AdamW (0.9, 0.95), weight decay 0.1, clipping at 1, 3e-4, cosine to a tenth.
 #
 # What the full scale needs, as estimated by ESTIMATE=1 for 4 nodes of 8 A100 and 100 Gbit/s out of each node
-# (an MFU of 40 % is assumed, activations are about right, and nothing of it was measured on GPUs):
-#   RECIPE=zero3: 38 GB a GPU; a node sends 179 GB per step in 14 s, computing takes 13 s; 0.79 to 1.5 days
-#   RECIPE=zeropp: 44 GB a GPU; a node sends 9.1 GB per step in 0.73 s, computing takes 13 s; 17 to 18 hours
-#   RECIPE=loco: 53 GB a GPU; a node sends 9.1 GB per step in 0.73 s, computing takes 13 s; 17 to 18 hours
-#   RECIPE=int8: 44 GB a GPU; a node sends 4 GB per step in 0.32 s, computing takes 13 s; 17 hours
+# (by the planner; activations are about right, and nothing of it was measured on GPUs):
+#   RECIPE=zero3: 38 GB a GPU; a node sends 179 GB per step; a step takes 19 s, the run 1 days
+#   RECIPE=zeropp: 44 GB a GPU; a node sends 9.1 GB per step; a step takes 9.5 s, the run 13 hours
+#   RECIPE=loco: 53 GB a GPU; a node sends 9.1 GB per step; a step takes 9.5 s, the run 13 hours
+#   RECIPE=int8: 44 GB a GPU; a node sends 4 GB per step; a step takes 9.6 s, the run 13 hours
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
 source examples/common.sh

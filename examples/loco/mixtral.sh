@@ -36,11 +36,11 @@
 # decay 0.1, clipping at 1, 1e-4, cosine to a tenth, a balancing loss of 0.02 (Mixtral's).
 #
 # What the full scale needs, as estimated by ESTIMATE=1 for 16 nodes of 8 A100 and 100 Gbit/s out of each node
-# (an MFU of 40 % is assumed, activations are about right, and nothing of it was measured on GPUs):
-#   RECIPE=zero3: 33 GB a GPU; a node sends 526 GB per step in 42 s, computing takes 5.2 s; 2.3 to 2.6 days
-#   RECIPE=zeropp: 68 GB a GPU; a node sends 66 GB per step in 5.3 s, computing takes 5.2 s; 7 to 14 hours
-#   RECIPE=loco: 76 GB a GPU; a node sends 66 GB per step in 5.3 s, computing takes 5.2 s; 7 to 14 hours
-#   RECIPE=int8: 68 GB a GPU; a node sends 29 GB per step in 2.3 s, computing takes 5.2 s; 6.9 to 10 hours
+# (by the planner; activations are about right, and nothing of it was measured on GPUs):
+#   RECIPE=zero3: 33 GB a GPU; a node sends 526 GB per step; a step takes 53 s, the run 2.9 days
+#   RECIPE=zeropp: 68 GB a GPU; a node sends 66 GB per step; a step takes 8.6 s, the run 11 hours
+#   RECIPE=loco: 76 GB a GPU; a node sends 66 GB per step; a step takes 8.6 s, the run 11 hours
+#   RECIPE=int8: 68 GB a GPU; a node sends 29 GB per step; a step takes 5 s, the run 6.7 hours
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
 source examples/common.sh

@@ -42,12 +42,12 @@
 # ours. Moves of 8- or 6-bit codes, which --zeropp-weight-moves sends instead, keep the loss: docs/concepts/moved-codes.md.
 #
 # What the full scale needs, as estimated by ESTIMATE=1 for 2 nodes of 8 A100 and 100 Gbit/s out of each node
-# (an MFU of 40 % is assumed, activations are about right, and nothing of it was measured on GPUs):
-#   BITS=16: 38 GB a GPU; a node sends 290 GB per step in 23 s, computing takes 11 s; 6.5 to 9.4 hours
-#   BITS=8: 48 GB a GPU; a node sends 13 GB per step in 1.1 s, computing takes 11 s; 3 to 3.3 hours
-#   BITS=6: 48 GB a GPU; a node sends 12 GB per step in 0.94 s, computing takes 11 s; 3 to 3.3 hours
-#   BITS=4: 48 GB a GPU; a node sends 10 GB per step in 0.81 s, computing takes 11 s; 3 to 3.2 hours
-#   BITS=2: 48 GB a GPU; a node sends 8.4 GB per step in 0.68 s, computing takes 11 s; 3 to 3.2 hours
+# (by the planner; activations are about right, and nothing of it was measured on GPUs):
+#   BITS=16: 38 GB a GPU; a node sends 290 GB per step; a step takes 29 s, the run 8.1 hours
+#   BITS=8: 48 GB a GPU; a node sends 13 GB per step; a step takes 8 s, the run 2.2 hours
+#   BITS=6: 48 GB a GPU; a node sends 12 GB per step; a step takes 8 s, the run 2.2 hours
+#   BITS=4: 48 GB a GPU; a node sends 10 GB per step; a step takes 8 s, the run 2.2 hours
+#   BITS=2: 48 GB a GPU; a node sends 8.4 GB per step; a step takes 8 s, the run 2.2 hours
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
 source examples/common.sh

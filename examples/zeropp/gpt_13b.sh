@@ -32,11 +32,11 @@
 # 2005.14165) states; the tokens (42 billion, as for gpt_350m.sh) and no dropout are ours alone.
 #
 # What the full scale needs, as estimated by ESTIMATE=1 for 8 nodes of 8 A100 and 100 Gbit/s out of each node
-# (an MFU of 40 % is assumed, activations are about right, and nothing of it was measured on GPUs):
-#   RECIPE=zero3: 26 GB a GPU; a node sends 603 GB per step in 48 s, computing takes 21 s; 11 to 16 days
-#   RECIPE=zeropp: 36 GB a GPU; a node sends 17 GB per step in 1.4 s, computing takes 21 s; 4.8 to 5.2 days
-#   RECIPE=zeropp WEIGHT_BITS=6: 36 GB a GPU; a node sends 15 GB per step in 1.2 s, computing takes 21 s; 4.8 to 5.1 days
-#   RECIPE=zeropp-nonblocked: 36 GB a GPU; a node sends 17 GB per step in 1.4 s, computing takes 21 s; 4.8 to 5.2 days
+# (by the planner; activations are about right, and nothing of it was measured on GPUs):
+#   RECIPE=zero3: 26 GB a GPU; a node sends 603 GB per step; a step takes 61 s, the run 14 days
+#   RECIPE=zeropp: 36 GB a GPU; a node sends 17 GB per step; a step takes 15 s, the run 3.5 days
+#   RECIPE=zeropp WEIGHT_BITS=6: 36 GB a GPU; a node sends 15 GB per step; a step takes 15 s, the run 3.4 days
+#   RECIPE=zeropp-nonblocked: 36 GB a GPU; a node sends 17 GB per step; a step takes 15 s, the run 3.5 days
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
 source examples/common.sh

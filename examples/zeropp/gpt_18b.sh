@@ -31,12 +31,12 @@
 # Learning rate, warm-up, no dropout: not stated in what we read, ours.
 #
 # What the full scale needs, as estimated by ESTIMATE=1 for 4 nodes of 16 V100 and 100 Gbit/s out of each node
-# (an MFU of 40 % is assumed, activations are about right, and nothing of it was measured on GPUs):
-#   RECIPE=zero3: 14 GB a GPU; a node sends 108 GB per step in 8.7 s, computing takes 1.1 s; 5.8 to 6.5 minutes
-#   RECIPE=zeropp: 16 GB a GPU; a node sends 21 GB per step in 1.7 s, computing takes 1.1 s; 1.1 to 1.9 minutes
-#   RECIPE=qwz: 14 GB a GPU; a node sends 73 GB per step in 5.8 s, computing takes 1.1 s; 3.9 to 4.6 minutes
-#   RECIPE=hpz: 16 GB a GPU; a node sends 64 GB per step in 5.1 s, computing takes 1.1 s; 3.4 to 4.2 minutes
-#   RECIPE=qgz: 14 GB a GPU; a node sends 79 GB per step in 6.3 s, computing takes 1.1 s; 4.2 to 5 minutes
+# (by the planner; activations are about right, and nothing of it was measured on GPUs):
+#   RECIPE=zero3: 14 GB a GPU; a node sends 108 GB per step; a step takes 11 s, the run 7.3 minutes
+#   RECIPE=zeropp: 16 GB a GPU; a node sends 21 GB per step; a step takes 2.9 s, the run 2 minutes
+#   RECIPE=qwz: 14 GB a GPU; a node sends 73 GB per step; a step takes 7.5 s, the run 5 minutes
+#   RECIPE=hpz: 16 GB a GPU; a node sends 64 GB per step; a step takes 6.5 s, the run 4.3 minutes
+#   RECIPE=qgz: 14 GB a GPU; a node sends 79 GB per step; a step takes 8 s, the run 5.4 minutes
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
 source examples/common.sh

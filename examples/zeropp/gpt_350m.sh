@@ -31,11 +31,11 @@
 # its baseline ends at a validation loss of 2.08719). Not stated there either, ours: warm-up, final learning rate, no dropout.
 #
 # What the full scale needs, as estimated by ESTIMATE=1 for 2 nodes of 8 A100 and 100 Gbit/s out of each node
-# (an MFU of 40 % is assumed, activations are about right, and nothing of it was measured on GPUs):
-#   RECIPE=zero3: 14 GB a GPU; a node sends 3.8 GB per step in 0.3 s, computing takes 0.64 s; 14 to 21 hours
-#   RECIPE=zeropp: 14 GB a GPU; a node sends 0.28 GB per step in 0.022 s, computing takes 0.64 s; 14 to 15 hours
-#   RECIPE=zeropp WEIGHT_BITS=6: 14 GB a GPU; a node sends 0.23 GB per step in 0.019 s, computing takes 0.64 s; 14 to 15 hours
-#   RECIPE=zeropp-nonblocked: 14 GB a GPU; a node sends 0.27 GB per step in 0.022 s, computing takes 0.64 s; 14 to 15 hours
+# (by the planner; activations are about right, and nothing of it was measured on GPUs):
+#   RECIPE=zero3: 14 GB a GPU; a node sends 3.8 GB per step; a step takes 0.64 s, the run 14 hours
+#   RECIPE=zeropp: 14 GB a GPU; a node sends 0.28 GB per step; a step takes 0.6 s, the run 13 hours
+#   RECIPE=zeropp WEIGHT_BITS=6: 14 GB a GPU; a node sends 0.23 GB per step; a step takes 0.6 s, the run 13 hours
+#   RECIPE=zeropp-nonblocked: 14 GB a GPU; a node sends 0.27 GB per step; a step takes 0.6 s, the run 13 hours
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
 source examples/common.sh

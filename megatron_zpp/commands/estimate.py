@@ -4,16 +4,16 @@ python tools/estimate.py --nodes 8 --ranks-per-node 8 --gpu A100 --vocabulary 50
 """
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_zpp.arguments.parse import parse_settings, stated_flags
 from megatron_zpp.commands.common import given_architecture
 from megatron_zpp.errors import reports_errors
 from megatron_zpp.families import ARCHITECTURES
-from megatron_zpp.metrics.throughput import peak_tflops
+from megatron_zpp.planning.cluster import default_cluster
 from megatron_zpp.planning.needs.division import RankGrid
-from megatron_zpp.planning.needs.estimate import Estimate, estimate, memory_and_traffic
+from megatron_zpp.planning.needs.estimate import estimate, memory_and_traffic
+from megatron_zpp.planning.predict import Prediction, predict
 from megatron_zpp.planning.search import filled_in
 from megatron_zpp.settings.flags import number
 from megatron_zpp.zeropp.recipes import AUTO
@@ -21,63 +21,35 @@ from megatron_zpp.zeropp.recipes import AUTO
 PROGRAMS = {f"pretrain-{architecture.name}": architecture for architecture in ARCHITECTURES}
 
 
-@dataclass(frozen=True)
-class RunTime:
-    """The time of a run at assumed rates."""
-
-    needs: Estimate
-    peak_tflops: float  # dense, of one device, in 16 bit
-    mfu: float  # share of the peak that the model's arithmetic reaches
-    link_gbps: float  # out of a node, all its links together
-
-    @property
-    def compute_seconds(self) -> float:
-        """Seconds of arithmetic per step."""
-        rate = self.needs.grid.world_size * self.peak_tflops * 1e12 * self.mfu
-        return self.needs.tokens / self.needs.steps * self.needs.flops_per_token / rate
-
-    @property
-    def network_seconds(self) -> float:
-        """Seconds per step on a node's links."""
-        return self.needs.sent_out_of_node * 8 / (self.link_gbps * 1e9)
-
-    def duration(self) -> str:
-        """Format the run's time: from complete overlap of communication and computing to none."""
-        least = self.needs.steps * max(self.compute_seconds, self.network_seconds)
-        most = self.needs.steps * (self.compute_seconds + self.network_seconds)
-        unit, seconds = next((u for u in (("days", 86400), ("hours", 3600)) if most >= u[1]), ("minutes", 60))
-        numbers = dict.fromkeys(_short(duration / seconds) for duration in (least, most))
-        return f"{' to '.join(numbers)} {unit}"
-
-    def brief(self) -> str:
-        """Format everything in one line; the scripts in examples/ quote it."""
-        sent = _short(self.needs.sent_out_of_node / 1e9)
-        return (
-            f"{_short(self.needs.memory / 1e9)} GB a GPU; a node sends {sent} GB per "
-            f"step in {_short(self.network_seconds)} s, computing takes {_short(self.compute_seconds)} s; "
-            f"{self.duration()}"
-        )
-
-
 def _short(number: float) -> str:
     """Format two digits, or the whole part: 0.028, 3.1, 48, 603."""
     return f"{number:.2g}" if number < 10 else f"{number:.0f}"
 
 
-def report(time: RunTime, gpu: str) -> str:
+def brief(found: Prediction) -> str:
+    """Format memory, traffic and time in one line; the scripts in examples/ quote it."""
+    needs, step = found.needs, found.time.seconds
+    run = needs.steps * step
+    unit, seconds = next((u for u in (("days", 86400), ("hours", 3600)) if run >= u[1]), ("minutes", 60))
+    return (
+        f"{_short(needs.memory / 1e9)} GB a GPU; a node sends {_short(needs.sent_per_node / 1e9)} GB per step; "
+        f"a step takes {_short(step)} s, the run {_short(run / seconds)} {unit}"
+    )
+
+
+def report(found: Prediction) -> str:
     """Format the whole estimate as text."""
-    needs = time.needs
+    needs, time = found.needs, found.time
     lines = [
-        f"{needs.architecture.name} on {needs.grid.nodes} x {needs.grid.ranks_per_node} {gpu}",
+        f"{needs.architecture.name} on {needs.grid.nodes} x {needs.grid.ranks_per_node} {found.cluster.gpu}",
         needs.length,
         *memory_and_traffic(needs),
         "",
-        f"computing {_short(time.compute_seconds)} s per step, at {time.mfu:.0%} (assumed) of "
-        f"{time.peak_tflops:g} TFLOP/s; {needs.flops_per_token * needs.tokens:.2e} FLOPs in all",
-        f"network   {_short(time.network_seconds)} s per step, at {time.link_gbps:g} Gbit/s out of each node",
-        f"in all    {time.duration()}: from all communication hidden behind computing to none",
+        f"a step takes {_short(time.seconds)} s: {_short(time.compute)} s compute, {_short(time.exposed_between)} s "
+        f"wait for links between nodes, {_short(time.exposed_within)} s within them; MFU {found.mfu:.0%} of "
+        f"{found.cluster.peak_tflops:g} TFLOP/s; {needs.flops_per_token * needs.tokens:.2e} FLOPs in all",
         "",
-        time.brief(),
+        brief(found),
     ]
     return "\n".join(lines)
 
@@ -89,10 +61,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--nodes", type=ranks, default=1, metavar="N", help="number of nodes; default 1")
     add("--ranks-per-node", type=ranks, default=8, metavar="P", help="GPUs of each node; default 8")
     add("--gpu", default="A100", metavar="NAME", help="kind of GPU; default A100")
-    share, rate = number(float, above=0, at_most=1), number(float, above=0)
-    add("--mfu", type=share, default=0.4, metavar="X", help="share of the peak that the run reaches; default 0.4")
+    vocabulary, rate = number(int, at_least=1), number(float, above=0)
     add("--link-gbps", type=rate, default=100, metavar="X", help="Gbit/s out of a node; default 100")
-    vocabulary = number(int, at_least=1)
     add("--vocabulary", type=vocabulary, required=True, metavar="N", help="size of the tokenizer's vocabulary")
     add("--architecture", metavar="MODULE:NAME", help="what the trainer trains, if it is not built in")
     add("program", metavar="|".join(PROGRAMS), help="the trainer, and its flags")
@@ -111,8 +81,8 @@ def program_name(word: str) -> str:
     return Path(word).stem.replace("_", "-")
 
 
-def run(args: argparse.Namespace) -> RunTime:
-    """Estimate the run. Raises SettingsError or ValueError on a mistake."""
+def run(args: argparse.Namespace) -> Prediction:
+    """Estimate the run, and predict its time. Raises SettingsError or ValueError on a mistake."""
     architecture = given_architecture(args) or PROGRAMS[args.program]
     world_size = args.nodes * args.ranks_per_node
     per_node = args.ranks_per_node
@@ -120,14 +90,11 @@ def run(args: argparse.Namespace) -> RunTime:
     settings = parse_settings(architecture, flags, world_size, lambda text: None, ranks_per_node=per_node)
     if settings.zero.recipe == AUTO:
         raise ValueError("--zeropp auto decides when the run starts, by its links: name a recipe, or ask for a plan")
-    peak = settings.logging.peak_tflops or peak_tflops(args.gpu)
-    if peak is None:
-        raise ValueError(f"the peak of --gpu {args.gpu} is not known; give the trainer's --peak-tflops")
+    cluster = default_cluster(args.nodes, args.ranks_per_node, args.gpu, args.link_gbps)
     grid = RankGrid(args.nodes, args.ranks_per_node, settings.distributed)
-    return RunTime(estimate(architecture, settings, args.vocabulary, grid), peak, args.mfu, args.link_gbps)
+    return predict(cluster, estimate(architecture, settings, args.vocabulary, grid))
 
 
 @reports_errors
 def main() -> None:
-    args = parse_arguments()
-    print(report(run(args), args.gpu))
+    print(report(run(parse_arguments())))

@@ -11,7 +11,6 @@
 
 import argparse
 import dataclasses
-import math
 import shlex
 import sys
 import textwrap
@@ -20,9 +19,7 @@ from pathlib import Path
 from megatron_zpp.arguments.parse import stated_flags
 from megatron_zpp.commands import measure_cluster, suggest_settings
 from megatron_zpp.commands.estimate import PROGRAMS, program_name
-from megatron_zpp.commands.plan_timeline import draw_timelines
 from megatron_zpp.convert.hf import files
-from megatron_zpp.data.text.packages import load_package
 from megatron_zpp.errors import reports_errors
 from megatron_zpp.families import ARCHITECTURES, Architecture
 from megatron_zpp.metrics.tensorboard_reader import find_runs, read_run
@@ -68,9 +65,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--all", action="store_true", help="list all, why each is slower or refused, and what the suggested one needs")
     commands = "print N commands: the suggested one, then the fastest; default 1"
     add("--commands", type=count, default=1, metavar="N", help=commands)
-    add("--plot", type=local_path(Path), metavar="FILE", help="also draw tokens/s over memory; needs matplotlib")
-    timeline = "also draw the step of the suggested plan above that of ZeRO-3; needs matplotlib"
-    add("--timeline", type=local_path(Path), metavar="FILE", help=timeline)
     programs = f"{'|'.join(PROGRAMS)} FLAGS"
     add("command", nargs=argparse.REMAINDER, metavar=programs, help="the trainer, and its flags")
     args = parser.parse_args(argv)
@@ -153,16 +147,12 @@ def why(plan: Plan, best: Outcome) -> str:
             f"{faster.candidate.name} takes {faster.prediction.time.seconds:.3g} s, and may cost {risk:.2g} % of loss, "
         )
         said += f"above --loss-budget {plan.loss_budget:g}. "
-    plain = find_plain(plan)
+    # ZeRO-3 in its fastest layout; None if it does not fit.
+    plain = next((outcome for outcome in plan.outcomes if outcome.candidate.wire.name == "ZeRO-3"), None)
     if plain is not None and plain is not best:
         time = plain.prediction.time
         said += f"{plain.candidate.name} takes {time.seconds:.3g} s: it {slowest_part(time, found.time)}. "
     return said.rstrip()
-
-
-def find_plain(plan: Plan) -> Outcome | None:
-    """Return ZeRO-3 in its fastest layout; None if it does not fit."""
-    return next((outcome for outcome in plan.outcomes if outcome.candidate.wire.name == "ZeRO-3"), None)
 
 
 def slowest_part(time: StepTime, least: StepTime) -> str:
@@ -213,34 +203,6 @@ def suggested(plan: Plan) -> Outcome:
     return min(near, key=lambda outcome: outcome.candidate.wire.rank)
 
 
-def plot(plan: Plan, path: Path) -> None:
-    """Draw tokens/s over memory, the loss as color, and the Pareto front. Raises ImportError or ValueError."""
-    if not plan.outcomes:
-        raise ValueError("nothing fits, so there is nothing to plot")
-    load_package("matplotlib", "--plot", "plot").use("Agg")
-    from matplotlib import pyplot
-
-    memories = [outcome.prediction.needs.memory / 1e9 for outcome in plan.outcomes]
-    rates = [outcome.prediction.tokens_per_second / 1e6 for outcome in plan.outcomes]
-    colors = [outcome.candidate.wire.recipe.risk for outcome in plan.outcomes]
-    figure, axes = pyplot.subplots(figsize=(10, 4.8), layout="constrained")
-    # The Pareto front: nothing with as little memory is faster. plan.outcomes are ordered by their rates.
-    front = [i for i, memory in enumerate(memories) if memory < min([*memories[:i], math.inf])]
-    axes.step([memories[i] for i in front], [rates[i] for i in front], "0.6", linewidth=1, where="pre")
-    drawn = axes.scatter(memories, rates, c=colors, cmap="viridis_r", vmin=0.0, zorder=3)
-    figure.colorbar(drawn, label="loss over an fp32 wire, %: mean + spread of E5")
-    for i in front:
-        at = memories[i], rates[i]
-        axes.annotate(str(i + 1), at, textcoords="offset points", xytext=(-6, 5), ha="right", fontsize=9)
-        axes.plot([], [], " ", label=f"{i + 1}  {plan.outcomes[i].candidate.name}")
-    figure.legend(loc="outside right upper", handlelength=0, fontsize=8, title="fastest for their memory")
-    axes.set(xlabel="memory of a GPU, GB (estimate)", ylabel="million tokens per second (predicted)")
-    axes.set(xlim=(0, 1.08 * max(memories)), ylim=(0, 1.12 * max(rates)))
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
 def run(args: argparse.Namespace) -> None:
     """Print the plan. Raises ValueError, OSError or ImportError on a mistake."""
     cluster = parse_cluster(args.cluster)
@@ -254,13 +216,6 @@ def run(args: argparse.Namespace) -> None:
     plan = make_plan(architecture, flags, vocabulary, cluster, args.usable_memory)
     plan = dataclasses.replace(plan, loss_budget=args.loss_budget)
     print("\n".join(report(plan, architecture.script, flags, args.rows, args.commands, args.all)))
-    if args.timeline is not None and plan.outcomes:
-        shown = filter(None, (suggested(plan), find_plain(plan)))
-        draw_timelines({outcome.candidate.name: outcome.prediction for outcome in shown}, args.timeline)
-        print(f"timeline: {args.timeline}")
-    if args.plot is not None:
-        plot(plan, args.plot)
-        print(f"\nplot: {args.plot}")
 
 
 def calibrate_from(cluster: Cluster, folder: Path) -> Cluster:

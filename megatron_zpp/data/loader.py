@@ -39,7 +39,6 @@ def build_loader(
     num_workers: int,
     device: torch.device | str,
     dataloader_type: str = "single",
-    data_sharding: bool = False,
 ) -> Iterator[Batch]:
     """Iterate over the batches of one data-parallel rank from ``consumed_samples`` on.
 
@@ -49,9 +48,7 @@ def build_loader(
     total = len(dataset)  # type: ignore[arg-type]
     options: SampleOptions = dataset.options  # type: ignore[attr-defined]
     pin_memory = torch.device(device).type == "cuda"
-    order = single_order
-    if dataloader_type == "cyclic":
-        order = sharded_cyclic_order if data_sharding else cyclic_order
+    order = cyclic_order if dataloader_type == "cyclic" else single_order
     loader = DataLoader(
         _MicroBatches(dataset, options.seq_length + 1),
         batch_size=None,
@@ -190,24 +187,6 @@ def cyclic_order(
     while total_samples:
         places = (divmod(position, total_samples) for position in itertools.islice(positions, micro_batch_size))
         yield [int(permutation(epoch)[place]) for epoch, place in places]
-
-
-def sharded_cyclic_order(
-    total_samples: int, consumed_samples: int, micro_batch_size: int, rank: int, num_ranks: int
-) -> Iterator[list[int]]:
-    """Do ``cyclic_order``, but each rank reads one contiguous part of the dataset (``--data-sharding``).
-
-    Megatron's rule to the bit, for those who need a rank's data in one place: batches depend on the number of ranks,
-    and samples that fill no block are never read.
-    """
-    per_rank = total_samples // (micro_batch_size * num_ranks) * micro_batch_size
-    epoch, consumed = divmod(consumed_samples, max(1, per_rank * num_ranks))
-    first = consumed // num_ranks
-    while per_rank:
-        order = _permutation(per_rank, epoch) + rank * per_rank
-        for start in range(first, per_rank - micro_batch_size + 1, micro_batch_size):
-            yield order[start : start + micro_batch_size].tolist()
-        epoch, first = epoch + 1, 0
 
 
 def _permutation(size: int, epoch: int) -> torch.Tensor:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
-
 
 @contextmanager
 def progress(
@@ -19,8 +17,7 @@ def progress(
     A bar ends at its total, which may be an estimate. Only rank 0 shows it, or any rank with ``any_rank``. Without a
     terminal ``line_every`` seconds print a line.
     """
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-    shown = rank == 0 or any_rank
+    shown = any_rank or os.environ.get("RANK", "0") == "0"
     if not shown or not sys.stderr.isatty():
         if shown and total is not None and line_every is not None:
             yield _line_printer(description, total, line_every)

@@ -98,20 +98,12 @@ def simulate(shape: StepShape) -> StepTime:
     return found
 
 
-def timeline(shape: StepShape) -> list[Span]:
-    """Return what runs in up to ``SIMULATED`` micro-batches of a step, without the optimizer."""
-    step = _Step(shape, min(SIMULATED, shape.micro_batches))
-    step.run()
-    return step.spans
-
-
 @dataclass
 class _Step:
     """Streams that run their work in order."""
 
     shape: StepShape
     micro_batches: int
-    spans: list[Span] = field(default_factory=list)
     last: dict[str, Span] = field(default_factory=dict)  # of each stream
     exposed: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds waited for streams
     time: StepTime = field(default_factory=StepTime)
@@ -146,7 +138,6 @@ class _Step:
                 self.exposed[blamed.stream] += blamed.end - max(since, blamed.start)
                 blamed = blamed.waited_for
         self.last[stream] = span = Span(stream, start, start + seconds, waited_for)
-        self.spans.append(span)
         return span
 
     def forward(self, is_first: bool) -> None:

@@ -58,7 +58,6 @@ class DataSettings:
     data_order_stable: bool = flag(False, "shuffle each epoch alone, so that the order is that of any longer run")
     mid_level_dataset_surplus: float = flag(0.005, "fraction to index beyond a dataset's share", at_least=0, at_most=1)
     dataloader_type: str = flag("single", "read samples once, or in a cycle", choices=("single", "cyclic"))
-    data_sharding: bool = flag(False, "with --dataloader-type cyclic: each rank reads its own part of the data")
     pad_last_valid_sample: bool = flag(False, "validate on the last, incomplete sample too, padded without loss")
     sft: bool = flag(False, "train on chats of preprocess_data --chat, with loss on the assistant's tokens alone")
     mock_data: bool = flag(False, "random tokens instead of data, to measure speed")

@@ -143,5 +143,4 @@ def batches_of(trainer: Trainer, split: str, consumed_samples: int) -> Iterator[
         num_workers=trainer.settings.data.num_workers,
         device=trainer.device,
         dataloader_type=trainer.settings.data.dataloader_type,
-        data_sharding=trainer.settings.data.data_sharding,
     )

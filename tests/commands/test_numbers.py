@@ -14,15 +14,14 @@ from tests.arguments.fuzzing import WORDS
 TOOLS = {
     preprocess_data: (
         "--input x --output-prefix y --tokenizer-type NullTokenizer",
-        "--workers --max-document-megabytes --save-seconds --log-interval --workers-to-check --max-documents "
-        "--vocab-size",
+        "--workers --max-document-megabytes --save-seconds --log-interval --vocab-size",
     ),
     train_tokenizer: ("--input x --vocab-size 300 --output y", "--vocab-size --max-megabytes"),
     generate_text: ("--load x", "--ckpt-step --num-tokens --temperature --top-k --top-p --seed --device"),
     export_hf: ("--load x --output y", "--ckpt-step --vocab-size --max-file-size"),
     export_megatron: ("--load x --output y", "--ckpt-step"),
     import_megatron: ("--input x --save y", "--ckpt-step --vocab-size"),
-    estimate: ("--vocabulary 9 pretrain-gpt", "--nodes --ranks-per-node --mfu --link-gbps --vocabulary"),
+    estimate: ("--vocabulary 9 pretrain-gpt", "--nodes --ranks-per-node --link-gbps --vocabulary"),
     measure_cluster: ("--output x", "--hidden-size --tokens --ranks-per-node"),
     plan: (
         "--cluster x --vocabulary 9 pretrain-gpt",

@@ -183,24 +183,12 @@ def test_progress_shows_rates_and_the_time_left_and_megatrons_other_flags_are_no
     pattern = r"[\d.]+ %, [\d,]+ documents, [\d,]+ documents/s, [\d.,]+ MB/s, \d+:\d\d:\d\d left"
     assert len([line for line in lines if re.fullmatch(pattern, line)]) >= 5
     assert 80 < float(lines[-1].split(" %")[0]) <= 100
-    flags = ("--find-optimal-num-workers", "--workers-to-check", "1", "2", "--max-documents", "300")
-    process = preprocess(tmp_path, None, *flags)
-    assert re.findall(r"(\d) workers: [\d,]+ documents/s, [\d.,]+ MB/s\n", process.stdout) == ["1", "2"]
-
-
-def test_sentences_become_sequences(tmp_path):
-    lines = [json.dumps({"text": text}) for text in ("Dr. A came.\nHe saw B. And", "", "one only")]
-    preprocess(tmp_path, [*lines, '{"text": ["A. B", "C"]}'], "--split-sentences", "--append-eod")
-    expected = [["Dr. A came.", "He saw B. And|"], [], ["one only|"], ["A. B", "C|"]]
-    assert documents(tmp_path / "out_text_sentence") == expected
-    preprocess(tmp_path, lines[:1], "--split-sentences", "--keep-newlines")
-    assert documents(tmp_path / "out_text_sentence") == [["Dr. A came.\n", "He saw B. And"]]
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--keep-newlines"], "--keep-newlines requires --split-sentences"),
+        (["--split-sentences"], "our models read whole documents: leave it out"),
         (["--dataset-impl", "lazy"], "--dataset-impl"),
         (["--json-keys", "a", "a"], "--json-keys names a key twice"),
     ],

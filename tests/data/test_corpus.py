@@ -18,7 +18,6 @@ from megatron_zpp.data.text.corpus import (
     find_files,
     read_blocks,
     records,
-    split_sentences,
 )
 from megatron_zpp.data.text.preprocessing import Job, preprocess
 from megatron_zpp.data.text.tokenizers import ByteTokenizer
@@ -184,36 +183,3 @@ def test_a_pattern_stands_for_the_files_that_it_matches_in_order(tmp_path):
     assert names("part-*.jsonl") == ["part-10.jsonl", "part-2.jsonl"]
     assert names("**/part-[1-3].*") == ["below/part-3.jsonl", "part-1.txt", "part-2.jsonl"]
     assert names("[odd].jsonl") == ["[odd].jsonl"]  # a file of that very name is no pattern
-
-
-# Sentences
-
-SENTENCES = [
-    "Dr. J. Smith met Mrs. Jones, e.g. at 3.14 p.m. on Jan. 5.",
-    "“Where?” she asked.",
-    "(He did not know!)",
-    "It was vol. 2 of X et al. and so on... and more.",
-    "Really?!",
-    "Ünder the tree.",
-    "12 men came.",
-    "No full stop here",
-    "the next paragraph is one of its own.",
-    "and the next.",
-    "这是一句。",
-    "“第二句！”",
-    "End",
-]
-BETWEEN = [" ", "  ", " ", "\n", "\t", " ", " ", "\n\n", "\n\n", "\n \n", "", "", ""]
-
-
-def test_sentences_are_found():
-    text = "".join(sentence + blanks for sentence, blanks in zip(SENTENCES, BETWEEN, strict=True))
-    assert split_sentences(text) == SENTENCES
-    kept = [sentence + blanks for sentence, blanks in zip(SENTENCES, BETWEEN, strict=True)]
-    assert split_sentences(text, keep_blanks=True) == kept
-
-
-@given(st.text(alphabet="aB.?! \n\"'()。1é"))
-def test_nothing_is_lost(text):
-    assert "".join(split_sentences(text, keep_blanks=True)) == text
-    assert "".join("".join(split_sentences(text)).split()) == "".join(text.split())

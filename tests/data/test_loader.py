@@ -17,7 +17,6 @@ from megatron_zpp.data.loader import (
     build_loader,
     cyclic_order,
     make_batch,
-    sharded_cyclic_order,
     stack_samples,
 )
 from megatron_zpp.data.order import check_order
@@ -192,17 +191,6 @@ def test_cyclic_order_is_one_permutation_after_the_other(micro_batch_size, ranks
     for number, parts in enumerate(zip(*(islice(sampler, 5) for sampler in samplers), strict=True)):
         expected = endless[consumed + number * block : consumed + (number + 1) * block]
         assert list(parts) == [expected[rank::ranks] for rank in range(ranks)]
-
-
-def test_sharded_cyclic_order_keeps_ranks_to_their_part():
-    """Megatron's rule with --data-sharding: 23 samples, 2 ranks of 3: 3 blocks, buckets of 9, and 5 never read."""
-    orders = [permutation(9, epoch) for epoch in range(3)]
-    for rank in range(2):
-        batches = list(islice(sharded_cyclic_order(23, 0, 3, rank, 2), 7))
-        assert flat(batches) == [9 * rank + i for i in orders[0] + orders[1] + orders[2][:3]]
-        resumed = sharded_cyclic_order(23, 18 + 6, 3, rank, 2)  # one block into the second epoch
-        assert list(islice(resumed, 3)) == batches[4:7]
-    assert [*sharded_cyclic_order(5, 0, 3, 0, 2), *cyclic_order(0, 0, 3, 0, 2)] == []
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from megatron_zpp.commands.data import preprocess_data
 from megatron_zpp.convert.hf.files import from_hf_config, read_config
 from megatron_zpp.families import ARCHITECTURES, find_architecture
 from megatron_zpp.metrics.log_reader import BETWEEN, RunLog, read_log
+from megatron_zpp.planning.predict import Prediction
 from tests.conftest import ROOT, environment
 from tests.tools import run
 
@@ -66,7 +67,7 @@ def trainer_of(words: list[str]) -> tuple[list[str], str, list[str]]:
     return words[:place], words[place][len("pretrain_") : -len(".py")], words[place + 1 :]
 
 
-def plan(words: list[str], nodes: int, ranks_per_node: int, gpu: str, vocabulary: int) -> estimate.RunTime:
+def plan(words: list[str], nodes: int, ranks_per_node: int, gpu: str, vocabulary: int) -> Prediction:
     _, architecture, flags = trainer_of(words)
     where = f"--nodes {nodes} --ranks-per-node {ranks_per_node} --gpu {gpu} --vocabulary {vocabulary}"
     program = f"pretrain_{architecture}.py"
@@ -97,7 +98,7 @@ def test_full_scale_is_accepted_and_needs_what_the_comment_says(script):
         assert launcher[0] == "srun"
         parse_settings(find_architecture(architecture), flags, nodes * ranks_per_node, note=unexpected_note)
         found = plan(in_slurm, nodes, ranks_per_node, gpu, vocabulary)
-        assert found.brief() == needs, variant
+        assert estimate.brief(found) == needs, variant
         assert found.needs.memory < 0.95e9 * GB_OF_GPU[gpu]
         if "save-interval" in script.read_text():
             assert "--exit-signal-handler" in flags and "#SBATCH --requeue" in script.read_text()

@@ -8,16 +8,14 @@ the datasets that are named, in their order. Only a piece of a file is in memory
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_zpp.errors import attempt, reports_errors
+from megatron_zpp.metrics.progress import progress
 from megatron_zpp.settings.flags import local_path
 
 PIECE = 16 << 20  # bytes of tokens that are copied at a time, if no document is larger
@@ -49,16 +47,15 @@ def merge(prefixes: list[str], output_prefix: str) -> tuple[int, int]:
         if (dataset.sequence_modes is None) != (datasets[0].sequence_modes is None):
             raise ValueError(f"of {datasets[0].prefix} and {dataset.prefix}, one holds chats: merge them separately")
     total = sum(dataset.num_tokens for dataset in datasets) * datasets[0].dtype.itemsize
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("merging", total=total)
-        has_modes = datasets[0].sequence_modes is not None
-        with (
-            attempt("write the dataset", output_prefix),
-            IndexedDatasetWriter(output_prefix, datasets[0].dtype, has_modes=has_modes) as writer,
-        ):
-            for dataset in datasets:
-                for num_bytes in copy(dataset, writer):
-                    bar.advance(task, num_bytes)
+    has_modes = datasets[0].sequence_modes is not None
+    with (
+        progress("merging", total) as advance,
+        attempt("write the dataset", output_prefix),
+        IndexedDatasetWriter(output_prefix, datasets[0].dtype, has_modes=has_modes) as writer,
+    ):
+        for dataset in datasets:
+            for num_bytes in copy(dataset, writer):
+                advance(num_bytes)
     return writer.num_documents, writer.num_tokens
 
 

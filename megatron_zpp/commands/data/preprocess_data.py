@@ -9,7 +9,6 @@ that become its sequences. Give the same command again to continue a run that wa
 """
 
 import argparse
-import contextlib
 import signal
 import sys
 import time
@@ -18,26 +17,21 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress
 
 from megatron_zpp.commands.common import add_number, add_tokenizer_flags, given_tokenizer
-from megatron_zpp.data.text.corpus import FORMATS, Reading, find_files, read_blocks
-from megatron_zpp.data.text.encoding import encode_blocks
+from megatron_zpp.data.text.corpus import FORMATS, Reading
 from megatron_zpp.data.text.preprocessing import Job, State, preprocess
-from megatron_zpp.data.text.tokenizers import build_tokenizer
 from megatron_zpp.errors import reports_errors
 from megatron_zpp.metrics.lines import format_duration
-from megatron_zpp.settings.flags import local_path, number
+from megatron_zpp.settings.flags import local_path
 
 # Megatron's flags for what is always so here, or for what GPT and Llama do not use.
 NOT_NEEDED = {
     "--partitions": "the corpus is read as one stream, by as many --workers as you like",
     "--chunk-size": "workers get pieces of a quarter of a megabyte",
     "--keep-sequential-samples": "documents keep their order anyway",
-    "--lang": "--split-sentences has the same rules for all languages",
+    "--lang": "texts are not split into sentences",
+    "--keep-newlines": "whole texts keep their line breaks",
     "--dataset-impl": "the output is always of the kind mmap",
 }
-
-
-def _speed(documents: int, num_bytes: int, seconds: float) -> str:
-    return f"{documents / seconds:,.0f} documents/s, {num_bytes / seconds / 1e6:,.2f} MB/s"
 
 
 class Display:
@@ -60,7 +54,8 @@ class Display:
             seconds = max(time.monotonic() - self.began, 1e-9)
             documents, num_bytes, disk_bytes = (b - a for a, b in zip(self.first, now, strict=True))
             left = max(0, total_bytes - state.disk_bytes) / max(disk_bytes, 1) * seconds
-            rates = f"{_speed(documents, num_bytes, seconds)}, {format_duration(left)} left"
+            rates = f"{documents / seconds:,.0f} documents/s, {num_bytes / seconds / 1e6:,.2f} MB/s"
+            rates += f", {format_duration(left)} left"
         done = state.disk_bytes
         self.bar.update(self.task, total=total_bytes, completed=done, documents=state.documents, rates=rates)
         if self.bar.disable and state.documents - self.printed >= self.log_interval:
@@ -72,27 +67,6 @@ class Display:
             print(text, file=sys.stderr)
         else:
             self.console.print(text, markup=False, highlight=False)
-
-
-def try_workers(job: Job, numbers: list[int], max_documents: int) -> None:
-    """Print the speed of each number of workers on the first documents."""
-    build_tokenizer(**job.tokenizer)  # raises the error of a bad one
-    files = find_files(job.inputs, job.input_format)
-    for workers in numbers:
-        blocks = read_blocks(files, job.reading)
-        encoded = encode_blocks(blocks, job.tokenizer, job.reading, job.append_eod, workers, job.ordered)
-        with contextlib.closing(encoded):
-            next(encoded, None)  # workers have started
-            began = time.monotonic()
-            documents = num_bytes = 0
-            for block, result in encoded:
-                documents += result.num_documents
-                num_bytes += block.num_bytes
-                if documents >= max_documents:
-                    break
-        if documents == 0:
-            raise ValueError(f"{', '.join(job.inputs)} is too small to measure on: any number of workers will do")
-        print(f"{workers} workers: {_speed(documents, num_bytes, time.monotonic() - began)}")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -107,8 +81,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--chat", action="store_true", help="documents are chats, for the trainer's --sft; writes PREFIX_KEY_chat.bin")
     add("--text-documents", choices=("file", "line"), default="file", help="documents of text files; default file")
     add("--append-eod", action="store_true", help="end each document with the end-of-document id")
-    add("--split-sentences", action="store_true", help="make each sentence a sequence; writes PREFIX_KEY_sentence.bin")
-    add("--keep-newlines", action="store_true", help="sentences keep the blanks and line breaks after them")
     add("--output-prefix", required=True, type=local_path(str), metavar="PREFIX", help="output, without suffix")
     add_number(parser, "--workers", 1, "tokenizing processes", at_least=1, at_most=1024)
     add("--unordered", action="store_true", help="write documents as they are ready; a little faster")
@@ -118,35 +90,31 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add_number(parser, "--save-seconds", 10.0, "work that a kill may cost", at_least=0)
     add("--restart", action="store_true", help="discard an unfinished output")
     add_number(parser, "--log-interval", 1000, "documents between progress lines", at_least=1)
-    add("--find-optimal-num-workers", action="store_true", help="only measure --workers-to-check")
-    count = number(int, at_least=1, at_most=1024)
-    add("--workers-to-check", nargs="+", type=count, default=[16, 32, 64], metavar="N", help="default 16 32 64")
-    add_number(parser, "--max-documents", 100_000, "documents to measure on", at_least=1)
     add("--dataset-impl", choices=("mmap",), help=argparse.SUPPRESS)
-    add("--keep-sequential-samples", action="store_true", help=argparse.SUPPRESS)
+    for flag in ("--keep-sequential-samples", "--keep-newlines", "--split-sentences"):
+        add(flag, action="store_true", help=argparse.SUPPRESS)
     for flag in ("--partitions", "--chunk-size", "--lang"):
         add(flag, help=argparse.SUPPRESS)
     add_tokenizer_flags(parser, "tokenizer", required=True)
     args = parser.parse_args(argv)
     args.json_keys = args.json_keys or ["messages" if args.chat else "text"]
-    if args.chat and (args.append_eod or args.split_sentences):
-        parser.error("--chat excludes --append-eod and --split-sentences: the chat template says how a chat is written")
-    if args.keep_newlines and not args.split_sentences:
-        parser.error("--keep-newlines requires --split-sentences: whole texts keep their line breaks anyway")
+    if args.split_sentences:
+        parser.error("--split-sentences makes data for BERT and T5, and our models read whole documents: leave it out")
+    if args.chat and args.append_eod:
+        parser.error("--chat excludes --append-eod: the chat template says how a chat is written")
     if len(set(args.json_keys)) < len(args.json_keys):
         parser.error("--json-keys names a key twice")
     return args
 
 
 def run(args: argparse.Namespace) -> None:
-    sentences = ("blanks" if args.keep_newlines else "alone") if args.split_sentences else None
     max_document_bytes = int(args.max_document_megabytes * 2**20)
     job = Job(
         inputs=tuple(args.input),
         output_prefix=args.output_prefix,
         tokenizer=given_tokenizer(args),
         input_format=args.input_format,
-        reading=Reading(tuple(args.json_keys), args.text_documents, max_document_bytes, sentences, args.chat),
+        reading=Reading(tuple(args.json_keys), args.text_documents, max_document_bytes, args.chat),
         append_eod=args.append_eod,
         workers=args.workers,
         ordered=not args.unordered,
@@ -154,8 +122,6 @@ def run(args: argparse.Namespace) -> None:
         restart=args.restart,
         save_seconds=args.save_seconds,
     )
-    if args.find_optimal_num_workers:
-        return try_workers(job, args.workers_to_check, args.max_documents)
     began = time.monotonic()
     display = Display(args.log_interval)
     with display.bar:

@@ -12,11 +12,11 @@ import os
 from pathlib import Path
 
 import sentencepiece
-from rich.console import Console
 
 from megatron_zpp.commands.common import add_number
 from megatron_zpp.data.text.corpus import FORMATS, CorpusFile, Reading, extract_texts, find_files, read_blocks, records
 from megatron_zpp.errors import attempt, reports_errors
+from megatron_zpp.metrics.progress import progress
 from megatron_zpp.settings.flags import local_path, number
 
 CHUNK = 2000  # characters that the trainer sees as one sentence: it would not split at line breaks
@@ -84,7 +84,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> None:
     """Train and write the model. Raises ValueError, OSError or ImportError on a user's mistake."""
     reading = Reading((args.json_key,), args.text_documents)
-    with Console(stderr=True).status("training a tokenizer"):  # drawn on a terminal only
+    with progress("training a tokenizer"):
         texts = sample(find_files(args.input, args.input_format), reading, args.max_megabytes * 1e6)
         if not any(texts):
             limit = f"of at most {reading.max_document_bytes / 2**20:g} MB under {args.json_key!r}"

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint import CheckpointError
 from megatron_zpp.checkpoint.folder import KINDS
-from megatron_zpp.models.decoder import DecoderConfig
 
 from .config import MOMENTS, Args, Saved, args_in, config_of
 from .pickles import load_file
@@ -138,12 +137,12 @@ def _saved(path: str, kind: str, args: Args, state: Mapping[str, Any], shards: S
     version = state.get("checkpoint_version", 0)
     if not isinstance(version, int | float):
         raise CheckpointError(f"{path} is damaged: its checkpoint_version is {version!r}")
+    if version < 2:  # queries, keys and values of all heads are apart
+        old = f"{path} is of Megatron-LM before 2021 (checkpoint_version {version})"
+        raise CheckpointError(f"{old}: load and save it with Megatron-LM, which still sorts them, and import that")
 
     def read(name: str, moment: str) -> Tensor:
-        ranks = shards[name]
-        if "linear_qkv" in name and version < 2:
-            ranks = [_sort_by_head(shard, version, config, len(ranks)) for shard in ranks]
-        return _merge(table[name], ranks, path)
+        return _merge(table[name], shards[name], path)
 
     return Saved(path, KINDS[kind][0], args, state, frozenset(shards), read, has_moments=False)
 
@@ -160,19 +159,6 @@ def _merge(weight: Weight, shards: Sequence[Tensor], path: str) -> Tensor:
     except (RuntimeError, IndexError) as error:
         shapes = ", ".join(str(list(shard.shape)) for shard in shards)
         raise CheckpointError(f"{path}: shards of {weight.theirs} do not make up a tensor: {shapes}") from error
-
-
-def _sort_by_head(shard: Tensor, version: float, config: DecoderConfig, ranks: int) -> Tensor:
-    """Sort the queries, keys and values of versions before 2 head by head. shard: [3 * heads * head_dim, …]
-
-    Version 0 has all queries, then all keys, then all values; version 1 all three per channel.
-    """
-    heads, width = config.num_attention_heads // ranks, config.head_dim
-    if shard.shape[0] != 3 * heads * width:
-        raise CheckpointError(f"linear_qkv has {shard.shape[0]} rows, not 3 * {heads} heads * {width}")
-    if version == 0:
-        return shard.unflatten(0, (3, heads, width)).transpose(0, 1).flatten(0, 2)
-    return shard.unflatten(0, (heads, width, 3)).transpose(1, 2).flatten(0, 2)
 
 
 def open_universal(folder: Path) -> Saved:

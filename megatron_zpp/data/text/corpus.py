@@ -8,7 +8,6 @@ import glob
 import gzip
 import io
 import json
-import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,21 +24,6 @@ SUFFIXES = {
 }
 BLOCK_BYTES = 256 << 10  # small enough to balance between workers, large enough to be worth sending
 MAX_ROWS = 4096  # rows of a Parquet file in a block
-
-# Where a sentence may end, and the blanks after it: at . ! ? and closing quotes or brackets, if blanks follow; at the
-# Chinese and Japanese signs; and at an empty line.
-_SENTENCE_END = re.compile(
-    r"""[.!?\u2026]+["'\u2019\u201d\u00bb)\]]*(?P<after>\s+)"""
-    r"""|[\u3002\uff01\uff1f]+[\u201d\u2019\u300d\u300f\uff09]*\s*"""
-    r"""|[^\S\n]*\n[^\S\n]*\n\s*"""
-)
-_OPENING = "\"'\u2018\u201c\u00ab([\u00bf\u00a1"
-# Words whose full stop ends no sentence, like that of an initial or of a word with a stop inside, such as e.g.
-_ABBREVIATIONS = re.compile(
-    "mr|mrs|ms|dr|prof|rev|gen|col|lt|sgt|capt|gov|sen|rep|st|jr|sr|vs|inc|ltd|corp|dept|univ|vol|fig|eqs?|pp|eds?|al|"
-    "approx|jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -78,7 +62,6 @@ class Reading:
     keys: tuple[str, ...] = ("text",)
     text_documents: str = "file"  # documents of a text file: "file" or "line"
     max_document_bytes: int = 4 << 20
-    sentences: str | None = None  # each is a sequence: "alone", or with the "blanks" after it; None: no splitting
     chats: bool = False  # a document is a list of messages, {"role": ..., "content": ...}
 
 
@@ -167,8 +150,6 @@ def extract_texts(record: Any, file_format: str, reading: Reading) -> dict[str, 
         texts = [_check_text(text, key) for text in (record[key] if isinstance(record[key], list) else [record[key]])]
         if sum(map(len, texts)) > reading.max_document_bytes:  # a row; a line was measured when it was read
             raise ValueError(too_long(reading))
-        if reading.sentences is not None:
-            texts = [part for text in texts for part in split_sentences(text, reading.sentences == "blanks")]
         documents[key] = texts
     return documents
 
@@ -210,35 +191,6 @@ def _text_content(message: dict[str, Any]) -> dict[str, str]:
     if not isinstance(content, str):
         raise ValueError(f"a message of {role!r} has no text as its 'content'; it has {', '.join(map(repr, message))}")
     return {"content": content}
-
-
-# Sentences, by rules without a model: the same on every machine
-
-
-def split_sentences(text: str, keep_blanks: bool = False) -> list[str]:
-    """Split a text into its sentences; with ``keep_blanks`` each keeps the blanks that follow it."""
-    sentences, start = [], 0
-    for end in _SENTENCE_END.finditer(text):
-        if end["after"] is None or _ends_sentence(text, start, end):
-            sentences.append(text[start : end.end()])
-            start = end.end()
-    sentences.append(text[start:])
-    if not keep_blanks:
-        sentences = [sentence.strip() for sentence in sentences]
-    return [sentence for sentence in sentences if sentence]
-
-
-def _ends_sentence(text: str, start: int, end: re.Match[str]) -> bool:
-    if end["after"].count("\n") > 1:
-        return True
-    following = text[end.end() : end.end() + 5].lstrip(_OPENING)[:1]
-    if following.islower():
-        return False
-    words = text[start : end.start()].split()
-    before = words[-1].lstrip(_OPENING) if words else ""
-    is_stop = text[end.start() : end.start("after")] == "."
-    is_short = _ABBREVIATIONS.fullmatch(before) is not None or "." in before or (len(before) == 1 and before.isalpha())
-    return not (is_stop and is_short)
 
 
 # Formats

@@ -45,8 +45,7 @@ class Job:
     save_seconds: float = 10.0
 
     def prefix(self, key: str) -> str:
-        kind = "chat" if self.reading.chats else "sentence" if self.reading.sentences else "document"
-        return f"{self.output_prefix}_{key}_{kind}"
+        return f"{self.output_prefix}_{key}_{'chat' if self.reading.chats else 'document'}"
 
     @property
     def state_file(self) -> Path:
@@ -234,7 +233,6 @@ def _identity(job: Job, files: list[CorpusFile]) -> dict[str, Any]:
         "json_keys": list(job.reading.keys),
         "text_documents": job.reading.text_documents,
         "append_eod": job.append_eod,
-        "sentences": job.reading.sentences,
         "chats": job.reading.chats,
         "max_document_megabytes": job.reading.max_document_bytes / 2**20,
     }

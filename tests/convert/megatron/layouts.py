@@ -197,12 +197,10 @@ def write_legacy(
     ours: State,
     config: DecoderConfig,
     version: float = 3.0,
-    qkv: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    """Two tensor-parallel ranks, with old names. qkv: changes a rank's queries, keys and values."""
+    """Two tensor-parallel ranks, with old names."""
     args = args_of(config, tp=2)
     for t, rank in enumerate(two_ranks(ours)):
-        rank = {name: qkv(x) if qkv is not None and "linear_qkv" in name else x for name, x in rank.items()}
         file = folder / f"iter_0000005/mp_rank_{t:02d}/model_optim_rng.pt"
         save(file, common(args, version) | {"model": legacy(rank)})
     (folder / "latest_checkpointed_iteration.txt").write_text("5")

@@ -97,20 +97,6 @@ def test_fp32_masters_of_a_distributed_checkpoint_are_the_weights(tmp_path):
     assert_same(moments["exp_avg"], {name: 2 * tensor for name, tensor in ours.items()})
 
 
-@pytest.mark.parametrize("version", [0, 1.0])
-def test_queries_keys_and_values_of_old_versions_are_put_in_order(tmp_path, version):
-    config, ours = CONFIGS["gpt"], random_model(CONFIGS["gpt"])
-
-    def in_old_order(x: torch.Tensor) -> torch.Tensor:
-        """[heads * 3 * 8, …] of a rank -> all queries, keys, values; or the three of each channel in turn."""
-        x = x.reshape(2, 3, 8, -1)
-        return (x.permute(1, 0, 2, 3) if version == 0 else x.permute(0, 2, 1, 3)).reshape(48, -1).squeeze(-1)
-
-    FORMATS["legacy"](tmp_path / "theirs", ours, config, version, in_old_order)
-    import_(tmp_path)
-    assert_imported(tmp_path / "ours", ours)
-
-
 @pytest.mark.parametrize("model", CONFIGS)
 def test_what_is_exported_is_imported_as_the_same_bits(tmp_path, model):
     ours = random_model(CONFIGS[model])
@@ -133,6 +119,12 @@ def test_a_model_of_no_iteration_is_a_release_to_megatron(tmp_path):
     assert (tmp_path / "exported/latest_checkpointed_iteration.txt").read_text() == "release\n"
     call_well(import_megatron, "--input", tmp_path / "exported", "--save", tmp_path / "again")
     assert_imported(tmp_path / "again", ours)
+
+
+def test_weights_in_the_order_of_old_versions_are_refused_not_misread(tmp_path):
+    FORMATS["legacy"](tmp_path / "theirs", random_model(CONFIGS["gpt"]), CONFIGS["gpt"], 1.0)
+    refused = call_wrongly(import_megatron, "--input", tmp_path / "theirs", "--save", tmp_path / "ours")
+    assert "of Megatron-LM before 2021 (checkpoint_version 1.0): load and save it with Megatron-LM" in refused
 
 
 def test_another_tokenizer_is_refused_or_noted(tmp_path):
