@@ -107,12 +107,6 @@ class Estimate:
     def sent_per_node(self) -> float:
         return sum(self.sent_between_nodes.values()) / self.grid.nodes
 
-    @property
-    def sent_out_of_node(self) -> float:
-        """Bytes that a node sends per step, with its mean share of what goes to other islands."""
-        between = self.sent_between_islands if self.grid.nodes >= self.grid.distributed.islands else 0.0
-        return self.sent_per_node + between / self.grid.nodes
-
 
 def estimate(
     architecture: Architecture,
