@@ -16,7 +16,9 @@ METHODS = {
     "_all_gather_comm", "_all_reduce_hook", "_init_group", "_pre_forward", "_reduce_scatter_comm", "attention",
     "document_attention", "finalize_backward", "forward", "post_backward", "step", "wait_for_unshard", "zero_grad",
 }  # fmt: skip
-OTHER_SETATTR = {"checkpoint/saver.py", "metrics/lasting.py"}  # a time, and the standard streams
+OTHER_SETATTR = {  # a time, the standard streams, and methods of a class of its own
+    *("checkpoint/saver.py", "metrics/lasting.py", "parallel/staged_backend.py"),
+}
 
 
 def in_source(file: Path) -> Counter[str]:

@@ -179,6 +179,8 @@ def test_commands_work(page, folder):
 def run_trainer(ranks: int, of_node: int, architecture: str, flags: list[str], folder: Path) -> None:
     if "--help" in flags:
         return  # test_arguments reads it
+    if "--local-ranks" in flags:
+        ranks = of_node = int(flags[flags.index("--local-ranks") + 1])
     with contextlib.chdir(folder), patch.dict(os.environ, LOCAL_WORLD_SIZE=str(of_node)):  # as torchrun sets it
         parse_settings(find_architecture(architecture), flags, ranks, note=lambda text: None)
     if ranks > MAX_RANKS:

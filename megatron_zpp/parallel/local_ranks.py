@@ -14,11 +14,15 @@ def start_local_ranks(ranks: int | None, nodes: int) -> None:
     """Replace this process by torchrun, which runs the same command on ``ranks`` ranks; on such a rank, set its node.
 
     Does nothing if ``ranks`` is None. Terminal, process id and signals stay; torchrun ends with status 0 or 1, as it
-    does on a cluster.
+    does on a cluster. Raises ValueError where the command line cannot start the program again.
     """
     if ranks is None or (ranks == 1 and not is_launched()):
         return
     if not is_launched():
+        # A notebook's kernel, and a script on stdin, cannot be started again.
+        if not set(sys.argv[1:]) <= set(sys.orig_argv) or sys.orig_argv[1:2] == ["-"]:
+            again = "--local-ranks starts this program again by its command line, which does not hold these flags"
+            raise ValueError(f"{again}: put the program into a file, or start it with torchrun")
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, without its warning
         torchrun = f"torch.distributed.run --standalone --no-python --nproc-per-node {ranks}".split()
         torchrun += ["--local-addr", "127.0.0.1"]  # not every machine resolves its own name

@@ -79,8 +79,7 @@ class StagedGroup(dist.ProcessGroup):
     def _run(self, collective: str, outputs: Any, *rest: Any) -> StagedWork:
         """Run gloo's ``collective`` on host copies of all tensors in its arguments, then copy ``outputs`` back."""
         tensors = _tensors_in((outputs, *rest))
-        on_gpu = any(tensor.is_cuda for tensor in tensors)
-        if not on_gpu:
+        if not any(tensor.is_cuda for tensor in tensors):
             host = tree_map_only(Tensor, Tensor.clone, (outputs, *rest))
             return StagedWork(self._thread.submit(self._exchange, collective, host, outputs, None))
         if self._stream is None:
@@ -164,7 +163,7 @@ for _name in (
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return list(filter(torch.is_tensor, tree_leaves(value)))
 
 
 def _to_pinned_memory(tensor: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The study's page says what its results say."""
 
+import copy
 import re
 import statistics
 import sys
@@ -11,11 +12,17 @@ import pytest
 import reproduce
 import study
 import study_tables
+import study_trials
+import torch
 from common import ROOT
 from study_arms import FP32, RANKS, SCALES, Arm, Experiment, Group, Scale
 from study_experiments import EXPERIMENTS
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+from megatron_zpp.models.mlp import Activation, GatedMLP
 from megatron_zpp.zeropp.recipes import RECIPES
+from tests.ranks import run_ranks
 from tests.test_readme import words
 
 OLD = study.RESULTS.parent / "old" / study.RESULTS.name
@@ -181,3 +188,20 @@ def test_an_arm_that_drops_qgz_halfway_resumes_from_half_of_the_steps(tmp_path, 
     assert "--zero-quantized-gradients" not in second and "--load begun" in second
     assert len(row["train_losses"]) == 1  # of the one log line, at step 40
     assert common.read_rows(tmp_path / "rows.jsonl")[0]["commit"] == common.COMMIT_AT_START
+
+
+def _shards_with_outliers():
+    """Whether outliers of a sharded model are where those of a whole one are."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(GatedMLP(6, 10, Activation("silu", is_gated=True), bias=False))
+    sharded = copy.deepcopy(whole)
+    fully_shard(sharded)
+    for model in (whole, sharded):
+        study_trials.add_outliers(model, 30.0)
+    pairs = zip(whole.parameters(), sharded.parameters(), strict=True)
+    return all(a.equal(b.full_tensor()) for a, b in pairs), whole[0].linear_fc1_up.weight[:4].abs().max() > 5
+
+
+def test_arms_with_outliers_have_them_on_ranks_that_shard_the_model():
+    for is_equal, is_large in run_ranks(2, _shards_with_outliers):
+        assert is_equal and is_large

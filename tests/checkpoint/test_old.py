@@ -1,7 +1,8 @@
 """Checkpoints that commit 7225eee saved, ``of_7225eee/``, go on as they did there.
 
 ``runs.json`` has for each the ranks, trainer and flags of its run, saved at step 2 of 4, and the losses of 3 and 4.
-They are not made again: a change that cannot load them breaks users' runs.
+One process that emulated four ranks saved "emulated", which goes on with four real ones. They are not made again: a
+change that cannot load them breaks users' runs.
 """
 
 import json

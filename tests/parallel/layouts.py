@@ -44,8 +44,7 @@ def train_runs(runs: dict[str, Run]) -> dict[str, Result]:
 def results_on(world_size: int, runs: dict[str, Run], islands: int = 1) -> dict[str, Result]:
     """Each run's metrics and text of the rank that logs, and all parameters.
 
-    All ranks must know the same losses, those of the last of ``islands`` by themselves, and ranks that share a parameter
-    agree on it to the bit.
+    All ranks of the last island must know the same losses, and those that share a parameter agree on it to the bit.
     """
     of_ranks: list[dict[str, Any]] = run_ranks(world_size, train_runs, runs, timeout=TIMEOUT)
     merged: dict[str, Result] = {}

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from unittest.mock import patch
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from megatron_zpp.checkpoint import read_meta
 from megatron_zpp.checkpoint.storage import iterate_tensors
 from megatron_zpp.parallel.distributed import device_of_rank
+from megatron_zpp.parallel.local_ranks import start_local_ranks
 from tests.training.small_run import ended, flags, ranks_of, torchrun, wait_for_iteration
 
 LOCAL = "--local-ranks 4 --local-nodes 2"
@@ -66,6 +68,15 @@ def test_a_mistake_that_ranks_find_and_a_killed_rank_end_all_with_status_1(tmp_p
     os.kill(ranks_of(process)[1], 9)
     _, err = ended(process, status=1)
     assert "rank      : 1 (local_rank: 1)" in err and "Signal 9" in err
+
+
+@pytest.mark.parametrize("command", [["python", "-m", "ipykernel_launcher"], ["python", "-", "--local-ranks", "2"]])
+def test_a_notebook_is_not_replaced_by_torchrun(monkeypatch, command):
+    monkeypatch.setattr(sys, "orig_argv", command)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--local-ranks", "2"])
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("replaced"))
+    with pytest.raises(ValueError, match="put the program into a file, or start it with torchrun"):
+        start_local_ranks(2, 1)
 
 
 @pytest.mark.parametrize(("cards", "card"), [(1, 0), (2, 1), (4, 3)])

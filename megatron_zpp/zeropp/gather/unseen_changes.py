@@ -43,13 +43,6 @@ def checksums(shard: Tensor, parts: Iterable[UnitPart]) -> dict[tuple[int, ...],
     return {part.indices: checksum(part.take(shard)) for part in parts}
 
 
-def keep_checksums(known: dict[tuple[int, ...], Tensor], unit: Unit, shard: Tensor, part: UnitPart) -> None:
-    """Replace what is ``known`` of a part of the unit's shard [L], or of all its parts."""
-    if part.is_whole:
-        known.clear()
-    known |= checksums(shard, unit.parts if part.is_whole else (part,))
-
-
 def state_of_changes(
     unit: Unit, known: Mapping[tuple[int, ...], Tensor], unsent: Collection[int], dtype: torch.dtype
 ) -> dict[str, Tensor]:
@@ -140,7 +133,8 @@ class UnseenChanges:
         # for the program's when a pass begins, and the program's for each gather.
         if part.is_whole:
             self.passes.known.add(unit)
-        keep_checksums(unit.checksums, unit, shard, part)
+            unit.checksums.clear()
+        unit.checksums |= checksums(shard, unit.parts if part.is_whole else (part,))
 
     def _look_at(self, units: Sequence[FSDPUnit]) -> None:
         units = [unit for unit in units if unit.unchanged_parts() and unit.checksums]
