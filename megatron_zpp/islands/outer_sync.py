@@ -97,9 +97,8 @@ class OuterSync:
     def after_step(self, step: int | None = None, is_last: bool = False) -> None:
         """Count an inner step, and synchronize the fragments that are due. Collective over islands if any is.
 
-        The optimizer's hook calls it, if there is one. Call it yourself for a step that no optimizer takes (an
-        overflow): all islands synchronize at the same steps, skipped ones included. step: its number, where the loop
-        counts. is_last: ``conclude``, too.
+        An optimizer's hook calls it. Call it yourself for a step that is skipped (an overflow): all islands synchronize
+        at the same steps. step: its number, where the loop counts. is_last: ``conclude``, too.
         """
         self.steps = self.steps + 1 if step is None else step
         self.has_synchronized = False
@@ -250,8 +249,7 @@ class OuterSync:
         is_same_wire = all(meta["settings"].get(f"island_{name}", value) == value for name, value in settings.items())
         self._resumes_wires = self.resumes and is_same_layout and is_same_wire
         if self.resumes and not self._resumes_wires:
-            what = "LoCo's errors between islands start over, and what was on its way is dropped"
-            notes.append(f"{what}: saved with other ranks or settings")
+            notes.append("LoCo's errors and transfers between islands start over: saved with other ranks or settings")
         return notes, self.number if self.resumes else 0
 
     def pick(self, values: Sequence[Any]) -> Any:

@@ -41,18 +41,19 @@ def train_runs(runs: dict[str, Run]) -> dict[str, Result]:
     return results
 
 
-def results_on(world_size: int, runs: dict[str, Run]) -> dict[str, Result]:
+def results_on(world_size: int, runs: dict[str, Run], islands: int = 1) -> dict[str, Result]:
     """Each run's metrics and text of the rank that logs, and all parameters.
 
-    All ranks must know the same losses, and those that share a parameter agree on it to the bit.
+    All ranks of the last island must know the same losses, and those that share a parameter agree on it to the bit.
     """
     of_ranks: list[dict[str, Any]] = run_ranks(world_size, train_runs, runs, timeout=TIMEOUT)
     merged: dict[str, Result] = {}
     for name in runs:
         parameters: dict[str, Tensor] = {}
         metrics, _, out = of_ranks[-1][name]
-        for results in of_ranks:
+        for results in of_ranks[-(world_size // islands) :]:
             assert results[name][0]["lm loss"] == metrics["lm loss"], f"{name}: losses differ between ranks"
+        for results in of_ranks:
             for key, value in results[name][1].items():
                 assert torch.equal(parameters.setdefault(key, value), value), f"{name}: {key} differs between ranks"
         merged[name] = metrics, parameters, of_ranks[0][name][2] + out

@@ -104,8 +104,8 @@ def test_beside_other_kinds_of_parallelism(data):
         "pp": "--pipeline-model-parallel-size 2",
         "cp": "--context-parallel-size 2",
     }
-    expected = results_on(2, {"": ("gpt", flags(data, common))})[""]
-    results = results_on(4, {name: ("gpt", flags(data, common, more)) for name, more in layouts.items()})
+    expected = results_on(2, {"": ("gpt", flags(data, common))}, islands=2)[""]
+    results = results_on(4, {name: ("gpt", flags(data, common, more)) for name, more in layouts.items()}, islands=2)
     for name, result in results.items():
         assert_same(result, expected, name)
 
