@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,13 @@ from tests.warm_python import programs
 
 ROOT = Path(__file__).parents[1]
 torch.set_num_threads(1)  # as ranks have: there is a worker for each processor, and threads of several would only wait
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """Undo what a test sets for its process group (RANK and so on), which would make later ones ranks of it."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -56,9 +64,7 @@ class Quickstart:
 def environment(**more: str) -> dict[str, str]:
     """That of a user who has activated the virtual environment that the tests run in; python and torchrun are warm."""
     path = os.pathsep.join([str(programs()), str(Path(sys.executable).parent), os.environ["PATH"]])
-    # A test of this process that made a process group has set these.
-    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return alone | {"PATH": path, "OMP_NUM_THREADS": "1"} | more
+    return os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | more
 
 
 @pytest.fixture(scope="session")
