@@ -167,7 +167,8 @@ def count_rank(rank: int, world_size: int, port: int, folder: str, sender: Any) 
             contextlib.redirect_stderr(phases.output),
         ):
             stack.enter_context(patched)
-        for iterations in (8, 16):
+        for restart, iterations in enumerate((8, 16)):
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restart)  # as torchrun, which keeps one store
             phases.begin()
             sys.argv = [*f"pretrain {FLAGS} --train-iters {iterations} --save {folder} --load {folder}".split()]
             sys.argv += ["--global-batch-size", str(world_size)]
