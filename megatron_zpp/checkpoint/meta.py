@@ -21,7 +21,7 @@ from megatron_zpp.models.transformer import TransformerConfig
 from .files import CheckpointError, digest, open_regular, parse_json, read_regular
 
 META, INDEX, MARKER = "meta.json", "index.json", "complete"
-FORMAT = 1  # of a checkpoint; a change that older checkpoints do not survive raises it
+FORMAT = 1  # a change that makes older checkpoints unreadable raises this number
 LAST_WITHOUT_FORMAT = "dda9db90"  # the last commit whose checkpoints have no number
 REMEDY = "load another checkpoint with --ckpt-step, or the newest good one with --load-latest-good"
 
@@ -110,7 +110,7 @@ def _check_meta(meta: Any) -> None:
         _check_kinds("loss_scaler.", scaler, _LOSS_SCALER)
         if not (_is_finite(scaler["scale"]) and scaler["scale"] > 0):
             wrong["loss_scaler.scale"] = scaler["scale"]
-    for key in ("loss_scalers", "optimizers_have_stepped"):  # of each island
+    for key in ("loss_scalers", "optimizers_have_stepped"):  # each has one value per island
         if key in meta and len(meta[key]) != meta.get("layout", {}).get("island", 1):
             wrong[key] = meta[key]
     stepped = meta.get("optimizers_have_stepped", [True])

@@ -86,8 +86,9 @@ class WeightPublisher(Callback):
             self._publish()
 
     def on_step(self, stats: StepStats) -> None:
-        iteration, interval = self._trainer.counters.iteration, self._trainer.settings.checkpoint.publish_interval
-        if iteration % interval == 0 or iteration == self._trainer.train_iters:
+        trainer = self._trainer
+        is_last = trainer.counters.iteration == trainer.train_iters
+        if is_last or trainer.ends_interval(trainer.settings.checkpoint.publish_interval):
             with self._reporter.paused():
                 self._publish()
 

@@ -102,9 +102,8 @@ class LossEvaluation(Callback):
 
     def on_evaluate(self, is_last: bool) -> bool:
         """Print and write the loss. A loss that is not finite is a note; if ``is_last`` it raises NotFiniteError."""
-        interval = self._trainer.settings.training.eval_interval
         if not is_last:
-            is_due = bool(interval) and self._trainer.counters.iteration % (interval or 1) == 0
+            is_due = self._trainer.ends_interval(self._trainer.settings.training.eval_interval)
             return not is_due or self._validate(None)
         return self._validate("validation") and self._evaluate(batches_of(self._trainer, "test", 0), "test") is not None
 
@@ -159,8 +158,7 @@ class TaskEvaluation(Callback):
         from megatron_zpp.integrations.lm_eval import EvaluationStopped, ShardedLM
 
         trainer, training, iteration = self._trainer, self._trainer.settings.training, self._trainer.counters.iteration
-        interval = training.eval_tasks_interval
-        if not is_last and (not interval or iteration % interval or self._should_stop):
+        if not is_last and (self._should_stop or not trainer.ends_interval(training.eval_tasks_interval)):
             return True
         model = ShardedLM(
             trainer.model,

@@ -106,14 +106,14 @@ class Trainer:
             if self.scaler.scale != scale:
                 self.zeropp.rescale_errors(self.scaler.scale / scale)
 
+    def ends_interval(self, interval: int | None) -> bool:
+        """Return whether the step that was counted last is one of every ``interval`` steps; None and 0: never."""
+        return bool(interval) and self.counters.iteration % (interval or 1) == 0
+
     def actions(self) -> StepActions:
         """Return what follows the step that was counted last."""
         training, checkpoint, iteration = self.settings.training, self.settings.checkpoint, self.counters.iteration
-
-        def divides(interval: int | None) -> bool:
-            return bool(interval) and iteration % (interval or 1) == 0
-
-        is_last = iteration == self.train_iters
+        is_last, divides = iteration == self.train_iters, self.ends_interval
         return StepActions(
             log=divides(self.settings.logging.log_interval) or iteration == 1,
             evaluate=(divides(training.eval_interval) or divides(training.eval_tasks_interval)) and not is_last,
