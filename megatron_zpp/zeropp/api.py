@@ -27,7 +27,7 @@ from .fsdp.fsdp_unit import AllGather, FSDPUnit, ReduceScatter, find_units, foll
 from .fsdp.shared import Shared, below
 from .fsdp.topology import Topology, process_rank
 from .fsdp.unit import follow_optimizers
-from .fsdp.waits import new_stream, on_stream
+from .fsdp.waits import is_capturing, new_stream, on_stream
 from .gather.all_gather import FullPrecisionAllGather, HierarchicalAllGather, QuantizedAllGather
 from .gather.sent_shards import send
 from .gather.unseen_changes import Passes, UnseenChanges
@@ -326,7 +326,7 @@ class ZeroPP:
         self._passes.begin()
         # Send in the model's order, and only now: after an optimizer step the program may still write weights, and to
         # compare what it wrote would wait behind weights on the same links.
-        if self._all_gathers:
+        if self._all_gathers and not is_capturing(self.device):  # a gather will refuse it
             with on_stream(self._gather_stream, self.device):
                 encoded = [all_gather.encode_for_prefetch() for all_gather in self._all_gathers.values()]
                 send([shard for shard in encoded if shard is not None], self.traffic)

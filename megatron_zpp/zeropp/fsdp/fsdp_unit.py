@@ -89,7 +89,7 @@ class FSDPUnit(Unit):
     @property
     def can_be_gathered(self) -> bool:
         """Whether FSDP2 could gather the unit now: it is sharded, and a pass has initialized it."""
-        return self.is_sharded and bool(self._param_group._reset_sharded_params)
+        return bool(self._param_group.is_sharded and self._param_group._reset_sharded_params)
 
     def flat_shard(self) -> Tensor:
         """Return the shard [L] as FSDP2 would hand it to a gather now."""
@@ -111,19 +111,18 @@ class FSDPUnit(Unit):
 
         reduces_unused: let FSDP2 reduce zeros for trainable parameters that a backward pass did not use.
         """
-        group, waits = self._param_group, self.waits
-        if waits.device.type == "cuda":  # where FSDP2 lets the stream that computes wait; on a CPU streams are one
-            for name in ("wait_for_unshard", "finalize_backward"):
-                setattr(group, name, waits.stall()(getattr(group, name)))
-        elif not reduces_unused:
+        group = self._param_group
+        if self.waits.device.type == "cuda":  # where FSDP2 lets the stream that computes wait; on a CPU streams are one
+            for name in ("wait_for_unshard", "post_backward", "finalize_backward"):
+                setattr(group, name, self.waits.stall()(getattr(group, name)))
+        if not reduces_unused:
             return
         reduce = group.post_backward
 
         def post_backward(*arguments: Any) -> None:
-            if reduces_unused and group.reduce_grads:
+            if group.reduce_grads:
                 self._complete_gradients()
-            with waits.stall():
-                reduce(*arguments)
+            reduce(*arguments)
 
         group.post_backward = post_backward
 
@@ -167,13 +166,17 @@ class FSDPUnit(Unit):
         a micro-batch whose gradients are held. All gradients get one dtype, since FSDP2 reduces no others: passes that
         did not reduce left sums in ``reduce_dtype``.
         """
-        gathered = self._once_gathered()
+        params = self._params_once_gathered()
         if self._without_gradient is None:
             self._without_gradient = {i for i, parameter in enumerate(self.parameters) if parameter.grad is None}
-        self._used |= {index for index, param in gathered if _has_gradient(param)}
-        held = self.reduced if self.holds_gradients else ()
-        has_sums = any([param.unsharded_accumulated_grad is not None for _, param in gathered])
-        for index, param in gathered:
+        held, reduced, has_sums = self.reduced if self.holds_gradients else (), list[int](), False
+        for index, param in enumerate(params):
+            if param.unsharded_accumulated_grad is not None:
+                has_sums = True
+                self._used.add(index)
+            elif param.unsharded_param.grad is not None:
+                self._used.add(index)
+        for index, param in enumerate(params):
             unsharded = param.unsharded_param
             # FSDP2 copies the flag when it gathers, which it does not do for a pass that skips the unit.
             unsharded.requires_grad_(param.sharded_param.requires_grad)
@@ -182,7 +185,9 @@ class FSDPUnit(Unit):
                     unsharded.grad = torch.zeros_like(unsharded)
                 if unsharded.grad is not None and has_sums:
                     param.unsharded_accumulated_grad, unsharded.grad = unsharded.grad.to(param.reduce_dtype), None
-        self.reduced = tuple(index for index, param in gathered if _has_gradient(param))
+            if unsharded.grad is not None or param.unsharded_accumulated_grad is not None:
+                reduced.append(index)
+        self.reduced = tuple(reduced)
 
     def use(self) -> list[bool]:
         """Return whether this step used each parameter; True for those with no gradient, or with an older one."""
@@ -191,13 +196,13 @@ class FSDPUnit(Unit):
 
     def drop_gradients(self) -> None:
         """Drop the gradients that passes without ``set_requires_gradient_sync`` left for the next reduction."""
-        for _, param in self._once_gathered():
+        for param in self._params_once_gathered():
             param.unsharded_accumulated_grad = param.unsharded_param.grad = None
 
-    def _once_gathered(self) -> list[tuple[int, Any]]:
-        """Return FSDP2's record of each parameter, with its index, if the unit has ever been gathered."""
-        params = enumerate(self._param_group.fsdp_params)
-        return [(index, param) for index, param in params if hasattr(param, "_unsharded_param")]
+    def _params_once_gathered(self) -> list[Any]:
+        """Return FSDP2's record of each parameter; [] until the unit has been gathered, which is all of it at once."""
+        params: list[Any] = self._param_group.fsdp_params
+        return params if hasattr(params[-1], "_unsharded_param") else []
 
     def forget_use(self) -> None:
         """Begin another step."""
@@ -227,11 +232,6 @@ def _specification(param_group: Any, names: Sequence[str]) -> tuple[tuple[Parame
         for index, (name, param) in enumerate(zip(names, params, strict=True))
     ]
     return tuple(shards), packed
-
-
-def _has_gradient(param: Any) -> bool:
-    """Return whether one of FSDP2's parameters has a gradient that is not reduced yet."""
-    return param.unsharded_accumulated_grad is not None or param.unsharded_param.grad is not None
 
 
 def _is_packed(param: Any) -> bool:

@@ -119,6 +119,7 @@ class Unit:
     holds_gradients: bool = False  # until the step's last micro-batch has crossed nodes
     # Of the shard that was last sent between nodes, for each of ``parts`` by its indices.
     checksums: dict[tuple[int, ...], Tensor] = field(default_factory=dict, repr=False)
+    has_nf4: bool = field(default=False, init=False)  # whether some of ``shards`` are in NF4
     gathers_frozen: bool = False  # gather frozen parameters again whenever trained ones change
     nf4_skip: tuple[str, ...] | None = None  # words in names of frozen matrices that are not in NF4; None = none is
     # Since the last gather: whether an optimizer stepped, or gradients were reduced that some optimizer may have used;
@@ -142,12 +143,13 @@ class Unit:
             fits = [shard.quantizable and not any(word in shard.name for word in skip) for shard in shards]
             fits = [fit and index not in self._ever_trainable for index, fit in enumerate(fits)]
             shards = tuple(replace(shard, is_nf4=fit) for shard, fit in zip(shards, fits, strict=True))
+        self.has_nf4 = any(shard.is_nf4 for shard in shards)
         self.shards, self.packed, self._parts = shards, packed, {}
         self.whole = self.part(range(len(shards)))
 
     def remove_trainable_from_nf4(self) -> bool:
         """Take parameters that have become trainable out of NF4; return whether there were any."""
-        if self.nf4_skip is None or not any(self.shards[index].is_nf4 for index in self._trainable()):
+        if not any(self.shards[index].is_nf4 for index in self._trainable()):
             return False
         self.specify(self.shards, self.packed)
         self.mark_changed()
@@ -214,8 +216,10 @@ class Unit:
         """
         if self._gathered is None:
             return set(range(len(self.shards)))
+        changed = set(self._updated)
         # A unit used twice in one forward pass is reduced twice, and gathered in between, in backward.
-        changed = self._updated | (set() if self.is_in_backward else self._reduced)
+        if self._reduced and not self.is_in_backward:
+            changed |= self._reduced
         for index, (parameter, (gathered, version)) in enumerate(zip(self.parameters, self._gathered, strict=True)):
             if parameter is not gathered or parameter._version != version:
                 changed.add(index)
@@ -260,7 +264,7 @@ class Unit:
         found_inf: for a fused one, of GradScaler: it has changed nothing if this is not zero.
         """
         # Optimizers also update parameters that were frozen after they got a gradient.
-        self._updated.update(i for i, p in enumerate(self.parameters) if p.requires_grad or p.grad is not None)
+        self._updated.update([i for i, p in enumerate(self.parameters) if p.requires_grad or p.grad is not None])
         self.may_have_stepped = True
         self.optimizer_steps += 1
         self._found_inf.append(found_inf)

@@ -42,14 +42,14 @@ def on_stream(stream: torch.Stream, device: torch.device) -> Iterator[None]:
         current.wait_stream(stream)
 
 
-def is_capturing(unit: Unit) -> bool:
-    """Return whether a CUDA graph is being captured on the unit's device."""
-    return unit.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph is being captured on the device."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_capture(unit: Unit) -> None:
     """Raise RuntimeError while a CUDA graph is captured: it would replay what was decided then, for ever."""
-    if is_capturing(unit):
+    if is_capturing(unit.device):
         raise RuntimeError(
             f"{unit.label} cannot be gathered or reduced in a CUDA graph: ZeRO++ decides again at every step what to "
             "send. Capture parts of the model without fully_shard, or train without CUDA graphs"

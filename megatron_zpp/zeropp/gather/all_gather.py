@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from ..fsdp.collectives import PlainAllGather, all_gather, count_flat_ring
 from ..fsdp.fsdp_unit import AllGather, DefaultAllocMixin, FSDPUnit
 from ..fsdp.shared import Shared
-from ..fsdp.waits import is_capturing, on_stream, refuse_capture
+from ..fsdp.waits import on_stream, refuse_capture
 from ..wire.layout import KeptScales
 from ..wire.moves import Moves, apply_moves, measure_moves
 from .sent_shards import SentShard, gather_wires, send
@@ -49,7 +49,9 @@ class QuantizedAllGather(DefaultAllocMixin, AllGather):
         # FSDP2 gathers on its own stream, but ``unshard()`` by hand on the current one.
         with on_stream(self.stream, input_tensor.device):
             kept_as = (input_tensor.dtype, input_tensor.device)
-            if self.unit.remove_trainable_from_nf4() or kept_as != self._kept_as:  # or the model was cast or moved
+            if self.unit.has_nf4 and self.unit.remove_trainable_from_nf4():
+                self.forget_secondary_partition()
+            if kept_as != self._kept_as:  # the model was cast or moved
                 self.forget_secondary_partition()
                 self._kept_as = kept_as
             self._gather(output_tensor, input_tensor)
@@ -167,9 +169,9 @@ class HierarchicalAllGather(QuantizedAllGather):
         before ranks have compared at the gather.
         """
         unit = self.unit
-        if self.consistency_check is not None or not unit.can_be_gathered or is_capturing(unit):
+        if self.consistency_check is not None or not unit.can_be_gathered:
             return None
-        if unit.remove_trainable_from_nf4():
+        if unit.has_nf4 and unit.remove_trainable_from_nf4():
             self.forget_secondary_partition()
         changed = unit.changed()
         if not changed:

@@ -45,7 +45,9 @@ class GradientSum:
         """Add up in fp32, in rank order: [..., L], in the memory of ``plus`` if there is any."""
         if self.format is None:
             return self.parts.to(torch.float32, copy=True) if self.plus is None else self.plus.add_(self.parts)
-        out = torch.empty(*self.rows, self.format.numel, device=self.device) if self.plus is None else self.plus
+        out = self.plus
+        if out is None:
+            out = torch.empty(*self.parts.shape[1:-1], self.format.numel, device=self.parts.device)
         return self.format.decode_sum(self.parts, out, accumulate=self.plus is not None, exponents=self.exponents)
 
     def computed(self) -> GradientSum:

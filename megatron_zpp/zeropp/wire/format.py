@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -47,7 +46,9 @@ class WireFormat(WireLayout):
         exponents: uint8 [..., L] of the scales that elements are divided by (scales.py); 0 where nothing is quantized.
         out: the buffers to fill, if they are there already.
         """
-        wire = self._empty_wire(values.shape[:-1], values.device) if out is None else out
+        wire = out
+        if wire is None:
+            wire = torch.empty(*values.shape[:-1], self.nbytes, dtype=torch.uint8, device=values.device)
         if self._has_kernels(values.device, values.dtype, plus):
             keeps = (kept is not None, kept.wire if kept is not None else None)
             torch.ops.megatron_zpp.encode(
@@ -73,8 +74,10 @@ class WireFormat(WireLayout):
         One pass if ``source`` is unquantized or both quantize; they are of the same parameters and blocks. The rest as
         in ``encode``.
         """
-        wire = self._empty_wire(peers.shape[1:-1], peers.device) if out is None else out
-        one_pass = source.has_operators_on(peers.device) and (source.bits is None or self.bits is not None)
+        wire = out
+        if wire is None:
+            wire = torch.empty(*peers.shape[1:-1], self.nbytes, dtype=torch.uint8, device=peers.device)
+        one_pass = source.is_compiled and (source.bits is None or self.bits is not None)
         if not one_pass or not self._has_kernels(peers.device, source.dtype, plus):
             total = source.decode_sum(peers, out=torch.empty(*wire.shape[:-1], self.numel, device=peers.device))
             return self.encode(total, noise_seed, plus=plus, compensation=compensation, exponents=exponents, out=wire)
@@ -129,13 +132,10 @@ class WireFormat(WireLayout):
             reference.rotate(self, values, rotated)
         return rotated
 
-    def _empty_wire(self, rows: Sequence[int], device: torch.device) -> Tensor:
-        return torch.empty(*rows, self.nbytes, dtype=torch.uint8, device=device)
-
     def _has_kernels(self, device: torch.device, dtype: torch.dtype, addend: Tensor | None = None) -> bool:
         """Return whether the operators take wires of this format together with numbers in ``dtype`` and an addend."""
-        types = kernels.TYPES
-        return self.has_operators_on(device) and dtype in types and (addend is None or addend.dtype in types)
+        types, has_operators = kernels.TYPES, self.is_compiled and kernels.why_not_on(device) is None
+        return has_operators and dtype in types and (addend is None or addend.dtype in types)
 
 
 def _arguments(compensation: Compensation | None) -> tuple[Tensor | None, Tensor | None, list[int], float, float]:
