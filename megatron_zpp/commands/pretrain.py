@@ -41,6 +41,7 @@ from megatron_zpp.planning.needs.estimate import estimate
 from megatron_zpp.settings.groups import DistributedSettings
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.data import find_tokenizer
+from megatron_zpp.training.loss import LanguageModelLoss
 from megatron_zpp.training.nonfinite import NotFiniteError
 from megatron_zpp.training.pretrain import train
 from megatron_zpp.training.setup import build_trainer
@@ -53,17 +54,21 @@ EXIT_USER_ERROR = 2
 EXIT_NOT_FINITE = 3
 
 
-def main(architecture: Architecture) -> NoReturn:
+def main(architecture: Architecture, loss_class: type[LanguageModelLoss] = LanguageModelLoss) -> NoReturn:
     """Run ``pretrain`` as a program."""
     keep_streams()
     try:
-        pretrain(architecture, CtrlC())
+        pretrain(architecture, CtrlC(), loss_class)
     except SystemExit as exit_:
         exit_process(exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None))
     exit_process(0)
 
 
-def pretrain(architecture: Architecture, ctrl_c: CtrlC | None = None) -> None:
+def pretrain(
+    architecture: Architecture,
+    ctrl_c: CtrlC | None = None,
+    loss_class: type[LanguageModelLoss] = LanguageModelLoss,
+) -> None:
     """Train as the command line says. End the process with a status unless all goes well."""
     start = time.monotonic()
     try:
@@ -99,7 +104,7 @@ def pretrain(architecture: Architecture, ctrl_c: CtrlC | None = None) -> None:
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time
             torch.use_deterministic_algorithms(True)
         settings, choice = chosen_settings(architecture, settings, device)
-        trainer = build_trainer(architecture, settings, device)
+        trainer = build_trainer(architecture, settings, device, loss_class)
         describe(trainer)
         if choice is not None:
             print_once(choice.why)

@@ -7,13 +7,14 @@ Weights are garbage until ``init_weights`` has filled them.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from .attention import LatentAttention, SelfAttention, document_attention
 from .decoder_config import DecoderConfig, default_ffn_size
-from .layers import OutputLayer, losses_or_logits
+from .layers import OutputLayer, output_logits
 from .mlp import MLP, GatedMLP
 from .moe import MoE, Routed, auxiliary_losses, finish_step, observations
 from .rotary import frequencies, rotary_table, scaled_as_llama3, yarn_magnitude
@@ -121,10 +122,10 @@ class Decoder(Transformer):
         if hasattr(self, "final_norm"):
             x, softcap = self.final_norm(x), config.final_logit_softcapping
             x = x if config.logits_scaling == 1 else x / config.logits_scaling
-            if config.tie_embeddings:
-                output = losses_or_logits(x, self.word_embeddings.weight, labels, softcap, self.compiles_loss)
-            else:
-                output = self.output_layer(x, labels, softcap, self.compiles_loss)
+            compute: Callable[[Tensor, Tensor], Tensor] = partial(output_logits, softcap=softcap)
+            if labels is not None:
+                compute = partial(self.loss, labels=labels, softcap=softcap)
+            output = compute(x, self.word_embeddings.weight) if config.tie_embeddings else self.output_layer(x, compute)
         if config.moe is None or labels is None or not routed_layers:
             return output
         observed = observations(routed_layers, config.moe, len(config.layers_with_experts))

@@ -5,6 +5,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from .cross_entropy import linear_cross_entropy
+
 
 class TransformerConfig(Protocol):
     """The shape of a model: a frozen dataclass of plain values, which a checkpoint keeps field by field."""
@@ -26,17 +28,30 @@ class TransformerConfig(Protocol):
     def init_method_std(self) -> float: ...
 
 
+class TokenLoss(Protocol):
+    """A loss that models call inside their forward pass, where FSDP2 has gathered the output layer's weight."""
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None) -> Tensor:
+        """Compute each token's loss, fp32 [B, S], of ``hidden`` [B, S, H], ``weight`` [V, H] and ``labels`` [B, S].
+
+        Logits are ``layers.output_logits(hidden, weight, softcap)``: hidden times weight, and with ``softcap`` c each
+        logit l as c * tanh(l / c). Under tensor parallelism ``hidden`` and ``weight`` are DTensors; ``output_logits``
+        gathers the logits whole.
+        """
+        ...
+
+
 class Transformer(nn.Module):
     """The base of every model.
 
-    ``forward(tokens, labels, position_ids, cu_seqlens)`` returns each token's loss, fp32 [B, S], or a ``ModelOutput``;
-    without ``labels`` logits [B, S, V].
+    ``forward(tokens, labels, position_ids, cu_seqlens)`` returns ``loss`` of each token, fp32 [B, S], or a
+    ``ModelOutput``; without ``labels`` logits [B, S, V].
     """
 
     config: TransformerConfig
     layers: nn.ModuleList  # the blocks [B, S, H] -> [B, S, H]: units of sharding, recomputation and compilation
     ends: tuple[str, ...] = ()  # modules before and after them that are units of sharding too
-    compiles_loss: bool = False  # see ``layers.linear_cross_entropy``
+    loss: TokenLoss = staticmethod(linear_cross_entropy)  # the trainer sets it on each instance
     document_attention: Callable[..., Tensor | None]  # see ``attention.replace_attention``
 
     def end_units(self) -> list[nn.Module]:

@@ -1,6 +1,6 @@
-"""What a run is trained on. A loss is an object: training, evaluations and pipelines take it, and know nothing of it.
+"""The loss of a run, an object that models, training, evaluations and pipelines call and know nothing of.
 
-To train on something else, write a class with the two parts of ``LanguageModelLoss`` and put it into ``Trainer.loss``.
+To train on another one, override parts of ``LanguageModelLoss`` and give the class to ``commands.pretrain.main``.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.data.loader import Batch
+from megatron_zpp.models.cross_entropy import linear_cross_entropy
 from megatron_zpp.models.transformer import ModelOutput
 from megatron_zpp.parallel.context import shard_batch
 from megatron_zpp.parallel.mesh import Mesh
@@ -27,12 +28,16 @@ class Target(NamedTuple):
 
 
 class LanguageModelLoss:
-    """Cross-entropy of the next token, in nats, over all tokens that the data does not mask."""
+    """Cross-entropy of the next token, in nats, over all tokens that the data does not mask. A ``TokenLoss``."""
 
     name = "lm loss"  # in logs and on dashboards
 
-    def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        self._mesh, self._device = mesh, device
+    def __init__(self, mesh: Mesh, device: torch.device, compiled: bool = False) -> None:
+        """compiled: see ``linear_cross_entropy``."""
+        self._mesh, self._device, self._compiled = mesh, device, compiled
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None) -> Tensor:
+        return linear_cross_entropy(hidden, weight, labels, softcap, self._compiled)
 
     def split(self, batch: Batch) -> tuple[Batch, Target]:
         """Split a micro-batch of the loader into what this rank's model takes, on its device, and the target."""

@@ -28,6 +28,7 @@ from megatron_zpp.parallel.sharding import mixed_precision, offloading, shard_mo
 from megatron_zpp.parallel.stages import Placement, StageModules, join_stages, keep_stage
 from megatron_zpp.parallel.tensor import apply_tensor_parallelism
 from megatron_zpp.settings.resolved import ResolvedSettings
+from megatron_zpp.training.loss import LanguageModelLoss
 from megatron_zpp.zeropp import Traffic, ZeroPP, apply_zeropp
 from megatron_zpp.zeropp.fsdp.topology import gather_node_names, gather_objects
 from megatron_zpp.zeropp.own_rank import local_part
@@ -43,9 +44,13 @@ class ModelBuilder:
     device: torch.device
     mesh: Mesh
     token_traffic: Traffic  # counts the bytes of tokens that are sent to experts
+    loss_class: type[LanguageModelLoss] = LanguageModelLoss
     pipeline: Pipeline | None = None  # None with one stage
     zeropp: ZeroPP | None = None  # None at ZeRO stage 0
     activation_offload: ActivationOffload = field(default_factory=ActivationOffload)  # of all stages
+
+    def __post_init__(self) -> None:
+        self.loss = self.loss_class(self.mesh, self.device, compiled=self.settings.activation.compile)
 
     def build(self) -> Transformer:
         """Build the model, sharded before it has storage, so that no rank ever holds it whole."""
@@ -140,8 +145,8 @@ class ModelBuilder:
         return model
 
     def _prepare(self, model: Transformer) -> None:
-        """Set up recomputation, compilation and offloading of a model, or of one stage, before it is sharded."""
-        activation = self.settings.activation
+        """Set up loss, recomputation, compilation and offloading of a model, or of one stage, before it is sharded."""
+        model.loss, activation = self.loss, self.settings.activation
         if activation.recompute_granularity is not None:
             apply_activation_checkpointing(
                 model,
@@ -152,7 +157,6 @@ class ModelBuilder:
                 splits_backward=self.settings.distributed.pipeline_schedule in SPLITS_BACKWARD,
             )
         if activation.compile:
-            model.compiles_loss = True
             budget = activation.activation_memory_budget
             torch._functorch.config.activation_memory_budget = 1.0 if budget is None else budget  # 1: torch's default
             for block in model.layers:

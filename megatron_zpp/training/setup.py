@@ -108,7 +108,12 @@ def plan_run(architecture: Architecture, settings: ResolvedSettings, mesh: Mesh)
     return RunPlan(checkpoint, meta, base, counters, batches, *length, vocab_size, datasets, tasks, schedule)
 
 
-def build_trainer(architecture: Architecture, settings: ResolvedSettings, device: torch.device) -> Trainer:
+def build_trainer(
+    architecture: Architecture,
+    settings: ResolvedSettings,
+    device: torch.device,
+    loss_class: type[LanguageModelLoss] = LanguageModelLoss,
+) -> Trainer:
     """Build, on all ranks together, and load the checkpoint of ``--load`` if there is one."""
     if settings.zero.recipe == AUTO:
         raise ValueError("--zeropp auto is decided by the training program, before a run is built: name a recipe here")
@@ -129,7 +134,7 @@ def build_trainer(architecture: Architecture, settings: ResolvedSettings, device
         writers = _build_writers(architecture, settings, plan.vocab_size, resumes_logs)
 
     token_traffic = Traffic()
-    builder = ModelBuilder(architecture, settings, plan.vocab_size, device, mesh, token_traffic)
+    builder = ModelBuilder(architecture, settings, plan.vocab_size, device, mesh, token_traffic, loss_class)
     model = builder.build()
     zeropp = builder.zeropp
     with errors_on_all_ranks():
@@ -145,7 +150,7 @@ def build_trainer(architecture: Architecture, settings: ResolvedSettings, device
         scaler=LossScaler(settings.precision),
         zeropp=zeropp,
         islands=OuterSync(model, optimizer, settings.island, mesh.island.get_group(), zeropp),
-        loss=LanguageModelLoss(mesh, device),
+        loss=builder.loss,
         token_traffic=token_traffic,
         plan=plan,
         writers=writers,

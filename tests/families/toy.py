@@ -16,7 +16,7 @@ from megatron_zpp.families.decoder_only import require_shape
 from megatron_zpp.families.huggingface import require_sizes, require_values, same, same_weight_and_bias
 from megatron_zpp.models.attention import SelfAttention, document_attention
 from megatron_zpp.models.decoder_config import DecoderConfig
-from megatron_zpp.models.layers import linear_cross_entropy, output_logits
+from megatron_zpp.models.layers import output_logits
 from megatron_zpp.models.rotary import frequencies, rotary_table
 from megatron_zpp.models.transformer import ModelOutput, Transformer
 from megatron_zpp.settings.checks import require
@@ -78,7 +78,7 @@ class Toy(Transformer):
         x = self.last_norm(x)
         if labels is None:
             return output_logits(x, self.output_layer.weight)
-        losses = linear_cross_entropy(x, self.output_layer.weight, labels)
+        losses = self.loss(x, self.output_layer.weight, labels, None)
         return ModelOutput(losses, {"square loss": COEFFICIENT * x.float().square().mean()})
 
 

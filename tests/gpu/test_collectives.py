@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron_zpp.islands.config import IslandConfig
 from megatron_zpp.islands.fragment import Fragment
-from megatron_zpp.models.layers import _combine
+from megatron_zpp.models.cross_entropy import _combine
 from megatron_zpp.zeropp import Traffic
 from megatron_zpp.zeropp.fsdp.collectives import all_gather, reduce_scatter
 from megatron_zpp.zeropp.fsdp.topology import build_topology, gather_if_any

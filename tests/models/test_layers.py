@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_zpp.models import layers
+from megatron_zpp.models import cross_entropy
 from megatron_zpp.models.attention import SelfAttention
+from megatron_zpp.models.cross_entropy import VOCABULARY_BLOCK, linear_cross_entropy
 from megatron_zpp.models.decoder_config import DecoderConfig
-from megatron_zpp.models.layers import VOCABULARY_BLOCK, linear_cross_entropy
 from megatron_zpp.models.rotary import apply_rotary, frequencies, rotary_table, scaled_as_llama3
 from tests.collectives import Calls
 
@@ -98,7 +98,7 @@ def test_loss_and_gradients_equal_plain_cross_entropy(dtype, loss_error, grad_er
 
 def test_the_hidden_gradient_is_added_up_in_fp32(monkeypatch):
     """Over many blocks a sum kept in 16 bit would lose what each one adds; one in fp32 rounds once, at its end."""
-    monkeypatch.setattr(layers, "VOCABULARY_BLOCK", 8)
+    monkeypatch.setattr(cross_entropy, "VOCABULARY_BLOCK", 8)
     hidden, weight, labels, grad = loss_inputs(torch.bfloat16)  # 528 blocks
     linear_cross_entropy(hidden, weight, labels).backward(grad)
     _, exact, _ = exact_loss(hidden, weight, labels, grad)
@@ -125,7 +125,7 @@ def test_logits_never_exist_whole():
 @pytest.mark.parametrize("compiled, most", [(False, 850), (True, 150)])
 def test_launches_of_the_loss(monkeypatch, compiled, most):
     """At 64 * VOCABULARY_BLOCK, as 131,072 is. Before, both passes were 1,798 operators."""
-    monkeypatch.setattr(layers, "VOCABULARY_BLOCK", 512)
+    monkeypatch.setattr(cross_entropy, "VOCABULARY_BLOCK", 512)
     hidden, weight, labels, grad = loss_inputs(torch.bfloat16, vocabulary=64 * 512)
     kernels = []
 
@@ -137,7 +137,7 @@ def test_launches_of_the_loss(monkeypatch, compiled, most):
 
         return run
 
-    monkeypatch.setattr(layers, "_compiled", as_one_kernel)
+    monkeypatch.setattr(cross_entropy, "_compiled", as_one_kernel)
     with Calls() as operators:
         linear_cross_entropy(hidden, weight, labels, compiled=compiled).backward(grad)
     computing = [function for function, _ in operators.calls if not function.is_view]  # views launch nothing
