@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
-from megatron_zpp.settings.flags import flag
+from megatron_zpp.fields import flag
 from megatron_zpp.zeropp.recipes import AUTO, LOSS_BUDGET, RECIPES
 
 _folder = partial(flag, None, metavar="DIR")
@@ -46,6 +47,7 @@ class ZeroSettings:
 class DataSettings:
     """Training data."""
 
+    FLAGS: ClassVar[dict[str, str]] = dict(resume="--override-data")
     data_path: tuple[str, ...] | None = _prefixes("dataset prefixes, or weight prefix pairs")
     split: str | None = flag(None, "shares of train, valid, test; default 969, 30, 1", metavar="A,B,C")
     train_data_path: tuple[str, ...] | None = _prefixes("dataset(s) of the train split, instead of --split")
@@ -53,15 +55,21 @@ class DataSettings:
     test_data_path: tuple[str, ...] | None = _prefixes("dataset(s) of the test split")
     data_args_path: str | None = _file("file with the value of --data-path")
     per_split_data_args_path: str | None = _file("JSON file with dataset(s) per split: keys train, valid, test")
-    data_cache_path: str | None = _folder("folder of the index cache; default beside the data")
-    no_mmap_bin_files: bool = flag(False, "read tokens from the file instead of mapping it into memory")
-    data_order_stable: bool = flag(False, "shuffle each epoch alone, so that the order is that of any longer run")
-    mid_level_dataset_surplus: float = flag(0.005, "fraction to index beyond a dataset's share", at_least=0, at_most=1)
+    data_cache_path: str | None = _folder("folder of the index cache; default beside the data", resume="free")
+    no_mmap_bin_files: bool = flag(False, "read tokens from the file instead of mapping it into memory", resume="free")
+    data_order_stable: bool = flag(
+        False, "shuffle each epoch alone, so that the order is that of any longer run", resume="compared"
+    )
+    mid_level_dataset_surplus: float = flag(
+        0.005, "fraction to index beyond a dataset's share", at_least=0, at_most=1, resume="compared"
+    )
     dataloader_type: str = flag("single", "read samples once, or in a cycle", choices=("single", "cyclic"))
-    pad_last_valid_sample: bool = flag(False, "validate on the last, incomplete sample too, padded without loss")
+    pad_last_valid_sample: bool = flag(
+        False, "validate on the last, incomplete sample too, padded without loss", resume="free"
+    )
     sft: bool = flag(False, "train on chats of preprocess_data --chat, with loss on the assistant's tokens alone")
     mock_data: bool = flag(False, "random tokens instead of data, to measure speed")
-    num_workers: int = flag(2, "loader processes per rank", at_least=0, at_most=256)
+    num_workers: int = flag(2, "loader processes per rank", at_least=0, at_most=256, resume="free")
     eod_mask_loss: bool = flag(False, "no loss where the input is the end-of-document token")
     reset_position_ids: bool = flag(False, "restart positions after an end-of-document token")
     reset_attention_mask: bool = flag(False, "tokens attend to their own document alone")
@@ -84,6 +92,7 @@ class TokenizerSettings:
             *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer"),
             *("HFTokenizer", "GPT2BPETokenizer", "TikTokenizer", "ByteTokenizer", "NullTokenizer"),
         ),
+        resume="--override-data",
     )
     tokenizer_model: str | None = flag(
         None, "SentencePiece, .tiktoken or JSON file; folder or cached name of a Hugging Face tokenizer", metavar="PATH"
@@ -91,13 +100,22 @@ class TokenizerSettings:
     vocab_file: str | None = _file("vocab.json of GPT2BPETokenizer")
     merge_file: str | None = _file("merges.txt of GPT2BPETokenizer")
     vocab_size: int | None = flag(
-        None, "vocabulary size of NullTokenizer, and of TikTokenizer with a JSON vocabulary: default 131072", at_least=1
+        None,
+        "vocabulary size of NullTokenizer, and of TikTokenizer with a JSON vocabulary: default 131072",
+        at_least=1,
+        resume="model",
     )
     tiktoken_pattern: str | None = flag(
-        None, "how TikTokenizer cuts words: gpt2, cl100k_base, o200k_base, v1, v2 or a regular expression", metavar="P"
+        None,
+        "how TikTokenizer cuts words: gpt2, cl100k_base, o200k_base, v1, v2 or a regular expression",
+        metavar="P",
+        resume="--override-data",
     )
     tiktoken_num_special_tokens: int | None = flag(
-        None, "special ids before TikTokenizer's JSON vocabulary, <unk>, <s>, </s> among them; default 1000", at_least=3
+        None,
+        "special ids before TikTokenizer's JSON vocabulary, <unk>, <s>, </s> among them; default 1000",
+        at_least=3,
+        resume="--override-data",
     )
 
 
@@ -175,6 +193,7 @@ class DistributedSettings:
     islands: int = _size(
         "groups of ranks that train alone and average parameters every --island-sync-interval steps (DiLoCo)",
         at_most=2**16,
+        resume="compared",
     )
     num_distributed_optimizer_instances: int = _size(
         "HSDP: groups of ranks, normally nodes, that each shard the whole model; gradients are summed once per step"
@@ -217,4 +236,5 @@ class DistributedSettings:
         needs="expert_model_parallel_size",
         at_least=4,
         at_most=8,
+        resume="noted",
     )

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
-from megatron_zpp.settings.flags import flag
+from megatron_zpp.fields import flag
 
 _expert = partial(flag, needs="num_experts")
 _latent = partial(flag, needs="multi_latent_attention")
@@ -13,7 +14,10 @@ _latent = partial(flag, needs="multi_latent_attention")
 class ModelSettings:
     """The network."""
 
-    preset: str | None = flag(None, "published model of this architecture whose shape to use; other flags override it")
+    FLAGS: ClassVar[dict[str, str]] = dict(resume="model")
+    preset: str | None = flag(
+        None, "published model of this architecture whose shape to use; other flags override it", resume="free"
+    )
     num_layers: int | None = flag(None, "number of transformer blocks", at_least=1, at_most=10_000)
     hidden_size: int | None = flag(None, "width of the residual stream", at_least=1, at_most=2**24)
     ffn_hidden_size: int | None = flag(None, "width of the MLP; default: the architecture's", at_least=1, at_most=2**26)
@@ -157,10 +161,12 @@ class ModelSettings:
     moe_min_capacity: int = flag(
         1, "tokens that an expert always takes", needs="moe_expert_capacity_factor", at_least=1, at_most=2**31
     )
-    init_method_std: float = flag(0.02, "standard deviation of the initial weights", above=0)
-    attention_dropout: float | None = flag(None, "attention dropout; default: the architecture's", at_least=0, below=1)
+    init_method_std: float = flag(0.02, "standard deviation of the initial weights", above=0, resume="free")
+    attention_dropout: float | None = flag(
+        None, "attention dropout; default: the architecture's", at_least=0, below=1, resume="noted"
+    )
     hidden_dropout: float | None = flag(
-        None, "dropout of embeddings and residuals; default: the architecture's", at_least=0, below=1
+        None, "dropout of embeddings and residuals; default: the architecture's", at_least=0, below=1, resume="noted"
     )
     untie_embeddings_and_output_weights: bool = flag(False, "separate output layer; default: the architecture's")
     tie_embeddings_and_output_weights: bool = flag(False, "embeddings as output layer; default: the architecture's")
@@ -170,6 +176,7 @@ class ModelSettings:
 class PrecisionSettings:
     """Mixed precision. Parameters and optimizer state stay in fp32; this is the dtype of computing and sending."""
 
+    FLAGS: ClassVar[dict[str, str]] = dict(resume="noted")
     bf16: bool = flag(False, "compute in bfloat16")
     fp16: bool = flag(False, "compute in float16, with loss scaling")
     accumulate_allreduce_grads_in_fp32: bool = flag(
@@ -177,7 +184,7 @@ class PrecisionSettings:
     )
     grad_reduce_in_bf16: bool = flag(False, "reduce gradients in bfloat16 (quantized ones sum in fp32)", needs="bf16")
     loss_scale: float | None = flag(None, "fixed loss scale of --fp16; default dynamic", above=0)
-    initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale", above=0)
+    initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale", above=0, resume="free")
     min_loss_scale: float = flag(1.0, "smallest dynamic loss scale", above=0)
     loss_scale_window: int = flag(1000, "clean steps after which the loss scale doubles", at_least=1)
     hysteresis: int = flag(2, "overflows before the loss scale is halved", at_least=1)

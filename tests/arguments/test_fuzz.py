@@ -7,8 +7,8 @@ import shlex
 import pytest
 
 from megatron_zpp.arguments.parse import SettingsError
-from megatron_zpp.bounds import Bounds
 from megatron_zpp.families import GPT, LLAMA
+from megatron_zpp.fields import Bounds
 from megatron_zpp.settings.flags import iterate_flags
 from megatron_zpp.settings.groups import ModelSettings, all_flags
 from tests.arguments.fuzzing import NEEDED, cases
