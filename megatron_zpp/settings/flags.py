@@ -38,6 +38,8 @@ class Flag:
     nargs: int | str | None = None
     metavar: str | tuple[str, ...] | None = None
     needs: str | None = None  # the setting without which giving this flag is an error
+    # Settings, or "setting=value", one of which a run must have for this flag to have an effect; a note says so.
+    effective_with: str = ""
     # What a resume does when the checkpoint's value differs. A flag's name: it refuses, unless that flag is given.
     # "model", "compared": the model's config, or what follows from the value, is compared instead. "noted": it goes on
     # with a note, because the value changes what is learned. "free": it goes on.

@@ -5,6 +5,7 @@ from functools import partial
 from typing import ClassVar
 
 from megatron_zpp.fields import flag
+from megatron_zpp.zeropp.config import QUANTIZED
 from megatron_zpp.zeropp.recipes import AUTO, LOSS_BUDGET, RECIPES
 
 _folder = partial(flag, None, metavar="DIR")
@@ -12,8 +13,16 @@ _file = partial(flag, None, metavar="FILE")
 _prefixes = partial(flag, None, nargs="+", metavar="PREFIX")
 _size = partial(flag, 1, at_least=1)  # of a group of ranks
 _loading = partial(flag, needs="load")
+_saving = partial(flag, effective_with="save")
+_fim = partial(flag, effective_with="fim_data")
+_points = partial(flag, effective_with="tensorboard_dir wandb_project")
 _profile = partial(flag, needs="profile")
 _publishing = partial(flag, needs="publish", at_least=1)
+
+_WITH_MODEL = (  # tokenizers that --tokenizer-model names
+    *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer"),
+    *("HFTokenizer", "TikTokenizer"),
+)
 
 
 @dataclass(frozen=True)
@@ -30,14 +39,21 @@ class ZeroSettings:
         name="--zeropp",
         choices=(*RECIPES, AUTO),
     )
-    zeropp_redecide: bool = flag(False, "let --zeropp auto choose again on resume, not keep the checkpoint's choice")
+    zeropp_redecide: bool = flag(
+        False,
+        "let --zeropp auto choose again on resume, not keep the checkpoint's choice",
+        effective_with="zeropp=auto",
+    )
     zeropp_loss_budget: float = flag(
         LOSS_BUDGET,
         "percent of loss that a recipe of --zeropp auto may cost in the study, mean plus spread",
         at_least=0,
+        effective_with="zeropp=auto",
     )
     cpu_offload: bool = flag(False, "keep parameters, gradients and optimizer state in host memory, and step there")
-    zeropp_monitor_interval: int | None = flag(None, "log quantization errors every k-th optimizer step", at_least=1)
+    zeropp_monitor_interval: int | None = flag(
+        None, "log quantization errors every k-th optimizer step", at_least=1, effective_with=QUANTIZED
+    )
     deepspeed_config: str | None = _file(
         "DeepSpeed JSON file with batch sizes, ZeRO, precision, optimizer and schedule", name="--deepspeed_config"
     )
@@ -74,11 +90,11 @@ class DataSettings:
     reset_position_ids: bool = flag(False, "restart positions after an end-of-document token")
     reset_attention_mask: bool = flag(False, "tokens attend to their own document alone")
     fim_data: bool = flag(False, "fill-in-the-middle: move the middle of documents to their end")
-    fim_rate: float = flag(0.5, "share of documents that --fim-data permutes", at_least=0, at_most=1)
-    fim_spm_rate: float = flag(0.5, "share of these in the order suffix, prefix, middle", at_least=0, at_most=1)
-    fim_prefix_token: str = flag("<fim_prefix>", "token before the prefix, or its id")
-    fim_middle_token: str = flag("<fim_middle>", "token before the middle, or its id")
-    fim_suffix_token: str = flag("<fim_suffix>", "token before the suffix, or its id")
+    fim_rate: float = _fim(0.5, "share of documents that --fim-data permutes", at_least=0, at_most=1)
+    fim_spm_rate: float = _fim(0.5, "share of these in the order suffix, prefix, middle", at_least=0, at_most=1)
+    fim_prefix_token: str = _fim("<fim_prefix>", "token before the prefix, or its id")
+    fim_middle_token: str = _fim("<fim_middle>", "token before the middle, or its id")
+    fim_suffix_token: str = _fim("<fim_suffix>", "token before the suffix, or its id")
 
 
 @dataclass(frozen=True)
@@ -88,17 +104,17 @@ class TokenizerSettings:
     tokenizer_type: str | None = flag(
         None,
         "kind of tokenizer; default GPT2BPETokenizer with --vocab-file",
-        choices=(
-            *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer"),
-            *("HFTokenizer", "GPT2BPETokenizer", "TikTokenizer", "ByteTokenizer", "NullTokenizer"),
-        ),
+        choices=(*_WITH_MODEL, "GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer"),
         resume="--override-data",
     )
     tokenizer_model: str | None = flag(
-        None, "SentencePiece, .tiktoken or JSON file; folder or cached name of a Hugging Face tokenizer", metavar="PATH"
+        None,
+        "SentencePiece, .tiktoken or JSON file; folder or cached name of a Hugging Face tokenizer",
+        metavar="PATH",
+        effective_with=" ".join(f"tokenizer_type={kind}" for kind in _WITH_MODEL),
     )
-    vocab_file: str | None = _file("vocab.json of GPT2BPETokenizer")
-    merge_file: str | None = _file("merges.txt of GPT2BPETokenizer")
+    vocab_file: str | None = _file("vocab.json of GPT2BPETokenizer", effective_with="tokenizer_type=GPT2BPETokenizer")
+    merge_file: str | None = _file("merges.txt of GPT2BPETokenizer", effective_with="tokenizer_type=GPT2BPETokenizer")
     vocab_size: int | None = flag(
         None,
         "vocabulary size of NullTokenizer, and of TikTokenizer with a JSON vocabulary: default 131072",
@@ -110,12 +126,14 @@ class TokenizerSettings:
         "how TikTokenizer cuts words: gpt2, cl100k_base, o200k_base, v1, v2 or a regular expression",
         metavar="P",
         resume="--override-data",
+        effective_with="tokenizer_type=TikTokenizer",
     )
     tiktoken_num_special_tokens: int | None = flag(
         None,
         "special ids before TikTokenizer's JSON vocabulary, <unk>, <s>, </s> among them; default 1000",
         at_least=3,
         resume="--override-data",
+        effective_with="tokenizer_type=TikTokenizer",
     )
 
 
@@ -124,20 +142,23 @@ class CheckpointSettings:
     """Checkpoints."""
 
     save: str | None = _folder("folder to save checkpoints in")
-    overwrite_save: bool = flag(False, "start even if --save holds another run's checkpoints, and overwrite them")
-    save_interval: int | None = flag(None, "optimizer steps between checkpoints; required with --save", at_least=1)
-    no_async_save: bool = flag(False, "write each checkpoint before training goes on, without a copy in host memory")
-    save_retain_interval: int | None = flag(
+    overwrite_save: bool = _saving(False, "start even if --save holds another run's checkpoints, and overwrite them")
+    save_interval: int | None = _saving(None, "optimizer steps between checkpoints; required with --save", at_least=1)
+    no_async_save: bool = _saving(False, "write each checkpoint before training goes on, without a copy in host memory")
+    save_retain_interval: int | None = _saving(
         None, "keep checkpoints at multiples of this, and the last --save-keep-last; default keep all", at_least=1
     )
-    save_keep_last: int | None = flag(
+    save_keep_last: int | None = _saving(
         None, "latest (finite) checkpoints to keep; default all, or 2 with --save-retain-interval", at_least=1
     )
     load: str | None = _folder("folder to resume from; only an empty or absent --save starts from scratch")
     ckpt_step: int | None = _loading(None, "iteration to load; default the latest", at_least=0)
     exit_on_missing_checkpoint: bool = _loading(False, "fail when --load holds no checkpoint, even if it is --save")
     verify_checkpoint: str = flag(
-        "all", "look for damage before loading: in whole files, samples or sizes", choices=("all", "sample", "none")
+        "all",
+        "look for damage before loading: in whole files, samples or sizes",
+        choices=("all", "sample", "none"),
+        effective_with="load",
     )
     load_latest_good: bool = _loading(False, "load the newest checkpoint without damage, NaN or Inf")
     override_batch_size: bool = _loading(False, "on resume take the batch size from the flags")
@@ -145,8 +166,8 @@ class CheckpointSettings:
     finetune: bool = _loading(
         False, "load only the parameters, start at iteration 0, and note what differs from their run"
     )
-    no_save_optim: bool = flag(False, "leave the optimizer out of checkpoints")
-    no_save_rng: bool = flag(False, "leave random states out of checkpoints")
+    no_save_optim: bool = _saving(False, "leave the optimizer out of checkpoints")
+    no_save_rng: bool = _saving(False, "leave random states out of checkpoints")
     no_load_optim: bool = _loading(False, "do not load the optimizer")
     no_load_rng: bool = _loading(False, "do not load random states")
     publish: str | None = _folder("folder to publish weights in, to the bit of bf16, for processes that follow the run")
@@ -165,16 +186,16 @@ class LoggingSettings:
     log_straggler: bool = flag(False, "report ranks that stay slow, and nodes with slow links")
     peak_tflops: float | None = flag(None, "peak TFLOP/s of one device, for MFU; known for common GPUs", above=0)
     tensorboard_dir: str | None = _folder("folder of TensorBoard events")
-    tensorboard_log_interval: int = flag(1, "optimizer steps between TensorBoard and wandb points", at_least=1)
-    tensorboard_queue_size: int = flag(1000, "TensorBoard's queue", at_least=1)
-    log_timers_to_tensorboard: bool = flag(False, "iteration time and throughput to TensorBoard and wandb")
-    log_validation_ppl_to_tensorboard: bool = flag(False, "validation perplexity to TensorBoard and wandb")
-    log_memory_to_tensorboard: bool = flag(False, "device memory to TensorBoard and wandb")
-    log_world_size_to_tensorboard: bool = flag(False, "world size to TensorBoard and wandb")
+    tensorboard_log_interval: int = _points(1, "optimizer steps between TensorBoard and wandb points", at_least=1)
+    tensorboard_queue_size: int = flag(1000, "TensorBoard's queue", at_least=1, effective_with="tensorboard_dir")
+    log_timers_to_tensorboard: bool = _points(False, "iteration time and throughput to TensorBoard and wandb")
+    log_validation_ppl_to_tensorboard: bool = _points(False, "validation perplexity to TensorBoard and wandb")
+    log_memory_to_tensorboard: bool = _points(False, "device memory to TensorBoard and wandb")
+    log_world_size_to_tensorboard: bool = _points(False, "world size to TensorBoard and wandb")
     wandb_project: str | None = flag(None, "wandb project; no wandb without it")
-    wandb_exp_name: str | None = flag(None, "wandb run name")
-    wandb_entity: str | None = flag(None, "wandb entity")
-    wandb_save_dir: str | None = _folder("folder of wandb's files; default SAVE/wandb")
+    wandb_exp_name: str | None = flag(None, "wandb run name", effective_with="wandb_project")
+    wandb_entity: str | None = flag(None, "wandb entity", effective_with="wandb_project")
+    wandb_save_dir: str | None = _folder("folder of wandb's files; default SAVE/wandb", effective_with="wandb_project")
     profile: bool = flag(False, "profile a few steps: for Nsight Systems, or with --use-pytorch-profiler")
     use_pytorch_profiler: bool = _profile(False, "write traces that Perfetto opens")
     profile_step_start: int = _profile(10, "profile the steps after this one", at_least=0)
@@ -208,7 +229,11 @@ class DistributedSettings:
     )
     local_nodes: int = _size("nodes that the ranks of --local-ranks count as", aliases=("--emulate-nodes",))
     tensor_model_parallel_size: int = _size("ranks among which each linear layer is sharded")
-    sequence_parallel: bool = flag(False, "with tensor parallelism: shard activations along the sequence too")
+    sequence_parallel: bool = flag(
+        False,
+        "with tensor parallelism: shard activations along the sequence too",
+        effective_with="tensor_model_parallel_size",
+    )
     pipeline_model_parallel_size: int = _size("ranks among which the layers are divided, as stages of a pipeline")
     pipeline_schedule: str | None = flag(
         None,
@@ -221,8 +246,12 @@ class DistributedSettings:
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "the same, as the number of stages", at_least=1)
     decoder_first_pipeline_num_layers: int | None = flag(None, "first rank's layers; default its share", at_least=1)
     decoder_last_pipeline_num_layers: int | None = flag(None, "last rank's layers; default its share", at_least=1)
-    account_for_embedding_in_pipeline_split: bool = flag(False, "count the embeddings as a layer of the first stage")
-    account_for_loss_in_pipeline_split: bool = flag(False, "count output layer and loss as a layer of the last stage")
+    account_for_embedding_in_pipeline_split: bool = flag(
+        False, "count the embeddings as a layer of the first stage", effective_with="pipeline_model_parallel_size"
+    )
+    account_for_loss_in_pipeline_split: bool = flag(
+        False, "count output layer and loss as a layer of the last stage", effective_with="pipeline_model_parallel_size"
+    )
     context_parallel_size: int = _size("ranks that share each sequence; twice this must divide its length")
     expert_model_parallel_size: int = _size("ranks among which a layer's experts are divided; tokens are sent to them")
     expert_tensor_parallel_size: int | None = flag(

@@ -7,6 +7,7 @@ from typing import ClassVar
 from megatron_zpp.fields import flag
 
 _expert = partial(flag, needs="num_experts")
+_scaled = partial(flag, effective_with="fp16")
 _latent = partial(flag, needs="multi_latent_attention")
 
 
@@ -52,7 +53,9 @@ class ModelSettings:
     rotary_percent: float = flag(1.0, "share of each head's channels that are rotated", above=0, at_most=1)
     rotary_interleaved: bool = flag(False, "rotate neighboring channels together, not those half a head apart")
     use_rope_scaling: bool = flag(False, "scale low rotary frequencies as Llama 3.1, for more than 8192 tokens")
-    rope_scaling_factor: float = flag(8.0, "factor by which --use-rope-scaling divides frequencies", above=0)
+    rope_scaling_factor: float = flag(
+        8.0, "factor by which --use-rope-scaling divides frequencies", above=0, effective_with="use_rope_scaling"
+    )
     yarn_rotary_scaling_factor: float | None = flag(
         None, "YaRN: factor that extends the context", aliases=("--rotary-scaling-factor",), at_least=1
     )
@@ -142,7 +145,11 @@ class ModelSettings:
     moe_router_bias_update_rate: float = flag(
         1e-3, "change of a score bias per step", needs="moe_router_enable_expert_bias", at_least=0
     )
-    moe_router_pre_softmax: bool = _expert(False, "softmax over all experts, so that a token's weights do not sum to 1")
+    moe_router_pre_softmax: bool = _expert(
+        False,
+        "softmax over all experts, so that a token's weights do not sum to 1",
+        effective_with="moe_router_score_function=softmax",
+    )
     moe_router_topk_scaling_factor: float = _expert(1.0, "multiply the weights of a token's experts", above=0)
     moe_router_load_balancing_type: str = _expert(
         "aux_loss",
@@ -183,11 +190,11 @@ class PrecisionSettings:
         False, "reduce gradients in fp32; default with --bf16, unless --zero-quantized-gradients quantizes both hops"
     )
     grad_reduce_in_bf16: bool = flag(False, "reduce gradients in bfloat16 (quantized ones sum in fp32)", needs="bf16")
-    loss_scale: float | None = flag(None, "fixed loss scale of --fp16; default dynamic", above=0)
-    initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale", above=0, resume="free")
-    min_loss_scale: float = flag(1.0, "smallest dynamic loss scale", above=0)
-    loss_scale_window: int = flag(1000, "clean steps after which the loss scale doubles", at_least=1)
-    hysteresis: int = flag(2, "overflows before the loss scale is halved", at_least=1)
+    loss_scale: float | None = _scaled(None, "fixed loss scale of --fp16; default dynamic", above=0)
+    initial_loss_scale: float = _scaled(2.0**32, "first dynamic loss scale", above=0, resume="free")
+    min_loss_scale: float = _scaled(1.0, "smallest dynamic loss scale", above=0)
+    loss_scale_window: int = _scaled(1000, "clean steps after which the loss scale doubles", at_least=1)
+    hysteresis: int = _scaled(2, "overflows before the loss scale is halved", at_least=1)
     fp8_format: str | None = flag(
         None,
         "products of blocks' linear layers in float8, by torchao: gradients in e5m2 (hybrid) or all in e4m3",
@@ -199,10 +206,15 @@ class PrecisionSettings:
         "scales of whole tensors (hybrid, its default), or of rows (e4m3, its default); with_gw_hp: weight gradients "
         "in bf16",
         choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"),
+        effective_with="fp8_format",
     )
-    first_last_layers_bf16: bool = flag(False, "no float8 in the first and last layers")
-    num_layers_at_start_in_bf16: int = flag(1, "how many these are at the start", at_least=0)
-    num_layers_at_end_in_bf16: int = flag(1, "how many these are at the end", at_least=0)
+    first_last_layers_bf16: bool = flag(False, "no float8 in the first and last layers", effective_with="fp8_format")
+    num_layers_at_start_in_bf16: int = flag(
+        1, "how many these are at the start", at_least=0, effective_with="first_last_layers_bf16"
+    )
+    num_layers_at_end_in_bf16: int = flag(
+        1, "how many these are at the end", at_least=0, effective_with="first_last_layers_bf16"
+    )
 
 
 @dataclass(frozen=True)
@@ -218,6 +230,7 @@ class ActivationSettings:
         "with selective: keep all but what these modules compute, and recompute them",
         nargs="+",
         choices=("core_attn", "mlp", "moe", "shared_experts"),
+        effective_with="recompute_granularity=selective",
     )
     recompute_method: str | None = flag(
         None,

@@ -9,9 +9,12 @@ from megatron_zpp.fields import flag
 _batch = partial(flag, resume="--override-batch-size")
 _order = partial(flag, resume="--override-data")
 _compared = partial(flag, resume="compared")
+_WARMUPS = "lr_warmup_iters lr_warmup_fraction lr_warmup_samples lr_warmup_tokens"
 _curriculum = partial(_order, needs="curriculum_min_length", at_least=1)
 _count = partial(flag, at_most=2**53)  # of samples or tokens
 _non_negative = partial(flag, at_least=0)
+_muon = partial(flag, effective_with="optimizer=muon")
+_wsd = partial(flag, effective_with="lr_decay_style=WSD")
 _fraction = partial(flag, at_least=0, below=1)
 
 
@@ -101,7 +104,7 @@ class TrainingSettings:
         resume="noted",
     )
     manual_gc: bool = flag(False, "collect Python garbage only every --manual-gc-interval steps")
-    manual_gc_interval: int = flag(0, "see --manual-gc; 0 = never", at_least=0)
+    manual_gc_interval: int = flag(0, "see --manual-gc; 0 = never", at_least=0, effective_with="manual_gc")
 
 
 @dataclass(frozen=True)
@@ -142,23 +145,25 @@ class OptimizerSettings:
     adam_beta1: float = _fraction(0.9, "Adam's first-moment decay")
     adam_beta2: float = _fraction(0.999, "Adam's second-moment decay")
     adam_eps: float = flag(1e-8, "Adam's epsilon", at_least=1e-37)
-    sgd_momentum: float = _fraction(0.9, "SGD's momentum")
-    muon_momentum: float = _fraction(0.95, "Muon's momentum")
-    muon_use_nesterov: bool = flag(False, "Nesterov's momentum for Muon")
-    muon_num_ns_steps: int = flag(5, "Newton-Schulz steps that orthogonalize Muon's momentum", at_least=1, below=100)
-    muon_scale_mode: str = flag(
+    sgd_momentum: float = _fraction(0.9, "SGD's momentum", effective_with="optimizer=sgd")
+    muon_momentum: float = _muon(0.95, "Muon's momentum", at_least=0, below=1)
+    muon_use_nesterov: bool = _muon(False, "Nesterov's momentum for Muon")
+    muon_num_ns_steps: int = _muon(5, "Newton-Schulz steps that orthogonalize Muon's momentum", at_least=1, below=100)
+    muon_scale_mode: str = _muon(
         "spectral",
         "Muon's update for R rows, C columns: times sqrt(max(R, C)), sqrt(max(1, R/C)) or sqrt(R/C)",
         choices=("spectral", "shape_scaling", "unit_rms_norm"),
     )
-    muon_extra_scale_factor: float = flag(1.0, "scale Muon's update; 0.2 with spectral is as large as AdamW's", above=0)
-    muon_period: int = flag(
+    muon_extra_scale_factor: float = _muon(
+        1.0, "scale Muon's update; 0.2 with spectral is as large as AdamW's", above=0
+    )
+    muon_period: int = _muon(
         1, "orthogonalize whole matrices every k-th step, each node's rows alone in between; 0 = never", at_least=0
     )
-    muon_momentum_bits: int | None = flag(
+    muon_momentum_bits: int | None = _muon(
         None, "bits of the momentum that crosses nodes for whole matrices; default 16, lossless", at_least=1
     )
-    muon_stale_rows: bool = flag(False, "between whole steps, complete each node's rows by those sent last")
+    muon_stale_rows: bool = _muon(False, "between whole steps, complete each node's rows by those sent last")
     use_apex: bool = flag(False, "NVIDIA Apex's fused optimizer and norms, which must be installed", resume="free")
 
 
@@ -194,23 +199,30 @@ class ScheduleSettings:
     lr_decay_iters: int | None = flag(None, "steps over which to decay; default the length of the run", at_least=1)
     lr_decay_samples: int | None = _count(None, "samples over which to decay", at_least=1)
     lr_decay_tokens: int | None = _count(None, "tokens over which to decay", at_least=1)
-    lr_warmup_style: str = flag("linear", "shape of the warm-up; log: DeepSpeed's", choices=("linear", "log"))
+    lr_warmup_style: str = flag(
+        "linear", "shape of the warm-up; log: DeepSpeed's", choices=("linear", "log"), effective_with=_WARMUPS
+    )
     lr_warmup_tokens: int = _count(0, "tokens of linear warm-up", at_least=0)
     lr_warmup_iters: int = flag(0, "steps of linear warm-up", at_least=0)
     lr_warmup_samples: int = _count(0, "samples of linear warm-up", at_least=0)
     lr_warmup_fraction: float | None = _fraction(None, "warm-up as a fraction of the decay length")
-    lr_warmup_init: float = _non_negative(0.0, "learning rate at the start of the warm-up")
-    lr_wsd_decay_style: str = flag(
+    lr_warmup_init: float = _non_negative(0.0, "learning rate at the start of the warm-up", effective_with=_WARMUPS)
+    lr_wsd_decay_style: str = _wsd(
         "exponential", "shape of WSD's final decay", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
-    lr_wsd_decay_iters: int | None = flag(None, "steps of WSD's final decay", at_least=1)
-    lr_wsd_decay_samples: int | None = _count(None, "samples of WSD's final decay", at_least=1)
+    lr_wsd_decay_iters: int | None = _wsd(None, "steps of WSD's final decay", at_least=1)
+    lr_wsd_decay_samples: int | None = _wsd(None, "samples of WSD's final decay", at_least=1, at_most=2**53)
     override_opt_param_scheduler: bool = flag(
-        False, "on resume take the schedule from the flags", name="--override-opt_param-scheduler", resume="free"
+        False,
+        "on resume take the schedule from the flags",
+        name="--override-opt_param-scheduler",
+        resume="free",
+        effective_with="load",
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,
         "on resume take the schedule from the checkpoint",
         name="--use-checkpoint-opt_param-scheduler",
         resume="free",
+        effective_with="load",
     )

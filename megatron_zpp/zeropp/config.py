@@ -20,6 +20,7 @@ SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUNDINGS = ("nearest", "stochastic")
 
 
+QUANTIZED = "zero_quantized_weights zero_quantized_gradients zeropp_secondary_dtype=int8 zeropp_frozen_dtype"
 _qwz_flag = functools.partial(flag, needs="quantized_weights")
 _qgz_flag = functools.partial(flag, needs="quantized_gradients")
 
@@ -157,7 +158,9 @@ class ZeroPPConfig:
         False, "debugging: before each gather, check that all ranks agree on which parameters changed", resume="free"
     )
     # Of all that is quantized but LoCo's errors.
-    scale_dtype: str = flag("fp32", "dtype of scales; bf16 halves them", choices=tuple(SCALE_DTYPES))
+    scale_dtype: str = flag(
+        "fp32", "dtype of scales; bf16 halves them", choices=tuple(SCALE_DTYPES), effective_with=QUANTIZED
+    )
     # Sender and receiver derive the same scales from what is sent.
     gradient_element_scales: bool = _qgz_flag(
         False, "scale each element of gradients between nodes by itself, as ranks learn from the codes that are sent"
