@@ -19,7 +19,7 @@ class IslandConfig:
     Each field's help explains it. Raises ValueError for values out of bounds, or that do not go together.
     """
 
-    FLAGS: ClassVar[dict[str, str]] = dict(prefix="--island-", resume="noted")
+    FLAGS: ClassVar[dict[str, str]] = dict(prefix="--island-", resume="noted", tier="experimental")
     sync_interval: int = flag(100, "optimizer steps between two synchronizations (DiLoCo's H)", at_least=1)
     outer_optimizer: str = flag(
         "nesterov", "outer optimizer: SGD with Nesterov's momentum, or with plain momentum", choices=("nesterov", "sgd")

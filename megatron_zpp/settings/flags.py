@@ -40,6 +40,9 @@ class Flag:
     needs: str | None = None  # the setting without which giving this flag is an error
     # Settings, or "setting=value", one of which a run must have for this flag to have an effect; a note says so.
     effective_with: str = ""
+    # "stable"; "experimental"; "advanced", which tunes what works without it, as a flag does that another one enables.
+    tier: str = "stable"
+    settles: str = ""  # what a plan then takes as given: "wire", "layout", "recompute" or "micro-batch"
     # What a resume does when the checkpoint's value differs. A flag's name: it refuses, unless that flag is given.
     # "model", "compared": the model's config, or what follows from the value, is compared instead. "noted": it goes on
     # with a note, because the value changes what is learned. "free": it goes on.
@@ -189,12 +192,9 @@ def _read_fields(group: type[Any]) -> list[tuple[str, Flag, type[Any] | None]]:
         if inner is not None:
             value_type, default = bool, default is not None
         needs = field.metadata.get("needs")
-        options = {
-            **of_all,
-            **field.metadata,
-            "name": names[name],
-            "needs": setting_of(names[needs]) if needs else None,
-        }
+        tier = "advanced" if needs or "effective_with" in field.metadata else "stable"
+        options = {"tier": tier, **of_all, **field.metadata, "name": names[name]}
+        options["needs"] = setting_of(names[needs]) if needs else None
         found.append((name, Flag(setting_of(names[name]), value_type=value_type, default=default, **options), inner))
     return found
 

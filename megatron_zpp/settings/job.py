@@ -30,7 +30,11 @@ class ZeroSettings:
     """ZeRO."""
 
     zero_stage: int = flag(
-        3, "shard nothing (0), optimizer state (1), also gradients (2), also parameters (3)", at_least=0, at_most=3
+        3,
+        "shard nothing (0), optimizer state (1), also gradients (2), also parameters (3)",
+        at_least=0,
+        at_most=3,
+        settles="wire",
     )
     recipe: str | None = flag(
         None,
@@ -38,6 +42,7 @@ class ZeroSettings:
         "other flags override a recipe's",
         name="--zeropp",
         choices=(*RECIPES, AUTO),
+        settles="wire",
     )
     zeropp_redecide: bool = flag(
         False,
@@ -50,7 +55,9 @@ class ZeroSettings:
         at_least=0,
         effective_with="zeropp=auto",
     )
-    cpu_offload: bool = flag(False, "keep parameters, gradients and optimizer state in host memory, and step there")
+    cpu_offload: bool = flag(
+        False, "keep parameters, gradients and optimizer state in host memory, and step there", settles="wire"
+    )
     zeropp_monitor_interval: int | None = flag(
         None, "log quantization errors every k-th optimizer step", at_least=1, effective_with=QUANTIZED
     )
@@ -112,6 +119,7 @@ class TokenizerSettings:
         "SentencePiece, .tiktoken or JSON file; folder or cached name of a Hugging Face tokenizer",
         metavar="PATH",
         effective_with=" ".join(f"tokenizer_type={kind}" for kind in _WITH_MODEL),
+        tier="stable",
     )
     vocab_file: str | None = _file("vocab.json of GPT2BPETokenizer", effective_with="tokenizer_type=GPT2BPETokenizer")
     merge_file: str | None = _file("merges.txt of GPT2BPETokenizer", effective_with="tokenizer_type=GPT2BPETokenizer")
@@ -143,7 +151,9 @@ class CheckpointSettings:
 
     save: str | None = _folder("folder to save checkpoints in")
     overwrite_save: bool = _saving(False, "start even if --save holds another run's checkpoints, and overwrite them")
-    save_interval: int | None = _saving(None, "optimizer steps between checkpoints; required with --save", at_least=1)
+    save_interval: int | None = _saving(
+        None, "optimizer steps between checkpoints; required with --save", at_least=1, tier="stable"
+    )
     no_async_save: bool = _saving(False, "write each checkpoint before training goes on, without a copy in host memory")
     save_retain_interval: int | None = _saving(
         None, "keep checkpoints at multiples of this, and the last --save-keep-last; default keep all", at_least=1
@@ -215,9 +225,11 @@ class DistributedSettings:
         "groups of ranks that train alone and average parameters every --island-sync-interval steps (DiLoCo)",
         at_most=2**16,
         resume="compared",
+        tier="experimental",
     )
     num_distributed_optimizer_instances: int = _size(
-        "HSDP: groups of ranks, normally nodes, that each shard the whole model; gradients are summed once per step"
+        "HSDP: groups of ranks, normally nodes, that each shard the whole model; gradients are summed once per step",
+        settles="wire",
     )
     local_ranks: int | None = flag(
         None,
@@ -226,15 +238,20 @@ class DistributedSettings:
         aliases=("--emulate-ranks",),
         at_least=1,
         at_most=4096,
+        tier="experimental",
     )
-    local_nodes: int = _size("nodes that the ranks of --local-ranks count as", aliases=("--emulate-nodes",))
-    tensor_model_parallel_size: int = _size("ranks among which each linear layer is sharded")
+    local_nodes: int = _size(
+        "nodes that the ranks of --local-ranks count as", aliases=("--emulate-nodes",), tier="experimental"
+    )
+    tensor_model_parallel_size: int = _size("ranks among which each linear layer is sharded", settles="layout")
     sequence_parallel: bool = flag(
         False,
         "with tensor parallelism: shard activations along the sequence too",
         effective_with="tensor_model_parallel_size",
     )
-    pipeline_model_parallel_size: int = _size("ranks among which the layers are divided, as stages of a pipeline")
+    pipeline_model_parallel_size: int = _size(
+        "ranks among which the layers are divided, as stages of a pipeline", settles="layout"
+    )
     pipeline_schedule: str | None = flag(
         None,
         "order of the micro-batches' passes; default 1f1b, or interleaved with virtual stages",
@@ -252,8 +269,12 @@ class DistributedSettings:
     account_for_loss_in_pipeline_split: bool = flag(
         False, "count output layer and loss as a layer of the last stage", effective_with="pipeline_model_parallel_size"
     )
-    context_parallel_size: int = _size("ranks that share each sequence; twice this must divide its length")
-    expert_model_parallel_size: int = _size("ranks among which a layer's experts are divided; tokens are sent to them")
+    context_parallel_size: int = _size(
+        "ranks that share each sequence; twice this must divide its length", settles="layout"
+    )
+    expert_model_parallel_size: int = _size(
+        "ranks among which a layer's experts are divided; tokens are sent to them", settles="layout"
+    )
     expert_tensor_parallel_size: int | None = flag(
         None,
         "ranks among which Megatron shards an expert, and here whole experts; default the tensor-parallel ones",
@@ -266,4 +287,5 @@ class DistributedSettings:
         at_least=4,
         at_most=8,
         resume="noted",
+        tier="experimental",
     )

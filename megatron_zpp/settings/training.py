@@ -13,7 +13,7 @@ _WARMUPS = "lr_warmup_iters lr_warmup_fraction lr_warmup_samples lr_warmup_token
 _curriculum = partial(_order, needs="curriculum_min_length", at_least=1)
 _count = partial(flag, at_most=2**53)  # of samples or tokens
 _non_negative = partial(flag, at_least=0)
-_muon = partial(flag, effective_with="optimizer=muon")
+_muon = partial(flag, effective_with="optimizer=muon", tier="experimental")
 _wsd = partial(flag, effective_with="lr_decay_style=WSD")
 _fraction = partial(flag, at_least=0, below=1)
 
@@ -22,7 +22,9 @@ _fraction = partial(flag, at_least=0, below=1)
 class TrainingSettings:
     """Batches, length of the run, evaluation."""
 
-    micro_batch_size: int | None = flag(None, "samples per rank and forward pass", at_least=1, at_most=2**24)
+    micro_batch_size: int | None = flag(
+        None, "samples per rank and forward pass", at_least=1, at_most=2**24, settles="micro-batch"
+    )
     global_batch_size: int | None = _batch(
         None, "samples per optimizer step; default micro-batch size * ranks", at_least=1, at_most=2**24
     )

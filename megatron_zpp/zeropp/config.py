@@ -46,7 +46,7 @@ class LoCoConfig:
     # Also keep the error from before each step, for ``undo_step`` to restore. Without this second copy an undone step
     # leaves no error at all. The trainer sets it where steps with finite gradients are undone.
     exact_undo: bool = True
-    FLAGS: ClassVar[dict[str, str]] = dict(prefix="--zeropp-loco-", resume="noted")
+    FLAGS: ClassVar[dict[str, str]] = dict(prefix="--zeropp-loco-", resume="noted", settles="wire")
 
     def __post_init__(self) -> None:
         check_fields(self, "LoCo's ")
@@ -62,9 +62,9 @@ class ZeroPPConfig:
     Raises ValueError for invalid values, and for settings that do not fit together.
     """
 
-    FLAGS: ClassVar[dict[str, str]] = dict(prefix="--zeropp-", resume="noted")
+    FLAGS: ClassVar[dict[str, str]] = dict(prefix="--zeropp-", resume="noted", tier="advanced", settles="wire")
     quantized_weights: bool = flag(
-        False, "qwZ: all-gather parameters as block-quantized integers", name="--zero-quantized-weights"
+        False, "qwZ: all-gather parameters as block-quantized integers", name="--zero-quantized-weights", tier="stable"
     )
     # Only the first gather after an optimizer step crosses nodes.
     hpz_partition_size: int = flag(
@@ -73,13 +73,20 @@ class ZeroPPConfig:
         at_least=1,
         name="--zero-hpz-partition-size",
         resume="free",
+        tier="stable",
     )
     # Within each node at every micro-batch, between nodes once per optimizer step.
     quantized_gradients: bool = flag(
-        False, "qgZ: reduce gradients by a two-hop quantized all-to-all", name="--zero-quantized-gradients"
+        False,
+        "qgZ: reduce gradients by a two-hop quantized all-to-all",
+        name="--zero-quantized-gradients",
+        tier="stable",
     )
     loco: LoCoConfig | None = flag(
-        None, "LoCo: feed a moving average of compression errors back into the gradients", needs="quantized_gradients"
+        None,
+        "LoCo: feed a moving average of compression errors back into the gradients",
+        needs="quantized_gradients",
+        tier="stable",
     )
     ranks_per_node: int | None = flag(
         None,
@@ -116,6 +123,7 @@ class ZeroPPConfig:
         "bits of gradients between nodes during the first optimizer steps, such as 500:4; steps that are skipped do "
         "not count",
         metavar="STEPS:BITS",
+        tier="experimental",
     )
     gradient_intra_bits: int | None = _qgz_flag(
         8, "bits of quantized gradients within a node; 0 = unquantized", zero_is_none=True
@@ -129,8 +137,10 @@ class ZeroPPConfig:
         128, "elements per gradient scale; 0 = one scale per tensor", zero_is_none=True
     )
     # "nearest" rounds half to even; "stochastic" draws from a counter-based generator.
-    weight_rounding: str = _qwz_flag("nearest", "rounding of quantized weights", choices=ROUNDINGS)
-    gradient_rounding: str = _qgz_flag("nearest", "rounding of quantized gradients", choices=ROUNDINGS)
+    weight_rounding: str = _qwz_flag("nearest", "rounding of quantized weights", choices=ROUNDINGS, tier="experimental")
+    gradient_rounding: str = _qgz_flag(
+        "nearest", "rounding of quantized gradients", choices=ROUNDINGS, tier="experimental"
+    )
     # All but fp32 are rounded stochastically.
     gradient_sum_dtype: str = _qgz_flag(
         "fp32",
@@ -138,7 +148,10 @@ class ZeroPPConfig:
         choices=("fp32", "bf16", "int8"),
     )
     offload_gradient_sums: bool = _qgz_flag(
-        False, "keep the node's sums of gradients in host memory from micro-batch to micro-batch", resume="free"
+        False,
+        "keep the node's sums of gradients in host memory from micro-batch to micro-batch",
+        resume="free",
+        tier="experimental",
     )
     # "int8" takes half the memory and quantizes the gathers within the node at no further loss.
     hpz_secondary_dtype: str = flag(
@@ -152,18 +165,30 @@ class ZeroPPConfig:
         False,
         "send between nodes only which codes of weights moved since hpZ's copy, whose scales are kept; without "
         "--zero-quantized-weights the codes are the weights' own bits, and nothing is lost",
+        tier="experimental",
     )
-    hadamard: bool = _qgz_flag(False, "rotate gradients by 32 x 32 Hadamard matrices before they are quantized")
+    hadamard: bool = _qgz_flag(
+        False, "rotate gradients by 32 x 32 Hadamard matrices before they are quantized", tier="experimental"
+    )
     check_agreement: bool = flag(
-        False, "debugging: before each gather, check that all ranks agree on which parameters changed", resume="free"
+        False,
+        "debugging: before each gather, check that all ranks agree on which parameters changed",
+        resume="free",
+        settles="",
     )
     # Of all that is quantized but LoCo's errors.
     scale_dtype: str = flag(
-        "fp32", "dtype of scales; bf16 halves them", choices=tuple(SCALE_DTYPES), effective_with=QUANTIZED
+        "fp32",
+        "dtype of scales; bf16 halves them",
+        choices=tuple(SCALE_DTYPES),
+        effective_with=QUANTIZED,
+        tier="experimental",
     )
     # Sender and receiver derive the same scales from what is sent.
     gradient_element_scales: bool = _qgz_flag(
-        False, "scale each element of gradients between nodes by itself, as ranks learn from the codes that are sent"
+        False,
+        "scale each element of gradients between nodes by itself, as ranks learn from the codes that are sent",
+        tier="experimental",
     )
     # "nf4": matrices that were never trainable and whose names have no word of nf4_skip are sent in NF4 (wire/nf4.py);
     # copies of all parameters are kept as they are sent. None: they are sent like trained ones.
