@@ -6,7 +6,6 @@ from pathlib import Path
 
 from megatron_zpp.arguments.deepspeed_keys import TOP, Row, keys_of
 from megatron_zpp.arguments.foreign_flags import EXPERT_FLAGS, EXPERTS, NOT_NEEDED, REFUSED, TRANSLATED
-from megatron_zpp.arguments.help import tier
 from megatron_zpp.families import ARCHITECTURES
 from megatron_zpp.settings.checks import flag_of
 from megatron_zpp.settings.flags import Flag, group_title, iterate_flags
@@ -76,7 +75,7 @@ def _default(flag: Flag) -> str:
 
 def _meaning(flag: Flag) -> str:
     allowed = f"one of {', '.join(flag.choices)}" if flag.choices else str(flag.bounds)
-    marks = [] if tier(flag) == "stable" else [f"*{tier(flag).capitalize()}.*"]
+    marks = [] if flag.tier == "stable" else [f"*{flag.tier.capitalize()}.*"]
     marks += [f"`{alias}` works, too." for alias in flag.aliases]
     return " ".join([flag.help.replace("*", r"\*") + (f" ({allowed})" if allowed else ""), *marks])
 

@@ -190,11 +190,11 @@ print(megatron_zpp.__path__[0])
 
 @pytest.mark.long
 def test_zeropp_could_be_released_alone(checkout, tmp_path):
-    """A wheel of it and ``bounds.py`` alone trains, in plain torch: its kernels are built elsewhere in these tests."""
+    """A wheel of it and ``fields.py`` alone trains, in plain torch: its kernels are built elsewhere in these tests."""
     for path in (checkout / "megatron_zpp").iterdir():
         if path.is_dir() and path.name != "zeropp":
             shutil.rmtree(path)
-        elif path.is_file() and path.name not in ("__init__.py", "bounds.py"):
+        elif path.is_file() and path.name not in ("__init__.py", "fields.py"):
             path.unlink()
     shutil.rmtree(checkout / "csrc")
     wheel = ("pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, ".")

@@ -1,8 +1,4 @@
-"""The trainer's --help: the flags that most runs need, one group of flags, or all.
-
-Flags have three tiers: "stable", those of --help and of published scripts; "experimental", those of ``EXPERIMENTAL``,
-which the next version may change; "advanced", the rest, which tune what works without them.
-"""
+"""The trainer's --help: the flags that most runs need, one group of flags, or all."""
 
 import argparse
 import difflib
@@ -22,11 +18,6 @@ FIRST = {  # group of --help: its flags
     "Checkpoints and logs": "--save --load --save-interval --log-interval --eval-interval --eval-iters "
     "--tensorboard-dir --wandb-project",
 }
-EXPERIMENTAL = (  # beginnings of names
-    *("--island", "--muon-", "--local-", "--moe-token-bits", "--zeropp-hadamard", "--zeropp-offload"),
-    *("--zeropp-gradient-element-scales", "--zeropp-scale-dtype", "--zeropp-gradient-bits-warmup"),
-    *("--zeropp-weight-moves", "--zeropp-weight-rounding", "--zeropp-gradient-rounding"),
-)
 EXAMPLES = """\
 examples:
   {program} --preset {preset} --data-path data/text --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR \\
@@ -37,14 +28,6 @@ examples:
 
 --help GROUP lists a group of flags, --help-all lists all. Groups: {groups}.
 """
-
-
-def tier(flag: Flag) -> str:
-    """Return "stable", "advanced" or "experimental"."""
-    if flag.name.startswith(EXPERIMENTAL):
-        return "experimental"
-    is_part = flag.name.startswith("--zeropp-") and not flag.name.startswith(("--zeropp-loco", "--zeropp-redecide"))
-    return "advanced" if is_part else "stable"
 
 
 def help_text(architecture: Architecture, words: Sequence[str] = ("--help",)) -> str:
@@ -89,6 +72,6 @@ def _help(flag: Flag) -> str:
     text = flag.help + (f" ({flag.bounds})" if str(flag.bounds) else "")
     if flag.default not in (None, False):
         text += f" (default: {flag.default})"
-    if tier(flag) == "experimental":
+    if flag.tier == "experimental":
         text += " [experimental]"
     return text.replace("%", "%%")

@@ -5,7 +5,6 @@ flag), ``--preset``, the recipe of ``--zeropp``, the field's default. ``resolve.
 and checks everything.
 """
 
-import dataclasses
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from megatron_zpp.arguments.resolve import resolve
 from megatron_zpp.families import ARCHITECTURES, Architecture
 from megatron_zpp.parallel.distributed import is_first_rank
 from megatron_zpp.settings.checks import Mistakes, SettingsError, flag_of, flags_in, require
-from megatron_zpp.settings.flags import group_from
+from megatron_zpp.settings.flags import flags_of_fields, group_from
 from megatron_zpp.settings.groups import Settings, all_flags, iterate_groups
 from megatron_zpp.settings.resolved import ResolvedSettings, as_resolved
 from megatron_zpp.zeropp.config import ZeroPPConfig
@@ -200,5 +199,5 @@ def _into_groups(architecture: str, values: dict[str, Any], mistakes: Mistakes) 
 
 def _with_flags(message: str, group: type[Any]) -> str:
     """Write flags in place of a config's field names."""
-    flags = {field.name: field.metadata["name"] for field in dataclasses.fields(group) if field.metadata}
+    flags = flags_of_fields(group)
     return re.sub(r"\w+", lambda word: flags.get(word[0], word[0]), message)

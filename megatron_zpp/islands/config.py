@@ -1,10 +1,12 @@
 """Settings of islands."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from megatron_zpp.zeropp.config import SUPPORTED_BITS, LoCoConfig, check_fields, config_flag
+from megatron_zpp.fields import flag
+from megatron_zpp.zeropp.config import SUPPORTED_BITS, LoCoConfig, check_fields
 from megatron_zpp.zeropp.wire.quantization import SCALINGS, Code
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -17,37 +19,22 @@ class IslandConfig:
     Each field's help explains it. Raises ValueError for values out of bounds, or that do not go together.
     """
 
-    sync_interval: int = config_flag(
-        "--island-sync-interval", 100, "optimizer steps between two synchronizations (DiLoCo's H)", at_least=1
+    FLAGS: ClassVar[dict[str, str]] = dict(prefix="--island-", resume="noted", tier="experimental")
+    sync_interval: int = flag(100, "optimizer steps between two synchronizations (DiLoCo's H)", at_least=1)
+    outer_optimizer: str = flag(
+        "nesterov", "outer optimizer: SGD with Nesterov's momentum, or with plain momentum", choices=("nesterov", "sgd")
     )
-    outer_optimizer: str = config_flag(
-        "--island-outer-optimizer",
-        "nesterov",
-        "outer optimizer: SGD with Nesterov's momentum, or with plain momentum",
-        choices=("nesterov", "sgd"),
-    )
-    outer_lr: float = config_flag(
-        "--island-outer-lr", 0.7, "learning rate of the outer optimizer; 1 without momentum: take the mean", above=0
-    )
-    outer_momentum: float = config_flag(
-        "--island-outer-momentum", 0.9, "momentum of the outer optimizer", at_least=0, below=1
-    )
+    outer_lr: float = flag(0.7, "learning rate of the outer optimizer; 1 without momentum: take the mean", above=0)
+    outer_momentum: float = flag(0.9, "momentum of the outer optimizer", at_least=0, below=1)
     # None: in ``dtype``.
-    bits: int | None = config_flag(
-        "--island-bits", None, "bits of what islands send to each other, 1 to 8; 0 = unquantized", zero_is_none=True
+    bits: int | None = flag(None, "bits of what islands send to each other, 1 to 8; 0 = unquantized", zero_is_none=True)
+    block_size: int = flag(128, "elements that share a scale between islands", at_least=8, at_most=2**20)
+    scaling: str | None = flag(
+        None, "code between islands; default by bits: mean below 4, else absmax", choices=SCALINGS
     )
-    block_size: int = config_flag(
-        "--island-block-size", 128, "elements that share a scale between islands", at_least=8, at_most=2**20
-    )
-    scaling: str | None = config_flag(
-        "--island-scaling", None, "code between islands; default by bits: mean below 4, else absmax", choices=SCALINGS
-    )
-    dtype: str = config_flag("--island-dtype", "fp32", "dtype of what islands send unquantized", choices=tuple(DTYPES))
-    loco: bool = config_flag(
-        "--island-loco", False, "LoCo between islands: add what quantization lost to the next synchronization"
-    )
-    loco_beta: float = config_flag(
-        "--island-loco-beta",
+    dtype: str = flag("fp32", "dtype of what islands send unquantized", choices=tuple(DTYPES))
+    loco: bool = flag(False, "LoCo between islands: add what quantization lost to the next synchronization")
+    loco_beta: float = flag(
         LoCoConfig.beta,
         "LoCo's weight of the old error between islands; 0 = classic error feedback",
         needs="loco",
@@ -55,26 +42,20 @@ class IslandConfig:
         below=1,
     )
 
-    fragments: int = config_flag(
-        "--island-fragments",
+    fragments: int = flag(
         1,
         "parts of the model, every k-th layer, that are sent one after the other within an interval (Streaming DiLoCo)",
         at_least=1,
     )
-    sync_delay: int = config_flag(
-        "--island-sync-delay", 0, "steps of training while a fragment is in flight (Streaming DiLoCo's tau)", at_least=0
-    )
-    merge_alpha: float = config_flag(
-        "--island-merge-alpha",
+    sync_delay: int = flag(0, "steps of training while a fragment is in flight (Streaming DiLoCo's tau)", at_least=0)
+    merge_alpha: float = flag(
         0.0,
         "share of its own parameters that an island keeps in a synchronization; 0.5 as published with a delay",
         at_least=0,
         below=1,
     )
 
-    offload: bool = config_flag(
-        "--island-offload", False, "keep the outer parameters and the outer momentum in host memory"
-    )
+    offload: bool = flag(False, "keep the outer parameters and the outer momentum in host memory", resume="free")
 
     def __post_init__(self) -> None:
         check_fields(self, "")

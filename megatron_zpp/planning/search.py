@@ -16,6 +16,7 @@ from megatron_zpp.planning.needs.division import PlannedModel, RankGrid, plan_mo
 from megatron_zpp.planning.needs.estimate import Estimate, estimate
 from megatron_zpp.planning.predict import Prediction, island_cluster, predict
 from megatron_zpp.settings.checks import SettingsError, divisors
+from megatron_zpp.settings.groups import flags_by_name
 from megatron_zpp.settings.resolved import ResolvedModel, ResolvedSettings
 from megatron_zpp.zeropp.recipes import LOSS_BUDGET, RECIPES, Recipe
 
@@ -77,18 +78,10 @@ class Layout:
         return " ".join([*words, *(["--sequence-parallel"] if self.tensor > 1 else [])])
 
 
-# A stated flag with one of these prefixes settles a question: then only the user's answer is tried.
-SETTLES = {
-    "wire": ("--zero-", "--zeropp", "--hpz", "--num-distributed-optimizer-instances", "--cpu-offload "),
-    "layout": ("--tensor-model", "--pipeline-model", "--context-parallel", "--expert-model"),
-    "recompute": ("--recompute", "--cpu-offloading"),
-    "micro-batch": ("--micro-batch-size",),
-}
-SETTLES_NOTHING = ("--zeropp-redecide", "--zeropp-loss-budget", "--zeropp-monitor-interval", "--zeropp-check-agreement")
-
-
 def is_settled(question: str, stated: Collection[str]) -> bool:
-    return any(f"{flag} ".startswith(SETTLES[question]) for flag in stated if flag not in SETTLES_NOTHING)
+    """Return whether a ``stated`` flag settles a question of ``Flag.settles``, so that only its answer is tried."""
+    flags = flags_by_name()
+    return any(flags[name].settles == question for name in stated if name in flags)
 
 
 def wires(cluster: Cluster, layout: Layout, stated: Collection[str]) -> Iterator[tuple[Wire, str]]:

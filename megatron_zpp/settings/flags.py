@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megatron_zpp.bounds import Bounds
+from megatron_zpp.fields import Bounds
 
 # Default upper bounds: what 32-bit integers and fp32 hold.
 _LARGEST: dict[type, float] = {int: 2**31 - 1, float: 3.4e38}
@@ -24,20 +24,9 @@ PATHS = ("DIR", "FILE", "PATH", "PREFIX")  # metavars of flags that name files o
 Group = TypeVar("Group")
 
 
-def flag(default: Any, help: str, **options: Any) -> Any:
-    """Make a dataclass field that is also a command-line flag. A ``bool`` field becomes a switch.
-
-    options: of ``Flag``, and bounds of ``Bounds`` for a number, or for each of several. name: default the field's,
-    "--num-layers" for num_layers. needs: the field without which giving this flag is an error.
-    """
-    names = ("name", "aliases", "choices", "nargs", "metavar", "needs")
-    metadata = {name: options.pop(name) for name in names if name in options}
-    return dataclasses.field(default=default, metadata={**metadata, "help": help, "bounds": Bounds(**options)})
-
-
 @dataclass(frozen=True)
 class Flag:
-    """A field made by ``flag``, or by ``config_flag`` of ``zeropp.config``."""
+    """A field made by ``flag``. Its dataclass may give ``prefix``, and any of these, for all of its flags in FLAGS."""
 
     setting: str
     name: str  # "--zeropp-weight-bits"
@@ -49,6 +38,15 @@ class Flag:
     nargs: int | str | None = None
     metavar: str | tuple[str, ...] | None = None
     needs: str | None = None  # the setting without which giving this flag is an error
+    # Settings, or "setting=value", one of which a run must have for this flag to have an effect; a note says so.
+    effective_with: str = ""
+    # "stable"; "experimental"; "advanced", which tunes what works without it, as a flag does that another one enables.
+    tier: str = "stable"
+    settles: str = ""  # what a plan then takes as given: "wire", "layout", "recompute" or "micro-batch"
+    # What a resume does when the checkpoint's value differs. A flag's name: it refuses, unless that flag is given.
+    # "model", "compared": the model's config, or what follows from the value, is compared instead. "noted": it goes on
+    # with a note, because the value changes what is learned. "free": it goes on.
+    resume: str = "free"
     zero_is_none: bool = False
     bounds: Bounds = dataclasses.field(default_factory=Bounds)
 
@@ -142,6 +140,11 @@ def iterate_flags(group: type[Any]) -> Iterator[Flag]:
             yield from (dataclasses.replace(part, needs=part.needs or flag.setting) for part in iterate_flags(inner))
 
 
+def flags_of_fields(group: type[Any]) -> dict[str, str]:
+    """Return {field: flag} of a group, but not of one inside it."""
+    return {name: flag.name for name, flag, _ in _flag_fields(group)}
+
+
 def flat_values(group: Any) -> dict[str, Any]:
     """Return {setting: value} of a group. If an inner group is None, its switch is False and the rest its defaults."""
     values: dict[str, Any] = {}
@@ -180,14 +183,18 @@ def _read_fields(group: type[Any]) -> list[tuple[str, Flag, type[Any] | None]]:
     found = []
     hints = typing.get_type_hints(group)
     fields = {field.name: field for field in dataclasses.fields(group) if field.metadata}
-    names = {name: field.metadata.get("name") or "--" + name.replace("_", "-") for name, field in fields.items()}
+    of_all = dict(getattr(group, "FLAGS", {}))
+    prefix = of_all.pop("prefix", "--")
+    names = {name: field.metadata.get("name", prefix + name.replace("_", "-")) for name, field in fields.items()}
     for name, field in fields.items():
         value_type, default = _value_type(hints[name]), field.default
         inner = value_type if dataclasses.is_dataclass(value_type) else None
         if inner is not None:
             value_type, default = bool, default is not None
         needs = field.metadata.get("needs")
-        options = {**field.metadata, "name": names[name], "needs": setting_of(names[needs]) if needs else None}
+        tier = "advanced" if needs or "effective_with" in field.metadata else "stable"
+        options = {"tier": tier, **of_all, **field.metadata, "name": names[name]}
+        options["needs"] = setting_of(names[needs]) if needs else None
         found.append((name, Flag(setting_of(names[name]), value_type=value_type, default=default, **options), inner))
     return found
 

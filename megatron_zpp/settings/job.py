@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
-from megatron_zpp.settings.flags import flag
+from megatron_zpp.fields import flag
+from megatron_zpp.zeropp.config import QUANTIZED
 from megatron_zpp.zeropp.recipes import AUTO, LOSS_BUDGET, RECIPES
 
 _folder = partial(flag, None, metavar="DIR")
@@ -11,8 +13,16 @@ _file = partial(flag, None, metavar="FILE")
 _prefixes = partial(flag, None, nargs="+", metavar="PREFIX")
 _size = partial(flag, 1, at_least=1)  # of a group of ranks
 _loading = partial(flag, needs="load")
+_saving = partial(flag, effective_with="save")
+_fim = partial(flag, effective_with="fim_data")
+_points = partial(flag, effective_with="tensorboard_dir wandb_project")
 _profile = partial(flag, needs="profile")
 _publishing = partial(flag, needs="publish", at_least=1)
+
+_WITH_MODEL = (  # tokenizers that --tokenizer-model names
+    *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer"),
+    *("HFTokenizer", "TikTokenizer"),
+)
 
 
 @dataclass(frozen=True)
@@ -20,7 +30,11 @@ class ZeroSettings:
     """ZeRO."""
 
     zero_stage: int = flag(
-        3, "shard nothing (0), optimizer state (1), also gradients (2), also parameters (3)", at_least=0, at_most=3
+        3,
+        "shard nothing (0), optimizer state (1), also gradients (2), also parameters (3)",
+        at_least=0,
+        at_most=3,
+        settles="wire",
     )
     recipe: str | None = flag(
         None,
@@ -28,15 +42,25 @@ class ZeroSettings:
         "other flags override a recipe's",
         name="--zeropp",
         choices=(*RECIPES, AUTO),
+        settles="wire",
     )
-    zeropp_redecide: bool = flag(False, "let --zeropp auto choose again on resume, not keep the checkpoint's choice")
+    zeropp_redecide: bool = flag(
+        False,
+        "let --zeropp auto choose again on resume, not keep the checkpoint's choice",
+        effective_with="zeropp=auto",
+    )
     zeropp_loss_budget: float = flag(
         LOSS_BUDGET,
         "percent of loss that a recipe of --zeropp auto may cost in the study, mean plus spread",
         at_least=0,
+        effective_with="zeropp=auto",
     )
-    cpu_offload: bool = flag(False, "keep parameters, gradients and optimizer state in host memory, and step there")
-    zeropp_monitor_interval: int | None = flag(None, "log quantization errors every k-th optimizer step", at_least=1)
+    cpu_offload: bool = flag(
+        False, "keep parameters, gradients and optimizer state in host memory, and step there", settles="wire"
+    )
+    zeropp_monitor_interval: int | None = flag(
+        None, "log quantization errors every k-th optimizer step", at_least=1, effective_with=QUANTIZED
+    )
     deepspeed_config: str | None = _file(
         "DeepSpeed JSON file with batch sizes, ZeRO, precision, optimizer and schedule", name="--deepspeed_config"
     )
@@ -46,6 +70,7 @@ class ZeroSettings:
 class DataSettings:
     """Training data."""
 
+    FLAGS: ClassVar[dict[str, str]] = dict(resume="--override-data")
     data_path: tuple[str, ...] | None = _prefixes("dataset prefixes, or weight prefix pairs")
     split: str | None = flag(None, "shares of train, valid, test; default 969, 30, 1", metavar="A,B,C")
     train_data_path: tuple[str, ...] | None = _prefixes("dataset(s) of the train split, instead of --split")
@@ -53,24 +78,30 @@ class DataSettings:
     test_data_path: tuple[str, ...] | None = _prefixes("dataset(s) of the test split")
     data_args_path: str | None = _file("file with the value of --data-path")
     per_split_data_args_path: str | None = _file("JSON file with dataset(s) per split: keys train, valid, test")
-    data_cache_path: str | None = _folder("folder of the index cache; default beside the data")
-    no_mmap_bin_files: bool = flag(False, "read tokens from the file instead of mapping it into memory")
-    data_order_stable: bool = flag(False, "shuffle each epoch alone, so that the order is that of any longer run")
-    mid_level_dataset_surplus: float = flag(0.005, "fraction to index beyond a dataset's share", at_least=0, at_most=1)
+    data_cache_path: str | None = _folder("folder of the index cache; default beside the data", resume="free")
+    no_mmap_bin_files: bool = flag(False, "read tokens from the file instead of mapping it into memory", resume="free")
+    data_order_stable: bool = flag(
+        False, "shuffle each epoch alone, so that the order is that of any longer run", resume="compared"
+    )
+    mid_level_dataset_surplus: float = flag(
+        0.005, "fraction to index beyond a dataset's share", at_least=0, at_most=1, resume="compared"
+    )
     dataloader_type: str = flag("single", "read samples once, or in a cycle", choices=("single", "cyclic"))
-    pad_last_valid_sample: bool = flag(False, "validate on the last, incomplete sample too, padded without loss")
+    pad_last_valid_sample: bool = flag(
+        False, "validate on the last, incomplete sample too, padded without loss", resume="free"
+    )
     sft: bool = flag(False, "train on chats of preprocess_data --chat, with loss on the assistant's tokens alone")
     mock_data: bool = flag(False, "random tokens instead of data, to measure speed")
-    num_workers: int = flag(2, "loader processes per rank", at_least=0, at_most=256)
+    num_workers: int = flag(2, "loader processes per rank", at_least=0, at_most=256, resume="free")
     eod_mask_loss: bool = flag(False, "no loss where the input is the end-of-document token")
     reset_position_ids: bool = flag(False, "restart positions after an end-of-document token")
     reset_attention_mask: bool = flag(False, "tokens attend to their own document alone")
     fim_data: bool = flag(False, "fill-in-the-middle: move the middle of documents to their end")
-    fim_rate: float = flag(0.5, "share of documents that --fim-data permutes", at_least=0, at_most=1)
-    fim_spm_rate: float = flag(0.5, "share of these in the order suffix, prefix, middle", at_least=0, at_most=1)
-    fim_prefix_token: str = flag("<fim_prefix>", "token before the prefix, or its id")
-    fim_middle_token: str = flag("<fim_middle>", "token before the middle, or its id")
-    fim_suffix_token: str = flag("<fim_suffix>", "token before the suffix, or its id")
+    fim_rate: float = _fim(0.5, "share of documents that --fim-data permutes", at_least=0, at_most=1)
+    fim_spm_rate: float = _fim(0.5, "share of these in the order suffix, prefix, middle", at_least=0, at_most=1)
+    fim_prefix_token: str = _fim("<fim_prefix>", "token before the prefix, or its id")
+    fim_middle_token: str = _fim("<fim_middle>", "token before the middle, or its id")
+    fim_suffix_token: str = _fim("<fim_suffix>", "token before the suffix, or its id")
 
 
 @dataclass(frozen=True)
@@ -80,24 +111,37 @@ class TokenizerSettings:
     tokenizer_type: str | None = flag(
         None,
         "kind of tokenizer; default GPT2BPETokenizer with --vocab-file",
-        choices=(
-            *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer"),
-            *("HFTokenizer", "GPT2BPETokenizer", "TikTokenizer", "ByteTokenizer", "NullTokenizer"),
-        ),
+        choices=(*_WITH_MODEL, "GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer"),
+        resume="--override-data",
     )
     tokenizer_model: str | None = flag(
-        None, "SentencePiece, .tiktoken or JSON file; folder or cached name of a Hugging Face tokenizer", metavar="PATH"
+        None,
+        "SentencePiece, .tiktoken or JSON file; folder or cached name of a Hugging Face tokenizer",
+        metavar="PATH",
+        effective_with=" ".join(f"tokenizer_type={kind}" for kind in _WITH_MODEL),
+        tier="stable",
     )
-    vocab_file: str | None = _file("vocab.json of GPT2BPETokenizer")
-    merge_file: str | None = _file("merges.txt of GPT2BPETokenizer")
+    vocab_file: str | None = _file("vocab.json of GPT2BPETokenizer", effective_with="tokenizer_type=GPT2BPETokenizer")
+    merge_file: str | None = _file("merges.txt of GPT2BPETokenizer", effective_with="tokenizer_type=GPT2BPETokenizer")
     vocab_size: int | None = flag(
-        None, "vocabulary size of NullTokenizer, and of TikTokenizer with a JSON vocabulary: default 131072", at_least=1
+        None,
+        "vocabulary size of NullTokenizer, and of TikTokenizer with a JSON vocabulary: default 131072",
+        at_least=1,
+        resume="model",
     )
     tiktoken_pattern: str | None = flag(
-        None, "how TikTokenizer cuts words: gpt2, cl100k_base, o200k_base, v1, v2 or a regular expression", metavar="P"
+        None,
+        "how TikTokenizer cuts words: gpt2, cl100k_base, o200k_base, v1, v2 or a regular expression",
+        metavar="P",
+        resume="--override-data",
+        effective_with="tokenizer_type=TikTokenizer",
     )
     tiktoken_num_special_tokens: int | None = flag(
-        None, "special ids before TikTokenizer's JSON vocabulary, <unk>, <s>, </s> among them; default 1000", at_least=3
+        None,
+        "special ids before TikTokenizer's JSON vocabulary, <unk>, <s>, </s> among them; default 1000",
+        at_least=3,
+        resume="--override-data",
+        effective_with="tokenizer_type=TikTokenizer",
     )
 
 
@@ -106,20 +150,25 @@ class CheckpointSettings:
     """Checkpoints."""
 
     save: str | None = _folder("folder to save checkpoints in")
-    overwrite_save: bool = flag(False, "start even if --save holds another run's checkpoints, and overwrite them")
-    save_interval: int | None = flag(None, "optimizer steps between checkpoints; required with --save", at_least=1)
-    no_async_save: bool = flag(False, "write each checkpoint before training goes on, without a copy in host memory")
-    save_retain_interval: int | None = flag(
+    overwrite_save: bool = _saving(False, "start even if --save holds another run's checkpoints, and overwrite them")
+    save_interval: int | None = _saving(
+        None, "optimizer steps between checkpoints; required with --save", at_least=1, tier="stable"
+    )
+    no_async_save: bool = _saving(False, "write each checkpoint before training goes on, without a copy in host memory")
+    save_retain_interval: int | None = _saving(
         None, "keep checkpoints at multiples of this, and the last --save-keep-last; default keep all", at_least=1
     )
-    save_keep_last: int | None = flag(
+    save_keep_last: int | None = _saving(
         None, "latest (finite) checkpoints to keep; default all, or 2 with --save-retain-interval", at_least=1
     )
     load: str | None = _folder("folder to resume from; only an empty or absent --save starts from scratch")
     ckpt_step: int | None = _loading(None, "iteration to load; default the latest", at_least=0)
     exit_on_missing_checkpoint: bool = _loading(False, "fail when --load holds no checkpoint, even if it is --save")
     verify_checkpoint: str = flag(
-        "all", "look for damage before loading: in whole files, samples or sizes", choices=("all", "sample", "none")
+        "all",
+        "look for damage before loading: in whole files, samples or sizes",
+        choices=("all", "sample", "none"),
+        effective_with="load",
     )
     load_latest_good: bool = _loading(False, "load the newest checkpoint without damage, NaN or Inf")
     override_batch_size: bool = _loading(False, "on resume take the batch size from the flags")
@@ -127,8 +176,8 @@ class CheckpointSettings:
     finetune: bool = _loading(
         False, "load only the parameters, start at iteration 0, and note what differs from their run"
     )
-    no_save_optim: bool = flag(False, "leave the optimizer out of checkpoints")
-    no_save_rng: bool = flag(False, "leave random states out of checkpoints")
+    no_save_optim: bool = _saving(False, "leave the optimizer out of checkpoints")
+    no_save_rng: bool = _saving(False, "leave random states out of checkpoints")
     no_load_optim: bool = _loading(False, "do not load the optimizer")
     no_load_rng: bool = _loading(False, "do not load random states")
     publish: str | None = _folder("folder to publish weights in, to the bit of bf16, for processes that follow the run")
@@ -147,16 +196,16 @@ class LoggingSettings:
     log_straggler: bool = flag(False, "report ranks that stay slow, and nodes with slow links")
     peak_tflops: float | None = flag(None, "peak TFLOP/s of one device, for MFU; known for common GPUs", above=0)
     tensorboard_dir: str | None = _folder("folder of TensorBoard events")
-    tensorboard_log_interval: int = flag(1, "optimizer steps between TensorBoard and wandb points", at_least=1)
-    tensorboard_queue_size: int = flag(1000, "TensorBoard's queue", at_least=1)
-    log_timers_to_tensorboard: bool = flag(False, "iteration time and throughput to TensorBoard and wandb")
-    log_validation_ppl_to_tensorboard: bool = flag(False, "validation perplexity to TensorBoard and wandb")
-    log_memory_to_tensorboard: bool = flag(False, "device memory to TensorBoard and wandb")
-    log_world_size_to_tensorboard: bool = flag(False, "world size to TensorBoard and wandb")
+    tensorboard_log_interval: int = _points(1, "optimizer steps between TensorBoard and wandb points", at_least=1)
+    tensorboard_queue_size: int = flag(1000, "TensorBoard's queue", at_least=1, effective_with="tensorboard_dir")
+    log_timers_to_tensorboard: bool = _points(False, "iteration time and throughput to TensorBoard and wandb")
+    log_validation_ppl_to_tensorboard: bool = _points(False, "validation perplexity to TensorBoard and wandb")
+    log_memory_to_tensorboard: bool = _points(False, "device memory to TensorBoard and wandb")
+    log_world_size_to_tensorboard: bool = _points(False, "world size to TensorBoard and wandb")
     wandb_project: str | None = flag(None, "wandb project; no wandb without it")
-    wandb_exp_name: str | None = flag(None, "wandb run name")
-    wandb_entity: str | None = flag(None, "wandb entity")
-    wandb_save_dir: str | None = _folder("folder of wandb's files; default SAVE/wandb")
+    wandb_exp_name: str | None = flag(None, "wandb run name", effective_with="wandb_project")
+    wandb_entity: str | None = flag(None, "wandb entity", effective_with="wandb_project")
+    wandb_save_dir: str | None = _folder("folder of wandb's files; default SAVE/wandb", effective_with="wandb_project")
     profile: bool = flag(False, "profile a few steps: for Nsight Systems, or with --use-pytorch-profiler")
     use_pytorch_profiler: bool = _profile(False, "write traces that Perfetto opens")
     profile_step_start: int = _profile(10, "profile the steps after this one", at_least=0)
@@ -175,9 +224,12 @@ class DistributedSettings:
     islands: int = _size(
         "groups of ranks that train alone and average parameters every --island-sync-interval steps (DiLoCo)",
         at_most=2**16,
+        resume="compared",
+        tier="experimental",
     )
     num_distributed_optimizer_instances: int = _size(
-        "HSDP: groups of ranks, normally nodes, that each shard the whole model; gradients are summed once per step"
+        "HSDP: groups of ranks, normally nodes, that each shard the whole model; gradients are summed once per step",
+        settles="wire",
     )
     local_ranks: int | None = flag(
         None,
@@ -186,11 +238,20 @@ class DistributedSettings:
         aliases=("--emulate-ranks",),
         at_least=1,
         at_most=4096,
+        tier="experimental",
     )
-    local_nodes: int = _size("nodes that the ranks of --local-ranks count as", aliases=("--emulate-nodes",))
-    tensor_model_parallel_size: int = _size("ranks among which each linear layer is sharded")
-    sequence_parallel: bool = flag(False, "with tensor parallelism: shard activations along the sequence too")
-    pipeline_model_parallel_size: int = _size("ranks among which the layers are divided, as stages of a pipeline")
+    local_nodes: int = _size(
+        "nodes that the ranks of --local-ranks count as", aliases=("--emulate-nodes",), tier="experimental"
+    )
+    tensor_model_parallel_size: int = _size("ranks among which each linear layer is sharded", settles="layout")
+    sequence_parallel: bool = flag(
+        False,
+        "with tensor parallelism: shard activations along the sequence too",
+        effective_with="tensor_model_parallel_size",
+    )
+    pipeline_model_parallel_size: int = _size(
+        "ranks among which the layers are divided, as stages of a pipeline", settles="layout"
+    )
     pipeline_schedule: str | None = flag(
         None,
         "order of the micro-batches' passes; default 1f1b, or interleaved with virtual stages",
@@ -202,10 +263,18 @@ class DistributedSettings:
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "the same, as the number of stages", at_least=1)
     decoder_first_pipeline_num_layers: int | None = flag(None, "first rank's layers; default its share", at_least=1)
     decoder_last_pipeline_num_layers: int | None = flag(None, "last rank's layers; default its share", at_least=1)
-    account_for_embedding_in_pipeline_split: bool = flag(False, "count the embeddings as a layer of the first stage")
-    account_for_loss_in_pipeline_split: bool = flag(False, "count output layer and loss as a layer of the last stage")
-    context_parallel_size: int = _size("ranks that share each sequence; twice this must divide its length")
-    expert_model_parallel_size: int = _size("ranks among which a layer's experts are divided; tokens are sent to them")
+    account_for_embedding_in_pipeline_split: bool = flag(
+        False, "count the embeddings as a layer of the first stage", effective_with="pipeline_model_parallel_size"
+    )
+    account_for_loss_in_pipeline_split: bool = flag(
+        False, "count output layer and loss as a layer of the last stage", effective_with="pipeline_model_parallel_size"
+    )
+    context_parallel_size: int = _size(
+        "ranks that share each sequence; twice this must divide its length", settles="layout"
+    )
+    expert_model_parallel_size: int = _size(
+        "ranks among which a layer's experts are divided; tokens are sent to them", settles="layout"
+    )
     expert_tensor_parallel_size: int | None = flag(
         None,
         "ranks among which Megatron shards an expert, and here whole experts; default the tensor-parallel ones",
@@ -217,4 +286,6 @@ class DistributedSettings:
         needs="expert_model_parallel_size",
         at_least=4,
         at_most=8,
+        resume="noted",
+        tier="experimental",
     )

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
-from megatron_zpp.settings.flags import flag
+from megatron_zpp.fields import flag
 
 _expert = partial(flag, needs="num_experts")
+_scaled = partial(flag, effective_with="fp16")
 _latent = partial(flag, needs="multi_latent_attention")
 
 
@@ -13,7 +15,10 @@ _latent = partial(flag, needs="multi_latent_attention")
 class ModelSettings:
     """The network."""
 
-    preset: str | None = flag(None, "published model of this architecture whose shape to use; other flags override it")
+    FLAGS: ClassVar[dict[str, str]] = dict(resume="model")
+    preset: str | None = flag(
+        None, "published model of this architecture whose shape to use; other flags override it", resume="free"
+    )
     num_layers: int | None = flag(None, "number of transformer blocks", at_least=1, at_most=10_000)
     hidden_size: int | None = flag(None, "width of the residual stream", at_least=1, at_most=2**24)
     ffn_hidden_size: int | None = flag(None, "width of the MLP; default: the architecture's", at_least=1, at_most=2**26)
@@ -48,7 +53,9 @@ class ModelSettings:
     rotary_percent: float = flag(1.0, "share of each head's channels that are rotated", above=0, at_most=1)
     rotary_interleaved: bool = flag(False, "rotate neighboring channels together, not those half a head apart")
     use_rope_scaling: bool = flag(False, "scale low rotary frequencies as Llama 3.1, for more than 8192 tokens")
-    rope_scaling_factor: float = flag(8.0, "factor by which --use-rope-scaling divides frequencies", above=0)
+    rope_scaling_factor: float = flag(
+        8.0, "factor by which --use-rope-scaling divides frequencies", above=0, effective_with="use_rope_scaling"
+    )
     yarn_rotary_scaling_factor: float | None = flag(
         None, "YaRN: factor that extends the context", aliases=("--rotary-scaling-factor",), at_least=1
     )
@@ -138,7 +145,11 @@ class ModelSettings:
     moe_router_bias_update_rate: float = flag(
         1e-3, "change of a score bias per step", needs="moe_router_enable_expert_bias", at_least=0
     )
-    moe_router_pre_softmax: bool = _expert(False, "softmax over all experts, so that a token's weights do not sum to 1")
+    moe_router_pre_softmax: bool = _expert(
+        False,
+        "softmax over all experts, so that a token's weights do not sum to 1",
+        effective_with="moe_router_score_function=softmax",
+    )
     moe_router_topk_scaling_factor: float = _expert(1.0, "multiply the weights of a token's experts", above=0)
     moe_router_load_balancing_type: str = _expert(
         "aux_loss",
@@ -157,10 +168,12 @@ class ModelSettings:
     moe_min_capacity: int = flag(
         1, "tokens that an expert always takes", needs="moe_expert_capacity_factor", at_least=1, at_most=2**31
     )
-    init_method_std: float = flag(0.02, "standard deviation of the initial weights", above=0)
-    attention_dropout: float | None = flag(None, "attention dropout; default: the architecture's", at_least=0, below=1)
+    init_method_std: float = flag(0.02, "standard deviation of the initial weights", above=0, resume="free")
+    attention_dropout: float | None = flag(
+        None, "attention dropout; default: the architecture's", at_least=0, below=1, resume="noted"
+    )
     hidden_dropout: float | None = flag(
-        None, "dropout of embeddings and residuals; default: the architecture's", at_least=0, below=1
+        None, "dropout of embeddings and residuals; default: the architecture's", at_least=0, below=1, resume="noted"
     )
     untie_embeddings_and_output_weights: bool = flag(False, "separate output layer; default: the architecture's")
     tie_embeddings_and_output_weights: bool = flag(False, "embeddings as output layer; default: the architecture's")
@@ -170,17 +183,18 @@ class ModelSettings:
 class PrecisionSettings:
     """Mixed precision. Parameters and optimizer state stay in fp32; this is the dtype of computing and sending."""
 
+    FLAGS: ClassVar[dict[str, str]] = dict(resume="noted")
     bf16: bool = flag(False, "compute in bfloat16")
     fp16: bool = flag(False, "compute in float16, with loss scaling")
     accumulate_allreduce_grads_in_fp32: bool = flag(
         False, "reduce gradients in fp32; default with --bf16, unless --zero-quantized-gradients quantizes both hops"
     )
     grad_reduce_in_bf16: bool = flag(False, "reduce gradients in bfloat16 (quantized ones sum in fp32)", needs="bf16")
-    loss_scale: float | None = flag(None, "fixed loss scale of --fp16; default dynamic", above=0)
-    initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale", above=0)
-    min_loss_scale: float = flag(1.0, "smallest dynamic loss scale", above=0)
-    loss_scale_window: int = flag(1000, "clean steps after which the loss scale doubles", at_least=1)
-    hysteresis: int = flag(2, "overflows before the loss scale is halved", at_least=1)
+    loss_scale: float | None = _scaled(None, "fixed loss scale of --fp16; default dynamic", above=0)
+    initial_loss_scale: float = _scaled(2.0**32, "first dynamic loss scale", above=0, resume="free")
+    min_loss_scale: float = _scaled(1.0, "smallest dynamic loss scale", above=0)
+    loss_scale_window: int = _scaled(1000, "clean steps after which the loss scale doubles", at_least=1)
+    hysteresis: int = _scaled(2, "overflows before the loss scale is halved", at_least=1)
     fp8_format: str | None = flag(
         None,
         "products of blocks' linear layers in float8, by torchao: gradients in e5m2 (hybrid) or all in e4m3",
@@ -192,16 +206,22 @@ class PrecisionSettings:
         "scales of whole tensors (hybrid, its default), or of rows (e4m3, its default); with_gw_hp: weight gradients "
         "in bf16",
         choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"),
+        effective_with="fp8_format",
     )
-    first_last_layers_bf16: bool = flag(False, "no float8 in the first and last layers")
-    num_layers_at_start_in_bf16: int = flag(1, "how many these are at the start", at_least=0)
-    num_layers_at_end_in_bf16: int = flag(1, "how many these are at the end", at_least=0)
+    first_last_layers_bf16: bool = flag(False, "no float8 in the first and last layers", effective_with="fp8_format")
+    num_layers_at_start_in_bf16: int = flag(
+        1, "how many these are at the start", at_least=0, effective_with="first_last_layers_bf16"
+    )
+    num_layers_at_end_in_bf16: int = flag(
+        1, "how many these are at the end", at_least=0, effective_with="first_last_layers_bf16"
+    )
 
 
 @dataclass(frozen=True)
 class ActivationSettings:
     """Activation checkpointing and compilation."""
 
+    FLAGS: ClassVar[dict[str, str]] = dict(settles="recompute")
     recompute_activations: bool = flag(False, "the same as --recompute-granularity selective")
     recompute_granularity: str | None = flag(
         None, "full: whole blocks; selective: keep matrix products, recompute the rest", choices=("full", "selective")
@@ -211,6 +231,7 @@ class ActivationSettings:
         "with selective: keep all but what these modules compute, and recompute them",
         nargs="+",
         choices=("core_attn", "mlp", "moe", "shared_experts"),
+        effective_with="recompute_granularity=selective",
     )
     recompute_method: str | None = flag(
         None,
@@ -218,13 +239,14 @@ class ActivationSettings:
         choices=("uniform", "block"),
     )
     recompute_num_layers: int | None = flag(None, "see --recompute-method; default 1", at_least=1)
-    compile: bool = flag(False, "torch.compile each block, and the loss between its matrix products")
+    compile: bool = flag(False, "torch.compile each block, and the loss between its matrix products", settles="")
     activation_memory_budget: float | None = flag(
         None,
         "share of activations that torch.compile keeps, 0 for the blocks' inputs alone; it recomputes the cheapest",
         needs="compile",
         at_least=0,
         at_most=1,
+        settles="",
     )
     cpu_offloading_num_layers: int = flag(
         0, "keep in host memory what the first layers (of each stage) save for the backward pass", at_least=0

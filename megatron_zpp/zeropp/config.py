@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from megatron_zpp.bounds import Bounds
+from megatron_zpp.fields import flag
 
 from .wire.nf4 import SKIP
 from .wire.quantization import SCALINGS, BitsWarmup, Code
@@ -20,29 +20,9 @@ SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUNDINGS = ("nearest", "stochastic")
 
 
-def config_flag(
-    name: str,
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] | None = None,
-    metavar: str | None = None,
-    needs: str | None = None,
-    zero_is_none: bool = False,
-    **bounds: float,
-) -> Any:
-    """Make a field that is also the flag ``name`` of the trainer, which reads it from the field's metadata.
-
-    needs: the field without which this flag is an error. zero_is_none: 0 on the command line is None here. bounds: of
-    ``Bounds``.
-    """
-    metadata: dict[str, Any] = dict(name=name, help=help, choices=choices, metavar=metavar, needs=needs)
-    metadata = {**metadata, "zero_is_none": zero_is_none, "bounds": Bounds(**bounds)}
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-_qwz_flag = functools.partial(config_flag, needs="quantized_weights")
-_qgz_flag = functools.partial(config_flag, needs="quantized_gradients")
+QUANTIZED = "zero_quantized_weights zero_quantized_gradients zeropp_secondary_dtype=int8 zeropp_frozen_dtype"
+_qwz_flag = functools.partial(flag, needs="quantized_weights")
+_qgz_flag = functools.partial(flag, needs="quantized_gradients")
 
 
 @dataclass(frozen=True)
@@ -53,31 +33,20 @@ class LoCoConfig:
     """
 
     # In e <- beta * e + (1 - beta) * d.
-    beta: float = config_flag(
-        "--zeropp-loco-beta", 0.8, "LoCo's weight of the old error; 0 = classic error feedback", at_least=0, below=1
-    )
+    beta: float = flag(0.8, "LoCo's weight of the old error; 0 = classic error feedback", at_least=0, below=1)
     # The paper's T. None = never.
-    reset_interval: int | None = config_flag(
-        "--zeropp-loco-reset-interval",
-        1024,
-        "optimizer steps after which LoCo's error is reset; 0 = never",
-        zero_is_none=True,
-        at_least=1,
+    reset_interval: int | None = flag(
+        1024, "optimizer steps after which LoCo's error is reset; 0 = never", zero_is_none=True, at_least=1
     )
     # "hard", as published, throws away up to e / (1 - beta); "decay" forgets 1 / reset_interval of e at every step.
-    reset: str = config_flag(
-        "--zeropp-loco-reset", "hard", "how LoCo's error is reset: at once, or gradually", choices=("hard", "decay")
-    )
+    reset: str = flag("hard", "how LoCo's error is reset: at once, or gradually", choices=("hard", "decay"))
     # "inter" has M / P elements of state a rank (M parameters, P ranks per node), "both" M more.
-    hops: str = config_flag(
-        "--zeropp-loco-hops", "inter", "hops that LoCo corrects: between nodes, or both", choices=("inter", "both")
-    )
-    error_dtype: str = config_flag(
-        "--zeropp-loco-error-dtype", "int8", "how LoCo keeps its error", choices=("int8", "bf16", "fp32")
-    )
+    hops: str = flag("inter", "hops that LoCo corrects: between nodes, or both", choices=("inter", "both"))
+    error_dtype: str = flag("int8", "how LoCo keeps its error", choices=("int8", "bf16", "fp32"))
     # Also keep the error from before each step, for ``undo_step`` to restore. Without this second copy an undone step
     # leaves no error at all. The trainer sets it where steps with finite gradients are undone.
     exact_undo: bool = True
+    FLAGS: ClassVar[dict[str, str]] = dict(prefix="--zeropp-loco-", resume="noted", settles="wire")
 
     def __post_init__(self) -> None:
         check_fields(self, "LoCo's ")
@@ -93,142 +62,137 @@ class ZeroPPConfig:
     Raises ValueError for invalid values, and for settings that do not fit together.
     """
 
-    quantized_weights: bool = config_flag(
-        "--zero-quantized-weights", False, "qwZ: all-gather parameters as block-quantized integers"
+    FLAGS: ClassVar[dict[str, str]] = dict(prefix="--zeropp-", resume="noted", tier="advanced", settles="wire")
+    quantized_weights: bool = flag(
+        False, "qwZ: all-gather parameters as block-quantized integers", name="--zero-quantized-weights", tier="stable"
     )
     # Only the first gather after an optimizer step crosses nodes.
-    hpz_partition_size: int = config_flag(
-        "--zero-hpz-partition-size",
+    hpz_partition_size: int = flag(
         1,
         "hpZ: ranks that hold one secondary copy of the parameters, normally the GPUs of a node; 1 = off",
         at_least=1,
+        name="--zero-hpz-partition-size",
+        resume="free",
+        tier="stable",
     )
     # Within each node at every micro-batch, between nodes once per optimizer step.
-    quantized_gradients: bool = config_flag(
-        "--zero-quantized-gradients", False, "qgZ: reduce gradients by a two-hop quantized all-to-all"
+    quantized_gradients: bool = flag(
+        False,
+        "qgZ: reduce gradients by a two-hop quantized all-to-all",
+        name="--zero-quantized-gradients",
+        tier="stable",
     )
-    loco: LoCoConfig | None = config_flag(
-        "--zeropp-loco",
+    loco: LoCoConfig | None = flag(
         None,
         "LoCo: feed a moving average of compression errors back into the gradients",
         needs="quantized_gradients",
+        tier="stable",
     )
-    ranks_per_node: int | None = config_flag(
-        "--zeropp-ranks-per-node",
+    ranks_per_node: int | None = flag(
         None,
         "ranks that share a node; default --zero-hpz-partition-size if that is above 1, else the ranks of each host",
         at_least=1,
+        resume="free",
     )
-    weight_bits: int | None = _qwz_flag("--zeropp-weight-bits", 8, "bits of weights between nodes: 2, 3, 4, 6 or 8")
+    weight_bits: int | None = _qwz_flag(8, "bits of weights between nodes: 2, 3, 4, 6 or 8")
     # Defined in quantization.py: "absmax" has levels up to the block's largest value; "mean" has steps that are a
     # multiple of the block's mean |x|, for 2 to 4 bits, and cuts off large values. LoCo makes up for that in gradients.
-    weight_scaling: str = _qwz_flag(
-        "--zeropp-weight-scaling",
-        "absmax",
-        "what sets the scale of weights between nodes",
-        choices=SCALINGS,
-    )
+    weight_scaling: str = _qwz_flag("absmax", "what sets the scale of weights between nodes", choices=SCALINGS)
     weight_intra_bits: int | None = _qwz_flag(
-        "--zeropp-weight-intra-bits", None, "bits of weights within a node; default unquantized", zero_is_none=True
+        None, "bits of weights within a node; default unquantized", zero_is_none=True
     )
-    weight_intra_scaling: str = config_flag(
-        "--zeropp-weight-intra-scaling",
-        "absmax",
-        "what sets the scale of weights within a node",
-        choices=SCALINGS,
-        needs="weight_intra_bits",
+    weight_intra_scaling: str = flag(
+        "absmax", "what sets the scale of weights within a node", choices=SCALINGS, needs="weight_intra_bits"
     )
     weight_block_size: int | None = _qwz_flag(
-        "--zeropp-weight-block-size", 256, "elements per weight scale; 0 = one scale per tensor", zero_is_none=True
+        256, "elements per weight scale; 0 = one scale per tensor", zero_is_none=True
     )
     gradient_bits: int | None = _qgz_flag(
-        "--zeropp-gradient-bits",
         4,
         "bits of gradients between nodes: 2, 3, 4, 6 or 8; 1 = signs of each block's largest fifth; 0 = unquantized",
         zero_is_none=True,
     )
     gradient_scaling: str | None = _qgz_flag(
-        "--zeropp-gradient-scaling",
         None,
         "what sets the scale of gradients between nodes; default mean for 2 and 3 bits, absmax from 4 on",
         choices=SCALINGS,
     )
     # Uses the default code for its number of bits, whatever the scaling is later.
     gradient_bits_warmup: str | None = _qgz_flag(
-        "--zeropp-gradient-bits-warmup",
         None,
         "bits of gradients between nodes during the first optimizer steps, such as 500:4; steps that are skipped do "
         "not count",
         metavar="STEPS:BITS",
+        tier="experimental",
     )
     gradient_intra_bits: int | None = _qgz_flag(
-        "--zeropp-gradient-intra-bits",
-        8,
-        "bits of quantized gradients within a node; 0 = unquantized",
-        zero_is_none=True,
+        8, "bits of quantized gradients within a node; 0 = unquantized", zero_is_none=True
     )
     gradient_intra_scaling: str | None = _qgz_flag(
-        "--zeropp-gradient-intra-scaling",
         None,
         "what sets the scale of gradients within a node; default mean for 2 and 3 bits, absmax from 4 on",
         choices=SCALINGS,
     )
     gradient_block_size: int | None = _qgz_flag(
-        "--zeropp-gradient-block-size", 128, "elements per gradient scale; 0 = one scale per tensor", zero_is_none=True
+        128, "elements per gradient scale; 0 = one scale per tensor", zero_is_none=True
     )
     # "nearest" rounds half to even; "stochastic" draws from a counter-based generator.
-    weight_rounding: str = _qwz_flag(
-        "--zeropp-weight-rounding", "nearest", "rounding of quantized weights", choices=ROUNDINGS
-    )
+    weight_rounding: str = _qwz_flag("nearest", "rounding of quantized weights", choices=ROUNDINGS, tier="experimental")
     gradient_rounding: str = _qgz_flag(
-        "--zeropp-gradient-rounding", "nearest", "rounding of quantized gradients", choices=ROUNDINGS
+        "nearest", "rounding of quantized gradients", choices=ROUNDINGS, tier="experimental"
     )
     # All but fp32 are rounded stochastically.
     gradient_sum_dtype: str = _qgz_flag(
-        "--zeropp-gradient-sum-dtype",
         "fp32",
         "how a node's sums of gradients are kept between micro-batches; int8 in blocks, as gradients are sent",
         choices=("fp32", "bf16", "int8"),
     )
     offload_gradient_sums: bool = _qgz_flag(
-        "--zeropp-offload-gradient-sums",
         False,
         "keep the node's sums of gradients in host memory from micro-batch to micro-batch",
+        resume="free",
+        tier="experimental",
     )
     # "int8" takes half the memory and quantizes the gathers within the node at no further loss.
-    hpz_secondary_dtype: str = config_flag(
-        "--zeropp-secondary-dtype", "16bit", "how hpZ keeps its copy: values, or int8 blocks", choices=("16bit", "int8")
+    hpz_secondary_dtype: str = flag(
+        "16bit",
+        "how hpZ keeps its copy: values, or int8 blocks",
+        choices=("16bit", "int8"),
+        name="--zeropp-secondary-dtype",
     )
     # Without quantized_weights the codes are the weights' own 16 bits: wire/moves.py.
-    weight_moves: bool = config_flag(
-        "--zeropp-weight-moves",
+    weight_moves: bool = flag(
         False,
         "send between nodes only which codes of weights moved since hpZ's copy, whose scales are kept; without "
         "--zero-quantized-weights the codes are the weights' own bits, and nothing is lost",
+        tier="experimental",
     )
     hadamard: bool = _qgz_flag(
-        "--zeropp-hadamard", False, "rotate gradients by 32 x 32 Hadamard matrices before they are quantized"
+        False, "rotate gradients by 32 x 32 Hadamard matrices before they are quantized", tier="experimental"
     )
-    check_agreement: bool = config_flag(
-        "--zeropp-check-agreement",
+    check_agreement: bool = flag(
         False,
         "debugging: before each gather, check that all ranks agree on which parameters changed",
+        resume="free",
+        settles="",
     )
     # Of all that is quantized but LoCo's errors.
-    scale_dtype: str = config_flag(
-        "--zeropp-scale-dtype", "fp32", "dtype of scales; bf16 halves them", choices=tuple(SCALE_DTYPES)
+    scale_dtype: str = flag(
+        "fp32",
+        "dtype of scales; bf16 halves them",
+        choices=tuple(SCALE_DTYPES),
+        effective_with=QUANTIZED,
+        tier="experimental",
     )
     # Sender and receiver derive the same scales from what is sent.
     gradient_element_scales: bool = _qgz_flag(
-        "--zeropp-gradient-element-scales",
         False,
         "scale each element of gradients between nodes by itself, as ranks learn from the codes that are sent",
+        tier="experimental",
     )
     # "nf4": matrices that were never trainable and whose names have no word of nf4_skip are sent in NF4 (wire/nf4.py);
     # copies of all parameters are kept as they are sent. None: they are sent like trained ones.
-    frozen_dtype: str | None = config_flag(
-        "--zeropp-frozen-dtype", None, "code of frozen matrices, with --lora-rank", choices=("nf4",)
-    )
+    frozen_dtype: str | None = flag(None, "code of frozen matrices, with --lora-rank", choices=("nf4",))
     nf4_skip: tuple[str, ...] = SKIP
     seed: int = 0  # of stochastic rounding; the trainer sets it to --seed
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_zpp.islands import IslandConfig
-from megatron_zpp.settings.flags import Flag, iterate_flags
+from megatron_zpp.settings.flags import PATHS, Flag, iterate_flags
 from megatron_zpp.settings.groups import all_flags
 
 WORDS = ("0", "-1", "nan", "inf", "1e300", "", "9" * 20, "ünï🙂", "1e-300", "0.5", "1")
@@ -26,54 +26,38 @@ NEEDED = {
     "curriculum_max_length": "--curriculum-min-length 8 --curriculum-iters 2",
     "curriculum_iters": "--curriculum-min-length 8",
     "curriculum_length_step": "--curriculum-min-length 8 --curriculum-iters 2",
-    "rope_scaling_factor": "--use-rope-scaling",
     "window_attn_skip_freq": "--window-size 2,0",
-    "loss_scale": "--fp16",
-    **dict.fromkeys(("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), "--fp16"),
     "fp8_format": FLOAT8,
-    **dict.fromkeys(("fp8_recipe", "first_last_layers_bf16"), f"{FLOAT8} --fp8-format hybrid"),
-    **dict.fromkeys(
-        ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
-        f"{FLOAT8} --fp8-format hybrid --first-last-layers-bf16",
-    ),
-    "manual_gc_interval": "--manual-gc",
-    "save_interval": "--save {folder}",
     "save": "--save-interval 2",
     "save_retain_interval": "--save {folder} --save-interval 1",
     "save_keep_last": "--save {folder} --save-interval 1",
-    "fim_rate": "--fim-data",
-    "fim_spm_rate": "--fim-data",
-    "tensorboard_log_interval": "--tensorboard-dir {folder}",
-    "tensorboard_queue_size": "--tensorboard-dir {folder}",
-    "activation_memory_budget": "--compile",
-    "recompute_modules": "--recompute-granularity selective",
     "recompute_num_layers": "--recompute-granularity full",
     "start_weight_decay": "--weight-decay-incr-style linear --end-weight-decay 1",
     "end_weight_decay": "--weight-decay-incr-style linear --start-weight-decay 0",
     "lr_wsd_decay_iters": "--lr-decay-style WSD",
-    "sgd_momentum": "--optimizer sgd",
-    **{flag.setting: "--optimizer muon" for flag in all_flags().values() if flag.setting.startswith("muon_")},
     "islands": "--local-ranks 2",
     **{flag.setting: ISLANDS for flag in iterate_flags(IslandConfig)},
     "island_scaling": f"{ISLANDS} --island-bits 4",
     "island_loco": f"{ISLANDS} --island-bits 4",
     "island_loco_beta": f"{ISLANDS} --island-bits 4 --island-loco",
-    "zeropp_redecide": "--zeropp auto",
-    "zeropp_loss_budget": "--zeropp auto",
-    "zeropp_monitor_interval": "--zero-quantized-weights",
     "lr_decay_samples": "--train-samples 4",
     "lr_warmup_samples": "--train-samples 4",
+    **dict.fromkeys(("lr_warmup_style", "lr_warmup_init"), "--lr-warmup-iters 1"),
     "lr_wsd_decay_samples": "--train-samples 4 --lr-decay-style WSD",
     "train_samples": "--train-samples 4",
 }
 
 
 def words_needed(flag: Flag) -> str:
-    """Return the flags that make ``flag`` meaningful, of ``NEEDED`` or those that it needs."""
-    if flag.needs is None or flag.setting in NEEDED:
+    """Return the flags that make ``flag`` meaningful, of ``NEEDED`` or those that it declares."""
+    condition = flag.needs or flag.effective_with.partition(" ")[0]
+    if not condition or flag.setting in NEEDED:
         return NEEDED.get(flag.setting, "")
-    switch = all_flags()[flag.needs]
-    return f"{words_needed(switch)} {switch.name}{'' if switch.value_type is bool else ' 2'}"
+    setting, _, value = condition.partition("=")
+    switch = all_flags()[setting]
+    if switch.value_type is not bool and not value:
+        value = "{folder}" if switch.metavar in PATHS else (switch.choices or ["2"])[0]
+    return f"{words_needed(switch)} {switch.name} {value}"
 
 
 def cases(folder: str) -> Iterator[tuple[Flag, str, list[str]]]:

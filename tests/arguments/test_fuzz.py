@@ -7,8 +7,8 @@ import shlex
 import pytest
 
 from megatron_zpp.arguments.parse import SettingsError
-from megatron_zpp.bounds import Bounds
 from megatron_zpp.families import GPT, LLAMA
+from megatron_zpp.fields import Bounds
 from megatron_zpp.settings.flags import iterate_flags
 from megatron_zpp.settings.groups import ModelSettings, all_flags
 from tests.arguments.fuzzing import NEEDED, cases
@@ -46,9 +46,11 @@ def test_every_flag_with_every_word(tmp_path):
 
 
 def test_a_flag_that_needs_others_is_refused_or_noted_alone():
-    """Skips ``num_experts``: NEEDED only turns biases off for it."""
+    """Skips ``num_experts``, for which NEEDED only turns biases off, and files that choose their own tokenizer."""
     for flag in all_flags().values():
-        if flag.setting == "num_experts" or not (flag.needs or flag.setting in NEEDED):
+        if flag.setting in ("num_experts", "vocab_file", "merge_file") or not (
+            flag.needs or flag.effective_with or flag.setting in NEEDED
+        ):
             continue
         architecture = LLAMA if flag.setting in OF_LLAMA or flag.needs == "multi_latent_attention" else GPT
         numbers = [[word] * (flag.nargs if isinstance(flag.nargs, int) else 1) for word in ("2", "0.5", "4")]
@@ -63,7 +65,8 @@ def test_a_flag_that_needs_others_is_refused_or_noted_alone():
 @pytest.mark.parametrize("alone", ["--zeropp-scale-dtype bf16", "--zeropp-monitor-interval 2"])
 def test_what_quantization_needs_is_noted_without_it(alone):
     (note,) = parse(f"{RUN} {alone}", GPT, 1)[1]
-    assert note == f"{alone.split()[0]} has no effect: this run quantizes nothing"
+    flags = "--zero-quantized-weights or --zero-quantized-gradients or --zeropp-secondary-dtype int8"
+    assert note == f"{alone.split()[0]} has no effect without {flags} or --zeropp-frozen-dtype"
     assert not any(alone.split()[0] in note for note in parse(f"{RUN} {alone} --zero-quantized-weights", GPT, 1)[1])
 
 

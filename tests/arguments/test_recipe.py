@@ -8,6 +8,7 @@ import pytest
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT
 from megatron_zpp.settings.checks import SettingsError
+from megatron_zpp.settings.flags import flags_of_fields
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
 from megatron_zpp.zeropp.recipes import RECIPES
@@ -86,7 +87,7 @@ def test_every_field_is_a_flag_but_those_that_the_trainer_sets():
 def test_the_page_names_fields_and_flags_that_belong_together():
     page = (ROOT / "docs/reference/recipes.md").read_text(encoding="utf-8")
     rows = [row.split("|")[1:3] for row in page.splitlines() if re.match(r"\| `\w+`.* \| `--", row)]
-    of_field = {field.name: field.metadata["name"] for field in dataclasses.fields(ZeroPPConfig) if field.metadata}
+    of_field = flags_of_fields(ZeroPPConfig)
     assert len(rows) > 10
     for fields, flags in rows:
         assert [of_field[name] for name in re.findall(r"`(\w+)`", fields)] == re.findall(r"`(--[\w-]+)", flags)

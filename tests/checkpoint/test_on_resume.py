@@ -7,7 +7,7 @@ import torch
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.checkpoint import CheckpointError, Trained
-from megatron_zpp.checkpoint.on_resume import COMPARED_ELSEWHERE, FREE, MUST_EQUAL, NOTED, check_settings
+from megatron_zpp.checkpoint.on_resume import check_settings
 from megatron_zpp.checkpoint.trained import plan_resume
 from megatron_zpp.families import GPT
 from megatron_zpp.families.decoder_only import EXPERT_FLAGS, FLAGS
@@ -24,17 +24,17 @@ def resume(*more: str, begun_with: str = "") -> list[str]:
     return check_settings(run, {"settings": json.loads(json.dumps(begun.as_flat_dict()))})
 
 
-def test_every_setting_has_one_class():
-    classes = [*(names for _, names in MUST_EQUAL.values()), *COMPARED_ELSEWHERE.values(), NOTED, FREE]
-    listed = [name for names in classes for name in names.split()]
-    assert sorted(listed) == sorted({"architecture", *all_flags()})
+def test_every_flag_says_what_a_resume_does_in_words_that_are_checked():
+    """A misspelled class would let a run go on with another value without a word."""
+    overrides = {"--override-batch-size", "--override-data", "--override-opt_param-scheduler", "--no-load-optim"}
+    assert {flag.resume for flag in all_flags().values()} == {"free", "noted", "model", "compared", *overrides}
 
 
 def test_settings_of_the_model_are_compared_as_its_config():
     """What the config holds, but what a resume may change: the dropouts, and how weights began."""
     in_config = {*FLAGS.values(), *EXPERT_FLAGS.values()}
     may_change = {"attention_dropout", "hidden_dropout", "init_method_std"}
-    assert in_config - set(COMPARED_ELSEWHERE["model"].split()) == may_change
+    assert {name for name in in_config if all_flags()[name].resume != "model"} == may_change
 
 
 MUON = "--optimizer muon"

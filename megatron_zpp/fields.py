@@ -1,7 +1,9 @@
-"""Which numbers a setting may have, said once, in its field's metadata."""
+"""Fields of settings: how a dataclass declares one, and which numbers it may have."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -33,3 +35,13 @@ class Bounds:
             ("below", self.below, lambda end: number < end),
         ]
         return [(f"{name} {end}", is_inside(end)) for name, end, is_inside in ends if end is not None]
+
+
+def flag(default: Any, help: str, **options: Any) -> Any:
+    """Declare a dataclass field that is also a flag of the trainer. A ``bool`` field becomes a switch.
+
+    options: of ``settings.flags.Flag``, which explains them, and bounds of ``Bounds`` for a number, or for each of
+    several. A class attribute FLAGS holds the options of all flags in a dataclass that do not say otherwise.
+    """
+    ends = {end.name: options.pop(end.name) for end in dataclasses.fields(Bounds) if end.name in options}
+    return dataclasses.field(default=default, metadata={**options, "help": help, "bounds": Bounds(**ends)})
