@@ -5,9 +5,8 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
-from megatron_zpp.zeropp.reduce.gradient_sum import GradientSum
 from megatron_zpp.zeropp.reduce.loco import ErrorFeedback
-from megatron_zpp.zeropp.wire.format import WireFormat, wire_format
+from megatron_zpp.zeropp.wire.format import GradientSum, WireFormat, wire_format
 from megatron_zpp.zeropp.wire.layout import ParameterShard
 from megatron_zpp.zeropp.wire.scales import ElementScales
 

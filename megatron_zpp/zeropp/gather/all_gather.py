@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from ..fsdp.collectives import PlainAllGather, all_gather, count_flat_ring
-from ..fsdp.fsdp_unit import AllGather, DefaultAllocMixin, FSDPUnit
+from ..fsdp.fsdp_unit import FSDPUnit, WeightGather
 from ..fsdp.shared import Shared
 from ..fsdp.waits import on_stream, refuse_capture
 from ..wire.layout import KeptScales
@@ -21,7 +21,7 @@ from .unseen_changes import UnseenChanges, load_changes, state_of_changes
 from .weight_encoder import WeightEncoder, load_row
 
 
-class QuantizedAllGather(DefaultAllocMixin, AllGather):
+class QuantizedAllGather(WeightGather):
     """qwZ alone (ZeRO++ section 3.1): a flat all-gather of quantized shards.
 
     Inside ``ZeroPP.resident_weights`` a rank keeps what arrived, and decodes it again until the parameters change.
@@ -44,15 +44,15 @@ class QuantizedAllGather(DefaultAllocMixin, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        refuse_capture(self.unit)
+        refuse_capture(self.unit.device, self.unit.label)
         check_gathered(self.unit, input_tensor)
         # FSDP2 gathers on its own stream, but ``unshard()`` by hand on the current one.
         with on_stream(self.stream, input_tensor.device):
             kept_as = (input_tensor.dtype, input_tensor.device)
             if self.unit.has_nf4 and self.unit.remove_trainable_from_nf4():
-                self.forget_secondary_partition()
+                self.forget_copies()
             if kept_as != self._kept_as:  # the model was cast or moved
-                self.forget_secondary_partition()
+                self.forget_copies()
                 self._kept_as = kept_as
             self._gather(output_tensor, input_tensor)
         return None
@@ -69,18 +69,14 @@ class QuantizedAllGather(DefaultAllocMixin, AllGather):
                 self.unseen_changes.gathered(self.unit, shard, self.unit.whole)
             wire = self.encoder.encode(shard, weights, self.topology.rank)
             self.encoder.sample(shard, weights, wire)
-            with self.unit.waits.collective("gather", self.unit, crosses_nodes=self.topology.num_nodes > 1):
+            with self.unit.waits.collective("gather", self.unit.label, crosses_nodes=self.topology.num_nodes > 1):
                 wires = gather_wires(wire, self.topology.group)
             self.resident = wires if is_resident else None
             self.unit.mark_gathered()
             count_flat_ring(self.traffic, self.topology, weights.nbytes, self.unit.stays_gathered)
         weights.decode(wires, out=output.view(-1, weights.numel))
 
-    def encode_for_prefetch(self) -> SentShard | None:
-        """Return None: every gather sends again. See HierarchicalAllGather."""
-        return None
-
-    def forget_secondary_partition(self) -> None:
+    def forget_copies(self) -> None:
         """Gather in full next time."""
         self.resident = None
 
@@ -109,6 +105,9 @@ class FullPrecisionAllGather(QuantizedAllGather):
     ) -> dist.Work | None:
         gather = super().__call__ if self.unseen_changes.passes.is_resident else self._plain
         return gather(output_tensor, input_tensor, group, async_op)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
 
 
 class HierarchicalAllGather(QuantizedAllGather):
@@ -139,7 +138,7 @@ class HierarchicalAllGather(QuantizedAllGather):
         self._sent: SentShard | None = None
         # Most codes of loaded parameters have moved.
         for module in unit.modules:
-            module.register_load_state_dict_post_hook(lambda *_: self.forget_secondary_partition())
+            module.register_load_state_dict_post_hook(lambda *_: self.forget_copies())
 
     def _gather(self, output: Tensor, shard: Tensor) -> None:
         # Before any collective that only some ranks may take part in. Passes that send nothing need no equals.
@@ -150,7 +149,7 @@ class HierarchicalAllGather(QuantizedAllGather):
         if changed:
             changed |= self._drop_sent()
             if not self.unit.keeps_copies(changed):
-                self.forget_secondary_partition()
+                self.forget_copies()
         if self._sent is not None and self._sent.work is None:  # sending it failed
             changed |= self._drop_sent()
         if self._sent is None and (changed or self.secondary_partition is None):
@@ -172,7 +171,7 @@ class HierarchicalAllGather(QuantizedAllGather):
         if self.consistency_check is not None or not unit.can_be_gathered:
             return None
         if unit.has_nf4 and unit.remove_trainable_from_nf4():
-            self.forget_secondary_partition()
+            self.forget_copies()
         changed = unit.changed()
         if not changed:
             return None
@@ -185,7 +184,7 @@ class HierarchicalAllGather(QuantizedAllGather):
                 return self._encode(shard, changed)
         return None
 
-    def forget_secondary_partition(self) -> None:
+    def forget_copies(self) -> None:
         """Gather in full next time."""
         self._drop_sent()
         self.secondary_partition = self._loaded_row = self.resident = None
@@ -223,7 +222,7 @@ class HierarchicalAllGather(QuantizedAllGather):
         assert sent is not None and sent.work is not None
         # Nothing half-done if this fails.
         self._sent = self.secondary_partition = self._loaded_row = self.resident = None
-        with self.unit.waits.collective("gather", self.unit, crosses_nodes=True):
+        with self.unit.waits.collective("gather", self.unit.label, crosses_nodes=True):
             sent.work.wait()
         self._count(sent)
         part = sent.part
@@ -252,7 +251,7 @@ class HierarchicalAllGather(QuantizedAllGather):
         if sent.work is not None:  # else sending it failed
             with on_stream(self.stream, sent.wire.device):
                 # It must not write to memory that was reused.
-                with self.unit.waits.collective("drop what was gathered", self.unit, crosses_nodes=True):
+                with self.unit.waits.collective("drop what was gathered", self.unit.label, crosses_nodes=True):
                     sent.work.wait()
             self._count(sent)
         self.encoder.versions = sent.version
@@ -281,7 +280,7 @@ class HierarchicalAllGather(QuantizedAllGather):
             if is_alone:
                 output.copy_(secondary_partition.view_as(output))
             else:
-                with self.unit.waits.collective("gather", self.unit, crosses_nodes=False):
+                with self.unit.waits.collective("gather", self.unit.label, crosses_nodes=False):
                     all_gather_each(output.flatten(1).unbind(), secondary_partition.unbind(), group)
             self.resident = output.clone() if is_resident else None
         else:
@@ -289,7 +288,7 @@ class HierarchicalAllGather(QuantizedAllGather):
                 sent = self.encoder.encode_within_node(secondary_partition, weights, self.topology.local_rank)
             wires = sent.unsqueeze(1)  # [N, P, nbytes]
             if not is_alone:
-                with self.unit.waits.collective("gather", self.unit, crosses_nodes=False):
+                with self.unit.waits.collective("gather", self.unit.label, crosses_nodes=False):
                     wires = gather_wires(sent, group).transpose(0, 1)
             weights.decode(wires, out=output)
             self.resident = wires if is_resident else None

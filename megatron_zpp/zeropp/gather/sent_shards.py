@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager, _CoalescingManager
 
 from ..fsdp.collectives import all_gather
+from ..fsdp.formats import UnitPart
 from ..fsdp.fsdp_unit import FSDPUnit
 from ..fsdp.shared import Traffic
 from ..fsdp.topology import Topology
-from ..fsdp.unit import UnitPart
 from ..wire.format import WireFormat
 from ..wire.moves import Moves
 
@@ -72,7 +72,7 @@ def _bytes_of(by_topology: Mapping[Topology, Sequence[SentShard]], traffic: Traf
         measured = {shard: shard.encoded.num_bytes for shard in shards if isinstance(shard.encoded, Moves)}
         if measured:
             sizes = torch.cat([*measured.values()]).int()
-            with shards[0].unit.waits.collective("sizes of moves", shards[0].unit, crosses_nodes=True):
+            with shards[0].unit.waits.collective("sizes of moves", shards[0].unit.label, crosses_nodes=True):
                 most.append(gather_wires(sizes.view(torch.uint8), topology.inter_group).view(torch.int32).amax(0))
             moves += measured
             traffic.add(inter_node=(topology.num_nodes - 1) * sizes.nbytes, stays=True)

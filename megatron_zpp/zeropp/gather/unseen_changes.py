@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..fsdp.collectives import count_all_reduce
+from ..fsdp.formats import UnitPart
 from ..fsdp.fsdp_unit import FSDPUnit
 from ..fsdp.shared import StepPosition, Traffic
 from ..fsdp.topology import Topology
-from ..fsdp.unit import Unit, UnitPart
 
 WORD_BYTES = 8
 CHECKSUM_KEYS = ("checksum", "frozen_checksum")  # of a unit's parts, which are one or two
@@ -44,7 +44,7 @@ def checksums(shard: Tensor, parts: Iterable[UnitPart]) -> dict[tuple[int, ...],
 
 
 def state_of_changes(
-    unit: Unit, known: Mapping[tuple[int, ...], Tensor], unsent: Collection[int], dtype: torch.dtype
+    unit: FSDPUnit, known: Mapping[tuple[int, ...], Tensor], unsent: Collection[int], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Return what a resumed run must know: which parameters are yet to be sent, and checksums of the others.
 
@@ -62,7 +62,7 @@ def state_of_changes(
     return state
 
 
-def load_changes(unit: Unit, state: Mapping[str, Tensor]) -> dict[tuple[int, ...], Tensor]:
+def load_changes(unit: FSDPUnit, state: Mapping[str, Tensor]) -> dict[tuple[int, ...], Tensor]:
     """Return the checksums that ``state_of_changes`` saved, of parts that were sent."""
     if "unsent" in state:
         unsent = set(state["unsent"].nonzero().flatten().tolist())
@@ -80,7 +80,7 @@ class Passes:
 
     def __init__(self, position: StepPosition) -> None:
         self.position = position
-        self.known: set[Unit] = set()  # units whose parameters were looked at, or gathered, in this pass
+        self.known: set[FSDPUnit] = set()  # units whose parameters were looked at, or gathered, in this pass
         self._accumulation: int | None = None
         self.is_resident = False  # inside ``resident_weights``: what is gathered stays for the next passes
         # Whether this pass follows one of its kind there, both without gradients. Such passes send nothing, so ranks
@@ -152,7 +152,7 @@ class UnseenChanges:
                 unit.mark_changed()
 
 
-def refuse_changes(units: Sequence[Unit]) -> None:
+def refuse_changes(units: Sequence[FSDPUnit]) -> None:
     """Raise RuntimeError for units that changed unseen, in a pass in which ranks cannot agree to gather them again."""
     if units:
         raise RuntimeError(

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from ..fsdp.formats import Formats
+from ..fsdp.formats import Formats, UnitPart
+from ..fsdp.fsdp_unit import FSDPUnit
 from ..fsdp.shared import Shared
-from ..fsdp.unit import Unit, UnitPart
 from ..wire.format import WireFormat
 from ..wire.quantization import mix_seed
 
@@ -13,7 +13,7 @@ from ..wire.quantization import mix_seed
 class WeightEncoder:
     """Encodes shards [L] of one unit or of a part of it. ``versions`` counts how often its parameters changed."""
 
-    def __init__(self, unit: Unit, num_nodes: int, shared: Shared) -> None:
+    def __init__(self, unit: FSDPUnit, num_nodes: int, shared: Shared) -> None:
         self.unit, self.config = unit, shared.config
         self.monitor = shared.monitor
         self.formats = Formats(shared.config, num_nodes)
@@ -88,7 +88,7 @@ class WeightEncoder:
                 self.unit.mark_gathered()
 
 
-def load_row(unit: Unit, state: dict[str, Tensor]) -> Tensor | None:
+def load_row(unit: FSDPUnit, state: dict[str, Tensor]) -> Tensor | None:
     """Return the row of codes uint8 [nbytes] that ``row_state`` saved; None if it saved none."""
     if not state.get("has_row", False):
         return None
