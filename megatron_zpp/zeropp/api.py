@@ -40,7 +40,7 @@ from .fsdp.topology import Topology, process_rank
 from .fsdp.waits import is_capturing, new_stream, on_stream
 from .gather.all_gather import FullPrecisionAllGather, HierarchicalAllGather, QuantizedAllGather
 from .gather.sent_shards import send
-from .gather.unseen_changes import Passes, UnseenChanges
+from .gather.unseen_changes import UnseenChanges
 from .muon.matrix_blocks import MatrixBlocks, MomentumWire, batches
 from .recipes import find_config
 from .reduce.reduce_scatter import HierarchicalReduceScatter, UnusedParameters
@@ -95,15 +95,13 @@ class ZeroPP:
         self.units, self.config, self.shared = units, config, Shared(config)
         self.traffic = self.shared.traffic  # what this rank has sent
         self.waits = units[0].waits  # how long this rank waited for collectives
-        self._passes = Passes(self.shared.position)
         (self.device,) = {unit.device for unit in units}  # of unsharded parameters and of LoCo's errors
         self._model, self._pipeline, self._tensor_parallel = model, pipeline, tensor_parallel
-        topologies = dict.fromkeys(self.topologies)
-        self._unseen_changes = {each: UnseenChanges(each, self._passes, self.traffic) for each in topologies}
+        units_of = {topology: [unit for unit in units if unit.topology is topology] for topology in self.topologies}
+        self._unseen_changes = {topology: UnseenChanges(members, self.shared) for topology, members in units_of.items()}
         self._unused_parameters: dict[Topology, UnusedParameters] = {}
         if find_unused_parameters:
-            for topology in topologies:
-                members = [unit for unit in units if unit.topology is topology]
+            for topology, members in units_of.items():
                 self._unused_parameters[topology] = UnusedParameters(topology, members, self.traffic)
         self._consistency_check = partial(check_consistency, units, self.traffic) if config.check_agreement else None
         self._gather_stream = new_stream(self.device)
@@ -184,15 +182,15 @@ class ZeroPP:
         within itself, and in passes that compute gradients. Further passes without gradients send nothing at all, so
         ranks need not run equally many; they raise RuntimeError if this rank's shards were written to unseen.
         """
-        was_resident = self._passes.is_resident
+        was_resident = self.shared.position.is_resident
         if not was_resident:
             self._forget_resident()
-        self._passes.set_resident(True)
+        self.shared.position.set_resident(True)
         try:
             yield
         finally:
             if not was_resident:
-                self._passes.set_resident(False)
+                self.shared.position.set_resident(False)
                 self._forget_resident()
 
     def undo_step(self) -> None:
@@ -305,7 +303,7 @@ class ZeroPP:
             check_collectives(unit)
         if torch.is_grad_enabled():
             self.shared.position.begin(is_last)
-        self._passes.begin()
+        self.shared.position.begin_forward_pass()
         # Send in the model's order, and only now: after an optimizer step the program may still write weights, and to
         # compare what it wrote would wait behind weights on the same links.
         if self._sends_early and not is_capturing(self.device):  # a gather will refuse it

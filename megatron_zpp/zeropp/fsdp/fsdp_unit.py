@@ -100,6 +100,7 @@ class FSDPUnit:
     # Of the last ones: GradScaler's sum of gradients that overflowed, which a fused optimizer reads on the device.
     _found_inf: deque[Tensor | None] = field(default_factory=lambda: deque(maxlen=8), init=False, repr=False)
     holds_gradients: bool = field(default=False, init=False)  # until the last micro-batch has crossed nodes
+    known_in: int = field(default=-1, init=False)  # the forward pass in which it was last looked at, or gathered
     # Of the shard that was last sent between nodes, for each of ``parts`` by its indices.
     checksums: dict[tuple[int, ...], Tensor] = field(default_factory=dict, init=False, repr=False)
     has_nf4: bool = field(default=False, init=False)  # whether some of ``shards`` are in NF4
@@ -177,11 +178,6 @@ class FSDPUnit:
     def is_sharded(self) -> bool:
         """Whether the unit must be gathered before it is used."""
         return bool(self._param_group.is_sharded)
-
-    @property
-    def can_be_gathered(self) -> bool:
-        """Whether FSDP2 could gather the unit now: it is sharded, and a pass has initialized it."""
-        return bool(self._param_group.is_sharded and self._param_group._reset_sharded_params)
 
     def flat_shard(self) -> Tensor:
         """Return the shard [L] as FSDP2 would hand it to a gather now."""
@@ -439,6 +435,7 @@ def _specification(param_group: Any, names: Sequence[str]) -> tuple[tuple[Parame
     return tuple(shards), packed
 
 
+@torch.no_grad()
 def _is_packed(param: Any) -> bool:
     """Return whether elements of one of FSDP2's parameters are packed low-bit codes, not numbers.
 
@@ -447,7 +444,7 @@ def _is_packed(param: Any) -> bool:
     """
     sharded = param.sharded_param
     has_state = any(getattr(owner, "quant_state", None) is not None for owner in (sharded, param._module_info.module))
-    return has_state or hasattr(sharded._local_tensor, "__tensor_flatten__") or not sharded.is_floating_point()
+    return has_state or hasattr(sharded.detach().to_local(), "__tensor_flatten__") or not sharded.is_floating_point()
 
 
 def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:

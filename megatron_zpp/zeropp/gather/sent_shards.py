@@ -32,8 +32,8 @@ class SentShard:
     part: UnitPart
     format: WireFormat
     encoded: Tensor | Moves  # this rank's wire buffer uint8 [n], or moves of its codes in the secondary partition
-    version: int  # of the encoder, before this shard was sent
-    state: dict[str, Tensor]  # of the gather, at that time
+    version: int  # of the weights, before this shard was sent
+    was_current: bool  # whether nothing had changed then
     work: dist.Work | _CoalescingManager | None = None  # None: it is not sent yet
 
     @property

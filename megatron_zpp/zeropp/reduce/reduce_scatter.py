@@ -159,7 +159,7 @@ class HierarchicalReduceScatter(GradientReduction):
             self.between_nodes.arrived(in_flight.sent, arrived)
         if self._rotation is not None:
             total = self._rotation.rotate(total)
-        return scaled_as(op, total, self.unit.topology.world_size)
+        return scaled_as(op, total, self.unit.topology.group.size())
 
     @torch.no_grad()
     def _finish(
