@@ -37,7 +37,7 @@ from .fsdp.fsdp_unit import (
 )
 from .fsdp.shared import Shared, below
 from .fsdp.topology import Topology, process_rank
-from .fsdp.waits import is_capturing, new_stream, on_stream
+from .fsdp.waits import Waits, is_capturing, new_stream, on_stream
 from .gather.all_gather import FullPrecisionAllGather, HierarchicalAllGather, QuantizedAllGather
 from .gather.sent_shards import send
 from .gather.unseen_changes import UnseenChanges
@@ -92,10 +92,10 @@ class ZeroPP:
         tensor_parallel: dist.ProcessGroup | None,
         find_unused_parameters: bool,
     ) -> None:
-        self.units, self.config, self.shared = units, config, Shared(config)
-        self.traffic = self.shared.traffic  # what this rank has sent
-        self.waits = units[0].waits  # how long this rank waited for collectives
         (self.device,) = {unit.device for unit in units}  # of unsharded parameters and of LoCo's errors
+        self.units, self.config, self.shared = units, config, Shared(config, Waits(self.device))
+        self.traffic = self.shared.traffic  # what this rank has sent
+        self.waits = self.shared.waits  # how long this rank waited for collectives
         self._model, self._pipeline, self._tensor_parallel = model, pipeline, tensor_parallel
         units_of = {topology: [unit for unit in units if unit.topology is topology] for topology in self.topologies}
         self._unseen_changes = {topology: UnseenChanges(members, self.shared) for topology, members in units_of.items()}
@@ -107,7 +107,7 @@ class ZeroPP:
         self._gather_stream = new_stream(self.device)
         for unit in units:
             set_collectives(unit, self._all_gather(unit), self._reduce_scatter(unit))
-            follow_backward(unit)
+            follow_backward(unit, self.waits)
             count_all_reduces(unit, self.traffic)
         self._sends_early = any(isinstance(unit.all_gather, HierarchicalAllGather) for unit in units)
         follow_optimizers(units)
@@ -232,7 +232,7 @@ class ZeroPP:
         NaN or Inf.
         """
         groups = {unit.name: unit.topology.group for unit in self.units}
-        return self.shared.monitor.take(groups, self._pipeline, self._tensor_parallel)
+        return self.shared.monitor.gather(groups, self._pipeline, self._tensor_parallel)
 
     def matrix_blocks(self, matrices: Sequence[Tensor], wire: MomentumWire) -> list[tuple[MatrixBlocks, list[Tensor]]]:
         """Split the model's ``matrices`` for ``Muon`` into batches, each with the ranks that share it."""
@@ -302,11 +302,11 @@ class ZeroPP:
         for unit in self.units:
             check_collectives(unit)
         if torch.is_grad_enabled():
-            self.shared.position.begin(is_last)
+            self.shared.position.set_is_last(is_last)
         self.shared.position.begin_forward_pass()
         # Send in the model's order, and only now: after an optimizer step the program may still write weights, and to
         # compare what it wrote would wait behind weights on the same links.
         if self._sends_early and not is_capturing(self.device):  # a gather will refuse it
             with on_stream(self._gather_stream, self.device):
                 encoded = [unit.all_gather.encode_for_prefetch() for unit in self.units]
-                send([shard for shard in encoded if shard is not None], self.traffic)
+                send([shard for shard in encoded if shard is not None], self.shared)

@@ -55,7 +55,7 @@ class Unit:
 def exchange(group, device):
     """A hop of gradients in 4 bits, and what a step asks of all ranks about parameters without a gradient."""
     wires = FORMAT.encode(torch.randn(1, 512, device=device))
-    hop = SimpleNamespace(encode=lambda gradients: wires, sum_of=lambda received: GradientSum(received, FORMAT))
+    hop = SimpleNamespace(encode_pieces=lambda gradients: wires, sum_of=lambda received: GradientSum(received, FORMAT))
     with on_stream(new_stream(device), device):
         total = start_exchange(GradientSum(wires), hop, group).wait().compute()
     assert total.equal(FORMAT.decode(wires[0], torch.empty(512, device=device)))

@@ -45,7 +45,7 @@ class TwoNodes:
         for node, scales in enumerate(self.scales):
             received = torch.stack([sent[node] for sent in wires])
             totals.append(GradientSum(received, self.hop, exponents=scales.of_received()).compute())
-            scales.arrived(self.hop, wires[node], received)
+            scales.observe(self.hop, wires[node], received)
         return wires, totals
 
     def steps(self, first: int, last: int, factor: float = 1.0) -> list[Tensor]:

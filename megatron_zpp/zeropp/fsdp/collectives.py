@@ -19,13 +19,13 @@ class PlainAllGather(WeightGather):
     """FSDP2's own all-gather, counted."""
 
     def __init__(self, unit: FSDPUnit, shared: Shared) -> None:
-        self.unit, self.traffic = unit, shared.traffic
+        self.unit, self.shared = unit, shared
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        count_flat_ring(self.traffic, self.unit.topology, input_tensor.nbytes, self.unit.stays_gathered)
-        with self.unit.waits.collective("gather", self.unit.label, crosses_nodes=self.unit.topology.num_nodes > 1):
+        count_flat_ring(self.shared.traffic, self.unit.topology, input_tensor.nbytes, self.unit.stays_gathered)
+        with self.shared.waits.collective("gather", self.unit.label, crosses_nodes=self.unit.topology.num_nodes > 1):
             return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
@@ -33,16 +33,16 @@ class PlainReduceScatter(GradientReduction):
     """FSDP2's own reduce-scatter, counted."""
 
     def __init__(self, unit: FSDPUnit, shared: Shared) -> None:
-        self.unit, self.traffic, self.position = unit, shared.traffic, shared.position
+        self.unit, self.shared = unit, shared
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        self.position.reduced()
+        self.shared.position.mark_reduced()
         # This runs at every micro-batch, and not every loop marks the last: it does not mean that a step is complete.
         self.unit.mark_reduced()
-        count_reduce_scatter(self.traffic, self.unit.topology, output_tensor)
-        with self.unit.waits.collective("reduce", self.unit.label, crosses_nodes=self.unit.topology.num_nodes > 1):
+        count_reduce_scatter(self.shared.traffic, self.unit.topology, output_tensor)
+        with self.shared.waits.collective("reduce", self.unit.label, crosses_nodes=self.unit.topology.num_nodes > 1):
             return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
 

@@ -43,7 +43,7 @@ class UnitPart:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether the part is all of the unit, and ``take`` and ``put`` copy nothing."""
+        """Whether the part is all of the unit, and ``select`` and ``insert`` copy nothing."""
         return len(self.indices) == len(self.shards)
 
     @cached_property
@@ -75,11 +75,11 @@ class UnitPart:
         stops = list(accumulate(shard.numel for shard in self.shards))
         return [slice(stops[index] - self.shards[index].numel, stops[index]) for index in self.indices]
 
-    def take(self, shards: Tensor) -> Tensor:
+    def select(self, shards: Tensor) -> Tensor:
         """Return the part [..., l] of shards [..., L]."""
         return shards if self.is_whole else torch.cat([shards[..., column] for column in self.columns], dim=-1)
 
-    def put(self, values: Tensor, shards: Tensor) -> Tensor:
+    def insert(self, values: Tensor, shards: Tensor) -> Tensor:
         """Write values [..., l] over the part of shards [..., L]; return these, or the values if they are all."""
         if self.is_whole:
             return values
@@ -88,7 +88,7 @@ class UnitPart:
             shards[..., column] = piece
         return shards
 
-    def take_wires(self, wires: Tensor, unit_layout: WireLayout, part_layout: WireLayout) -> Tensor:
+    def select_wires(self, wires: Tensor, unit_layout: WireLayout, part_layout: WireLayout) -> Tensor:
         """Return the part, in ``part_layout``, of a unit's wire buffers uint8 [..., nbytes]."""
         if self.is_whole:
             return wires
@@ -97,8 +97,8 @@ class UnitPart:
             taken[..., in_part] = wires[..., in_unit]
         return taken
 
-    def put_wires(self, values: Tensor, wires: Tensor, unit_layout: WireLayout, part_layout: WireLayout) -> Tensor:
-        """Write the part's wire buffers ``values`` into a unit's ``wires``, as ``put`` does."""
+    def insert_wires(self, values: Tensor, wires: Tensor, unit_layout: WireLayout, part_layout: WireLayout) -> Tensor:
+        """Write the part's wire buffers ``values`` into a unit's ``wires``, as ``insert`` does."""
         if self.is_whole:
             return values
         for in_unit, in_part in self._places(unit_layout, part_layout):

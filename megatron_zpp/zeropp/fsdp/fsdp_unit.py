@@ -90,7 +90,6 @@ class FSDPUnit:
     module: FSDPModule
     topology: Topology  # the ranks and nodes that share it
     replicas: Topology | None  # with HSDP: the ranks that hold the same shard, whose gradients FSDP2 all-reduces
-    waits: Waits = field(repr=False)  # of all units of the model
     _param_group: Any = field(repr=False)  # FSDP2's record of the unit
     all_gather: WeightGather = field(init=False, repr=False)
     reduce_scatter: GradientReduction = field(init=False, repr=False)
@@ -376,12 +375,12 @@ def set_all_reduce_hook(unit: FSDPUnit, hook: Callable[[Tensor], None]) -> None:
     unit._param_group._all_reduce_hook = hook
 
 
-def follow_backward(unit: FSDPUnit) -> None:
+def follow_backward(unit: FSDPUnit, waits: Waits) -> None:
     """Let the unit's reduce-scatter complete gradients before FSDP2 reduces them, and time where FSDP2 waits."""
     group = unit._param_group
-    if unit.waits.device.type == "cuda":  # where FSDP2 lets the stream that computes wait; on a CPU streams are one
+    if unit.device.type == "cuda":  # where FSDP2 lets the stream that computes wait; on a CPU streams are one
         for name in ("wait_for_unshard", "post_backward", "finalize_backward"):
-            setattr(group, name, unit.waits.stall()(getattr(group, name)))
+            setattr(group, name, waits.stall()(getattr(group, name)))
     before_reduction, reduce = unit.reduce_scatter.before_reduction, group.post_backward
 
     def post_backward(*arguments: Any) -> None:
@@ -457,7 +456,6 @@ def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:
     units: list[FSDPUnit] = []
     topologies: dict[dist.ProcessGroup, Topology] = {}
     found = _find_param_groups(model)
-    waits = Waits(found[0][2].device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     largest = max((group.mesh_info.shard_process_group for _, _, group in found), key=lambda group: group.size())
 
@@ -479,7 +477,7 @@ def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:
         params = param_group.fsdp_params
         param_names = [names.get(id(param.sharded_param), f"parameter {i}") for i, param in enumerate(params)]
         spec = _specification(param_group, param_names)
-        units.append(FSDPUnit(name, *spec, module, topology, replicas, waits, param_group))
+        units.append(FSDPUnit(name, *spec, module, topology, replicas, param_group))
     return units
 
 

@@ -14,6 +14,7 @@ from ..config import ZeroPPConfig
 from ..wire import reference
 from ..wire.format import WireFormat
 from .topology import gather_objects
+from .waits import Waits
 
 
 @dataclass
@@ -54,13 +55,13 @@ class StepPosition:
         """Drop the gradients since the last optimizer step."""
         self.is_accumulating = self.is_step_complete = False
 
-    def begin(self, is_last: bool) -> None:
+    def set_is_last(self, is_last: bool) -> None:
         """Set whether the next or current backward pass is the step's last."""
         if not is_last and (self.is_last or not self.is_accumulating):
             self.accumulations, self.is_accumulating = self.accumulations + 1, True
         self.is_last = is_last
 
-    def reduced(self) -> None:
+    def mark_reduced(self) -> None:
         """Note that gradients were reduced; those of the last micro-batch end the accumulation."""
         self.is_accumulating &= not self.is_last
         self.is_step_complete |= self.is_last
@@ -160,7 +161,7 @@ class ErrorMonitor:
         sums = torch.stack([first, second])
         self._sums[key] = self._sums[key] + sums if key in self._sums else sums
 
-    def take(
+    def gather(
         self,
         groups: Mapping[str, dist.ProcessGroup],
         pipeline: dist.ProcessGroup | None = None,
@@ -215,6 +216,7 @@ class Shared:
     """The settings, and what all collectives of a model count and go by."""
 
     config: ZeroPPConfig
+    waits: Waits
     traffic: Traffic = field(default_factory=Traffic)
     monitor: ErrorMonitor = field(default_factory=ErrorMonitor)
     position: StepPosition = field(default_factory=StepPosition)

@@ -76,7 +76,7 @@ class QuantizedAllGather(WeightGather):
                 self.unseen_changes.gathered(self.unit, shard, self.unit.whole)
             wire = weights.encode(shard, self._noise_seed("inter", self.topology.rank))
             self._sample(shard, weights, wire)
-            with self.unit.waits.collective("gather", self.unit.label, crosses_nodes=self.topology.num_nodes > 1):
+            with self.shared.waits.collective("gather", self.unit.label, crosses_nodes=self.topology.num_nodes > 1):
                 wires = gather_wires(wire, self.topology.group)
             self.resident = wires if is_resident else None
             self.unit.mark_gathered()
@@ -185,7 +185,7 @@ class HierarchicalAllGather(QuantizedAllGather):
         if self._sent is not None and self._sent.work is None:  # sending it failed
             changed |= self._drop_sent()
         if self._sent is None and (changed or self.secondary_partition is None):
-            send([self._encode(shard, changed)], self.shared.traffic)
+            send([self._encode(shard, changed)], self.shared)
         if self._sent is not None:
             self.secondary_partition = self._receive(shard)
         assert self.secondary_partition is not None
@@ -234,7 +234,7 @@ class HierarchicalAllGather(QuantizedAllGather):
         part = self.unit.whole if self.secondary_partition is None else self.unit.changed_part(changed)
         self.versions += bool(changed)
         self.unseen_changes.gathered(self.unit, shard, part)
-        values, format = part.take(shard), self.formats.weights(part, shard.dtype)
+        values, format = part.select(shard), self.formats.weights(part, shard.dtype)
         if not self.formats.sends_moves:
             encoded: Tensor | Moves = format.encode(values, self._noise_seed("inter", self.topology.rank))
         elif self.secondary_partition is None:
@@ -254,11 +254,11 @@ class HierarchicalAllGather(QuantizedAllGather):
         assert sent is not None and sent.work is not None
         # Nothing half-done if this fails.
         self._sent = self.secondary_partition = self._loaded_row = self.resident = None
-        with self.unit.waits.collective("gather", self.unit.label, crosses_nodes=True):
+        with self.shared.waits.collective("gather", self.unit.label, crosses_nodes=True):
             sent.work.wait()
         self._count(sent)
         part = sent.part
-        values = part.take(shard)
+        values = part.select(shard)
         if sent.are_moves:
             assert old is not None
             arrived = apply_moves(sent.format, self._copies_of(part, old, shard.dtype), sent.wires)
@@ -283,7 +283,7 @@ class HierarchicalAllGather(QuantizedAllGather):
         if sent.work is not None:  # else sending it failed
             with on_stream(self.stream, sent.wire.device):
                 # It must not write to memory that was reused.
-                with self.unit.waits.collective("drop what was gathered", self.unit.label, crosses_nodes=True):
+                with self.shared.waits.collective("drop what was gathered", self.unit.label, crosses_nodes=True):
                     sent.work.wait()
             self._count(sent)
         self.versions = sent.version
@@ -312,7 +312,7 @@ class HierarchicalAllGather(QuantizedAllGather):
             if is_alone:
                 output.copy_(secondary_partition.view_as(output))
             else:
-                with self.unit.waits.collective("gather", self.unit.label, crosses_nodes=False):
+                with self.shared.waits.collective("gather", self.unit.label, crosses_nodes=False):
                     all_gather_each(output.flatten(1).unbind(), secondary_partition.unbind(), group)
             self.resident = output.clone() if is_resident else None
         else:
@@ -321,7 +321,7 @@ class HierarchicalAllGather(QuantizedAllGather):
                 sent = weights.encode(secondary_partition, self._noise_seed("intra", self.topology.local_rank))
             wires = sent.unsqueeze(1)  # [N, P, nbytes]
             if not is_alone:
-                with self.unit.waits.collective("gather", self.unit.label, crosses_nodes=False):
+                with self.shared.waits.collective("gather", self.unit.label, crosses_nodes=False):
                     wires = gather_wires(sent, group).transpose(0, 1)
             weights.decode(wires, out=output)
             self.resident = wires if is_resident else None
@@ -331,15 +331,17 @@ class HierarchicalAllGather(QuantizedAllGather):
     def _copies_of(self, part: UnitPart, copies: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a part's copies out of a whole unit's, kept in the same way."""
         if not self.formats.keeps_wires:
-            return part.take(copies)
-        return part.take_wires(copies, self.formats.weights(self.unit.whole, dtype), self.formats.weights(part, dtype))
+            return part.select(copies)
+        return part.select_wires(
+            copies, self.formats.weights(self.unit.whole, dtype), self.formats.weights(part, dtype)
+        )
 
     def _put_copies(self, part: UnitPart, values: Tensor, copies: Tensor, dtype: torch.dtype) -> Tensor:
         """Write a part's copies into a whole unit's, and return these: ``values`` itself if the part is whole."""
         if not self.formats.keeps_wires:
-            return part.put(values, copies)
+            return part.insert(values, copies)
         formats = self.formats.weights(self.unit.whole, dtype), self.formats.weights(part, dtype)
-        return part.put_wires(values, copies, *formats)
+        return part.insert_wires(values, copies, *formats)
 
     def state_dict(self) -> dict[str, Tensor]:
         state, unit = super().state_dict(), self.unit

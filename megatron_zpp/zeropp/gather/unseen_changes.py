@@ -40,7 +40,7 @@ def checksum(shard: Tensor) -> Tensor:
 
 def checksums(shard: Tensor, parts: Iterable[UnitPart]) -> dict[tuple[int, ...], Tensor]:
     """Return the checksums of these parts of a unit's shard [L], by their indices."""
-    return {part.indices: checksum(part.take(shard)) for part in parts}
+    return {part.indices: checksum(part.select(shard)) for part in parts}
 
 
 def state_of_changes(

@@ -134,17 +134,17 @@ class NodeSum:
         """The format of int8 sums."""
         return self.formats.node_sum(self.part)
 
-    def begin(self, part: UnitPart) -> None:
+    def set_part(self, part: UnitPart) -> None:
         """Add up gradients of ``part`` from now on. What is kept gets zeros for parameters unfrozen since."""
         if part != self.part and (kept := self._on_device()) is not None:
             assert set(self.part.indices) <= set(part.indices), "a parameter was frozen while its gradients were held"
             if self.config.gradient_sum_dtype == "int8":
                 old, new, whole = (self.formats.node_sum(each) for each in (self.part, part, self.unit.whole))
                 wires = kept.new_zeros(len(kept), whole.nbytes)  # which decode to zeros
-                self._keep(part.take_wires(self.part.put_wires(kept, wires, whole, old), whole, new))
+                self._keep(part.select_wires(self.part.insert_wires(kept, wires, whole, old), whole, new))
             else:
                 sums = kept.new_zeros(len(kept), self.unit.whole.numel)
-                self._keep(part.take(self.part.put(kept, sums)))
+                self._keep(part.select(self.part.insert(kept, sums)))
         self.part = part
 
     def plus(self, arrived: GradientSum) -> GradientSum:

@@ -77,13 +77,13 @@ class HierarchicalReduceScatter(GradientReduction):
     ) -> dist.Work | None:
         refuse_capture(self.unit.device, self.unit.label)
         topology, position = self.unit.topology, self.shared.position
-        position.begin(self.unit.is_last_backward)
-        position.reduced()
+        position.set_is_last(self.unit.is_last_backward)
+        position.mark_reduced()
         part = self.unit.part(self._reduced)
         gradients = self._begin(
             part, input_tensor.view(topology.num_nodes, topology.ranks_per_node, output_tensor.numel())
         )
-        timer = self.unit.waits.collective("reduce", self.unit.label, crosses_nodes=False)
+        timer = self.shared.waits.collective("reduce", self.unit.label, crosses_nodes=False)
         node_sum = start_exchange(gradients, self.within_node, topology.reduce_group, timer).wait()  # [N, L]
         if not position.is_last:
             self._keep(node_sum)
@@ -115,7 +115,7 @@ class HierarchicalReduceScatter(GradientReduction):
                 self._begun_at = self.unit.optimizer_steps
             for hop in self.hops:
                 hop.begin_step(continues)
-        self.node_sum.begin(part)
+        self.node_sum.set_part(part)
         # Formats stay until parameters are frozen or unfrozen, the model is cast, or a warm-up of bits ends.
         warms_up = self.shared.config.gradient_bits_warmup is not None
         specified = part, gradients.dtype, self.shared.position.optimizer_steps if warms_up else math.inf
@@ -152,11 +152,11 @@ class HierarchicalReduceScatter(GradientReduction):
 
     def _total(self, in_flight: Exchange, op: Any) -> Tensor:
         """Return the sum [L] over all ranks and micro-batches, in fp32, rotated back and scaled as FSDP2 asks."""
-        with self.unit.waits.collective("reduce", self.unit.label, crosses_nodes=True):
+        with self.shared.waits.collective("reduce", self.unit.label, crosses_nodes=True):
             arrived = in_flight.wait()
         total = arrived.compute()
         if self.between_nodes is not None and in_flight.sent is not None:
-            self.between_nodes.arrived(in_flight.sent, arrived)
+            self.between_nodes.update_scales(in_flight.sent, arrived)
         if self._rotation is not None:
             total = self._rotation.rotate(total)
         return scaled_as(op, total, self.unit.topology.group.size())
@@ -166,12 +166,12 @@ class HierarchicalReduceScatter(GradientReduction):
         self, in_flight: Exchange, part: UnitPart, op: Any, divisor: float | None, stream: torch.Stream
     ) -> None:
         """Wait, and add the total, divided by ``divisor``, to the gradients of ``part``."""
-        with self.unit.waits.stall(), on_stream(stream, self.unit.device):
+        with self.shared.waits.stall(), on_stream(stream, self.unit.device):
             total = self._total(in_flight, op)
             self.unit.add_gradient(part, total if divisor is None else total.div_(divisor))
         self.unit.holds_gradients = False
         if self.unused_parameters is not None:
-            self.unused_parameters.arrived()
+            self.unused_parameters.after_reduction()
 
     def _continues(self) -> bool:
         """Return whether gradients crossed nodes since the last optimizer step; warn once if in another pass."""
@@ -239,7 +239,7 @@ class UnusedParameters:
         """Begin another step."""
         self._used, self._without_gradient = {}, {}
 
-    def arrived(self) -> None:
+    def after_reduction(self) -> None:
         """Note that a unit's last gradients of a step are in ``.grad``. All units' have left before the first ones."""
         if self._drops_in != backward_pass():
             self._drops_in = backward_pass()
@@ -295,7 +295,7 @@ class GradientHop:
         if self.config.gradient_element_scales and self.name == "inter":
             self.element_scales = ElementScales()
 
-    def encode(self, gradients: GradientSum) -> Tensor:
+    def encode_pieces(self, gradients: GradientSum) -> Tensor:
         """Encode gradients [G, ..., L], a piece for each rank of the hop, with LoCo: uint8 [G, ..., nbytes]."""
         assert self.format is not None
         format, scales = self.format, self.element_scales
@@ -328,11 +328,11 @@ class GradientHop:
         exponents = self.element_scales.of_received() if self.element_scales is not None else None
         return GradientSum(wires, self.format, exponents=exponents)
 
-    def arrived(self, sent: Tensor, received: GradientSum) -> None:
+    def update_scales(self, sent: Tensor, received: GradientSum) -> None:
         """Let element scales learn from what arrived: ``sent`` by this rank, ``received`` from all."""
         assert self.format is not None
         if self.element_scales is not None:
-            self.element_scales.arrived(self.format, sent, received.parts)
+            self.element_scales.observe(self.format, sent, received.parts)
 
     def begin_step(self, continues: bool) -> None:
         """Begin an optimizer step, to which ``undo_step`` returns; ``continues``: LoCo's began with other gradients."""
@@ -409,7 +409,7 @@ def start_exchange(
     """
     if hop is None:
         return Exchange(gradients.only_piece(), None, None)
-    wires = hop.encode(gradients)
+    wires = hop.encode_pieces(gradients)
     received = torch.empty_like(wires)
     with timer or nullcontext():
         work = dist.all_to_all_single(received, wires, group=group, async_op=timer is None)
