@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
     DefaultAllocMixin,
+    DefaultReduceScatter,
     _get_gradient_divide_factors,
     _get_param_all_gather_inputs,
 )
@@ -500,8 +502,13 @@ def _find_param_groups(model: nn.Module) -> list[tuple[str, FSDPModule, Any]]:
             raise ValueError(f"{label} is replicated, not sharded: call fully_shard on it, not replicate")
         if hasattr(param_group.mesh_info, "replicate_process_group") and param_group._all_reduce_hook is not None:
             raise ValueError(f"{label} has an all-reduce hook already: apply ZeRO++ before set_all_reduce_hook")
-        if not type(param_group._all_gather_comm).__module__.startswith("torch."):
-            raise ValueError(f"{label} has a custom all-gather already: apply ZeRO++ once, to the whole model")
+        comms = type(param_group._all_gather_comm), type(param_group._reduce_scatter_comm)
+        if comms != (DefaultAllGather, DefaultReduceScatter):
+            raise ValueError(
+                f"{label} has collectives other than FSDP2's default already ({comms[0].__name__}, "
+                f"{comms[1].__name__}), which ZeRO++ would replace: leave out set_custom_all_gather, "
+                "set_symm_mem_for_comm and the like, and apply ZeRO++ once, to the whole model"
+            )
         if param_group._use_post_forward_mesh:
             raise ValueError(
                 f"{label} has reshard_after_forward=<int>, FSDP2's own secondary partition; pass True and set "
