@@ -18,9 +18,8 @@ from study_tables import difference
 from torch import Tensor
 
 from megatron_zpp.zeropp.config import LoCoConfig
-from megatron_zpp.zeropp.reduce.gradient_sum import GradientSum
 from megatron_zpp.zeropp.reduce.loco import ErrorFeedback
-from megatron_zpp.zeropp.wire.format import wire_format
+from megatron_zpp.zeropp.wire.format import GradientSum, wire_format
 from megatron_zpp.zeropp.wire.layout import ParameterShard
 
 PATH = RESULTS / "convergence.json"

@@ -9,9 +9,8 @@ from torch.nn.functional import pad
 
 from megatron_zpp.zeropp import Traffic
 from megatron_zpp.zeropp.fsdp.shared import below
-from megatron_zpp.zeropp.reduce.gradient_sum import GradientSum
 from megatron_zpp.zeropp.reduce.loco import ErrorFeedback
-from megatron_zpp.zeropp.wire.format import WireFormat, wire_format
+from megatron_zpp.zeropp.wire.format import GradientSum, WireFormat, wire_format
 from megatron_zpp.zeropp.wire.layout import ParameterShard, rows_per_rank
 
 from .config import DTYPES, IslandConfig

@@ -16,7 +16,7 @@ from megatron_zpp.parallel.distributed import print_once, wait_for_all_ranks
 from megatron_zpp.training.reporter import Reporter
 from megatron_zpp.training.trainer import Callback, StepStats, Trainer
 from megatron_zpp.zeropp.fsdp.collectives import all_gather
-from megatron_zpp.zeropp.fsdp.topology import RankLayout, gather_objects
+from megatron_zpp.zeropp.fsdp.topology import Topology, gather_objects
 
 EVERY = 5  # optimizer steps, over which all times here are means
 MUCH = 0.1  # of a step: a rank that computes so much longer than others is slow
@@ -161,7 +161,7 @@ def rounds_of(num_nodes: int) -> list[dict[int, int]]:
     return rounds
 
 
-def measure_links(layout: RankLayout, device: torch.device) -> Rates:
+def measure_links(layout: Topology, device: torch.device) -> Rates:
     """Measure what nodes send to each other with all their ranks at once, at the slowest rank's rate. Collective.
 
     ``layout``: of all ranks of the run. A rank exchanges messages with those that have its local rank.
@@ -183,7 +183,7 @@ def measure_links(layout: RankLayout, device: torch.device) -> Rates:
     }
 
 
-def _receive(message: Tensor, round: Mapping[int, int], layout: RankLayout) -> float:
+def _receive(message: Tensor, round: Mapping[int, int], layout: Topology) -> float:
     """Return the seconds until this rank has received its message of a round; 0 if it receives none."""
     senders = {receiver: sender for sender, receiver in round.items()}
     operations = [

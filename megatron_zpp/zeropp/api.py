@@ -23,17 +23,26 @@ from .config import ZeroPPConfig, check_finds_unused
 from .description import describe, state_prefix, warn, warn_of_lost_state
 from .fsdp.collectives import PlainAllGather, PlainReduceScatter, count_all_reduces
 from .fsdp.consistency import check_consistency
-from .fsdp.fsdp_unit import AllGather, FSDPUnit, ReduceScatter, find_units, follow_forward_passes, set_is_last_backward
+from .fsdp.fsdp_unit import (
+    FSDPUnit,
+    GradientReduction,
+    WeightGather,
+    check_collectives,
+    find_units,
+    follow_backward,
+    follow_forward_passes,
+    follow_optimizers,
+    set_collectives,
+    set_is_last_backward,
+)
 from .fsdp.shared import Shared, below
 from .fsdp.topology import Topology, process_rank
-from .fsdp.unit import follow_optimizers
-from .fsdp.waits import is_capturing, new_stream, on_stream
+from .fsdp.waits import Waits, is_capturing, new_stream, on_stream
 from .gather.all_gather import FullPrecisionAllGather, HierarchicalAllGather, QuantizedAllGather
 from .gather.sent_shards import send
-from .gather.unseen_changes import Passes, UnseenChanges
+from .gather.unseen_changes import UnseenChanges
 from .muon.matrix_blocks import MatrixBlocks, MomentumWire, batches
 from .recipes import find_config
-from .reduce.gradient_hops import GradientHops
 from .reduce.reduce_scatter import HierarchicalReduceScatter, UnusedParameters
 
 
@@ -83,59 +92,42 @@ class ZeroPP:
         tensor_parallel: dist.ProcessGroup | None,
         find_unused_parameters: bool,
     ) -> None:
-        self.units, self.config, self.shared = units, config, Shared(config)
-        self.traffic = self.shared.traffic  # what this rank has sent
-        self.waits = units[0].waits  # how long this rank waited for collectives
-        self._passes = Passes(self.shared.position)
         (self.device,) = {unit.device for unit in units}  # of unsharded parameters and of LoCo's errors
+        self.units, self.config, self.shared = units, config, Shared(config, Waits(self.device))
+        self.traffic = self.shared.traffic  # what this rank has sent
+        self.waits = self.shared.waits  # how long this rank waited for collectives
         self._model, self._pipeline, self._tensor_parallel = model, pipeline, tensor_parallel
-        topologies = dict.fromkeys(self.topologies)
-        self._unseen_changes = {each: UnseenChanges(each, self._passes, self.traffic) for each in topologies}
-        for unit in units:
-            unit.follow_backward(reduces_unused=config.quantized_gradients)
+        units_of = {topology: [unit for unit in units if unit.topology is topology] for topology in self.topologies}
+        self._unseen_changes = {topology: UnseenChanges(members, self.shared) for topology, members in units_of.items()}
         self._unused_parameters: dict[Topology, UnusedParameters] = {}
         if find_unused_parameters:
-            for topology in topologies:
-                members = [unit for unit in units if unit.topology is topology]
+            for topology, members in units_of.items():
                 self._unused_parameters[topology] = UnusedParameters(topology, members, self.traffic)
         self._consistency_check = partial(check_consistency, units, self.traffic) if config.check_agreement else None
         self._gather_stream = new_stream(self.device)
-        self._gathers: list[QuantizedAllGather] = []  # every all-gather that replaces FSDP2's
-        # Those with state to save or weights to send early, and reduce-scatters, by the unit's name.
-        self._all_gathers: dict[str, QuantizedAllGather] = {}
-        self._reduce_scatters: dict[str, HierarchicalReduceScatter] = {}
         for unit in units:
-            unit.set_collectives(self._all_gather(unit), self._reduce_scatter(unit))
+            set_collectives(unit, self._all_gather(unit), self._reduce_scatter(unit))
+            follow_backward(unit, self.waits)
             count_all_reduces(unit, self.traffic)
+        self._sends_early = any(isinstance(unit.all_gather, HierarchicalAllGather) for unit in units)
         follow_optimizers(units)
         follow_forward_passes(model, units, self._begin_forward_pass)
 
-    def _all_gather(self, unit: FSDPUnit) -> AllGather:
+    def _all_gather(self, unit: FSDPUnit) -> WeightGather:
         """Choose the all-gather for ``unit``: ZeRO++'s, or FSDP2's own where nothing is quantized or kept."""
         if unit.topology.world_size == 1:
             return PlainAllGather(unit, self.shared)
-        unseen_changes = self._unseen_changes[unit.topology]
-        gather: QuantizedAllGather
+        unseen_changes, stream = self._unseen_changes[unit.topology], self._gather_stream
         if self.config.hpz_partition_size > 1 and unit.topology.num_nodes > 1:
-            gather = HierarchicalAllGather(
-                unit, self.shared, unseen_changes, self._consistency_check, self._gather_stream
-            )
-        elif self.config.quantized_weights:
-            gather = QuantizedAllGather(unit, self.shared, unseen_changes, self._gather_stream)
-        else:
-            gather = FullPrecisionAllGather(unit, self.shared, unseen_changes, self._gather_stream)
-        self._gathers.append(gather)
-        if not isinstance(gather, FullPrecisionAllGather):
-            self._all_gathers[unit.name] = gather
-        return gather
+            return HierarchicalAllGather(unit, self.shared, unseen_changes, self._consistency_check, stream)
+        kind = QuantizedAllGather if self.config.quantized_weights else FullPrecisionAllGather
+        return kind(unit, self.shared, unseen_changes, stream)
 
-    def _reduce_scatter(self, unit: FSDPUnit) -> ReduceScatter:
+    def _reduce_scatter(self, unit: FSDPUnit) -> GradientReduction:
         """Choose the reduce-scatter for ``unit``: ZeRO++'s, or FSDP2's own where nothing is quantized."""
         if not self.config.quantized_gradients:
             return PlainReduceScatter(unit, self.shared)
-        unused_parameters = self._unused_parameters.get(unit.topology)
-        self._reduce_scatters[unit.name] = HierarchicalReduceScatter(unit, self.shared, unused_parameters)
-        return self._reduce_scatters[unit.name]
+        return HierarchicalReduceScatter(unit, self.shared, self._unused_parameters.get(unit.topology))
 
     @property
     def topologies(self) -> list[Topology]:
@@ -167,8 +159,7 @@ class ZeroPP:
         for unit in self.units:
             unit.module.reshard()  # the root stays gathered after an evaluation
             unit.mark_changed()
-        for gather in self._gathers:
-            gather.forget_secondary_partition()
+            unit.all_gather.forget_copies()
 
     @contextmanager
     def swapped_weights(self) -> Iterator[None]:
@@ -191,15 +182,15 @@ class ZeroPP:
         within itself, and in passes that compute gradients. Further passes without gradients send nothing at all, so
         ranks need not run equally many; they raise RuntimeError if this rank's shards were written to unseen.
         """
-        was_resident = self._passes.is_resident
+        was_resident = self.shared.position.is_resident
         if not was_resident:
             self._forget_resident()
-        self._passes.set_resident(True)
+        self.shared.position.set_resident(True)
         try:
             yield
         finally:
             if not was_resident:
-                self._passes.set_resident(False)
+                self.shared.position.set_resident(False)
                 self._forget_resident()
 
     def undo_step(self) -> None:
@@ -209,16 +200,16 @@ class ZeroPP:
         Without ``LoCoConfig.exact_undo``, errors that these gradients have changed become zero.
         """
         self.shared.position.undo_step()
-        for hops in self._hops().values():
-            hops.undo_step()
         for unit in self.units:
+            unit.reduce_scatter.undo_step()
             unit.drop_gradients()
-            unit.forget_use()
+        for unused_parameters in self._unused_parameters.values():
+            unused_parameters.forget_use()
 
     def rescale_errors(self, factor: float) -> None:
         """Multiply LoCo's errors by ``factor``, by which the loss scale changed after the last backward pass."""
-        for hops in self._hops().values():
-            hops.rescale_errors(factor)
+        for unit in self.units:
+            unit.reduce_scatter.rescale_errors(factor)
 
     def set_optimizer_steps(self, steps: int) -> None:
         """Set how many optimizer steps the run has taken, without skipped ones, where no loaded state says it.
@@ -241,7 +232,7 @@ class ZeroPP:
         NaN or Inf.
         """
         groups = {unit.name: unit.topology.group for unit in self.units}
-        return self.shared.monitor.take(groups, self._pipeline, self._tensor_parallel)
+        return self.shared.monitor.gather(groups, self._pipeline, self._tensor_parallel)
 
     def matrix_blocks(self, matrices: Sequence[Tensor], wire: MomentumWire) -> list[tuple[MatrixBlocks, list[Tensor]]]:
         """Split the model's ``matrices`` for ``Muon`` into batches, each with the ranks that share it."""
@@ -264,7 +255,7 @@ class ZeroPP:
         as ``torch.distributed.checkpoint`` needs it, which loads into what it finds here. Training does not change
         returned tensors.
         """
-        kept = {prefix + key: value for prefix, part in self._parts() for key, value in part.state_dict().items()}
+        kept = {key: value for unit in self.units for key, value in unit.state_dict().items()}
         if kept or self.config.gradient_bits_warmup is not None:  # a run may begin with a warm-up when it resumes
             kept |= self.shared.position.state_dict()
         prefix = self._state_prefix()
@@ -272,7 +263,7 @@ class ZeroPP:
 
     def ranks_with_state(self) -> set[str]:
         """Return the ranks that keys of ``state_dict`` begin with; builds the state of one unit at most."""
-        has_state = self.config.gradient_bits_warmup is not None or any(part.state_dict() for _, part in self._parts())
+        has_state = self.config.gradient_bits_warmup is not None or any(unit.state_dict() for unit in self.units)
         return {str(process_rank())} if has_state else set()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -288,15 +279,8 @@ class ZeroPP:
                 warn_of_lost_state()
         self.invalidate()
         self.shared.position.load_state_dict(kept)
-        for prefix, part in self._parts():
-            part.load_state_dict(below(kept, prefix))
-
-    def _parts(self) -> Iterator[tuple[str, QuantizedAllGather | GradientHops]]:
-        """Yield each unit's gathers and reductions with the prefix of their keys in the state dict."""
-        for unit, all_gather in self._all_gathers.items():
-            yield f"weights/{unit or 'root'}/", all_gather
-        for unit, hops in self._hops().items():
-            yield f"gradients/{unit or 'root'}/", hops
+        for unit in self.units:
+            unit.load_state_dict(kept)
 
     def _state_prefix(self) -> str:
         return state_prefix(process_rank(), self.config, self.topologies, self.units)
@@ -311,22 +295,18 @@ class ZeroPP:
 
     def _forget_resident(self) -> None:
         """Free resident weights."""
-        for gather in self._gathers:
-            gather.forget_resident()
-
-    def _hops(self) -> dict[str, GradientHops]:
-        """Return the hops of each unit whose gradients are quantized, by its name."""
-        return {unit: reduce_scatter.hops for unit, reduce_scatter in self._reduce_scatters.items()}
+        for unit in self.units:
+            unit.all_gather.forget_resident()
 
     def _begin_forward_pass(self, is_last: bool) -> None:
         for unit in self.units:
-            unit.check_collectives()
+            check_collectives(unit)
         if torch.is_grad_enabled():
-            self.shared.position.begin(is_last)
-        self._passes.begin()
+            self.shared.position.set_is_last(is_last)
+        self.shared.position.begin_forward_pass()
         # Send in the model's order, and only now: after an optimizer step the program may still write weights, and to
         # compare what it wrote would wait behind weights on the same links.
-        if self._all_gathers and not is_capturing(self.device):  # a gather will refuse it
+        if self._sends_early and not is_capturing(self.device):  # a gather will refuse it
             with on_stream(self._gather_stream, self.device):
-                encoded = [all_gather.encode_for_prefetch() for all_gather in self._all_gathers.values()]
-                send([shard for shard in encoded if shard is not None], self.traffic)
+                encoded = [unit.all_gather.encode_for_prefetch() for unit in self.units]
+                send([shard for shard in encoded if shard is not None], self.shared)

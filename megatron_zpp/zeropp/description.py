@@ -12,8 +12,8 @@ import torch
 
 from .config import ZeroPPConfig
 from .fsdp.formats import Formats
-from .fsdp.topology import RankLayout
-from .fsdp.unit import Unit
+from .fsdp.fsdp_unit import FSDPUnit
+from .fsdp.topology import Topology
 from .wire import kernels
 from .wire.layout import FEWEST_QUANTIZED, block_size_of
 from .wire.quantization import BitsWarmup, Code, mix_seed
@@ -21,7 +21,7 @@ from .wire.quantization import BitsWarmup, Code, mix_seed
 logger = logging.getLogger(__name__)
 
 
-def describe(config: ZeroPPConfig, layouts: Sequence[RankLayout]) -> str:
+def describe(config: ZeroPPConfig, layouts: Sequence[Topology]) -> str:
     """Describe the nodes and ranks, and how weights and gradients are sent: a line for each group of units.
 
     layouts: one for each unit.
@@ -103,7 +103,7 @@ def settings_of_state(config: ZeroPPConfig) -> dict[str, Any]:
     return asdict(config, dict_factory=lambda fields: {name: x for name, x in fields if name not in _STATELESS})
 
 
-def fingerprint(config: ZeroPPConfig, layouts: Sequence[RankLayout], units: Sequence[Unit]) -> int:
+def fingerprint(config: ZeroPPConfig, layouts: Sequence[Topology], units: Sequence[FSDPUnit]) -> int:
     """Return a number that identifies the layout of a rank's state; ``layouts`` has one for each unit."""
     shapes = [(layout.num_nodes, layout.ranks_per_node, layout.rank) for layout in layouts]
     shape = shapes[0] if len(set(shapes)) == 1 else shapes
@@ -114,7 +114,7 @@ def fingerprint(config: ZeroPPConfig, layouts: Sequence[RankLayout], units: Sequ
     return mix_seed(repr(settings_of_state(config)), repr(shape), repr(shards), repr(frozen))
 
 
-def state_prefix(rank: int, config: ZeroPPConfig, layouts: Sequence[RankLayout], units: Sequence[Unit]) -> str:
+def state_prefix(rank: int, config: ZeroPPConfig, layouts: Sequence[Topology], units: Sequence[FSDPUnit]) -> str:
     """Return the prefix of the keys of a rank's state. It names the layout, so a loader with another finds no keys."""
     shapes = dict.fromkeys((layout.num_nodes, layout.ranks_per_node) for layout in layouts)
     nodes = " and ".join(f"{num_nodes} x {ranks_per_node}" for num_nodes, ranks_per_node in shapes)
@@ -129,7 +129,7 @@ def warn_of_lost_state() -> None:
     )
 
 
-def warn(config: ZeroPPConfig, units: Sequence[Unit], layouts: Sequence[RankLayout], device: torch.device) -> None:
+def warn(config: ZeroPPConfig, units: Sequence[FSDPUnit], layouts: Sequence[Topology], device: torch.device) -> None:
     """Warn of settings without effect, and of what makes a run slow. Call it on one rank.
 
     layouts: one for each unit.
@@ -177,7 +177,7 @@ def warn(config: ZeroPPConfig, units: Sequence[Unit], layouts: Sequence[RankLayo
         )
 
 
-def _has_unquantized_matrix(config: ZeroPPConfig, unit: Unit) -> bool:
+def _has_unquantized_matrix(config: ZeroPPConfig, unit: FSDPUnit) -> bool:
     """Return whether a rank's shard of some matrix is too small for the blocks that would quantize it."""
     block_sizes = []
     if config.quantized_weights:

@@ -28,7 +28,7 @@ from megatron_zpp.planning.cluster import parse_cluster
 from megatron_zpp.planning.needs.estimate import Estimate, RankEstimate
 from megatron_zpp.planning.predict import Prediction, predict
 from megatron_zpp.planning.search import WIRES
-from megatron_zpp.zeropp.reduce.gradient_sum import NodeSum
+from megatron_zpp.zeropp.reduce.loco import NodeSum
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, start, train_each, train_quietly
 
@@ -105,9 +105,10 @@ def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, list[float], d
         for module in (module for root in roots for module in root.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()  # the evaluation at the end leaves the root gathered, and below stage 3 all
-        feedbacks = [f for r in zeropp._reduce_scatters.values() for f in r.hops.feedback.values()]
-        scales = [s for r in zeropp._reduce_scatters.values() if (s := r.hops.element_scales) is not None]
-        copies = [getattr(gather, "secondary_partition", None) for gather in zeropp._all_gathers.values()]
+        hops = [hop for unit in zeropp.units for hop in getattr(unit.reduce_scatter, "hops", ())]
+        feedbacks = [hop.feedback for hop in hops if hop.feedback is not None]
+        scales = [hop.element_scales for hop in hops if hop.element_scales is not None]
+        copies = [getattr(unit.all_gather, "secondary_partition", None) for unit in zeropp.units]
         values = [value for state in run.optimizer.state.values() for value in state.values()]
         moments = [_local(value) for value in values if torch.is_tensor(value) and value.dim() > 0]
         sent_scales = [tensor for s in scales for tensor in (s.exponents, *(wires for _, wires in s.sent_wires))]

@@ -4,6 +4,7 @@ A group of one rank sends nothing to others, but NCCL refuses here whatever it c
 """
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,9 +20,8 @@ from megatron_zpp.zeropp.fsdp.collectives import all_gather, reduce_scatter
 from megatron_zpp.zeropp.fsdp.topology import build_topology, gather_if_any
 from megatron_zpp.zeropp.fsdp.waits import new_stream, on_stream
 from megatron_zpp.zeropp.gather.sent_shards import gather_wires, start_gathers
-from megatron_zpp.zeropp.reduce.gradient_sum import GradientSum
 from megatron_zpp.zeropp.reduce.reduce_scatter import UnusedParameters, start_exchange
-from megatron_zpp.zeropp.wire.format import WireFormat
+from megatron_zpp.zeropp.wire.format import GradientSum, WireFormat
 from megatron_zpp.zeropp.wire.layout import ParameterShard
 from tests.gpu import on_devices
 from tests.gpu.share_device import restart_group
@@ -46,17 +46,24 @@ def gather(group, device):
     assert all(a[0].equal(b) for a, b in zip(gathered, [*wires, wires[0]], strict=True))
 
 
+@dataclass(eq=False)
+class Unit:
+    device: torch.device
+    parameters: list[nn.Parameter]
+
+
 def exchange(group, device):
     """A hop of gradients in 4 bits, and what a step asks of all ranks about parameters without a gradient."""
     wires = FORMAT.encode(torch.randn(1, 512, device=device))
-    hop = SimpleNamespace(encode=lambda gradients: wires, sum_of=lambda received: GradientSum(received, FORMAT))
+    hop = SimpleNamespace(encode_pieces=lambda gradients: wires, sum_of=lambda received: GradientSum(received, FORMAT))
     with on_stream(new_stream(device), device):
         total = start_exchange(GradientSum(wires), hop, group).wait().compute()
     assert total.equal(FORMAT.decode(wires[0], torch.empty(512, device=device)))
     used, unused = (nn.Parameter(torch.ones(2, device=device)) for _ in range(2))
-    used.grad, unused.grad = torch.ones_like(used), torch.zeros_like(unused)
-    unit = SimpleNamespace(use=lambda: [True, False], device=device, parameters=[used, unused], forget_use=lambda: None)
+    unit = Unit(device, [used, unused])
     asked = UnusedParameters(build_topology(group), [unit], Traffic())
+    asked.note_use(unit, {0})
+    used.grad, unused.grad = torch.ones_like(used), torch.zeros_like(unused)
     asked._drop_unused()  # which runs when the backward pass is over
     assert used.grad is not None and unused.grad is None
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_zpp.training import stragglers
 from megatron_zpp.training.stragglers import LinkWatch, measure_links, rounds_of, slow_links, usual_rate
 from megatron_zpp.zeropp.fsdp import waits
-from megatron_zpp.zeropp.fsdp.topology import RankLayout
+from megatron_zpp.zeropp.fsdp.topology import Topology
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, start, train_quietly
 
@@ -141,7 +141,7 @@ def measured():
         return exchange(operations)
 
     with patch.object(dist, "batch_isend_irecv", late), patch.object(stragglers, "REPEATS", 1):
-        return dict(measure_links(RankLayout(3, 2, dist.get_rank()), torch.device("cpu")))
+        return dict(measure_links(Topology(3, 2, dist.get_rank(), *[None] * 4), torch.device("cpu")))
 
 
 def test_all_links_are_slow_against_what_they_usually_were():

@@ -5,9 +5,8 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
-from megatron_zpp.zeropp.reduce.gradient_sum import GradientSum
 from megatron_zpp.zeropp.reduce.loco import ErrorFeedback
-from megatron_zpp.zeropp.wire.format import WireFormat, wire_format
+from megatron_zpp.zeropp.wire.format import GradientSum, WireFormat, wire_format
 from megatron_zpp.zeropp.wire.layout import ParameterShard
 from megatron_zpp.zeropp.wire.scales import ElementScales
 
@@ -46,7 +45,7 @@ class TwoNodes:
         for node, scales in enumerate(self.scales):
             received = torch.stack([sent[node] for sent in wires])
             totals.append(GradientSum(received, self.hop, exponents=scales.of_received()).compute())
-            scales.arrived(self.hop, wires[node], received)
+            scales.observe(self.hop, wires[node], received)
         return wires, totals
 
     def steps(self, first: int, last: int, factor: float = 1.0) -> list[Tensor]:

@@ -120,10 +120,10 @@ def _sent(collective: Collective) -> tuple[str, int, str, int]:
 
 def _tensors(model: nn.Module, zeropp: ZeroPP) -> dict[str, tuple[str, torch.dtype, tuple[int, ...]]]:
     tensors: dict[str, Any] = {f"gradient of {name}": p.grad.to_local() for name, p in model.named_parameters()}
-    for name, gather in zeropp._all_gathers.items():
-        tensors[f"copies of {name}"] = getattr(gather, "secondary_partition", None)
-    for name, reduction in zeropp._reduce_scatters.items():
-        tensors |= {f"{hop} error of {name}": feedback.error for hop, feedback in reduction.hops.feedback.items()}
+    for unit in zeropp.units:
+        tensors[f"copies of {unit.name}"] = getattr(unit.all_gather, "secondary_partition", None)
+        for hop in getattr(unit.reduce_scatter, "hops", ()):
+            tensors[f"{hop.name} error of {unit.name}"] = hop.feedback.error if hop.feedback is not None else None
     return {name: (str(t.device), t.dtype, tuple(t.shape)) for name, t in tensors.items() if t is not None}
 
 

@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
-from megatron_zpp.zeropp.fsdp.formats import Formats
-from megatron_zpp.zeropp.fsdp.unit import UnitPart
-from megatron_zpp.zeropp.reduce.gradient_sum import GradientSum, NodeSum, round_to_bf16
-from megatron_zpp.zeropp.reduce.loco import ErrorFeedback
-from megatron_zpp.zeropp.wire.format import wire_format
+from megatron_zpp.zeropp.fsdp.formats import Formats, UnitPart
+from megatron_zpp.zeropp.reduce.loco import ErrorFeedback, NodeSum, round_to_bf16
+from megatron_zpp.zeropp.wire.format import GradientSum, wire_format
 from megatron_zpp.zeropp.wire.layout import ParameterShard
 
 HOP = wire_format((ParameterShard("matrix", 256, True), ParameterShard("bias", 5, False)), 2, 32, torch.float32)

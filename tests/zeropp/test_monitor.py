@@ -43,7 +43,7 @@ def _samples_of_one_stage():
     monitor = ErrorMonitor()
     if dist.get_rank() == 1:
         monitor.record("gradients/inter", "layer", torch.full((2,), 2.0), torch.full((2,), 3.0))
-    return monitor.take({}, pipeline=dist.group.WORLD)
+    return monitor.gather({}, pipeline=dist.group.WORLD)
 
 
 def test_a_stage_without_samples_reads_those_of_others(found):

@@ -237,7 +237,7 @@ def _changes():
                         model(X)
                 else:
                     model(X)
-        kept = [gather.resident for gather in zeropp._gathers]
+        kept = [unit.all_gather.resident for unit in zeropp.units]
         found[name] = outputs, gathers, kept
     return found
 
@@ -260,8 +260,8 @@ def _memory():
         model, zeropp, _ = build(config)
         with torch.no_grad(), zeropp.resident_weights():
             model(X)
-            kept = sum(gather.resident.nbytes for gather in zeropp._gathers)
-        said = (4 * g.formats.resident_bytes(g.unit.whole, torch.float32) for g in zeropp._gathers)
+            kept = sum(unit.all_gather.resident.nbytes for unit in zeropp.units)
+        said = (4 * u.all_gather.formats.resident_bytes(u.whole, torch.float32) for u in zeropp.units)
         found[name] = kept, sum(said)
     return found
 

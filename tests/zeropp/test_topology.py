@@ -14,11 +14,13 @@ from megatron_zpp.zeropp import ZeroPPConfig
 from megatron_zpp.zeropp.fsdp import topology
 from megatron_zpp.zeropp.fsdp.collectives import count_flat_ring, count_reduce_scatter
 from megatron_zpp.zeropp.fsdp.shared import Traffic
-from megatron_zpp.zeropp.fsdp.topology import RankLayout, _ranks_per_node_of, build_topology
+from megatron_zpp.zeropp.fsdp.topology import Topology, _ranks_per_node_of, build_topology
 from megatron_zpp.zeropp.own_rank import load_random_state_dict, local_part, random_state_dict
 from megatron_zpp.zeropp.reduce import reduce_scatter
 from tests.ranks import run_in_turn
 from tests.zeropp.training_on_ranks import Net, shard
+
+GROUPS = (None,) * 4  # of a rank that only counts
 
 
 def test_equal_consecutive_nodes():
@@ -183,7 +185,7 @@ def test_random_states_are_taken_back():
 def test_only_the_last_rank_of_a_node_sends_to_another_one(num_nodes, ranks_per_node, crossing):
     """Each of 6 ranks passes 5 pieces on; gloo's reduce-scatter goes around twice."""
     for rank in range(6):
-        layout, gathered, reduced = RankLayout(num_nodes, ranks_per_node, rank), Traffic(), Traffic()
+        layout, gathered, reduced = Topology(num_nodes, ranks_per_node, rank, *GROUPS), Traffic(), Traffic()
         assert (layout.node, layout.local_rank) == divmod(rank, ranks_per_node)
         count_flat_ring(gathered, layout, 100)
         count_reduce_scatter(reduced, layout, torch.empty(25))
@@ -195,7 +197,7 @@ def test_only_the_last_rank_of_a_node_sends_to_another_one(num_nodes, ranks_per_
 
 
 def test_an_evaluation_counts_only_what_stays():
-    layout, traffic = RankLayout(num_nodes=2, ranks_per_node=1, rank=0), Traffic()
+    layout, traffic = Topology(2, 1, 0, *GROUPS), Traffic()
     with traffic.evaluating():
         count_flat_ring(traffic, layout, 100)
         count_reduce_scatter(traffic, layout, torch.empty(25))

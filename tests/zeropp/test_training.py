@@ -95,6 +95,19 @@ def _hsdp(config=ALL_FLAGS, hook=None):
     apply_zeropp(model, config)
 
 
+def _applied_twice():
+    model = nn.Linear(4, 4)
+    shard(model, ALL_FLAGS)
+    apply_zeropp(model, ALL_FLAGS)
+
+
+def _memory_of_the_process_group():
+    model = nn.Linear(4, 4)
+    fully_shard(model)
+    model.set_allocate_memory_from_process_group_for_comm(True)
+    apply_zeropp(model, ALL_FLAGS)
+
+
 def _mixed_dtypes():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).to(torch.bfloat16).requires_grad_(False))
     shard(model, ALL_FLAGS)
@@ -138,6 +151,11 @@ REFUSED = {
     "without FSDP2": (_without_fsdp, "call torch.distributed.fsdp.fully_shard on it first"),
     "HSDP": (_hsdp, "HSDP"),
     "an all-reduce hook": (partial(_hsdp, ZeroPPConfig(), print), "has an all-reduce hook already"),
+    "applied twice": (_applied_twice, "(HierarchicalAllGather, HierarchicalReduceScatter), which ZeRO++ would replace"),
+    "memory of the process group": (
+        _memory_of_the_process_group,
+        "(ProcessGroupAllocAllGather, ProcessGroupAllocReduceScatter)",
+    ),
     "a mesh after forward": (
         partial(shard, nn.Linear(4, 4), ALL_FLAGS, reshard_after_forward=2),
         "reshard_after_forward=<int>",

@@ -102,7 +102,6 @@ class Event:
 
 
 def test_on_a_gpu_what_counts_is_when_the_computing_stream_stood_still():
-    unit = SimpleNamespace(label="layers.0")
     of_gpu = Waits(torch.device("cuda"))
     assert of_gpu.take() == (0, 0)
 
@@ -112,9 +111,9 @@ def test_on_a_gpu_what_counts_is_when_the_computing_stream_stood_still():
             Event.now = end
 
     with patch.object(torch.cuda, "Event", Event), patch.object(waits, "current_stream"):
-        record(of_gpu.collective("gather", unit, crosses_nodes=True), 1000, 3000)
-        record(of_gpu.collective("gather", unit, crosses_nodes=False), 3000, 5000)
-        record(of_gpu.collective("reduce", unit, crosses_nodes=False), 1500, 2500)  # beside the first
+        record(of_gpu.collective("gather", "layers.0", crosses_nodes=True), 1000, 3000)
+        record(of_gpu.collective("gather", "layers.0", crosses_nodes=False), 3000, 5000)
+        record(of_gpu.collective("reduce", "layers.0", crosses_nodes=False), 1500, 2500)  # beside the first
         record(of_gpu.stall(), 2000, 4500)
         record(of_gpu.stall(), 6000, 7000)  # for something else
         Event.done = 6500

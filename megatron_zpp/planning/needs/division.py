@@ -17,8 +17,7 @@ from megatron_zpp.parallel.plans import split_dimensions
 from megatron_zpp.parallel.stages import Placement, stage_has
 from megatron_zpp.settings.groups import DistributedSettings
 from megatron_zpp.zeropp.config import ZeroPPConfig
-from megatron_zpp.zeropp.fsdp.formats import Formats
-from megatron_zpp.zeropp.fsdp.unit import UnitPart
+from megatron_zpp.zeropp.fsdp.formats import Formats, UnitPart
 from megatron_zpp.zeropp.wire.layout import ParameterShard, rows_per_rank
 
 Kind = Literal["tensor", "context", "pipeline", "averaging", "sharding", "replicas", "experts", "expert sharding"]

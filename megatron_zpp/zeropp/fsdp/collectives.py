@@ -6,54 +6,54 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .fsdp_unit import AllGather, DefaultAllocMixin, FSDPUnit, ReduceScatter
+from .fsdp_unit import FSDPUnit, GradientReduction, WeightGather, set_all_reduce_hook
 from .shared import Shared, Traffic
-from .topology import RankLayout
+from .topology import Topology
 
 # torch 2.13 renamed these two; the old names still work there but warn.
 all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
 
-class PlainAllGather(DefaultAllocMixin, AllGather):
+class PlainAllGather(WeightGather):
     """FSDP2's own all-gather, counted."""
 
     def __init__(self, unit: FSDPUnit, shared: Shared) -> None:
-        self.unit, self.traffic = unit, shared.traffic
+        self.unit, self.shared = unit, shared
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        count_flat_ring(self.traffic, self.unit.topology, input_tensor.nbytes, self.unit.stays_gathered)
-        with self.unit.waits.collective("gather", self.unit, crosses_nodes=self.unit.topology.num_nodes > 1):
+        count_flat_ring(self.shared.traffic, self.unit.topology, input_tensor.nbytes, self.unit.stays_gathered)
+        with self.shared.waits.collective("gather", self.unit.label, crosses_nodes=self.unit.topology.num_nodes > 1):
             return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class PlainReduceScatter(DefaultAllocMixin, ReduceScatter):
+class PlainReduceScatter(GradientReduction):
     """FSDP2's own reduce-scatter, counted."""
 
     def __init__(self, unit: FSDPUnit, shared: Shared) -> None:
-        self.unit, self.traffic, self.position = unit, shared.traffic, shared.position
+        self.unit, self.shared = unit, shared
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        self.position.reduced()
+        self.shared.position.mark_reduced()
         # This runs at every micro-batch, and not every loop marks the last: it does not mean that a step is complete.
         self.unit.mark_reduced()
-        count_reduce_scatter(self.traffic, self.unit.topology, output_tensor)
-        with self.unit.waits.collective("reduce", self.unit, crosses_nodes=self.unit.topology.num_nodes > 1):
+        count_reduce_scatter(self.shared.traffic, self.unit.topology, output_tensor)
+        with self.shared.waits.collective("reduce", self.unit.label, crosses_nodes=self.unit.topology.num_nodes > 1):
             return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
 
-def count_reduce_scatter(traffic: Traffic, layout: RankLayout, output: Tensor) -> None:
+def count_reduce_scatter(traffic: Traffic, layout: Topology, output: Tensor) -> None:
     """Count the plain reduce-scatter to ``output`` [L]."""
     # gloo's is an all-reduce, that is a ring's reduce-scatter and its all-gather.
     passes = 2 if output.device.type == "cpu" else 1
     count_flat_ring(traffic, layout, passes * output.nbytes)
 
 
-def count_all_reduce(traffic: Traffic, layout: RankLayout, nbytes: int) -> None:
+def count_all_reduce(traffic: Traffic, layout: Topology, nbytes: int) -> None:
     """Count an all-reduce of ``nbytes``: a ring's reduce-scatter and its all-gather."""
     count_flat_ring(traffic, layout, 2 * math.ceil(nbytes / layout.world_size))
 
@@ -62,10 +62,10 @@ def count_all_reduces(unit: FSDPUnit, traffic: Traffic) -> None:
     """Count FSDP2's own all-reduces of the unit's gradients over its replicas, if it has any (HSDP)."""
     replicas = unit.replicas
     if replicas is not None:
-        unit.set_all_reduce_hook(lambda reduced: count_all_reduce(traffic, replicas, reduced.nbytes))
+        set_all_reduce_hook(unit, lambda reduced: count_all_reduce(traffic, replicas, reduced.nbytes))
 
 
-def count_flat_ring(traffic: Traffic, layout: RankLayout, nbytes: int, stays: bool = False) -> None:
+def count_flat_ring(traffic: Traffic, layout: Topology, nbytes: int, stays: bool = False) -> None:
     """Count a ring over all W ranks in rank order, in which each rank passes W - 1 pieces of ``nbytes`` on.
 
     Only the last rank of a node has its successor on another node. ``stays``: see ``Traffic.add``.

@@ -1,4 +1,4 @@
-"""The wire format of every hop of a unit's weights and gradients, for a config.
+"""Parts of a unit, and the wire format of every hop of its weights and gradients, for a config.
 
     hop                                  format
     weights to other nodes, or to all    ``weights``; where copies are there, how their codes moved (wire/moves.py)
@@ -9,18 +9,109 @@
 The collectives and the estimates of a run that is not started all read them here.
 """
 
+from __future__ import annotations
+
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from ..config import SCALE_DTYPES, ZeroPPConfig
 from ..wire.format import WireFormat
-from .unit import UnitPart
+from ..wire.layout import ParameterShard, WireLayout
 
 # What a moved code took, by its bits and over all steps of a run: docs/evidence/experiments.md, E12. None: bf16's own.
 MOVED_BITS_PER_CODE = {8: 0.88, 6: 0.36, 4: 0.15, None: 5.6}
+
+
+@dataclass(frozen=True)
+class UnitPart:
+    """The parameters with these ``indices``, in order, of a unit with these ``shards``."""
+
+    shards: tuple[ParameterShard, ...]
+    indices: tuple[int, ...]
+    _formats: dict[tuple[object, ...], WireFormat] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def whole(cls, parameters: Sequence[ParameterShard]) -> UnitPart:
+        """Return the part that is all of a unit."""
+        return cls(tuple(parameters), tuple(range(len(parameters))))
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether the part is all of the unit, and ``select`` and ``insert`` copy nothing."""
+        return len(self.indices) == len(self.shards)
+
+    @cached_property
+    def parameters(self) -> tuple[ParameterShard, ...]:
+        return tuple(self.shards[index] for index in self.indices)
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of a rank's shard, l."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+    def format(
+        self,
+        bits: int | None,
+        block_size: int | None,
+        dtype: torch.dtype,
+        scaling: str | None = None,
+        scale_dtype: torch.dtype = torch.float32,
+    ) -> WireFormat:
+        """Return the part's ``WireFormat`` of these arguments, made once."""
+        key = bits, block_size, dtype, scaling, scale_dtype
+        if key not in self._formats:
+            self._formats[key] = WireFormat(self.parameters, bits, block_size, dtype, scaling, scale_dtype)
+        return self._formats[key]
+
+    @cached_property
+    def columns(self) -> list[slice]:
+        """Each parameter's elements of a shard [L]."""
+        stops = list(accumulate(shard.numel for shard in self.shards))
+        return [slice(stops[index] - self.shards[index].numel, stops[index]) for index in self.indices]
+
+    def select(self, shards: Tensor) -> Tensor:
+        """Return the part [..., l] of shards [..., L]."""
+        return shards if self.is_whole else torch.cat([shards[..., column] for column in self.columns], dim=-1)
+
+    def insert(self, values: Tensor, shards: Tensor) -> Tensor:
+        """Write values [..., l] over the part of shards [..., L]; return these, or the values if they are all."""
+        if self.is_whole:
+            return values
+        pieces = values.split([parameter.numel for parameter in self.parameters], dim=-1)
+        for column, piece in zip(self.columns, pieces, strict=True):
+            shards[..., column] = piece
+        return shards
+
+    def select_wires(self, wires: Tensor, unit_layout: WireLayout, part_layout: WireLayout) -> Tensor:
+        """Return the part, in ``part_layout``, of a unit's wire buffers uint8 [..., nbytes]."""
+        if self.is_whole:
+            return wires
+        taken = wires.new_zeros(*wires.shape[:-1], part_layout.nbytes)
+        for in_unit, in_part in self._places(unit_layout, part_layout):
+            taken[..., in_part] = wires[..., in_unit]
+        return taken
+
+    def insert_wires(self, values: Tensor, wires: Tensor, unit_layout: WireLayout, part_layout: WireLayout) -> Tensor:
+        """Write the part's wire buffers ``values`` into a unit's ``wires``, as ``insert`` does."""
+        if self.is_whole:
+            return values
+        for in_unit, in_part in self._places(unit_layout, part_layout):
+            wires[..., in_unit] = values[..., in_part]
+        return wires
+
+    def _places(self, unit_layout: WireLayout, part_layout: WireLayout) -> list[tuple[slice, slice]]:
+        # Blocks never span parameters, so a parameter's bytes are the same in both.
+        return [
+            pair
+            for position, index in enumerate(self.indices)
+            for pair in zip(unit_layout.bytes_of(index), part_layout.bytes_of(position), strict=True)
+        ]
 
 
 @dataclass(frozen=True)

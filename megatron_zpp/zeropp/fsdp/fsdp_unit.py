@@ -4,10 +4,14 @@ A unit is a list of parameters that are gathered and reduced together: all of on
 on one mesh.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, compress, count
 from operator import attrgetter
 from types import FrameType
 from typing import Any
@@ -18,34 +22,124 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
     DefaultAllocMixin,
+    DefaultReduceScatter,
     _get_gradient_divide_factors,
     _get_param_all_gather_inputs,
 )
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..wire.layout import ParameterShard
+from .formats import UnitPart
+from .shared import below
 from .topology import Topology, build_topology, ranks_per_node_of_part
-from .unit import Unit, UnitPart
 from .waits import Waits
 
-__all__ = ["AllGather", "DefaultAllocMixin", "ReduceScatter"]  # for the collectives that replace FSDP2's
+
+class WeightGather(DefaultAllocMixin, AllGather):
+    """An all-gather of one unit's weights. This one keeps nothing between gathers."""
+
+    def encode_for_prefetch(self) -> Any:
+        """Encode the shard at the beginning of a forward pass, for ``send``; None = it is not sent early."""
+        return None
+
+    def forget_copies(self) -> None:
+        """Gather in full next time."""
+
+    def forget_resident(self) -> None:
+        """Free the weights that ``ZeroPP.resident_weights`` keeps."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what the next gather depends on besides the parameters."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load what ``state_dict`` returned; {} = nothing was saved."""
 
 
-@dataclass(eq=False, kw_only=True)
-class FSDPUnit(Unit):
-    """One FSDP2 unit: its module, the ranks and nodes that share it, and its parameters' shards."""
+class GradientReduction(DefaultAllocMixin, ReduceScatter):
+    """A reduce-scatter of one unit's gradients. This one keeps nothing between reductions."""
 
+    def before_reduction(self) -> None:
+        """Prepare gradients that FSDP2 is about to reduce."""
+
+    def undo_step(self) -> None:
+        """Drop the gradients since the last optimizer step, and restore what they changed."""
+
+    def rescale_errors(self, factor: float) -> None:
+        """Multiply LoCo's errors by ``factor``, by which the loss scale, and so every later gradient, changed."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what the next reduction depends on besides the gradients."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load what ``state_dict`` returned; {} = nothing was saved."""
+
+
+@dataclass(eq=False)
+class FSDPUnit:
+    """One FSDP2 unit: the parameters that one ``fully_shard`` call gathers and reduces together, and their collectives.
+
+    Which parameters may have changed since the last gather depends on what every rank's program does, never on a rank's
+    memory, so that all ranks gather alike.
+    """
+
+    name: str  # the module's name in the model, "" is the root; "NAME[1]" is its second unit, on another mesh
+    shards: tuple[ParameterShard, ...]  # the parts of a rank's flat shard [L], in the order of ``parameters``
+    packed: frozenset[int]  # indices of parameters whose elements are packed codes, not numbers
     module: FSDPModule
-    topology: Topology
+    topology: Topology  # the ranks and nodes that share it
     replicas: Topology | None  # with HSDP: the ranks that hold the same shard, whose gradients FSDP2 all-reduces
-    _param_group: Any = field(repr=False)
-    waits: Waits = field(repr=False)  # of all units of the model
-    _collectives: tuple[AllGather, ReduceScatter] | None = field(default=None, repr=False, init=False)
-    # Indices of the parameters whose gradients the last reduction, or the one that runs, takes.
-    reduced: tuple[int, ...] = field(default=(), repr=False, init=False)
-    # In this step so far, by index: the parameters that got a gradient, and those that had none when it began.
-    _used: set[int] = field(default_factory=set, repr=False, init=False)
-    _without_gradient: set[int] | None = field(default=None, repr=False, init=False)
+    _param_group: Any = field(repr=False)  # FSDP2's record of the unit
+    all_gather: WeightGather = field(init=False, repr=False)
+    reduce_scatter: GradientReduction = field(init=False, repr=False)
+    label: str = field(init=False)  # the name as error messages and logs show it
+    whole: UnitPart = field(init=False, repr=False)  # all parameters
+    optimizer_steps: int = field(default=0, init=False)  # of torch optimizers that hold parameters of this unit
+    # Of the last ones: GradScaler's sum of gradients that overflowed, which a fused optimizer reads on the device.
+    _found_inf: deque[Tensor | None] = field(default_factory=lambda: deque(maxlen=8), init=False, repr=False)
+    holds_gradients: bool = field(default=False, init=False)  # until the last micro-batch has crossed nodes
+    known_in: int = field(default=-1, init=False)  # the forward pass in which it was last looked at, or gathered
+    # Of the shard that was last sent between nodes, for each of ``parts`` by its indices.
+    checksums: dict[tuple[int, ...], Tensor] = field(default_factory=dict, init=False, repr=False)
+    has_nf4: bool = field(default=False, init=False)  # whether some of ``shards`` are in NF4
+    gathers_frozen: bool = False  # gather frozen parameters again whenever trained ones change
+    nf4_skip: tuple[str, ...] | None = None  # words in names of frozen matrices that are not in NF4; None = none is
+    # Since the last gather: whether an optimizer stepped, or gradients were reduced that some optimizer may have used;
+    may_have_stepped: bool = False
+    # and the indices of parameters that an optimizer may have updated, and of those whose gradients were reduced.
+    _updated: set[int] = field(default_factory=set, init=False, repr=False)
+    _reduced: set[int] = field(default_factory=set, init=False, repr=False)
+    # Parameters that were ever trainable. PEFT freezes adapters during reference passes.
+    _ever_trainable: set[int] = field(default_factory=set, init=False, repr=False)
+    # The parameters as they were gathered, with autograd's version counters. Not their ids: Python reuses those.
+    _gathered: list[tuple[Tensor, int]] | None = field(default=None, init=False, repr=False)
+    _parts: dict[tuple[int, ...], UnitPart] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.label = self.name or "the root module"
+        self.specify(self.shards, self.packed)
+
+    def specify(self, shards: tuple[ParameterShard, ...], packed: frozenset[int] = frozenset()) -> None:
+        """Set the unit's parameters. Parts and formats follow from them, and are made once."""
+        self._ever_trainable.update(self._trainable())
+        if (skip := self.nf4_skip) is not None:
+            fits = [shard.quantizable and not any(word in shard.name for word in skip) for shard in shards]
+            fits = [fit and index not in self._ever_trainable for index, fit in enumerate(fits)]
+            shards = tuple(replace(shard, is_nf4=fit) for shard, fit in zip(shards, fits, strict=True))
+        self.has_nf4 = any(shard.is_nf4 for shard in shards)
+        self.shards, self.packed, self._parts = shards, packed, {}
+        self.whole = self.part(range(len(shards)))
+
+    def remove_trainable_from_nf4(self) -> bool:
+        """Take parameters that have become trainable out of NF4; return whether there were any."""
+        if not any(self.shards[index].is_nf4 for index in self._trainable()):
+            return False
+        self.specify(self.shards, self.packed)
+        self.mark_changed()
+        return True
 
     @cached_property
     def device(self) -> torch.device:
@@ -86,54 +180,10 @@ class FSDPUnit(Unit):
         """Whether the unit must be gathered before it is used."""
         return bool(self._param_group.is_sharded)
 
-    @property
-    def can_be_gathered(self) -> bool:
-        """Whether FSDP2 could gather the unit now: it is sharded, and a pass has initialized it."""
-        return bool(self._param_group.is_sharded and self._param_group._reset_sharded_params)
-
     def flat_shard(self) -> Tensor:
         """Return the shard [L] as FSDP2 would hand it to a gather now."""
         # FSDP2's function casts all parameters in one launch.
         return torch.cat([*chain.from_iterable(_get_param_all_gather_inputs(self._param_group.fsdp_params))])
-
-    def set_collectives(self, all_gather: AllGather, reduce_scatter: ReduceScatter) -> None:
-        """Let FSDP2 gather and reduce this unit with these."""
-        # As set_custom_all_gather does, but that refuses a module whose parameters have several meshes.
-        self._param_group._all_gather_comm, self._param_group._reduce_scatter_comm = all_gather, reduce_scatter
-        self._collectives = all_gather, reduce_scatter
-
-    def set_all_reduce_hook(self, hook: Callable[[Tensor], None]) -> None:
-        """Let FSDP2 call ``hook`` with what it has all-reduced over replicas."""
-        self._param_group._all_reduce_hook = hook
-
-    def follow_backward(self, reduces_unused: bool) -> None:
-        """Wrap FSDP2's ``post_backward`` with what ZeRO++ needs before it, and time where FSDP2 waits.
-
-        reduces_unused: let FSDP2 reduce zeros for trainable parameters that a backward pass did not use.
-        """
-        group = self._param_group
-        if self.waits.device.type == "cuda":  # where FSDP2 lets the stream that computes wait; on a CPU streams are one
-            for name in ("wait_for_unshard", "post_backward", "finalize_backward"):
-                setattr(group, name, self.waits.stall()(getattr(group, name)))
-        if not reduces_unused:
-            return
-        reduce = group.post_backward
-
-        def post_backward(*arguments: Any) -> None:
-            if group.reduce_grads:
-                self._complete_gradients()
-            reduce(*arguments)
-
-        group.post_backward = post_backward
-
-    def check_collectives(self) -> None:
-        """Raise RuntimeError if FSDP2 was given other collectives since."""
-        group = self._param_group
-        if self._collectives != (group._all_gather_comm, group._reduce_scatter_comm):
-            raise RuntimeError(
-                f"the collectives of {self.label} were replaced after apply_zeropp, by set_custom_all_gather or "
-                "set_custom_reduce_scatter: leave those of ZeRO++ in place, or do not apply it"
-            )
 
     @property
     def is_read_in_backward(self) -> bool:
@@ -159,54 +209,15 @@ class FSDPUnit(Unit):
         unpadded = [piece[: g.numel()].view(g.shape) for piece, g in zip(pieces, gradients, strict=True)]
         torch._foreach_add_(gradients, unpadded)
 
-    def _complete_gradients(self) -> None:
-        """Note which parameters are used, give each that must be reduced a gradient, and set ``reduced``.
-
-        Trainable parameters that this backward pass did not use get zeros, and so do parameters that were frozen after
-        a micro-batch whose gradients are held. All gradients get one dtype, since FSDP2 reduces no others: passes that
-        did not reduce left sums in ``reduce_dtype``.
-        """
-        params = self._params_once_gathered()
-        if self._without_gradient is None:
-            self._without_gradient = {i for i, parameter in enumerate(self.parameters) if parameter.grad is None}
-        held, reduced, has_sums = self.reduced if self.holds_gradients else (), list[int](), False
-        for index, param in enumerate(params):
-            if param.unsharded_accumulated_grad is not None:
-                has_sums = True
-                self._used.add(index)
-            elif param.unsharded_param.grad is not None:
-                self._used.add(index)
-        for index, param in enumerate(params):
-            unsharded = param.unsharded_param
-            # FSDP2 copies the flag when it gathers, which it does not do for a pass that skips the unit.
-            unsharded.requires_grad_(param.sharded_param.requires_grad)
-            if param.unsharded_accumulated_grad is None:
-                if unsharded.grad is None and (unsharded.requires_grad or index in held):
-                    unsharded.grad = torch.zeros_like(unsharded)
-                if unsharded.grad is not None and has_sums:
-                    param.unsharded_accumulated_grad, unsharded.grad = unsharded.grad.to(param.reduce_dtype), None
-            if unsharded.grad is not None or param.unsharded_accumulated_grad is not None:
-                reduced.append(index)
-        self.reduced = tuple(reduced)
-
-    def use(self) -> list[bool]:
-        """Return whether this step used each parameter; True for those with no gradient, or with an older one."""
-        unused = (self._without_gradient or set()) - self._used
-        return [i not in unused or parameter.grad is None for i, parameter in enumerate(self.parameters)]
-
     def drop_gradients(self) -> None:
         """Drop the gradients that passes without ``set_requires_gradient_sync`` left for the next reduction."""
-        for param in self._params_once_gathered():
+        for param in self.params_once_gathered():
             param.unsharded_accumulated_grad = param.unsharded_param.grad = None
 
-    def _params_once_gathered(self) -> list[Any]:
+    def params_once_gathered(self) -> list[Any]:
         """Return FSDP2's record of each parameter; [] until the unit has been gathered, which is all of it at once."""
         params: list[Any] = self._param_group.fsdp_params
         return params if hasattr(params[-1], "_unsharded_param") else []
-
-    def forget_use(self) -> None:
-        """Begin another step."""
-        self._used, self._without_gradient = set(), None
 
     @property
     def is_last_backward(self) -> bool:
@@ -217,6 +228,197 @@ class FSDPUnit(Unit):
     def stays_gathered(self) -> bool:
         """Whether a forward pass leaves the parameters gathered for the passes that follow."""
         return not self._param_group._reshard_after_forward
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what the unit's next gather and reduction depend on besides parameters and gradients."""
+        state = {f"weights/{self.name or 'root'}/{key}": value for key, value in self.all_gather.state_dict().items()}
+        reduced = self.reduce_scatter.state_dict().items()
+        return state | {f"gradients/{self.name or 'root'}/{key}": value for key, value in reduced}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load what ``state_dict`` of all units returned, of which a unit takes its own."""
+        self.all_gather.load_state_dict(below(state, f"weights/{self.name or 'root'}/"))
+        self.reduce_scatter.load_state_dict(below(state, f"gradients/{self.name or 'root'}/"))
+
+    def part(self, indices: Iterable[int]) -> UnitPart:
+        """Return the part of the parameters with these indices, in order."""
+        key = tuple(indices)
+        if key not in self._parts:
+            self._parts[key] = UnitPart(self.shards, key)
+        return self._parts[key]
+
+    @property
+    def trainable(self) -> UnitPart:
+        """The parameters that get gradients now."""
+        return self.part(self._trainable())
+
+    @property
+    def trained(self) -> UnitPart:
+        """The parameters that were ever trainable, or that optimizer steps may have updated; alike on all ranks."""
+        self._ever_trainable.update(self._trainable())
+        if self.gathers_frozen:  # without packed ones, whose codes never change
+            return self.part(index for index in range(len(self.shards)) if index not in self.packed)
+        return self.part(sorted(self._ever_trainable | self._updated | self._reduced))
+
+    @property
+    def parts(self) -> tuple[UnitPart, ...]:
+        """The trained part and the frozen part, without empty ones."""
+        trained = self.trained
+        if trained.is_whole:
+            return (trained,)
+        frozen = self.part(index for index in range(len(self.shards)) if index not in trained.indices)
+        return (trained, frozen) if trained.indices else (frozen,)
+
+    def changed(self) -> set[int]:
+        """Return the indices of parameters that may have changed since ``mark_gathered``; alike on all ranks.
+
+        Depends on what every rank's program does, never on a rank's memory: replaced parameters, autograd's version
+        counters of the DTensors, and the ``mark_`` methods. ``UnseenChanges`` finds changes without such a trace.
+        """
+        if self._gathered is None:
+            return set(range(len(self.shards)))
+        changed = set(self._updated)
+        # A unit used twice in one forward pass is reduced twice, and gathered in between, in backward.
+        if self._reduced and not self.is_in_backward:
+            changed |= self._reduced
+        for index, (parameter, (gathered, version)) in enumerate(zip(self.parameters, self._gathered, strict=True)):
+            if parameter is not gathered or parameter._version != version:
+                changed.add(index)
+        return changed
+
+    def changed_part(self, changed: set[int]) -> UnitPart:
+        """Return what to gather again after these changed: the trained part, or all if a frozen one changed."""
+        trained = self.trained
+        return trained if changed.issubset(trained.indices) else self.whole
+
+    def unchanged_parts(self) -> tuple[UnitPart, ...]:
+        """Return the ``parts`` that nothing says have changed."""
+        changed = self.changed()
+        if not changed:
+            return self.parts
+        gathered_again = set(self.changed_part(changed).indices)
+        return tuple(part for part in self.parts if not gathered_again.issuperset(part.indices))
+
+    def keeps_copies(self, changed: set[int]) -> bool:
+        """Return whether these changes are at most an optimizer step away from what was gathered.
+
+        Most codes of what a program writes by itself have moved.
+        """
+        return not changed or (self.may_have_stepped and changed.issubset(self.trained.indices))
+
+    def mark_gathered(self) -> None:
+        """Note that the parameters were gathered as they are now."""
+        self._gathered = [(parameter, parameter._version) for parameter in self.parameters]
+        self._updated, self._reduced, self.may_have_stepped = set(), set(), False
+
+    def mark_changed(self) -> None:
+        """Make all parameters count as changed until the next ``mark_gathered``."""
+        self._gathered = None
+
+    def mark_updated(self, indices: Iterable[int]) -> None:
+        """Note that optimizer steps have updated the parameters with these indices."""
+        self._updated.update(indices)
+
+    def mark_stepped(self, found_inf: Tensor | None = None) -> None:
+        """Note that a torch optimizer that holds parameters of this unit has stepped.
+
+        found_inf: for a fused one, of GradScaler: it has changed nothing if this is not zero.
+        """
+        # Optimizers also update parameters that were frozen after they got a gradient.
+        self._updated.update([i for i, p in enumerate(self.parameters) if p.requires_grad or p.grad is not None])
+        self.may_have_stepped = True
+        self.optimizer_steps += 1
+        self._found_inf.append(found_inf)
+
+    def has_stepped_since(self, optimizer_steps: int) -> bool:
+        """Return whether an optimizer has changed parameters since then. The host waits for a fused one's answer."""
+        made = self.optimizer_steps - optimizer_steps
+        return any(found_inf is None or not found_inf for found_inf in list(self._found_inf)[-made:]) if made else False
+
+    def mark_reduced(self, completed: Sequence[int] = ()) -> None:
+        """Note that gradients were reduced. Parameters whose gradients of a step are ``completed`` count as changed.
+
+        Not every optimizer runs torch's step hooks: home-made ones with foreach operations do not.
+        """
+        self.may_have_stepped = True
+        self._reduced.update(completed)
+
+    def check_holds_nothing(self) -> None:
+        """Raise RuntimeError if gradients are kept for a step's last micro-batch."""
+        if self.holds_gradients:
+            raise RuntimeError(
+                f"an optimizer step was taken while {self.label} held gradients that had not crossed nodes: call "
+                "set_is_last_micro_batch(True) before a step's last backward pass, or undo_step() to drop gradients"
+            )
+
+    def _trainable(self) -> list[int]:
+        return list(compress(count(), map(attrgetter("requires_grad"), self.parameters)))
+
+
+def set_collectives(unit: FSDPUnit, all_gather: WeightGather, reduce_scatter: GradientReduction) -> None:
+    """Let FSDP2 gather and reduce the unit with these."""
+    unit.all_gather, unit.reduce_scatter = all_gather, reduce_scatter
+    # As set_custom_all_gather does, but that refuses a module whose parameters have several meshes.
+    unit._param_group._all_gather_comm, unit._param_group._reduce_scatter_comm = all_gather, reduce_scatter
+
+
+def check_collectives(unit: FSDPUnit) -> None:
+    """Raise RuntimeError if FSDP2 was given other collectives since ``set_collectives``."""
+    group = unit._param_group
+    if (unit.all_gather, unit.reduce_scatter) != (group._all_gather_comm, group._reduce_scatter_comm):
+        raise RuntimeError(
+            f"the collectives of {unit.label} were replaced after apply_zeropp, by set_custom_all_gather or "
+            "set_custom_reduce_scatter: leave those of ZeRO++ in place, or do not apply it"
+        )
+
+
+def set_all_reduce_hook(unit: FSDPUnit, hook: Callable[[Tensor], None]) -> None:
+    """Let FSDP2 call ``hook`` with what it has all-reduced over replicas."""
+    unit._param_group._all_reduce_hook = hook
+
+
+def follow_backward(unit: FSDPUnit, waits: Waits) -> None:
+    """Let the unit's reduce-scatter complete gradients before FSDP2 reduces them, and time where FSDP2 waits."""
+    group = unit._param_group
+    if unit.device.type == "cuda":  # where FSDP2 lets the stream that computes wait; on a CPU streams are one
+        for name in ("wait_for_unshard", "post_backward", "finalize_backward"):
+            setattr(group, name, waits.stall()(getattr(group, name)))
+    before_reduction, reduce = unit.reduce_scatter.before_reduction, group.post_backward
+
+    def post_backward(*arguments: Any) -> None:
+        if group.reduce_grads:
+            before_reduction()
+        reduce(*arguments)
+
+    group.post_backward = post_backward
+
+
+def complete_gradients(unit: FSDPUnit, held: Sequence[int]) -> tuple[set[int], tuple[int, ...]]:
+    """Give each parameter that must be reduced a gradient. Return the indices of those used, and of those to reduce.
+
+    Trainable parameters that this backward pass did not use get zeros, and so do parameters that were frozen after
+    a micro-batch whose gradients are ``held``. All gradients get one dtype, since FSDP2 reduces no others: passes that
+    did not reduce left sums in ``reduce_dtype``.
+    """
+    params, used, reduced, has_sums = unit.params_once_gathered(), set[int](), list[int](), False
+    for index, param in enumerate(params):
+        if param.unsharded_accumulated_grad is not None:
+            has_sums = True
+            used.add(index)
+        elif param.unsharded_param.grad is not None:
+            used.add(index)
+    for index, param in enumerate(params):
+        unsharded = param.unsharded_param
+        # FSDP2 copies the flag when it gathers, which it does not do for a pass that skips the unit.
+        unsharded.requires_grad_(param.sharded_param.requires_grad)
+        if param.unsharded_accumulated_grad is None:
+            if unsharded.grad is None and (unsharded.requires_grad or index in held):
+                unsharded.grad = torch.zeros_like(unsharded)
+            if unsharded.grad is not None and has_sums:
+                param.unsharded_accumulated_grad, unsharded.grad = unsharded.grad.to(param.reduce_dtype), None
+        if unsharded.grad is not None or param.unsharded_accumulated_grad is not None:
+            reduced.append(index)
+    return used, tuple(reduced)
 
 
 def _specification(param_group: Any, names: Sequence[str]) -> tuple[tuple[ParameterShard, ...], frozenset[int]]:
@@ -234,6 +436,7 @@ def _specification(param_group: Any, names: Sequence[str]) -> tuple[tuple[Parame
     return tuple(shards), packed
 
 
+@torch.no_grad()
 def _is_packed(param: Any) -> bool:
     """Return whether elements of one of FSDP2's parameters are packed low-bit codes, not numbers.
 
@@ -242,7 +445,7 @@ def _is_packed(param: Any) -> bool:
     """
     sharded = param.sharded_param
     has_state = any(getattr(owner, "quant_state", None) is not None for owner in (sharded, param._module_info.module))
-    return has_state or hasattr(sharded._local_tensor, "__tensor_flatten__") or not sharded.is_floating_point()
+    return has_state or hasattr(sharded.detach().to_local(), "__tensor_flatten__") or not sharded.is_floating_point()
 
 
 def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:
@@ -255,7 +458,6 @@ def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:
     units: list[FSDPUnit] = []
     topologies: dict[dist.ProcessGroup, Topology] = {}
     found = _find_param_groups(model)
-    waits = Waits(found[0][2].device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     largest = max((group.mesh_info.shard_process_group for _, _, group in found), key=lambda group: group.size())
 
@@ -277,11 +479,7 @@ def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:
         params = param_group.fsdp_params
         param_names = [names.get(id(param.sharded_param), f"parameter {i}") for i, param in enumerate(params)]
         spec = _specification(param_group, param_names)
-        units.append(
-            FSDPUnit(
-                name, *spec, module=module, topology=topology, replicas=replicas, waits=waits, _param_group=param_group
-            )
-        )
+        units.append(FSDPUnit(name, *spec, module, topology, replicas, param_group))
     return units
 
 
@@ -304,8 +502,13 @@ def _find_param_groups(model: nn.Module) -> list[tuple[str, FSDPModule, Any]]:
             raise ValueError(f"{label} is replicated, not sharded: call fully_shard on it, not replicate")
         if hasattr(param_group.mesh_info, "replicate_process_group") and param_group._all_reduce_hook is not None:
             raise ValueError(f"{label} has an all-reduce hook already: apply ZeRO++ before set_all_reduce_hook")
-        if not type(param_group._all_gather_comm).__module__.startswith("torch."):
-            raise ValueError(f"{label} has a custom all-gather already: apply ZeRO++ once, to the whole model")
+        comms = type(param_group._all_gather_comm), type(param_group._reduce_scatter_comm)
+        if comms != (DefaultAllGather, DefaultReduceScatter):
+            raise ValueError(
+                f"{label} has collectives other than FSDP2's default already ({comms[0].__name__}, "
+                f"{comms[1].__name__}), which ZeRO++ would replace: leave out set_custom_all_gather, "
+                "set_symm_mem_for_comm and the like, and apply ZeRO++ once, to the whole model"
+            )
         if param_group._use_post_forward_mesh:
             raise ValueError(
                 f"{label} has reshard_after_forward=<int>, FSDP2's own secondary partition; pass True and set "
@@ -405,3 +608,32 @@ def collective_of(frame: FrameType) -> str | None:
     if type(owner).__name__ != "FSDPParamGroup" or name not in _COLLECTIVES:
         return None
     return f"the {_COLLECTIVES[name]} of {owner._module_fqn or 'the root module'}"
+
+
+def follow_optimizers(units: Sequence[FSDPUnit]) -> None:
+    """Mark the units at every step of a torch optimizer that holds one of their parameters.
+
+    Fused and foreach optimizers change DTensors without bumping a version counter, so counters alone would leave stale
+    weights in the secondary partition. A step while gradients are held raises RuntimeError before it does anything; a
+    step with a closure, which may reduce the last of them, raises it at its end.
+    """
+    references = [weakref.ref(unit) for unit in units]
+
+    def units_of(optimizer: torch.optim.Optimizer) -> list[FSDPUnit]:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        units = [unit for reference in references if (unit := reference()) is not None]
+        return [unit for unit in units if not held.isdisjoint(map(id, unit.parameters))]
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not any(callable(argument) for argument in (*args, *kwargs.values())):
+            for unit in units_of(optimizer):
+                unit.check_holds_nothing()
+
+    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for unit in units_of(optimizer):
+            unit.check_holds_nothing()
+            unit.mark_stepped(getattr(optimizer, "found_inf", None))
+
+    # Never removed: that could happen while some optimizer's step iterates over its hooks.
+    register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_post_hook(after_step)

@@ -14,6 +14,7 @@ from ..config import ZeroPPConfig
 from ..wire import reference
 from ..wire.format import WireFormat
 from .topology import gather_objects
+from .waits import Waits
 
 
 @dataclass
@@ -25,23 +26,42 @@ class StepPosition:
     is_accumulating: bool = False
     optimizer_steps: int = 0  # without steps whose gradients were dropped
     is_step_complete: bool = False  # all of a step's gradients were reduced since the last forward pass
+    forward_pass: int = 0  # its number, the same for those that continue a gradient accumulation
+    is_resident: bool = False  # inside ``resident_weights``: what is gathered stays for the next passes
+    # Whether this pass follows one of its kind there, both without gradients. Such passes send nothing, so ranks
+    # need not run equally many of them: generated texts differ in length.
+    sends_nothing: bool = False
+    _accumulation: int | None = None  # that the last forward pass began or continued
+    _has_evaluated: bool = False
 
     def begin_forward_pass(self) -> None:
         """Begin a forward pass: what was reduced before it is a step by now, unless it was undone."""
         self.optimizer_steps += self.is_step_complete
         self.is_step_complete = False
+        # Between the micro-batches of one training step nothing is looked at again.
+        accumulation = self.accumulations if torch.is_grad_enabled() and self.is_accumulating else None
+        if accumulation is None or accumulation != self._accumulation:
+            self.forward_pass += 1
+        self._accumulation = accumulation
+        evaluates = self.is_resident and not torch.is_grad_enabled()
+        self.sends_nothing = evaluates and self._has_evaluated
+        self._has_evaluated = evaluates
+
+    def set_resident(self, is_resident: bool) -> None:
+        """Set whether gathered weights stay. The ranks agree in the next pass that nothing has changed unseen."""
+        self.is_resident, self.sends_nothing, self._has_evaluated = is_resident, False, False
 
     def undo_step(self) -> None:
         """Drop the gradients since the last optimizer step."""
         self.is_accumulating = self.is_step_complete = False
 
-    def begin(self, is_last: bool) -> None:
+    def set_is_last(self, is_last: bool) -> None:
         """Set whether the next or current backward pass is the step's last."""
         if not is_last and (self.is_last or not self.is_accumulating):
             self.accumulations, self.is_accumulating = self.accumulations + 1, True
         self.is_last = is_last
 
-    def reduced(self) -> None:
+    def mark_reduced(self) -> None:
         """Note that gradients were reduced; those of the last micro-batch end the accumulation."""
         self.is_accumulating &= not self.is_last
         self.is_step_complete |= self.is_last
@@ -141,7 +161,7 @@ class ErrorMonitor:
         sums = torch.stack([first, second])
         self._sums[key] = self._sums[key] + sums if key in self._sums else sums
 
-    def take(
+    def gather(
         self,
         groups: Mapping[str, dist.ProcessGroup],
         pipeline: dist.ProcessGroup | None = None,
@@ -196,6 +216,7 @@ class Shared:
     """The settings, and what all collectives of a model count and go by."""
 
     config: ZeroPPConfig
+    waits: Waits
     traffic: Traffic = field(default_factory=Traffic)
     monitor: ErrorMonitor = field(default_factory=ErrorMonitor)
     position: StepPosition = field(default_factory=StepPosition)

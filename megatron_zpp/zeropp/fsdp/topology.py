@@ -17,12 +17,21 @@ _SUBGROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.Proc
 
 
 @dataclass(frozen=True)
-class RankLayout:
-    """One data-parallel rank among the N nodes of P ranks."""
+class Topology:
+    """The two levels of one FSDP process group, as this rank sees them.
+
+    ``intra_group`` holds the P ranks of this node, ``inter_group`` the N ranks with this local rank p, in node order.
+    ``reduce_group`` holds the ranks of ``intra_group`` again. With NCCL it is a second communicator, so that a layer's
+    gather does not wait for another layer's reduction; so is ``inter_group`` where it holds all ranks of ``group``.
+    """
 
     num_nodes: int  # N
     ranks_per_node: int  # P
     rank: int
+    group: dist.ProcessGroup
+    intra_group: dist.ProcessGroup
+    inter_group: dist.ProcessGroup
+    reduce_group: dist.ProcessGroup
 
     @property
     def world_size(self) -> int:
@@ -37,21 +46,6 @@ class RankLayout:
     def local_rank(self) -> int:
         """p of this rank."""
         return self.rank % self.ranks_per_node
-
-
-@dataclass(frozen=True)
-class Topology(RankLayout):
-    """The two levels of one FSDP process group, as this rank sees them.
-
-    ``intra_group`` holds the P ranks of this node, ``inter_group`` the N ranks with this local rank p, in node order.
-    ``reduce_group`` holds the ranks of ``intra_group`` again. With NCCL it is a second communicator, so that a layer's
-    gather does not wait for another layer's reduction; so is ``inter_group`` where it holds all ranks of ``group``.
-    """
-
-    group: dist.ProcessGroup
-    intra_group: dist.ProcessGroup
-    inter_group: dist.ProcessGroup
-    reduce_group: dist.ProcessGroup
 
 
 def process_rank() -> int:

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from .unit import Unit
-
 
 def new_stream(device: torch.device) -> torch.Stream:
     """Make a stream for gathers. Its kernels go before those that compute, as on FSDP2's streams."""
@@ -47,11 +45,11 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def refuse_capture(unit: Unit) -> None:
+def refuse_capture(device: torch.device, label: str) -> None:
     """Raise RuntimeError while a CUDA graph is captured: it would replay what was decided then, for ever."""
-    if is_capturing(unit.device):
+    if is_capturing(device):
         raise RuntimeError(
-            f"{unit.label} cannot be gathered or reduced in a CUDA graph: ZeRO++ decides again at every step what to "
+            f"{label} cannot be gathered or reduced in a CUDA graph: ZeRO++ decides again at every step what to "
             "send. Capture parts of the model without fully_shard, or train without CUDA graphs"
         )
 
@@ -71,12 +69,12 @@ class Waits:
         self._stalls: list[Interval] = []  # of the stream that computes
 
     @contextmanager
-    def collective(self, name: str, unit: Unit, *, crosses_nodes: bool) -> Iterator[None]:
-        """Time a wait for one of the unit's collectives. A ring through all ranks is as fast as its slowest link."""
+    def collective(self, name: str, unit: str, *, crosses_nodes: bool) -> Iterator[None]:
+        """Time a wait for a collective of ``unit``. A ring through all ranks is as fast as its slowest link."""
         intervals, link = self._within_nodes, "within nodes"
         if crosses_nodes:
             intervals, link = self._between_nodes, "between nodes"
-        with record_function(f"{name} {link}: {unit.label}") if self.are_named else nullcontext():
+        with record_function(f"{name} {link}: {unit}") if self.are_named else nullcontext():
             now = self._event if self.device.type == "cuda" else time.perf_counter
             begin = now() if self._is_recording else None
             yield

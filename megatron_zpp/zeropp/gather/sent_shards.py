@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager, _CoalescingManager
 
 from ..fsdp.collectives import all_gather
+from ..fsdp.formats import UnitPart
 from ..fsdp.fsdp_unit import FSDPUnit
-from ..fsdp.shared import Traffic
+from ..fsdp.shared import Shared
 from ..fsdp.topology import Topology
-from ..fsdp.unit import UnitPart
 from ..wire.format import WireFormat
 from ..wire.moves import Moves
 
@@ -32,8 +32,8 @@ class SentShard:
     part: UnitPart
     format: WireFormat
     encoded: Tensor | Moves  # this rank's wire buffer uint8 [n], or moves of its codes in the secondary partition
-    version: int  # of the encoder, before this shard was sent
-    state: dict[str, Tensor]  # of the gather, at that time
+    version: int  # of the weights, before this shard was sent
+    was_current: bool  # whether nothing had changed then
     work: dist.Work | _CoalescingManager | None = None  # None: it is not sent yet
 
     @property
@@ -47,12 +47,12 @@ class SentShard:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def send(shards: Sequence[SentShard], traffic: Traffic) -> None:
+def send(shards: Sequence[SentShard], shared: Shared) -> None:
     """Start sending encoded shards between nodes, in the order of the pass that waits for them."""
     by_topology: dict[Topology, list[SentShard]] = {}
     for shard in shards:
         by_topology.setdefault(shard.unit.topology, []).append(shard)
-    nbytes = _bytes_of(by_topology, traffic)
+    nbytes = _bytes_of(by_topology, shared)
     for topology, members in by_topology.items():
         for batch in _batches(members, nbytes):
             wires = [of.encoded.write(nbytes[of]) if isinstance(of.encoded, Moves) else of.encoded for of in batch]
@@ -61,7 +61,7 @@ def send(shards: Sequence[SentShard], traffic: Traffic) -> None:
                 shard.start(wire, arriving, work)
 
 
-def _bytes_of(by_topology: Mapping[Topology, Sequence[SentShard]], traffic: Traffic) -> dict[SentShard, int]:
+def _bytes_of(by_topology: Mapping[Topology, Sequence[SentShard]], shared: Shared) -> dict[SentShard, int]:
     """Return the bytes of each shard. Moves have as many as they need: the longest of the N ranks' rules.
 
     The sizes of all are exchanged at once, and read at once by the host, which waits for them.
@@ -72,10 +72,10 @@ def _bytes_of(by_topology: Mapping[Topology, Sequence[SentShard]], traffic: Traf
         measured = {shard: shard.encoded.num_bytes for shard in shards if isinstance(shard.encoded, Moves)}
         if measured:
             sizes = torch.cat([*measured.values()]).int()
-            with shards[0].unit.waits.collective("sizes of moves", shards[0].unit, crosses_nodes=True):
+            with shared.waits.collective("sizes of moves", shards[0].unit.label, crosses_nodes=True):
                 most.append(gather_wires(sizes.view(torch.uint8), topology.inter_group).view(torch.int32).amax(0))
             moves += measured
-            traffic.add(inter_node=(topology.num_nodes - 1) * sizes.nbytes, stays=True)
+            shared.traffic.add(inter_node=(topology.num_nodes - 1) * sizes.nbytes, stays=True)
     if most:
         nbytes |= dict(zip(moves, torch.cat(most).tolist(), strict=True))
     return nbytes

@@ -5,16 +5,16 @@ Autograd's version counters do not see them, so shards are compared with checksu
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..fsdp.collectives import count_all_reduce
+from ..fsdp.formats import UnitPart
 from ..fsdp.fsdp_unit import FSDPUnit
-from ..fsdp.shared import StepPosition, Traffic
-from ..fsdp.topology import Topology
-from ..fsdp.unit import Unit, UnitPart
+from ..fsdp.shared import Shared
 
 WORD_BYTES = 8
 CHECKSUM_KEYS = ("checksum", "frozen_checksum")  # of a unit's parts, which are one or two
@@ -40,11 +40,11 @@ def checksum(shard: Tensor) -> Tensor:
 
 def checksums(shard: Tensor, parts: Iterable[UnitPart]) -> dict[tuple[int, ...], Tensor]:
     """Return the checksums of these parts of a unit's shard [L], by their indices."""
-    return {part.indices: checksum(part.take(shard)) for part in parts}
+    return {part.indices: checksum(part.select(shard)) for part in parts}
 
 
 def state_of_changes(
-    unit: Unit, known: Mapping[tuple[int, ...], Tensor], unsent: Collection[int], dtype: torch.dtype
+    unit: FSDPUnit, known: Mapping[tuple[int, ...], Tensor], unsent: Collection[int], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Return what a resumed run must know: which parameters are yet to be sent, and checksums of the others.
 
@@ -62,7 +62,7 @@ def state_of_changes(
     return state
 
 
-def load_changes(unit: Unit, state: Mapping[str, Tensor]) -> dict[tuple[int, ...], Tensor]:
+def load_changes(unit: FSDPUnit, state: Mapping[str, Tensor]) -> dict[tuple[int, ...], Tensor]:
     """Return the checksums that ``state_of_changes`` saved, of parts that were sent."""
     if "unsent" in state:
         unsent = set(state["unsent"].nonzero().flatten().tolist())
@@ -75,36 +75,7 @@ def load_changes(unit: Unit, state: Mapping[str, Tensor]) -> dict[tuple[int, ...
     }
 
 
-class Passes:
-    """Tells one forward pass of the model from the next, and from passes that continue a gradient accumulation."""
-
-    def __init__(self, position: StepPosition) -> None:
-        self.position = position
-        self.known: set[Unit] = set()  # units whose parameters were looked at, or gathered, in this pass
-        self._accumulation: int | None = None
-        self.is_resident = False  # inside ``resident_weights``: what is gathered stays for the next passes
-        # Whether this pass follows one of its kind there, both without gradients. Such passes send nothing, so ranks
-        # need not run equally many of them: generated texts differ in length.
-        self.sends_nothing = False
-        self._has_evaluated = False
-
-    def set_resident(self, is_resident: bool) -> None:
-        """Set whether gathered weights stay. The ranks agree in the next pass that nothing has changed unseen."""
-        self.is_resident, self.sends_nothing, self._has_evaluated = is_resident, False, False
-
-    def begin(self) -> None:
-        """Begin a forward pass. Between the micro-batches of one training step nothing is looked at again."""
-        self.position.begin_forward_pass()
-        accumulates = torch.is_grad_enabled() and self.position.is_accumulating
-        accumulation = self.position.accumulations if accumulates else None
-        if accumulation is None or accumulation != self._accumulation:
-            self.known.clear()
-        self._accumulation = accumulation
-        evaluates = self.is_resident and not torch.is_grad_enabled()
-        self.sends_nothing = evaluates and self._has_evaluated
-        self._has_evaluated = evaluates
-
-
+@dataclass(frozen=True)
 class UnseenChanges:
     """Finds unseen changes in the units of one process group. A change on one rank counts on all.
 
@@ -113,17 +84,17 @@ class UnseenChanges:
     program does, so all ranks of the group look together.
     """
 
-    def __init__(self, topology: Topology, passes: Passes, traffic: Traffic) -> None:
-        self.topology, self.passes, self.traffic = topology, passes, traffic
-        self.units: list[FSDPUnit] = []
+    units: Sequence[FSDPUnit]
+    shared: Shared
 
     def look_for(self, unit: FSDPUnit) -> None:
         """Mark ``unit``, which is about to be gathered, if it changed; in a forward pass also the other units."""
-        known = self.passes.known
-        if unit.is_in_backward or (unit in known and unit.is_in_forward) or not unit.unchanged_parts():
+        forward_pass = self.shared.position.forward_pass
+        is_known = unit.known_in == forward_pass
+        if unit.is_in_backward or (is_known and unit.is_in_forward) or not unit.unchanged_parts():
             return
         if unit.is_in_forward:
-            self._look_at([other for other in self.units if other.is_sharded and other not in known])
+            self._look_at([other for other in self.units if other.is_sharded and other.known_in != forward_pass])
         else:
             self._look_at([unit])  # ``unshard()`` by hand
 
@@ -132,7 +103,7 @@ class UnseenChanges:
         # Like the gather, this runs after whatever wrote the parameters and before the next write: FSDP2's streams wait
         # for the program's when a pass begins, and the program's for each gather.
         if part.is_whole:
-            self.passes.known.add(unit)
+            unit.known_in = self.shared.position.forward_pass
             unit.checksums.clear()
         unit.checksums |= checksums(shard, unit.parts if part.is_whole else (part,))
 
@@ -140,19 +111,20 @@ class UnseenChanges:
         units = [unit for unit in units if unit.unchanged_parts() and unit.checksums]
         if not units:
             return
-        self.passes.known.update(units)
+        for unit in units:
+            unit.known_in = self.shared.position.forward_pass
         flags = torch.stack([_has_changed(unit) for unit in units]).int()
-        if self.passes.sends_nothing:
+        if self.shared.position.sends_nothing:
             refuse_changes([unit for unit, changed in zip(units, flags.tolist(), strict=True) if changed])
             return
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.topology.group)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=units[0].topology.group)
         for unit, changed in zip(units, flags.tolist(), strict=True):
-            count_all_reduce(self.traffic, self.topology, flags.itemsize)
+            count_all_reduce(self.shared.traffic, unit.topology, flags.itemsize)
             if changed:
                 unit.mark_changed()
 
 
-def refuse_changes(units: Sequence[Unit]) -> None:
+def refuse_changes(units: Sequence[FSDPUnit]) -> None:
     """Raise RuntimeError for units that changed unseen, in a pass in which ranks cannot agree to gather them again."""
     if units:
         raise RuntimeError(

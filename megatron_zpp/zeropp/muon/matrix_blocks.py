@@ -22,7 +22,7 @@ from torch import Tensor
 from ..config import SUPPORTED_BITS
 from ..fsdp.collectives import all_gather
 from ..fsdp.shared import Traffic
-from ..fsdp.topology import RankLayout, Topology
+from ..fsdp.topology import Topology
 from ..wire.format import WireFormat, wire_format
 from ..wire.layout import ParameterShard, rows_per_rank
 
@@ -86,7 +86,7 @@ class MatrixPlan:
     In what is sent, matrices are in the order of their owners, and every rank has c rows of each: the last are padded.
     """
 
-    def __init__(self, shapes: Sequence[torch.Size], layout: RankLayout) -> None:
+    def __init__(self, shapes: Sequence[torch.Size], layout: Topology) -> None:
         self.shapes, self.layout = shapes, layout
         owners = _owners(shapes, layout.ranks_per_node)
         self.order = sorted(range(len(shapes)), key=lambda i: owners[i])  # of the matrices in what is sent

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,18 +19,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..fsdp.collectives import count_all_reduce
-from ..fsdp.fsdp_unit import DefaultAllocMixin, FSDPUnit, ReduceScatter, backward_pass, call_after_backward
-from ..fsdp.shared import Shared, Traffic
+from ..fsdp.formats import Formats, UnitPart
+from ..fsdp.fsdp_unit import FSDPUnit, GradientReduction, backward_pass, call_after_backward, complete_gradients
+from ..fsdp.shared import Shared, Traffic, below
 from ..fsdp.topology import Topology
-from ..fsdp.unit import UnitPart
 from ..fsdp.waits import current_stream, on_stream, refuse_capture
-from .gradient_hops import GradientHop, GradientHops
-from .gradient_sum import GradientSum
+from ..wire.format import GradientSum, WireFormat
+from ..wire.quantization import mix_seed
+from ..wire.scales import ElementScales
+from .loco import ErrorFeedback, NodeSum
 
 logger = logging.getLogger(__name__)
 
 
-class HierarchicalReduceScatter(DefaultAllocMixin, ReduceScatter):
+class HierarchicalReduceScatter(GradientReduction):
     """qgZ (ZeRO++ section 3.3) in two hops, both accumulated in fp32.
 
     Each micro-batch, an all-to-all within the node adds up the node's gradients for the N shards of this local rank p,
@@ -41,30 +45,53 @@ class HierarchicalReduceScatter(DefaultAllocMixin, ReduceScatter):
     """
 
     def __init__(self, unit: FSDPUnit, shared: Shared, unused_parameters: UnusedParameters | None = None) -> None:
-        self.unit, self.position, self.unused_parameters = unit, shared.position, unused_parameters
+        self.unit, self.shared, self.unused_parameters = unit, shared, unused_parameters
+        config, num_nodes, ranks_per_node = shared.config, unit.topology.num_nodes, unit.topology.ranks_per_node
+        self.formats = Formats(config, num_nodes)
+        # On one rank nothing is rounded.
+        kept_as = config if unit.topology.world_size > 1 else replace(config, gradient_sum_dtype="fp32")
+        self.node_sum = NodeSum(unit, Formats(kept_as, num_nodes))
+        # A hop of one rank is None.
+        self.within_node = (
+            GradientHop("intra", (ranks_per_node, num_nodes), unit, shared) if ranks_per_node > 1 else None
+        )
+        self.between_nodes = GradientHop("inter", (num_nodes,), unit, shared) if num_nodes > 1 else None
+        self.hops = [hop for hop in (self.within_node, self.between_nodes) if hop is not None]
+        self.steps = 0  # reductions between nodes
+        self.micro_batches = 0  # of this step, whose sum is kept
+        # Indices of the parameters whose gradients the last reduction, or the one that runs, takes.
+        self._reduced: tuple[int, ...] = ()
+        self._begun_at = 0  # the unit's optimizer steps when this step's first micro-batch came
         self._last_reduction: tuple[int, int] | None = None  # its backward pass, and optimizer steps until then
-        self.hops = GradientHops(unit, unit.topology, shared)
+        self._specified: tuple[UnitPart, torch.dtype, float] | None = None  # what formats were set for
+        self._rotation: WireFormat | None = None  # whose quantized parameters are rotated
+
+    def before_reduction(self) -> None:
+        """Note which parameters a backward pass used, and which FSDP2 is about to reduce."""
+        used, self._reduced = complete_gradients(self.unit, self._reduced if self.unit.holds_gradients else ())
+        if self.unused_parameters is not None:
+            self.unused_parameters.note_use(self.unit, used)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        refuse_capture(self.unit)
-        topology, hops = self.unit.topology, self.hops
-        self.position.begin(self.unit.is_last_backward)
-        self.position.reduced()
-        continues = self._continues()
-        part = self.unit.part(self.unit.reduced)
-        gradients = hops.begin(
-            part, input_tensor.view(topology.num_nodes, topology.ranks_per_node, output_tensor.numel()), continues
+        refuse_capture(self.unit.device, self.unit.label)
+        topology, position = self.unit.topology, self.shared.position
+        position.set_is_last(self.unit.is_last_backward)
+        position.mark_reduced()
+        part = self.unit.part(self._reduced)
+        gradients = self._begin(
+            part, input_tensor.view(topology.num_nodes, topology.ranks_per_node, output_tensor.numel())
         )
-        timer = self.unit.waits.collective("reduce", self.unit, crosses_nodes=False)
-        node_sum = start_exchange(gradients, hops.within_node, topology.reduce_group, timer).wait()  # [N, L]
-        if not self.position.is_last:
-            hops.keep(node_sum)
+        timer = self.shared.waits.collective("reduce", self.unit.label, crosses_nodes=False)
+        node_sum = start_exchange(gradients, self.within_node, topology.reduce_group, timer).wait()  # [N, L]
+        if not position.is_last:
+            self._keep(node_sum)
             output_tensor.zero_()
             return None
-        in_flight = start_exchange(hops.with_kept(node_sum), hops.between_nodes, topology.inter_group)
-        hops.sent()
+        in_flight = start_exchange(self.node_sum.plus(node_sum), self.between_nodes, topology.inter_group)
+        self._drop_kept()  # it has now been sent
+        self.steps += 1
         if self.unit.is_read_in_backward:
             output_tensor.copy_(self._total(in_flight, op))
         else:
@@ -80,27 +107,75 @@ class HierarchicalReduceScatter(DefaultAllocMixin, ReduceScatter):
         self.unit.mark_reduced(part.indices)
         return None
 
+    def _begin(self, part: UnitPart, gradients: Tensor) -> GradientSum:
+        """Begin with a part's gradients [N, P, L]: return them as [P, N, L], a piece per rank of the node, rotated."""
+        continues = self._continues()
+        if self.node_sum.kept is None:
+            if not continues:
+                self._begun_at = self.unit.optimizer_steps
+            for hop in self.hops:
+                hop.begin_step(continues)
+        self.node_sum.set_part(part)
+        # Formats stay until parameters are frozen or unfrozen, the model is cast, or a warm-up of bits ends.
+        warms_up = self.shared.config.gradient_bits_warmup is not None
+        specified = part, gradients.dtype, self.shared.position.optimizer_steps if warms_up else math.inf
+        if specified != self._specified:
+            self._specify(*specified)
+        for hop in self.hops:
+            hop.steps, hop.micro_batches = self.steps, self.micro_batches
+        # Sums of rotated gradients are rotated sums: rotate once before both hops and back once after them.
+        if self._rotation is not None:
+            gradients = self._rotation.rotate(gradients)
+        return GradientSum(gradients.transpose(0, 1))
+
+    def _specify(self, part: UnitPart, dtype: torch.dtype, step: float) -> None:
+        self._specified = part, dtype, step
+        if self.within_node is not None:
+            self.within_node.format = self.formats.gradients_within_node(part, dtype)
+        if self.between_nodes is not None:
+            self.between_nodes.format = self.formats.gradients_between_nodes(part, dtype, step)
+        self._rotation = self.formats.rotation(part, dtype)
+
+    def _keep(self, arrived: GradientSum) -> None:
+        """Keep the node's sum [N, L] of this micro-batch for the step's last one."""
+        noise_seed, config = None, self.shared.config
+        if config.gradient_sum_dtype != "fp32":
+            draw = (self.unit.name, self.unit.topology.rank, self.steps, self.micro_batches)
+            noise_seed = mix_seed(config.seed, "sums", *draw)
+        self.node_sum.add(arrived, noise_seed)
+        self.unit.holds_gradients = True
+        self.micro_batches += 1
+
+    def _drop_kept(self) -> None:
+        self.node_sum.drop()
+        self.unit.holds_gradients, self.micro_batches = False, 0
+
     def _total(self, in_flight: Exchange, op: Any) -> Tensor:
-        """Return the sum over all ranks and micro-batches fp32 [L], scaled as FSDP2 asks."""
-        with self.unit.waits.collective("reduce", self.unit, crosses_nodes=True):
+        """Return the sum [L] over all ranks and micro-batches, in fp32, rotated back and scaled as FSDP2 asks."""
+        with self.shared.waits.collective("reduce", self.unit.label, crosses_nodes=True):
             arrived = in_flight.wait()
-        return scaled_as(op, self.hops.finish(arrived, in_flight.sent), self.unit.topology.group.size())
+        total = arrived.compute()
+        if self.between_nodes is not None and in_flight.sent is not None:
+            self.between_nodes.update_scales(in_flight.sent, arrived)
+        if self._rotation is not None:
+            total = self._rotation.rotate(total)
+        return scaled_as(op, total, self.unit.topology.group.size())
 
     @torch.no_grad()
     def _finish(
         self, in_flight: Exchange, part: UnitPart, op: Any, divisor: float | None, stream: torch.Stream
     ) -> None:
         """Wait, and add the total, divided by ``divisor``, to the gradients of ``part``."""
-        with self.unit.waits.stall(), on_stream(stream, self.unit.device):
+        with self.shared.waits.stall(), on_stream(stream, self.unit.device):
             total = self._total(in_flight, op)
             self.unit.add_gradient(part, total if divisor is None else total.div_(divisor))
         self.unit.holds_gradients = False
         if self.unused_parameters is not None:
-            self.unused_parameters.arrived()
+            self.unused_parameters.after_reduction()
 
     def _continues(self) -> bool:
         """Return whether gradients crossed nodes since the last optimizer step; warn once if in another pass."""
-        if not self.position.is_last:
+        if not self.shared.position.is_last:
             return False
         now = backward_pass(), self.unit.optimizer_steps
         before, self._last_reduction = self._last_reduction, now
@@ -109,9 +184,34 @@ class HierarchicalReduceScatter(DefaultAllocMixin, ReduceScatter):
         has_hooks = now[1] > 0  # else optimizers may have stepped unseen
         is_same_pass = before[0] == now[0]
         accumulates = not is_same_pass and any(p.grad is not None for p in self.unit.parameters)
-        if accumulates and self.hops.node_sum.kept is None:
+        if accumulates and self.node_sum.kept is None:
             warn_of_accumulation()
         return has_hooks and (is_same_pass or accumulates)
+
+    def undo_step(self) -> None:
+        self._drop_kept()
+        if not self.unit.has_stepped_since(self._begun_at):  # no optimizer has used these gradients
+            for hop in self.hops:
+                hop.undo_step()
+
+    def rescale_errors(self, factor: float) -> None:
+        for hop in self.hops:
+            if hop.feedback is not None:
+                hop.feedback.rescale(factor)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        state = {key: value for hop in self.hops for key, value in hop.state_dict().items()}
+        config = self.shared.config
+        if config.gradient_rounding == "stochastic" or config.gradient_sum_dtype != "fp32":
+            state["steps"] = torch.tensor(self.steps)
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self._drop_kept()
+        if "steps" in state:
+            self.steps = int(state["steps"])
+        for hop in self.hops:
+            hop.load_state_dict(state)
 
 
 class UnusedParameters:
@@ -124,15 +224,29 @@ class UnusedParameters:
     def __init__(self, topology: Topology, units: Sequence[FSDPUnit], traffic: Traffic) -> None:
         self.topology, self.units, self.traffic = topology, units, traffic
         self._drops_in = -1  # the backward pass at whose end unused parameters lose their gradient
+        # In this step so far, by unit and index: parameters that got a gradient, and those that had none when it began.
+        self._used: dict[FSDPUnit, set[int]] = {}
+        self._without_gradient: dict[FSDPUnit, set[int]] = {}
 
-    def arrived(self) -> None:
+    def note_use(self, unit: FSDPUnit, used: set[int]) -> None:
+        """Note which of the unit's parameters, by index, a backward pass used, before it is reduced."""
+        if unit not in self._used:
+            self._used[unit] = set()
+            self._without_gradient[unit] = {i for i, p in enumerate(unit.parameters) if p.grad is None}
+        self._used[unit] |= used
+
+    def forget_use(self) -> None:
+        """Begin another step."""
+        self._used, self._without_gradient = {}, {}
+
+    def after_reduction(self) -> None:
         """Note that a unit's last gradients of a step are in ``.grad``. All units' have left before the first ones."""
         if self._drops_in != backward_pass():
             self._drops_in = backward_pass()
             call_after_backward(self._drop_unused)  # when the others, which were queued before, have arrived
 
     def _drop_unused(self) -> None:
-        used = [used for unit in self.units for used in unit.use()]
+        used = [used for unit in self.units for used in self._use(unit)]
         flags = torch.ones(len(used), dtype=torch.uint8, device=self.units[0].device)
         if not all(used):  # only this rank's host waits: for the copy, and below for the result
             flags.copy_(torch.tensor(used))
@@ -143,8 +257,12 @@ class UnusedParameters:
             for parameter, used_by_any_rank in zip(parameters, flags.tolist(), strict=True):
                 if not used_by_any_rank:
                     parameter.grad = None
-        for unit in self.units:
-            unit.forget_use()
+        self.forget_use()
+
+    def _use(self, unit: FSDPUnit) -> list[bool]:
+        """Return whether this step used each parameter; True for those with no gradient, or with an older one."""
+        unused = self._without_gradient.get(unit, set()) - self._used.get(unit, set())
+        return [i not in unused or parameter.grad is None for i, parameter in enumerate(unit.parameters)]
 
 
 @functools.cache  # once
@@ -154,6 +272,115 @@ def warn_of_accumulation() -> None:
         "model.set_is_last_backward(False) or set_requires_gradient_sync(False) before all of a step's backward passes "
         "but the last, and they cross once"
     )
+
+
+@dataclass(eq=False)
+class GradientHop:
+    """What one rank sends and receives among the G ranks of a hop: its node's P, or the N with its local rank."""
+
+    name: str  # "intra" or "inter" nodes
+    rows: tuple[int, ...]  # of what is sent, without L: (P, N) or (N,)
+    unit: FSDPUnit
+    shared: Shared
+    steps: int = field(default=0, init=False)  # that this unit's gradients have crossed nodes before this reduction
+    micro_batches: int = field(default=0, init=False)  # of this step that were reduced before this one
+    feedback: ErrorFeedback | None = field(default=None, init=False)  # LoCo's
+    element_scales: ElementScales | None = field(default=None, init=False)
+    format: WireFormat | None = field(default=None, init=False)  # of this reduction
+
+    def __post_init__(self) -> None:
+        self.config, loco = self.shared.config, self.shared.config.loco
+        if loco is not None and (self.name == "inter" or loco.hops == "both"):
+            self.feedback = ErrorFeedback(loco)
+        if self.config.gradient_element_scales and self.name == "inter":
+            self.element_scales = ElementScales()
+
+    def encode_pieces(self, gradients: GradientSum) -> Tensor:
+        """Encode gradients [G, ..., L], a piece for each rank of the hop, with LoCo: uint8 [G, ..., nbytes]."""
+        assert self.format is not None
+        format, scales = self.format, self.element_scales
+        exponents = scales.of_sent(format) if scales is not None else None
+        noise_seed = None
+        if self.config.gradient_rounding == "stochastic":
+            draw = (self.name, self.unit.name, self.unit.topology.rank, self.steps, self.micro_batches)
+            noise_seed = mix_seed(self.config.seed, "gradients", *draw)
+        is_sampled = self.shared.monitor.is_due(self.steps)
+        if is_sampled:
+            gradients = gradients.computed()  # to compare with what arrives
+        error = self.feedback.error if self.feedback is not None else None  # what is added to these gradients
+        if self.feedback is not None:
+            # The hop between nodes runs once per step, that within a node once per micro-batch.
+            wires = self.feedback.encode(gradients, format, noise_seed, self.shared.position.is_last, exponents)
+        else:
+            wires = gradients.encode(format, noise_seed, exponents=exponents)
+        if is_sampled:
+            self._sample(gradients.parts, wires, exponents, error)
+        sent = wires.nbytes - wires[0].nbytes  # this rank keeps one piece
+        if self.name == "intra":
+            self.shared.traffic.add(intra_node=sent)
+        else:
+            self.shared.traffic.add(inter_node=sent)
+        return wires
+
+    def sum_of(self, wires: Tensor) -> GradientSum:
+        """Return the sum [..., L] of what the G ranks send here, uint8 [G, ..., nbytes], which may arrive later."""
+        assert self.format is not None  # GradientSum would take None for parts that are numbers
+        exponents = self.element_scales.of_received() if self.element_scales is not None else None
+        return GradientSum(wires, self.format, exponents=exponents)
+
+    def update_scales(self, sent: Tensor, received: GradientSum) -> None:
+        """Let element scales learn from what arrived: ``sent`` by this rank, ``received`` from all."""
+        assert self.format is not None
+        if self.element_scales is not None:
+            self.element_scales.observe(self.format, sent, received.parts)
+
+    def begin_step(self, continues: bool) -> None:
+        """Begin an optimizer step, to which ``undo_step`` returns; ``continues``: LoCo's began with other gradients."""
+        if self.feedback is not None and not continues:
+            self.feedback.begin_step()
+        if self.element_scales is not None:
+            self.element_scales.begin_step()
+
+    def undo_step(self) -> None:
+        """Restore what the gradients since ``begin_step`` changed."""
+        if self.feedback is not None:
+            self.feedback.undo_step()
+        if self.element_scales is not None:
+            self.element_scales.undo_step()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        # The same keys and shapes from the start: what is not there yet is zeros.
+        part, state = self.unit.trainable, dict[str, Tensor]()
+        zeros = partial(torch.zeros, dtype=torch.uint8, device=self.unit.device)
+        if self.feedback is not None:
+            kept = self.feedback.state_dict()
+            if "error" not in kept:
+                format = self.feedback.format(part.parameters, self.config.gradient_block_size)
+                kept["error"] = zeros(*self.rows, format.nbytes)
+            state |= {f"{self.name}.{key}": value for key, value in kept.items()}
+        if self.element_scales is not None:
+            kept = self.element_scales.state_dict()
+            if "exponents" not in kept:
+                kept["exponents"] = zeros(2, *self.rows, part.numel)
+            state |= {f"element_scales.{key}": value for key, value in kept.items()}
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for prefix, part in ((f"{self.name}.", self.feedback), ("element_scales.", self.element_scales)):
+            if part is not None:
+                kept = below(state, prefix)
+                part.load_state_dict({key: value.to(self.unit.device) for key, value in kept.items()})
+
+    def _sample(self, pieces: Tensor, wires: Tensor, exponents: Tensor | None, error: Tensor | None) -> None:
+        assert self.format is not None
+        scales = exponents.unsqueeze(0) if exponents is not None else None
+        arrived = GradientSum(wires.unsqueeze(0), self.format, exponents=scales).compute()
+        what, unit = f"gradients/{self.name}", self.unit.name
+        self.shared.monitor.record(what, unit, pieces, arrived)
+        self.shared.monitor.record_codes(what, unit, self.format, wires)
+        if self.feedback is not None:
+            old = self.feedback.decode(error) if error is not None else arrived.new_zeros(())
+            self.shared.monitor.record_error_state(what, unit, pieces, old)
 
 
 @dataclass(frozen=True)
@@ -182,7 +409,7 @@ def start_exchange(
     """
     if hop is None:
         return Exchange(gradients.only_piece(), None, None)
-    wires = hop.encode(gradients)
+    wires = hop.encode_pieces(gradients)
     received = torch.empty_like(wires)
     with timer or nullcontext():
         work = dist.all_to_all_single(received, wires, group=group, async_op=timer is None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -136,6 +137,64 @@ class WireFormat(WireLayout):
         """Return whether the operators take wires of this format together with numbers in ``dtype`` and an addend."""
         types, has_operators = kernels.TYPES, self.is_compiled and kernels.why_not_on(device) is None
         return has_operators and dtype in types and (addend is None or addend.dtype in types)
+
+
+@dataclass(frozen=True)
+class GradientSum:
+    """Gradients [..., L]: those of one rank, or the sum of what G ranks sent; and ``plus``, if there is any.
+
+    parts: [..., L] of any float type; with a ``format`` uint8 [G, ..., nbytes] in it.
+    """
+
+    parts: Tensor
+    format: WireFormat | None = None
+    plus: Tensor | None = None  # fp32 [..., L]
+    exponents: Tensor | None = None  # uint8 [G, ..., L], of the scales that multiply what each rank sent (scales.py)
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts.device
+
+    @property
+    def rows(self) -> torch.Size:
+        """The shape without L."""
+        return self.parts.shape[:-1] if self.format is None else self.parts.shape[1:-1]
+
+    def only_piece(self) -> GradientSum:
+        """Return [..., L] of [1, ..., L]."""
+        assert self.exponents is None  # one piece is not sent, and has no scales
+        parts = self.parts[0] if self.format is None else self.parts[:, 0]
+        return replace(self, parts=parts, plus=self.plus[0] if self.plus is not None else None)
+
+    def compute(self) -> Tensor:
+        """Add up in fp32, in rank order: [..., L], in the memory of ``plus`` if there is any."""
+        if self.format is None:
+            return self.parts.to(torch.float32, copy=True) if self.plus is None else self.plus.add_(self.parts)
+        out = self.plus
+        if out is None:
+            out = torch.empty(*self.parts.shape[1:-1], self.format.numel, device=self.parts.device)
+        return self.format.decode_sum(self.parts, out, accumulate=self.plus is not None, exponents=self.exponents)
+
+    def computed(self) -> GradientSum:
+        """Return the same gradients with nothing left to add up."""
+        is_sum = self.format is not None or self.plus is not None
+        return GradientSum(self.compute()) if is_sum else self
+
+    def encode(
+        self,
+        format: WireFormat,
+        noise_seed: int | None,
+        compensation: Compensation | None = None,
+        exponents: Tensor | None = None,
+    ) -> Tensor:
+        """Add up and encode: uint8 [..., nbytes]. exponents: uint8 [..., L], of the scales that divide the sum."""
+        plus = self.plus
+        if self.format is None:
+            return format.encode(self.parts, noise_seed, plus=plus, compensation=compensation, exponents=exponents)
+        assert self.exponents is None  # scaled gradients are decoded, not sent again
+        return format.encode_sum(
+            self.parts, self.format, noise_seed, plus=plus, compensation=compensation, exponents=exponents
+        )
 
 
 def _arguments(compensation: Compensation | None) -> tuple[Tensor | None, Tensor | None, list[int], float, float]:

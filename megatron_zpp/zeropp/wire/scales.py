@@ -56,7 +56,7 @@ class ElementScales:
         """Return the exponents of the pieces [N, L] that N ranks send, uint8 [N, L]; None = all 0."""
         return self.exponents[1] if self.exponents is not None else None
 
-    def arrived(self, format: WireFormat, sent: Tensor, received: Tensor) -> None:
+    def observe(self, format: WireFormat, sent: Tensor, received: Tensor) -> None:
         """Say that these wire buffers, uint8 [N, nbytes], were sent and have arrived."""
         self.sent_wires.append((format, torch.stack([sent, received])))
 
