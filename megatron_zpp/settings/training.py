@@ -79,6 +79,14 @@ class TrainingSettings:
         False, "choose torch's deterministic algorithms, for the same numbers in each run; slower on GPUs"
     )
     skip_train: bool = flag(False, "only evaluate")
+    config: tuple[str, ...] | None = flag(
+        None,
+        "TOML or YAML files with settings by the names of their flags; the last one and the command line win",
+        aliases=("--yaml-cfg",),
+        nargs="+",
+        metavar="FILE",
+    )
+    print_config: bool = flag(False, "print all settings that are not their defaults as a file for --config, and exit")
     dry_run: bool = flag(False, "check this command as its run would, print what it asks for and needs, and exit")
     dry_run_world_size: int | None = flag(
         None,
