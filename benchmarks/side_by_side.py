@@ -201,7 +201,6 @@ def our_run(
         --lr {LR} --min-lr {MIN_LR} --lr-decay-style cosine --lr-warmup-iters {WARMUP}
         --clip-grad {CLIP} --weight-decay {DECAY} --data-path {folder}/tokens --split 100,0,0 --eval-iters 0
         --tokenizer-type NullTokenizer --vocab-size {vocab_size - 1} --log-interval {log_interval}
-        --log-timers-to-tensorboard
     """
     settings = parse_settings(architecture, [*common.split(), *flags.split()], dist.get_world_size())
     assert settings.training.seq_length

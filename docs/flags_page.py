@@ -17,11 +17,11 @@ _INTRODUCTION = """\
 All flags of PROGRAMS. This page is generated; after a change of the settings, run
 `python docs/flags_page.py docs/reference/flags.md`.
 
-A value comes from the flag, else from the DeepSpeed file of `--deepspeed_config`, else from `--preset`, else from the
-default below. A file that contradicts a flag is refused. Flags that are not on this page are refused too, with the
-nearest name. One start reports all mistakes, each in a line of its own, and ends with status 2. In tables, `-` means
-that nothing is set; whole numbers are at most 2147483647 unless a flag has its own limit, and no number may be NaN or
-infinite.
+A value comes from the flag, else from the last file of `--config` with it, else from the DeepSpeed file of
+`--deepspeed_config`, else from `--preset`, else from the default below. A file that contradicts a flag is refused.
+Flags that are not on this page are refused too, with the nearest name. One start reports all mistakes, each in a line
+of its own, and ends with status 2. In tables, `-` means that nothing is set; whole numbers are at most 2147483647
+unless a flag has its own limit, and no number may be NaN or infinite.
 
 Flags without a mark are stable: their names and meanings stay from version 0.1 on. One that is renamed works under its
 former name for at least two minor versions, and the changelog says when that ends. *Advanced* flags tune what works

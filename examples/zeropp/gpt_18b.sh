@@ -90,5 +90,5 @@ esac
 
 launch pretrain_gpt.py "${MODEL[@]}" --attention-dropout 0 --hidden-dropout 0 "--$PRECISION" \
     "${LENGTH[@]}" --lr-decay-style constant --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
-    "${TOKENS[@]}" --eval-iters 2 --log-throughput --log-memory-to-tensorboard --tensorboard-dir "$OUT/tensorboard" \
+    "${TOKENS[@]}" --eval-iters 2 --log-throughput --tensorboard-dir "$OUT/tensorboard" \
     --zeropp-ranks-per-node "$RANKS_PER_NODE" "${COMMUNICATION[@]}" "$@"

@@ -1,6 +1,5 @@
 """Read the words of the trainer's command line."""
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from megatron_zpp.arguments.foreign_flags import (
     describes_experts,
     translate,
 )
+from megatron_zpp.arguments.settings_file import nearest_flag, words_of_files
 from megatron_zpp.settings.checks import Mistakes, SettingsError
 from megatron_zpp.settings.flags import Flag
 from megatron_zpp.settings.groups import flags_by_name
@@ -49,8 +49,13 @@ class CommandLine:
 def read_command_line(
     argv: Iterable[str], mistakes: Mistakes, presets: Mapping[str, Mapping[str, Any]] = {}
 ) -> CommandLine:
-    """Read the command line; the last of equal flags counts. Errors go to ``mistakes``. presets: of ``--preset``."""
+    """Read the command line, and before it the files of --config; the last of equal flags counts.
+
+    Errors go to ``mistakes``. presets: of ``--preset``.
+    """
     line, words_of, flags = CommandLine(), _split(argv), flags_by_name()
+    files = [word for name, words in words_of if name in ("--config", "--yaml-cfg") for word in words]
+    words_of = _split(words_of_files(files, mistakes)) + words_of
     has_experts = any(
         (name == EXPERTS and set(words) != {"1"})
         or (name == "--preset" and any("num_experts" in presets.get(word, {}) for word in words))
@@ -135,6 +140,4 @@ def _check_not_needed(name: str, words: list[str]) -> None:
 def _unknown(name: str, words: list[str]) -> str:
     if not name:
         return f"{' '.join(words)} belongs to no flag; see --help"
-    known = [*flags_by_name(), *NOT_NEEDED, *TRANSLATED]
-    nearest = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.8)
-    return f"unknown flag {name}; " + (f"did you mean {nearest[0]}?" if nearest else "see --help")
+    return f"unknown flag {name}; {nearest_flag(name)}"

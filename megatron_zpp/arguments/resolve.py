@@ -228,7 +228,7 @@ def _check_data(data: DataSettings) -> None:
     no_split = f"--split divides --data-path; it has no meaning with {given[0]}: leave it out"
     require(not (per_split or data.per_split_data_args_path) or data.split is None, no_split)
     is_cyclic = data.dataloader_type == "cyclic"
-    for name in ("mock_data", "fim_data", "eod_mask_loss"):
+    for name in ("mock_data", "eod_mask_loss"):
         message = f"{flag_of(name)} does not go with --sft, which reads whole chats and their loss masks; leave one out"
         require(not (data.sft and getattr(data, name)), message)
     shuffles = "--dataloader-type cyclic does not go with --sft, which shuffles chats in each epoch; leave it out"

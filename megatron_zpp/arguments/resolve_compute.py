@@ -54,15 +54,13 @@ def check_float8(settings: Settings, num_layers: int) -> None:
         uneven = f"--fp8-format needs micro-batches of a multiple of {_FLOAT8_MULTIPLE} tokens on a rank, not {tokens}"
         require(tokens % _FLOAT8_MULTIPLE == 0, f"{uneven}: change --micro-batch-size or --seq-length")
     in_bf16 = sum(layers_in_bf16(precision))
-    none = f"{in_bf16} layers in bf16 leave none of --num-layers {num_layers} for --fp8-format"
-    require(in_bf16 < num_layers, f"{none}: lower --num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16")
+    none = f"--first-last-layers-bf16 leaves none of --num-layers {num_layers} for --fp8-format"
+    require(in_bf16 < num_layers, f"{none}: leave one out, or give more layers")
 
 
 def layers_in_bf16(precision: PrecisionSettings) -> tuple[int, int]:
     """Return how many layers at the start and at the end have no float8 products."""
-    if not precision.first_last_layers_bf16:
-        return 0, 0
-    return precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+    return (1, 1) if precision.first_last_layers_bf16 else (0, 0)
 
 
 def resolve_activation(activation: ActivationSettings, num_layers: int) -> ActivationSettings:

@@ -5,6 +5,7 @@
     SAVE/iter_0000100/index.json, shards.bin where each tensor's shards are
     SAVE/iter_0000100/meta.json              settings, counters, versions, size and digest of every file
     SAVE/iter_0000100/complete               digest of meta.json; written last
+    SAVE/settings.toml                       the last run's settings, for --config
     SAVE/lock                                held by the job that saves here
 
 A checkpoint is written to ``iter_0000100.incomplete``, and renamed when everything is on the disk; then the text file
@@ -31,6 +32,7 @@ from .meta import FORMAT, MARKER, META, REMEDY, nonfinite, read_meta
 
 LATEST = "latest_checkpointed_iteration.txt"
 LOCK = "lock"
+SETTINGS = "settings.toml"
 INCOMPLETE, REPLACED, DELETED = ".incomplete", ".replaced", ".deleted"
 
 
@@ -114,7 +116,8 @@ def _latest_iteration(root: Path) -> int | None:
 def describe_empty(folder: str) -> str:
     """Tell a user that a run starts from scratch, and warn if ``folder`` has files (not just TensorBoard's folders)."""
     root = Path(folder)
-    if root.is_dir() and any(p.is_file() and p.name != LOCK and not p.name.startswith(FILES) for p in root.iterdir()):
+    files = [path.name for path in root.iterdir() if path.is_file()] if root.is_dir() else []
+    if any(name not in (LOCK, SETTINGS) and not name.startswith(FILES) for name in files):
         return f"WARNING: {folder} has files, but no {LATEST} and no checkpoint: starting from scratch"
     return f"no checkpoint in {folder} yet: starting from scratch"
 

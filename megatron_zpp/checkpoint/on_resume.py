@@ -43,8 +43,8 @@ def _differing(classes: set[str], ours: Mapping[str, Any], saved: Mapping[str, A
     differing = []
     for name, flag in all_flags().items():
         here, there = ours[name], saved.get(name, ours[name])
-        if flag.resume not in classes or (name.startswith("fim_") and not ours["fim_data"] and name != "fim_data"):
-            continue  # the latter has no effect
+        if flag.resume not in classes:
+            continue
         if _comparable(name, here) != _comparable(name, there):
             differing.append(f"{name} {there} there, {here} here")
     return "; ".join(differing)

@@ -35,15 +35,14 @@ from .storage import iterate_tensors, read_state
 from .trained import Trained, plan_resume
 
 
-def checkpoint_state(trained: Trained, save_rng: bool) -> dict[str, Tensor]:
+def checkpoint_state(trained: Trained) -> dict[str, Tensor]:
     """Return this rank's tensors by name."""
     model, optimizer, zeropp = trained.model, trained.optimizer, trained.zeropp
     state = _prefixed({"model.": _model_tensors(model)})
     # For an optimizer without a step (fp16 skips the first ones) torch would make a step of zeros, which counts.
     if optimizer is not None and optimizer.state:
         state |= _prefixed({"optimizer.": _optimizer_tensors(get_optimizer_state_dict(model, optimizer))})
-    if save_rng:
-        state |= _prefixed({"rng.": random_state_dict()})
+    state |= _prefixed({"rng.": random_state_dict()})
     if zeropp is not None:
         state |= _prefixed({"zeropp.": zeropp.state_dict()})
     return trained.islands.checkpoint_state(state)

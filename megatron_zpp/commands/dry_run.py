@@ -1,7 +1,6 @@
-"""--dry-run: check a command as its run would, and print its settings and what they need. Nothing is started."""
+"""--dry-run and --print-config: check a command, and print its settings, and what they need. Nothing is started."""
 
 import os
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -10,6 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_zpp.arguments.check_zero import check_replicas_on_nodes
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.arguments.resolve_parallel import check_vocabulary, data_parallel_size
+from megatron_zpp.arguments.settings_file import changed_settings, format_settings
 from megatron_zpp.families import Architecture, vocabulary_of
 from megatron_zpp.parallel.distributed import device_of_rank, is_first_rank, ranks_of_environment
 from megatron_zpp.parallel.local_ranks import is_launched
@@ -17,7 +17,6 @@ from megatron_zpp.parallel.mesh import MODEL_PARALLEL_SETTINGS, ranks_per_model_
 from megatron_zpp.planning.needs.division import RankGrid
 from megatron_zpp.planning.needs.estimate import estimate, memory_and_traffic
 from megatron_zpp.settings.checks import flag_of, require
-from megatron_zpp.settings.groups import Settings, all_flags
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.data import find_tokenizer
 from megatron_zpp.training.model import ModelBuilder
@@ -26,6 +25,13 @@ from megatron_zpp.zeropp import Traffic
 from megatron_zpp.zeropp.recipes import AUTO
 
 USUAL_RANKS_PER_NODE = 8
+
+
+def print_config(architecture: Architecture) -> None:
+    """Print a command's settings, on the launcher's first rank. Raises ValueError for wrong ones."""
+    if is_first_rank():
+        launched = ranks_of_environment() if is_launched() else None
+        print(format_settings(parse_settings(architecture, world_size=launched)), end="", flush=True)
 
 
 def dry_run(architecture: Architecture) -> None:
@@ -44,20 +50,15 @@ def dry_run(architecture: Architecture) -> None:
     needs = _check(architecture, settings, grid, world_size)
     parts = [
         _ranks(settings, grid, source),
-        ["settings that are not their defaults, derived ones among them", *(f"  {flag}" for flag in _given(settings))],
+        [
+            "settings that are not their defaults, derived ones among them",
+            *(f"  {flag.typed(value)}" for flag, value in changed_settings(settings)),
+        ],
         [f"note: {note}" for note in notes],
         needs,
         ["nothing was started: leave --dry-run out to train"],
     ]
     print("\n\n".join("\n".join(lines) for lines in parts if lines), flush=True)
-
-
-def _given(settings: ResolvedSettings) -> Iterator[str]:
-    """Yield each flag whose value is not its default, as a user would type it."""
-    values, defaults = settings.as_flat_dict(), Settings(settings.architecture).as_flat_dict()
-    for name, flag in all_flags().items():
-        if values[name] != defaults[name] and not name.startswith("dry_run"):
-            yield flag.typed(values[name])
 
 
 def _ranks(settings: ResolvedSettings, grid: RankGrid, source: str) -> list[str]:

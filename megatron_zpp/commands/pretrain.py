@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -13,9 +14,11 @@ import torch.distributed as dist
 
 from megatron_zpp.arguments.parse import SettingsError, note_on_first_rank, parse_settings
 from megatron_zpp.arguments.recipe import stands_for
-from megatron_zpp.checkpoint.folder import complete_checkpoints
+from megatron_zpp.arguments.settings_file import format_settings
+from megatron_zpp.checkpoint.files import write_durably
+from megatron_zpp.checkpoint.folder import SETTINGS, complete_checkpoints
 from megatron_zpp.checkpoint.resume import recipe_to_keep
-from megatron_zpp.commands.dry_run import dry_run
+from megatron_zpp.commands.dry_run import dry_run, print_config
 from megatron_zpp.errors import describe_error, messages_of
 from megatron_zpp.families import Architecture
 from megatron_zpp.integrations.float8 import describe_float8
@@ -72,9 +75,10 @@ def pretrain(
     """Train as the command line says. End the process with a status unless all goes well."""
     start = time.monotonic()
     try:
-        if "--dry-run" in sys.argv[1:]:
-            dry_run(architecture)
-            return
+        for word, show in (("--print-config", print_config), ("--dry-run", dry_run)):
+            if word in sys.argv[1:]:
+                show(architecture)
+                return
         parsed: ResolvedSettings | SettingsError
         notes: list[str] = []
         try:
@@ -105,6 +109,10 @@ def pretrain(
             torch.use_deterministic_algorithms(True)
         settings, choice = chosen_settings(architecture, settings, device)
         trainer = build_trainer(architecture, settings, device, loss_class)
+        if (save := settings.checkpoint.save) is not None:
+            with errors_on_all_ranks():
+                if dist.get_rank() == 0:
+                    write_durably(Path(save, SETTINGS), format_settings(settings).encode())
         describe(trainer)
         if choice is not None:
             print_once(choice.why)

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from megatron_zpp.data.fill_in_the_middle import FillInTheMiddle
 from megatron_zpp.data.index_cache import IndexCache
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.indices import Advance, Arrays, count_epochs, megatron_order, samples_in, stable_order
@@ -32,7 +31,6 @@ class SampleOptions:
     reset_position_ids: bool = False  # positions restart after eod
     reset_attention_mask: bool = False  # tokens attend to their document alone
     sft: bool = False  # samples are whole chats, which say where they begin and what has loss
-    fill_in_the_middle: FillInTheMiddle | None = None
 
 
 class GPTDataset(Dataset):
@@ -109,13 +107,7 @@ class GPTDataset(Dataset):
         offsets = [first_offset] + [0] * (last_row - first_row)
         lengths = [None] * (last_row - first_row) + [last_offset + 1 - offsets[-1]]
         parts = list(map(self.indexed.get, sequence_numbers, offsets, lengths))
-        ids = np.concatenate(parts, dtype=np.int64, casting="unsafe")
-        if self.options.fill_in_the_middle is not None:
-            assert self.options.eod is not None
-            # Seeded with the sample's number, so that neither worker nor resume matters.
-            random = np.random.default_rng([self.options.seed, k])
-            return self.options.fill_in_the_middle(ids, self.options.eod, random)
-        return ids
+        return np.concatenate(parts, dtype=np.int64, casting="unsafe")
 
     @property
     def order(self) -> dict[str, Any]:

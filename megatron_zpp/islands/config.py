@@ -30,9 +30,9 @@ class IslandConfig:
     bits: int | None = flag(None, "bits of what islands send to each other, 1 to 8; 0 = unquantized", zero_is_none=True)
     block_size: int = flag(128, "elements that share a scale between islands", at_least=8, at_most=2**20)
     scaling: str | None = flag(
-        None, "code between islands; default by bits: mean below 4, else absmax", choices=SCALINGS
+        None, "code between islands; default by bits: mean below 4, else absmax", choices=SCALINGS, name=None
     )
-    dtype: str = flag("fp32", "dtype of what islands send unquantized", choices=tuple(DTYPES))
+    dtype: str = flag("fp32", "dtype of what islands send unquantized", choices=tuple(DTYPES), name=None)
     loco: bool = flag(False, "LoCo between islands: add what quantization lost to the next synchronization")
     loco_beta: float = flag(
         LoCoConfig.beta,
@@ -40,6 +40,7 @@ class IslandConfig:
         needs="loco",
         at_least=0,
         below=1,
+        name=None,
     )
 
     fragments: int = flag(

@@ -112,7 +112,7 @@ def read_run(name: str, files: list[Path]) -> RunHistory:
         for key, points in scalars.items():
             _replace_from(first, run.metrics.setdefault(key, {}), {point.step: point.value for point in points})
     if "lm loss" not in run.metrics:
-        raise ValueError(f"{name} holds no training losses: did its run get to --tensorboard-log-interval iterations?")
+        raise ValueError(f"{name} holds no training losses: did its run make a step?")
     return run
 
 

@@ -18,29 +18,29 @@ from megatron_zpp.metrics.lines import TrainingReport, perplexity
 from megatron_zpp.metrics.tensorboard_reader import tensorboard_layout
 from megatron_zpp.settings.groups import LoggingSettings
 
-TIMERS = ("iteration-time", "throughput", "mfu")  # written with --log-timers-to-tensorboard
 # Megatron draws these over iterations only; every other key over consumed samples too ("KEY vs samples").
-OVER_ITERATIONS_ONLY = (*TIMERS, "tokens-per-second", "mem-", "comm/")  # beginnings of keys
+OVER_ITERATIONS_ONLY = (
+    "iteration-time",
+    "throughput",
+    "mfu",
+    "tokens-per-second",
+    "mem-",
+    "comm/",
+)  # beginnings of keys
 
 
-def training_metrics(report: TrainingReport, settings: LoggingSettings) -> dict[str, float]:
-    """Return the values of ``report`` that ``settings`` asks for, by Megatron's TensorBoard and wandb keys."""
+def training_metrics(report: TrainingReport) -> dict[str, float]:
+    """Return the values of ``report`` by Megatron's TensorBoard and wandb keys."""
     errors = {f"comm/{name}": value for name, value in report.quantization_errors.items()}
     keys = {field.name: field.metadata.get("key") for field in dataclasses.fields(report)}
     values = {key: getattr(report, name) for name, key in keys.items() if key is not None}
-    return {**report.losses, **errors} | {
-        key: value
-        for key, value in values.items()
-        if value is not None and (key not in TIMERS or settings.log_timers_to_tensorboard)
-    }
+    return {**report.losses, **errors} | {key: value for key, value in values.items() if value is not None}
 
 
-def validation_metrics(losses: Mapping[str, float], settings: LoggingSettings) -> dict[str, float]:
-    """Return validation losses by Megatron's keys, and perplexities with ``--log-validation-ppl-to-tensorboard``."""
+def validation_metrics(losses: Mapping[str, float]) -> dict[str, float]:
+    """Return validation losses and perplexities by Megatron's keys."""
     metrics = {f"{name} validation": loss for name, loss in losses.items()}
-    if settings.log_validation_ppl_to_tensorboard:
-        metrics |= {f"{name} validation ppl": perplexity(loss) for name, loss in losses.items()}
-    return metrics
+    return metrics | {f"{name} validation ppl": perplexity(loss) for name, loss in losses.items()}
 
 
 def check_writers(settings: LoggingSettings) -> None:
@@ -114,7 +114,7 @@ class MetricWriters:
         from torch.utils.tensorboard import SummaryWriter  # takes seconds, and most ranks write nothing
 
         settings = self._settings
-        self._tensorboard = SummaryWriter(settings.tensorboard_dir, max_queue=settings.tensorboard_queue_size)
+        self._tensorboard = SummaryWriter(settings.tensorboard_dir, max_queue=1000)
         for name, value in self._run_config.items():
             self._tensorboard.add_text(name, str(value))
         self._tensorboard.add_custom_scalars(tensorboard_layout())

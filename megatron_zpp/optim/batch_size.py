@@ -18,8 +18,7 @@ class BatchSchedule:
 
     With ``rampup=(start, increment, samples)`` the batch grows from ``start`` to ``global_batch_size`` by
     ``increment``, in stages of equally many samples. ``steps``, (consumed samples, batch size from then on), lists any
-    other sizes; see ``read_steps``. ``decrease_if_needed`` rounds a size down that no whole number of micro-batches
-    makes up.
+    other sizes; see ``read_steps``.
 
     Raises ValueError if a size is not a multiple of ``micro_batch_size * data_parallel_size``, or the ramp does not
     end.
@@ -31,13 +30,11 @@ class BatchSchedule:
         micro_batch_size: int,
         data_parallel_size: int,
         rampup: Sequence[int] | None = None,
-        decrease_if_needed: bool = False,
         steps: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self._micro_batch_size = micro_batch_size
         self._data_parallel_size = data_parallel_size
         self._samples_per_micro_batch = micro_batch_size * data_parallel_size  # over all ranks
-        self._decrease_if_needed = decrease_if_needed
 
         if rampup is not None:
             start, increment, samples = _checked_ramp(rampup, global_batch_size)
@@ -58,7 +55,6 @@ class BatchSchedule:
             training.micro_batch_size,
             data_parallel_size,
             training.rampup_batch_size,
-            training.decrease_batch_size_if_needed,
             None if schedule is None else read_steps(schedule, training.seq_length),
         )
 
@@ -113,14 +109,13 @@ class BatchSchedule:
 
     def _check_divisible(self, size: int, during: str) -> None:
         unit = self._samples_per_micro_batch
-        if size % unit == 0 or (self._decrease_if_needed and size >= unit):
+        if size % unit == 0:
             return
         lower, upper = size // unit * unit, (size // unit + 1) * unit
         suggestion = f"{lower} or {upper}" if lower else str(upper)
         raise ValueError(
             f"global batch size {size}{during} is not divisible by micro-batch size {self._micro_batch_size} * "
             f"data-parallel size {self._data_parallel_size} = {unit}; use {suggestion}"
-            + (", or --decrease-batch-size-if-needed" if lower and not self._decrease_if_needed else "")
         )
 
 

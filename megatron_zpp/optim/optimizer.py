@@ -56,7 +56,6 @@ OPTIMIZERS = {
         arguments=lambda settings: dict(
             momentum=settings.muon_momentum,
             nesterov=settings.muon_use_nesterov,
-            ns_steps=settings.muon_num_ns_steps,
             adjust_lr_fn=settings.muon_scale_mode,
             extra_scale_factor=settings.muon_extra_scale_factor,
             period=settings.muon_period or None,

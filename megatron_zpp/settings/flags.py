@@ -29,7 +29,7 @@ class Flag:
     """A field made by ``flag``. Its dataclass may give ``prefix``, and any of these, for all of its flags in FLAGS."""
 
     setting: str
-    name: str  # "--zeropp-weight-bits"
+    name: str  # "--zeropp-weight-bits"; None makes no flag, but a field of the library with choices and bounds
     value_type: type  # int for "int | None" and for each value of "tuple[int, ...]"; a bool is a switch
     default: Any
     help: str
@@ -182,7 +182,8 @@ def _flag_fields(group: type[Any]) -> list[tuple[str, Flag, type[Any] | None]]:
 def _read_fields(group: type[Any]) -> list[tuple[str, Flag, type[Any] | None]]:
     found = []
     hints = typing.get_type_hints(group)
-    fields = {field.name: field for field in dataclasses.fields(group) if field.metadata}
+    all_fields = [field for field in dataclasses.fields(group) if field.metadata]
+    fields = {field.name: field for field in all_fields if field.metadata.get("name", "") is not None}
     of_all = dict(getattr(group, "FLAGS", {}))
     prefix = of_all.pop("prefix", "--")
     names = {name: field.metadata.get("name", prefix + name.replace("_", "-")) for name, field in fields.items()}

@@ -14,8 +14,6 @@ _prefixes = partial(flag, None, nargs="+", metavar="PREFIX")
 _size = partial(flag, 1, at_least=1)  # of a group of ranks
 _loading = partial(flag, needs="load")
 _saving = partial(flag, effective_with="save")
-_fim = partial(flag, effective_with="fim_data")
-_points = partial(flag, effective_with="tensorboard_dir wandb_project")
 _profile = partial(flag, needs="profile")
 _publishing = partial(flag, needs="publish", at_least=1)
 
@@ -96,12 +94,6 @@ class DataSettings:
     eod_mask_loss: bool = flag(False, "no loss where the input is the end-of-document token")
     reset_position_ids: bool = flag(False, "restart positions after an end-of-document token")
     reset_attention_mask: bool = flag(False, "tokens attend to their own document alone")
-    fim_data: bool = flag(False, "fill-in-the-middle: move the middle of documents to their end")
-    fim_rate: float = _fim(0.5, "share of documents that --fim-data permutes", at_least=0, at_most=1)
-    fim_spm_rate: float = _fim(0.5, "share of these in the order suffix, prefix, middle", at_least=0, at_most=1)
-    fim_prefix_token: str = _fim("<fim_prefix>", "token before the prefix, or its id")
-    fim_middle_token: str = _fim("<fim_middle>", "token before the middle, or its id")
-    fim_suffix_token: str = _fim("<fim_suffix>", "token before the suffix, or its id")
 
 
 @dataclass(frozen=True)
@@ -177,7 +169,6 @@ class CheckpointSettings:
         False, "load only the parameters, start at iteration 0, and note what differs from their run"
     )
     no_save_optim: bool = _saving(False, "leave the optimizer out of checkpoints")
-    no_save_rng: bool = _saving(False, "leave random states out of checkpoints")
     no_load_optim: bool = _loading(False, "do not load the optimizer")
     no_load_rng: bool = _loading(False, "do not load random states")
     publish: str | None = _folder("folder to publish weights in, to the bit of bf16, for processes that follow the run")
@@ -196,12 +187,6 @@ class LoggingSettings:
     log_straggler: bool = flag(False, "report ranks that stay slow, and nodes with slow links")
     peak_tflops: float | None = flag(None, "peak TFLOP/s of one device, for MFU; known for common GPUs", above=0)
     tensorboard_dir: str | None = _folder("folder of TensorBoard events")
-    tensorboard_log_interval: int = _points(1, "optimizer steps between TensorBoard and wandb points", at_least=1)
-    tensorboard_queue_size: int = flag(1000, "TensorBoard's queue", at_least=1, effective_with="tensorboard_dir")
-    log_timers_to_tensorboard: bool = _points(False, "iteration time and throughput to TensorBoard and wandb")
-    log_validation_ppl_to_tensorboard: bool = _points(False, "validation perplexity to TensorBoard and wandb")
-    log_memory_to_tensorboard: bool = _points(False, "device memory to TensorBoard and wandb")
-    log_world_size_to_tensorboard: bool = _points(False, "world size to TensorBoard and wandb")
     wandb_project: str | None = flag(None, "wandb project; no wandb without it")
     wandb_exp_name: str | None = flag(None, "wandb run name", effective_with="wandb_project")
     wandb_entity: str | None = flag(None, "wandb entity", effective_with="wandb_project")
@@ -212,7 +197,6 @@ class LoggingSettings:
     profile_step_end: int = _profile(12, "the last step to profile", at_least=1)
     profile_ranks: tuple[int, ...] | None = _profile(None, "ranks to profile; default all", nargs="+", at_least=0)
     profile_dir: str | None = _folder("folder of traces; default TensorBoard's, or SAVE/profile", needs="profile")
-    record_memory_history: bool = _profile(False, "save GPU memory's history after the profiled steps")
 
 
 @dataclass(frozen=True)

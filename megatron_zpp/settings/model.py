@@ -209,12 +209,6 @@ class PrecisionSettings:
         effective_with="fp8_format",
     )
     first_last_layers_bf16: bool = flag(False, "no float8 in the first and last layers", effective_with="fp8_format")
-    num_layers_at_start_in_bf16: int = flag(
-        1, "how many these are at the start", at_least=0, effective_with="first_last_layers_bf16"
-    )
-    num_layers_at_end_in_bf16: int = flag(
-        1, "how many these are at the end", at_least=0, effective_with="first_last_layers_bf16"
-    )
 
 
 @dataclass(frozen=True)

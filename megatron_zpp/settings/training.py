@@ -42,9 +42,6 @@ class TrainingSettings:
         nargs="+",
         metavar="TOKENS:SIZE",
     )
-    decrease_batch_size_if_needed: bool = _batch(
-        False, "round down a batch size that does not divide evenly, instead of refusing it"
-    )
     train_iters: int | None = _compared(None, "optimizer steps to train", at_least=1)
     train_samples: int | None = _compared(None, "samples to train, instead of --train-iters", at_least=1, at_most=2**53)
     train_tokens: int | None = _compared(
@@ -79,6 +76,14 @@ class TrainingSettings:
         False, "choose torch's deterministic algorithms, for the same numbers in each run; slower on GPUs"
     )
     skip_train: bool = flag(False, "only evaluate")
+    config: tuple[str, ...] | None = flag(
+        None,
+        "TOML or YAML files with settings by the names of their flags; the last one and the command line win",
+        aliases=("--yaml-cfg",),
+        nargs="+",
+        metavar="FILE",
+    )
+    print_config: bool = flag(False, "print all settings that are not their defaults as a file for --config, and exit")
     dry_run: bool = flag(False, "check this command as its run would, print what it asks for and needs, and exit")
     dry_run_world_size: int | None = flag(
         None,
@@ -150,7 +155,6 @@ class OptimizerSettings:
     sgd_momentum: float = _fraction(0.9, "SGD's momentum", effective_with="optimizer=sgd")
     muon_momentum: float = _muon(0.95, "Muon's momentum", at_least=0, below=1)
     muon_use_nesterov: bool = _muon(False, "Nesterov's momentum for Muon")
-    muon_num_ns_steps: int = _muon(5, "Newton-Schulz steps that orthogonalize Muon's momentum", at_least=1, below=100)
     muon_scale_mode: str = _muon(
         "spectral",
         "Muon's update for R rows, C columns: times sqrt(max(R, C)), sqrt(max(1, R/C)) or sqrt(R/C)",

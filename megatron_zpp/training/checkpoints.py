@@ -28,7 +28,7 @@ class CheckpointManager(Callback):
             trainer, checkpoint = self._trainer, self._trainer.settings.checkpoint
             with self._reporter.paused(), progress("saving checkpoint"):
                 trained = trainer.trained(with_optimizer=not checkpoint.no_save_optim)
-                self._saver.save(trainer.counters.iteration, trained, trainer.meta(), not checkpoint.no_save_rng)
+                self._saver.save(trainer.counters.iteration, trained, trainer.meta())
 
     def on_end(self, problem: str | None) -> None:
         """Raise CheckpointError on all ranks if the run's last iteration was not saved."""

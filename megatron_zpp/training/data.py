@@ -13,7 +13,6 @@ import torch.distributed as dist
 from megatron_zpp.data.blended_dataset import BlendedDataset
 from megatron_zpp.data.build import AnyDataset, Datasets, MockDataset, build_datasets
 from megatron_zpp.data.chat_dataset import ChatDataset
-from megatron_zpp.data.fill_in_the_middle import FillInTheMiddle, find_token
 from megatron_zpp.data.gpt_dataset import SampleOptions
 from megatron_zpp.data.loader import Batch, build_loader
 from megatron_zpp.data.text.packages import load_package
@@ -35,13 +34,6 @@ MANY_EPOCHS = 4
 def build_data(settings: ResolvedSettings, tokenizer: Tokenizer, num_samples: tuple[int, int, int]) -> Datasets:
     """Build the datasets. num_samples: to train, validate and test."""
     training, data = settings.training, settings.data
-    fill_in_the_middle = None
-    if data.fim_data:
-        prefix, middle, suffix = (
-            find_token(tokenizer, getattr(data, f"fim_{part}_token"), f"--fim-{part}-token")
-            for part in ("prefix", "middle", "suffix")
-        )
-        fill_in_the_middle = FillInTheMiddle(prefix, middle, suffix, data.fim_rate, data.fim_spm_rate)
     options = SampleOptions(
         seq_length=training.seq_length,
         seed=training.seed,
@@ -51,7 +43,6 @@ def build_data(settings: ResolvedSettings, tokenizer: Tokenizer, num_samples: tu
         reset_position_ids=data.reset_position_ids or data.sft,
         reset_attention_mask=data.reset_attention_mask or data.sft,
         sft=data.sft,
-        fill_in_the_middle=fill_in_the_middle,
     )
     datasets = build_datasets(
         options,

@@ -130,7 +130,7 @@ class LossEvaluation(Callback):
         if dist.get_rank() == dist.get_world_size() - 1:
             print(*format_validation_lines(iteration, losses, data_set), sep="\n", flush=True)
         if data_set != "test":
-            metrics = validation_metrics(losses, trainer.settings.logging)
+            metrics = validation_metrics(losses)
             trainer.writers.write(metrics, iteration, trainer.counters.consumed_train_samples)
         if not math.isfinite(evaluated.loss):
             why = "the parameters are finite: look at the data, or lower --lr"

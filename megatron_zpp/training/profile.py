@@ -13,13 +13,11 @@ from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.trainer import Callback, Trainer
 
 
-def check_profile(settings: ResolvedSettings, device: torch.device) -> str | None:
-    """Return the folder for profiles. Raises ValueError without one, and for what this device cannot record."""
+def check_profile(settings: ResolvedSettings) -> str | None:
+    """Return the folder for profiles. Raises ValueError without one."""
     logging, save = settings.logging, settings.checkpoint.save
-    if logging.record_memory_history and device.type != "cuda":
-        raise ValueError("--record-memory-history needs a GPU: PyTorch keeps no history of host memory")
     folder = logging.profile_dir or logging.tensorboard_dir or (f"{save}/profile" if save else None)
-    if (logging.use_pytorch_profiler or logging.record_memory_history) and folder is None:
+    if logging.use_pytorch_profiler and folder is None:
         raise ValueError("--profile needs a place for its files: give --profile-dir, --tensorboard-dir or --save")
     return folder
 
@@ -37,17 +35,13 @@ class StepProfile(Callback):
         self.waits = trainer.zeropp.waits if trainer.zeropp is not None else None
         if settings.profile and not settings.use_pytorch_profiler and not on_gpu:
             print_once("note: --profile alone is for Nsight Systems and GPUs: add --use-pytorch-profiler for a trace")
-        folder = check_profile(trainer.settings, trainer.device)
+        folder = check_profile(trainer.settings)
         of_rank = settings.profile and (not settings.profile_ranks or rank in settings.profile_ranks)
         self.is_due = of_rank and (settings.use_pytorch_profiler or on_gpu)
-        self.keeps_memory = of_rank and settings.record_memory_history
         self._recording = ExitStack()  # of what writes and ends a profile, while it is taken
         if self.is_due and folder is not None:
             self.trace = Path(folder) / f"rank{rank:05d}.trace.json.gz"
-            self.memory = self.trace.with_name(f"rank{rank:05d}.memory.pickle")
             self.trace.parent.mkdir(parents=True, exist_ok=True)
-        if self.keeps_memory:
-            torch.cuda.memory._record_memory_history()
 
     def before_step(self) -> None:
         """Begin before step S + 1, and end before step E + 1: evaluations and saves in between are recorded."""
@@ -60,12 +54,9 @@ class StepProfile(Callback):
     def on_end(self, problem: str | None) -> None:
         """Write what was recorded, if a profile is being taken."""
         if self.is_due:
-            Attempts(f"the profile in {getattr(self, 'trace', 'memory')}", retries=False)(self._recording.close)
+            Attempts(f"the profile in {getattr(self, 'trace', 'nsys')}", retries=False)(self._recording.close)
 
     def _begin(self) -> None:
-        if self.keeps_memory:  # the ExitStack calls these in reverse
-            self._recording.callback(torch.cuda.memory._record_memory_history, enabled=None)
-            self._recording.callback(lambda: torch.cuda.memory._dump_snapshot(str(self.memory)))
         if self.waits is not None:
             self.waits.are_named = True
             self._recording.callback(setattr, self.waits, "are_named", False)

@@ -48,7 +48,7 @@ class Reporter(Callback):
 
     def on_step(self, stats: StepStats) -> None:
         """Add one step, after the counters moved; print and write what is due."""
-        trainer, logging, iteration = self.trainer, self.trainer.settings.logging, self.trainer.counters.iteration
+        trainer, iteration = self.trainer, self.trainer.counters.iteration
         self.is_first_step = False
         self.num_steps += 1
         length = trainer.sample_length(iteration)
@@ -77,8 +77,7 @@ class Reporter(Callback):
             advice = self.advice.after(self.num_steps, interval.seconds_per_iteration or 0.0, between)
             if advice is not None:
                 print(advice, flush=True)
-        if iteration % logging.tensorboard_log_interval == 0:
-            self._write_point(report, interval)
+        self._write_point(report, interval)
         if is_log_step:
             self._clear()
 
@@ -165,13 +164,11 @@ class Reporter(Callback):
 
     def _write_point(self, report: TrainingReport, interval: TrainingReport | None) -> None:
         """Write the step's values to TensorBoard and wandb, and the interval's for what a step does not have."""
-        trainer, logging = self.trainer, self.trainer.settings.logging
-        metrics = training_metrics(report, logging)
+        trainer = self.trainer
+        metrics = training_metrics(report) | {"world-size": dist.get_world_size()}
         if interval is not None:
-            metrics = training_metrics(interval, logging) | metrics
-        if logging.log_world_size_to_tensorboard:
-            metrics["world-size"] = dist.get_world_size()
-        if logging.log_memory_to_tensorboard and trainer.device.type == "cuda":
+            metrics = training_metrics(interval) | metrics
+        if trainer.device.type == "cuda":
             memory = torch.cuda.memory_stats(trainer.device)
             metrics["mem-reserved-bytes"] = memory["reserved_bytes.all.current"]
             metrics["mem-allocated-bytes"] = memory["allocated_bytes.all.current"]

@@ -56,7 +56,7 @@ def check_machine(settings: ResolvedSettings, device: torch.device) -> None:
         if settings.precision.fp8_format is not None:
             check_float8(device)
         check_apex(settings.optimizer)
-        check_profile(settings, device)
+        check_profile(settings)
         check_writers(settings.logging)
         if dist.get_rank() == 0:
             check_not_overwritten(settings.checkpoint)

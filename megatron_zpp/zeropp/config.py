@@ -97,12 +97,14 @@ class ZeroPPConfig:
     weight_bits: int | None = _qwz_flag(8, "bits of weights between nodes: 2, 3, 4, 6 or 8")
     # Defined in quantization.py: "absmax" has levels up to the block's largest value; "mean" has steps that are a
     # multiple of the block's mean |x|, for 2 to 4 bits, and cuts off large values. LoCo makes up for that in gradients.
-    weight_scaling: str = _qwz_flag("absmax", "what sets the scale of weights between nodes", choices=SCALINGS)
+    weight_scaling: str = _qwz_flag(
+        "absmax", "what sets the scale of weights between nodes", choices=SCALINGS, name=None
+    )
     weight_intra_bits: int | None = _qwz_flag(
-        None, "bits of weights within a node; default unquantized", zero_is_none=True
+        None, "bits of weights within a node; default unquantized", zero_is_none=True, name=None
     )
     weight_intra_scaling: str = flag(
-        "absmax", "what sets the scale of weights within a node", choices=SCALINGS, needs="weight_intra_bits"
+        "absmax", "what sets the scale of weights within a node", choices=SCALINGS, needs="weight_intra_bits", name=None
     )
     weight_block_size: int | None = _qwz_flag(
         256, "elements per weight scale; 0 = one scale per tensor", zero_is_none=True
@@ -137,7 +139,7 @@ class ZeroPPConfig:
         128, "elements per gradient scale; 0 = one scale per tensor", zero_is_none=True
     )
     # "nearest" rounds half to even; "stochastic" draws from a counter-based generator.
-    weight_rounding: str = _qwz_flag("nearest", "rounding of quantized weights", choices=ROUNDINGS, tier="experimental")
+    weight_rounding: str = _qwz_flag("nearest", "rounding of quantized weights", choices=ROUNDINGS, name=None)
     gradient_rounding: str = _qgz_flag(
         "nearest", "rounding of quantized gradients", choices=ROUNDINGS, tier="experimental"
     )

@@ -54,7 +54,7 @@ def test_refusals_and_translations_name_flags_that_exist():
     ("flags", "expected"),
     [
         ("--rampup-batch-size 8 8 100 --global-batch-size 32", dict(rampup_batch_size=(8, 8, 100))),
-        ("--no-save-rng --save out --save-interval 5", dict(save="out", no_save_rng=True)),
+        ("--no-save-optim --save out --save-interval 5", dict(save="out", no_save_optim=True)),
         ("--log-throughput --adam-beta2=0.95", dict(log_throughput=True, adam_beta2=0.95)),
         ("--override-opt_param-scheduler", dict(override_opt_param_scheduler=True)),
         ("", dict(ffn_hidden_size=256, kv_channels=16, num_query_groups=4, max_position_embeddings=32)),
@@ -70,7 +70,6 @@ def test_refusals_and_translations_name_flags_that_exist():
         ("--bf16 --grad-reduce-in-bf16", dict(accumulate_allreduce_grads_in_fp32=False)),
         ("--fp16", dict(accumulate_allreduce_grads_in_fp32=False)),
         # The batch schedule rounds what was asked for.
-        ("--global-batch-size 12 --decrease-batch-size-if-needed", dict(global_batch_size=12)),
         ("--ds-sequence-parallel-size 2 --ds-sequence-parallel-size 4", dict(context_parallel_size=4)),
         ("--num-layers 8 --num-experts 4 4 8 8 --mlp-type residual --moe-loss-coeff 0.01",
          dict(num_experts=8, moe_experts_per_layer="4,4,8,8", moe_residual=True,
@@ -228,7 +227,7 @@ def test_flags_of_a_deepspeed_launcher_and_of_logging_change_nothing():
         ("--fp8-format e4m3 --fp8-recipe mxfp8", "is not supported: use --fp8-recipe rowwise"),
         (
             "--num-layers 2 --fp8-format hybrid --first-last-layers-bf16",
-            "2 layers in bf16 leave none of --num-layers 2",
+            "--first-last-layers-bf16 leaves none of --num-layers 2",
         ),
         ("--fp8-format hybrid --seq-length 8", "a multiple of 16 tokens on a rank, not 8"),
         ("--fp8-format hybrid --seq-length 32 --curriculum-min-length 8 --curriculum-iters 2", "not 8"),

@@ -30,7 +30,7 @@ from tests.ranks import run_ranks
 from tests.training.small_run import flags
 
 ZEROPP = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zeropp-monitor-interval 2"
-SHOWN = "--log-throughput --log-timers-to-tensorboard --peak-tflops 1 --eval-interval 4"
+SHOWN = "--log-throughput --peak-tflops 1 --eval-interval 4"
 KEYS = [key for of_group in DASHBOARD.values() for key in of_group.values()]
 
 

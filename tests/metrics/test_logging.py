@@ -78,11 +78,11 @@ def test_validation_lines_are_megatrons() -> None:
 
 
 def test_tensorboard_receives_megatrons_keys(tmp_path: Path) -> None:
-    settings = LoggingSettings(tensorboard_dir=str(tmp_path), log_validation_ppl_to_tensorboard=True)
+    settings = LoggingSettings(tensorboard_dir=str(tmp_path))
     writers = MetricWriters(settings, {"num_layers": 12}, is_writer=True)
     report = dataclasses.replace(REPORT, bytes_between_nodes=1000.0)
-    writers.write(training_metrics(report, settings), iteration=85, consumed_samples=10880)
-    writers.write(validation_metrics({"lm loss": 2.0}, settings), iteration=85, consumed_samples=10880)
+    writers.write(training_metrics(report), iteration=85, consumed_samples=10880)
+    writers.write(validation_metrics({"lm loss": 2.0}), iteration=85, consumed_samples=10880)
     writers.close()
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -91,18 +91,16 @@ def test_tensorboard_receives_megatrons_keys(tmp_path: Path) -> None:
     points = {key: [(event.step, event.value) for event in events.Scalars(key)] for key in events.Tags()["scalars"]}
     both = ["learning-rate", "batch-size", "loss-scale", "grad-norm", "num-zeros", "params-norm"]
     both += ["lm loss", "lm loss validation", "lm loss validation ppl"]
-    assert points.keys() == {*both, *(f"{key} vs samples" for key in both), "comm/bytes-between-nodes"}
+    assert points.keys() == {
+        *both,
+        *(f"{key} vs samples" for key in both),
+        "comm/bytes-between-nodes",
+        "iteration-time",
+        "throughput",
+    }
     assert points["lm loss"] == [(85, pytest.approx(1.831795))]
     assert points["lm loss vs samples"] == [(10880, pytest.approx(1.831795))]
     assert points["comm/bytes-between-nodes"] == [(85, 1000.0)]
-
-
-def test_timers_reach_the_metrics_only_on_request() -> None:
-    report = dataclasses.replace(REPORT, tokens_per_second=8000.0)
-    without = training_metrics(report, LoggingSettings())
-    assert "iteration-time" not in without and without["tokens-per-second"] == 8000
-    metrics = training_metrics(REPORT, LoggingSettings(log_timers_to_tensorboard=True))
-    assert (metrics["iteration-time"], metrics["throughput"]) == (5.5809, 234.0)
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:

@@ -68,13 +68,6 @@ def test_counts_equal_stepping_through_the_run(
     assert batch.iterations_to_reach(consumed + 1) == iterations + 1
 
 
-def test_rounding_down_on_request() -> None:
-    batch = BatchSchedule(100, 4, 8, decrease_if_needed=True)
-    assert batch.global_batch_size(0) == 96
-    assert batch.num_micro_batches(0) == 3
-    assert batch.samples_after(5) == 5 * 96
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -83,7 +76,6 @@ def test_rounding_down_on_request() -> None:
             r"100 is not divisible by micro-batch size 4 \* data-parallel size 8 = 32; use 96",
         ),
         (dict(global_batch_size=16), "use 32$"),
-        (dict(global_batch_size=16, decrease_if_needed=True), "use 32$"),
         (dict(global_batch_size=64, rampup=(16, 16, 300)), "16 during --rampup-batch-size is not divisible"),
         (dict(global_batch_size=96, rampup=(32, 48, 300)), "increment 48 does not divide"),
         (dict(global_batch_size=64, rampup=(96, 32, 300)), "starts at 96"),

@@ -40,7 +40,6 @@ def run(folder: Path, *runs: str) -> list[tuple[int, list[str], str]]:
 
 ORDERS = [
     "--reset-position-ids --reset-attention-mask --eod-mask-loss",
-    "--fim-data --fim-prefix-token 290 --fim-middle-token 291 --fim-suffix-token 292",
     "--dataloader-type cyclic --no-mmap-bin-files",
     "--data-order-stable",
 ]

@@ -61,7 +61,7 @@ def test_settings_and_notes_are_all_there(dry_run):
     assert settings is not None
     derived = """--max-position-embeddings 32 --position-embedding-type learned_absolute --normalization LayerNorm
         --attention-dropout 0.1 --hidden-dropout 0.1 --tie-embeddings-and-output-weights --ffn-hidden-size 256
-        --kv-channels 16 --num-query-groups 4 --accumulate-allreduce-grads-in-fp32 --tokenizer-type NullTokenizer"""
+        --kv-channels 16 --accumulate-allreduce-grads-in-fp32 --tokenizer-type NullTokenizer"""
     typed = f"{COMMAND} {FAKE} --save-interval 5 --zero-hpz-partition-size 4".replace("1e-3", "0.001")
     expected = {f"--{flag.strip()}" for flag in f"{typed} {derived}".split("--")[1:]}
     assert {line.strip() for line in settings[1].splitlines()} == expected

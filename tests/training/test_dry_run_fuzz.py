@@ -97,7 +97,6 @@ def test_a_dry_run_ends_as_the_run_whatever_flags_are_drawn(data, tmp_path, seed
 
 REFUSED = {
     "--recompute-activations --recompute-modules moe": "--recompute-modules moe: no block of this model has it",
-    "--fim-data": "--fim-data requires --fim-prefix-token",
     "--load mistyped": "--load mistyped holds no checkpoint",
     "--lora-rank 2 --pretrained-checkpoint mistyped": "mistyped holds no checkpoint",
     "--use-apex": "NVIDIA Apex with its CUDA extensions is not installed",

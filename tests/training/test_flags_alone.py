@@ -22,11 +22,11 @@ WORDS = ("2", "0.5", "4", "1", "16", "0.9", "0")
 NOT_SHOWN = """
     num_workers manual_gc deterministic_mode recompute_activations recompute_granularity
     cpu_offload cpu_offloading_num_layers no_mmap_bin_files data_cache_path
-    dry_run exit_duration_in_mins exit_signal_handler distributed_backend distributed_timeout_minutes
+    dry_run print_config exit_duration_in_mins exit_signal_handler distributed_backend distributed_timeout_minutes
     no_check_for_nan_in_loss_and_grad max_nonfinite_steps loss_spike_factor
     zero_stage zero_quantized_weights zero_quantized_gradients zeropp_ranks_per_node
     local_ranks local_nodes
-    num_virtual_stages_per_pipeline_rank decrease_batch_size_if_needed
+    num_virtual_stages_per_pipeline_rank
     data_order_stable pad_last_valid_sample mid_level_dataset_surplus calculate_per_token_loss
     accumulate_allreduce_grads_in_fp32 log_params_norm
     publish tensorboard_dir

@@ -38,7 +38,7 @@ def _train_while_one_waits(argv: list[str], halts: int, until: int) -> int:
 @pytest.mark.parametrize("more", ["", "--zero-quantized-gradients --zeropp-loco --zeropp-ranks-per-node 1"])
 def test_an_island_trains_on_while_another_stands_still(data, more):
     """From one log line and synchronization to the next; any collective of both islands would never end."""
-    argv = flags(data, ISLANDS, "--island-sync-interval 5 --log-interval 5 --tensorboard-log-interval 1", more)
+    argv = flags(data, ISLANDS, "--island-sync-interval 5 --log-interval 5", more)
     argv += ["--train-iters", "10", "--global-batch-size", "4"]
     assert run_ranks(4, _train_while_one_waits, argv, 6, 9) == [10] * 4
 

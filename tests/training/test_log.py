@@ -109,8 +109,7 @@ def test_a_line_over_several_steps_is_made_of_theirs(data):
     common = (
         "--zero-quantized-weights --zero-quantized-gradients --zeropp-ranks-per-node 1 --rampup-batch-size 2 2 24 "
         "--eval-interval 4 --eval-iters 1 --split 9,1,0 --loss-spike-factor 2 --log-params-norm "
-        "--log-num-zeros-in-grad --log-throughput --peak-tflops 2 --log-timers-to-tensorboard "
-        "--log-world-size-to-tensorboard --tensorboard-log-interval 1"
+        "--log-num-zeros-in-grad --log-throughput --peak-tflops 2"
     )
     argvs = {name: flags(data, common, f"--log-interval {name}", length=f"--train-iters {STEPS}") for name in "13"}
     results = run_ranks(RANKS, _logged, argvs)
@@ -281,10 +280,8 @@ def test_a_profile_ends_with_the_run(data, tmp_path):
 def test_what_cannot_be_recorded_is_refused(data):
     argvs = [
         flags(data, PROFILED, length="--train-iters 3"),
-        flags(data, "--profile --record-memory-history --profile-dir x", length="--train-iters 3"),
         flags(data, "--profile", length="--train-iters 3"),
     ]
-    (_, _, nowhere), (_, _, history), (code, out, err) = run_ranks(1, call_pretrain, *argvs)[0]
+    (_, _, nowhere), (code, out, err) = run_ranks(1, call_pretrain, *argvs)[0]
     assert nowhere.startswith("error: --profile needs a place for its files: give --profile-dir")
-    assert history.startswith("error: --record-memory-history needs a GPU")
     assert code == 0 and "note: --profile alone is for Nsight Systems" in out + err

@@ -341,7 +341,6 @@ def test_batch_sizes(data):
     sizes = {
         "--train-samples 50 --rampup-batch-size 2 2 24": [2, 2, 2, 2, 4, 4, 6, 6, 8, 8],  # the next would not be full
         "--train-samples 15": [8],
-        "--train-iters 1 --global-batch-size 7 --decrease-batch-size-if-needed": [6],
     }
     runs = {more: flags(data, "--num-layers 1 --eval-iters 0", length=more) for more in sizes}
     metrics = run_ranks(2, train_each, runs)[0]

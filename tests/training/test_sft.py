@@ -101,7 +101,6 @@ def test_a_run_resumes_and_prints_how_chats_fill_samples(chats, tmp_path):
     ("more", "message"),
     [
         ("--eod-mask-loss", "--eod-mask-loss does not go with --sft"),
-        ("--fim-data", "--fim-data does not go with --sft"),
         ("--curriculum-min-length 8 --curriculum-iters 3", "--reset-attention-mask and --sft count whole samples"),
         ("--sft-tokenizer-prompt-format identity", "tools/preprocess_data.py writes chats"),
     ],
