@@ -28,7 +28,7 @@ def _flags_of(group: type[DecoderFlags | ExpertFlags]) -> dict[str, str]:
 
     Flags have Megatron's names, so the trainer's settings and Megatron's checkpoints are both read and written by this.
     """
-    return {flag.name: setting_of(flag.metadata.get("name", flag.name)) for flag in dataclasses.fields(group)}
+    return {field.name: setting_of(field.metadata.get("name", field.name)) for field in dataclasses.fields(group)}
 
 
 FLAGS = {name: name for name in ("num_layers", "hidden_size", "num_attention_heads")} | _flags_of(DecoderFlags)

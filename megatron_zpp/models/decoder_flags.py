@@ -1,6 +1,6 @@
-"""The parts of a decoder that flags describe: each field is a flag, and of a config too.
+"""The parts of a decoder, each declared once: a field here is a flag of the trainer, and a field of the model's config.
 
-Flags have Megatron's names. ``settings.model`` adds those whose value is another one in ``DecoderConfig``.
+Flags have Megatron's names. ``ModelSettings`` adds flags that a config does not keep as they are typed.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ def _expert(name: str, default: Any, help: str, needs: str = "num_experts", **op
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderFlags:
-    """Fields of ``DecoderConfig``. None: the architecture's default."""
+    """Flags that ``DecoderConfig`` keeps as they are typed. None: the architecture's default, which it fills in."""
 
     ffn_hidden_size: int | None = flag(None, "width of the MLP; default: the architecture's", at_least=1, at_most=2**26)
     kv_channels: int | None = flag(None, "width of one head; default hidden / heads", at_least=1, at_most=2**16)
@@ -113,7 +113,7 @@ class DecoderFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertFlags:
-    """Fields of ``MoEConfig``."""
+    """Flags that ``MoEConfig`` keeps as they are typed."""
 
     residual: bool = _expert(
         "--moe-residual",
