@@ -45,3 +45,16 @@ def flag(default: Any, help: str, **options: Any) -> Any:
     """
     ends = {end.name: options.pop(end.name) for end in dataclasses.fields(Bounds) if end.name in options}
     return dataclasses.field(default=default, metadata={**options, "help": help, "bounds": Bounds(**ends)})
+
+
+def check_fields(config: Any, owner: str = "", group: type[Any] | None = None) -> None:
+    """Raise ValueError for a value outside its field's choices or bounds. group: the declared fields, if a base's."""
+    for field in dataclasses.fields(group or config):
+        choices, value = field.metadata.get("choices"), getattr(config, field.name)
+        if choices is not None and value not in (*choices, field.default):
+            raise ValueError(f"{owner}{field.name} must be one of {', '.join(choices)}, got {value!r}")
+        if field.metadata and isinstance(value, int | float):
+            try:
+                field.metadata["bounds"].check(value)
+            except ValueError as error:
+                raise ValueError(f"{owner}{field.name} {error}, got {value}") from None

@@ -50,7 +50,7 @@ def notes_on(settings: Settings, given: set[str]) -> Iterator[str]:
         yield "--use-apex leaves norms to torch under --tensor-model-parallel-size"
     if (loses := lost_under_muon(settings)) is not None:
         yield f"{loses}: use --zeropp int8"
-    if settings.distributed.context_parallel_size > 1 and settings.model.moe_expert_capacity_factor is not None:
+    if settings.distributed.context_parallel_size > 1 and settings.model.expert_capacity_factor is not None:
         yield (
             "with --context-parallel-size each rank counts --moe-expert-capacity-factor in its own part of a sample: "
             "it drops other tokens than one rank would"

@@ -5,8 +5,8 @@ from typing import ClassVar
 
 import torch
 
-from megatron_zpp.fields import flag
-from megatron_zpp.zeropp.config import SUPPORTED_BITS, LoCoConfig, check_fields
+from megatron_zpp.fields import check_fields, flag
+from megatron_zpp.zeropp.config import SUPPORTED_BITS, LoCoConfig
 from megatron_zpp.zeropp.wire.quantization import SCALINGS, Code
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

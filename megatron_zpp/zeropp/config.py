@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from megatron_zpp.fields import flag
+from megatron_zpp.fields import check_fields, flag
 
 from .wire.nf4 import SKIP
 from .wire.quantization import SCALINGS, BitsWarmup, Code
@@ -324,19 +324,6 @@ _REQUIREMENTS = (
     ("hpz_secondary_dtype", "hpz_partition_size"),
     ("hpz_secondary_dtype", "quantized_weights"),
 )
-
-
-def check_fields(config: Any, owner: str) -> None:
-    """Raise ValueError for a value outside of its field's choices or bounds."""
-    for field in dataclasses.fields(config):
-        choices, value = field.metadata.get("choices"), getattr(config, field.name)
-        if choices is not None and value not in (*choices, field.default):
-            raise ValueError(f"{owner}{field.name} must be one of {', '.join(choices)}, got {value!r}")
-        if field.metadata and isinstance(value, int | float):
-            try:
-                field.metadata["bounds"].check(value)
-            except ValueError as error:
-                raise ValueError(f"{owner}{field.name} {error}, got {value}") from None
 
 
 def check_finds_unused(config: ZeroPPConfig) -> None:
