@@ -23,10 +23,11 @@ Flags that are not on this page are refused too, with the nearest name. One star
 of its own, and ends with status 2. In tables, `-` means that nothing is set; whole numbers are at most 2147483647
 unless a flag has its own limit, and no number may be NaN or infinite.
 
-Flags without a mark are stable: their names and meanings stay from version 0.1 on. One that is renamed works under its
-former name for at least two minor versions, and the changelog says when that ends. *Advanced* flags tune what works
-without them: their defaults may change, with a note in the changelog. *Experimental* flags may change or go with any
-version. `--help` shows the flags that most runs need, `--help GROUP` a section of this page, `--help-all` all of it.
+Flags without a mark are stable: the promise begins with release 0.1, and keeps their names and meanings. One that is
+renamed works under its former name for at least two minor versions, and the changelog says when that ends. *Advanced*
+flags tune what works without them: their defaults may change, with a note in the changelog. *Experimental* flags may
+change or go with any version. `--help` shows the flags that most runs need, `--help GROUP` a section of this page,
+`--help-all` all of it.
 """
 
 
@@ -34,6 +35,7 @@ def render_reference() -> str:
     """Render the page as Markdown."""
     programs = " and ".join(f"`{architecture.script}`" for architecture in ARCHITECTURES)
     parts = [_INTRODUCTION.replace("PROGRAMS", programs)]
+    parts.append("## Changes\n\n" + "".join(f"- {line}\n" for line in _changes()))
     for _, group in iterate_groups():
         rows = [(f"`{flag.name}`", _default(flag), _meaning(flag)) for flag in iterate_flags(group)]
         parts += [f"## {group_title(group)}\n", _table(("flag", "default", "meaning"), rows)]
@@ -66,6 +68,29 @@ def render_reference() -> str:
         _table(("key", "effect"), list(_keys(TOP, ""))),
     ]
     return "\n".join(parts)
+
+
+def flag_changes() -> Iterator[tuple[str, str, list[str]]]:
+    """Yield version, "+" or "-", and the flags of each line of ``reference/flag_changes.txt``."""
+    version = ""
+    for line in (Path(__file__).parent / "reference/flag_changes.txt").read_text(encoding="utf-8").splitlines():
+        sign, *names = line.split() or ["#"]
+        if sign in "+-":
+            yield version, sign, names
+        elif sign != "#":
+            version = sign
+
+
+def _changes() -> Iterator[str]:
+    """Say what came and went in each version; of the first one only how many."""
+    first, count = None, 0
+    for version, sign, names in flag_changes():
+        first = first or version
+        if version == first:
+            count += len(names)
+        else:
+            yield f"{version}: {'with' if sign == '+' else 'without'} {', '.join(f'`{name}`' for name in names)}"
+    yield f"{first}: the first {count} flags, as `flag_changes.txt` lists them"
 
 
 def _default(flag: Flag) -> str:

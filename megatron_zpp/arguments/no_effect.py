@@ -6,6 +6,7 @@ from typing import Any
 from megatron_zpp.settings.checks import SettingsError, flag_of
 from megatron_zpp.settings.flags import Flag
 from megatron_zpp.settings.groups import Settings, all_flags
+from megatron_zpp.zeropp.recipes import DEFAULT
 
 
 def check_needed(values: Mapping[str, Any], given: Collection[str]) -> None:
@@ -49,7 +50,7 @@ def notes_on(settings: Settings, given: set[str]) -> Iterator[str]:
     if settings.optimizer.use_apex and settings.distributed.tensor_model_parallel_size > 1:
         yield "--use-apex leaves norms to torch under --tensor-model-parallel-size"
     if (loses := lost_under_muon(settings)) is not None:
-        yield f"{loses}: use --zeropp int8"
+        yield f"{loses}: use --zeropp {DEFAULT}"
     if settings.distributed.context_parallel_size > 1 and settings.model.expert_capacity_factor is not None:
         yield (
             "with --context-parallel-size each rank counts --moe-expert-capacity-factor in its own part of a sample: "

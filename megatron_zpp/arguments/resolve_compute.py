@@ -66,9 +66,6 @@ def layers_in_bf16(precision: PrecisionSettings) -> tuple[int, int]:
 def resolve_activation(activation: ActivationSettings, num_layers: int) -> ActivationSettings:
     """Complete recomputation. Raises SettingsError."""
     granularity = activation.recompute_granularity
-    differ = f"--recompute-granularity {granularity} and --recompute-activations (= selective) differ; give one"
-    require(granularity in (None, "selective") or not activation.recompute_activations, differ)
-    granularity = "selective" if activation.recompute_activations else granularity
     method, layers = activation.recompute_method, activation.recompute_num_layers
     modules = activation.recompute_modules if granularity == "selective" else None  # else without effect, and noted
     both = "--activation-memory-budget and --recompute-granularity both choose what is recomputed; give one"

@@ -18,7 +18,7 @@ from megatron_zpp.planning.predict import Prediction, island_cluster, predict
 from megatron_zpp.settings.checks import SettingsError, divisors
 from megatron_zpp.settings.groups import flags_by_name
 from megatron_zpp.settings.resolved import ResolvedModel, ResolvedSettings
-from megatron_zpp.zeropp.recipes import LOSS_BUDGET, RECIPES, Recipe
+from megatron_zpp.zeropp.recipes import DEFAULT, LOSS_BUDGET, RECIPES, Recipe
 
 RECOMPUTE_ALL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
@@ -37,18 +37,17 @@ class Wire:
         return WIRES.index(self) if self in WIRES else 0
 
 
-def _recipe(name: str, more: str = "") -> Wire:
-    return Wire(f"{name}{', int8 sums' if more else ''}", f"--zeropp {name} {more}".strip(), RECIPES[name])
+def _wires_of(recipe: Recipe) -> Iterator[Wire]:
+    flags = f"--zeropp {recipe.name}"
+    yield Wire(recipe.name, flags, recipe)
+    if recipe.name == DEFAULT:  # for memory; no measurable loss: E6
+        yield Wire(f"{recipe.name}, int8 sums", f"{flags} --zeropp-gradient-sum-dtype int8", recipe)
 
 
 WIRES = (
     Wire("ZeRO-3", ""),
     Wire("HSDP", "--num-distributed-optimizer-instances {N}"),
-    _recipe("lossless"),
-    _recipe("int8"),
-    _recipe("int8", "--zeropp-gradient-sum-dtype int8"),  # for memory; no measurable loss: E6
-    _recipe("int6"),
-    _recipe("ternary"),
+    *(wire for recipe in RECIPES.values() if recipe.fields for wire in _wires_of(recipe)),
 )
 RECOMPUTATIONS = {"": "nothing", "--recompute-activations": "selective", RECOMPUTE_ALL: "all"}
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)

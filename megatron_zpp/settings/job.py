@@ -8,6 +8,7 @@ from megatron_zpp.fields import flag
 from megatron_zpp.zeropp.config import QUANTIZED
 from megatron_zpp.zeropp.recipes import AUTO, LOSS_BUDGET, RECIPES
 
+_advanced = partial(flag, tier="advanced")
 _folder = partial(flag, None, metavar="DIR")
 _file = partial(flag, None, metavar="FILE")
 _prefixes = partial(flag, None, nargs="+", metavar="PREFIX")
@@ -74,18 +75,20 @@ class DataSettings:
     train_data_path: tuple[str, ...] | None = _prefixes("dataset(s) of the train split, instead of --split")
     valid_data_path: tuple[str, ...] | None = _prefixes("dataset(s) of the validation split")
     test_data_path: tuple[str, ...] | None = _prefixes("dataset(s) of the test split")
-    data_args_path: str | None = _file("file with the value of --data-path")
-    per_split_data_args_path: str | None = _file("JSON file with dataset(s) per split: keys train, valid, test")
+    data_args_path: str | None = _file("file with the value of --data-path", tier="advanced")
+    per_split_data_args_path: str | None = _file(
+        "JSON file with dataset(s) per split: keys train, valid, test", tier="advanced"
+    )
     data_cache_path: str | None = _folder("folder of the index cache; default beside the data", resume="free")
     no_mmap_bin_files: bool = flag(False, "read tokens from the file instead of mapping it into memory", resume="free")
-    data_order_stable: bool = flag(
+    data_order_stable: bool = _advanced(
         False, "shuffle each epoch alone, so that the order is that of any longer run", resume="compared"
     )
-    mid_level_dataset_surplus: float = flag(
+    mid_level_dataset_surplus: float = _advanced(
         0.005, "fraction to index beyond a dataset's share", at_least=0, at_most=1, resume="compared"
     )
-    dataloader_type: str = flag("single", "read samples once, or in a cycle", choices=("single", "cyclic"))
-    pad_last_valid_sample: bool = flag(
+    dataloader_type: str = _advanced("single", "read samples once, or in a cycle", choices=("single", "cyclic"))
+    pad_last_valid_sample: bool = _advanced(
         False, "validate on the last, incomplete sample too, padded without loss", resume="free"
     )
     sft: bool = flag(False, "train on chats of preprocess_data --chat, with loss on the assistant's tokens alone")
@@ -184,8 +187,8 @@ class LoggingSettings:
     log_throughput: bool = flag(False, "log TFLOP/s per GPU")
     log_params_norm: bool = flag(False, "log the parameters' norm")
     log_num_zeros_in_grad: bool = flag(False, "log the number of zero gradients")
-    log_straggler: bool = flag(False, "report ranks that stay slow, and nodes with slow links")
-    peak_tflops: float | None = flag(None, "peak TFLOP/s of one device, for MFU; known for common GPUs", above=0)
+    log_straggler: bool = _advanced(False, "report ranks that stay slow, and nodes with slow links")
+    peak_tflops: float | None = _advanced(None, "peak TFLOP/s of one device, for MFU; known for common GPUs", above=0)
     tensorboard_dir: str | None = _folder("folder of TensorBoard events")
     wandb_project: str | None = flag(None, "wandb project; no wandb without it")
     wandb_exp_name: str | None = flag(None, "wandb run name", effective_with="wandb_project")
@@ -236,7 +239,7 @@ class DistributedSettings:
     pipeline_model_parallel_size: int = _size(
         "ranks among which the layers are divided, as stages of a pipeline", settles="layout"
     )
-    pipeline_schedule: str | None = flag(
+    pipeline_schedule: str | None = _advanced(
         None,
         "order of the micro-batches' passes; default 1f1b, or interleaved with virtual stages",
         choices=("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"),
@@ -244,9 +247,11 @@ class DistributedSettings:
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, "layers per stage when a pipeline rank has several stages; default one stage a rank", at_least=1
     )
-    num_virtual_stages_per_pipeline_rank: int | None = flag(None, "the same, as the number of stages", at_least=1)
-    decoder_first_pipeline_num_layers: int | None = flag(None, "first rank's layers; default its share", at_least=1)
-    decoder_last_pipeline_num_layers: int | None = flag(None, "last rank's layers; default its share", at_least=1)
+    num_virtual_stages_per_pipeline_rank: int | None = _advanced(None, "the same, as the number of stages", at_least=1)
+    decoder_first_pipeline_num_layers: int | None = _advanced(
+        None, "first rank's layers; default its share", at_least=1
+    )
+    decoder_last_pipeline_num_layers: int | None = _advanced(None, "last rank's layers; default its share", at_least=1)
     account_for_embedding_in_pipeline_split: bool = flag(
         False, "count the embeddings as a layer of the first stage", effective_with="pipeline_model_parallel_size"
     )
@@ -259,7 +264,7 @@ class DistributedSettings:
     expert_model_parallel_size: int = _size(
         "ranks among which a layer's experts are divided; tokens are sent to them", settles="layout"
     )
-    expert_tensor_parallel_size: int | None = flag(
+    expert_tensor_parallel_size: int | None = _advanced(
         None,
         "ranks among which Megatron shards an expert, and here whole experts; default the tensor-parallel ones",
         at_least=1,

@@ -102,9 +102,10 @@ class ActivationSettings:
     """Activation checkpointing and compilation."""
 
     FLAGS: ClassVar[dict[str, str]] = dict(settles="recompute")
-    recompute_activations: bool = flag(False, "the same as --recompute-granularity selective")
     recompute_granularity: str | None = flag(
-        None, "full: whole blocks; selective: keep matrix products, recompute the rest", choices=("full", "selective")
+        None,
+        "full: whole blocks; selective (--recompute-activations): keep matrix products, recompute the rest",
+        choices=("full", "selective"),
     )
     recompute_modules: tuple[str, ...] | None = flag(
         None,
@@ -129,5 +130,8 @@ class ActivationSettings:
         settles="",
     )
     cpu_offloading_num_layers: int = flag(
-        0, "keep in host memory what the first layers (of each stage) save for the backward pass", at_least=0
+        0,
+        "keep in host memory what the first layers (of each stage) save for the backward pass",
+        at_least=0,
+        tier="advanced",
     )

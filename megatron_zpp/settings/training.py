@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from megatron_zpp.fields import flag
 
+_advanced = partial(flag, tier="advanced")
 _batch = partial(flag, resume="--override-batch-size")
 _order = partial(flag, resume="--override-data")
 _compared = partial(flag, resume="compared")
@@ -56,7 +57,7 @@ class TrainingSettings:
     curriculum_length_step: int = _curriculum(8, "lengths of growing samples are multiples of this")
     seed: int = _order(1234, "seed of weights, data order, dropout, stochastic rounding", at_least=0, at_most=2**32 - 1)
     eval_iters: int = flag(100, "batches per evaluation", at_least=0)
-    eval_global_batch_size: int | None = flag(
+    eval_global_batch_size: int | None = _advanced(
         None, "samples per batch of an evaluation; default the last batch size of training", at_least=1, at_most=2**24
     )
     eval_interval: int | None = flag(None, "optimizer steps between evaluations; default none but the last", at_least=1)
@@ -101,16 +102,16 @@ class TrainingSettings:
     no_check_for_nan_in_loss_and_grad: bool = flag(
         False, "do not stop because of NaN or Inf; such steps are still skipped"
     )
-    max_nonfinite_steps: int | None = flag(
+    max_nonfinite_steps: int | None = _advanced(
         None, "save and stop after N steps in a row with NaN or Inf; default 10, or 50 with a dynamic scale", at_least=1
     )
-    loss_spike_factor: float | None = flag(
+    loss_spike_factor: float | None = _advanced(
         None,
         "skip a step whose loss is above this multiple of the average of about 50 steps, as 2",
         above=1,
         resume="noted",
     )
-    manual_gc: bool = flag(False, "collect Python garbage only every --manual-gc-interval steps")
+    manual_gc: bool = _advanced(False, "collect Python garbage only every --manual-gc-interval steps")
     manual_gc_interval: int = flag(0, "see --manual-gc; 0 = never", at_least=0, effective_with="manual_gc")
 
 
@@ -140,13 +141,16 @@ class OptimizerSettings:
         0.01, "decoupled weight decay; not applied to biases and 1-D parameters", resume="compared"
     )
     start_weight_decay: float | None = _non_negative(
-        None, "weight decay at the start, with --weight-decay-incr-style", resume="compared"
+        None, "weight decay at the start, with --weight-decay-incr-style", resume="compared", tier="advanced"
     )
     end_weight_decay: float | None = _non_negative(
-        None, "weight decay at the end, with --weight-decay-incr-style", resume="compared"
+        None, "weight decay at the end, with --weight-decay-incr-style", resume="compared", tier="advanced"
     )
     weight_decay_incr_style: str = _compared(
-        "constant", "how weight decay moves from start to end", choices=("constant", "linear", "cosine")
+        "constant",
+        "how weight decay moves from start to end",
+        choices=("constant", "linear", "cosine"),
+        tier="advanced",
     )
     clip_grad: float = _non_negative(1.0, "clip the global gradient norm to this; 0 = off")
     adam_beta1: float = _fraction(0.9, "Adam's first-moment decay")
@@ -170,7 +174,7 @@ class OptimizerSettings:
         None, "bits of the momentum that crosses nodes for whole matrices; default 16, lossless", at_least=1
     )
     muon_stale_rows: bool = _muon(False, "between whole steps, complete each node's rows by those sent last")
-    use_apex: bool = flag(False, "NVIDIA Apex's fused optimizer and norms, which must be installed", resume="free")
+    use_apex: bool = _advanced(False, "NVIDIA Apex's fused optimizer and norms, which must be installed", resume="free")
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,7 @@ class LoraSettings:
     """Low-rank adapters (LoRA) beside frozen weights."""
 
     FLAGS: ClassVar[dict[str, str]] = dict(resume="model")
-    lora_rank: int | None = flag(
+    lora_rank: int | None = _advanced(
         None, "train adapters of this rank beside the frozen weights of --pretrained-checkpoint", at_least=1
     )
     lora_alpha: float = flag(32.0, "multiply the output of adapters by this / rank", above=0, needs="lora_rank")

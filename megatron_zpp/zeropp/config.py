@@ -33,10 +33,16 @@ class LoCoConfig:
     """
 
     # In e <- beta * e + (1 - beta) * d.
-    beta: float = flag(0.8, "LoCo's weight of the old error; 0 = classic error feedback", at_least=0, below=1)
+    beta: float = flag(
+        0.8, "LoCo's weight of the old error; 0 = classic error feedback", at_least=0, below=1, tier="stable"
+    )
     # The paper's T. None = never.
     reset_interval: int | None = flag(
-        1024, "optimizer steps after which LoCo's error is reset; 0 = never", zero_is_none=True, at_least=1
+        1024,
+        "optimizer steps after which LoCo's error is reset; 0 = never",
+        zero_is_none=True,
+        at_least=1,
+        tier="stable",
     )
     # "hard", as published, throws away up to e / (1 - beta); "decay" forgets 1 / reset_interval of e at every step.
     reset: str = flag("hard", "how LoCo's error is reset: at once, or gradually", choices=("hard", "decay"))
@@ -46,7 +52,7 @@ class LoCoConfig:
     # Also keep the error from before each step, for ``undo_step`` to restore. Without this second copy an undone step
     # leaves no error at all. The trainer sets it where steps with finite gradients are undone.
     exact_undo: bool = True
-    FLAGS: ClassVar[dict[str, str]] = dict(prefix="--zeropp-loco-", resume="noted", settles="wire")
+    FLAGS: ClassVar[dict[str, str]] = dict(prefix="--zeropp-loco-", resume="noted", settles="wire", tier="advanced")
 
     def __post_init__(self) -> None:
         check_fields(self, "LoCo's ")

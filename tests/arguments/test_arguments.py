@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.flags_page import render_reference
+from docs.flags_page import flag_changes, render_reference
 from megatron_zpp.arguments.foreign_flags import NOT_NEEDED, REFUSED, TRANSLATED, translate
 from megatron_zpp.arguments.help import help_text
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
@@ -354,3 +354,16 @@ def test_reference_page_is_up_to_date():
     assert page.read_text(encoding="utf-8") == render_reference(), (
         "run: python docs/flags_page.py docs/reference/flags.md"
     )
+
+
+def test_a_flag_that_comes_or_goes_has_a_line_in_the_list_of_changes():
+    listed: set[str] = set()
+    for _, sign, names in flag_changes():
+        assert listed.isdisjoint(names) if sign == "+" else listed.issuperset(names), names
+        listed = listed | {*names} if sign == "+" else listed - {*names}
+    assert listed == {flag.name for flag in all_flags().values()}, "list it in docs/reference/flag_changes.txt"
+
+
+def test_the_stable_promise_is_one_that_can_be_kept():
+    assert sum(flag.tier == "stable" for flag in all_flags().values()) <= 150
+    assert {flag.tier for flag in all_flags().values()} == {"stable", "advanced", "experimental"}

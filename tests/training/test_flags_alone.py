@@ -20,7 +20,7 @@ WORDS = ("2", "0.5", "4", "1", "16", "0.9", "0")
 # What a small run on one rank does not show: speed and memory; how a run ends; NaN and spikes; what is divided among
 # ranks; later epochs, blends and samples of unequal length; what is on already; and files.
 NOT_SHOWN = """
-    num_workers manual_gc deterministic_mode recompute_activations recompute_granularity
+    num_workers manual_gc deterministic_mode recompute_granularity
     cpu_offload cpu_offloading_num_layers no_mmap_bin_files data_cache_path
     dry_run print_config exit_duration_in_mins exit_signal_handler distributed_backend distributed_timeout_minutes
     no_check_for_nan_in_loss_and_grad max_nonfinite_steps loss_spike_factor
