@@ -19,8 +19,8 @@ _profile = partial(flag, needs="profile")
 _publishing = partial(flag, needs="publish", at_least=1)
 
 _WITH_MODEL = (  # tokenizers that --tokenizer-model names
-    *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer"),
-    *("HFTokenizer", "TikTokenizer"),
+    *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "MegatronSentencePieceTokenizer", "Llama2Tokenizer"),
+    *("HuggingFaceTokenizer", "HFTokenizer", "TikTokenizer"),
 )
 
 
@@ -137,6 +137,12 @@ class TokenizerSettings:
         at_least=3,
         resume="--override-data",
         effective_with="tokenizer_type=TikTokenizer",
+    )
+    tokenizer_hf_no_include_special_tokens: bool = flag(
+        False,
+        "HuggingFaceTokenizer puts nothing around a text, such as the BOS of its post-processor",
+        resume="--override-data",
+        effective_with="tokenizer_type=HuggingFaceTokenizer tokenizer_type=HFTokenizer",
     )
 
 
