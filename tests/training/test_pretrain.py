@@ -257,7 +257,7 @@ def test_offloaded_activations_of_compiled_blocks_change_no_bit(data):
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
 def test_compiled(data):
-    common = f"{NO_DROPOUT} --num-layers 1 --train-iters 3 --recompute-granularity full"
+    common = f"{NO_DROPOUT} --num-layers 1 --train-iters 3 --recompute-granularity full --num-experts 4"
     runs = {more: flags(data, common, more) for more in ("", "--compile")}
     metrics = run_ranks(1, train_each, runs)[0]  # each rank would compile
     assert metrics["--compile"]["lm loss"] == pytest.approx(metrics[""]["lm loss"], rel=1e-5)
