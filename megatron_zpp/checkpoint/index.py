@@ -37,7 +37,8 @@ from .meta import INDEX, REMEDY, is_plain_name, open_in
 
 SHARDS = "shards.bin"  # little-endian 64-bit integers
 Rows = NDArray[np.int64]  # [shards, 2 * dims + 2]: offsets, sizes, number of the file, first byte
-_OF_RANK = re.compile(rb',"(?:zeropp|rng|islands)\.([0-9]+)\.')  # how lines begin that one rank alone needs
+# How the lines of tensors begin that one rank alone needs: "KIND.RANK.", where parameters may have numbers for names.
+_OF_RANK = re.compile(rb',"(?!model\.|optimizer\.)\w+\.([0-9]+)\.')
 
 
 def build_index(tensors: Mapping[str, Any], places: Mapping[MetadataIndex, _StorageInfo]) -> dict[str, bytes]:

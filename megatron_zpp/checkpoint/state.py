@@ -32,7 +32,7 @@ from .files import CheckpointError
 from .index import Entry, Index, read_index
 from .meta import REMEDY
 from .storage import iterate_tensors, read_state
-from .trained import Trained, plan_resume
+from .trained import ResumePlan, Trained, plan_resume
 
 
 def checkpoint_state(trained: Trained) -> dict[str, Tensor]:
@@ -55,8 +55,8 @@ def iterate_parameters(checkpoint: Path, meta: Mapping[str, Any]) -> Iterator[tu
 
 def load_checkpoint(
     checkpoint: Path, meta: Mapping[str, Any], trained: Trained, layout: Mapping[str, int | str], load_rng: bool = True
-) -> list[str]:
-    """Load tensors in place; return notes on what was not loaded, and why. Collective.
+) -> ResumePlan:
+    """Load tensors in place; return what was loaded, with notes on the rest. Collective.
 
     Without optimizers it loads parameters only. Ranks and their ``layout`` (``Trainer.layout``) may differ from
     those that saved: then random states and LoCo's errors start over. Raises FailedTogether after printing the reason.
@@ -90,7 +90,7 @@ def load_checkpoint(
             # Warns, and loads nothing, if an earlier version divided the model into other units.
             zeropp.load_state_dict({name: tensor.to(zeropp.device) for name, tensor in zeropp_state.items()})
     trained.islands.load_checkpoint_state(state)
-    return list(plan.notes)
+    return plan
 
 
 def load_base(checkpoint: Path, meta: Mapping[str, Any], model: nn.Module) -> None:

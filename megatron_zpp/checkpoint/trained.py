@@ -34,6 +34,7 @@ class ResumePlan:
     optimizer: bool
     random_states: bool
     zeropp: bool
+    copy_number: int  # of the copies of the model that trained apart, the one to go on from
 
 
 def plan_resume(
@@ -60,10 +61,10 @@ def plan_resume(
         notes.append(f"{kept} start over: saved with other ranks, nodes or ZeRO++ settings")
         zeropp = False
 
-    more_notes, number = trained.islands.plan_resume(meta, same_layout, trains)
+    more_notes, copy_number = trained.islands.plan_resume(meta, same_layout, trains)
     # An optimizer that had made no step has no state.
-    optimizer, notes = trains and meta.get("optimizers_have_stepped", [True])[number], notes + more_notes
-    return ResumePlan(tuple(notes), optimizer, random_states, zeropp)
+    optimizer = trains and meta.get("optimizers_have_stepped", [True])[copy_number]
+    return ResumePlan((*notes, *more_notes), optimizer, random_states, zeropp, copy_number)
 
 
 def zeropp_layout(zeropp: ZeroPP | None) -> dict[str, Any] | None:

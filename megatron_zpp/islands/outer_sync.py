@@ -11,7 +11,7 @@ islands.RANK.KEY               ``OuterSync.state_dict``
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -251,10 +251,6 @@ class OuterSync:
         if self.resumes and not self._resumes_wires:
             notes.append("LoCo's errors and transfers between islands start over: saved with other ranks or settings")
         return notes, self.number if self.resumes else 0
-
-    def pick(self, values: Sequence[Any]) -> Any:
-        """Return this island's of the values that ``gather`` returned in the run that saved, or the first's."""
-        return values[self.number if self.resumes else 0]
 
     def tensors_to_load(self, state: Mapping[str, Tensor], saved: Mapping[str, Any]) -> dict[str, Tensor]:
         """Name the tensors that a run is to fill as this island's, and add others. saved: sizes and dtypes by name."""

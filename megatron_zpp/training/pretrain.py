@@ -52,7 +52,7 @@ def _train_steps(trainer: Trainer, signals: StopSignals, evaluations: Sequence[C
             signals.catch([signal.SIGINT])
         trainer.count_step(stats)
         actions = trainer.actions()
-        # Before islands replace the parameters that a step with NaN is computed with again, to find its place.
+        # First: a step with NaN is computed again, to find its place, and what follows may replace its parameters.
         ends = nonfinite.check(stats) or stats.should_stop
         trainer.islands.after_step(counters.iteration, is_last=actions.end)
         ends = trainer.islands.agree(ends, meets=actions.any)

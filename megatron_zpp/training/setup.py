@@ -1,6 +1,7 @@
 """Build everything that a run needs from its settings, and load its checkpoint."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +234,7 @@ def _load(trainer: Trainer, checkpoint: Path, meta: dict[str, Any]) -> None:
     settings, goes_on = trainer.settings.checkpoint, not trainer.settings.checkpoint.finetune
     if goes_on and trainer.zeropp is not None:  # state of its own overrides this
         trainer.zeropp.set_optimizer_steps(trainer.counters.iteration - trainer.counters.skipped_iterations)
-    notes = load_checkpoint(
+    loaded = load_checkpoint(
         checkpoint,
         meta,
         trainer.trained(with_optimizer=goes_on and not settings.no_load_optim),
@@ -241,8 +242,8 @@ def _load(trainer: Trainer, checkpoint: Path, meta: dict[str, Any]) -> None:
         load_rng=goes_on and not settings.no_load_rng,
     )
     if goes_on:
-        trainer.scaler.load_state_dict(trainer.islands.pick(meta.get("loss_scalers", [meta["loss_scaler"]])))
-    _print_notes(notes)
+        trainer.scaler.load_state_dict(meta.get("loss_scalers", [meta["loss_scaler"]])[loaded.copy_number])
+    _print_notes(loaded.notes)
     print_once(f"  successfully loaded checkpoint {checkpoint} at iteration {meta['iteration']}")
 
 
@@ -280,7 +281,7 @@ def _check_same_model(
     return [f"fine-tuning changes the model: {'; '.join(changed)}"] if changed else []
 
 
-def _print_notes(notes: list[str]) -> None:
+def _print_notes(notes: Sequence[str]) -> None:
     for note in notes:
         print_once(f"note: {note}")
 

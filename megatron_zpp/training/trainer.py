@@ -149,7 +149,7 @@ class Trainer:
         counters.consumed_train_samples += stats.num_samples
         counters.skipped_iterations += stats.is_skipped
         counters.nan_iterations += not math.isfinite(stats.loss)
-        if self.islands.num_islands > 1 or not stats.is_skipped:  # they do not know each other's skipped steps
+        if not stats.is_skipped or self.mesh.step_group is not None:  # other groups do not know that it was skipped
             cut = self.settings.training.seq_length - self.sample_length(counters.iteration)
             counters.scheduled_samples += stats.num_samples
             counters.cut_tokens += stats.num_samples * cut

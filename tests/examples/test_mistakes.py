@@ -1,5 +1,6 @@
 """Scripts of examples/ with a mistake: one line that says what to do, status 2."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -31,23 +32,21 @@ def test_a_machine_without_a_gpu_is_named(script, tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        "quickstart/make_corpus.py --max-megabytes 0.01 --output PLACE",
-        "quickstart/summary.py compare a=PLACE --data-path x",
-        "finetuning/make_model.py --output PLACE",
-        "launch/preprocess_slurm.sh PLACE x --tokenizer-type ByteTokenizer",
-        "launch/ssh.sh localhost PLACE --lr",
-        "zeropp/rlhf_table.py PLACE",
+        "quickstart/make_corpus.py --max-megabytes 0.01 --output FILE",
+        "quickstart/summary.py compare a=LOOP --data-path x",
+        "finetuning/make_model.py --output FILE",
+        "launch/preprocess_slurm.sh LOOP x --tokenizer-type ByteTokenizer",
+        "launch/ssh.sh localhost FILE --lr",
+        "zeropp/rlhf_table.py LOOP",
     ],
 )
 def test_a_wrong_path_is_named(words, tmp_path):
-    (tmp_path / "file").touch()
-    (tmp_path / "loop").symlink_to("loop")
-    script, *more = words.split()
+    (tmp_path / "FILE").touch()
+    (tmp_path / "LOOP").symlink_to("LOOP")
+    script, *more = re.sub("FILE|LOOP", rf"{tmp_path}/\g<0>/below", words).split()
     python = ["python"] if script.endswith(".py") else []
-    for place in (tmp_path / "file" / "below", tmp_path / "loop" / "below"):
-        given = [str(place) if word == "PLACE" else word.replace("PLACE", str(place)) for word in more]
-        slurm = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_COUNT": "1"}
-        assert str(place.parent) in error_of(*python, ROOT / "examples" / script, *given, **slurm)
+    slurm = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_COUNT": "1"}
+    assert re.search(rf"{tmp_path}/(FILE|LOOP)", error_of(*python, ROOT / "examples" / script, *more, **slurm))
 
 
 def test_the_quickstart_names_the_folder_that_it_cannot_write(tmp_path):

@@ -195,7 +195,6 @@ def run_laptop(script: Path, variant: str, folder: Path) -> tuple[RunLog, list[s
     "name, variant",
     [
         pytest.param("zeropp/gpt_350m", "RECIPE=zeropp-nonblocked WEIGHT_BITS=6", marks=pytest.mark.long),
-        pytest.param("zeropp/gpt_13b", "RECIPE=zero3", marks=pytest.mark.long),
         pytest.param("zeropp/gpt_18b", "RECIPE=qwz", marks=pytest.mark.long),
         pytest.param("zeropp/finetune", "BITS=2", marks=pytest.mark.long),
         pytest.param("loco/llama_0.8b", "RECIPE=loco", marks=pytest.mark.long),
@@ -205,6 +204,7 @@ def run_laptop(script: Path, variant: str, folder: Path) -> tuple[RunLog, list[s
     ],
 )
 def test_laptop_scale_trains_and_sends_what_its_flags_say(name, variant, folder):
+    """zeropp/gpt_13b.sh is zeropp/gpt_350m.sh at this scale."""
     log, words = run_laptop(ROOT / "examples" / f"{name}.sh", variant, folder)
     first, last = log.lines[0], log.lines[-1]
     assert last["iteration"] == 10
@@ -214,14 +214,10 @@ def test_laptop_scale_trains_and_sends_what_its_flags_say(name, variant, folder)
     planned = sum(plan(words, 2, 2, "A100", 512).needs.sent_between_nodes.values()) / 1e6
     # Moves are planned with the mean of a whole run; most codes move at its beginning.
     assert sent == pytest.approx(planned, abs=0.5 * planned if "--zeropp" in words else 6e-4)
-    if variant != "RECIPE=zero3":
-        _, architecture, flags = trainer_of(words)
-        plain = [word for word in flags if not word.startswith(("--zeropp", "--zero-quantized"))]
-        assert architecture and plain != flags
+    if trainer_of(words)[1] == "gpt":
         as_zero3 = command(ROOT / "examples" / "zeropp" / "gpt_13b.sh", "RECIPE=zero3")
-        if architecture == "gpt":
-            zero3 = sum(plan(as_zero3, 2, 2, "A100", 512).needs.sent_between_nodes.values()) / 1e6
-            assert sent < 0.8 * zero3
+        zero3 = sum(plan(as_zero3, 2, 2, "A100", 512).needs.sent_between_nodes.values()) / 1e6
+        assert sent < 0.8 * zero3
     if name == "zeropp/finetune":
         assert first["lm loss"] < 5.9  # of ln(512) = 6.24: it does not begin from scratch
 

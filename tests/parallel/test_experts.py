@@ -72,11 +72,11 @@ def some_and(*names: str) -> dict[int, dict[str, str]]:
     [
         ("llama", f"{SHAPE} --num-layers 2 --train-iters 2", {4: SOME}),
         *(
-            pytest.param(architecture, f"{common} --train-iters 3", layouts, marks=pytest.mark.long)
+            pytest.param(architecture, f"{common} --train-iters 2", layouts, marks=pytest.mark.long)
             for architecture, common, layouts in [
                 ("llama", SHAPE, some_and(*MORE)),
                 ("llama", SHAPE, WITHOUT_EP),
-                ("gpt", LIKE_GPT, some_and("ep 4, hierarchy", "tp 4", "pp 2, ep 2", "cp 2, ep 2")),
+                ("gpt", LIKE_GPT, some_and("pp 2, ep 2")),
                 ("gpt", PYRAMID, some_and("pp 2, ep 2")),
             ]
         ),

@@ -51,16 +51,21 @@ def test_four_ranks_train_as_one(data, architecture, common, layouts):
 
 
 ZEROPP = "--zeropp int8 --zeropp-ranks-per-node 2"
+# Their parameters have the names and dimensions of another family's, and ZeRO++ sees nothing else of a model.
+SAME_PARAMETERS = """
+    llama-grouped llama-yarn mistral granite phi3 smollm3 seed-oss qwen3-moe-normalized olmoe minimax-m2 olmo3
+    deepseek-v3
+"""
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in SAME_PARAMETERS.split()])
 def test_every_family_trains_with_all_of_zeropp_as_without_it(data, name):
-    """Three steps on two nodes of two ranks, with low bits everywhere: losses stay within a percent of bf16's."""
+    """Two steps on two nodes of two ranks, with low bits everywhere: losses stay within a percent of bf16's."""
     architecture = architecture_of(CONFIGS[name])
     words = architecture.flags(CONFIGS[name], POSITIONS)
-    argv = [*flags(data, f"--bf16 --make-vocab-size-divisible-by 4 {NO_DROPOUT}", length="--train-iters 3"), *words]
+    argv = [*flags(data, f"--bf16 --make-vocab-size-divisible-by 4 {NO_DROPOUT}", length="--train-iters 2"), *words]
     runs = {"plain": (architecture.name, argv), "zeropp": (architecture.name, [*argv, *ZEROPP.split()])}
     plain, zeropp = (metrics["lm loss"] for metrics, *_ in run_ranks(4, train_runs, runs)[0].values())
-    assert len(zeropp) == 3 and zeropp != plain
+    assert len(zeropp) == 2 and zeropp != plain
     assert zeropp == pytest.approx(plain, rel=1e-2)

@@ -26,17 +26,17 @@ UNTIED = "--untie-embeddings-and-output-weights"  # tokens that do not occur hav
 TOKEN_MEAN = "--calculate-per-token-loss --recompute-granularity full --reset-attention-mask"
 
 FOUR_LAYERS = f"--num-layers 4 {NO_DROPOUT} {EPS} --log-params-norm"
-COMBINED = f"{FOUR_LAYERS} --train-iters 3 --global-batch-size 4"
+COMBINED = f"{FOUR_LAYERS} --train-iters 2 --global-batch-size 4"
 VIRTUAL_CP = {8: {"tp 2 with sp, pp 2 of virtual stages, cp 2": f"{SP} {PP} {CP} {VIRTUAL}"}}
-PIPELINES = f"--num-layers 4 --train-iters 3 --eval-interval 2 --log-params-norm {NO_DROPOUT}"
+PIPELINES = f"--num-layers 4 --train-iters 2 --eval-interval 1 --log-params-norm {NO_DROPOUT}"
 # All that flags can describe of a decoder.
 DESCRIBED = (
     f"--num-layers 2 {GQA} --swiglu --normalization RMSNorm --apply-layernorm-1p "
     "--qk-layernorm --disable-bias-linear --add-qkv-bias --window-size 5,0 --rotary-percent 0.5 "
     "--position-embedding-type yarn --yarn-rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16 "
-    f"{NO_DROPOUT} {EPS} --micro-batch-size 2 --log-params-norm --train-iters 4"
+    f"{NO_DROPOUT} {EPS} --micro-batch-size 2 --log-params-norm --train-iters 2"
 )
-TENSORS = f"{NO_DROPOUT} {EPS} --log-params-norm --global-batch-size 4 --micro-batch-size 2 --train-iters 4"
+TENSORS = f"{NO_DROPOUT} {EPS} --log-params-norm --global-batch-size 4 --micro-batch-size 2 --train-iters 2"
 EIGHT_HEADS = "--group-query-attention --num-query-groups 4 --num-attention-heads 8 --ffn-hidden-size 64"
 ON_TWO = {2: {"tp": TP, "sp": SP}}
 ON_FOUR = {
@@ -46,7 +46,7 @@ ON_FOUR = {
         "beside dp": f"{SP} --zero-stage 1 --calculate-per-token-loss",
     }
 }
-CONTEXTS = f"{NO_DROPOUT} --train-iters 3 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 {EPS}"
+CONTEXTS = f"{NO_DROPOUT} --train-iters 2 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 {EPS}"
 GPT_DOCUMENTS, LLAMA_DOCUMENTS = f"{DOCUMENTS} --recompute-granularity full", f"{DOCUMENTS} --calculate-per-token-loss"
 GROWS = (
     f"--curriculum-min-length 8 --curriculum-iters 3 {FOUR_LAYERS} --train-iters 3 --train-tokens 100000 "
@@ -90,7 +90,7 @@ CASES = {  # architecture, flags, layouts by number of ranks, and flags that one
     ),
     # GPT's embeddings are tied, so the first and the last stage have a copy each.
     "two stages": (
-        *("gpt", f"{PIPELINES}"),
+        *("gpt", PIPELINES),
         {
             2: {
                 "gpipe, stages of 3 and 1": f"{PP} --pipeline-schedule gpipe --decoder-first-pipeline-num-layers 3 "
@@ -129,11 +129,11 @@ CASES = {  # architecture, flags, layouts by number of ranks, and flags that one
         LLAMA_DOCUMENTS,
     ),
     "plain data parallelism": (
-        *("gpt", f"{FOUR_LAYERS} --train-iters 3 --zero-stage 0"),
+        *("gpt", f"{FOUR_LAYERS} --train-iters 2 --zero-stage 0"),
         {4: {"sp": SP, "pp": PP, "cp": CP}},
     ),
     "replicas": (
-        *("gpt", f"{FOUR_LAYERS} --train-iters 3"),
+        *("gpt", f"{FOUR_LAYERS} --train-iters 2"),
         {
             8: {
                 "sp, cp": f"{REPLICAS} {SP} {CP}",

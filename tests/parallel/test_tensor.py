@@ -157,9 +157,3 @@ def test_a_vocabulary_that_does_not_divide_is_refused(data):
     refused = run_ranks(2, error_of, argv)[0]
     assert "size 2 does not divide the vocabulary of 257" in refused
     assert "--make-vocab-size-divisible-by 2" in refused and "1, 257" in refused
-
-
-ALL_FLAGS = (
-    "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zeropp-loco "
-    "--zeropp-weight-block-size 32 --zeropp-gradient-block-size 32"
-)

@@ -18,7 +18,8 @@ from megatron_zpp.settings.checks import SettingsError
 
 MODEL = "--preset llama-8b --num-layers 8 --seq-length 2048"  # of eight layers, for speed
 VOCABULARY = 32000
-ONE_LAYOUT = "--tensor-model-parallel-size 1"  # where the others would show the same
+ONE_WIRE = "--zeropp int8 --recompute-granularity full"  # where the others would show the same
+ONE_LAYOUT = f"--tensor-model-parallel-size 1 {ONE_WIRE}"
 
 
 def planned(word: str, flags: str = "--global-batch-size 64", **more: float) -> Plan:
@@ -52,7 +53,8 @@ def test_layouts_keep_to_nodes(slow):
     assert {layout.tensor for layout in sizes} == {1, 2, 4, 8}  # of 8 groups of queries, on nodes of 8
     assert {layout.pipeline for layout in sizes} == {1, 2, 4}  # of 8 layers, on 4 nodes
     assert {layout.context for layout in sizes} == {1}  # sequences of 2048
-    long = make_plan(LLAMA, f"{MODEL} --seq-length 32768 --global-batch-size 32".split(), VOCABULARY, slow.cluster)
+    words = f"{MODEL} --seq-length 32768 --global-batch-size 32 {ONE_WIRE}"
+    long = make_plan(LLAMA, words.split(), VOCABULARY, slow.cluster)
     assert {outcome.candidate.layout.context for outcome in long.outcomes} == {1, 2, 4}
 
 
@@ -92,10 +94,10 @@ def test_the_command_line_repeats_the_prediction(slow):
 
 
 def test_refusals_name_the_memory_needed():
-    plan = planned("2x2xT4@100", "--global-batch-size 4", usable=0.25)
+    plan = planned("2x2xT4@100", f"--global-batch-size 4 {ONE_WIRE}", usable=0.25)
     assert not plan.outcomes
     assert all(re.fullmatch(r"needs \d+ GB of a GPU's 4 that can be used", r.reason) for r in plan.refused)
-    more = planned("2x2xA100@100", "--global-batch-size 4")
+    more = planned("2x2xA100@100", f"--global-batch-size 4 {ONE_WIRE}")
     assert more.outcomes and len(reasons(more)) == len(more.outcomes) - 1 + len(more.refused)
 
 
@@ -152,7 +154,8 @@ def test_flags_that_allow_no_candidate_raise_one_line():
     ],
 )
 def test_experts_are_divided_within_nodes_or_over_whole_ones(cluster, experts, layouts, with_experts):
-    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --disable-bias-linear"
+    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --disable-bias-linear "
+    flags += ONE_WIRE
     flags = [*flags.split(), "--num-experts", str(experts), "--global-batch-size", str({4: 16, 12: 12}[experts])]
     plan = make_plan(GPT, flags, 500, parse_cluster(cluster))
     assert {outcome.candidate.layout.name for outcome in plan.outcomes} == {*f"{layouts}, {with_experts}".split(", ")}
@@ -192,6 +195,7 @@ def test_the_model_may_come_from_transformers(tmp_path, capsys, monkeypatch):
     shape = dict(vocab_size=512, hidden_size=64, intermediate_size=128, max_position_embeddings=256)
     transformers.LlamaConfig(**shape, num_hidden_layers=2, num_attention_heads=4).save_pretrained(tmp_path)
     argv = ["plan.py", "--cluster", "2x2xA100@10", "--huggingface", str(tmp_path), "--", "--global-batch-size", "8"]
+    argv += ONE_WIRE.split()
     monkeypatch.setattr("sys.argv", argv)
     assert tool.main() == 0
     out = capsys.readouterr().out

@@ -15,9 +15,14 @@ from tests.training.small_run import flags, start
 ZEROPP = "--bf16 --zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 1 --zeropp-loco"
 
 
+# Graphs are the same without a C++ compiler, which takes minutes; test_pretrain.py trains with it.
+WITHOUT_COMPILER = partial(torch.compile, backend="aot_eager_decomp_partition")
+
+
 def compiled(argv):
     """Graph breaks, and the graphs that were compiled by the end of each of four steps."""
-    run, _ = start(argv)
+    with patch("torch.compile", WITHOUT_COMPILER):
+        run, _ = start(argv)
     batches, graphs = batches_of(run, "train", 0), []
     for _ in range(4):
         train_step(run, batches, 2, stop=False)
@@ -38,7 +43,7 @@ def bytes_kept(*argvs):
     found = []
     for argv in argvs:
         torch._dynamo.reset()
-        with patch("torch.compile", partial(torch.compile, backend="aot_eager_decomp_partition")):  # needs no compiler
+        with patch("torch.compile", WITHOUT_COMPILER):
             run, _ = start(argv)
         batches, kept = batches_of(run, "train", 0), {}
         losses = [train_step(run, batches, 2, stop=False).loss for _ in range(2)]

@@ -193,26 +193,26 @@ def test_recomputed_modules_change_nothing_in_any_layout(data):
         "--tensor-model-parallel-size 2 --sequence-parallel --attention-dropout 0.1": "core_attn mlp",
         "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble": "core_attn mlp",
     }
-    runs, plain = {}, {layout: flags(data, layout, "--train-iters 3 --eval-iters 0") for layout in layouts}
+    runs, plain = {}, {layout: flags(data, layout, "--train-iters 2 --eval-iters 0") for layout in layouts}
     for layout, modules in layouts.items():
         recompute = f"--recompute-granularity selective --recompute-modules {modules}"
         runs |= {layout: plain[layout], f"{layout} again": [*plain[layout], *recompute.split()]}
     metrics = run_ranks(2, train_each, runs, "llama", timeout=600)[-1]  # which has the last stage
     for layout in layouts:
         for key in ("lm loss", "grad-norm"):
-            assert len(metrics[layout][key]) == 3 and metrics[f"{layout} again"][key] == metrics[layout][key], layout
+            assert len(metrics[layout][key]) == 2 and metrics[f"{layout} again"][key] == metrics[layout][key], layout
 
 
 def assert_offloading_changes_no_bit(data, layouts: dict[str, str], architecture: str = "llama") -> None:
     runs = {}
     for layout, more in layouts.items():
-        plain = flags(data, layout, "--train-iters 3 --eval-iters 0 --log-params-norm")
+        plain = flags(data, layout, "--train-iters 2 --eval-iters 0 --log-params-norm")
         runs |= {layout: plain, f"{layout} offloaded": [*plain, *more.split()]}
     metrics = run_ranks(2, train_each, runs, architecture, timeout=600)[-1]  # which has the last stage
     for layout in layouts:
         offloaded = metrics[f"{layout} offloaded"]
         for key in ("lm loss", "grad-norm", "params-norm"):
-            assert len(offloaded[key]) == 3 and offloaded[key] == metrics[layout][key], (layout, key)
+            assert len(offloaded[key]) == 2 and offloaded[key] == metrics[layout][key], (layout, key)
 
 
 ALL_LAYERS = "--cpu-offloading-num-layers 2"
@@ -257,9 +257,9 @@ def test_offloaded_activations_of_compiled_blocks_change_no_bit(data):
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
 def test_compiled(data):
-    common = f"{NO_DROPOUT} --num-layers 1 --train-iters 3 --recompute-granularity full"
+    common = f"{NO_DROPOUT} --num-layers 1 --train-iters 3 --recompute-granularity full --num-experts 4"
     runs = {more: flags(data, common, more) for more in ("", "--compile")}
-    metrics = run_ranks(2, train_each, runs)[0]
+    metrics = run_ranks(1, train_each, runs)[0]  # each rank would compile
     assert metrics["--compile"]["lm loss"] == pytest.approx(metrics[""]["lm loss"], rel=1e-5)
 
 
