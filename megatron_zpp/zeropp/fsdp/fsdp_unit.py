@@ -227,7 +227,7 @@ class FSDPUnit:
     @property
     def stays_gathered(self) -> bool:
         """Whether a forward pass leaves the parameters gathered for the passes that follow."""
-        return not self._param_group._reshard_after_forward
+        return self._param_group.post_forward_mesh_info is None
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what the unit's next gather and reduction depend on besides parameters and gradients."""
@@ -509,7 +509,7 @@ def _find_param_groups(model: nn.Module) -> list[tuple[str, FSDPModule, Any]]:
                 f"{comms[1].__name__}), which ZeRO++ would replace: leave out set_custom_all_gather, "
                 "set_symm_mem_for_comm and the like, and apply ZeRO++ once, to the whole model"
             )
-        if param_group._use_post_forward_mesh:
+        if param_group.post_forward_mesh_info not in (None, param_group.mesh_info):
             raise ValueError(
                 f"{label} has reshard_after_forward=<int>, FSDP2's own secondary partition; pass True and set "
                 "hpz_partition_size instead"

@@ -120,21 +120,18 @@ class HierarchicalReduceScatter(GradientReduction):
         warms_up = self.shared.config.gradient_bits_warmup is not None
         specified = part, gradients.dtype, self.shared.position.optimizer_steps if warms_up else math.inf
         if specified != self._specified:
-            self._specify(*specified)
+            self._specified = specified
+            self._rotation = self.formats.rotation(part, gradients.dtype)
+            if self.within_node is not None:
+                self.within_node.format = self.formats.gradients_within_node(part, gradients.dtype)
+            if self.between_nodes is not None:
+                self.between_nodes.format = self.formats.gradients_between_nodes(*specified)
         for hop in self.hops:
             hop.steps, hop.micro_batches = self.steps, self.micro_batches
         # Sums of rotated gradients are rotated sums: rotate once before both hops and back once after them.
         if self._rotation is not None:
             gradients = self._rotation.rotate(gradients)
         return GradientSum(gradients.transpose(0, 1))
-
-    def _specify(self, part: UnitPart, dtype: torch.dtype, step: float) -> None:
-        self._specified = part, dtype, step
-        if self.within_node is not None:
-            self.within_node.format = self.formats.gradients_within_node(part, dtype)
-        if self.between_nodes is not None:
-            self.between_nodes.format = self.formats.gradients_between_nodes(part, dtype, step)
-        self._rotation = self.formats.rotation(part, dtype)
 
     def _keep(self, arrived: GradientSum) -> None:
         """Keep the node's sum [N, L] of this micro-batch for the step's last one."""
