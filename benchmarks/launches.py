@@ -107,7 +107,7 @@ def count(flags: str) -> dict[str, int]:
                 return [1.0] * tensor.numel()
             if tensor.dtype == torch.int32:
                 return [unit.whole.numel // 4 for unit in zeropp.units][: tensor.numel()]
-            rows = length * settings.model.moe_router_topk
+            rows = length * settings.model.router_topk
             return [rows, *[rows // experts] * (tensor.numel() - 1)]
 
         attend = torch.ops.aten._scaled_dot_product_flash_attention  # as on a GPU; torch's C++ is told "meta"

@@ -96,7 +96,7 @@ def notes_on(settings: Settings, given: set[str]) -> Iterator[str]:
         for name in names:
             if name in given and not is_on:
                 yield f"{flag_of(name)} has no effect without {why}"
-    if settings.distributed.context_parallel_size > 1 and settings.model.moe_expert_capacity_factor is not None:
+    if settings.distributed.context_parallel_size > 1 and settings.model.expert_capacity_factor is not None:
         yield (
             "with --context-parallel-size each rank counts --moe-expert-capacity-factor in its own part of a sample: "
             "it drops other tokens than one rank would"
@@ -108,7 +108,7 @@ def notes_on(settings: Settings, given: set[str]) -> Iterator[str]:
         tokens = samples * (training.seq_length or 0)
         if tokens > training.train_tokens:
             yield f"--train-tokens {training.train_tokens} ends with the step that reaches it, after {tokens} tokens"
-    if "moe_router_pre_softmax" in given and settings.model.moe_router_score_function == "sigmoid":
+    if "moe_router_pre_softmax" in given and settings.model.score_function == "sigmoid":
         yield "--moe-router-pre-softmax has no effect with --moe-router-score-function sigmoid, as in Megatron"
     if settings.distributed.sequence_parallel and settings.distributed.tensor_model_parallel_size == 1:
         yield "--sequence-parallel has no effect without --tensor-model-parallel-size"

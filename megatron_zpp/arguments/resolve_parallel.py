@@ -85,7 +85,7 @@ def check_pipeline(settings: Settings, num_layers: int) -> None:
             require(getattr(ranks, name) is None, f"{flag_of(name)} needs --pipeline-model-parallel-size above 1")
         return
     model = settings.model
-    over_all = model.num_experts is not None and model.moe_router_load_balancing_type == "all_layers_aux_loss"
+    over_all = model.num_experts is not None and model.load_balancing == "all_layers_aux_loss"
     needs_all = "--moe-router-load-balancing-type all_layers_aux_loss needs all layers on one rank"
     require(not over_all, f"{needs_all}: give aux_loss, or leave --pipeline-model-parallel-size out")
     ends = [name for name in _UNEVEN if getattr(ranks, name) is not None]
@@ -160,8 +160,8 @@ def check_tensor_parallel(
     require(size == 1 or not compiles, f"--compile does not support --tensor-model-parallel-size {size}: leave one out")
     split = {flag_of(name): getattr(model, name) for name in ("num_attention_heads", "num_query_groups")}
     split["--ffn-hidden-size"] = model.ffn_hidden_size
-    if model.num_experts is not None and model.moe_shared_expert_intermediate_size is not None:
-        split["--moe-shared-expert-intermediate-size"] = model.moe_shared_expert_intermediate_size
+    if model.num_experts is not None and model.shared_expert_size is not None:
+        split["--moe-shared-expert-intermediate-size"] = model.shared_expert_size
     if distributed.sequence_parallel:
         shared = " / --context-parallel-size" if distributed.context_parallel_size > 1 else ""
         split[f"--seq-length{shared} (split by --sequence-parallel)"] = seq_length // distributed.context_parallel_size

@@ -1,5 +1,6 @@
 """Decoders as models of transformers: ``Family`` says how one of its models differs from Llama in config.json."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -215,7 +216,7 @@ def _read_rotary(family: Family, hf: Mapping[str, Any]) -> dict[str, Any]:
     if family.has_local_rotary:
         sliding, rope = rope["sliding_attention"], dict(rope["full_attention"])
         require_values({"rope_type": sliding.get("rope_type", "default")}, {"rope_type": ("default",)})
-        local = {"rotary_base_local": _whole("rope_theta", sliding["rope_theta"])}
+        local = {"rotary_base_local": _base("rope_theta", sliding["rope_theta"])}
     rope.setdefault("rope_theta", hf.get("rope_theta"))
     kind = rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     share = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
@@ -234,7 +235,7 @@ def _read_rotary(family: Family, hf: Mapping[str, Any]) -> dict[str, Any]:
         {f"rope_parameters.{key}": value for key, value in rope.items()},
         {f"rope_parameters.{key}": values for key, values in supported.items()},
     )
-    base = {"position_embedding_type": "rope", "rotary_base": _whole("rope_theta", rope["rope_theta"])} | local
+    base = {"position_embedding_type": "rope", "rotary_base": _base("rope_theta", rope["rope_theta"])} | local
     if kind == "llama3":
         return base | {"rope_scaling_factor": float(rope["factor"])}
     if kind == "linear":
@@ -248,7 +249,7 @@ def _read_rotary(family: Family, hf: Mapping[str, Any]) -> dict[str, Any]:
     return base
 
 
-def _whole(name: str, value: float) -> int:
-    if not isinstance(value, int | float) or not float(value).is_integer():  # NaN, too
-        raise ValueError(f"{name} is {value}; only whole numbers can be imported (--rotary-base)")
-    return int(value)
+def _base(name: str, value: float) -> float:
+    if not isinstance(value, int | float) or not 1 <= value < math.inf:  # NaN, too
+        raise ValueError(f"{name} is {value}, not a number from 1 on (--rotary-base)")
+    return int(value) if float(value).is_integer() else value

@@ -111,7 +111,7 @@ class Experts:
             values["shared_expert_size"] = hf[self.shared_number] * hf[self.width]
         first = hf[self.first] if self.first else 0
         frequency = {"moe_layer_freq": f"[0]*{first}+[1]*{layers - first}"} if first else {}
-        return {"moe": MoEConfig(hf[number], hf[self.width], topk, **values), **frequency}
+        return {"moe": MoEConfig(hf[number], hf[self.width], router_topk=topk, **values), **frequency}
 
     def weights(self, ours: str, theirs: str, moe: MoEConfig) -> Iterator[Weight]:
         """Pair one layer's experts, whose rows we concatenate."""

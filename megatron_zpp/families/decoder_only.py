@@ -11,41 +11,28 @@ from megatron_zpp.families.decoder_costs import activations, flops_per_token
 from megatron_zpp.families.huggingface import HuggingFaceMapping
 from megatron_zpp.models.decoder import Decoder, DecoderConfig, default_ffn_size
 from megatron_zpp.models.decoder_config import read_pattern
+from megatron_zpp.models.decoder_flags import DecoderFlags, ExpertFlags
 from megatron_zpp.models.moe import MoEConfig
 from megatron_zpp.parallel.context import apply_context_parallel
 from megatron_zpp.parallel.plans import decoder_plan
 from megatron_zpp.parallel.stages import StageModules
 from megatron_zpp.settings.checks import SettingsError, flag_of, require
+from megatron_zpp.settings.flags import flat_values, setting_of
 from megatron_zpp.settings.groups import ModelSettings, all_flags
 
 MEGATRON_DEFAULTS = {field.name: field.default for field in dataclasses.fields(DecoderConfig)}
 
-# {field of DecoderConfig: its flag}, for fields that hold a flag's value. Flags have Megatron's names, so the trainer's
-# settings and Megatron's checkpoints are both read and written by this table.
-_RENAMED = {
-    "layernorm_1p": "apply_layernorm_1p",
-    "yarn_scaling_factor": "yarn_rotary_scaling_factor",
-    "yarn_original_context": "yarn_original_max_position_embeddings",
-}
-# Fields computed from flags: see ``build_config``, ``flags_for`` and ``convert.megatron.config``.
-_COMPUTED = (
-    *("vocab_size", "max_position_embeddings", "num_query_groups", "exact_gelu", "add_bias_linear", "window_size"),
-    *("rope_scaling_factor", "tie_embeddings", "moe", "moe_layer_freq"),
-)
-FLAGS = {name: _RENAMED.get(name, name) for name in MEGATRON_DEFAULTS if name not in _COMPUTED}
-_RENAMED_EXPERT_FLAGS = {
-    "num_experts": "num_experts",
-    "score_function": "moe_router_score_function",
-    "router_pre_softmax": "moe_router_pre_softmax",
-    "topk_scaling_factor": "moe_router_topk_scaling_factor",
-    "shared_expert_size": "moe_shared_expert_intermediate_size",
-    "load_balancing": "moe_router_load_balancing_type",
-}
-EXPERT_FLAGS = {  # the same of ``MoEConfig``
-    field.name: _RENAMED_EXPERT_FLAGS.get(field.name, f"moe_{field.name}")
-    for field in dataclasses.fields(MoEConfig)
-    if field.name != "bias_update_rate"
-}
+
+def _flags_of(group: type[DecoderFlags | ExpertFlags]) -> dict[str, str]:
+    """Return {field of the config: its setting}, for fields that hold a flag's value.
+
+    Flags have Megatron's names, so the trainer's settings and Megatron's checkpoints are both read and written by this.
+    """
+    return {field.name: setting_of(field.metadata.get("name", field.name)) for field in dataclasses.fields(group)}
+
+
+FLAGS = {name: name for name in ("num_layers", "hidden_size", "num_attention_heads")} | _flags_of(DecoderFlags)
+EXPERT_FLAGS = {"num_experts": "num_experts", "ffn_hidden_size": "moe_ffn_hidden_size"} | _flags_of(ExpertFlags)
 
 
 def decoder(
@@ -105,9 +92,9 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
     tied = tie or (defaults["tie_embeddings"] and not untie)
     swiglu = model.swiglu or (defaults["swiglu"] and not (model.geglu or model.quick_geglu or model.squared_relu))
     kind = model.position_embedding_type or defaults["position_embedding_type"]
-    original_context = model.yarn_original_max_position_embeddings
+    original_context = model.yarn_original_context
     if model.multi_latent_attention and kind in ("rope", "yarn"):  # Megatron-LM's rules
-        stretched = (model.yarn_rotary_scaling_factor or 1) > 1
+        stretched = (model.yarn_scaling_factor or 1) > 1
         kind = model.rope_type or ("yarn" if kind == "yarn" or stretched else "rope")
         original_context = original_context or (4096 if kind == "yarn" else None)
     factor = model.rotary_seq_len_interpolation_factor
@@ -124,7 +111,7 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
         disable_bias_linear=model.disable_bias_linear or not defaults["add_bias_linear"],
         position_embedding_type=kind,
         rotary_seq_len_interpolation_factor=factor if factor != 1 else None,
-        yarn_original_max_position_embeddings=original_context,
+        yarn_original_context=original_context,
         **{name: defaults[name] if given is None else given for name, given in dropouts.items()},
         untie_embeddings_and_output_weights=not tied,
         tie_embeddings_and_output_weights=tied,
@@ -134,13 +121,13 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
     _check_positions(model, model.kv_channels or 0)
     _window(model)
     if model.num_experts is not None:
-        shared = model.moe_shared_expert_intermediate_size
+        shared = model.shared_expert_size
         model = dataclasses.replace(
             model,
             moe_ffn_hidden_size=model.moe_ffn_hidden_size or ffn_size,
-            moe_shared_expert_intermediate_size=shared or (ffn_size if model.moe_residual else None),
+            shared_expert_size=shared or (ffn_size if model.residual else None),
             # As in Megatron: sigmoid scores are those of all experts anyway.
-            moe_router_pre_softmax=model.moe_router_pre_softmax and model.moe_router_score_function == "softmax",
+            router_pre_softmax=model.router_pre_softmax and model.score_function == "softmax",
         )
         _check_experts(model, model.num_experts or 0, layers)
     try:
@@ -172,13 +159,13 @@ _YARN = (
 
 def _check_positions(model: ModelSettings, head_dim: int) -> None:
     """Raise SettingsError for flags of another kind of positions than the model's."""
-    kind = model.position_embedding_type
+    kind, values = model.position_embedding_type, flat_values(model)
     for names, kinds in (_ROTARY, ("rope", "yarn")), (_YARN, ("yarn",)):
         for name in names:
             require(
                 kind in kinds
                 or (model.multi_latent_attention and kind == "rope")  # Megatron-LM's scripts give them all the same
-                or getattr(model, name) == all_flags()[name].default,
+                or values[name] == all_flags()[name].default,
                 f"{flag_of(name)} is of --position-embedding-type {' or '.join(kinds)}, and this model's is {kind}",
             )
     if kind not in ("rope", "yarn"):
@@ -192,7 +179,7 @@ def _check_positions(model: ModelSettings, head_dim: int) -> None:
     require(rotated % 2 == 0 and rotated > 0, f"{even}; change --rotary-percent, or give --kv-channels")
     if kind == "yarn":
         for name in _YARN[:2]:
-            require(getattr(model, name) is not None, f"--position-embedding-type yarn needs {flag_of(name)}")
+            require(values[name] is not None, f"--position-embedding-type yarn needs {flag_of(name)}")
         require(model.rotary_base > 1, "--position-embedding-type yarn needs a --rotary-base above 1")
         order = f"--yarn-beta-fast {model.yarn_beta_fast:g} must be at least --yarn-beta-slow {model.yarn_beta_slow:g}"
         require(model.yarn_beta_fast >= model.yarn_beta_slow, order)
@@ -216,7 +203,7 @@ def _check_experts(model: ModelSettings, experts: int, layers: int) -> None:
         raise SettingsError(str(error)) from error
     require(not listed or first == 1, "--moe-first-layer and a list of --moe-layer-freq exclude each other; give one")
     require(not listed or any(listed), f"--moe-layer-freq {frequency} has no block with experts; drop --num-experts")
-    per_layer, top_k = model.moe_experts_per_layer, model.moe_router_topk
+    per_layer, top_k = model.moe_experts_per_layer, model.router_topk
     numbers = [str(experts)] if per_layer is None else per_layer.split(",")
     are_numbers = all(number.isdecimal() and 1 <= int(number) <= experts for number in numbers)
     require(
@@ -227,16 +214,16 @@ def _check_experts(model: ModelSettings, experts: int, layers: int) -> None:
         f"--moe-router-topk {top_k} is more than --num-experts {experts}, or one of --moe-experts-per-layer {per_layer}"
     )
     require(top_k <= min(map(int, numbers)), few)
-    is_sigmoid, balancing = model.moe_router_score_function == "sigmoid", model.moe_router_load_balancing_type
+    is_sigmoid, balancing = model.score_function == "sigmoid", model.load_balancing
     for name in _NOT_WITH_SINKHORN:
-        is_given = getattr(model, name) != all_flags()[name].default
+        is_given = flat_values(model)[name] != all_flags()[name].default
         both = f"{flag_of(name)} has no meaning with --moe-router-load-balancing-type sinkhorn; leave one out"
         require(balancing != "sinkhorn" or not is_given, both)
-    learns = top_k > 1 or model.moe_router_pre_softmax or is_sigmoid or balancing == "sinkhorn"
+    learns = top_k > 1 or model.router_pre_softmax or is_sigmoid or balancing == "sinkhorn"
     weighs = "--moe-router-topk 1 weighs the only expert by 1, whatever the router says, so that it learns nothing"
     require(learns, f"{weighs}: give --moe-router-pre-softmax too")
     none = "--moe-aux-loss-coeff and --moe-router-load-balancing-type none exclude each other; give one"
-    require(not (model.moe_aux_loss_coeff and balancing == "none"), none)
+    require(not (model.aux_loss_coeff and balancing == "none"), none)
 
 
 def moe_layer_freq(model: ModelSettings) -> int | str:
@@ -258,11 +245,11 @@ def _window(model: ModelSettings) -> int | None:
 def build_config(model: ModelSettings, vocab_size: int) -> DecoderConfig:
     """Build the config of flags that ``resolve`` completed."""
     has_learned_positions = model.position_embedding_type == "learned_absolute"
-    values: dict[str, Any] = {name: getattr(model, flag) for name, flag in FLAGS.items()}
-    moe = None
+    settings, moe = flat_values(model), None
+    values: dict[str, Any] = {name: settings[flag] for name, flag in FLAGS.items()}
     if model.num_experts is not None:
         bias_update_rate = model.moe_router_bias_update_rate if model.moe_router_enable_expert_bias else None
-        experts: dict[str, Any] = {name: getattr(model, flag) for name, flag in EXPERT_FLAGS.items()}
+        experts: dict[str, Any] = {name: settings[flag] for name, flag in EXPERT_FLAGS.items()}
         if experts["load_balancing"] == "none":  # the same as no coefficient
             experts["load_balancing"] = "aux_loss"
         moe = MoEConfig(**experts, bias_update_rate=bias_update_rate)

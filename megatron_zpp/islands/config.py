@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_zpp.zeropp.config import SUPPORTED_BITS, LoCoConfig, check_fields, config_flag
+from megatron_zpp.bounds import check_fields, config_flag
+from megatron_zpp.zeropp.config import SUPPORTED_BITS, LoCoConfig
 from megatron_zpp.zeropp.wire.quantization import SCALINGS, Code
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

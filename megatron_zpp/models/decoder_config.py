@@ -2,95 +2,49 @@
 
 import ast
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 from torch import nn
 
+from megatron_zpp.bounds import check_fields
+
+from .decoder_flags import DecoderFlags
 from .layers import NORMS, head_size
 from .mlp import Activation
 from .moe import MoEConfig
 from .rotary import yarn_magnitude
 
-POSITIONS = ("learned_absolute", "rope", "yarn", "none")
-
 
 @dataclass(frozen=True)
-class DecoderConfig:
-    """The shape of a decoder. Defaults are Megatron-LM's, which make it a GPT."""
+class DecoderConfig(DecoderFlags):
+    """The shape of a decoder: fields of flags, and those computed from flags. Defaults are Megatron-LM's, of a GPT."""
 
     num_layers: int
     hidden_size: int
     num_attention_heads: int
     vocab_size: int  # padded
     max_position_embeddings: int | None = None  # rows of learned positions; other kinds have none
-    ffn_hidden_size: int | None = None  # width of the MLP; see default_ffn_size
-    num_query_groups: int | None = None  # key/value heads; default one per query head
-    kv_channels: int | None = None  # width of one head; default hidden_size / num_attention_heads
+    _: KW_ONLY
+    position_embedding_type: str = "learned_absolute"
     normalization: str = "LayerNorm"  # or RMSNorm
-    norm_epsilon: float = 1e-5
-    layernorm_1p: bool = False  # norms multiply by 1 + weight
-    qk_layernorm: bool = False  # a norm for the queries of each head, and one for the keys
-    qk_layernorm_whole: bool = False  # these two are over all heads at once
-    no_pre_norms: bool = False  # no norms before attention and the MLP
-    post_self_attn_layernorm: bool = False  # a norm of what attention adds to the residual stream
-    post_mlp_layernorm: bool = False  # a norm of what the MLP adds
-    swiglu: bool = False  # in the MLP, else GELU,
-    exact_gelu: bool = False  # by the error function, as Megatron's is with --no-bias-gelu-fusion; else by tanh
-    geglu: bool = False  # a gate with GELU in the MLP
-    quick_geglu: bool = False  # a gate with x * sigmoid(1.702 x)
-    squared_relu: bool = False  # in the MLP, without a gate
-    glu_linear_offset: float = 0.0  # added to what a gate multiplies
-    activation_func_clamp_value: float | None = None  # bound of gates, and of what they multiply
-    add_bias_linear: bool = True  # all linear layers have biases, but for the output layer
-    add_qkv_bias: bool = False  # queries, keys and values have them
-    window_size: int | None = None  # tokens before it that a token attends to; default all
-    window_attn_skip_freq: str | None = None  # blocks without the window: each k-th, or a list with 0 for them
-    softmax_scale: float | None = None  # of attention scores; default 1 / sqrt of a head's width
-    softmax_type: str = "vanilla"  # or learnable: a head may attend to nothing, by a learned score
-    attn_logit_softcapping: float | None = None
-    position_embedding_type: str = "learned_absolute"  # one of POSITIONS
-    no_rope_freq: str | None = None  # blocks without rotary positions: each k-th, or a list with 1 for them
-    rotary_percent: float = 1.0  # share of a head's channels that are rotated
-    rotary_interleaved: bool = False  # channels 2i and 2i + 1 are rotated together, not i and i + half of them
-    rotary_base: float = 10000
-    rotary_base_local: float | None = None  # of blocks with a window, whose frequencies are not scaled; default: alike
-    rotary_seq_len_interpolation_factor: float | None = None  # divides all frequencies
-    rope_scaling_factor: float | None = None  # Llama 3.1's scaling of rope; it uses 8
-    yarn_scaling_factor: float | None = None  # and what else yarn takes
-    yarn_original_context: int | None = None
-    yarn_beta_fast: float = 32.0
-    yarn_beta_slow: float = 1.0
-    no_yarn_correction_range_round_to_int: bool = False
-    mscale: float = 1.0  # YaRN's magnitude is yarn_magnitude with this, divided by the one with mscale_all_dim,
-    mscale_all_dim: float = 0.0  # whose square latent attention's scores are multiplied by
-    multi_latent_attention: bool = False  # queries, keys and values from narrow vectors, normalized by qk_layernorm
-    q_lora_rank: int | None = None  # width of the queries' vectors; default: they come from the hidden states
-    kv_lora_rank: int = 32  # and of the one of keys and values
-    qk_head_dim: int = 128  # width of a query or key without positions
-    qk_pos_emb_head_dim: int = 64  # and of its rotated part
-    v_head_dim: int = 128
-    latent_norm_epsilon: float | None = None  # of the norms of narrow vectors; default norm_epsilon
-    embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0  # of what attention and MLP add
-    logits_scaling: float = 1.0  # logits are divided by this
-    final_logit_softcapping: float | None = None
     attention_dropout: float = 0.1
     hidden_dropout: float = 0.1
-    init_method_std: float = 0.02
+    num_query_groups: int | None = None  # key/value heads; default one per query head
+    exact_gelu: bool = False  # by the error function, as Megatron's is with --no-bias-gelu-fusion; else by tanh
+    add_bias_linear: bool = True  # all linear layers have biases, but for the output layer
+    window_size: int | None = None  # tokens before it that a token attends to; default all
+    rope_scaling_factor: float | None = None  # Llama 3.1's scaling of rope; it uses 8
     tie_embeddings: bool = True
     moe: MoEConfig | None = None  # experts in place of MLPs,
-    moe_layer_freq: int | str = 1  # in every k-th block, or a list with 1 for them,
-    moe_first_layer: int = 1  # starting with this one, counted from 1
-    moe_experts_per_layer: str | None = None  # "32,64": of each block with experts, where they differ
+    moe_layer_freq: int | str = 1  # in every k-th block, or a list with 1 for them
 
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be built."""
         if (self.normalization, self.layernorm_1p) not in NORMS:
             raise ValueError(f"normalization is {self.normalization!r}; choose LayerNorm or RMSNorm")
+        check_fields(self, group=DecoderFlags)
         if self.window_size is not None and self.window_size < 1:
             raise ValueError(f"window_size is {self.window_size}; a token attends to at least 1 before it")
-        if self.position_embedding_type not in POSITIONS:
-            raise ValueError(f"position_embedding_type must be one of {', '.join(POSITIONS)}")
         if self.position_embedding_type == "learned_absolute" and self.max_position_embeddings is None:
             raise ValueError("learned positions need max_position_embeddings")
         if len(self.experts_of_layers) != len(self.layers_with_experts):
@@ -110,8 +64,6 @@ class DecoderConfig:
             raise ValueError("glu_linear_offset and activation_func_clamp_value need swiglu, geglu or quick_geglu")
         if self.no_pre_norms and not (self.post_self_attn_layernorm and self.post_mlp_layernorm):
             raise ValueError("no_pre_norms needs post_self_attn_layernorm and post_mlp_layernorm: norms after instead")
-        if self.softmax_type not in ("vanilla", "learnable"):
-            raise ValueError(f"softmax_type is {self.softmax_type!r}; choose vanilla or learnable")
         if self.changes_scores and self.attention_dropout:
             raise ValueError("attention_dropout must be 0 with softmax_type learnable or attn_logit_softcapping")
         if self.multi_latent_attention:

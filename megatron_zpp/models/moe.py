@@ -15,6 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from megatron_zpp.bounds import check_fields
+
+from .decoder_flags import ExpertFlags
 from .mlp import Activation
 
 TINY = 1e-20  # of a sum of scores that all underflow, as in Megatron
@@ -23,39 +26,22 @@ LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "all_layers_aux_loss", "sinkhorn")
 
 
 @dataclass(frozen=True)
-class MoEConfig:
-    """The experts of one layer, and how tokens come to them. Megatron's flags have the same names."""
+class MoEConfig(ExpertFlags):
+    """The experts of one layer, and how tokens come to them: the fields of flags, and what is computed from flags."""
 
     num_experts: int
     ffn_hidden_size: int  # of an expert
-    router_topk: int = 2
-    score_function: str = "softmax"  # or sigmoid
-    router_pre_softmax: bool = False  # softmax over all experts, not over the chosen ones, whose weights add up to 1
-    topk_scaling_factor: float = 1.0  # of the weights
-    load_balancing: str = "aux_loss"  # of a micro-batch; seq_: of each sample; all_layers_: of all layers; or sinkhorn
-    aux_loss_coeff: float = 0.0
-    z_loss_coeff: float = 0.0
-    expert_capacity_factor: float | None = None  # multiple of its even share of tokens that an expert takes; None = all
-    eval_capacity_factor: float | None = None  # the same in evaluations; None = as in training
-    min_capacity: int = 1  # tokens that an expert takes however small its share is
-    shared_expert_size: int | None = None  # width of an expert that has all tokens
-    shared_expert_gate: bool = False  # that expert is weighed by a sigmoid, of a layer that learns it
-    router_num_groups: int | None = None  # of experts; a token's are in the best
-    router_group_topk: int | None = None  # of them, by the sum of each group's topk / group_topk best scores
-    router_bias: bool = False
-    residual: bool = False  # that expert and the others are weighed for each token, by a layer that learns it
     bias_update_rate: float | None = None  # of biases for the choice of experts, which follow their load; None: none
 
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be built."""
         if not 1 <= self.router_topk <= self.num_experts:
             raise ValueError(f"router_topk is {self.router_topk}; a token goes to 1 to {self.num_experts} experts")
-        if self.score_function not in ("softmax", "sigmoid"):
-            raise ValueError(f"score_function is {self.score_function!r}; choose softmax or sigmoid")
         if self.router_pre_softmax and self.score_function == "sigmoid":
             raise ValueError("router_pre_softmax requires score_function softmax, not sigmoid")
         if self.load_balancing not in LOAD_BALANCING:
             raise ValueError(f"load_balancing is {self.load_balancing!r}; choose from {', '.join(LOAD_BALANCING)}")
+        check_fields(self, group=ExpertFlags)
         if self.shared_expert_size is None and (self.residual or self.shared_expert_gate):
             raise ValueError("residual and shared_expert_gate weigh the shared expert: give shared_expert_size")
         if self.residual and self.shared_expert_gate:
@@ -73,9 +59,6 @@ class MoEConfig:
                 raise ValueError(f"router_topk {self.router_topk} is more than router_group_topk {best} groups have")
         if self.bias_update_rate is not None and self.score_function == "softmax":
             raise ValueError("bias_update_rate moves biases of sigmoid scores, and score_function is softmax")
-        for name in ("expert_capacity_factor", "eval_capacity_factor"):
-            if (factor := getattr(self, name)) is not None and factor <= 0:
-                raise ValueError(f"{name} is {factor}; it must be above 0")
 
 
 class Routing(NamedTuple):

@@ -277,7 +277,7 @@ def layer_collectives(
             parts.append(make_transfer(Exchange(tensor, row_bytes, is_straight=True), cluster))
             if distributed.sequence_parallel:
                 parts.append(make_transfer(Exchange(tensor, piece), cluster))
-        if not has_experts or settings.model.moe_shared_expert_intermediate_size:
+        if not has_experts or settings.model.shared_expert_size:
             parts.append(all_reduce)
     resent, sent_again = list[Transfer](), list[Transfer]()  # again: what selective recomputation does not keep
     if context.size > 1 and needs.architecture.activations is not None:

@@ -24,20 +24,9 @@ PATHS = ("DIR", "FILE", "PATH", "PREFIX")  # metavars of flags that name files o
 Group = TypeVar("Group")
 
 
-def flag(default: Any, help: str, **options: Any) -> Any:
-    """Make a dataclass field that is also a command-line flag. A ``bool`` field becomes a switch.
-
-    options: of ``Flag``, and bounds of ``Bounds`` for a number, or for each of several. name: default the field's,
-    "--num-layers" for num_layers. needs: the field without which giving this flag is an error.
-    """
-    names = ("name", "aliases", "choices", "nargs", "metavar", "needs")
-    metadata = {name: options.pop(name) for name in names if name in options}
-    return dataclasses.field(default=default, metadata={**metadata, "help": help, "bounds": Bounds(**options)})
-
-
 @dataclass(frozen=True)
 class Flag:
-    """A field made by ``flag``, or by ``config_flag`` of ``zeropp.config``."""
+    """A field made by ``bounds.flag``."""
 
     setting: str
     name: str  # "--zeropp-weight-bits"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_zpp.settings.flags import flag
+from megatron_zpp.bounds import flag
 from megatron_zpp.zeropp.recipes import AUTO, LOSS_BUDGET, RECIPES
 
 _folder = partial(flag, None, metavar="DIR")

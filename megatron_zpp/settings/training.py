@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_zpp.settings.flags import flag
+from megatron_zpp.bounds import flag
 
 _curriculum = partial(flag, needs="curriculum_min_length", at_least=1)
 _count = partial(flag, at_most=2**53)  # of samples or tokens

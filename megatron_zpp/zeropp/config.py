@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_zpp.bounds import Bounds
+from megatron_zpp.bounds import check_fields, config_flag
 
 from .wire.nf4 import SKIP
 from .wire.quantization import SCALINGS, BitsWarmup, Code
@@ -18,27 +18,6 @@ SUPPORTED_BITS = (1, 2, 3, 4, 6, 8)
 MOVED_BITS = (4, 6, 8)  # of codes that are sent as moves
 SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUNDINGS = ("nearest", "stochastic")
-
-
-def config_flag(
-    name: str,
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] | None = None,
-    metavar: str | None = None,
-    needs: str | None = None,
-    zero_is_none: bool = False,
-    **bounds: float,
-) -> Any:
-    """Make a field that is also the flag ``name`` of the trainer, which reads it from the field's metadata.
-
-    needs: the field without which this flag is an error. zero_is_none: 0 on the command line is None here. bounds: of
-    ``Bounds``.
-    """
-    metadata: dict[str, Any] = dict(name=name, help=help, choices=choices, metavar=metavar, needs=needs)
-    metadata = {**metadata, "zero_is_none": zero_is_none, "bounds": Bounds(**bounds)}
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 _qwz_flag = functools.partial(config_flag, needs="quantized_weights")
@@ -358,19 +337,6 @@ _REQUIREMENTS = (
     ("hpz_secondary_dtype", "hpz_partition_size"),
     ("hpz_secondary_dtype", "quantized_weights"),
 )
-
-
-def check_fields(config: Any, owner: str) -> None:
-    """Raise ValueError for a value outside of its field's choices or bounds."""
-    for field in dataclasses.fields(config):
-        choices, value = field.metadata.get("choices"), getattr(config, field.name)
-        if choices is not None and value not in (*choices, field.default):
-            raise ValueError(f"{owner}{field.name} must be one of {', '.join(choices)}, got {value!r}")
-        if field.metadata and isinstance(value, int | float):
-            try:
-                field.metadata["bounds"].check(value)
-            except ValueError as error:
-                raise ValueError(f"{owner}{field.name} {error}, got {value}") from None
 
 
 def check_finds_unused(config: ZeroPPConfig) -> None:

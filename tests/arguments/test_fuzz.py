@@ -9,7 +9,7 @@ import pytest
 from megatron_zpp.arguments.parse import SettingsError
 from megatron_zpp.bounds import Bounds
 from megatron_zpp.families import GPT, LLAMA
-from megatron_zpp.settings.flags import iterate_flags
+from megatron_zpp.settings.flags import flat_values, group_from, iterate_flags
 from megatron_zpp.settings.groups import ModelSettings, all_flags
 from tests.arguments.fuzzing import NEEDED, cases
 from tests.arguments.parsing import mistakes, parse
@@ -37,7 +37,7 @@ def test_every_flag_with_every_word(tmp_path):
         else:
             accepted += 1
             assert flag.value_type is not bool, argv
-            if getattr(settings.model, flag.setting, None) is not None:
+            if flat_values(settings.model).get(flag.setting) is not None:
                 assert architecture.num_parameters(architecture.build_config(settings.model, 128)) > 0
             assert word not in ("nan", "inf", "") or flag.value_type is str, argv
             assert word != "9" * 20 or flag.value_type is not int, argv
@@ -91,7 +91,7 @@ def test_the_ends_of_bounds():
 def test_the_largest_model_that_is_accepted_has_sizes_that_64_bits_hold():
     largest = {flag.setting: flag.bounds.at_most for flag in iterate_flags(ModelSettings) if flag.bounds.at_most}
     without_biases = {"num_layers": 1, "disable_bias_linear": True}  # as experts are
-    model = ModelSettings(**largest | without_biases)
+    model = group_from(ModelSettings, largest | without_biases)
     model = GPT.resolve(dataclasses.replace(model, num_attention_heads=2**16, kv_channels=2**16), 8)
     assert GPT.num_parameters(GPT.build_config(model, 2**31 - 1)) > 2**54
 

@@ -13,10 +13,11 @@ from megatron_zpp.families import find_architecture
 from megatron_zpp.families.decoder_only import EXPERT_FLAGS, FLAGS
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.models.moe import MoEConfig
+from megatron_zpp.settings.flags import flat_values
 from megatron_zpp.settings.groups import ModelSettings
 from tests.arguments.parsing import assert_words, parse, refusal
 
-LLAMA = find_architecture("llama")
+GPT, LLAMA = find_architecture("gpt"), find_architecture("llama")
 
 
 def meta(name: str, config: dict) -> dict:
@@ -50,8 +51,8 @@ def config_of(argv: str) -> DecoderConfig:
 def test_experts_come_through_flags_and_checkpoints():
     config = config_of(EXPERTS)
     assert config.moe == MoEConfig(
-        *(8, 96, 3), router_pre_softmax=True, topk_scaling_factor=2.5, aux_loss_coeff=0.01, z_loss_coeff=0.001,
-        expert_capacity_factor=1.5, shared_expert_size=48,
+        *(8, 96), router_topk=3, router_pre_softmax=True, topk_scaling_factor=2.5, aux_loss_coeff=0.01,
+        z_loss_coeff=0.001, expert_capacity_factor=1.5, shared_expert_size=48,
     )  # fmt: skip
     assert LLAMA.flags is not None
     assert config_of(" ".join(LLAMA.flags(config, 32))) == config
@@ -62,7 +63,7 @@ def test_experts_come_through_flags_and_checkpoints():
 def test_flags_have_the_defaults_of_their_fields(config_class, flags):
     # ``flags_for`` leaves out what is the default. None is completed by ``resolve``.
     fields = {field.name: field.default for field in dataclasses.fields(config_class)}
-    defaults = {name: getattr(ModelSettings(), flag) for name, flag in flags.items()}
+    defaults = {name: flat_values(ModelSettings())[flag] for name, flag in flags.items()}
     assert {name: value for name, value in defaults.items() if value not in (None, fields[name])} == {}
 
 
@@ -72,6 +73,25 @@ def test_megatron_is_not_given_a_field_that_it_has_no_flag_for(monkeypatch):
     assert not hasattr(args_of(DecoderConfig(1, 8, 1, 8, 8), 8), "qk_layernorm")
     with pytest.raises(ValueError, match="Megatron-LM does not have qk_layernorm True"):
         args_of(DecoderConfig(1, 8, 1, 8, 8, qk_layernorm=True), 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class OfTomorrow(DecoderConfig):
+    """A decoder with a part that no exporter knows."""
+
+    value_norm: bool = dataclasses.field(default=False, kw_only=True)
+
+
+def test_a_new_part_of_the_decoder_is_not_left_out_of_an_export_in_silence():
+    exporters = {mapping.model_type: mapping.to_config for mapping in GPT.huggingface}
+    for name, export in (exporters | {"Megatron-LM": args_of}).items():
+        for value in (False, True):
+            config = OfTomorrow(1, 8, 1, 8, 8, value_norm=value)
+            try:
+                export(config, 8)
+                assert not value, name
+            except ValueError as error:  # other families have other parts
+                assert ("value_norm True" in str(error)) == value, name
 
 
 def test_operations_of_experts_by_hand():
@@ -115,4 +135,4 @@ def test_experts_that_do_not_fit_are_refused(world_size, flags, words):
 def test_flags_of_experts_change_a_preset_that_has_them():
     flags = "--preset mixtral-8x7b --moe-aux-loss-coeff 0.25 --expert-model-parallel-size 2 --vocab-size 9 --mock-data"
     settings, _ = parse(f"{flags} --micro-batch-size 1 --seq-length 8 --train-iters 1 --lr 1", LLAMA, 2)
-    assert settings.model.moe_aux_loss_coeff == 0.25 and settings.distributed.expert_model_parallel_size == 2
+    assert settings.model.aux_loss_coeff == 0.25 and settings.distributed.expert_model_parallel_size == 2

@@ -25,7 +25,7 @@ SWIGLU = Activation("silu", is_gated=True)
 
 
 def moe_of(swiglu: bool = True, **options: object) -> MoE:
-    config = MoEConfig(EXPERTS, FFN, TOPK, **options)
+    config = MoEConfig(EXPERTS, FFN, router_topk=TOPK, **options)
     moe = MoE(config, HIDDEN, SWIGLU if swiglu else Activation(), shared_expert=None)
     generator = torch.Generator().manual_seed(1)
     for parameter in moe.parameters():
@@ -55,7 +55,7 @@ def test_a_full_expert_drops_the_tokens_that_weigh_least():
 
 def test_experts_with_gelu_and_a_shared_expert():
     shared = torch.nn.Linear(HIDDEN, HIDDEN)
-    moe = MoE(MoEConfig(EXPERTS, FFN, 1), HIDDEN, Activation(), shared_expert=shared)
+    moe = MoE(MoEConfig(EXPERTS, FFN, router_topk=1), HIDDEN, Activation(), shared_expert=shared)
     for parameter in moe.parameters():
         parameter.data.normal_(0, 0.3)
     x = tokens_of()
@@ -88,7 +88,7 @@ def test_losses_by_their_formulas():
     "options, message",
     [
         ({"router_topk": 7}, "a token goes to 1 to 6 experts"),
-        ({"score_function": "tanh"}, "choose softmax or sigmoid"),
+        ({"score_function": "tanh"}, "score_function must be one of softmax, sigmoid"),
         (
             {"score_function": "sigmoid", "router_pre_softmax": True},
             "router_pre_softmax requires score_function",
@@ -127,7 +127,7 @@ def test_sinkhorn_routes_as_in_megatron_core(topk):
     theirs = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
     logits = 3 * torch.randn(40, EXPERTS, generator=torch.Generator().manual_seed(topk))
     torch.testing.assert_close(sinkhorn(logits), theirs.sinkhorn(logits), rtol=1e-4, atol=1e-8)
-    config = MoEConfig(EXPERTS, FFN, topk, load_balancing="sinkhorn")
+    config = MoEConfig(EXPERTS, FFN, router_topk=topk, load_balancing="sinkhorn")
     every = logits.sigmoid() if topk == 1 else logits.softmax(-1)
     for training, chosen in (True, theirs.sinkhorn(logits)), (False, every):
         routing = route(logits, config, training=training)
@@ -194,14 +194,14 @@ def test_a_residual_expert_is_weighed_against_the_others():
     torch.manual_seed(0)
     shared = torch.nn.Linear(HIDDEN, HIDDEN)
     plain = moe_of()
-    moe = MoE(MoEConfig(EXPERTS, FFN, TOPK, shared_expert_size=FFN, residual=True), HIDDEN, SWIGLU, shared)
+    moe = MoE(MoEConfig(EXPERTS, FFN, router_topk=TOPK, shared_expert_size=FFN, residual=True), HIDDEN, SWIGLU, shared)
     moe.load_state_dict(plain.state_dict(), strict=False)
     x = tokens_of()
     share = torch.nn.functional.softmax(moe.coefficient(x), dim=-1)
     expected = share[..., 0, None] * plain(x)[0] + share[..., 1, None] * shared(x)
     torch.testing.assert_close(moe(x)[0], expected)
     with pytest.raises(ValueError, match="residual and shared_expert_gate weigh the shared expert"):
-        MoEConfig(EXPERTS, FFN, TOPK, residual=True)
+        MoEConfig(EXPERTS, FFN, router_topk=TOPK, residual=True)
 
 
 @pytest.mark.parametrize("options", [{"router_num_groups": 2, "router_group_topk": 1}, {"score_function": "sigmoid"}])
@@ -236,7 +236,7 @@ def test_the_host_waits_for_nothing(options):
 
 def test_what_is_dropped_cannot_overflow_an_expert():
     """A token that no expert has room for is computed by none: its overflow would be NaN in a weight's gradient."""
-    moe = MoE(MoEConfig(2, FFN, 1, expert_capacity_factor=1.0), HIDDEN, SWIGLU, shared_expert=None)
+    moe = MoE(MoEConfig(2, FFN, router_topk=1, expert_capacity_factor=1.0), HIDDEN, SWIGLU, shared_expert=None)
     for parameter in moe.parameters():
         torch.nn.init.normal_(parameter)
     with torch.no_grad():

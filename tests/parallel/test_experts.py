@@ -119,7 +119,7 @@ def test_capacity_drops_the_same_tokens_wherever_experts_are(data):
 
 def evaluated_alone_and_divided(lengths: list[int]) -> float:
     """The largest difference of what divided experts make of this rank's own sample, which is as long as it says."""
-    config = MoEConfig(4, 24, 2, expert_capacity_factor=1.25)
+    config = MoEConfig(4, 24, router_topk=2, expert_capacity_factor=1.25)
     moe = MoE(config, 16, Activation("silu", is_gated=True), shared_expert=None).eval()
     for parameter in moe.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(0))
@@ -175,7 +175,7 @@ def gradients_of_a_shunned_expert(config, first_step_to_it):
     With ``first_step_to_it`` all tokens of the first step go there.
     """
     torch.manual_seed(0)
-    moe = MoE(MoEConfig(4, 24, 1), 16, Activation("silu", is_gated=True), shared_expert=None)
+    moe = MoE(MoEConfig(4, 24, router_topk=1), 16, Activation("silu", is_gated=True), shared_expert=None)
     for parameter in moe.parameters():
         parameter.data.normal_(0, 0.3)
     towards, x = torch.zeros(4, 1), torch.rand(4, 32, 16, generator=torch.Generator().manual_seed(dist.get_rank()))

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_zpp.checkpoint import CheckpointError
 from megatron_zpp.checkpoint.meta import Counters, config_from_json
 from megatron_zpp.families import GPT, LLAMA, Architecture
-from megatron_zpp.families.decoder_only import EXPERT_FLAGS, FLAGS, MEGATRON_DEFAULTS, NORMALIZATIONS
+from megatron_zpp.families.decoder_only import EXPERT_FLAGS, FLAGS, NORMALIZATIONS
 from megatron_zpp.families.huggingface import require_fields
 from megatron_zpp.models.decoder import DecoderConfig, default_ffn_size
 from megatron_zpp.models.decoder_config import read_pattern
@@ -269,6 +269,13 @@ def _experts(args: Args, router_bias: bool) -> MoEConfig | None:
     return MoEConfig(**values, router_bias=router_bias)
 
 
+# Fields that are written below by other flags than their own.
+_COMPUTED = (
+    *("vocab_size", "max_position_embeddings", "num_query_groups", "exact_gelu", "add_bias_linear", "window_size"),
+    *("rope_scaling_factor", "tie_embeddings", "moe", "moe_layer_freq"),
+)
+
+
 def args_of(config: DecoderConfig, positions: int) -> argparse.Namespace:
     """Return Megatron-LM's flags of a config, as its checkpoints keep them. Raises ValueError if it lacks a feature."""
     if config.moe_first_layer != 1:
@@ -279,7 +286,7 @@ def args_of(config: DecoderConfig, positions: int) -> argparse.Namespace:
         raise ValueError("GELU without biases is the exact one in Megatron-LM, and here its tanh approximation")
     # Megatron-LM has the flags that an import knows; a field with another flag must have its default.
     known = {name: flag for name, flag in FLAGS.items() if flag in READ}
-    require_fields(config, "Megatron-LM", {}, MEGATRON_DEFAULTS.keys() - (FLAGS.keys() - known.keys()))
+    require_fields(config, "Megatron-LM", {}, [*known, *_COMPUTED])
     written = {flag: getattr(config, name) for name, flag in known.items() if not name.startswith("moe_")}
     written["moe_layer_freq"] = str(config.moe_layer_freq)
     for name in (*_PATTERNS, "moe_layer_freq"):

@@ -204,9 +204,9 @@ def expert_rows(settings: ResolvedSettings, grid: RankGrid) -> float:
     """Return the tokens of a micro-batch that one rank's samples send to experts, each counted once per expert."""
     training, model = settings.training, settings.model
     tokens = training.micro_batch_size * training.seq_length / settings.distributed.context_parallel_size
-    capacity = model.moe_expert_capacity_factor or math.inf
+    capacity = model.expert_capacity_factor or math.inf
     is_padded = capacity <= MOST_PADDING and grid.group("experts").nodes == 1
-    return tokens * model.moe_router_topk * (capacity if is_padded else min(1.0, capacity))
+    return tokens * model.router_topk * (capacity if is_padded else min(1.0, capacity))
 
 
 def expert_all_to_all(settings: ResolvedSettings, grid: RankGrid, model: Transformer) -> Exchange | None:

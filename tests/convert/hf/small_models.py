@@ -41,9 +41,9 @@ CONFIGS: dict[str, DecoderConfig] = {
     "qwen2": _llama(64, 2, 8, add_qkv_bias=True),
     "qwen2-window": _llama(64, 1, 8, add_qkv_bias=True, window_size=9, tie_embeddings=True),
     "qwen3": _llama(64, 2, 16, qk_layernorm=True, rotary_base=1000000),
-    "mixtral": _llama(40, 2, 8, window_size=9, moe=MoEConfig(4, 40, 2, aux_loss_coeff=0.5)),
-    "qwen3-moe": _llama(64, 2, 16, qk_layernorm=True, moe=MoEConfig(6, 24, 3, router_pre_softmax=True)),
-    "qwen3-moe-normalized": _llama(64, 1, 8, qk_layernorm=True, moe=MoEConfig(4, 24, 2)),
+    "mixtral": _llama(40, 2, 8, window_size=9, moe=MoEConfig(4, 40, router_topk=2, aux_loss_coeff=0.5)),
+    "qwen3-moe": _llama(64, 2, 16, qk_layernorm=True, moe=MoEConfig(6, 24, router_topk=3, router_pre_softmax=True)),
+    "qwen3-moe-normalized": _llama(64, 1, 8, qk_layernorm=True, moe=MoEConfig(4, 24, router_topk=2)),
 }
 
 _WHOLE = dict(qk_layernorm=True, qk_layernorm_whole=True)
@@ -64,7 +64,7 @@ CONFIGS |= {
         *(64, 4, 8, 3), **_WHOLE, **_AFTER, window_size=5, window_attn_skip_freq="[1, 1, 0]", rotary_base_local=500000,
         rotary_base=500000, position_embedding_type="yarn", **YARN,
     ),
-    "olmoe": _llama(24, 2, 8, **_WHOLE, moe=MoEConfig(6, 24, 3, router_pre_softmax=True)),
+    "olmoe": _llama(24, 2, 8, **_WHOLE, moe=MoEConfig(6, 24, router_topk=3, router_pre_softmax=True)),
     "granite": _llama(
         64, 2, 8, embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=8.0, softmax_scale=0.0625
     ),
@@ -81,33 +81,33 @@ CONFIGS |= {
     ),
     "qwen2-moe": _llama(
         *(64, 2, 8), add_qkv_bias=True,
-        moe=MoEConfig(6, 24, 3, router_pre_softmax=True, shared_expert_size=40, shared_expert_gate=True),
+        moe=MoEConfig(6, 24, router_topk=3, router_pre_softmax=True, shared_expert_size=40, shared_expert_gate=True),
     ),
     "glm4-moe": _llama(
         *(64, 2, 16, 3), add_qkv_bias=True, qk_layernorm=True, rotary_percent=0.5, moe_layer_freq="[0]*1+[1]*2",
-        moe=MoEConfig(6, 24, 3, topk_scaling_factor=1.5, shared_expert_size=24, **_SIGMOID),
+        moe=MoEConfig(6, 24, router_topk=3, topk_scaling_factor=1.5, shared_expert_size=24, **_SIGMOID),
     ),
-    "minimax-m2": _llama(24, 2, 16, **_WHOLE, rotary_percent=0.5, moe=MoEConfig(6, 24, 3, **_SIGMOID)),
+    "minimax-m2": _llama(24, 2, 16, **_WHOLE, rotary_percent=0.5, moe=MoEConfig(6, 24, router_topk=3, **_SIGMOID)),
     "phi3": _llama(64, 2, 8, window_size=5, rotary_percent=0.5),
     "gpt-oss": _llama(
         *(24, 2, 16), swiglu=False, quick_geglu=True, glu_linear_offset=1.0, activation_func_clamp_value=0.5,
         softmax_type="learnable", add_bias_linear=True, window_size=5, window_attn_skip_freq="[1, 0]",
-        moe=MoEConfig(6, 24, 3, router_bias=True), position_embedding_type="yarn", **YARN,
+        moe=MoEConfig(6, 24, router_topk=3, router_bias=True), position_embedding_type="yarn", **YARN,
         no_yarn_correction_range_round_to_int=True,
     ),
     "deepseek-v2": _llama(
         *(64, 4, 8, 3), **_LATENT, **_MSCALE,
-        moe=MoEConfig(6, 24, 3, router_pre_softmax=True, topk_scaling_factor=1.5, shared_expert_size=48),
+        moe=MoEConfig(6, 24, router_topk=3, router_pre_softmax=True, topk_scaling_factor=1.5, shared_expert_size=48),
     ),
     "kimi-k2": _llama(  # with YaRN's ends at one place, and one epsilon for latent vectors
         *(64, 4, 8, 3), **_LATENT | {"norm_epsilon": 1e-5, "latent_norm_epsilon": 1e-6}, q_lora_rank=20,
         **_MSCALE | {"yarn_beta_fast": 1.0, "yarn_beta_slow": 1.0, "yarn_original_context": 16},
-        moe=MoEConfig(6, 24, 3, topk_scaling_factor=2.827, shared_expert_size=24, **_SIGMOID),
+        moe=MoEConfig(6, 24, router_topk=3, topk_scaling_factor=2.827, shared_expert_size=24, **_SIGMOID),
     ),
     "deepseek-v3": _llama(
         *(64, 4, 8, 3), **_LATENT, q_lora_rank=20, **_MSCALE, moe=MoEConfig(
-            *(16, 24, 4), topk_scaling_factor=2.5, shared_expert_size=24, router_num_groups=4, router_group_topk=2,
-            **_SIGMOID,
+            *(16, 24), router_topk=4, topk_scaling_factor=2.5, shared_expert_size=24, router_num_groups=4,
+            router_group_topk=2, **_SIGMOID,
         ),
     ),
 }  # fmt: skip

@@ -182,7 +182,7 @@ WRONG_FLAGS = [
     ({"heterogeneous_layers_config_encoded_json": "{}"}, "heterogeneous_layers_config_encoded_json is '{}'"),
     ({"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
     ({"hidden_size": "32"}, "hidden_size is '32', not a size"),
-    ({"ffn_hidden_size": -1}, "ffn_hidden_size is -1"),
+    ({"ffn_hidden_size": -1}, "ffn_hidden_size must be at least 1, got -1"),
     ({"num_layers": 5}, "it lacks decoder.layers.4."),
 ]
 WRONG_STATE = [
