@@ -57,6 +57,9 @@ _OF_PIPELINES = ("account_for_embedding_in_pipeline_split", "account_for_loss_in
 _WARMUPS = ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens")
 _FILES_OF_TOKENIZERS: dict[str, tuple[str, ...]] = {  # and --tokenizer-model of all others
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    **dict.fromkeys(
+        ("HuggingFaceTokenizer", "HFTokenizer"), ("tokenizer_model", "tokenizer_hf_no_include_special_tokens")
+    ),
     "TikTokenizer": ("tokenizer_model", "tiktoken_pattern", "tiktoken_num_special_tokens"),
     "ByteTokenizer": (),
     "NullTokenizer": (),

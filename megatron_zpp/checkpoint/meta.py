@@ -14,6 +14,7 @@ from reprlib import repr as short
 from types import NoneType
 from typing import Any, cast
 
+from megatron_zpp.data.text.special_tokens import check_description
 from megatron_zpp.errors import describe_error
 from megatron_zpp.families import ARCHITECTURES, Architecture, find_architecture
 from megatron_zpp.models.transformer import TransformerConfig
@@ -37,7 +38,7 @@ _OPTIONAL: _Kinds = {  # missing from imports; both lists have a value for each 
     (int,): "tokens",
     (str,): "saved_at torch",
     (list,): "optimizers_have_stepped loss_scalers",
-    (dict,): "layout",
+    (dict,): "layout tokenizer",
     (dict, NoneType): "data_order",
     (int, float, NoneType): "loss",
 }
@@ -126,6 +127,8 @@ def _check_meta(meta: Any) -> None:
         wrong["nonfinite"] = meta["nonfinite"]
     if wrong:
         raise ValueError("; ".join(f"{name} is {short(value)}" for name, value in list(wrong.items())[:3]))
+    if "tokenizer" in meta:
+        check_description(meta["tokenizer"])
     for name, entry in meta["files"].items():
         _check_file(name, entry)
 

@@ -22,8 +22,8 @@ MUST_EQUAL = {
         "data_path split train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path "
         "dataloader_type sft mock_data eod_mask_loss reset_position_ids reset_attention_mask fim_data "
         "fim_rate fim_spm_rate fim_prefix_token fim_middle_token fim_suffix_token seq_length seed tokenizer_type "
-        "tiktoken_pattern tiktoken_num_special_tokens curriculum_min_length curriculum_max_length curriculum_iters "
-        "curriculum_length_step",
+        "tiktoken_pattern tiktoken_num_special_tokens tokenizer_hf_no_include_special_tokens "
+        "curriculum_min_length curriculum_max_length curriculum_iters curriculum_length_step",
     ),
     "--override-opt_param-scheduler": ("the learning rates are", "decoupled_lr decoupled_min_lr"),
     "--no-load-optim": ("the optimizer is", "optimizer"),

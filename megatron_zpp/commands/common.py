@@ -57,6 +57,8 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, title: str, required: b
     add("--vocab-size", type=number(int, at_least=1), metavar="N", help=size)
     pattern = "how TikTokenizer splits words: gpt2, cl100k_base, o200k_base, v1, v2 or a regular expression"
     add("--tiktoken-pattern", metavar="P", help=pattern)
+    bare = "HuggingFaceTokenizer puts nothing around a text, such as the BOS of its post-processor"
+    add("--tokenizer-hf-no-include-special-tokens", action="store_true", default=None, help=bare)
     special = "ids before the tokens of TikTokenizer's JSON vocabulary; default 1000"
     add("--tiktoken-num-special-tokens", type=number(int, at_least=3), metavar="N", help=special)
 

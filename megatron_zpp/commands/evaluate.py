@@ -5,29 +5,52 @@ python tools/evaluate.py --load runs/finetuning/tuned --eval-tasks facts --eval-
 A sharded model is evaluated by its own trainer: --skip-train --eval-tasks NAME.
 """
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megatron_zpp.commands.common import given_architecture
 from megatron_zpp.commands.generate_text import add_checkpoint_flags, chosen_device, load_model, open_checkpoint
 from megatron_zpp.data.text.packages import load_package
+from megatron_zpp.data.text.tokenizers import Tokenizer
 from megatron_zpp.errors import reports_errors
-from megatron_zpp.families import Architecture
+from megatron_zpp.families import Architecture, used_rows
 from megatron_zpp.settings.flags import local_path, number
+
+if TYPE_CHECKING:
+    from megatron_zpp.integrations.lm_eval import ShardedLM
 
 
 def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator[str]:
     """Yield a line per score. Raises ValueError, OSError or ImportError on a user's mistake."""
     load_package("lm_eval", "evaluate", "eval")
-    from megatron_zpp.integrations.lm_eval import ShardedLM, Tasks
+    from megatron_zpp.integrations.lm_eval import Tasks
 
-    checkpoint, meta, settings, tokenizer = open_checkpoint(args)
-    length, device = settings["seq_length"], chosen_device(args)
-    tasks = Tasks(args.eval_tasks, args.eval_tasks_path, args.eval_tasks_limit, length=length)
-    model = load_model(checkpoint, meta, device, given)
-    scores = tasks.evaluate(ShardedLM(model, tokenizer, length=length, batch_size=args.batch_size, device=device))
+    opened = open_checkpoint(args)
+    tasks = Tasks(args.eval_tasks, args.eval_tasks_path, args.eval_tasks_limit, length=opened[2]["seq_length"])
+    scores = tasks.evaluate(load_lm(args, *opened, given))
     for name, score in scores.items():
         yield f"{name.removeprefix('tasks/')}: {score:.6f}"
+
+
+def load_lm(
+    args: argparse.Namespace,
+    checkpoint: Path,
+    meta: dict[str, Any],
+    settings: dict[str, Any],
+    tokenizer: Tokenizer,
+    given: Architecture | None = None,
+) -> ShardedLM:
+    """Load a verified checkpoint's model for the harness."""
+    from megatron_zpp.integrations.lm_eval import ShardedLM
+
+    length, device = settings["seq_length"], chosen_device(args)
+    model = load_model(checkpoint, meta, device, given)
+    rows = used_rows(settings, model.config.vocab_size, tokenizer.vocab_size)
+    return ShardedLM(model, tokenizer, length=length, batch_size=args.batch_size, vocab_size=rows, device=device)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

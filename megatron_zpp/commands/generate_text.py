@@ -18,7 +18,7 @@ from megatron_zpp.checkpoint.meta import nonfinite, saved_model
 from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
 from megatron_zpp.commands.common import given_architecture, open_verified
 from megatron_zpp.convert.hf.files import generation_settings
-from megatron_zpp.convert.hf.tokenizer import build
+from megatron_zpp.convert.hf.tokenizer import build_kept
 from megatron_zpp.data.text.tokenizers import Tokenizer, chat_tokenizer
 from megatron_zpp.errors import reports_errors
 from megatron_zpp.families import Architecture
@@ -46,7 +46,7 @@ def open_tokenizer(args: argparse.Namespace, folder: Path, meta: dict[str, Any])
     """Return the run's settings, and its tokenizer, whose files are in ``folder`` or where ``args`` say."""
     files = {name: getattr(args, name) for name in TOKENIZER_FILES}
     settings = settings_with_tokenizer(folder, meta) | {name: path for name, path in files.items() if path}
-    return settings, build(settings)
+    return settings, build_kept(settings, folder, meta)
 
 
 def chosen_device(args: argparse.Namespace) -> torch.device:
@@ -118,7 +118,7 @@ def write(
     if args.chat:
         texts = chat_tokenizer(tokenizer, settings["tokenizer_type"]).apply_chat_template(texts)
     # A new document follows the end of one.
-    prompts = [tokenizer.tokenize(text) or [tokenizer.eod] for text in texts]
+    prompts = [tokenizer.tokenize(text, add_special_tokens=not args.chat) or [tokenizer.eod] for text in texts]
     written = generate(
         model,
         prompts,
@@ -131,7 +131,7 @@ def write(
     )
 
     def decode(ids: list[int]) -> str:
-        return tokenizer.detokenize([i for i in ids if i not in ends])
+        return tokenizer.detokenize([i for i in ids if i not in (*ends, *tokenizer.special.prefix)])
 
     beginnings: list[list[int]] = [[] for _ in prompts] if args.chat else prompts
     if len(prompts) == 1:

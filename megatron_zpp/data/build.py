@@ -1,7 +1,7 @@
 """Builds the datasets that a run's data flags describe."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from megatron_zpp.data.chat_dataset import ChatDataset
 from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions, TooLittleDataError
 from megatron_zpp.data.index_cache import IndexCache, Progress, no_progress
 from megatron_zpp.data.indexed_dataset import IndexedDataset
+from megatron_zpp.data.text.description import differences, format_description
 from megatron_zpp.data.text.sources import SPLIT_NAMES, Edges, Source, read_sources, split_sequences
 
 
@@ -52,6 +53,7 @@ def build_datasets(
     *,
     num_samples: NumSamples,
     vocab_size: int | None = None,
+    tokenizer: Mapping[str, Any] | None = None,
     mock_data: bool = False,
     cache_path: str | None = None,
     surplus: float = SURPLUS,
@@ -64,7 +66,8 @@ def build_datasets(
     """Build the train, validation and test datasets, equal on every rank, without communication.
 
     ``paths`` are the arguments of ``read_sources``; a split of 0 of ``num_samples`` is not built. ``vocab_size`` None
-    leaves the ids unchecked. ``note`` gets a line for each evaluation that the default of ``split`` leaves no sample.
+    leaves the ids unchecked. ``tokenizer``: the run's, described; a dataset of another one is refused. ``note`` gets a
+    line for each evaluation that the default of ``split`` leaves no sample, and for datasets of unknown tokenizers.
     Raises FileNotFoundError or ValueError if data is missing, damaged or too little.
     """
     if mock_data:
@@ -80,8 +83,10 @@ def build_datasets(
         if prefix not in files:
             files[prefix] = IndexedDataset(prefix, mmap_tokens)
             if vocab_size is not None:
-                check_vocabulary(files[prefix], vocab_size, cache)
+                check_vocabulary(files[prefix], vocab_size, cache, (tokenizer or {}).get("type", ""))
             check_end_of_document(files[prefix], options)
+            if tokenizer is not None:
+                check_tokenizer(files[prefix], tokenizer)
         if options.sft:
             chats = split_sequences(files[prefix].num_documents, edges)
             return ChatDataset(files[prefix], chats, options, num_samples=size, name=name, cache=cache)
@@ -123,10 +128,15 @@ def build_datasets(
             note(f"nothing is evaluated on {name} data: by the default of --split, {error}")
             return None
 
-    return Datasets(*map(build_asked_for, SPLIT_NAMES, sources, num_samples))
+    datasets = Datasets(*map(build_asked_for, SPLIT_NAMES, sources, num_samples))
+    unknown = [prefix for prefix, indexed in files.items() if indexed.tokenizer is None]
+    if tokenizer is not None and (tokenizer["prefix"] or tokenizer["suffix"]) and unknown:
+        which = f"{unknown[0]}{f' and {len(unknown) - 1} more' if len(unknown) > 1 else ''}"
+        note(f"{which} has no .tokenizer.json: assuming texts as this run's tokenizer makes them")
+    return datasets
 
 
-def check_vocabulary(indexed: IndexedDataset, vocab_size: int, cache: IndexCache) -> None:
+def check_vocabulary(indexed: IndexedDataset, vocab_size: int, cache: IndexCache, tokenizer_type: str = "") -> None:
     """Raise ValueError if ``indexed`` holds ids beyond ``vocab_size``. The result of a scan is cached."""
     if indexed.dtype.kind == "f":
         raise ValueError(f"{indexed.token_path} holds {indexed.dtype} numbers, not token ids")
@@ -143,7 +153,17 @@ def check_vocabulary(indexed: IndexedDataset, vocab_size: int, cache: IndexCache
     if smallest < 0 or largest >= vocab_size:
         token = smallest if smallest < 0 else largest
         found = f"{indexed.token_path} holds token {token}, but the vocabulary has {vocab_size}"
-        raise ValueError(f"{found}: use the tokenizer that the data was made with")
+        remedy = "use the tokenizer that the data was made with"
+        if "SentencePiece" in tokenizer_type and vocab_size <= token < vocab_size + 7:
+            remedy += ". Megatron-LM's SentencePieceTokenizer before February 2026 is MegatronSentencePieceTokenizer"
+        raise ValueError(f"{found}: {remedy}")
+
+
+def check_tokenizer(indexed: IndexedDataset, used: Mapping[str, Any]) -> None:
+    """Raise ValueError if the tokenizer that made a dataset treats texts otherwise than the run's."""
+    if indexed.tokenizer is not None and (differing := differences(indexed.tokenizer, used)):
+        made = f"{indexed.prefix} was made with another tokenizer, {format_description(indexed.tokenizer)}"
+        raise ValueError(f"{made}: {'; '.join(differing)}. Give that one with --tokenizer-type and its flags")
 
 
 def check_end_of_document(indexed: IndexedDataset, options: SampleOptions) -> None:

@@ -52,7 +52,7 @@ def find_token(tokenizer: Tokenizer, name: str, flag: str) -> int:
     elif isinstance(tokenizer, NullTokenizer):
         ids = []  # its texts are numbers
     else:
-        ids = tokenizer.tokenize(name)
+        ids = tokenizer.tokenize(name, add_special_tokens=False)
         if len(ids) > 1 and tokenizer.detokenize(ids[-1:]).strip() == name:  # SentencePiece puts a blank before it
             ids = ids[-1:]
     if len(ids) != 1 or ids[0] >= tokenizer.vocab_size:

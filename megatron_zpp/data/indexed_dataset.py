@@ -5,25 +5,30 @@ magic, version, dtype code, number of sequences S, number of documents + 1 D, th
 lengths int32 [S], byte offsets int64 [S], documents int64 [D] (sequences before each document's end, from 0)
 and, in Megatron's multimodal files and in ours of chats, modes: one byte per sequence. The sequences of a chat are its
 parts in a row; mode 1 marks what the assistant says.
+
+``PREFIX.tokenizer.json``, which Megatron's datasets lack, describes the tokenizer (``text/description.py``).
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import mmap
 import os
 import shutil
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megatron_zpp.data.indices import Advance
-from megatron_zpp.files import regular_file
+from megatron_zpp.data.text.special_tokens import check_description
+from megatron_zpp.files import read_json_object, regular_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -151,6 +156,19 @@ class IndexedDataset:
         return len(self.document_indices) - 1
 
     @cached_property
+    def tokenizer(self) -> dict[str, Any] | None:
+        """The description of the tokenizer that made the dataset; None if it is not beside it. Raises ValueError."""
+        path = Path(f"{self.prefix}.tokenizer.json")
+        if not path.exists():
+            return None
+        description = read_json_object(path)
+        try:
+            check_description(description)
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged ({error}): remove it to do without") from error
+        return description
+
+    @cached_property
     def fingerprint(self) -> dict[str, int | str]:
         """Size, modification time and digest of the ``.idx``, which change when it is rewritten."""
         status = self.index_path.stat()
@@ -191,7 +209,8 @@ class IndexedDatasetWriter:
     Everything goes to ``*.partial`` files beside the target; ``finalize`` moves them into place, ``.idx`` last, so that
     ``prefix.idx`` exists only with its complete ``.bin``. A context manager finalizes on success and cleans up on an
     exception. ``has_modes``: every sequence gets a mode byte. ``resume_from``, the counts that ``sync`` returned,
-    continues the partial files of a writer that was killed; ValueError if they are missing.
+    continues the partial files of a writer that was killed; ValueError if they are missing. ``tokenizer``: its
+    description, which is kept beside the dataset.
     """
 
     def __init__(
@@ -200,8 +219,9 @@ class IndexedDatasetWriter:
         dtype: DTypeLike,
         resume_from: tuple[int, int, int] | None = None,
         has_modes: bool = False,
+        tokenizer: Mapping[str, Any] | None = None,
     ) -> None:
-        self.prefix = os.fspath(prefix)
+        self.prefix, self.tokenizer = os.fspath(prefix), tokenizer
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = next((code for code, name in DTYPES.items() if np.dtype(name) == self.dtype), None)
         if self._code is None:
@@ -295,6 +315,11 @@ class IndexedDatasetWriter:
             os.fsync(tokens.fileno())
         # An old .idx must not be seen beside the new .bin.
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)
+        description = Path(f"{self.prefix}.tokenizer.json")
+        if self.tokenizer is None:
+            description.unlink(missing_ok=True)
+        else:
+            description.write_text(json.dumps(self.tokenizer, indent=1) + "\n", encoding="utf-8")
         os.replace(self._partial["bin"], f"{self.prefix}.bin")
         os.replace(self._partial["idx"], f"{self.prefix}.idx")
         _remove_partial_files(self.prefix)

@@ -80,7 +80,7 @@ class ShardedLM(TemplateLM):
     """A causal language model that all ranks hold together, or each alone.
 
     logits: tokens int64 [B, S] -> logits [B, S, V], such as a sharded model; all ranks call it equally often.
-    tokenizer: as ``build_tokenizer`` returns it; its end of a document stands before a text without context.
+    tokenizer: as ``build_tokenizer`` returns it. vocab_size: logits that count; default one per id of the tokenizer.
     length: tokens that the model sees; longer texts lose their beginning.
     stop: asked before each batch, on all ranks together; if it says yes, EvaluationStopped is raised.
     """
@@ -92,11 +92,13 @@ class ShardedLM(TemplateLM):
         *,
         length: int,
         batch_size: int,
+        vocab_size: int | None = None,
         device: torch.device | str = "cpu",
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
         self._logits, self._tokenizer, self._length, self._batch_size = logits, tokenizer, length, batch_size
+        self._vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
         self._device, self._stop = torch.device(device), stop
         # The harness itself sees one rank: all of them build all requests, so they agree on who answers which.
         self._rank, self._world_size = 0, 1
@@ -106,8 +108,17 @@ class ShardedLM(TemplateLM):
     def eot_token_id(self) -> int:
         return self._tokenizer.eod
 
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without context: BOS, as of HFLM."""
+        bos = self._tokenizer.special.bos
+        return self.eot_token_id if bos is None else bos
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        return self._tokenizer.tokenize(string)
+        if add_special_tokens is None:  # a text may begin with BOS already, such as that of a chat template
+            begins = self._tokenizer.detokenize([self.prefix_token_id])
+            add_special_tokens = not (begins and string.startswith(begins))
+        return self._tokenizer.tokenize(string, add_special_tokens)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
@@ -164,7 +175,7 @@ class ShardedLM(TemplateLM):
         scores = []
         for row, text, (_, _, continuation) in zip(logits, texts, batch, strict=True):
             targets = torch.tensor(continuation, device=row.device)  # [T]
-            row = row[: len(text) - 1, : self._tokenizer.vocab_size][-len(targets) :].float()  # [T, V]
+            row = row[: len(text) - 1, : self._vocab_size][-len(targets) :].float()  # [T, V]
             log_probabilities = row.log_softmax(-1).gather(-1, targets.unsqueeze(-1))
             scores.append((log_probabilities.sum().item(), bool((row.argmax(-1) == targets).all())))
         return scores
@@ -174,17 +185,18 @@ class ShardedLM(TemplateLM):
         """Continue each text up to one of its ``until``, without this."""
         longest = [options["max_gen_toks"] for _, options in batch]
         prompts = [
-            (self.tok_encode(text) or [self.eot_token_id])[number - self._length :]
+            (self.tok_encode(text) or [self.prefix_token_id])[number - self._length :]
             for (text, _), number in zip(batch, longest, strict=True)
         ]
         written: list[list[int]] = [[] for _ in batch]
         answers, done = [""] * len(batch), [False] * len(batch)
+        special = {self.eot_token_id, *self._tokenizer.special.ids}
         while not self._all_ranks(all(done)):
             texts = [prompt + ids for prompt, ids in zip(prompts, written, strict=True)]
-            logits = self._logits(self._padded(texts))[..., : self._tokenizer.vocab_size]
+            logits = self._logits(self._padded(texts))[..., : self._vocab_size]
             for i in [i for i in range(len(batch)) if not done[i]]:
                 written[i].append(int(logits[i, len(texts[i]) - 1].argmax()))
-                answer = self._tokenizer.detokenize([token for token in written[i] if token != self.eot_token_id])
+                answer = self._tokenizer.detokenize([token for token in written[i] if token not in special])
                 found = [answer.index(stop) for stop in batch[i][1]["until"] if stop and stop in answer]
                 answers[i] = answer[: min(found)] if found else answer
                 done[i] = bool(found) or written[i][-1] == self.eot_token_id or len(written[i]) == longest[i]

@@ -81,8 +81,9 @@ class TokenizerSettings:
         None,
         "kind of tokenizer; default GPT2BPETokenizer with --vocab-file",
         choices=(
-            *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer"),
-            *("HFTokenizer", "GPT2BPETokenizer", "TikTokenizer", "ByteTokenizer", "NullTokenizer"),
+            *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "MegatronSentencePieceTokenizer"),
+            *("Llama2Tokenizer", "HuggingFaceTokenizer", "HFTokenizer", "GPT2BPETokenizer", "TikTokenizer"),
+            *("ByteTokenizer", "NullTokenizer"),
         ),
     )
     tokenizer_model: str | None = flag(
@@ -98,6 +99,9 @@ class TokenizerSettings:
     )
     tiktoken_num_special_tokens: int | None = flag(
         None, "special ids before TikTokenizer's JSON vocabulary, <unk>, <s>, </s> among them; default 1000", at_least=3
+    )
+    tokenizer_hf_no_include_special_tokens: bool = flag(
+        False, "HuggingFaceTokenizer puts nothing around a text, such as the BOS of its post-processor"
     )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -16,6 +16,7 @@ from megatron_zpp.data.chat_dataset import ChatDataset
 from megatron_zpp.data.fill_in_the_middle import FillInTheMiddle, find_token
 from megatron_zpp.data.gpt_dataset import SampleOptions
 from megatron_zpp.data.loader import Batch, build_loader
+from megatron_zpp.data.text.description import format_description
 from megatron_zpp.data.text.packages import load_package
 from megatron_zpp.data.text.sources import SPLIT_NAMES
 from megatron_zpp.data.text.tokenizers import Tokenizer, build_tokenizer
@@ -32,8 +33,11 @@ if TYPE_CHECKING:
 MANY_EPOCHS = 4
 
 
-def build_data(settings: ResolvedSettings, tokenizer: Tokenizer, num_samples: tuple[int, int, int]) -> Datasets:
-    """Build the datasets. num_samples: to train, validate and test."""
+def build_data(
+    settings: ResolvedSettings, tokenizer: Tokenizer, described: Mapping[str, Any], num_samples: tuple[int, int, int]
+) -> Datasets:
+    """Build the datasets. described: the tokenizer; num_samples: to train, validate and test."""
+    print_once(f"  tokenizer: {format_description(described)}")
     training, data = settings.training, settings.data
     fill_in_the_middle = None
     if data.fim_data:
@@ -65,6 +69,7 @@ def build_data(settings: ResolvedSettings, tokenizer: Tokenizer, num_samples: tu
         mock_data=data.mock_data,
         num_samples=num_samples,
         vocab_size=tokenizer.vocab_size,
+        tokenizer=described,
         cache_path=data.data_cache_path,
         surplus=data.mid_level_dataset_surplus,
         keep_last_valid=data.pad_last_valid_sample,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.data.loader import Batch
+from megatron_zpp.families import used_rows
 from megatron_zpp.metrics.lines import format_scores_line, format_validation_lines
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.metrics.writers import validation_metrics
@@ -160,9 +161,13 @@ class TaskEvaluation(Callback):
         trainer, training, iteration = self._trainer, self._trainer.settings.training, self._trainer.counters.iteration
         if not is_last and (self._should_stop or not trainer.ends_interval(training.eval_tasks_interval)):
             return True
+        tokenizer = find_tokenizer(trainer.settings.tokenizer)
         model = ShardedLM(
             trainer.model,
-            find_tokenizer(trainer.settings.tokenizer),
+            tokenizer,
+            vocab_size=used_rows(
+                trainer.settings.as_flat_dict(), trainer.model.config.vocab_size, tokenizer.vocab_size
+            ),
             length=training.seq_length,
             batch_size=training.micro_batch_size,
             device=trainer.device,

@@ -14,6 +14,7 @@ from megatron_zpp.checkpoint.meta import Counters, saved_model
 from megatron_zpp.checkpoint.on_resume import check_settings
 from megatron_zpp.checkpoint.resume import check_not_overwritten, check_same_data, checkpoint_to_load, goes_on_in
 from megatron_zpp.checkpoint.tokenizer import check_same_ids
+from megatron_zpp.data.text.description import describe_tokenizer
 from megatron_zpp.families import Architecture, vocabulary_of
 from megatron_zpp.integrations.float8 import check_float8
 from megatron_zpp.islands import OuterSync
@@ -89,7 +90,8 @@ def plan_run(architecture: Architecture, settings: ResolvedSettings, mesh: Mesh)
     _print_notes(notes)
     train_iters, num_eval_micro_batches, num_samples = _plan_length(settings, batches, counters, mesh)
     with errors_on_all_ranks():
-        datasets = build_data(settings, tokenizer, num_samples)
+        described = describe_tokenizer(settings.tokenizer.tokenizer_type, tokenizer)
+        datasets = build_data(settings, tokenizer, described, num_samples)
         if resumed is not None:
             check_same_data(settings, resumed, datasets)
         tasks = load_tasks(training)
@@ -105,7 +107,7 @@ def plan_run(architecture: Architecture, settings: ResolvedSettings, mesh: Mesh)
                 )
     check_same_data_on_all_ranks(datasets)
     length = (train_iters, num_eval_micro_batches)
-    return RunPlan(checkpoint, meta, base, counters, batches, *length, vocab_size, datasets, tasks, schedule)
+    return RunPlan(checkpoint, meta, base, counters, batches, *length, vocab_size, described, datasets, tasks, schedule)
 
 
 def build_trainer(architecture: Architecture, settings: ResolvedSettings, device: torch.device) -> Trainer:

@@ -60,7 +60,7 @@ def their_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_transformers_computes_our_logits(checkpoints, tmp_path, name):
-    argv = ["--load", checkpoints / name, "--output", tmp_path / "hf", "--max-file-size", "30KB"]
+    argv = ["--load", checkpoints / name, "--output", tmp_path / "hf", "--max-file-size", "30KB", "--keep-padded-vocab"]
     out = call_well(export_hf, *argv)
     files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 1 and f"{len(files)} files of float32 weights and the tokenizer" in out
@@ -83,8 +83,9 @@ def test_transformers_computes_our_logits(checkpoints, tmp_path, name):
 
 
 def test_trimmed_to_the_tokenizer_and_rounded(checkpoints, tmp_path):
-    argv = ["--load", checkpoints / "gpt", "--output", tmp_path / "hf", "--dtype", "bfloat16", "--trim-vocab"]
-    assert "1 file of bfloat16 weights" in call_well(export_hf, *argv)
+    argv = ["--load", checkpoints / "gpt", "--output", tmp_path / "hf", "--dtype", "bfloat16"]
+    shown = call_well(export_hf, *argv)
+    assert "1 file of bfloat16 weights" in shown and "31 rows that padded the vocabulary to 288 were cut" in shown
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
@@ -102,7 +103,7 @@ def save_untrained(folder: Path, config, value: float | None = None) -> None:
     architecture = architecture_of(config)
     argv = [*architecture.flags(config, 64), "--tokenizer-type", "ByteTokenizer"]
     settings = settings_of_import(architecture, config, argv, 64, ByteTokenizer())
-    save_imported(folder, architecture, config, settings, lambda name, state: parameters[name])
+    save_imported(folder, architecture, config, settings, lambda name, state: parameters[name], ByteTokenizer())
 
 
 @pytest.mark.parametrize("mask, mode", [(0o022, 0o644), (0o007, 0o660)])

@@ -92,7 +92,7 @@ def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
     preprocess(folder, LINES, "--append-eod")
     files = bytes_of(folder)
-    assert set(files) == {"out_text_document.bin", "out_text_document.idx"}
+    assert set(files) == {f"out_text_document.{suffix}" for suffix in ("bin", "idx", "tokenizer.json")}
     return files
 
 

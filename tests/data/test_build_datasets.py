@@ -7,8 +7,10 @@ import pytest
 
 from megatron_zpp.data.build import build_datasets, check_end_of_document
 from megatron_zpp.data.gpt_dataset import SampleOptions
-from megatron_zpp.data.indexed_dataset import IndexedDataset
-from tests.data.small_data import A, B, write
+from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_zpp.data.text.description import describe_tokenizer
+from megatron_zpp.data.text.tokenizers import build_tokenizer
+from tests.data.small_data import A, B, train_sentencepiece, write
 
 
 @pytest.fixture
@@ -101,3 +103,48 @@ def test_mock_data_is_the_same_everywhere_and_differs_by_sample(build):
     assert not np.array_equal(first.train[3], first.train[4])
     assert not np.array_equal(first.train[3], first.valid[3])
     assert first.train[3].max() < 50
+
+
+def test_data_of_a_tokenizer_that_treats_texts_otherwise_are_refused_by_name(tmp_path):
+    model = train_sentencepiece(tmp_path / "t.model", ["a text of words", "another text"] * 50, vocab_size=280)
+    made = {}
+    for kind in ("Llama2Tokenizer", "GPTSentencePieceTokenizer", "MegatronSentencePieceTokenizer"):
+        tokenizer = build_tokenizer(kind, model)
+        made[kind] = describe_tokenizer(kind, tokenizer)
+        with IndexedDatasetWriter(tmp_path / kind, "<u2", tokenizer=made[kind]) as writer:
+            for _ in range(60):
+                writer.add_document([[*tokenizer.tokenize("a text of words"), tokenizer.eod]])
+
+    def build(made_with: str, used: str, notes: list[str]):
+        options = SampleOptions(seq_length=4, seed=1)
+        flags = {"data_path": [str(tmp_path / made_with)], "split": "1", "num_samples": (10, 0, 0)}
+        tokenizer = made[used]
+        return build_datasets(
+            options, **flags, vocab_size=tokenizer["vocab_size"], tokenizer=tokenizer, note=notes.append
+        )
+
+    notes: list[str] = []
+    assert len(build("Llama2Tokenizer", "Llama2Tokenizer", notes).train) >= 10 and not notes
+    for made_with, used, message in (
+        (
+            "Llama2Tokenizer",
+            "GPTSentencePieceTokenizer",
+            r"made with another tokenizer, Llama2.*begin with \[1\], here noth",
+        ),
+        ("GPTSentencePieceTokenizer", "MegatronSentencePieceTokenizer", "the end of a document is 2, here 282"),
+        (
+            "MegatronSentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "holds token 282, but the vocabulary has 280: .* before February 2026 is MegatronSentencePieceTokenizer",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(made_with, used, notes)
+
+    # A dataset that does not say, such as Megatron's: it is read, and a note says what is assumed.
+    (tmp_path / "Llama2Tokenizer.tokenizer.json").unlink()
+    build("Llama2Tokenizer", "Llama2Tokenizer", notes)
+    assert len(notes) == 1 and "Llama2Tokenizer has no .tokenizer.json: assuming texts as this run's" in notes[0]
+    (tmp_path / "Llama2Tokenizer.tokenizer.json").write_text('{"type": "Llama2Tokenizer"}')
+    with pytest.raises(ValueError, match=r"Llama2Tokenizer.tokenizer.json is damaged .*lacks vocab_size, eod"):
+        build("Llama2Tokenizer", "Llama2Tokenizer", notes)

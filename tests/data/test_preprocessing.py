@@ -16,6 +16,7 @@ from tests.crashes import run_killed
 from tests.data.small_data import bytes_of
 
 KEYS = ("text", "title")
+SUFFIXES = ("bin", "idx", "tokenizer.json")
 TEXTS = [{"text": f"document {i} " + "words " * (i % 97), "title": f"title {i}"} for i in range(150)]
 LINES = [*map(json.dumps, TEXTS)]
 
@@ -44,7 +45,7 @@ def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed") / "not" / "yet"  # the job makes it
     run(dataclasses.replace(job_in(folder.parents[1]), output_prefix=str(folder / "out")))
     files = bytes_of(folder)
-    assert set(files) == {f"out_{key}_document.{suffix}" for key in KEYS for suffix in ("bin", "idx")}
+    assert set(files) == {f"out_{key}_document.{suffix}" for key in KEYS for suffix in SUFFIXES}
     titles = IndexedDataset(folder / "out_title_document")
     assert bytes(titles[149][:-1].tolist()) == b"title 149"
     return files

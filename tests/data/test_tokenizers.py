@@ -10,13 +10,19 @@ import pytest
 import sentencepiece
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from megatron.core.tokenizers.text.libraries.sentencepiece_tokenizer import (
+    SentencePieceTokenizer as MegatronsSentencePieceTokenizer,
+)
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
+from megatron_zpp.data.text.preprocessing import Job, preprocess
 from megatron_zpp.data.text.tokenizers import build_tokenizer
 from tests.data.small_data import BYTES, train_sentencepiece, write_ranks
 
 TEXTS = ["the cat sat on the mat\n", "größe naïve 東京 🙂", "  indented\n\n\ttext  ", "a<|endoftext|>b </s>"]
+HF = {"tokenizer_type": "HuggingFaceTokenizer"}
 CORPUS = [f"{TEXTS[i % 2]} number {i}\n    the cat sat again" for i in range(200)]
 
 
@@ -93,7 +99,12 @@ def byte_tokenizer():
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"), max_size=60)
 
 
-@pytest.mark.parametrize("name", ["sentencepiece", "gpt2", "hf", "tiktoken", "byte"])
+@pytest.fixture
+def megatron_tokenizer(tmp_path):
+    return build_tokenizer("MegatronSentencePieceTokenizer", write_sentencepiece_model(tmp_path / "t.model"))
+
+
+@pytest.mark.parametrize("name", ["sentencepiece", "megatron", "gpt2", "hf", "tiktoken", "byte"])
 @given(texts=st.lists(TEXT, max_size=5))
 @example(texts=TEXTS)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -101,7 +112,10 @@ def test_any_texts_come_back_and_a_batch_is_no_other_than_its_texts(request, nam
     tokenizer = request.getfixturevalue(f"{name}_tokenizer")
     batch = [list(map(int, ids)) for ids in tokenizer.tokenize_batch(texts)]
     assert batch == [tokenizer.tokenize(text) for text in texts]
-    assert [tokenizer.detokenize(ids) for ids in batch] == texts
+    prefix = list(tokenizer.special.prefix)
+    assert all(ids[: len(prefix)] == prefix for ids in batch)
+    assert [ids[len(prefix) :] for ids in batch] == [tokenizer.tokenize(text, False) for text in texts]
+    assert [tokenizer.detokenize(ids[len(prefix) :]) for ids in batch] == texts
     assert all(0 <= i < tokenizer.vocab_size for ids in [*batch, [tokenizer.eod]] for i in ids)
     assert all(tokenizer.eod not in ids for ids in batch)  # spelling another tokenizer's token ends nothing
 
@@ -177,10 +191,97 @@ def test_null_tokenizer_reads_ids():
             tokenizer.tokenize(text)
 
 
-def test_hf_adds_and_cuts_nothing_and_takes_the_configured_end(hf_tokenizer, byte_level_bpe):
+def test_hf_puts_its_bos_in_front_unless_told_not_to_and_cuts_nothing(hf_tokenizer, hf_file, byte_level_bpe):
     text = TEXTS[0] * 5
-    assert hf_tokenizer.tokenize(text) == byte_level_bpe.encode(text).ids
+    ids = byte_level_bpe.encode(text).ids
+    bare = build_tokenizer("HuggingFaceTokenizer", str(hf_file), tokenizer_hf_no_include_special_tokens=True)
+    assert bare.tokenize(text) == bare.tokenize_batch([text])[0] == hf_tokenizer.tokenize(text, False) == ids
+    assert hf_tokenizer.tokenize(text) == hf_tokenizer.tokenize_batch([text])[0] == [350, *ids]
+    assert (hf_tokenizer.special.prefix, bare.special.prefix) == ((350,), ())
     assert hf_tokenizer.eod == hf_tokenizer.vocab_size - 1
+
+
+PLAIN, IM_END = {"tokenizer_class": "PreTrainedTokenizerFast"}, {"eos_token": "<|im_end|>"}
+IN_DECODER = {"added_tokens_decoder": {"352": {"content": "<|im_end|>", "special": True}}}
+PLACES: dict[str, dict[str, dict]] = {  # where published folders name special tokens
+    "tokenizer_config": {"tokenizer_config": PLAIN | {"eos_token": "<stop>", "bos_token": "<bos>"}},
+    "as an object": {"tokenizer_config": PLAIN | {"eos_token": {"__type": "AddedToken", "content": "<stop>"}}},
+    "special_tokens_map": {"tokenizer_config": PLAIN, "special_tokens_map": {"eos_token": {"content": "<stop>"}}},
+    "no tokenizer_config": {"special_tokens_map": {"eos_token": "<stop>", "pad_token": "<bos>"}},
+    "two files": {
+        "tokenizer_config": PLAIN | IN_DECODER | {"bos_token": "<bos>", "eos_token": "<stop>"},
+        "special_tokens_map": {"bos_token": "<stop>", "eos_token": "<stop>"},
+    },
+    "an added token": {"tokenizer_config": PLAIN | IM_END | IN_DECODER},
+    "added_tokens.json": {"tokenizer_config": PLAIN | IM_END, "added_tokens": {"<|im_end|>": 352}},
+    "in no other file": {"tokenizer_config": PLAIN | IM_END},
+    "add_bos_token": {"tokenizer_config": PLAIN | {"eos_token": "<stop>", "add_bos_token": False}},
+}
+
+
+@pytest.mark.parametrize("files", PLACES.values(), ids=PLACES)
+def test_special_tokens_are_those_that_transformers_finds(hf_file, files):
+    for name, content in files.items():
+        (hf_file.parent / f"{name}.json").write_text(json.dumps(content))
+    ours, theirs = build_tokenizer("HuggingFaceTokenizer", str(hf_file)), AutoTokenizer.from_pretrained(hf_file.parent)
+    special = ours.special
+    assert special.eod == theirs.eos_token_id and special.bos == theirs.bos_token_id
+    assert special.pad == theirs.pad_token_id
+    assert ours.vocab_size == len(theirs)
+    for text in (*TEXTS, "<bos><stop><|im_end|>"):
+        assert ours.tokenize(text) == theirs(text)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("files", "eod", "source"),
+    [
+        ({"generation_config": {"eos_token_id": [351, 350]}}, 351, "generation_config.json"),
+        ({"config": {"eos_token_id": 351}, "tokenizer_config": {"eos_token": None}}, 351, "config.json"),
+        ({"config": {"eos_token_id": 350}, "generation_config": {"eos_token_id": 351}}, 351, "generation_config.json"),
+    ],
+)
+def test_an_end_that_no_tokenizers_file_names_is_that_of_generation(hf_file, files, eod, source):
+    for name, content in files.items():
+        (hf_file.parent / f"{name}.json").write_text(json.dumps(content))
+    special = build_tokenizer("HuggingFaceTokenizer", str(hf_file)).special
+    assert (special.eod, special.sources["eod"], special.conflict) == (eod, source, None)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {"tokenizer_config": {"eos_token": "<stop>"}, "special_tokens_map": {"eos_token": "<bos>"}},
+            r"tokenizer_config.json ends texts with <stop> and .*_map.json ends texts with <bos>: make both",
+        ),
+        (
+            {"tokenizer_config": {"eos_token": "<stop>"}, "generation_config": {"eos_token_id": [350, 7]}},
+            r"tokenizer_config.json ends texts with 351 \(<stop>\), and generation_config.json with 350, 7: make both",
+        ),
+    ],
+)
+def test_files_that_name_two_ends_are_refused_before_any_text_is_tokenized(hf_file, tmp_path, files, message):
+    for name, content in files.items():
+        (hf_file.parent / f"{name}.json").write_text(json.dumps(content))
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
+    job = Job((str(tmp_path / "in.jsonl"),), str(tmp_path / "out"), {**HF, "tokenizer_model": str(hf_file.parent)})
+    with pytest.raises(ValueError, match=message):
+        preprocess(job, lambda *_: None, print)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_megatrons_older_sentencepiece_tokenizer_is_megatrons(tmp_path):
+    """Its tokens were added in this order; megatron-core's own class adds any that it is told to."""
+    model = write_sentencepiece_model(tmp_path / "t.model")
+    names = dict(cls="<CLS>", sep="<SEP>", eod="<EOD>", mask="<MASK>", pad="<PAD>", bos="<s>", eos="</s>")
+    tokens = {f"{name}_token": token for name, token in names.items()}
+    theirs = MegatronsSentencePieceTokenizer(model, tokens, True, trim_spm_separator_after_special_token=False)
+    ours = build_tokenizer("MegatronSentencePieceTokenizer", model)
+    plain = build_tokenizer("SentencePieceTokenizer", model)
+    assert (ours.vocab_size, ours.eod, ours.special.bos) == (theirs.vocab_size, plain.vocab_size + 2, theirs.bos_id)
+    assert ours.eod == theirs.token_to_id("<EOD>") and ours.special.pad == theirs.pad_id
+    for text in (*TEXTS, "<CLS>two <SEP> parts<EOD>", "<s>a</s>"):
+        assert ours.tokenize(text) == theirs.text_to_ids(text)
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,10 @@ from megatron_zpp.commands.common import (
 from megatron_zpp.convert.hf import files
 from megatron_zpp.convert.hf.checkpoint import parameter_reader
 from megatron_zpp.convert.hf.compare import compare
-from megatron_zpp.convert.hf.tokenizer import build, write_tokenizer
+from megatron_zpp.convert.hf.tokenizer import build_kept, write_tokenizer
 from megatron_zpp.data.text.tokenizers import Tokenizer
 from megatron_zpp.errors import reports_errors
-from megatron_zpp.families import Architecture, Weight
+from megatron_zpp.families import Architecture, Weight, used_rows
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.settings.flags import local_path, number
 
@@ -45,9 +45,11 @@ def export(args: argparse.Namespace, given: Architecture | None = None) -> str:
     architecture, config = saved_model(meta, given)
     mapping = architecture.huggingface_model(config)
     settings = settings_with_tokenizer(checkpoint, meta) | given_tokenizer(args)
-    tokenizer = None if args.no_tokenizer else _build_tokenizer(settings, config.vocab_size)
-    if args.trim_vocab and tokenizer is not None:
-        config = dataclasses.replace(config, vocab_size=tokenizer.vocab_size)  # type: ignore[type-var]
+    tokenizer = None if args.no_tokenizer else _build_tokenizer(settings, checkpoint, meta, config.vocab_size)
+    num_rows = config.vocab_size
+    if tokenizer is not None and not args.keep_padded_vocab:
+        size = used_rows(settings, num_rows, tokenizer.vocab_size)
+        config = dataclasses.replace(config, vocab_size=size)  # type: ignore[type-var]
     positions = settings["max_position_embeddings"]
     hf_config = mapping.to_config(config, positions)
     saved = parameter_reader(checkpoint, meta)
@@ -86,11 +88,13 @@ def export(args: argparse.Namespace, given: Architecture | None = None) -> str:
             written_config = files.read_config(folder, [mapping.model_type])
             difference = compare(model, ours, written_config, files.in_memory(mapping, config, stored.read), positions)
     weights = f"{len(written)} file{'s' if len(written) > 1 else ''} of {args.dtype} weights"
+    cut = num_rows - config.vocab_size
+    note = f"; {cut:,} rows that padded the vocabulary to {num_rows:,} were cut (--keep-padded-vocab)" if cut else ""
     has_tokenizer = (args.output / "tokenizer_config.json").exists()  # NullTokenizer has none to write
     return (
         f"{args.output}: {hf_config['architectures'][0]} of {checkpoint}, {weights}"
         f"{' and the tokenizer' if has_tokenizer else ', no tokenizer'}; "
-        f"transformers' logits differ from ours by {difference:.1e} at most"
+        f"transformers' logits differ from ours by {difference:.1e} at most{note}"
     )
 
 
@@ -104,9 +108,9 @@ def converted(tensor: Tensor, name: str, checkpoint: Path, dtype: str) -> Tensor
     return rounded
 
 
-def _build_tokenizer(settings: dict[str, Any], vocab_size: int) -> Tokenizer:
+def _build_tokenizer(settings: dict[str, Any], checkpoint: Path, meta: dict[str, Any], vocab_size: int) -> Tokenizer:
     try:
-        tokenizer = build(settings)
+        tokenizer = build_kept(settings, checkpoint, meta)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error}: say where it is now, or give --no-tokenizer") from error
     if tokenizer.vocab_size > vocab_size:
@@ -135,13 +139,17 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = export_parser("Write a checkpoint as a model of Hugging Face transformers.")
     add = parser.add_argument
     add("--max-file-size", type=_file_size, default="2GB", metavar="SIZE", help="of one weight file; default 2GB")
-    add("--trim-vocab", action="store_true", help="drop the rows that pad the vocabulary beyond the tokenizer's ids")
+    add(
+        "--keep-padded-vocab",
+        action="store_true",
+        help="keep the rows that pad the vocabulary beyond the tokenizer's ids",
+    )
     add("--no-tokenizer", action="store_true", help="write weights and config.json alone")
     add("--architecture", metavar="MODULE:NAME", help="the checkpoint's, if it is not one of ours")
     add_tokenizer_flags(parser, "tokenizer, if its files have moved since training")
     args = parser.parse_args(argv)
-    if args.no_tokenizer and (args.trim_vocab or given_tokenizer(args)):
-        parser.error("--no-tokenizer excludes --trim-vocab and the tokenizer's flags")
+    if args.no_tokenizer and (args.keep_padded_vocab or given_tokenizer(args)):
+        parser.error("--no-tokenizer excludes --keep-padded-vocab and the tokenizer's flags")
     return args
 
 

@@ -37,6 +37,9 @@ def export(args: argparse.Namespace) -> str:
     flags.bf16, flags.fp16 = args.dtype == "bfloat16", args.dtype == "float16"
     vars(flags).update({name: settings.get(name) for name in TOKENIZER_FLAGS if name != "tiktoken_pattern"})
 
+    if flags.tokenizer_type == "MegatronSentencePieceTokenizer":
+        flags.tokenizer_type, flags.legacy_tokenizer = "SentencePieceTokenizer", True
+
     def read(name: str) -> Tensor:
         return converted(saved(name), name, checkpoint, "float32" if name.endswith(EXPERT_BIAS) else args.dtype)
 

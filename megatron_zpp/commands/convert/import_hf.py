@@ -22,6 +22,7 @@ from megatron_zpp.convert.hf import files
 from megatron_zpp.convert.hf.checkpoint import parameter_reader, save_imported, settings_of_import
 from megatron_zpp.convert.hf.compare import compare
 from megatron_zpp.convert.hf.tokenizer import build, find_tokenizer
+from megatron_zpp.data.text.description import format_description, refuse_conflict
 from megatron_zpp.errors import reports_errors
 from megatron_zpp.families import ARCHITECTURES, Architecture, Weight
 from megatron_zpp.metrics.progress import progress
@@ -51,9 +52,11 @@ def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = AR
     if not chosen:
         none = f"{args.input} has no tokenizer (tokenizer.json, tokenizer.model, or vocab.json and merges.txt)"
         raise ValueError(f"{none}: give its own with --tokenizer-type and its files; {NULL_TOKENIZER}")
+    tokenizer = build(chosen)
+    refuse_conflict(tokenizer)
     assert architecture.flags is not None
     flags = architecture.flags(config, positions) + tokenizer_words(chosen)
-    settings = settings_of_import(architecture, config, flags, positions, build(chosen))
+    settings = settings_of_import(architecture, config, flags, positions, tokenizer)
 
     def theirs(name: str) -> Tensor:
         return stored.read(name_of[name])
@@ -73,7 +76,7 @@ def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = AR
 
     with files.new_folder(args.save, "--save") as folder:
         with progress("writing the checkpoint"):
-            checkpoint, meta = save_imported(folder, architecture, config, settings, ours)
+            checkpoint, meta = save_imported(folder, architecture, config, settings, ours, tokenizer)
         with progress("comparing logits"):
             model = architecture.build_empty(config)
             ours_read, theirs_read = parameter_reader(checkpoint, meta), files.in_memory(mapping, config, theirs)
@@ -83,6 +86,7 @@ def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = AR
     return (
         f"{args.save}: {architecture.name} with {architecture.num_parameters(config):,} parameters from {args.input}; "
         f"its logits differ from transformers' by {difference:.1e} at most. "
+        f"Its tokenizer: {format_description(meta['tokenizer'])}. "
         f"{'Layers that predict further tokens (MTP) are left out. ' if next_tokens else ''}Train from it with\n"
         f"    {trainer} --load {shlex.quote(str(args.save))} --finetune {shlex.join(flags)}\n{NEXT}"
     )
@@ -90,7 +94,8 @@ def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = AR
 
 def tokenizer_words(tokenizer: Mapping[str, Any]) -> list[str]:
     """Return the words of the flags that choose a tokenizer. tokenizer: their values by field name."""
-    return [word for name, value in tokenizer.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    flags = {f"--{name.replace('_', '-')}": value for name, value in tokenizer.items()}
+    return [word for flag, value in flags.items() for word in ([flag] if value is True else [flag, str(value)])]
 
 
 def tokens_predicted_ahead(stored: files.WeightFiles, hf_config: Mapping[str, Any]) -> set[str]:

@@ -26,6 +26,7 @@ from megatron_zpp.convert.megatron.config import (
     max_positions,
     size,
 )
+from megatron_zpp.data.text.description import refuse_conflict
 from megatron_zpp.data.text.tokenizers import TOKENIZER_FLAGS, TOKENIZER_TYPES
 from megatron_zpp.errors import reports_errors
 from megatron_zpp.families import padded_vocab_size
@@ -37,7 +38,13 @@ def import_(args: argparse.Namespace) -> str:
     """Save the checkpoint; return a message for the user. Raises ValueError, OSError or ImportError on a mistake."""
     saved = open_checkpoint(args.input, args.ckpt_step)
     chosen = given_tokenizer(args) or _their_tokenizer(saved.args)
+    is_older = "tokenizer_sentencepiece_legacy" not in saved.args or saved.args.get("legacy_tokenizer")
+    is_plain = chosen["tokenizer_type"] in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
+    if saved.args.get("tokenizer_type") == "SentencePieceTokenizer" and is_older and is_plain:
+        added = "the run's SentencePieceTokenizer, of Megatron-LM before February 2026, added <EOD> and others"
+        raise ValueError(f"{added} to the model's ids: give --tokenizer-type MegatronSentencePieceTokenizer")
     tokenizer = build(chosen)
+    refuse_conflict(tokenizer)
     multiple = size(saved.args, "make_vocab_size_divisible_by", 128)
     config = config_of(saved.args, padded_vocab_size(tokenizer.vocab_size, multiple), saved.names)
     architecture, counters = architecture_of(config), counters_of(saved)
@@ -52,7 +59,7 @@ def import_(args: argparse.Namespace) -> str:
     read = parameter_reader(saved, config, shapes, tokenizer.vocab_size, found_rows)
     with new_folder(args.save, "--save") as folder, progress("writing the checkpoint"):
         states = (*MOMENTS, "step") if saved.has_moments else ()
-        save_imported(folder, architecture, config, settings, read, counters, states)
+        save_imported(folder, architecture, config, settings, read, tokenizer, counters, states)
     load = ["--load", str(args.save), *([] if saved.has_moments else ["--no-load-optim"])]
     text = (
         f"{args.save}: {architecture.name} with {architecture.num_parameters(config):,} parameters"
@@ -73,7 +80,7 @@ def import_(args: argparse.Namespace) -> str:
 
 def _their_tokenizer(args: Args) -> dict[str, Any]:
     """Return the run's tokenizer by field name, if it needs no file. Raises ValueError."""
-    found = {name: args[name] for name in TOKENIZER_FLAGS if args.get(name) is not None}
+    found = {name: args[name] for name in TOKENIZER_FLAGS if args.get(name) not in (None, False)}
     files = [str(found[name]) for name in ("tokenizer_model", "vocab_file", "merge_file") if name in found]
     kind = found.get("tokenizer_type")
     if files or kind not in TOKENIZER_TYPES:

@@ -27,6 +27,7 @@ from megatron_zpp.data.build import AnyDataset, NumSamples, build_datasets
 from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.loader import make_batch, stack_samples
+from megatron_zpp.data.text.description import format_description
 from megatron_zpp.data.text.sources import SPLIT_NAMES
 from megatron_zpp.data.text.tokenizers import Tokenizer, build_tokenizer
 from megatron_zpp.errors import reports_errors
@@ -51,8 +52,10 @@ def describe(indexed: IndexedDataset, tokenizer: Tokenizer | None, num_shown: in
         f"{indexed.prefix}: {len(lengths):,} documents, {len(indexed):,} sequences, {indexed.num_tokens:,} tokens "
         f"({indexed.dtype.name}, {size / 1e6:,.1f} MB), ids {smallest} to {largest}"
     ]
+    if indexed.tokenizer is not None:
+        lines.append(f"tokenizer: {format_description(indexed.tokenizer)}")
     if len(lengths) == 0:
-        return lines[0]
+        return "\n".join(lines)
     lines += [
         f"tokens per document: mean {lengths.mean():,.1f}, median {np.median(lengths):,.0f}, "
         f"from {lengths.min():,} to {lengths.max():,}",

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_zpp.data.text.description import differences
 from megatron_zpp.errors import attempt, reports_errors
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.settings.flags import local_path
@@ -46,12 +47,17 @@ def merge(prefixes: list[str], output_prefix: str) -> tuple[int, int]:
             raise ValueError(f"{two}: they are from different tokenizers; preprocess their text again with one")
         if (dataset.sequence_modes is None) != (datasets[0].sequence_modes is None):
             raise ValueError(f"of {datasets[0].prefix} and {dataset.prefix}, one holds chats: merge them separately")
+        first, this = datasets[0].tokenizer, dataset.tokenizer
+        if first and this and (differing := differences(first, this)):
+            two = f"{datasets[0].prefix} and {dataset.prefix} are from different tokenizers ({'; '.join(differing)})"
+            raise ValueError(f"{two}: preprocess their text again with one")
     total = sum(dataset.num_tokens for dataset in datasets) * datasets[0].dtype.itemsize
     has_modes = datasets[0].sequence_modes is not None
+    made_with = datasets[0].tokenizer if all(dataset.tokenizer for dataset in datasets) else None
     with (
         progress("merging", total) as advance,
         attempt("write the dataset", output_prefix),
-        IndexedDatasetWriter(output_prefix, datasets[0].dtype, has_modes=has_modes) as writer,
+        IndexedDatasetWriter(output_prefix, datasets[0].dtype, None, has_modes, made_with) as writer,
     ):
         for dataset in datasets:
             for num_bytes in copy(dataset, writer):

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress
 
 from megatron_zpp.commands.common import add_number, add_tokenizer_flags, given_tokenizer
 from megatron_zpp.data.text.corpus import FORMATS, Reading
+from megatron_zpp.data.text.description import format_description
 from megatron_zpp.data.text.preprocessing import Job, State, preprocess
 from megatron_zpp.errors import reports_errors
 from megatron_zpp.metrics.lines import format_duration
@@ -130,6 +131,7 @@ def run(args: argparse.Namespace) -> None:
     tokens = ", ".join(f"{counts[0]:,} tokens in {job.prefix(key)}.bin" for key, counts in state.written.items())
     skipped = f"{state.bad:,} bad lines skipped" + (f", listed in {job.bad_file}" if state.bad else "")
     print(f"{state.documents:,} documents, {tokens}; {skipped}; {format_duration(time.monotonic() - began)}")
+    print(f"tokenizer: {format_description(state.tokenizer)}")
     if state.eods_in_text:
         print(f"note: texts spell the end-of-document token {state.eods_in_text:,} times", file=sys.stderr)
 

@@ -12,6 +12,7 @@ from megatron_zpp.checkpoint import CheckpointError, read_meta, save_tensors
 from megatron_zpp.checkpoint.index import read_index
 from megatron_zpp.checkpoint.meta import Counters
 from megatron_zpp.checkpoint.storage import read_tensor
+from megatron_zpp.data.text.description import describe_tokenizer
 from megatron_zpp.data.text.tokenizers import Tokenizer
 from megatron_zpp.families import Architecture
 from megatron_zpp.models.transformer import TransformerConfig
@@ -54,6 +55,7 @@ def save_imported(
     config: TransformerConfig,
     settings: Settings,
     read: Callable[[str, str], Tensor],
+    tokenizer: Tokenizer,
     counters: Counters | None = None,
     states: Collection[str] = (),
 ) -> tuple[Path, dict[str, Any]]:
@@ -65,6 +67,7 @@ def save_imported(
     imported = {"architecture": settings.architecture, "seq_length": settings.training.seq_length}
     meta = {
         "settings": imported | dataclasses.asdict(settings.model) | dataclasses.asdict(settings.tokenizer),
+        "tokenizer": describe_tokenizer(settings.tokenizer.tokenizer_type or "", tokenizer),
         "model_config": dataclasses.asdict(config),
         "counters": dataclasses.asdict(counters),
         "schedule": None,

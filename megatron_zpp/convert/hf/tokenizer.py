@@ -2,13 +2,19 @@
 
 import random
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_zpp.data.text.description import describe_tokenizer, differences, format_description
+from megatron_zpp.data.text.tik_tokenizer import TikTokenizer
 from megatron_zpp.data.text.tokenizers import (
     SAMPLE_TEXTS,
     TOKENIZER_FLAGS,
+    HuggingFaceTokenizer,
+    MegatronSentencePieceTokenizer,
+    SentencePieceTokenizer,
     Tokenizer,
     build_tokenizer,
     huggingface_path,
@@ -28,19 +34,37 @@ def build(settings: Mapping[str, Any]) -> Tokenizer:
     return build_tokenizer(**{name: settings.get(name) for name in TOKENIZER_FLAGS})  # type: ignore[arg-type]
 
 
+def build_kept(settings: Mapping[str, Any], checkpoint: Path, meta: Mapping[str, Any]) -> Tokenizer:
+    """Build the tokenizer of a checkpoint's ``settings``. Raises ValueError if it is not the one trained with."""
+    tokenizer = build(settings)
+    here = describe_tokenizer(settings["tokenizer_type"], tokenizer)
+    if "tokenizer" not in meta:
+        if here["prefix"] or here["suffix"]:
+            assumed = f"{checkpoint} does not say how its texts were tokenized; assuming {format_description(here)}"
+            print(f"note: {assumed}", file=sys.stderr)
+    elif differing := differences(meta["tokenizer"], here):
+        trained = f"{checkpoint} was trained with another tokenizer, {format_description(meta['tokenizer'])}"
+        raise ValueError(f"{trained}: {'; '.join(differing)}. Give that one")
+    return tokenizer
+
+
 def write_tokenizer(settings: dict[str, Any], tokenizer: Tokenizer, folder: Path) -> dict[str, int]:
     """Write a run's tokenizer; return ids for config.json. Raises ValueError if transformers' results differ."""
     match settings["tokenizer_type"]:
         case "HuggingFaceTokenizer" | "HFTokenizer":
-            _copy_tokenizer(huggingface_path(settings["tokenizer_model"]), tokenizer.eod, folder)
+            adds = not settings.get("tokenizer_hf_no_include_special_tokens")
+            _copy_tokenizer(huggingface_path(settings["tokenizer_model"]), tokenizer, adds, folder)
         case "GPT2BPETokenizer":
             shutil.copyfile(settings["vocab_file"], folder / "vocab.json")
             shutil.copyfile(settings["merge_file"], folder / "merges.txt")
             end = "<|endoftext|>"
             tokens = {"bos_token": end, "eos_token": end, "unk_token": end}
             write_json(folder / "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer"} | tokens)
-        case "SentencePieceTokenizer" | "GPTSentencePieceTokenizer":
-            _write_sentencepiece(Path(settings["tokenizer_model"]), folder)
+        case kind if isinstance(tokenizer, SentencePieceTokenizer | MegatronSentencePieceTokenizer):
+            _write_sentencepiece(Path(settings["tokenizer_model"]), tokenizer, folder)
+        case "TikTokenizer":
+            assert isinstance(tokenizer, TikTokenizer)
+            _write_tiktoken(tokenizer, folder)
         case "ByteTokenizer":
             _write_bytes(tokenizer.eod, folder)
         case "NullTokenizer":  # has no text
@@ -60,8 +84,7 @@ def _check(tokenizer: Tokenizer, kind: str, folder: Path) -> dict[str, int]:
     for text in (*SAMPLE_TEXTS, *map(tokenizer.detokenize, ids)):
         if any(token in text for token in theirs.all_special_tokens):
             continue  # transformers reads it as the token; ours may read it as text
-        expected = tokenizer.tokenize(text)
-        got = theirs(text, add_special_tokens=False)["input_ids"]
+        expected, got = tokenizer.tokenize(text), theirs(text)["input_ids"]
         if got != expected:
             differs = f"{text!r} is {expected[:12]} here and would be {got[:12]} there"
             raise ValueError(f"this {kind} cannot be written for transformers: {differs}; give --no-tokenizer")
@@ -72,21 +95,23 @@ def _check(tokenizer: Tokenizer, kind: str, folder: Path) -> dict[str, int]:
     return {"bos_token_id": tokenizer.eod if begin is None else begin, "eos_token_id": tokenizer.eod}
 
 
-def _copy_tokenizer(path: Path, eod: int, folder: Path) -> None:
+def _copy_tokenizer(path: Path, tokenizer: Tokenizer, adds_special_tokens: bool, folder: Path) -> None:
     source = path if path.is_dir() else path.parent
     for name in FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     if path.is_file():
         shutil.copyfile(path, folder / "tokenizer.json")
+    if not adds_special_tokens:
+        library = read_json_object(folder / "tokenizer.json")
+        write_json(folder / "tokenizer.json", library | {"post_processor": None})
     file = folder / "tokenizer_config.json"
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     if file.exists():
         config = read_json_object(file)
     if config.get("eos_token") is None:
-        import tokenizers
-
-        config["eos_token"] = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).id_to_token(eod)
+        assert isinstance(tokenizer, HuggingFaceTokenizer)
+        config["eos_token"] = next(name for name, i in tokenizer.vocabulary.items() if i == tokenizer.eod)
         write_json(file, config)
 
 
@@ -109,10 +134,12 @@ def _save(tokenizer: Any, folder: Path, special: dict[str, str]) -> None:
     write_json(folder / "tokenizer_config.json", config | special)
 
 
-def _write_sentencepiece(model: Path, folder: Path) -> None:
+def _write_sentencepiece(
+    model: Path, ours: SentencePieceTokenizer | MegatronSentencePieceTokenizer, folder: Path
+) -> None:
     """Write a SentencePiece model without normalization. ``_check`` refuses others, which come out different."""
     import sentencepiece
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     ids = range(processor.get_piece_size())
@@ -140,9 +167,49 @@ def _write_sentencepiece(model: Path, folder: Path) -> None:
     result.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
     result.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
     result.add_special_tokens([AddedToken(pieces[i], normalized=False) for i in special])
-    tokens = {"bos_token": processor.bos_id(), "eos_token": processor.eos_id(), "unk_token": unknown}
-    _save(result, folder, {name: pieces[i] for name, i in tokens.items() if i >= 0})
+    if isinstance(ours, MegatronSentencePieceTokenizer):
+        result.add_special_tokens([AddedToken(token, normalized=False) for token in ours.tokens])  # new ones in order
+    if ours.special.prefix:
+        begin = pieces[processor.bos_id()]
+        result.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, processor.bos_id())]
+        )
+    tokens = {"bos_token": ours.special.bos, "eos_token": ours.eod, "pad_token": ours.special.pad, "unk_token": unknown}
+    _save(result, folder, {name: str(result.id_to_token(i)) for name, i in tokens.items() if i is not None})
     shutil.copyfile(model, folder / "tokenizer.model")
+
+
+def _write_tiktoken(ours: TikTokenizer, folder: Path) -> None:
+    """Write byte-level BPE with the merges that follow from the order of the tokens."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters = bytes_to_unicode()
+    ranks = ours.ranks
+    names = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    merges = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        cuts = [(token[:i], token[i:]) for i in range(1, len(token))]
+        pairs = [(ranks[left], ranks[right], left, right) for left, right in cuts if left in ranks and right in ranks]
+        merges += [(names[left], names[right]) for _, _, left, right in sorted(pairs)]
+    special = {f"<SPECIAL_{i}>": i for i in sorted(ours.special.ids)}  # Megatron's name of what has none
+    begin, end = f"<SPECIAL_{ours.special.bos}>", ours.eod_name
+    special = {end if i == ours.eod else name: i for name, i in special.items()}
+    vocabulary = {names[token]: rank for token, rank in ranks.items()} | special
+    # A word that is a token becomes it, even where no merges lead there.
+    result = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    try:
+        pattern = Regex(ours.pattern.replace("}+", "}"))  # possessive there; here it would repeat the repetition
+    except Exception as error:
+        raise ValueError(
+            f"--tiktoken-pattern cannot be written for transformers ({error}); give --no-tokenizer"
+        ) from error
+    words = pre_tokenizers.Split(pattern, "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    result.pre_tokenizer = pre_tokenizers.Sequence([words, byte_level])
+    result.decoder = decoders.ByteLevel()
+    result.add_special_tokens([AddedToken(name, normalized=False) for name in special])
+    _save(result, folder, {"eos_token": end} | ({} if ours.special.bos is None else {"bos_token": begin}))
 
 
 def find_tokenizer(folder: Path) -> dict[str, str]:

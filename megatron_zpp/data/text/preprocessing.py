@@ -22,6 +22,7 @@ from typing import Any, TextIO
 
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter, best_dtype, finish_finalizing
 from megatron_zpp.data.text.corpus import Block, CorpusFile, Position, Reading, find_files, read_blocks
+from megatron_zpp.data.text.description import describe_tokenizer, refuse_conflict
 from megatron_zpp.data.text.encoding import EncodedBlock, encode_blocks
 from megatron_zpp.data.text.tokenizers import build_tokenizer, chat_tokenizer, huggingface_path
 from megatron_zpp.errors import attempt
@@ -70,6 +71,7 @@ class State:
     bad: int = 0
     bad_file_bytes: int = 0
     eods_in_text: int = 0
+    tokenizer: dict[str, Any] = field(default_factory=dict)  # described, at the end
     complete: bool = False  # it only remains to move the files into place
 
 
@@ -82,7 +84,8 @@ def preprocess(job: Job, report: Callable[[State, int], None], note: Callable[[s
     if len(job.reading.keys) > 1 and any(file.format == "text" for file in files):
         raise ValueError("text files have one key: give one with --json-keys")
     identity = _identity(job, files)  # builds the tokenizer, before any process starts
-    dtype = best_dtype(identity["tokenizer"]["vocab_size"])
+    made_with = identity["tokenizer"]["description"]
+    dtype = best_dtype(made_with["vocab_size"])
     Path(job.output_prefix).parent.mkdir(parents=True, exist_ok=True)
     with _lock(job.output_prefix), attempt("tokenize into", job.output_prefix):
         state = State() if job.restart else _load(job, identity)
@@ -91,7 +94,7 @@ def preprocess(job: Job, report: Callable[[State, int], None], note: Callable[[s
         else:
             job.state_file.unlink(missing_ok=True)
         writers = {
-            key: IndexedDatasetWriter(job.prefix(key), dtype, state.written.get(key), has_modes=job.reading.chats)
+            key: IndexedDatasetWriter(job.prefix(key), dtype, state.written.get(key), job.reading.chats, made_with)
             for key in job.reading.keys
             if not (state.complete and finish_finalizing(job.prefix(key)))
         }
@@ -109,6 +112,7 @@ def preprocess(job: Job, report: Callable[[State, int], None], note: Callable[[s
         job.state_file.unlink()
         if not state.bad:
             job.bad_file.unlink(missing_ok=True)
+    state.tokenizer = made_with
     return state
 
 
@@ -211,6 +215,7 @@ def _identity(job: Job, files: list[CorpusFile]) -> dict[str, Any]:
         corpus.update(f"{file.path.resolve()}\0{file.format}\0{file.num_bytes}\0{file.mtime_ns}\n".encode())
     flags = job.tokenizer
     tokenizer = build_tokenizer(**flags)
+    refuse_conflict(tokenizer)
     digest = hashlib.sha256()
     if job.reading.chats:
         template = chat_tokenizer(tokenizer, flags["tokenizer_type"]).training_template()
@@ -223,12 +228,10 @@ def _identity(job: Job, files: list[CorpusFile]) -> dict[str, Any]:
     return {
         "corpus": corpus.hexdigest(),
         "tokenizer": {
-            "type": flags["tokenizer_type"],
+            "description": describe_tokenizer(flags["tokenizer_type"], tokenizer),
             "files": digest.hexdigest(),
             "pattern": flags.get("tiktoken_pattern"),
             "num_special_tokens": flags.get("tiktoken_num_special_tokens"),
-            "vocab_size": tokenizer.vocab_size,
-            "eod": tokenizer.eod,
         },
         "json_keys": list(job.reading.keys),
         "text_documents": job.reading.text_documents,

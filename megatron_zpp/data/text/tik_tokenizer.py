@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_zpp.data.text.packages import load_package
+from megatron_zpp.data.text.special_tokens import SpecialTokens
 
 # A character of each Unicode category but surrogates, which are not text.
 ALL_KINDS = (
@@ -47,6 +48,7 @@ TIKTOKEN_FILES = {
 
 # Ids by token, without special ones; end of document, its name; number of ids, with special ones; pattern, if known.
 Vocabulary = tuple[dict[bytes, int], int, str, int, str | None]
+LLAMA_3_BOS = 128_000  # the end of its ids without special ones
 
 
 class TikTokenizer:
@@ -62,20 +64,24 @@ class TikTokenizer:
         tiktoken = load_package("tiktoken", "TikTokenizer", "data")
         is_json = file.suffix == ".json"
         vocabulary = _read_json_vocabulary(file, vocab_size, num_special_tokens) if is_json else _read_tiktoken(file)
-        ids, self.eod, eod_name, self.vocab_size, known_pattern = vocabulary
-        self._pattern = pattern or known_pattern
+        ids, self.eod, self.eod_name, self.vocab_size, known_pattern = vocabulary
+        self._pattern, self.ranks = pattern or known_pattern, ids
         if self._pattern is None:
             unknown = f"{file} is not one of the published files; how does it split texts into words?"
             raise ValueError(f"{unknown} give --tiktoken-pattern: {', '.join(TIKTOKEN_PATTERNS)} or a regex")
+        bos = 1 if is_json else LLAMA_3_BOS if len(ids) == LLAMA_3_BOS else None
+        special_ids = frozenset(range(self.vocab_size)).difference(ids.values())
+        self.special = SpecialTokens(self.eod, bos, ids=special_ids)
+        self.pattern: str = TIKTOKEN_PATTERNS.get(self._pattern, self._pattern)
         self._known = {*ids.values(), self.eod}
         self._num_bytes = np.zeros(max(ids.values()) + 1, np.int64)  # of each id
         self._num_bytes[list(ids.values())] = list(map(len, ids))
         try:
             self._encoding = tiktoken.Encoding(
                 file.name,
-                pat_str=TIKTOKEN_PATTERNS.get(self._pattern, self._pattern),
+                pat_str=self.pattern,
                 mergeable_ranks=ids,
-                special_tokens={eod_name: self.eod},
+                special_tokens={self.eod_name: self.eod},
             )
         except ValueError as error:
             raise ValueError(f"--tiktoken-pattern {self._pattern}: {error}") from error
@@ -86,7 +92,7 @@ class TikTokenizer:
                 raise
             raise ValueError(f"--tiktoken-pattern {self._pattern} matches an empty piece of text") from None
 
-    def tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.tokenize_batch([text])[0].tolist()
 
     def tokenize_batch(self, texts: list[str]) -> list[NDArray]:

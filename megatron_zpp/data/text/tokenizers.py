@@ -1,6 +1,7 @@
 """Tokenizers: text to ids and back, and the end-of-document id.
 
-``build_tokenizer`` is the one entry. Only Llama2Tokenizer adds an id (beginning of sequence) to a text.
+``build_tokenizer`` is the one entry. Llama2Tokenizer puts a beginning of sequence (BOS) in front of each text, and
+HuggingFaceTokenizer what its post-processor puts around it, as Megatron's do.
 """
 
 import contextlib
@@ -14,12 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_zpp.data.text.packages import load_package
+from megatron_zpp.data.text.special_tokens import SpecialTokens, added_tokens, end_tokens, named_tokens
 from megatron_zpp.data.text.tik_tokenizer import ALL_KINDS, TikTokenizer
 from megatron_zpp.files import read_json_object
 
 TOKENIZER_TYPES = (
-    *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer", "HFTokenizer"),
-    *("GPT2BPETokenizer", "TikTokenizer", "ByteTokenizer", "NullTokenizer"),
+    *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "MegatronSentencePieceTokenizer", "Llama2Tokenizer"),
+    *("HuggingFaceTokenizer", "HFTokenizer", "GPT2BPETokenizer", "TikTokenizer", "ByteTokenizer", "NullTokenizer"),
 )
 # End-of-document tokens of published tokenizer.json files without a tokenizer_config.json.
 KNOWN_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>", "[EOS]", "<|eot_id|>")
@@ -39,7 +41,7 @@ Ids = Sequence[int] | NDArray
 # The arguments of ``build_tokenizer``.
 TOKENIZER_FLAGS = (
     *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"),
-    *("tiktoken_pattern", "tiktoken_num_special_tokens"),
+    *("tiktoken_pattern", "tiktoken_num_special_tokens", "tokenizer_hf_no_include_special_tokens"),
 )
 
 
@@ -48,8 +50,11 @@ class Tokenizer(Protocol):
 
     vocab_size: int  # ids are below it; not padded
     eod: int  # the id that ends a document
+    special: SpecialTokens
 
-    def tokenize(self, text: str) -> list[int]: ...
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Tokenize a text; add_special_tokens: between ``special.prefix`` and ``special.suffix``."""
+        ...
 
     def tokenize_batch(self, texts: list[str]) -> Sequence[Ids]:
         """Tokenize many texts, faster; in one thread, so that several processes don't compete for the cores."""
@@ -66,6 +71,7 @@ def build_tokenizer(
     vocab_size: int | None = None,
     tiktoken_pattern: str | None = None,
     tiktoken_num_special_tokens: int | None = None,
+    tokenizer_hf_no_include_special_tokens: bool | None = None,
 ) -> Tokenizer:
     """Build the tokenizer that Megatron's flags of these names describe. Raises ValueError, OSError or ImportError."""
 
@@ -80,8 +86,10 @@ def build_tokenizer(
             return SentencePieceTokenizer(
                 file("--tokenizer-model", tokenizer_model), tokenizer_type == "Llama2Tokenizer"
             )
+        case "MegatronSentencePieceTokenizer":
+            return MegatronSentencePieceTokenizer(file("--tokenizer-model", tokenizer_model))
         case "HuggingFaceTokenizer" | "HFTokenizer":
-            return HuggingFaceTokenizer(huggingface_path(tokenizer_model))
+            return HuggingFaceTokenizer(huggingface_path(tokenizer_model), not tokenizer_hf_no_include_special_tokens)
         case "GPT2BPETokenizer":
             return GPT2BPETokenizer(file("--vocab-file", vocab_file), file("--merge-file", merge_file))
         case "TikTokenizer":
@@ -96,50 +104,107 @@ def build_tokenizer(
     raise ValueError(f"unknown --tokenizer-type {tokenizer_type}; known: {', '.join(TOKENIZER_TYPES)}")
 
 
+def _load_sentencepiece(model: Path) -> Any:
+    import sentencepiece
+
+    try:
+        return sentencepiece.SentencePieceProcessor(model_file=str(model))
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"{model} is not a SentencePiece model") from error
+
+
+def _without_text(processor: Any) -> frozenset[int]:
+    """Return the ids of a SentencePiece model that transformers takes as special once it is exported."""
+    ids = range(processor.get_piece_size())
+    return frozenset(i for i in ids if processor.is_control(i) or processor.is_unknown(i))
+
+
 class SentencePieceTokenizer:
     """A SentencePiece model; documents end with its ``</s>``. add_bos: begin each text with ``<s>``, as Llama's."""
 
     def __init__(self, model: Path, add_bos: bool) -> None:
-        import sentencepiece
-
-        try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
-        except (RuntimeError, OSError) as error:
-            raise ValueError(f"{model} is not a SentencePiece model") from error
-        self._add_bos = add_bos
-        self.vocab_size: int = self._processor.get_piece_size()
-        self.eod: int = self._processor.eos_id()
+        self._processor = processor = _load_sentencepiece(model)
+        self.vocab_size: int = processor.get_piece_size()
+        self.eod: int = processor.eos_id()
+        bos, pad = (i if i >= 0 else None for i in (processor.bos_id(), processor.pad_id()))
         if self.eod < 0:
             raise ValueError(f"{model} has no end-of-sequence id to end documents with; train it with one")
-        if add_bos and self._processor.bos_id() < 0:
+        if add_bos and bos is None:
             raise ValueError(f"{model} has no beginning-of-sequence id; use GPTSentencePieceTokenizer, which adds none")
+        prefix = (bos,) if add_bos and bos is not None else ()
+        self.special = SpecialTokens(self.eod, bos, pad, prefix, ids=_without_text(processor))
 
-    def tokenize(self, text: str) -> list[int]:
-        return self._processor.encode(text, add_bos=self._add_bos)
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._processor.encode(text, add_bos=bool(self.special.prefix) and add_special_tokens)
 
     def tokenize_batch(self, texts: list[str]) -> Sequence[Ids]:
-        return self._processor.encode(texts, add_bos=self._add_bos, num_threads=1)
+        return self._processor.encode(texts, add_bos=bool(self.special.prefix), num_threads=1)
 
     def detokenize(self, ids: list[int]) -> str:
         return self._processor.decode(ids)
 
 
-class _LibraryTokenizer:
-    """A tokenizer of the package tokenizers, which adds no special tokens to a text."""
+class MegatronSentencePieceTokenizer:
+    """A SentencePiece model as Megatron-LM's SentencePieceTokenizer read it until February 2026 (--legacy-tokenizer).
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    It adds ``<CLS> <SEP> <EOD> <MASK>`` and what the model lacks of PAD, BOS and EOS behind the model's ids. Documents
+    end with ``<EOD>``. A text that spells one of these becomes that token.
+    """
+
+    def __init__(self, model: Path) -> None:
+        self._processor = processor = _load_sentencepiece(model)
+        first = processor.get_piece_size()
+        known = {processor.id_to_piece(i): i for i in range(first)}
+        names = ["<CLS>", "<SEP>", "<EOD>", "<MASK>"]
+        controls = {"<PAD>": processor.pad_id(), "<BOS>": processor.bos_id(), "<EOS>": processor.eos_id()}
+        names += [processor.id_to_piece(i) if i >= 0 else name for name, i in controls.items()]
+        added = [name for name in names if name not in known]
+        known |= {name: first + i for i, name in enumerate(added)}
+        self.tokens: dict[str, int] = {name: known[name] for name in names}
+        self.vocab_size, self.eod = len(known), known["<EOD>"]
+        ids = _without_text(processor) | frozenset(self.tokens.values())
+        self.special = SpecialTokens(self.eod, known[names[5]], known[names[4]], ids=ids, sources={"eod": "<EOD>"})
+        self._spelled = re.compile(f"({'|'.join(map(re.escape, names))})")
+        self._names = {i: name for name, i in self.tokens.items()}
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = []
+        for part in self._spelled.split(text):
+            ids += [self.tokens[part]] if part in self.tokens else self._processor.encode(part)
+        return ids
+
+    def tokenize_batch(self, texts: list[str]) -> Sequence[Ids]:
+        return [self.tokenize(text) for text in texts]
+
+    def detokenize(self, ids: list[int]) -> str:
+        text, part = "", list[int]()
+        for i in ids:
+            if i in self._names:
+                text, part = text + self._processor.decode(part) + self._names[i], []
+            else:
+                part.append(i)
+        return text + self._processor.decode(part)
+
+
+class _LibraryTokenizer:
+    """A tokenizer of the package tokenizers. add_special_tokens: a text gets what its post-processor puts around it."""
+
+    eod: int
+    special: SpecialTokens
+
+    def __init__(self, tokenizer: Any, add_special_tokens: bool = False) -> None:
+        self._tokenizer, self._adds = tokenizer, add_special_tokens
         tokenizer.no_truncation()  # a saved tokenizer may truncate or pad, but documents must stay whole
         tokenizer.no_padding()
         self.vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(self.vocabulary.values(), default=-1) + 1
 
-    def tokenize(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=self._adds and add_special_tokens).ids
 
     def tokenize_batch(self, texts: list[str]) -> Sequence[Ids]:
         # One thread where the environment says TOKENIZERS_PARALLELISM=false, which the library reads.
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=self._adds)]
 
     def detokenize(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -148,36 +213,55 @@ class _LibraryTokenizer:
 class HuggingFaceTokenizer(_LibraryTokenizer):
     """A ``tokenizer.json``, or a model folder that holds one; ``huggingface_path`` finds them by a model's name.
 
-    Documents end with the ``eos_token`` of the ``tokenizer_config.json`` beside it, or else with the first of
-    ``KNOWN_EOD_TOKENS`` that it has. As in the library, a text that spells a special token becomes that token.
+    Special tokens are those that transformers finds in the files beside it. Where these name no EOS, documents end with
+    that of ``generation_config.json`` or ``config.json``, or else with the first of ``KNOWN_EOD_TOKENS`` that it has.
+    As in the library, a text that spells a special token becomes that token.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, add_special_tokens: bool = True) -> None:
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
             raise FileNotFoundError(f"{file} does not exist; HuggingFaceTokenizer reads a tokenizer.json")
         library = load_package("tokenizers", "HuggingFaceTokenizer", "hf")
         try:
-            super().__init__(library.Tokenizer.from_file(str(file)))
+            tokenizer = library.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises a bare Exception for anything it can't read
             raise ValueError(f"{file} is not a tokenizer.json: {error}") from error
+        named, sources, conflict = named_tokens(file.parent)
+        known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+        for token in added_tokens(file.parent, named):
+            if token["content"] not in known:  # as in transformers: a new one gets the next id
+                known.add(token["content"])
+                tokenizer.add_tokens([library.AddedToken(**token)])
+        super().__init__(tokenizer, add_special_tokens)
         self.file = file
         self._chats: Any = None  # transformers' tokenizer, from the first chat on
-        config_file = file.parent / "tokenizer_config.json"
-        configured = read_json_object(config_file).get("eos_token") if config_file.is_file() else None
-        if isinstance(configured, dict):
-            configured = configured.get("content")
-        names = [configured, *KNOWN_EOD_TOKENS] if isinstance(configured, str) else KNOWN_EOD_TOKENS
-        ends = [self.vocabulary[name] for name in names if name in self.vocabulary]
-        if not ends:
-            raise ValueError(f'{file} has no known end-of-document token; name its "eos_token" in {config_file}')
-        self.eod = ends[0]
+        bos, eod, pad = (self.vocabulary.get(named.get(name, "")) for name in ("bos", "eod", "pad"))
+        theirs, source = end_tokens(file.parent)
+        if eod is None and theirs:
+            eod, sources["eod"] = theirs[0], source
+        elif eod is None:
+            by_name = [name for name in KNOWN_EOD_TOKENS if name in self.vocabulary]
+            if not by_name:
+                where = file.parent / "tokenizer_config.json"
+                raise ValueError(f'{file} has no known end-of-document token; name its "eos_token" in {where}')
+            eod, sources["eod"] = self.vocabulary[by_name[0]], f"no file names it; taken by its name, {by_name[0]}"
+        elif theirs and eod not in theirs:
+            ends = f"{file.parent / sources['eod']} ends texts with {eod} ({named['eod']})"
+            conflict = conflict or f"{ends}, and {source} with {', '.join(map(str, theirs))}"
+        self.eod = eod
+        # "a" alone, and between what the post-processor adds.
+        bare, around = (tokenizer.encode("a", add_special_tokens=adds).ids for adds in (False, add_special_tokens))
+        first = next((i for i in range(len(around)) if around[i : i + len(bare)] == bare), 0)
+        special_ids = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        prefix, suffix = tuple(around[:first]), tuple(around[first + len(bare) :])
+        self.special = SpecialTokens(eod, bos, pad, prefix, suffix, special_ids, sources, conflict)
         model_file = file.parent / "config.json"
         size = read_json_object(model_file).get("vocab_size") if model_file.is_file() else None
         if isinstance(size, int) and size < self.vocab_size:
             raise ValueError(f"{file} has ids up to {self.vocab_size - 1}, but the model of {model_file} only {size}")
         for character in ALL_KINDS:
-            if unicodedata.category(character)[0] in "LNPS" and not self.tokenize(character):
+            if unicodedata.category(character)[0] in "LNPS" and not self.tokenize(character, add_special_tokens=False):
                 lost = f"{file} leaves characters out that it does not know, such as {character!r}"
                 raise ValueError(f"{lost}: give its model an unknown token or all bytes")
 
@@ -264,15 +348,16 @@ class GPT2BPETokenizer(_LibraryTokenizer):
             raise ValueError(f"{vocab_file} lacks {len(missing)} of the 256 bytes: texts would lose them")
         if "<|endoftext|>" not in self.vocabulary:
             raise ValueError(f"{vocab_file} has no <|endoftext|>; GPT-2's vocab.json has")
-        self.eod = self.vocabulary["<|endoftext|>"]
+        self.eod = end = self.vocabulary["<|endoftext|>"]
+        self.special = SpecialTokens(end, end, ids=frozenset([end]))  # GPT-2's BOS is the same token
 
 
 class ByteTokenizer:
     """The 256 bytes of UTF-8, and 256 as the end of a document."""
 
-    vocab_size, eod = 257, 256
+    vocab_size, eod, special = 257, 256, SpecialTokens(256, ids=frozenset([256]))
 
-    def tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode("utf-8"))
 
     def tokenize_batch(self, texts: list[str]) -> Sequence[Ids]:
@@ -287,8 +372,9 @@ class NullTokenizer:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size, self.eod = vocab_size + 1, vocab_size
+        self.special = SpecialTokens(self.eod)
 
-    def tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         for word in text.split():
             if not word.isdecimal():
                 raise ValueError(f"{word!r} is not an id: NullTokenizer reads texts of ids, such as '17 4 256'")

@@ -1,17 +1,19 @@
 """transformers reads our tokenizers, and makes the ids that the model was trained on; generate() stops at our end."""
 
 import argparse
+import base64
 import json
 from pathlib import Path
 
 import pytest
-from tokenizers import ByteLevelBPETokenizer
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from megatron_zpp.convert.hf.files import generation_settings
 from megatron_zpp.convert.hf.tokenizer import build, find_tokenizer, write_tokenizer
 from megatron_zpp.data.text.tokenizers import ByteTokenizer
-from tests.data.small_data import train_sentencepiece
+from tests.data.small_data import BYTES, train_sentencepiece, write_ranks
 
 SOURCE = Path(argparse.__file__).read_text()
 OTHER = Path(json.decoder.__file__).read_text() + "  Ünïcödé 東京 👩‍🔬\r\n\t100 %"
@@ -36,12 +38,49 @@ def train_huggingface(folder: Path) -> dict[str, str]:
     return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder / "mine.json")}
 
 
+def with_type(settings: dict[str, str], kind: str) -> dict[str, str]:
+    return settings | {"tokenizer_type": kind}
+
+
+def train_huggingface_with_bos(folder: Path, **flags: object) -> dict[str, object]:
+    settings = train_huggingface(folder)
+    tokenizer = Tokenizer.from_file(settings["tokenizer_model"])
+    tokenizer.add_special_tokens(["<bos>"])
+    begin = ("<bos>", tokenizer.token_to_id("<bos>"))
+    tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[begin])
+    tokenizer.save(settings["tokenizer_model"])
+    return settings | flags
+
+
+def train_tiktoken(folder: Path) -> dict[str, object]:
+    """Merge as tiktoken does, with words that no merges lead to, and the digits of a possessive pattern."""
+    tokens = [*BYTES, b"12", b"th", b" t", b"the", b" the", b"  ", b"    ", b"def", b" unreachable", b"345"]
+    model = write_ranks(folder / "a.tiktoken", tokens)
+    return {"tokenizer_type": "TikTokenizer", "tokenizer_model": model, "tiktoken_pattern": "cl100k_base"}
+
+
+def train_megatrons_tiktoken(folder: Path) -> dict[str, object]:
+    tokens = [*BYTES, b"th", b"the", b" the", b"def"]
+    entries = [{"rank": i, "token_bytes": base64.b64encode(x).decode(), "token_str": ""} for i, x in enumerate(tokens)]
+    (folder / "v.json").write_text(json.dumps(entries))
+    flags = {"vocab_size": len(tokens) + 10, "tiktoken_num_special_tokens": 10, "tiktoken_pattern": "v2"}
+    return {"tokenizer_type": "TikTokenizer", "tokenizer_model": str(folder / "v.json")} | flags
+
+
 KINDS = {
     "bpe": lambda folder: train_pieces(folder, add_dummy_prefix=False),  # as train_tokenizer
     "bpe-dummy-prefix": train_pieces,  # as Llama 2
     "unigram": lambda folder: train_pieces(folder, model_type="unigram"),
     "gpt2": train_gpt2,
     "huggingface": train_huggingface,
+    "huggingface-bos": train_huggingface_with_bos,
+    "huggingface-bos-off": lambda folder: train_huggingface_with_bos(
+        folder, tokenizer_hf_no_include_special_tokens=True
+    ),
+    "llama2": lambda folder: with_type(train_pieces(folder), "Llama2Tokenizer"),
+    "megatron": lambda folder: with_type(train_pieces(folder), "MegatronSentencePieceTokenizer"),
+    "tiktoken": train_tiktoken,
+    "megatrons-tiktoken": train_megatrons_tiktoken,
     "bytes": lambda folder: {"tokenizer_type": "ByteTokenizer"},
 }
 
@@ -55,7 +94,8 @@ def test_ids_are_the_same_in_transformers(train, tmp_path):
     theirs = AutoTokenizer.from_pretrained(folder)
     for text in (SOURCE, OTHER):
         ids = theirs(text, add_special_tokens=False)["input_ids"]
-        assert ids == ours.tokenize(text)
+        assert ids == ours.tokenize(text, add_special_tokens=False)
+        assert theirs(text)["input_ids"] == ours.tokenize(text) == [*ours.special.prefix, *ids]
         assert theirs.decode(ids) == text
     assert theirs.eos_token_id == ours.eod == tokens["eos_token_id"]
     assert theirs.decode([ours.eod], skip_special_tokens=True) == ""
@@ -69,8 +109,8 @@ def test_a_tokenizer_that_comes_out_different_or_is_unknown_is_refused(tmp_path)
     (tmp_path / "hf").mkdir()
     with pytest.raises(ValueError, match=r"this SentencePieceTokenizer cannot be written for trans.*--no-token"):
         write_tokenizer(settings, build(settings), tmp_path / "hf")
-    with pytest.raises(ValueError, match="a TikTokenizer cannot be written for transformers: export the weights alone"):
-        write_tokenizer({"tokenizer_type": "TikTokenizer"}, ByteTokenizer(), tmp_path)
+    with pytest.raises(ValueError, match="a NewTokenizer cannot be written for transformers: export the weights alone"):
+        write_tokenizer({"tokenizer_type": "NewTokenizer"}, ByteTokenizer(), tmp_path)
 
 
 # What generate() reads

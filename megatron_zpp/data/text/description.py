@@ -1,0 +1,50 @@
+"""Describe how a tokenizer treats texts: datasets and checkpoints keep the description, and programs print it."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_zpp.data.text.tokenizers import SAMPLE_TEXTS, NullTokenizer, Tokenizer
+
+
+def describe_tokenizer(tokenizer_type: str, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Describe how a tokenizer treats texts, for JSON: what datasets and checkpoints keep of it."""
+    special = tokenizer.special
+    ids = None  # NullTokenizer reads no text
+    if not isinstance(tokenizer, NullTokenizer):
+        ids = [[int(i) for i in tokenizer.tokenize(text, add_special_tokens=False)] for text in SAMPLE_TEXTS]
+    return {
+        **{"type": tokenizer_type, "vocab_size": tokenizer.vocab_size},
+        **{"eod": special.eod, "bos": special.bos, "pad": special.pad},
+        **{"prefix": list(special.prefix), "suffix": list(special.suffix), "sources": dict(special.sources)},
+        "sample_sha256": ids and hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
+    }
+
+
+def format_description(description: Mapping[str, Any]) -> str:
+    """Format a description as one line: ``HuggingFaceTokenizer, 512 ids, BOS 509 (FILE) in front of texts, ...``."""
+    sources, prefix, suffix = description["sources"], description["prefix"], description["suffix"]
+    parts = [f"{description['type']}, {description['vocab_size']:,} ids"]
+    for name, shown in (("bos", "BOS"), ("eod", "end of document"), ("pad", "PAD")):
+        token = description[name]
+        source = f" ({sources[name]})" if name in sources else ""
+        parts.append(f"no {shown}" if token is None else f"{shown} {token}{source}")
+    parts.append(f"texts begin with {' '.join(map(str, prefix))}" if prefix else "nothing in front of texts")
+    return ", ".join([*parts, f"texts end with {' '.join(map(str, suffix))}"] if suffix else parts)
+
+
+def differences(made_with: Mapping[str, Any], used: Mapping[str, Any]) -> list[str]:
+    """List what makes two described tokenizers treat texts differently; nothing where one reads ids alone."""
+    names = {"eod": "the end of a document is", "prefix": "texts begin with", "suffix": "texts end with"}
+    if made_with["sample_sha256"] is None or used["sample_sha256"] is None:
+        return []
+    changed = [name for name in names if made_with[name] != used[name]]
+    differing = [f"{names[name]} {made_with[name] or 'nothing'}, here {used[name] or 'nothing'}" for name in changed]
+    return differing + (["texts become other ids"] if made_with["sample_sha256"] != used["sample_sha256"] else [])
+
+
+def refuse_conflict(tokenizer: Tokenizer) -> None:
+    """Raise ValueError if two files beside the tokenizer name other ends of a text."""
+    if tokenizer.special.conflict is not None:
+        raise ValueError(f"{tokenizer.special.conflict}: make both name the token that ends your texts")
