@@ -1,5 +1,6 @@
 """Every way to give a corpus gives the same documents, and whatever it holds comes back from the .bin/.idx files."""
 
+import dataclasses
 import gzip
 import json
 import os
@@ -30,6 +31,9 @@ DOCUMENT = st.one_of(TEXT, st.lists(TEXT, max_size=4))
 def write(folder: Path, name: str, documents: list) -> Path:
     path = folder / name
     lines = "".join(json.dumps({"text": d}, ensure_ascii=i % 2 == 0) + "\n" for i, d in enumerate(documents)).encode()
+    if ".json" in name and ".jsonl" not in name:
+        indent = len(documents) % 3 or None
+        lines = json.dumps([{"id": i, "text": d} for i, d in enumerate(documents)], indent=indent).encode()
     if name.endswith(".parquet"):
         rows = [d if isinstance(d, list) else [d] for d in documents]
         table = pyarrow.table(
@@ -56,7 +60,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(corpus, "MAX_ROWS", 2)
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst", "json", "json.gz", "parquet"])
 @given(documents=st.lists(DOCUMENT, min_size=1, max_size=12))
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_corpus_comes_back(tmp_path, small_blocks, suffix, documents):
@@ -74,7 +78,7 @@ def test_any_corpus_comes_back(tmp_path, small_blocks, suffix, documents):
 @given(lines=st.lists(TEXT.map(lambda text: text.replace("\n", " ")), max_size=12), cuts=st.data())
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_reading_goes_on_at_the_end_of_any_block(tmp_path, small_blocks, lines, cuts):
-    files = [write(tmp_path, name, lines) for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet")]
+    files = [write(tmp_path, name, lines) for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "d.json")]
     (tmp_path / "e.txt").write_text("one file")
     (tmp_path / "f.txt").write_text("\n".join(lines), newline="")
     corpus_files = find_files([*map(str, files), str(tmp_path / "e.txt"), str(tmp_path / "f.txt")])
@@ -111,6 +115,54 @@ def test_a_line_that_is_too_long_is_passed_over_wherever_it_lies(tmp_path, small
     *_, long_block, last = read_blocks(find_files([str(path)]), reading)
     assert long_block.too_long
     assert list(read_blocks(find_files([str(path)]), reading, long_block.start)) == [long_block, last]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[{"text": "a"}, {"text": ', "element 2 of the JSON array is not JSON"),
+        ('[{"text": "a"} {"text" "b"}]', "element 2 of the JSON array is not JSON"),
+        ('[{"text": "a"}', "element 2 of the JSON array is not JSON"),
+        ('[{"text": "a"}, {"text": "%s"}]' % ("b" * 2000), "element 2 .* longer than --max-document-megabytes 0.00085"),
+    ],
+)
+def test_a_damaged_array_is_named_with_the_element(tmp_path, small_blocks, content, message):
+    (tmp_path / "in.json").write_text(content)
+    with pytest.raises(ValueError, match=f"in.json: {message}"):
+        read(tmp_path / "in.json", Reading(max_document_bytes=900))
+
+
+def test_an_element_of_an_array_that_is_no_object_is_a_bad_record(tmp_path):
+    (tmp_path / "in.json").write_text('[{"text": "a"}, 3]')
+    with pytest.raises(ValueError, match="not a JSON object but a int"):
+        read(tmp_path / "in.json")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_rows_of_token_ids_stay_as_they_are(tmp_path, suffix):
+    rows = [[5, 0, 31], [7], [[1, 2], [3]]] if suffix == "jsonl" else [[5, 0, 31], [7], [1, 2]]
+    if suffix == "jsonl":
+        (tmp_path / "in.jsonl").write_text("".join(json.dumps({"ids": row}) + "\n" for row in rows))
+    else:
+        pyarrow.parquet.write_table(pyarrow.table({"ids": rows}), tmp_path / "in.parquet")
+    for kind, size in (("ByteTokenizer", None), ("NullTokenizer", 32)):
+        tokenizer = {"tokenizer_type": kind, "vocab_size": size}
+        reading = Reading(("ids",))
+        job = Job((str(tmp_path / f"in.{suffix}"),), str(tmp_path / kind), tokenizer, reading=reading, append_eod=True)
+        preprocess(job, lambda state, total: None, lambda note: None)
+        end = 256 if size is None else size
+        expected = [[[5, 0, 31, end]], [[7, end]], [[1, 2], [3, end]] if suffix == "jsonl" else [[1, 2, end]]]
+        assert read_ids(tmp_path / f"{kind}_ids_document") == expected
+    job = dataclasses.replace(job, tokenizer=tokenizer | {"vocab_size": 30}, output_prefix=str(tmp_path / "small"))
+    with pytest.raises(ValueError, match=f"in.{suffix}:1: ids 0 to 31 are not all below the tokenizer's 31"):
+        preprocess(job, lambda state, total: None, lambda note: None)
+
+
+def test_a_window_that_is_too_large_names_the_command_that_reads_it(tmp_path):
+    """The header of a frame with a window of 2 GiB, as zstd --long=31 writes it."""
+    (tmp_path / "in.jsonl.zst").write_bytes(bytes.fromhex("28b52ffd 00 a8 010000"))
+    with pytest.raises(ValueError, match=r"can't be read to its end: .*: zstd -dc --long=31 .*in.jsonl.zst"):
+        read(tmp_path / "in.jsonl.zst")
 
 
 def test_text_files_are_documents_or_lines(tmp_path):

@@ -63,7 +63,8 @@ def describe(indexed: IndexedDataset, tokenizer: Tokenizer | None, num_shown: in
     ]
     for document in np.unique(np.linspace(0, len(lengths) - 1, num_shown, dtype=np.int64)).tolist():
         first, last = indexed.document_indices[document : document + 2].tolist()
-        ids = [token for i in range(first, last) for token in indexed.get(i, 0, SHOWN_TOKENS).tolist()][:SHOWN_TOKENS]
+        sequences = (indexed[i][:SHOWN_TOKENS].tolist() for i in range(first, last))
+        ids = [token for sequence in sequences for token in sequence][:SHOWN_TOKENS]
         text = " ".join(map(str, ids)) if tokenizer is None else repr(tokenizer.detokenize(ids))
         lines.append(f"document {document:,}, {lengths[document]:,} tokens: {text}")
     return "\n".join(lines)

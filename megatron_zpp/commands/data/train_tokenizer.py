@@ -55,6 +55,8 @@ def sample(files: list[CorpusFile], reading: Reading, max_bytes: float) -> list[
             if number % stride == 0:
                 try:
                     texts = extract_texts(record, block.format, reading)[reading.keys[0]]
+                    if not all(isinstance(text, str) for text in texts):
+                        raise ValueError("token ids, and a tokenizer is trained on text")
                 except ValueError as error:
                     raise ValueError(f"{place}: {error}") from None
                 kept.append(texts)

@@ -1,13 +1,15 @@
-"""Reads a corpus of any size block by block: JSON lines (plain, .gz, .zst), Parquet, text files, and folders of them.
+"""Reads a corpus of any size block by block: JSON lines or an array (plain, .gz, .zst), Parquet, text, folders of them.
 
 A block begins and ends between records (a line, a row, a file). Where blocks begin depends on nothing but the files, so
 reading can continue at the end of any block.
 """
 
+import codecs
 import glob
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ SUFFIXES = {
     **dict.fromkeys((".txt", ".text", ".md"), "text"),
 }
 BLOCK_BYTES = 256 << 10  # small enough to balance between workers, large enough to be worth sending
+SEPARATOR = re.compile(r"\s*(?:[\[,]\s*)?")  # before an element of a JSON array
 MAX_ROWS = 4096  # rows of a Parquet file in a block
 
 
@@ -112,9 +115,11 @@ def read_blocks(files: list[CorpusFile], reading: Reading, start: Position = Pos
             number = block.end.file
             continue
         try:
-            yield from (_read_rows if file.format == "parquet" else _read_lines)(file, reading, position)
+            read = _read_rows if file.format == "parquet" else _read_array if _is_array(file) else _read_lines
+            yield from read(file, reading, position)
         except (OSError, EOFError, zlib.error) as error:
-            raise ValueError(f"{file.path} can't be read to its end: {error}") from error
+            remedy = f": zstd -dc --long=31 {file.path} > OUTPUT" if "too much memory" in str(error) else ""
+            raise ValueError(f"{file.path} can't be read to its end: {error}{remedy}") from error
         number += 1
 
 
@@ -138,8 +143,8 @@ def extract_texts(record: Any, file_format: str, reading: Reading) -> dict[str, 
             record = json.loads(record)
         except RecursionError:
             raise ValueError("JSON that is nested too deep") from None
-        if not isinstance(record, dict):
-            raise ValueError(f"not a JSON object but a {type(record).__name__}")
+    if not isinstance(record, dict):
+        raise ValueError(f"not a JSON object but a {type(record).__name__}")
     documents: dict[str, list[Any]] = {}
     for key in reading.keys:
         if key not in record:
@@ -147,7 +152,9 @@ def extract_texts(record: Any, file_format: str, reading: Reading) -> dict[str, 
         if reading.chats:
             documents[key] = [_check_chat(record[key], key, reading)]
             continue
-        texts = [_check_text(text, key) for text in (record[key] if isinstance(record[key], list) else [record[key]])]
+        value = record[key]
+        is_one = not isinstance(value, list) or _are_ids(value)
+        texts = [_check_text(text, key) for text in ([value] if is_one else value)]
         if sum(map(len, texts)) > reading.max_document_bytes:  # a row; a line was measured when it was read
             raise ValueError(too_long(reading))
         documents[key] = texts
@@ -158,11 +165,18 @@ def too_long(reading: Reading) -> str:
     return f"longer than --max-document-megabytes {reading.max_document_bytes / 2**20:g}"
 
 
-def _check_text(value: Any, key: str) -> str:
+def _are_ids(value: list[Any]) -> bool:
+    return bool(value) and all(type(i) is int for i in value)
+
+
+def _check_text(value: Any, key: str) -> str | list[int]:
+    """Return a text, or token ids as they are."""
     if isinstance(value, bytes):  # of a Parquet file
         return value.decode("utf-8")
+    if isinstance(value, list) and _are_ids(value):
+        return value
     if not isinstance(value, str):
-        raise ValueError(f"the value of {key!r} is neither a text nor a list of texts")
+        raise ValueError(f"the value of {key!r} is neither a text nor token ids, nor a list of these")
     value.encode()  # refuses half a surrogate pair, which JSON can spell and which is not text
     return value
 
@@ -205,15 +219,66 @@ def _open(raw: BinaryIO, path: Path) -> BinaryIO:
     return raw
 
 
+def _open_at(raw: BinaryIO, path: Path, offset: int) -> BinaryIO:
+    """Open a file at a byte of its uncompressed content."""
+    stream = _open(raw, path)
+    if stream is raw:
+        raw.seek(offset)
+        return raw
+    while offset and (passed := len(stream.read(min(offset, BLOCK_BYTES)))):
+        offset -= passed
+    return stream
+
+
+def _is_array(file: CorpusFile) -> bool:
+    """Whether a file of JSON begins as an array, not as lines of objects."""
+    if file.format != "jsonl":
+        return False
+    with open(file.path, "rb") as raw:
+        return _open(raw, file.path).read(64).lstrip().startswith(b"[")
+
+
+def _read_array(file: CorpusFile, reading: Reading, start: Position) -> Iterator[Block]:
+    """Read the elements of a JSON array; one and a piece of the file are in memory."""
+    decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode  # extract_texts refuses such a text
+    rows: list[Any] = []
+    text, at, offset = "", 0, start.offset
+    with open(file.path, "rb") as raw:
+        stream = _open_at(raw, file.path, start.offset)
+        disk = raw.tell()
+
+        def block() -> Block:
+            nonlocal start, disk, rows
+            begin, start = start, Position(start.file, offset, start.line + len(rows))
+            disk_before, disk, taken, rows = disk, raw.tell(), rows, []
+            return Block(str(file.path), "array", taken, begin, start, offset - begin.offset, disk - disk_before)
+
+        while True:
+            first = SEPARATOR.match(text, at).end()  # type: ignore[union-attr]
+            if text[first : first + 1] == "]":
+                break
+            try:
+                row, end = json.JSONDecoder().raw_decode(text, first)
+            except (ValueError, RecursionError) as error:  # the element goes on in the next piece, or is not JSON
+                text, at = text[at:], 0
+                more = stream.read(BLOCK_BYTES) if len(text) <= reading.max_document_bytes else b""
+                if not more:
+                    where = f"{file.path}: element {start.line + len(rows)} of the JSON array"
+                    raise ValueError(f"{where} is not JSON, or {too_long(reading)} ({error})") from error
+                text += decode(more)
+                continue
+            offset += len(text[at:end].encode("utf-8", "surrogateescape"))
+            rows.append(row)
+            at = end
+            if offset - start.offset >= BLOCK_BYTES:
+                yield block()
+        if rows:
+            yield block()
+
+
 def _read_lines(file: CorpusFile, reading: Reading, start: Position) -> Iterator[Block]:
     with open(file.path, "rb") as raw:
-        stream = _open(raw, file.path)
-        if stream is raw:
-            raw.seek(start.offset)
-        else:
-            left = start.offset
-            while left and (passed := len(stream.read(min(left, BLOCK_BYTES)))):
-                left -= passed
+        stream = _open_at(raw, file.path, start.offset)
         disk = raw.tell()
 
         def block(records: bytes, size: int, num_lines: int) -> Block:

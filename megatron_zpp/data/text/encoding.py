@@ -83,11 +83,20 @@ class Encoder:
             assert isinstance(self.tokenizer, HuggingFaceTokenizer)
             ids: Iterator[Ids] = iter(self.tokenizer.tokenize_chats(texts))
         else:
-            ids = iter(self.tokenizer.tokenize_batch(texts))
+            tokenized = iter(self.tokenizer.tokenize_batch([text for text in texts if isinstance(text, str)]))
+            ids = (next(tokenized) if isinstance(text, str) else self._check_ids(text) for text in texts)
         return [
             {key: [sequence for _ in texts if len(sequence := next(ids))] for key, texts in document.items()}
             for document in documents
         ]
+
+    def _check_ids(self, ids: list[int]) -> list[int]:
+        """Return ids that a document brings along. Raises ValueError if the tokenizer does not have one."""
+        if min(ids) < 0 or max(ids) >= self.tokenizer.vocab_size:
+            raise ValueError(
+                f"ids {min(ids)} to {max(ids)} are not all below the tokenizer's {self.tokenizer.vocab_size}"
+            )
+        return ids
 
     def _column(self, documents: list[list[Ids]]) -> Column:
         eod = np.array([self.tokenizer.eod], self.dtype)
