@@ -126,8 +126,13 @@ def _latest_good(folder: str, digests: str) -> tuple[Path | None, list[str]]:
     return None, passed_over
 
 
-def check_same_data(settings: Settings, meta: Mapping[str, Any], datasets: Datasets) -> None:
-    """Raise ValueError if the data or their order are not the checkpoint's."""
-    saved = meta.get("data_order")
-    if datasets.train is not None and saved is not None:
-        check_order(saved, datasets.train.order, other_data=settings.checkpoint.override_data)
+def check_same_data(settings: Settings, meta: Mapping[str, Any], datasets: Datasets) -> list[str]:
+    """Raise ValueError if the data or their order are not the checkpoint's; with --override-data return a note."""
+    saved, overrides = meta.get("data_order"), settings.checkpoint.override_data
+    if datasets.train is None or saved is None:
+        return []
+    check_order(saved, datasets.train.order, other_data=overrides)
+    if not overrides or saved == datasets.train.order:
+        return []
+    read = meta["counters"]["consumed_train_samples"]
+    return [f"--override-data: the run goes on at sample {read:,} of the new order, and reads none before it"]

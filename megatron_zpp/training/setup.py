@@ -93,7 +93,7 @@ def plan_run(architecture: Architecture, settings: ResolvedSettings, mesh: Mesh)
         described = describe_tokenizer(settings.tokenizer.tokenizer_type, tokenizer)
         datasets = build_data(settings, tokenizer, described, num_samples)
         if resumed is not None:
-            check_same_data(settings, resumed, datasets)
+            _print_notes(check_same_data(settings, resumed, datasets))
         tasks = load_tasks(training)
         schedule = None
         if not training.skip_train:

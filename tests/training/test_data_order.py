@@ -30,11 +30,12 @@ def write_data(prefix: Path, skip: int = 0, eod: int = NullTokenizer(300).eod) -
             writer.add_document([np.where(a[i] == 256, eod, a[i])])
 
 
-def run(folder: Path, *runs: str) -> list[tuple[int, list[str], str]]:
-    """Exit code, the losses as printed, and stderr of each run."""
+def run(folder: Path, *runs: str) -> list[tuple[int, list[str], str, str]]:
+    """Exit code, the losses as printed, stderr and stdout of each run."""
     argvs = [flags(str(folder / "x"), RUN, more) for more in runs]
     return [
-        (code, re.findall(r"lm loss: (\S+)", out), err) for code, out, err in run_ranks(1, call_pretrain, *argvs)[0]
+        (code, re.findall(r"lm loss: (\S+)", out), err, out)
+        for code, out, err in run_ranks(1, call_pretrain, *argvs)[0]
     ]
 
 
@@ -53,10 +54,10 @@ def test_resumed_run_goes_on_with_the_same_batches(tmp_path):
     for number, more in enumerate(ORDERS):
         save = f"{small} {more} --save {tmp_path}/{number} --save-interval 2"
         runs += [f"{small} {more}", f"{save} --exit-interval 2", f"{save} --load {tmp_path}/{number}"]
-    (code, plain, error), *results = run(tmp_path, *runs)
+    (code, plain, error, _), *results = run(tmp_path, *runs)
     assert code == 0, error
     for number, more in enumerate(ORDERS):
-        (_, whole, error), (_, begun, _), (_, resumed, resumed_error) = results[3 * number : 3 * number + 3]
+        (_, whole, error, _), (_, begun, *_), (_, resumed, resumed_error, _) = results[3 * number : 3 * number + 3]
         assert len(whole) == 4, error
         assert (whole == plain) == (more == "--data-order-stable"), more  # whose first epoch is Megatron's
         assert begun == whole[:2] and resumed == whole[2:], more + resumed_error
@@ -113,7 +114,9 @@ def test_a_run_says_how_often_it_reads_its_data_and_warns_above_four_times(tmp_p
 
 def test_a_sample_longer_than_all_data_is_refused_before_an_order_is_built(tmp_path):
     write_data(tmp_path / "x")
-    ((code, losses, err),) = run(tmp_path, f"--seq-length 4000000 --data-cache-path {tmp_path}/cache --train-iters 3")
+    ((code, losses, err, _),) = run(
+        tmp_path, f"--seq-length 4000000 --data-cache-path {tmp_path}/cache --train-iters 3"
+    )
     assert (code, losses) == (2, []) and not [*(tmp_path / "cache").glob("x-train-*")]
     assert err.count("\n") == 1 and "holds 32965 tokens, less than 4000000 + 1: give more data, or a smaller" in err
 
@@ -132,6 +135,7 @@ def test_other_tokens_under_the_same_index_and_another_tokenizer_of_the_same_siz
     refused, goes_on = run(tmp_path, more, f"{more} --override-data")
     assert refused[:2] == (2, []) and goes_on[0] == 0, (refused, goes_on[2])
     assert "is not the file of the checkpoint's tokenizer" in refused[2] and "--override-data" in refused[2]
+    assert "the run goes on at sample 128 of the new order, and reads none before it" in goes_on[3]
     write_ranks(tmp_path / "ranks", BYTES)
     (again,) = run(tmp_path, f"{more} --ckpt-step 1")
     assert again[0] == 2 and "the training data is not the checkpoint's" in again[2] and "bin_sampled" in again[2]
