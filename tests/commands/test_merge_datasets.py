@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from megatron_zpp.commands.data import merge_datasets
-from megatron_zpp.data.indexed_dataset import IndexedDataset
+from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_zpp.data.text.description import describe_tokenizer
+from megatron_zpp.data.text.tokenizers import ByteTokenizer
 from tests.data.small_data import read, write
 from tests.tools import call
 
@@ -59,3 +61,16 @@ def test_what_does_not_fit_is_named(tmp_path):
         index.write(bytes(len(IndexedDataset(tmp_path / "a"))))  # modes of a multimodal dataset
     write_random(tmp_path / "d", 4)
     assert "one holds chats" in merge(tmp_path / "a", tmp_path / "d", output=tmp_path / "all")[2]
+
+
+def test_datasets_of_two_tokenizers_are_not_merged_and_the_description_of_one_is_kept(tmp_path):
+    described = describe_tokenizer("ByteTokenizer", ByteTokenizer())
+    other = described | {"type": "Llama2Tokenizer", "prefix": [1]}
+    for name, tokenizer in {"a": described, "b": described, "c": other, "d": None}.items():
+        with IndexedDatasetWriter(tmp_path / name, "<u2", tokenizer=tokenizer) as writer:
+            writer.add_document([[1, 2]])
+    for names, kept in (("ab", described), ("ad", None)):
+        assert merge(*(tmp_path / name for name in names), output=tmp_path / names)[0] == 0
+        assert IndexedDataset(tmp_path / names).tokenizer == kept
+    code, _, error = merge(tmp_path / "a", tmp_path / "c", output=tmp_path / "ac")
+    assert code and "are from different tokenizers (texts begin with nothing, here [1])" in error

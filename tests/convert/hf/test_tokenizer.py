@@ -11,7 +11,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from megatron_zpp.convert.hf.files import generation_settings
-from megatron_zpp.convert.hf.tokenizer import build, find_tokenizer, write_tokenizer
+from megatron_zpp.convert.hf.tokenizer import build, build_kept, find_tokenizer, write_tokenizer
+from megatron_zpp.data.text.description import describe_tokenizer
 from megatron_zpp.data.text.tokenizers import ByteTokenizer
 from tests.data.small_data import BYTES, train_sentencepiece, write_ranks
 
@@ -111,6 +112,19 @@ def test_a_tokenizer_that_comes_out_different_or_is_unknown_is_refused(tmp_path)
         write_tokenizer(settings, build(settings), tmp_path / "hf")
     with pytest.raises(ValueError, match="a NewTokenizer cannot be written for transformers: export the weights alone"):
         write_tokenizer({"tokenizer_type": "NewTokenizer"}, ByteTokenizer(), tmp_path)
+
+
+def test_a_checkpoint_is_not_used_with_a_tokenizer_that_it_was_not_trained_with(tmp_path, capsys):
+    plain, llama2 = train_pieces(tmp_path), with_type(train_pieces(tmp_path), "Llama2Tokenizer")
+    meta = {"tokenizer": describe_tokenizer("Llama2Tokenizer", build(llama2))}
+    assert build_kept(llama2, tmp_path, meta).eod == build(llama2).eod
+    message = r"was trained with another tokenizer, Llama2Tokenizer, 600 ids.*texts begin with \[1\], here nothing"
+    with pytest.raises(ValueError, match=message):
+        build_kept(plain, tmp_path, meta)
+    build_kept(plain, tmp_path, {})
+    assert capsys.readouterr().err == ""  # nothing is assumed
+    build_kept(llama2, tmp_path, {})  # saved by an earlier version
+    assert "does not say how its texts were tokenized; assuming Llama2Tokenizer" in capsys.readouterr().err
 
 
 # What generate() reads
