@@ -16,6 +16,7 @@ from megatron_zpp.convert.megatron.config import _latent_positions, args_of
 from megatron_zpp.models.moe import MoEConfig
 from tests.convert.megatron import layouts
 from tests.convert.megatron.layouts import CONFIGS, FORMATS, IDS, State, random_model, save, write_universal
+from tests.data.small_data import train_sentencepiece
 from tests.models.configs import gpt_config, llama_config
 from tests.tools import call_well, call_wrongly, cut
 
@@ -240,3 +241,26 @@ def test_a_tokenizer_that_is_not_here_is_asked_for(tmp_path):
     assert "/nowhere/vocab.json, is not opened" in error and "--tokenizer-type" in error
     given = ["--tokenizer-type", "NullTokenizer", "--vocab-size", IDS - 1]
     call_well(import_megatron, "--input", tmp_path / "theirs", "--save", tmp_path / "ours", *given)
+
+
+def test_megatrons_older_sentencepiece_tokenizer_is_asked_for_by_its_name(tmp_path):
+    """Read with today's, such a checkpoint would lose its row for <EOD>. These have too few rows for any."""
+    texts = ["a text", "of words"] * 50
+    model = train_sentencepiece(tmp_path / "t.model", texts, vocab_size=280, hard_vocab_limit=False)
+    today = {"tokenizer_sentencepiece_legacy": False}
+    for name, flags in {"older": {}, "today": today, "legacy": today | {"legacy_tokenizer": True}}.items():
+        flags = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "/nowhere"} | flags
+        write_universal(tmp_path / name, random_model(CONFIGS["gpt"]), CONFIGS["gpt"], **flags)
+        words = (
+            "--input",
+            tmp_path / name,
+            "--save",
+            tmp_path / "ours",
+            "--tokenizer-model",
+            model,
+            "--tokenizer-type",
+        )
+        plain = call_wrongly(import_megatron, *words, "SentencePieceTokenizer")
+        asked = "added <EOD> and others to the model's ids: give --tokenizer-type MegatronSentencePieceTokenizer"
+        assert (asked in plain) == (name != "today"), plain
+        assert asked not in call_wrongly(import_megatron, *words, "MegatronSentencePieceTokenizer")
