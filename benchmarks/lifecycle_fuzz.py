@@ -50,7 +50,7 @@ LAYOUTS = SAME_BITS | {
 FREE = [
     "",
     "--no-async-save",
-    "--recompute-activations",
+    "--recompute-granularity selective",
     "--verify-checkpoint sample",
     "--num-workers 1",
     "--save-keep-last 2",

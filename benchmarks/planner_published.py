@@ -30,7 +30,7 @@ PUBLISHED = RESULTS / "published_throughput.jsonl"
 SCATTER = RESULTS / "planner_published.png"
 RECOMPUTATIONS = {
     "none": "",
-    "selective": "--recompute-activations",
+    "selective": "--recompute-granularity selective",
     "selective (every n-th block)": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
 }
 MISS = 0.3  # of the measured rate

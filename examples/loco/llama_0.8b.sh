@@ -59,7 +59,7 @@ case $SCALE in
     full)
         VOCABULARY=32000
         WIDTH=1536
-        MODEL=(--preset llama-0.8b --seq-length 4096 --recompute-activations)
+        MODEL=(--preset llama-0.8b --seq-length 4096 --recompute-granularity selective)
         LENGTH=(--micro-batch-size 4 --global-batch-size 256 --train-iters 28610 --lr-warmup-iters 500)
         RATE=(--lr 3e-4 --min-lr 3e-5)
         OFTEN=(--log-interval 20 --eval-iters 20 --eval-interval 500 --save-interval 1000)

@@ -56,7 +56,7 @@ case $SCALE in
     full)
         VOCABULARY=128256
         WIDTH=4096
-        MODEL=(--preset llama-8b --seq-length 4096 --recompute-activations)
+        MODEL=(--preset llama-8b --seq-length 4096 --recompute-granularity selective)
         LENGTH=(--micro-batch-size 2 --global-batch-size 256 --train-iters 4768 --lr-warmup-iters 200)
         RATE=(--lr 3e-4 --min-lr 3e-5)
         OFTEN=(--log-interval 10 --eval-iters 20 --eval-interval 250 --save-interval 250)

@@ -62,7 +62,7 @@ case $SCALE in
     full)
         VOCABULARY=32000
         WIDTH=4096
-        MODEL=(--preset mixtral-8x7b --seq-length 4096 --recompute-activations)
+        MODEL=(--preset mixtral-8x7b --seq-length 4096 --recompute-granularity selective)
         LENGTH=(--micro-batch-size 1 --global-batch-size 256 --train-iters 4768 --lr-warmup-iters 200)
         RATE=(--lr 1e-4 --min-lr 1e-5)
         OFTEN=(--log-interval 10 --eval-iters 20 --eval-interval 250 --save-interval 250)

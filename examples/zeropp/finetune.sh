@@ -78,7 +78,7 @@ case $SCALE in
         ;;
     full)
         VOCABULARY=32000
-        MODEL=(--preset llama-13b --seq-length 4096 --recompute-activations)
+        MODEL=(--preset llama-13b --seq-length 4096 --recompute-granularity selective)
         LENGTH=(--micro-batch-size 1 --global-batch-size 64 --train-iters 1000 --lr 2e-5 --lr-warmup-iters 30)
         OFTEN=(--log-interval 10 --eval-iters 10 --eval-interval 100 --save-interval 200)
         ;;

@@ -52,7 +52,7 @@ case $SCALE in
     gpu) small_run ;;
     full)
         VOCABULARY=50257
-        MODEL=(--preset gpt-13b --seq-length 2048 --recompute-activations)
+        MODEL=(--preset gpt-13b --seq-length 2048 --recompute-granularity selective)
         LENGTH=(--micro-batch-size 2 --global-batch-size 1024 --train-iters 20000 --lr-warmup-iters 179)
         RATE=(--lr 1e-4 --min-lr 1e-5)
         OFTEN=(--log-interval 10 --eval-iters 10 --eval-interval 500 --save-interval 250)

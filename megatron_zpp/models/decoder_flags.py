@@ -27,7 +27,7 @@ class DecoderFlags:
         "kind of positions; yarn: rope stretched by YaRN; default: the architecture's",
         choices=("learned_absolute", "rope", "yarn", "none"),
     )
-    rotary_base: float = flag(10000, "base of the rotary embedding", at_least=1)
+    rotary_base: float = flag(10000.0, "base of the rotary embedding", at_least=1)
     rotary_base_local: float | None = flag(
         None, "rotary base in blocks with a window, where frequencies are not scaled; default: alike", at_least=1
     )

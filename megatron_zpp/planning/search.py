@@ -49,7 +49,7 @@ WIRES = (
     Wire("HSDP", "--num-distributed-optimizer-instances {N}"),
     *(wire for recipe in RECIPES.values() if recipe.fields for wire in _wires_of(recipe)),
 )
-RECOMPUTATIONS = {"": "nothing", "--recompute-activations": "selective", RECOMPUTE_ALL: "all"}
+RECOMPUTATIONS = {"": "nothing", "--recompute-granularity selective": "selective", RECOMPUTE_ALL: "all"}
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 SIZES = (1, 2, 4, 8)  # of tensor and context parallelism and of pipelines
 SHORTEST_PART = 8192  # tokens of a sequence that a context-parallel rank has at least

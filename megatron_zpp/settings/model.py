@@ -104,7 +104,7 @@ class ActivationSettings:
     FLAGS: ClassVar[dict[str, str]] = dict(settles="recompute")
     recompute_granularity: str | None = flag(
         None,
-        "full: whole blocks; selective (--recompute-activations): keep matrix products, recompute the rest",
+        "full: whole blocks; selective: keep matrix products, recompute the rest",
         choices=("full", "selective"),
     )
     recompute_modules: tuple[str, ...] | None = flag(

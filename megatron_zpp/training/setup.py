@@ -29,6 +29,7 @@ from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
 from megatron_zpp.parallel.mesh import AXES, Mesh, ranks_per_model_copy
 from megatron_zpp.parallel.tensor import dropout_seed
 from megatron_zpp.settings.groups import CheckpointSettings, LoraSettings
+from megatron_zpp.settings.model import ShapeSettings
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.data import build_data, check_same_data_on_all_ranks, find_tokenizer, load_tasks
 from megatron_zpp.training.loss import LanguageModelLoss
@@ -262,10 +263,10 @@ def _check_same_model(
     config: of the run's model. finetunes: what fine-tuning may change is returned, as a note.
     """
     _, saved = saved_model(meta, architecture, with_adapters=True)
-    theirs = dataclasses.asdict(saved)
+    theirs, sizes = dataclasses.asdict(saved), {field.name for field in dataclasses.fields(ShapeSettings)}
     differing = [
         f"{name} {there} there, {here} here"
-        for k, v in dataclasses.asdict(config).items()
+        for k, v in sorted(dataclasses.asdict(config).items(), key=lambda item: item[0] not in sizes)
         if theirs[k] != v and not k.endswith("dropout") and k != "init_method_std"
         for name, there, here in _parts(k, theirs[k], v)
     ]

@@ -104,6 +104,7 @@ from tests.convert.hf.small_models import CONFIGS, to_hf_config
         ("--grad-reduce-in-bf16", "--grad-reduce-in-bf16 --bf16"),
         ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16 exclude"),
         ("--checkpoint-activations --recompute-activations", "--recompute-granularity --recompute-activations"),
+        ("--outer-dp-sharding-strategy optim", "leave out --num-distributed-optimizer-instances"),
         ("--recompute-num-layers 2", "--recompute-num-layers --recompute-granularity full"),
         ("--checkpoint-activations --recompute-num-layers 5", "--recompute-num-layers 5 4"),
         ("--cpu-offloading-num-layers 5", "--cpu-offloading-num-layers 5 is above --num-layers 4"),

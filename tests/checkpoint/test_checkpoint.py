@@ -161,7 +161,7 @@ def test_fine_tuning_may_change_how_texts_are_read_and_says_so(data, tmp_path):
     refused, (code, out, err), longer = run_ranks(1, call_pretrain, *cases)[0]
     to_yarn = "note: fine-tuning changes the model: position_embedding_type rope there, yarn here; yarn_scaling_factor"
     assert longer[0] == 0 and to_yarn in longer[1], longer
-    changed = "rotary_base 10000 there, 500000 here; moe.aux_loss_coeff 0.01 there, 0.0 here"
+    changed = "rotary_base 10000.0 there, 500000.0 here; moe.aux_loss_coeff 0.01 there, 0.0 here"
     assert refused[0] == 2 and f"is of another model: {changed}" in refused[2]
     assert code == 0 and f"note: fine-tuning changes the model: {changed}\n" in out, err
 

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lm_eval.models.huggingface import HFLM
 
 from megatron_zpp.commands import evaluate, generate_text
 from megatron_zpp.commands.convert import export_hf, import_hf
@@ -38,6 +37,8 @@ def answers_of(model) -> tuple[list, list, list]:
 )
 def test_evaluation_equals_hflm_on_the_exported_model_for_every_tokenizer(tmp_path, kind, multiple):
     """multiple: of the padded vocabulary; None: an imported model, which keeps its rows."""
+    from lm_eval.models.huggingface import HFLM
+
     flags = KINDS[kind](tmp_path)
     tokenizer = build(flags)
     torch.manual_seed(0)

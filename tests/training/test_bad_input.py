@@ -108,6 +108,7 @@ def test_what_is_wrong_with_files_is_said_once(data, tmp_path):
     with open(tmp_path / "damaged.idx", "r+b") as index:
         index.seek(-8 * 20, os.SEEK_END)
         index.write(b"\xff" * 8)  # the end of a document, as -1
+    huge = "--hidden-size 524288 --num-attention-heads 4096"
     null = "--tokenizer-type NullTokenizer --vocab-size 100"
     cases = [
         (flags(str(tmp_path / "nowhere")), "no dataset at"),
@@ -116,8 +117,8 @@ def test_what_is_wrong_with_files_is_said_once(data, tmp_path):
         (flags(data, null), "holds token 256, but the vocabulary has 101"),
         (flags(data, "--tokenizer-type SentencePieceTokenizer --tokenizer-model /none.model"), "/none.model"),
         (flags(data, "--split 1000000,1,1"), "valid"),  # not one document
-        (flags(data, "--hidden-size 524288"), "GB of parameters, gradients and optimizer a rank"),
-        (flags(data, "--hidden-size 524288 --pipeline-model-parallel-size 2"), "the model needs about "),
+        (flags(data, huge), "GB of parameters, gradients and optimizer a rank"),
+        (flags(data, f"{huge} --pipeline-model-parallel-size 2"), "the model needs about "),
         (flags(data, f"--save {prefix}.bin --save-interval 1"), "is no folder that this user"),
     ]
     first, *others = run_ranks(4, _reports, [argv for argv, _ in cases])

@@ -91,7 +91,7 @@ def test_what_a_refused_change_of_length_names_works(tmp_path):
         "To end earlier, keep the length and give --exit-interval; to go on in a new order, which repeats some data, "
     )
     assert f"{remedy}give --data-order-stable --override-data\n" in refused[2]
-    assert [(code, len(losses)) for code, losses, _ in (shorter, longer)] == [(0, 2), (0, 2)]
+    assert [(code, len(losses)) for code, losses, *_ in (shorter, longer)] == [(0, 2), (0, 2)]
 
 
 def test_a_run_says_how_often_it_reads_its_data_and_warns_above_four_times(tmp_path):
