@@ -8,10 +8,13 @@ from typing import Any
 
 from megatron_zpp.arguments.foreign_flags import NOT_NEEDED, REFUSED, TRANSLATED, describes_experts
 from megatron_zpp.errors import describe_error
+from megatron_zpp.families import find_architecture
 from megatron_zpp.files import read_text, without_duplicates
 from megatron_zpp.settings.checks import Mistakes, SettingsError
-from megatron_zpp.settings.flags import Flag
+from megatron_zpp.settings.flags import Flag, flat_values
 from megatron_zpp.settings.groups import Settings, all_flags, flags_by_name
+from megatron_zpp.zeropp.config import ZeroPPConfig
+from megatron_zpp.zeropp.recipes import RECIPES
 
 _TYPED_ONLY = ("config", "print_config", "dry_run", "dry_run_world_size")  # what to do, not how to train
 
@@ -19,8 +22,8 @@ _TYPED_ONLY = ("config", "print_config", "dry_run", "dry_run_world_size")  # wha
 def words_of_files(paths: Iterable[str], mistakes: Mistakes) -> list[str]:
     """Return what the settings of the files are on a command line; the last file with a setting wins.
 
-    A table or mapping inside a file is a section: its name means nothing. ``false`` and null leave a setting to its
-    default. Errors go to ``mistakes``.
+    A table or mapping inside a file is a section: its name means nothing. ``false`` leaves a switch off, and null a
+    setting to its default. Errors go to ``mistakes``.
     """
     settings: dict[str, Any] = {}
     for path in paths:
@@ -42,7 +45,7 @@ def _read(path: str, mistakes: Mistakes) -> dict[str, Any]:
         content = tomllib.loads(text) if path.endswith(".toml") else _parse_yaml(path, text)
     except OSError as error:
         raise SettingsError(f"--config: {describe_error(error)}; give a .toml or .yaml file of settings") from error
-    except (ValueError, RecursionError) as error:  # of TOML, and of what is no text
+    except (TypeError, ValueError, RecursionError) as error:  # of TOML, and of what is no text
         raise SettingsError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise SettingsError(f"--config {path} must hold settings, such as num-layers: 4")
@@ -52,6 +55,9 @@ def _read(path: str, mistakes: Mistakes) -> dict[str, Any]:
             name = _flag_of_key(key, path)
             if name in found:
                 raise SettingsError(f"{key} is in {path} twice; leave one out")
+            known = flags_by_name().get(name)
+            if value is False and known is not None and known.value_type is not bool:  # as YAML reads off and no
+                raise SettingsError(f"{key} in {path} is false, but takes a value: give one, in quotes if it is a word")
             found[name] = value
     return found
 
@@ -88,7 +94,8 @@ def _flag_of_key(key: str, path: str) -> str:
     """Return the flag of a key, which is its name without dashes in front, or the setting's. Raises SettingsError."""
     setting, flags = key.replace("-", "_"), all_flags()
     name = flags[setting].name if setting in flags else f"--{key.replace('_', '-')}"
-    if setting in _TYPED_ONLY:
+    known = flags_by_name().get(name)
+    if known is not None and known.setting in _TYPED_ONLY:
         raise SettingsError(f"{key} in {path} says what to do, not how to train: give {name} on the command line")
     if name in (*flags_by_name(), *NOT_NEEDED, *TRANSLATED, *REFUSED) or describes_experts(name):
         return name
@@ -108,9 +115,15 @@ def changed_settings(settings: Settings) -> Iterator[tuple[Flag, Any]]:
     Left out too: what is derived for a flag whose switch is off, because it would be refused.
     """
     values, defaults = settings.as_flat_dict(), Settings(settings.architecture).as_flat_dict()
+    # A preset and a recipe fill these in wherever they are read, so they are yielded at their defaults too.
+    filled = set(find_architecture(settings.architecture).preset(values["preset"])) if values["preset"] else set()
+    if values["zeropp"] in RECIPES:
+        recipe, plain = flat_values(RECIPES[values["zeropp"]].config(2)), flat_values(ZeroPPConfig())
+        filled |= {name for name in recipe if recipe[name] != plain[name]}
     for name, flag in all_flags().items():
         can_be_given = name not in _TYPED_ONLY and (flag.needs is None or values[flag.needs])
-        if values[name] != defaults[name] and can_be_given:
+        is_told = values[name] != defaults[name] or (name in filled and values[name] not in (None, False))
+        if is_told and can_be_given:
             yield flag, values[name]
 
 

@@ -109,7 +109,7 @@ def pretrain(
             torch.use_deterministic_algorithms(True)
         settings, choice = chosen_settings(architecture, settings, device)
         trainer = build_trainer(architecture, settings, device, loss_class)
-        if (save := settings.checkpoint.save) is not None:
+        if (save := settings.checkpoint.save) is not None and not settings.training.skip_train:
             with errors_on_all_ranks():
                 if dist.get_rank() == 0:
                     write_durably(Path(save, SETTINGS), format_settings(settings).encode())

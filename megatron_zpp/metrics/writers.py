@@ -119,6 +119,11 @@ class MetricWriters:
             self._tensorboard.add_text(name, str(value))
         self._tensorboard.add_custom_scalars(tensorboard_layout())
 
+    @property
+    def writes_points(self) -> bool:
+        """Whether this rank writes to TensorBoard or wandb."""
+        return self._to_tensorboard is not None or self._to_wandb is not None
+
     def write(self, metrics: Mapping[str, float], iteration: int, consumed_samples: int) -> None:
         """Add one point per key at ``iteration``; does nothing where there is no writer."""
 

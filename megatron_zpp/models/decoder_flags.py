@@ -29,7 +29,9 @@ class DecoderFlags:
     )
     rotary_base: float = flag(10000.0, "base of the rotary embedding", at_least=1)
     rotary_base_local: float | None = flag(
-        None, "rotary base in blocks with a window, where frequencies are not scaled; default: alike", at_least=1
+        None,
+        "rotary base in blocks with a window, where frequencies are not scaled; default: --rotary-base",
+        at_least=1,
     )
     no_rope_freq: str | None = flag(
         None, "blocks without rotary positions: k for every k-th, or a list with 1 for them, as [0]*3+[1]*1"

@@ -1,6 +1,6 @@
 """The ranks of a run as a grid. This file alone names the grid's axes.
 
-An axis is added here, as one line of ``AXES``, and in ``settings/groups.py``, as the setting that sizes it.
+An axis is added here, as one line of ``AXES``, and in ``settings/job.py``, as the setting that sizes it.
 """
 
 import math

@@ -84,6 +84,9 @@ def test_wrong_keys_are_named_all_at_once_with_their_file_and_the_nearest(write)
         ("run.yaml", "a: [", "run.yaml cannot be read: "),
         ("run.yaml", "- lr", "must hold settings"),
         ("run.json", "{}", "is neither .toml nor .yaml: rename it"),
+        ("run.yaml", "[1]: 2", "run.yaml cannot be read: "),
+        ("run.yaml", "yaml-cfg: other.yaml", "yaml-cfg in "),
+        ("run.yaml", "clip-grad: no", "is false, but takes a value"),
     ],
 )
 def test_a_file_that_is_none_is_refused_in_one_line(write, name, text, said):
@@ -115,6 +118,8 @@ def test_yaml_without_its_package_names_it(write, monkeypatch):
         ("--zero-quantized-gradients --zeropp-loco --zeropp-loco-reset-interval 0 --zeropp-gradient-intra-bits 0", GPT),
         (f"{YARN} --normalization RMSNorm --lr-decay-style WSD --lr-wsd-decay-iters 2 --fp16", LLAMA),
         ("--num-experts 4 --disable-bias-linear --moe-layer-freq [0]*2+[1]*2 --recompute-activations", GPT),
+        ("--preset qwen3-0.6b --num-query-groups 2 --norm-epsilon 1e-5 --rotary-base 10000", LLAMA),
+        ("--zeropp ternary --zeropp-gradient-bits 4 --zeropp-ranks-per-node 2", GPT),
         ("--tensor-model-parallel-size 2 --sequence-parallel --rampup-batch-size 4 4 8 --global-batch-size 8", GPT),
     ],
 )

@@ -83,7 +83,7 @@ class FSDPUnit:
     """One FSDP2 unit: the parameters that one ``fully_shard`` call gathers and reduces together, and their collectives.
 
     Which parameters may have changed since the last gather depends on what every rank's program does, never on a rank's
-    memory, so that all ranks gather alike.
+    memory, so that all ranks gather the same.
     """
 
     name: str  # the module's name in the model, "" is the root; "NAME[1]" is its second unit, on another mesh
@@ -98,11 +98,11 @@ class FSDPUnit:
     label: str = field(init=False)  # the name as error messages and logs show it
     whole: UnitPart = field(init=False, repr=False)  # all parameters
     optimizer_steps: int = field(default=0, init=False)  # of torch optimizers that hold parameters of this unit
-    # Of the last ones: GradScaler's sum of gradients that overflowed, which a fused optimizer reads on the device.
+    # GradScaler's found_inf of the last eight steps, which a fused optimizer reads on the device.
     _found_inf: deque[Tensor | None] = field(default_factory=lambda: deque(maxlen=8), init=False, repr=False)
     holds_gradients: bool = field(default=False, init=False)  # until the last micro-batch has crossed nodes
     known_in: int = field(default=-1, init=False)  # the forward pass in which it was last looked at, or gathered
-    # Of the shard that was last sent between nodes, for each of ``parts`` by its indices.
+    # Checksums of the shard that was last sent between nodes, of each of ``parts`` by its indices.
     checksums: dict[tuple[int, ...], Tensor] = field(default_factory=dict, init=False, repr=False)
     has_nf4: bool = field(default=False, init=False)  # whether some of ``shards`` are in NF4
     gathers_frozen: bool = False  # gather frozen parameters again whenever trained ones change
@@ -254,7 +254,7 @@ class FSDPUnit:
 
     @property
     def trained(self) -> UnitPart:
-        """The parameters that were ever trainable, or that optimizer steps may have updated; alike on all ranks."""
+        """The parameters that were ever trainable, or that optimizer steps may have updated; the same on all ranks."""
         self._ever_trainable.update(self._trainable())
         if self.gathers_frozen:  # without packed ones, whose codes never change
             return self.part(index for index in range(len(self.shards)) if index not in self.packed)
@@ -270,7 +270,7 @@ class FSDPUnit:
         return (trained, frozen) if trained.indices else (frozen,)
 
     def changed(self) -> set[int]:
-        """Return the indices of parameters that may have changed since ``mark_gathered``; alike on all ranks.
+        """Return the indices of parameters that may have changed since ``mark_gathered``; the same on all ranks.
 
         Depends on what every rank's program does, never on a rank's memory: replaced parameters, autograd's version
         counters of the DTensors, and the ``mark_`` methods. ``UnseenChanges`` finds changes without such a trace.

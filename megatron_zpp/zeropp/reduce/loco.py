@@ -1,4 +1,4 @@
-"""What a rank keeps of a unit's gradients from one reduction to the next: LoCo's error, and the node's sum.
+"""State that a rank keeps between reductions of a unit's gradients: LoCo's error, and the node's sum.
 
 LoCo (arXiv 2407.04480): a moving average of what quantization lost is added to later gradients.
 """

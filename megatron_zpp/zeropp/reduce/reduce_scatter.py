@@ -273,7 +273,7 @@ def warn_of_accumulation() -> None:
 
 @dataclass(eq=False)
 class GradientHop:
-    """What one rank sends and receives among the G ranks of a hop: its node's P, or the N with its local rank."""
+    """One rank's part of a hop among G ranks: the P of its node, or the N with its local rank."""
 
     name: str  # "intra" or "inter" nodes
     rows: tuple[int, ...]  # of what is sent, without L: (P, N) or (N,)

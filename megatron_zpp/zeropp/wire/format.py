@@ -141,7 +141,7 @@ class WireFormat(WireLayout):
 
 @dataclass(frozen=True)
 class GradientSum:
-    """Gradients [..., L]: those of one rank, or the sum of what G ranks sent; and ``plus``, if there is any.
+    """Gradients [..., L] of one rank, or the sum of what G ranks sent; ``plus`` is added where it is given.
 
     parts: [..., L] of any float type; with a ``format`` uint8 [G, ..., nbytes] in it.
     """
