@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+from megatron_zpp.data.text.description import describe_tokenizer, differences
 from megatron_zpp.data.text.preprocessing import Job, preprocess
 from megatron_zpp.data.text.tokenizers import build_tokenizer
 from tests.data.small_data import BYTES, train_sentencepiece, write_ranks
@@ -48,7 +49,11 @@ def sentencepiece_tokenizer(tmp_path):
 
 def test_a_sentencepiece_model_may_end_documents_with_its_first_id_but_must_have_one(tmp_path):
     first = write_sentencepiece_model(tmp_path / "first.model", eos_id=0, unk_id=1, bos_id=2)
-    assert build_tokenizer("SentencePieceTokenizer", first).eod == 0
+    ends = [
+        describe_tokenizer("SentencePieceTokenizer", build_tokenizer("SentencePieceTokenizer", model))
+        for model in (first, write_sentencepiece_model(tmp_path / "second.model"))
+    ]
+    assert ends[0]["eod"] == 0 and "the end of a document is 0, here 2" in differences(*ends)
     without = write_sentencepiece_model(tmp_path / "without.model", eos_id=-1)
     with pytest.raises(ValueError, match="has no end-of-sequence id to end documents with"):
         build_tokenizer("SentencePieceTokenizer", without)
