@@ -1,4 +1,4 @@
-"""Data through the whole program: masks, fill-in-the-middle and orders, resumed and lengthened."""
+"""Data through the whole program: masks and orders, resumed and lengthened."""
 
 import os
 import re
