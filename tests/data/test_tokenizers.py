@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+from megatron_zpp.convert.hf.tokenizer import write_tokenizer
 from megatron_zpp.data.text.description import describe_tokenizer, differences
 from megatron_zpp.data.text.preprocessing import Job, preprocess
 from megatron_zpp.data.text.tokenizers import build_tokenizer
@@ -250,6 +251,21 @@ def test_an_end_that_no_tokenizers_file_names_is_that_of_generation(hf_file, fil
         (hf_file.parent / f"{name}.json").write_text(json.dumps(content))
     special = build_tokenizer("HuggingFaceTokenizer", str(hf_file)).special
     assert (special.eod, special.sources["eod"], special.conflict) == (eod, source, None)
+
+
+def test_no_letter_ends_documents_because_a_model_of_another_tokenizer_lies_beside(hf_file, tmp_path):
+    for end in (2, 50256):
+        (hf_file.parent / "config.json").write_text(json.dumps({"eos_token_id": end}))
+        with pytest.raises(ValueError, match='has no known end-of-document token; name its "eos_token"'):
+            build_tokenizer("HuggingFaceTokenizer", str(hf_file))
+    tokenizer = Tokenizer.from_file(str(hf_file))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(hf_file))
+    ours = build_tokenizer("HuggingFaceTokenizer", str(hf_file))
+    assert ours.eod == tokenizer.token_to_id("<|endoftext|>")
+    (tmp_path / "hf").mkdir()
+    ids = write_tokenizer({**HF, "tokenizer_model": str(hf_file)}, ours, tmp_path / "hf")
+    assert ids["eos_token_id"] == ours.eod
 
 
 @pytest.mark.parametrize(
