@@ -182,7 +182,7 @@ class ShardedLM(TemplateLM):
 
     @torch.no_grad()
     def _write(self, batch: list[tuple[str, Any]]) -> list[str]:
-        """Continue each text up to one of its ``until``, without this."""
+        """Continue each text up to one of its ``until``, without this and special tokens, which may be such an end."""
         longest = [options["max_gen_toks"] for _, options in batch]
         prompts = [
             (self.tok_encode(text) or [self.prefix_token_id])[number - self._length :]
@@ -196,10 +196,12 @@ class ShardedLM(TemplateLM):
             logits = self._logits(self._padded(texts))[..., : self._vocab_size]
             for i in [i for i in range(len(batch)) if not done[i]]:
                 written[i].append(int(logits[i, len(texts[i]) - 1].argmax()))
+                until = [stop for stop in batch[i][1]["until"] if stop]
+                spelled = self._tokenizer.detokenize([token for token in written[i] if token != self.eot_token_id])
                 answer = self._tokenizer.detokenize([token for token in written[i] if token not in special])
-                found = [answer.index(stop) for stop in batch[i][1]["until"] if stop and stop in answer]
-                answers[i] = answer[: min(found)] if found else answer
-                done[i] = bool(found) or written[i][-1] == self.eot_token_id or len(written[i]) == longest[i]
+                answers[i] = answer[: min((answer.index(stop) for stop in until if stop in answer), default=None)]
+                is_stopped = any(stop in spelled for stop in until)
+                done[i] = is_stopped or written[i][-1] == self.eot_token_id or len(written[i]) == longest[i]
         return answers
 
     def _padded(self, texts: list[list[int]]) -> Tensor:

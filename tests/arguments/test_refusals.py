@@ -47,6 +47,8 @@ from tests.convert.hf.small_models import CONFIGS, to_hf_config
          "--num-virtual-stages-per-pipeline-rank 2 does not divide 4 layers"),
         ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
          "--num-layers-per-virtual-pipeline-stage 1", "say the same give one"),
+        ("--legacy-tokenizer --tokenizer-type SentencePieceTokenizer --tokenizer-model README.md",
+         "--legacy-tokenizer does not hold for this run MegatronSentencePieceTokenizer"),
         ("--check-weight-hash-across-dp-replicas-interval 9 --zero-stage 1", "interval does not hold for this run"),
         ("--main-grads-dtype bf16", "--main-grads-dtype bf16 only fp32"),
         ("--rerun-mode report_stats", "--rerun-mode report_stats only disabled or validate_results"),

@@ -123,6 +123,9 @@ def test_a_line_that_is_too_long_is_passed_over_wherever_it_lies(tmp_path, small
         ('[{"text": "a"}, {"text": ', "element 2 of the JSON array is not JSON"),
         ('[{"text": "a"} {"text" "b"}]', "element 2 of the JSON array is not JSON"),
         ('[{"text": "a"}', "element 2 of the JSON array is not JSON"),
+        ('[{"text": "a"}{"text": "b"}]', "element 2 of the JSON array is not JSON.*no comma in front of it"),
+        ('[{"text": "a"},]', "element 2 of the JSON array is not JSON"),
+        ('[{"text": "a"}, , {"text": "b"}]', "element 2 of the JSON array is not JSON"),
         ('[{"text": "a"}, {"text": "%s"}]' % ("b" * 2000), "element 2 .* longer than --max-document-megabytes 0.00085"),
     ],
 )
@@ -130,6 +133,33 @@ def test_a_damaged_array_is_named_with_the_element(tmp_path, small_blocks, conte
     (tmp_path / "in.json").write_text(content)
     with pytest.raises(ValueError, match=f"in.json: {message}"):
         read(tmp_path / "in.json", Reading(max_document_bytes=900))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '[{"text": "a"}]\n[{"text": "b"}]',  # arrays that cat joined
+        '[{"text": "a"}]' + " " * 200 + '{"text": "b"}\n',
+        '[1, 2]\n{"text": "a"}\n{"text": "b"}\n',  # lines, the first of which is bad
+        "[]\n[]",
+    ],
+)
+def test_nothing_behind_an_array_is_lost_in_silence(tmp_path, small_blocks, content):
+    (tmp_path / "in.json").write_text(content)
+    job = Job((str(tmp_path / "in.json"),), str(tmp_path / "out"), {"tokenizer_type": "ByteTokenizer"}, skip_bad=True)
+    with pytest.raises(
+        ValueError, match=r"in\.json goes on after its JSON array: give one array, or an object on each"
+    ):
+        preprocess(job, lambda state, total: None, lambda note: None)
+
+
+def test_an_array_behind_a_byte_order_mark_or_of_numbers_is_read_whole(tmp_path, small_blocks):
+    (tmp_path / "in.json").write_bytes(b'\xef\xbb\xbf [{"text": "a"}, {"text": "b"}] \n')
+    assert read(tmp_path / "in.json") == ["a", "b"]
+    numbers = list(range(1000, 1100))  # pieces of the file end within some
+    (tmp_path / "in.json").write_text(json.dumps(numbers))
+    blocks = list(read_blocks(find_files([str(tmp_path / "in.json")]), DEFAULT))
+    assert [record for block in blocks for _, record in records(block)] == numbers
 
 
 def test_an_element_of_an_array_that_is_no_object_is_a_bad_record(tmp_path):

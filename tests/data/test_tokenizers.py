@@ -17,6 +17,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+from megatron_zpp.convert.hf.tokenizer import write_tokenizer
+from megatron_zpp.data.text.description import describe_tokenizer, differences
 from megatron_zpp.data.text.preprocessing import Job, preprocess
 from megatron_zpp.data.text.tokenizers import build_tokenizer
 from tests.data.small_data import BYTES, train_sentencepiece, write_ranks
@@ -48,7 +50,11 @@ def sentencepiece_tokenizer(tmp_path):
 
 def test_a_sentencepiece_model_may_end_documents_with_its_first_id_but_must_have_one(tmp_path):
     first = write_sentencepiece_model(tmp_path / "first.model", eos_id=0, unk_id=1, bos_id=2)
-    assert build_tokenizer("SentencePieceTokenizer", first).eod == 0
+    ends = [
+        describe_tokenizer("SentencePieceTokenizer", build_tokenizer("SentencePieceTokenizer", model))
+        for model in (first, write_sentencepiece_model(tmp_path / "second.model"))
+    ]
+    assert ends[0]["eod"] == 0 and "the end of a document is 0, here 2" in differences(*ends)
     without = write_sentencepiece_model(tmp_path / "without.model", eos_id=-1)
     with pytest.raises(ValueError, match="has no end-of-sequence id to end documents with"):
         build_tokenizer("SentencePieceTokenizer", without)
@@ -245,6 +251,21 @@ def test_an_end_that_no_tokenizers_file_names_is_that_of_generation(hf_file, fil
         (hf_file.parent / f"{name}.json").write_text(json.dumps(content))
     special = build_tokenizer("HuggingFaceTokenizer", str(hf_file)).special
     assert (special.eod, special.sources["eod"], special.conflict) == (eod, source, None)
+
+
+def test_no_letter_ends_documents_because_a_model_of_another_tokenizer_lies_beside(hf_file, tmp_path):
+    for end in (2, 50256):
+        (hf_file.parent / "config.json").write_text(json.dumps({"eos_token_id": end}))
+        with pytest.raises(ValueError, match='has no known end-of-document token; name its "eos_token"'):
+            build_tokenizer("HuggingFaceTokenizer", str(hf_file))
+    tokenizer = Tokenizer.from_file(str(hf_file))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(hf_file))
+    ours = build_tokenizer("HuggingFaceTokenizer", str(hf_file))
+    assert ours.eod == tokenizer.token_to_id("<|endoftext|>")
+    (tmp_path / "hf").mkdir()
+    ids = write_tokenizer({**HF, "tokenizer_model": str(hf_file)}, ours, tmp_path / "hf")
+    assert ids["eos_token_id"] == ours.eod
 
 
 @pytest.mark.parametrize(

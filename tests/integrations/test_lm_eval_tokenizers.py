@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.functional import one_hot
 
 from megatron_zpp.commands import evaluate, generate_text
 from megatron_zpp.commands.convert import export_hf, import_hf
@@ -43,7 +44,7 @@ def test_evaluation_equals_hflm_on_the_exported_model_for_every_tokenizer(tmp_pa
     tokenizer = build(flags)
     torch.manual_seed(0)
     rows = padded_vocab_size(tokenizer.vocab_size, multiple) if multiple else tokenizer.vocab_size + 5
-    config = llama_config(2, 32, 2, rows, None, 48, 2, 16)
+    config = llama_config(2, 32, 2, rows, ffn_hidden_size=48, num_query_groups=2, kv_channels=16)
     parameters = {  # answers that are far from uniform
         name: torch.randn(tensor.shape) * (0.3 if tensor.dim() > 1 else 0.1) + (tensor.dim() == 1)
         for name, tensor in LLAMA.build_empty(config).state_dict().items()
@@ -64,3 +65,22 @@ def test_evaluation_equals_hflm_on_the_exported_model_for_every_tokenizer(tmp_pa
     assert [greedy for _, greedy in pairs] == [greedy for _, greedy in their_pairs]
     assert rolling == pytest.approx(their_rolling, abs=1e-4)
     assert written == their_written and any(written)
+
+
+def test_a_special_token_ends_an_answer_that_is_to_end_with_it(tmp_path):
+    """As ``until: ["<|im_end|>"]`` of a chat model whose documents end otherwise. The model writes what is given."""
+    from megatron_zpp.integrations.lm_eval import ShardedLM
+
+    tokenizer = build(KINDS["huggingface-bos"](tmp_path))
+    special = next(i for i in tokenizer.special.ids if i != tokenizer.eod)
+    answer, more = (tokenizer.tokenize(text, add_special_tokens=False) for text in ("yes", " and more"))
+    written = [*answer, special, *more, tokenizer.eod]
+    for until, expected, passes in ((["<bos>"], "yes", len(answer) + 1), (["s", "<bos>"], "ye", len(answer))):
+        left = list(written)
+
+        def logits(texts, left=left):
+            return one_hot(torch.full(texts.shape, left.pop(0)), tokenizer.vocab_size).float()
+
+        request = SimpleNamespace(args=("a", UNTIL | {"until": until, "max_gen_toks": 40}))
+        assert ShardedLM(logits, tokenizer, length=64, batch_size=1).generate_until([request]) == [expected]
+        assert left == written[passes:]

@@ -1,4 +1,4 @@
-"""Data through the whole program: masks, fill-in-the-middle and orders, resumed and lengthened."""
+"""Data through the whole program: masks and orders, resumed and lengthened."""
 
 import os
 import re
@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from megatron_zpp.commands.convert.import_hf import tokenizer_words
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_zpp.data.text.tokenizers import NullTokenizer
+from tests.convert.hf.test_tokenizer import KINDS
 from tests.data.small_data import BYTES, write_ranks
 from tests.ranks import free_port, run_ranks
 from tests.training.small_run import NO_DROPOUT, call_pretrain, flags
@@ -138,6 +140,18 @@ def test_other_tokens_under_the_same_index_and_another_tokenizer_of_the_same_siz
     write_ranks(tmp_path / "ranks", BYTES)
     (again,) = run(tmp_path, f"{more} --ckpt-step 1")
     assert again[0] == 2 and "the training data is not the checkpoint's" in again[2] and "bin_sampled" in again[2]
+
+
+def test_a_resume_whose_tokenizer_ends_documents_otherwise_is_refused(tmp_path):
+    write_data(tmp_path / "x")  # as Megatron's, without a description of its tokenizer
+    save = f"{' '.join(tokenizer_words(KINDS['huggingface-bos'](tmp_path)))} --save {tmp_path}/saved --save-interval 1"
+    (begun,) = run(tmp_path, f"{save} --exit-interval 1")
+    more = f"{save} --load {tmp_path}/saved"
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 600}')  # beside the same tokenizer.json
+    refused, goes_on = run(tmp_path, more, f"{more} --override-data")
+    assert begun[0] == 0 and goes_on[0] == 0, (begun, goes_on)
+    assert refused[:2] == (2, [])
+    assert "texts otherwise: the end of a document is 0, here 600. Give the same, or --override-data\n" in refused[2]
 
 
 def train_on_a_node_of_its_own(folder: str, port: int) -> tuple[int, str, str]:

@@ -36,9 +36,10 @@ def export(args: argparse.Namespace) -> str:
     flags.params_dtype = DTYPES[args.dtype]
     flags.bf16, flags.fp16 = args.dtype == "bfloat16", args.dtype == "float16"
     vars(flags).update({name: settings.get(name) for name in TOKENIZER_FLAGS if name != "tiktoken_pattern"})
-
     if flags.tokenizer_type == "MegatronSentencePieceTokenizer":
         flags.tokenizer_type, flags.legacy_tokenizer = "SentencePieceTokenizer", True
+    elif flags.tokenizer_type == "SentencePieceTokenizer":
+        flags.tokenizer_sentencepiece_legacy = False  # older versions of Megatron have no such flag, and add tokens
 
     def read(name: str) -> Tensor:
         return converted(saved(name), name, checkpoint, "float32" if name.endswith(EXPERT_BIAS) else args.dtype)

@@ -94,8 +94,12 @@ def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = AR
 
 def tokenizer_words(tokenizer: Mapping[str, Any]) -> list[str]:
     """Return the words of the flags that choose a tokenizer. tokenizer: their values by field name."""
-    flags = {f"--{name.replace('_', '-')}": value for name, value in tokenizer.items()}
-    return [word for flag, value in flags.items() for word in ([flag] if value is True else [flag, str(value)])]
+    words = []
+    for name, value in tokenizer.items():
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            words.append(str(value))
+    return words
 
 
 def tokens_predicted_ahead(stored: files.WeightFiles, hf_config: Mapping[str, Any]) -> set[str]:

@@ -38,11 +38,15 @@ def import_(args: argparse.Namespace) -> str:
     """Save the checkpoint; return a message for the user. Raises ValueError, OSError or ImportError on a mistake."""
     saved = open_checkpoint(args.input, args.ckpt_step)
     chosen = given_tokenizer(args) or _their_tokenizer(saved.args)
-    is_older = "tokenizer_sentencepiece_legacy" not in saved.args or saved.args.get("legacy_tokenizer")
+    is_older = saved.args.get("tokenizer_sentencepiece_legacy", True) or saved.args.get("legacy_tokenizer")
     is_plain = chosen["tokenizer_type"] in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
     if saved.args.get("tokenizer_type") == "SentencePieceTokenizer" and is_older and is_plain:
-        added = "the run's SentencePieceTokenizer, of Megatron-LM before February 2026, added <EOD> and others"
-        raise ValueError(f"{added} to the model's ids: give --tokenizer-type MegatronSentencePieceTokenizer")
+        kind = "of Megatron-LM before February 2026, or with --tokenizer-sentencepiece-legacy or --legacy-tokenizer"
+        added = f"the run's SentencePieceTokenizer ({kind}) added <EOD> and others to the model's ids"
+        raise ValueError(f"{added}: give --tokenizer-type MegatronSentencePieceTokenizer")
+    adds_nothing = "tokenizer_hf_no_include_special_tokens"  # no file of the tokenizer says this
+    if chosen["tokenizer_type"] in ("HuggingFaceTokenizer", "HFTokenizer") and saved.args.get(adds_nothing):
+        chosen[adds_nothing] = True
     tokenizer = build(chosen)
     refuse_conflict(tokenizer)
     multiple = size(saved.args, "make_vocab_size_divisible_by", 128)

@@ -25,7 +25,8 @@ SUFFIXES = {
     **dict.fromkeys((".txt", ".text", ".md"), "text"),
 }
 BLOCK_BYTES = 256 << 10  # small enough to balance between workers, large enough to be worth sending
-SEPARATOR = re.compile(r"\s*(?:[\[,]\s*)?")  # before an element of a JSON array
+# Before the first element of a JSON array, and before the others; the group is the array's end.
+ARRAY_START, SEPARATOR = re.compile(r"\ufeff?\s*\[\s*(\])?"), re.compile(r"\s*(?:,\s*|(\]))")
 MAX_ROWS = 4096  # rows of a Parquet file in a block
 
 
@@ -235,7 +236,7 @@ def _is_array(file: CorpusFile) -> bool:
     if file.format != "jsonl":
         return False
     with open(file.path, "rb") as raw:
-        return _open(raw, file.path).read(64).lstrip().startswith(b"[")
+        return _open(raw, file.path).read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _read_array(file: CorpusFile, reading: Reading, start: Position) -> Iterator[Block]:
@@ -254,11 +255,15 @@ def _read_array(file: CorpusFile, reading: Reading, start: Position) -> Iterator
             return Block(str(file.path), "array", taken, begin, start, offset - begin.offset, disk - disk_before)
 
         while True:
-            first = SEPARATOR.match(text, at).end()  # type: ignore[union-attr]
-            if text[first : first + 1] == "]":
+            separator = (SEPARATOR if offset else ARRAY_START).match(text, at)
+            if separator and separator[1]:
                 break
             try:
-                row, end = json.JSONDecoder().raw_decode(text, first)
+                if separator is None:
+                    raise ValueError("no comma in front of it")
+                row, end = json.JSONDecoder().raw_decode(text, separator.end())
+                if end == len(text) and not isinstance(row, dict):  # a number may go on in the next piece
+                    raise ValueError("the file ends within it")
             except (ValueError, RecursionError) as error:  # the element goes on in the next piece, or is not JSON
                 text, at = text[at:], 0
                 more = stream.read(BLOCK_BYTES) if len(text) <= reading.max_document_bytes else b""
@@ -272,6 +277,11 @@ def _read_array(file: CorpusFile, reading: Reading, start: Position) -> Iterator
             at = end
             if offset - start.offset >= BLOCK_BYTES:
                 yield block()
+        text = text[separator.end() :]
+        while not text.strip() and (more := stream.read(BLOCK_BYTES)):
+            text = decode(more)
+        if text.strip():
+            raise ValueError(f"{file.path} goes on after its JSON array: give one array, or an object on each line")
         if rows:
             yield block()
 

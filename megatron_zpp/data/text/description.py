@@ -39,8 +39,10 @@ def differences(made_with: Mapping[str, Any], used: Mapping[str, Any]) -> list[s
     names = {"eod": "the end of a document is", "prefix": "texts begin with", "suffix": "texts end with"}
     if made_with["sample_sha256"] is None or used["sample_sha256"] is None:
         return []
-    changed = [name for name in names if made_with[name] != used[name]]
-    differing = [f"{names[name]} {made_with[name] or 'nothing'}, here {used[name] or 'nothing'}" for name in changed]
+    differing = []
+    for name, words in names.items():
+        there, here = ("nothing" if each[name] in (None, []) else each[name] for each in (made_with, used))
+        differing += [f"{words} {there}, here {here}"] if there != here else []
     return differing + (["texts become other ids"] if made_with["sample_sha256"] != used["sample_sha256"] else [])
 
 

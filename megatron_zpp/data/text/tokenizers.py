@@ -214,7 +214,8 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
     """A ``tokenizer.json``, or a model folder that holds one; ``huggingface_path`` finds them by a model's name.
 
     Special tokens are those that transformers finds in the files beside it. Where these name no EOS, documents end with
-    that of ``generation_config.json`` or ``config.json``, or else with the first of ``KNOWN_EOD_TOKENS`` that it has.
+    that of ``generation_config.json`` or ``config.json`` if it is a special token, or else with the first of
+    ``KNOWN_EOD_TOKENS`` that it has.
     As in the library, a text that spells a special token becomes that token.
     """
 
@@ -237,9 +238,11 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         self.file = file
         self._chats: Any = None  # transformers' tokenizer, from the first chat on
         bos, eod, pad = (self.vocabulary.get(named.get(name, "")) for name in ("bos", "eod", "pad"))
+        special_ids = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         theirs, source = end_tokens(file.parent)
-        if eod is None and theirs:
-            eod, sources["eod"] = theirs[0], source
+        known_ends = [end for end in theirs if end in special_ids]  # an id of another tokenizer may be a letter here
+        if eod is None and known_ends:
+            eod, sources["eod"] = known_ends[0], source
         elif eod is None:
             by_name = [name for name in KNOWN_EOD_TOKENS if name in self.vocabulary]
             if not by_name:
@@ -253,7 +256,6 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         # "a" alone, and between what the post-processor adds.
         bare, around = (tokenizer.encode("a", add_special_tokens=adds).ids for adds in (False, add_special_tokens))
         first = next((i for i in range(len(around)) if around[i : i + len(bare)] == bare), 0)
-        special_ids = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         prefix, suffix = tuple(around[:first]), tuple(around[first + len(bare) :])
         self.special = SpecialTokens(eod, bos, pad, prefix, suffix, special_ids, sources, conflict)
         model_file = file.parent / "config.json"

@@ -12,8 +12,10 @@ import torch.distributed.checkpoint as dcp
 from megatron_zpp.checkpoint import find_checkpoint, iterate_parameters, iterate_tensors, read_meta
 from megatron_zpp.checkpoint.meta import Counters, saved_model
 from megatron_zpp.commands.convert import export_megatron, import_megatron
+from megatron_zpp.commands.convert.import_hf import tokenizer_words
 from megatron_zpp.convert.megatron.config import _latent_positions, args_of
 from megatron_zpp.models.moe import MoEConfig
+from tests.convert.hf.test_tokenizer import KINDS
 from tests.convert.megatron import layouts
 from tests.convert.megatron.layouts import CONFIGS, FORMATS, IDS, State, random_model, save, write_universal
 from tests.data.small_data import train_sentencepiece
@@ -247,8 +249,9 @@ def test_megatrons_older_sentencepiece_tokenizer_is_asked_for_by_its_name(tmp_pa
     """Read with today's, such a checkpoint would lose its row for <EOD>. These have too few rows for any."""
     texts = ["a text", "of words"] * 50
     model = train_sentencepiece(tmp_path / "t.model", texts, vocab_size=280, hard_vocab_limit=False)
-    today = {"tokenizer_sentencepiece_legacy": False}
-    for name, flags in {"older": {}, "today": today, "legacy": today | {"legacy_tokenizer": True}}.items():
+    today, wrapper = ({"tokenizer_sentencepiece_legacy": value} for value in (False, True))
+    cases = {"older": {}, "today": today, "legacy": today | {"legacy_tokenizer": True}, "wrapper": wrapper}
+    for name, flags in cases.items():
         flags = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "/nowhere"} | flags
         write_universal(tmp_path / name, random_model(CONFIGS["gpt"]), CONFIGS["gpt"], **flags)
         words = (
@@ -264,3 +267,29 @@ def test_megatrons_older_sentencepiece_tokenizer_is_asked_for_by_its_name(tmp_pa
         asked = "added <EOD> and others to the model's ids: give --tokenizer-type MegatronSentencePieceTokenizer"
         assert (asked in plain) == (name != "today"), plain
         assert asked not in call_wrongly(import_megatron, *words, "MegatronSentencePieceTokenizer")
+
+
+def import_with(tmp_path: Path, tokenizer: dict[str, Any], **flags: Any) -> str:
+    """Import a run of Megatron-LM whose tokenizer is that of ``flags``, and give its files."""
+    config = dataclasses.replace(CONFIGS["gpt"], vocab_size=608)
+    write_universal(tmp_path / "theirs", random_model(config), config, rows=608, **flags)
+    return call_well(
+        import_megatron, "--input", tmp_path / "theirs", "--save", tmp_path / "ours", *tokenizer_words(tokenizer)
+    )
+
+
+def test_what_is_exported_with_a_sentencepiece_model_is_imported_with_it_again(tmp_path):
+    tokenizer = KINDS["bpe"](tmp_path)
+    import_with(tmp_path, tokenizer, tokenizer_type="SentencePieceTokenizer", tokenizer_sentencepiece_legacy=False)
+    call_well(export_megatron, "--load", tmp_path / "ours", "--output", tmp_path / "exported")
+    words = tokenizer_words(tokenizer)
+    call_well(import_megatron, "--input", tmp_path / "exported", "--save", tmp_path / "again", *words)
+    before, after = (read_meta(tmp_path / name / "iter_0000005") for name in ("ours", "again"))
+    assert before["tokenizer"] == after["tokenizer"] and before["model_config"] == after["model_config"]
+
+
+def test_a_run_without_bos_in_front_of_its_texts_is_imported_without_it(tmp_path):
+    bare = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_hf_no_include_special_tokens": True}
+    out = import_with(tmp_path, KINDS["huggingface-bos"](tmp_path), **bare)
+    assert "--tokenizer-hf-no-include-special-tokens" in out
+    assert read_meta(tmp_path / "ours" / "iter_0000005")["tokenizer"]["prefix"] == []
