@@ -17,6 +17,7 @@ from megatron_zpp.data.text.tokenizers import Tokenizer
 from megatron_zpp.families import Architecture
 from megatron_zpp.models.transformer import TransformerConfig
 from megatron_zpp.optim.gradients import LossScaler
+from megatron_zpp.settings.flags import flat_values
 from megatron_zpp.settings.groups import Settings
 
 
@@ -66,7 +67,7 @@ def save_imported(
     counters = counters or Counters()
     imported = {"architecture": settings.architecture, "seq_length": settings.training.seq_length}
     meta = {
-        "settings": imported | dataclasses.asdict(settings.model) | dataclasses.asdict(settings.tokenizer),
+        "settings": imported | flat_values(settings.model) | flat_values(settings.tokenizer),
         "tokenizer": describe_tokenizer(settings.tokenizer.tokenizer_type or "", tokenizer),
         "model_config": dataclasses.asdict(config),
         "counters": dataclasses.asdict(counters),
