@@ -168,7 +168,7 @@ class Reporter(Callback):
         metrics = training_metrics(report) | {"world-size": dist.get_world_size()}
         if interval is not None:
             metrics = training_metrics(interval) | metrics
-        if trainer.writers.writes_points and trainer.device.type == "cuda":
+        if trainer.device.type == "cuda" and trainer.writers.writes_points:
             memory = torch.cuda.memory_stats(trainer.device)
             metrics["mem-reserved-bytes"] = memory["reserved_bytes.all.current"]
             metrics["mem-allocated-bytes"] = memory["allocated_bytes.all.current"]

@@ -71,6 +71,8 @@ def load_file(path: Path) -> Any:
 
 def load(source: Path | BinaryIO, path: Path) -> Any:
     """Read what torch.save wrote. path: for messages. Raises CheckpointError."""
+    of_others = torch.serialization.get_safe_globals()  # names that other libraries trust are not trusted here
+    torch.serialization.clear_safe_globals()
     try:
         mmap = isinstance(source, Path) and zipfile.is_zipfile(source)  # which raises an error of its own
         with torch.serialization.safe_globals(_SAFE):
@@ -79,6 +81,8 @@ def load(source: Path | BinaryIO, path: Path) -> Any:
         raise _refusal(path, str(error)) from None
     except Exception as error:  # many kinds, since the file may hold anything
         raise CheckpointError(f"{path} is damaged ({_first_line(error)})") from error
+    finally:
+        torch.serialization.add_safe_globals(of_others)
 
 
 def load_metadata(path: Path) -> Any:

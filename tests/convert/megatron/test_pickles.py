@@ -9,6 +9,7 @@ import types
 from enum import Enum
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -140,3 +141,12 @@ def test_members_of_enumerations_as_older_pythons_save_them(tmp_path, monkeypatc
         torch.save({"args": OfOldPython(of, name)}, tmp_path / "other.pt")
         with pytest.raises(CheckpointError):
             load_file(tmp_path / "other.pt")
+
+
+def test_what_another_library_lets_torch_unpickle_is_not_unpickled_here(tmp_path):
+    """megatron-core names NumPy's arrays; one of its files then held a real array in which ours put a stand-in."""
+    torch.save({"state": np.arange(3)}, tmp_path / "file.pt")
+    others = [np._core.multiarray._reconstruct, np.ndarray, np.dtype]
+    with torch.serialization.safe_globals(others):
+        assert not isinstance(load_file(tmp_path / "file.pt")["state"], np.ndarray)
+        assert set(others) <= set(torch.serialization.get_safe_globals())

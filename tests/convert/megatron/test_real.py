@@ -12,6 +12,7 @@ from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.checkpoint import find_checkpoint, iterate_parameters, read_meta
 from megatron_zpp.checkpoint.meta import saved_model
 from megatron_zpp.commands.convert import export_megatron, import_megatron
+from megatron_zpp.data.text.description import describe_tokenizer
 from megatron_zpp.families import find_architecture
 from megatron_zpp.training.data import build_data, find_tokenizer
 from tests.ranks import run_ranks
@@ -33,7 +34,8 @@ def train_and_save(folder: Path, name: str, data: str) -> tuple[Tensor, list[flo
 
     shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 1"
     settings = parse_settings(find_architecture("gpt"), [*f"{shape} {RUN} --data-path {data}".split(), *NULL])
-    datasets = build_data(settings, find_tokenizer(settings.tokenizer), (24, 0, 0))
+    tokenizer = find_tokenizer(settings.tokenizer)
+    datasets = build_data(settings, tokenizer, describe_tokenizer("NullTokenizer", tokenizer), (24, 0, 0))
     assert datasets.train is not None
     samples = torch.stack([torch.from_numpy(datasets.train[i]) for i in range(24)])
     args = mcore.args_of(name)
