@@ -37,6 +37,7 @@ _REQUIRED: _Kinds = {
 _OPTIONAL: _Kinds = {  # missing from imports; both lists have a value for each copy of the model
     (int,): "tokens",
     (str,): "saved_at torch",
+    (bool,): "unpadded_vocabulary",  # every row belongs to the model, as in one imported from transformers
     (list,): "optimizers_have_stepped loss_scalers",
     (dict,): "layout tokenizer",
     (dict, NoneType): "data_order",

@@ -17,7 +17,7 @@ from megatron_zpp.commands.generate_text import add_checkpoint_flags, chosen_dev
 from megatron_zpp.data.text.packages import load_package
 from megatron_zpp.data.text.tokenizers import Tokenizer
 from megatron_zpp.errors import reports_errors
-from megatron_zpp.families import Architecture, used_rows
+from megatron_zpp.families import Architecture
 from megatron_zpp.settings.flags import local_path, number
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def load_lm(
 
     length, device = settings["seq_length"], chosen_device(args)
     model = load_model(checkpoint, meta, device, given)
-    rows = used_rows(settings, model.config.vocab_size, tokenizer.vocab_size)
+    rows = model.config.vocab_size if meta.get("unpadded_vocabulary") else None
     return ShardedLM(model, tokenizer, length=length, batch_size=args.batch_size, vocab_size=rows, device=device)
 
 

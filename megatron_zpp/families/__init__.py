@@ -2,7 +2,7 @@
 
 import importlib
 
-from .architecture import Architecture, BlockActivations, padded_vocab_size, used_rows, vocabulary_of
+from .architecture import Architecture, BlockActivations, padded_vocab_size, vocabulary_of
 from .gpt import GPT
 from .huggingface import HuggingFaceMapping, Weight
 from .llama import LLAMA
@@ -18,7 +18,6 @@ __all__ = [
     "find_architecture",
     "load_architecture",
     "padded_vocab_size",
-    "used_rows",
     "vocabulary_of",
 ]
 

@@ -141,11 +141,3 @@ def vocabulary_of(settings: ModelSettings, vocab_size: int) -> int:
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:
     """Round ``vocab_size`` up to a multiple: even sizes are faster."""
     return -(-vocab_size // multiple) * multiple
-
-
-def used_rows(settings: Mapping[str, Any], vocab_size: int, tokenizer_size: int) -> int:
-    """Return how many rows of a vocabulary of ``vocab_size`` belong to the model; the others pad it.
-
-    settings: of the checkpoint. An imported model keeps all rows: its size is the multiple of its vocabulary.
-    """
-    return vocab_size if settings.get("make_vocab_size_divisible_by") == vocab_size else tokenizer_size

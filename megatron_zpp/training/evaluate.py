@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.data.loader import Batch
-from megatron_zpp.families import used_rows
 from megatron_zpp.metrics.lines import format_scores_line, format_validation_lines
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.metrics.writers import validation_metrics
@@ -165,9 +164,7 @@ class TaskEvaluation(Callback):
         model = ShardedLM(
             trainer.model,
             tokenizer,
-            vocab_size=used_rows(
-                trainer.settings.as_flat_dict(), trainer.model.config.vocab_size, tokenizer.vocab_size
-            ),
+            vocab_size=trainer.model.config.vocab_size if trainer.plan.unpadded_vocabulary else None,
             length=training.seq_length,
             batch_size=training.micro_batch_size,
             device=trainer.device,

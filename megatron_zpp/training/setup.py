@@ -71,7 +71,7 @@ def plan_run(architecture: Architecture, settings: ResolvedSettings, mesh: Mesh)
     checkpoint, base, finetunes = checkpoint_to_load(settings.checkpoint), None, settings.checkpoint.finetune
     if (folder := settings.lora.pretrained_checkpoint) is not None:
         base = checkpoint_to_load(CheckpointSettings(load=folder, exit_on_missing_checkpoint=True))
-    meta, resumed, counters, notes = None, None, Counters(), list[str]()
+    meta, resumed, counters, notes, unpadded = None, None, Counters(), list[str](), False
     with errors_on_all_ranks():
         tokenizer = find_tokenizer(settings.tokenizer)
         vocab_size = vocabulary_of(settings.model, tokenizer.vocab_size)
@@ -79,6 +79,7 @@ def plan_run(architecture: Architecture, settings: ResolvedSettings, mesh: Mesh)
         config = architecture.build_config(settings.model, vocab_size)
         if checkpoint is not None:  # before data, which differ with the model
             meta = read_meta(checkpoint)
+            unpadded = meta.get("unpadded_vocabulary", False)
             notes += _check_same_model(architecture, settings, checkpoint, meta, config, finetunes=finetunes)
             notes += check_settings(settings, meta, finetunes)
             if not finetunes:
@@ -87,6 +88,7 @@ def plan_run(architecture: Architecture, settings: ResolvedSettings, mesh: Mesh)
                 notes += check_same_ids(tokenizer, checkpoint, meta)
         if base is not None:
             found = read_meta(base)
+            unpadded = found.get("unpadded_vocabulary", False)
             notes += _check_same_model(architecture, settings, base, found, config, finetunes=True, has_adapters=False)
             notes += check_settings(settings, found, finetunes=True) + check_same_ids(tokenizer, base, found)
     _print_notes(notes)
@@ -113,7 +115,10 @@ def plan_run(architecture: Architecture, settings: ResolvedSettings, mesh: Mesh)
                 )
     check_same_data_on_all_ranks(datasets)
     length = (train_iters, num_eval_micro_batches)
-    return RunPlan(checkpoint, meta, base, counters, batches, *length, vocab_size, described, datasets, tasks, schedule)
+    vocabulary = (vocab_size, unpadded)
+    return RunPlan(
+        checkpoint, meta, base, counters, batches, *length, *vocabulary, described, datasets, tasks, schedule
+    )
 
 
 def build_trainer(

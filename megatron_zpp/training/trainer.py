@@ -47,6 +47,7 @@ class RunPlan:
     train_iters: int
     num_eval_micro_batches: int  # per data-parallel rank and evaluation
     vocab_size: int  # padded
+    unpadded_vocabulary: bool  # it goes on with an imported model, to which every row belongs
     tokenizer: dict[str, Any]  # described
     datasets: Datasets
     tasks: Tasks | None  # of --eval-tasks
@@ -168,6 +169,7 @@ class Trainer:
             "settings": self.settings.as_flat_dict(),
             "optimizers_have_stepped": have_stepped,
             "tokenizer": self.plan.tokenizer,
+            "unpadded_vocabulary": self.plan.unpadded_vocabulary,
             "model_config": dataclasses.asdict(self.model.config),
             "counters": dataclasses.asdict(self.counters),
             "schedule": self.schedule.state_dict() if self.schedule is not None else None,

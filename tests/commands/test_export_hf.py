@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_zpp.checkpoint import find_checkpoint, read_meta
 from megatron_zpp.commands import generate_text
-from megatron_zpp.commands.convert import export_hf
+from megatron_zpp.commands.convert import export_hf, import_hf
 from megatron_zpp.convert.hf.checkpoint import save_imported, settings_of_import
 from megatron_zpp.data.text.tokenizers import ByteTokenizer
 from tests.convert.hf.small_models import CONFIGS, build
@@ -24,7 +24,8 @@ from tests.tools import call_well, call_wrongly, flip
 from tests.training.small_run import flags, train_each
 
 RUNS = {  # test_import_hf.py has all families
-    "gpt": "--untie-embeddings-and-output-weights --ffn-hidden-size 48 --norm-epsilon 1e-3",
+    "gpt": "--untie-embeddings-and-output-weights --ffn-hidden-size 48 --norm-epsilon 1e-3 "
+    "--make-vocab-size-divisible-by 288",  # one multiple is all of the vocabulary
     "llama": "--group-query-attention --num-query-groups 2 --kv-channels 16 --use-rope-scaling "
     "--tie-embeddings-and-output-weights --rotary-base 500000",
 }
@@ -93,6 +94,22 @@ def test_trimmed_to_the_tokenizer_and_rounded(checkpoints, tmp_path):
     tokens = torch.arange(32).unsqueeze(0)
     ours = our_logits(checkpoints / "gpt", tokens)[..., :257]
     torch.testing.assert_close(model.float()(tokens).logits, ours, rtol=0, atol=0.05)
+
+
+def train_one(data: str, more: str) -> None:
+    train_each({"": flags(data, f"{RUNS['gpt']} {more}", length="--train-iters 1")}, "gpt")
+
+
+def test_a_run_from_an_imported_model_keeps_the_rows_that_its_tokenizer_lacks(data, checkpoints, tmp_path):
+    call_well(export_hf, "--load", checkpoints / "gpt", "--output", tmp_path / "theirs", "--keep-padded-vocab")
+    given = ["--tokenizer-type", "ByteTokenizer"]
+    call_well(import_hf, "--input", tmp_path / "theirs", "--save", tmp_path / "imported", *given)
+    trained = f"--load {tmp_path}/imported --finetune --save {tmp_path}/trained --save-interval 1"
+    run_ranks(1, train_one, data, trained)
+    for name in ("imported", "trained"):
+        shown = call_well(export_hf, "--load", tmp_path / name, "--output", tmp_path / f"{name}-hf")
+        assert "were cut" not in shown
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}-hf").config.vocab_size == 288
 
 
 def save_untrained(folder: Path, config, value: float | None = None) -> None:

@@ -52,7 +52,10 @@ def test_evaluation_equals_hflm_on_the_exported_model_for_every_tokenizer(tmp_pa
     argv = [*LLAMA.flags(config, 64), *import_hf.tokenizer_words(flags)]
     argv += ["--make-vocab-size-divisible-by", str(multiple or rows)]
     settings = settings_of_import(LLAMA, config, argv, 64, tokenizer)
-    save_imported(tmp_path / "ours", LLAMA, config, settings, lambda name, _: parameters[name], tokenizer)
+    save_imported(
+        *(tmp_path / "ours", LLAMA, config, settings, lambda name, _: parameters[name], tokenizer),
+        unpadded_vocabulary=multiple is None,
+    )
     words = ["--load", str(tmp_path / "ours"), "--output", str(tmp_path / "hf")]
     export_hf.export(export_hf.parse_arguments(words))
     theirs = HFLM(str(tmp_path / "hf"), device="cpu", batch_size=1, dtype="float32", max_length=64)

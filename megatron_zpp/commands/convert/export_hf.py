@@ -31,7 +31,7 @@ from megatron_zpp.convert.hf.compare import compare
 from megatron_zpp.convert.hf.tokenizer import build_kept, write_tokenizer
 from megatron_zpp.data.text.tokenizers import Tokenizer
 from megatron_zpp.errors import reports_errors
-from megatron_zpp.families import Architecture, Weight, used_rows
+from megatron_zpp.families import Architecture, Weight
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.settings.flags import local_path, number
 
@@ -47,9 +47,8 @@ def export(args: argparse.Namespace, given: Architecture | None = None) -> str:
     settings = settings_with_tokenizer(checkpoint, meta) | given_tokenizer(args)
     tokenizer = None if args.no_tokenizer else _build_tokenizer(settings, checkpoint, meta, config.vocab_size)
     num_rows = config.vocab_size
-    if tokenizer is not None and not args.keep_padded_vocab:
-        size = used_rows(settings, num_rows, tokenizer.vocab_size)
-        config = dataclasses.replace(config, vocab_size=size)  # type: ignore[type-var]
+    if tokenizer is not None and not (args.keep_padded_vocab or meta.get("unpadded_vocabulary")):
+        config = dataclasses.replace(config, vocab_size=tokenizer.vocab_size)  # type: ignore[type-var]
     positions = settings["max_position_embeddings"]
     hf_config = mapping.to_config(config, positions)
     saved = parameter_reader(checkpoint, meta)

@@ -76,7 +76,9 @@ def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = AR
 
     with files.new_folder(args.save, "--save") as folder:
         with progress("writing the checkpoint"):
-            checkpoint, meta = save_imported(folder, architecture, config, settings, ours, tokenizer)
+            checkpoint, meta = save_imported(
+                folder, architecture, config, settings, ours, tokenizer, unpadded_vocabulary=True
+            )
         with progress("comparing logits"):
             model = architecture.build_empty(config)
             ours_read, theirs_read = parameter_reader(checkpoint, meta), files.in_memory(mapping, config, theirs)

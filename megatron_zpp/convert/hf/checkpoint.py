@@ -59,16 +59,19 @@ def save_imported(
     tokenizer: Tokenizer,
     counters: Counters | None = None,
     states: Collection[str] = (),
+    unpadded_vocabulary: bool = False,
 ) -> tuple[Path, dict[str, Any]]:
     """Save a checkpoint of imported parameters; return its folder and its ``read_meta``.
 
     read: returns a parameter by name and "", or its optimizer state by name and one of ``states``.
+    unpadded_vocabulary: evaluation and export keep rows beyond the tokenizer's ids, which padded no vocabulary.
     """
     counters = counters or Counters()
     imported = {"architecture": settings.architecture, "seq_length": settings.training.seq_length}
     meta = {
         "settings": imported | flat_values(settings.model) | flat_values(settings.tokenizer),
         "tokenizer": describe_tokenizer(settings.tokenizer.tokenizer_type or "", tokenizer),
+        "unpadded_vocabulary": unpadded_vocabulary,
         "model_config": dataclasses.asdict(config),
         "counters": dataclasses.asdict(counters),
         "schedule": None,
