@@ -43,6 +43,8 @@ def draws(seed: int, world_size: int, data: str) -> Iterator[Draw]:
             pool = flag.choices or (NUMBERS if flag.value_type in (int, float) else TEXTS)
             count = flag.nargs if isinstance(flag.nargs, int) else int(flag.value_type is not bool)
             words += [flag.name, *(str(draw.choice(pool)) for _ in range(count))]
+        if "--wandb-project" in words:
+            continue  # its flags need it, and the run a login
         argv = flags(data, *words, length="--train-iters 1")
         with contextlib.suppress(SettingsError):
             parse_settings(architecture, argv, world_size, note=lambda text: None)
