@@ -65,7 +65,7 @@ def find_checkpoint(folder: str, iteration: int | None = None) -> Path | None:
     root = Path(folder)
     if not root.exists():
         if iteration is not None:
-            raise CheckpointError(f"{folder} does not exist, and so holds no checkpoint of iteration {iteration}")
+            raise CheckpointError(f"{folder} holds no checkpoint, and so none of iteration {iteration}")
         return None
     if not root.is_dir():
         raise CheckpointError(f"{folder} is a file, not a folder of checkpoints: give --load what was given to --save")
@@ -75,6 +75,8 @@ def find_checkpoint(folder: str, iteration: int | None = None) -> Path | None:
     if not is_complete(checkpoint):
         refuse_foreign(root)
         there = ", ".join(path.name for path in complete_checkpoints(root)) or "none"
+        if there == "none" and not checkpoint.exists():
+            raise CheckpointError(f"{folder} holds no checkpoint, and so none of iteration {iteration}")
         raise CheckpointError(f"{checkpoint} is not a complete checkpoint; complete ones: {there}; {REMEDY}")
     return checkpoint
 

@@ -77,8 +77,10 @@ def test_the_inspector_names_what_is_not_finite(tmp_path, capsys):
 
 
 def test_a_checkpoint_of_iteration_0_as_imports_make_is_chosen_by_its_number(tmp_path):
-    with pytest.raises(CheckpointError, match="not does not exist, and so holds no checkpoint of iteration 7"):
+    with pytest.raises(CheckpointError, match="not holds no checkpoint, and so none of iteration 7"):
         find_checkpoint(str(tmp_path / "not"), 7)
+    with pytest.raises(CheckpointError, match="holds no checkpoint, and so none of iteration 7"):
+        find_checkpoint(str(tmp_path), 7)  # as a run that has made the folder says
     save(tmp_path, 0)
     save(tmp_path, 3)
     chosen = ["--load", str(tmp_path), "--ckpt-step", "0"]
