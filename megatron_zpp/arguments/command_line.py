@@ -54,7 +54,7 @@ def read_command_line(
     Errors go to ``mistakes``. presets: of ``--preset``.
     """
     line, words_of, flags = CommandLine(), _split(argv), flags_by_name()
-    files = [word for name, words in words_of if name in ("--config", "--yaml-cfg") for word in words]
+    files = [word for name, words in words_of if flags.get(name) is flags["--config"] for word in words]
     words_of = _split(words_of_files(files, mistakes)) + words_of
     has_experts = any(
         (name == EXPERTS and set(words) != {"1"})

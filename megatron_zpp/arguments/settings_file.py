@@ -97,7 +97,7 @@ def _flag_of_key(key: str, path: str) -> str:
     known = flags_by_name().get(name)
     if known is not None and known.setting in _TYPED_ONLY:
         raise SettingsError(f"{key} in {path} says what to do, not how to train: give {name} on the command line")
-    if name in (*flags_by_name(), *NOT_NEEDED, *TRANSLATED, *REFUSED) or describes_experts(name):
+    if known is not None or name in (*NOT_NEEDED, *TRANSLATED, *REFUSED) or describes_experts(name):
         return name
     raise SettingsError(f"{key} in {path} is no setting; {nearest_flag(name).replace('mean --', 'mean ')}")
 

@@ -63,17 +63,14 @@ def find_checkpoint(folder: str, iteration: int | None = None) -> Path | None:
     Raises CheckpointError if ``folder`` holds something else, or lacks the checkpoint that it names.
     """
     root = Path(folder)
-    if not root.exists():
-        if iteration is not None:
-            raise CheckpointError(f"{folder} holds no checkpoint, and so none of iteration {iteration}")
-        return None
-    if not root.is_dir():
+    if root.exists() and not root.is_dir():
         raise CheckpointError(f"{folder} is a file, not a folder of checkpoints: give --load what was given to --save")
-    if iteration is None and (iteration := _latest_iteration(root)) is None:
+    if iteration is None and (not root.exists() or (iteration := _latest_iteration(root)) is None):
         return None
     checkpoint = checkpoint_path(root, iteration)
     if not is_complete(checkpoint):
-        refuse_foreign(root)
+        if root.exists():
+            refuse_foreign(root)
         there = ", ".join(path.name for path in complete_checkpoints(root)) or "none"
         if there == "none" and not checkpoint.exists():
             raise CheckpointError(f"{folder} holds no checkpoint, and so none of iteration {iteration}")

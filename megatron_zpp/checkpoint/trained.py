@@ -34,7 +34,7 @@ class ResumePlan:
     optimizer: bool
     random_states: bool
     zeropp: bool
-    copy_number: int  # of the copies of the model that trained apart, the one to go on from
+    copy_number: int  # the copy of the model to go on from, where several trained apart
 
 
 def plan_resume(

@@ -115,7 +115,7 @@ class ShardedLM(TemplateLM):
         return self.eot_token_id if bos is None else bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        if add_special_tokens is None:  # a text may begin with BOS already, such as that of a chat template
+        if add_special_tokens is None:  # a text that a chat template wrote may begin with BOS already
             begins = self._tokenizer.detokenize([self.prefix_token_id])
             add_special_tokens = not (begins and string.startswith(begins))
         return self._tokenizer.tokenize(string, add_special_tokens)

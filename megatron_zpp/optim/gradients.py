@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from megatron_zpp.settings.groups import PrecisionSettings
 from megatron_zpp.zeropp.fsdp.collectives import all_gather
 from megatron_zpp.zeropp.fsdp.topology import process_rank
+from megatron_zpp.zeropp.own_rank import local_part
 
 # Elements squared at once: on a CPU torch makes an fp64 copy of them, which must stay in a cache.
 PIECE = 2**20
@@ -24,8 +25,7 @@ PIECE = 2**20
 
 def scale_gradients(parameters: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply every gradient by ``factor``, a number or a scalar, in place."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    gradients = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients and (isinstance(factor, Tensor) or factor != 1.0):
         if isinstance(factor, Tensor):
             factor = factor.to(gradients[0].device)  # offloaded gradients are in host memory

@@ -213,10 +213,10 @@ class _LibraryTokenizer:
 class HuggingFaceTokenizer(_LibraryTokenizer):
     """A ``tokenizer.json``, or a model folder that holds one; ``huggingface_path`` finds them by a model's name.
 
-    Special tokens are those that transformers finds in the files beside it. Where these name no EOS, documents end with
-    that of ``generation_config.json`` or ``config.json`` if it is a special token, or else with the first of
-    ``KNOWN_EOD_TOKENS`` that it has.
-    As in the library, a text that spells a special token becomes that token.
+    Its special tokens are the ones that transformers finds in the files beside it. Where these name no EOS, a document
+    ends with the first special token among the ends in ``generation_config.json`` or ``config.json``; without one, with
+    the first of ``KNOWN_EOD_TOKENS`` that the vocabulary has. As in the library, a text that spells a special token
+    becomes that token.
     """
 
     def __init__(self, path: Path, add_special_tokens: bool = True) -> None:
