@@ -212,7 +212,7 @@ def test_pages_are_short_and_in_the_site():
     most = {"tutorials": 1500, "how-to": 600, "concepts": 1500}
     for part, limit in most.items():
         assert {page.stem: n for page in ROOT.glob(f"docs/{part}/*.md") if (n := words(page.read_text())) > limit} == {}
-    assert words((ROOT / "README.md").read_text()) <= 600
+    assert words((ROOT / "README.md").read_text()) <= 650
     named = re.findall(r'"([\w/-]+\.md)"', (ROOT / "zensical.toml").read_text(encoding="utf-8"))
     assert sorted(named) == sorted(str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md"))
 
