@@ -1,10 +1,12 @@
 """Build the site: python docs/build.py, or make docs. Pages lie in docs/ for readers of the repository, too.
 
-Their links to files outside of docs/ become links to the repository, and pictures of results are copied. Then zensical
-builds build/site, and fails at a broken link or anchor.
+Their links to files outside of docs/ become links to the repository, pictures of results are copied, and the API's
+settings get a table of their fields. Then zensical builds build/site, and fails at a broken link or anchor.
 """
 
+import dataclasses
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -16,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS, COPY = ROOT / "docs", ROOT / "build" / "docs"
 LINK = re.compile(r"(?<=\])\(([^)\s:]+?)(#[^)\s]*)?\)")
 PICTURES = (".png", ".svg")
+DIRECTIVE = re.compile(r"^::: (megatron_zpp\.\S+Config)$", re.MULTILINE)
 
 
 def for_the_site(page: Path, repository: str) -> str:
@@ -32,7 +35,21 @@ def for_the_site(page: Path, repository: str) -> str:
         kind = "tree" if target.is_dir() else "blob"
         return f"({repository}/{kind}/main/{inside}{link[2] or ''})"
 
-    return LINK.sub(rewrite, page.read_text(encoding="utf-8"))
+    return DIRECTIVE.sub(_with_fields, LINK.sub(rewrite, page.read_text(encoding="utf-8")))
+
+
+def _with_fields(directive: re.Match[str]) -> str:
+    """Put a table of a settings class's fields under its entry; mkdocstrings shows docstrings alone."""
+    rows = ["| field | default | meaning |", "| --- | --- | --- |"]
+    for field in dataclasses.fields(pkgutil.resolve_name(directive[1])):
+        if "help" in field.metadata:
+            choices = field.metadata.get("choices")
+            allowed = f"one of {', '.join(choices)}" if choices else str(field.metadata["bounds"])
+            meaning = field.metadata["help"] + (f" ({allowed})" if allowed else "")
+            if field.metadata.get("zero_is_none"):  # a flag's 0 is None here
+                meaning = meaning.replace("0 =", "None =")
+            rows.append(f"| `{field.name}` | `{field.default}` | {meaning.replace('*', chr(92) + '*')} |")
+    return "\n".join([directive[0], "", *rows])
 
 
 def main() -> int:
