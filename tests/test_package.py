@@ -158,6 +158,11 @@ def test_install_into_an_empty_environment_and_train(checkout, tmp_path):
     found = succeed(python, "-c", "import megatron_zpp.zeropp as it; print(it.__file__)", folder=elsewhere)
     assert Path(found.strip()).is_relative_to(site_packages)
     assert "encode on cpu" in succeed(programs / "megatron-zpp", "env", folder=elsewhere)
+    (snippet,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    (elsewhere / "demo.py").write_text(snippet)
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "demo.py")
+    sent = re.findall(r"step \d: rank 0 sent ([\d.]+) MB", succeed(python, *words, folder=elsewhere))
+    assert len(sent) == 3 and float(sent[2]) < 0.4 * 4.2  # 4.2 million weights; rank 0 sends 0.27 bytes for each
     diagnosis = call(programs / "megatron-zpp", "doctor", folder=elsewhere, status=1).stdout
     assert "LOOK  trainer's packages  without numpy, rich, sentencepiece: install the extra train" in diagnosis
     refused = call(programs / "megatron-zpp", "pretrain-gpt", "--help", folder=elsewhere, status=2)

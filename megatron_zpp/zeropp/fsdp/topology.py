@@ -1,6 +1,8 @@
 """Which data-parallel ranks share a node: N nodes x P ranks, rank r = n * P + p."""
 
+import ctypes
 import os
+import pickle
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -156,10 +158,20 @@ def gather_node_names(group: dist.ProcessGroup) -> list[str]:
 
 
 def gather_objects(local: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Gather what every rank of ``group`` (default: all) passed as ``local``, in rank order. Collective."""
-    gathered = [local] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, local, group=group)
-    return gathered
+    """Gather what every rank of ``group`` (default: all) passed as ``local``, in rank order. Collective.
+
+    torch's ``all_gather_object`` reads tensors through NumPy, which torch does not install.
+    """
+    ranks, device = dist.get_world_size(group), dist.distributed_c10d._get_object_coll_device(group)
+    pickled = pickle.dumps(local)
+    sizes = torch.empty(ranks, dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(sizes, torch.tensor([len(pickled)], device=device), group=group)
+    largest = int(sizes.max())
+    padded = torch.frombuffer(bytearray(pickled.ljust(largest, b"\0")), dtype=torch.uint8).to(device)
+    gathered = torch.empty(ranks * largest, dtype=torch.uint8, device=device)
+    dist.all_gather_into_tensor(gathered, padded, group=group)
+    gathered = gathered.cpu()
+    return [pickle.loads(ctypes.string_at(gathered.data_ptr() + rank * largest, largest)) for rank in range(ranks)]
 
 
 def gather_if_any(local: T | None, group: dist.ProcessGroup | None = None) -> list[T | None]:
