@@ -47,7 +47,8 @@ class Measurement:
     counted_bytes_per_node_and_step: float  # by the program's own counters
     tokens_per_second: float
     seconds_per_step: float
-    loss: float  # of the last step
+    loss: float  # the last step's
+    peak_memory_mb: float | None = None  # the largest rank's, if the program logs it
 
 
 def main() -> None:
@@ -106,6 +107,7 @@ def run(
         tokens_per_second=tokens / seconds,
         seconds_per_step=seconds,
         loss=last_fields["lm loss"],
+        peak_memory_mb=last_fields.get("peak memory (MB)"),
     )
 
 
@@ -217,7 +219,9 @@ def read_samples(
             continue
         if any(process.poll() not in (None, 0) for process in processes):
             time.sleep(2)  # for the last words
-            tails = [process.stdout.read() or "" for process in processes if process.stdout is not None]
+            os.set_blocking(output.fileno(), True)
+            ended = [process for process in processes if process.poll() is not None]
+            tails = [process.stdout.read() for process in ended if process.stdout is not None]
             raise RuntimeError(f"the program failed:\n{''.join(lines[-20:])}{''.join(tails)[-3000:]}")
         if processes[-1].poll() == 0:
             return samples
