@@ -128,6 +128,10 @@ class Trainer:
         """Tokens of a sample in the optimizer step that ends at ``iteration``."""
         return self.settings.training.seq_length if self.curriculum is None else self.curriculum.length(iteration)
 
+    def tokens(self) -> int:
+        """Tokens that all ranks have trained on."""
+        return self.counters.consumed_train_samples * self.settings.training.seq_length - self.counters.cut_tokens
+
     def set_learning_rate(self) -> None:
         """Set the learning rates and weight decay of the step to come."""
         assert self.schedule is not None  # it trains
@@ -178,8 +182,7 @@ class Trainer:
             "loss": self.last_loss if loss_is_finite else None,  # JSON has no NaN
             "nonfinite": [] if loss_is_finite else ["the loss"],
             "data_order": self.datasets.train.order if self.datasets.train is not None else None,
-            "tokens": self.counters.consumed_train_samples * (self.settings.training.seq_length or 0)
-            - self.counters.cut_tokens,
+            "tokens": self.tokens(),
             "layout": self.layout(),
         }
 
