@@ -117,7 +117,7 @@ class Reporter(Callback):
         totals = torch.tensor([*sums, *losses], dtype=torch.float64, device=trainer.device)
         dist.all_reduce(totals)
         *sent, waited_within, waited_between = (totals[:8] / self.num_steps).tolist()
-        within_nodes, between_nodes, between_islands, tokens_within_nodes, tokens_between_nodes, _ = sent
+        within_nodes, between_nodes, farthest, tokens_within_nodes, tokens_between_nodes, _ = sent
         # The ranks that took a step together count the same.
         skipped, nan, *losses = (totals[8:] / dist.get_world_size(trainer.mesh.step_group)).tolist()
         named = zip(self.losses, losses[::2], losses[1::2], strict=True)
@@ -137,7 +137,7 @@ class Reporter(Callback):
             eta_seconds=seconds * (trainer.train_iters - report.iteration),
             bytes_between_nodes=between_nodes if trainer.zeropp is not None else None,
             bytes_within_nodes=within_nodes if trainer.zeropp is not None else None,
-            bytes_between_islands=between_islands if trainer.islands.num_islands > 1 else None,
+            bytes_between_islands=farthest if trainer.islands.num_islands > 1 else None,
             token_bytes_between_nodes=tokens_between_nodes if sends_tokens else None,
             token_bytes_within_nodes=tokens_within_nodes if sends_tokens else None,
             waited_between_nodes=waited_between / world_size if waits else None,

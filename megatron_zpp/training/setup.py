@@ -250,8 +250,9 @@ def _load(trainer: Trainer, checkpoint: Path, meta: dict[str, Any]) -> None:
     loaded = load_checkpoint(
         checkpoint,
         meta,
-        trainer.trained(with_optimizer=goes_on and not settings.no_load_optim),
+        trainer,
         trainer.layout(),
+        with_optimizer=goes_on and not settings.no_load_optim,
         load_rng=goes_on and not settings.no_load_rng,
     )
     if goes_on:
