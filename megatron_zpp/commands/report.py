@@ -159,18 +159,10 @@ def _plot(chart: str, axis: str, curves: dict[str, Curve], colors: dict[str, str
         figure.savefig(image, format="svg")
         pyplot.close(figure)
     label = f'role="img" aria-label="{html.escape(chart)} over {axis}"'
-    return compact(image.getvalue()).replace("<svg", f"<svg {label}", 1)
-
-
-def compact(drawing: str) -> str:
-    """Remove the half of Matplotlib's SVG that a page does not need."""
-    drawing = drawing[drawing.index("<svg") :]
-    drawing = re.sub(r"<metadata>.*?</metadata>", "", drawing, flags=re.DOTALL)
+    drawing = image.getvalue()
     # Keep tenths of a point, in tags only: between them are axis labels.
-    drawing = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(?<=\d\.\d)\d+", "", tag[0]), drawing)
-    drawing = re.sub(r'font-family: [^;"]*;', "", drawing)
-    drawing = re.sub(r'<g id="[^"]*"', "<g", drawing)
-    return re.sub(r"\s*\n\s*", " ", drawing)
+    drawing = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(?<=\d\.\d)\d+", "", tag[0]), drawing[drawing.index("<svg") :])
+    return drawing.replace("<svg", f"<svg {label}", 1)
 
 
 def smoothed(curve: Curve) -> Curve:

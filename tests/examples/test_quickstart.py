@@ -7,24 +7,15 @@ import pytest
 
 from examples.quickstart import summary
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
-from megatron_zpp.metrics.history import RunHistory
 from megatron_zpp.metrics.writers import MetricWriters, RunStart
 from megatron_zpp.settings.groups import LoggingSettings
-
-BETWEEN = "comm/bytes-between-nodes"
-
-
-def test_means_weigh_each_point_by_its_steps():
-    # One slow step at first, ten at 8000 tokens per second, two at half that speed.
-    rates, sent = {1: 1.0, 11: 8000.0, 13: 4000.0}, {1: 50.0, 11: 24.0, 13: 24.0}
-    run = RunHistory("run", metrics={"tokens-per-second": rates, BETWEEN: sent})
-    assert run.mean(BETWEEN) == pytest.approx((1 * 50 + 10 * 24 + 2 * 24) / 13)
-    assert run.tokens_per_second == 6000
 
 
 def write_run(folder, steps: int, validation: float | None) -> None:
     writers = MetricWriters(RunStart(LoggingSettings(), str(folder)), is_writer=True)
-    writers.write({"lm loss": 5.25, "tokens-per-second": 8000.0, BETWEEN: 24e6, summary.WITHIN: 12e6}, steps, steps)
+    writers.write(
+        {"lm loss": 5.25, "tokens-per-second": 8000.0, summary.BETWEEN: 24e6, summary.WITHIN: 12e6}, steps, steps
+    )
     if validation is not None:
         writers.write({"lm loss validation": validation}, steps, steps)
     writers.close()

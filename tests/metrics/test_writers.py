@@ -145,51 +145,30 @@ def wandb_records(path: Path):
             record = b""
 
 
-def wait_for_runs(folder: Path, expected: int) -> list[tuple[str, list[tuple[int, float]]]]:
-    """The id and the points of each wandb run; a process of wandb's own writes their files."""
-    pattern, deadline = "wandb/wandb/offline-run-*/*.wandb", time.monotonic() + 30
-    while True:
-        runs = []
-        for path in sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime):
-            points = []
-            for record in wandb_records(path):
-                values = {"".join(item.nested_key): item.value_json for item in record.history.item}
-                if "lm loss" in values:
-                    points.append((int(values["_step"]), float(values["lm loss"])))
-            runs.append((path.stem, points))
-        if sum(len(points) for _, points in runs) == expected or time.monotonic() > deadline:
-            return runs
-        time.sleep(0.05)
-
-
-@pytest.fixture
-def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_shows_the_new_curve_of_a_run_that_goes_back_with_other_settings(tmp_path: Path, monkeypatch) -> None:
+    """wandb drops points below a run's last step. What a crash repeats with the same settings needs no new run."""
     pytest.importorskip("wandb.sdk", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
-
-
-@pytest.mark.usefixtures("_offline")
-def test_a_wandb_run_has_group_job_type_tags_axes_and_the_settings_that_were_changed(tmp_path: Path) -> None:
-    write(start(tmp_path / "mine", wandb_project="p"), {3: 1.5})
-    assert [points for _, points in wait_for_runs(tmp_path / "mine", 1)] == [[(3, 1.5)]]
-    (path,) = tmp_path.glob("mine/wandb/wandb/offline-run-*/*.wandb")
-    records = list(wandb_records(path))
-    (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
-    assert (run.run_group, run.job_type, list(run.tags)) == ("mine", "train", ["gpt", "ZeRO-3"])
-    assert {item.key for item in run.config.update} - {"_wandb"} == {"lr", "architecture"}
-    assert [m.metric.step_metric for m in records if m.metric.glob_name == "lm loss*"] == ["tokens"]
-
-
-@pytest.mark.usefixtures("_offline")
-def test_wandb_shows_the_new_curve_of_a_run_that_goes_back_with_other_settings(tmp_path: Path) -> None:
-    """wandb drops points below a run's last step. What a crash repeats with the same settings needs no new run."""
-    write(start(tmp_path, wandb_project="p"), {1: 9, 2: 8, 3: 7, 4: 6})
-    write(start(tmp_path, 2, wandb_project="p"), {3: 7, 4: 6, 5: 5})
-    write(start(tmp_path, 2, lr=0.5, wandb_project="p"), {3: 7.5, 4: 6.5})
-    (first, _), (crashed, _), (went_back, points) = wait_for_runs(tmp_path, 4 + 3 + 4)
-    assert first == crashed != went_back
-    assert points == [(1, 9), (2, 8), (3, 7.5), (4, 6.5)]
-    assert (tmp_path / "wandb" / "run_id").read_text().strip() == went_back.removeprefix("run-")
+    folder, wandb = tmp_path / "mine", {"wandb_project": "p"}
+    write(start(folder, **wandb), {1: 9, 2: 8, 3: 7, 4: 6})
+    write(start(folder, 2, **wandb), {3: 7, 4: 6, 5: 5})
+    write(start(folder, 2, lr=0.5, **wandb), {3: 7.5, 4: 6.5})
+    deadline, points = time.monotonic() + 30, list[list[tuple[int, float]]]()
+    while sum(map(len, points)) < 4 + 3 + 4 and time.monotonic() < deadline:  # a process of wandb's own writes
+        time.sleep(0.05)
+        files = sorted(folder.glob("wandb/wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+        records = [list(wandb_records(path)) for path in files]
+        points = []
+        for of_run in records:
+            logged = ({"".join(i.nested_key): i.value_json for i in record.history.item} for record in of_run)
+            points.append([(int(values["_step"]), float(values["lm loss"])) for values in logged if values])
+    assert points[2] == [(1, 9), (2, 8), (3, 7.5), (4, 6.5)]
+    assert files[0].stem == files[1].stem != files[2].stem == f"run-{(folder / 'wandb/run_id').read_text().strip()}"
+    for of_run in records:
+        (run,) = [record.run for record in of_run if record.WhichOneof("record_type") == "run"]
+        assert (run.run_group, run.job_type, list(run.tags)) == ("mine", "train", ["gpt", "ZeRO-3"])
+        assert {item.key for item in run.config.update} - {"_wandb"} == {"lr", "architecture"}  # what was changed
+        assert [m.metric.step_metric for m in of_run if m.metric.glob_name == "lm loss*"] == ["tokens"]
 
 
 @pytest.mark.integrations
