@@ -28,10 +28,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.metrics.log_reader import BETWEEN, BETWEEN_ISLANDS, parse_line
-
 PREFIX = "mzpp"
 SUBNET = "10.213.77"
+BETWEEN, BETWEEN_ISLANDS = "sent between nodes per step (MB)", "sent between islands per step (MB)"
 
 
 @dataclass(frozen=True)
@@ -109,6 +108,17 @@ def run(
         loss=last_fields["lm loss"],
         peak_memory_mb=last_fields.get("peak memory (MB)"),
     )
+
+
+def parse_line(line: str) -> dict[str, float] | None:
+    """Return the numbers of a training line by name, as Megatron and other programs print it; None for other lines."""
+    start = re.search(r"iteration +(\d+)/ *(\d+) \|", line)
+    if start is None:
+        return None
+    fields = {"iteration": float(start[1]), "train iterations": float(start[2])}
+    for name, value in re.findall(r"([^|:]+): +([-+.\deE]+|nan|inf) \|", line[start.end() - 1 :]):
+        fields[name.strip(" |")] = float(value)
+    return fields
 
 
 def check_requirements() -> None:

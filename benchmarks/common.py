@@ -7,11 +7,14 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
+
+from megatron_zpp.metrics.history import METRICS, RunHistory, read_training
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -160,3 +163,10 @@ def run_trainer(
     if done.returncode != 0:
         raise RuntimeError(f"{program} {flags} in {root}: exit code {done.returncode}\n{done.stderr[-4000:]}")
     return done.stdout
+
+
+def run_measured(flags: str, ranks: int | None = 4, program: str = "pretrain_gpt.py", threads: int = 1) -> RunHistory:
+    """Train, and return the metrics. Raises RuntimeError if it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_trainer(f"{flags} --metrics-dir {folder}", ranks, program, threads=threads)
+        return read_training(flags, Path(folder, METRICS))

@@ -16,17 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, ROOT, markdown_table, measure_once, new_parser, read_rows, run_trainer
+from common import RESULTS, ROOT, markdown_table, measure_once, new_parser, read_rows, run_measured, run_trainer
 from study import make_text
 from study_arms import BF16, BF16_WIRE, CPU, LLAMA, NODES, RANKS, gradients, moves, weights
 from study_tables import difference
 
-from megatron_zpp.metrics.log_reader import parse_log
-
 PATH = RESULTS / "finetuning_bits.jsonl"
 FOLDER = Path("runs/finetuning_bits")
 SEEDS, STEPS = (1, 2, 3), 200
-PROGRAM = "pretrain_llama.py"
+PROGRAM, VALIDATION = "pretrain_llama.py", "lm loss validation"
 EIGHT_BITS = gradients(8, 8)
 WIRES = {
     "16 bits (ZeRO-3)": BF16_WIRE.flags,
@@ -53,7 +51,7 @@ def pretrain(text: str) -> tuple[Path, float]:
         run("tools/export_hf.py", "--load", base, "--output", FOLDER / "hf")
         run("tools/import_hf.py", "--input", FOLDER / "hf", "--save", checkpoint)
     flags = f"{MODEL} {BF16_WIRE.flags} --load {checkpoint} --finetune --skip-train --train-iters 1 --lr 1 {text}"
-    return checkpoint, parse_log(run_trainer(flags, ranks=None, program=PROGRAM)).validation_loss
+    return checkpoint, run_measured(flags, ranks=None, program=PROGRAM).last(VALIDATION)
 
 
 def make_tuning_text() -> str:
@@ -78,10 +76,10 @@ def tune(checkpoint: Path, text: str, wire: str, seed: int) -> dict[str, Any]:
         f"{MODEL} {wire} --load {checkpoint} --finetune --train-iters {STEPS} --eval-interval {STEPS} --lr 3e-4 "
         f"--min-lr 3e-5 --lr-warmup-fraction 0.05 --seed {seed} {text}"
     )
-    log = parse_log(run_trainer(flags, ranks=None, program=PROGRAM))
-    if math.isnan(log.validation_loss):
+    loss = run_measured(flags, ranks=None, program=PROGRAM).last(VALIDATION)
+    if math.isnan(loss):
         raise RuntimeError(f"no validation loss: {flags}")
-    return {"validation_loss": log.validation_loss, "command": f"{PROGRAM} {flags}"}
+    return {"validation_loss": loss, "command": f"{PROGRAM} {flags}"}
 
 
 def table() -> str:

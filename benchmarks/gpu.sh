@@ -146,9 +146,9 @@ TRAIN=("$PYTHON" pretrain_gpt.py --num-layers $LAYERS --hidden-size $WIDTH --num
     --data-path "$TEXT/python_text_document" --split 98,2,0 --tokenizer-type SentencePieceTokenizer
     --tokenizer-model "$TEXT/tokenizer.model" --log-interval 5 --eval-interval 20 --eval-iters 2 --log-throughput
     --local-nodes 2 --exit-duration-in-mins $MINUTES)
-part train-bf16 115 "sentencepiece,file:$TEXT/tokenizer.model" "${TRAIN[@]}" --grad-reduce-in-bf16 &
+part train-bf16 115 "sentencepiece,file:$TEXT/tokenizer.model" "${TRAIN[@]}" --metrics-dir "$OUT/bf16" --grad-reduce-in-bf16 &
 bf16=$!
-part train-int8 115 "sentencepiece,file:$TEXT/tokenizer.model" "${TRAIN[@]}" --zeropp int8 || failed=1
+part train-int8 115 "sentencepiece,file:$TEXT/tokenizer.model" "${TRAIN[@]}" --metrics-dir "$OUT/int8" --zeropp int8 || failed=1
 wait $bf16 || failed=1
 
 [ -z "$lists" ] || exit 0

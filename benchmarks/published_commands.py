@@ -26,7 +26,7 @@ from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.commands.pretrain import pretrain
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.families import GPT
-from megatron_zpp.metrics.log_reader import parse_line
+from megatron_zpp.metrics.history import METRICS, read_run
 
 PARALLEL = (
     *("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size"),
@@ -147,24 +147,24 @@ def fit(words: list[str], files: dict[str, str], output: str) -> tuple[int, list
 def train_all(work: Path, output: Path) -> None:
     """On each rank: train the commands of a file in turn, and append a row for each."""
     for name, words in json.loads(work.read_text()).items():
-        sys.argv = ["pretrain_gpt.py", *words]
+        folder = work.parent / "metrics"
+        sys.argv = ["pretrain_gpt.py", *words, "--metrics-dir", str(folder)]
         status: Any = 0
-        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
             try:
                 pretrain(GPT)
             except SystemExit as exit_:
                 status = exit_.code
-        lines = [line for line in map(parse_line, out.getvalue().splitlines()) if line is not None]
-        # With fp16 the first steps are skipped, and have no loss; an evaluation has one.
-        losses = [line["lm loss"] for line in lines if "lm loss" in line]
-        losses += map(float, re.findall(r"lm loss value: (\S+)", out.getvalue()))
         is_last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
         row: dict[str, Any] = {"command": name, "ranks": int(os.environ["WORLD_SIZE"])}
         if status and os.environ["RANK"] == "0":
             append_row(output, row | {"trains": False, "error": errors_in(err.getvalue()) or f"status {status}"})
         elif is_last and not status:
-            trains = bool(lines and losses) and all(map(math.isfinite, losses))
-            append_row(output, row | {"trains": trains, "steps": len(lines), "losses": losses})
+            run = read_run(name, folder / METRICS)
+            # With fp16 the first steps are skipped, and have no loss; an evaluation has one.
+            losses = [loss for key in ("lm loss", "lm loss validation") for loss in run.metrics.get(key, {}).values()]
+            losses = [loss for loss in losses if math.isfinite(loss)]
+            append_row(output, row | {"trains": bool(losses), "steps": len(run.samples), "losses": losses})
 
 
 def errors_in(text: str) -> str:

@@ -22,14 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import common
-from common import ROOT, append_row, new_parser, read_rows, run_trainer
+from common import ROOT, append_row, new_parser, read_rows, run_measured
 from study_arms import NODES, RANKS, SCALES, Arm, Scale
-from study_experiments import EXPERIMENTS, OBSERVED
+from study_experiments import EXPERIMENTS, OBSERVED, TOKENS_SENT
 from study_tables import by_flags_and_seed, table
 
-from megatron_zpp.metrics.log_reader import BETWEEN, BETWEEN_ISLANDS, RunLog, parse_log
+from megatron_zpp.metrics.history import RunHistory
 
 RESULTS = common.RESULTS / "study.jsonl"
+BETWEEN, BETWEEN_ISLANDS = "comm/bytes-between-nodes", "comm/bytes-between-islands"
 NODES_FLAG = "--(?:local|emulate)-nodes"  # arms, whose flags name their rows, have the older name
 
 
@@ -129,10 +130,10 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
         "python" if arm.real_ranks is None else f"torch.distributed.run --standalone --nproc-per-node {arm.real_ranks}"
     )
 
-    def run(flags: str) -> RunLog:
+    def run(flags: str) -> RunHistory:
         threads = max(1, (os.cpu_count() or 1) // (scale.jobs * (arm.real_ranks or scale.ranks)))
         commands.append(f"{launcher} {arm.program} {flags}".replace(begun, "begun"))
-        return parse_log(run_trainer(flags, arm.real_ranks, arm.program, threads=threads))
+        return run_measured(flags, arm.real_ranks, arm.program, threads=threads)
 
     with tempfile.TemporaryDirectory() as begun:
         if arm.begins is not None:
@@ -142,25 +143,29 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
             sent = steps * bytes_per_parameter(run(f"{first} {text} --seed {seed}"), first)
         flags = f"{flags_of(scale, arm, begun)} {text} --seed {seed}"
         log = run(flags)
-    if math.isnan(log.validation_loss):
+    validation_loss = log.last("lm loss validation")
+    if math.isnan(validation_loss):
         raise RuntimeError(f"no validation loss: {commands[-1]}")
     sent += (scale.train_iters - steps) * bytes_per_parameter(log, flags, arm.real_ranks)
     intervals = []  # bytes per parameter in each interval of the log
     if sends_moves(flags):
-        per_megabyte = 1e6 / _last_number(NODES_FLAG, flags) / log.num_parameters
-        intervals = [round(line[BETWEEN] * per_megabyte, 4) for line in log.lines]
-    last_tenth = log.lines[-max(1, len(log.lines) // 10) :]
-    seen = [name for name in OBSERVED if name in log.lines[-1]]
+        parameters = _last_number(NODES_FLAG, flags) * log.settings["num_parameters"]
+        intervals = [round(sent / parameters, 4) for sent in log.metrics[BETWEEN].values()]
+    observed = {}
+    for name in OBSERVED:
+        key, factor = ("comm/token-bytes-between-nodes", 1e-6) if name == TOKENS_SENT else (name, 1.0)
+        if values := [factor * value for value in log.metrics.get(key, {}).values()]:
+            observed[name] = statistics.fmean(values[-max(1, len(values) // 10) :])
     row = {
         "scale": scale_name,
         "flags": arm.flags,
         "seed": seed,
-        "num_parameters": log.num_parameters,
-        "validation_loss": log.validation_loss,
+        "num_parameters": log.settings["num_parameters"],
+        "validation_loss": validation_loss,
         "bytes_per_parameter": round(sent / scale.train_iters, 4),
         "bytes_of_intervals": intervals,
-        "train_losses": [line["lm loss"] for line in log.lines if "lm loss" in line],
-        "observed": {name: statistics.fmean(line[name] for line in last_tenth) for name in seen},
+        "train_losses": interval_losses(log),
+        "observed": observed,
         "seconds": round(time.monotonic() - start, 1),
         "command": " && ".join(commands),
         "load": load,
@@ -169,16 +174,25 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
     return row
 
 
-def bytes_per_parameter(log: RunLog, flags: str, real_nodes: int | None = None) -> float:
+def interval_losses(log: RunHistory) -> list[float]:
+    """Average the training loss over the steps of each log line, without those whose loss is not finite."""
+    ends, means = [*log.metrics["tokens-per-second"]], []
+    for before, end in zip([0, *ends], ends, strict=False):
+        losses = [loss for i, loss in log.metrics["lm loss"].items() if before < i <= end and math.isfinite(loss)]
+        means += [statistics.fmean(losses)] if losses else []
+    return means
+
+
+def bytes_per_parameter(log: RunHistory, flags: str, real_nodes: int | None = None) -> float:
     """That leave a node, or an island, in a step. The log shows what all of them send together."""
     # The last interval has no step that sends weights in full. Islands send in some steps of all.
     nodes = real_nodes or _last_number(NODES_FLAG, flags)
-    megabytes = log.lines[-1][BETWEEN] / nodes
+    nbytes = log.last(BETWEEN) / nodes
     if sends_moves(flags):  # of which there are fewer and fewer
-        megabytes = log.mean(BETWEEN) / nodes
-    if BETWEEN_ISLANDS in log.lines[-1]:
-        megabytes += statistics.fmean(line[BETWEEN_ISLANDS] for line in log.lines) / _last_number("--islands", flags)
-    return megabytes * 1e6 / log.num_parameters
+        nbytes = log.mean(BETWEEN) / nodes
+    if between_islands := log.metrics.get(BETWEEN_ISLANDS):
+        nbytes += statistics.fmean(between_islands.values()) / _last_number("--islands", flags)
+    return nbytes / log.settings["num_parameters"]
 
 
 def sends_moves(flags: str) -> bool:

@@ -23,6 +23,7 @@ TOOLS = {  # each a file below commands/
     "inspect-dataset": "show what is in a dataset, and in which order a run reads it",
     "inspect-checkpoint": "list, verify and compare checkpoints",
     "generate-text": "sample text from a checkpoint",
+    "chat": "chat with a checkpoint's model in a terminal",
     "evaluate": "evaluate a checkpoint on tasks of lm-evaluation-harness",
     "export-hf": "write a checkpoint as a model of Hugging Face transformers",
     "export-peft": "write a checkpoint's adapters as a folder of PEFT",

@@ -39,7 +39,7 @@ train() {  # name, flags
         --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 --adam-beta2 0.95 --weight-decay 0.1 \
         --data-path "$OUT/python_text_document" --split 97,3,0 \
         --tokenizer-type SentencePieceTokenizer --tokenizer-model "$OUT/tokenizer.model" \
-        --bf16 "$@" 2>&1 | tee "$OUT/$name.log" | python examples/quickstart/summary.py follow
+        --bf16 --metrics-dir "$OUT/$name" "$@"
 }
 
 say "Training with ZeRO-3: weights and gradients are sent in 16 bit"
@@ -53,8 +53,8 @@ say "A sample of code from the ZeRO++ model"
 python tools/generate_text.py --load "$OUT/zeropp" --prompt "    def test_" --num-tokens 80 --temperature 0.9 --top-k 40
 
 say "Comparing both runs"
-python examples/quickstart/summary.py compare --data-path "$OUT/python_text_document" --plot "$OUT/loss.png" \
-    "ZeRO-3 in 16 bit=$OUT/zero3.log" "ZeRO++ with LoCo=$OUT/zeropp.log"
+python examples/quickstart/summary.py --data-path "$OUT/python_text_document" --plot "$OUT/loss.png" \
+    "ZeRO-3 in 16 bit=$OUT/zero3" "ZeRO++ with LoCo=$OUT/zeropp"
 cat <<END
 
 Both "nodes" are this machine, without a slow network between them. So tokens per second show what quantization costs,

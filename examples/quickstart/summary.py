@@ -1,10 +1,10 @@
-"""Reads the trainer's log. Follows a run in short lines, or compares runs in a table and a plot.
+"""Compares runs in a table and a plot, by their metrics.jsonl.
 
-torchrun ... pretrain_gpt.py ... 2>&1 | tee run.log | python examples/quickstart/summary.py follow
-python examples/quickstart/summary.py compare --data-path PREFIX --plot loss.png "ZeRO-3=a.log" "ZeRO++=b.log"
+python examples/quickstart/summary.py --data-path PREFIX --plot loss.png "ZeRO-3=runs/a" "ZeRO++=runs/b"
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +13,9 @@ import numpy as np
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.errors import attempt, reports_errors
-from megatron_zpp.files import regular_file
-from megatron_zpp.metrics.log_reader import BETWEEN, WITHIN, RunLog, read_log, shorten
+from megatron_zpp.metrics.history import RunHistory, find_runs, read_training
 
+BETWEEN, WITHIN, VALIDATION = "comm/bytes-between-nodes", "comm/bytes-within-nodes", "lm loss validation"
 FEWEST_STEPS = 50  # of a run whose speed is compared
 
 
@@ -27,11 +27,12 @@ def unigram_entropy(prefix: str) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def table(runs: dict[str, RunLog], entropy: float) -> str:
+def table(runs: dict[str, RunHistory], entropy: float) -> str:
     """Runs side by side; differences are to the first, where the runs are long enough to differ by more than noise."""
     every = [*runs.values()]
-    have_learned = all(run.validation_loss < entropy for run in every)
-    are_long = all(run.lines[-1]["iteration"] >= FEWEST_STEPS for run in every)
+    losses, speeds = [run.last(VALIDATION) for run in every], [run.tokens_per_second for run in every]
+    have_learned = all(loss < entropy for loss in losses)
+    are_long = all(max(run.samples) >= FEWEST_STEPS for run in every)
 
     def row(name: str, cells: list[str]) -> str:
         return name.ljust(34) + "".join(cell.rjust(24) for cell in cells)
@@ -46,13 +47,12 @@ def table(runs: dict[str, RunLog], entropy: float) -> str:
         changes = ["" if compare is None else compare(number, numbers[0]) for number in numbers[1:]]
         return row(name, [f"{number:{unit}}{change}" for number, change in zip(numbers, ["", *changes], strict=True)])
 
-    losses, speeds = [run.validation_loss for run in every], [run.tokens_per_second() for run in every]
     lines = [
         row("", list(runs)),
         values("validation loss, nats per token", losses, ".3f", percent if have_learned else None),
         row("unigram entropy of the text", [f"{entropy:.3f}"] * len(every)),
-        values("MB between nodes per step", [run.mean(BETWEEN) for run in every], ".2f", less),
-        values("MB within nodes per step", [run.mean(WITHIN) for run in every], ".2f", percent),
+        values("MB between nodes per step", [run.mean(BETWEEN) / 1e6 for run in every], ".2f", less),
+        values("MB within nodes per step", [run.mean(WITHIN) / 1e6 for run in every], ".2f", percent),
         values("tokens per second", speeds, ",.0f", percent if are_long else None),
     ]
     if not have_learned:
@@ -62,7 +62,7 @@ def table(runs: dict[str, RunLog], entropy: float) -> str:
     return "\n".join(lines)
 
 
-def plot(runs: dict[str, RunLog], entropy: float, path: Path) -> None:
+def plot(runs: dict[str, RunHistory], entropy: float, path: Path) -> None:
     """Loss curves, and bytes between nodes, as a PNG."""
     try:
         import matplotlib
@@ -76,10 +76,9 @@ def plot(runs: dict[str, RunLog], entropy: float, path: Path) -> None:
     figure, (curves, bars) = pyplot.subplots(1, 2, figsize=(10, 4), width_ratios=(3, 1), layout="constrained")
     styles = ["-", "--", ":"]
     for i, (name, run) in enumerate(runs.items()):
-        lines = [line for line in run.lines if "lm loss" in line]  # the others' steps were all skipped
-        steps, losses = [line["iteration"] for line in lines], [line["lm loss"] for line in lines]
-        curves.plot(steps, losses, styles[i % len(styles)], label=name)
-        bar = bars.bar(name, run.mean(BETWEEN))
+        losses = run.metrics["lm loss"]
+        curves.plot([*losses], [*losses.values()], styles[i % len(styles)], label=name)
+        bar = bars.bar(name, run.mean(BETWEEN) / 1e6)
         bars.bar_label(bar, fmt="%.1f")
     curves.axhline(entropy, color="grey", linewidth=0.8)
     curves.annotate("unigram entropy", (1, entropy), xycoords=("axes fraction", "data"), ha="right", va="bottom")
@@ -90,34 +89,32 @@ def plot(runs: dict[str, RunLog], entropy: float, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def follow() -> None:
-    """Training lines from stdin in short; every other line as it is."""
-    for text in sys.stdin:
-        short = shorten(text)
-        print(text.rstrip("\n") if short is None else short, flush=True)
+def read(name: str, folder: str) -> RunHistory:
+    """Read the one finished run in a folder. Raises ValueError for others."""
+    found = find_runs([Path(folder)])
+    if len(found) > 1:
+        raise ValueError(f"{folder} holds {len(found)} runs, such as {next(iter(found))}: give the folder of one")
+    run = read_training(name, *found.values())
+    if math.isnan(run.last(VALIDATION)):
+        raise ValueError(f"{folder} has no validation loss at its end: did the run finish?")
+    return run
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Follow or compare training runs by their logs.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("follow", help="shorten a log on stdin while it is written")
-    compare = commands.add_parser("compare", help="compare logs in a table and a plot")
-    compare.add_argument("runs", nargs="+", metavar="NAME=LOG")
-    compare.add_argument("--data-path", required=True, metavar="PREFIX", help="dataset whose unigram entropy to show")
-    compare.add_argument("--plot", type=Path, metavar="FILE", help="PNG file to write")
+    parser = argparse.ArgumentParser(description="Compare training runs in a table and a plot.")
+    parser.add_argument("runs", nargs="+", metavar="NAME=DIR", help="a run's name, and the folder of its metrics.jsonl")
+    parser.add_argument("--data-path", required=True, metavar="PREFIX", help="dataset whose unigram entropy to show")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG file to write")
     args = parser.parse_args(argv)
-    if args.command == "compare" and not all("=" in run for run in args.runs):
-        parser.error("give each run as NAME=LOG")
+    if not all("=" in run for run in args.runs):
+        parser.error("give each run as NAME=DIR")
     return args
 
 
 @reports_errors
 def main() -> None:
     args = parse_arguments()
-    if args.command == "follow":
-        follow()
-        return
-    runs = {name: read_log(regular_file(log)) for name, _, log in (run.rpartition("=") for run in args.runs)}
+    runs = {name: read(name, folder) for name, _, folder in (run.rpartition("=") for run in args.runs)}
     entropy = unigram_entropy(args.data_path)
     print(table(runs, entropy))
     if args.plot is not None:

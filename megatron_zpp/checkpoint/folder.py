@@ -6,6 +6,7 @@
     SAVE/iter_0000100/meta.json              settings, counters, versions, size and digest of every file
     SAVE/iter_0000100/complete               digest of meta.json; written last
     SAVE/settings.toml                       the last run's settings, for --config
+    SAVE/metrics.jsonl                       points of the run, unless --metrics-dir or --tensorboard-dir has them
     SAVE/lock                                held by the job that saves here
 
 A checkpoint is written to ``iter_0000100.incomplete``, and renamed when everything is on the disk; then the text file
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.files import lock_for_process
+from megatron_zpp.metrics.history import METRICS
 from megatron_zpp.parallel.flight_record import FILES
 
 from .files import CheckpointError, digest, make_folder, open_regular, sync_folder, write_durably
@@ -113,10 +115,10 @@ def _latest_iteration(root: Path) -> int | None:
 
 
 def describe_empty(folder: str) -> str:
-    """Tell a user that a run starts from scratch, and warn if ``folder`` has files (not just TensorBoard's folders)."""
+    """Tell a user that a run starts from scratch, and warn if ``folder`` has files (not just metrics)."""
     root = Path(folder)
     files = [path.name for path in root.iterdir() if path.is_file()] if root.is_dir() else []
-    if any(name not in (LOCK, SETTINGS) and not name.startswith(FILES) for name in files):
+    if any(name not in (LOCK, SETTINGS, METRICS) and not name.startswith(FILES) for name in files):
         return f"WARNING: {folder} has files, but no {LATEST} and no checkpoint: starting from scratch"
     return f"no checkpoint in {folder} yet: starting from scratch"
 

@@ -112,7 +112,7 @@ def _check_meta(meta: Any) -> None:
         _check_kinds("loss_scaler.", scaler, _LOSS_SCALER)
         if not (_is_finite(scaler["scale"]) and scaler["scale"] > 0):
             wrong["loss_scaler.scale"] = scaler["scale"]
-    for key in ("loss_scalers", "optimizers_have_stepped"):  # each has one value per island
+    for key in ("loss_scalers", "optimizers_have_stepped"):  # one value per copy of the model that trains apart
         if key in meta and len(meta[key]) != meta.get("layout", {}).get("island", 1):
             wrong[key] = meta[key]
     stepped = meta.get("optimizers_have_stepped", [True])

@@ -53,21 +53,21 @@ class CheckpointSaver:
         """A group of all ranks, made by the first save: its collectives run in another thread, and on the CPU."""
         return dist.new_group(backend="gloo", timeout=self._timeout)
 
-    def save(self, iteration: int, trained: Trained, meta: dict[str, Any]) -> None:
+    def save(self, iteration: int, trained: Trained, meta: dict[str, Any], with_optimizer: bool = True) -> None:
         """Wait for the save before, then begin to save; training may go on when this returns."""
         begun = time.monotonic()
         self.wait()
         meta = meta | {"iteration": iteration, "torch": str(torch.__version__), "saved_at": _now()}
         meta |= {
             "world_size": dist.get_world_size(),
-            "has_optimizer": trained.optimizer is not None,
+            "has_optimizer": with_optimizer,
             "has_rng": True,
         }
         meta["zeropp"] = zeropp_layout(trained.zeropp)
         writer = CheckpointWriter(self.folder, iteration, meta, self._lock, self._delete_old)
         planner = CachedPlanner(self._group, self._layout)
         arguments: dict[str, Any] = dict(storage_writer=writer, planner=planner, process_group=self._group)
-        state = checkpoint_state(trained)
+        state = checkpoint_state(trained, with_optimizer)
         if self._asynchronous:
             # Returns when it has copied the state.
             future = dcp.async_save(state, **arguments, async_stager=self._stager)

@@ -35,12 +35,12 @@ from .storage import iterate_tensors, read_state
 from .trained import ResumePlan, Trained, plan_resume
 
 
-def checkpoint_state(trained: Trained) -> dict[str, Tensor]:
+def checkpoint_state(trained: Trained, with_optimizer: bool = True) -> dict[str, Tensor]:
     """Return this rank's tensors by name."""
     model, optimizer, zeropp = trained.model, trained.optimizer, trained.zeropp
     state = _prefixed({"model.": _model_tensors(model)})
     # For an optimizer without a step (fp16 skips the first ones) torch would make a step of zeros, which counts.
-    if optimizer is not None and optimizer.state:
+    if with_optimizer and optimizer.state:
         state |= _prefixed({"optimizer.": _optimizer_tensors(get_optimizer_state_dict(model, optimizer))})
     state |= _prefixed({"rng.": random_state_dict()})
     if zeropp is not None:
@@ -54,33 +54,41 @@ def iterate_parameters(checkpoint: Path, meta: Mapping[str, Any]) -> Iterator[tu
 
 
 def load_checkpoint(
-    checkpoint: Path, meta: Mapping[str, Any], trained: Trained, layout: Mapping[str, int | str], load_rng: bool = True
+    checkpoint: Path,
+    meta: Mapping[str, Any],
+    trained: Trained,
+    layout: Mapping[str, int | str],
+    *,
+    with_optimizer: bool = True,
+    load_rng: bool = True,
 ) -> ResumePlan:
     """Load tensors in place; return what was loaded, with notes on the rest. Collective.
 
-    Without optimizers it loads parameters only. Ranks and their ``layout`` (``Trainer.layout``) may differ from
+    Without the optimizer it loads parameters only. Ranks and their ``layout`` (``Trainer.layout``) may differ from
     those that saved: then random states and LoCo's errors start over. Raises FailedTogether after printing the reason.
     """
     model, optimizer, zeropp = trained.model, trained.optimizer, trained.zeropp
     local_ranks = set() if zeropp is None else zeropp.ranks_with_state()
-    plan = plan_resume(meta, trained, layout, load_rng, has_zeropp_state=bool(local_ranks))
+    plan = plan_resume(
+        meta, trained, layout, trains=with_optimizer, load_rng=load_rng, has_zeropp_state=bool(local_ranks)
+    )
     tensors, optimizer_state, random_states = _model_tensors(model), dict[str, Any](), dict[str, Tensor]()
-    if optimizer is not None and plan.optimizer:
+    if plan.optimizer:
         optimizer_state = get_optimizer_state_dict(model, optimizer)
     if plan.random_states:
         random_states = random_state_dict()
     own = {"model.": tensors, "optimizer.": _optimizer_tensors(optimizer_state), "rng.": random_states}
     with errors_on_all_ranks():
-        if optimizer is not None and not meta["has_optimizer"]:
+        if with_optimizer and not meta["has_optimizer"]:
             raise CheckpointError(f"{checkpoint} was saved without its optimizer: load it with --no-load-optim")
         index = read_index(checkpoint, meta, {str(process_rank())})
         zeropp_state = _tensors_to_fill(index.tensors, "zeropp", local_ranks) if plan.zeropp else {}
-        state = trained.islands.tensors_to_load(_prefixed(own | {"zeropp.": zeropp_state}), index.tensors)
+        state, finish = trained.islands.begin_load(_prefixed(own | {"zeropp.": zeropp_state}), index.tensors)
         _check_shapes(checkpoint, state, index.tensors)
     _read(index, state)
 
     _set_model_tensors(model, tensors)
-    if optimizer is not None and plan.optimizer:
+    if plan.optimizer:
         set_optimizer_state_dict(model, optimizer, optimizer_state)
     if plan.random_states:
         load_random_state_dict(random_states)
@@ -89,7 +97,7 @@ def load_checkpoint(
         if plan.zeropp:
             # Warns, and loads nothing, if an earlier version divided the model into other units.
             zeropp.load_state_dict({name: tensor.to(zeropp.device) for name, tensor in zeropp_state.items()})
-    trained.islands.load_checkpoint_state(state)
+    finish()
     return plan
 
 

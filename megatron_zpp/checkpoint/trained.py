@@ -16,12 +16,12 @@ from megatron_zpp.zeropp import ZeroPP
 from megatron_zpp.zeropp.description import settings_of_state
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class Trained:
     """What this process trains."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer | None = None  # None: neither saved nor loaded
+    optimizer: torch.optim.Optimizer
     zeropp: ZeroPP | None = None  # None at ZeRO stage 0
     islands: OuterSync = field(default_factory=OuterSync)
 
@@ -38,12 +38,21 @@ class ResumePlan:
 
 
 def plan_resume(
-    meta: Mapping[str, Any], trained: Trained, layout: Mapping[str, int | str], load_rng: bool, has_zeropp_state: bool
+    meta: Mapping[str, Any],
+    trained: Trained,
+    layout: Mapping[str, int | str],
+    *,
+    trains: bool,
+    load_rng: bool,
+    has_zeropp_state: bool,
 ) -> ResumePlan:
-    """Decide what a run on the ranks of ``layout`` loads from a checkpoint with this ``meta``."""
+    """Decide what a run on the ranks of ``layout`` loads from a checkpoint with this ``meta``.
+
+    trains: go on with the optimizer's and ZeRO++'s state, not with parameters alone.
+    """
     notes: list[str] = []
     saved_layout = dict.fromkeys(AXES, 1) | meta.get("layout", {})  # newer axes: one rank
-    same_layout, trains = "layout" in meta and saved_layout == layout, trained.optimizer is not None
+    same_layout = "layout" in meta and saved_layout == layout
 
     random_states = load_rng and meta["has_rng"]
     if load_rng and not random_states:

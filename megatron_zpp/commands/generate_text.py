@@ -111,14 +111,27 @@ def write(
     args: argparse.Namespace, settings: dict[str, Any], tokenizer: Tokenizer, model: Transformer
 ) -> Iterator[str]:
     """Yield what ``model`` writes, in pieces."""
+    texts = [*args.prompt, *(read_text(args.prompt_file).splitlines() if args.prompt_file else [])] or [""]
+    if args.chat:
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        texts = chat_tokenizer(tokenizer, settings["tokenizer_type"]).apply_chat_template(chats)
+    yield from continue_texts(args, settings, tokenizer, model, texts, is_chat=args.chat)
+
+
+def continue_texts(
+    args: argparse.Namespace,
+    settings: dict[str, Any],
+    tokenizer: Tokenizer,
+    model: Transformer,
+    texts: list[str],
+    is_chat: bool = True,
+) -> Iterator[str]:
+    """Yield what ``model`` adds to the texts, in pieces, and what it adds it to unless ``is_chat``."""
     # A text ends with the end of a document, and with the end tokens of the model's generation_config.json.
     eos = generation_settings(settings, {"eos_token_id": tokenizer.eod})[1]["eos_token_id"]
     ends = {tokenizer.eod, *(eos if isinstance(eos, list) else [eos])}
-    texts = [*args.prompt, *(read_text(args.prompt_file).splitlines() if args.prompt_file else [])] or [""]
-    if args.chat:
-        texts = chat_tokenizer(tokenizer, settings["tokenizer_type"]).apply_chat_template(texts)
     # A new document follows the end of one.
-    prompts = [tokenizer.tokenize(text, add_special_tokens=not args.chat) or [tokenizer.eod] for text in texts]
+    prompts = [tokenizer.tokenize(text, add_special_tokens=not is_chat) or [tokenizer.eod] for text in texts]
     written = generate(
         model,
         prompts,
@@ -133,7 +146,7 @@ def write(
     def decode(ids: list[int]) -> str:
         return tokenizer.detokenize([i for i in ids if i not in (*ends, *tokenizer.special.prefix)])
 
-    beginnings: list[list[int]] = [[] for _ in prompts] if args.chat else prompts
+    beginnings: list[list[int]] = [[] for _ in prompts] if is_chat else prompts
     if len(prompts) == 1:
         yield from stream(written, list(beginnings[0]), decode)
     else:
@@ -146,13 +159,25 @@ def write(
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Sample text from a checkpoint.", allow_abbrev=False)
-    add, natural, share = parser.add_argument, number(int, at_least=0), number(float, above=0, at_most=1)
+    add = parser.add_argument
     text = "text to continue; repeat for several at once; default a new document"
     add("--prompt", type=utf8_text, action="append", default=[], metavar="TEXT", help=text)
     add("--prompt-file", type=local_path(Path), metavar="FILE", help="texts to continue, one per line")
     add("--chat", action="store_true", help="format prompts as a user's messages, by the tokenizer's chat template")
-    tokens = number(int, at_least=1)
-    add("--num-tokens", type=tokens, default=100, metavar="N", help="tokens to add; default 100")
+    add_drawing_flags(parser)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--load", type=local_path(str), metavar="DIR", help="folder given to --save in training")
+    following = "folder given to --publish in training: write again for each version there"
+    source.add_argument("--follow", type=local_path(str), metavar="DIR", help=following)
+    add_checkpoint_flags(parser)
+    return parser.parse_args(argv)
+
+
+def add_drawing_flags(parser: argparse.ArgumentParser, num_tokens: int = 100) -> None:
+    """Add the flags that say how many tokens a model writes, and how it chooses them."""
+    add, natural, share = parser.add_argument, number(int, at_least=0), number(float, above=0, at_most=1)
+    tokens, added = number(int, at_least=1), f"tokens to add; default {num_tokens}"
+    add("--num-tokens", type=tokens, default=num_tokens, metavar="N", help=added)
     add("--temperature", type=temperature, default=1.0, metavar="X", help="0 = likeliest token; default 1")
     add("--top-k", type=natural, default=0, metavar="N", help="draw from the N likeliest; default 0 = all")
     top_p = "draw from the likeliest that together have probability X; default 1 = all"
@@ -160,12 +185,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=natural, default=1234, metavar="N", help="seed of the drawing; default 1234")
     uncached = "process the whole text again for each token: slow, but works with any model"
     add("--no-kv-cache", action="store_true", help=uncached)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--load", type=local_path(str), metavar="DIR", help="folder given to --save in training")
-    following = "folder given to --publish in training: write again for each version there"
-    source.add_argument("--follow", type=local_path(str), metavar="DIR", help=following)
-    add_checkpoint_flags(parser)
-    return parser.parse_args(argv)
 
 
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ from megatron_zpp.commands.estimate import PROGRAMS, program_name
 from megatron_zpp.convert.hf import files
 from megatron_zpp.errors import reports_errors
 from megatron_zpp.families import ARCHITECTURES, Architecture
-from megatron_zpp.metrics.tensorboard_reader import find_runs, read_run
+from megatron_zpp.metrics.history import find_runs, read_training
 from megatron_zpp.planning.cluster import LIKE, Cluster, like_program, parse_cluster
 from megatron_zpp.planning.needs.estimate import memory_and_traffic
 from megatron_zpp.planning.predict import calibrate
@@ -55,7 +55,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     price, share = number(float, above=0), number(float, above=0, at_most=1)
     add("--dollars-per-gpu-hour", type=price, metavar="X", help="price, for cost per token")
     add("--like", choices=LIKE, help="predict that program, not ours, on a cluster by data sheets")
-    own_run = "take the rate of arithmetic from a run of this program: its --tensorboard-dir"
+    own_run = "take the rate of arithmetic from a run of this program: the folder of its metrics.jsonl"
     add("--calibrate-from", type=local_path(Path), metavar="DIR", help=own_run)
     budget = f"percent of loss that the suggested plan may cost; default {LOSS_BUDGET}"
     add("--loss-budget", type=number(float, at_least=0), default=LOSS_BUDGET, metavar="X", help=budget)
@@ -219,12 +219,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 def calibrate_from(cluster: Cluster, folder: Path) -> Cluster:
-    """Calibrate by the run in a folder of TensorBoard events. Raises ValueError, or ImportError without tensorboard."""
+    """Calibrate by the run whose metrics.jsonl is in a folder. Raises ValueError."""
     found = find_runs([folder])
     if len(found) > 1:
         raise ValueError(f"--calibrate-from {folder} holds {len(found)} runs: give the folder of one")
-    ((name, files),) = found.items()
-    calibrated = calibrate(cluster, read_run(name, files))
+    ((name, path),) = found.items()
+    calibrated = calibrate(cluster, read_training(name, path))
     print(
         f"{name}: matrix products reach {calibrated.efficiency:.1%} of the peak, {cluster.efficiency:.1%} was assumed"
     )

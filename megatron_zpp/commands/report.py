@@ -11,6 +11,7 @@ import html
 import importlib
 import io
 import itertools
+import math
 import os
 import re
 import statistics
@@ -20,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_zpp.data.text.packages import load_package
 from megatron_zpp.errors import attempt, reports_errors
+from megatron_zpp.metrics.history import AXES, DASHBOARD, Curve, RunHistory, find_runs, read_training
 from megatron_zpp.metrics.lines import format_duration
-from megatron_zpp.metrics.tensorboard_reader import AXES, DASHBOARD, Curve, RunHistory, find_runs, read_run
 from megatron_zpp.settings.flags import local_path
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ MOST_POINTS = 300  # of all curves of a chart
 BETWEEN, WITHIN = "comm/bytes-between-nodes", "comm/bytes-within-nodes"
 PLACES = {  # settings that say where a run wrote, not what it did
     *("command", "save", "load", "data_cache_path", "profile_dir"),
-    *("tensorboard_dir", "wandb_exp_name", "wandb_save_dir"),
+    *("metrics_dir", "tensorboard_dir", "wandb_exp_name", "wandb_save_dir"),
 }
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
@@ -55,23 +56,21 @@ def summary(run: RunHistory) -> dict[str, str]:
     def values(key: str) -> list[float]:
         return [*run.metrics.get(key, {}).values()]
 
+    def shown(value: float, template: str) -> str:
+        return "" if math.isnan(value) else template.format(value)
+
     def mean(points: list[float], template: str) -> str:
         return template.format(statistics.fmean(points)) if points else ""
 
-    def megabytes_per_step(key: str) -> str:
-        sent = run.bytes_so_far(key)
-        return f"{sent[max(sent)] / max(sent) / 1e6:.3f}" if any(sent) else ""  # not of step 0 alone
-
-    losses, rates = values("lm loss"), values("tokens-per-second")
+    losses = values("lm loss")
     rows = {
         "iterations": f"{max(run.metrics['lm loss']):,}",
         "tokens": f"{max((tokens for tokens, _ in run.curve('lm loss', 'tokens')), default=0):,.0f}",
         "training loss (mean of the last tenth of its points)": mean(losses[-max(1, len(losses) // 10) :], "{:.4f}"),
-        "validation loss (last)": mean(values("lm loss validation")[-1:], "{:.4f}"),
-        # The first point includes warming up.
-        "tokens per second (median)": f"{statistics.median(rates[1:] or rates):,.0f}" if rates else "",
-        "MB between nodes per step (mean)": megabytes_per_step(BETWEEN),
-        "MB within nodes per step (mean)": megabytes_per_step(WITHIN),
+        "validation loss (last)": shown(run.last("lm loss validation"), "{:.4f}"),
+        "tokens per second (median)": shown(run.tokens_per_second, "{:,.0f}"),
+        "MB between nodes per step (mean)": shown(run.mean(BETWEEN) / 1e6, "{:.3f}"),
+        "MB within nodes per step (mean)": shown(run.mean(WITHIN) / 1e6, "{:.3f}"),
     }
     for chart, key in DASHBOARD["Quantization error"].items():
         if key.startswith("comm/nonfinite"):
@@ -84,7 +83,7 @@ def summary(run: RunHistory) -> dict[str, str]:
 def differing_settings(runs: list[RunHistory]) -> dict[str, list[str]]:
     """Return the settings that differ between runs, with each run's value."""
     names = sorted(set().union(*(run.settings for run in runs)) - PLACES)
-    values = {name: [run.settings.get(name, "") for run in runs] for name in names}
+    values = {name: [str(run.settings.get(name, "")) for run in runs] for name in names}
     return {name: per_run for name, per_run in values.items() if len(set(per_run)) > 1}
 
 
@@ -160,18 +159,10 @@ def _plot(chart: str, axis: str, curves: dict[str, Curve], colors: dict[str, str
         figure.savefig(image, format="svg")
         pyplot.close(figure)
     label = f'role="img" aria-label="{html.escape(chart)} over {axis}"'
-    return compact(image.getvalue()).replace("<svg", f"<svg {label}", 1)
-
-
-def compact(drawing: str) -> str:
-    """Remove the half of Matplotlib's SVG that a page does not need."""
-    drawing = drawing[drawing.index("<svg") :]
-    drawing = re.sub(r"<metadata>.*?</metadata>", "", drawing, flags=re.DOTALL)
+    drawing = image.getvalue()
     # Keep tenths of a point, in tags only: between them are axis labels.
-    drawing = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(?<=\d\.\d)\d+", "", tag[0]), drawing)
-    drawing = re.sub(r'font-family: [^;"]*;', "", drawing)
-    drawing = re.sub(r'<g id="[^"]*"', "<g", drawing)
-    return re.sub(r"\s*\n\s*", " ", drawing)
+    drawing = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(?<=\d\.\d)\d+", "", tag[0]), drawing[drawing.index("<svg") :])
+    return drawing.replace("<svg", f"<svg {label}", 1)
 
 
 def smoothed(curve: Curve) -> Curve:
@@ -198,7 +189,7 @@ def save_wandb_report(project: str, entity: str | None) -> str:
     for group, entries in DASHBOARD.items():
         panels = [reports.LinePlot(title=chart, y=[key]) for chart, key in entries.items()]
         if group == "Loss":
-            panels.append(reports.LinePlot(title="training loss over samples", x="samples vs steps", y=["lm loss"]))
+            panels.append(reports.LinePlot(title="training loss over tokens", x="tokens", y=["lm loss"]))
         blocks += [reports.H2(group), reports.PanelGrid(runsets=[reports.Runset(**place)], panels=panels)]
     try:
         report = reports.Report(**place, title="megatron_zpp", blocks=blocks)  # without an entity it asks for yours
@@ -212,7 +203,7 @@ def save_wandb_report(project: str, entity: str | None) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Compare training runs on one page.", allow_abbrev=False)
     add = parser.add_argument
-    add("runs", nargs="*", type=local_path(Path), metavar="RUN_DIR", help="folder given to --tensorboard-dir")
+    add("runs", nargs="*", type=local_path(Path), metavar="RUN_DIR", help="folder that holds metrics.jsonl")
     add("--output", type=local_path(Path), default=Path("report.html"), help="page to write; default report.html")
     cluster = "file of tools/plan.py --measure, or such as 2x8xH100@400: also show the planner's prediction"
     add("--cluster", type=local_path(str), metavar="FILE", help=cluster)
@@ -228,7 +219,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     found = find_runs(args.runs)
     common = os.path.commonpath([os.path.dirname(os.path.abspath(folder)) for folder in found])
-    runs = [read_run(os.path.relpath(folder, common), files) for folder, files in found.items()]
+    runs = [read_training(os.path.relpath(folder, common), path) for folder, path in found.items()]
     described = None
     if args.cluster:
         from megatron_zpp.planning.cluster import parse_cluster  # needs torch, too

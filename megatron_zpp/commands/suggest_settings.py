@@ -12,7 +12,9 @@ import math
 import statistics
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -20,7 +22,7 @@ from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.arguments.resolve_parallel import data_parallel_size
 from megatron_zpp.errors import reports_errors
 from megatron_zpp.families import ARCHITECTURES, load_architecture
-from megatron_zpp.metrics.log_reader import BETWEEN, RunLog, parse_log
+from megatron_zpp.metrics.history import METRICS, RunHistory, read_training
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.schedule import Schedule
@@ -36,7 +38,7 @@ from megatron_zpp.families import load_architecture
 from megatron_zpp.commands.pretrain import main
 main(load_architecture(sys.argv.pop(1)))
 """
-CONTROL = "ZeRO-3"
+CONTROL, BETWEEN = "ZeRO-3", "comm/bytes-between-nodes"
 SETTINGS = {name: f"--zeropp {name}" for name in RECIPES if name != "zero3"}
 
 
@@ -109,8 +111,8 @@ def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], 
     with progress("training", len(all_flags) + again) as advance:
         for name, setting in all_flags.items():
             try:
-                log = train(args.architecture, [*flags, *setting.split()])
-                outcome = Outcome(name, setting, _final_loss(log), log.lines[-1][BETWEEN] * 1e6 / nodes)
+                run = train(args.architecture, [*flags, *setting.split()])
+                outcome = Outcome(name, setting, _final_loss(run), run.last(BETWEEN) / nodes)
             except ChildProcessError as error:
                 if name == CONTROL:
                     raise
@@ -119,8 +121,8 @@ def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], 
             advance(1)
         if again:
             larger_weights = ["--init-method-std", str(plain.model.init_method_std * 1.001)]
-            log = train(args.architecture, [*flags, *all_flags[CONTROL].split(), *larger_weights])
-            noise = abs(_final_loss(log) - outcomes[0].loss)
+            run = train(args.architecture, [*flags, *all_flags[CONTROL].split(), *larger_weights])
+            noise = abs(_final_loss(run) - outcomes[0].loss)
             advance(1)
     return outcomes, noise
 
@@ -129,10 +131,10 @@ def _check_plain(settings: ResolvedSettings) -> None:
     """Raise ValueError unless the run without settings is plain, and starts from scratch."""
     checkpoint, logging = settings.checkpoint, settings.logging
     continues = checkpoint.load and not checkpoint.finetune
-    reports = logging.tensorboard_dir or logging.wandb_project
+    reports = logging.metrics_dir or logging.tensorboard_dir or logging.wandb_project or logging.mlflow_experiment
     if checkpoint.save or checkpoint.publish or reports or continues:
         scratch = (
-            "every setting starts from scratch: leave --save, --publish, --tensorboard-dir and --wandb-project out"
+            "every setting starts from scratch: leave --save, --publish, and flags of metrics' folders and projects out"
         )
         raise ValueError(f"{scratch}; --load only with --finetune")
     flat = settings.as_flat_dict()
@@ -158,19 +160,20 @@ def _check_warmup(settings: ResolvedSettings, iterations: int) -> None:
         )
 
 
-def train(architecture: str, flags: list[str]) -> RunLog:
-    """Train in another process and return its log. Raises ChildProcessError with the run's error if it fails."""
-    command = [sys.executable, "-c", TRAINER, architecture, *flags]
-    ran = subprocess.run(command, capture_output=True, text=True)
-    if ran.returncode != 0:
-        said = [line for line in ran.stderr.splitlines() if line.startswith("error:")]
-        raise ChildProcessError(said[-1].removeprefix("error: ") if said else ran.stderr[-2000:])
-    return parse_log(ran.stdout)
+def train(architecture: str, flags: list[str]) -> RunHistory:
+    """Train in another process and read its metrics. Raises ChildProcessError with the run's error if it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", TRAINER, architecture, *flags, "--metrics-dir", folder]
+        ran = subprocess.run(command, capture_output=True, text=True)
+        if ran.returncode != 0:
+            said = [line for line in ran.stderr.splitlines() if line.startswith("error:")]
+            raise ChildProcessError(said[-1].removeprefix("error: ") if said else ran.stderr[-2000:])
+        return read_training(" ".join(flags), Path(folder, METRICS))
 
 
-def _final_loss(log: RunLog) -> float:
+def _final_loss(run: RunHistory) -> float:
     """Average the training loss over the last quarter of a run; all settings see the same samples."""
-    losses = [line["lm loss"] for line in log.lines if "lm loss" in line]
+    losses = [loss for loss in run.metrics["lm loss"].values() if math.isfinite(loss)]
     return statistics.mean(losses[-max(1, len(losses) // 4) :])
 
 

@@ -11,7 +11,7 @@ islands.RANK.KEY               ``OuterSync.state_dict``
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,7 +40,6 @@ class OuterSync:
     """
 
     steps = 0  # of the inner optimizer, skipped ones included
-    has_synchronized = False  # whether the last step replaced parameters
     resumes = _resumes_wires = False  # whether the last ``plan_resume`` found each island's own state
     _is_counting = True
     _left_out_at: int | None = None  # the step at which this island last contributed nothing
@@ -101,17 +100,16 @@ class OuterSync:
         at the same steps. step: its number, where the loop counts. is_last: ``conclude``, too.
         """
         self.steps = self.steps + 1 if step is None else step
-        self.has_synchronized = False
-        delay = self.config.sync_delay
+        is_replaced, delay = False, self.config.sync_delay
         for number, fragment in enumerate(self._fragments):
             if self._starts(number, self.steps):
-                self._start(fragment)
+                is_replaced |= self._start(fragment)
             if self._starts(number, self.steps - (delay + 1) // 2) and fragment.hops.is_in_flight:
                 fragment.start_second_hop()
             if self._starts(number, self.steps - delay) and fragment.hops.is_in_flight:
                 fragment.finish()
-                self.has_synchronized = True
-        if self.has_synchronized:
+                is_replaced = True
+        if is_replaced:
             self._parameters_replaced()
         if is_last:
             self.conclude()
@@ -132,18 +130,17 @@ class OuterSync:
                 self._start(fragment)
                 fragment.start_second_hop()
                 fragment.finish(on_mean=True)  # momentum would move as far as for a whole interval: E11, 0.6 % higher
-        self.has_synchronized = bool(self._fragments)
         self._parameters_replaced()
 
-    def _start(self, fragment: Fragment) -> None:
-        """Start a fragment; an island that must not contribute begins again from the outer parameters.
+    def _start(self, fragment: Fragment) -> bool:
+        """Start a fragment; return whether parameters were replaced.
 
-        All of its parameters do, as one that is left with NaN would soon spoil the rest, and so do its optimizer and
-        LoCo's errors.
+        An island that must not contribute begins again from the outer parameters. All of its parameters do, as one that
+        is left with NaN would soon spoil the rest, and so do its optimizer and LoCo's errors.
         """
         # Another fragment of the same step finds this island whole again, but it has trained nothing since.
         if fragment.start(self.steps, is_left_out=self._left_out_at == self.steps):
-            return
+            return False
         self._left_out_at = self.steps
         for each in self._fragments:
             each.outer.copy_to(each.parameters)
@@ -151,7 +148,7 @@ class OuterSync:
             self._optimizer.state.clear()
         if self._zeropp is not None:
             self._zeropp.rescale_errors(0.0)
-        self.has_synchronized = True
+        return True
 
     def _starts(self, fragment: int, step: int) -> bool:
         return step > 0 and (step - self._offset(fragment)) % self.config.sync_interval == 0
@@ -221,9 +218,13 @@ class OuterSync:
         """Return the value of each island in order; its ranks must have the same. Collective."""
         return [value] if self._group is None else gather_objects(value, self._group)
 
-    def agree(self, wish: bool, meets: bool) -> bool:
-        """Return whether any island wishes it, where all of them meet; without islands the wish. Collective there."""
-        return wish if self._group is None else meets and any(self.gather(wish))
+    def end_step(self, step: int, ends: bool, *, is_last: bool, meets: bool) -> bool:
+        """Call ``after_step``; return whether to end training: any island wishes to, where all of them meet.
+
+        Without islands the wish. Collective where they meet.
+        """
+        self.after_step(step, is_last)
+        return ends if self._group is None else meets and any(self.gather(ends))
 
     def checkpoint_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Turn a run's tensors, "model.NAME" and so on, into this rank's part of a checkpoint of all islands."""
@@ -252,23 +253,22 @@ class OuterSync:
             notes.append("LoCo's errors and transfers between islands start over: saved with other ranks or settings")
         return notes, self.number if self.resumes else 0
 
-    def tensors_to_load(self, state: Mapping[str, Tensor], saved: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Name the tensors that a run is to fill as this island's, and add others. saved: sizes and dtypes by name."""
+    def begin_load(
+        self, state: Mapping[str, Tensor], saved: Mapping[str, Any]
+    ) -> tuple[dict[str, Tensor], Callable[[], None]]:
+        """Return the tensors to fill from a checkpoint, and what to call when they are filled. The call is collective.
+
+        state: what a run fills, here named as this island's, and with others. saved: sizes and dtypes by name.
+        """
         if not self.resumes:
-            return dict(state)
+            return dict(state), self.restart
         state = self._named_as_own(state)
         for name, tensor in self._named_outer_state().items():
             if name in saved or name.startswith("model."):  # momentum may not have existed yet
                 state[name] = tensor
         wires = [name for name in saved if name.startswith(f"islands.{process_rank()}.") and self._resumes_wires]
-        return state | {name: torch.empty(saved[name].size, dtype=saved[name].dtype) for name in wires}
-
-    def load_checkpoint_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what ``tensors_to_load`` returned, filled, or start over. Collective."""
-        if self.resumes:
-            self.load_state_dict(below(state, "islands."))
-        else:
-            self.restart()
+        filled = state | {name: torch.empty(saved[name].size, dtype=saved[name].dtype) for name in wires}
+        return filled, lambda: self.load_state_dict(below(filled, "islands."))
 
     def _named_as_own(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         prefixes = ("model.", "optimizer.") if self.number > 0 else ("model.",)

@@ -75,6 +75,26 @@ def format_training_line(report: TrainingReport, now: datetime | None = None) ->
     return f" [{now:%Y-%m-%d %H:%M:%S.%f}] " + " ".join(f"{text} |" for text in shown)
 
 
+def format_short_line(report: TrainingReport) -> str:
+    """Format a training line in about 120 characters, for a terminal."""
+    # Bytes between nodes, or within the node where nothing crosses nodes.
+    between = bool(report.bytes_between_nodes)
+    sent, where = (
+        (report.bytes_between_nodes, "between nodes") if between else (report.bytes_within_nodes, "within the node")
+    )
+    fields = [
+        f"  step {report.iteration:5d}/{report.train_iters}",
+        f"loss {report.losses.get('lm loss', math.nan):.3f}",
+        f"lr {report.learning_rate:.2e}",
+        f"norm {report.grad_norm:.3f}" if report.grad_norm is not None else None,
+        f"{report.tokens_per_second or 0:8,.0f} tokens/s",
+        f"{sent / 1e6:7.2f} MB {where} per step" if sent else None,
+        f"{report.skipped_iterations} steps skipped" if report.skipped_iterations else None,
+        f"{format_duration(report.eta_seconds or 0)} left",
+    ]
+    return "   ".join(field for field in fields if field is not None)
+
+
 def format_validation_lines(iteration: int, losses: Mapping[str, float], data_set: str | None = None) -> list[str]:
     """Format Megatron's three lines of an evaluation. data_set: "validation" or "test" for those after training."""
     where = f"iteration {iteration}" + (f" on {data_set} set" if data_set else "")

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import Architecture, find_architecture
-from megatron_zpp.metrics.tensorboard_reader import RunHistory
+from megatron_zpp.metrics.history import RunHistory
 from megatron_zpp.models.activation_checkpoint import recomputed_modules
 from megatron_zpp.models.moe import active_parameters
 from megatron_zpp.models.transformer import Transformer
@@ -380,7 +380,7 @@ def predict_logged(run: RunHistory, cluster: Cluster) -> Prediction:
         raise ValueError(f"--cluster has {cluster.nodes} x {cluster.gpus_per_node} GPUs, but {run.name} had {ranks}")
     architecture, vocabulary = find_architecture(run.settings["architecture"]), int(run.settings["padded_vocab_size"])
     flags = shlex.split(run.settings["command"])[1:]
-    if run.settings.get("zeropp") in RECIPES:  # TensorBoard has texts: "None"
+    if run.settings.get("zeropp") in RECIPES:
         flags += ["--zeropp", run.settings["zeropp"]]  # what auto chose
     per_node = cluster.gpus_per_node
     settings = parse_settings(architecture, flags, ranks, lambda _: None, ranks_per_node=per_node)

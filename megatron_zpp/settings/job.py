@@ -187,7 +187,7 @@ class CheckpointSettings:
 
 @dataclass(frozen=True)
 class LoggingSettings:
-    """Log, TensorBoard, wandb."""
+    """Log, metrics, TensorBoard, wandb, MLflow."""
 
     log_interval: int = flag(100, "optimizer steps between log lines", at_least=1)
     log_throughput: bool = flag(False, "log TFLOP/s per GPU")
@@ -195,11 +195,15 @@ class LoggingSettings:
     log_num_zeros_in_grad: bool = flag(False, "log the number of zero gradients")
     log_straggler: bool = _advanced(False, "report ranks that stay slow, and nodes with slow links")
     peak_tflops: float | None = _advanced(None, "peak TFLOP/s of one device, for MFU; known for common GPUs", above=0)
+    metrics_dir: str | None = _folder("folder of metrics.jsonl; default that of --tensorboard-dir, or else of --save")
     tensorboard_dir: str | None = _folder("folder of TensorBoard events")
     wandb_project: str | None = flag(None, "wandb project; no wandb without it")
     wandb_exp_name: str | None = flag(None, "wandb run name", effective_with="wandb_project")
     wandb_entity: str | None = flag(None, "wandb entity", effective_with="wandb_project")
     wandb_save_dir: str | None = _folder("folder of wandb's files; default SAVE/wandb", effective_with="wandb_project")
+    mlflow_experiment: str | None = flag(
+        None, "MLflow experiment, in MLFLOW_TRACKING_URI or else the folder mlruns beside metrics.jsonl"
+    )
     profile: bool = flag(False, "profile a few steps: for Nsight Systems, or with --use-pytorch-profiler")
     use_pytorch_profiler: bool = _profile(False, "write traces that Perfetto opens")
     profile_step_start: int = _profile(10, "profile the steps after this one", at_least=0)

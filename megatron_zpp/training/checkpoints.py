@@ -25,10 +25,9 @@ class CheckpointManager(Callback):
     def on_save(self) -> None:
         """Begin to save the run; training may go on."""
         if self._saver is not None:
-            trainer, checkpoint = self._trainer, self._trainer.settings.checkpoint
+            trainer, with_optimizer = self._trainer, not self._trainer.settings.checkpoint.no_save_optim
             with self._reporter.paused(), progress("saving checkpoint"):
-                trained = trainer.trained(with_optimizer=not checkpoint.no_save_optim)
-                self._saver.save(trainer.counters.iteration, trained, trainer.meta())
+                self._saver.save(trainer.counters.iteration, trainer, trainer.meta(), with_optimizer)
 
     def on_end(self, problem: str | None) -> None:
         """Raise CheckpointError on all ranks if the run's last iteration was not saved."""

@@ -36,13 +36,15 @@ class NonfiniteSteps:
         self.is_checked = not training.no_check_for_nan_in_loss_and_grad
         self.steps = self.in_a_row = 0  # of this process; the last steps that were not finite
         self.last: StepStats | None = None
-        self.where = ""
+        self.where, self.version = "", 0
         self.too_many: str | None = None  # why the run ends
 
     def check(self, stats: StepStats) -> bool:
         """Count a step, and compute one with NaN or Inf again to find its place; return whether the run must end."""
         self.steps, self.last = self.steps + 1, stats
         self.in_a_row = self.in_a_row + 1 if stats.is_nonfinite else 0
+        if stats.is_nonfinite:
+            self.version = _version(self.trainer.model)
         if not stats.is_nonfinite or not self.is_checked:
             return self.too_many is not None
         iteration, scaler = self.trainer.counters.iteration, self.trainer.scaler
@@ -89,13 +91,18 @@ class NonfiniteSteps:
                 )
             return None
         where = self.where
-        if not where and trainer.islands.has_synchronized:
+        if not where and _version(trainer.model) != self.version:
             where = "the parameters were replaced after the last step, so it cannot be computed again"
         where = where or locate_nonfinite(trainer, last)
         return (
             f"not one of the {self.steps} steps up to iteration {iteration} was without NaN or Inf (loss scale "
             f"{scale:g}), so the parameters did not move: {where}; lower --lr or look at the data"
         )
+
+
+def _version(model: nn.Module) -> int:
+    """Return a number that grows whenever this rank's parameters are written."""
+    return sum(local_part(parameter)._version for parameter in model.parameters())
 
 
 def nonfinite_tensor(model: nn.Module) -> str | None:

@@ -54,8 +54,7 @@ def _train_steps(trainer: Trainer, signals: StopSignals, evaluations: Sequence[C
         actions = trainer.actions()
         # First: a step with NaN is computed again, to find its place, and what follows may replace its parameters.
         ends = nonfinite.check(stats) or stats.should_stop
-        trainer.islands.after_step(counters.iteration, is_last=actions.end)
-        ends = trainer.islands.agree(ends, meets=actions.any)
+        ends = trainer.islands.end_step(counters.iteration, ends, is_last=actions.end, meets=actions.any)
 
         # Log, publish, and so on.
         for callback in callbacks:

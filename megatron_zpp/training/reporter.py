@@ -1,4 +1,4 @@
-"""Turn steps into log lines and TensorBoard / wandb points."""
+"""Turn steps into log lines and points of metrics."""
 
 import dataclasses
 import math
@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.metrics.advice import Advice
-from megatron_zpp.metrics.lines import TrainingReport, format_training_line
-from megatron_zpp.metrics.log_reader import shorten
+from megatron_zpp.metrics.lines import TrainingReport, format_short_line, format_training_line
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.metrics.throughput import IntervalTimer, describe_mfu, mfu, model_tflops, peak_tflops
 from megatron_zpp.metrics.writers import training_metrics
@@ -71,8 +70,7 @@ class Reporter(Callback):
         report = self._step_report(stats)
         interval = self._interval_report(report) if is_log_step else None
         if interval is not None and dist.get_rank() == dist.get_world_size() - 1:
-            line = format_training_line(interval)
-            print(shorten(line) if sys.stdout.isatty() else line, flush=True)
+            print(format_short_line(interval) if sys.stdout.isatty() else format_training_line(interval), flush=True)
             between = interval.waited_between_nodes or 0.0
             advice = self.advice.after(self.num_steps, interval.seconds_per_iteration or 0.0, between)
             if advice is not None:
@@ -119,7 +117,7 @@ class Reporter(Callback):
         totals = torch.tensor([*sums, *losses], dtype=torch.float64, device=trainer.device)
         dist.all_reduce(totals)
         *sent, waited_within, waited_between = (totals[:8] / self.num_steps).tolist()
-        within_nodes, between_nodes, between_islands, tokens_within_nodes, tokens_between_nodes, _ = sent
+        within_nodes, between_nodes, farthest, tokens_within_nodes, tokens_between_nodes, _ = sent
         # The ranks that took a step together count the same.
         skipped, nan, *losses = (totals[8:] / dist.get_world_size(trainer.mesh.step_group)).tolist()
         named = zip(self.losses, losses[::2], losses[1::2], strict=True)
@@ -139,7 +137,7 @@ class Reporter(Callback):
             eta_seconds=seconds * (trainer.train_iters - report.iteration),
             bytes_between_nodes=between_nodes if trainer.zeropp is not None else None,
             bytes_within_nodes=within_nodes if trainer.zeropp is not None else None,
-            bytes_between_islands=between_islands if trainer.islands.num_islands > 1 else None,
+            bytes_between_islands=farthest if trainer.islands.num_islands > 1 else None,
             token_bytes_between_nodes=tokens_between_nodes if sends_tokens else None,
             token_bytes_within_nodes=tokens_within_nodes if sends_tokens else None,
             waited_between_nodes=waited_between / world_size if waits else None,
@@ -163,9 +161,9 @@ class Reporter(Callback):
         )
 
     def _write_point(self, report: TrainingReport, interval: TrainingReport | None) -> None:
-        """Write the step's values to TensorBoard and wandb, and the interval's for what a step does not have."""
+        """Write the step's values, and the interval's for what a step does not have."""
         trainer = self.trainer
-        metrics = training_metrics(report) | {"world-size": dist.get_world_size()}
+        metrics = training_metrics(report) | {"world-size": dist.get_world_size(), "tokens": trainer.tokens()}
         if interval is not None:
             metrics = training_metrics(interval) | metrics
         if trainer.device.type == "cuda" and trainer.writers.writes_points:

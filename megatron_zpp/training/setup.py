@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.arguments.resolve_parallel import check_vocabulary
+from megatron_zpp.arguments.settings_file import changed_settings
 from megatron_zpp.checkpoint import CheckpointError, FolderLock, load_base, load_checkpoint, read_meta
 from megatron_zpp.checkpoint.folder import describe_empty
 from megatron_zpp.checkpoint.meta import Counters, saved_model
@@ -19,7 +20,7 @@ from megatron_zpp.data.text.description import describe_tokenizer, differences
 from megatron_zpp.families import Architecture, vocabulary_of
 from megatron_zpp.integrations.float8 import check_float8
 from megatron_zpp.islands import OuterSync
-from megatron_zpp.metrics.writers import MetricWriters, check_writers, describe_program
+from megatron_zpp.metrics.writers import MetricWriters, RunStart, check_writers, describe_program
 from megatron_zpp.models.transformer import TransformerConfig
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.gradients import LossScaler
@@ -142,9 +143,7 @@ def build_trainer(
     mesh = build_mesh(settings, device)
     plan = plan_run(architecture, settings, mesh)
     with errors_on_all_ranks():
-        is_resumed = plan.meta is not None and not settings.checkpoint.finetune
-        resumes_logs = is_resumed and goes_on_in(settings.checkpoint)
-        writers = _build_writers(architecture, settings, plan.vocab_size, resumes_logs)
+        writers = _build_writers(architecture, settings, plan)
 
     token_traffic = Traffic()
     builder = ModelBuilder(architecture, settings, plan.vocab_size, device, mesh, token_traffic, loss_class)
@@ -223,20 +222,24 @@ def _plan_length(
     return train_iters, num_eval_micro_batches, num_samples
 
 
-def _build_writers(
-    architecture: Architecture, settings: ResolvedSettings, vocab_size: int, resumes: bool
-) -> MetricWriters:
+def _build_writers(architecture: Architecture, settings: ResolvedSettings, plan: RunPlan) -> MetricWriters:
     is_last_rank = dist.get_rank() == dist.get_world_size() - 1
-    run_config = settings.as_flat_dict() | {
-        "architecture": architecture.name,
-        "padded_vocab_size": vocab_size,
-        "world_size": dist.get_world_size(),
-        "num_parameters": architecture.num_parameters(architecture.build_config(settings.model, vocab_size)),
-        **(describe_program() if is_last_rank else {}),
-    }
-    return MetricWriters(
-        settings.logging, run_config, is_writer=is_last_rank, save=settings.checkpoint.save, resumes=resumes
+    start = RunStart(
+        settings.logging,
+        settings.checkpoint.save,
+        settings=settings.as_flat_dict(),
+        changed={flag.setting: value for flag, value in changed_settings(settings)},
+        program={
+            "architecture": architecture.name,
+            "padded_vocab_size": plan.vocab_size,
+            "world_size": dist.get_world_size(),
+            "num_parameters": architecture.num_parameters(architecture.build_config(settings.model, plan.vocab_size)),
+            **(describe_program() if is_last_rank else {}),
+        },
+        iteration=None if settings.training.skip_train else plan.counters.iteration,
+        resumes=plan.meta is not None and not settings.checkpoint.finetune and goes_on_in(settings.checkpoint),
     )
+    return MetricWriters(start, is_writer=is_last_rank)
 
 
 def _load(trainer: Trainer, checkpoint: Path, meta: dict[str, Any]) -> None:
@@ -247,8 +250,9 @@ def _load(trainer: Trainer, checkpoint: Path, meta: dict[str, Any]) -> None:
     loaded = load_checkpoint(
         checkpoint,
         meta,
-        trainer.trained(with_optimizer=goes_on and not settings.no_load_optim),
+        trainer,
         trainer.layout(),
+        with_optimizer=goes_on and not settings.no_load_optim,
         load_rng=goes_on and not settings.no_load_rng,
     )
     if goes_on:

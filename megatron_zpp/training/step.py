@@ -93,7 +93,7 @@ def measure_and_clip(
     return StepStats(
         loss=loss,
         num_tokens=num_tokens,
-        num_samples=trainer.batches.global_batch_size(counters.consumed_train_samples),
+        num_samples=len(micro_batches) * training.micro_batch_size * trainer.mesh.dp_size,
         auxiliary={name: value * auxiliary_factor for name, value in zip(names, auxiliary_sums, strict=True)},
         grad_norm=grad_norm,
         num_zeros=round(zeros[0]) if zeros else None,

@@ -1,7 +1,5 @@
 """``--log-straggler``: name ranks that compute slowly and nodes whose link is slow, if that lasts."""
 
-from __future__ import annotations
-
 import socket
 import statistics
 import time
@@ -88,11 +86,13 @@ def slow_ranks(times: Sequence[Sequence[float]]) -> dict[int, tuple[float, float
 class LinkWatch:
     """Measures links at intervals, and when ranks begin to wait for them."""
 
-    def __init__(self, measure: Callable[[], Rates], hosts: Sequence[str]) -> None:
-        """measure: collective. hosts: of each node."""
-        self.measure, self.hosts = measure, hosts
+    def __init__(self, measure: Callable[[], Sequence[float]], hosts: Sequence[str]) -> None:
+        """measure: collective; bytes per second from each node to the next. hosts: of each node."""
+        nodes = [f"node {node} ({host})" for node, host in enumerate(hosts)]
+        pairs = zip(nodes, [*nodes[1:], nodes[0]], strict=True)
+        self.measure, self.names = measure, [f"the link from {a} to {b} is slow" for a, b in pairs]
         self.slow = Lasting(LINK_LASTS)
-        self.healthy: list[float] = []  # usual rates of measurements that found nothing slow
+        self.healthy: list[float] = []  # fastest rates of measurements that found nothing slow
         self.usual_wait = 0.0
         self.measured: int | None = None  # the step of the last measurement
 
@@ -106,12 +106,12 @@ class LinkWatch:
             return []
         self.usual_wait, self.measured = waited, step
         rates = self.measure()
-        usual, before = usual_rate(rates), statistics.median_low(self.healthy or [0.0])
-        found = slow_links(rates, before, self.hosts)
-        if not found:
-            self.healthy.append(usual)
-        gbits = {what: f"{8e-9 * rate:.3g} Gbit/s" for what, rate in (found | {"usual": max(usual, before)}).items()}
-        return self.slow.look({what: f"{gbits[what]} instead of {gbits['usual']}" for what in found}, step)
+        usual = max(*rates, statistics.median_low(self.healthy or [0.0]))  # all may have become slow
+        slow = {name: rate for name, rate in zip(self.names, rates, strict=True) if rate < SLOW * usual}
+        if not slow:
+            self.healthy.append(max(rates))
+        shown = {name: f"{8e-9 * rate:.3g} Gbit/s instead of {8e-9 * usual:.3g} Gbit/s" for name, rate in slow.items()}
+        return self.slow.look(shown, step)
 
 
 class Lasting:
@@ -141,92 +141,40 @@ LONG_ENOUGH = 0.01  # seconds
 REPEATS = 3  # of each message; the fastest one counts
 SLOW = 0.5  # of the usual rate
 
-Rates = Mapping[tuple[int, int], float]  # bytes per second, from one node to another
 
+def measure_links(layout: Topology, device: torch.device) -> list[float]:
+    """Measure what each node sends to the next with all its ranks at once, at the slowest rank's rate. Collective.
 
-def rounds_of(num_nodes: int) -> list[dict[int, int]]:
-    """Return {sender: receiver} of each round. Every node sends to the next node and to the one after that.
-
-    A node takes part in a round once, so that a message's time is that of its link alone.
+    ``layout``: of all ranks of the run. A rank exchanges messages with those that have its local rank. Returns bytes
+    per second by sending node.
     """
-    rounds: list[dict[int, int]] = []
-    for shift in (1, 2) if num_nodes > 2 else (1,):
-        for sender in range(num_nodes):
-            receiver = (sender + shift) % num_nodes
-            free = (round for round in rounds if {sender, receiver}.isdisjoint({*round, *round.values()}))
-            round = next(free, None)
-            if round is None:
-                rounds.append(round := {})
-            round[sender] = receiver
-    return rounds
-
-
-def measure_links(layout: Topology, device: torch.device) -> Rates:
-    """Measure what nodes send to each other with all their ranks at once, at the slowest rank's rate. Collective.
-
-    ``layout``: of all ranks of the run. A rank exchanges messages with those that have its local rank.
-    """
-    rounds = rounds_of(layout.num_nodes)
     for nbytes in SIZES:
         message = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        seconds = [min(_receive(message, round, layout) for _ in range(REPEATS)) for round in rounds]
-        local = torch.tensor(seconds, dtype=torch.float64, device=device)
-        gathered = local.new_empty(layout.world_size, len(rounds))
-        all_gather(gathered.flatten(), local)
+        seconds = min(_exchange(message, layout) for _ in range(REPEATS))
+        gathered = message.new_empty(layout.world_size, dtype=torch.float64)
+        all_gather(gathered, gathered.new_full((1,), seconds))
         if gathered.max() >= LONG_ENOUGH:
             break
-    slowest = gathered.view(layout.num_nodes, layout.ranks_per_node, len(rounds)).amax(1).tolist()  # of each node
-    return {
-        (sender, receiver): layout.ranks_per_node * nbytes / slowest[receiver][i]
-        for i, round in enumerate(rounds)
-        for sender, receiver in round.items()
-    }
+    slowest = gathered.view(layout.num_nodes, layout.ranks_per_node).amax(1).roll(-1)  # of the node that received
+    return (layout.ranks_per_node * nbytes / slowest).tolist()
 
 
-def _receive(message: Tensor, round: Mapping[int, int], layout: Topology) -> float:
-    """Return the seconds until this rank has received its message of a round; 0 if it receives none."""
-    senders = {receiver: sender for sender, receiver in round.items()}
-    operations = [
-        dist.P2POp(operation, message, partners[layout.node] * layout.ranks_per_node + layout.local_rank)
-        for operation, partners in ((dist.isend, round), (dist.irecv, senders))
-        if layout.node in partners
-    ]
+def _exchange(message: Tensor, layout: Topology) -> float:
+    """Send to the next node; return the seconds until this rank has received the message of the one before."""
+
+    def partner(shift: int) -> int:
+        return (layout.node + shift) % layout.num_nodes * layout.ranks_per_node + layout.local_rank
+
+    received = torch.empty_like(message)
     wait_for_all_ranks(message.device)
     synchronize(message.device)
     begin = time.perf_counter()
-    if operations:  # one, but as a batch: with NCCL, a message by itself would make a communicator for each pair
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-        synchronize(message.device)
-    return time.perf_counter() - begin if layout.node in senders else 0.0
-
-
-def usual_rate(rates: Rates) -> float:
-    """The upper quartile: of three nodes, one that is slow both ways has part in four of the six links."""
-    return sorted(rates.values())[3 * len(rates) // 4]
-
-
-def slow_links(rates: Rates, before: float, hosts: Sequence[str]) -> dict[str, float]:
-    """Return the rates of slow nodes and links, by a text that names them. ``before``: the usual rate so far."""
-    usual = usual_rate(rates)
-    if usual < SLOW * before:
-        return {"all links between nodes are slow": usual}
-    names = [f"node {node} ({host})" for node, host in enumerate(hosts)]
-    found: dict[str, list[float]] = {}
-    for (sender, receiver), rate in rates.items():
-        if rate >= SLOW * usual:
-            continue
-        whats = [f"{names[sender]} sends slowly"] * _is_slow(rates, 0, sender, usual)
-        whats += [f"{names[receiver]} receives slowly"] * _is_slow(rates, 1, receiver, usual)
-        for what in whats or [f"the link from {names[sender]} to {names[receiver]} is slow"]:
-            found.setdefault(what, []).append(rate)
-    return {what: statistics.fmean(slow) for what, slow in found.items()}
-
-
-def _is_slow(rates: Rates, side: int, node: int, usual: float) -> bool:
-    """Return whether a node is slow to send (side 0) or receive (1), to or from all others.
-
-    Of two nodes, one's sending is the other's receiving, and neither is to blame.
-    """
-    rates_of_node = [rate for link, rate in rates.items() if link[side] == node]
-    return len(rates_of_node) > 1 and max(rates_of_node) < SLOW * usual
+    # As a batch: with NCCL, a message by itself would make a communicator for each pair.
+    sent, arrives = dist.P2POp(dist.isend, message, partner(1)), dist.P2POp(dist.irecv, received, partner(-1))
+    *sends, receives = dist.batch_isend_irecv([sent, arrives])
+    receives.wait()
+    synchronize(message.device)
+    seconds = time.perf_counter() - begin
+    for work in sends:
+        work.wait()
+    return seconds

@@ -18,7 +18,6 @@ from megatron_zpp.checkpoint.meta import Counters
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.families import Architecture
-from megatron_zpp.islands import OuterSync
 from megatron_zpp.metrics.writers import MetricWriters
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum
@@ -29,7 +28,7 @@ from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.loss import LanguageModelLoss
-from megatron_zpp.zeropp import Traffic, ZeroPP
+from megatron_zpp.zeropp import Traffic
 
 if TYPE_CHECKING:
     from megatron_zpp.integrations.lm_eval import Tasks
@@ -54,9 +53,9 @@ class RunPlan:
     schedule: Schedule | None  # None with --skip-train
 
 
-@dataclass
-class Trainer:
-    """The parts of a run."""
+@dataclass(kw_only=True)
+class Trainer(Trained):
+    """The parts of a run; ``Trained`` has those that checkpoints keep."""
 
     architecture: Architecture
     settings: ResolvedSettings
@@ -64,10 +63,7 @@ class Trainer:
     mesh: Mesh
     model: Transformer  # this rank's part of it
     pipeline: Pipeline | None  # None with one stage
-    optimizer: torch.optim.Optimizer
     scaler: LossScaler
-    zeropp: ZeroPP | None  # None at ZeRO stage 0, which has no sharded collectives
-    islands: OuterSync
     loss: LanguageModelLoss
     token_traffic: Traffic  # of tokens that are sent to experts
     plan: RunPlan
@@ -128,6 +124,10 @@ class Trainer:
         """Tokens of a sample in the optimizer step that ends at ``iteration``."""
         return self.settings.training.seq_length if self.curriculum is None else self.curriculum.length(iteration)
 
+    def tokens(self) -> int:
+        """Tokens that all ranks have trained on."""
+        return self.counters.consumed_train_samples * self.settings.training.seq_length - self.counters.cut_tokens
+
     def set_learning_rate(self) -> None:
         """Set the learning rates and weight decay of the step to come."""
         assert self.schedule is not None  # it trains
@@ -155,10 +155,6 @@ class Trainer:
             counters.scheduled_samples += stats.num_samples
             counters.cut_tokens += stats.num_samples * cut
 
-    def trained(self, with_optimizer: bool) -> Trained:
-        """Return what checkpoints keep as tensors."""
-        return Trained(self.model, self.optimizer if with_optimizer else None, self.zeropp, self.islands)
-
     def meta(self) -> dict[str, Any]:
         """Return what a checkpoint keeps beside the tensors. Collective."""
         loss_is_finite = self.last_loss is None or math.isfinite(self.last_loss)
@@ -178,8 +174,7 @@ class Trainer:
             "loss": self.last_loss if loss_is_finite else None,  # JSON has no NaN
             "nonfinite": [] if loss_is_finite else ["the loss"],
             "data_order": self.datasets.train.order if self.datasets.train is not None else None,
-            "tokens": self.counters.consumed_train_samples * (self.settings.training.seq_length or 0)
-            - self.counters.cut_tokens,
+            "tokens": self.tokens(),
             "layout": self.layout(),
         }
 

@@ -1,17 +1,19 @@
 """Text sampled from a checkpoint that a run saved."""
 
+import io
 import json
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_zpp.commands import generate_text
+from megatron_zpp.commands import chat, generate_text
 from megatron_zpp.commands.convert import export_hf, import_hf
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
-from megatron_zpp.data.text.tokenizers import ByteTokenizer
+from megatron_zpp.data.text.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from megatron_zpp.families import ARCHITECTURES
 from tests.ranks import run_ranks
 from tests.tools import call, cut
@@ -75,7 +77,7 @@ def test_several_texts_at_once(sample, tmp_path):
     assert found == (0, "== 1\nabcdefghijklm\n== 2\ncdefghi\n== 3\nijklmnop", "")
 
 
-def test_a_chat_is_asked_by_its_template(checkpoint, sample, tmp_path):
+def test_a_chat_is_asked_by_its_template_and_remembers_what_was_said(checkpoint, sample, tmp_path, monkeypatch, capsys):
     """The template writes the alphabet around the message, and one of the end tokens ends the answer."""
     code, _, err = sample("--chat")
     assert code == 2 and err == "error: --chat: ByteTokenizer has no chat template; HuggingFaceTokenizer may have one\n"
@@ -88,6 +90,18 @@ def test_a_chat_is_asked_by_its_template(checkpoint, sample, tmp_path):
     (hf / "generation_config.json").write_text(json.dumps({"eos_token_id": [ord("m"), 256]}))
     import_hf.import_(import_hf.parse_arguments(["--input", str(hf), "--save", str(tmp_path / "run")]), ARCHITECTURES)
     assert sample("--chat --prompt cdef --temperature 0", tmp_path / "run") == (0, "ijkl", "")
+
+    format_chats, chats = HuggingFaceTokenizer.apply_chat_template, []
+
+    def remember(tokenizer, given):
+        chats.append([message["content"] for message in given[0]])
+        return format_chats(tokenizer, given)
+
+    monkeypatch.setattr(HuggingFaceTokenizer, "apply_chat_template", remember)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("cdef\n\ncdef\n/new\ncdef\n"))
+    chat.main(["--load", str(tmp_path / "run"), "--temperature", "0", "--system", "ab"])
+    first, _, again, _ = capsys.readouterr().out.splitlines()
+    assert first == again == "ijkl" and chats == [["ab", "cdef"], ["ab", "cdef", "ijkl", "cdef"], ["ab", "cdef"]]
 
 
 def test_published_weights_write(checkpoint, tmp_path, capsys):

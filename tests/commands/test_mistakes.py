@@ -54,6 +54,7 @@ PROGRAMS = {
     "generate-text": Program(
         "--num-tokens 2", {"--load": "saved", "--prompt-file": "prompts", "--tokenizer-model": "tokenizer.model"}
     ),
+    "chat": Program("--num-tokens 2", {"--load": "saved"}),
     "evaluate": Program("--eval-tasks facts", {"--load": "saved"}),
     "export-hf": Program("", {"--load": "saved", "--tokenizer-model": "tokenizer.model"}, ("--output",)),
     "export-peft": Program("", {"--load": "adapted"}, ("--output",)),

@@ -9,9 +9,9 @@ import pytest
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.commands import suggest_settings
-from megatron_zpp.commands.suggest_settings import Outcome, measure, suggest, table
+from megatron_zpp.commands.suggest_settings import BETWEEN, Outcome, measure, suggest, table
 from megatron_zpp.families import GPT
-from megatron_zpp.metrics.log_reader import BETWEEN, RunLog
+from megatron_zpp.metrics.history import RunHistory
 from tests.tools import run
 from tests.training.small_run import SHAPE
 
@@ -43,9 +43,9 @@ def trained(monkeypatch) -> list[list[str]]:
     """The flags of each run that ``measure`` starts; the n-th's loss is n."""
     runs: list[list[str]] = []
 
-    def train(architecture: str, flags: list[str]) -> RunLog:
+    def train(architecture: str, flags: list[str]) -> RunHistory:
         runs.append(flags)
-        return RunLog([{"lm loss": float(len(runs)), BETWEEN: 1.0}])
+        return RunHistory("run", metrics={"lm loss": {1: float(len(runs))}, BETWEEN: {1: 1.0}})
 
     monkeypatch.setattr(suggest_settings, "train", train)
     return runs
@@ -75,10 +75,10 @@ def test_finetuning_has_no_initial_weights_to_change(trained):
 
 
 def test_a_setting_that_fails_leaves_the_others(monkeypatch):
-    def train(architecture: str, flags: list[str]) -> RunLog:
+    def train(architecture: str, flags: list[str]) -> RunHistory:
         if "--zero-quantized-gradients" in flags:
             raise ChildProcessError("NaN in 10 steps in a row")
-        return RunLog([{"lm loss": 4.0, BETWEEN: 1.0}])
+        return RunHistory("run", metrics={"lm loss": {1: 4.0}, BETWEEN: {1: 1.0}})
 
     monkeypatch.setattr(suggest_settings, "train", train)
     outcomes, noise = measured()

@@ -374,15 +374,19 @@ def test_a_model_of_hugging_face_by_its_name(tmp_path, byte_level_bpe, monkeypat
 # Chat templates
 
 
+def said(*messages: str) -> list[list[dict[str, str]]]:
+    return [[{"role": "user", "content": message}] for message in messages]
+
+
 def test_a_chat_template_writes_the_message(hf_tokenizer, hf_file):
     template = "{{ bos_token }}|{{ messages[0].content }}{% if add_generation_prompt %}|answer:{% endif %}"
     several = [{"name": "tool", "template": "?"}, {"name": "default", "template": template}]
     for in_config in (template, several):
         config = {"bos_token": "<bos>", "chat_template": in_config}
         (hf_file.parent / "tokenizer_config.json").write_text(json.dumps(config))
-        assert hf_tokenizer.apply_chat_template(["a <b>", "c"]) == ["<bos>|a <b>|answer:", "<bos>|c|answer:"]
+        assert hf_tokenizer.apply_chat_template(said("a <b>", "c")) == ["<bos>|a <b>|answer:", "<bos>|c|answer:"]
     (hf_file.parent / "chat_template.jinja").write_text("from the file")
-    assert hf_tokenizer.apply_chat_template(["a"]) == ["from the file"]
+    assert hf_tokenizer.apply_chat_template(said("a")) == ["from the file"]
 
 
 @pytest.mark.parametrize(
@@ -398,4 +402,4 @@ def test_a_chat_template_writes_the_message(hf_tokenizer, hf_file):
 def test_chat_templates_that_do_not_work(hf_tokenizer, hf_file, template, message):
     (hf_file.parent / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     with pytest.raises(ValueError, match=f"--chat: .* {message}"):
-        hf_tokenizer.apply_chat_template(["a"])
+        hf_tokenizer.apply_chat_template(said("a"))

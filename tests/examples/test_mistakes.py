@@ -33,7 +33,7 @@ def test_a_machine_without_a_gpu_is_named(script, tmp_path):
     "words",
     [
         "quickstart/make_corpus.py --max-megabytes 0.01 --output FILE",
-        "quickstart/summary.py compare a=LOOP --data-path x",
+        "quickstart/summary.py a=LOOP --data-path x",
         "finetuning/make_model.py --output FILE",
         "launch/preprocess_slurm.sh LOOP x --tokenizer-type ByteTokenizer",
         "launch/ssh.sh localhost FILE --lr",

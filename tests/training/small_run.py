@@ -6,6 +6,7 @@ import gc
 import io
 import os
 import random
+import re
 import secrets
 import signal
 import subprocess
@@ -23,7 +24,6 @@ from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.commands.pretrain import pretrain
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.families import Architecture, load_architecture
-from megatron_zpp.metrics.log_reader import parse_line
 from megatron_zpp.settings.groups import flags_by_name
 from megatron_zpp.training.data import batches_of
 from megatron_zpp.training.pretrain import train
@@ -89,8 +89,13 @@ def train_quietly(run: Trainer, out: io.StringIO | None = None) -> str:
 
 
 def log_lines(text: str) -> list[dict[str, float]]:
-    """The numbers of each line of the log."""
-    return [line for of in text.splitlines() if (line := parse_line(of)) is not None]
+    """The numbers of each line of the log, by name."""
+    lines = []
+    for iteration, total, rest in re.findall(r"iteration +(\d+)/ *(\d+) (\|.*)", text):
+        values = re.findall(r"([^|:]+): +([-+.\deE]+|nan|inf) \|", rest)
+        numbers = {name.strip(" |"): float(value) for name, value in values}
+        lines.append({"iteration": float(iteration), "train iterations": float(total)} | numbers)
+    return lines
 
 
 def take_step(run: Trainer, first_sample: int = 0, num_micro_batches: int = 2, change: Any = None) -> StepStats:

@@ -417,7 +417,7 @@ def test_status_3_and_what_was_written_before_it(data, tmp_path):
     ((code, _, error),) = run_ranks(1, call_pretrain, argv)[0]
     assert code == 3
     assert error.startswith("error: not one of the 1 steps") and "not saved: there is no --save" in error
-    (events,) = tmp_path.iterdir()
+    (events,) = tmp_path.glob("events.*")
     assert b"lm loss" in events.read_bytes()
 
 

@@ -60,7 +60,12 @@ def test_a_full_disk_under_tensorboard_and_profile_ends_no_run(tmp_path, free):
         subprocess.run(["umount", small], check=True)
     assert (tmp_path / "save" / SAVED).read_text().strip() == "6"
     warnings = re.findall(r"^warning: (.*) cannot be written", done.stderr, re.MULTILINE)
-    assert sorted(warnings) == [f"TensorBoard's events in {small}", f"the profile in {small}/rank00000.trace.json.gz"]
+    metrics = {f"metrics.jsonl in {small}"}  # which may find room in 16 kB
+    assert {*warnings} - metrics == {
+        f"TensorBoard's events in {small}",
+        f"the profile in {small}/rank00000.trace.json.gz",
+    }
+    assert len(warnings) == len({*warnings}) and (free != "0" or metrics <= {*warnings})
 
 
 def test_a_failed_attempt_is_one_warning_and_is_tried_again_later(monkeypatch, capsys):
@@ -164,4 +169,4 @@ def test_a_folder_that_cannot_be_written_ends_no_run(data):
     pytest.importorskip("wandb.sdk", reason="wandb is not installed")
     argv = flags(data, "--wandb-project p --wandb-save-dir /dev/full/x")
     ((code, _, err),) = run_ranks(1, offline, argv)[0]
-    assert code == 0 and err.count("warning: wandb's run in /dev/full/x cannot be written") == 1, err
+    assert code == 0 and err.count("warning: wandb's run of p cannot be written") == 1, err

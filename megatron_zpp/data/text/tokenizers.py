@@ -267,9 +267,8 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
                 lost = f"{file} leaves characters out that it does not know, such as {character!r}"
                 raise ValueError(f"{lost}: give its model an unknown token or all bytes")
 
-    def apply_chat_template(self, messages: list[str]) -> list[str]:
-        """Format each message of a user by the chat template, up to where the answer begins. Raises ValueError."""
-        chats = [[{"role": "user", "content": message}] for message in messages]
+    def apply_chat_template(self, chats: list[list[dict[str, str]]]) -> list[str]:
+        """Format chats by the chat template, up to where the answer begins. Raises ValueError."""
         library = self._with_template()
         with _errors_of_template():
             return [library.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]

@@ -1,0 +1,60 @@
+"""Chat with a checkpoint's model in a terminal.
+
+megatron-zpp chat --load runs/finetuning/checkpoints
+"""
+
+import argparse
+import sys
+
+from megatron_zpp.commands.common import given_architecture
+from megatron_zpp.commands.generate_text import (
+    add_checkpoint_flags,
+    add_drawing_flags,
+    chosen_device,
+    continue_texts,
+    load_model,
+    open_checkpoint,
+)
+from megatron_zpp.data.text.tokenizers import chat_tokenizer
+from megatron_zpp.errors import reports_errors
+from megatron_zpp.settings.flags import local_path
+
+
+@reports_errors
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Chat with a checkpoint's model.", allow_abbrev=False)
+    add = parser.add_argument
+    add("--load", type=local_path(str), required=True, metavar="DIR", help="folder given to --save in training")
+    add("--system", metavar="TEXT", help="the system's message, before yours")
+    add_drawing_flags(parser, num_tokens=512)
+    add_checkpoint_flags(parser)
+    args = parser.parse_args(argv)
+    checkpoint, meta, settings, tokenizer = open_checkpoint(args)
+    chats = chat_tokenizer(tokenizer, settings["tokenizer_type"])
+    model = load_model(checkpoint, meta, chosen_device(args), given_architecture(args))
+    beginning = [{"role": "system", "content": args.system}] if args.system is not None else []
+    messages = list(beginning)
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  # lets input() edit lines, and recall earlier ones
+
+        print("/new begins again, Ctrl-C ends an answer, Ctrl-D the chat")
+    while True:
+        try:
+            said = input("> " if sys.stdin.isatty() else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if said == "/new":
+            messages = list(beginning)
+        if said in ("", "/new"):
+            continue
+        messages.append({"role": "user", "content": said})
+        answer = ""
+        try:
+            for piece in continue_texts(args, settings, tokenizer, model, chats.apply_chat_template([messages])):
+                print(piece, end="", flush=True)
+                answer += piece
+        except KeyboardInterrupt:  # the chat goes on with what was said so far
+            pass
+        print()
+        messages.append({"role": "assistant", "content": answer})
