@@ -76,11 +76,8 @@ def write_files(folder: Path) -> dict[str, str]:
     with IndexedDatasetWriter(data, "<u2") as writer:
         for start in range(4000):  # a thousandth of which is the smallest test split
             writer.add_document([[(start + 7 * i) % 199 for i in range(50)]])
-    (folder / "data-args").write_text(data)
-    (folder / "splits.json").write_text(json.dumps({split: [data] for split in ("train", "valid", "test")}))
     (folder / "empty").mkdir()
     paths = {f"{split}data-path": data for split in ("", "train-", "valid-", "test-")}
-    paths |= {"data-args-path": str(folder / "data-args"), "per-split-data-args-path": str(folder / "splits.json")}
     paths |= {"vocab-file": str(folder / "vocab.json"), "merge-file": str(folder / "merges.txt")}
     paths |= {"load": str(folder / "empty"), "hf": str(hf), "sp": str(folder / "sp.model")}
     return paths

@@ -221,12 +221,12 @@ def _check_lora(settings: Settings) -> None:
 
 def _check_data(data: DataSettings) -> None:
     per_split = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if getattr(data, name)]
-    sources = ("data_path", "data_args_path", "mock_data", "per_split_data_args_path", *per_split[:1])
+    sources = ("data_path", "mock_data", *per_split[:1])
     given = [flag_of(name) for name in sources if getattr(data, name)]
     require(given, "what to train on? give --data-path PREFIX, --train-data-path PREFIX or --mock-data")
     require(len(given) == 1, f"{' and '.join(given)} both say where the data is; give one")
     no_split = f"--split divides --data-path; it has no meaning with {given[0]}: leave it out"
-    require(not (per_split or data.per_split_data_args_path) or data.split is None, no_split)
+    require(not per_split or data.split is None, no_split)
     is_cyclic = data.dataloader_type == "cyclic"
     for name in ("mock_data", "eod_mask_loss"):
         message = f"{flag_of(name)} does not go with --sft, which reads whole chats and their loss masks; leave one out"

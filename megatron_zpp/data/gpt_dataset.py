@@ -37,8 +37,7 @@ class GPTDataset(Dataset):
     """Samples of ``options.seq_length`` tokens from the sequences ``sequences`` of ``indexed``.
 
     Each item is a new array of ids, int64 [L + 1], for ``loader.make_batch``. ``num_samples`` None means one epoch;
-    otherwise the dataset holds all samples of the epochs that they take. With ``keep_last``, the last item may be
-    shorter.
+    otherwise the dataset holds all samples of the epochs that they take.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class GPTDataset(Dataset):
         *,
         num_samples: int | None,
         name: str = "train",
-        keep_last: bool = False,
         cache: IndexCache,
     ) -> None:
         if indexed.sequence_modes is not None and indexed.sequence_modes.any():
@@ -60,7 +58,7 @@ class GPTDataset(Dataset):
             empty = f"the {name} split of {indexed.prefix} is empty ({len(sequences)} of {len(indexed)} documents)"
             raise TooLittleDataError(f"{empty}: give a larger share with --split, more data, or --eval-iters 0")
         seq_length, seed, stable = options.seq_length, options.seed, options.stable_order
-        samples_per_epoch = samples_in(1, num_tokens, seq_length, keep_last)
+        samples_per_epoch = samples_in(1, num_tokens, seq_length)
         if samples_per_epoch == 0:  # in Megatron a sample repeats the data within itself
             few = f"the {name} split of {indexed.prefix} holds {num_tokens} tokens, less than {seq_length} + 1"
             raise TooLittleDataError(f"{few}: give more data, or a smaller --seq-length")
@@ -72,10 +70,10 @@ class GPTDataset(Dataset):
 
         def build(advance: Advance) -> Arrays:
             lengths = indexed.sequence_lengths
-            more: dict[str, Any] = {"keep_last": keep_last, "advance": advance}
             if stable:
-                return stable_order(lengths, sequences, self.epochs, seq_length, seed, **more)
-            return megatron_order(lengths, sequences, self.epochs, self.separate_last_epoch, seq_length, seed, **more)
+                return stable_order(lengths, sequences, self.epochs, seq_length, seed, advance)
+            last = self.separate_last_epoch
+            return megatron_order(lengths, sequences, self.epochs, last, seq_length, seed, advance)
 
         key = {  # everything that the order depends on; num_samples matters only by the epochs it takes
             "indices": ["GPTDataset", INDEX_VERSION],
@@ -84,7 +82,6 @@ class GPTDataset(Dataset):
             "epochs": self.epochs,
             "separate_last_epoch": self.separate_last_epoch,
             "stable": stable,
-            "keep_last": keep_last,
             "seq_length": seq_length,
             "seed": seed,
         }

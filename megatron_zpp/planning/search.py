@@ -123,7 +123,7 @@ FILLED_IN = (
     (("--train-iters", "--train-samples", "--train-tokens"), "--train-iters 1000"),
     (("--lr",), "--lr 1e-4"),
     (
-        ("--data-path", "--train-data-path", "--mock-data", "--data-args-path", "--per-split-data-args-path"),
+        ("--data-path", "--train-data-path", "--mock-data"),
         "{data}",
     ),
     (("--tokenizer-type", "--vocab-file"), "--tokenizer-type NullTokenizer --vocab-size {vocabulary}"),

@@ -75,22 +75,12 @@ class DataSettings:
     train_data_path: tuple[str, ...] | None = _prefixes("dataset(s) of the train split, instead of --split")
     valid_data_path: tuple[str, ...] | None = _prefixes("dataset(s) of the validation split")
     test_data_path: tuple[str, ...] | None = _prefixes("dataset(s) of the test split")
-    data_args_path: str | None = _file("file with the value of --data-path", tier="advanced")
-    per_split_data_args_path: str | None = _file(
-        "JSON file with dataset(s) per split: keys train, valid, test", tier="advanced"
-    )
     data_cache_path: str | None = _folder("folder of the index cache; default beside the data", resume="free")
     no_mmap_bin_files: bool = flag(False, "read tokens from the file instead of mapping it into memory", resume="free")
     data_order_stable: bool = _advanced(
         False, "shuffle each epoch alone, so that the order is that of any longer run", resume="compared"
     )
-    mid_level_dataset_surplus: float = _advanced(
-        0.005, "fraction to index beyond a dataset's share", at_least=0, at_most=1, resume="compared"
-    )
     dataloader_type: str = _advanced("single", "read samples once, or in a cycle", choices=("single", "cyclic"))
-    pad_last_valid_sample: bool = _advanced(
-        False, "validate on the last, incomplete sample too, padded without loss", resume="free"
-    )
     sft: bool = flag(False, "train on chats of preprocess_data --chat, with loss on the assistant's tokens alone")
     mock_data: bool = flag(False, "random tokens instead of data, to measure speed")
     num_workers: int = flag(2, "loader processes per rank", at_least=0, at_most=256, resume="free")

@@ -228,7 +228,7 @@ def test_files_that_never_end_are_not_read(tmp_path):
 
 def test_every_flag_for_a_path_refuses_a_bucket():
     paths = {flag.name: flag for flag in flags_by_name().values() if flag.metavar in PATHS}
-    assert {"--data-path", "--data-args-path", "--tokenizer-model", "--save", "--tensorboard-dir"} <= {*paths}
+    assert {"--data-path", "--tokenizer-model", "--save", "--tensorboard-dir"} <= {*paths}
     for name in paths:
         for bucket in ("s3://bucket/a.b", "gs://bucket/a", "hdfs://host:8020/a"):
             (line,) = [text for text in mistakes(f"{SMALL} {name} {bucket}") if bucket in text]

@@ -11,7 +11,7 @@ from megatron_zpp.data.indexed_dataset import IndexedDataset
 from tests.data.small_data import A, B, write
 
 
-def dataset_of(tmp_path, prefix=A, sequences=None, num_samples=None, name="train", keep_last=False, **options):
+def dataset_of(tmp_path, prefix=A, sequences=None, num_samples=None, name="train", **options):
     indexed = IndexedDataset(prefix)
     return GPTDataset(
         indexed,
@@ -19,7 +19,6 @@ def dataset_of(tmp_path, prefix=A, sequences=None, num_samples=None, name="train
         SampleOptions(**({"seq_length": 128, "seed": 1234} | options)),
         num_samples=num_samples,
         name=name,
-        keep_last=keep_last,
         cache=IndexCache(str(tmp_path / "cache")),
     )
 
@@ -36,13 +35,12 @@ def write_lengths(prefix, lengths):
     seq_length=st.integers(1, 40),
     seed=st.integers(0, 2**32 - 1),
     stable_order=st.booleans(),
-    keep_last=st.booleans(),
 )
-def test_one_epoch_serves_every_token_once(tmp_path_factory, lengths, seq_length, seed, stable_order, keep_last):
-    """As inputs: each once, but for those behind the last whole sample, which only ``keep_last`` serves."""
+def test_one_epoch_serves_every_token_once(tmp_path_factory, lengths, seq_length, seed, stable_order):
+    """As inputs: each once, but for those behind the last whole sample."""
     folder = tmp_path_factory.mktemp("data")
     write_lengths(folder / "x", lengths)
-    options = {"seq_length": seq_length, "seed": seed, "stable_order": stable_order, "keep_last": keep_last}
+    options = {"seq_length": seq_length, "seed": seed, "stable_order": stable_order}
     dataset = dataset_of(folder, folder / "x", **options)
     samples = [dataset[i] for i in range(len(dataset))]
     if stable_order:  # begins as Megatron's order of one epoch, and only grows
@@ -54,8 +52,7 @@ def test_one_epoch_serves_every_token_once(tmp_path_factory, lengths, seq_length
         samples = [longer[i] for i in range(len(samples), len(longer))]  # the second epoch
     inputs = np.concatenate([sample[:-1] for sample in samples])
     labels = np.concatenate([sample[1:] for sample in samples])
-    predictions = sum(lengths) - 1
-    served = predictions if keep_last else predictions // seq_length * seq_length
+    served = (sum(lengths) - 1) // seq_length * seq_length
     assert len(np.unique(inputs)) == len(inputs) == served
     assert len(np.unique(labels)) == len(labels) == served
     documents = np.repeat(np.arange(len(lengths)), lengths)
@@ -73,7 +70,7 @@ def test_rewritten_data_is_not_served_by_the_old_index(tmp_path):
 def test_the_cache_knows_all_that_the_order_depends_on(tmp_path):
     variants = [
         *({}, {"seed": 1}, {"seq_length": 64}, {"sequences": range(1, 200)}, {"sequences": range(199)}),
-        *({"num_samples": 500}, {"num_samples": 550}, {"num_samples": 300}, {"keep_last": True}, {"prefix": B}),
+        *({"num_samples": 500}, {"num_samples": 550}, {"num_samples": 300}, {"prefix": B}),
         *({"num_samples": 500, "stable_order": True}, {"stable_order": True}),
     ]
     for number, variant in enumerate(variants):

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.data.build import build_datasets
 from megatron_zpp.data.gpt_dataset import SampleOptions
 from megatron_zpp.data.loader import (
     build_loader,
@@ -149,20 +148,6 @@ def test_running_out_of_samples_is_an_error(dataset):
     assert len(list(islice(batches, 3))) == 3
     with pytest.raises(ValueError, match="out of data: the dataset has 257 samples"):
         next(batches)
-
-
-def test_the_last_validation_sample_is_padded_where_asked(tmp_path):
-    valid = build_datasets(
-        SampleOptions(seq_length=128, seed=1234),
-        valid_data_path=[A],
-        num_samples=(0, 1, 0),
-        keep_last_valid=True,
-        cache_path=str(tmp_path),
-    ).valid
-    batches = [make_batch(stack_samples([valid[i]], 129), valid.options) for i in range(len(valid))]
-    predicted = [int(batch["loss_mask"].sum()) for batch in batches]
-    assert (len(valid), sum(predicted)) == (258, 32_965 - 1)  # each token but the first
-    assert sorted(predicted)[:2] == [(32_965 - 1) % 128, 128]
 
 
 # Orders
