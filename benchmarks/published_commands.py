@@ -45,7 +45,7 @@ SIZES = {
     "moe-experts-per-layer": 8, "yarn-original-max-position-embeddings": 16,
     # lengths and intervals
     "train-iters": 2, "train-samples": 16, "lr-decay-iters": 2, "lr-decay-samples": 16, "lr-warmup-iters": 1,
-    "lr-warmup-samples": 8, "lr-wsd-decay-iters": 1, "lr-wsd-decay-samples": 8, "eval-iters": 1, "log-interval": 1,
+    "lr-warmup-samples": 8, "lr-wsd-decay-iters": 1, "eval-iters": 1, "log-interval": 1,
     "save-interval": 2, "save-retain-interval": 2, "exit-interval": 2, "step-batch-size-schedule": "0:4 64:8",
     "rampup-batch-size": "4 4 8",
 }  # fmt: skip

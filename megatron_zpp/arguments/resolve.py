@@ -194,9 +194,7 @@ def _check_curriculum(settings: Settings) -> None:
     ranks = settings.distributed
     parts = 2 * ranks.context_parallel_size if ranks.context_parallel_size > 1 else 1
     parts *= ranks.tensor_model_parallel_size if ranks.sequence_parallel else 1
-    uneven = (
-        f"--curriculum-length-step {curriculum.step} and last length {curriculum.last} are not multiples of {parts}"
-    )
+    uneven = f"samples grow by {curriculum.step} tokens to --seq-length {curriculum.last}: no multiples of {parts}"
     divided = "the parts into which --context-parallel-size and --sequence-parallel divide a sample"
     require(curriculum.step % parts == 0 and curriculum.last % parts == 0, f"{uneven}, {divided}")
     counted = "--reset-attention-mask and --sft count whole samples; leave them or --curriculum-min-length out"

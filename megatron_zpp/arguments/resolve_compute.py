@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from megatron_zpp.optim.batch_size import Curriculum
 from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD
 from megatron_zpp.settings.checks import flag_of, require
 from megatron_zpp.settings.groups import ActivationSettings, PrecisionSettings, Settings
@@ -48,7 +49,7 @@ def check_float8(settings: Settings, num_layers: int) -> None:
     if precision.fp8_format is None:
         return
     lengths = [training.seq_length or 0]
-    lengths += [training.curriculum_length_step] if training.curriculum_min_length is not None else []
+    lengths += [Curriculum.step] if training.curriculum_min_length is not None else []
     for length in lengths:
         tokens = (training.micro_batch_size or 0) * length // settings.distributed.context_parallel_size
         uneven = f"--fp8-format needs micro-batches of a multiple of {_FLOAT8_MULTIPLE} tokens on a rank, not {tokens}"

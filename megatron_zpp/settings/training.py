@@ -50,11 +50,9 @@ class TrainingSettings:
     )
     seq_length: int | None = _order(None, "tokens per sample", at_least=1, at_most=2**27)
     curriculum_min_length: int | None = _order(
-        None, "first length of samples, which grow for --curriculum-iters; default full length", at_least=1
+        None, "first length of samples, which grow by 8 tokens for --curriculum-iters; default full length", at_least=8
     )
-    curriculum_max_length: int | None = _curriculum(None, "last length of samples; default --seq-length")
     curriculum_iters: int | None = _curriculum(None, "optimizer steps over which samples grow")
-    curriculum_length_step: int = _curriculum(8, "lengths of growing samples are multiples of this")
     seed: int = _order(1234, "seed of weights, data order, dropout, stochastic rounding", at_least=0, at_most=2**32 - 1)
     eval_iters: int = flag(100, "batches per evaluation", at_least=0)
     eval_global_batch_size: int | None = _advanced(
@@ -140,18 +138,6 @@ class OptimizerSettings:
     weight_decay: float = _non_negative(
         0.01, "decoupled weight decay; not applied to biases and 1-D parameters", resume="compared"
     )
-    start_weight_decay: float | None = _non_negative(
-        None, "weight decay at the start, with --weight-decay-incr-style", resume="compared", tier="advanced"
-    )
-    end_weight_decay: float | None = _non_negative(
-        None, "weight decay at the end, with --weight-decay-incr-style", resume="compared", tier="advanced"
-    )
-    weight_decay_incr_style: str = _compared(
-        "constant",
-        "how weight decay moves from start to end",
-        choices=("constant", "linear", "cosine"),
-        tier="advanced",
-    )
     clip_grad: float = _non_negative(1.0, "clip the global gradient norm to this; 0 = off")
     adam_beta1: float = _fraction(0.9, "Adam's first-moment decay")
     adam_beta2: float = _fraction(0.999, "Adam's second-moment decay")
@@ -221,7 +207,6 @@ class ScheduleSettings:
         "exponential", "shape of WSD's final decay", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
     lr_wsd_decay_iters: int | None = _wsd(None, "steps of WSD's final decay", at_least=1)
-    lr_wsd_decay_samples: int | None = _wsd(None, "samples of WSD's final decay", at_least=1, at_most=2**53)
     override_opt_param_scheduler: bool = flag(
         False,
         "on resume take the schedule from the flags",

@@ -156,7 +156,7 @@ def scheduler(kind, params):
         ({"communication_data_type": "fp32"},
          dict(grad_reduce_in_bf16=False, accumulate_allreduce_grads_in_fp32=True)),
         ({"curriculum_learning": CURRICULUM},
-         dict(curriculum_min_length=8, curriculum_max_length=32, curriculum_iters=10, curriculum_length_step=8)),
+         dict(curriculum_min_length=8, seq_length=32, curriculum_iters=10)),
         ({"curriculum_learning": CURRICULUM | {"enabled": False}}, dict(curriculum_min_length=None)),
     ],
 )  # fmt: skip
