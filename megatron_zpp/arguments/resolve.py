@@ -104,11 +104,6 @@ def resolve(
     with mistakes.collected():
         check_expert_parallel(settings, fsdp_size)
     with mistakes.collected():
-        steps_twice = settings.zero.cpu_offload and settings.optimizer.use_apex
-        require(not steps_twice, "--use-apex steps on the GPU, --cpu-offload on the host; leave one out")
-        has_momentum = settings.optimizer.optimizer != "sgd" or settings.optimizer.sgd_momentum > 0
-        keeps_momentum = "--use-apex keeps a momentum for sgd: give --sgd-momentum above 0, or leave --use-apex out"
-        require(has_momentum or not settings.optimizer.use_apex, keeps_momentum)
         check_zero(settings.zero, settings.zeropp, fsdp_size, distributed)
     with mistakes.collected():
         check_float8(settings, num_layers)

@@ -160,7 +160,6 @@ class OptimizerSettings:
         None, "bits of the momentum that crosses nodes for whole matrices; default 16, lossless", at_least=1
     )
     muon_stale_rows: bool = _muon(False, "between whole steps, complete each node's rows by those sent last")
-    use_apex: bool = _advanced(False, "NVIDIA Apex's fused optimizer and norms, which must be installed", resume="free")
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,6 @@ from tests.convert.hf.small_models import CONFIGS, to_hf_config
         ("--optimizer muon --num-experts 2 --disable-bias-linear", "muon leave --num-experts out"),
         ("--optimizer muon --cpu-offload", "muon leave --cpu-offload out"),
         ("--optimizer muon --zero-stage 0", "--optimizer muon needs --zero-stage 1, 2 or 3"),
-        ("--optimizer muon --use-apex", "muon leave --use-apex out"),
         ("--lora-rank 4", "--lora-rank needs --pretrained-checkpoint"),
         (
             "--lora-rank 4 --pretrained-checkpoint x --tensor-model-parallel-size 2",
@@ -135,8 +134,6 @@ from tests.convert.hf.small_models import CONFIGS, to_hf_config
         ("--zero-hpz-partition-size 2 --zeropp-ranks-per-node 4",
          "--zero-hpz-partition-size 2 --zeropp-ranks-per-node 4"),
         ("--cpu-offload --zero-stage 0", "--cpu-offload moves shards to host memory, and --zero-stage 0 has none"),
-        ("--cpu-offload --use-apex", "--use-apex steps on the GPU, --cpu-offload on the host"),
-        ("--optimizer sgd --sgd-momentum 0 --use-apex", "give --sgd-momentum above 0, or leave --use-apex out"),
         # HSDP
         ("--num-distributed-optimizer-instances 3", "--num-distributed-optimizer-instances 3 4 1, 2, 4"),
         ("--num-distributed-optimizer-instances 2 --zero-stage 0", "instances 2 --zero-stage 0 none"),
