@@ -105,7 +105,7 @@ def small(words: list[str], layers: int, files: dict[str, str], output: str) -> 
             more[name] = first if stays else SIZES[name]
         elif name in PARALLEL and flags[name] not in ([], ["1"]):
             more[name] = 2
-        elif name in ("save", "tensorboard-dir", "data-cache-path", "wandb-save-dir", "profile-dir"):
+        elif name in ("save", "tensorboard-dir", "data-cache-path", "wandb-save-dir"):
             more[name] = f"{output}/{name}"
         elif name in files:
             more[name] = files[name]

@@ -69,8 +69,6 @@ def resolve_activation(activation: ActivationSettings, num_layers: int) -> Activ
     granularity = activation.recompute_granularity
     method, layers = activation.recompute_method, activation.recompute_num_layers
     modules = activation.recompute_modules if granularity == "selective" else None  # else without effect, and noted
-    both = "--activation-memory-budget and --recompute-granularity both choose what is recomputed; give one"
-    require(granularity is None or activation.activation_memory_budget is None, both)
     offloaded = activation.cpu_offloading_num_layers
     require(offloaded <= num_layers, f"--cpu-offloading-num-layers {offloaded} is above --num-layers {num_layers}")
     held = "--cpu-offloading-num-layers cannot offload what --recompute-granularity selective keeps by operator"

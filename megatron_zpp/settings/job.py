@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from megatron_zpp.fields import flag
 from megatron_zpp.zeropp.config import QUANTIZED
-from megatron_zpp.zeropp.recipes import AUTO, LOSS_BUDGET, RECIPES
+from megatron_zpp.zeropp.recipes import AUTO, RECIPES
 
 _advanced = partial(flag, tier="advanced")
 _folder = partial(flag, None, metavar="DIR")
@@ -42,17 +42,6 @@ class ZeroSettings:
         name="--zeropp",
         choices=(*RECIPES, AUTO),
         settles="wire",
-    )
-    zeropp_redecide: bool = flag(
-        False,
-        "let --zeropp auto choose again on resume, not keep the checkpoint's choice",
-        effective_with="zeropp=auto",
-    )
-    zeropp_loss_budget: float = flag(
-        LOSS_BUDGET,
-        "percent of loss that a recipe of --zeropp auto may cost in the study, mean plus spread",
-        at_least=0,
-        effective_with="zeropp=auto",
     )
     cpu_offload: bool = flag(
         False, "keep parameters, gradients and optimizer state in host memory, and step there", settles="wire"
@@ -162,7 +151,6 @@ class CheckpointSettings:
         effective_with="load",
     )
     load_latest_good: bool = _loading(False, "load the newest checkpoint without damage, NaN or Inf")
-    override_batch_size: bool = _loading(False, "on resume take the batch size from the flags")
     override_data: bool = _loading(False, "on resume take data, tokenizer, order, seed and --seq-length from the flags")
     finetune: bool = _loading(
         False, "load only the parameters, start at iteration 0, and note what differs from their run"
@@ -172,7 +160,6 @@ class CheckpointSettings:
     no_load_rng: bool = _loading(False, "do not load random states")
     publish: str | None = _folder("folder to publish weights in, to the bit of bf16, for processes that follow the run")
     publish_interval: int = _publishing(1, "optimizer steps between published versions")
-    publish_anchor_interval: int = _publishing(100, "versions between full copies, for readers that missed some")
 
 
 @dataclass(frozen=True)
@@ -191,11 +178,10 @@ class LoggingSettings:
     wandb_entity: str | None = flag(None, "wandb entity", effective_with="wandb_project")
     wandb_save_dir: str | None = _folder("folder of wandb's files; default SAVE/wandb", effective_with="wandb_project")
     profile: bool = flag(False, "profile a few steps: for Nsight Systems, or with --use-pytorch-profiler")
-    use_pytorch_profiler: bool = _profile(False, "write traces that Perfetto opens")
+    use_pytorch_profiler: bool = _profile(False, "write traces for Perfetto to --tensorboard-dir or SAVE/profile")
     profile_step_start: int = _profile(10, "profile the steps after this one", at_least=0)
     profile_step_end: int = _profile(12, "the last step to profile", at_least=1)
     profile_ranks: tuple[int, ...] | None = _profile(None, "ranks to profile; default all", nargs="+", at_least=0)
-    profile_dir: str | None = _folder("folder of traces; default TensorBoard's, or SAVE/profile", needs="profile")
 
 
 @dataclass(frozen=True)

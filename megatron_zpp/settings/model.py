@@ -121,14 +121,6 @@ class ActivationSettings:
     )
     recompute_num_layers: int | None = flag(None, "see --recompute-method; default 1", at_least=1)
     compile: bool = flag(False, "torch.compile each block, and the loss between its matrix products", settles="")
-    activation_memory_budget: float | None = flag(
-        None,
-        "share of activations that torch.compile keeps, 0 for the blocks' inputs alone; it recomputes the cheapest",
-        needs="compile",
-        at_least=0,
-        at_most=1,
-        settles="",
-    )
     cpu_offloading_num_layers: int = flag(
         0,
         "keep in host memory what the first layers (of each stage) save for the backward pass",

@@ -7,7 +7,7 @@ from typing import ClassVar
 from megatron_zpp.fields import flag
 
 _advanced = partial(flag, tier="advanced")
-_batch = partial(flag, resume="--override-batch-size")
+_batch = partial(flag, resume="--override-opt_param-scheduler")
 _order = partial(flag, resume="--override-data")
 _compared = partial(flag, resume="compared")
 _WARMUPS = "lr_warmup_iters lr_warmup_fraction lr_warmup_samples lr_warmup_tokens"
@@ -67,9 +67,6 @@ class TrainingSettings:
     )
     eval_tasks_interval: int | None = flag(
         None, "optimizer steps between evaluations on tasks; default none but the last", needs="eval_tasks", at_least=1
-    )
-    eval_tasks_limit: int | None = flag(
-        None, "documents of each task to evaluate on, the first ones; default all", needs="eval_tasks", at_least=1
     )
     deterministic_mode: bool = flag(
         False, "choose torch's deterministic algorithms, for the same numbers in each run; slower on GPUs"
@@ -168,12 +165,11 @@ class LoraSettings:
 
     FLAGS: ClassVar[dict[str, str]] = dict(resume="model")
     lora_rank: int | None = _advanced(
-        None, "train adapters of this rank beside the frozen weights of --pretrained-checkpoint", at_least=1
+        None,
+        "train adapters of this rank beside the linear layers of --pretrained-checkpoint, which stay frozen",
+        at_least=1,
     )
     lora_alpha: float = flag(32.0, "multiply the output of adapters by this / rank", above=0, needs="lora_rank")
-    lora_target_modules: tuple[str, ...] | None = flag(
-        None, "linear layers that get adapters; default all of the blocks", nargs="+", metavar="NAME", needs="lora_rank"
-    )
     pretrained_checkpoint: str | None = flag(
         None,
         "folder of checkpoints whose latest has the frozen weights",

@@ -105,7 +105,7 @@ def load_tasks(training: ResolvedTraining) -> Tasks | None:
     load_package("lm_eval", "--eval-tasks", "eval")
     from megatron_zpp.integrations.lm_eval import Tasks
 
-    return Tasks(training.eval_tasks, training.eval_tasks_path, training.eval_tasks_limit, length=training.seq_length)
+    return Tasks(training.eval_tasks, training.eval_tasks_path, length=training.seq_length)
 
 
 def check_same_data_on_all_ranks(datasets: Datasets) -> None:

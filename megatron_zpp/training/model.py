@@ -116,7 +116,7 @@ class ModelBuilder:
         model = architecture.build_model(settings.model, self.vocab_size)
         if (lora := settings.lora).lora_rank is not None:
             with errors_on_all_ranks():
-                add_adapters(model, lora.lora_rank, lora.lora_alpha, lora.lora_target_modules)
+                add_adapters(model, lora.lora_rank, lora.lora_alpha)
         with errors_on_all_ranks():
             check_recomputed_modules(model, settings.activation.recompute_modules or ())
         if (precision := settings.precision).fp8_format is not None:
@@ -152,8 +152,6 @@ class ModelBuilder:
                 splits_backward=self.settings.distributed.pipeline_schedule in SPLITS_BACKWARD,
             )
         if activation.compile:
-            budget = activation.activation_memory_budget
-            torch._functorch.config.activation_memory_budget = 1.0 if budget is None else budget  # 1: torch's default
             for block in model.layers:
                 block.forward = torch.compile(block.forward)
         if activation.cpu_offloading_num_layers > 0:

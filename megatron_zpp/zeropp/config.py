@@ -181,8 +181,7 @@ class ZeroPPConfig:
     check_agreement: bool = flag(
         False,
         "debugging: before each gather, check that all ranks agree on which parameters changed",
-        resume="free",
-        settles="",
+        name=None,
     )
     # Of all that is quantized but LoCo's errors.
     scale_dtype: str = flag(

@@ -20,7 +20,7 @@ NEEDED = {
     "moe_token_bits": f"{EXPERTS} --expert-model-parallel-size 2",
     "moe_router_bias_update_rate": f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
     "lora_rank": "--pretrained-checkpoint {folder}",
-    **dict.fromkeys(("lora_alpha", "lora_target_modules"), "--lora-rank 2 --pretrained-checkpoint {folder}"),
+    "lora_alpha": "--lora-rank 2 --pretrained-checkpoint {folder}",
     "pretrained_checkpoint": "--lora-rank 2",
     "curriculum_min_length": "--curriculum-iters 2",
     "curriculum_iters": "--curriculum-min-length 8",

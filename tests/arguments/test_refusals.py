@@ -109,7 +109,6 @@ from tests.convert.hf.small_models import CONFIGS, to_hf_config
         ("--recompute-num-layers 2", "--recompute-num-layers --recompute-granularity full"),
         ("--checkpoint-activations --recompute-num-layers 5", "--recompute-num-layers 5 4"),
         ("--cpu-offloading-num-layers 5", "--cpu-offloading-num-layers 5 is above --num-layers 4"),
-        ("--recompute-granularity full --activation-memory-budget 0.5 --compile", "both choose what is recomputed"),
         ("--cpu-offloading-num-layers 1 --recompute-activations", "use full, or --recompute-modules"),
         ("--cpu-offloading", "--cpu-offloading does not hold for this run --cpu-offloading-num-layers"),
         ("--checkpoint-in-cpu", "use --cpu-offloading-num-layers"),

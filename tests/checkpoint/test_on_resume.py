@@ -26,7 +26,7 @@ def resume(*more: str, begun_with: str = "") -> list[str]:
 
 def test_every_flag_says_what_a_resume_does_in_words_that_are_checked():
     """A misspelled class would let a run go on with another value without a word."""
-    overrides = {"--override-batch-size", "--override-data", "--override-opt_param-scheduler", "--no-load-optim"}
+    overrides = {"--override-data", "--override-opt_param-scheduler", "--no-load-optim"}
     assert {flag.resume for flag in all_flags().values()} == {"free", "noted", "model", "compared", *overrides}
 
 
