@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_zpp.families import ARCHITECTURES, Architecture
 from megatron_zpp.settings.checks import require
-from megatron_zpp.settings.flags import Flag, group_title, iterate_flags
+from megatron_zpp.settings.flags import group_title, iterate_flags
 from megatron_zpp.settings.groups import flags_by_name, iterate_groups
 
 FIRST = {  # group of --help: its flags
@@ -58,20 +58,5 @@ def help_text(architecture: Architecture, words: Sequence[str] = ("--help",)) ->
     for title, section_flags in shown.items():
         section = parser.add_argument_group(title)
         for flag in section_flags:
-            if flag.value_type is bool:
-                section.add_argument(flag.name, action="store_true", help=_help(flag))
-            else:
-                metavar = flag.metavar or {int: "N", float: "X", str: "NAME"}[flag.value_type]
-                if flag.choices is not None:
-                    metavar = f"{{{','.join(flag.choices)}}}"
-                section.add_argument(flag.name, nargs=flag.nargs, metavar=metavar, help=_help(flag))
+            flag.add_to(section)
     return parser.format_help()
-
-
-def _help(flag: Flag) -> str:
-    text = flag.help + (f" ({flag.bounds})" if str(flag.bounds) else "")
-    if flag.default not in (None, False):
-        text += f" (default: {flag.default})"
-    if flag.tier == "experimental":
-        text += " [experimental]"
-    return text.replace("%", "%%")

@@ -85,6 +85,23 @@ class Flag:
             return " ".join([self.name, *map(str, value)])
         return self.name if value is True else f"{self.name} {0 if value is None else value}"
 
+    def add_to(self, section: Any, required: bool = False) -> None:
+        """Add the flag to a parser or group of argparse. A switch that is not given is None, as any other flag."""
+        text = self.help + (f" ({self.bounds})" if str(self.bounds) else "")
+        if self.default not in (None, False):
+            text += f" (default: {self.default})"
+        if self.tier == "experimental":
+            text += " [experimental]"
+        options: dict[str, Any] = {"action": "store_true"}
+        if self.value_type is not bool:
+            metavar = self.metavar or {int: "N", float: "X", str: "NAME"}[self.value_type]
+            if self.choices is not None and len(self.choices) <= 6:
+                metavar = f"{{{','.join(self.choices)}}}"
+            elif self.choices is not None:
+                text += f"; one of {', '.join(self.choices)}"
+            options = {"type": _argparse_type(self), "nargs": self.nargs, "metavar": metavar}
+        section.add_argument(self.name, help=text.replace("%", "%%"), default=None, required=required, **options)
+
     def read_one(self, word: str) -> Any:
         """Convert one word. Raises ValueError with what it must be and what it is."""
         try:

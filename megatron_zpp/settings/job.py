@@ -18,11 +18,6 @@ _saving = partial(flag, effective_with="save")
 _profile = partial(flag, needs="profile")
 _publishing = partial(flag, needs="publish", at_least=1)
 
-_WITH_MODEL = (  # tokenizers that --tokenizer-model names
-    *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "MegatronSentencePieceTokenizer", "Llama2Tokenizer"),
-    *("HuggingFaceTokenizer", "HFTokenizer", "TikTokenizer"),
-)
-
 
 @dataclass(frozen=True)
 class ZeroSettings:
@@ -76,53 +71,6 @@ class DataSettings:
     eod_mask_loss: bool = flag(False, "no loss where the input is the end-of-document token")
     reset_position_ids: bool = flag(False, "restart positions after an end-of-document token")
     reset_attention_mask: bool = flag(False, "tokens attend to their own document alone")
-
-
-@dataclass(frozen=True)
-class TokenizerSettings:
-    """Tokenizer."""
-
-    tokenizer_type: str | None = flag(
-        None,
-        "kind of tokenizer; default GPT2BPETokenizer with --vocab-file",
-        choices=(*_WITH_MODEL, "GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer"),
-        resume="--override-data",
-    )
-    tokenizer_model: str | None = flag(
-        None,
-        "SentencePiece, .tiktoken or JSON file; folder or cached name of a Hugging Face tokenizer",
-        metavar="PATH",
-        effective_with=" ".join(f"tokenizer_type={kind}" for kind in _WITH_MODEL),
-        tier="stable",
-    )
-    vocab_file: str | None = _file("vocab.json of GPT2BPETokenizer", effective_with="tokenizer_type=GPT2BPETokenizer")
-    merge_file: str | None = _file("merges.txt of GPT2BPETokenizer", effective_with="tokenizer_type=GPT2BPETokenizer")
-    vocab_size: int | None = flag(
-        None,
-        "vocabulary size of NullTokenizer, and of TikTokenizer with a JSON vocabulary: default 131072",
-        at_least=1,
-        resume="model",
-    )
-    tiktoken_pattern: str | None = flag(
-        None,
-        "how TikTokenizer cuts words: gpt2, cl100k_base, o200k_base, v1, v2 or a regular expression",
-        metavar="P",
-        resume="--override-data",
-        effective_with="tokenizer_type=TikTokenizer",
-    )
-    tiktoken_num_special_tokens: int | None = flag(
-        None,
-        "special ids before TikTokenizer's JSON vocabulary, <unk>, <s>, </s> among them; default 1000",
-        at_least=3,
-        resume="--override-data",
-        effective_with="tokenizer_type=TikTokenizer",
-    )
-    tokenizer_hf_no_include_special_tokens: bool = flag(
-        False,
-        "HuggingFaceTokenizer puts nothing around a text, such as the BOS of its post-processor",
-        resume="--override-data",
-        effective_with="tokenizer_type=HuggingFaceTokenizer tokenizer_type=HFTokenizer",
-    )
 
 
 @dataclass(frozen=True)
