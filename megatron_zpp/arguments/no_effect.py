@@ -22,7 +22,7 @@ def check_needed(values: Mapping[str, Any], given: Collection[str]) -> None:
         raise SettingsError(*alone)
 
 
-DYNAMIC_SCALE_SETTINGS = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+DYNAMIC_SCALE_SETTINGS = ("initial_loss_scale", "loss_scale_window", "hysteresis")
 
 
 def _missing(flag: Flag, values: Mapping[str, Any]) -> str:

@@ -25,9 +25,6 @@ def resolve_precision(settings: Settings) -> PrecisionSettings:
     require(not (precision.fp16 and precision.bf16), "--fp16 and --bf16 exclude each other; give one")
     both = "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; give one"
     require(not (precision.grad_reduce_in_bf16 and precision.accumulate_allreduce_grads_in_fp32), both)
-    first, smallest = precision.initial_loss_scale, precision.min_loss_scale
-    below = f"--initial-loss-scale {first:g} is below --min-loss-scale {smallest:g}; raise it or lower that"
-    require(not precision.fp16 or precision.loss_scale is not None or first >= smallest, below)
     # Megatron's rule: bf16 has too few digits to sum gradients in, so sums are fp32 unless asked otherwise. Where sums
     # are fp32 anyway, autograd's gradients stay bf16, in half the memory.
     in_fp32 = precision.accumulate_allreduce_grads_in_fp32

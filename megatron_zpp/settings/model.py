@@ -77,8 +77,7 @@ class PrecisionSettings:
     )
     grad_reduce_in_bf16: bool = flag(False, "reduce gradients in bfloat16 (quantized ones sum in fp32)", needs="bf16")
     loss_scale: float | None = _scaled(None, "fixed loss scale of --fp16; default dynamic", above=0)
-    initial_loss_scale: float = _scaled(2.0**32, "first dynamic loss scale", above=0, resume="free")
-    min_loss_scale: float = _scaled(1.0, "smallest dynamic loss scale", above=0)
+    initial_loss_scale: float = _scaled(2.0**32, "first dynamic loss scale", at_least=1, resume="free")
     loss_scale_window: int = _scaled(1000, "clean steps after which the loss scale doubles", at_least=1)
     hysteresis: int = _scaled(2, "overflows before the loss scale is halved", at_least=1)
     fp8_format: str | None = flag(

@@ -101,7 +101,7 @@ from tests.convert.hf.small_models import CONFIGS, to_hf_config
         ("--lr-warmup-iters 5 --lr-warmup-fraction 0.1", "give the warm-up once"),
         ("--lr-decay-style WSD", "--lr-wsd-decay-iters"),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-warmup-iters 2", "must fit into"),
-        ("--fp16 --initial-loss-scale 0.5", "--initial-loss-scale 0.5 is below --min-loss-scale 1"),
+        ("--fp16 --initial-loss-scale 0.5", "--initial-loss-scale at least 1"),
         ("--grad-reduce-in-bf16", "--grad-reduce-in-bf16 --bf16"),
         ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16 exclude"),
         ("--checkpoint-activations --recompute-activations", "--recompute-granularity --recompute-activations"),
