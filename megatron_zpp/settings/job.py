@@ -61,9 +61,6 @@ class DataSettings:
     test_data_path: tuple[str, ...] | None = _prefixes("dataset(s) of the test split")
     data_cache_path: str | None = _folder("folder of the index cache; default beside the data", resume="free")
     no_mmap_bin_files: bool = flag(False, "read tokens from the file instead of mapping it into memory", resume="free")
-    data_order_stable: bool = _advanced(
-        False, "shuffle each epoch alone, so that the order is that of any longer run", resume="compared"
-    )
     dataloader_type: str = _advanced("single", "read samples once, or in a cycle", choices=("single", "cyclic"))
     sft: bool = flag(False, "train on chats of preprocess_data --chat, with loss on the assistant's tokens alone")
     mock_data: bool = flag(False, "random tokens instead of data, to measure speed")

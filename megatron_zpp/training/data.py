@@ -41,7 +41,6 @@ def build_data(
     options = SampleOptions(
         seq_length=training.seq_length,
         seed=training.seed,
-        stable_order=data.data_order_stable,
         eod=tokenizer.eod,
         eod_mask_loss=data.eod_mask_loss,
         reset_position_ids=data.reset_position_ids or data.sft,

@@ -1,4 +1,4 @@
-"""The rules of Megatron's sample order and blends written out slowly, and what a stable order promises."""
+"""The rules of Megatron's sample order and blends written out slowly."""
 
 import numpy as np
 import pytest

@@ -82,7 +82,7 @@ def histogram(lengths: NDArray[np.int64]) -> list[str]:
 
 def digests(args: argparse.Namespace) -> dict[str, Any]:
     """Return the digests of every split that has data and samples to read."""
-    options = SampleOptions(seq_length=args.seq_length, seed=args.seed, stable_order=args.data_order_stable)
+    options = SampleOptions(seq_length=args.seq_length, seed=args.seed)
     with tempfile.TemporaryDirectory() as folder:
         datasets = build_datasets(
             options,
@@ -161,7 +161,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seq-length", type=number(int, at_least=1), metavar="N", help="tokens per sample")
     epochs = "samples of train, valid, test; all = one epoch of each dataset, the default"
     add("--num-samples", type=num_samples, default=(None, None, None), metavar="A,B,C", help=epochs)
-    add("--data-order-stable", action="store_true", help="the order of that flag")
     add("--data-cache-path", type=path, metavar="DIR", help="keep the indices here; default nowhere")
     args = parser.parse_args(argv)
     if args.digest == (args.prefix is not None):
