@@ -46,7 +46,7 @@ class Flag:
     # What a resume does when the checkpoint's value differs. A flag's name: it refuses, unless that flag is given.
     # "model", "compared": the model's config, or what follows from the value, is compared instead. "noted": it goes on
     # with a note, because the value changes what is learned. "free": it goes on.
-    resume: str = "free"
+    resume: str = "noted"
     zero_is_none: bool = False
     bounds: Bounds = dataclasses.field(default_factory=Bounds)
 

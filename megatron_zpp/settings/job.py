@@ -23,6 +23,7 @@ _publishing = partial(flag, needs="publish", at_least=1)
 class ZeroSettings:
     """ZeRO."""
 
+    FLAGS: ClassVar[dict[str, str]] = dict(resume="free")
     zero_stage: int = flag(
         3,
         "shard nothing (0), optimizer state (1), also gradients (2), also parameters (3)",
@@ -74,6 +75,7 @@ class DataSettings:
 class CheckpointSettings:
     """Checkpoints."""
 
+    FLAGS: ClassVar[dict[str, str]] = dict(resume="free")
     save: str | None = _folder("folder to save checkpoints in")
     overwrite_save: bool = _saving(False, "start even if --save holds another run's checkpoints, and overwrite them")
     save_interval: int | None = _saving(
@@ -111,6 +113,7 @@ class CheckpointSettings:
 class LoggingSettings:
     """Log, TensorBoard, wandb."""
 
+    FLAGS: ClassVar[dict[str, str]] = dict(resume="free")
     log_interval: int = flag(100, "optimizer steps between log lines", at_least=1)
     log_throughput: bool = flag(False, "log TFLOP/s per GPU")
     log_params_norm: bool = flag(False, "log the parameters' norm")
@@ -133,6 +136,7 @@ class LoggingSettings:
 class DistributedSettings:
     """Ranks."""
 
+    FLAGS: ClassVar[dict[str, str]] = dict(resume="free")
     distributed_backend: str | None = flag(None, "default nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo"))
     distributed_timeout_minutes: float = flag(10.0, "limit for a stuck collective", at_least=0.01, at_most=525_600)
     islands: int = _size(

@@ -100,7 +100,7 @@ class PrecisionSettings:
 class ActivationSettings:
     """Activation checkpointing and compilation."""
 
-    FLAGS: ClassVar[dict[str, str]] = dict(settles="recompute")
+    FLAGS: ClassVar[dict[str, str]] = dict(settles="recompute", resume="free")
     recompute_granularity: str | None = flag(
         None,
         "full: whole blocks; selective: keep matrix products, recompute the rest",

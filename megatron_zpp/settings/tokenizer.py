@@ -5,7 +5,7 @@ from functools import partial
 
 from megatron_zpp.fields import flag
 
-_file = partial(flag, None, metavar="FILE")
+_file = partial(flag, None, metavar="FILE", resume="free")
 
 _WITH_MODEL = (  # tokenizers that --tokenizer-model names
     *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "MegatronSentencePieceTokenizer", "Llama2Tokenizer"),
@@ -27,6 +27,7 @@ class TokenizerSettings:
         None,
         "SentencePiece, .tiktoken or JSON file; folder or cached name of a Hugging Face tokenizer",
         metavar="PATH",
+        resume="free",
         effective_with=" ".join(f"tokenizer_type={kind}" for kind in _WITH_MODEL),
         tier="stable",
     )

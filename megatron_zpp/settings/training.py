@@ -7,6 +7,8 @@ from typing import ClassVar
 from megatron_zpp.fields import flag
 
 _advanced = partial(flag, tier="advanced")
+_free = partial(flag, resume="free")
+_tuning = partial(_free, tier="advanced")
 _batch = partial(flag, resume="--override-opt_param-scheduler")
 _order = partial(flag, resume="--override-data")
 _compared = partial(flag, resume="compared")
@@ -23,7 +25,7 @@ _fraction = partial(flag, at_least=0, below=1)
 class TrainingSettings:
     """Batches, length of the run, evaluation."""
 
-    micro_batch_size: int | None = flag(
+    micro_batch_size: int | None = _free(
         None, "samples per rank and forward pass", at_least=1, at_most=2**24, settles="micro-batch"
     )
     global_batch_size: int | None = _batch(
@@ -54,50 +56,52 @@ class TrainingSettings:
     )
     curriculum_iters: int | None = _curriculum(None, "optimizer steps over which samples grow")
     seed: int = _order(1234, "seed of weights, data order, dropout, stochastic rounding", at_least=0, at_most=2**32 - 1)
-    eval_iters: int = flag(100, "batches per evaluation", at_least=0)
-    eval_global_batch_size: int | None = _advanced(
+    eval_iters: int = _free(100, "batches per evaluation", at_least=0)
+    eval_global_batch_size: int | None = _tuning(
         None, "samples per batch of an evaluation; default the last batch size of training", at_least=1, at_most=2**24
     )
-    eval_interval: int | None = flag(None, "optimizer steps between evaluations; default none but the last", at_least=1)
-    eval_tasks: tuple[str, ...] | None = flag(
+    eval_interval: int | None = _free(
+        None, "optimizer steps between evaluations; default none but the last", at_least=1
+    )
+    eval_tasks: tuple[str, ...] | None = _free(
         None, "tasks of lm-evaluation-harness to evaluate on, after training", nargs="+", metavar="NAME"
     )
-    eval_tasks_path: str | None = flag(
+    eval_tasks_path: str | None = _free(
         None, "folder with the tasks' YAML files; default the harness's own tasks", metavar="DIR", needs="eval_tasks"
     )
-    eval_tasks_interval: int | None = flag(
+    eval_tasks_interval: int | None = _free(
         None, "optimizer steps between evaluations on tasks; default none but the last", needs="eval_tasks", at_least=1
     )
-    deterministic_mode: bool = flag(
+    deterministic_mode: bool = _free(
         False, "choose torch's deterministic algorithms, for the same numbers in each run; slower on GPUs"
     )
-    skip_train: bool = flag(False, "only evaluate")
-    config: tuple[str, ...] | None = flag(
+    skip_train: bool = _free(False, "only evaluate")
+    config: tuple[str, ...] | None = _free(
         None,
         "TOML or YAML files with settings by the names of their flags; the last one and the command line win",
         aliases=("--yaml-cfg",),
         nargs="+",
         metavar="FILE",
     )
-    print_config: bool = flag(False, "print all settings that are not their defaults as a file for --config, and exit")
-    dry_run: bool = flag(False, "check this command as its run would, print what it asks for and needs, and exit")
-    dry_run_world_size: int | None = flag(
+    print_config: bool = _free(False, "print all settings that are not their defaults as a file for --config, and exit")
+    dry_run: bool = _free(False, "check this command as its run would, print what it asks for and needs, and exit")
+    dry_run_world_size: int | None = _free(
         None,
         "ranks of other machines for --dry-run; default the launcher's",
         needs="dry_run",
         at_least=1,
         at_most=2**20,
     )
-    exit_interval: int | None = flag(None, "save and exit at iterations divisible by this", at_least=1)
-    exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes", at_least=0)
-    exit_signal_handler: bool = flag(False, "save and exit on SIGTERM and SIGUSR1, as with --save on Ctrl-C anyway")
+    exit_interval: int | None = _free(None, "save and exit at iterations divisible by this", at_least=1)
+    exit_duration_in_mins: float | None = _free(None, "save and exit after this many minutes", at_least=0)
+    exit_signal_handler: bool = _free(False, "save and exit on SIGTERM and SIGUSR1, as with --save on Ctrl-C anyway")
     calculate_per_token_loss: bool = flag(
         False, "average the loss over all tokens of the batch, not over each micro-batch first", resume="noted"
     )
-    no_check_for_nan_in_loss_and_grad: bool = flag(
+    no_check_for_nan_in_loss_and_grad: bool = _free(
         False, "do not stop because of NaN or Inf; such steps are still skipped"
     )
-    max_nonfinite_steps: int | None = _advanced(
+    max_nonfinite_steps: int | None = _tuning(
         None, "save and stop after N steps in a row with NaN or Inf; default 10, or 50 with a dynamic scale", at_least=1
     )
     loss_spike_factor: float | None = _advanced(
@@ -106,8 +110,8 @@ class TrainingSettings:
         above=1,
         resume="noted",
     )
-    manual_gc: bool = _advanced(False, "collect Python garbage only every --manual-gc-interval steps")
-    manual_gc_interval: int = flag(0, "see --manual-gc; 0 = never", at_least=0, effective_with="manual_gc")
+    manual_gc: bool = _tuning(False, "collect Python garbage only every --manual-gc-interval steps")
+    manual_gc_interval: int = _free(0, "see --manual-gc; 0 = never", at_least=0, effective_with="manual_gc")
 
 
 @dataclass(frozen=True)
