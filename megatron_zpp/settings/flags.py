@@ -47,6 +47,7 @@ class Flag:
     # "model", "compared": the model's config, or what follows from the value, is compared instead. "noted": it goes on
     # with a note, because the value changes what is learned. "free": it goes on.
     resume: str = "noted"
+    deepspeed: str = ""  # its keys in a DeepSpeed file, as "optimizer.params.lr"; deepspeed_keys.toml has the others
     zero_is_none: bool = False
     bounds: Bounds = dataclasses.field(default_factory=Bounds)
 

@@ -30,6 +30,7 @@ class ZeroSettings:
         at_least=0,
         at_most=3,
         settles="wire",
+        deepspeed="zero_optimization.stage",
     )
     recipe: str | None = flag(
         None,
@@ -40,7 +41,10 @@ class ZeroSettings:
         settles="wire",
     )
     cpu_offload: bool = flag(
-        False, "keep parameters, gradients and optimizer state in host memory, and step there", settles="wire"
+        False,
+        "keep parameters, gradients and optimizer state in host memory, and step there",
+        settles="wire",
+        deepspeed="zero_optimization.cpu_offload zero_optimization.cpu_offload_param",
     )
     zeropp_monitor_interval: int | None = flag(
         None, "log quantization errors every k-th optimizer step", at_least=1, effective_with=QUANTIZED
@@ -121,9 +125,9 @@ class LoggingSettings:
     log_straggler: bool = _advanced(False, "report ranks that stay slow, and nodes with slow links")
     peak_tflops: float | None = _advanced(None, "peak TFLOP/s of one device, for MFU; known for common GPUs", above=0)
     tensorboard_dir: str | None = _folder("folder of TensorBoard events")
-    wandb_project: str | None = flag(None, "wandb project; no wandb without it")
+    wandb_project: str | None = flag(None, "wandb project; no wandb without it", deepspeed="wandb.project")
     wandb_exp_name: str | None = flag(None, "wandb run name", effective_with="wandb_project")
-    wandb_entity: str | None = flag(None, "wandb entity", effective_with="wandb_project")
+    wandb_entity: str | None = flag(None, "wandb entity", effective_with="wandb_project", deepspeed="wandb.team")
     wandb_save_dir: str | None = _folder("folder of wandb's files; default SAVE/wandb", effective_with="wandb_project")
     profile: bool = flag(False, "profile a few steps: for Nsight Systems, or with --use-pytorch-profiler")
     use_pytorch_profiler: bool = _profile(False, "write traces for Perfetto to --tensorboard-dir or SAVE/profile")

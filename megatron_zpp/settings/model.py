@@ -70,16 +70,18 @@ class PrecisionSettings:
     """Mixed precision. Parameters and optimizer state stay in fp32; this is the dtype of computing and sending."""
 
     FLAGS: ClassVar[dict[str, str]] = dict(resume="noted")
-    bf16: bool = flag(False, "compute in bfloat16")
-    fp16: bool = flag(False, "compute in float16, with loss scaling")
+    bf16: bool = flag(False, "compute in bfloat16", deepspeed="bf16.enabled")
+    fp16: bool = flag(False, "compute in float16, with loss scaling", deepspeed="fp16.enabled")
     accumulate_allreduce_grads_in_fp32: bool = flag(
         False, "reduce gradients in fp32; default with --bf16, unless --zero-quantized-gradients quantizes both hops"
     )
     grad_reduce_in_bf16: bool = flag(False, "reduce gradients in bfloat16 (quantized ones sum in fp32)", needs="bf16")
     loss_scale: float | None = _scaled(None, "fixed loss scale of --fp16; default dynamic", above=0)
     initial_loss_scale: float = _scaled(2.0**32, "first dynamic loss scale", at_least=1, resume="free")
-    loss_scale_window: int = _scaled(1000, "clean steps after which the loss scale doubles", at_least=1)
-    hysteresis: int = _scaled(2, "overflows before the loss scale is halved", at_least=1)
+    loss_scale_window: int = _scaled(
+        1000, "clean steps after which the loss scale doubles", at_least=1, deepspeed="fp16.loss_scale_window"
+    )
+    hysteresis: int = _scaled(2, "overflows before the loss scale is halved", at_least=1, deepspeed="fp16.hysteresis")
     fp8_format: str | None = flag(
         None,
         "products of blocks' linear layers in float8, by torchao: gradients in e5m2 (hybrid) or all in e4m3",

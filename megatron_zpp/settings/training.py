@@ -26,10 +26,19 @@ class TrainingSettings:
     """Batches, length of the run, evaluation."""
 
     micro_batch_size: int | None = _free(
-        None, "samples per rank and forward pass", at_least=1, at_most=2**24, settles="micro-batch"
+        None,
+        "samples per rank and forward pass",
+        at_least=1,
+        at_most=2**24,
+        settles="micro-batch",
+        deepspeed="train_micro_batch_size_per_gpu",
     )
     global_batch_size: int | None = _batch(
-        None, "samples per optimizer step; default micro-batch size * ranks", at_least=1, at_most=2**24
+        None,
+        "samples per optimizer step; default micro-batch size * ranks",
+        at_least=1,
+        at_most=2**24,
+        deepspeed="train_batch_size",
     )
     rampup_batch_size: tuple[int, ...] | None = _batch(
         None,
@@ -50,11 +59,20 @@ class TrainingSettings:
     train_tokens: int | None = _compared(
         None, "most tokens to train; may end the run before --train-iters or --train-samples", at_least=1, at_most=2**53
     )
-    seq_length: int | None = _order(None, "tokens per sample", at_least=1, at_most=2**27)
-    curriculum_min_length: int | None = _order(
-        None, "first length of samples, which grow by 8 tokens for --curriculum-iters; default full length", at_least=8
+    seq_length: int | None = _order(
+        None, "tokens per sample", at_least=1, at_most=2**27, deepspeed="curriculum_learning.max_difficulty"
     )
-    curriculum_iters: int | None = _curriculum(None, "optimizer steps over which samples grow")
+    curriculum_min_length: int | None = _order(
+        None,
+        "first length of samples, which grow by 8 tokens for --curriculum-iters; default full length",
+        at_least=8,
+        deepspeed="curriculum_learning.min_difficulty",
+    )
+    curriculum_iters: int | None = _curriculum(
+        None,
+        "optimizer steps over which samples grow",
+        deepspeed="curriculum_learning.schedule_config.total_curriculum_step",
+    )
     seed: int = _order(1234, "seed of weights, data order, dropout, stochastic rounding", at_least=0, at_most=2**32 - 1)
     eval_iters: int = _free(100, "batches per evaluation", at_least=0)
     eval_global_batch_size: int | None = _tuning(
@@ -125,7 +143,7 @@ class OptimizerSettings:
         choices=("adam", "sgd", "muon"),
         resume="--no-load-optim",
     )
-    lr: float | None = _non_negative(None, "peak learning rate", resume="compared")
+    lr: float | None = _non_negative(None, "peak learning rate", resume="compared", deepspeed="optimizer.params.lr")
     min_lr: float = _non_negative(0.0, "learning rate at the end of the decay", resume="compared")
     decoupled_lr: float | None = _non_negative(
         None, "peak learning rate of embeddings and output layer; default --lr", resume="--override-opt_param-scheduler"
@@ -137,13 +155,22 @@ class OptimizerSettings:
         resume="--override-opt_param-scheduler",
     )
     weight_decay: float = _non_negative(
-        0.01, "decoupled weight decay; not applied to biases and 1-D parameters", resume="compared"
+        0.01,
+        "decoupled weight decay; not applied to biases and 1-D parameters",
+        resume="compared",
+        deepspeed="optimizer.params.weight_decay",
     )
-    clip_grad: float = _non_negative(1.0, "clip the global gradient norm to this; 0 = off")
+    clip_grad: float = _non_negative(
+        1.0,
+        "clip the global gradient norm to this; 0 = off",
+        deepspeed="gradient_clipping optimizer.params.max_grad_norm",
+    )
     adam_beta1: float = _fraction(0.9, "Adam's first-moment decay")
     adam_beta2: float = _fraction(0.999, "Adam's second-moment decay")
-    adam_eps: float = flag(1e-8, "Adam's epsilon", at_least=1e-37)
-    sgd_momentum: float = _fraction(0.9, "SGD's momentum", effective_with="optimizer=sgd")
+    adam_eps: float = flag(1e-8, "Adam's epsilon", at_least=1e-37, deepspeed="optimizer.params.eps")
+    sgd_momentum: float = _fraction(
+        0.9, "SGD's momentum", effective_with="optimizer=sgd", deepspeed="optimizer.params.momentum"
+    )
     muon_momentum: float = _muon(0.95, "Muon's momentum", at_least=0, below=1)
     muon_use_nesterov: bool = _muon(False, "Nesterov's momentum for Muon")
     muon_scale_mode: str = _muon(

@@ -34,7 +34,12 @@ class LoCoConfig:
 
     # In e <- beta * e + (1 - beta) * d.
     beta: float = flag(
-        0.8, "LoCo's weight of the old error; 0 = classic error feedback", at_least=0, below=1, tier="stable"
+        0.8,
+        "LoCo's weight of the old error; 0 = classic error feedback",
+        at_least=0,
+        below=1,
+        tier="stable",
+        deepspeed="zero_optimization.zeropp_loco_param.err_beta",
     )
     # The paper's T. None = never.
     reset_interval: int | None = flag(
@@ -43,6 +48,7 @@ class LoCoConfig:
         zero_is_none=True,
         at_least=1,
         tier="stable",
+        deepspeed="zero_optimization.zeropp_loco_param.reset_T",
     )
     # "hard", as published, throws away up to e / (1 - beta); "decay" forgets 1 / reset_interval of e at every step.
     reset: str = flag("hard", "how LoCo's error is reset: at once, or gradually", choices=("hard", "decay"))
@@ -70,7 +76,11 @@ class ZeroPPConfig:
 
     FLAGS: ClassVar[dict[str, str]] = dict(prefix="--zeropp-", resume="noted", tier="advanced", settles="wire")
     quantized_weights: bool = flag(
-        False, "qwZ: all-gather parameters as block-quantized integers", name="--zero-quantized-weights", tier="stable"
+        False,
+        "qwZ: all-gather parameters as block-quantized integers",
+        name="--zero-quantized-weights",
+        tier="stable",
+        deepspeed="zero_optimization.zero_quantized_weights",
     )
     # Only the first gather after an optimizer step crosses nodes.
     hpz_partition_size: int = flag(
@@ -87,6 +97,7 @@ class ZeroPPConfig:
         "qgZ: reduce gradients by a two-hop quantized all-to-all",
         name="--zero-quantized-gradients",
         tier="stable",
+        deepspeed="zero_optimization.zero_quantized_gradients",
     )
     loco: LoCoConfig | None = flag(
         None,
