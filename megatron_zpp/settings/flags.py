@@ -42,11 +42,14 @@ class Flag:
     effective_with: str = ""
     # "stable"; "experimental"; "advanced", which tunes what works without it, as a flag does that another one enables.
     tier: str = "stable"
+    # Words that the trainer requires but no plan depends on, if no flag with the same ones is given.
+    in_plans: str = ""
     settles: str = ""  # what a plan then takes as given: "wire", "layout", "recompute" or "micro-batch"
     # What a resume does when the checkpoint's value differs. A flag's name: it refuses, unless that flag is given.
     # "model", "compared": the model's config, or what follows from the value, is compared instead. "noted": it goes on
     # with a note, because the value changes what is learned. "free": it goes on.
     resume: str = "noted"
+    first: str = ""  # the group of --help that shows this flag; others are in --help-all
     deepspeed: str = ""  # its keys in a DeepSpeed file, as "optimizer.params.lr"; deepspeed_keys.toml has the others
     zero_is_none: bool = False
     bounds: Bounds = dataclasses.field(default_factory=Bounds)

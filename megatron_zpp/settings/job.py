@@ -31,6 +31,7 @@ class ZeroSettings:
         at_most=3,
         settles="wire",
         deepspeed="zero_optimization.stage",
+        first="Memory and links",
     )
     recipe: str | None = flag(
         None,
@@ -39,6 +40,7 @@ class ZeroSettings:
         name="--zeropp",
         choices=(*RECIPES, AUTO),
         settles="wire",
+        first="Memory and links",
     )
     cpu_offload: bool = flag(
         False,
@@ -59,16 +61,20 @@ class DataSettings:
     """Training data."""
 
     FLAGS: ClassVar[dict[str, str]] = dict(resume="--override-data")
-    data_path: tuple[str, ...] | None = _prefixes("dataset prefixes, or weight prefix pairs")
+    data_path: tuple[str, ...] | None = _prefixes(
+        "dataset prefixes, or weight prefix pairs", first="Data", in_plans="{data}"
+    )
     split: str | None = flag(None, "shares of train, valid, test; default 969, 30, 1", metavar="A,B,C")
-    train_data_path: tuple[str, ...] | None = _prefixes("dataset(s) of the train split, instead of --split")
+    train_data_path: tuple[str, ...] | None = _prefixes(
+        "dataset(s) of the train split, instead of --split", in_plans="{data}"
+    )
     valid_data_path: tuple[str, ...] | None = _prefixes("dataset(s) of the validation split")
     test_data_path: tuple[str, ...] | None = _prefixes("dataset(s) of the test split")
     data_cache_path: str | None = _folder("folder of the index cache; default beside the data", resume="free")
     no_mmap_bin_files: bool = flag(False, "read tokens from the file instead of mapping it into memory", resume="free")
     dataloader_type: str = _advanced("single", "read samples once, or in a cycle", choices=("single", "cyclic"))
     sft: bool = flag(False, "train on chats of preprocess_data --chat, with loss on the assistant's tokens alone")
-    mock_data: bool = flag(False, "random tokens instead of data, to measure speed")
+    mock_data: bool = flag(False, "random tokens instead of data, to measure speed", first="Data", in_plans="{data}")
     num_workers: int = flag(2, "loader processes per rank", at_least=0, at_most=256, resume="free")
     eod_mask_loss: bool = flag(False, "no loss where the input is the end-of-document token")
     reset_position_ids: bool = flag(False, "restart positions after an end-of-document token")
@@ -80,10 +86,14 @@ class CheckpointSettings:
     """Checkpoints."""
 
     FLAGS: ClassVar[dict[str, str]] = dict(resume="free")
-    save: str | None = _folder("folder to save checkpoints in")
+    save: str | None = _folder("folder to save checkpoints in", first="Checkpoints and logs")
     overwrite_save: bool = _saving(False, "start even if --save holds another run's checkpoints, and overwrite them")
     save_interval: int | None = _saving(
-        None, "optimizer steps between checkpoints; required with --save", at_least=1, tier="stable"
+        None,
+        "optimizer steps between checkpoints; required with --save",
+        at_least=1,
+        tier="stable",
+        first="Checkpoints and logs",
     )
     no_async_save: bool = _saving(False, "write each checkpoint before training goes on, without a copy in host memory")
     save_retain_interval: int | None = _saving(
@@ -92,7 +102,9 @@ class CheckpointSettings:
     save_keep_last: int | None = _saving(
         None, "latest (finite) checkpoints to keep; default all, or 2 with --save-retain-interval", at_least=1
     )
-    load: str | None = _folder("folder to resume from; only an empty or absent --save starts from scratch")
+    load: str | None = _folder(
+        "folder to resume from; only an empty or absent --save starts from scratch", first="Checkpoints and logs"
+    )
     ckpt_step: int | None = _loading(None, "iteration to load; default the latest", at_least=0)
     exit_on_missing_checkpoint: bool = _loading(False, "fail when --load holds no checkpoint, even if it is --save")
     verify_checkpoint: str = flag(
@@ -118,14 +130,16 @@ class LoggingSettings:
     """Log, TensorBoard, wandb."""
 
     FLAGS: ClassVar[dict[str, str]] = dict(resume="free")
-    log_interval: int = flag(100, "optimizer steps between log lines", at_least=1)
+    log_interval: int = flag(100, "optimizer steps between log lines", at_least=1, first="Checkpoints and logs")
     log_throughput: bool = flag(False, "log TFLOP/s per GPU")
     log_params_norm: bool = flag(False, "log the parameters' norm")
     log_num_zeros_in_grad: bool = flag(False, "log the number of zero gradients")
     log_straggler: bool = _advanced(False, "report ranks that stay slow, and nodes with slow links")
     peak_tflops: float | None = _advanced(None, "peak TFLOP/s of one device, for MFU; known for common GPUs", above=0)
-    tensorboard_dir: str | None = _folder("folder of TensorBoard events")
-    wandb_project: str | None = flag(None, "wandb project; no wandb without it", deepspeed="wandb.project")
+    tensorboard_dir: str | None = _folder("folder of TensorBoard events", first="Checkpoints and logs")
+    wandb_project: str | None = flag(
+        None, "wandb project; no wandb without it", deepspeed="wandb.project", first="Checkpoints and logs"
+    )
     wandb_exp_name: str | None = flag(None, "wandb run name", effective_with="wandb_project")
     wandb_entity: str | None = flag(None, "wandb entity", effective_with="wandb_project", deepspeed="wandb.team")
     wandb_save_dir: str | None = _folder("folder of wandb's files; default SAVE/wandb", effective_with="wandb_project")
@@ -165,14 +179,16 @@ class DistributedSettings:
     local_nodes: int = _size(
         "nodes that the ranks of --local-ranks count as", aliases=("--emulate-nodes",), tier="experimental"
     )
-    tensor_model_parallel_size: int = _size("ranks among which each linear layer is sharded", settles="layout")
+    tensor_model_parallel_size: int = _size(
+        "ranks among which each linear layer is sharded", settles="layout", first="Memory and links"
+    )
     sequence_parallel: bool = flag(
         False,
         "with tensor parallelism: shard activations along the sequence too",
         effective_with="tensor_model_parallel_size",
     )
     pipeline_model_parallel_size: int = _size(
-        "ranks among which the layers are divided, as stages of a pipeline", settles="layout"
+        "ranks among which the layers are divided, as stages of a pipeline", settles="layout", first="Memory and links"
     )
     pipeline_schedule: str | None = _advanced(
         None,

@@ -16,11 +16,14 @@ class ShapeSettings:
     """The shape of every architecture's models."""
 
     preset: str | None = flag(
-        None, "published model of this architecture whose shape to use; other flags override it", resume="free"
+        None,
+        "published model of this architecture whose shape to use; other flags override it",
+        resume="free",
+        first="The model",
     )
-    num_layers: int | None = flag(None, "number of transformer blocks", at_least=1, at_most=10_000)
-    hidden_size: int | None = flag(None, "width of the residual stream", at_least=1, at_most=2**24)
-    num_attention_heads: int | None = flag(None, "number of query heads", at_least=1, at_most=2**16)
+    num_layers: int | None = flag(None, "number of transformer blocks", at_least=1, at_most=10_000, first="The model")
+    hidden_size: int | None = flag(None, "width of the residual stream", at_least=1, at_most=2**24, first="The model")
+    num_attention_heads: int | None = flag(None, "number of query heads", at_least=1, at_most=2**16, first="The model")
     max_position_embeddings: int | None = flag(
         None, "longest sequence that the model can take; default --seq-length", at_least=1, at_most=2**27
     )
@@ -70,7 +73,7 @@ class PrecisionSettings:
     """Mixed precision. Parameters and optimizer state stay in fp32; this is the dtype of computing and sending."""
 
     FLAGS: ClassVar[dict[str, str]] = dict(resume="noted")
-    bf16: bool = flag(False, "compute in bfloat16", deepspeed="bf16.enabled")
+    bf16: bool = flag(False, "compute in bfloat16", deepspeed="bf16.enabled", first="Training")
     fp16: bool = flag(False, "compute in float16, with loss scaling", deepspeed="fp16.enabled")
     accumulate_allreduce_grads_in_fp32: bool = flag(
         False, "reduce gradients in fp32; default with --bf16, unless --zero-quantized-gradients quantizes both hops"
@@ -121,7 +124,9 @@ class ActivationSettings:
         choices=("uniform", "block"),
     )
     recompute_num_layers: int | None = flag(None, "see --recompute-method; default 1", at_least=1)
-    compile: bool = flag(False, "torch.compile each block, and the loss between its matrix products", settles="")
+    compile: bool = flag(
+        False, "torch.compile each block, and the loss between its matrix products", settles="", first="Training"
+    )
     cpu_offloading_num_layers: int = flag(
         0,
         "keep in host memory what the first layers (of each stage) save for the backward pass",

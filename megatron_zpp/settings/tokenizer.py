@@ -7,6 +7,7 @@ from megatron_zpp.fields import flag
 
 _file = partial(flag, None, metavar="FILE", resume="free")
 
+_NULL = "--tokenizer-type NullTokenizer --vocab-size {vocabulary}"
 _WITH_MODEL = (  # tokenizers that --tokenizer-model names
     *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "MegatronSentencePieceTokenizer", "Llama2Tokenizer"),
     *("HuggingFaceTokenizer", "HFTokenizer", "TikTokenizer"),
@@ -22,6 +23,8 @@ class TokenizerSettings:
         "kind of tokenizer; default GPT2BPETokenizer with --vocab-file",
         choices=(*_WITH_MODEL, "GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer"),
         resume="--override-data",
+        first="Data",
+        in_plans=_NULL,
     )
     tokenizer_model: str | None = flag(
         None,
@@ -30,14 +33,18 @@ class TokenizerSettings:
         resume="free",
         effective_with=" ".join(f"tokenizer_type={kind}" for kind in _WITH_MODEL),
         tier="stable",
+        first="Data",
     )
-    vocab_file: str | None = _file("vocab.json of GPT2BPETokenizer", effective_with="tokenizer_type=GPT2BPETokenizer")
+    vocab_file: str | None = _file(
+        "vocab.json of GPT2BPETokenizer", effective_with="tokenizer_type=GPT2BPETokenizer", in_plans=_NULL
+    )
     merge_file: str | None = _file("merges.txt of GPT2BPETokenizer", effective_with="tokenizer_type=GPT2BPETokenizer")
     vocab_size: int | None = flag(
         None,
         "vocabulary size of NullTokenizer, and of TikTokenizer with a JSON vocabulary: default 131072",
         at_least=1,
         resume="model",
+        first="Data",
     )
     tiktoken_pattern: str | None = flag(
         None,

@@ -19,6 +19,7 @@ _non_negative = partial(flag, at_least=0)
 _muon = partial(flag, effective_with="optimizer=muon", tier="experimental")
 _wsd = partial(flag, effective_with="lr_decay_style=WSD")
 _fraction = partial(flag, at_least=0, below=1)
+_LENGTH = "--train-iters 1000"
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class TrainingSettings:
         at_most=2**24,
         settles="micro-batch",
         deepspeed="train_micro_batch_size_per_gpu",
+        first="Training",
     )
     global_batch_size: int | None = _batch(
         None,
@@ -39,6 +41,7 @@ class TrainingSettings:
         at_least=1,
         at_most=2**24,
         deepspeed="train_batch_size",
+        first="Training",
     )
     rampup_batch_size: tuple[int, ...] | None = _batch(
         None,
@@ -54,13 +57,26 @@ class TrainingSettings:
         nargs="+",
         metavar="TOKENS:SIZE",
     )
-    train_iters: int | None = _compared(None, "optimizer steps to train", at_least=1)
-    train_samples: int | None = _compared(None, "samples to train, instead of --train-iters", at_least=1, at_most=2**53)
+    train_iters: int | None = _compared(
+        None, "optimizer steps to train", at_least=1, first="Training", in_plans=_LENGTH
+    )
+    train_samples: int | None = _compared(
+        None, "samples to train, instead of --train-iters", at_least=1, at_most=2**53, in_plans=_LENGTH
+    )
     train_tokens: int | None = _compared(
-        None, "most tokens to train; may end the run before --train-iters or --train-samples", at_least=1, at_most=2**53
+        None,
+        "most tokens to train; may end the run before --train-iters or --train-samples",
+        at_least=1,
+        at_most=2**53,
+        in_plans=_LENGTH,
     )
     seq_length: int | None = _order(
-        None, "tokens per sample", at_least=1, at_most=2**27, deepspeed="curriculum_learning.max_difficulty"
+        None,
+        "tokens per sample",
+        at_least=1,
+        at_most=2**27,
+        deepspeed="curriculum_learning.max_difficulty",
+        first="The model",
     )
     curriculum_min_length: int | None = _order(
         None,
@@ -74,12 +90,12 @@ class TrainingSettings:
         deepspeed="curriculum_learning.schedule_config.total_curriculum_step",
     )
     seed: int = _order(1234, "seed of weights, data order, dropout, stochastic rounding", at_least=0, at_most=2**32 - 1)
-    eval_iters: int = _free(100, "batches per evaluation", at_least=0)
+    eval_iters: int = _free(100, "batches per evaluation", at_least=0, first="Checkpoints and logs")
     eval_global_batch_size: int | None = _tuning(
         None, "samples per batch of an evaluation; default the last batch size of training", at_least=1, at_most=2**24
     )
     eval_interval: int | None = _free(
-        None, "optimizer steps between evaluations; default none but the last", at_least=1
+        None, "optimizer steps between evaluations; default none but the last", at_least=1, first="Checkpoints and logs"
     )
     eval_tasks: tuple[str, ...] | None = _free(
         None, "tasks of lm-evaluation-harness to evaluate on, after training", nargs="+", metavar="NAME"
@@ -143,8 +159,15 @@ class OptimizerSettings:
         choices=("adam", "sgd", "muon"),
         resume="--no-load-optim",
     )
-    lr: float | None = _non_negative(None, "peak learning rate", resume="compared", deepspeed="optimizer.params.lr")
-    min_lr: float = _non_negative(0.0, "learning rate at the end of the decay", resume="compared")
+    lr: float | None = _non_negative(
+        None,
+        "peak learning rate",
+        resume="compared",
+        deepspeed="optimizer.params.lr",
+        first="Training",
+        in_plans="--lr 1e-4",
+    )
+    min_lr: float = _non_negative(0.0, "learning rate at the end of the decay", resume="compared", first="Training")
     decoupled_lr: float | None = _non_negative(
         None, "peak learning rate of embeddings and output layer; default --lr", resume="--override-opt_param-scheduler"
     )
@@ -225,7 +248,7 @@ class ScheduleSettings:
         "linear", "shape of the warm-up; log: DeepSpeed's", choices=("linear", "log"), effective_with=_WARMUPS
     )
     lr_warmup_tokens: int = _count(0, "tokens of linear warm-up", at_least=0)
-    lr_warmup_iters: int = flag(0, "steps of linear warm-up", at_least=0)
+    lr_warmup_iters: int = flag(0, "steps of linear warm-up", at_least=0, first="Training")
     lr_warmup_samples: int = _count(0, "samples of linear warm-up", at_least=0)
     lr_warmup_fraction: float | None = _fraction(None, "warm-up as a fraction of the decay length")
     lr_warmup_init: float = _non_negative(0.0, "learning rate at the start of the warm-up", effective_with=_WARMUPS)

@@ -81,6 +81,7 @@ class ZeroPPConfig:
         name="--zero-quantized-weights",
         tier="stable",
         deepspeed="zero_optimization.zero_quantized_weights",
+        first="Memory and links",
     )
     # Only the first gather after an optimizer step crosses nodes.
     hpz_partition_size: int = flag(
@@ -90,6 +91,7 @@ class ZeroPPConfig:
         name="--zero-hpz-partition-size",
         resume="free",
         tier="stable",
+        first="Memory and links",
     )
     # Within each node at every micro-batch, between nodes once per optimizer step.
     quantized_gradients: bool = flag(
@@ -98,12 +100,14 @@ class ZeroPPConfig:
         name="--zero-quantized-gradients",
         tier="stable",
         deepspeed="zero_optimization.zero_quantized_gradients",
+        first="Memory and links",
     )
     loco: LoCoConfig | None = flag(
         None,
         "LoCo: feed a moving average of compression errors back into the gradients",
         needs="quantized_gradients",
         tier="stable",
+        first="Memory and links",
     )
     ranks_per_node: int | None = flag(
         None,
