@@ -138,7 +138,6 @@ part offload 60 numpy "${TRAINER[@]}" --micro-batch-size $SEQUENCES --no-compile
     --flags "--cpu-offloading-num-layers $OFFLOADED"
 
 call=second
-part apex 30 amp_C,pytest,file:tests/gpu/test_apex.py "${TESTS[@]}" tests/gpu/test_apex.py
 # The loss of 2 ranks, each as a node of its own, on the one card; each token once: side by side, since it does not depend on time.
 TRAIN=("$PYTHON" pretrain_gpt.py --num-layers $LAYERS --hidden-size $WIDTH --num-attention-heads $HEADS --seq-length $LENGTH
     --attention-dropout 0 --hidden-dropout 0 --bf16 --micro-batch-size 8 --global-batch-size 64 --train-iters $STEPS

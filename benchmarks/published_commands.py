@@ -45,7 +45,7 @@ SIZES = {
     "moe-experts-per-layer": 8, "yarn-original-max-position-embeddings": 16,
     # lengths and intervals
     "train-iters": 2, "train-samples": 16, "lr-decay-iters": 2, "lr-decay-samples": 16, "lr-warmup-iters": 1,
-    "lr-warmup-samples": 8, "lr-wsd-decay-iters": 1, "lr-wsd-decay-samples": 8, "eval-iters": 1, "log-interval": 1,
+    "lr-warmup-samples": 8, "lr-wsd-decay-iters": 1, "eval-iters": 1, "log-interval": 1,
     "save-interval": 2, "save-retain-interval": 2, "exit-interval": 2, "step-batch-size-schedule": "0:4 64:8",
     "rampup-batch-size": "4 4 8",
 }  # fmt: skip
@@ -76,11 +76,8 @@ def write_files(folder: Path) -> dict[str, str]:
     with IndexedDatasetWriter(data, "<u2") as writer:
         for start in range(4000):  # a thousandth of which is the smallest test split
             writer.add_document([[(start + 7 * i) % 199 for i in range(50)]])
-    (folder / "data-args").write_text(data)
-    (folder / "splits.json").write_text(json.dumps({split: [data] for split in ("train", "valid", "test")}))
     (folder / "empty").mkdir()
     paths = {f"{split}data-path": data for split in ("", "train-", "valid-", "test-")}
-    paths |= {"data-args-path": str(folder / "data-args"), "per-split-data-args-path": str(folder / "splits.json")}
     paths |= {"vocab-file": str(folder / "vocab.json"), "merge-file": str(folder / "merges.txt")}
     paths |= {"load": str(folder / "empty"), "hf": str(hf), "sp": str(folder / "sp.model")}
     return paths
@@ -108,7 +105,7 @@ def small(words: list[str], layers: int, files: dict[str, str], output: str) -> 
             more[name] = first if stays else SIZES[name]
         elif name in PARALLEL and flags[name] not in ([], ["1"]):
             more[name] = 2
-        elif name in ("save", "tensorboard-dir", "data-cache-path", "wandb-save-dir", "profile-dir"):
+        elif name in ("save", "tensorboard-dir", "data-cache-path", "wandb-save-dir"):
             more[name] = f"{output}/{name}"
         elif name in files:
             more[name] = files[name]

@@ -93,11 +93,11 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise ValueError(f"{file} is not UTF-8 text: {error}") from error
 
 
-def read_json_object(path: str | os.PathLike[str], unique: bool = False) -> dict[str, Any]:
-    """Raises OSError, or ValueError where it is none. unique: or where a key is there twice: the last wins."""
+def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a JSON file that holds an object. Raises OSError, or ValueError where it is none."""
     text = read_text(path)
     try:
-        value = json.loads(text, object_pairs_hook=without_duplicates if unique else None)
+        value = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{os.fspath(path)} is not JSON: {error}") from error
     except RecursionError:

@@ -33,7 +33,7 @@ ALONE = {  # what the lower folders may import beside the standard library
     "models": {"torch"},
     "islands": {"torch"},
     "settings": set(),
-    "optim": {"torch", "apex"},
+    "optim": {"torch"},
     "parallel": {"torch"},
 }
 

@@ -64,7 +64,6 @@ def check_muon(settings: Settings) -> None:
         "--tensor-model-parallel-size": settings.distributed.tensor_model_parallel_size > 1,
         "--num-experts": settings.model.num_experts is not None,
         "--cpu-offload": settings.zero.cpu_offload,
-        "--use-apex": optimizer.use_apex,
     }
     for flag, is_given in unsupported.items():
         require(not is_given, f"--optimizer muon does not support {flag}: leave {flag} out, or use adam")

@@ -53,15 +53,35 @@ def read_command_line(
 
     Errors go to ``mistakes``. presets: of ``--preset``.
     """
-    line, words_of, flags = CommandLine(), _split(argv), flags_by_name()
-    files = [word for name, words in words_of if flags.get(name) is flags["--config"] for word in words]
-    words_of = _split(words_of_files(files, mistakes)) + words_of
+    line, typed, flags, refused = CommandLine(), _split(argv), flags_by_name(), dict[str, str]()
+    files = [word for name, words in typed if flags.get(name) is flags["--config"] for word in words]
+    in_files = _split(words_of_files(files, mistakes))
     has_experts = any(
         (name == EXPERTS and set(words) != {"1"})
         or (name == "--preset" and any("num_experts" in presets.get(word, {}) for word in words))
-        for name, words in words_of
+        for name, words in in_files + typed
     )
-    refused: dict[str, str] = {}
+    for words_of in in_files, typed:
+        _read_words(words_of, has_experts, line, refused, mistakes)
+    for instead in dict.fromkeys(refused.values()):
+        names = [name for name in refused if refused[name] == instead]
+        mistakes.messages.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not supported: {instead}")
+    unsaid = deepspeed_expert_defaults([name for name, _ in in_files + typed], line.given) if has_experts else ""
+    if unsaid:
+        line.translated["what Megatron-DeepSpeed's experts leave unsaid"] = unsaid
+        _take_translated(line.given, "", unsaid, mistakes)
+    return line
+
+
+def _read_words(
+    words_of: list[tuple[str, list[str]]],
+    has_experts: bool,
+    line: CommandLine,
+    refused: dict[str, str],
+    mistakes: Mistakes,
+) -> None:
+    """Read the words of all files, or of the command line, which override those that ``line`` has."""
+    flags, given = flags_by_name(), dict[str, Any]()
     translated: dict[str, tuple[str, str]] = {}  # flag -> as typed, and what it is here
     for name, words in words_of:
         with mistakes.collected():
@@ -69,13 +89,13 @@ def read_command_line(
                 line.not_needed[name] = WITHOUT_EXPERTS
             elif name == EXPERTS and len(words) > 1:  # Megatron-DeepSpeed's, of each block with experts
                 numbers = [_value(flags[name], [word]) for word in words]
-                line.given |= {"num_experts": max(numbers), "moe_experts_per_layer": ",".join(map(str, numbers))}
+                given |= {"num_experts": max(numbers), "moe_experts_per_layer": ",".join(map(str, numbers))}
             elif (asked := " ".join([name, *words])) in REFUSED:  # this value alone
                 refused[asked] = REFUSED[asked]
             elif name in flags:
-                line.given[flags[name].setting] = _value(flags[name], words)
+                given[flags[name].setting] = _value(flags[name], words)
             elif name in TRANSLATED:
-                translated[name] = " ".join([name, *words]), translate(name, words)
+                translated[name] = asked, translate(name, words)
             elif name in NOT_NEEDED:
                 _check_not_needed(name, words)
                 line.not_needed[name] = NOT_NEEDED[name]
@@ -85,26 +105,19 @@ def read_command_line(
                 refused[name] = NO_SUCH_EXPERTS
             else:
                 raise SettingsError(_unknown(name, words))
-    for instead in dict.fromkeys(refused.values()):
-        names = [name for name in refused if refused[name] == instead]
-        mistakes.messages.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not supported: {instead}")
-    line.translated = dict(translated.values())
-    for typed, meaning in line.translated.items():
-        _take_translated(line, typed, meaning, mistakes)
-    unsaid = deepspeed_expert_defaults([name for name, _ in words_of], line.given) if has_experts else ""
-    if unsaid:
-        line.translated["what Megatron-DeepSpeed's experts leave unsaid"] = unsaid
-        _take_translated(line, "", unsaid, mistakes)
-    return line
+    for typed, meaning in translated.values():
+        _take_translated(given, typed, meaning, mistakes)
+    line.given |= given
+    line.translated |= dict(translated.values())
 
 
-def _take_translated(line: CommandLine, typed: str, meaning: str, mistakes: Mistakes) -> None:
+def _take_translated(given: dict[str, Any], typed: str, meaning: str, mistakes: Mistakes) -> None:
     """Set what the words ``typed`` mean here."""
     flags = flags_by_name()
     for name, words in _split(meaning.split()):
         with mistakes.collected():
             value = _value(flags[name], words)
-            if line.given.setdefault(flags[name].setting, value) != value:
+            if given.setdefault(flags[name].setting, value) != value:
                 raise SettingsError(f"{typed} is {meaning} here, and {name} says otherwise; give one of them")
 
 

@@ -1,5 +1,10 @@
-"""Every known key of a DeepSpeed JSON file, and what becomes of it, from ``deepspeed_keys.toml``; others are errors."""
+"""Every known key of a DeepSpeed JSON file, and what becomes of it; others are errors.
 
+Keys that are one flag of the same kind stand beside it (``Flag.deepspeed``), the others in ``deepspeed_keys.toml``.
+"""
+
+import functools
+import operator
 import sys
 import tomllib
 from collections.abc import Callable
@@ -7,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.optim.optimizer import OPTIMIZERS
+from megatron_zpp.settings.groups import all_flags
 
 Row = dict[str, Any]  # one key, or a section with its keys, as deepspeed_keys.toml describes them
 
@@ -70,7 +76,13 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "reduce_in": _one_of({"fp32": (True, False), "bf16": (False, True), "bfp16": (False, True)}),
     "text": str,
 }
+_KIND_OF_TYPE = {bool: "bool", int: "int", float: "number", str: "text"}
 _TABLE = tomllib.loads(Path(__file__).with_name("deepspeed_keys.toml").read_text(encoding="utf-8"))
+for _flag in all_flags().values():
+    for _path in _flag.deepspeed.split():
+        *_sections, _key = _path.split(".")
+        _section = functools.reduce(operator.getitem, _sections, _TABLE["top"])
+        _section[_key] = {"sets": _flag.setting, "as": _KIND_OF_TYPE[_flag.value_type]}
 
 
 def keys_of(section: Row) -> dict[str, Row]:

@@ -6,18 +6,11 @@ from collections.abc import Sequence
 
 from megatron_zpp.families import ARCHITECTURES, Architecture
 from megatron_zpp.settings.checks import require
-from megatron_zpp.settings.flags import Flag, group_title, iterate_flags
-from megatron_zpp.settings.groups import flags_by_name, iterate_groups
+from megatron_zpp.settings.flags import group_title, iterate_flags
+from megatron_zpp.settings.groups import all_flags, iterate_groups
 
-FIRST = {  # group of --help: its flags
-    "The model": "--preset --num-layers --hidden-size --num-attention-heads --seq-length",
-    "Data": "--data-path --tokenizer-type --tokenizer-model --mock-data --vocab-size",
-    "Training": "--micro-batch-size --global-batch-size --train-iters --lr --min-lr --lr-warmup-iters --bf16 --compile",
-    "Memory and links": "--zeropp --zero-stage --zero-quantized-weights --zero-hpz-partition-size "
-    "--zero-quantized-gradients --zeropp-loco --tensor-model-parallel-size --pipeline-model-parallel-size",
-    "Checkpoints and logs": "--save --load --save-interval --log-interval --eval-interval --eval-iters "
-    "--tensorboard-dir --wandb-project",
-}
+# The groups of --help, which shows flags by ``Flag.first``.
+FIRST = ("The model", "Data", "Training", "Memory and links", "Checkpoints and logs")
 EXAMPLES = """\
 examples:
   {program} --preset {preset} --data-path data/text --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR \\
@@ -47,8 +40,7 @@ def help_text(architecture: Architecture, words: Sequence[str] = ("--help",)) ->
     )
     shown = {group_title(group): list(iterate_flags(group)) for group in groups.values()}
     if is_short:
-        flags = flags_by_name()
-        shown = {title: [flags[name] for name in names.split()] for title, names in FIRST.items()}
+        shown = {title: [flag for flag in all_flags().values() if flag.first == title] for title in FIRST}
     elif "--help-all" not in words:
         nearest = difflib.get_close_matches(words[1], groups, n=1)
         hint = f"did you mean {nearest[0]}?" if nearest else f"groups are {', '.join(groups)}"
@@ -58,20 +50,5 @@ def help_text(architecture: Architecture, words: Sequence[str] = ("--help",)) ->
     for title, section_flags in shown.items():
         section = parser.add_argument_group(title)
         for flag in section_flags:
-            if flag.value_type is bool:
-                section.add_argument(flag.name, action="store_true", help=_help(flag))
-            else:
-                metavar = flag.metavar or {int: "N", float: "X", str: "NAME"}[flag.value_type]
-                if flag.choices is not None:
-                    metavar = f"{{{','.join(flag.choices)}}}"
-                section.add_argument(flag.name, nargs=flag.nargs, metavar=metavar, help=_help(flag))
+            flag.add_to(section)
     return parser.format_help()
-
-
-def _help(flag: Flag) -> str:
-    text = flag.help + (f" ({flag.bounds})" if str(flag.bounds) else "")
-    if flag.default not in (None, False):
-        text += f" (default: {flag.default})"
-    if flag.tier == "experimental":
-        text += " [experimental]"
-    return text.replace("%", "%%")

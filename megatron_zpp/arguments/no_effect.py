@@ -22,7 +22,7 @@ def check_needed(values: Mapping[str, Any], given: Collection[str]) -> None:
         raise SettingsError(*alone)
 
 
-DYNAMIC_SCALE_SETTINGS = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+DYNAMIC_SCALE_SETTINGS = ("initial_loss_scale", "loss_scale_window", "hysteresis")
 
 
 def _missing(flag: Flag, values: Mapping[str, Any]) -> str:
@@ -47,8 +47,6 @@ def notes_on(settings: Settings, given: set[str]) -> Iterator[str]:
     for name, flag in all_flags().items():
         if name in given and (missing := _missing(flag, values)):
             yield f"{flag.name} has no effect without {missing}"
-    if settings.optimizer.use_apex and settings.distributed.tensor_model_parallel_size > 1:
-        yield "--use-apex leaves norms to torch under --tensor-model-parallel-size"
     if (loses := lost_under_muon(settings)) is not None:
         yield f"{loses}: use --zeropp {DEFAULT}"
     if settings.distributed.context_parallel_size > 1 and settings.model.expert_capacity_factor is not None:

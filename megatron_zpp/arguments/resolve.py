@@ -104,11 +104,6 @@ def resolve(
     with mistakes.collected():
         check_expert_parallel(settings, fsdp_size)
     with mistakes.collected():
-        steps_twice = settings.zero.cpu_offload and settings.optimizer.use_apex
-        require(not steps_twice, "--use-apex steps on the GPU, --cpu-offload on the host; leave one out")
-        has_momentum = settings.optimizer.optimizer != "sgd" or settings.optimizer.sgd_momentum > 0
-        keeps_momentum = "--use-apex keeps a momentum for sgd: give --sgd-momentum above 0, or leave --use-apex out"
-        require(has_momentum or not settings.optimizer.use_apex, keeps_momentum)
         check_zero(settings.zero, settings.zeropp, fsdp_size, distributed)
     with mistakes.collected():
         check_float8(settings, num_layers)
@@ -194,9 +189,7 @@ def _check_curriculum(settings: Settings) -> None:
     ranks = settings.distributed
     parts = 2 * ranks.context_parallel_size if ranks.context_parallel_size > 1 else 1
     parts *= ranks.tensor_model_parallel_size if ranks.sequence_parallel else 1
-    uneven = (
-        f"--curriculum-length-step {curriculum.step} and last length {curriculum.last} are not multiples of {parts}"
-    )
+    uneven = f"samples grow by {curriculum.step} tokens to --seq-length {curriculum.last}: no multiples of {parts}"
     divided = "the parts into which --context-parallel-size and --sequence-parallel divide a sample"
     require(curriculum.step % parts == 0 and curriculum.last % parts == 0, f"{uneven}, {divided}")
     counted = "--reset-attention-mask and --sft count whole samples; leave them or --curriculum-min-length out"
@@ -221,12 +214,12 @@ def _check_lora(settings: Settings) -> None:
 
 def _check_data(data: DataSettings) -> None:
     per_split = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if getattr(data, name)]
-    sources = ("data_path", "data_args_path", "mock_data", "per_split_data_args_path", *per_split[:1])
+    sources = ("data_path", "mock_data", *per_split[:1])
     given = [flag_of(name) for name in sources if getattr(data, name)]
     require(given, "what to train on? give --data-path PREFIX, --train-data-path PREFIX or --mock-data")
     require(len(given) == 1, f"{' and '.join(given)} both say where the data is; give one")
     no_split = f"--split divides --data-path; it has no meaning with {given[0]}: leave it out"
-    require(not (per_split or data.per_split_data_args_path) or data.split is None, no_split)
+    require(not per_split or data.split is None, no_split)
     is_cyclic = data.dataloader_type == "cyclic"
     for name in ("mock_data", "eod_mask_loss"):
         message = f"{flag_of(name)} does not go with --sft, which reads whole chats and their loss masks; leave one out"

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from megatron_zpp.optim.batch_size import Curriculum
 from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD
 from megatron_zpp.settings.checks import flag_of, require
 from megatron_zpp.settings.groups import ActivationSettings, PrecisionSettings, Settings
@@ -24,9 +25,6 @@ def resolve_precision(settings: Settings) -> PrecisionSettings:
     require(not (precision.fp16 and precision.bf16), "--fp16 and --bf16 exclude each other; give one")
     both = "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; give one"
     require(not (precision.grad_reduce_in_bf16 and precision.accumulate_allreduce_grads_in_fp32), both)
-    first, smallest = precision.initial_loss_scale, precision.min_loss_scale
-    below = f"--initial-loss-scale {first:g} is below --min-loss-scale {smallest:g}; raise it or lower that"
-    require(not precision.fp16 or precision.loss_scale is not None or first >= smallest, below)
     # Megatron's rule: bf16 has too few digits to sum gradients in, so sums are fp32 unless asked otherwise. Where sums
     # are fp32 anyway, autograd's gradients stay bf16, in half the memory.
     in_fp32 = precision.accumulate_allreduce_grads_in_fp32
@@ -48,7 +46,7 @@ def check_float8(settings: Settings, num_layers: int) -> None:
     if precision.fp8_format is None:
         return
     lengths = [training.seq_length or 0]
-    lengths += [training.curriculum_length_step] if training.curriculum_min_length is not None else []
+    lengths += [Curriculum.step] if training.curriculum_min_length is not None else []
     for length in lengths:
         tokens = (training.micro_batch_size or 0) * length // settings.distributed.context_parallel_size
         uneven = f"--fp8-format needs micro-batches of a multiple of {_FLOAT8_MULTIPLE} tokens on a rank, not {tokens}"
@@ -68,8 +66,6 @@ def resolve_activation(activation: ActivationSettings, num_layers: int) -> Activ
     granularity = activation.recompute_granularity
     method, layers = activation.recompute_method, activation.recompute_num_layers
     modules = activation.recompute_modules if granularity == "selective" else None  # else without effect, and noted
-    both = "--activation-memory-budget and --recompute-granularity both choose what is recomputed; give one"
-    require(granularity is None or activation.activation_memory_budget is None, both)
     offloaded = activation.cpu_offloading_num_layers
     require(offloaded <= num_layers, f"--cpu-offloading-num-layers {offloaded} is above --num-layers {num_layers}")
     held = "--cpu-offloading-num-layers cannot offload what --recompute-granularity selective keeps by operator"

@@ -12,9 +12,8 @@ from .files import CheckpointError
 from .tokenizer import check_tokenizer
 
 _REFUSED = {  # the flag that lets them differ, as ``Flag.resume`` names it: what they make up
-    "--override-batch-size": "the batch size is",
     "--override-data": "the data are",
-    "--override-opt_param-scheduler": "the learning rates are",
+    "--override-opt_param-scheduler": "learning rates or batch sizes are",
     "--no-load-optim": "the optimizer is",
 }
 

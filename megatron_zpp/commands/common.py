@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_zpp.data.text.tokenizers import TOKENIZER_FLAGS, TOKENIZER_TYPES
-from megatron_zpp.settings.flags import local_path, number
+from megatron_zpp.data.text.tokenizers import TOKENIZER_FLAGS
+from megatron_zpp.settings.flags import iterate_flags, number
+from megatron_zpp.settings.tokenizer import TokenizerSettings
 
 if TYPE_CHECKING:
     from megatron_zpp.families import Architecture
@@ -40,27 +41,10 @@ def add_number(parser: argparse._ActionsContainer, flag: str, default: float, he
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, title: str, required: bool = False) -> None:
-    """Add the trainer's flags of the same names."""
-    add = parser.add_argument_group(title).add_argument
-    types = ", ".join(TOKENIZER_TYPES)
-    add("--tokenizer-type", required=required, choices=TOKENIZER_TYPES, metavar="NAME", help=types)
-    add(
-        "--tokenizer-model",
-        type=local_path(str),
-        metavar="PATH",
-        help="SentencePiece model; .tiktoken file or JSON vocabulary; tokenizer.json, its folder, or its model's name "
-        "in Hugging Face's cache",
-    )
-    add("--vocab-file", type=local_path(str), metavar="FILE", help="vocab.json of GPT2BPETokenizer")
-    add("--merge-file", type=local_path(str), metavar="FILE", help="merges.txt of GPT2BPETokenizer")
-    size = "ids of NullTokenizer, and of TikTokenizer with a JSON vocabulary: default 131072"
-    add("--vocab-size", type=number(int, at_least=1), metavar="N", help=size)
-    pattern = "how TikTokenizer splits words: gpt2, cl100k_base, o200k_base, v1, v2 or a regular expression"
-    add("--tiktoken-pattern", metavar="P", help=pattern)
-    bare = "HuggingFaceTokenizer puts nothing around a text, such as the BOS of its post-processor"
-    add("--tokenizer-hf-no-include-special-tokens", action="store_true", default=None, help=bare)
-    special = "ids before the tokens of TikTokenizer's JSON vocabulary; default 1000"
-    add("--tiktoken-num-special-tokens", type=number(int, at_least=3), metavar="N", help=special)
+    """Add the trainer's flags that describe a tokenizer."""
+    section = parser.add_argument_group(title)
+    for flag in iterate_flags(TokenizerSettings):
+        flag.add_to(section, required=required and flag.name == "--tokenizer-type")
 
 
 def given_tokenizer(args: argparse.Namespace) -> dict[str, Any]:

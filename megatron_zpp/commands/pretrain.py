@@ -151,9 +151,9 @@ def chosen_settings(
         words = [*sys.argv[1:], "--zeropp", name]
         return parse_settings(architecture, words, dist.get_world_size(), lambda _: None, ranks_per_node=ranks_per_node)
 
-    kept = None if settings.zero.zeropp_redecide else recipe_to_keep(settings.checkpoint)
+    kept = recipe_to_keep(settings.checkpoint)
     if kept is not None:
-        why = f"--zeropp auto: {kept}, as the checkpoint's run; --zeropp-redecide chooses again"
+        why = f"--zeropp auto: {kept}, as the checkpoint's run"
         choice = Choice(kept, find_nodes(settings).ranks_per_node, why)
     else:
         with errors_on_all_ranks():

@@ -32,7 +32,7 @@ SMOOTHED_OVER = 40  # points of a training loss
 MOST_POINTS = 300  # of all curves of a chart
 BETWEEN, WITHIN = "comm/bytes-between-nodes", "comm/bytes-within-nodes"
 PLACES = {  # settings that say where a run wrote, not what it did
-    *("command", "save", "load", "data_cache_path", "profile_dir"),
+    *("command", "save", "load", "data_cache_path"),
     *("metrics_dir", "tensorboard_dir", "wandb_exp_name", "wandb_save_dir"),
 }
 PAGE = """<!DOCTYPE html>

@@ -65,7 +65,7 @@ class BlendedDataset(Dataset):
         for dataset, count in zip(self.datasets, taken, strict=True):
             if count > len(dataset):
                 wrong = f"the {name} blend takes {count} of the {len(dataset)} samples of {dataset.indexed.prefix}"
-                raise ValueError(f"{wrong}: raise --mid-level-dataset-surplus or correct the weights")
+                raise ValueError(f"{wrong}: correct the weights")
 
     def __len__(self) -> int:
         return len(self.dataset_index)
@@ -85,10 +85,10 @@ def normalize(weights: Sequence[float]) -> list[float]:
     return (array / array.sum()).tolist()
 
 
-def shares(weights: Sequence[float], size: int, surplus: float = SURPLUS) -> tuple[list[int], list[int]]:
+def shares(weights: Sequence[float], size: int) -> tuple[list[int], list[int]]:
     """Return how many samples a blend of about ``size`` takes of each dataset, and how many to build of it."""
     targets = [math.ceil(size * weight) for weight in weights]
-    return targets, [math.ceil(target * (1 + surplus)) for target in targets]
+    return targets, [math.ceil(target * (1 + SURPLUS)) for target in targets]
 
 
 def weighted_blend(weights: Sequence[float], size: int, advance: Advance = lambda rows: None) -> Blend:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from megatron_zpp.data.blended_dataset import SURPLUS, BlendedDataset, normalize, shares
+from megatron_zpp.data.blended_dataset import BlendedDataset, normalize, shares
 from megatron_zpp.data.chat_dataset import ChatDataset
 from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions, TooLittleDataError
 from megatron_zpp.data.index_cache import IndexCache, Progress, no_progress
@@ -56,8 +56,6 @@ def build_datasets(
     tokenizer: Mapping[str, Any] | None = None,
     mock_data: bool = False,
     cache_path: str | None = None,
-    surplus: float = SURPLUS,
-    keep_last_valid: bool = False,
     mmap_tokens: bool = True,
     progress: Progress = no_progress,
     note: Callable[[str], None] = warnings.warn,
@@ -90,10 +88,8 @@ def build_datasets(
         if options.sft:
             chats = split_sequences(files[prefix].num_documents, edges)
             return ChatDataset(files[prefix], chats, options, num_samples=size, name=name, cache=cache)
-        sequences, keep_last = split_sequences(len(files[prefix]), edges), keep_last_valid and name == "valid"
-        return GPTDataset(
-            files[prefix], sequences, options, num_samples=size, name=name, keep_last=keep_last, cache=cache
-        )
+        sequences = split_sequences(len(files[prefix]), edges)
+        return GPTDataset(files[prefix], sequences, options, num_samples=size, name=name, cache=cache)
 
     def build_split(name: str, source: Source | None, size: int | None) -> AnyDataset | None:
         """Build one dataset or blend of ``size`` samples or a few more; None: one epoch of each dataset."""
@@ -108,7 +104,7 @@ def build_datasets(
             if size is None:
                 raise ValueError(f"a blend by weights has no epochs: how many samples of {name}?")
             weights = normalize(weights)
-            targets, to_build = shares(weights, size, surplus)
+            targets, to_build = shares(weights, size)
             blend_size = sum(targets)
         parts = [build_one(name, prefix, edges, count) for prefix, count in zip(prefixes, to_build, strict=True)]
         blend = BlendedDataset(parts, weights, blend_size, name=name, cache=cache)
@@ -122,7 +118,7 @@ def build_datasets(
         try:
             return build_split(name, source, size)
         except TooLittleDataError as error:
-            is_default = paths.get("split") is None and bool(paths.get("data_path") or paths.get("data_args_path"))
+            is_default = paths.get("split") is None and bool(paths.get("data_path"))
             if name == "train" or not is_default:
                 raise
             note(f"nothing is evaluated on {name} data: by the default of --split, {error}")

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from megatron_zpp.data.index_cache import IndexCache
 from megatron_zpp.data.indexed_dataset import IndexedDataset
-from megatron_zpp.data.indices import Advance, Arrays, count_epochs, megatron_order, samples_in, stable_order
+from megatron_zpp.data.indices import Advance, Arrays, count_epochs, megatron_order, samples_in
 
 INDEX_VERSION = 2  # part of the cache key: raise it when the indices change
 
@@ -25,7 +25,6 @@ class SampleOptions:
 
     seq_length: int
     seed: int
-    stable_order: bool = False  # an order that does not depend on the length of the run
     eod: int | None = None  # id that ends a document
     eod_mask_loss: bool = False  # no loss where the input is eod
     reset_position_ids: bool = False  # positions restart after eod
@@ -37,8 +36,7 @@ class GPTDataset(Dataset):
     """Samples of ``options.seq_length`` tokens from the sequences ``sequences`` of ``indexed``.
 
     Each item is a new array of ids, int64 [L + 1], for ``loader.make_batch``. ``num_samples`` None means one epoch;
-    otherwise the dataset holds all samples of the epochs that they take. With ``keep_last``, the last item may be
-    shorter.
+    otherwise the dataset holds all samples of the epochs that they take.
     """
 
     def __init__(
@@ -49,7 +47,6 @@ class GPTDataset(Dataset):
         *,
         num_samples: int | None,
         name: str = "train",
-        keep_last: bool = False,
         cache: IndexCache,
     ) -> None:
         if indexed.sequence_modes is not None and indexed.sequence_modes.any():
@@ -59,23 +56,17 @@ class GPTDataset(Dataset):
         if num_tokens == 0:
             empty = f"the {name} split of {indexed.prefix} is empty ({len(sequences)} of {len(indexed)} documents)"
             raise TooLittleDataError(f"{empty}: give a larger share with --split, more data, or --eval-iters 0")
-        seq_length, seed, stable = options.seq_length, options.seed, options.stable_order
-        samples_per_epoch = samples_in(1, num_tokens, seq_length, keep_last)
+        seq_length, seed = options.seq_length, options.seed
+        samples_per_epoch = samples_in(1, num_tokens, seq_length)
         if samples_per_epoch == 0:  # in Megatron a sample repeats the data within itself
             few = f"the {name} split of {indexed.prefix} holds {num_tokens} tokens, less than {seq_length} + 1"
             raise TooLittleDataError(f"{few}: give more data, or a smaller --seq-length")
         self.samples_per_epoch = num_tokens / seq_length  # samples may span epochs
-        if stable:
-            self.epochs, self.separate_last_epoch = max(1, -(-(num_samples or 1) // samples_per_epoch)), False
-        else:
-            self.epochs, self.separate_last_epoch = count_epochs(num_tokens, num_samples, seq_length)
+        self.epochs, self.separate_last_epoch = count_epochs(num_tokens, num_samples, seq_length)
 
         def build(advance: Advance) -> Arrays:
-            lengths = indexed.sequence_lengths
-            more: dict[str, Any] = {"keep_last": keep_last, "advance": advance}
-            if stable:
-                return stable_order(lengths, sequences, self.epochs, seq_length, seed, **more)
-            return megatron_order(lengths, sequences, self.epochs, self.separate_last_epoch, seq_length, seed, **more)
+            lengths, last = indexed.sequence_lengths, self.separate_last_epoch
+            return megatron_order(lengths, sequences, self.epochs, last, seq_length, seed, advance)
 
         key = {  # everything that the order depends on; num_samples matters only by the epochs it takes
             "indices": ["GPTDataset", INDEX_VERSION],
@@ -83,8 +74,6 @@ class GPTDataset(Dataset):
             "sequences": [sequences.start, sequences.stop],
             "epochs": self.epochs,
             "separate_last_epoch": self.separate_last_epoch,
-            "stable": stable,
-            "keep_last": keep_last,
             "seq_length": seq_length,
             "seed": seed,
         }
@@ -118,7 +107,6 @@ class GPTDataset(Dataset):
             "sequences": [self.sequences.start, self.sequences.stop],
             "seq_length": self.options.seq_length,
             "seed": self.options.seed,
-            # More epochs of a stable order change nothing in what comes before.
-            "epochs": "any" if self.options.stable_order else self.epochs,
+            "epochs": self.epochs,
             "separate_last_epoch": self.separate_last_epoch,
         }

@@ -1,4 +1,4 @@
-"""Computes the order of samples: Megatron's document, sample and shuffle index, and a stable order.
+"""Computes the order of samples: Megatron's document, sample and shuffle index.
 
 A split's sequences, repeated for as many epochs as needed and shuffled, form one stream of tokens; sample k is the
 stream's tokens k * L to (k + 1) * L inclusive (consecutive samples share one token, the label of one and the input
@@ -8,11 +8,10 @@ of the next), and samples are served in shuffled order. Three arrays describe th
 - sample index [M + 1, 2]: row k = (row of the document index, token offset there) at which sample k begins;
 - shuffle index [M]: which sample is served i-th.
 
-``megatron_order`` equals Megatron-LM's to the bit. ``stable_order`` does not depend on the length of the run.
+``megatron_order`` equals Megatron-LM's to the bit.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +22,9 @@ Advance = Callable[[int], None]  # takes the number of further rows of the indic
 CHUNK = 1 << 15  # documents per step: what fits in a processor's cache
 
 
-def samples_in(epochs: int, tokens_per_epoch: int, seq_length: int, keep_last: bool = False) -> int:
-    """Count the whole samples of a stream of ``epochs`` epochs; ``keep_last`` counts the incomplete last one, too."""
-    predictions = epochs * tokens_per_epoch - 1
-    return -(-predictions // seq_length) if keep_last else predictions // seq_length
+def samples_in(epochs: int, tokens_per_epoch: int, seq_length: int) -> int:
+    """Count the whole samples of a stream of ``epochs`` epochs."""
+    return (epochs * tokens_per_epoch - 1) // seq_length
 
 
 def count_epochs(tokens_per_epoch: int, num_samples: int | None, seq_length: int) -> tuple[int, bool]:
@@ -49,8 +47,6 @@ def megatron_order(
     separate_last_epoch: bool,
     seq_length: int,
     seed: int,
-    *,
-    keep_last: bool = False,
     advance: Advance = lambda rows: None,
 ) -> Arrays:
     """Build Megatron's three indices of ``sequences``, which hold at least one token; ``lengths`` are those of all."""
@@ -63,7 +59,7 @@ def megatron_order(
         random.shuffle(epoch)
     document_index = np.concatenate([joint, epoch]) if separate_last_epoch else joint
     advance(len(document_index))
-    total = samples_in(epochs, tokens_per_epoch, seq_length, keep_last)
+    total = samples_in(epochs, tokens_per_epoch, seq_length)
     sample_index = build_sample_index(lengths, document_index, seq_length, total, advance)
     # A separate last epoch begins after the last sample that lies in the others alone.
     first_part = samples_in(epochs - 1, tokens_per_epoch, seq_length) if separate_last_epoch else total
@@ -71,40 +67,6 @@ def megatron_order(
     random.shuffle(shuffle_index[:first_part])
     random.shuffle(shuffle_index[first_part:])
     advance(total)
-    return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": shuffle_index}
-
-
-def stable_order(
-    lengths: NDArray[np.int32],
-    sequences: range,
-    epochs: int,
-    seq_length: int,
-    seed: int,
-    *,
-    keep_last: bool = False,
-    advance: Advance = lambda rows: None,
-) -> Arrays:
-    """Build the same three indices with each epoch shuffled by itself: a longer run only adds epochs.
-
-    The first epoch is that of Megatron's order of one epoch. The tail of an epoch that fills no sample is left out
-    unless ``keep_last``.
-    """
-    tokens_per_epoch = int(lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
-    documents, samples = len(sequences), samples_in(1, tokens_per_epoch, seq_length, keep_last)
-    rows = samples + 1  # of the sample index, per epoch
-    fits_int32 = max(epochs * documents, epochs * rows, int(lengths.max())) <= np.iinfo(np.int32).max
-    document_index = np.empty(epochs * documents, np.int32)
-    sample_index: NDArray = np.empty((epochs * rows, 2), np.int32 if fits_int32 else np.int64)
-    shuffle_index: NDArray = np.empty(epochs * samples, np.uint32 if fits_int32 else np.int64)
-    more: dict[str, Any] = {"keep_last": keep_last, "advance": advance}
-    for epoch in range(epochs):
-        epoch_seed = seed if epoch == 0 else int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
-        order = megatron_order(lengths, sequences, 1, False, seq_length, epoch_seed, **more)
-        document_index[epoch * documents : (epoch + 1) * documents] = order["document_index"]
-        sample_index[epoch * rows : (epoch + 1) * rows] = order["sample_index"]
-        sample_index[epoch * rows : (epoch + 1) * rows, 0] += epoch * documents
-        shuffle_index[epoch * samples : (epoch + 1) * samples] = order["shuffle_index"]
-        shuffle_index[epoch * samples : (epoch + 1) * samples] += epoch * rows
     return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": shuffle_index}
 
 

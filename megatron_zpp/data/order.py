@@ -8,29 +8,25 @@ Order = dict[str, Any]  # GPTDataset.order or BlendedDataset.order, possibly rea
 def check_order(saved: Order, order: Order, other_data: bool = False) -> None:
     """Raise ValueError if continuing in ``order`` would repeat samples or leave some out.
 
-    other_data: data, weights or seed may differ, but not the number of epochs, unless the new order is stable.
+    other_data: the order may be another one.
     """
-    if saved == order:
+    if saved == order or other_data:
         return
     before, now = saved.get("datasets", [saved]), order.get("datasets", [order])
     if saved.get("weights") != order.get("weights") or len(before) != len(now):
-        if other_data:
-            return
         raise ValueError("the weights of the blend differ from the checkpoint's: give the same, or --override-data")
     for number, (old, new) in enumerate(zip(before, now, strict=True), start=1):
         name = f"dataset {number} of the blend" if len(now) > 1 else "the training data"
         if differing := _differing(old, new):
-            if other_data:
-                continue
             raise ValueError(
                 f"{name} is not the checkpoint's: its .idx or .bin file, --split, --seq-length or --seed differ "
                 f"({differing}). Give the same, or --override-data"
             )
-        if _shuffles(old) != _shuffles(new) and not (other_data and new["epochs"] == "any"):
+        if _shuffles(old) != _shuffles(new):
             length = f"{new['epochs']} epochs of {name}, not {old.get('epochs')}, or another part of the last"
             why = "Megatron shuffles across epochs, so the order would change and repeat data that was read"
             shorter = "To end earlier, keep the length and give --exit-interval"
-            longer = "to go on in a new order, which repeats some data, give --data-order-stable --override-data"
+            longer = "to go on in a new order, which repeats some data, give --override-data"
             raise ValueError(f"the run's new length takes {length}. {why}. {shorter}; {longer}")
 
 
@@ -42,5 +38,5 @@ def _differing(old: Order, new: Order) -> str:
 
 
 def _shuffles(order: Order) -> tuple[Any, Any]:
-    """Return what is shuffled together. A stable order begins like an order of one epoch."""
+    """Return what is shuffled together. "any": saved when each epoch could be shuffled alone."""
     return 1 if order.get("epochs") == "any" else order.get("epochs"), order.get("separate_last_epoch")

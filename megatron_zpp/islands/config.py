@@ -56,7 +56,7 @@ class IslandConfig:
         below=1,
     )
 
-    offload: bool = flag(False, "keep the outer parameters and the outer momentum in host memory", resume="free")
+    offload: bool = flag(False, "keep the outer parameters and the outer momentum in host memory", name=None)
 
     def __post_init__(self) -> None:
         check_fields(self, "")

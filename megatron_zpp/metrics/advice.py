@@ -32,5 +32,5 @@ class Advice:
         return (
             f"advice: a step takes {step:.3g} s and waits {waited:.3g} s for links between nodes, where --zeropp auto "
             f"predicted {predicted.seconds:.3g} and {predicted.exposed_between:.3g}: links or machines have changed. "
-            "Resume with --zeropp-redecide to choose again"
+            "Ask megatron-zpp plan, and resume with a --zeropp by name"
         )

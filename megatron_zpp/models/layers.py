@@ -1,7 +1,6 @@
 """Layers of the models: norms, and the output layer."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -39,20 +38,6 @@ NORMS = {
     ("RMSNorm", False): nn.RMSNorm,
     ("RMSNorm", True): RMSNorm1p,
 }
-
-
-def replace_norms(model: nn.Module, layer_norm: Callable[..., Tensor], rms_norm: Callable[..., Tensor]) -> None:
-    """Let functions with the arguments of ``F.layer_norm`` and ``F.rms_norm`` compute a model's norms."""
-    for module in model.modules():
-        if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-            function = layer_norm if isinstance(module, nn.LayerNorm) else rms_norm
-            module.forward = partial(_norm, module, function)  # type: ignore[method-assign]
-
-
-def _norm(module: nn.LayerNorm | nn.RMSNorm, function: Callable[..., Tensor], x: Tensor) -> Tensor:
-    weight = module.weight + 1 if isinstance(module, LayerNorm1p | RMSNorm1p) else module.weight
-    bias = (module.bias,) if isinstance(module, nn.LayerNorm) else ()
-    return function(x, module.normalized_shape, weight, *bias, module.eps)
 
 
 def output_logits(hidden: Tensor, weight: Tensor, softcap: float | None = None) -> Tensor:

@@ -1,7 +1,5 @@
 """LoRA (arXiv 2106.09685): low-rank adapters beside frozen linear layers. Names of all other parameters stay."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,19 +20,12 @@ class LoraLinear(nn.Module):
         return F.linear(x, self.weight, self.bias) + F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scale
 
 
-def add_adapters(model: Transformer, rank: int, alpha: float, targets: Sequence[str] | None) -> None:
-    """Freeze ``model`` and add adapters to the linear layers of its blocks, or to those with these names.
-
-    Raises ValueError for a name that no linear layer has.
-    """
+def add_adapters(model: Transformer, rank: int, alpha: float) -> None:
+    """Freeze ``model`` and add adapters to the linear layers of its blocks."""
     model.requires_grad_(False)
     layers = {name: module for name, module in model.layers.named_modules() if isinstance(module, nn.Linear)}
-    names = dict.fromkeys(name.rpartition(".")[2] for name in layers)
-    if unknown := [name for name in targets or () if name not in names]:
-        raise ValueError(f"--lora-target-modules {' '.join(unknown)}: choose from {', '.join(names)}")
     for name, linear in layers.items():
-        if targets is None or name.rpartition(".")[2] in targets:
-            model.layers.set_submodule(name, LoraLinear(linear, rank, alpha))
+        model.layers.set_submodule(name, LoraLinear(linear, rank, alpha))
 
 
 def is_adapter(name: str) -> bool:

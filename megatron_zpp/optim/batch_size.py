@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 from megatron_zpp.settings.resolved import ResolvedTraining
 
@@ -157,23 +158,19 @@ class Curriculum:
     first: int
     last: int
     iters: int
-    step: int  # lengths are multiples of this
+    step: ClassVar[int] = 8  # lengths are multiples of this
 
     @classmethod
     def from_settings(cls, training: ResolvedTraining) -> Curriculum | None:
         """Return None without a curriculum. Raises ValueError for an impossible one."""
-        first, last, iters = training.curriculum_min_length, training.curriculum_max_length, training.curriculum_iters
+        first, last, iters = training.curriculum_min_length, training.seq_length, training.curriculum_iters
         if first is None:
             return None
         if iters is None:
             raise ValueError("--curriculum-min-length requires --curriculum-iters, the steps over which samples grow")
-        last = min(last or training.seq_length, training.seq_length)
-        if not training.curriculum_length_step <= first <= last:
-            ends = f"--curriculum-min-length {first} to --curriculum-max-length {last} tokens"
-            raise ValueError(
-                f"samples cannot grow from {ends} by {training.curriculum_length_step} (--curriculum-length-step)"
-            )
-        return cls(first, last, iters, training.curriculum_length_step)
+        if first > last:
+            raise ValueError(f"samples cannot grow from --curriculum-min-length {first} to --seq-length {last}")
+        return cls(first, last, iters)
 
     def length(self, iteration: int) -> int:
         """Tokens of a sample in the optimizer step that ends at ``iteration``: 1 for the first."""

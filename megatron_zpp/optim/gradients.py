@@ -123,12 +123,15 @@ def count_zeros(shards: Sequence[Tensor]) -> Tensor:
     return torch.stack([(shard == 0).sum() for shard in shards]).sum()
 
 
+LEAST_LOSS_SCALE = 1.0
+
+
 class LossScaler:
     """The loss scale by Megatron's rules: dynamic for ``--fp16``, fixed with ``--loss-scale``; 1 for bf16 and fp32.
 
     The dynamic scale doubles after ``loss_scale_window`` clean steps in a row. Each overflow uses up one of
     ``hysteresis`` tolerated ones; when they are used up, this and every further overflow halves the scale, down to
-    ``min_loss_scale``. Tolerance comes back only when the scale grows.
+    1. Tolerance comes back only when the scale grows.
     """
 
     def __init__(self, precision: PrecisionSettings) -> None:
@@ -146,7 +149,7 @@ class LossScaler:
         if overflow:
             self._tolerance -= 1
             if self._tolerance <= 0:
-                self.scale = max(self.scale / 2, self._precision.min_loss_scale)
+                self.scale = max(self.scale / 2, LEAST_LOSS_SCALE)
         elif self._clean_steps == self._precision.loss_scale_window:
             self._clean_steps, self._tolerance = 0, self._precision.hysteresis
             self.scale *= 2

@@ -17,8 +17,6 @@ from megatron_zpp.settings.groups import OptimizerSettings
 from megatron_zpp.zeropp import Muon, ZeroPP
 from megatron_zpp.zeropp.own_rank import local_part
 
-from .apex import apex_optimizer, import_apex
-
 
 @dataclass(frozen=True)
 class OptimizerKind:
@@ -29,8 +27,6 @@ class OptimizerKind:
     # fp32 tensors of a parameter's shape that it keeps, by whether the parameter is a hidden matrix
     state_tensors: Callable[[OptimizerSettings, bool], int]
     deepspeed_names: tuple[str, ...] = ()  # its names in a DeepSpeed file, in upper or lower case
-    # For --use-apex: the name of Apex's class, the attribute that launches its kernel, and arguments beside torch's.
-    apex: tuple[str, str, dict[str, Any]] | None = None
     is_muon: bool = False  # takes hidden matrices in a group of their own, and the model's collectives
 
 
@@ -41,7 +37,6 @@ OPTIMIZERS = {
         arguments=lambda settings: dict(betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps),
         state_tensors=lambda settings, is_hidden_matrix: 2,
         deepspeed_names=("Adam", "AdamW"),
-        apex=("FusedAdam", "multi_tensor_adam", dict(adam_w_mode=True)),
     ),
     "sgd": OptimizerKind(
         # DTensor knows no fused SGD (torch 2.13).
@@ -49,7 +44,6 @@ OPTIMIZERS = {
         arguments=lambda settings: dict(momentum=settings.sgd_momentum),
         state_tensors=lambda settings, is_hidden_matrix: int(settings.sgd_momentum > 0),
         deepspeed_names=("SGD",),
-        apex=("FusedSGD", "multi_tensor_sgd", {}),
     ),
     "muon": OptimizerKind(
         torch_class=Muon,
@@ -80,7 +74,7 @@ def build_optimizer(
     matrices are one more. ``set_lr_and_weight_decay`` sets the values of all. AdamW's weight decay is decoupled; SGD's
     is torch's, an L2 term in the gradient. Each group is divided further by the ranks that share its parameters.
 
-    zeropp: the model's collectives, which Muon needs. Raises ValueError without parameters, or a usable Apex.
+    zeropp: the model's collectives, which Muon needs. Raises ValueError without parameters.
     """
     if settings.optimizer not in OPTIMIZERS:
         raise ValueError(f"--optimizer {settings.optimizer} is not one of {', '.join(OPTIMIZERS)}")
@@ -89,11 +83,7 @@ def build_optimizer(
     arguments = dict(lr=settings.lr or 0.0, **kind.arguments(settings))
     if kind.is_muon:
         arguments["zeropp"] = zeropp
-    if not settings.use_apex:
-        return kind.torch_class(groups, **arguments)
-    assert kind.apex is not None  # by check_apex
-    name, kernel, more_arguments = kind.apex
-    return apex_optimizer(name, kernel, groups, arguments | more_arguments)
+    return kind.torch_class(groups, **arguments)
 
 
 _DECOUPLED = ("word_embeddings", "output_layer")  # the modules whose weights --decoupled-lr is for
@@ -140,11 +130,3 @@ def _parameter_groups(model: nn.Module, decouples: bool, takes_matrices: bool) -
     if not parts:
         raise ValueError("the model has no trainable parameter")
     return [{**groups[i], "params": part} for (i, _), part in parts.items()]
-
-
-def check_apex(settings: OptimizerSettings) -> None:
-    """Raise ValueError if ``--use-apex`` cannot work with these settings, or on this machine."""
-    if settings.use_apex:
-        if OPTIMIZERS[settings.optimizer].apex is None:
-            raise ValueError(f"--use-apex: Apex has no --optimizer {settings.optimizer}; leave --use-apex out")
-        import_apex("apex.optimizers", "amp_C")

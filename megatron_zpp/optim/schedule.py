@@ -41,10 +41,7 @@ class Schedule:
     decay_style: str
     wsd_decay_samples: int
     wsd_decay_style: str
-    start_weight_decay: float
-    end_weight_decay: float
-    weight_decay_samples: int  # length of the ramp from start to end
-    weight_decay_style: str
+    weight_decay: float
     warmup_log_steps: float = 0  # optimizer steps of a logarithmic warm-up; 0: it is linear
 
     @classmethod
@@ -70,14 +67,11 @@ class Schedule:
             decay_iters = schedule.lr_decay_iters
             decay_samples = run_samples if decay_iters is None else batch.samples_after(decay_iters)
             warmup_samples = batch.samples_after(schedule.lr_warmup_iters)
-            # The final decay is counted backwards from the end, where the batch has its full size.
-            full_batch = batch.global_batch_size(run_samples)
-            wsd_decay_samples = schedule.lr_wsd_decay_iters and schedule.lr_wsd_decay_iters * full_batch
         else:
             assert training.train_samples is not None  # by _check_units
             run_samples = training.train_samples
             decay_samples = run_samples if schedule.lr_decay_samples is None else schedule.lr_decay_samples
-            warmup_samples, wsd_decay_samples = schedule.lr_warmup_samples, schedule.lr_wsd_decay_samples
+            warmup_samples = schedule.lr_warmup_samples
         if schedule.lr_decay_tokens is not None:
             decay_samples = math.ceil(schedule.lr_decay_tokens / training.seq_length)
         if schedule.lr_warmup_tokens:
@@ -85,9 +79,8 @@ class Schedule:
         if schedule.lr_warmup_fraction is not None:
             warmup_samples = schedule.lr_warmup_fraction * decay_samples
 
-        if schedule.lr_decay_style == "WSD" and wsd_decay_samples is None:
-            raise ValueError("--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples")
-        start_weight_decay, end_weight_decay = _weight_decay_range(optimizer)
+        if schedule.lr_decay_style == "WSD" and schedule.lr_wsd_decay_iters is None:
+            raise ValueError("--lr-decay-style WSD needs --lr-wsd-decay-iters")
         warmup_log_steps = 0.0
         if schedule.lr_warmup_style == "log" and warmup_samples > 0:
             warmup_log_steps = max(2.0, warmup_samples / batch.global_batch_size(0))
@@ -98,12 +91,10 @@ class Schedule:
             warmup_samples=warmup_samples,
             decay_samples=decay_samples,
             decay_style=schedule.lr_decay_style,
-            wsd_decay_samples=wsd_decay_samples or 0,
+            # Counted backwards from the end, where the batch has its full size.
+            wsd_decay_samples=(schedule.lr_wsd_decay_iters or 0) * batch.global_batch_size(run_samples),
             wsd_decay_style=schedule.lr_wsd_decay_style,
-            start_weight_decay=start_weight_decay,
-            end_weight_decay=end_weight_decay,
-            weight_decay_samples=run_samples,
-            weight_decay_style=optimizer.weight_decay_incr_style,
+            weight_decay=optimizer.weight_decay,
             warmup_log_steps=warmup_log_steps,
         )
         result._check()
@@ -145,15 +136,6 @@ class Schedule:
         coefficient = _DECAYS[style]((samples - begin) / (self.decay_samples - begin))
         return self.min_lr + coefficient * (self.max_lr - self.min_lr)
 
-    def weight_decay(self, samples: int) -> float:
-        """Weight decay of the step that follows ``samples`` trained samples."""
-        if self.weight_decay_style == "constant" or samples > self.weight_decay_samples:
-            return self.end_weight_decay
-        progress = samples / self.weight_decay_samples
-        if self.weight_decay_style == "cosine":
-            progress = _DECAYS["cosine"](1 - progress)
-        return self.start_weight_decay + progress * (self.end_weight_decay - self.start_weight_decay)
-
     def state_dict(self) -> dict[str, Any]:
         """Plain values for a checkpoint; ``resume_schedule`` compares them."""
         return dataclasses.asdict(self)
@@ -162,6 +144,10 @@ class Schedule:
     def from_state_dict(cls, state: dict[str, Any]) -> Schedule:
         """Raises ValueError for what is no ``state_dict``."""
         fields = dataclasses.fields(cls)
+        if state.get("weight_decay_style") == "constant":  # saved when weight decay could still grow over a run
+            ramp = ("start_weight_decay", "end_weight_decay", "weight_decay_samples", "weight_decay_style")
+            weight_decay = state.get("end_weight_decay")
+            state = {name: value for name, value in state.items() if name not in ramp} | {"weight_decay": weight_decay}
         wrong = sorted({field.name for field in fields} ^ state.keys())
         for field in fields:
             value = state.get(field.name, 0)
@@ -178,7 +164,7 @@ class Schedule:
         return schedule
 
     def unused(self) -> set[str]:
-        """Return the values that no learning rate and no weight decay depends on."""
+        """Return the values that no learning rate depends on."""
         unused = set()
         if self.decay_style == "constant":
             unused |= {"min_lr", "decay_samples"}
@@ -186,8 +172,6 @@ class Schedule:
             unused |= {"wsd_decay_samples", "wsd_decay_style"}
         if self.warmup_samples == 0:
             unused |= {"warmup_init_lr", "warmup_log_steps"}
-        if self.weight_decay_style == "constant":
-            unused |= {"start_weight_decay", "weight_decay_samples"}
         return unused
 
     def _check(self) -> None:
@@ -195,8 +179,6 @@ class Schedule:
             raise ValueError(f"need 0 <= --min-lr <= --lr, but --min-lr is {self.min_lr} and --lr is {self.max_lr}")
         if not 0 <= self.warmup_init_lr <= self.max_lr:
             raise ValueError(f"--lr-warmup-init {self.warmup_init_lr} is not between 0 and --lr {self.max_lr}")
-        if self.weight_decay_samples < 1 and self.weight_decay_style != "constant":
-            raise ValueError("the weight decay's ramp has no length")
         if self.decay_samples < 1:
             raise ValueError("the learning-rate decay has no length; give a longer run or --lr-decay-iters/-samples")
         if not 0 <= self.warmup_samples < self.decay_samples:
@@ -254,7 +236,7 @@ def _check_units(schedule: ScheduleSettings, training: ResolvedTraining) -> None
     if (training.train_iters is None) == (training.train_samples is None):
         raise ValueError("give the length of the run as either --train-iters or --train-samples, or as --train-tokens")
     in_iters, in_samples = training.train_iters is not None, training.train_samples is not None
-    for name in ("lr-decay", "lr-warmup", "lr-wsd-decay"):
+    for name in ("lr-decay", "lr-warmup"):
         for unit, allowed, instead in (("iters", in_iters, "samples"), ("samples", in_samples, "iters")):
             value = getattr(schedule, f"{name}-{unit}".replace("-", "_"))
             if value is None:
@@ -271,19 +253,3 @@ def _check_units(schedule: ScheduleSettings, training: ResolvedTraining) -> None
         raise ValueError("give the warm-up once: --lr-warmup-fraction, -tokens, -iters or -samples")
     if fraction is not None and not 0 <= fraction < 1:
         raise ValueError(f"--lr-warmup-fraction is a part of the decay, 0 <= fraction < 1, not {fraction}")
-
-
-def _weight_decay_range(optimizer: OptimizerSettings) -> tuple[float, float]:
-    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
-    if optimizer.weight_decay_incr_style == "constant":
-        if start is not None or end is not None:
-            raise ValueError(
-                "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine"
-            )
-        return optimizer.weight_decay, optimizer.weight_decay
-    if start is None or end is None:
-        style = optimizer.weight_decay_incr_style
-        raise ValueError(f"--weight-decay-incr-style {style} needs both --start-weight-decay and --end-weight-decay")
-    if not 0 <= start <= end:
-        raise ValueError(f"need 0 <= --start-weight-decay <= --end-weight-decay, but they are {start} and {end}")
-    return start, end

@@ -19,7 +19,7 @@ from megatron_zpp.planning.step import StepTime
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.zeropp import build_topology
 from megatron_zpp.zeropp.fsdp.topology import Topology
-from megatron_zpp.zeropp.recipes import RECIPES
+from megatron_zpp.zeropp.recipes import LOSS_BUDGET, RECIPES
 
 # The planner's median error against the cluster in a box (docs/evidence/planner.md): recipes nearer than that are
 # equally fast, however well the links were measured.
@@ -73,9 +73,8 @@ def choose_recipe(architecture: Architecture, parse: Parse, vocabulary: int, dev
             except ValueError as error:
                 names = ", ".join(RECIPES)
                 raise ValueError(f"--zeropp auto cannot predict this run ({error}): name one of {names}") from error
-            budget = settings.zero.zeropp_loss_budget
-            name = choose(times, budget)
-            why = explain(cluster, times, refused, name, budget, time.monotonic() - start)
+            name = choose(times, LOSS_BUDGET)
+            why = explain(cluster, times, refused, name, LOSS_BUDGET, time.monotonic() - start)
             chosen = [Choice(name, topology.ranks_per_node, why, times[name][0])]
     dist.broadcast_object_list(chosen)
     choice: Choice = chosen[0]
@@ -147,5 +146,5 @@ def explain(cluster: Cluster, times: Times, refused: Mapping[str, str], name: st
         "rounds least of those that neither two measurements of the links nor the planner's error of "
         f"{PREDICTION_ERROR:.1%} tell from the fastest."
         + (f" Left out: {'; '.join(left_out)}." if left_out else "")
-        + " Checkpoints keep the choice; --zeropp-redecide chooses again."
+        + " Checkpoints keep the choice."
     )

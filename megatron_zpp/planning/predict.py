@@ -209,8 +209,6 @@ def arithmetic(
     forward = Arithmetic(_with_host(products + attended + 2 * kept, host / 3, cluster), head_products + logits)
     layers_per_stage = num_layers // (placement.num_stages if placement is not None else 1)
     again = recomputed_blocks(activation, layers_per_stage) / layers_per_stage * forward.layer + 2 * recomputed
-    if activation.activation_memory_budget is not None:  # at most: torch.compile recomputes what is cheap first
-        again += (1 - activation.activation_memory_budget) * forward.layer
     again += _product_share(model, modules) * products + attended * ("core_attn" in modules)
     backward_layer = _with_host(2 * products + 2.5 * attended + 3 * kept + again, 2 * host / 3, cluster)
     return forward, Arithmetic(backward_layer, 2 * head_products + logits)

@@ -16,7 +16,7 @@ from megatron_zpp.planning.needs.division import PlannedModel, RankGrid, plan_mo
 from megatron_zpp.planning.needs.estimate import Estimate, estimate
 from megatron_zpp.planning.predict import Prediction, island_cluster, predict
 from megatron_zpp.settings.checks import SettingsError, divisors
-from megatron_zpp.settings.groups import flags_by_name
+from megatron_zpp.settings.groups import all_flags, flags_by_name
 from megatron_zpp.settings.resolved import ResolvedModel, ResolvedSettings
 from megatron_zpp.zeropp.recipes import DEFAULT, LOSS_BUDGET, RECIPES, Recipe
 
@@ -118,17 +118,6 @@ def layouts(cluster: Cluster, model: ResolvedModel, seq_length: int, stated: Col
 
 USABLE = 0.9  # share of a GPU's memory; CUDA and NCCL take the rest, or it is lost between blocks
 
-# Flags that the trainer requires but no plan depends on, each with those that replace it.
-FILLED_IN = (
-    (("--train-iters", "--train-samples", "--train-tokens"), "--train-iters 1000"),
-    (("--lr",), "--lr 1e-4"),
-    (
-        ("--data-path", "--train-data-path", "--mock-data", "--data-args-path", "--per-split-data-args-path"),
-        "{data}",
-    ),
-    (("--tokenizer-type", "--vocab-file"), "--tokenizer-type NullTokenizer --vocab-size {vocabulary}"),
-)
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -188,9 +177,10 @@ def filled_in(flags: Sequence[str], stated: set[str], vocabulary: int) -> list[s
 
     stated: as ``stated_flags`` returns them.
     """
-    missing = " ".join(typed for names, typed in FILLED_IN if not stated.intersection(names))
+    given = {flag.in_plans for flag in all_flags().values() if flag.name in stated}
+    missing = dict.fromkeys(flag.in_plans for flag in all_flags().values() if flag.in_plans not in given)
     data = "--train-data-path chats" if "--sft" in stated else "--mock-data"
-    return [*flags, *missing.format(vocabulary=vocabulary, data=data).split()]
+    return [*flags, *" ".join(missing).format(vocabulary=vocabulary, data=data).split()]
 
 
 def make_plan(

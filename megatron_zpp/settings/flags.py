@@ -42,11 +42,15 @@ class Flag:
     effective_with: str = ""
     # "stable"; "experimental"; "advanced", which tunes what works without it, as a flag does that another one enables.
     tier: str = "stable"
+    # Words that the trainer requires but no plan depends on, if no flag with the same ones is given.
+    in_plans: str = ""
     settles: str = ""  # what a plan then takes as given: "wire", "layout", "recompute" or "micro-batch"
     # What a resume does when the checkpoint's value differs. A flag's name: it refuses, unless that flag is given.
     # "model", "compared": the model's config, or what follows from the value, is compared instead. "noted": it goes on
     # with a note, because the value changes what is learned. "free": it goes on.
-    resume: str = "free"
+    resume: str = "noted"
+    first: str = ""  # the group of --help that shows this flag; others are in --help-all
+    deepspeed: str = ""  # its keys in a DeepSpeed file, as "optimizer.params.lr"; deepspeed_keys.toml has the others
     zero_is_none: bool = False
     bounds: Bounds = dataclasses.field(default_factory=Bounds)
 
@@ -84,6 +88,23 @@ class Flag:
         if isinstance(value, tuple):
             return " ".join([self.name, *map(str, value)])
         return self.name if value is True else f"{self.name} {0 if value is None else value}"
+
+    def add_to(self, section: Any, required: bool = False) -> None:
+        """Add the flag to a parser or group of argparse. A switch that is not given is None, as any other flag."""
+        text = self.help + (f" ({self.bounds})" if str(self.bounds) else "")
+        if self.default not in (None, False):
+            text += f" (default: {self.default})"
+        if self.tier == "experimental":
+            text += " [experimental]"
+        options: dict[str, Any] = {"action": "store_true"}
+        if self.value_type is not bool:
+            metavar = self.metavar or {int: "N", float: "X", str: "NAME"}[self.value_type]
+            if self.choices is not None and len(self.choices) <= 6:
+                metavar = f"{{{','.join(self.choices)}}}"
+            elif self.choices is not None:
+                text += f"; one of {', '.join(self.choices)}"
+            options = {"type": _argparse_type(self), "nargs": self.nargs, "metavar": metavar}
+        section.add_argument(self.name, help=text.replace("%", "%%"), default=None, required=required, **options)
 
     def read_one(self, word: str) -> Any:
         """Convert one word. Raises ValueError with what it must be and what it is."""

@@ -17,10 +17,10 @@ from megatron_zpp.settings.job import (
     DataSettings,
     DistributedSettings,
     LoggingSettings,
-    TokenizerSettings,
     ZeroSettings,
 )
 from megatron_zpp.settings.model import ActivationSettings, ModelSettings, PrecisionSettings
+from megatron_zpp.settings.tokenizer import TokenizerSettings
 from megatron_zpp.settings.training import LoraSettings, OptimizerSettings, ScheduleSettings, TrainingSettings
 from megatron_zpp.zeropp.config import ZeroPPConfig
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from megatron_zpp.fields import flag
 from megatron_zpp.zeropp.config import QUANTIZED
-from megatron_zpp.zeropp.recipes import AUTO, LOSS_BUDGET, RECIPES
+from megatron_zpp.zeropp.recipes import AUTO, RECIPES
 
 _advanced = partial(flag, tier="advanced")
 _folder = partial(flag, None, metavar="DIR")
@@ -18,22 +18,20 @@ _saving = partial(flag, effective_with="save")
 _profile = partial(flag, needs="profile")
 _publishing = partial(flag, needs="publish", at_least=1)
 
-_WITH_MODEL = (  # tokenizers that --tokenizer-model names
-    *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "MegatronSentencePieceTokenizer", "Llama2Tokenizer"),
-    *("HuggingFaceTokenizer", "HFTokenizer", "TikTokenizer"),
-)
-
 
 @dataclass(frozen=True)
 class ZeroSettings:
     """ZeRO."""
 
+    FLAGS: ClassVar[dict[str, str]] = dict(resume="free")
     zero_stage: int = flag(
         3,
         "shard nothing (0), optimizer state (1), also gradients (2), also parameters (3)",
         at_least=0,
         at_most=3,
         settles="wire",
+        deepspeed="zero_optimization.stage",
+        first="Memory and links",
     )
     recipe: str | None = flag(
         None,
@@ -42,20 +40,13 @@ class ZeroSettings:
         name="--zeropp",
         choices=(*RECIPES, AUTO),
         settles="wire",
-    )
-    zeropp_redecide: bool = flag(
-        False,
-        "let --zeropp auto choose again on resume, not keep the checkpoint's choice",
-        effective_with="zeropp=auto",
-    )
-    zeropp_loss_budget: float = flag(
-        LOSS_BUDGET,
-        "percent of loss that a recipe of --zeropp auto may cost in the study, mean plus spread",
-        at_least=0,
-        effective_with="zeropp=auto",
+        first="Memory and links",
     )
     cpu_offload: bool = flag(
-        False, "keep parameters, gradients and optimizer state in host memory, and step there", settles="wire"
+        False,
+        "keep parameters, gradients and optimizer state in host memory, and step there",
+        settles="wire",
+        deepspeed="zero_optimization.cpu_offload zero_optimization.cpu_offload_param",
     )
     zeropp_monitor_interval: int | None = flag(
         None, "log quantization errors every k-th optimizer step", at_least=1, effective_with=QUANTIZED
@@ -70,29 +61,20 @@ class DataSettings:
     """Training data."""
 
     FLAGS: ClassVar[dict[str, str]] = dict(resume="--override-data")
-    data_path: tuple[str, ...] | None = _prefixes("dataset prefixes, or weight prefix pairs")
+    data_path: tuple[str, ...] | None = _prefixes(
+        "dataset prefixes, or weight prefix pairs", first="Data", in_plans="{data}"
+    )
     split: str | None = flag(None, "shares of train, valid, test; default 969, 30, 1", metavar="A,B,C")
-    train_data_path: tuple[str, ...] | None = _prefixes("dataset(s) of the train split, instead of --split")
+    train_data_path: tuple[str, ...] | None = _prefixes(
+        "dataset(s) of the train split, instead of --split", in_plans="{data}"
+    )
     valid_data_path: tuple[str, ...] | None = _prefixes("dataset(s) of the validation split")
     test_data_path: tuple[str, ...] | None = _prefixes("dataset(s) of the test split")
-    data_args_path: str | None = _file("file with the value of --data-path", tier="advanced")
-    per_split_data_args_path: str | None = _file(
-        "JSON file with dataset(s) per split: keys train, valid, test", tier="advanced"
-    )
     data_cache_path: str | None = _folder("folder of the index cache; default beside the data", resume="free")
     no_mmap_bin_files: bool = flag(False, "read tokens from the file instead of mapping it into memory", resume="free")
-    data_order_stable: bool = _advanced(
-        False, "shuffle each epoch alone, so that the order is that of any longer run", resume="compared"
-    )
-    mid_level_dataset_surplus: float = _advanced(
-        0.005, "fraction to index beyond a dataset's share", at_least=0, at_most=1, resume="compared"
-    )
     dataloader_type: str = _advanced("single", "read samples once, or in a cycle", choices=("single", "cyclic"))
-    pad_last_valid_sample: bool = _advanced(
-        False, "validate on the last, incomplete sample too, padded without loss", resume="free"
-    )
     sft: bool = flag(False, "train on chats of preprocess_data --chat, with loss on the assistant's tokens alone")
-    mock_data: bool = flag(False, "random tokens instead of data, to measure speed")
+    mock_data: bool = flag(False, "random tokens instead of data, to measure speed", first="Data", in_plans="{data}")
     num_workers: int = flag(2, "loader processes per rank", at_least=0, at_most=256, resume="free")
     eod_mask_loss: bool = flag(False, "no loss where the input is the end-of-document token")
     reset_position_ids: bool = flag(False, "restart positions after an end-of-document token")
@@ -100,60 +82,18 @@ class DataSettings:
 
 
 @dataclass(frozen=True)
-class TokenizerSettings:
-    """Tokenizer."""
-
-    tokenizer_type: str | None = flag(
-        None,
-        "kind of tokenizer; default GPT2BPETokenizer with --vocab-file",
-        choices=(*_WITH_MODEL, "GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer"),
-        resume="--override-data",
-    )
-    tokenizer_model: str | None = flag(
-        None,
-        "SentencePiece, .tiktoken or JSON file; folder or cached name of a Hugging Face tokenizer",
-        metavar="PATH",
-        effective_with=" ".join(f"tokenizer_type={kind}" for kind in _WITH_MODEL),
-        tier="stable",
-    )
-    vocab_file: str | None = _file("vocab.json of GPT2BPETokenizer", effective_with="tokenizer_type=GPT2BPETokenizer")
-    merge_file: str | None = _file("merges.txt of GPT2BPETokenizer", effective_with="tokenizer_type=GPT2BPETokenizer")
-    vocab_size: int | None = flag(
-        None,
-        "vocabulary size of NullTokenizer, and of TikTokenizer with a JSON vocabulary: default 131072",
-        at_least=1,
-        resume="model",
-    )
-    tiktoken_pattern: str | None = flag(
-        None,
-        "how TikTokenizer cuts words: gpt2, cl100k_base, o200k_base, v1, v2 or a regular expression",
-        metavar="P",
-        resume="--override-data",
-        effective_with="tokenizer_type=TikTokenizer",
-    )
-    tiktoken_num_special_tokens: int | None = flag(
-        None,
-        "special ids before TikTokenizer's JSON vocabulary, <unk>, <s>, </s> among them; default 1000",
-        at_least=3,
-        resume="--override-data",
-        effective_with="tokenizer_type=TikTokenizer",
-    )
-    tokenizer_hf_no_include_special_tokens: bool = flag(
-        False,
-        "HuggingFaceTokenizer puts nothing around a text, such as the BOS of its post-processor",
-        resume="--override-data",
-        effective_with="tokenizer_type=HuggingFaceTokenizer tokenizer_type=HFTokenizer",
-    )
-
-
-@dataclass(frozen=True)
 class CheckpointSettings:
     """Checkpoints."""
 
-    save: str | None = _folder("folder to save checkpoints in")
+    FLAGS: ClassVar[dict[str, str]] = dict(resume="free")
+    save: str | None = _folder("folder to save checkpoints in", first="Checkpoints and logs")
     overwrite_save: bool = _saving(False, "start even if --save holds another run's checkpoints, and overwrite them")
     save_interval: int | None = _saving(
-        None, "optimizer steps between checkpoints; required with --save", at_least=1, tier="stable"
+        None,
+        "optimizer steps between checkpoints; required with --save",
+        at_least=1,
+        tier="stable",
+        first="Checkpoints and logs",
     )
     no_async_save: bool = _saving(False, "write each checkpoint before training goes on, without a copy in host memory")
     save_retain_interval: int | None = _saving(
@@ -162,7 +102,9 @@ class CheckpointSettings:
     save_keep_last: int | None = _saving(
         None, "latest (finite) checkpoints to keep; default all, or 2 with --save-retain-interval", at_least=1
     )
-    load: str | None = _folder("folder to resume from; only an empty or absent --save starts from scratch")
+    load: str | None = _folder(
+        "folder to resume from; only an empty or absent --save starts from scratch", first="Checkpoints and logs"
+    )
     ckpt_step: int | None = _loading(None, "iteration to load; default the latest", at_least=0)
     exit_on_missing_checkpoint: bool = _loading(False, "fail when --load holds no checkpoint, even if it is --save")
     verify_checkpoint: str = flag(
@@ -172,7 +114,6 @@ class CheckpointSettings:
         effective_with="load",
     )
     load_latest_good: bool = _loading(False, "load the newest checkpoint without damage, NaN or Inf")
-    override_batch_size: bool = _loading(False, "on resume take the batch size from the flags")
     override_data: bool = _loading(False, "on resume take data, tokenizer, order, seed and --seq-length from the flags")
     finetune: bool = _loading(
         False, "load only the parameters, start at iteration 0, and note what differs from their run"
@@ -182,40 +123,42 @@ class CheckpointSettings:
     no_load_rng: bool = _loading(False, "do not load random states")
     publish: str | None = _folder("folder to publish weights in, to the bit of bf16, for processes that follow the run")
     publish_interval: int = _publishing(1, "optimizer steps between published versions")
-    publish_anchor_interval: int = _publishing(100, "versions between full copies, for readers that missed some")
 
 
 @dataclass(frozen=True)
 class LoggingSettings:
     """Log, metrics, TensorBoard, wandb, MLflow."""
 
-    log_interval: int = flag(100, "optimizer steps between log lines", at_least=1)
+    FLAGS: ClassVar[dict[str, str]] = dict(resume="free")
+    log_interval: int = flag(100, "optimizer steps between log lines", at_least=1, first="Checkpoints and logs")
     log_throughput: bool = flag(False, "log TFLOP/s per GPU")
     log_params_norm: bool = flag(False, "log the parameters' norm")
     log_num_zeros_in_grad: bool = flag(False, "log the number of zero gradients")
     log_straggler: bool = _advanced(False, "report ranks that stay slow, and nodes with slow links")
     peak_tflops: float | None = _advanced(None, "peak TFLOP/s of one device, for MFU; known for common GPUs", above=0)
     metrics_dir: str | None = _folder("folder of metrics.jsonl; default that of --tensorboard-dir, or else of --save")
-    tensorboard_dir: str | None = _folder("folder of TensorBoard events")
-    wandb_project: str | None = flag(None, "wandb project; no wandb without it")
+    tensorboard_dir: str | None = _folder("folder of TensorBoard events", first="Checkpoints and logs")
+    wandb_project: str | None = flag(
+        None, "wandb project; no wandb without it", deepspeed="wandb.project", first="Checkpoints and logs"
+    )
     wandb_exp_name: str | None = flag(None, "wandb run name", effective_with="wandb_project")
-    wandb_entity: str | None = flag(None, "wandb entity", effective_with="wandb_project")
+    wandb_entity: str | None = flag(None, "wandb entity", effective_with="wandb_project", deepspeed="wandb.team")
     wandb_save_dir: str | None = _folder("folder of wandb's files; default SAVE/wandb", effective_with="wandb_project")
     mlflow_experiment: str | None = flag(
         None, "MLflow experiment, in MLFLOW_TRACKING_URI or else the folder mlruns beside metrics.jsonl"
     )
     profile: bool = flag(False, "profile a few steps: for Nsight Systems, or with --use-pytorch-profiler")
-    use_pytorch_profiler: bool = _profile(False, "write traces that Perfetto opens")
+    use_pytorch_profiler: bool = _profile(False, "write traces for Perfetto to --tensorboard-dir or SAVE/profile")
     profile_step_start: int = _profile(10, "profile the steps after this one", at_least=0)
     profile_step_end: int = _profile(12, "the last step to profile", at_least=1)
     profile_ranks: tuple[int, ...] | None = _profile(None, "ranks to profile; default all", nargs="+", at_least=0)
-    profile_dir: str | None = _folder("folder of traces; default TensorBoard's, or SAVE/profile", needs="profile")
 
 
 @dataclass(frozen=True)
 class DistributedSettings:
     """Ranks."""
 
+    FLAGS: ClassVar[dict[str, str]] = dict(resume="free")
     distributed_backend: str | None = flag(None, "default nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo"))
     distributed_timeout_minutes: float = flag(10.0, "limit for a stuck collective", at_least=0.01, at_most=525_600)
     islands: int = _size(
@@ -240,14 +183,16 @@ class DistributedSettings:
     local_nodes: int = _size(
         "nodes that the ranks of --local-ranks count as", aliases=("--emulate-nodes",), tier="experimental"
     )
-    tensor_model_parallel_size: int = _size("ranks among which each linear layer is sharded", settles="layout")
+    tensor_model_parallel_size: int = _size(
+        "ranks among which each linear layer is sharded", settles="layout", first="Memory and links"
+    )
     sequence_parallel: bool = flag(
         False,
         "with tensor parallelism: shard activations along the sequence too",
         effective_with="tensor_model_parallel_size",
     )
     pipeline_model_parallel_size: int = _size(
-        "ranks among which the layers are divided, as stages of a pipeline", settles="layout"
+        "ranks among which the layers are divided, as stages of a pipeline", settles="layout", first="Memory and links"
     )
     pipeline_schedule: str | None = _advanced(
         None,

@@ -16,11 +16,14 @@ class ShapeSettings:
     """The shape of every architecture's models."""
 
     preset: str | None = flag(
-        None, "published model of this architecture whose shape to use; other flags override it", resume="free"
+        None,
+        "published model of this architecture whose shape to use; other flags override it",
+        resume="free",
+        first="The model",
     )
-    num_layers: int | None = flag(None, "number of transformer blocks", at_least=1, at_most=10_000)
-    hidden_size: int | None = flag(None, "width of the residual stream", at_least=1, at_most=2**24)
-    num_attention_heads: int | None = flag(None, "number of query heads", at_least=1, at_most=2**16)
+    num_layers: int | None = flag(None, "number of transformer blocks", at_least=1, at_most=10_000, first="The model")
+    hidden_size: int | None = flag(None, "width of the residual stream", at_least=1, at_most=2**24, first="The model")
+    num_attention_heads: int | None = flag(None, "number of query heads", at_least=1, at_most=2**16, first="The model")
     max_position_embeddings: int | None = flag(
         None, "longest sequence that the model can take; default --seq-length", at_least=1, at_most=2**27
     )
@@ -70,17 +73,18 @@ class PrecisionSettings:
     """Mixed precision. Parameters and optimizer state stay in fp32; this is the dtype of computing and sending."""
 
     FLAGS: ClassVar[dict[str, str]] = dict(resume="noted")
-    bf16: bool = flag(False, "compute in bfloat16")
-    fp16: bool = flag(False, "compute in float16, with loss scaling")
+    bf16: bool = flag(False, "compute in bfloat16", deepspeed="bf16.enabled", first="Training")
+    fp16: bool = flag(False, "compute in float16, with loss scaling", deepspeed="fp16.enabled")
     accumulate_allreduce_grads_in_fp32: bool = flag(
         False, "reduce gradients in fp32; default with --bf16, unless --zero-quantized-gradients quantizes both hops"
     )
     grad_reduce_in_bf16: bool = flag(False, "reduce gradients in bfloat16 (quantized ones sum in fp32)", needs="bf16")
     loss_scale: float | None = _scaled(None, "fixed loss scale of --fp16; default dynamic", above=0)
-    initial_loss_scale: float = _scaled(2.0**32, "first dynamic loss scale", above=0, resume="free")
-    min_loss_scale: float = _scaled(1.0, "smallest dynamic loss scale", above=0)
-    loss_scale_window: int = _scaled(1000, "clean steps after which the loss scale doubles", at_least=1)
-    hysteresis: int = _scaled(2, "overflows before the loss scale is halved", at_least=1)
+    initial_loss_scale: float = _scaled(2.0**32, "first dynamic loss scale", at_least=1, resume="free")
+    loss_scale_window: int = _scaled(
+        1000, "clean steps after which the loss scale doubles", at_least=1, deepspeed="fp16.loss_scale_window"
+    )
+    hysteresis: int = _scaled(2, "overflows before the loss scale is halved", at_least=1, deepspeed="fp16.hysteresis")
     fp8_format: str | None = flag(
         None,
         "products of blocks' linear layers in float8, by torchao: gradients in e5m2 (hybrid) or all in e4m3",
@@ -101,7 +105,7 @@ class PrecisionSettings:
 class ActivationSettings:
     """Activation checkpointing and compilation."""
 
-    FLAGS: ClassVar[dict[str, str]] = dict(settles="recompute")
+    FLAGS: ClassVar[dict[str, str]] = dict(settles="recompute", resume="free")
     recompute_granularity: str | None = flag(
         None,
         "full: whole blocks; selective: keep matrix products, recompute the rest",
@@ -120,14 +124,8 @@ class ActivationSettings:
         choices=("uniform", "block"),
     )
     recompute_num_layers: int | None = flag(None, "see --recompute-method; default 1", at_least=1)
-    compile: bool = flag(False, "torch.compile each block, and the loss between its matrix products", settles="")
-    activation_memory_budget: float | None = flag(
-        None,
-        "share of activations that torch.compile keeps, 0 for the blocks' inputs alone; it recomputes the cheapest",
-        needs="compile",
-        at_least=0,
-        at_most=1,
-        settles="",
+    compile: bool = flag(
+        False, "torch.compile each block, and the loss between its matrix products", settles="", first="Training"
     )
     cpu_offloading_num_layers: int = flag(
         0,

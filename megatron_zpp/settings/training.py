@@ -7,7 +7,9 @@ from typing import ClassVar
 from megatron_zpp.fields import flag
 
 _advanced = partial(flag, tier="advanced")
-_batch = partial(flag, resume="--override-batch-size")
+_free = partial(flag, resume="free")
+_tuning = partial(_free, tier="advanced")
+_batch = partial(flag, resume="--override-opt_param-scheduler")
 _order = partial(flag, resume="--override-data")
 _compared = partial(flag, resume="compared")
 _WARMUPS = "lr_warmup_iters lr_warmup_fraction lr_warmup_samples lr_warmup_tokens"
@@ -17,17 +19,29 @@ _non_negative = partial(flag, at_least=0)
 _muon = partial(flag, effective_with="optimizer=muon", tier="experimental")
 _wsd = partial(flag, effective_with="lr_decay_style=WSD")
 _fraction = partial(flag, at_least=0, below=1)
+_LENGTH = "--train-iters 1000"
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
     """Batches, length of the run, evaluation."""
 
-    micro_batch_size: int | None = flag(
-        None, "samples per rank and forward pass", at_least=1, at_most=2**24, settles="micro-batch"
+    micro_batch_size: int | None = _free(
+        None,
+        "samples per rank and forward pass",
+        at_least=1,
+        at_most=2**24,
+        settles="micro-batch",
+        deepspeed="train_micro_batch_size_per_gpu",
+        first="Training",
     )
     global_batch_size: int | None = _batch(
-        None, "samples per optimizer step; default micro-batch size * ranks", at_least=1, at_most=2**24
+        None,
+        "samples per optimizer step; default micro-batch size * ranks",
+        at_least=1,
+        at_most=2**24,
+        deepspeed="train_batch_size",
+        first="Training",
     )
     rampup_batch_size: tuple[int, ...] | None = _batch(
         None,
@@ -43,66 +57,85 @@ class TrainingSettings:
         nargs="+",
         metavar="TOKENS:SIZE",
     )
-    train_iters: int | None = _compared(None, "optimizer steps to train", at_least=1)
-    train_samples: int | None = _compared(None, "samples to train, instead of --train-iters", at_least=1, at_most=2**53)
+    train_iters: int | None = _compared(
+        None, "optimizer steps to train", at_least=1, first="Training", in_plans=_LENGTH
+    )
+    train_samples: int | None = _compared(
+        None, "samples to train, instead of --train-iters", at_least=1, at_most=2**53, in_plans=_LENGTH
+    )
     train_tokens: int | None = _compared(
-        None, "most tokens to train; may end the run before --train-iters or --train-samples", at_least=1, at_most=2**53
+        None,
+        "most tokens to train; may end the run before --train-iters or --train-samples",
+        at_least=1,
+        at_most=2**53,
+        in_plans=_LENGTH,
     )
-    seq_length: int | None = _order(None, "tokens per sample", at_least=1, at_most=2**27)
+    seq_length: int | None = _order(
+        None,
+        "tokens per sample",
+        at_least=1,
+        at_most=2**27,
+        deepspeed="curriculum_learning.max_difficulty",
+        first="The model",
+    )
     curriculum_min_length: int | None = _order(
-        None, "first length of samples, which grow for --curriculum-iters; default full length", at_least=1
+        None,
+        "first length of samples, which grow by 8 tokens for --curriculum-iters; default full length",
+        at_least=8,
+        deepspeed="curriculum_learning.min_difficulty",
     )
-    curriculum_max_length: int | None = _curriculum(None, "last length of samples; default --seq-length")
-    curriculum_iters: int | None = _curriculum(None, "optimizer steps over which samples grow")
-    curriculum_length_step: int = _curriculum(8, "lengths of growing samples are multiples of this")
+    curriculum_iters: int | None = _curriculum(
+        None,
+        "optimizer steps over which samples grow",
+        deepspeed="curriculum_learning.schedule_config.total_curriculum_step",
+    )
     seed: int = _order(1234, "seed of weights, data order, dropout, stochastic rounding", at_least=0, at_most=2**32 - 1)
-    eval_iters: int = flag(100, "batches per evaluation", at_least=0)
-    eval_global_batch_size: int | None = _advanced(
+    eval_iters: int = _free(100, "batches per evaluation", at_least=0, first="Checkpoints and logs")
+    eval_global_batch_size: int | None = _tuning(
         None, "samples per batch of an evaluation; default the last batch size of training", at_least=1, at_most=2**24
     )
-    eval_interval: int | None = flag(None, "optimizer steps between evaluations; default none but the last", at_least=1)
-    eval_tasks: tuple[str, ...] | None = flag(
+    eval_interval: int | None = _free(
+        None, "optimizer steps between evaluations; default none but the last", at_least=1, first="Checkpoints and logs"
+    )
+    eval_tasks: tuple[str, ...] | None = _free(
         None, "tasks of lm-evaluation-harness to evaluate on, after training", nargs="+", metavar="NAME"
     )
-    eval_tasks_path: str | None = flag(
+    eval_tasks_path: str | None = _free(
         None, "folder with the tasks' YAML files; default the harness's own tasks", metavar="DIR", needs="eval_tasks"
     )
-    eval_tasks_interval: int | None = flag(
+    eval_tasks_interval: int | None = _free(
         None, "optimizer steps between evaluations on tasks; default none but the last", needs="eval_tasks", at_least=1
     )
-    eval_tasks_limit: int | None = flag(
-        None, "documents of each task to evaluate on, the first ones; default all", needs="eval_tasks", at_least=1
-    )
-    deterministic_mode: bool = flag(
+    deterministic_mode: bool = _free(
         False, "choose torch's deterministic algorithms, for the same numbers in each run; slower on GPUs"
     )
-    skip_train: bool = flag(False, "only evaluate")
-    config: tuple[str, ...] | None = flag(
+    skip_train: bool = _free(False, "only evaluate")
+    config: tuple[str, ...] | None = _free(
         None,
         "TOML or YAML files with settings by the names of their flags; the last one and the command line win",
         aliases=("--yaml-cfg",),
         nargs="+",
         metavar="FILE",
     )
-    print_config: bool = flag(False, "print all settings that are not their defaults as a file for --config, and exit")
-    dry_run: bool = flag(False, "check this command as its run would, print what it asks for and needs, and exit")
-    dry_run_world_size: int | None = flag(
+    print_config: bool = _free(False, "print all settings that are not their defaults as a file for --config, and exit")
+    dry_run: bool = _free(False, "check this command as its run would, print what it asks for and needs, and exit")
+    dry_run_world_size: int | None = _free(
         None,
         "ranks of other machines for --dry-run; default the launcher's",
         needs="dry_run",
         at_least=1,
         at_most=2**20,
     )
-    exit_interval: int | None = flag(None, "save and exit at iterations divisible by this", at_least=1)
-    exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes", at_least=0)
-    exit_signal_handler: bool = flag(False, "save and exit on SIGTERM and SIGUSR1, as with --save on Ctrl-C anyway")
+    exit_interval: int | None = _free(None, "save and exit at iterations divisible by this", at_least=1)
+    exit_duration_in_mins: float | None = _free(None, "save and exit after this many minutes", at_least=0)
+    exit_signal_handler: bool = _free(False, "save and exit on SIGTERM and SIGUSR1, as with --save on Ctrl-C anyway")
     calculate_per_token_loss: bool = flag(
         False, "average the loss over all tokens of the batch, not over each micro-batch first", resume="noted"
     )
-    no_check_for_nan_in_loss_and_grad: bool = flag(
+    no_check_for_nan_in_loss_and_grad: bool = _free(
         False, "do not stop because of NaN or Inf; such steps are still skipped"
     )
-    max_nonfinite_steps: int | None = _advanced(
+    max_nonfinite_steps: int | None = _tuning(
         None, "save and stop after N steps in a row with NaN or Inf; default 10, or 50 with a dynamic scale", at_least=1
     )
     loss_spike_factor: float | None = _advanced(
@@ -111,8 +144,8 @@ class TrainingSettings:
         above=1,
         resume="noted",
     )
-    manual_gc: bool = _advanced(False, "collect Python garbage only every --manual-gc-interval steps")
-    manual_gc_interval: int = flag(0, "see --manual-gc; 0 = never", at_least=0, effective_with="manual_gc")
+    manual_gc: bool = _tuning(False, "collect Python garbage only every --manual-gc-interval steps")
+    manual_gc_interval: int = _free(0, "see --manual-gc; 0 = never", at_least=0, effective_with="manual_gc")
 
 
 @dataclass(frozen=True)
@@ -126,8 +159,15 @@ class OptimizerSettings:
         choices=("adam", "sgd", "muon"),
         resume="--no-load-optim",
     )
-    lr: float | None = _non_negative(None, "peak learning rate", resume="compared")
-    min_lr: float = _non_negative(0.0, "learning rate at the end of the decay", resume="compared")
+    lr: float | None = _non_negative(
+        None,
+        "peak learning rate",
+        resume="compared",
+        deepspeed="optimizer.params.lr",
+        first="Training",
+        in_plans="--lr 1e-4",
+    )
+    min_lr: float = _non_negative(0.0, "learning rate at the end of the decay", resume="compared", first="Training")
     decoupled_lr: float | None = _non_negative(
         None, "peak learning rate of embeddings and output layer; default --lr", resume="--override-opt_param-scheduler"
     )
@@ -138,25 +178,22 @@ class OptimizerSettings:
         resume="--override-opt_param-scheduler",
     )
     weight_decay: float = _non_negative(
-        0.01, "decoupled weight decay; not applied to biases and 1-D parameters", resume="compared"
+        0.01,
+        "decoupled weight decay; not applied to biases and 1-D parameters",
+        resume="compared",
+        deepspeed="optimizer.params.weight_decay",
     )
-    start_weight_decay: float | None = _non_negative(
-        None, "weight decay at the start, with --weight-decay-incr-style", resume="compared", tier="advanced"
+    clip_grad: float = _non_negative(
+        1.0,
+        "clip the global gradient norm to this; 0 = off",
+        deepspeed="gradient_clipping optimizer.params.max_grad_norm",
     )
-    end_weight_decay: float | None = _non_negative(
-        None, "weight decay at the end, with --weight-decay-incr-style", resume="compared", tier="advanced"
-    )
-    weight_decay_incr_style: str = _compared(
-        "constant",
-        "how weight decay moves from start to end",
-        choices=("constant", "linear", "cosine"),
-        tier="advanced",
-    )
-    clip_grad: float = _non_negative(1.0, "clip the global gradient norm to this; 0 = off")
     adam_beta1: float = _fraction(0.9, "Adam's first-moment decay")
     adam_beta2: float = _fraction(0.999, "Adam's second-moment decay")
-    adam_eps: float = flag(1e-8, "Adam's epsilon", at_least=1e-37)
-    sgd_momentum: float = _fraction(0.9, "SGD's momentum", effective_with="optimizer=sgd")
+    adam_eps: float = flag(1e-8, "Adam's epsilon", at_least=1e-37, deepspeed="optimizer.params.eps")
+    sgd_momentum: float = _fraction(
+        0.9, "SGD's momentum", effective_with="optimizer=sgd", deepspeed="optimizer.params.momentum"
+    )
     muon_momentum: float = _muon(0.95, "Muon's momentum", at_least=0, below=1)
     muon_use_nesterov: bool = _muon(False, "Nesterov's momentum for Muon")
     muon_scale_mode: str = _muon(
@@ -174,7 +211,6 @@ class OptimizerSettings:
         None, "bits of the momentum that crosses nodes for whole matrices; default 16, lossless", at_least=1
     )
     muon_stale_rows: bool = _muon(False, "between whole steps, complete each node's rows by those sent last")
-    use_apex: bool = _advanced(False, "NVIDIA Apex's fused optimizer and norms, which must be installed", resume="free")
 
 
 @dataclass(frozen=True)
@@ -183,12 +219,11 @@ class LoraSettings:
 
     FLAGS: ClassVar[dict[str, str]] = dict(resume="model")
     lora_rank: int | None = _advanced(
-        None, "train adapters of this rank beside the frozen weights of --pretrained-checkpoint", at_least=1
+        None,
+        "train adapters of this rank beside the linear layers of --pretrained-checkpoint, which stay frozen",
+        at_least=1,
     )
     lora_alpha: float = flag(32.0, "multiply the output of adapters by this / rank", above=0, needs="lora_rank")
-    lora_target_modules: tuple[str, ...] | None = flag(
-        None, "linear layers that get adapters; default all of the blocks", nargs="+", metavar="NAME", needs="lora_rank"
-    )
     pretrained_checkpoint: str | None = flag(
         None,
         "folder of checkpoints whose latest has the frozen weights",
@@ -213,7 +248,7 @@ class ScheduleSettings:
         "linear", "shape of the warm-up; log: DeepSpeed's", choices=("linear", "log"), effective_with=_WARMUPS
     )
     lr_warmup_tokens: int = _count(0, "tokens of linear warm-up", at_least=0)
-    lr_warmup_iters: int = flag(0, "steps of linear warm-up", at_least=0)
+    lr_warmup_iters: int = flag(0, "steps of linear warm-up", at_least=0, first="Training")
     lr_warmup_samples: int = _count(0, "samples of linear warm-up", at_least=0)
     lr_warmup_fraction: float | None = _fraction(None, "warm-up as a fraction of the decay length")
     lr_warmup_init: float = _non_negative(0.0, "learning rate at the start of the warm-up", effective_with=_WARMUPS)
@@ -221,7 +256,6 @@ class ScheduleSettings:
         "exponential", "shape of WSD's final decay", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
     lr_wsd_decay_iters: int | None = _wsd(None, "steps of WSD's final decay", at_least=1)
-    lr_wsd_decay_samples: int | None = _wsd(None, "samples of WSD's final decay", at_least=1, at_most=2**53)
     override_opt_param_scheduler: bool = flag(
         False,
         "on resume take the schedule from the flags",

@@ -73,7 +73,6 @@ class WeightPublisher(Callback):
             self._publisher = Publisher(
                 trainer.model,
                 folder,
-                anchor_interval=checkpoint.publish_anchor_interval,
                 dtype=torch.float16 if trainer.settings.precision.fp16 else torch.bfloat16,
                 resume=trainer.counters.iteration > 0 or goes_on_in(checkpoint),
             )

@@ -41,7 +41,6 @@ def build_data(
     options = SampleOptions(
         seq_length=training.seq_length,
         seed=training.seed,
-        stable_order=data.data_order_stable,
         eod=tokenizer.eod,
         eod_mask_loss=data.eod_mask_loss,
         reset_position_ids=data.reset_position_ids or data.sft,
@@ -51,19 +50,15 @@ def build_data(
     datasets = build_datasets(
         options,
         data_path=data.data_path,
-        data_args_path=data.data_args_path,
         train_data_path=data.train_data_path,
         valid_data_path=data.valid_data_path,
         test_data_path=data.test_data_path,
-        per_split_data_args_path=data.per_split_data_args_path,
         split=data.split,
         mock_data=data.mock_data,
         num_samples=num_samples,
         vocab_size=tokenizer.vocab_size,
         tokenizer=described,
         cache_path=data.data_cache_path,
-        surplus=data.mid_level_dataset_surplus,
-        keep_last_valid=data.pad_last_valid_sample,
         mmap_tokens=not data.no_mmap_bin_files,
         # The rank that builds shows it: the others of its node wait for it.
         progress=partial(progress, any_rank=True, line_every=10.0),
@@ -109,7 +104,7 @@ def load_tasks(training: ResolvedTraining) -> Tasks | None:
     load_package("lm_eval", "--eval-tasks", "eval")
     from megatron_zpp.integrations.lm_eval import Tasks
 
-    return Tasks(training.eval_tasks, training.eval_tasks_path, training.eval_tasks_limit, length=training.seq_length)
+    return Tasks(training.eval_tasks, training.eval_tasks_path, length=training.seq_length)
 
 
 def check_same_data_on_all_ranks(datasets: Datasets) -> None:

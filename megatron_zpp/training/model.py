@@ -15,10 +15,8 @@ from megatron_zpp.metrics.progress import progress
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing, check_recomputed_modules
 from megatron_zpp.models.activation_offload import ActivationOffload
 from megatron_zpp.models.init import init_weights
-from megatron_zpp.models.layers import replace_norms
 from megatron_zpp.models.lora import add_adapters
 from megatron_zpp.models.transformer import Transformer
-from megatron_zpp.optim.apex import apex_norms
 from megatron_zpp.optim.optimizer import state_numel
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.parallel.experts import apply_expert_parallelism
@@ -118,7 +116,7 @@ class ModelBuilder:
         model = architecture.build_model(settings.model, self.vocab_size)
         if (lora := settings.lora).lora_rank is not None:
             with errors_on_all_ranks():
-                add_adapters(model, lora.lora_rank, lora.lora_alpha, lora.lora_target_modules)
+                add_adapters(model, lora.lora_rank, lora.lora_alpha)
         with errors_on_all_ranks():
             check_recomputed_modules(model, settings.activation.recompute_modules or ())
         if (precision := settings.precision).fp8_format is not None:
@@ -127,9 +125,6 @@ class ModelBuilder:
             with errors_on_all_ranks():
                 blocks = model.layers[start : len(model.layers) - end]
                 convert_to_float8(blocks, precision.fp8_recipe, self.device.type == "cpu", mesh.tp_size)
-        if settings.optimizer.use_apex and mesh.tp_size == 1:
-            with errors_on_all_ranks():
-                replace_norms(model, *apex_norms())
         if mesh.cp_size > 1:
             assert architecture.apply_context_parallel is not None  # by parse_settings
             architecture.apply_context_parallel(model, mesh.cp)
@@ -157,8 +152,6 @@ class ModelBuilder:
                 splits_backward=self.settings.distributed.pipeline_schedule in SPLITS_BACKWARD,
             )
         if activation.compile:
-            budget = activation.activation_memory_budget
-            torch._functorch.config.activation_memory_budget = 1.0 if budget is None else budget  # 1: torch's default
             for block in model.layers:
                 block.forward = torch.compile(block.forward)
         if activation.cpu_offloading_num_layers > 0:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_zpp.models.transformer import ModelOutput
+from megatron_zpp.optim.gradients import LEAST_LOSS_SCALE
 from megatron_zpp.parallel.distributed import print_once
 from megatron_zpp.training.step import accumulate_gradients
 from megatron_zpp.training.trainer import StepStats, Trainer
@@ -81,8 +82,8 @@ class NonfiniteSteps:
                 f"NaN or Inf is in {name} after iteration {iteration}: lower --lr, and go on from an older checkpoint "
                 "with --ckpt-step"
             )
-        scale, least = trainer.scaler.scale, trainer.settings.precision.min_loss_scale
-        if trainer.scaler.is_dynamic and math.isfinite(last.loss) and least < scale < math.inf:
+        scale = trainer.scaler.scale
+        if trainer.scaler.is_dynamic and math.isfinite(last.loss) and LEAST_LOSS_SCALE < scale < math.inf:
             # Overflows are no end: the scale comes down, as it would in a longer run.
             if trainer.counters.scheduled_samples == 0 and iteration == trainer.train_iters:
                 print_once(

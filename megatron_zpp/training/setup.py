@@ -24,7 +24,7 @@ from megatron_zpp.metrics.writers import MetricWriters, RunStart, check_writers,
 from megatron_zpp.models.transformer import TransformerConfig
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.gradients import LossScaler
-from megatron_zpp.optim.optimizer import build_optimizer, check_apex
+from megatron_zpp.optim.optimizer import build_optimizer
 from megatron_zpp.optim.schedule import Schedule, resume_schedule
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
 from megatron_zpp.parallel.mesh import AXES, Mesh, ranks_per_model_copy
@@ -59,7 +59,6 @@ def check_machine(settings: ResolvedSettings, device: torch.device) -> None:
     with errors_on_all_ranks():
         if settings.precision.fp8_format is not None:
             check_float8(device)
-        check_apex(settings.optimizer)
         check_profile(settings)
         check_writers(settings.logging)
         if dist.get_rank() == 0:

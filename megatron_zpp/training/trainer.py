@@ -133,8 +133,7 @@ class Trainer(Trained):
         assert self.schedule is not None  # it trains
         position = self.scheduled_samples()
         lr, decoupled_lr = self.schedule.lr(position), self.schedule.decoupled_lr(self.settings.optimizer, position)
-        weight_decay = self.schedule.weight_decay(self.counters.scheduled_samples)
-        set_lr_and_weight_decay(self.optimizer, lr, weight_decay, decoupled_lr)
+        set_lr_and_weight_decay(self.optimizer, lr, self.schedule.weight_decay, decoupled_lr)
 
     def scheduled_samples(self) -> float:
         """The schedule's position: samples, or the number of whole samples that the tokens make if it counts tokens."""

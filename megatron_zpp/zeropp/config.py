@@ -34,7 +34,12 @@ class LoCoConfig:
 
     # In e <- beta * e + (1 - beta) * d.
     beta: float = flag(
-        0.8, "LoCo's weight of the old error; 0 = classic error feedback", at_least=0, below=1, tier="stable"
+        0.8,
+        "LoCo's weight of the old error; 0 = classic error feedback",
+        at_least=0,
+        below=1,
+        tier="stable",
+        deepspeed="zero_optimization.zeropp_loco_param.err_beta",
     )
     # The paper's T. None = never.
     reset_interval: int | None = flag(
@@ -43,6 +48,7 @@ class LoCoConfig:
         zero_is_none=True,
         at_least=1,
         tier="stable",
+        deepspeed="zero_optimization.zeropp_loco_param.reset_T",
     )
     # "hard", as published, throws away up to e / (1 - beta); "decay" forgets 1 / reset_interval of e at every step.
     reset: str = flag("hard", "how LoCo's error is reset: at once, or gradually", choices=("hard", "decay"))
@@ -70,7 +76,12 @@ class ZeroPPConfig:
 
     FLAGS: ClassVar[dict[str, str]] = dict(prefix="--zeropp-", resume="noted", tier="advanced", settles="wire")
     quantized_weights: bool = flag(
-        False, "qwZ: all-gather parameters as block-quantized integers", name="--zero-quantized-weights", tier="stable"
+        False,
+        "qwZ: all-gather parameters as block-quantized integers",
+        name="--zero-quantized-weights",
+        tier="stable",
+        deepspeed="zero_optimization.zero_quantized_weights",
+        first="Memory and links",
     )
     # Only the first gather after an optimizer step crosses nodes.
     hpz_partition_size: int = flag(
@@ -80,6 +91,7 @@ class ZeroPPConfig:
         name="--zero-hpz-partition-size",
         resume="free",
         tier="stable",
+        first="Memory and links",
     )
     # Within each node at every micro-batch, between nodes once per optimizer step.
     quantized_gradients: bool = flag(
@@ -87,12 +99,15 @@ class ZeroPPConfig:
         "qgZ: reduce gradients by a two-hop quantized all-to-all",
         name="--zero-quantized-gradients",
         tier="stable",
+        deepspeed="zero_optimization.zero_quantized_gradients",
+        first="Memory and links",
     )
     loco: LoCoConfig | None = flag(
         None,
         "LoCo: feed a moving average of compression errors back into the gradients",
         needs="quantized_gradients",
         tier="stable",
+        first="Memory and links",
     )
     ranks_per_node: int | None = flag(
         None,
@@ -181,8 +196,7 @@ class ZeroPPConfig:
     check_agreement: bool = flag(
         False,
         "debugging: before each gather, check that all ranks agree on which parameters changed",
-        resume="free",
-        settles="",
+        name=None,
     )
     # Of all that is quantized but LoCo's errors.
     scale_dtype: str = flag(

@@ -86,7 +86,7 @@ def test_everything_is_read(write):
         },
         "fp16": {
             "enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 500, "hysteresis": 3,
-            "min_loss_scale": 2,
+            "min_loss_scale": 1,
         },
         "bf16": {"enabled": False},
         "optimizer": {
@@ -107,7 +107,7 @@ def test_everything_is_read(write):
     expected = dict(
         global_batch_size=32, micro_batch_size=4, clip_grad=0.5, zero_stage=3, zero_quantized_gradients=True,
         zeropp_loco=True, zeropp_loco_beta=0.7, zeropp_loco_reset_interval=1000, fp16=True, bf16=False,
-        loss_scale=None, initial_loss_scale=65536, loss_scale_window=500, hysteresis=3, min_loss_scale=2,
+        loss_scale=None, initial_loss_scale=65536, loss_scale_window=500, hysteresis=3,
         optimizer="adam", lr=6e-4, adam_beta1=0.8, adam_beta2=0.99, adam_eps=1e-6, weight_decay=0.1,
         lr_decay_style="linear", lr_warmup_init=1e-6, min_lr=1e-6, lr_warmup_iters=10, lr_decay_iters=90,
         cpu_offload=True,
@@ -156,7 +156,7 @@ def scheduler(kind, params):
         ({"communication_data_type": "fp32"},
          dict(grad_reduce_in_bf16=False, accumulate_allreduce_grads_in_fp32=True)),
         ({"curriculum_learning": CURRICULUM},
-         dict(curriculum_min_length=8, curriculum_max_length=32, curriculum_iters=10, curriculum_length_step=8)),
+         dict(curriculum_min_length=8, seq_length=32, curriculum_iters=10)),
         ({"curriculum_learning": CURRICULUM | {"enabled": False}}, dict(curriculum_min_length=None)),
     ],
 )  # fmt: skip
@@ -221,7 +221,7 @@ FP16 = {"enabled": True}
 
 @pytest.mark.parametrize(
     "dynamic",
-    ["--initial-loss-scale 64.0", "--min-loss-scale 2.0", "--loss-scale-window 9", "--hysteresis 3"],
+    ["--initial-loss-scale 64.0", "--loss-scale-window 9", "--hysteresis 3"],
 )
 def test_a_fixed_loss_scale_beside_a_dynamic_one(write, dynamic):
     path = write({"fp16": FP16 | {"loss_scale": 8}})

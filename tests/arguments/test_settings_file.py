@@ -64,6 +64,17 @@ def test_a_later_file_and_the_command_line_win(write):
     assert flat(f"--config {base} --config {later} {REST}")["lr"] == 0.5
 
 
+def test_the_command_line_wins_by_another_programs_name_for_a_flag_too(write):
+    """It was refused as a contradiction of the file."""
+    ours, theirs = (
+        write("ours.toml", TOML),
+        write("theirs.toml", TOML.replace("micro-batch-size = 2", "batch-size = 2")),
+    )
+    assert flat(f"--config {ours} {REST} --batch-size 8")["micro_batch_size"] == 8
+    assert flat(f"--config {theirs} {REST} --micro-batch-size 8")["micro_batch_size"] == 8
+    assert "--batch-size 8" in refusal(f"--config {ours} {REST} --batch-size 8 --micro-batch-size 4")
+
+
 def test_wrong_keys_are_named_all_at_once_with_their_file_and_the_nearest(write):
     text = TOML + "num-layer = 3\nsave = ''\ndry-run = true\nnum_layers = 3\nrope-typo = false\n"
     path = write("run.toml", text)

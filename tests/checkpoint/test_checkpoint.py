@@ -132,7 +132,7 @@ def test_other_numbers_of_ranks_one_after_the_other(data, tmp_path):
 
 
 def test_loads_less_and_changes_the_plan(data, checkpoint, uninterrupted):
-    load = f"--load {checkpoint} --override-opt_param-scheduler --override-batch-size"
+    load = f"--load {checkpoint} --override-opt_param-scheduler"
     kinds = (
         "--finetune --train-iters 2",
         "--no-load-optim",
@@ -196,22 +196,21 @@ def test_fine_tuning_with_another_tokenizer_is_refused_though_the_sizes_fit(data
 
 
 def test_trains_as_many_samples_whatever_the_batch_size_was(data, tmp_path):
-    save = f"--save {tmp_path} --load {tmp_path} --save-interval 2 --override-batch-size --eval-iters 0"
+    save = f"--save {tmp_path} --load {tmp_path} --save-interval 2 --override-opt_param-scheduler --eval-iters 0"
     sizes = {f"{save} --exit-interval 2": [8] * 2, f"{save} --global-batch-size 4": [4] * 4}  # 16 samples were left
     runs = {part: flags(data, NO_DROPOUT, part, length="--train-samples 32") for part in sizes}
     assert {part: metrics["batch-size"] for part, metrics in run_ranks(1, train_each, runs)[0].items()} == sizes
 
 
-BATCH, DATA, PLAN = "--override-batch-size", "--override-data", "-opt_param-scheduler"
+DATA, PLAN = "--override-data", "--override-opt_param-scheduler"
 
 
 DIFFERENCES = [  # flags, the error, what overrides it, and what does not
-    # With other batches, a decay that is given in steps takes another number of samples.
-    (f"--global-batch-size 8 --use-checkpoint{PLAN}", "global_batch_size 4 there, 8 here", BATCH, DATA),
-    ("--seed 1", "seed 1234 there, 1 here", DATA, BATCH),
-    ("--split 90,10,0", "split None there, 90,10,0 here", DATA, f"--override{PLAN}"),
-    ("--eod-mask-loss", "eod_mask_loss False there, True here", DATA, BATCH),
-    ("--lr 1e-4", "max_lr 0.003 in the", f"--override{PLAN}", f"{DATA} {BATCH}"),
+    ("--global-batch-size 8", "global_batch_size 4 there, 8 here", PLAN, DATA),
+    ("--seed 1", "seed 1234 there, 1 here", DATA, PLAN),
+    ("--split 90,10,0", "split None there, 90,10,0 here", DATA, PLAN),
+    ("--eod-mask-loss", "eod_mask_loss False there, True here", DATA, PLAN),
+    ("--lr 1e-4", "max_lr 0.003 in the", PLAN, DATA),
 ]
 
 

@@ -100,7 +100,7 @@ def use(checkpoint: Path, settings: Settings, saved: dict[str, Any]) -> None:
         check_order(meta["data_order"], saved["data_order"])
     if meta["schedule"] is not None:
         schedule = resume_schedule(Schedule(**saved["schedule"]), meta["schedule"], use_checkpoint=True)
-        assert 0 <= schedule.lr(5) < 1e300 and 0 <= schedule.weight_decay(5) < 1e300
+        assert 0 <= schedule.lr(5) < 1e300 and 0 <= schedule.weight_decay < 1e300
     LossScaler(PrecisionSettings(fp16=True)).load_state_dict(meta["loss_scaler"])
     saved_model(meta)
     problems(checkpoint, "sample")  # reads index.json as well

@@ -1,6 +1,7 @@
 """What a resume does with settings that changed: every setting has one class, and each class does what it says."""
 
 import json
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from megatron_zpp.checkpoint.on_resume import check_settings
 from megatron_zpp.checkpoint.trained import plan_resume
 from megatron_zpp.families import GPT
 from megatron_zpp.families.decoder_only import EXPERT_FLAGS, FLAGS
+from megatron_zpp.fields import flag
+from megatron_zpp.settings.flags import iterate_flags
 from megatron_zpp.settings.groups import all_flags
 from tests.checkpoint.saved import FLAGS_OF_RUN, meta_of
 
@@ -26,8 +29,18 @@ def resume(*more: str, begun_with: str = "") -> list[str]:
 
 def test_every_flag_says_what_a_resume_does_in_words_that_are_checked():
     """A misspelled class would let a run go on with another value without a word."""
-    overrides = {"--override-batch-size", "--override-data", "--override-opt_param-scheduler", "--no-load-optim"}
+    overrides = {"--override-data", "--override-opt_param-scheduler", "--no-load-optim"}
     assert {flag.resume for flag in all_flags().values()} == {"free", "noted", "model", "compared", *overrides}
+
+
+def test_a_flag_that_says_nothing_about_a_resume_is_noted_there():
+    """It may change what is learned: a resume that went on with another value would not say so."""
+
+    @dataclass(frozen=True)
+    class Group:
+        another: int = flag(1, "a number")
+
+    assert [flag.resume for flag in iterate_flags(Group)] == ["noted"]
 
 
 def test_settings_of_the_model_are_compared_as_its_config():

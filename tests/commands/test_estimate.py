@@ -413,10 +413,9 @@ def test_bytes_between_islands_are_those_of_a_run(data):
 def test_outer_state_is_where_the_run_keeps_it():
     islands = "--global-batch-size 64 --train-iters 10 --islands 2"
     name = "the islands' outer parameters and momentum, fp32"
-    kept, offloaded = base_time(islands).needs.largest, base_time(f"{islands} --island-offload").needs.largest
+    kept = base_time(islands).needs.largest
     of_rank = 2 * sum(4 * part.numel for unit in kept.exchanges for part in unit.unit.shards)
-    assert kept.states[name] == offloaded.host[name] == of_rank
-    assert name not in offloaded.states and kept.memory - offloaded.memory == of_rank
+    assert kept.states[name] == of_rank
     assert name in base_time(f"{islands} --cpu-offload").needs.largest.host  # beside the parameters
 
 

@@ -29,7 +29,7 @@ TOOLS = {
     ),
     inspect_dataset: (
         "--digest --seq-length 8",
-        "--show --vocab-size --seed --seq-length --num-samples --mid-level-dataset-surplus",
+        "--show --vocab-size --seed --seq-length --num-samples",
     ),
     inspect_checkpoint: ("verify x", "--ckpt-step"),
     suggest_settings: ("gpt", "--local-ranks --local-nodes --iterations --link-gbps"),

@@ -11,7 +11,7 @@ from megatron_zpp.data.indexed_dataset import IndexedDataset
 from tests.data.small_data import A, B, write
 
 
-def dataset_of(tmp_path, prefix=A, sequences=None, num_samples=None, name="train", keep_last=False, **options):
+def dataset_of(tmp_path, prefix=A, sequences=None, num_samples=None, name="train", **options):
     indexed = IndexedDataset(prefix)
     return GPTDataset(
         indexed,
@@ -19,7 +19,6 @@ def dataset_of(tmp_path, prefix=A, sequences=None, num_samples=None, name="train
         SampleOptions(**({"seq_length": 128, "seed": 1234} | options)),
         num_samples=num_samples,
         name=name,
-        keep_last=keep_last,
         cache=IndexCache(str(tmp_path / "cache")),
     )
 
@@ -35,27 +34,16 @@ def write_lengths(prefix, lengths):
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=15).filter(lambda lengths: sum(lengths) > 40),
     seq_length=st.integers(1, 40),
     seed=st.integers(0, 2**32 - 1),
-    stable_order=st.booleans(),
-    keep_last=st.booleans(),
 )
-def test_one_epoch_serves_every_token_once(tmp_path_factory, lengths, seq_length, seed, stable_order, keep_last):
-    """As inputs: each once, but for those behind the last whole sample, which only ``keep_last`` serves."""
+def test_one_epoch_serves_every_token_once(tmp_path_factory, lengths, seq_length, seed):
+    """As inputs: each once, but for those behind the last whole sample."""
     folder = tmp_path_factory.mktemp("data")
     write_lengths(folder / "x", lengths)
-    options = {"seq_length": seq_length, "seed": seed, "stable_order": stable_order, "keep_last": keep_last}
-    dataset = dataset_of(folder, folder / "x", **options)
+    dataset = dataset_of(folder, folder / "x", seq_length=seq_length, seed=seed)
     samples = [dataset[i] for i in range(len(dataset))]
-    if stable_order:  # begins as Megatron's order of one epoch, and only grows
-        megatrons = dataset_of(folder, folder / "x", **options | {"stable_order": False})
-        longer = dataset_of(folder, folder / "x", num_samples=2 * len(samples), **options)
-        assert len(longer) == 2 * len(megatrons) == 2 * len(samples)
-        assert all(np.array_equal(megatrons[i], sample) for i, sample in enumerate(samples))
-        assert all(np.array_equal(longer[i], sample) for i, sample in enumerate(samples))
-        samples = [longer[i] for i in range(len(samples), len(longer))]  # the second epoch
     inputs = np.concatenate([sample[:-1] for sample in samples])
     labels = np.concatenate([sample[1:] for sample in samples])
-    predictions = sum(lengths) - 1
-    served = predictions if keep_last else predictions // seq_length * seq_length
+    served = (sum(lengths) - 1) // seq_length * seq_length
     assert len(np.unique(inputs)) == len(inputs) == served
     assert len(np.unique(labels)) == len(labels) == served
     documents = np.repeat(np.arange(len(lengths)), lengths)
@@ -73,8 +61,7 @@ def test_rewritten_data_is_not_served_by_the_old_index(tmp_path):
 def test_the_cache_knows_all_that_the_order_depends_on(tmp_path):
     variants = [
         *({}, {"seed": 1}, {"seq_length": 64}, {"sequences": range(1, 200)}, {"sequences": range(199)}),
-        *({"num_samples": 500}, {"num_samples": 550}, {"num_samples": 300}, {"keep_last": True}, {"prefix": B}),
-        *({"num_samples": 500, "stable_order": True}, {"stable_order": True}),
+        *({"num_samples": 500}, {"num_samples": 550}, {"num_samples": 300}, {"prefix": B}),
     ]
     for number, variant in enumerate(variants):
         cached, fresh = dataset_of(tmp_path, **variant), dataset_of(tmp_path / str(number), **variant)
@@ -83,9 +70,8 @@ def test_the_cache_knows_all_that_the_order_depends_on(tmp_path):
         assert cached.order == fresh.order
 
 
-@pytest.mark.parametrize("stable_order", [False, True])
-def test_less_than_one_sample_says_so(tmp_path, stable_order):
+def test_less_than_one_sample_says_so(tmp_path):
     with pytest.raises(ValueError, match="32965 tokens, less than 40000"):
-        dataset_of(tmp_path, seq_length=40_000, stable_order=stable_order)
+        dataset_of(tmp_path, seq_length=40_000)
     with pytest.raises(ValueError, match="less than"):  # at once: not after an order of a billion epochs
-        dataset_of(tmp_path, seq_length=40_000, stable_order=stable_order, num_samples=10**9)
+        dataset_of(tmp_path, seq_length=40_000, num_samples=10**9)

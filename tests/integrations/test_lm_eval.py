@@ -78,7 +78,7 @@ def on_ranks(folder: str):
         --global-batch-size 8 --mock-data --lr 1e-5 --train-iters 2 --eval-iters 0 --log-interval 1 --num-workers 0
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}/model --load {folder}/imported --finetune
         --zero-hpz-partition-size 2"""
-    tasks = f"--eval-tasks facts short --eval-tasks-path {folder}/tasks --eval-tasks-interval 1 --eval-tasks-limit 10"
+    tasks = f"--eval-tasks facts short --eval-tasks-path {folder}/tasks --eval-tasks-interval 1"
     run, _ = start(words.split(), "llama")
     tokenizer = find_tokenizer(run.settings.tokenizer)
     model = ShardedLM(run.model.eval(), tokenizer, length=LENGTH, batch_size=2)

@@ -90,15 +90,15 @@ def test_impossible_sizes_are_refused_at_once(arguments: dict, message: str) -> 
 
 
 def test_lengths_are_deepspeeds():
-    curriculum = Curriculum(first=80, last=2048, iters=13767, step=8)
+    curriculum = Curriculum(first=80, last=2048, iters=13767)
     for iteration in 1, 2, 500, 6883, 13766, 13767, 20000:
         difficulty = math.floor(iteration / 13767 * (2048 - 80) + 80)
         assert curriculum.length(iteration) == min(difficulty - difficulty % 8, 2048)
-    assert [Curriculum(8, 32, 3, 8).length(iteration) for iteration in range(1, 6)] == [16, 24, 32, 32, 32]
+    assert [Curriculum(8, 32, 3).length(iteration) for iteration in range(1, 6)] == [16, 24, 32, 32, 32]
 
 
 def test_samples_never_grow_beyond_the_sequence():
-    training = TrainingSettings(seq_length=32, curriculum_min_length=8, curriculum_max_length=64, curriculum_iters=2)
+    training = TrainingSettings(seq_length=32, curriculum_min_length=8, curriculum_iters=2)
     curriculum = Curriculum.from_settings(training)
     assert curriculum is not None and curriculum.length(100) == 32
     assert Curriculum.from_settings(TrainingSettings(seq_length=32)) is None

@@ -151,8 +151,7 @@ def scales(scaler: LossScaler, overflows: str) -> list[float]:
         (dynamic(), "xxx", [1024, 512, 256]),  # the first overflow is tolerated
         (dynamic(), "x..x", [1024, 1024, 1024, 512]),  # clean steps alone do not refill the tolerance
         (dynamic(), "x...x", [1024, 1024, 1024, 2048, 2048]),  # growth does
-        (dynamic(initial_loss_scale=4.0, hysteresis=1, min_loss_scale=2.0), "xxx", [2, 2, 2]),
-        (dynamic(initial_loss_scale=8.0, loss_scale_window=1, hysteresis=1, min_loss_scale=4.0), ".xxx", [16, 8, 4, 4]),
+        (dynamic(initial_loss_scale=2.0, loss_scale_window=1, hysteresis=1), ".xxx", [4, 2, 1, 1]),
         (LossScaler(PrecisionSettings(fp16=True)), ".", [2.0**32]),
         (LossScaler(PrecisionSettings(fp16=True, loss_scale=128.0)), "xx...", [128] * 5),
         (LossScaler(PrecisionSettings(bf16=True)), "xx", [1.0, 1.0]),

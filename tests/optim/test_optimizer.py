@@ -1,7 +1,6 @@
 """Optimizers: their groups, settings, state and steps as the formulas say."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -100,16 +99,6 @@ def test_nothing_to_do() -> None:
     assert clip_gradients([parameter], 1.0, sums[0], 2.0).item() == 0.0
     with pytest.raises(ValueError, match="no trainable parameter"):
         build_optimizer(nn.Identity(), OptimizerSettings(lr=0.1))
-
-
-def test_another_package_called_apex_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="NVIDIA Apex with its CUDA extensions is not installed"):
-        build_optimizer(build_model(), OptimizerSettings(lr=0.1, use_apex=True))
-    (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "__init__.py").write_text("")  # like PyPI's: a package without `optimizers`
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=r"github\.com/NVIDIA/apex"):
-        build_optimizer(build_model(), OptimizerSettings(lr=0.1, use_apex=True))
 
 
 def test_decoupled_learning_rates_are_of_embeddings_and_output_layer_alone():

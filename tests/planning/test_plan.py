@@ -216,7 +216,7 @@ def test_mistakes_in_the_command(capsys):
 
 @pytest.mark.parametrize(("flag", "settles"), [("--cpu-offload", "wire"), ("--cpu-offloading-num-layers", "recompute")])
 def test_what_the_two_kinds_of_offloading_settle(flag, settles):
-    assert not is_settled("wire", ["--zeropp-loss-budget"])
+    assert not is_settled("wire", ["--zeropp-monitor-interval"])
     assert [
         question for question in ("wire", "layout", "recompute", "micro-batch") if is_settled(question, [flag, "2"])
     ] == [settles]

@@ -101,7 +101,6 @@ REFUSED = {
     "--recompute-activations --recompute-modules moe": "--recompute-modules moe: no block of this model has it",
     "--load mistyped": "--load mistyped holds no checkpoint",
     "--lora-rank 2 --pretrained-checkpoint mistyped": "mistyped holds no checkpoint",
-    "--use-apex": "NVIDIA Apex with its CUDA extensions is not installed",
     "--split text": "--split 'text' must be up to three shares",
     "--data-path mistyped": "mistyped.idx does not exist",
     "--tokenizer-type HuggingFaceTokenizer --tokenizer-model mistyped.json": "mistyped.json does not exist",

@@ -396,7 +396,7 @@ def test_a_run_that_came_to_nothing_says_so_however_short_it_is_and_whatever_end
         # Its loss scale has not come down yet, and goes on to when the run does.
         ("early", "--fp16 --exit-interval 2", _spoil_nothing, []),
         ("early and whole", "--fp16 --train-iters 2", _spoil_nothing, []),
-        ("least scale", "--fp16 --initial-loss-scale 2 --min-loss-scale 2 --train-iters 2", _spoil_gradient, [two]),
+        ("least scale", "--fp16 --initial-loss-scale 1 --train-iters 2", _spoil_gradient, [two]),
         ("early nan", "--fp16 --exit-interval 2", _spoil_parameter, [two, "it began in the parameter layers.1"]),
     ]
     common = "--global-batch-size 2 --eval-iters 0 --save-interval 100 --save"

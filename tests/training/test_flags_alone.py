@@ -27,7 +27,7 @@ NOT_SHOWN = """
     zero_stage zero_quantized_weights zero_quantized_gradients zeropp_ranks_per_node
     local_ranks local_nodes
     num_virtual_stages_per_pipeline_rank
-    data_order_stable pad_last_valid_sample mid_level_dataset_surplus calculate_per_token_loss
+    calculate_per_token_loss
     accumulate_allreduce_grads_in_fp32 log_params_norm
     publish tensorboard_dir
 """

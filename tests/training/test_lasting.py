@@ -54,7 +54,7 @@ def test_a_full_disk_under_tensorboard_and_profile_ends_no_run(tmp_path, free):
             with suppress(OSError), open(small / "other", "wb", buffering=0) as file:
                 while True:
                     file.write(bytes(4096))
-        profile = f"--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4 --profile-dir {small}"
+        profile = "--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4"
         done = run(tmp_path / "save", f"--tensorboard-dir {small} {profile}")
     finally:
         subprocess.run(["umount", small], check=True)

@@ -251,11 +251,11 @@ def logged(argv: list[str]):
 
 def test_profiled_steps_have_a_trace_with_names(data, tmp_path):
     argv = flags(
-        data, f"{TWO_NODES} {PROFILED} --profile-step-end 4 --profile-ranks 1 --profile-dir {tmp_path}/traces",
+        data, f"{TWO_NODES} {PROFILED} --profile-step-end 4 --profile-ranks 1 --tensorboard-dir {tmp_path}/traces",
         length="--train-iters 6",
     )  # fmt: skip
     lines, metrics = run_ranks(2, logged, argv)[1]
-    (trace,) = (tmp_path / "traces").iterdir()
+    (trace,) = (tmp_path / "traces").glob("rank*")
     assert trace.name == "rank00001.trace.json.gz"
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     names = Counter(event["name"] for event in events if " nodes: " in event["name"])
@@ -283,5 +283,5 @@ def test_what_cannot_be_recorded_is_refused(data):
         flags(data, "--profile", length="--train-iters 3"),
     ]
     (_, _, nowhere), (code, out, err) = run_ranks(1, call_pretrain, *argvs)[0]
-    assert nowhere.startswith("error: --profile needs a place for its files: give --profile-dir")
+    assert nowhere.startswith("error: --profile needs a place for its files: give --tensorboard-dir")
     assert code == 0 and "note: --profile alone is for Nsight Systems" in out + err

@@ -35,7 +35,7 @@ LAYOUTS = {
 
 @pytest.mark.long
 def test_every_layout_publishes_the_whole_model(data, tmp_path):
-    published = f"--train-iters 3 --publish-anchor-interval 3 --publish {tmp_path}"
+    published = f"--train-iters 3 --publish {tmp_path}"
     folders = {name: str(number) for number, name in enumerate(LAYOUTS)}
     argvs = {name: flags(data, f"{published}/{folders[name]} {more}") for name, more in LAYOUTS.items()}
     for name, (_, weights, _) in results_on(4, {name: ("gpt", argv) for name, argv in argvs.items()}).items():

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_zpp.commands.common import add_number, add_tokenizer_flags, given_tokenizer
-from megatron_zpp.data.blended_dataset import SURPLUS, BlendedDataset
+from megatron_zpp.data.blended_dataset import BlendedDataset
 from megatron_zpp.data.build import AnyDataset, NumSamples, build_datasets
 from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions
 from megatron_zpp.data.indexed_dataset import IndexedDataset
@@ -35,7 +35,6 @@ from megatron_zpp.metrics.progress import progress
 from megatron_zpp.settings.flags import local_path, number
 
 PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")  # each takes several prefixes
-FILES = {"data_args_path": "what --data-path takes", "per_split_data_args_path": "JSON of keys train, valid, test"}
 FIRST_SAMPLES = 3
 BAR_WIDTH = 40
 SHOWN_TOKENS = 64
@@ -83,13 +82,12 @@ def histogram(lengths: NDArray[np.int64]) -> list[str]:
 
 def digests(args: argparse.Namespace) -> dict[str, Any]:
     """Return the digests of every split that has data and samples to read."""
-    options = SampleOptions(seq_length=args.seq_length, seed=args.seed, stable_order=args.data_order_stable)
+    options = SampleOptions(seq_length=args.seq_length, seed=args.seed)
     with tempfile.TemporaryDirectory() as folder:
         datasets = build_datasets(
             options,
-            **{name: getattr(args, name) for name in (*PATHS, *FILES, "split", "num_samples")},
+            **{name: getattr(args, name) for name in (*PATHS, "split", "num_samples")},
             cache_path=args.data_cache_path or folder,
-            surplus=args.mid_level_dataset_surplus,
             progress=partial(progress, line_every=10.0),
             note=lambda text: print(f"note: {text}", file=sys.stderr),
         )
@@ -158,15 +156,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for name in PATHS:
         pairs = "prefixes, or weight prefix pairs"
         add(f"--{name.replace('_', '-')}", nargs="+", type=path, metavar="PREFIX", help=pairs)
-    for name, text in FILES.items():
-        add(f"--{name.replace('_', '-')}", type=path, metavar="FILE", help=text)
     add("--split", metavar="A,B,C", help="shares of train, valid, test; default 969, 30, 1")
     add_number(group, "--seed", 1234, "seed of the order", at_least=0, at_most=2**32 - 1)
     add("--seq-length", type=number(int, at_least=1), metavar="N", help="tokens per sample")
     epochs = "samples of train, valid, test; all = one epoch of each dataset, the default"
     add("--num-samples", type=num_samples, default=(None, None, None), metavar="A,B,C", help=epochs)
-    add("--data-order-stable", action="store_true", help="the order of that flag")
-    add_number(group, "--mid-level-dataset-surplus", SURPLUS, "as in training", at_least=0, at_most=1)
     add("--data-cache-path", type=path, metavar="DIR", help="keep the indices here; default nowhere")
     args = parser.parse_args(argv)
     if args.digest == (args.prefix is not None):

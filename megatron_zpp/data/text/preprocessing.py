@@ -231,7 +231,6 @@ def _identity(job: Job, files: list[CorpusFile]) -> dict[str, Any]:
             "description": describe_tokenizer(flags["tokenizer_type"], tokenizer),
             "files": digest.hexdigest(),
             "pattern": flags.get("tiktoken_pattern"),
-            "num_special_tokens": flags.get("tiktoken_num_special_tokens"),
         },
         "json_keys": list(job.reading.keys),
         "text_documents": job.reading.text_documents,

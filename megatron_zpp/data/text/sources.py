@@ -1,7 +1,6 @@
 """Reads the data flags: which files make up each split, with which weights, and which part of them."""
 
 import itertools
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_zpp.data.blended_dataset import normalize
-from megatron_zpp.files import read_json_object, read_text
 
 SPLIT_NAMES = ("train", "valid", "test")
 
@@ -27,57 +25,26 @@ class Source(NamedTuple):
 def read_sources(
     *,
     data_path: Sequence[str] | None = None,
-    data_args_path: str | None = None,
     train_data_path: Sequence[str] | None = None,
     valid_data_path: Sequence[str] | None = None,
     test_data_path: Sequence[str] | None = None,
-    per_split_data_args_path: str | None = None,
     split: str | None = None,
 ) -> list[Source | None]:
     """Return the train, validation and test source; None for a split without data.
 
-    Each path is a list of prefixes, or of weight prefix pairs; ``data_args_path`` is a file with what ``data_path``
-    takes, ``per_split_data_args_path`` a JSON file {"train": ..., "valid": ..., "test": ...} of lists or strings.
-    Raises ValueError or OSError if flags contradict each other or a file can't be read.
+    Each path is a list of prefixes, or of weight prefix pairs. Raises ValueError if flags contradict each other.
     """
     per_split = [train_data_path, valid_data_path, test_data_path]
-    values = {
-        "--data-path": data_path,
-        "--data-args-path": data_args_path,
-        "--train/valid/test-data-path": any(per_split),
-        "--per-split-data-args-path": per_split_data_args_path,
-    }
-    given = [name for name, value in values.items() if value]
-    if not given:
+    if not data_path and not any(per_split):
         raise ValueError("no data: give --data-path PREFIX (made by tools/preprocess_data.py), or --mock-data")
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} exclude each other: give one")
-    if data_args_path:
-        data_path = read_text(data_args_path).split()
-        if not data_path:
-            raise ValueError(f"--data-args-path {data_args_path} is empty")
+    if data_path and any(per_split):
+        raise ValueError("--data-path and --train/valid/test-data-path exclude each other: give one")
     if data_path:
         blend = parse_blend(data_path)
         return [Source(*blend, edges) if edges else None for edges in split_edges(split or "969, 30, 1")]
     if split is not None:
-        raise ValueError(f"--split divides --data-path; it has no meaning with {given[0]}: leave it out")
-    if per_split_data_args_path:
-        per_split = read_per_split(per_split_data_args_path)
+        raise ValueError("--split divides --data-path; it has no meaning beside --train-data-path: leave it out")
     return [Source(*parse_blend(paths), (0.0, 1.0)) if paths else None for paths in per_split]
-
-
-def read_per_split(path: str) -> list[Sequence[str] | None]:
-    """Read the paths of train, valid and test from the JSON file of ``--per-split-data-args-path``."""
-    splits = read_json_object(path, unique=True)
-    if not set(splits) <= set(SPLIT_NAMES):
-        raise ValueError(f"--per-split-data-args-path {path} must hold an object of train, valid and test")
-    for name, value in splits.items():
-        is_list = isinstance(value, list) and all(type(word) in (str, int, float) for word in value)
-        if not (value is None or isinstance(value, str) or is_list):
-            form = f'for {name}: give a list of prefixes, or of weights and prefixes, as ["0.7", "A", "0.3", "B"]'
-            raise ValueError(f"--per-split-data-args-path {path} gives {json.dumps(value)} {form}")
-    paths = [splits.get(name) for name in SPLIT_NAMES]
-    return [value.split() if isinstance(value, str) else value and [str(word) for word in value] for value in paths]
 
 
 def parse_blend(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:

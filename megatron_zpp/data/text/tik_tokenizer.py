@@ -60,10 +60,10 @@ class TikTokenizer:
     ``tokenize`` raises ValueError if ``pattern`` leaves out a part of the text.
     """
 
-    def __init__(self, file: Path, pattern: str | None, vocab_size: int | None, num_special_tokens: int | None) -> None:
+    def __init__(self, file: Path, pattern: str | None, vocab_size: int | None) -> None:
         tiktoken = load_package("tiktoken", "TikTokenizer", "data")
         is_json = file.suffix == ".json"
-        vocabulary = _read_json_vocabulary(file, vocab_size, num_special_tokens) if is_json else _read_tiktoken(file)
+        vocabulary = _read_json_vocabulary(file, vocab_size) if is_json else _read_tiktoken(file)
         ids, self.eod, self.eod_name, self.vocab_size, known_pattern = vocabulary
         self._pattern, self.ranks = pattern or known_pattern, ids
         if self._pattern is None:
@@ -126,13 +126,13 @@ def _read_tiktoken(file: Path) -> Vocabulary:
     return ids, eod, "<|endoftext|>", size, pattern
 
 
-def _read_json_vocabulary(file: Path, size: int | None, num_special: int | None) -> Vocabulary:
+def _read_json_vocabulary(file: Path, size: int | None) -> Vocabulary:
     """Read Megatron's list of {"rank": 0, 1, ..., "token_bytes": base64, "token_str"} and take the first entries.
 
-    ``num_special`` special ids come first (<unk>, <s>, </s>, and unused ones), then the tokens up to ``size``.
+    1000 special ids come first (<unk>, <s>, </s>, and unused ones), then the tokens up to ``size``.
     ``</s>`` ends a document.
     """
-    size, num_special = size or 2**17, 1000 if num_special is None else num_special  # Megatron's defaults
+    size, num_special = size or 2**17, 1000  # Megatron's defaults
     wanted = size - num_special
     try:
         entries = json.loads(file.read_bytes())[: max(0, wanted)]
@@ -140,9 +140,8 @@ def _read_json_vocabulary(file: Path, size: int | None, num_special: int | None)
         ranks = [entry["rank"] for entry in entries]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{file} is not a JSON vocabulary of TikTokenizer: {error!r}") from error
-    if num_special < 3 or wanted < 256:
-        few = f"--vocab-size {size} with --tiktoken-num-special-tokens {num_special}"
-        raise ValueError(f"{few}: give at least 3 special tokens, and room for 256 others")
+    if wanted < 256:
+        raise ValueError(f"--vocab-size {size} has no room for {num_special} special tokens and 256 bytes")
     if ranks != [*range(len(ranks))] or tokens[:256] != [bytes([byte]) for byte in range(256)]:
         raise ValueError(f"{file} is not a JSON vocabulary of TikTokenizer: its ranks must count from 0, bytes first")
     if len(set(tokens)) < wanted:

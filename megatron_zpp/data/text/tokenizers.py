@@ -41,7 +41,7 @@ Ids = Sequence[int] | NDArray
 # The arguments of ``build_tokenizer``.
 TOKENIZER_FLAGS = (
     *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"),
-    *("tiktoken_pattern", "tiktoken_num_special_tokens", "tokenizer_hf_no_include_special_tokens"),
+    *("tiktoken_pattern", "tokenizer_hf_no_include_special_tokens"),
 )
 
 
@@ -70,7 +70,6 @@ def build_tokenizer(
     merge_file: str | None = None,
     vocab_size: int | None = None,
     tiktoken_pattern: str | None = None,
-    tiktoken_num_special_tokens: int | None = None,
     tokenizer_hf_no_include_special_tokens: bool | None = None,
 ) -> Tokenizer:
     """Build the tokenizer that Megatron's flags of these names describe. Raises ValueError, OSError or ImportError."""
@@ -94,7 +93,7 @@ def build_tokenizer(
             return GPT2BPETokenizer(file("--vocab-file", vocab_file), file("--merge-file", merge_file))
         case "TikTokenizer":
             model = file("--tokenizer-model", tokenizer_model)
-            return TikTokenizer(model, tiktoken_pattern, vocab_size, tiktoken_num_special_tokens)
+            return TikTokenizer(model, tiktoken_pattern, vocab_size)
         case "ByteTokenizer":
             return ByteTokenizer()
         case "NullTokenizer":

@@ -214,8 +214,7 @@ def _rank_states(
     saved = 4 * (shard + optimizer_state)  # but for scalars and random states
     if islands > 1:
         copies = 2 if settings.island.outer_momentum > 0 else 1
-        where = host if settings.island.offload else beside_parameters
-        where["the islands' outer parameters and momentum, fp32"] = copies * 4 * shard
+        beside_parameters["the islands' outer parameters and momentum, fp32"] = copies * 4 * shard
         saved += copies * 4 * shard
         if (feedback := settings.island.feedback) is not None:
             pieces, (bits, kept_in) = island_pieces(units, islands), ERROR_FORMATS[feedback.error_dtype]
@@ -310,8 +309,6 @@ def _working_memory(
 
 def _kept_and_recomputed(activation: ActivationSettings, block: BlockActivations, num_layers: int) -> tuple[float, int]:
     """Return the bytes of a token that the first layers keep, and those that one computes again at a time."""
-    if (budget := activation.activation_memory_budget) is not None:
-        return num_layers * (block.input + budget * (block.everything - block.input)), block.everything
     if activation.recompute_granularity is None:
         return num_layers * block.everything, 0
     if modules := activation.recompute_modules:

@@ -64,7 +64,7 @@ def train_megatrons_tiktoken(folder: Path) -> dict[str, object]:
     tokens = [*BYTES, b"th", b"the", b" the", b"def"]
     entries = [{"rank": i, "token_bytes": base64.b64encode(x).decode(), "token_str": ""} for i, x in enumerate(tokens)]
     (folder / "v.json").write_text(json.dumps(entries))
-    flags = {"vocab_size": len(tokens) + 10, "tiktoken_num_special_tokens": 10, "tiktoken_pattern": "v2"}
+    flags = {"vocab_size": len(tokens) + 1000, "tiktoken_pattern": "v2"}
     return {"tokenizer_type": "TikTokenizer", "tokenizer_model": str(folder / "v.json")} | flags
 
 
