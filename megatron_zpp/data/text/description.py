@@ -5,7 +5,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_zpp.data.text.tokenizers import SAMPLE_TEXTS, NullTokenizer, Tokenizer
+from megatron_zpp.data.text.tokenizers import NullTokenizer, Tokenizer
+
+# On these, two tokenizers are compared.
+SAMPLE_TEXTS = (
+    "def f(x):\n    return {'a': 1.50, \"b\": x ** 2}  # 10 %\n\n\tif not x:\r\n",
+    "  Two blanks before, three   inside, one behind ",
+    "Straße, où? Ελλάδα, Москва, 東京, नमस्ते 👩‍🔬 1234567890 ﬁ ① Å",
+)
 
 
 def describe_tokenizer(tokenizer_type: str, tokenizer: Tokenizer) -> dict[str, Any]:
