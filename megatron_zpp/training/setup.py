@@ -15,7 +15,7 @@ from megatron_zpp.checkpoint.meta import Counters, num_tokens, saved_model
 from megatron_zpp.checkpoint.on_resume import check_settings
 from megatron_zpp.checkpoint.resume import check_not_overwritten, check_same_data, checkpoint_to_load, goes_on_in
 from megatron_zpp.checkpoint.tokenizer import check_same_ids
-from megatron_zpp.data.text.description import describe_tokenizer, differences
+from megatron_zpp.data.text.description import check_same_tokenizer, describe_tokenizer
 from megatron_zpp.families import Architecture, vocabulary_of
 from megatron_zpp.integrations.float8 import check_float8
 from megatron_zpp.islands import OuterSync
@@ -99,10 +99,9 @@ def plan_run(architecture: Architecture, settings: ResolvedSettings, mesh: Mesh)
         datasets = build_data(settings, tokenizer, described, num_samples)
         if resumed is not None:
             _print_notes(check_same_data(settings, resumed, datasets))
-            changed = differences(resumed["tokenizer"], described) if "tokenizer" in resumed else []
-            if changed and not settings.checkpoint.override_data:
-                other = f"{checkpoint} was trained with a tokenizer that treats texts otherwise: {'; '.join(changed)}"
-                raise CheckpointError(f"{other}. Give the same, or --override-data")
+            if not settings.checkpoint.override_data:
+                remedy = "Give that one, or --override-data"
+                check_same_tokenizer(str(checkpoint), resumed.get("tokenizer"), described, remedy)
         tasks = load_tasks(training)
         schedule = None
         if not training.skip_train:

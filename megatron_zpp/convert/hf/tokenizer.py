@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.data.text.description import SAMPLE_TEXTS, describe_tokenizer, differences, format_description
+from megatron_zpp.data.text.description import (
+    SAMPLE_TEXTS,
+    check_same_tokenizer,
+    describe_tokenizer,
+    format_description,
+)
 from megatron_zpp.data.text.tik_tokenizer import TikTokenizer
 from megatron_zpp.data.text.tokenizers import (
     TOKENIZER_FLAGS,
@@ -37,13 +42,10 @@ def build_kept(settings: Mapping[str, Any], checkpoint: Path, meta: Mapping[str,
     """Build the tokenizer of a checkpoint's ``settings``. Raises ValueError if it is not the one trained with."""
     tokenizer = build(settings)
     here = describe_tokenizer(settings["tokenizer_type"], tokenizer)
-    if "tokenizer" not in meta:
-        if here["prefix"] or here["suffix"]:
-            assumed = f"{checkpoint} does not say how its texts were tokenized; assuming {format_description(here)}"
-            print(f"note: {assumed}", file=sys.stderr)
-    elif differing := differences(meta["tokenizer"], here):
-        trained = f"{checkpoint} was trained with another tokenizer, {format_description(meta['tokenizer'])}"
-        raise ValueError(f"{trained}: {'; '.join(differing)}. Give that one")
+    if "tokenizer" not in meta and (here["prefix"] or here["suffix"]):
+        assumed = f"{checkpoint} does not say how its texts were tokenized; assuming {format_description(here)}"
+        print(f"note: {assumed}", file=sys.stderr)
+    check_same_tokenizer(str(checkpoint), meta.get("tokenizer"), here)
     return tokenizer
 
 

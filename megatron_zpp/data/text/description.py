@@ -53,6 +53,15 @@ def differences(made_with: Mapping[str, Any], used: Mapping[str, Any]) -> list[s
     return differing + (["texts become other ids"] if made_with["sample_sha256"] != used["sample_sha256"] else [])
 
 
+def check_same_tokenizer(
+    name: str, made_with: Mapping[str, Any] | None, used: Mapping[str, Any], remedy: str = "Give that one"
+) -> None:
+    """Raise ValueError if ``name`` was made with a tokenizer that treats texts otherwise; None: nobody knows."""
+    if made_with is not None and (differing := differences(made_with, used)):
+        other = f"{name} was made with another tokenizer, {format_description(made_with)}: {'; '.join(differing)}"
+        raise ValueError(f"{other}. {remedy}")
+
+
 def refuse_conflict(tokenizer: Tokenizer) -> None:
     """Raise ValueError if two files beside the tokenizer name other ends of a text."""
     if tokenizer.special.conflict is not None:
