@@ -60,7 +60,7 @@ class Family:
     """How one of transformers' models differs from Llama."""
 
     model_type: str
-    class_name: str
+    class_name: str = ""  # default: of its type, as Qwen3MoeForCausalLM of qwen3_moe
     fields: Mapping[str, Any] = field(default_factory=dict)  # of our config, and their value; a function of its width
     keys: Mapping[str, str] = field(default_factory=dict)  # of config.json, and the fields that have the same value
     special_keys: tuple[Key, ...] = ()
@@ -114,7 +114,7 @@ def to_config(family: Family, config: DecoderConfig, positions: int) -> dict[str
         raise ValueError(f"{family.model_type} cannot express {heads_of}: its number of heads must divide hidden_size")
     keys = KEYS | {family.norm_epsilon: "norm_epsilon"} | dict(family.keys)
     return {
-        "architectures": [family.class_name],
+        "architectures": [family.class_name or f"{family.model_type.title().replace('_', '')}ForCausalLM"],
         "model_type": family.model_type,
         **{key: getattr(config, name) for key, name in keys.items()},
         "intermediate_size": config.ffn_size,

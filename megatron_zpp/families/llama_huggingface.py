@@ -75,7 +75,7 @@ _DEEPSEEK_EXPERTS: dict[str, Any] = dict(
     number="n_routed_experts",
     width="moe_intermediate_size",
     balancing=None,
-    scaling="routed_scaling_factor",
+    keys={"routed_scaling_factor": "topk_scaling_factor"},
     first="first_k_dense_replace",
     shared="shared_experts",
     shared_number="n_shared_experts",
@@ -85,50 +85,33 @@ _BIASED: dict[str, Any] = dict(
 )
 
 FAMILIES = (
-    Family("llama", "LlamaForCausalLM", keys=_BIASES),
-    Family("mistral", "MistralForCausalLM", window="mistral"),
-    Family("qwen2", "Qwen2ForCausalLM", fields={"add_qkv_bias": True}, window="qwen", has_head_dim=False),
+    Family("llama", keys=_BIASES),
+    Family("mistral", window="mistral"),
+    Family("qwen2", fields={"add_qkv_bias": True}, window="qwen", has_head_dim=False),
     Family(
         "seed_oss",
-        "SeedOssForCausalLM",
         fields={"add_qkv_bias": True},
         always={"attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "residual_dropout": 0.0},
     ),
-    Family("qwen3", "Qwen3ForCausalLM", fields={"qk_layernorm": True}, keys=_ATTENTION_BIAS, window="qwen"),
+    Family("qwen3", fields={"qk_layernorm": True}, keys=_ATTENTION_BIAS, window="qwen"),
     Family(
         "mixtral",
-        "MixtralForCausalLM",
         window="mistral",
         experts=Experts("num_local_experts", "intermediate_size", "block_sparse_moe", ("w1", "w3", "w2")),
         always={"router_jitter_noise": 0.0},
     ),
-    Family(
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        fields={"qk_layernorm": True},
-        keys=_ATTENTION_BIAS,
-        experts=_QWEN_EXPERTS,
-        always=_ALL_SPARSE,
-    ),
+    Family("qwen3_moe", fields={"qk_layernorm": True}, keys=_ATTENTION_BIAS, experts=_QWEN_EXPERTS, always=_ALL_SPARSE),
     Family(
         "smollm3",
-        "SmolLM3ForCausalLM",
+        class_name="SmolLM3ForCausalLM",
         keys=_BIASES,
         special_keys=(_ROPE_LAYERS,),
         has_head_dim=False,
         always={"use_sliding_window": False},
     ),
-    Family(
-        "olmo2",
-        "Olmo2ForCausalLM",
-        fields=_WHOLE | _AFTER,
-        keys=_ATTENTION_BIAS,
-        norms=_NORMS_AFTER,
-        has_head_dim=False,
-    ),
+    Family("olmo2", fields=_WHOLE | _AFTER, keys=_ATTENTION_BIAS, norms=_NORMS_AFTER, has_head_dim=False),
     Family(
         "olmo3",
-        "Olmo3ForCausalLM",
         fields=_WHOLE | _AFTER,
         keys=_ATTENTION_BIAS,
         norms=_NORMS_AFTER,
@@ -138,7 +121,6 @@ FAMILIES = (
     ),
     Family(
         "olmoe",
-        "OlmoeForCausalLM",
         fields=_WHOLE,
         keys=_ATTENTION_BIAS,
         has_head_dim=False,
@@ -147,7 +129,6 @@ FAMILIES = (
     ),
     Family(
         "granite",
-        "GraniteForCausalLM",
         keys=_BIASES | {name: name for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")},
         special_keys=(
             Key("attention_multiplier", "softmax_scale", _write_softmax_scale, lambda hf: hf["attention_multiplier"]),
@@ -156,7 +137,6 @@ FAMILIES = (
     ),
     Family(
         "gemma",
-        "GemmaForCausalLM",
         fields=_GEMMA,
         keys=_ATTENTION_BIAS,
         activation=("hidden_act", "gelu_pytorch_tanh"),
@@ -164,7 +144,6 @@ FAMILIES = (
     ),
     Family(
         "gemma2",
-        "Gemma2ForCausalLM",
         fields=_GEMMA | _POST_NORMS,
         keys=_SOFTCAPS | _ATTENTION_BIAS,
         special_keys=(_QUERY_SCALAR,),
@@ -175,7 +154,7 @@ FAMILIES = (
     ),
     Family(
         "gemma3_text",
-        "Gemma3ForCausalLM",
+        class_name="Gemma3ForCausalLM",
         fields=_GEMMA | _POST_NORMS | {"qk_layernorm": True},
         keys=_SOFTCAPS | _ATTENTION_BIAS,
         special_keys=(_QUERY_SCALAR,),
@@ -187,7 +166,6 @@ FAMILIES = (
     ),
     Family(
         "nemotron",
-        "NemotronForCausalLM",
         fields=dict(normalization="LayerNorm", layernorm_1p=True, swiglu=False, squared_relu=True),
         keys=_BIASES,
         activation=("hidden_act", "relu2"),
@@ -196,7 +174,7 @@ FAMILIES = (
     ),
     Family(
         "gpt_neox",
-        "GPTNeoXForCausalLM",
+        class_name="GPTNeoXForCausalLM",
         fields=dict(normalization="LayerNorm", swiglu=False, exact_gelu=True, add_bias_linear=True),
         keys={name: name for name in ("use_parallel_residual", "hidden_dropout")},
         activation=("hidden_act", "gelu"),
@@ -211,7 +189,6 @@ FAMILIES = (
     ),
     Family(
         "qwen2_moe",
-        "Qwen2MoeForCausalLM",
         fields={"add_qkv_bias": True},
         has_head_dim=False,
         experts=Experts(
@@ -220,13 +197,12 @@ FAMILIES = (
             pre_softmax="norm_topk_prob",
             fields={"shared_expert_gate": True},
             shared="shared_expert",
-            shared_width="shared_expert_intermediate_size",
+            keys={"shared_expert_intermediate_size": "shared_expert_size"},
         ),
         always=_ALL_SPARSE | {"qkv_bias": True},
     ),
     Family(
         "glm4_moe",
-        "Glm4MoeForCausalLM",
         keys={"attention_bias": "add_qkv_bias", "use_qk_norm": "qk_layernorm"},
         has_partial_rotary=True,
         experts=Experts(**_DEEPSEEK_EXPERTS | _BIASED),
@@ -234,7 +210,7 @@ FAMILIES = (
     ),
     Family(
         "minimax_m2",
-        "MiniMaxM2ForCausalLM",
+        class_name="MiniMaxM2ForCausalLM",
         fields=_WHOLE,
         has_partial_rotary=True,
         experts=Experts(
@@ -249,7 +225,6 @@ FAMILIES = (
     ),
     Family(
         "phi3",
-        "Phi3ForCausalLM",
         fields={"position_embedding_type": "rope", "rope_scaling_factor": None, _LINEAR: None},
         window="mistral",
         has_head_dim=False,
@@ -259,7 +234,6 @@ FAMILIES = (
     ),
     Family(
         "gpt_oss",
-        "GptOssForCausalLM",
         fields=dict(
             add_bias_linear=True, swiglu=False, quick_geglu=True, glu_linear_offset=1.0, softmax_type="learnable"
         ),
@@ -270,7 +244,6 @@ FAMILIES = (
     ),
     Family(
         "deepseek_v2",
-        "DeepseekV2ForCausalLM",
         fields=_LATENT,
         keys=_LATENT_KEYS,
         special_keys=(_LATENT_EPSILON,),
@@ -280,7 +253,6 @@ FAMILIES = (
     ),
     Family(
         "deepseek_v3",
-        "DeepseekV3ForCausalLM",
         fields=_LATENT,
         keys=_LATENT_KEYS,
         special_keys=(_LATENT_EPSILON,),
