@@ -213,6 +213,12 @@ class Counters:
         return loss > factor * average
 
 
+def num_tokens(meta: Mapping[str, Any]) -> int:
+    """Return how many rows of a checkpoint's vocabulary belong to tokens: all, where it does not say otherwise."""
+    rows: int = meta["model_config"]["vocab_size"]
+    return rows if meta.get("unpadded_vocabulary") else min(meta.get("tokenizer", {}).get("vocab_size", rows), rows)
+
+
 def saved_model(
     meta: Mapping[str, Any], given: Architecture | None = None, with_adapters: bool = False
 ) -> tuple[Architecture, TransformerConfig]:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from megatron_zpp.errors import describe_error
 from megatron_zpp.models.lora import is_adapter
+from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.zeropp.fsdp.topology import process_rank
 from megatron_zpp.zeropp.own_rank import load_random_state_dict, random_state_dict
@@ -31,7 +32,7 @@ from megatron_zpp.zeropp.own_rank import load_random_state_dict, random_state_di
 from .files import CheckpointError
 from .index import Entry, Index, read_index
 from .meta import REMEDY
-from .storage import iterate_tensors, read_state
+from .storage import fill_rows, iterate_tensors, read_state, read_tensor
 from .trained import ResumePlan, Trained, plan_resume
 
 
@@ -61,11 +62,13 @@ def load_checkpoint(
     *,
     with_optimizer: bool = True,
     load_rng: bool = True,
+    new_rows: tuple[int, str] | None = None,
 ) -> ResumePlan:
     """Load tensors in place; return what was loaded, with notes on the rest. Collective.
 
     Without the optimizer it loads parameters only. Ranks and their ``layout`` (``Trainer.layout``) may differ from
-    those that saved: then random states and LoCo's errors start over. Raises FailedTogether after printing the reason.
+    those that saved: then random states and LoCo's errors start over. new_rows: the vocabulary has other rows from this
+    one on, "mean" or "random" (``fill_rows``). Raises FailedTogether after printing the reason.
     """
     model, optimizer, zeropp = trained.model, trained.optimizer, trained.zeropp
     local_ranks = set() if zeropp is None else zeropp.ranks_with_state()
@@ -84,8 +87,14 @@ def load_checkpoint(
         index = read_index(checkpoint, meta, {str(process_rank())})
         zeropp_state = _tensors_to_fill(index.tensors, "zeropp", local_ranks) if plan.zeropp else {}
         state, finish = trained.islands.begin_load(_prefixed(own | {"zeropp.": zeropp_state}), index.tensors)
+        names = [f"model.{name}" for name in Transformer.with_vocabulary if new_rows is not None]
+        vocabulary = {name: state.pop(name) for name in names if name in state}
         _check_shapes(checkpoint, state, index.tensors)
     _read(index, state)
+    with errors_on_all_ranks():
+        for name, tensor in vocabulary.items():
+            assert new_rows is not None
+            fill_rows(tensor, read_tensor(index, name), *new_rows)
 
     _set_model_tensors(model, tensors)
     if plan.optimizer:

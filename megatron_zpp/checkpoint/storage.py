@@ -24,7 +24,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from megatron_zpp.errors import describe_error
@@ -220,6 +222,20 @@ def read_tensor(index: Index, name: str) -> Tensor:
             shard = _read_shard(file, place, whole.dtype, chunk.sizes)
         narrow_tensor_by_index(whole, chunk.offsets, chunk.sizes).copy_(shard)
     return whole
+
+
+def fill_rows(tensor: Tensor, saved: Tensor, count: int, others: str) -> None:
+    """Fill this rank's part of ``tensor`` [rows, ...] with the first ``count`` rows of ``saved``.
+
+    others: rows from ``count`` on become the "mean" of these rows, or stay as they are ("random").
+    """
+    (part,) = _create_chunk_list(tensor)
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    first, saved = part.offsets[0], saved[:count]
+    if others == "mean":
+        local.detach().copy_(saved.mean(0).expand_as(local))
+    rows = saved[first : first + len(local)]
+    local.detach()[: len(rows)].copy_(rows)
 
 
 def save_tensors(

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_zpp.data.text.description import SAMPLE_TEXTS
 from megatron_zpp.data.text.tokenizers import (
-    SAMPLE_TEXTS,
     TOKENIZER_FLAGS,
     Tokenizer,
     build_tokenizer,

@@ -14,7 +14,7 @@ from megatron_zpp.data.chat_dataset import ChatDataset
 from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions, TooLittleDataError
 from megatron_zpp.data.index_cache import IndexCache, Progress, no_progress
 from megatron_zpp.data.indexed_dataset import IndexedDataset
-from megatron_zpp.data.text.description import differences, format_description
+from megatron_zpp.data.text.description import check_same_tokenizer
 from megatron_zpp.data.text.sources import SPLIT_NAMES, Edges, Source, read_sources, split_sequences
 
 
@@ -84,7 +84,7 @@ def build_datasets(
                 check_vocabulary(files[prefix], vocab_size, cache, (tokenizer or {}).get("type", ""))
             check_end_of_document(files[prefix], options)
             if tokenizer is not None:
-                check_tokenizer(files[prefix], tokenizer)
+                check_same_tokenizer(prefix, files[prefix].tokenizer, tokenizer)
         if options.sft:
             chats = split_sequences(files[prefix].num_documents, edges)
             return ChatDataset(files[prefix], chats, options, num_samples=size, name=name, cache=cache)
@@ -153,13 +153,6 @@ def check_vocabulary(indexed: IndexedDataset, vocab_size: int, cache: IndexCache
         if "SentencePiece" in tokenizer_type and vocab_size <= token < vocab_size + 7:
             remedy += ". Megatron-LM's SentencePieceTokenizer before February 2026 is MegatronSentencePieceTokenizer"
         raise ValueError(f"{found}: {remedy}")
-
-
-def check_tokenizer(indexed: IndexedDataset, used: Mapping[str, Any]) -> None:
-    """Raise ValueError if the tokenizer that made a dataset treats texts otherwise than the run's."""
-    if indexed.tokenizer is not None and (differing := differences(indexed.tokenizer, used)):
-        made = f"{indexed.prefix} was made with another tokenizer, {format_description(indexed.tokenizer)}"
-        raise ValueError(f"{made}: {'; '.join(differing)}. Give that one with --tokenizer-type and its flags")
 
 
 def check_end_of_document(indexed: IndexedDataset, options: SampleOptions) -> None:

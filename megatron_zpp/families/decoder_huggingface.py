@@ -1,14 +1,21 @@
 """Decoders as models of transformers: ``Family`` says how one of its models differs from Llama in config.json."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from megatron_zpp.families.decoder_huggingface_experts import Experts
 from megatron_zpp.families.decoder_huggingface_weights import in_memory, weights
-from megatron_zpp.families.huggingface import HuggingFaceMapping, require_fields, require_sizes, require_values
+from megatron_zpp.families.huggingface import (
+    HuggingFaceMapping,
+    InMemory,
+    Weight,
+    require_fields,
+    require_sizes,
+    require_values,
+)
 from megatron_zpp.models.decoder import DecoderConfig
 
 # Keys of config.json, and the fields of our config that have the same value.
@@ -32,7 +39,7 @@ WRITTEN = (
 # Values of fields of our config where a family does not say otherwise.
 FIELDS: dict[str, Any] = dict(normalization="RMSNorm", swiglu=True, add_bias_linear=False)
 # Llama 3.1's scaling of rotary frequencies beside its factor: constants in ``models.rotary``.
-LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 CONTEXT = "original_max_position_embeddings"
 YARN = {"factor": "yarn_scaling_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
 NORMS = {"input_norm": "input_layernorm", "pre_mlp_norm": "post_attention_layernorm"}
@@ -53,7 +60,7 @@ class Family:
     """How one of transformers' models differs from Llama."""
 
     model_type: str
-    class_name: str
+    class_name: str = ""  # default: of its type, as Qwen3MoeForCausalLM of qwen3_moe
     fields: Mapping[str, Any] = field(default_factory=dict)  # of our config, and their value; a function of its width
     keys: Mapping[str, str] = field(default_factory=dict)  # of config.json, and the fields that have the same value
     special_keys: tuple[Key, ...] = ()
@@ -64,9 +71,13 @@ class Family:
     window: str | None = None  # which keys say where a window is: mistral's, qwen's, or layer_types
     has_head_dim: bool = True  # else heads have hidden_size / num_attention_heads channels
     is_fused: bool = False  # queries, keys and values are one tensor, and so are gates and ups
+    has_groups: bool = True  # key/value heads of several queries
     has_partial_rotary: bool = False
+    rotary_keys: tuple[str, str] = ("rope_theta", "partial_rotary_factor")  # which every version reads
     has_local_rotary: bool = False  # rope_parameters are two: of blocks with a window, and of the others
     experts: Experts | None = None
+    weights: Callable[[DecoderConfig], Iterator[Weight]] | None = None  # default: Llama's names
+    in_memory: Callable[[DecoderConfig], Iterator[InMemory]] | None = None
 
     def fixed_fields(self, hidden_size: int) -> dict[str, Any]:
         values = FIELDS | dict(self.fields)
@@ -77,13 +88,17 @@ class Family:
             model_type=self.model_type,
             to_config=partial(to_config, self),
             from_config=partial(from_config, self),
-            weights=partial(weights, self.norms, self.experts, self.is_fused),
-            in_memory=partial(in_memory, self.experts),
+            weights=self.weights or partial(weights, self.norms, self.experts, self.is_fused),
+            in_memory=self.in_memory or partial(in_memory, self.experts),
         )
 
 
 def to_config(family: Family, config: DecoderConfig, positions: int) -> dict[str, Any]:
-    required = {name: (value,) for name, value in family.fixed_fields(config.hidden_size).items()}
+    required: dict[str, tuple[Any, ...]] = {
+        name: (value,) for name, value in family.fixed_fields(config.hidden_size).items()
+    }
+    if not family.has_groups:
+        required["num_query_groups"] = (None, config.num_attention_heads)
     written = [*WRITTEN, *family.keys.values(), *(key.field for key in family.special_keys)]
     written += ["window_size"] if family.window else []
     written += ["window_attn_skip_freq"] if family.window in ("qwen", "layer_types") else []
@@ -99,11 +114,11 @@ def to_config(family: Family, config: DecoderConfig, positions: int) -> dict[str
         raise ValueError(f"{family.model_type} cannot express {heads_of}: its number of heads must divide hidden_size")
     keys = KEYS | {family.norm_epsilon: "norm_epsilon"} | dict(family.keys)
     return {
-        "architectures": [family.class_name],
+        "architectures": [family.class_name or f"{family.model_type.title().replace('_', '')}ForCausalLM"],
         "model_type": family.model_type,
         **{key: getattr(config, name) for key, name in keys.items()},
         "intermediate_size": config.ffn_size,
-        "num_key_value_heads": config.num_groups,
+        **({"num_key_value_heads": config.num_groups} if family.has_groups else {}),
         **({"head_dim": config.head_dim} if family.has_head_dim else {}),
         family.activation[0]: family.activation[1],
         "max_position_embeddings": positions,
@@ -125,18 +140,18 @@ def from_config(family: Family, hf: Mapping[str, Any]) -> tuple[DecoderConfig, i
         if family.fields.get("multi_latent_attention"):  # there it is the width of what is rotated
             del always["head_dim"]
     activation, value = family.activation
-    require_values(hf, {activation: (value, "swish" if value == "silu" else value), **always})
+    require_values(hf, {activation: (value, "swish") if value == "silu" else (value,), **always})
     keys = KEYS | {family.norm_epsilon: "norm_epsilon"} | dict(family.keys)
     head_dim = (hf.get("head_dim") if family.has_head_dim else None) or hf["hidden_size"] // hf["num_attention_heads"]
     config = DecoderConfig(
-        **{name: hf[key] for key, name in keys.items()}
+        **{"hidden_dropout": 0.0}
+        | {name: hf[key] for key, name in keys.items()}
         | {key.field: key.read(hf) for key in family.special_keys}
         | _read_rotary(family, hf)
         | family.fixed_fields(hf["hidden_size"]),
         ffn_hidden_size=hf["intermediate_size"],
-        num_query_groups=hf["num_key_value_heads"] or hf["num_attention_heads"],
+        num_query_groups=hf.get("num_key_value_heads") or hf["num_attention_heads"],
         kv_channels=head_dim,
-        hidden_dropout=0.0,
         **({} if family.experts is None else family.experts.read(hf)),
         **_read_window(family, hf),
     )
@@ -176,7 +191,8 @@ def _read_window(family: Family, hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_rotary(family: Family, config: DecoderConfig) -> dict[str, Any]:
-    partial_factor = {"partial_rotary_factor": config.rotary_percent} if family.has_partial_rotary else {}
+    base, share = family.rotary_keys
+    partial_factor = {share: config.rotary_percent} if family.has_partial_rotary else {}
     scaling = _scaling(config)
     if family.has_local_rotary:
         if config.rotary_base_local is None and scaling is not None:
@@ -187,7 +203,7 @@ def _write_rotary(family: Family, config: DecoderConfig) -> dict[str, Any]:
     if scaling is None and family.model_type == "gpt_oss":  # whose default is YaRN
         scaling = {"rope_type": "default"}
     # Two keys that every version reads; version 5 would write them as one, rope_parameters.
-    return {"rope_theta": float(config.rotary_base), "rope_scaling": scaling} | partial_factor
+    return {base: float(config.rotary_base), "rope_scaling": scaling} | partial_factor
 
 
 def _scaling(config: DecoderConfig) -> dict[str, Any] | None:
@@ -202,7 +218,8 @@ def _scaling(config: DecoderConfig) -> dict[str, Any] | None:
     if config.multi_latent_attention and config.yarn_scaling_factor is not None and config.mscale_all_dim:
         raise ValueError("transformers does not have mscale_all_dim without position_embedding_type yarn")
     if config.rope_scaling_factor is not None:
-        return {"rope_type": "llama3", "factor": config.rope_scaling_factor} | LLAMA3_SCALING
+        context = {CONTEXT: config.yarn_original_context or 8192}
+        return {"rope_type": "llama3", "factor": config.rope_scaling_factor} | LLAMA3_SCALING | context
     if config.rotary_seq_len_interpolation_factor is not None:
         return {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
     return None
@@ -217,9 +234,10 @@ def _read_rotary(family: Family, hf: Mapping[str, Any]) -> dict[str, Any]:
         sliding, rope = rope["sliding_attention"], dict(rope["full_attention"])
         require_values({"rope_type": sliding.get("rope_type", "default")}, {"rope_type": ("default",)})
         local = {"rotary_base_local": _base("rope_theta", sliding["rope_theta"])}
-    rope.setdefault("rope_theta", hf.get("rope_theta"))
+    base_key, share_key = family.rotary_keys
+    rope.setdefault("rope_theta", hf.get(base_key))
     kind = rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
-    share = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    share = rope.get("partial_rotary_factor", hf.get(share_key))
     if family.has_partial_rotary and share is not None:
         local["rotary_percent"] = rope["partial_rotary_factor"] = float(share)
     supported: dict[str, tuple[Any, ...]] = {"rope_type": ("default", "linear", "llama3", "yarn")}
@@ -237,7 +255,9 @@ def _read_rotary(family: Family, hf: Mapping[str, Any]) -> dict[str, Any]:
     )
     base = {"position_embedding_type": "rope", "rotary_base": _base("rope_theta", rope["rope_theta"])} | local
     if kind == "llama3":
-        return base | {"rope_scaling_factor": float(rope["factor"])}
+        require_sizes(rope, CONTEXT)
+        context = None if rope[CONTEXT] == 8192 else rope[CONTEXT]  # Megatron's
+        return base | {"rope_scaling_factor": float(rope["factor"]), "yarn_original_context": context}
     if kind == "linear":
         return base | {"rotary_seq_len_interpolation_factor": float(rope["factor"])}
     if kind == "yarn":

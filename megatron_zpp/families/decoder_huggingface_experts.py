@@ -36,20 +36,18 @@ class Experts:
     projections: tuple[str, str, str] = GATED  # gate, up and down
     pre_softmax: str | None = None  # the key that is false where scores are softmax over all experts; None: never
     fields: Mapping[str, Any] = field(default_factory=dict)  # of MoEConfig, and their only value
+    keys: Mapping[str, str] = field(default_factory=dict)  # of config.json, and the fields that have the same value
     balancing: str | None = "router_aux_loss_coef"
-    scaling: str | None = None  # the key with the factor of the weights
     has_groups: bool = False  # n_group and topk_group
     first: str | None = None  # the key with the number of blocks before those with experts
     bias: str | None = None  # the tensor with biases for the choice
     shared: str | None = None  # the module of the shared expert
-    shared_width: str | None = None  # the key with its width, or
-    shared_number: str | None = None  # with that as a multiple of an expert's width
+    shared_number: str | None = None  # the key with its width, as a multiple of an expert's
 
     def write(self, model_type: str, config: DecoderConfig) -> dict[str, Any]:
         if (moe := config.moe) is None:
             raise ValueError(f"{model_type} does not have layers without experts")
-        written = [*WRITTEN, *(["router_pre_softmax"] if self.pre_softmax else [])]
-        written += ["topk_scaling_factor"] if self.scaling else []
+        written = [*WRITTEN, *self.keys.values(), *(["router_pre_softmax"] if self.pre_softmax else [])]
         written += ["router_num_groups", "router_group_topk"] if self.has_groups else []
         written += ["shared_expert_size"] if self.shared else []
         written += ["bias_update_rate"] if self.bias and moe.bias_update_rate else []
@@ -60,14 +58,13 @@ class Experts:
             self.number: moe.num_experts,
             self.width: moe.ffn_hidden_size,
             "num_experts_per_tok": moe.router_topk,
+            **{key: getattr(moe, name) for key, name in self.keys.items()},
         }
         if self.balancing:  # there it is a mean over layers, and counts each of a token's choices whole
             layers = 1 if moe.load_balancing == "all_layers_aux_loss" else config.num_layers
             values[self.balancing] = moe.aux_loss_coeff * layers / moe.router_topk
         if self.pre_softmax:
             values[self.pre_softmax] = not moe.router_pre_softmax
-        if self.scaling:
-            values[self.scaling] = moe.topk_scaling_factor
         if self.has_groups:
             groups, best = moe.router_num_groups or 1, moe.router_group_topk or 1
             if groups > 1 and moe.router_topk != 2 * best:
@@ -79,8 +76,6 @@ class Experts:
                 raise ValueError(f"{model_type} does not have moe_layer_freq {config.moe_layer_freq}")
         if self.shared and moe.shared_expert_size is None:
             raise ValueError(f"{model_type} does not have layers without a shared expert")
-        if self.shared_width:
-            values[self.shared_width] = moe.shared_expert_size
         if self.shared_number and moe.shared_expert_size:
             values[self.shared_number], rest = divmod(moe.shared_expert_size, moe.ffn_hidden_size)
             if rest:
@@ -93,20 +88,16 @@ class Experts:
         number = "num_local_experts" if "num_local_experts" in hf else self.number
         require_sizes(hf, number, self.width, "num_experts_per_tok")
         topk, layers = hf["num_experts_per_tok"], hf["num_hidden_layers"]
-        values: dict[str, Any] = dict(self.fields)
+        values: dict[str, Any] = {**self.fields, **{name: hf[key] for key, name in self.keys.items()}}
         if self.pre_softmax:
             values["router_pre_softmax"] = not hf[self.pre_softmax]
         if self.balancing:
             values["aux_loss_coeff"] = hf[self.balancing] * topk / layers
-        if self.scaling:
-            values["topk_scaling_factor"] = float(hf[self.scaling])
         if self.has_groups and (hf["n_group"] or 1) > 1:
             require_values({"num_experts_per_tok": topk}, {"num_experts_per_tok": (2 * hf["topk_group"],)})
             values |= {"router_num_groups": hf["n_group"], "router_group_topk": hf["topk_group"]}
         if self.bias:
             values["bias_update_rate"] = BIAS_UPDATE_RATE
-        if self.shared_width:
-            values["shared_expert_size"] = hf[self.shared_width]
         if self.shared_number:
             values["shared_expert_size"] = hf[self.shared_number] * hf[self.width]
         first = hf[self.first] if self.first else 0

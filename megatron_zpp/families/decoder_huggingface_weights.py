@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.families.decoder_huggingface_experts import Experts
-from megatron_zpp.families.huggingface import InMemory, Weight, moved, same
+from megatron_zpp.families.huggingface import InMemory, Weight, moved, same, same_weight_and_bias
 from megatron_zpp.models.decoder import DecoderConfig
 
 
@@ -37,7 +37,8 @@ def weights(
             yield Weight(gate_up, fused, lambda *parts: (torch.cat(parts),), lambda x: x.tensor_split(2))
             names = {"fc2": "down"}
         for our_name, their_name in names.items():
-            yield same(f"{ours}.mlp.linear_{our_name}.weight", f"{theirs}.mlp.{their_name}_proj.weight")
+            for kind in ("weight", "bias") if config.mlp_bias else ("weight",):
+                yield same(f"{ours}.mlp.linear_{our_name}.{kind}", f"{theirs}.mlp.{their_name}_proj.{kind}")
     for kind in kinds:
         yield same(f"final_norm.{kind}", f"model.norm.{kind}")
     if not config.tie_embeddings:
@@ -47,6 +48,7 @@ def weights(
 def _attention(config: DecoderConfig, ours: str, theirs: str, is_fused: bool) -> Iterator[Weight]:
     groups, head_dim = config.num_groups, config.head_dim
     queries = config.num_attention_heads // groups  # per group
+    has_bias = config.add_bias_linear or config.attention_bias
 
     # We concatenate the rows of one group's queries, key and value.
     def split_qkv(x: Tensor) -> tuple[Tensor, ...]:
@@ -59,19 +61,40 @@ def _attention(config: DecoderConfig, ours: str, theirs: str, is_fused: bool) ->
     def join_fused(x: Tensor) -> tuple[Tensor]:
         return join_qkv(*x.split([config.num_attention_heads * head_dim, groups * head_dim, groups * head_dim]))
 
-    for kind in ("weight", "bias") if config.add_qkv_bias or config.add_bias_linear else ("weight",):
+    for kind in ("weight", "bias") if config.add_qkv_bias or has_bias else ("weight",):
         qkv = (f"{ours}.linear_qkv.{kind}",)
         if is_fused:
             yield Weight(qkv, (f"{theirs}.qkv_proj.{kind}",), lambda x: (torch.cat(split_qkv(x)),), join_fused)
         else:
             yield Weight(qkv, tuple(f"{theirs}.{name}_proj.{kind}" for name in "qkv"), split_qkv, join_qkv)
-    for kind in ("weight", "bias") if config.add_bias_linear else ("weight",):
+    for kind in ("weight", "bias") if has_bias else ("weight",):
         yield same(f"{ours}.linear_proj.{kind}", f"{theirs}.o_proj.{kind}")
     if config.has_sinks:
         yield same(f"{ours}.sinks.bias", f"{theirs}.sinks")
     if config.qk_layernorm:
         yield same(f"{ours}.q_layernorm.weight", f"{theirs}.q_norm.weight")
         yield same(f"{ours}.k_layernorm.weight", f"{theirs}.k_norm.weight")
+
+
+def neox_weights(config: DecoderConfig) -> Iterator[Weight]:
+    """Yield the whole model of GPT-NeoX, whose queries, keys and values are one tensor that is laid out as ours."""
+    names = {
+        **{"input_norm": "input_layernorm", "pre_mlp_norm": "post_attention_layernorm"},
+        **{"self_attention.linear_qkv": "attention.query_key_value", "self_attention.linear_proj": "attention.dense"},
+        **{"mlp.linear_fc1": "mlp.dense_h_to_4h", "mlp.linear_fc2": "mlp.dense_4h_to_h"},
+    }
+    yield same("word_embeddings.weight", "gpt_neox.embed_in.weight")
+    for layer in range(config.num_layers):
+        for ours, theirs in names.items():
+            yield from same_weight_and_bias(f"layers.{layer}.{ours}", f"gpt_neox.layers.{layer}.{theirs}")
+    yield from same_weight_and_bias("final_norm", "gpt_neox.final_layer_norm")
+    if not config.tie_embeddings:
+        yield same("output_layer.weight", "embed_out.weight")
+
+
+def neox_in_memory(config: DecoderConfig) -> Iterator[InMemory]:
+    if not config.tie_embeddings:  # transformers 5 renames it; earlier versions keep the name of the files
+        yield InMemory("lm_head.weight", ("embed_out.weight",), lambda x: x)
 
 
 def rotated_in_pairs(heads: int, rotated: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:

@@ -116,8 +116,12 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
         untie_embeddings_and_output_weights=not tied,
         tie_embeddings_and_output_weights=tied,
     )
-    biases = "--add-qkv-bias adds nothing: all linear layers have biases; give --disable-bias-linear, or leave it out"
-    require(model.disable_bias_linear or not model.add_qkv_bias, biases)
+    for name in ("add_qkv_bias", "attention_bias", "mlp_bias"):
+        nothing = f"{flag_of(name)} adds nothing: all linear layers have biases"
+        require(
+            model.disable_bias_linear or not getattr(model, name),
+            f"{nothing}; give --disable-bias-linear, or leave it out",
+        )
     _check_positions(model, model.kv_channels or 0)
     _window(model)
     if model.num_experts is not None:
@@ -165,6 +169,7 @@ def _check_positions(model: ModelSettings, head_dim: int) -> None:
             require(
                 kind in kinds
                 or (model.multi_latent_attention and kind == "rope")  # Megatron-LM's scripts give them all the same
+                or (model.use_rope_scaling and name == "yarn_original_max_position_embeddings")
                 or values[name] == all_flags()[name].default,
                 f"{flag_of(name)} is of --position-embedding-type {' or '.join(kinds)}, and this model's is {kind}",
             )

@@ -58,9 +58,6 @@ class HuggingFaceMapping:
     weights: Callable[[Any], Iterator[Weight]]  # every parameter, each side's tensors once
     in_memory: Callable[[Any], Iterator[InMemory]] = lambda config: iter(())
 
-    # Our parameters with a row per token: rows beyond the tokenizer's may be left out.
-    with_vocabulary: tuple[str, ...] = ("word_embeddings.weight", "output_layer.weight")
-
 
 def require_fields(config: Any, title: str, supported: Mapping[str, tuple[Any, ...]], written: Collection[str]) -> None:
     """Raise ValueError that names each field of our config whose value the model ``title`` does not have.

@@ -18,6 +18,6 @@ DEFAULTS: dict[str, object] = dict(
     tie_embeddings=False,
 )
 
-# No flag gives a Llama the biases of gpt-oss; a GPT has them.
-_WITHOUT_BIASES = tuple(mapping for mapping in LLAMA_FAMILIES if mapping.model_type != "gpt_oss")
+# No flag gives a Llama the biases of these; a GPT has them.
+_WITHOUT_BIASES = tuple(mapping for mapping in LLAMA_FAMILIES if mapping.model_type not in ("gpt_oss", "gpt_neox"))
 LLAMA = decoder(name="llama", title="Llama", defaults=DEFAULTS, presets=PRESETS, huggingface=_WITHOUT_BIASES)

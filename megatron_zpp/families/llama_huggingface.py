@@ -5,9 +5,12 @@ from typing import Any
 
 from megatron_zpp.families.decoder_huggingface import Family, Key
 from megatron_zpp.families.decoder_huggingface_experts import Experts, GptOssExperts
+from megatron_zpp.families.decoder_huggingface_weights import neox_in_memory, neox_weights
 from megatron_zpp.models.decoder import DecoderConfig
 
 _NO_BIAS = {"attention_bias": False}
+_ATTENTION_BIAS = {"attention_bias": "attention_bias"}
+_BIASES = _ATTENTION_BIAS | {"mlp_bias": "mlp_bias"}
 
 
 def _write_rope_layers(config: DecoderConfig) -> list[int]:
@@ -47,14 +50,13 @@ _QUERY_SCALAR = Key(
 )
 _NORMS_AFTER = {"post_attention_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}
 _NORMS_AROUND = {"input_norm": "input_layernorm", "pre_mlp_norm": "pre_feedforward_layernorm"} | _NORMS_AFTER
-_AFTER = dict(no_pre_norms=True, post_self_attn_layernorm=True, post_mlp_layernorm=True)
+_POST_NORMS = dict(post_self_attn_layernorm=True, post_mlp_layernorm=True)
+_AFTER = {"no_pre_norms": True} | _POST_NORMS
 _WHOLE = dict(qk_layernorm=True, qk_layernorm_whole=True)
 _GEMMA: dict[str, Any] = dict(
     swiglu=False,
     geglu=True,
     layernorm_1p=True,
-    post_self_attn_layernorm=True,
-    post_mlp_layernorm=True,
     embedding_multiplier=lambda hidden_size: hidden_size**0.5,
 )
 _SOFTCAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
@@ -73,7 +75,7 @@ _DEEPSEEK_EXPERTS: dict[str, Any] = dict(
     number="n_routed_experts",
     width="moe_intermediate_size",
     balancing=None,
-    scaling="routed_scaling_factor",
+    keys={"routed_scaling_factor": "topk_scaling_factor"},
     first="first_k_dense_replace",
     shared="shared_experts",
     shared_number="n_shared_experts",
@@ -83,108 +85,110 @@ _BIASED: dict[str, Any] = dict(
 )
 
 FAMILIES = (
-    Family("llama", "LlamaForCausalLM", always=_NO_BIAS | {"mlp_bias": False}),
-    Family("mistral", "MistralForCausalLM", window="mistral"),
-    Family("qwen2", "Qwen2ForCausalLM", fields={"add_qkv_bias": True}, window="qwen", has_head_dim=False),
+    Family("llama", keys=_BIASES),
+    Family("mistral", window="mistral"),
+    Family("qwen2", fields={"add_qkv_bias": True}, window="qwen", has_head_dim=False),
     Family(
         "seed_oss",
-        "SeedOssForCausalLM",
         fields={"add_qkv_bias": True},
         always={"attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "residual_dropout": 0.0},
     ),
-    Family("qwen3", "Qwen3ForCausalLM", fields={"qk_layernorm": True}, window="qwen", always=_NO_BIAS),
+    Family("qwen3", fields={"qk_layernorm": True}, keys=_ATTENTION_BIAS, window="qwen"),
     Family(
         "mixtral",
-        "MixtralForCausalLM",
         window="mistral",
         experts=Experts("num_local_experts", "intermediate_size", "block_sparse_moe", ("w1", "w3", "w2")),
         always={"router_jitter_noise": 0.0},
     ),
-    Family(
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        fields={"qk_layernorm": True},
-        experts=_QWEN_EXPERTS,
-        always=_NO_BIAS | _ALL_SPARSE,
-    ),
+    Family("qwen3_moe", fields={"qk_layernorm": True}, keys=_ATTENTION_BIAS, experts=_QWEN_EXPERTS, always=_ALL_SPARSE),
     Family(
         "smollm3",
-        "SmolLM3ForCausalLM",
+        class_name="SmolLM3ForCausalLM",
+        keys=_BIASES,
         special_keys=(_ROPE_LAYERS,),
         has_head_dim=False,
-        always=_NO_BIAS | {"mlp_bias": False, "use_sliding_window": False},
+        always={"use_sliding_window": False},
     ),
-    Family(
-        "olmo2",
-        "Olmo2ForCausalLM",
-        fields=_WHOLE | _AFTER,
-        norms=_NORMS_AFTER,
-        has_head_dim=False,
-        always=_NO_BIAS,
-    ),
+    Family("olmo2", fields=_WHOLE | _AFTER, keys=_ATTENTION_BIAS, norms=_NORMS_AFTER, has_head_dim=False),
     Family(
         "olmo3",
-        "Olmo3ForCausalLM",
         fields=_WHOLE | _AFTER,
+        keys=_ATTENTION_BIAS,
         norms=_NORMS_AFTER,
         window="layer_types",
         has_head_dim=False,
         has_local_rotary=True,
-        always=_NO_BIAS,
     ),
     Family(
         "olmoe",
-        "OlmoeForCausalLM",
         fields=_WHOLE,
+        keys=_ATTENTION_BIAS,
         has_head_dim=False,
         experts=Experts("num_experts", "intermediate_size", pre_softmax="norm_topk_prob"),
-        always=_NO_BIAS | {"clip_qkv": None},
+        always={"clip_qkv": None},
     ),
     Family(
         "granite",
-        "GraniteForCausalLM",
-        keys={name: name for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")},
+        keys=_BIASES | {name: name for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")},
         special_keys=(
             Key("attention_multiplier", "softmax_scale", _write_softmax_scale, lambda hf: hf["attention_multiplier"]),
         ),
         has_head_dim=False,
-        always=_NO_BIAS | {"mlp_bias": False},
+    ),
+    Family(
+        "gemma",
+        fields=_GEMMA,
+        keys=_ATTENTION_BIAS,
+        activation=("hidden_act", "gelu_pytorch_tanh"),
+        always={"use_bidirectional_attention": None},
     ),
     Family(
         "gemma2",
-        "Gemma2ForCausalLM",
-        fields=_GEMMA,
-        keys=_SOFTCAPS,
+        fields=_GEMMA | _POST_NORMS,
+        keys=_SOFTCAPS | _ATTENTION_BIAS,
         special_keys=(_QUERY_SCALAR,),
         activation=("hidden_activation", "gelu_pytorch_tanh"),
         norms=_NORMS_AROUND,
         window="layer_types",
-        always=_NO_BIAS | {"use_bidirectional_attention": None},
+        always={"use_bidirectional_attention": None},
     ),
     Family(
         "gemma3_text",
-        "Gemma3ForCausalLM",
-        fields=_GEMMA | {"qk_layernorm": True},
-        keys=_SOFTCAPS,
+        class_name="Gemma3ForCausalLM",
+        fields=_GEMMA | _POST_NORMS | {"qk_layernorm": True},
+        keys=_SOFTCAPS | _ATTENTION_BIAS,
         special_keys=(_QUERY_SCALAR,),
         activation=("hidden_activation", "gelu_pytorch_tanh"),
         norms=_NORMS_AROUND,
         window="layer_types",
         has_local_rotary=True,
-        always=_NO_BIAS | {"use_bidirectional_attention": False},
+        always={"use_bidirectional_attention": False},
     ),
     Family(
         "nemotron",
-        "NemotronForCausalLM",
         fields=dict(normalization="LayerNorm", layernorm_1p=True, swiglu=False, squared_relu=True),
+        keys=_BIASES,
         activation=("hidden_act", "relu2"),
         norm_epsilon="norm_eps",
         has_partial_rotary=True,
-        always=_NO_BIAS | {"mlp_bias": False},
+    ),
+    Family(
+        "gpt_neox",
+        class_name="GPTNeoXForCausalLM",
+        fields=dict(normalization="LayerNorm", swiglu=False, exact_gelu=True, add_bias_linear=True),
+        keys={name: name for name in ("use_parallel_residual", "hidden_dropout")},
+        activation=("hidden_act", "gelu"),
+        norm_epsilon="layer_norm_eps",
+        has_head_dim=False,
+        has_groups=False,
+        has_partial_rotary=True,
+        rotary_keys=("rotary_emb_base", "rotary_pct"),
+        weights=neox_weights,
+        in_memory=neox_in_memory,
+        always={"attention_bias": True},
     ),
     Family(
         "qwen2_moe",
-        "Qwen2MoeForCausalLM",
         fields={"add_qkv_bias": True},
         has_head_dim=False,
         experts=Experts(
@@ -193,13 +197,12 @@ FAMILIES = (
             pre_softmax="norm_topk_prob",
             fields={"shared_expert_gate": True},
             shared="shared_expert",
-            shared_width="shared_expert_intermediate_size",
+            keys={"shared_expert_intermediate_size": "shared_expert_size"},
         ),
         always=_ALL_SPARSE | {"qkv_bias": True},
     ),
     Family(
         "glm4_moe",
-        "Glm4MoeForCausalLM",
         keys={"attention_bias": "add_qkv_bias", "use_qk_norm": "qk_layernorm"},
         has_partial_rotary=True,
         experts=Experts(**_DEEPSEEK_EXPERTS | _BIASED),
@@ -207,7 +210,7 @@ FAMILIES = (
     ),
     Family(
         "minimax_m2",
-        "MiniMaxM2ForCausalLM",
+        class_name="MiniMaxM2ForCausalLM",
         fields=_WHOLE,
         has_partial_rotary=True,
         experts=Experts(
@@ -222,7 +225,6 @@ FAMILIES = (
     ),
     Family(
         "phi3",
-        "Phi3ForCausalLM",
         fields={"position_embedding_type": "rope", "rope_scaling_factor": None, _LINEAR: None},
         window="mistral",
         has_head_dim=False,
@@ -232,7 +234,6 @@ FAMILIES = (
     ),
     Family(
         "gpt_oss",
-        "GptOssForCausalLM",
         fields=dict(
             add_bias_linear=True, swiglu=False, quick_geglu=True, glu_linear_offset=1.0, softmax_type="learnable"
         ),
@@ -243,7 +244,6 @@ FAMILIES = (
     ),
     Family(
         "deepseek_v2",
-        "DeepseekV2ForCausalLM",
         fields=_LATENT,
         keys=_LATENT_KEYS,
         special_keys=(_LATENT_EPSILON,),
@@ -253,7 +253,6 @@ FAMILIES = (
     ),
     Family(
         "deepseek_v3",
-        "DeepseekV3ForCausalLM",
         fields=_LATENT,
         keys=_LATENT_KEYS,
         special_keys=(_LATENT_EPSILON,),

@@ -61,7 +61,7 @@ class SelfAttention(Attention):
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__(config, layer)
         heads, groups, self.head_dim = config.num_attention_heads, config.num_groups, config.head_dim
-        has_bias = config.add_bias_linear
+        has_bias = config.add_bias_linear or config.attention_bias
         rows = (heads + 2 * groups) * self.head_dim
         self.linear_qkv = nn.Linear(config.hidden_size, rows, bias=has_bias or config.add_qkv_bias)
         self.linear_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=has_bias)

@@ -31,7 +31,7 @@ class Block(nn.Module):
         super().__init__()
         self.window = config.window_of(layer)
         self.has_rope, self.is_local = config.has_rope(layer), config.is_local(layer)
-        self.residual_multiplier = config.residual_multiplier
+        self.residual_multiplier, self.is_parallel = config.residual_multiplier, config.use_parallel_residual
         no_norm = nn.Identity()
         self.input_norm = no_norm if config.no_pre_norms else config.make_norm(config.hidden_size)
         self.self_attention = (LatentAttention if config.multi_latent_attention else SelfAttention)(config, layer)
@@ -46,9 +46,10 @@ class Block(nn.Module):
     ) -> Tensor | tuple[Tensor, Routed]:
         """``cos`` and ``sin``: the ``rotary_table``, where positions are rotary. ``documents``: of
         ``document_attention``. What experts did comes along: FSDP2 must see all that the loss depends on."""
+        before = x
         y = self.self_attention(self.input_norm(x), cos, sin, documents)
         x = self.add(x, self.post_attention_norm(y))
-        y = self.mlp(self.pre_mlp_norm(x))
+        y = self.mlp(self.pre_mlp_norm(before if self.is_parallel else x))
         if isinstance(y, Tensor):
             return self.add(x, self.post_mlp_norm(y))
         y, routed = y
@@ -61,7 +62,7 @@ class Block(nn.Module):
 
 def make_mlp(config: DecoderConfig, layer: int) -> nn.Module:
     """Build the MLP, or the experts, of the block with number ``layer``."""
-    activation, bias = config.activation, config.add_bias_linear
+    activation, bias = config.activation, config.add_bias_linear or config.mlp_bias
     mlp = GatedMLP if activation.is_gated else MLP
     if config.moe is None or layer not in config.layers_with_experts:
         return mlp(config.hidden_size, config.ffn_size, activation, bias)
@@ -178,7 +179,7 @@ class Decoder(Transformer):
         elif config.position_embedding_type == "yarn":
             frequency, magnitude = scaled_as_yarn(frequency, config)
         elif config.rope_scaling_factor is not None:
-            frequency = scaled_as_llama3(frequency, config.rope_scaling_factor)
+            frequency = scaled_as_llama3(frequency, config.rope_scaling_factor, config.yarn_original_context or 8192)
         elif config.rotary_seq_len_interpolation_factor is not None:
             frequency = frequency / config.rotary_seq_len_interpolation_factor
         cos, sin = rotary_table(frequency, ids.shape[1], position_ids)

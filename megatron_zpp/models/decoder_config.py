@@ -74,8 +74,8 @@ class DecoderConfig(DecoderFlags):
     def _check_latent_attention(self) -> None:
         if self.num_groups != self.num_attention_heads:
             raise ValueError("multi_latent_attention has no query groups: leave group_query_attention out")
-        others = ["add_bias_linear", "add_qkv_bias", "qk_layernorm_whole", "rotary_interleaved", "window_size"]
-        others += ["attn_logit_softcapping"]
+        others = ["add_bias_linear", "add_qkv_bias", "attention_bias", "qk_layernorm_whole", "rotary_interleaved"]
+        others += ["window_size", "attn_logit_softcapping"]
         if wrong := [name for name in others if getattr(self, name)] or (["softmax_type"] if self.has_sinks else []):
             raise ValueError(f"multi_latent_attention does not work with {', '.join(wrong)}; leave them out")
         if self.rotary_percent != 1:

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_zpp.fields import flag
 
+_advanced = partial(flag, tier="advanced")
 _latent = partial(flag, needs="multi_latent_attention")
 
 
@@ -50,7 +51,7 @@ class DecoderFlags:
     )
     yarn_original_context: int | None = flag(
         None,
-        "YaRN: context before extension",
+        "context before extension, by YaRN or by --use-rope-scaling (default 8192)",
         aliases=("--original-max-position-embeddings",),
         at_least=1,
         name="--yarn-original-max-position-embeddings",
@@ -102,6 +103,9 @@ class DecoderFlags:
     activation_func_clamp_value: float | None = flag(None, "bound gates, and what they multiply, by this", above=0)
     swiglu: bool = flag(False, "SwiGLU in the MLP instead of GELU; always with pretrain_llama.py")
     add_qkv_bias: bool = flag(False, "with --disable-bias-linear: biases for queries, keys and values all the same")
+    attention_bias: bool = _advanced(False, "with --disable-bias-linear: biases in attention all the same")
+    mlp_bias: bool = _advanced(False, "with --disable-bias-linear: biases in MLPs all the same")
+    use_parallel_residual: bool = _advanced(False, "attention and MLP of a block read the same input, as GPT-NeoX's do")
     moe_first_layer: int = _expert("--moe-first-layer", 1, "first block with experts, counted from 1", at_least=1)
     moe_experts_per_layer: str | None = _expert(
         "--moe-experts-per-layer", None, "experts of each block that has some, as 32,32,64"

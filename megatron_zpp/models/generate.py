@@ -9,12 +9,12 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import Attention, plain_attention, replace_attention
+from .attention import Attention, attention, replace_attention
 from .moe import MoE
 from .transformer import Transformer
 
@@ -127,7 +127,6 @@ class CachedModel:
         self.columns = columns
         self.filled = 0  # columns
         self.padding = torch.empty(0, dtype=torch.int64)  # [B]: columns on the left that hold no id
-        self.is_padded = False  # some row is
         # Of each attention: keys and values [B, groups, C, head_dim], where what a query reads of a head is in a row.
         self.caches: dict[int, tuple[Tensor, Tensor]] = {}
         for number, layer in enumerate(model.layers):
@@ -142,7 +141,6 @@ class CachedModel:
         self.caches.clear()
         self.filled = 0
         self.padding = torch.tensor([length - len(row) for row in rows], device=device)
-        self.is_padded = any(len(row) < length for row in rows)
         return self.read_on(torch.tensor([[0] * (length - len(row)) + row for row in rows], device=device))
 
     def read_on(self, tokens: Tensor) -> Tensor:
@@ -155,13 +153,11 @@ class CachedModel:
 
     def mask(
         self, cu_seqlens: Tensor | None, tokens: Tensor, dtype: torch.dtype, needs_mask: bool, window: int | None = None
-    ) -> Tensor | None:
-        """Replace ``document_attention``: the columns that ids [B, Q] attend to, 0 or -inf [B, 1, Q, K]; None: all.
+    ) -> Tensor:
+        """Replace ``document_attention``: the columns that ids [B, Q] attend to, 0 or -inf [B, 1, Q, K].
 
         K columns are filled then. Padding attends to itself: an empty row would become NaN, and spread.
         """
-        if tokens.shape[1] == 1 and window is None and not self.is_padded:
-            return None
         total = self.filled + tokens.shape[1]
         keys = torch.arange(total, device=tokens.device)  # [K]
         queries = keys[self.filled :].unsqueeze(1)  # [Q, 1]
@@ -180,11 +176,8 @@ class CachedModel:
         k: Tensor,
         v: Tensor,
         mask: Tensor | None,
-        dropout: float,
-        window: int | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        *settings: Any,
+        **options: Any,
     ) -> Tensor:
         """Replace ``attention.attention``: q [B, Q, heads, head_dim] and k, v [B, Q, groups, head_dim] of new ids."""
         if name not in self.caches:
@@ -196,16 +189,5 @@ class CachedModel:
         for cache, new in (keys, k), (values, v):
             cache.narrow(2, self.filled, q.shape[1]).copy_(new.transpose(1, 2))
         total = self.filled + q.shape[1]
-        keys, values = (cache.narrow(2, 0, total) for cache in (keys, values))  # [B, groups, K, head_dim]
-        if softcap is not None or sinks is not None:
-            k, v = keys.transpose(1, 2), values.transpose(1, 2)
-            return plain_attention(q, k, v, mask, scale, softcap, sinks)
-        attended = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            keys,
-            values,
-            attn_mask=mask,
-            scale=scale,
-            enable_gqa=k.shape[2] < q.shape[2],
-        )
-        return attended.transpose(1, 2)
+        k, v = (cache.narrow(2, 0, total).transpose(1, 2) for cache in (keys, values))  # [B, K, groups, head_dim]
+        return attention(q, k, v, mask, *settings, **options)

@@ -13,10 +13,10 @@ def frequencies(dim: int, base: float, device: torch.device) -> Tensor:
     return base ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
 
 
-def scaled_as_llama3(frequency: Tensor, factor: float) -> Tensor:
-    """Llama 3.1's scaling: wavelengths beyond the original context of 8192 tokens are stretched by the factor, those
-    below a quarter of it are kept, and those between are interpolated."""
-    low, high, original_context = 1.0, 4.0, 8192
+def scaled_as_llama3(frequency: Tensor, factor: float, original_context: int) -> Tensor:
+    """Llama 3.1's scaling: wavelengths beyond the original context in tokens are stretched by the factor, those below
+    a quarter of it are kept, and those between are interpolated."""
+    low, high = 1.0, 4.0
     turns = original_context * frequency / (2 * math.pi)  # rotations within the original context
     keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: high frequency, kept; 0: low frequency, stretched
     return keep * frequency + (1 - keep) * frequency / factor

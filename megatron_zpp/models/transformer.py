@@ -50,6 +50,7 @@ class Transformer(nn.Module):
 
     config: TransformerConfig
     layers: nn.ModuleList  # the blocks [B, S, H] -> [B, S, H]: units of sharding, recomputation and compilation
+    with_vocabulary: ClassVar = ("word_embeddings.weight", "output_layer.weight")  # parameters with a row per token
     ends: tuple[str, ...] = ()  # modules before and after them that are units of sharding too
     loss: TokenLoss = staticmethod(linear_cross_entropy)  # the trainer sets it on each instance
     document_attention: Callable[..., Tensor | None]  # see ``attention.replace_attention``

@@ -115,8 +115,18 @@ class CheckpointSettings:
     )
     load_latest_good: bool = _loading(False, "load the newest checkpoint without damage, NaN or Inf")
     override_data: bool = _loading(False, "on resume take data, tokenizer, order, seed and --seq-length from the flags")
+    override_model: tuple[str, ...] | None = _loading(
+        None, "on resume take these of the model from the flags, as rotary_base", nargs="+", metavar="NAME"
+    )
     finetune: bool = _loading(
         False, "load only the parameters, start at iteration 0, and note what differs from their run"
+    )
+    new_token_init: str = flag(
+        "mean",
+        "rows of tokens that the checkpoint's tokenizer lacks: the mean of the others, or random",
+        choices=("mean", "random"),
+        effective_with="finetune",
+        tier="advanced",
     )
     no_save_optim: bool = _saving(False, "leave the optimizer out of checkpoints")
     no_load_optim: bool = _loading(False, "do not load the optimizer")

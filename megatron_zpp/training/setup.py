@@ -12,11 +12,11 @@ from megatron_zpp.arguments.resolve_parallel import check_vocabulary
 from megatron_zpp.arguments.settings_file import changed_settings
 from megatron_zpp.checkpoint import CheckpointError, FolderLock, load_base, load_checkpoint, read_meta
 from megatron_zpp.checkpoint.folder import describe_empty
-from megatron_zpp.checkpoint.meta import Counters, saved_model
+from megatron_zpp.checkpoint.meta import Counters, num_tokens, saved_model
 from megatron_zpp.checkpoint.on_resume import check_settings
 from megatron_zpp.checkpoint.resume import check_not_overwritten, check_same_data, checkpoint_to_load, goes_on_in
 from megatron_zpp.checkpoint.tokenizer import check_same_ids
-from megatron_zpp.data.text.description import describe_tokenizer, differences
+from megatron_zpp.data.text.description import check_same_tokenizer, describe_tokenizer
 from megatron_zpp.families import Architecture, vocabulary_of
 from megatron_zpp.integrations.float8 import check_float8
 from megatron_zpp.islands import OuterSync
@@ -40,8 +40,9 @@ from megatron_zpp.training.trainer import RunPlan, Trainer
 from megatron_zpp.zeropp import Traffic
 from megatron_zpp.zeropp.recipes import AUTO
 
-# Fields of models that fine-tuning may change: how long texts are read, and how experts are kept busy. No tensor does.
-FINETUNING_CHANGES = {
+# Fields that fine-tuning and --override-model may change: how long texts are read, and how experts are kept busy. No
+# tensor does.
+CHANGEABLE = {
     *("rotary_base", "rotary_base_local", "rotary_seq_len_interpolation_factor", "rope_scaling_factor"),
     *("yarn_scaling_factor", "yarn_original_context", "yarn_beta_fast", "yarn_beta_slow", "mscale", "mscale_all_dim"),
     *("no_yarn_correction_range_round_to_int", "position_embedding_type rope there, yarn here"),
@@ -98,10 +99,9 @@ def plan_run(architecture: Architecture, settings: ResolvedSettings, mesh: Mesh)
         datasets = build_data(settings, tokenizer, described, num_samples)
         if resumed is not None:
             _print_notes(check_same_data(settings, resumed, datasets))
-            changed = differences(resumed["tokenizer"], described) if "tokenizer" in resumed else []
-            if changed and not settings.checkpoint.override_data:
-                other = f"{checkpoint} was trained with a tokenizer that treats texts otherwise: {'; '.join(changed)}"
-                raise CheckpointError(f"{other}. Give the same, or --override-data")
+            if not settings.checkpoint.override_data:
+                remedy = "Give that one, or --override-data"
+                check_same_tokenizer(str(checkpoint), resumed.get("tokenizer"), described, remedy)
         tasks = load_tasks(training)
         schedule = None
         if not training.skip_train:
@@ -115,7 +115,7 @@ def plan_run(architecture: Architecture, settings: ResolvedSettings, mesh: Mesh)
                 )
     check_same_data_on_all_ranks(datasets)
     length = (train_iters, num_eval_micro_batches)
-    vocabulary = (vocab_size, unpadded)
+    vocabulary = (vocab_size, unpadded and vocab_size == (meta or found)["model_config"]["vocab_size"])
     return RunPlan(
         checkpoint, meta, base, counters, batches, *length, *vocabulary, described, datasets, tasks, schedule
     )
@@ -246,6 +246,11 @@ def _load(trainer: Trainer, checkpoint: Path, meta: dict[str, Any]) -> None:
     settings, goes_on = trainer.settings.checkpoint, not trainer.settings.checkpoint.finetune
     if goes_on and trainer.zeropp is not None:  # state of its own overrides this
         trainer.zeropp.set_optimizer_steps(trainer.counters.iteration - trainer.counters.skipped_iterations)
+    rows, plan, new_rows = num_tokens(meta), trainer.plan, None
+    if not goes_on and (plan.tokenizer["vocab_size"] > rows or plan.vocab_size != meta["model_config"]["vocab_size"]):
+        new_rows = (rows, settings.new_token_init)
+        how = "are random" if settings.new_token_init == "random" else "begin as their mean"
+        print_once(f"note: {rows:,} rows of the vocabulary are the checkpoint's, and others {how} (--new-token-init)")
     loaded = load_checkpoint(
         checkpoint,
         meta,
@@ -253,6 +258,7 @@ def _load(trainer: Trainer, checkpoint: Path, meta: dict[str, Any]) -> None:
         trainer.layout(),
         with_optimizer=goes_on and not settings.no_load_optim,
         load_rng=goes_on and not settings.no_load_rng,
+        new_rows=new_rows,
     )
     if goes_on:
         trainer.scaler.load_state_dict(meta.get("loss_scalers", [meta["loss_scaler"]])[loaded.copy_number])
@@ -272,7 +278,7 @@ def _check_same_model(
 ) -> list[str]:
     """Raise CheckpointError if the checkpoint's model has another shape or uses its weights otherwise.
 
-    config: of the run's model. finetunes: what fine-tuning may change is returned, as a note.
+    config: of the run's model. What fine-tuning, or --override-model, may change is returned, as a note.
     """
     _, saved = saved_model(meta, architecture, with_adapters=True)
     theirs, sizes = dataclasses.asdict(saved), {field.name for field in dataclasses.fields(ShapeSettings)}
@@ -282,7 +288,14 @@ def _check_same_model(
         if theirs[k] != v and not k.endswith("dropout") and k != "init_method_std"
         for name, there, here in _parts(k, theirs[k], v)
     ]
-    changed = [text for text in differing if finetunes and {text, text.partition(" ")[0]} & FINETUNING_CHANGES]
+    override = settings.checkpoint.override_model or ()
+    if unknown := set(override) - set(map(_name, CHANGEABLE)):
+        choices = ", ".join(sorted(map(_name, CHANGEABLE)))
+        raise CheckpointError(f"--override-model {' '.join(sorted(unknown))}: a resume may change only {choices}")
+    can_change = [text for text in differing if {text, _name(text)} & CHANGEABLE]
+    changed = [text for text in can_change if finetunes or _name(text) in override]
+    if finetunes and has_adapters and num_tokens(meta) <= config.vocab_size:  # a base stays as it was
+        changed += [text for text in differing if _name(text) == "vocab_size"]
     differing = [text for text in differing if text not in changed]
     # A base may have none; target modules are checked as tensors.
     for name in ("lora_rank", "lora_alpha") if has_adapters else ():
@@ -290,13 +303,21 @@ def _check_same_model(
         differing += [f"{name} {there} there, {here} here"] if there != here else []
     if differing:
         other = f"{checkpoint} is of another model: {'; '.join(differing)}"
-        raise CheckpointError(f"{other}. Give the flags of the model that was saved, or --load another folder")
-    return [f"fine-tuning changes the model: {'; '.join(changed)}"] if changed else []
+        names = " ".join(dict.fromkeys(map(_name, differing)))
+        more = f", or --override-model {names}" if set(differing) <= set(can_change) else ""
+        raise CheckpointError(f"{other}. Give the flags of the model that was saved, or --load another folder{more}")
+    by = "fine-tuning" if finetunes else "--override-model"
+    return [f"{by} changes the model: {'; '.join(changed)}"] if changed else []
 
 
 def _print_notes(notes: Sequence[str]) -> None:
     for note in notes:
         print_once(f"note: {note}")
+
+
+def _name(text: str) -> str:
+    """Return the field of "rotary_base 10000 there, 500000 here"."""
+    return text.partition(" ")[0]
 
 
 def _parts(name: str, there: Any, here: Any) -> list[tuple[str, Any, Any]]:

@@ -166,6 +166,58 @@ def test_fine_tuning_may_change_how_texts_are_read_and_says_so(data, tmp_path):
     assert code == 0 and f"note: fine-tuning changes the model: {changed}\n" in out, err
 
 
+def test_a_resume_takes_another_rotary_base_and_keeps_the_optimizer(data, tmp_path):
+    """Continued pretraining on longer texts: what may change is named, and said in one line."""
+    rope = f"{SMALL} --position-embedding-type rope --save-interval 4 --train-iters 4 --lr-decay-iters 9"
+    longer = f"{rope} --load {tmp_path} --train-iters 6 --rotary-base 500000"
+    scaled = "--use-rope-scaling --override-model rotary_base rope_scaling_factor --seq-length 64 --override-data"
+    cases = [longer, f"{longer} --override-model hidden_size", f"{longer} {scaled} --max-position-embeddings 64"]
+    argvs = [flags(data, words) for words in (f"{rope} --save {tmp_path}", *cases)]
+    begun, refused, unknown, went_on = run_ranks(1, call_pretrain, *argvs)[0]
+    assert begun[0] == 0, begun
+    assert refused[0] == 2 and "or --override-model rotary_base\n" in refused[2], refused
+    assert unknown[0] == 2 and "--override-model hidden_size: a resume may change only" in unknown[2]
+    note = (
+        "--override-model changes the model: rotary_base 10000.0 there, 500000.0 here; rope_scaling_factor None there"
+    )
+    assert went_on[0] == 0 and note in went_on[1], went_on
+    assert "iteration        5/       6" in went_on[1] and "start over" not in went_on[1]
+
+
+@pytest.mark.parametrize("untied", ["--untie-embeddings-and-output-weights", ""])
+def test_fine_tuning_adds_tokens_whose_rows_begin_as_the_mean_of_the_others(untied, data, tmp_path):
+    """transformers' resize_token_embeddings does so; its noise around the mean is left out."""
+    for name, added in ("base", []), ("more", [f"<tool_{i}>" for i in range(60)]):
+        (tmp_path / name).mkdir()
+        write_tokenizer_of_bytes(tmp_path / name)
+        library = Tokenizer.from_file(str(tmp_path / name / "tokenizer.json"))
+        library.add_special_tokens(added)
+        library.save(str(tmp_path / name / "tokenizer.json"))
+    small = (
+        f"{SMALL} {untied} --train-iters 1 --save-interval 1 --tokenizer-type HuggingFaceTokenizer --tokenizer-model"
+    )
+    tuned = f"{small} {tmp_path}/more --load {tmp_path}/run --finetune --lr 0 --save {tmp_path}"
+    cases = {
+        f"{tuned}/a": 320,
+        f"{tuned}/b --tensor-model-parallel-size 2": 320,
+        f"{tuned}/c --padded-vocab-size 512": 512,
+    }
+    runs = [f"{small} {tmp_path}/base --save {tmp_path}/run", *cases]
+    run_ranks(2, train_each, {words: flags(data, words) for words in runs})
+    for folder, rows in zip("abc", cases.values(), strict=True):
+        there, here = (
+            dict(iterate_tensors(path, read_meta(path), "model."))
+            for path in (tmp_path / "run/iter_0000001", tmp_path / folder / "iter_0000001")
+        )
+        ends = {"word_embeddings.weight", "output_layer.weight"} & there.keys()
+        assert len(ends) == (2 if untied else 1)
+        for name in ends:
+            assert here[name].shape == (rows, 32) and there[name].shape == (288, 32)
+            assert torch.equal(here[name][:257], there[name][:257])
+            assert torch.equal(here[name][257:], there[name][:257].mean(0).expand(rows - 257, 32))
+        assert all(torch.equal(here[name], there[name]) for name in there.keys() - ends)
+
+
 def test_fine_tuning_with_another_tokenizer_is_refused_though_the_sizes_fit(data, tmp_path):
     """Ids would mean other words. Further tokens and another end of text are no other tokenizer."""
     files = {name: tmp_path / name for name in ("base", "same", "other")}

@@ -201,7 +201,7 @@ MISTAKES = {
     "damaged config": (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
     "wrong value": (lambda f: edit_config(f, num_hidden_layers="two"), "two"),
     "other model": (lambda f: edit_config(f, model_type="mamba"), "model_type is mamba; gpt2, llama, mistral,"),
-    "inexpressible": (lambda f: edit_config(f, attention_bias=True), "attention_bias is True, supported: False"),
+    "inexpressible": (lambda f: edit_config(f, hidden_act="relu"), "hidden_act is relu, supported: silu or swish"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no weights: neither model.safetensors nor"),
     "pickled": (
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),

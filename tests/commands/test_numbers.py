@@ -27,10 +27,7 @@ TOOLS = {
         "--cluster x --vocabulary 9 pretrain-gpt",
         "--vocabulary --dollars-per-gpu-hour --usable-memory --rows --commands",
     ),
-    inspect_dataset: (
-        "--digest --seq-length 8",
-        "--show --vocab-size --seed --seq-length --num-samples",
-    ),
+    inspect_dataset: ("x", "--show --vocab-size"),
     inspect_checkpoint: ("verify x", "--ckpt-step"),
     suggest_settings: ("gpt", "--local-ranks --local-nodes --iterations --link-gbps"),
 }

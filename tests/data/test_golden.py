@@ -6,11 +6,13 @@ The two datasets are in ``golden/``, beside golden.json with the digests.
 import hashlib
 import json
 
+import numpy as np
 import pytest
 
-from megatron_zpp.commands.data.inspect_dataset import digest_dataset
+from megatron_zpp.data.blended_dataset import BlendedDataset
 from megatron_zpp.data.build import build_datasets
 from megatron_zpp.data.gpt_dataset import SampleOptions
+from megatron_zpp.data.loader import make_batch, stack_samples
 from tests.data.small_data import GOLDEN, A, B, train_data
 
 EXPECTED = json.loads((GOLDEN / "golden.json").read_text())
@@ -30,8 +32,27 @@ CORPORA = {"a": (200, 1), "b": (60, 2)}  # dataset: documents, first x of the ge
 WORDS = "alpha beta gamma delta river stone seven eight a an the of to and größe naïve 東京 zero-shot loss mask token ."
 
 
-def digest(data: bytes) -> str:
+def digest(data) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def digest_dataset(dataset):
+    arrays = {name: array for name, array in vars(dataset).items() if name.endswith("_index")}
+    found = {"length": len(dataset)} | {name: digest_array(array) for name, array in arrays.items()}
+    if isinstance(dataset, BlendedDataset):
+        found["first_12_datasets"] = dataset.dataset_index[:12].tolist()
+        found["parts"] = [digest_dataset(part) for part in dataset.datasets]
+    ids = stack_samples([dataset[i] for i in range(min(3, len(dataset)))], dataset.options.seq_length + 1)
+    return found | {
+        "first_samples_sha256": digest(ids.tobytes()),
+        "first_samples_first_8_ids": ids[:, :8].tolist(),
+        "loss_mask_sum": make_batch(ids, dataset.options)["loss_mask"].sum(dim=1).tolist(),
+    }
+
+
+def digest_array(array):
+    content = digest(np.ascontiguousarray(array).data)
+    return {"sha256": content, "dtype": array.dtype.name, "shape": list(array.shape)}
 
 
 def corpus(name):

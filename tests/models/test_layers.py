@@ -43,7 +43,7 @@ def test_interleaved_rotary_embeddings_are_megatrons():
 def test_llama3_scaling_of_rotary_frequencies():
     # Written with wavelengths, as the scaling was published.
     kept = stretched = between = 0
-    for i, angle in enumerate(scaled_as_llama3(frequencies(128, 500000, CPU), 8.0).tolist()):
+    for i, angle in enumerate(scaled_as_llama3(frequencies(128, 500000, CPU), 8.0, 8192).tolist()):
         frequency = 500000 ** (-2 * i / 128)
         wavelength = 2 * math.pi / frequency
         if wavelength < 8192 / 4:

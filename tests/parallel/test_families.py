@@ -25,7 +25,7 @@ GEMMA_AND_OLMO = (
     f"{SHAPE} {WINDOWS} --geglu --apply-layernorm-1p --qk-layernorm --qk-layernorm-whole --no-pre-norms "
     "--post-self-attn-layernorm --post-mlp-layernorm --embedding-multiplier 5.6 --residual-multiplier 0.5 "
     "--attn-logit-softcapping 2 --final-logit-softcapping 3 --logits-scaling 2 --softmax-scale 0.2 "
-    "--rotary-base-local 100"
+    "--rotary-base-local 100 --attention-bias --mlp-bias --use-parallel-residual"
 )
 TP2, PP2, CP2 = (f"--{kind}-parallel-size 2" for kind in ("tensor-model", "pipeline-model", "context"))
 EP2 = "--expert-model-parallel-size 2"
@@ -53,8 +53,8 @@ def test_four_ranks_train_as_one(data, architecture, common, layouts):
 ZEROPP = "--zeropp int8 --zeropp-ranks-per-node 2"
 # Their parameters have the names and dimensions of another family's, and ZeRO++ sees nothing else of a model.
 SAME_PARAMETERS = """
-    llama-grouped llama-yarn mistral granite phi3 smollm3 seed-oss qwen3-moe-normalized olmoe minimax-m2 olmo3
-    deepseek-v3
+    llama-grouped llama-yarn llama-biases mistral granite phi3 smollm3 seed-oss qwen3-moe-normalized olmoe minimax-m2
+    olmo3 deepseek-v3 gemma gpt-neox
 """
 
 

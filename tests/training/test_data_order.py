@@ -148,7 +148,7 @@ def test_a_resume_whose_tokenizer_ends_documents_otherwise_is_refused(tmp_path):
     refused, goes_on = run(tmp_path, more, f"{more} --override-data")
     assert begun[0] == 0 and goes_on[0] == 0, (begun, goes_on)
     assert refused[:2] == (2, [])
-    assert "texts otherwise: the end of a document is 0, here 600. Give the same, or --override-data\n" in refused[2]
+    assert ": the end of a document is 0, here 600. Give that one, or --override-data\n" in refused[2]
 
 
 def train_on_a_node_of_its_own(folder: str, port: int) -> tuple[int, str, str]:

@@ -33,6 +33,7 @@ from megatron_zpp.data.text.tokenizers import Tokenizer
 from megatron_zpp.errors import reports_errors
 from megatron_zpp.families import Architecture, Weight
 from megatron_zpp.metrics.progress import progress
+from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.settings.flags import local_path, number
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -55,7 +56,7 @@ def export(args: argparse.Namespace, given: Architecture | None = None) -> str:
 
     def ours(name: str) -> Tensor:
         tensor = saved(name)
-        if name in mapping.with_vocabulary:
+        if name in Transformer.with_vocabulary:
             tensor = tensor[: config.vocab_size]
         return converted(tensor, name, checkpoint, args.dtype)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron_zpp.data.text.description import differences
+from megatron_zpp.data.text.description import check_same_tokenizer
 from megatron_zpp.errors import attempt, reports_errors
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.settings.flags import local_path
@@ -47,10 +47,9 @@ def merge(prefixes: list[str], output_prefix: str) -> tuple[int, int]:
             raise ValueError(f"{two}: they are from different tokenizers; preprocess their text again with one")
         if (dataset.sequence_modes is None) != (datasets[0].sequence_modes is None):
             raise ValueError(f"of {datasets[0].prefix} and {dataset.prefix}, one holds chats: merge them separately")
-        first, this = datasets[0].tokenizer, dataset.tokenizer
-        if first and this and (differing := differences(first, this)):
-            two = f"{datasets[0].prefix} and {dataset.prefix} are from different tokenizers ({'; '.join(differing)})"
-            raise ValueError(f"{two}: preprocess their text again with one")
+        if dataset.tokenizer is not None:
+            remedy = f"Preprocess {dataset.prefix} again with it, or leave one out"
+            check_same_tokenizer(datasets[0].prefix, datasets[0].tokenizer, dataset.tokenizer, remedy)
     total = sum(dataset.num_tokens for dataset in datasets) * datasets[0].dtype.itemsize
     has_modes = datasets[0].sequence_modes is not None
     made_with = datasets[0].tokenizer if all(dataset.tokenizer for dataset in datasets) else None

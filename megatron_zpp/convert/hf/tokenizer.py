@@ -7,10 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.data.text.description import describe_tokenizer, differences, format_description
+from megatron_zpp.data.text.description import (
+    SAMPLE_TEXTS,
+    check_same_tokenizer,
+    describe_tokenizer,
+    format_description,
+)
 from megatron_zpp.data.text.tik_tokenizer import TikTokenizer
 from megatron_zpp.data.text.tokenizers import (
-    SAMPLE_TEXTS,
     TOKENIZER_FLAGS,
     HuggingFaceTokenizer,
     MegatronSentencePieceTokenizer,
@@ -38,13 +42,10 @@ def build_kept(settings: Mapping[str, Any], checkpoint: Path, meta: Mapping[str,
     """Build the tokenizer of a checkpoint's ``settings``. Raises ValueError if it is not the one trained with."""
     tokenizer = build(settings)
     here = describe_tokenizer(settings["tokenizer_type"], tokenizer)
-    if "tokenizer" not in meta:
-        if here["prefix"] or here["suffix"]:
-            assumed = f"{checkpoint} does not say how its texts were tokenized; assuming {format_description(here)}"
-            print(f"note: {assumed}", file=sys.stderr)
-    elif differing := differences(meta["tokenizer"], here):
-        trained = f"{checkpoint} was trained with another tokenizer, {format_description(meta['tokenizer'])}"
-        raise ValueError(f"{trained}: {'; '.join(differing)}. Give that one")
+    if "tokenizer" not in meta and (here["prefix"] or here["suffix"]):
+        assumed = f"{checkpoint} does not say how its texts were tokenized; assuming {format_description(here)}"
+        print(f"note: {assumed}", file=sys.stderr)
+    check_same_tokenizer(str(checkpoint), meta.get("tokenizer"), here)
     return tokenizer
 
 
@@ -64,9 +65,12 @@ def write_tokenizer(settings: dict[str, Any], tokenizer: Tokenizer, folder: Path
             _write_sentencepiece(Path(settings["tokenizer_model"]), tokenizer, folder)
         case "TikTokenizer":
             assert isinstance(tokenizer, TikTokenizer)
-            _write_tiktoken(tokenizer, folder)
+            names = {i: tokenizer.names.get(i, f"<SPECIAL_{i}>") for i in sorted(tokenizer.special.ids)}  # Megatron's
+            tokens = dict(zip(("eos_token", "bos_token"), tokenizer.names.values(), strict=False))
+            _write_byte_level(folder, tokenizer.ranks, names, tokens, tokenizer.pattern)
         case "ByteTokenizer":
-            _write_bytes(tokenizer.eod, folder)
+            end = "<|endoftext|>"
+            _write_byte_level(folder, {bytes([i]): i for i in range(256)}, {tokenizer.eod: end}, {"eos_token": end})
         case "NullTokenizer":  # has no text
             return {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
         case kind:
@@ -113,19 +117,6 @@ def _copy_tokenizer(path: Path, tokenizer: Tokenizer, adds_special_tokens: bool,
         assert isinstance(tokenizer, HuggingFaceTokenizer)
         config["eos_token"] = next(name for name, i in tokenizer.vocabulary.items() if i == tokenizer.eod)
         write_json(file, config)
-
-
-def _write_bytes(eod: int, folder: Path) -> None:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    end = "<|endoftext|>"
-    vocabulary = {character: byte for byte, character in bytes_to_unicode().items()} | {end: eod}
-    result = Tokenizer(models.BPE(vocabulary, []))  # GPT-2's byte-level BPE without a merge
-    result.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    result.decoder = decoders.ByteLevel()
-    result.add_special_tokens([AddedToken(end, normalized=False)])
-    _save(result, folder, {"eos_token": end})
 
 
 def _save(tokenizer: Any, folder: Path, special: dict[str, str]) -> None:
@@ -179,37 +170,43 @@ def _write_sentencepiece(
     shutil.copyfile(model, folder / "tokenizer.model")
 
 
-def _write_tiktoken(ours: TikTokenizer, folder: Path) -> None:
-    """Write byte-level BPE with the merges that follow from the order of the tokens."""
+def _write_byte_level(
+    folder: Path,
+    ranks: Mapping[bytes, int],
+    names: Mapping[int, str],
+    special: dict[str, str],
+    pattern: str | None = None,
+) -> None:
+    """Write byte-level BPE with the merges that follow from the order of the tokens.
+
+    names: of special ids. special: for tokenizer_config.json. pattern: of words; None: texts are not cut.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = bytes_to_unicode()
-    ranks = ours.ranks
-    names = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    tokens = {token: "".join(letters[byte] for byte in token) for token in ranks}
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
         cuts = [(token[:i], token[i:]) for i in range(1, len(token))]
         pairs = [(ranks[left], ranks[right], left, right) for left, right in cuts if left in ranks and right in ranks]
-        merges += [(names[left], names[right]) for _, _, left, right in sorted(pairs)]
-    special = {f"<SPECIAL_{i}>": i for i in sorted(ours.special.ids)}  # Megatron's name of what has none
-    begin, end = f"<SPECIAL_{ours.special.bos}>", ours.eod_name
-    special = {end if i == ours.eod else name: i for name, i in special.items()}
-    vocabulary = {names[token]: rank for token, rank in ranks.items()} | special
+        merges += [(tokens[left], tokens[right]) for _, _, left, right in sorted(pairs)]
+    vocabulary = {tokens[token]: rank for token, rank in ranks.items()} | {name: i for i, name in names.items()}
     # A word that is a token becomes it, even where no merges lead there.
     result = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
-    try:
-        pattern = Regex(ours.pattern.replace("}+", "}"))  # possessive there; here it would repeat the repetition
-    except Exception as error:
-        raise ValueError(
-            f"--tiktoken-pattern cannot be written for transformers ({error}); give --no-tokenizer"
-        ) from error
-    words = pre_tokenizers.Split(pattern, "isolated")
+    words = []
+    if pattern is not None:
+        try:
+            regex = Regex(pattern.replace("}+", "}"))  # possessive there; here it would repeat the repetition
+        except Exception as error:
+            cannot = f"--tiktoken-pattern cannot be written for transformers ({error})"
+            raise ValueError(f"{cannot}; give --no-tokenizer") from error
+        words = [pre_tokenizers.Split(regex, "isolated")]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    result.pre_tokenizer = pre_tokenizers.Sequence([words, byte_level])
+    result.pre_tokenizer = pre_tokenizers.Sequence([*words, byte_level])
     result.decoder = decoders.ByteLevel()
-    result.add_special_tokens([AddedToken(name, normalized=False) for name in special])
-    _save(result, folder, {"eos_token": end} | ({} if ours.special.bos is None else {"bos_token": begin}))
+    result.add_special_tokens([AddedToken(name, normalized=False) for name in names.values()])
+    _save(result, folder, special)
 
 
 def find_tokenizer(folder: Path) -> dict[str, str]:

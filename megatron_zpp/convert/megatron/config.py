@@ -284,6 +284,8 @@ def args_of(config: DecoderConfig, positions: int) -> argparse.Namespace:
         config = dataclasses.replace(config, moe_layer_freq=frequency, moe_first_layer=1)
     if config.activation.name == "gelu_tanh" and not config.add_bias_linear:
         raise ValueError("GELU without biases is the exact one in Megatron-LM, and here its tanh approximation")
+    if config.rope_scaling_factor is not None and config.yarn_original_context not in (None, 8192):
+        raise ValueError(f"--use-rope-scaling is from 8192 tokens in Megatron-LM, not {config.yarn_original_context}")
     # Megatron-LM has the flags that an import knows; a field with another flag must have its default.
     known = {name: flag for name, flag in FLAGS.items() if flag in READ}
     require_fields(config, "Megatron-LM", {}, [*known, *_COMPUTED])

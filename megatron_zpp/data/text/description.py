@@ -5,7 +5,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_zpp.data.text.tokenizers import SAMPLE_TEXTS, NullTokenizer, Tokenizer
+from megatron_zpp.data.text.tokenizers import NullTokenizer, Tokenizer
+
+# On these, two tokenizers are compared.
+SAMPLE_TEXTS = (
+    "def f(x):\n    return {'a': 1.50, \"b\": x ** 2}  # 10 %\n\n\tif not x:\r\n",
+    "  Two blanks before, three   inside, one behind ",
+    "Straße, où? Ελλάδα, Москва, 東京, नमस्ते 👩‍🔬 1234567890 ﬁ ① Å",
+)
 
 
 def describe_tokenizer(tokenizer_type: str, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -44,6 +51,15 @@ def differences(made_with: Mapping[str, Any], used: Mapping[str, Any]) -> list[s
         there, here = ("nothing" if each[name] in (None, []) else each[name] for each in (made_with, used))
         differing += [f"{words} {there}, here {here}"] if there != here else []
     return differing + (["texts become other ids"] if made_with["sample_sha256"] != used["sample_sha256"] else [])
+
+
+def check_same_tokenizer(
+    name: str, made_with: Mapping[str, Any] | None, used: Mapping[str, Any], remedy: str = "Give that one"
+) -> None:
+    """Raise ValueError if ``name`` was made with a tokenizer that treats texts otherwise; None: nobody knows."""
+    if made_with is not None and (differing := differences(made_with, used)):
+        other = f"{name} was made with another tokenizer, {format_description(made_with)}: {'; '.join(differing)}"
+        raise ValueError(f"{other}. {remedy}")
 
 
 def refuse_conflict(tokenizer: Tokenizer) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 from megatron_zpp.files import read_json_object
 
+# End-of-document tokens of published tokenizer.json files without a tokenizer_config.json.
+KNOWN_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>", "[EOS]", "<|eot_id|>")
 ADDED_TOKEN = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")  # what an AddedToken is made of
 
 
@@ -40,14 +42,24 @@ def check_description(description: Mapping[str, Any]) -> None:
         raise ValueError(f"the description of its tokenizer lacks {', '.join(wrong)}")
 
 
-def named_tokens(folder: Path) -> tuple[dict[str, str], dict[str, str], str | None]:
-    """Read which tokens transformers takes as "bos", "eod" and "pad", the file of each, and a conflict over the end."""
-    config, older = (_read(folder / name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
+Files = Mapping[str, dict[str, Any]]  # what is in the files of ``read_beside``, by their names
+
+
+def read_beside(folder: Path) -> Files:
+    """Read the JSON files beside a tokenizer; {} for one that is missing. Raises ValueError."""
+    names = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+    files = [folder / name for name in (*names, "generation_config.json", "config.json")]
+    return {file.name: read_json_object(file) if file.is_file() else {} for file in files}
+
+
+def named_tokens(files: Files) -> tuple[dict[str, str], dict[str, str], str | None]:
+    """Return which tokens transformers takes as "bos", "eod" and "pad", the file of each, and two ends in conflict."""
+    config = files["tokenizer_config.json"]
     named: dict[str, str] = {}
     sources: dict[str, str] = {}
-    files = {"tokenizer_config.json": config, "special_tokens_map.json": older}
     ends = {}
-    for file, content in files.items():
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        content = files[file]
         for name, key in (("bos", "bos_token"), ("eod", "eos_token"), ("pad", "pad_token")):
             token = content.get(key)
             token = token.get("content") if isinstance(token, dict) else token
@@ -59,30 +71,45 @@ def named_tokens(folder: Path) -> tuple[dict[str, str], dict[str, str], str | No
                 named[name], sources[name] = token, file
     conflict = None
     if len(set(ends.values())) > 1:
-        conflict = " and ".join(f"{folder / file} ends texts with {token}" for file, token in ends.items())
+        conflict = " and ".join(f"{file} ends texts with {token}" for file, token in ends.items())
     return named, sources, conflict
 
 
-def added_tokens(folder: Path, named: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+def added_tokens(files: Files, named: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     """Yield the tokens that the files beside a tokenizer.json add to it, in the order of their ids."""
-    decoder = _read(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    decoder = files["tokenizer_config.json"].get("added_tokens_decoder") or {}
     for _, token in sorted(decoder.items(), key=lambda item: int(item[0])):
         yield {name: token[name] for name in ADDED_TOKEN if name in token}
-    added = [] if decoder else sorted(_read(folder / "added_tokens.json").items(), key=lambda item: item[1])
+    added = [] if decoder else sorted(files["added_tokens.json"].items(), key=lambda item: item[1])
     for content in [*(content for content, _ in added), *named.values()]:
         is_special = content in named.values()
         yield {"content": content, "special": is_special, "normalized": not is_special}
 
 
-def end_tokens(folder: Path) -> tuple[list[int], str]:
-    """Return the ids at which generation ends, by generation_config.json or else config.json, and the file."""
+def find_eod(
+    files: Files, named: Mapping[str, str], sources: dict[str, str], ids: Mapping[str, int], special_ids: frozenset[int]
+) -> tuple[int | None, str | None]:
+    """Return the id that ends a document, and a conflict over it. sources: gets the place that says so.
+
+    ids: of all tokens. The named token; or else a special one at which generation ends; or one that is known by name.
+    """
+    ends, source = _ends_of_generation(files)
+    if (eod := ids.get(named.get("eod", ""))) is not None:
+        this = f"{sources['eod']} ends texts with {eod} ({named['eod']})"
+        return eod, f"{this}, and {source} with {', '.join(map(str, ends))}" if ends and eod not in ends else None
+    by_name = [name for name in KNOWN_EOD_TOKENS if name in ids]
+    if known := [end for end in ends if end in special_ids]:  # an id of another tokenizer may be a letter here
+        sources["eod"] = source
+        return known[0], None
+    sources["eod"] = f"no file names it; taken by its name, {by_name[0]}" if by_name else ""
+    return ids[by_name[0]] if by_name else None, None
+
+
+def _ends_of_generation(files: Files) -> tuple[list[int], str]:
+    """Return the ids at which generation ends, and the file that says so."""
     for name in ("generation_config.json", "config.json"):
-        ends = _read(folder / name).get("eos_token_id")
+        ends = files[name].get("eos_token_id")
         ends = ends if isinstance(ends, list) else [ends]
         if all(type(end) is int for end in ends) and ends:
             return ends, name
     return [], ""
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return read_json_object(file) if file.is_file() else {}

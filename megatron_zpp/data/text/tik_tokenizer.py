@@ -46,9 +46,9 @@ TIKTOKEN_FILES = {
 }
 
 
-# Ids by token, without special ones; end of document, its name; number of ids, with special ones; pattern, if known.
-Vocabulary = tuple[dict[bytes, int], int, str, int, str | None]
-LLAMA_3_BOS = 128_000  # the end of its ids without special ones
+# Ids by token, without special ones; names of special ids, the end of a document's first, and then the beginning's;
+# number of ids, with special ones; pattern, if known.
+Vocabulary = tuple[dict[bytes, int], dict[int, str], int, str | None]
 
 
 class TikTokenizer:
@@ -64,12 +64,12 @@ class TikTokenizer:
         tiktoken = load_package("tiktoken", "TikTokenizer", "data")
         is_json = file.suffix == ".json"
         vocabulary = _read_json_vocabulary(file, vocab_size) if is_json else _read_tiktoken(file)
-        ids, self.eod, self.eod_name, self.vocab_size, known_pattern = vocabulary
+        ids, self.names, self.vocab_size, known_pattern = vocabulary
+        self.eod, bos, *_ = *self.names, None
         self._pattern, self.ranks = pattern or known_pattern, ids
         if self._pattern is None:
             unknown = f"{file} is not one of the published files; how does it split texts into words?"
             raise ValueError(f"{unknown} give --tiktoken-pattern: {', '.join(TIKTOKEN_PATTERNS)} or a regex")
-        bos = 1 if is_json else LLAMA_3_BOS if len(ids) == LLAMA_3_BOS else None
         special_ids = frozenset(range(self.vocab_size)).difference(ids.values())
         self.special = SpecialTokens(self.eod, bos, ids=special_ids)
         self.pattern: str = TIKTOKEN_PATTERNS.get(self._pattern, self._pattern)
@@ -81,7 +81,7 @@ class TikTokenizer:
                 file.name,
                 pat_str=self.pattern,
                 mergeable_ranks=ids,
-                special_tokens={self.eod_name: self.eod},
+                special_tokens={self.names[self.eod]: self.eod},
             )
         except ValueError as error:
             raise ValueError(f"--tiktoken-pattern {self._pattern}: {error}") from error
@@ -123,7 +123,8 @@ def _read_tiktoken(file: Path) -> Vocabulary:
     pattern, eod, size = TIKTOKEN_FILES.get(len(ids), (None, after, after + 1))
     if eod in ids.values() or size < after:
         raise ValueError(f"{file} has as many tokens as a published file, but other ids")
-    return ids, eod, "<|endoftext|>", size, pattern
+    names = {eod: "<|endoftext|>"} if size != 128_256 else {eod: "<|end_of_text|>", 128_000: "<|begin_of_text|>"}
+    return ids, names, size, pattern
 
 
 def _read_json_vocabulary(file: Path, size: int | None) -> Vocabulary:
@@ -148,4 +149,5 @@ def _read_json_vocabulary(file: Path, size: int | None) -> Vocabulary:
         few = f"{file} has {len(set(tokens)):,} tokens, not --vocab-size {size} less {num_special} special ones"
         raise ValueError(f"{few}: give --vocab-size {len(set(tokens)) + num_special}")
     ids = {token: rank + num_special for rank, token in enumerate(tokens)}
-    return ids, 2, "</s>", size, None
+    names = {2: "</s>", 1: "<s>", 0: "<unk>", 3: "<mask>", 4: "<pad>", 5: "<cls>", 6: "<sep>"}
+    return ids, {i: name for i, name in names.items() if i < num_special}, size, None

@@ -5,6 +5,7 @@ HuggingFaceTokenizer what its post-processor puts around it, as Megatron's do.
 """
 
 import contextlib
+import inspect
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -14,35 +15,19 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_zpp.data.text import special_tokens
 from megatron_zpp.data.text.packages import load_package
-from megatron_zpp.data.text.special_tokens import SpecialTokens, added_tokens, end_tokens, named_tokens
+from megatron_zpp.data.text.special_tokens import SpecialTokens
 from megatron_zpp.data.text.tik_tokenizer import ALL_KINDS, TikTokenizer
-from megatron_zpp.files import read_json_object
 
 TOKENIZER_TYPES = (
     *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "MegatronSentencePieceTokenizer", "Llama2Tokenizer"),
     *("HuggingFaceTokenizer", "HFTokenizer", "GPT2BPETokenizer", "TikTokenizer", "ByteTokenizer", "NullTokenizer"),
 )
-# End-of-document tokens of published tokenizer.json files without a tokenizer_config.json.
-KNOWN_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>", "[EOS]", "<|eot_id|>")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # begins what the assistant says in a chat template
 MODEL = re.compile(r"[\w.-]+(/[\w.-]+)?")  # a model's name at Hugging Face
 
-# On these, two tokenizers are compared.
-SAMPLE_TEXTS = (
-    "def f(x):\n    return {'a': 1.50, \"b\": x ** 2}  # 10 %\n\n\tif not x:\r\n",
-    "  Two blanks before, three   inside, one behind ",
-    "Straße, où? Ελλάδα, Москва, 東京, नमस्ते 👩‍🔬 1234567890 ﬁ ① Å",
-)
-
 Ids = Sequence[int] | NDArray
-
-
-# The arguments of ``build_tokenizer``.
-TOKENIZER_FLAGS = (
-    *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"),
-    *("tiktoken_pattern", "tokenizer_hf_no_include_special_tokens"),
-)
 
 
 class Tokenizer(Protocol):
@@ -101,6 +86,9 @@ def build_tokenizer(
                 raise ValueError("NullTokenizer requires --vocab-size, the number of ids in the data")
             return NullTokenizer(vocab_size)
     raise ValueError(f"unknown --tokenizer-type {tokenizer_type}; known: {', '.join(TOKENIZER_TYPES)}")
+
+
+TOKENIZER_FLAGS = tuple(inspect.signature(build_tokenizer).parameters)
 
 
 def _load_sentencepiece(model: Path) -> Any:
@@ -188,9 +176,6 @@ class MegatronSentencePieceTokenizer:
 class _LibraryTokenizer:
     """A tokenizer of the package tokenizers. add_special_tokens: a text gets what its post-processor puts around it."""
 
-    eod: int
-    special: SpecialTokens
-
     def __init__(self, tokenizer: Any, add_special_tokens: bool = False) -> None:
         self._tokenizer, self._adds = tokenizer, add_special_tokens
         tokenizer.no_truncation()  # a saved tokenizer may truncate or pad, but documents must stay whole
@@ -227,40 +212,34 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
             tokenizer = library.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises a bare Exception for anything it can't read
             raise ValueError(f"{file} is not a tokenizer.json: {error}") from error
-        named, sources, conflict = named_tokens(file.parent)
+        beside = special_tokens.read_beside(file.parent)
+        named, sources, conflict = special_tokens.named_tokens(beside)
         known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-        for token in added_tokens(file.parent, named):
+        for token in special_tokens.added_tokens(beside, named):
             if token["content"] not in known:  # as in transformers: a new one gets the next id
                 known.add(token["content"])
                 tokenizer.add_tokens([library.AddedToken(**token)])
         super().__init__(tokenizer, add_special_tokens)
         self.file = file
         self._chats: Any = None  # transformers' tokenizer, from the first chat on
-        bos, eod, pad = (self.vocabulary.get(named.get(name, "")) for name in ("bos", "eod", "pad"))
+        bos, pad = (self.vocabulary.get(named.get(name, "")) for name in ("bos", "pad"))
         special_ids = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
-        theirs, source = end_tokens(file.parent)
-        known_ends = [end for end in theirs if end in special_ids]  # an id of another tokenizer may be a letter here
-        if eod is None and known_ends:
-            eod, sources["eod"] = known_ends[0], source
-        elif eod is None:
-            by_name = [name for name in KNOWN_EOD_TOKENS if name in self.vocabulary]
-            if not by_name:
-                where = file.parent / "tokenizer_config.json"
-                raise ValueError(f'{file} has no known end-of-document token; name its "eos_token" in {where}')
-            eod, sources["eod"] = self.vocabulary[by_name[0]], f"no file names it; taken by its name, {by_name[0]}"
-        elif theirs and eod not in theirs:
-            ends = f"{file.parent / sources['eod']} ends texts with {eod} ({named['eod']})"
-            conflict = conflict or f"{ends}, and {source} with {', '.join(map(str, theirs))}"
+        eod, others = special_tokens.find_eod(beside, named, sources, self.vocabulary, special_ids)
+        if eod is None:
+            where = file.parent / "tokenizer_config.json"
+            raise ValueError(f'{file} has no known end-of-document token; name its "eos_token" in {where}')
+        conflict = conflict or others
         self.eod = eod
         # "a" alone, and between what the post-processor adds.
         bare, around = (tokenizer.encode("a", add_special_tokens=adds).ids for adds in (False, add_special_tokens))
         first = next((i for i in range(len(around)) if around[i : i + len(bare)] == bare), 0)
         prefix, suffix = tuple(around[:first]), tuple(around[first + len(bare) :])
+        conflict = conflict and f"in {file.parent}, {conflict}"
         self.special = SpecialTokens(eod, bos, pad, prefix, suffix, special_ids, sources, conflict)
-        model_file = file.parent / "config.json"
-        size = read_json_object(model_file).get("vocab_size") if model_file.is_file() else None
+        size = beside["config.json"].get("vocab_size")
         if isinstance(size, int) and size < self.vocab_size:
-            raise ValueError(f"{file} has ids up to {self.vocab_size - 1}, but the model of {model_file} only {size}")
+            model = f"the model of {file.parent / 'config.json'}"
+            raise ValueError(f"{file} has ids up to {self.vocab_size - 1}, but {model} only {size}")
         for character in ALL_KINDS:
             if unicodedata.category(character)[0] in "LNPS" and not self.tokenize(character, add_special_tokens=False):
                 lost = f"{file} leaves characters out that it does not know, such as {character!r}"
@@ -375,10 +354,9 @@ class NullTokenizer:
         self.special = SpecialTokens(self.eod)
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        for word in text.split():
-            if not word.isdecimal():
-                raise ValueError(f"{word!r} is not an id: NullTokenizer reads texts of ids, such as '17 4 256'")
-        ids = [int(word) for word in text.split()]
+        if unknown := [word for word in text.split() if not word.isdecimal()]:
+            raise ValueError(f"{unknown[0]!r} is not an id: NullTokenizer reads texts of ids, such as '17 4 256'")
+        ids = list(map(int, text.split()))
         if ids and not 0 <= min(ids) <= max(ids) < self.eod:
             raise ValueError(f"ids {min(ids)} to {max(ids)} are not all below --vocab-size {self.eod}")
         return ids

@@ -37,6 +37,9 @@ CONFIGS: dict[str, DecoderConfig] = {
     ),
     "llama-tied": _llama(64, 1, 16, tie_embeddings=True),
     "llama-yarn": _llama(64, 4, 8, position_embedding_type="yarn", **YARN),
+    "llama-biases": _llama(
+        *(40, 2, 8), attention_bias=True, mlp_bias=True, rope_scaling_factor=8.0, yarn_original_context=32
+    ),
     "mistral": _llama(64, 2, 16, window_size=5),
     "qwen2": _llama(64, 2, 8, add_qkv_bias=True),
     "qwen2-window": _llama(64, 1, 8, add_qkv_bias=True, window_size=9, tie_embeddings=True),
@@ -48,8 +51,8 @@ CONFIGS: dict[str, DecoderConfig] = {
 
 _WHOLE = dict(qk_layernorm=True, qk_layernorm_whole=True)
 _AFTER = dict(no_pre_norms=True, post_self_attn_layernorm=True, post_mlp_layernorm=True)
-_AROUND = dict(layernorm_1p=True, post_self_attn_layernorm=True, post_mlp_layernorm=True)
-_GEMMA: dict[str, Any] = _AROUND | dict(swiglu=False, geglu=True, embedding_multiplier=32**0.5, softmax_scale=24**-0.5)
+_GEMMA_1: dict[str, Any] = dict(layernorm_1p=True, swiglu=False, geglu=True, embedding_multiplier=32**0.5)
+_GEMMA = _GEMMA_1 | dict(post_self_attn_layernorm=True, post_mlp_layernorm=True, softmax_scale=24**-0.5)
 _SIGMOID: dict[str, Any] = dict(score_function="sigmoid", bias_update_rate=1e-3)
 _MSCALE = YARN | dict(position_embedding_type="yarn", mscale=0.7, mscale_all_dim=1.2)
 _LATENT: dict[str, Any] = dict(
@@ -67,6 +70,11 @@ CONFIGS |= {
     "olmoe": _llama(24, 2, 8, **_WHOLE, moe=MoEConfig(6, 24, router_topk=3, router_pre_softmax=True)),
     "granite": _llama(
         64, 2, 8, embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=8.0, softmax_scale=0.0625
+    ),
+    "gemma": _llama(64, 2, 16, **_GEMMA_1, tie_embeddings=True),
+    "gpt-neox": _llama(
+        *(64, 4, 8), normalization="LayerNorm", swiglu=False, exact_gelu=True, add_bias_linear=True,
+        use_parallel_residual=True, rotary_percent=0.25, rotary_base=5000.5, hidden_dropout=0.1,
     ),
     "gemma2": _llama(
         *(64, 2, 16), **_GEMMA, window_size=5, window_attn_skip_freq="[1, 0]", attn_logit_softcapping=2.0,

@@ -100,6 +100,17 @@ def test_ids_are_the_same_in_transformers(train, tmp_path):
         assert theirs.decode(ids) == text
     assert theirs.eos_token_id == ours.eod == tokens["eos_token_id"]
     assert theirs.decode([ours.eod], skip_special_tokens=True) == ""
+    if train is train_megatrons_tiktoken:  # the names that Megatron gives to ids that stand for no text
+        assert theirs.convert_ids_to_tokens(range(8)) == [
+            "<unk>",
+            "<s>",
+            "</s>",
+            "<mask>",
+            "<pad>",
+            "<cls>",
+            "<sep>",
+            "<SPECIAL_7>",
+        ]
 
     again = build(find_tokenizer(folder))  # as an import finds it
     assert (again.tokenize(OTHER), again.eod, again.vocab_size) == (ours.tokenize(OTHER), ours.eod, ours.vocab_size)
@@ -118,7 +129,7 @@ def test_a_checkpoint_is_not_used_with_a_tokenizer_that_it_was_not_trained_with(
     plain, llama2 = train_pieces(tmp_path), with_type(train_pieces(tmp_path), "Llama2Tokenizer")
     meta = {"tokenizer": describe_tokenizer("Llama2Tokenizer", build(llama2))}
     assert build_kept(llama2, tmp_path, meta).eod == build(llama2).eod
-    message = r"was trained with another tokenizer, Llama2Tokenizer, 600 ids.*texts begin with \[1\], here nothing"
+    message = r"was made with another tokenizer, Llama2Tokenizer, 600 ids.*texts begin with \[1\], here nothing"
     with pytest.raises(ValueError, match=message):
         build_kept(plain, tmp_path, meta)
     build_kept(plain, tmp_path, {})
