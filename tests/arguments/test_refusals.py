@@ -130,7 +130,7 @@ from tests.convert.hf.small_models import CONFIGS, to_hf_config
         ("--zero-hpz-partition-size 3", "--zero-hpz-partition-size 3 4 1, 2, 4"),
         ("--zeropp-ranks-per-node 8", "--zeropp-ranks-per-node 8 4"),
         ("--zero-stage 0 --zero-quantized-weights", "--zero-quantized-weights --zero-stage 1"),
-        ("--zero-stage 1 --zero-hpz-partition-size 2", "--zero-hpz-partition-size --zero-stage 3"),
+        ("--zero-stage 0 --zero-hpz-partition-size 2", "--zero-hpz-partition-size --zero-stage 1, 2 or 3"),
         ("--zero-quantized-weights --zeropp-weight-bits 7", "--zeropp-weight-bits 7"),
         ("--zero-quantized-gradients --zeropp-loco --zeropp-loco-beta 1", "beta 1"),
         ("--zero-hpz-partition-size 2 --zeropp-ranks-per-node 4",
