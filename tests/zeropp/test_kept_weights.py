@@ -1,14 +1,17 @@
 """Weights that FSDP2 keeps gathered between micro-batches, by its own three switches."""
 
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from megatron_zpp.zeropp import description
 from megatron_zpp.zeropp.recipes import RECIPES
 from tests.ranks import run_in_turn
+from tests.zeropp.fsdp_model import CapturedWarnings
 from tests.zeropp.training_on_ranks import Net, equal, evaluate, shard, shards
 
 MICRO_BATCHES, STEPS = 3, 4
@@ -57,3 +60,33 @@ def test_kept_weights_train_the_same_and_gather_once_per_step(recipe):
             (between, within), *others = of_step
             assert [nbytes for nbytes, _ in others] == pytest.approx([between] * 2, rel=0.2)
             assert within > others[0][1] > others[1][1]
+
+
+def noted(keeps: bool, accumulates: bool, least: int = 1, free: float | None = None) -> list[str]:
+    """The warnings of three steps with weights of 26,736 bytes in 16 bit, where ``least`` are worth a note.
+
+    free: bytes that are said to be free; None = as many as this machine has.
+    """
+    memory = description._free_memory if free is None else lambda device: free
+    model = Net(width=32, hidden=64)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    shard(model, RECIPES["int8"].config(2), model.blocks, mp_policy=policy, reshard_after_forward=not keeps)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with CapturedWarnings() as warnings, patch.multiple(description, LEAST_KEPT=least, _free_memory=memory):
+        for _ in range(3):
+            for is_last in (False, True) if accumulates else (True,):
+                model.set_is_last_backward(is_last)
+                model.set_reshard_after_backward(is_last or not keeps)
+                model(torch.ones(1, 32)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return warnings.messages
+
+
+def test_gathers_that_memory_makes_needless_are_noted_once_on_one_rank():
+    cases = {"again": (False, True, 26_736), "kept": (True, True), "one micro-batch": (False, False)}
+    cases |= {"small": (False, True, 30_000), "no memory": (False, True, 1, 26_735)}
+    said = run_in_turn(2, {name: partial(noted, *case) for name, case in cases.items()})
+    first, second = said.pop("again")
+    assert len(first) == 1 and "micro-batch of a step gathers the same weights again, 2.7e-05 GB, and" in first[0]
+    assert not second and not any(messages for ranks in said.values() for messages in ranks)
