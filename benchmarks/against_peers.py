@@ -41,8 +41,10 @@ BY_NCCL = {
     "DeepSpeed ZeRO-3": lambda n: 4.5 * n,
     "DeepSpeed ZeRO-3, hpZ": lambda n: 3.0 * n + 1.5,  # the first backward pass of a step gathers over all, too
     "HSDP": lambda n: 2.0,
+    "FSDP2, weights kept": lambda n: 3.0,
+    "HSDP, weights kept": lambda n: 2.0,
 }
-SETTINGS = [*BY_NCCL, "lossless", "int8", "int6"]
+SETTINGS = [*BY_NCCL, "lossless", "int8", "int6", "int8, weights kept"]
 
 
 class Layer(nn.TransformerEncoderLayer):
@@ -94,14 +96,15 @@ def train() -> None:
 
 
 def fsdp_step(model: GPT, setting: str) -> Any:
-    mesh = None
+    # The peers also add up whole gradients, and reduce them once.
+    mesh, is_peer, (setting, _, kept) = None, setting in BY_NCCL, setting.partition(", weights ")
     if setting == "HSDP":
         mesh = init_device_mesh("cpu", (NODES, RANKS), mesh_dim_names=("replicate", "shard"))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not kept)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    if setting not in BY_NCCL:
+    if not is_peer:
         apply_zeropp(model, setting)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
@@ -111,6 +114,9 @@ def fsdp_step(model: GPT, setting: str) -> Any:
             model.set_is_last_backward(is_last)  # type: ignore[operator]
             if setting == "HSDP":
                 model.set_requires_all_reduce(is_last)  # type: ignore[operator]
+            if kept:
+                model.set_reshard_after_backward(is_last)  # type: ignore[operator]
+                model.set_requires_gradient_sync(is_last or not is_peer)  # type: ignore[operator]
             loss = model(batch)
             (loss / len(batches)).backward()
         optimizer.step()
@@ -176,7 +182,7 @@ def run() -> None:
 def table() -> str:
     """Bytes per parameter and step, and seconds of a step: medians of the turns."""
     rows, lines = read_rows(MEASURED), []
-    for setting in SETTINGS:
+    for setting in (setting for setting in SETTINGS if any(row["setting"] == setting for row in rows)):
         cells = []
         for n in CELLS:
             mine = [row for row in rows if (row["setting"], row["micro_batches"]) == (setting, n)]
@@ -184,7 +190,10 @@ def table() -> str:
             by_nccl = f", {BY_NCCL[setting](n):.1f} by NCCL" if setting in BY_NCCL else ""
             seconds = statistics.median(row["seconds"] for row in mine)
             cells += [f"{sent:.2f}{by_nccl}", f"{seconds:.2f}"]
-        lines.append([setting if setting in BY_NCCL else f'`apply_zeropp(model, "{setting}")`', *cells])
+        name, *more = setting.split(", ", 1)
+        lines.append(
+            [setting if setting in BY_NCCL else ", ".join([f'`apply_zeropp(model, "{name}")`', *more]), *cells]
+        )
     headings = [heading for n in CELLS for heading in (f"bytes, micro-batches {n}", "seconds")]
     return markdown_table(["", *headings], lines)
 

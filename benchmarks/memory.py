@@ -33,6 +33,7 @@ COLUMNS = {
     "default": ALL_FLAGS,
     "bf16 sums": f"{ALL_FLAGS} --zeropp-gradient-sum-dtype bf16",
     "int8": f"{ALL_FLAGS} {INT8}",
+    "int8, weights kept": f"{ALL_FLAGS} {INT8} --zero-stage 2",
     "int8, on the host": f"{ALL_FLAGS} {INT8} --zeropp-offload-gradient-sums",
 }
 
@@ -41,6 +42,7 @@ WAYS = {
     "HSDP": "--num-distributed-optimizer-instances 8",
     "all four flags of ZeRO++": ALL_FLAGS,
     "and moved codes of weights": f"{ALL_FLAGS} --zeropp-weight-moves",
+    "the same, weights kept": f"{ALL_FLAGS} --zeropp-weight-moves --zero-stage 2",
 }
 GBITS = (100, 400, 3200)
 FLOPS = 64 * 989e12 * 0.4  # of 64 H100 at 40 % of the peak

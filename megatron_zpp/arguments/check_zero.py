@@ -21,13 +21,13 @@ def check_zero(zero: ZeroSettings, zeropp: ZeroPPConfig, fsdp_size: int, distrib
         require(hpz_size in (1, per_node) and ranks_per_node in (None, per_node), f"{which}: {expected}")
     offloads = "--cpu-offload moves shards to host memory, and --zero-stage 0 has none: leave it out, or give 1, 2 or 3"
     require(not zero.cpu_offload or stage >= 1, offloads)
-    quantized = {
+    given = {
         "--zero-quantized-weights": zeropp.quantized_weights,
+        "--zero-hpz-partition-size": hpz_size > 1,
         "--zero-quantized-gradients": zeropp.quantized_gradients,
     }
-    for flag, is_on in quantized.items():
+    for flag, is_on in given.items():
         require(not is_on or stage >= 1, f"{flag} needs --zero-stage 1, 2 or 3: stage 0 gathers nothing")
-    require(hpz_size == 1 or stage == 3, f"--zero-hpz-partition-size needs --zero-stage 3, got {stage}")
 
 
 def _check_replicas(distributed: DistributedSettings, zero: ZeroSettings, zeropp: ZeroPPConfig, fsdp_size: int) -> None:

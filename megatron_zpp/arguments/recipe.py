@@ -29,7 +29,7 @@ def recipe_values(values: Mapping[str, Any], world_size: int, ranks_per_node: in
         require(not chosen, f"--zeropp auto chooses {', '.join(chosen)}: leave them out, or name a recipe")
     if name not in RECIPES:
         return {}
-    needs_nodes = RECIPES[name].fields and values.get("zero_stage", 3) == 3
+    needs_nodes = RECIPES[name].fields and values.get("zero_stage", 3) >= 1
     per_node = _data_parallel_ranks_of_node(values, world_size, ranks_per_node) if needs_nodes else 1
     return _changes(RECIPES[name].config(per_node))
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .config import ZeroPPConfig, check_finds_unused
-from .description import describe, state_prefix, warn, warn_of_lost_state
+from .description import describe, note_repeated_gathers, state_prefix, warn, warn_of_lost_state
 from .fsdp.collectives import PlainAllGather, PlainReduceScatter, count_all_reduces
 from .fsdp.consistency import check_consistency
 from .fsdp.fsdp_unit import (
@@ -110,6 +110,7 @@ class ZeroPP:
             follow_backward(unit, self.waits)
             count_all_reduces(unit, self.traffic)
         self._sends_early = any(isinstance(unit.all_gather, HierarchicalAllGather) for unit in units)
+        self._may_note_gathers = config.enabled and self.is_logging_rank
         follow_optimizers(units)
         follow_forward_passes(model, units, self._begin_forward_pass)
 
@@ -303,7 +304,12 @@ class ZeroPP:
             check_collectives(unit)
         if torch.is_grad_enabled():
             self.shared.position.set_is_last(is_last)
-        self.shared.position.begin_forward_pass()
+        position, before = self.shared.position, self.shared.position.forward_pass
+        position.begin_forward_pass()
+        # A further micro-batch of the second step: by now the optimizer's state and one micro-batch had their memory.
+        if self._may_note_gathers and position.forward_pass == before and position.optimizer_steps > 0:
+            self._may_note_gathers = False
+            note_repeated_gathers(self.units, self.device)
         # Send in the model's order, and only now: after an optimizer step the program may still write weights, and to
         # compare what it wrote would wait behind weights on the same links.
         if self._sends_early and not is_capturing(self.device):  # a gather will refuse it

@@ -2,13 +2,16 @@
 
 import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .config import ZeroPPConfig
 from .fsdp.formats import Formats
@@ -19,6 +22,7 @@ from .wire.layout import FEWEST_QUANTIZED, block_size_of
 from .wire.quantization import BitsWarmup, Code, mix_seed
 
 logger = logging.getLogger(__name__)
+LEAST_KEPT = 2**26  # bytes of gathered weights, below which gathering them again costs little
 
 
 def describe(config: ZeroPPConfig, layouts: Sequence[Topology]) -> str:
@@ -175,6 +179,32 @@ def warn(config: ZeroPPConfig, units: Sequence[FSDPUnit], layouts: Sequence[Topo
             named,
             FEWEST_QUANTIZED,
         )
+
+
+def note_repeated_gathers(units: Sequence[FSDPUnit], device: torch.device) -> None:
+    """Note that a further micro-batch is about to gather weights which ``device`` has memory to keep."""
+    again = [unit for unit in units if unit.is_sharded and unit.topology.world_size > 1]
+    nbytes = sum(unit.topology.world_size * unit.whole.numel * unit.gathered_dtype.itemsize for unit in again)
+    if LEAST_KEPT <= nbytes <= (free := _free_memory(device)):
+        logger.warning(
+            "every micro-batch of a step gathers the same weights again, %.2g GB, and %.2g GB are free: keep them with "
+            "fully_shard(..., reshard_after_forward=False) and, before each backward pass, "
+            "model.set_reshard_after_backward(is_last_micro_batch); the trainer's flag is --zero-stage 2",
+            nbytes / 1e9,
+            free / 1e9,
+        )
+
+
+def _free_memory(device: torch.device) -> float:
+    """Return the bytes that a rank can allocate on ``device`` beside the most that it has had there."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    memory = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable: +(\d+) kB", memory.read_text()) if memory.exists() else None
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    # Ranks of a host share what it has, and half is for activations, of which there are none now.
+    return 1024 * int(found[1]) / ranks / 2 if found is not None else 0
 
 
 def _has_unquantized_matrix(config: ZeroPPConfig, unit: FSDPUnit) -> bool:

@@ -34,7 +34,7 @@ def test_a_recipe_is_the_flags_that_the_run_prints(name, more, monkeypatch):
     printed = note.removeprefix(f"--zeropp {name} stands for ").removeprefix("no other flag")
     again, _ = parse(f"{printed} {'' if 'scale' in words else words}")
     assert settings.zeropp == again.zeropp and settings.precision == again.precision
-    assert settings.zeropp.hpz_partition_size == (1 if name == "zero3" or "stage" in more else 2)
+    assert settings.zeropp.hpz_partition_size == (1 if name == "zero3" else 2)
     if name in ("int6", "ternary"):
         assert settings.zeropp.gradient_bits_warmup == ("7:4" if "warmup" in more else "10:4")
 

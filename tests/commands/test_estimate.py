@@ -39,6 +39,7 @@ EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --disable-bias-linear"
 RECIPES = {
     "ZeRO-3": "--zeropp-ranks-per-node 2 --grad-reduce-in-bf16",
     "ZeRO-2": "--zero-stage 2 --zeropp-ranks-per-node 2",
+    "ZeRO-2 with hpZ": f"{ALL_FLAGS} --zero-stage 2 --zeropp-loco",
     "ZeRO-1": "--zero-stage 1 --zeropp-ranks-per-node 2 --optimizer sgd",
     "qwZ": "--zero-quantized-weights --zeropp-weight-bits 6 --zeropp-ranks-per-node 2",
     "hpZ": "--zero-hpz-partition-size 2",
