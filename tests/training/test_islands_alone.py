@@ -111,6 +111,10 @@ NAN = {
     ),
     "--log-interval 8": ([2, 3, 4], "3 steps in a row, up to iteration 4, had NaN or Inf"),  # though good ones follow
     "--train-iters 3": ([1, 2, 3], "not one of the 3 steps up to iteration 3 was without NaN or Inf.* rank 1 on"),
+    "--train-iters 3 --no-check-for-nan-in-loss-and-grad": (
+        [1, 2, 3],
+        "the parameters were replaced after the last step",
+    ),
 }
 
 
