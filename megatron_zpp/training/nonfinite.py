@@ -37,7 +37,7 @@ class NonfiniteSteps:
         self.is_checked = not training.no_check_for_nan_in_loss_and_grad
         self.steps = self.in_a_row = 0  # of this process; the last steps that were not finite
         self.last: StepStats | None = None
-        self.where, self.version = "", 0
+        self.where = self.sums = ""
         self.too_many: str | None = None  # why the run ends
 
     def check(self, stats: StepStats) -> bool:
@@ -45,7 +45,7 @@ class NonfiniteSteps:
         self.steps, self.last = self.steps + 1, stats
         self.in_a_row = self.in_a_row + 1 if stats.is_nonfinite else 0
         if stats.is_nonfinite:
-            self.version = _version(self.trainer.model)
+            self.sums = _sums(self.trainer.model)
         if not stats.is_nonfinite or not self.is_checked:
             return self.too_many is not None
         iteration, scaler = self.trainer.counters.iteration, self.trainer.scaler
@@ -92,7 +92,7 @@ class NonfiniteSteps:
                 )
             return None
         where = self.where
-        if not where and _version(trainer.model) != self.version:
+        if not where and any(gather_objects(_sums(trainer.model) != self.sums, trainer.mesh.step_group)):
             where = "the parameters were replaced after the last step, so it cannot be computed again"
         where = where or locate_nonfinite(trainer, last)
         return (
@@ -101,9 +101,9 @@ class NonfiniteSteps:
         )
 
 
-def _version(model: nn.Module) -> int:
-    """Return a number that grows whenever this rank's parameters are written."""
-    return sum(local_part(parameter)._version for parameter in model.parameters())
+def _sums(model: nn.Module) -> str:
+    """Return a text that differs when this rank's parameters were replaced; a NaN in them is the same again."""
+    return str(torch.stack([local_part(parameter).detach().float().sum() for parameter in model.parameters()]).tolist())
 
 
 def nonfinite_tensor(model: nn.Module) -> str | None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_zpp.checkpoint import read_meta
 from megatron_zpp.commands.diagnose import why_hung
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
+from megatron_zpp.metrics.history import METRICS, read_run
 from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.training.nonfinite import NotFiniteError
 from tests.conftest import environment
@@ -76,6 +77,7 @@ def test_torchrun_brings_the_job_back_from_its_last_checkpoint(data, tmp_path):
     assert 0 < steps_lost(read + out) <= 6  # of the interval, and of the save that was being written
     last = re.findall(r"iteration +30/ +30 .* lm loss: (\S+)", out)
     assert last == [f"{expected[-1]:.6E}"]
+    assert read_run("run", tmp_path / "log" / METRICS).metrics["lm loss"] == dict(enumerate(expected, start=1))
 
 
 @pytest.mark.long
