@@ -24,7 +24,7 @@ EXPERTS = (
 )
 LAYOUTS = {
     "all flags": "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --bf16",
-    "zero 1": "--zero-stage 1",
+    "zero 1": "--zero-stage 1 --zeropp int8 --zeropp-ranks-per-node 2 --bf16",
     "zero 0, fp16": "--zero-stage 0 --fp16",
     "replicas": "--num-distributed-optimizer-instances 2",
     "tp": "--tensor-model-parallel-size 2 --sequence-parallel",
