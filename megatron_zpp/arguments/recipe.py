@@ -14,7 +14,7 @@ from megatron_zpp.settings.groups import Settings, all_flags
 from megatron_zpp.zeropp.config import ZeroPPConfig
 from megatron_zpp.zeropp.recipes import AUTO, RECIPES
 
-_BESIDE_AUTO = ("zeropp_ranks_per_node", "zeropp_check_agreement", "zeropp_gradient_rounding")
+_BESIDE_AUTO = ("zeropp_ranks_per_node", "zeropp_gradient_rounding")
 
 
 def recipe_values(values: Mapping[str, Any], world_size: int, ranks_per_node: int | None) -> dict[str, Any]:

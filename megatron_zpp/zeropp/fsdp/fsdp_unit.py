@@ -7,7 +7,6 @@ on one mesh.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -32,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..wire.layout import ParameterShard
 from .formats import UnitPart
-from .shared import below
+from .shared import StepPosition, below
 from .topology import Topology, build_topology, ranks_per_node_of_part
 from .waits import Waits
 
@@ -40,8 +39,14 @@ from .waits import Waits
 class WeightGather(DefaultAllocMixin, AllGather):
     """An all-gather of one unit's weights. This one keeps nothing between gathers."""
 
-    def encode_for_prefetch(self) -> Any:
-        """Encode the shard at the beginning of a forward pass, for ``send``; None = it is not sent early."""
+    in_flight: Any = None  # what is on its way from other nodes, a ``SentShard``
+
+    def differs_from_sent(self) -> Tensor | None:
+        """Return whether parameters that no step trained differ from what was sent; None: nothing is kept of it."""
+        return None
+
+    def renew(self, is_different: bool) -> Any:
+        """Encode what a step trained, and with ``is_different`` all else, for ``send``; None: a gather will."""
         return None
 
     def forget_copies(self) -> None:
@@ -64,8 +69,8 @@ class GradientReduction(DefaultAllocMixin, ReduceScatter):
     def before_reduction(self) -> None:
         """Prepare gradients that FSDP2 is about to reduce."""
 
-    def undo_step(self) -> None:
-        """Drop the gradients since the last optimizer step, and restore what they changed."""
+    def undo_step(self, is_unused: bool) -> None:
+        """Drop the gradients since the last optimizer step; restore what they changed if no optimizer has used them."""
 
     def rescale_errors(self, factor: float) -> None:
         """Multiply LoCo's errors by ``factor``, by which the loss scale, and so every later gradient, changed."""
@@ -80,65 +85,52 @@ class GradientReduction(DefaultAllocMixin, ReduceScatter):
 
 @dataclass(eq=False)
 class FSDPUnit:
-    """One FSDP2 unit: the parameters that one ``fully_shard`` call gathers and reduces together, and their collectives.
-
-    Which parameters may have changed since the last gather depends on what every rank's program does, never on a rank's
-    memory, so that all ranks gather the same.
-    """
+    """One FSDP2 unit: the parameters that one ``fully_shard`` call gathers and reduces, and their collectives."""
 
     name: str  # the module's name in the model, "" is the root; "NAME[1]" is its second unit, on another mesh
     shards: tuple[ParameterShard, ...]  # the parts of a rank's flat shard [L], in the order of ``parameters``
-    packed: frozenset[int]  # indices of parameters whose elements are packed codes, not numbers
     module: FSDPModule
     topology: Topology  # the ranks and nodes that share it
     replicas: Topology | None  # with HSDP: the ranks that hold the same shard, whose gradients FSDP2 all-reduces
     _param_group: Any = field(repr=False)  # FSDP2's record of the unit
     all_gather: WeightGather = field(init=False, repr=False)
     reduce_scatter: GradientReduction = field(init=False, repr=False)
-    label: str = field(init=False)  # the name as error messages and logs show it
     whole: UnitPart = field(init=False, repr=False)  # all parameters
-    optimizer_steps: int = field(default=0, init=False)  # of torch optimizers that hold parameters of this unit
-    # GradScaler's found_inf of the last eight steps, which a fused optimizer reads on the device.
-    _found_inf: deque[Tensor | None] = field(default_factory=lambda: deque(maxlen=8), init=False, repr=False)
+    # Whether a step's gradients were reduced, or an optimizer has stepped, since the weights were sent.
+    has_trained: bool = False
     holds_gradients: bool = field(default=False, init=False)  # until the last micro-batch has crossed nodes
-    known_in: int = field(default=-1, init=False)  # the forward pass in which it was last looked at, or gathered
-    # Checksums of the shard that was last sent between nodes, of each of ``parts`` by its indices.
-    checksums: dict[tuple[int, ...], Tensor] = field(default_factory=dict, init=False, repr=False)
-    has_nf4: bool = field(default=False, init=False)  # whether some of ``shards`` are in NF4
-    gathers_frozen: bool = False  # gather frozen parameters again whenever trained ones change
     nf4_skip: tuple[str, ...] | None = None  # words in names of frozen matrices that are not in NF4; None = none is
-    # Since the last gather: whether an optimizer stepped, or gradients were reduced that some optimizer may have used;
-    may_have_stepped: bool = False
-    # and the indices of parameters that an optimizer may have updated, and of those whose gradients were reduced.
-    _updated: set[int] = field(default_factory=set, init=False, repr=False)
-    _reduced: set[int] = field(default_factory=set, init=False, repr=False)
     # Parameters that were ever trainable. PEFT freezes adapters during reference passes.
     _ever_trainable: set[int] = field(default_factory=set, init=False, repr=False)
-    # The parameters as they were gathered, with autograd's version counters. Not their ids: Python reuses those.
-    _gathered: list[tuple[Tensor, int]] | None = field(default=None, init=False, repr=False)
     _parts: dict[tuple[int, ...], UnitPart] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.label = self.name or "the root module"
-        self.specify(self.shards, self.packed)
+        self.specify(self.shards)
 
-    def specify(self, shards: tuple[ParameterShard, ...], packed: frozenset[int] = frozenset()) -> None:
+    @property
+    def label(self) -> str:
+        """The name as error messages and logs show it."""
+        return self.name or "the root module"
+
+    @property
+    def has_nf4(self) -> bool:
+        return any(shard.is_nf4 for shard in self.shards)
+
+    def specify(self, shards: tuple[ParameterShard, ...]) -> None:
         """Set the unit's parameters. Parts and formats follow from them, and are made once."""
         self._ever_trainable.update(self._trainable())
         if (skip := self.nf4_skip) is not None:
             fits = [shard.quantizable and not any(word in shard.name for word in skip) for shard in shards]
             fits = [fit and index not in self._ever_trainable for index, fit in enumerate(fits)]
             shards = tuple(replace(shard, is_nf4=fit) for shard, fit in zip(shards, fits, strict=True))
-        self.has_nf4 = any(shard.is_nf4 for shard in shards)
-        self.shards, self.packed, self._parts = shards, packed, {}
+        self.shards, self._parts = shards, {}
         self.whole = self.part(range(len(shards)))
 
     def remove_trainable_from_nf4(self) -> bool:
         """Take parameters that have become trainable out of NF4; return whether there were any."""
         if not any(self.shards[index].is_nf4 for index in self._trainable()):
             return False
-        self.specify(self.shards, self.packed)
-        self.mark_changed()
+        self.specify(self.shards)
         return True
 
     @cached_property
@@ -157,7 +149,7 @@ class FSDPUnit:
 
     def respecify(self) -> None:
         """Read the unit's parameters again: programs may have loaded packed ones since."""
-        self.specify(*_specification(self._param_group, [shard.name for shard in self.shards]))
+        self.specify(_specification(self._param_group, [shard.name for shard in self.shards]))
 
     @property
     def gathered_dtype(self) -> torch.dtype:
@@ -254,94 +246,15 @@ class FSDPUnit:
 
     @property
     def trained(self) -> UnitPart:
-        """The parameters that were ever trainable, or that optimizer steps may have updated; the same on all ranks."""
+        """The parameters that were ever trainable."""
         self._ever_trainable.update(self._trainable())
-        if self.gathers_frozen:  # without packed ones, whose codes never change
-            return self.part(index for index in range(len(self.shards)) if index not in self.packed)
-        return self.part(sorted(self._ever_trainable | self._updated | self._reduced))
+        return self.part(sorted(self._ever_trainable))
 
     @property
-    def parts(self) -> tuple[UnitPart, ...]:
-        """The trained part and the frozen part, without empty ones."""
-        trained = self.trained
-        if trained.is_whole:
-            return (trained,)
-        frozen = self.part(index for index in range(len(self.shards)) if index not in trained.indices)
-        return (trained, frozen) if trained.indices else (frozen,)
-
-    def changed(self) -> set[int]:
-        """Return the indices of parameters that may have changed since ``mark_gathered``; the same on all ranks.
-
-        Depends on what every rank's program does, never on a rank's memory: replaced parameters, autograd's version
-        counters of the DTensors, and the ``mark_`` methods. ``UnseenChanges`` finds changes without such a trace.
-        """
-        if self._gathered is None:
-            return set(range(len(self.shards)))
-        changed = set(self._updated)
-        # A unit used twice in one forward pass is reduced twice, and gathered in between, in backward.
-        if self._reduced and not self.is_in_backward:
-            changed |= self._reduced
-        for index, (parameter, (gathered, version)) in enumerate(zip(self.parameters, self._gathered, strict=True)):
-            if parameter is not gathered or parameter._version != version:
-                changed.add(index)
-        return changed
-
-    def changed_part(self, changed: set[int]) -> UnitPart:
-        """Return what to gather again after these changed: the trained part, or all if a frozen one changed."""
-        trained = self.trained
-        return trained if changed.issubset(trained.indices) else self.whole
-
-    def unchanged_parts(self) -> tuple[UnitPart, ...]:
-        """Return the ``parts`` that nothing says have changed."""
-        changed = self.changed()
-        if not changed:
-            return self.parts
-        gathered_again = set(self.changed_part(changed).indices)
-        return tuple(part for part in self.parts if not gathered_again.issuperset(part.indices))
-
-    def keeps_copies(self, changed: set[int]) -> bool:
-        """Return whether these changes are at most an optimizer step away from what was gathered.
-
-        Most codes of what a program writes by itself have moved.
-        """
-        return not changed or (self.may_have_stepped and changed.issubset(self.trained.indices))
-
-    def mark_gathered(self) -> None:
-        """Note that the parameters were gathered as they are now."""
-        self._gathered = [(parameter, parameter._version) for parameter in self.parameters]
-        self._updated, self._reduced, self.may_have_stepped = set(), set(), False
-
-    def mark_changed(self) -> None:
-        """Make all parameters count as changed until the next ``mark_gathered``."""
-        self._gathered = None
-
-    def mark_updated(self, indices: Iterable[int]) -> None:
-        """Note that optimizer steps have updated the parameters with these indices."""
-        self._updated.update(indices)
-
-    def mark_stepped(self, found_inf: Tensor | None = None) -> None:
-        """Note that a torch optimizer that holds parameters of this unit has stepped.
-
-        found_inf: for a fused one, of GradScaler: it has changed nothing if this is not zero.
-        """
-        # Optimizers also update parameters that were frozen after they got a gradient.
-        self._updated.update([i for i, p in enumerate(self.parameters) if p.requires_grad or p.grad is not None])
-        self.may_have_stepped = True
-        self.optimizer_steps += 1
-        self._found_inf.append(found_inf)
-
-    def has_stepped_since(self, optimizer_steps: int) -> bool:
-        """Return whether an optimizer has changed parameters since then. The host waits for a fused one's answer."""
-        made = self.optimizer_steps - optimizer_steps
-        return any(found_inf is None or not found_inf for found_inf in list(self._found_inf)[-made:]) if made else False
-
-    def mark_reduced(self, completed: Sequence[int] = ()) -> None:
-        """Note that gradients were reduced. Parameters whose gradients of a step are ``completed`` count as changed.
-
-        Not every optimizer runs torch's step hooks: home-made ones with foreach operations do not.
-        """
-        self.may_have_stepped = True
-        self._reduced.update(completed)
+    def frozen(self) -> UnitPart:
+        """The parameters that were never trainable."""
+        trained = self.trained.indices
+        return self.part(index for index in range(len(self.shards)) if index not in trained)
 
     def check_holds_nothing(self) -> None:
         """Raise RuntimeError if gradients are kept for a step's last micro-batch."""
@@ -421,19 +334,16 @@ def complete_gradients(unit: FSDPUnit, held: Sequence[int]) -> tuple[set[int], t
     return used, tuple(reduced)
 
 
-def _specification(param_group: Any, names: Sequence[str]) -> tuple[tuple[ParameterShard, ...], frozenset[int]]:
-    """Return a rank's shards, in the order in which FSDP2 concatenates them, and the indices of packed ones."""
-    params = param_group.fsdp_params
-    packed = frozenset(index for index, param in enumerate(params) if _is_packed(param))
-    shards = [
+def _specification(param_group: Any, names: Sequence[str]) -> tuple[ParameterShard, ...]:
+    """Return a rank's shards, in the order in which FSDP2 concatenates them."""
+    return tuple(
         ParameterShard(
             name,
             numel=param.padded_sharded_param_size.numel(),
-            quantizable=param.sharded_param.ndim >= 2 and index not in packed,
+            quantizable=param.sharded_param.ndim >= 2 and not _is_packed(param),
         )
-        for index, (name, param) in enumerate(zip(names, params, strict=True))
-    ]
-    return tuple(shards), packed
+        for name, param in zip(names, param_group.fsdp_params, strict=True)
+    )
 
 
 @torch.no_grad()
@@ -478,8 +388,8 @@ def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:
         topology = topology_of(group, per_node)
         params = param_group.fsdp_params
         param_names = [names.get(id(param.sharded_param), f"parameter {i}") for i, param in enumerate(params)]
-        spec = _specification(param_group, param_names)
-        units.append(FSDPUnit(name, *spec, module, topology, replicas, param_group))
+        shards = _specification(param_group, param_names)
+        units.append(FSDPUnit(name, shards, module, topology, replicas, param_group))
     return units
 
 
@@ -610,12 +520,11 @@ def collective_of(frame: FrameType) -> str | None:
     return f"the {_COLLECTIVES[name]} of {owner._module_fqn or 'the root module'}"
 
 
-def follow_optimizers(units: Sequence[FSDPUnit]) -> None:
-    """Mark the units at every step of a torch optimizer that holds one of their parameters.
+def follow_optimizers(units: Sequence[FSDPUnit], position: StepPosition) -> None:
+    """Refuse steps of torch optimizers that hold parameters of ``units`` while gradients are held; note the others.
 
-    Fused and foreach optimizers change DTensors without bumping a version counter, so counters alone would leave stale
-    weights in the secondary partition. A step while gradients are held raises RuntimeError before it does anything; a
-    step with a closure, which may reduce the last of them, raises it at its end.
+    Weights alone could not tell in time: such a step raises RuntimeError before it does anything, or, with a closure,
+    which may reduce the last gradients, at its end. And without qgZ nothing else says where a step ends.
     """
     references = [weakref.ref(unit) for unit in units]
 
@@ -630,9 +539,12 @@ def follow_optimizers(units: Sequence[FSDPUnit]) -> None:
                 unit.check_holds_nothing()
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for unit in units_of(optimizer):
+        stepped = units_of(optimizer)
+        for unit in stepped:
             unit.check_holds_nothing()
-            unit.mark_stepped(getattr(optimizer, "found_inf", None))
+            unit.has_trained = True
+        if stepped:
+            position.mark_stepped(getattr(optimizer, "found_inf", None))
 
     # Never removed: that could happen while some optimizer's step iterates over its hooks.
     register_optimizer_step_pre_hook(before_step)

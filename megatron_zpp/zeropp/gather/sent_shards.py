@@ -21,35 +21,32 @@ from ..wire.moves import Moves
 FIRST_BATCH_BYTES, LARGEST_BATCH_BYTES = 2**18, 2**22
 
 
-@dataclass(eq=False)
-class SentShard:
-    """A part of a shard [L] on its way to other nodes, while the program goes on.
-
-    The secondary partition stays as it is until this arrives.
-    """
+@dataclass(frozen=True, eq=False)
+class EncodedShard:
+    """A part of a rank's shard [L], as it will be sent to other nodes."""
 
     unit: FSDPUnit
     part: UnitPart
     format: WireFormat
-    encoded: Tensor | Moves  # this rank's wire buffer uint8 [n], or moves of its codes in the secondary partition
-    version: int  # of the weights, before this shard was sent
-    was_current: bool  # whether nothing had changed then
-    work: dist.Work | _CoalescingManager | None = None  # None: it is not sent yet
+    encoded: Tensor | Moves  # wire buffer uint8 [n], or moves of this rank's codes in the secondary partition
 
-    @property
-    def are_moves(self) -> bool:
-        return isinstance(self.encoded, Moves)
 
-    def start(self, wire: Tensor, wires: Tensor, work: dist.Work | _CoalescingManager) -> None:
-        """Note what is sent to the N ranks with equal p: ``wire`` uint8 [n], and ``wires`` [N, n] after ``work``."""
-        self.wire, self.wires, self.work = wire, wires, work
+@dataclass(frozen=True)
+class SentShard:
+    """Shards of the N ranks with equal p on their way, while the program goes on: ``wires`` [N, n], after ``work``."""
+
+    part: UnitPart
+    format: WireFormat
+    are_moves: bool
+    wires: Tensor
+    work: dist.Work | _CoalescingManager
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def send(shards: Sequence[SentShard], shared: Shared) -> None:
+def send(shards: Sequence[EncodedShard], shared: Shared) -> None:
     """Start sending encoded shards between nodes, in the order of the pass that waits for them."""
-    by_topology: dict[Topology, list[SentShard]] = {}
+    by_topology: dict[Topology, list[EncodedShard]] = {}
     for shard in shards:
         by_topology.setdefault(shard.unit.topology, []).append(shard)
     nbytes = _bytes_of(by_topology, shared)
@@ -57,16 +54,17 @@ def send(shards: Sequence[SentShard], shared: Shared) -> None:
         for batch in _batches(members, nbytes):
             wires = [of.encoded.write(nbytes[of]) if isinstance(of.encoded, Moves) else of.encoded for of in batch]
             gathered, work = start_gathers(wires, topology.inter_group)
-            for shard, wire, arriving in zip(batch, wires, gathered, strict=True):
-                shard.start(wire, arriving, work)
+            for shard, arriving in zip(batch, gathered, strict=True):
+                are_moves = isinstance(shard.encoded, Moves)
+                shard.unit.all_gather.in_flight = SentShard(shard.part, shard.format, are_moves, arriving, work)
 
 
-def _bytes_of(by_topology: Mapping[Topology, Sequence[SentShard]], shared: Shared) -> dict[SentShard, int]:
+def _bytes_of(by_topology: Mapping[Topology, Sequence[EncodedShard]], shared: Shared) -> dict[EncodedShard, int]:
     """Return the bytes of each shard. Moves have as many as they need: the longest of the N ranks' rules.
 
     The sizes of all are exchanged at once, and read at once by the host, which waits for them.
     """
-    nbytes, moves, most = dict[SentShard, int](), list[SentShard](), list[Tensor]()
+    nbytes, moves, most = dict[EncodedShard, int](), list[EncodedShard](), list[Tensor]()
     for topology, shards in by_topology.items():
         nbytes |= {shard: shard.encoded.nbytes for shard in shards if isinstance(shard.encoded, Tensor)}
         measured = {shard: shard.encoded.num_bytes for shard in shards if isinstance(shard.encoded, Moves)}
@@ -81,9 +79,9 @@ def _bytes_of(by_topology: Mapping[Topology, Sequence[SentShard]], shared: Share
     return nbytes
 
 
-def _batches(shards: Sequence[SentShard], nbytes: dict[SentShard, int]) -> Iterator[list[SentShard]]:
+def _batches(shards: Sequence[EncodedShard], nbytes: dict[EncodedShard, int]) -> Iterator[list[EncodedShard]]:
     """Split shards, in their order, into those of one gather: several up to its limit, or a longer one."""
-    batch: list[SentShard] = []
+    batch: list[EncodedShard] = []
     limit = left = FIRST_BATCH_BYTES
     for shard in shards:
         if batch and nbytes[shard] > left:

@@ -61,7 +61,7 @@ class HierarchicalReduceScatter(GradientReduction):
         self.micro_batches = 0  # of this step, whose sum is kept
         # Indices of the parameters whose gradients the last reduction, or the one that runs, takes.
         self._reduced: tuple[int, ...] = ()
-        self._begun_at = 0  # the unit's optimizer steps when this step's first micro-batch came
+        self._begun_at = -1  # optimizer steps when this step's first micro-batch came
         self._last_reduction: tuple[int, int] | None = None  # its backward pass, and optimizer steps until then
         self._specified: tuple[UnitPart, torch.dtype, float] | None = None  # what formats were set for
         self._rotation: WireFormat | None = None  # whose quantized parameters are rotated
@@ -104,7 +104,7 @@ class HierarchicalReduceScatter(GradientReduction):
             stream = current_stream(self.unit.device)
             # If the backward pass fails, nothing else holds what is in flight.
             call_after_backward(lambda: self._finish(in_flight, part, op, divisor, stream))
-        self.unit.mark_reduced(part.indices)
+        self.unit.has_trained = True
         return None
 
     def _begin(self, part: UnitPart, gradients: Tensor) -> GradientSum:
@@ -112,7 +112,7 @@ class HierarchicalReduceScatter(GradientReduction):
         continues = self._continues()
         if self.node_sum.kept is None:
             if not continues:
-                self._begun_at = self.unit.optimizer_steps
+                self._begun_at = self.shared.position.optimizer_steps
             for hop in self.hops:
                 hop.begin_step(continues)
         self.node_sum.set_part(part)
@@ -174,20 +174,19 @@ class HierarchicalReduceScatter(GradientReduction):
         """Return whether gradients crossed nodes since the last optimizer step; warn once if in another pass."""
         if not self.shared.position.is_last:
             return False
-        now = backward_pass(), self.unit.optimizer_steps
+        now = backward_pass(), self.shared.position.optimizer_steps
         before, self._last_reduction = self._last_reduction, now
         if before is None or before[1] != now[1]:
             return False
-        has_hooks = now[1] > 0  # else optimizers may have stepped unseen
         is_same_pass = before[0] == now[0]
         accumulates = not is_same_pass and any(p.grad is not None for p in self.unit.parameters)
         if accumulates and self.node_sum.kept is None:
             warn_of_accumulation()
-        return has_hooks and (is_same_pass or accumulates)
+        return self.shared.position.sees_steps and (is_same_pass or accumulates)  # else some may have stepped unseen
 
-    def undo_step(self) -> None:
+    def undo_step(self, is_unused: bool) -> None:
         self._drop_kept()
-        if not self.unit.has_stepped_since(self._begun_at):  # no optimizer has used these gradients
+        if is_unused and self._begun_at == self.shared.position.optimizer_steps:
             for hop in self.hops:
                 hop.undo_step()
 
@@ -205,6 +204,7 @@ class HierarchicalReduceScatter(GradientReduction):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self._drop_kept()
+        self._begun_at = -1
         if "steps" in state:
             self.steps = int(state["steps"])
         for hop in self.hops:
