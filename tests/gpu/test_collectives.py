@@ -55,9 +55,9 @@ class Unit:
 def exchange(group, device):
     """A hop of gradients in 4 bits, and what a step asks of all ranks about parameters without a gradient."""
     wires = FORMAT.encode(torch.randn(1, 512, device=device))
-    hop = SimpleNamespace(encode_pieces=lambda gradients: wires, sum_of=lambda received: GradientSum(received, FORMAT))
+    hop = SimpleNamespace(encode_pieces=lambda *_: wires, sum_of=lambda received, format: GradientSum(received, format))
     with on_stream(new_stream(device), device):
-        total = start_exchange(GradientSum(wires), hop, group).wait().compute()
+        total = start_exchange(GradientSum(wires), hop, FORMAT, (0, 0), group).wait().compute()
     assert total.equal(FORMAT.decode(wires[0], torch.empty(512, device=device)))
     used, unused = (nn.Parameter(torch.ones(2, device=device)) for _ in range(2))
     unit = Unit(device, [used, unused])

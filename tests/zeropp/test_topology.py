@@ -102,7 +102,7 @@ def _of_gradients(have_own_group):
     with patch.object(reduce_scatter, "start_exchange", side_effect=reduce_scatter.start_exchange) as send:
         model(torch.ones(2, 24) * (1 + dist.get_rank())).square().sum().backward()
     has_own = of_unit.reduce_group is not of_unit.intra_group
-    used = {call.args[2] for call in send.call_args_list} == {of_unit.reduce_group, of_unit.inter_group}
+    used = {call.args[4] for call in send.call_args_list} == {of_unit.reduce_group, of_unit.inter_group}
     norm = sum(local_part(parameter.grad).norm().item() for parameter in model.parameters())
     return has_own, used, dist.get_process_group_ranks(of_unit.reduce_group), norm
 

@@ -19,9 +19,10 @@ def wire_format(
     block_size: int | None,
     dtype: torch.dtype,
     scaling: str | None = None,
+    scale_dtype: torch.dtype = torch.float32,
 ) -> WireFormat:
     """Return the WireFormat of these arguments, made once."""
-    return WireFormat(parameters, bits, block_size, dtype, scaling)
+    return WireFormat(parameters, bits, block_size, dtype, scaling, scale_dtype)
 
 
 class WireFormat(WireLayout):
