@@ -21,23 +21,22 @@ from torch import Tensor, nn
 from .config import ZeroPPConfig, check_finds_unused
 from .description import describe, state_prefix, warn, warn_of_lost_state
 from .fsdp.collectives import PlainAllGather, PlainReduceScatter, count_all_reduces
+from .fsdp.find_units import check_units, find_units, set_collectives
 from .fsdp.fsdp_unit import (
     FSDPUnit,
     GradientReduction,
     WeightGather,
     check_collectives,
-    find_units,
     follow_backward,
     follow_forward_passes,
     follow_optimizers,
-    set_collectives,
     set_is_last_backward,
 )
 from .fsdp.shared import Shared, below
 from .fsdp.topology import Topology, process_rank
 from .fsdp.waits import Waits, is_capturing, new_stream, on_stream
 from .gather.all_gather import FullPrecisionAllGather, HierarchicalAllGather, QuantizedAllGather
-from .gather.content import agree, send_changes
+from .gather.changed_weights import agree, send_changes
 from .muon.matrix_blocks import MatrixBlocks, MomentumWire, batches
 from .recipes import find_config
 from .reduce.reduce_scatter import HierarchicalReduceScatter, UnusedParameters
@@ -99,7 +98,7 @@ class ZeroPP:
         if find_unused_parameters:
             for topology, members in units_of.items():
                 self._unused_parameters[topology] = UnusedParameters(topology, members, self.traffic)
-        self._gather_stream = new_stream(self.device)
+        self._gather_stream, self._has_begun = new_stream(self.device), False
         for unit in units:
             set_collectives(unit, self._all_gather(unit), self._reduce_scatter(unit))
             follow_backward(unit, self.waits)
@@ -296,6 +295,9 @@ class ZeroPP:
             unit.all_gather.forget_resident()
 
     def _begin_forward_pass(self, is_last: bool) -> None:
+        if not self._has_begun:
+            check_units(self._model, self.units)
+            self._has_begun = True
         for unit in self.units:
             check_collectives(unit)
         position, versions = self.shared.position, 0

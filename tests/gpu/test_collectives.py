@@ -19,7 +19,7 @@ from megatron_zpp.zeropp import Traffic
 from megatron_zpp.zeropp.fsdp.collectives import all_gather, reduce_scatter
 from megatron_zpp.zeropp.fsdp.topology import build_topology, gather_if_any
 from megatron_zpp.zeropp.fsdp.waits import new_stream, on_stream
-from megatron_zpp.zeropp.gather.sent_shards import gather_wires, start_gathers
+from megatron_zpp.zeropp.gather.changed_weights import gather_wires, start_gathers
 from megatron_zpp.zeropp.reduce.reduce_scatter import UnusedParameters, start_exchange
 from megatron_zpp.zeropp.wire.format import GradientSum, WireFormat
 from megatron_zpp.zeropp.wire.layout import ParameterShard

@@ -6,7 +6,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .fsdp_unit import FSDPUnit, GradientReduction, WeightGather, set_all_reduce_hook
+from .find_units import set_all_reduce_hook
+from .fsdp_unit import FSDPUnit, GradientReduction, WeightGather
 from .shared import Shared, Traffic
 from .topology import Topology
 

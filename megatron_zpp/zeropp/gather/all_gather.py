@@ -19,8 +19,7 @@ from ..wire.format import WireFormat
 from ..wire.layout import KeptScales
 from ..wire.moves import apply_moves, measure_moves
 from ..wire.quantization import mix_seed
-from .content import same_bits, send_changes
-from .sent_shards import EncodedShard, SentShard, gather_wires, send
+from .changed_weights import EncodedShard, SentShard, gather_wires, same_bits, send, send_changes
 
 
 class QuantizedAllGather(WeightGather):
@@ -191,9 +190,9 @@ class HierarchicalAllGather(QuantizedAllGather):
     [N, L]; every gather is then among the P ranks of the node. All ranks see the same weights: each rank quantizes and
     decodes its local shard, too. Frozen parameters of a unit are sent only when they changed.
 
-    What changed leaves when a forward pass begins (content.py), and must have arrived when FSDP2 asks for the unit, or
-    when the next pass begins. Without a secondary partition (at the first step, after ``invalidate`` or a resume) a
-    unit is sent in full when FSDP2 asks for it.
+    What changed leaves when a forward pass begins (changed_weights.py), and must have arrived when FSDP2 asks for the
+    unit, or when the next pass begins. Without a secondary partition (at the first step, after ``invalidate`` or a
+    resume) a unit is sent in full when FSDP2 asks for it.
     """
 
     def __init__(self, unit: FSDPUnit, shared: Shared, stream: torch.Stream) -> None:
@@ -213,7 +212,7 @@ class HierarchicalAllGather(QuantizedAllGather):
 
     def differs_from_sent(self) -> Tensor | None:
         self._receive()  # what the last pass did not ask for
-        if self.unit.has_nf4 and self.unit.remove_trainable_from_nf4():
+        if self.unit.remove_trainable_from_nf4():
             self.forget_copies()
         return super().differs_from_sent()
 
