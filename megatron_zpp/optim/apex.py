@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.zeropp.own_rank import local_part
+from megatron_zpp.zeropp.api import local_part
 
 
 def import_apex(name: str, compiled: str) -> Any:

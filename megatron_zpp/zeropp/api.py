@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .config import ZeroPPConfig, check_finds_unused
 from .description import describe, state_prefix, warn, warn_of_lost_state
@@ -309,3 +310,8 @@ class ZeroPP:
         if begins and not is_capturing(self.device):  # a gather will refuse it
             with on_stream(self._gather_stream, self.device):
                 send_changes(self.units, self.shared)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor, in the same memory; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.zeropp import ZeroPPConfig
+from megatron_zpp.zeropp.api import local_part
 from megatron_zpp.zeropp.fsdp import topology
 from megatron_zpp.zeropp.fsdp.collectives import count_flat_ring, count_reduce_scatter
 from megatron_zpp.zeropp.fsdp.shared import Traffic
 from megatron_zpp.zeropp.fsdp.topology import Topology, _ranks_per_node_of, build_topology
-from megatron_zpp.zeropp.own_rank import load_random_state_dict, local_part, random_state_dict
+from megatron_zpp.zeropp.own_rank import load_random_state_dict, random_state_dict
 from megatron_zpp.zeropp.reduce import reduce_scatter
 from tests.ranks import run_in_turn
 from tests.zeropp.training_on_ranks import Net, shard

@@ -166,7 +166,9 @@ class Formats:
         return self._format(part, bits, config.gradient_block_size, dtype, scaling)
 
     def gradients_between_nodes(self, part: UnitPart, dtype: torch.dtype, step: float = math.inf) -> WireFormat:
-        bits, scaling = self.config.gradient_code_at(step)
+        bits, scaling = self.config.gradient_bits, self.config.gradient_scaling
+        if self.config.gradient_bits_warmup is not None:
+            bits, scaling = self.config.gradient_code_at(step)
         # What stays unquantized is a node's sums: in fp32 where the others are quantized, since few are left.
         sums_dtype = dtype if self.config.gradient_bits is None else torch.float32
         return self._format(part, bits, self.config.gradient_block_size, sums_dtype, scaling)

@@ -92,6 +92,7 @@ class FSDPUnit:
     _param_group: Any = field(repr=False)  # FSDP2's record of the unit
     all_gather: WeightGather = field(init=False, repr=False)
     reduce_scatter: GradientReduction = field(init=False, repr=False)
+    label: str = field(init=False)  # the name as error messages and logs show it
     whole: UnitPart = field(init=False, repr=False)  # all parameters
     # Whether a step's gradients were reduced, or an optimizer has stepped, since the weights were sent.
     has_trained: bool = False
@@ -102,12 +103,8 @@ class FSDPUnit:
     _parts: dict[tuple[int, ...], UnitPart] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.label = self.name or "the root module"
         self.specify(self.shards)
-
-    @property
-    def label(self) -> str:
-        """The name as error messages and logs show it."""
-        return self.name or "the root module"
 
     def specify(self, shards: tuple[ParameterShard, ...]) -> None:
         """Set the unit's parameters. Parts and formats follow from them, and are made once."""

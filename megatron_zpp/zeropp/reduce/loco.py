@@ -52,7 +52,7 @@ class ErrorFeedback:
         """
         self._before_step = self.error, self.steps, self._format
 
-    def encode(
+    def compensate(
         self,
         gradients: GradientSum,
         hop: WireFormat,
@@ -83,7 +83,7 @@ class ErrorFeedback:
         if is_last and config.reset == "decay" and interval is not None:
             decay = 1 - 1 / interval
         compensation = Compensation(self._format, self.error, new_error, config.beta, decay)
-        wire = gradients.encode(hop, noise_seed, compensation, exponents)
+        wire = gradients.to_wire(hop, noise_seed, compensation, exponents)
         self.error = new_error
         if not config.exact_undo:
             self._before_step = None, 0, None
@@ -145,9 +145,9 @@ class GradientHop:
         error = feedback.error if feedback is not None else None  # what is added to these gradients
         if feedback is not None:
             # The hop between nodes runs once per step, that within a node once per micro-batch.
-            wires = feedback.encode(gradients, format, noise_seed, self.shared.position.is_last, exponents)
+            wires = feedback.compensate(gradients, format, noise_seed, self.shared.position.is_last, exponents)
         else:
-            wires = gradients.encode(format, noise_seed, exponents=exponents)
+            wires = gradients.to_wire(format, noise_seed, exponents=exponents)
         if is_sampled:
             self._sample(gradients.parts, format, wires, exponents, error)
         sent = wires.nbytes - wires[0].nbytes  # this rank keeps one piece
@@ -269,7 +269,7 @@ class NodeSum:
         noise_seed: of stochastic rounding; may be None for fp32 sums.
         """
         if self.config.gradient_sum_dtype == "int8":
-            total = arrived.encode(self.format, noise_seed, encoded_addend(self.format, self._on_device()))
+            total = arrived.to_wire(self.format, noise_seed, encoded_addend(self.format, self._on_device()))
         else:
             total = self.plus(arrived).compute()
             if self.config.gradient_sum_dtype == "bf16":

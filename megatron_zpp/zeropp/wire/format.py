@@ -181,7 +181,7 @@ class GradientSum:
         is_sum = self.format is not None or self.plus is not None
         return GradientSum(self.compute()) if is_sum else self
 
-    def encode(
+    def to_wire(
         self,
         format: WireFormat,
         noise_seed: int | None,
