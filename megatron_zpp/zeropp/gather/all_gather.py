@@ -34,7 +34,7 @@ class QuantizedAllGather(WeightGather):
 
     def __init__(self, unit: FSDPUnit, shared: Shared, stream: torch.Stream) -> None:
         self.unit, self.topology, self.shared, self.stream = unit, unit.topology, shared, stream
-        self.formats = Formats(shared.config, unit.topology.num_nodes)
+        self.formats, self.keeps_wires = Formats(shared.config, unit.topology.num_nodes), True
         if shared.config.frozen_dtype is not None and self.formats.has_secondary_partition:
             unit.nf4_skip = shared.config.nf4_skip
             unit.specify(unit.shards)
@@ -72,13 +72,13 @@ class QuantizedAllGather(WeightGather):
 
         None: nothing that was sent is kept, or all was trained.
         """
-        part = self._untrained_part()
-        shard = self.unit.flat_shard() if self._has_copies() and part.indices else None
-        if shard is None or self._forget_other(shard):
+        part, row = self._untrained_part(), self._own_row()
+        shard = self.unit.flat_shard() if row is not None and part.indices else None
+        if row is None or shard is None or self._forget_other(shard):
             return None
-        format = self.formats.weights(part, shard.dtype)
+        format, sent = self.formats.weights(part, shard.dtype), self._copies_of(part, row, shard.dtype)
         now = format.decode(self._encode_part(part, shard, is_sent=False), out=torch.empty_like(part.select(shard)))
-        return ~same_bits(now, self._sent_numbers(part, format, now))
+        return ~same_bits(now, format.decode(sent, out=torch.empty_like(now)) if self.keeps_wires else sent)
 
     def renew(self, is_different: bool) -> EncodedShard | None:
         """Encode what changed, for ``send``; None: it is gathered in full when FSDP2 asks for it.
@@ -101,15 +101,17 @@ class QuantizedAllGather(WeightGather):
         """Return the parameters that are compared with what was sent: after a step none, as all are gathered again."""
         return self.unit.part([]) if self.unit.has_trained else self.unit.whole
 
-    def _has_copies(self) -> bool:
-        return self.resident is not None
+    def _own_row(self) -> Tensor | None:
+        """Return what receivers have of this rank's shard, if this rank keeps it: a wire buffer, or numbers [L]."""
+        return self.resident[self.topology.rank] if self.resident is not None else None
 
-    def _sent_numbers(self, part: UnitPart, format: WireFormat, like: Tensor) -> Tensor:
-        """Return what receivers have of this rank's shard [L], or of a part of it."""
-        assert self.resident is not None
-        whole = self.formats.weights(self.unit.whole, like.dtype)
-        row = part.select_wires(self.resident[self.topology.rank], whole, format)
-        return format.decode(row, out=torch.empty_like(like))
+    def _copies_of(self, part: UnitPart, copies: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a part's copies out of a whole unit's, kept in the same way."""
+        if not self.keeps_wires:
+            return part.select(copies)
+        return part.select_wires(
+            copies, self.formats.weights(self.unit.whole, dtype), self.formats.weights(part, dtype)
+        )
 
     def _forget_other(self, shard: Tensor) -> bool:
         """Forget the copies, and return True, if the model was cast or moved since they were made."""
@@ -197,6 +199,7 @@ class HierarchicalAllGather(QuantizedAllGather):
 
     def __init__(self, unit: FSDPUnit, shared: Shared, stream: torch.Stream) -> None:
         super().__init__(unit, shared, stream)
+        self.keeps_wires = self.formats.keeps_wires
         # [N, L] in the gather's dtype; where wires are kept, uint8 [N, nbytes].
         self.secondary_partition: Tensor | None = None
         self._loaded_row: Tensor | None = None  # with moves: this rank's, of a checkpoint, until it is sent in full
@@ -233,33 +236,28 @@ class HierarchicalAllGather(QuantizedAllGather):
         # Stochastic rounding is right on average over many roundings, so frozen weights are rounded again, too.
         return self.shared.config.weight_rounding == "stochastic"
 
-    def _has_copies(self) -> bool:
-        return self.secondary_partition is not None
-
-    def _sent_numbers(self, part: UnitPart, format: WireFormat, like: Tensor) -> Tensor:
-        assert self.secondary_partition is not None
-        row = self._copies_of(part, self.secondary_partition[self.topology.node], format.dtype)
-        return format.decode(row, out=torch.empty_like(like)) if self.formats.keeps_wires else row
+    def _own_row(self) -> Tensor | None:
+        return self.secondary_partition[self.topology.node] if self.secondary_partition is not None else None
 
     def _kept_scales(self, part: UnitPart, dtype: torch.dtype) -> KeptScales | None:
         """Return the codes whose scales blocks keep while they fit, with moves."""
         if not self.formats.sends_moves:
             return None
-        if self.secondary_partition is None:
-            return KeptScales(self._loaded_row)
-        return KeptScales(self._copies_of(part, self.secondary_partition[self.topology.node], dtype))
+        row = self._own_row()
+        return KeptScales(self._loaded_row if row is None else self._copies_of(part, row, dtype))
 
     # The partition outlives an evaluation in inference mode, so it must not be an inference tensor.
     @torch.inference_mode(False)
     @torch.no_grad()
     def _encode(self, part: UnitPart, shard: Tensor) -> EncodedShard:
         """Begin the inter-node stage: encode a part of the shard [L] for ``send``."""
-        format, wire = self.formats.weights(part, shard.dtype), self._encode_part(part, shard)
+        format, wire, row = self.formats.weights(part, shard.dtype), self._encode_part(part, shard), self._own_row()
         self.unit.has_trained = False
-        if not self.formats.sends_moves or self.secondary_partition is None:
+        if not self.formats.sends_moves or row is None:
             return EncodedShard(self.unit, part, format, wire)
-        old = self._copies_of(part, self.secondary_partition[self.topology.node], shard.dtype)
-        return EncodedShard(self.unit, part, format, measure_moves(format, old, wire))
+        return EncodedShard(
+            self.unit, part, format, measure_moves(format, self._copies_of(part, row, shard.dtype), wire)
+        )
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -290,7 +288,7 @@ class HierarchicalAllGather(QuantizedAllGather):
 
     def _in_full(self, sent: SentShard, old: Tensor | None) -> Tensor:
         """Return the shards, quantized with qwZ. They replace the old ones in place: fresh memory is slow on a CPU."""
-        if self.formats.keeps_wires:
+        if self.keeps_wires:
             return sent.wires
         out, wires = old if sent.part.is_whole else None, sent.wires
         if out is None:
@@ -319,7 +317,7 @@ class HierarchicalAllGather(QuantizedAllGather):
                     all_gather_each(output.flatten(1).unbind(), secondary_partition.unbind(), group)
             self.resident = output.clone() if is_resident else None
         else:
-            if not self.formats.keeps_wires:
+            if not self.keeps_wires:
                 # The same noise in every node, so that all ranks see the same weights.
                 sent = weights.encode(secondary_partition, self._noise_seed("intra", self.topology.local_rank))
             wires = sent.unsqueeze(1)  # [N, P, nbytes]
@@ -331,17 +329,9 @@ class HierarchicalAllGather(QuantizedAllGather):
         nbytes = (self.topology.ranks_per_node - 1) * sent.nbytes
         self.shared.traffic.add(intra_node=nbytes, stays=self.unit.stays_gathered)
 
-    def _copies_of(self, part: UnitPart, copies: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a part's copies out of a whole unit's, kept in the same way."""
-        if not self.formats.keeps_wires:
-            return part.select(copies)
-        return part.select_wires(
-            copies, self.formats.weights(self.unit.whole, dtype), self.formats.weights(part, dtype)
-        )
-
     def _put_copies(self, part: UnitPart, values: Tensor, copies: Tensor, dtype: torch.dtype) -> Tensor:
         """Write a part's copies into a whole unit's, and return these: ``values`` itself if the part is whole."""
-        if not self.formats.keeps_wires:
+        if not self.keeps_wires:
             return part.insert(values, copies)
         formats = self.formats.weights(self.unit.whole, dtype), self.formats.weights(part, dtype)
         return part.insert_wires(values, copies, *formats)
@@ -351,8 +341,8 @@ class HierarchicalAllGather(QuantizedAllGather):
         state, dtype = super().state_dict(), self._kept_as[0] if self._kept_as else self.unit.gathered_dtype
         if self.formats.sends_moves:
             # This rank's row of codes, with the scales that are kept; the other rows are gathered again.
-            partition = self.secondary_partition
-            row = partition[self.topology.node] if partition is not None else self._loaded_row
+            row = self._own_row()
+            row = self._loaded_row if row is None else row
             nbytes = self.formats.weights(self.unit.whole, dtype).nbytes
             saved = row.clone() if row is not None else torch.zeros(nbytes, dtype=torch.uint8, device=self.unit.device)
             state |= {"has_row": torch.tensor(row is not None), "row": saved, "dtype": torch.zeros(1, dtype=dtype)}
