@@ -54,7 +54,7 @@ def mean_squared_norm(arm: str, optimizer: str, factor: float, steps: int, seed:
         batch = torch.gather(features, 1, rows.unsqueeze(2).expand(-1, -1, FEATURES))
         own = gradients(x, batch, labels.gather(1, rows))  # g
         if feedback is not None:
-            own = HOP.decode(feedback.encode(GradientSum(own), HOP), torch.empty_like(own))
+            own = HOP.decode(feedback.compensate(GradientSum(own), HOP), torch.empty_like(own))
         elif arm != "fp32":
             own = HOP.decode(HOP.encode(own), torch.empty_like(own))
         gradient = own.mean(0)

@@ -41,7 +41,7 @@ WRAPPED: tuple[tuple[Any, str, str], ...] = (
     (step, "clip_gradients", "optimizer"),
     (QuantizedAllGather, "__call__", "quantizers"),  # what ZeRO++ does, but for the collectives inside
     (HierarchicalAllGather, "__call__", "quantizers"),
-    (HierarchicalAllGather, "encode_for_prefetch", "quantizers"),
+    (HierarchicalAllGather, "renew", "quantizers"),
     (HierarchicalReduceScatter, "__call__", "quantizers"),
     (HierarchicalReduceScatter, "_finish", "quantizers"),
     (dist.Work, "wait", "collectives"),

@@ -25,7 +25,7 @@ PARTS_OF_ZEROPP = {
     "fsdp": ["wire", "config"],
     "gather": ["wire", "fsdp"],
     "reduce": ["wire", "fsdp", "config"],
-    "muon": ["wire", "fsdp", "config", "api", "own_rank"],
+    "muon": ["wire", "fsdp", "config", "api"],
 }
 ALONE = {  # what the lower folders may import beside the standard library
     "zeropp": {"torch"},

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, _fully_shard
 from torch.distributed.tensor import DTensor
 
 import megatron_zpp
+from tests.zeropp.test_fsdp_privates import THE_FILES
 
 ROOT = Path(megatron_zpp.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -256,12 +257,10 @@ def names_in(files: Iterator[Path]) -> set[str]:
 
 def test_what_is_read_of_fsdp2s_objects_exists():
     """Their classes have no annotations that could be followed: each attribute is one of ours, or named in FSDP2."""
-    file = ROOT / "zeropp" / "fsdp" / "fsdp_unit.py"
-    tree = ast.parse(file.read_text())
-    nodes = [*ast.walk(tree)]
+    nodes = [node for file in THE_FILES for node in ast.walk(ast.parse(file.read_text()))]
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     read |= {node.value for node in nodes if isinstance(node, ast.Constant)} & {"wait_for_unshard", "FSDPParamGroup"}
-    ours = names_in(other for other in FILES if other != file)
+    ours = names_in(other for other in FILES if other not in THE_FILES)
     ours |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     ours |= {node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
     kinds = (Tensor, DTensor, nn.Module, FSDPModule, str, list, set, types.FrameType)

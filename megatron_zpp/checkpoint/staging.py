@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
-from megatron_zpp.zeropp.own_rank import local_part
+from megatron_zpp.zeropp.api import local_part
 
 
 class Stager(AsyncStager):

@@ -106,8 +106,8 @@ class IslandHops:
         # In either hop a rank sends K - 1 pieces: one to each other island, or around the ring.
         self.traffic.add(inter_island=(self.num_islands - 1) * self.format.nbytes)
         if has_feedback and hop in self._feedback:
-            return self._feedback[hop].encode(values, self.format)
-        return values.encode(self.format, noise_seed=None)
+            return self._feedback[hop].compensate(values, self.format)
+        return values.to_wire(self.format, noise_seed=None)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return LoCo's errors, and what the hop in flight receives, after waiting for it."""

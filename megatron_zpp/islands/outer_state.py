@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.zeropp.own_rank import local_part
+from megatron_zpp.zeropp.api import local_part
 
 from .config import IslandConfig
 

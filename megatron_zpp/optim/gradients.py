@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_zpp.settings.groups import PrecisionSettings
+from megatron_zpp.zeropp.api import local_part
 from megatron_zpp.zeropp.fsdp.collectives import all_gather
 from megatron_zpp.zeropp.fsdp.topology import process_rank
-from megatron_zpp.zeropp.own_rank import local_part
 
 # Elements squared at once: on a CPU torch makes an fp64 copy of them, which must stay in a cache.
 PIECE = 2**20

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_zpp.settings.groups import OptimizerSettings
 from megatron_zpp.zeropp import Muon, ZeroPP
-from megatron_zpp.zeropp.own_rank import local_part
+from megatron_zpp.zeropp.api import local_part
 
 
 @dataclass(frozen=True)

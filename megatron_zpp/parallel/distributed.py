@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megatron_zpp.errors import messages_of
-from megatron_zpp.zeropp.fsdp import fsdp_unit
+from megatron_zpp.zeropp.fsdp import find_units
 from megatron_zpp.zeropp.fsdp.topology import gather_if_any
 
 from . import staged_backend
@@ -272,7 +272,7 @@ def collective_of(error: BaseException) -> str | None:
     caller = collective = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         name, file = frame.f_code.co_name, frame.f_code.co_filename
-        if (of_fsdp := fsdp_unit.collective_of(frame)) is not None:
+        if (of_fsdp := find_units.collective_of(frame)) is not None:
             return of_fsdp
         if name in ("_wait_batch_p2p", "wait_for_neighbour"):  # torch's, and the evaluation's
             return "the exchange with a neighbouring pipeline stage"

@@ -28,8 +28,8 @@ from megatron_zpp.parallel.tensor import apply_tensor_parallelism
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.loss import LanguageModelLoss
 from megatron_zpp.zeropp import Traffic, ZeroPP, apply_zeropp
+from megatron_zpp.zeropp.api import local_part
 from megatron_zpp.zeropp.fsdp.topology import gather_node_names, gather_objects
-from megatron_zpp.zeropp.own_rank import local_part
 
 
 @dataclass

@@ -95,13 +95,13 @@ class Reporter(Callback):
     def add_waits(self) -> tuple[float, float]:
         """Add what was waited for links since the last call to the interval's, and return it, in seconds."""
         waits = self.trainer.zeropp.waits if self.trainer.zeropp is not None else None
-        waited = waits.take() if waits is not None else (0.0, 0.0)
+        waited = waits.take_seconds() if waits is not None else (0.0, 0.0)
         self.waited = [so_far + more for so_far, more in zip(self.waited, waited, strict=True)]
         return waited
 
     def _resume(self) -> None:
         if self.trainer.zeropp is not None and self.trainer.zeropp.waits is not None:
-            self.trainer.zeropp.waits.take()  # not training's
+            self.trainer.zeropp.waits.take_seconds()  # not training's
         self.timer.restart()
 
     def _interval_report(self, report: TrainingReport) -> TrainingReport:

@@ -13,34 +13,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .config import ZeroPPConfig, check_finds_unused
 from .description import describe, note_repeated_gathers, state_prefix, warn, warn_of_lost_state
 from .fsdp.collectives import PlainAllGather, PlainReduceScatter, count_all_reduces
-from .fsdp.consistency import check_consistency
+from .fsdp.find_units import check_units, find_units, set_collectives
 from .fsdp.fsdp_unit import (
     FSDPUnit,
     GradientReduction,
     WeightGather,
     check_collectives,
-    find_units,
     follow_backward,
     follow_forward_passes,
     follow_optimizers,
-    set_collectives,
     set_is_last_backward,
 )
 from .fsdp.shared import Shared, below
 from .fsdp.topology import Topology, process_rank
 from .fsdp.waits import Waits, is_capturing, new_stream, on_stream
 from .gather.all_gather import FullPrecisionAllGather, HierarchicalAllGather, QuantizedAllGather
-from .gather.sent_shards import send
-from .gather.unseen_changes import UnseenChanges
+from .gather.changed_weights import agree, send_changes
 from .muon.matrix_blocks import MatrixBlocks, MomentumWire, batches
 from .recipes import find_config
 from .reduce.reduce_scatter import HierarchicalReduceScatter, UnusedParameters
@@ -98,31 +95,27 @@ class ZeroPP:
         self.waits = self.shared.waits  # how long this rank waited for collectives
         self._model, self._pipeline, self._tensor_parallel = model, pipeline, tensor_parallel
         units_of = {topology: [unit for unit in units if unit.topology is topology] for topology in self.topologies}
-        self._unseen_changes = {topology: UnseenChanges(members, self.shared) for topology, members in units_of.items()}
         self._unused_parameters: dict[Topology, UnusedParameters] = {}
         if find_unused_parameters:
             for topology, members in units_of.items():
                 self._unused_parameters[topology] = UnusedParameters(topology, members, self.traffic)
-        self._consistency_check = partial(check_consistency, units, self.traffic) if config.check_agreement else None
-        self._gather_stream = new_stream(self.device)
+        self._gather_stream, self._has_begun = new_stream(self.device), False
         for unit in units:
             set_collectives(unit, self._all_gather(unit), self._reduce_scatter(unit))
             follow_backward(unit, self.waits)
             count_all_reduces(unit, self.traffic)
-        self._sends_early = any(isinstance(unit.all_gather, HierarchicalAllGather) for unit in units)
         self._may_note_gathers = config.enabled and self.is_logging_rank
-        follow_optimizers(units)
+        follow_optimizers(units, self.shared.position)
         follow_forward_passes(model, units, self._begin_forward_pass)
 
     def _all_gather(self, unit: FSDPUnit) -> WeightGather:
         """Choose the all-gather for ``unit``: ZeRO++'s, or FSDP2's own where nothing is quantized or kept."""
         if unit.topology.world_size == 1:
             return PlainAllGather(unit, self.shared)
-        unseen_changes, stream = self._unseen_changes[unit.topology], self._gather_stream
         if self.config.hpz_partition_size > 1 and unit.topology.num_nodes > 1:
-            return HierarchicalAllGather(unit, self.shared, unseen_changes, self._consistency_check, stream)
+            return HierarchicalAllGather(unit, self.shared, self._gather_stream)
         kind = QuantizedAllGather if self.config.quantized_weights else FullPrecisionAllGather
-        return kind(unit, self.shared, unseen_changes, stream)
+        return kind(unit, self.shared, self._gather_stream)
 
     def _reduce_scatter(self, unit: FSDPUnit) -> GradientReduction:
         """Choose the reduce-scatter for ``unit``: ZeRO++'s, or FSDP2's own where nothing is quantized."""
@@ -154,12 +147,11 @@ class ZeroPP:
     def invalidate(self) -> None:
         """Force the next gather to send all parameters in full. Call it on all ranks.
 
-        Needed only after changes that are not looked for: within a forward pass, or between the micro-batches of one
-        step; and after overwriting weights that an optimizer changed and no forward pass has gathered yet.
+        Needed only after changes that are not looked for: within a forward pass, between the micro-batches of one step,
+        and between evaluations inside ``resident_weights``.
         """
         for unit in self.units:
             unit.module.reshard()  # the root stays gathered after an evaluation
-            unit.mark_changed()
             unit.all_gather.forget_copies()
 
     @contextmanager
@@ -178,10 +170,9 @@ class ZeroPP:
         For generation, evaluation and epochs of reinforcement learning. A rank keeps the whole model: the codes that
         its node sends, or numbers in the gathered dtype where it sends these. Backward passes use them, too.
 
-        Optimizer steps, loads and other changes that ``changed weights`` in docs/reference/library.md lists end what is
-        kept; the next pass gathers once. Changes that leave no trace are looked for when this context is entered, also
-        within itself, and in passes that compute gradients. Further passes without gradients send nothing at all, so
-        ranks need not run equally many; they raise RuntimeError if this rank's shards were written to unseen.
+        Changed weights end what is kept, and the next pass gathers once: docs/reference/library.md. Passes without
+        gradients that follow another one send nothing at all, so ranks need not run equally many; they raise
+        RuntimeError if this rank's shards were written to by means that autograd does not count.
         """
         was_resident = self.shared.position.is_resident
         if not was_resident:
@@ -200,10 +191,11 @@ class ZeroPP:
         Restores LoCo's errors and the scales of elements, and drops what was kept for the step's last micro-batch.
         Without ``LoCoConfig.exact_undo``, errors that these gradients have changed become zero.
         """
-        self.shared.position.undo_step()
+        is_unused = self.shared.position.undo_step()
         for unit in self.units:
-            unit.reduce_scatter.undo_step()
+            unit.reduce_scatter.undo_step(is_unused)
             unit.drop_gradients()
+            unit.has_trained = False
         for unused_parameters in self._unused_parameters.values():
             unused_parameters.forget_use()
 
@@ -282,6 +274,11 @@ class ZeroPP:
         self.shared.position.load_state_dict(kept)
         for unit in self.units:
             unit.load_state_dict(kept)
+        if any(key.endswith("/is_current") for key in kept):  # weights may have changed on one rank alone
+            flags = {unit: torch.tensor(unit.has_trained, device=self.device) for unit in self.units}
+            changed = agree(flags, self.shared)
+            for unit in self.units:
+                unit.has_trained = unit in changed
 
     def _state_prefix(self) -> str:
         return state_prefix(process_rank(), self.config, self.topologies, self.units)
@@ -300,19 +297,26 @@ class ZeroPP:
             unit.all_gather.forget_resident()
 
     def _begin_forward_pass(self, is_last: bool) -> None:
+        if not self._has_begun:
+            check_units(self._model, self.units)
+            self._has_begun = True
         for unit in self.units:
             check_collectives(unit)
+        position, versions = self.shared.position, 0
         if torch.is_grad_enabled():
-            self.shared.position.set_is_last(is_last)
-        position, before = self.shared.position, self.shared.position.forward_pass
-        position.begin_forward_pass()
+            position.set_is_last(is_last)
+        elif position.is_resident:
+            versions = sum(parameter._version for unit in self.units for parameter in unit.parameters)
+        begins = position.begin_forward_pass(versions)
         # A further micro-batch of the second step: by now the optimizer's state and one micro-batch had their memory.
-        if self._may_note_gathers and position.forward_pass == before and position.optimizer_steps > 0:
+        if self._may_note_gathers and not begins and position.optimizer_steps > 0:
             self._may_note_gathers = False
             note_repeated_gathers(self.units, self.device)
-        # Send in the model's order, and only now: after an optimizer step the program may still write weights, and to
-        # compare what it wrote would wait behind weights on the same links.
-        if self._sends_early and not is_capturing(self.device):  # a gather will refuse it
+        if begins and not is_capturing(self.device):  # a gather will refuse it
             with on_stream(self._gather_stream, self.device):
-                encoded = [unit.all_gather.encode_for_prefetch() for unit in self.units]
-                send([shard for shard in encoded if shard is not None], self.shared)
+                send_changes(self.units, self.shared)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor, in the same memory; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

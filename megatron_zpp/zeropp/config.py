@@ -193,11 +193,6 @@ class ZeroPPConfig:
     hadamard: bool = _qgz_flag(
         False, "rotate gradients by 32 x 32 Hadamard matrices before they are quantized", tier="experimental"
     )
-    check_agreement: bool = flag(
-        False,
-        "debugging: before each gather, check that all ranks agree on which parameters changed",
-        name=None,
-    )
     # Of all that is quantized but LoCo's errors.
     scale_dtype: str = flag(
         "fp32",
@@ -340,7 +335,6 @@ _REQUIREMENTS = (
     ("weight_moves", "hpz_partition_size"),
     ("frozen_dtype", "hpz_partition_size"),
     ("nf4_skip", "frozen_dtype"),
-    ("check_agreement", "hpz_partition_size"),
     ("hpz_secondary_dtype", "hpz_partition_size"),
     ("hpz_secondary_dtype", "quantized_weights"),
 )

@@ -98,7 +98,7 @@ def _plural(noun: str, count: int) -> str:
 # Settings that change what is sent, not what is kept from step to step.
 _STATELESS = (
     *("seed", "gradient_bits_warmup", "weight_intra_scaling", "gradient_scaling", "gradient_intra_scaling"),
-    *("gradient_sum_dtype", "offload_gradient_sums", "check_agreement", "exact_undo"),
+    *("gradient_sum_dtype", "offload_gradient_sums", "exact_undo"),
 )
 
 

@@ -1,17 +1,11 @@
-"""What one rank holds: its shards of tensors, and the random states that dropout draws from."""
+"""The random states of one rank, that dropout draws from."""
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .fsdp.topology import process_rank
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, in the same memory; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def random_state_dict() -> dict[str, Tensor]:

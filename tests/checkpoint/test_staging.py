@@ -5,7 +5,7 @@ from unittest.mock import patch
 from torch.distributed.checkpoint._async_thread_executor import _ThreadBasedAsyncCheckpointExecutor
 
 from megatron_zpp.commands import estimate
-from megatron_zpp.zeropp.own_rank import local_part
+from megatron_zpp.zeropp.api import local_part
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, start, train_quietly
 

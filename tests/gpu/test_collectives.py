@@ -19,7 +19,7 @@ from megatron_zpp.zeropp import Traffic
 from megatron_zpp.zeropp.fsdp.collectives import all_gather, reduce_scatter
 from megatron_zpp.zeropp.fsdp.topology import build_topology, gather_if_any
 from megatron_zpp.zeropp.fsdp.waits import new_stream, on_stream
-from megatron_zpp.zeropp.gather.sent_shards import gather_wires, start_gathers
+from megatron_zpp.zeropp.gather.changed_weights import gather_wires, start_gathers
 from megatron_zpp.zeropp.reduce.reduce_scatter import UnusedParameters, start_exchange
 from megatron_zpp.zeropp.wire.format import GradientSum, WireFormat
 from megatron_zpp.zeropp.wire.layout import ParameterShard
@@ -55,9 +55,9 @@ class Unit:
 def exchange(group, device):
     """A hop of gradients in 4 bits, and what a step asks of all ranks about parameters without a gradient."""
     wires = FORMAT.encode(torch.randn(1, 512, device=device))
-    hop = SimpleNamespace(encode_pieces=lambda gradients: wires, sum_of=lambda received: GradientSum(received, FORMAT))
+    hop = SimpleNamespace(encode_pieces=lambda *_: wires, sum_of=lambda received, format: GradientSum(received, format))
     with on_stream(new_stream(device), device):
-        total = start_exchange(GradientSum(wires), hop, group).wait().compute()
+        total = start_exchange(GradientSum(wires), hop, FORMAT, (0, 0), group).wait().compute()
     assert total.equal(FORMAT.decode(wires[0], torch.empty(512, device=device)))
     used, unused = (nn.Parameter(torch.ones(2, device=device)) for _ in range(2))
     unit = Unit(device, [used, unused])

@@ -38,9 +38,9 @@ class TwoNodes:
         for node, own in enumerate(gradients):
             exponents = self.scales[node].of_sent(self.hop)
             if self.feedback is None:
-                wires.append(GradientSum(own).encode(self.hop, None, exponents=exponents))
+                wires.append(GradientSum(own).to_wire(self.hop, None, exponents=exponents))
             else:
-                wires.append(self.feedback[node].encode(GradientSum(own), self.hop, exponents=exponents))
+                wires.append(self.feedback[node].compensate(GradientSum(own), self.hop, exponents=exponents))
         totals = []
         for node, scales in enumerate(self.scales):
             received = torch.stack([sent[node] for sent in wires])

@@ -170,11 +170,9 @@ def test_a_step_of_all_flags_launches_what_it_must_and_waits_for_nothing():
 
     units, gathers, reductions = 3, "stream", "reduce_scatter_stream"
     assert step.launches == {
-        # Weights: cast together, and made one flat shard; then its checksum, of whole words of 8 bytes.
+        # Weights: cast together, and made one flat shard.
         ("_foreach_copy_", gathers): units,
-        ("cat", gathers): 2 * units,
-        ("sum", gathers): 2 * units,
-        ("constant_pad_nd", gathers): 2,
+        ("cat", gathers): units,
         ("megatron_zpp::encode", gathers): units,
         ("megatron_zpp::decode", gathers): units,
         # Gradients: each micro-batch within the node, where the last is added up and encoded in one launch.

@@ -25,7 +25,7 @@ def test_what_was_sent_telescopes(beta):
     sent, arrived = (torch.zeros(2, HOP.numel, dtype=torch.float64) for _ in range(2))
     for step in range(200):
         feedback.begin_step()
-        wire = feedback.encode(gradients(step), HOP)
+        wire = feedback.compensate(gradients(step), HOP)
         arrived += HOP.decode(wire, out=torch.empty(2, HOP.numel))
         sent += gradients(step).compute()
     expected = sent - feedback.decode(feedback.error).double() / (1 - beta)
@@ -67,11 +67,11 @@ def test_a_loaded_error_is_rescaled_after_its_first_step_was_undone():
         GradientSum(torch.linspace(-1, 1, HOP.numel).view(1, -1)),
     )
     first.begin_step()
-    first.encode(gradients, HOP)
+    first.compensate(gradients, HOP)
     again = ErrorFeedback(first.config)
     again.load_state_dict(first.state_dict())
     again.begin_step()
-    again.encode(gradients, HOP)
+    again.compensate(gradients, HOP)
     again.undo_step()
     again.rescale(0.5)
     assert torch.equal(again.decode(again.error), 0.5 * first.decode(first.error)) and again.error.any()

@@ -72,11 +72,11 @@ def _order_of_a_backward_pass():
     events = []
     send = reduce_scatter.start_exchange
 
-    def recorded(gradients, hop, group, timer=None):
+    def recorded(gradients, hop, *arguments):
         if hop.name == "intra":
-            return send(gradients, hop, group, timer)
+            return send(gradients, hop, *arguments)
         events.append(f"send {hop.name} {hop.unit.label}")
-        exchange = send(gradients, hop, group, timer)
+        exchange = send(gradients, hop, *arguments)
         wait = exchange.work.wait
 
         class Work:

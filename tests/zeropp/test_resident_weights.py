@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron_zpp.zeropp import ZeroPPConfig
 from megatron_zpp.zeropp.fsdp import collectives
-from megatron_zpp.zeropp.gather import all_gather, sent_shards
+from megatron_zpp.zeropp.gather import all_gather, changed_weights
 from tests.ranks import run_in_turn
 from tests.zeropp import training_on_ranks as on_ranks
 
@@ -158,7 +158,7 @@ def counted_gathers():
         return gather(*args, **options)
 
     with ExitStack() as patches:
-        for module in (collectives, all_gather, sent_shards):
+        for module in (collectives, all_gather, changed_weights):
             patches.enter_context(patch.object(module, "all_gather", counting))
         yield calls
 

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.zeropp import ZeroPPConfig
+from megatron_zpp.zeropp.api import local_part
 from megatron_zpp.zeropp.fsdp import topology
 from megatron_zpp.zeropp.fsdp.collectives import count_flat_ring, count_reduce_scatter
 from megatron_zpp.zeropp.fsdp.shared import Traffic
 from megatron_zpp.zeropp.fsdp.topology import Topology, _ranks_per_node_of, build_topology
-from megatron_zpp.zeropp.own_rank import load_random_state_dict, local_part, random_state_dict
+from megatron_zpp.zeropp.own_rank import load_random_state_dict, random_state_dict
 from megatron_zpp.zeropp.reduce import reduce_scatter
 from tests.ranks import run_in_turn
 from tests.zeropp.training_on_ranks import Net, shard
@@ -102,7 +103,7 @@ def _of_gradients(have_own_group):
     with patch.object(reduce_scatter, "start_exchange", side_effect=reduce_scatter.start_exchange) as send:
         model(torch.ones(2, 24) * (1 + dist.get_rank())).square().sum().backward()
     has_own = of_unit.reduce_group is not of_unit.intra_group
-    used = {call.args[2] for call in send.call_args_list} == {of_unit.reduce_group, of_unit.inter_group}
+    used = {call.args[4] for call in send.call_args_list} == {of_unit.reduce_group, of_unit.inter_group}
     norm = sum(local_part(parameter.grad).norm().item() for parameter in model.parameters())
     return has_own, used, dist.get_process_group_ranks(of_unit.reduce_group), norm
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
 from megatron_zpp.zeropp.fsdp.fsdp_unit import FSDPUnit
-from megatron_zpp.zeropp.gather import sent_shards
+from megatron_zpp.zeropp.gather import changed_weights
 from tests.ranks import run_in_turn
 from tests.zeropp.fsdp_model import HAS_UNUSED_SWITCH, CapturedWarnings, own_state
 from tests.zeropp.training_on_ranks import (
@@ -263,7 +263,7 @@ def _after_a_failed_send():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         train_step(model, optimizer, torch.ones(2, 64))
         if fails:
-            with patch.object(sent_shards, "start_gathers", side_effect=MemoryError), pytest.raises(MemoryError):
+            with patch.object(changed_weights, "start_gathers", side_effect=MemoryError), pytest.raises(MemoryError):
                 model(torch.ones(2, 64))
             zeropp.invalidate()
         losses.append(train_step(model, optimizer, torch.ones(2, 64)).item())

@@ -1,6 +1,7 @@
 """Weights that a program changed by means that leave no trace are never stale: the oracle is plain FSDP2."""
 
 import tempfile
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
-from megatron_zpp.zeropp.gather.unseen_changes import checksum
+from tests.collectives import Collectives
 from tests.ranks import run_in_turn
 from tests.zeropp import training_on_ranks as on_ranks
 
@@ -77,6 +78,14 @@ def one_rank(model):
         model.blocks[1][0].weight.to_local().data[0, 5] += 1e-3
 
 
+@torch.no_grad()
+def counted_on_one_rank(model):
+    """Autograd counts it, on this rank alone."""
+    if dist.get_rank() == 1:
+        model.blocks[0][0].weight.to_local().mul_(1.5)
+        model.blocks[0][0].weight.add_(0)  # of the shard: nothing is sent
+
+
 def in_place_load(model):
     folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folders)
@@ -88,7 +97,7 @@ def in_place_load(model):
     dcp.load({"model": model.state_dict()}, checkpoint_id=folders[0])
 
 
-CHANGES = (foreach, data, local, one_rank, in_place_load)
+CHANGES = (foreach, data, local, one_rank, counted_on_one_rank, in_place_load)
 
 
 def after_each_change(config, **options):
@@ -198,7 +207,82 @@ def while_accumulating(config):
     return outputs
 
 
+class AtHome:
+    """An optimizer of a program's own, which writes where autograd does not count."""
+
+    def __init__(self, parameters):
+        self.parameters = list(parameters)
+
+    @torch.no_grad()
+    def step(self):
+        local = [parameter.to_local().data for parameter in self.parameters]
+        torch._foreach_sub_(local, [parameter.grad.to_local() for parameter in self.parameters], alpha=0.1)
+
+    def zero_grad(self):
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+OPTIMIZERS = {
+    "foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+    "at home": AtHome,
+}
+
+
+def trained(config):
+    """Losses under each optimizer; parameters are merged with others and taken apart again between two steps."""
+    losses = []
+    for make in OPTIMIZERS.values():
+        model, *_ = build(config)
+        optimizer = make(model.parameters())
+        model.blocks[1].requires_grad_(False)
+        for parameter in model.blocks[1].parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for factor in (1.0, 1.5, 1 / 1.5, 1.0):
+            for parameter in model.blocks[1].parameters():
+                parameter.data.mul_(factor)  # as LoRA's merge does
+            model(X).square().mean().backward()
+            losses.append(model(X).detach().sum())
+            optimizer.step()
+    return losses
+
+
+def _asked():
+    """Return, for each way to come to a forward pass, the units that ranks ask about in it, and what the host reads."""
+    asked = {}
+    for is_quantized in (False, True):
+        model, zeropp, _ = build(replace(HPZ, quantized_gradients=is_quantized))
+        fused, at_home = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), AtHome(model.parameters())
+
+        def count(name, model=model, is_quantized=is_quantized):
+            with Collectives() as collectives:
+                loss = model(X).square().mean()
+            started = [each.name for each in collectives.started]
+            asked[name, is_quantized] = started.count("allreduce_"), len(collectives.reads)
+            return loss
+
+        for optimizer, name in ((fused, "first"), (fused, "a step"), (at_home, "a step again"), (fused, "at home")):
+            count(name).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            model(X)
+            on_ranks.reshard(model)
+            count("evaluation")
+            on_ranks.reshard(model)
+        for name, is_last in (("a micro-batch", False), ("a further one", True)):
+            zeropp.set_is_last_micro_batch(is_last)
+            count(name).backward()
+        zeropp.undo_step()
+        fused.zero_grad()
+        model.blocks[0].requires_grad_(False)
+        count("undone").backward()
+    return asked
+
+
 CASES = {
+    "optimizers": (trained, {}),
     "changes": (after_each_change, {}),
     "swap": (swapped, {}),
     "swap, kept after forward": (swapped, {"reshard": False}),
@@ -225,7 +309,16 @@ def _cases():
 
 @pytest.fixture(scope="module")
 def found():
-    return run_in_turn(4, {"cases": _cases}, timeout=400.0)
+    return run_in_turn(4, {"cases": _cases, "asked": _asked}, timeout=400.0)
+
+
+def test_training_steps_ask_nothing_and_all_else_asks_once(found):
+    """In one all-reduce of the units that cross nodes, whose result the host reads."""
+    looks = {"evaluation", "a micro-batch", "undone"}
+    for asked in found["asked"]:
+        for (name, is_quantized), counted in asked.items():
+            is_look = name in looks or (name == "at home" and not is_quantized)
+            assert counted == ((1, 1) if is_look else (0, 0)), (name, is_quantized)
 
 
 @pytest.mark.parametrize("name", [*CASES, "moved bits", "skipped"])
@@ -234,21 +327,3 @@ def test_changed_weights_are_those_of_plain_fsdp2(found, name):
         plain, ours = of_rank[name]
         assert len({output.sum().item() for output in plain}) > 1  # the changes make a difference
         assert [i for i, (p, q) in enumerate(zip(plain, ours, strict=True)) if not p.equal(q)] == []
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("numel, offset", [(1, 0), (3, 1), (64, 0), (1001, 3)])
-def test_a_checksum_tells_every_exchange_and_every_bit(dtype, numel, offset):
-    shard = torch.randn(numel + offset, dtype=torch.float64).to(dtype)[offset:]
-    same = checksum(shard)
-    assert checksum(shard.clone()).equal(same)
-    assert not checksum(-shard).equal(same)
-    for i in torch.randperm(numel)[:20].tolist():
-        for j in {(i + 1) % numel, (i + 32) % numel, numel - 1} - {i}:
-            other = shard.clone()
-            other[[i, j]] = other[[j, i]]
-            assert checksum(other).equal(same) == (shard[i] == shard[j]).item()
-        bits = shard.clone()
-        bits.view(torch.uint8)[i * shard.element_size()] ^= 1
-        assert not checksum(bits).equal(same)
-    assert checksum(shard[:0]).numel() == 0

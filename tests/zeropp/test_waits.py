@@ -26,7 +26,7 @@ def counted(config: ZeroPPConfig) -> tuple[list[tuple[float, float]], set[str]]:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
     zeropp = shard(model, config, model[:2])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert zeropp.waits.take() == (0, 0)  # from here on
+    assert zeropp.waits.take_seconds() == (0, 0)  # from here on
     taken, names, ticks = [], [], iter(range(10_000))
     with patch.object(waits, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks)))):
         for step in range(3):
@@ -37,7 +37,7 @@ def counted(config: ZeroPPConfig) -> tuple[list[tuple[float, float]], set[str]]:
                     model(torch.ones(2, 16)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            taken.append(zeropp.waits.take())
+            taken.append(zeropp.waits.take_seconds())
             if recorded is not None:
                 names.append({event.key for event in recorded.key_averages() if " nodes: " in event.key})
     named, unnamed = names
@@ -103,7 +103,7 @@ class Event:
 
 def test_on_a_gpu_what_counts_is_when_the_computing_stream_stood_still():
     of_gpu = Waits(torch.device("cuda"))
-    assert of_gpu.take() == (0, 0)
+    assert of_gpu.take_seconds() == (0, 0)
 
     def record(around, begin: float, end: float) -> None:
         Event.now = begin
@@ -117,7 +117,7 @@ def test_on_a_gpu_what_counts_is_when_the_computing_stream_stood_still():
         record(of_gpu.stall(), 2000, 4500)
         record(of_gpu.stall(), 6000, 7000)  # for something else
         Event.done = 6500
-        assert of_gpu.take() == (0, 0)  # the host does not wait for the rest
+        assert of_gpu.take_seconds() == (0, 0)  # the host does not wait for the rest
         Event.done = 7000
-        assert of_gpu.take() == pytest.approx((1.5, 1.0))
-        assert of_gpu.take() == (0, 0)
+        assert of_gpu.take_seconds() == pytest.approx((1.5, 1.0))
+        assert of_gpu.take_seconds() == (0, 0)

@@ -243,7 +243,7 @@ def _rank_states(
         for unit in units:  # in all pieces that a rank makes, the one that it keeps included
             num_pieces = unit.group.nodes if unit.group.nodes > 1 else 0
             num_pieces += unit.group.size if loco.hops == "both" and unit.group.ranks_per_node > 1 else 0
-            errors += num_pieces * unit.part.format(bits, config.gradient_block_size, kept_in).nbytes
+            errors += num_pieces * wire_format(unit.part.parameters, bits, config.gradient_block_size, kept_in).nbytes
         if errors:
             undo = ", and those before the step" if loco.exact_undo else ""
             states[f"LoCo's errors, {loco.error_dtype}{undo}"] = (2 if undo else 1) * errors

@@ -6,7 +6,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .fsdp_unit import FSDPUnit, GradientReduction, WeightGather, set_all_reduce_hook
+from .find_units import set_all_reduce_hook
+from .fsdp_unit import FSDPUnit, GradientReduction, WeightGather
 from .shared import Shared, Traffic
 from .topology import Topology
 
@@ -38,9 +39,8 @@ class PlainReduceScatter(GradientReduction):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
+        # Not every loop marks the last micro-batch, so this does not mean that the unit has trained.
         self.shared.position.mark_reduced()
-        # This runs at every micro-batch, and not every loop marks the last: it does not mean that a step is complete.
-        self.unit.mark_reduced()
         count_reduce_scatter(self.shared.traffic, self.unit.topology, output_tensor)
         with self.shared.waits.collective("reduce", self.unit.label, crosses_nodes=self.unit.topology.num_nodes > 1):
             return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)

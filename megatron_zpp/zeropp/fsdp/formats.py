@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..config import SCALE_DTYPES, ZeroPPConfig
-from ..wire.format import WireFormat
+from ..wire.format import WireFormat, wire_format
 from ..wire.layout import ParameterShard, WireLayout
 
 # What a moved code took, by its bits and over all steps of a run: docs/evidence/experiments.md, E12. None: bf16's own.
@@ -34,7 +34,6 @@ class UnitPart:
 
     shards: tuple[ParameterShard, ...]
     indices: tuple[int, ...]
-    _formats: dict[tuple[object, ...], WireFormat] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def whole(cls, parameters: Sequence[ParameterShard]) -> UnitPart:
@@ -54,20 +53,6 @@ class UnitPart:
     def numel(self) -> int:
         """Elements of a rank's shard, l."""
         return sum(parameter.numel for parameter in self.parameters)
-
-    def format(
-        self,
-        bits: int | None,
-        block_size: int | None,
-        dtype: torch.dtype,
-        scaling: str | None = None,
-        scale_dtype: torch.dtype = torch.float32,
-    ) -> WireFormat:
-        """Return the part's ``WireFormat`` of these arguments, made once."""
-        key = bits, block_size, dtype, scaling, scale_dtype
-        if key not in self._formats:
-            self._formats[key] = WireFormat(self.parameters, bits, block_size, dtype, scaling, scale_dtype)
-        return self._formats[key]
 
     @cached_property
     def columns(self) -> list[slice]:
@@ -144,7 +129,7 @@ class Formats:
         """Return the format of shards themselves."""
         config = self.config
         bits = config.weight_bits if config.quantized_weights else None
-        return part.format(bits, config.weight_block_size, dtype, config.weight_scaling, self._scale_dtype)
+        return self._format(part, bits, config.weight_block_size, dtype, config.weight_scaling)
 
     def weights_within_node(self, part: UnitPart, dtype: torch.dtype) -> WireFormat | None:
         """Return the format of a node's shard of the secondary partition; None = as numbers, in ``dtype``."""
@@ -154,7 +139,7 @@ class Formats:
             return self.weights(part, dtype)
         if bits is None:
             return None
-        return part.format(bits, config.weight_block_size, dtype, scaling, self._scale_dtype)
+        return self._format(part, bits, config.weight_block_size, dtype, scaling)
 
     def bytes_between_nodes(self, part: UnitPart, dtype: torch.dtype) -> int:
         """Return the bytes that one rank sends to each other node's once per step; of moves about, over a whole run."""
@@ -178,13 +163,15 @@ class Formats:
     def gradients_within_node(self, part: UnitPart, dtype: torch.dtype) -> WireFormat:
         config = self.config
         bits, scaling = config.gradient_intra_bits, config.gradient_intra_scaling
-        return part.format(bits, config.gradient_block_size, dtype, scaling, self._scale_dtype)
+        return self._format(part, bits, config.gradient_block_size, dtype, scaling)
 
     def gradients_between_nodes(self, part: UnitPart, dtype: torch.dtype, step: float = math.inf) -> WireFormat:
-        bits, scaling = self.config.gradient_code_at(step)
+        bits, scaling = self.config.gradient_bits, self.config.gradient_scaling
+        if self.config.gradient_bits_warmup is not None:
+            bits, scaling = self.config.gradient_code_at(step)
         # What stays unquantized is a node's sums: in fp32 where the others are quantized, since few are left.
         sums_dtype = dtype if self.config.gradient_bits is None else torch.float32
-        return part.format(bits, self.config.gradient_block_size, sums_dtype, scaling, self._scale_dtype)
+        return self._format(part, bits, self.config.gradient_block_size, sums_dtype, scaling)
 
     def rotation(self, part: UnitPart, dtype: torch.dtype) -> WireFormat | None:
         """Return the format whose quantized parameters are rotated before both hops; None = none are."""
@@ -192,12 +179,13 @@ class Formats:
         if not config.hadamard:
             return None
         bits = config.gradient_bits or config.gradient_intra_bits
-        return part.format(bits, config.gradient_block_size, dtype, scale_dtype=self._scale_dtype)
+        return self._format(part, bits, config.gradient_block_size, dtype)
 
     def node_sum(self, part: UnitPart) -> WireFormat:
         """Return the format of int8 sums of micro-batches. Small and one-dimensional parameters stay in fp32."""
-        return part.format(8, self.config.gradient_block_size, torch.float32)
+        return wire_format(part.parameters, 8, self.config.gradient_block_size, torch.float32)
 
-    @cached_property
-    def _scale_dtype(self) -> torch.dtype:
-        return SCALE_DTYPES[self.config.scale_dtype]
+    def _format(
+        self, part: UnitPart, bits: int | None, block_size: int | None, dtype: torch.dtype, scaling: str | None = None
+    ) -> WireFormat:
+        return wire_format(part.parameters, bits, block_size, dtype, scaling, SCALE_DTYPES[self.config.scale_dtype])

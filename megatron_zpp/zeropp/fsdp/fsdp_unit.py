@@ -1,4 +1,4 @@
-"""FSDP2's units, as ZeRO++ sees them. The only file that reads FSDP2's private attributes.
+"""FSDP2's units, as ZeRO++ sees them in a step. Only this file and find_units.py read FSDP2's private attributes.
 
 A unit is a list of parameters that are gathered and reduced together: all of one ``fully_shard`` call, or those of them
 on one mesh.
@@ -7,13 +7,11 @@ on one mesh.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, compress, count
 from operator import attrgetter
-from types import FrameType
 from typing import Any
 
 import torch
@@ -22,9 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
     DefaultAllocMixin,
-    DefaultReduceScatter,
     _get_gradient_divide_factors,
     _get_param_all_gather_inputs,
 )
@@ -32,16 +28,22 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..wire.layout import ParameterShard
 from .formats import UnitPart
-from .shared import below
-from .topology import Topology, build_topology, ranks_per_node_of_part
+from .shared import StepPosition, below
+from .topology import Topology
 from .waits import Waits
 
 
 class WeightGather(DefaultAllocMixin, AllGather):
     """An all-gather of one unit's weights. This one keeps nothing between gathers."""
 
-    def encode_for_prefetch(self) -> Any:
-        """Encode the shard at the beginning of a forward pass, for ``send``; None = it is not sent early."""
+    in_flight: Any = None  # what is on its way from other nodes, a ``SentShard``
+
+    def differs_from_sent(self) -> Tensor | None:
+        """Return whether parameters that no step trained differ from what was sent; None: nothing is kept of it."""
+        return None
+
+    def renew(self, is_different: bool) -> Any:
+        """Encode what a step trained, and with ``is_different`` all else, for ``send``; None: a gather will."""
         return None
 
     def forget_copies(self) -> None:
@@ -64,8 +66,8 @@ class GradientReduction(DefaultAllocMixin, ReduceScatter):
     def before_reduction(self) -> None:
         """Prepare gradients that FSDP2 is about to reduce."""
 
-    def undo_step(self) -> None:
-        """Drop the gradients since the last optimizer step, and restore what they changed."""
+    def undo_step(self, is_unused: bool) -> None:
+        """Drop the gradients since the last optimizer step; restore what they changed if no optimizer has used them."""
 
     def rescale_errors(self, factor: float) -> None:
         """Multiply LoCo's errors by ``factor``, by which the loss scale, and so every later gradient, changed."""
@@ -80,15 +82,10 @@ class GradientReduction(DefaultAllocMixin, ReduceScatter):
 
 @dataclass(eq=False)
 class FSDPUnit:
-    """One FSDP2 unit: the parameters that one ``fully_shard`` call gathers and reduces together, and their collectives.
-
-    Which parameters may have changed since the last gather depends on what every rank's program does, never on a rank's
-    memory, so that all ranks gather the same.
-    """
+    """One FSDP2 unit: the parameters that one ``fully_shard`` call gathers and reduces, and their collectives."""
 
     name: str  # the module's name in the model, "" is the root; "NAME[1]" is its second unit, on another mesh
     shards: tuple[ParameterShard, ...]  # the parts of a rank's flat shard [L], in the order of ``parameters``
-    packed: frozenset[int]  # indices of parameters whose elements are packed codes, not numbers
     module: FSDPModule
     topology: Topology  # the ranks and nodes that share it
     replicas: Topology | None  # with HSDP: the ranks that hold the same shard, whose gradients FSDP2 all-reduces
@@ -97,48 +94,33 @@ class FSDPUnit:
     reduce_scatter: GradientReduction = field(init=False, repr=False)
     label: str = field(init=False)  # the name as error messages and logs show it
     whole: UnitPart = field(init=False, repr=False)  # all parameters
-    optimizer_steps: int = field(default=0, init=False)  # of torch optimizers that hold parameters of this unit
-    # GradScaler's found_inf of the last eight steps, which a fused optimizer reads on the device.
-    _found_inf: deque[Tensor | None] = field(default_factory=lambda: deque(maxlen=8), init=False, repr=False)
+    # Whether a step's gradients were reduced, or an optimizer has stepped, since the weights were sent.
+    has_trained: bool = False
     holds_gradients: bool = field(default=False, init=False)  # until the last micro-batch has crossed nodes
-    known_in: int = field(default=-1, init=False)  # the forward pass in which it was last looked at, or gathered
-    # Checksums of the shard that was last sent between nodes, of each of ``parts`` by its indices.
-    checksums: dict[tuple[int, ...], Tensor] = field(default_factory=dict, init=False, repr=False)
-    has_nf4: bool = field(default=False, init=False)  # whether some of ``shards`` are in NF4
-    gathers_frozen: bool = False  # gather frozen parameters again whenever trained ones change
     nf4_skip: tuple[str, ...] | None = None  # words in names of frozen matrices that are not in NF4; None = none is
-    # Since the last gather: whether an optimizer stepped, or gradients were reduced that some optimizer may have used;
-    may_have_stepped: bool = False
-    # and the indices of parameters that an optimizer may have updated, and of those whose gradients were reduced.
-    _updated: set[int] = field(default_factory=set, init=False, repr=False)
-    _reduced: set[int] = field(default_factory=set, init=False, repr=False)
     # Parameters that were ever trainable. PEFT freezes adapters during reference passes.
     _ever_trainable: set[int] = field(default_factory=set, init=False, repr=False)
-    # The parameters as they were gathered, with autograd's version counters. Not their ids: Python reuses those.
-    _gathered: list[tuple[Tensor, int]] | None = field(default=None, init=False, repr=False)
     _parts: dict[tuple[int, ...], UnitPart] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.label = self.name or "the root module"
-        self.specify(self.shards, self.packed)
+        self.specify(self.shards)
 
-    def specify(self, shards: tuple[ParameterShard, ...], packed: frozenset[int] = frozenset()) -> None:
+    def specify(self, shards: tuple[ParameterShard, ...]) -> None:
         """Set the unit's parameters. Parts and formats follow from them, and are made once."""
         self._ever_trainable.update(self._trainable())
         if (skip := self.nf4_skip) is not None:
             fits = [shard.quantizable and not any(word in shard.name for word in skip) for shard in shards]
             fits = [fit and index not in self._ever_trainable for index, fit in enumerate(fits)]
             shards = tuple(replace(shard, is_nf4=fit) for shard, fit in zip(shards, fits, strict=True))
-        self.has_nf4 = any(shard.is_nf4 for shard in shards)
-        self.shards, self.packed, self._parts = shards, packed, {}
+        self.shards, self._parts = shards, {}
         self.whole = self.part(range(len(shards)))
 
     def remove_trainable_from_nf4(self) -> bool:
         """Take parameters that have become trainable out of NF4; return whether there were any."""
         if not any(self.shards[index].is_nf4 for index in self._trainable()):
             return False
-        self.specify(self.shards, self.packed)
-        self.mark_changed()
+        self.specify(self.shards)
         return True
 
     @cached_property
@@ -154,10 +136,6 @@ class FSDPUnit:
     @property
     def parameters(self) -> Sequence[Tensor]:
         return list(map(attrgetter("sharded_param"), self._param_group.fsdp_params))
-
-    def respecify(self) -> None:
-        """Read the unit's parameters again: programs may have loaded packed ones since."""
-        self.specify(*_specification(self._param_group, [shard.name for shard in self.shards]))
 
     @property
     def gathered_dtype(self) -> torch.dtype:
@@ -254,94 +232,15 @@ class FSDPUnit:
 
     @property
     def trained(self) -> UnitPart:
-        """The parameters that were ever trainable, or that optimizer steps may have updated; the same on all ranks."""
+        """The parameters that were ever trainable."""
         self._ever_trainable.update(self._trainable())
-        if self.gathers_frozen:  # without packed ones, whose codes never change
-            return self.part(index for index in range(len(self.shards)) if index not in self.packed)
-        return self.part(sorted(self._ever_trainable | self._updated | self._reduced))
+        return self.part(sorted(self._ever_trainable))
 
     @property
-    def parts(self) -> tuple[UnitPart, ...]:
-        """The trained part and the frozen part, without empty ones."""
-        trained = self.trained
-        if trained.is_whole:
-            return (trained,)
-        frozen = self.part(index for index in range(len(self.shards)) if index not in trained.indices)
-        return (trained, frozen) if trained.indices else (frozen,)
-
-    def changed(self) -> set[int]:
-        """Return the indices of parameters that may have changed since ``mark_gathered``; the same on all ranks.
-
-        Depends on what every rank's program does, never on a rank's memory: replaced parameters, autograd's version
-        counters of the DTensors, and the ``mark_`` methods. ``UnseenChanges`` finds changes without such a trace.
-        """
-        if self._gathered is None:
-            return set(range(len(self.shards)))
-        changed = set(self._updated)
-        # A unit used twice in one forward pass is reduced twice, and gathered in between, in backward.
-        if self._reduced and not self.is_in_backward:
-            changed |= self._reduced
-        for index, (parameter, (gathered, version)) in enumerate(zip(self.parameters, self._gathered, strict=True)):
-            if parameter is not gathered or parameter._version != version:
-                changed.add(index)
-        return changed
-
-    def changed_part(self, changed: set[int]) -> UnitPart:
-        """Return what to gather again after these changed: the trained part, or all if a frozen one changed."""
-        trained = self.trained
-        return trained if changed.issubset(trained.indices) else self.whole
-
-    def unchanged_parts(self) -> tuple[UnitPart, ...]:
-        """Return the ``parts`` that nothing says have changed."""
-        changed = self.changed()
-        if not changed:
-            return self.parts
-        gathered_again = set(self.changed_part(changed).indices)
-        return tuple(part for part in self.parts if not gathered_again.issuperset(part.indices))
-
-    def keeps_copies(self, changed: set[int]) -> bool:
-        """Return whether these changes are at most an optimizer step away from what was gathered.
-
-        Most codes of what a program writes by itself have moved.
-        """
-        return not changed or (self.may_have_stepped and changed.issubset(self.trained.indices))
-
-    def mark_gathered(self) -> None:
-        """Note that the parameters were gathered as they are now."""
-        self._gathered = [(parameter, parameter._version) for parameter in self.parameters]
-        self._updated, self._reduced, self.may_have_stepped = set(), set(), False
-
-    def mark_changed(self) -> None:
-        """Make all parameters count as changed until the next ``mark_gathered``."""
-        self._gathered = None
-
-    def mark_updated(self, indices: Iterable[int]) -> None:
-        """Note that optimizer steps have updated the parameters with these indices."""
-        self._updated.update(indices)
-
-    def mark_stepped(self, found_inf: Tensor | None = None) -> None:
-        """Note that a torch optimizer that holds parameters of this unit has stepped.
-
-        found_inf: for a fused one, of GradScaler: it has changed nothing if this is not zero.
-        """
-        # Optimizers also update parameters that were frozen after they got a gradient.
-        self._updated.update([i for i, p in enumerate(self.parameters) if p.requires_grad or p.grad is not None])
-        self.may_have_stepped = True
-        self.optimizer_steps += 1
-        self._found_inf.append(found_inf)
-
-    def has_stepped_since(self, optimizer_steps: int) -> bool:
-        """Return whether an optimizer has changed parameters since then. The host waits for a fused one's answer."""
-        made = self.optimizer_steps - optimizer_steps
-        return any(found_inf is None or not found_inf for found_inf in list(self._found_inf)[-made:]) if made else False
-
-    def mark_reduced(self, completed: Sequence[int] = ()) -> None:
-        """Note that gradients were reduced. Parameters whose gradients of a step are ``completed`` count as changed.
-
-        Not every optimizer runs torch's step hooks: home-made ones with foreach operations do not.
-        """
-        self.may_have_stepped = True
-        self._reduced.update(completed)
+    def frozen(self) -> UnitPart:
+        """The parameters that were never trainable."""
+        trained = self.trained.indices
+        return self.part(index for index in range(len(self.shards)) if index not in trained)
 
     def check_holds_nothing(self) -> None:
         """Raise RuntimeError if gradients are kept for a step's last micro-batch."""
@@ -355,26 +254,14 @@ class FSDPUnit:
         return list(compress(count(), map(attrgetter("requires_grad"), self.parameters)))
 
 
-def set_collectives(unit: FSDPUnit, all_gather: WeightGather, reduce_scatter: GradientReduction) -> None:
-    """Let FSDP2 gather and reduce the unit with these."""
-    unit.all_gather, unit.reduce_scatter = all_gather, reduce_scatter
-    # As set_custom_all_gather does, but that refuses a module whose parameters have several meshes.
-    unit._param_group._all_gather_comm, unit._param_group._reduce_scatter_comm = all_gather, reduce_scatter
-
-
 def check_collectives(unit: FSDPUnit) -> None:
-    """Raise RuntimeError if FSDP2 was given other collectives since ``set_collectives``."""
+    """Raise RuntimeError if FSDP2 was given other collectives since ``find_units.set_collectives``."""
     group = unit._param_group
     if (unit.all_gather, unit.reduce_scatter) != (group._all_gather_comm, group._reduce_scatter_comm):
         raise RuntimeError(
             f"the collectives of {unit.label} were replaced after apply_zeropp, by set_custom_all_gather or "
             "set_custom_reduce_scatter: leave those of ZeRO++ in place, or do not apply it"
         )
-
-
-def set_all_reduce_hook(unit: FSDPUnit, hook: Callable[[Tensor], None]) -> None:
-    """Let FSDP2 call ``hook`` with what it has all-reduced over replicas."""
-    unit._param_group._all_reduce_hook = hook
 
 
 def follow_backward(unit: FSDPUnit, waits: Waits) -> None:
@@ -421,129 +308,18 @@ def complete_gradients(unit: FSDPUnit, held: Sequence[int]) -> tuple[set[int], t
     return used, tuple(reduced)
 
 
-def _specification(param_group: Any, names: Sequence[str]) -> tuple[tuple[ParameterShard, ...], frozenset[int]]:
-    """Return a rank's shards, in the order in which FSDP2 concatenates them, and the indices of packed ones."""
-    params = param_group.fsdp_params
-    packed = frozenset(index for index, param in enumerate(params) if _is_packed(param))
-    shards = [
-        ParameterShard(
-            name,
-            numel=param.padded_sharded_param_size.numel(),
-            quantizable=param.sharded_param.ndim >= 2 and index not in packed,
-        )
-        for index, (name, param) in enumerate(zip(names, params, strict=True))
-    ]
-    return tuple(shards), packed
-
-
-@torch.no_grad()
-def _is_packed(param: Any) -> bool:
-    """Return whether elements of one of FSDP2's parameters are packed low-bit codes, not numbers.
-
-    bitsandbytes (nf4, fp4) keeps the way to unpack them in ``quant_state``, on the module once FSDP2 has replaced the
-    parameter; its storage may have a floating-point dtype. Others subclass tensors, or have integers.
-    """
-    sharded = param.sharded_param
-    has_state = any(getattr(owner, "quant_state", None) is not None for owner in (sharded, param._module_info.module))
-    return has_state or hasattr(sharded.detach().to_local(), "__tensor_flatten__") or not sharded.is_floating_point()
-
-
-def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:
-    """Find the FSDP2 units of ``model``, in module order, each with the topology of its process group.
-
-    Units may have different groups. ``ranks_per_node``: of the largest group, None = as its ranks run; a group of some
-    of its ranks has those nodes. Collective over all groups. Raises ValueError for what ZeRO++ does not support, by
-    name.
-    """
-    units: list[FSDPUnit] = []
-    topologies: dict[dist.ProcessGroup, Topology] = {}
-    found = _find_param_groups(model)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    largest = max((group.mesh_info.shard_process_group for _, _, group in found), key=lambda group: group.size())
-
-    def topology_of(group: dist.ProcessGroup, ranks_per_node: int | None) -> Topology:
-        if group not in topologies:
-            topologies[group] = build_topology(group, ranks_per_node)
-        return topologies[group]
-
-    for name, module, param_group in found:
-        mesh_info, replicas, per_node = param_group.mesh_info, None, ranks_per_node
-        group = mesh_info.shard_process_group
-        if hasattr(mesh_info, "replicate_process_group"):
-            # Consecutive ranks share shards: a node has a part of them, or several times all.
-            replicas = topology_of(mesh_info.replicate_process_group, per_node and max(1, per_node // group.size()))
-            per_node = per_node and min(per_node, group.size())
-        elif per_node is not None:
-            per_node = ranks_per_node_of_part(group, largest, per_node)
-        topology = topology_of(group, per_node)
-        params = param_group.fsdp_params
-        param_names = [names.get(id(param.sharded_param), f"parameter {i}") for i, param in enumerate(params)]
-        spec = _specification(param_group, param_names)
-        units.append(FSDPUnit(name, *spec, module, topology, replicas, param_group))
-    return units
-
-
-def _find_param_groups(model: nn.Module) -> list[tuple[str, FSDPModule, Any]]:
-    """Return FSDP2's record of each unit, with the name and the module of the unit."""
-    found: list[tuple[str, FSDPModule, Any]] = []
-    for name, module in model.named_modules():
-        groups = _param_groups_of(module) if isinstance(module, FSDPModule) else []
-        for index, group in enumerate(groups):
-            # fully_shard([a, b]) makes one unit of two modules; a shard_placement_fn one for each mesh of a module.
-            if all(group is not known for _, _, known in found):
-                found.append((f"{name or 'root'}[{index}]" if index > 0 else name, module, group))
-    if not found:
-        raise ValueError("the model has no FSDP2 units: call torch.distributed.fsdp.fully_shard on it first")
-    if len({param_group.device for _, _, param_group in found}) > 1:
-        raise ValueError("the model's FSDP2 units are on several devices; shard it over meshes of one device type")
-    for name, _, param_group in found:
-        label = name or "the root module"
-        if not hasattr(param_group.mesh_info, "shard_process_group"):
-            raise ValueError(f"{label} is replicated, not sharded: call fully_shard on it, not replicate")
-        if hasattr(param_group.mesh_info, "replicate_process_group") and param_group._all_reduce_hook is not None:
-            raise ValueError(f"{label} has an all-reduce hook already: apply ZeRO++ before set_all_reduce_hook")
-        comms = type(param_group._all_gather_comm), type(param_group._reduce_scatter_comm)
-        if comms != (DefaultAllGather, DefaultReduceScatter):
-            raise ValueError(
-                f"{label} has collectives other than FSDP2's default already ({comms[0].__name__}, "
-                f"{comms[1].__name__}), which ZeRO++ would replace: leave out set_custom_all_gather, "
-                "set_symm_mem_for_comm and the like, and apply ZeRO++ once, to the whole model"
-            )
-        if param_group.post_forward_mesh_info not in (None, param_group.mesh_info):
-            raise ValueError(
-                f"{label} has reshard_after_forward=<int>, FSDP2's own secondary partition; pass True and set "
-                "hpz_partition_size instead"
-            )
-    return found
-
-
-def _param_groups_of(module: FSDPModule) -> list[Any]:
-    state = module._get_fsdp_state()
-    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch 2.11
-        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    return groups
-
-
 def follow_forward_passes(model: nn.Module, units: Sequence[FSDPUnit], begin: Callable[[bool], None]) -> None:
     """Call ``begin(is_last)`` before each forward pass of ``model``, or of a part of it, gathers anything.
 
     is_last: whether the backward pass that follows ends a step, by FSDP2's ``set_is_last_backward`` and
-    ``set_requires_gradient_sync``. Methods of ``register_fsdp_forward_method`` are forward passes, too. The first pass
-    raises RuntimeError if ``fully_shard`` has made other units since.
+    ``set_requires_gradient_sync``. Methods of ``register_fsdp_forward_method`` are forward passes, too.
     """
     state_of: dict[nn.Module, Any] = {
         module: module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)
     }
-    states, is_checked = set(state_of.values()), False
+    states = set(state_of.values())
 
     def before_forward(module: nn.Module, inputs: Any) -> None:
-        nonlocal is_checked
-        if not is_checked:
-            _check_for_later_units(model, units)
-            for unit in units:
-                unit.respecify()
-            is_checked = True
         # The root of the pass, if one has begun; this unit itself, if an exception ended its last pass.
         root = state_of[module]._state_ctx.iter_forward_root
         if (root is state_of[module] or root not in states) and backward_pass() == -1:
@@ -572,16 +348,6 @@ def _after(hook: Callable[[nn.Module, Any], None], pre_forward: Callable[..., An
     return both
 
 
-def _check_for_later_units(model: nn.Module, units: Sequence[FSDPUnit]) -> None:
-    known = {id(unit._param_group) for unit in units}
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule) and any(id(group) not in known for group in _param_groups_of(module)):
-            raise RuntimeError(
-                f"fully_shard was called on {name or 'the root module'} after apply_zeropp, which does not know of it: "
-                "call apply_zeropp after the last fully_shard"
-            )
-
-
 def backward_pass() -> int:
     """Return the number of the backward pass that this thread is in; -1 = none."""
     return int(torch._C._current_graph_task_id())
@@ -593,29 +359,11 @@ def call_after_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
 
 
-_COLLECTIVES = {
-    "unshard": "all-gather",
-    "wait_for_unshard": "all-gather",
-    "post_backward": "reduce-scatter",
-    "finalize_backward": "reduce-scatter",
-}
+def follow_optimizers(units: Sequence[FSDPUnit], position: StepPosition) -> None:
+    """Refuse steps of torch optimizers that hold parameters of ``units`` while gradients are held; note the others.
 
-
-def collective_of(frame: FrameType) -> str | None:
-    """Return the FSDP2 collective that a traceback's frame belongs to, as "the all-gather of layers.3", or None."""
-    name = frame.f_code.co_name
-    owner: Any = frame.f_locals.get("self")
-    if type(owner).__name__ != "FSDPParamGroup" or name not in _COLLECTIVES:
-        return None
-    return f"the {_COLLECTIVES[name]} of {owner._module_fqn or 'the root module'}"
-
-
-def follow_optimizers(units: Sequence[FSDPUnit]) -> None:
-    """Mark the units at every step of a torch optimizer that holds one of their parameters.
-
-    Fused and foreach optimizers change DTensors without bumping a version counter, so counters alone would leave stale
-    weights in the secondary partition. A step while gradients are held raises RuntimeError before it does anything; a
-    step with a closure, which may reduce the last of them, raises it at its end.
+    Weights alone could not tell in time: such a step raises RuntimeError before it does anything, or, with a closure,
+    which may reduce the last gradients, at its end. And without qgZ nothing else says where a step ends.
     """
     references = [weakref.ref(unit) for unit in units]
 
@@ -630,9 +378,12 @@ def follow_optimizers(units: Sequence[FSDPUnit]) -> None:
                 unit.check_holds_nothing()
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for unit in units_of(optimizer):
+        stepped = units_of(optimizer)
+        for unit in stepped:
             unit.check_holds_nothing()
-            unit.mark_stepped(getattr(optimizer, "found_inf", None))
+            unit.has_trained = True
+        if stepped:
+            position.mark_stepped(getattr(optimizer, "found_inf", None))
 
     # Never removed: that could happen while some optimizer's step iterates over its hooks.
     register_optimizer_step_pre_hook(before_step)

@@ -25,35 +25,46 @@ class StepPosition:
     accumulations: int = 0  # how many gradient accumulations have begun
     is_accumulating: bool = False
     optimizer_steps: int = 0  # without steps whose gradients were dropped
-    is_step_complete: bool = False  # all of a step's gradients were reduced since the last forward pass
-    forward_pass: int = 0  # its number, the same for those that continue a gradient accumulation
+    is_step_complete: bool = False  # all of a step's gradients were reduced, and no forward pass began after it
+    # Of each step of a torch optimizer since the last forward pass began: GradScaler's found_inf, which a fused one
+    # reads on the device, or None.
+    steps_taken: list[Tensor | None] = field(default_factory=list)
+    sees_steps: bool = False  # whether there were any: not every optimizer is torch's
     is_resident: bool = False  # inside ``resident_weights``: what is gathered stays for the next passes
     # Whether this pass follows one of its kind there, both without gradients. Such passes send nothing, so ranks
     # need not run equally many of them: generated texts differ in length.
     sends_nothing: bool = False
     _accumulation: int | None = None  # that the last forward pass began or continued
-    _has_evaluated: bool = False
+    _evaluated_versions: int | None = None
 
-    def begin_forward_pass(self) -> None:
-        """Begin a forward pass: what was reduced before it is a step by now, unless it was undone."""
-        self.optimizer_steps += self.is_step_complete
-        self.is_step_complete = False
-        # Between the micro-batches of one training step nothing is looked at again.
+    def begin_forward_pass(self, versions: int) -> bool:
+        """Return whether a forward pass is another than a further one of the same gradient accumulation.
+
+        versions: the sum of the parameters' version counters. Inside ``resident_weights`` ranks cannot compare weights
+        in every pass, but autograd counts what the program of every rank does.
+        """
+        if self.is_step_complete and (self.steps_taken or not self.sees_steps):  # else more gradients are to come
+            self.optimizer_steps += 1
+            self.is_step_complete = False
+        self.steps_taken.clear()
         accumulation = self.accumulations if torch.is_grad_enabled() and self.is_accumulating else None
-        if accumulation is None or accumulation != self._accumulation:
-            self.forward_pass += 1
+        continues = accumulation is not None and accumulation == self._accumulation
         self._accumulation = accumulation
         evaluates = self.is_resident and not torch.is_grad_enabled()
-        self.sends_nothing = evaluates and self._has_evaluated
-        self._has_evaluated = evaluates
+        self.sends_nothing = evaluates and self._evaluated_versions == versions
+        self._evaluated_versions = versions if evaluates else None
+        return not continues
 
     def set_resident(self, is_resident: bool) -> None:
-        """Set whether gathered weights stay. The ranks agree in the next pass that nothing has changed unseen."""
-        self.is_resident, self.sends_nothing, self._has_evaluated = is_resident, False, False
+        """Set whether gathered weights stay. The ranks compare them in the next pass."""
+        self.is_resident, self.sends_nothing, self._evaluated_versions = is_resident, False, None
 
-    def undo_step(self) -> None:
-        """Drop the gradients since the last optimizer step."""
+    def undo_step(self) -> bool:
+        """Drop the gradients since the last optimizer step. Return whether no optimizer has used them."""
+        is_unused = not any(found_inf is None or not found_inf for found_inf in self.steps_taken)
         self.is_accumulating = self.is_step_complete = False
+        self.steps_taken.clear()
+        return is_unused
 
     def set_is_last(self, is_last: bool) -> None:
         """Set whether the next or current backward pass is the step's last."""
@@ -65,6 +76,11 @@ class StepPosition:
         """Note that gradients were reduced; those of the last micro-batch end the accumulation."""
         self.is_accumulating &= not self.is_last
         self.is_step_complete |= self.is_last
+
+    def mark_stepped(self, found_inf: Tensor | None) -> None:
+        """Note that a torch optimizer has stepped; it has changed nothing if ``found_inf`` is not zero."""
+        self.steps_taken.append(found_inf)
+        self.sees_steps = True
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"optimizer_steps": torch.tensor(self.optimizer_steps + self.is_step_complete)}

@@ -58,7 +58,7 @@ Interval = tuple[Any, Any]  # beginning and end: seconds, or events of one devic
 
 
 class Waits:
-    """Intervals since the last ``take``; nothing is recorded before the first one."""
+    """Intervals since the last ``take_seconds``; nothing is recorded before the first one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -89,7 +89,7 @@ class Waits:
         if begin is not None:
             self._stalls.append((begin, self._event()))
 
-    def take(self) -> tuple[float, float]:
+    def take_seconds(self) -> tuple[float, float]:
         """Return the seconds waited for links within nodes, and between nodes, since the last call.
 
         On a GPU only finished waits count: the host does not wait here, and the rest counts next time.

@@ -3,7 +3,7 @@
 FSDP2 hands over the flat shard [L] of one unit and wants [N, P, L]: all ranks' shards, in rank order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,9 @@ from ..fsdp.shared import Shared
 from ..fsdp.waits import on_stream, refuse_capture
 from ..wire.format import WireFormat
 from ..wire.layout import KeptScales
-from ..wire.moves import Moves, apply_moves, measure_moves
+from ..wire.moves import apply_moves, measure_moves
 from ..wire.quantization import mix_seed
-from .sent_shards import SentShard, gather_wires, send
-from .unseen_changes import UnseenChanges, load_changes, state_of_changes
+from .changed_weights import EncodedShard, SentShard, gather_wires, same_bits, send, send_changes
 
 
 class QuantizedAllGather(WeightGather):
@@ -33,16 +32,13 @@ class QuantizedAllGather(WeightGather):
     there. The stream waits for the caller, and the caller for the stream.
     """
 
-    def __init__(self, unit: FSDPUnit, shared: Shared, unseen_changes: UnseenChanges, stream: torch.Stream) -> None:
-        self.unit, self.topology, self.shared = unit, unit.topology, shared
-        self.formats = Formats(shared.config, unit.topology.num_nodes)
-        self.unseen_changes, self.stream = unseen_changes, stream
-        # Stochastic rounding is right on average over many roundings, so frozen weights are rounded again, too.
-        unit.gathers_frozen = shared.config.weight_rounding == "stochastic"
+    def __init__(self, unit: FSDPUnit, shared: Shared, stream: torch.Stream) -> None:
+        self.unit, self.topology, self.shared, self.stream = unit, unit.topology, shared, stream
+        self.formats, self.keeps_wires = Formats(shared.config, unit.topology.num_nodes), True
         if shared.config.frozen_dtype is not None and self.formats.has_secondary_partition:
             unit.nf4_skip = shared.config.nf4_skip
-            unit.specify(unit.shards, unit.packed)
-        self.versions = 0  # how often the parameters changed
+            unit.specify(unit.shards)
+        self.versions = 1  # of the weights; all gathers of one draw the same noise
         self._sampled_version: int | None = None  # whose error the monitor has
         # Resident weights: the wires of all W shards, uint8 [W, nbytes]; with hpZ, see ``_gather_within_node``.
         self.resident: Tensor | None = None
@@ -55,42 +51,87 @@ class QuantizedAllGather(WeightGather):
         check_gathered(self.unit, input_tensor)
         # FSDP2 gathers on its own stream, but ``unshard()`` by hand on the current one.
         with on_stream(self.stream, input_tensor.device):
-            kept_as = (input_tensor.dtype, input_tensor.device)
-            if self.unit.has_nf4 and self.unit.remove_trainable_from_nf4():
-                self.forget_copies()
-            if kept_as != self._kept_as:  # the model was cast or moved
-                self.forget_copies()
-                self._kept_as = kept_as
+            if not (self.unit.is_in_forward or self.unit.is_in_backward):
+                send_changes([self.unit], self.shared)  # as a forward pass does when it begins
+            self._forget_other(input_tensor)
             self._gather(output_tensor, input_tensor)
         return None
 
     def _gather(self, output: Tensor, shard: Tensor) -> None:
-        is_resident = self.shared.position.is_resident
-        if is_resident:
-            self.unseen_changes.look_for(self.unit)
-        changed, wires = bool(self.unit.changed()), self.resident
-        weights = self.formats.weights(self.unit.whole, shard.dtype)
-        if changed or wires is None:
-            self.versions += changed
-            if is_resident:
-                self.unseen_changes.gathered(self.unit, shard, self.unit.whole)
-            wire = weights.encode(shard, self._noise_seed("inter", self.topology.rank))
-            self._sample(shard, weights, wire)
+        format, wires = self.formats.weights(self.unit.whole, shard.dtype), self.resident
+        if wires is None:
+            wire = self._encode_part(self.unit.whole, shard)
             with self.shared.waits.collective("gather", self.unit.label, crosses_nodes=self.topology.num_nodes > 1):
                 wires = gather_wires(wire, self.topology.group)
-            self.resident = wires if is_resident else None
-            self.unit.mark_gathered()
-            count_flat_ring(self.shared.traffic, self.topology, weights.nbytes, self.unit.stays_gathered)
-        weights.decode(wires, out=output.view(-1, weights.numel))
+            self.resident = wires if self.shared.position.is_resident else None
+            count_flat_ring(self.shared.traffic, self.topology, format.nbytes, self.unit.stays_gathered)
+        format.decode(wires, out=output.view(-1, format.numel))
+
+    def differs_from_sent(self) -> Tensor | None:
+        """Return whether parameters that no step trained differ from what was sent: a bool [] on the device.
+
+        None: nothing that was sent is kept, or all was trained.
+        """
+        part, row = self._untrained_part(), self._own_row()
+        shard = self.unit.flat_shard() if row is not None and part.indices else None
+        if row is None or shard is None or self._forget_other(shard):
+            return None
+        format, sent = self.formats.weights(part, shard.dtype), self._copies_of(part, row, shard.dtype)
+        now = format.decode(self._encode_part(part, shard, is_sent=False), out=torch.empty_like(part.select(shard)))
+        return ~same_bits(now, format.decode(sent, out=torch.empty_like(now)) if self.keeps_wires else sent)
+
+    def renew(self, is_different: bool) -> EncodedShard | None:
+        """Encode what changed, for ``send``; None: it is gathered in full when FSDP2 asks for it.
+
+        is_different: also of parameters that no step trained.
+        """
+        self.unit.has_trained, self.resident = False, None
+        self.versions += 1
+        return None
 
     def forget_copies(self) -> None:
         """Gather in full next time."""
         self.resident = None
 
     def forget_resident(self) -> None:
-        """Free the resident weights, and what is known of changes since they arrived."""
+        """Free the resident weights."""
         self.resident = None
-        self.unit.checksums.clear()
+
+    def _untrained_part(self) -> UnitPart:
+        """Return the parameters that are compared with what was sent: after a step none, as all are gathered again."""
+        return self.unit.part([]) if self.unit.has_trained else self.unit.whole
+
+    def _own_row(self) -> Tensor | None:
+        """Return what receivers have of this rank's shard, if this rank keeps it: a wire buffer, or numbers [L]."""
+        return self.resident[self.topology.rank] if self.resident is not None else None
+
+    def _copies_of(self, part: UnitPart, copies: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a part's copies out of a whole unit's, kept in the same way."""
+        if not self.keeps_wires:
+            return part.select(copies)
+        return part.select_wires(
+            copies, self.formats.weights(self.unit.whole, dtype), self.formats.weights(part, dtype)
+        )
+
+    def _forget_other(self, shard: Tensor) -> bool:
+        """Forget the copies, and return True, if the model was cast or moved since they were made."""
+        kept_as, self._kept_as = self._kept_as, (shard.dtype, shard.device)
+        if kept_as == self._kept_as:
+            return False
+        self.forget_copies()
+        return True
+
+    def _encode_part(self, part: UnitPart, shard: Tensor, is_sent: bool = True) -> Tensor:
+        """Encode a part of the shard [L]: uint8 [n], always the same bits for one version of the weights."""
+        values, format = part.select(shard), self.formats.weights(part, shard.dtype)
+        kept = self._kept_scales(part, shard.dtype)
+        wire = format.encode(values, self._noise_seed("inter", self.topology.rank), kept=kept)
+        if is_sent:
+            self._sample(values, format, wire)
+        return wire
+
+    def _kept_scales(self, part: UnitPart, dtype: torch.dtype) -> KeptScales | None:
+        return None
 
     def _noise_seed(self, hop: str, source: int) -> int | None:
         """Return the seed of the noise with which local or data-parallel rank ``source`` rounds; None = to nearest."""
@@ -110,26 +151,28 @@ class QuantizedAllGather(WeightGather):
             monitor.record("weights", self.unit.name, shard, arrived)
             monitor.record_codes("weights", self.unit.name, format, wire)
 
+    @torch.no_grad()
     def state_dict(self) -> dict[str, Tensor]:
         """Return what the next gather depends on besides the parameters; nothing with the default settings."""
         config = self.shared.config
         if config.weight_rounding == "nearest" and not config.weight_moves:
             return {}
-        is_current = not self.unit.changed()  # an evaluation may have gathered already
+        with on_stream(self.stream, self.unit.device):
+            flag = None if self.unit.has_trained else self.differs_from_sent()
+            is_current = not self.unit.has_trained and (flag is None or not flag)
         return {"versions": torch.tensor(self.versions), "is_current": torch.tensor(is_current)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         if state:
             self.versions = int(state["versions"])
-            if state["is_current"]:
-                self.unit.mark_gathered()
+            self.unit.has_trained = not state["is_current"]
 
 
 class FullPrecisionAllGather(QuantizedAllGather):
     """FSDP2's own all-gather, but inside ``ZeroPP.resident_weights``, where a rank keeps the numbers that arrive."""
 
-    def __init__(self, unit: FSDPUnit, shared: Shared, unseen_changes: UnseenChanges, stream: torch.Stream) -> None:
-        super().__init__(unit, shared, unseen_changes, stream)
+    def __init__(self, unit: FSDPUnit, shared: Shared, stream: torch.Stream) -> None:
+        super().__init__(unit, shared, stream)
         self._plain = PlainAllGather(unit, shared)
 
     def __call__(
@@ -149,150 +192,108 @@ class HierarchicalAllGather(QuantizedAllGather):
     [N, L]; every gather is then among the P ranks of the node. All ranks see the same weights: each rank quantizes and
     decodes its local shard, too. Frozen parameters of a unit are sent only when they changed.
 
-    When a forward pass begins, the gathers of all changed shards start (``encode_for_prefetch`` names exceptions), and
-    each must have finished when FSDP2 asks for its unit. If a pass did not ask, and the parameters have changed by the
-    next one, what was sent is dropped.
+    What changed leaves when a forward pass begins (changed_weights.py), and must have arrived when FSDP2 asks for the
+    unit, or when the next pass begins. Without a secondary partition (at the first step, after ``invalidate`` or a
+    resume) a unit is sent in full when FSDP2 asks for it.
     """
 
-    def __init__(
-        self,
-        unit: FSDPUnit,
-        shared: Shared,
-        unseen_changes: UnseenChanges,
-        consistency_check: Callable[[FSDPUnit], None] | None,
-        stream: torch.Stream,
-    ) -> None:
-        super().__init__(unit, shared, unseen_changes, stream)
-        self.consistency_check = consistency_check
+    def __init__(self, unit: FSDPUnit, shared: Shared, stream: torch.Stream) -> None:
+        super().__init__(unit, shared, stream)
+        self.keeps_wires = self.formats.keeps_wires
         # [N, L] in the gather's dtype; where wires are kept, uint8 [N, nbytes].
         self.secondary_partition: Tensor | None = None
         self._loaded_row: Tensor | None = None  # with moves: this rank's, of a checkpoint, until it is sent in full
-        self._sent: SentShard | None = None
-        # Most codes of loaded parameters have moved.
-        for module in unit.modules:
-            module.register_load_state_dict_post_hook(lambda *_: self.forget_copies())
 
     def _gather(self, output: Tensor, shard: Tensor) -> None:
-        # Before any collective that only some ranks may take part in. Passes that send nothing need no equals.
-        if self.consistency_check is not None and not self.shared.position.sends_nothing:
-            self.consistency_check(self.unit)
-        self.unseen_changes.look_for(self.unit)
-        changed = self.unit.changed()
-        if changed:
-            changed |= self._drop_sent()
-            if not self.unit.keeps_copies(changed):
-                self.forget_copies()
-        if self._sent is not None and self._sent.work is None:  # sending it failed
-            changed |= self._drop_sent()
-        if self._sent is None and (changed or self.secondary_partition is None):
-            send([self._encode(shard, changed)], self.shared)
-        if self._sent is not None:
-            self.secondary_partition = self._receive(shard)
+        self._receive()
+        if self.secondary_partition is None:
+            send([self._encode(self.unit.whole, shard)], self.shared)
+            self._receive()
         assert self.secondary_partition is not None
         num_nodes, ranks_per_node = self.topology.num_nodes, self.topology.ranks_per_node
         self._gather_within_node(self.secondary_partition, output.view(num_nodes, ranks_per_node, shard.numel()))
 
-    def encode_for_prefetch(self) -> SentShard | None:
-        """Encode the shard at the beginning of a forward pass, if it changed, for ``send``.
-
-        Without a secondary partition (at the first step, after a load or ``invalidate``) a unit is sent only when FSDP2
-        asks for it, and so is one that did not need what was sent before. With a consistency check, no rank sends
-        before ranks have compared at the gather.
-        """
-        unit = self.unit
-        if self.consistency_check is not None or not unit.is_sharded:
-            return None
-        if unit.has_nf4 and unit.remove_trainable_from_nf4():
+    def differs_from_sent(self) -> Tensor | None:
+        self._receive()  # what the last pass did not ask for
+        if self.unit.remove_trainable_from_nf4():
             self.forget_copies()
-        changed = unit.changed()
-        if not changed:
-            return None
-        was_needed = self._sent is None
-        changed |= self._drop_sent()
-        if was_needed and self.secondary_partition is not None and unit.keeps_copies(changed):
-            with torch.no_grad():
-                shard = unit.flat_shard()
-            if (shard.dtype, shard.device) == self._kept_as:
-                return self._encode(shard, changed)
-        return None
+        return super().differs_from_sent()
+
+    def renew(self, is_different: bool) -> EncodedShard | None:
+        super().renew(is_different)
+        part = self.unit.whole if is_different or self._rounds_again() else self.unit.trained
+        shard = self.unit.flat_shard() if self.secondary_partition is not None and part.indices else None
+        return None if shard is None or self._forget_other(shard) else self._encode(part, shard)
 
     def forget_copies(self) -> None:
-        """Gather in full next time."""
-        self._drop_sent()
+        self._receive_by_hand()
         self.secondary_partition = self._loaded_row = self.resident = None
 
-    def forget_resident(self) -> None:
-        """Free the resident weights; the secondary partition stays."""
-        self.resident = None
+    def _untrained_part(self) -> UnitPart:
+        return self.unit.frozen if self.unit.has_trained and not self._rounds_again() else super()._untrained_part()
+
+    def _rounds_again(self) -> bool:
+        # Stochastic rounding is right on average over many roundings, so frozen weights are rounded again, too.
+        return self.shared.config.weight_rounding == "stochastic"
+
+    def _own_row(self) -> Tensor | None:
+        return self.secondary_partition[self.topology.node] if self.secondary_partition is not None else None
+
+    def _kept_scales(self, part: UnitPart, dtype: torch.dtype) -> KeptScales | None:
+        """Return the codes whose scales blocks keep while they fit, with moves."""
+        if not self.formats.sends_moves:
+            return None
+        row = self._own_row()
+        return KeptScales(self._loaded_row if row is None else self._copies_of(part, row, dtype))
 
     # The partition outlives an evaluation in inference mode, so it must not be an inference tensor.
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _encode(self, shard: Tensor, changed: set[int]) -> SentShard:
-        """Begin the inter-node stage: encode the shard [L], or what changed of it, for ``send``."""
-        version = self.versions
-        part = self.unit.whole if self.secondary_partition is None else self.unit.changed_part(changed)
-        self.versions += bool(changed)
-        self.unseen_changes.gathered(self.unit, shard, part)
-        values, format = part.select(shard), self.formats.weights(part, shard.dtype)
-        if not self.formats.sends_moves:
-            encoded: Tensor | Moves = format.encode(values, self._noise_seed("inter", self.topology.rank))
-        elif self.secondary_partition is None:
-            encoded = format.encode(values, kept=KeptScales(self._loaded_row))
-        else:
-            old = self._copies_of(part, self.secondary_partition[self.topology.node], shard.dtype)
-            encoded = measure_moves(format, old, format.encode(values, kept=KeptScales(old)))
-        self._sent = SentShard(self.unit, part, format, encoded, version, was_current=not changed)
-        self.unit.mark_gathered()
-        return self._sent
+    def _encode(self, part: UnitPart, shard: Tensor) -> EncodedShard:
+        """Begin the inter-node stage: encode a part of the shard [L] for ``send``."""
+        format, wire, row = self.formats.weights(part, shard.dtype), self._encode_part(part, shard), self._own_row()
+        self.unit.has_trained = False
+        if not self.formats.sends_moves or row is None:
+            return EncodedShard(self.unit, part, format, wire)
+        return EncodedShard(
+            self.unit, part, format, measure_moves(format, self._copies_of(part, row, shard.dtype), wire)
+        )
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _receive(self, shard: Tensor) -> Tensor:
-        """Finish the inter-node stage: return the shards of the N ranks with equal p as the new secondary partition."""
-        sent, old = self._sent, self.secondary_partition
-        assert sent is not None and sent.work is not None
+    def _receive(self) -> None:
+        """Finish the inter-node stage, if one began: the shards of the N ranks with equal p are the new copies."""
+        sent, old = self.in_flight, self.secondary_partition
+        if sent is None:
+            return
         # Nothing half-done if this fails.
-        self._sent = self.secondary_partition = self._loaded_row = self.resident = None
+        self.in_flight = self.secondary_partition = self._loaded_row = self.resident = None
         with self.shared.waits.collective("gather", self.unit.label, crosses_nodes=True):
             sent.work.wait()
-        self._count(sent)
-        part = sent.part
-        values = part.select(shard)
+        # Counted when it is used: a step's count has the bytes of the weights that its passes see.
+        self.shared.traffic.add(inter_node=(self.topology.num_nodes - 1) * sent.wires[0].nbytes, stays=True)
+        part, dtype = sent.part, sent.format.dtype
         if sent.are_moves:
             assert old is not None
-            arrived = apply_moves(sent.format, self._copies_of(part, old, shard.dtype), sent.wires)
-            self._sample(values, sent.format, arrived[self.topology.node])
+            arrived = apply_moves(sent.format, self._copies_of(part, old, dtype), sent.wires)
         else:
-            self._sample(values, sent.format, sent.wire)
-            arrived = self._in_full(sent, values, old)
-        return arrived if old is None else self._put_copies(part, arrived, old, shard.dtype)
+            arrived = self._in_full(sent, old)
+        self.secondary_partition = arrived if old is None else self._put_copies(part, arrived, old, dtype)
 
-    def _in_full(self, sent: SentShard, values: Tensor, old: Tensor | None) -> Tensor:
+    def _receive_by_hand(self) -> None:
+        """Finish the inter-node stage outside of a gather."""
+        if self.in_flight is not None:
+            with on_stream(self.stream, self.unit.device):
+                self._receive()
+
+    def _in_full(self, sent: SentShard, old: Tensor | None) -> Tensor:
         """Return the shards, quantized with qwZ. They replace the old ones in place: fresh memory is slow on a CPU."""
-        if self.formats.keeps_wires:
+        if self.keeps_wires:
             return sent.wires
-        out = old if old is not None and sent.part.is_whole else values.new_empty(len(sent.wires), values.numel())
-        return sent.format.decode(sent.wires, out)
-
-    def _drop_sent(self) -> set[int]:
-        """Drop what is in flight as if it had not been sent, but count its bytes. Return its parameters' indices."""
-        if self._sent is None:
-            return set()
-        sent, self._sent = self._sent, None
-        if sent.work is not None:  # else sending it failed
-            with on_stream(self.stream, sent.wire.device):
-                # It must not write to memory that was reused.
-                with self.shared.waits.collective("drop what was gathered", self.unit.label, crosses_nodes=True):
-                    sent.work.wait()
-            self._count(sent)
-        self.versions = sent.version
-        self.unit.mark_updated(sent.part.indices)
-        return set(sent.part.indices)
-
-    def _count(self, sent: SentShard) -> None:
-        # Counted when it is used: a step's count has the bytes of the weights that its passes see.
-        self.shared.traffic.add(inter_node=(self.topology.num_nodes - 1) * sent.wire.nbytes, stays=True)
+        out, wires = old if sent.part.is_whole else None, sent.wires
+        if out is None:
+            out = torch.empty(len(wires), sent.part.numel, dtype=sent.format.dtype, device=wires.device)
+        return sent.format.decode(wires, out)
 
     def _gather_within_node(self, secondary_partition: Tensor, output: Tensor) -> None:
         """Run the intra-node stage: gather the secondary partitions of the node's P ranks into [N, P, L].
@@ -316,7 +317,7 @@ class HierarchicalAllGather(QuantizedAllGather):
                     all_gather_each(output.flatten(1).unbind(), secondary_partition.unbind(), group)
             self.resident = output.clone() if is_resident else None
         else:
-            if not self.formats.keeps_wires:
+            if not self.keeps_wires:
                 # The same noise in every node, so that all ranks see the same weights.
                 sent = weights.encode(secondary_partition, self._noise_seed("intra", self.topology.local_rank))
             wires = sent.unsqueeze(1)  # [N, P, nbytes]
@@ -328,57 +329,32 @@ class HierarchicalAllGather(QuantizedAllGather):
         nbytes = (self.topology.ranks_per_node - 1) * sent.nbytes
         self.shared.traffic.add(intra_node=nbytes, stays=self.unit.stays_gathered)
 
-    def _copies_of(self, part: UnitPart, copies: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a part's copies out of a whole unit's, kept in the same way."""
-        if not self.formats.keeps_wires:
-            return part.select(copies)
-        return part.select_wires(
-            copies, self.formats.weights(self.unit.whole, dtype), self.formats.weights(part, dtype)
-        )
-
     def _put_copies(self, part: UnitPart, values: Tensor, copies: Tensor, dtype: torch.dtype) -> Tensor:
         """Write a part's copies into a whole unit's, and return these: ``values`` itself if the part is whole."""
-        if not self.formats.keeps_wires:
+        if not self.keeps_wires:
             return part.insert(values, copies)
         formats = self.formats.weights(self.unit.whole, dtype), self.formats.weights(part, dtype)
         return part.insert_wires(values, copies, *formats)
 
     def state_dict(self) -> dict[str, Tensor]:
-        state, unit = super().state_dict(), self.unit
-        if not state:
-            return state
-        if self._sent is not None:  # what has not arrived yet is sent again after a resume, with the same bits
-            state = {"versions": torch.tensor(self._sent.version), "is_current": torch.tensor(self._sent.was_current)}
-        dtype = self._kept_as[0] if self._kept_as is not None else unit.gathered_dtype
-        changed = unit.changed()
+        self._receive_by_hand()
+        state, dtype = super().state_dict(), self._kept_as[0] if self._kept_as else self.unit.gathered_dtype
         if self.formats.sends_moves:
             # This rank's row of codes, with the scales that are kept; the other rows are gathered again.
-            partition = self.secondary_partition if unit.keeps_copies(changed) else None
-            row = partition[self.topology.node] if partition is not None else self._loaded_row
-            nbytes = self.formats.weights(unit.whole, dtype).nbytes
-            saved = torch.zeros(nbytes, dtype=torch.uint8, device=unit.device) if row is None else row.clone()
+            row = self._own_row()
+            row = self._loaded_row if row is None else row
+            nbytes = self.formats.weights(self.unit.whole, dtype).nbytes
+            saved = row.clone() if row is not None else torch.zeros(nbytes, dtype=torch.uint8, device=self.unit.device)
             state |= {"has_row": torch.tensor(row is not None), "row": saved, "dtype": torch.zeros(1, dtype=dtype)}
-            return state
-        unsent = set() if state["is_current"] else set(unit.changed_part(changed).indices)
-        if self._sent is not None:
-            unsent.update(self._sent.part.indices)
-        return state | state_of_changes(unit, unit.checksums, unsent, dtype)
+        return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         super().load_state_dict(state)
-        if not self.formats.sends_moves:
-            self.unit.checksums |= load_changes(self.unit, state)
-            return
-        self._kept_as = (state["dtype"].dtype, self.unit.device) if state else None
-        self._loaded_row = None
-        if state.get("has_row", False):
-            # By a step, as far as the row is concerned: what has changed is gathered in full in any case.
-            if self.unit.changed():
-                self.unit.mark_gathered()
-                self.unit.mark_updated(self.unit.trained.indices)
-                self.unit.may_have_stepped = True
+        if self.formats.sends_moves:
+            self._kept_as = (state["dtype"].dtype, self.unit.device) if state else None
             with on_stream(self.stream, self.unit.device):
-                self._loaded_row = state["row"].to(self.unit.device, copy=True)
+                has_row = bool(state.get("has_row", False))
+                self._loaded_row = state["row"].to(self.unit.device, copy=True) if has_row else None
 
 
 def all_gather_each(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: dist.ProcessGroup) -> None:

@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import ParamsT, StateDict
 
-from ..api import ZeroPP
-from ..own_rank import local_part
+from ..api import ZeroPP, local_part
 from .matrix_blocks import SCALES, MatrixBlocks, MomentumWire, NewtonSchulz
 
 _adamw_step = inspect.unwrap(torch.optim.AdamW.step)  # without hooks, which Muon's own step has

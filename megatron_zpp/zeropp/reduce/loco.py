@@ -3,7 +3,8 @@
 LoCo (arXiv 2407.04480): a moving average of what quantization lost is added to later gradients.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,9 +12,11 @@ from torch import Tensor
 from ..config import LoCoConfig
 from ..fsdp.formats import Formats, UnitPart
 from ..fsdp.fsdp_unit import FSDPUnit
+from ..fsdp.shared import Shared, below
 from ..wire.format import GradientSum, WireFormat, wire_format
 from ..wire.layout import Compensation, ParameterShard, encoded_addend
-from ..wire.quantization import counter_uniform
+from ..wire.quantization import counter_uniform, mix_seed
+from ..wire.scales import ElementScales
 
 ERROR_FORMATS = {"int8": (8, torch.float32), "bf16": (None, torch.bfloat16), "fp32": (None, torch.float32)}
 
@@ -49,7 +52,7 @@ class ErrorFeedback:
         """
         self._before_step = self.error, self.steps, self._format
 
-    def encode(
+    def compensate(
         self,
         gradients: GradientSum,
         hop: WireFormat,
@@ -80,7 +83,7 @@ class ErrorFeedback:
         if is_last and config.reset == "decay" and interval is not None:
             decay = 1 - 1 / interval
         compensation = Compensation(self._format, self.error, new_error, config.beta, decay)
-        wire = gradients.encode(hop, noise_seed, compensation, exponents)
+        wire = gradients.to_wire(hop, noise_seed, compensation, exponents)
         self.error = new_error
         if not config.exact_undo:
             self._before_step = None, 0, None
@@ -113,6 +116,109 @@ class ErrorFeedback:
         self.error = error if error is not None and error.any() else None
         self._format = None
         self._before_step = self.error, self.steps, None
+
+
+@dataclass(frozen=True, eq=False)
+class GradientHop:
+    """One rank's part of a hop among G ranks: the P of its node, or the N with its local rank."""
+
+    name: str  # "intra" or "inter" nodes
+    rows: tuple[int, ...]  # of what is sent, without L: (P, N) or (N,)
+    unit: FSDPUnit
+    shared: Shared
+    feedback: ErrorFeedback | None  # LoCo's
+    element_scales: ElementScales | None
+
+    def encode_pieces(self, gradients: GradientSum, format: WireFormat, draw: tuple[int, int]) -> Tensor:
+        """Encode gradients [G, ..., L], a piece for each rank of the hop, with LoCo: uint8 [G, ..., nbytes].
+
+        draw: the unit's reductions between nodes, and micro-batches of this step, before this one.
+        """
+        config, feedback = self.shared.config, self.feedback
+        exponents = self.element_scales.of_sent(format) if self.element_scales is not None else None
+        noise_seed = None
+        if config.gradient_rounding == "stochastic":
+            noise_seed = mix_seed(config.seed, "gradients", self.name, self.unit.name, self.unit.topology.rank, *draw)
+        is_sampled = self.shared.monitor.is_due(draw[0])
+        if is_sampled:
+            gradients = gradients.computed()  # to compare with what arrives
+        error = feedback.error if feedback is not None else None  # what is added to these gradients
+        if feedback is not None:
+            # The hop between nodes runs once per step, that within a node once per micro-batch.
+            wires = feedback.compensate(gradients, format, noise_seed, self.shared.position.is_last, exponents)
+        else:
+            wires = gradients.to_wire(format, noise_seed, exponents=exponents)
+        if is_sampled:
+            self._sample(gradients.parts, format, wires, exponents, error)
+        sent = wires.nbytes - wires[0].nbytes  # this rank keeps one piece
+        is_inter = self.name == "inter"
+        self.shared.traffic.add(intra_node=0 if is_inter else sent, inter_node=sent if is_inter else 0)
+        return wires
+
+    def sum_of(self, wires: Tensor, format: WireFormat) -> GradientSum:
+        """Return the sum [..., L] of what the G ranks send here, uint8 [G, ..., nbytes], which may arrive later."""
+        exponents = self.element_scales.of_received() if self.element_scales is not None else None
+        return GradientSum(wires, format, exponents=exponents)
+
+    def update_scales(self, format: WireFormat, sent: Tensor, received: GradientSum) -> None:
+        """Let element scales learn from what arrived: ``sent`` by this rank, ``received`` from all."""
+        if self.element_scales is not None:
+            self.element_scales.observe(format, sent, received.parts)
+
+    def begin_step(self, continues: bool) -> None:
+        """Begin an optimizer step, to which ``undo_step`` returns; ``continues``: LoCo's began with other gradients."""
+        if self.feedback is not None and not continues:
+            self.feedback.begin_step()
+        if self.element_scales is not None:
+            self.element_scales.begin_step()
+
+    def undo_step(self) -> None:
+        """Restore what the gradients since ``begin_step`` changed."""
+        for state in (self.feedback, self.element_scales):
+            if state is not None:
+                state.undo_step()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        # The same keys and shapes from the start: what is not there yet is zeros.
+        part, state = self.unit.trainable, dict[str, Tensor]()
+        zeros = partial(torch.zeros, dtype=torch.uint8, device=self.unit.device)
+        if self.feedback is not None:
+            kept = self.feedback.state_dict()
+            if "error" not in kept:
+                format = self.feedback.format(part.parameters, self.shared.config.gradient_block_size)
+                kept["error"] = zeros(*self.rows, format.nbytes)
+            state |= {f"{self.name}.{key}": value for key, value in kept.items()}
+        if self.element_scales is not None:
+            kept = self.element_scales.state_dict()
+            if "exponents" not in kept:
+                kept["exponents"] = zeros(2, *self.rows, part.numel)
+            state |= {f"element_scales.{key}": value for key, value in kept.items()}
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for prefix, kept in ((f"{self.name}.", self.feedback), ("element_scales.", self.element_scales)):
+            if kept is not None:
+                kept.load_state_dict({k: value.to(self.unit.device) for k, value in below(state, prefix).items()})
+
+    def _sample(
+        self, pieces: Tensor, format: WireFormat, wires: Tensor, exponents: Tensor | None, error: Tensor | None
+    ) -> None:
+        scales = exponents.unsqueeze(0) if exponents is not None else None
+        arrived = GradientSum(wires.unsqueeze(0), format, exponents=scales).compute()
+        what, unit = f"gradients/{self.name}", self.unit.name
+        self.shared.monitor.record(what, unit, pieces, arrived)
+        self.shared.monitor.record_codes(what, unit, format, wires)
+        if self.feedback is not None:
+            old = self.feedback.decode(error) if error is not None else arrived.new_zeros(())
+            self.shared.monitor.record_error_state(what, unit, pieces, old)
+
+
+def make_hop(name: str, rows: tuple[int, ...], unit: FSDPUnit, shared: Shared) -> GradientHop:
+    """Make a hop with what the settings let it keep."""
+    config, loco, is_inter = shared.config, shared.config.loco, name == "inter"
+    feedback = ErrorFeedback(loco) if loco is not None and (is_inter or loco.hops == "both") else None
+    scales = ElementScales() if config.gradient_element_scales and is_inter else None
+    return GradientHop(name, rows, unit, shared, feedback, scales)
 
 
 class NodeSum:
@@ -163,7 +269,7 @@ class NodeSum:
         noise_seed: of stochastic rounding; may be None for fp32 sums.
         """
         if self.config.gradient_sum_dtype == "int8":
-            total = arrived.encode(self.format, noise_seed, encoded_addend(self.format, self._on_device()))
+            total = arrived.to_wire(self.format, noise_seed, encoded_addend(self.format, self._on_device()))
         else:
             total = self.plus(arrived).compute()
             if self.config.gradient_sum_dtype == "bf16":

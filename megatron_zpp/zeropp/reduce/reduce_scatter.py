@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,13 +20,12 @@ from torch import Tensor
 from ..fsdp.collectives import count_all_reduce
 from ..fsdp.formats import Formats, UnitPart
 from ..fsdp.fsdp_unit import FSDPUnit, GradientReduction, backward_pass, call_after_backward, complete_gradients
-from ..fsdp.shared import Shared, Traffic, below
+from ..fsdp.shared import Shared, Traffic
 from ..fsdp.topology import Topology
 from ..fsdp.waits import current_stream, on_stream, refuse_capture
 from ..wire.format import GradientSum, WireFormat
 from ..wire.quantization import mix_seed
-from ..wire.scales import ElementScales
-from .loco import ErrorFeedback, NodeSum
+from .loco import GradientHop, NodeSum, make_hop
 
 logger = logging.getLogger(__name__)
 
@@ -51,20 +49,16 @@ class HierarchicalReduceScatter(GradientReduction):
         # On one rank nothing is rounded.
         kept_as = config if unit.topology.world_size > 1 else replace(config, gradient_sum_dtype="fp32")
         self.node_sum = NodeSum(unit, Formats(kept_as, num_nodes))
-        # A hop of one rank is None.
-        self.within_node = (
-            GradientHop("intra", (ranks_per_node, num_nodes), unit, shared) if ranks_per_node > 1 else None
-        )
-        self.between_nodes = GradientHop("inter", (num_nodes,), unit, shared) if num_nodes > 1 else None
-        self.hops = [hop for hop in (self.within_node, self.between_nodes) if hop is not None]
+        within = make_hop("intra", (ranks_per_node, num_nodes), unit, shared) if ranks_per_node > 1 else None
+        between = make_hop("inter", (num_nodes,), unit, shared) if num_nodes > 1 else None
+        self.within_node, self.between_nodes = within, between
+        self.hops = [hop for hop in (within, between) if hop is not None]
         self.steps = 0  # reductions between nodes
         self.micro_batches = 0  # of this step, whose sum is kept
         # Indices of the parameters whose gradients the last reduction, or the one that runs, takes.
         self._reduced: tuple[int, ...] = ()
-        self._begun_at = 0  # the unit's optimizer steps when this step's first micro-batch came
+        self._begun_at = -1  # optimizer steps when this step's first micro-batch came
         self._last_reduction: tuple[int, int] | None = None  # its backward pass, and optimizer steps until then
-        self._specified: tuple[UnitPart, torch.dtype, float] | None = None  # what formats were set for
-        self._rotation: WireFormat | None = None  # whose quantized parameters are rotated
 
     def before_reduction(self) -> None:
         """Note which parameters a backward pass used, and which FSDP2 is about to reduce."""
@@ -76,24 +70,32 @@ class HierarchicalReduceScatter(GradientReduction):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         refuse_capture(self.unit.device, self.unit.label)
-        topology, position = self.unit.topology, self.shared.position
+        topology, position, dtype = self.unit.topology, self.shared.position, input_tensor.dtype
         position.set_is_last(self.unit.is_last_backward)
         position.mark_reduced()
-        part = self.unit.part(self._reduced)
-        gradients = self._begin(
-            part, input_tensor.view(topology.num_nodes, topology.ranks_per_node, output_tensor.numel())
-        )
-        timer = self.shared.waits.collective("reduce", self.unit.label, crosses_nodes=False)
-        node_sum = start_exchange(gradients, self.within_node, topology.reduce_group, timer).wait()  # [N, L]
+        part, draw = self.unit.part(self._reduced), (self.steps, self.micro_batches)
+        self._begin_step_if_first()
+        self.node_sum.set_part(part)
+        gradients = input_tensor.view(topology.num_nodes, topology.ranks_per_node, output_tensor.numel())
+        # Sums of rotated gradients are rotated sums: rotate once before both hops and back once after them.
+        rotation = self.formats.rotation(part, dtype)
+        if rotation is not None:
+            gradients = rotation.rotate(gradients)
+        pieces = GradientSum(gradients.transpose(0, 1))  # [P, N, L]: one for each rank of the node
+        format, timer = self.formats.gradients_within_node(part, dtype), self._timer(crosses_nodes=False)
+        node_sum = start_exchange(pieces, self.within_node, format, draw, topology.reduce_group, timer).wait()  # [N, L]
         if not position.is_last:
             self._keep(node_sum)
             output_tensor.zero_()
             return None
-        in_flight = start_exchange(self.node_sum.plus(node_sum), self.between_nodes, topology.inter_group)
+        format = self.formats.gradients_between_nodes(part, dtype, position.optimizer_steps)
+        total = self.node_sum.plus(node_sum)
+        in_flight = start_exchange(total, self.between_nodes, format, draw, topology.inter_group)
         self._drop_kept()  # it has now been sent
         self.steps += 1
+        finish = partial(self._total, in_flight, format, rotation, op)
         if self.unit.is_read_in_backward:
-            output_tensor.copy_(self._total(in_flight, op))
+            output_tensor.copy_(finish())
         else:
             divisor = self.unit.divisor_after_reduction(output_tensor.dtype, group)
             output_tensor.zero_()
@@ -103,35 +105,20 @@ class HierarchicalReduceScatter(GradientReduction):
             # So the allocator and every access follow one stream's order, and the program's stream waits for it.
             stream = current_stream(self.unit.device)
             # If the backward pass fails, nothing else holds what is in flight.
-            call_after_backward(lambda: self._finish(in_flight, part, op, divisor, stream))
-        self.unit.mark_reduced(part.indices)
+            call_after_backward(partial(self._finish, finish, part, divisor, stream))
+        self.unit.has_trained = True
         return None
 
-    def _begin(self, part: UnitPart, gradients: Tensor) -> GradientSum:
-        """Begin with a part's gradients [N, P, L]: return them as [P, N, L], a piece per rank of the node, rotated."""
+    def _begin_step_if_first(self) -> None:
         continues = self._continues()
         if self.node_sum.kept is None:
             if not continues:
-                self._begun_at = self.unit.optimizer_steps
+                self._begun_at = self.shared.position.optimizer_steps
             for hop in self.hops:
                 hop.begin_step(continues)
-        self.node_sum.set_part(part)
-        # Formats stay until parameters are frozen or unfrozen, the model is cast, or a warm-up of bits ends.
-        warms_up = self.shared.config.gradient_bits_warmup is not None
-        specified = part, gradients.dtype, self.shared.position.optimizer_steps if warms_up else math.inf
-        if specified != self._specified:
-            self._specified = specified
-            self._rotation = self.formats.rotation(part, gradients.dtype)
-            if self.within_node is not None:
-                self.within_node.format = self.formats.gradients_within_node(part, gradients.dtype)
-            if self.between_nodes is not None:
-                self.between_nodes.format = self.formats.gradients_between_nodes(*specified)
-        for hop in self.hops:
-            hop.steps, hop.micro_batches = self.steps, self.micro_batches
-        # Sums of rotated gradients are rotated sums: rotate once before both hops and back once after them.
-        if self._rotation is not None:
-            gradients = self._rotation.rotate(gradients)
-        return GradientSum(gradients.transpose(0, 1))
+
+    def _timer(self, crosses_nodes: bool) -> AbstractContextManager[None]:
+        return self.shared.waits.collective("reduce", self.unit.label, crosses_nodes=crosses_nodes)
 
     def _keep(self, arrived: GradientSum) -> None:
         """Keep the node's sum [N, L] of this micro-batch for the step's last one."""
@@ -147,24 +134,22 @@ class HierarchicalReduceScatter(GradientReduction):
         self.node_sum.drop()
         self.unit.holds_gradients, self.micro_batches = False, 0
 
-    def _total(self, in_flight: Exchange, op: Any) -> Tensor:
+    def _total(self, in_flight: Exchange, format: WireFormat, rotation: WireFormat | None, op: Any) -> Tensor:
         """Return the sum [L] over all ranks and micro-batches, in fp32, rotated back and scaled as FSDP2 asks."""
-        with self.shared.waits.collective("reduce", self.unit.label, crosses_nodes=True):
+        with self._timer(crosses_nodes=True):
             arrived = in_flight.wait()
         total = arrived.compute()
         if self.between_nodes is not None and in_flight.sent is not None:
-            self.between_nodes.update_scales(in_flight.sent, arrived)
-        if self._rotation is not None:
-            total = self._rotation.rotate(total)
-        return scaled_as(op, total, self.unit.topology.group.size())
+            self.between_nodes.update_scales(format, in_flight.sent, arrived)
+        return scaled_as(op, total if rotation is None else rotation.rotate(total), self.unit.topology.group.size())
 
     @torch.no_grad()
     def _finish(
-        self, in_flight: Exchange, part: UnitPart, op: Any, divisor: float | None, stream: torch.Stream
+        self, finish: Callable[[], Tensor], part: UnitPart, divisor: float | None, stream: torch.Stream
     ) -> None:
         """Wait, and add the total, divided by ``divisor``, to the gradients of ``part``."""
         with self.shared.waits.stall(), on_stream(stream, self.unit.device):
-            total = self._total(in_flight, op)
+            total = finish()
             self.unit.add_gradient(part, total if divisor is None else total.div_(divisor))
         self.unit.holds_gradients = False
         if self.unused_parameters is not None:
@@ -174,20 +159,19 @@ class HierarchicalReduceScatter(GradientReduction):
         """Return whether gradients crossed nodes since the last optimizer step; warn once if in another pass."""
         if not self.shared.position.is_last:
             return False
-        now = backward_pass(), self.unit.optimizer_steps
+        now = backward_pass(), self.shared.position.optimizer_steps
         before, self._last_reduction = self._last_reduction, now
         if before is None or before[1] != now[1]:
             return False
-        has_hooks = now[1] > 0  # else optimizers may have stepped unseen
         is_same_pass = before[0] == now[0]
         accumulates = not is_same_pass and any(p.grad is not None for p in self.unit.parameters)
         if accumulates and self.node_sum.kept is None:
             warn_of_accumulation()
-        return has_hooks and (is_same_pass or accumulates)
+        return self.shared.position.sees_steps and (is_same_pass or accumulates)  # else some may have stepped unseen
 
-    def undo_step(self) -> None:
+    def undo_step(self, is_unused: bool) -> None:
         self._drop_kept()
-        if not self.unit.has_stepped_since(self._begun_at):  # no optimizer has used these gradients
+        if is_unused and self._begun_at == self.shared.position.optimizer_steps:
             for hop in self.hops:
                 hop.undo_step()
 
@@ -205,6 +189,7 @@ class HierarchicalReduceScatter(GradientReduction):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self._drop_kept()
+        self._begun_at = -1
         if "steps" in state:
             self.steps = int(state["steps"])
         for hop in self.hops:
@@ -271,115 +256,6 @@ def warn_of_accumulation() -> None:
     )
 
 
-@dataclass(eq=False)
-class GradientHop:
-    """One rank's part of a hop among G ranks: the P of its node, or the N with its local rank."""
-
-    name: str  # "intra" or "inter" nodes
-    rows: tuple[int, ...]  # of what is sent, without L: (P, N) or (N,)
-    unit: FSDPUnit
-    shared: Shared
-    steps: int = field(default=0, init=False)  # that this unit's gradients have crossed nodes before this reduction
-    micro_batches: int = field(default=0, init=False)  # of this step that were reduced before this one
-    feedback: ErrorFeedback | None = field(default=None, init=False)  # LoCo's
-    element_scales: ElementScales | None = field(default=None, init=False)
-    format: WireFormat | None = field(default=None, init=False)  # of this reduction
-
-    def __post_init__(self) -> None:
-        self.config, loco = self.shared.config, self.shared.config.loco
-        if loco is not None and (self.name == "inter" or loco.hops == "both"):
-            self.feedback = ErrorFeedback(loco)
-        if self.config.gradient_element_scales and self.name == "inter":
-            self.element_scales = ElementScales()
-
-    def encode_pieces(self, gradients: GradientSum) -> Tensor:
-        """Encode gradients [G, ..., L], a piece for each rank of the hop, with LoCo: uint8 [G, ..., nbytes]."""
-        assert self.format is not None
-        format, scales = self.format, self.element_scales
-        exponents = scales.of_sent(format) if scales is not None else None
-        noise_seed = None
-        if self.config.gradient_rounding == "stochastic":
-            draw = (self.name, self.unit.name, self.unit.topology.rank, self.steps, self.micro_batches)
-            noise_seed = mix_seed(self.config.seed, "gradients", *draw)
-        is_sampled = self.shared.monitor.is_due(self.steps)
-        if is_sampled:
-            gradients = gradients.computed()  # to compare with what arrives
-        error = self.feedback.error if self.feedback is not None else None  # what is added to these gradients
-        if self.feedback is not None:
-            # The hop between nodes runs once per step, that within a node once per micro-batch.
-            wires = self.feedback.encode(gradients, format, noise_seed, self.shared.position.is_last, exponents)
-        else:
-            wires = gradients.encode(format, noise_seed, exponents=exponents)
-        if is_sampled:
-            self._sample(gradients.parts, wires, exponents, error)
-        sent = wires.nbytes - wires[0].nbytes  # this rank keeps one piece
-        if self.name == "intra":
-            self.shared.traffic.add(intra_node=sent)
-        else:
-            self.shared.traffic.add(inter_node=sent)
-        return wires
-
-    def sum_of(self, wires: Tensor) -> GradientSum:
-        """Return the sum [..., L] of what the G ranks send here, uint8 [G, ..., nbytes], which may arrive later."""
-        assert self.format is not None  # GradientSum would take None for parts that are numbers
-        exponents = self.element_scales.of_received() if self.element_scales is not None else None
-        return GradientSum(wires, self.format, exponents=exponents)
-
-    def update_scales(self, sent: Tensor, received: GradientSum) -> None:
-        """Let element scales learn from what arrived: ``sent`` by this rank, ``received`` from all."""
-        assert self.format is not None
-        if self.element_scales is not None:
-            self.element_scales.observe(self.format, sent, received.parts)
-
-    def begin_step(self, continues: bool) -> None:
-        """Begin an optimizer step, to which ``undo_step`` returns; ``continues``: LoCo's began with other gradients."""
-        if self.feedback is not None and not continues:
-            self.feedback.begin_step()
-        if self.element_scales is not None:
-            self.element_scales.begin_step()
-
-    def undo_step(self) -> None:
-        """Restore what the gradients since ``begin_step`` changed."""
-        if self.feedback is not None:
-            self.feedback.undo_step()
-        if self.element_scales is not None:
-            self.element_scales.undo_step()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        # The same keys and shapes from the start: what is not there yet is zeros.
-        part, state = self.unit.trainable, dict[str, Tensor]()
-        zeros = partial(torch.zeros, dtype=torch.uint8, device=self.unit.device)
-        if self.feedback is not None:
-            kept = self.feedback.state_dict()
-            if "error" not in kept:
-                format = self.feedback.format(part.parameters, self.config.gradient_block_size)
-                kept["error"] = zeros(*self.rows, format.nbytes)
-            state |= {f"{self.name}.{key}": value for key, value in kept.items()}
-        if self.element_scales is not None:
-            kept = self.element_scales.state_dict()
-            if "exponents" not in kept:
-                kept["exponents"] = zeros(2, *self.rows, part.numel)
-            state |= {f"element_scales.{key}": value for key, value in kept.items()}
-        return state
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for prefix, part in ((f"{self.name}.", self.feedback), ("element_scales.", self.element_scales)):
-            if part is not None:
-                kept = below(state, prefix)
-                part.load_state_dict({key: value.to(self.unit.device) for key, value in kept.items()})
-
-    def _sample(self, pieces: Tensor, wires: Tensor, exponents: Tensor | None, error: Tensor | None) -> None:
-        assert self.format is not None
-        scales = exponents.unsqueeze(0) if exponents is not None else None
-        arrived = GradientSum(wires.unsqueeze(0), self.format, exponents=scales).compute()
-        what, unit = f"gradients/{self.name}", self.unit.name
-        self.shared.monitor.record(what, unit, pieces, arrived)
-        self.shared.monitor.record_codes(what, unit, self.format, wires)
-        if self.feedback is not None:
-            old = self.feedback.decode(error) if error is not None else arrived.new_zeros(())
-            self.shared.monitor.record_error_state(what, unit, pieces, old)
-
-
 @dataclass(frozen=True)
 class Exchange:
     """Gradients of a hop in flight: a piece from each rank of its group to each."""
@@ -397,20 +273,24 @@ class Exchange:
 def start_exchange(
     gradients: GradientSum,
     hop: GradientHop | None,
+    format: WireFormat,
+    draw: tuple[int, int],
     group: dist.ProcessGroup,
     timer: AbstractContextManager[None] | None = None,
 ) -> Exchange:
     """Send a piece of gradients [G, ..., L] to each rank of the hop's group; they add up to [..., L].
 
-    timer: times the exchange, which then runs on the current stream. None: it is in flight until ``Exchange.wait``.
+    hop: None where there is one rank. draw: the unit's reductions and micro-batches so far, which tell one noise from
+    another. timer: times the exchange, which then runs on the current stream. None: it is in flight until
+    ``Exchange.wait``.
     """
     if hop is None:
         return Exchange(gradients.only_piece(), None, None)
-    wires = hop.encode_pieces(gradients)
+    wires = hop.encode_pieces(gradients, format, draw)
     received = torch.empty_like(wires)
     with timer or nullcontext():
         work = dist.all_to_all_single(received, wires, group=group, async_op=timer is None)
-    return Exchange(hop.sum_of(received), work, wires)
+    return Exchange(hop.sum_of(received, format), work, wires)
 
 
 def scaled_as(op: Any, total: Tensor, world_size: int) -> Tensor:

@@ -19,9 +19,10 @@ def wire_format(
     block_size: int | None,
     dtype: torch.dtype,
     scaling: str | None = None,
+    scale_dtype: torch.dtype = torch.float32,
 ) -> WireFormat:
     """Return the WireFormat of these arguments, made once."""
-    return WireFormat(parameters, bits, block_size, dtype, scaling)
+    return WireFormat(parameters, bits, block_size, dtype, scaling, scale_dtype)
 
 
 class WireFormat(WireLayout):
@@ -180,7 +181,7 @@ class GradientSum:
         is_sum = self.format is not None or self.plus is not None
         return GradientSum(self.compute()) if is_sum else self
 
-    def encode(
+    def to_wire(
         self,
         format: WireFormat,
         noise_seed: int | None,
