@@ -38,6 +38,7 @@ def check_description(description: Mapping[str, Any]) -> None:
     }
     kinds |= {"suffix": list, "sources": dict, "sample_sha256": str | None}
     wrong = [name for name, kind in kinds.items() if not isinstance(description.get(name, ...), kind)]
+    wrong += ["vocab_size"] if not wrong and description["vocab_size"] < 1 else []
     if wrong:
         raise ValueError(f"the description of its tokenizer lacks {', '.join(wrong)}")
 
