@@ -164,14 +164,13 @@ def gather_objects(local: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """
     ranks, device = dist.get_world_size(group), dist.distributed_c10d._get_object_coll_device(group)
     pickled = pickle.dumps(local)
-    sizes = torch.empty(ranks, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(sizes, torch.tensor([len(pickled)], device=device), group=group)
+    sizes = torch.empty(ranks, 1, dtype=torch.int64, device=device)
+    dist.all_gather([*sizes], torch.tensor([len(pickled)], device=device), group=group)
     largest = int(sizes.max())
     padded = torch.frombuffer(bytearray(pickled.ljust(largest, b"\0")), dtype=torch.uint8).to(device)
-    gathered = torch.empty(ranks * largest, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(gathered, padded, group=group)
-    gathered = gathered.cpu()
-    return [pickle.loads(ctypes.string_at(gathered.data_ptr() + rank * largest, largest)) for rank in range(ranks)]
+    gathered = torch.empty(ranks, largest, dtype=torch.uint8, device=device)
+    dist.all_gather([*gathered], padded, group=group)
+    return [pickle.loads(ctypes.string_at(row.data_ptr(), largest)) for row in gathered.cpu()]
 
 
 def gather_if_any(local: T | None, group: dist.ProcessGroup | None = None) -> list[T | None]:
