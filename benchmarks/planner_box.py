@@ -8,10 +8,10 @@ import dataclasses
 import itertools
 import statistics
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 from common import ALL_FLAGS, RESULTS, ROOT, markdown_table, measure_once, read_rows
-from planner_published import scatter
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT
@@ -80,7 +80,7 @@ def compare() -> None:
     points = defaultdict(list)
     for row, seconds in predicted_rows():
         points[f"{row['model']}, {row['setting']}"].append((row["seconds"], seconds))
-    scatter(points, "seconds of a step", 0.08, SCATTER)
+    scatter(points)
     print(table())
 
 
@@ -112,3 +112,22 @@ def table() -> str:
     ]
     said += f" Which setting is faster: right in {sum(pairs)} of {len(pairs)} pairs that differ by more than 10 %."
     return f"{said}\n\n{markdown_table(headings, lines)}"
+
+
+def scatter(points: Mapping[str, list[tuple[float, float]]]) -> None:
+    """Draw measured and predicted seconds of a step, by the name of a group."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.5, 6), layout="constrained")
+    for (name, of_name), marker in zip(points.items(), itertools.cycle("os^Dv")):
+        measured, predicted = zip(*of_name, strict=True)
+        axes.scatter(measured, predicted, s=16, alpha=0.7, marker=marker, label=f"{name}, {len(of_name)} points")
+    all_measured = [point[0] for of_name in points.values() for point in of_name]
+    ends = [min(all_measured) / 2, max(all_measured) * 2]
+    axes.plot(ends, ends, color="0.4", linewidth=1, label="as measured")
+    axes.fill_between(ends, [0.92 * x for x in ends], [1.08 * x for x in ends], color="0.4", alpha=0.15, label="± 8%")
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    axes.set(xlabel="measured, seconds of a step", ylabel="predicted, seconds of a step")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(SCATTER, dpi=110)

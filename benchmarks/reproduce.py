@@ -28,7 +28,6 @@ import memory
 import mutants
 import planner
 import planner_box
-import planner_zeropp
 import rl
 import scaling
 from common import ROOT, markdown_table, new_parser
@@ -66,7 +65,6 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
     STUDY / "convergence.md": {"rates": convergence.table},
     EVIDENCE / "planner.md": {
         "published": lambda: planner.kept("published"),
-        "zeropp": planner_zeropp.tables,
         "box": planner_box.table,
         "worth": lambda: planner.kept("worth"),
     },
