@@ -306,9 +306,9 @@ def errors(ratios: list[float]) -> list[str]:
     return [f"{statistics.median(ratios):.2f}", f"{statistics.median(found):.1%}", f"{most:.1%}"]
 
 
-def speedups_of(predicted: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-    """Return how many times as fast as ZeRO-3 ZeRO++ is on 18 billion parameters: published, and predicted."""
-    rates, found = {row["id"]: row["tflops"] for row in paper_rows(["figure-11"])}, {}
+def speedups_of(predicted: Mapping[str, float], table: str = "figure-11") -> dict[str, tuple[float, float]]:
+    """Return how many times as fast as ZeRO-3 ZeRO++ is in a table of the paper: published, and predicted."""
+    rates, found = {row["id"]: row["tflops"] for row in paper_rows([table])}, {}
     for zero3 in [name for name in rates if name.endswith("ZeRO-3")]:
         zeropp = zero3.replace("ZeRO-3", "ZeRO++")
         published = rates[zeropp] / rates[zero3]

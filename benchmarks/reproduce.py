@@ -26,6 +26,7 @@ import launches
 import loop_overhead
 import memory
 import mutants
+import papers
 import planner
 import planner_box
 import rl
@@ -120,13 +121,16 @@ def write(claims: Mapping[str, Mapping[str, Any]]) -> None:
 
 def pages(claims: Mapping[str, Mapping[str, Any]]) -> dict[Path, str]:
     """Return the pages with the tables of the kept results and of all claims."""
-    lines = []
+    lines: dict[str, list[tuple[str, ...]]] = {"zeropp": [*papers.rows()], "loco": [], "sdp4bit": []}
     for name, claim in claims.items():
-        here = f"**{claim['state'].capitalize()}**: {claim['here']}"
-        lines.append([f"{claim['published']} ({claim['source']})", here, f"`{name}`"])
-    of_claims = markdown_table(["published", "here", "`examples/reproduce.sh`"], lines)
+        published = f"{claim['published']} ({claim['source']})"
+        lines[name.partition("-")[0]].append((published, claim["here"], f"`{name}`", claim["state"]))
+    blocks = dict(BLOCKS)
+    for paper, page in (("zeropp", "zeropp-paper"), ("loco", "loco-paper"), ("sdp4bit", "published-results")):
+        table_of_paper = markdown_table(["published", "ours", "how", "verdict"], lines[paper])
+        blocks[EVIDENCE / f"{page}.md"] = {"claims": partial(str, table_of_paper)}
     texts = {STUDY / f"{name.lower()}.md": page_of(name, rows_of(e.scale)) for name, e in EXPERIMENTS.items()}
-    for path, tables in (BLOCKS | {EVIDENCE / "published-results.md": {"claims": lambda: of_claims}}).items():
+    for path, tables in blocks.items():
         texts[path] = path.read_text()
         for name, make in tables.items():
             texts[path] = replace_block(texts[path], name, f"{make()}\n")

@@ -3,6 +3,7 @@
 import math
 import re
 
+import papers
 import planner
 import planner_box
 import planner_published
@@ -54,6 +55,13 @@ def test_slow_links_slow_what_does_not_hide_them_as_the_formula_says():
     """Nothing is fitted to SDP4Bit's rows: of nine two give a micro-batch and the bytes, and seven are predicted."""
     for rates in planner_published.unseen_rates("SDP4Bit"):
         assert max(abs(predicted / measured - 1) for predicted, measured in rates) < 0.08
+
+
+def test_a_verdict_needs_figures_that_are_near_or_point_the_same_way():
+    assert papers.verdict([2.0, 1.2], [2.1, 1.15]) == "reproduced"
+    assert papers.verdict([2.0, 1.2], [1.5, 1.01]) == "same direction"
+    assert papers.verdict([2.0, 1.2], [1.5, 0.9]) == "not seen"
+    assert papers.verdict([8.0], [10.0], compared=[(1.2, 0.9)]) == "not seen"
 
 
 def test_islands_are_compared_with_one_cluster(monkeypatch):
