@@ -113,6 +113,6 @@ if __name__ == "__main__":
             "worth": lambda: keep("worth", worth),
             "islands": lambda: keep("islands", islands),
             "box": planner_box.measure,
-            "compare": planner_box.compare,
+            "compare": lambda: print(planner_box.table()),
         },
     )

@@ -7,8 +7,6 @@ links of several rates with several settings. What is in ``results/planner_box.j
 import dataclasses
 import itertools
 import statistics
-from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 from common import ALL_FLAGS, RESULTS, ROOT, markdown_table, measure_once, read_rows
@@ -20,7 +18,6 @@ from megatron_zpp.planning.predict import estimate_on, predict
 
 MEASURED = RESULTS / "planner_box.jsonl"
 CLUSTER = RESULTS / "planner_box.yaml"
-SCATTER = RESULTS / "planner_box.png"
 TOOL = ROOT / "tools" / "measure_cluster.py"
 NODES = 2
 RANKS = 2  # of a node
@@ -76,14 +73,6 @@ def predicted_seconds(row: dict[str, Any]) -> float:
     return predict(cluster, estimate_on(cluster, GPT, settings, VOCABULARY)).time.seconds
 
 
-def compare() -> None:
-    points = defaultdict(list)
-    for row, seconds in predicted_rows():
-        points[f"{row['model']}, {row['setting']}"].append((row["seconds"], seconds))
-    scatter(points)
-    print(table())
-
-
 def predicted_rows() -> list[tuple[dict[str, Any], float]]:
     """Return the kept rows, each with its predicted seconds."""
     rows = [row for row in read_rows(MEASURED) if row["setting"] in SETTINGS]  # without formats that are gone
@@ -112,22 +101,3 @@ def table() -> str:
     ]
     said += f" Which setting is faster: right in {sum(pairs)} of {len(pairs)} pairs that differ by more than 10 %."
     return f"{said}\n\n{markdown_table(headings, lines)}"
-
-
-def scatter(points: Mapping[str, list[tuple[float, float]]]) -> None:
-    """Draw measured and predicted seconds of a step, by the name of a group."""
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6.5, 6), layout="constrained")
-    for (name, of_name), marker in zip(points.items(), itertools.cycle("os^Dv")):
-        measured, predicted = zip(*of_name, strict=True)
-        axes.scatter(measured, predicted, s=16, alpha=0.7, marker=marker, label=f"{name}, {len(of_name)} points")
-    all_measured = [point[0] for of_name in points.values() for point in of_name]
-    ends = [min(all_measured) / 2, max(all_measured) * 2]
-    axes.plot(ends, ends, color="0.4", linewidth=1, label="as measured")
-    axes.fill_between(ends, [0.92 * x for x in ends], [1.08 * x for x in ends], color="0.4", alpha=0.15, label="± 8%")
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-    axes.set(xlabel="measured, seconds of a step", ylabel="predicted, seconds of a step")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(SCATTER, dpi=110)

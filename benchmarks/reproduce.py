@@ -19,7 +19,6 @@ from typing import Any
 import against_peers
 import between_islands
 import between_nodes
-import convergence
 import finetuning_bits
 import kernels
 import launches
@@ -63,7 +62,6 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
         "learning rates": lambda: table_of_rates(rows_of("rates")),
     },
     STUDY / "fine-tuning.md": {"fine-tuning": finetuning_bits.table},
-    STUDY / "convergence.md": {"rates": convergence.table},
     EVIDENCE / "planner.md": {
         "published": lambda: planner.kept("published"),
         "box": planner_box.table,
