@@ -1,13 +1,13 @@
 """Are the planner's predictions right? Compared with published measurements, and with the cluster in a box.
 
-    .venv/bin/python benchmarks/planner.py published  # predicts the rows of results/published_throughput.jsonl
+    .venv/bin/python benchmarks/planner.py fit        # fits the constants of planning/cluster.py
+    .venv/bin/python benchmarks/planner.py published  # predicts the published rows
     .venv/bin/python benchmarks/planner.py worth      # models, nodes, rates: when is ZeRO++ worth it?
     .venv/bin/python benchmarks/planner.py islands    # rates between two sites
-    .venv/bin/python benchmarks/planner.py zeropp     # predicts what was published of ZeRO++ on V100s
     sudo .venv/bin/python benchmarks/planner.py box   # measures in the cluster in a box: on an idle machine, an hour
     .venv/bin/python benchmarks/planner.py compare    # those measurements beside what is predicted for them
 
-The first three compute for minutes, and keep their tables in ``results/planner_*.md``; ``examples/reproduce.sh
+``fit`` to ``islands`` compute for minutes, and keep their tables in ``results/planner_*.md``; ``examples/reproduce.sh
 --write`` takes them into the pages. ``planner_published.py`` and ``planner_box.py`` say what they compare.
 """
 
@@ -17,7 +17,6 @@ from collections.abc import Callable
 
 import planner_box
 import planner_published
-import planner_zeropp
 from common import RESULTS, markdown_table, run_choice
 
 from megatron_zpp.commands.plan import suggested
@@ -31,10 +30,9 @@ LLAMA_70B = (
 )
 MODELS = {
     "Llama-8B": "--preset llama-8b --seq-length 4096",
-    "Llama-13B": "--preset llama-13b --seq-length 4096",
     "Llama-70B": LLAMA_70B,
 }
-NODES, RATES = (8, 64, 512), (25, 100, 400, 800)
+NODES, RATES = (8, 64), (25, 100, 400, 800)
 TOKENS_PER_GPU = 4 * 4096  # of a step
 LLAMA_3_VOCABULARY = 128256
 # Two sites as one cluster, and as two islands.
@@ -110,11 +108,11 @@ if __name__ == "__main__":
     run_choice(
         __doc__,
         {
+            "fit": lambda: print(planner_published.keep_parts()),
             "published": lambda: keep("published", planner_published.tables),
             "worth": lambda: keep("worth", worth),
             "islands": lambda: keep("islands", islands),
-            "zeropp": lambda: print(planner_zeropp.tables()),
             "box": planner_box.measure,
-            "compare": planner_box.compare,
+            "compare": lambda: print(planner_box.table()),
         },
     )

@@ -7,11 +7,9 @@ links of several rates with several settings. What is in ``results/planner_box.j
 import dataclasses
 import itertools
 import statistics
-from collections import defaultdict
 from typing import Any
 
 from common import ALL_FLAGS, RESULTS, ROOT, markdown_table, measure_once, read_rows
-from planner_published import scatter
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT
@@ -20,7 +18,6 @@ from megatron_zpp.planning.predict import estimate_on, predict
 
 MEASURED = RESULTS / "planner_box.jsonl"
 CLUSTER = RESULTS / "planner_box.yaml"
-SCATTER = RESULTS / "planner_box.png"
 TOOL = ROOT / "tools" / "measure_cluster.py"
 NODES = 2
 RANKS = 2  # of a node
@@ -74,14 +71,6 @@ def predicted_seconds(row: dict[str, Any]) -> float:
     cluster = dataclasses.replace(measured, between_gbits=gbits)
     settings = parse_settings(GPT, row["flags"].split(), cluster.world_size, note=lambda _: None)
     return predict(cluster, estimate_on(cluster, GPT, settings, VOCABULARY)).time.seconds
-
-
-def compare() -> None:
-    points = defaultdict(list)
-    for row, seconds in predicted_rows():
-        points[f"{row['model']}, {row['setting']}"].append((row["seconds"], seconds))
-    scatter(points, "seconds of a step", 0.08, SCATTER)
-    print(table())
 
 
 def predicted_rows() -> list[tuple[dict[str, Any], float]]:

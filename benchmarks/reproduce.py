@@ -19,16 +19,15 @@ from typing import Any
 import against_peers
 import between_islands
 import between_nodes
-import convergence
 import finetuning_bits
 import kernels
 import launches
 import loop_overhead
 import memory
 import mutants
+import papers
 import planner
 import planner_box
-import planner_zeropp
 import rl
 import scaling
 from common import ROOT, markdown_table, new_parser
@@ -63,10 +62,8 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
         "learning rates": lambda: table_of_rates(rows_of("rates")),
     },
     STUDY / "fine-tuning.md": {"fine-tuning": finetuning_bits.table},
-    STUDY / "convergence.md": {"rates": convergence.table},
     EVIDENCE / "planner.md": {
         "published": lambda: planner.kept("published"),
-        "zeropp": planner_zeropp.tables,
         "box": planner_box.table,
         "worth": lambda: planner.kept("worth"),
     },
@@ -122,13 +119,16 @@ def write(claims: Mapping[str, Mapping[str, Any]]) -> None:
 
 def pages(claims: Mapping[str, Mapping[str, Any]]) -> dict[Path, str]:
     """Return the pages with the tables of the kept results and of all claims."""
-    lines = []
+    lines: dict[str, list[tuple[str, ...]]] = {"zeropp": [*papers.rows()], "loco": [], "sdp4bit": []}
     for name, claim in claims.items():
-        here = f"**{claim['state'].capitalize()}**: {claim['here']}"
-        lines.append([f"{claim['published']} ({claim['source']})", here, f"`{name}`"])
-    of_claims = markdown_table(["published", "here", "`examples/reproduce.sh`"], lines)
+        published = f"{claim['published']} ({claim['source']})"
+        lines[name.partition("-")[0]].append((published, claim["here"], f"`{name}`", claim["state"]))
+    blocks = dict(BLOCKS)
+    for paper, page in (("zeropp", "zeropp-paper"), ("loco", "loco-paper"), ("sdp4bit", "published-results")):
+        table_of_paper = markdown_table(["published", "ours", "how", "verdict"], lines[paper])
+        blocks[EVIDENCE / f"{page}.md"] = {"claims": partial(str, table_of_paper)}
     texts = {STUDY / f"{name.lower()}.md": page_of(name, rows_of(e.scale)) for name, e in EXPERIMENTS.items()}
-    for path, tables in (BLOCKS | {EVIDENCE / "published-results.md": {"claims": lambda: of_claims}}).items():
+    for path, tables in blocks.items():
         texts[path] = path.read_text()
         for name, make in tables.items():
             texts[path] = replace_block(texts[path], name, f"{make()}\n")

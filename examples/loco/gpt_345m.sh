@@ -37,12 +37,12 @@
 #
 # What the full scale needs, as estimated by ESTIMATE=1 for 2 nodes of 8 A100 and 100 Gbit/s out of each node
 # (by the planner; activations are about right, and nothing of it was measured on GPUs):
-#   RECIPE=zero3: 14 GB a GPU; a node sends 3.8 GB per step; a step takes 0.58 s, the run 9.7 hours
-#   RECIPE=zeropp: 14 GB a GPU; a node sends 0.27 GB per step; a step takes 0.54 s, the run 8.9 hours
-#   RECIPE=loco: 14 GB a GPU; a node sends 0.27 GB per step; a step takes 0.54 s, the run 8.9 hours
-#   RECIPE=int8: 14 GB a GPU; a node sends 0.12 GB per step; a step takes 0.54 s, the run 8.9 hours
-#   RECIPE=zero3 OPTIMIZER=sgd: 14 GB a GPU; a node sends 3.8 GB per step; a step takes 0.58 s, the run 9.7 hours
-#   RECIPE=loco OPTIMIZER=sgd: 14 GB a GPU; a node sends 0.27 GB per step; a step takes 0.54 s, the run 8.9 hours
+#   RECIPE=zero3: 14 GB a GPU; a node sends 3.8 GB per step; a step takes 0.95 s, the run 16 hours
+#   RECIPE=zeropp: 14 GB a GPU; a node sends 0.27 GB per step; a step takes 0.58 s, the run 9.7 hours
+#   RECIPE=loco: 14 GB a GPU; a node sends 0.27 GB per step; a step takes 0.58 s, the run 9.7 hours
+#   RECIPE=int8: 14 GB a GPU; a node sends 0.12 GB per step; a step takes 0.58 s, the run 9.7 hours
+#   RECIPE=zero3 OPTIMIZER=sgd: 14 GB a GPU; a node sends 3.8 GB per step; a step takes 0.95 s, the run 16 hours
+#   RECIPE=loco OPTIMIZER=sgd: 14 GB a GPU; a node sends 0.27 GB per step; a step takes 0.58 s, the run 9.7 hours
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
 source examples/common.sh

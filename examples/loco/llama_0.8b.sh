@@ -39,11 +39,11 @@
 #
 # What the full scale needs, as estimated by ESTIMATE=1 for 2 nodes of 8 A100 and 100 Gbit/s out of each node
 # (by the planner; activations are about right, and nothing of it was measured on GPUs):
-#   RECIPE=zero3: 17 GB a GPU; a node sends 17 GB per step; a step takes 2.7 s, the run 21 hours
-#   RECIPE=zeropp: 18 GB a GPU; a node sends 0.59 GB per step; a step takes 2.6 s, the run 20 hours
-#   RECIPE=loco: 19 GB a GPU; a node sends 0.59 GB per step; a step takes 2.6 s, the run 20 hours
-#   RECIPE=int8: 18 GB a GPU; a node sends 0.26 GB per step; a step takes 2.6 s, the run 20 hours
-#   RECIPE=int6: 18 GB a GPU; a node sends 0.13 GB per step; a step takes 2.6 s, the run 20 hours
+#   RECIPE=zero3: 17 GB a GPU; a node sends 17 GB per step; a step takes 4.1 s, the run 1.4 days
+#   RECIPE=zeropp: 18 GB a GPU; a node sends 0.59 GB per step; a step takes 2.5 s, the run 20 hours
+#   RECIPE=loco: 19 GB a GPU; a node sends 0.59 GB per step; a step takes 2.5 s, the run 20 hours
+#   RECIPE=int8: 18 GB a GPU; a node sends 0.26 GB per step; a step takes 2.5 s, the run 20 hours
+#   RECIPE=int6: 18 GB a GPU; a node sends 0.13 GB per step; a step takes 2.5 s, the run 20 hours
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
 source examples/common.sh

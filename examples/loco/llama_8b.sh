@@ -37,10 +37,10 @@
 #
 # What the full scale needs, as estimated by ESTIMATE=1 for 4 nodes of 8 A100 and 100 Gbit/s out of each node
 # (by the planner; activations are about right, and nothing of it was measured on GPUs):
-#   RECIPE=zero3: 38 GB a GPU; a node sends 179 GB per step; a step takes 19 s, the run 1 days
-#   RECIPE=zeropp: 44 GB a GPU; a node sends 9.1 GB per step; a step takes 9.5 s, the run 13 hours
-#   RECIPE=loco: 53 GB a GPU; a node sends 9.1 GB per step; a step takes 9.5 s, the run 13 hours
-#   RECIPE=int8: 44 GB a GPU; a node sends 4 GB per step; a step takes 9.6 s, the run 13 hours
+#   RECIPE=zero3: 38 GB a GPU; a node sends 179 GB per step; a step takes 26 s, the run 1.4 days
+#   RECIPE=zeropp: 44 GB a GPU; a node sends 9.1 GB per step; a step takes 8.7 s, the run 12 hours
+#   RECIPE=loco: 53 GB a GPU; a node sends 9.1 GB per step; a step takes 8.7 s, the run 12 hours
+#   RECIPE=int8: 44 GB a GPU; a node sends 4 GB per step; a step takes 8.7 s, the run 11 hours
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
 source examples/common.sh

@@ -37,10 +37,10 @@
 #
 # What the full scale needs, as estimated by ESTIMATE=1 for 16 nodes of 8 A100 and 100 Gbit/s out of each node
 # (by the planner; activations are about right, and nothing of it was measured on GPUs):
-#   RECIPE=zero3: 33 GB a GPU; a node sends 526 GB per step; a step takes 53 s, the run 2.9 days
-#   RECIPE=zeropp: 68 GB a GPU; a node sends 66 GB per step; a step takes 8.6 s, the run 11 hours
-#   RECIPE=loco: 76 GB a GPU; a node sends 66 GB per step; a step takes 8.6 s, the run 11 hours
-#   RECIPE=int8: 68 GB a GPU; a node sends 29 GB per step; a step takes 5 s, the run 6.7 hours
+#   RECIPE=zero3: 33 GB a GPU; a node sends 526 GB per step; a step takes 56 s, the run 3.1 days
+#   RECIPE=zeropp: 68 GB a GPU; a node sends 66 GB per step; a step takes 8.5 s, the run 11 hours
+#   RECIPE=loco: 76 GB a GPU; a node sends 66 GB per step; a step takes 8.5 s, the run 11 hours
+#   RECIPE=int8: 68 GB a GPU; a node sends 29 GB per step; a step takes 4.8 s, the run 6.3 hours
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
 source examples/common.sh

@@ -43,11 +43,11 @@
 #
 # What the full scale needs, as estimated by ESTIMATE=1 for 2 nodes of 8 A100 and 100 Gbit/s out of each node
 # (by the planner; activations are about right, and nothing of it was measured on GPUs):
-#   BITS=16: 38 GB a GPU; a node sends 290 GB per step; a step takes 29 s, the run 8.1 hours
+#   BITS=16: 38 GB a GPU; a node sends 290 GB per step; a step takes 36 s, the run 10 hours
 #   BITS=8: 48 GB a GPU; a node sends 13 GB per step; a step takes 8 s, the run 2.2 hours
 #   BITS=6: 48 GB a GPU; a node sends 12 GB per step; a step takes 8 s, the run 2.2 hours
-#   BITS=4: 48 GB a GPU; a node sends 10 GB per step; a step takes 8 s, the run 2.2 hours
-#   BITS=2: 48 GB a GPU; a node sends 8.4 GB per step; a step takes 8 s, the run 2.2 hours
+#   BITS=4: 48 GB a GPU; a node sends 10 GB per step; a step takes 7.9 s, the run 2.2 hours
+#   BITS=2: 48 GB a GPU; a node sends 8.4 GB per step; a step takes 7.9 s, the run 2.2 hours
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
 source examples/common.sh

@@ -33,7 +33,7 @@
 #
 # What the full scale needs, as estimated by ESTIMATE=1 for 8 nodes of 8 A100 and 100 Gbit/s out of each node
 # (by the planner; activations are about right, and nothing of it was measured on GPUs):
-#   RECIPE=zero3: 26 GB a GPU; a node sends 603 GB per step; a step takes 61 s, the run 14 days
+#   RECIPE=zero3: 26 GB a GPU; a node sends 603 GB per step; a step takes 73 s, the run 17 days
 #   RECIPE=zeropp: 36 GB a GPU; a node sends 17 GB per step; a step takes 15 s, the run 3.5 days
 #   RECIPE=zeropp WEIGHT_BITS=6: 36 GB a GPU; a node sends 15 GB per step; a step takes 15 s, the run 3.4 days
 #   RECIPE=zeropp-nonblocked: 36 GB a GPU; a node sends 17 GB per step; a step takes 15 s, the run 3.5 days

@@ -32,11 +32,11 @@
 #
 # What the full scale needs, as estimated by ESTIMATE=1 for 4 nodes of 16 V100 and 100 Gbit/s out of each node
 # (by the planner; activations are about right, and nothing of it was measured on GPUs):
-#   RECIPE=zero3: 14 GB a GPU; a node sends 108 GB per step; a step takes 11 s, the run 7.3 minutes
+#   RECIPE=zero3: 14 GB a GPU; a node sends 108 GB per step; a step takes 12 s, the run 7.8 minutes
 #   RECIPE=zeropp: 16 GB a GPU; a node sends 21 GB per step; a step takes 2.9 s, the run 2 minutes
-#   RECIPE=qwz: 14 GB a GPU; a node sends 73 GB per step; a step takes 7.5 s, the run 5 minutes
-#   RECIPE=hpz: 16 GB a GPU; a node sends 64 GB per step; a step takes 6.5 s, the run 4.3 minutes
-#   RECIPE=qgz: 14 GB a GPU; a node sends 79 GB per step; a step takes 8 s, the run 5.4 minutes
+#   RECIPE=qwz: 14 GB a GPU; a node sends 73 GB per step; a step takes 8.3 s, the run 5.5 minutes
+#   RECIPE=hpz: 16 GB a GPU; a node sends 64 GB per step; a step takes 7.5 s, the run 5 minutes
+#   RECIPE=qgz: 14 GB a GPU; a node sends 79 GB per step; a step takes 8.4 s, the run 5.6 minutes
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
 source examples/common.sh

@@ -32,10 +32,10 @@
 #
 # What the full scale needs, as estimated by ESTIMATE=1 for 2 nodes of 8 A100 and 100 Gbit/s out of each node
 # (by the planner; activations are about right, and nothing of it was measured on GPUs):
-#   RECIPE=zero3: 14 GB a GPU; a node sends 3.8 GB per step; a step takes 0.64 s, the run 14 hours
-#   RECIPE=zeropp: 14 GB a GPU; a node sends 0.28 GB per step; a step takes 0.6 s, the run 13 hours
-#   RECIPE=zeropp WEIGHT_BITS=6: 14 GB a GPU; a node sends 0.23 GB per step; a step takes 0.6 s, the run 13 hours
-#   RECIPE=zeropp-nonblocked: 14 GB a GPU; a node sends 0.27 GB per step; a step takes 0.6 s, the run 13 hours
+#   RECIPE=zero3: 14 GB a GPU; a node sends 3.8 GB per step; a step takes 1 s, the run 22 hours
+#   RECIPE=zeropp: 14 GB a GPU; a node sends 0.28 GB per step; a step takes 0.64 s, the run 14 hours
+#   RECIPE=zeropp WEIGHT_BITS=6: 14 GB a GPU; a node sends 0.23 GB per step; a step takes 0.64 s, the run 14 hours
+#   RECIPE=zeropp-nonblocked: 14 GB a GPU; a node sends 0.27 GB per step; a step takes 0.64 s, the run 14 hours
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
 source examples/common.sh

@@ -25,34 +25,32 @@ WORD = re.compile(r"(?:(?P<sites>\d+)x)?(\d+)x(\d+)x([A-Za-z][\w-]*)@([\d.]+)(?(
 
 # By the name that users give (the plain one is the SXM version), by data sheets: GB of memory; its GB/s; GB/s to the
 # other GPUs of a node in one direction (NVLink or the like, else PCIe). Then shares of the peak that matrix products
-# and causal attention reach in a model, as ``benchmarks/planner.py published`` fits them to published measurements.
-# V100's are ten rows of one shared cluster, which say nothing of attention. Cards without rows take the shares of the
-# same chip, or of the nearest.
+# and causal attention reach in a model, as ``benchmarks/planner.py fit`` finds them in published measurements of V100s,
+# A100s and H100s. Other versions of a chip take its shares; those of cards without rows are assumed.
 GPUS = {
     "T4": (16, 320, 16, 0.5, 0.2),
-    "V100": (32, 900, 150, 0.23, 0.35),
+    "V100": (32, 900, 150, 0.67, 0.3),
     "A10G": (24, 600, 32, 0.5, 0.2),
     "L4": (24, 300, 32, 0.5, 0.2),
     "L40S": (48, 864, 32, 0.5, 0.2),
-    "A100-40GB": (40, 1555, 300, 0.76, 0.3),
-    "A100": (80, 2039, 300, 0.66, 0.3),
-    "A800": (80, 2039, 200, 0.66, 0.3),
-    "H100": (80, 3350, 450, 0.58, 0.2),
-    "H100-PCIe": (80, 2000, 64, 0.58, 0.2),
-    "H800": (80, 3350, 200, 0.58, 0.2),
-    "H200": (141, 4800, 450, 0.58, 0.2),
-    "GH200": (96, 4000, 450, 0.58, 0.2),
+    "A100-40GB": (40, 1555, 300, 0.82, 0.33),
+    "A100": (80, 2039, 300, 0.82, 0.33),
+    "A800": (80, 2039, 200, 0.82, 0.33),
+    "H100": (80, 3350, 450, 0.735, 0.183),
+    "H100-PCIe": (80, 2000, 64, 0.735, 0.183),
+    "H800": (80, 3350, 200, 0.735, 0.183),
+    "H200": (141, 4800, 450, 0.735, 0.183),
+    "GH200": (96, 4000, 450, 0.735, 0.183),
     "B200": (180, 8000, 900, 0.5, 0.2),
     "MI300X": (192, 5300, 448, 0.5, 0.2),
 }
+# The program's own microseconds, likewise: for both passes of a layer and micro-batch, and for each expert, which a
+# loop computes one after the other.
+LAYER_MICROSECONDS, EXPERT_MICROSECONDS = 2270.0, 452.0
 
-# Other programs, as the same command fits them: their share of the GPU's rate of matrix products, and microseconds of
-# the host for a layer and for each expert, which a loop computes one after the other.
-LIKE = {
-    "torchtitan": (0.89, 0, 0),
-    "megatron": (1.0, 0, 0),
-    "huggingface": (1.0, 12_000, 3_500),
-}
+# Other programs, likewise: the share of a link's nominal rate, and microseconds of a hop between nodes. Nothing of
+# theirs hides behind arithmetic.
+LIKE = {"deepspeed": (1.22, 805.0)}
 
 # Share of a link's nominal rate that collectives reach with large messages. Voltage Park measured 323.5 GB/s of
 # 8 x 400 Gbit/s with NCCL's all-gather on 4 nodes of 8 H100 (0.81); DeepSpeed 660 of a DGX-2's 800 Gbit/s (0.83).
@@ -108,7 +106,7 @@ class Cluster:
     between_gbits: float = _field("Gbit/s that leave a node, all its links together, as collectives reach them")
     within_microseconds: float = _field("microseconds that a hop within a node adds", LATENCY_WITHIN)
     between_microseconds: float = _field("microseconds that a hop between nodes adds", LATENCY_BETWEEN)
-    overlaps: bool = _field("collectives run beside arithmetic, as with NCCL; gloo's only between nodes", True)
+    overlaps: bool = _field("ZeRO++'s collectives between nodes run beside arithmetic", True)
     ring_passes: int = _field("2 where a reduce-scatter is an all-reduce, as gloo's", 1)
     entry_microseconds: float = _field("microseconds that ranks wait for each other at every collective", 0.0)
     layer_microseconds: float = _field("microseconds that the program itself takes for both passes of a layer", 0.0)
@@ -230,18 +228,16 @@ def default_cluster(nodes: int, gpus_per_node: int, kind: str, gbits: float) -> 
         kernel_gbytes=MEMORY_SHARE * memory_gbytes,
         within_gbytes=LINK_SHARE * link_gbytes,
         between_gbits=LINK_SHARE * gbits,
+        layer_microseconds=LAYER_MICROSECONDS,
+        expert_microseconds=EXPERT_MICROSECONDS,
     )
 
 
 def like_program(cluster: Cluster, name: str) -> Cluster:
     """Return the cluster as the program ``name`` of ``LIKE`` uses it."""
-    share, layer, expert = LIKE[name]
-    return dataclasses.replace(
-        cluster,
-        efficiency=share * cluster.efficiency,
-        layer_microseconds=cluster.layer_microseconds + layer,
-        expert_microseconds=cluster.expert_microseconds + expert,
-    )
+    share, microseconds = LIKE[name]
+    gbits = share / LINK_SHARE * cluster.between_gbits
+    return dataclasses.replace(cluster, overlaps=False, between_gbits=gbits, between_microseconds=microseconds)
 
 
 def write_cluster(path: Path, cluster: Cluster, comments: str = "") -> None:

@@ -34,7 +34,7 @@ from megatron_zpp.planning.cluster import (
 )
 from megatron_zpp.planning.needs.division import RankGroup
 from megatron_zpp.planning.needs.traffic import Exchange
-from megatron_zpp.planning.predict import arithmetic
+from megatron_zpp.planning.step import arithmetic
 from megatron_zpp.zeropp.fsdp.collectives import all_gather, reduce_scatter
 from megatron_zpp.zeropp.fsdp.topology import Topology, build_topology
 from megatron_zpp.zeropp.wire.format import wire_format
@@ -81,7 +81,7 @@ def measure_cluster(ranks_per_node: int | None, options: Options, say: Callable[
         name, memory = torch.cuda.get_device_name(device), float(torch.cuda.get_device_properties(device).total_memory)
     else:
         name, memory = "CPU", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks_per_node
-    fastest, has_gloo = max(products, attended) / 1e12, dist.get_backend() == "gloo"
+    fastest = max(products, attended) / 1e12
     peak = max(peak_tflops(name) or fastest, fastest)
     cluster = Cluster(
         nodes,
@@ -92,13 +92,11 @@ def measure_cluster(ranks_per_node: int | None, options: Options, say: Callable[
         attention_efficiency=attended / 1e12 / peak,
         memory_gb=memory / 1e9,
         kernel_gbytes=kernels / 1e9,
-        overlaps=not has_gloo,
-        ring_passes=2 if has_gloo else 1,
+        ring_passes=2 if dist.get_backend() == "gloo" else 1,
         **links,
     )
-    if not cluster.overlaps:
-        cluster = replace(cluster, entry_microseconds=1e6 * _entry_seconds(cluster, options))
-        say(f"ranks wait for each other at a collective for {cluster.entry_microseconds:.4g} microseconds")
+    cluster = replace(cluster, entry_microseconds=1e6 * _entry_seconds(cluster, options))
+    say(f"ranks wait for each other at a collective for {cluster.entry_microseconds:.4g} microseconds")
     cluster = _with_layers(cluster, options)
     say(f"between matrix products: {cluster.layer_gbytes:.4g} GB/s")
     passes, step = cluster.layer_microseconds, cluster.step_microseconds
@@ -143,7 +141,7 @@ def _measure_rates(options: Options) -> tuple[float, float, float]:
     quantization_seconds = _median_seconds(lambda: format.decode(format.encode(values), out=decoded), options)
     return (
         3 * 2 * tokens * width * 4 * width / mlp_seconds,
-        # 2 products of half the scores; 2.5 times backward, as ``predict.arithmetic`` counts
+        # 2 products of half the scores; 2.5 times backward, as ``step.arithmetic`` counts
         3.5 * 2 * heads * HEAD_DIM * tokens * tokens / attention_seconds,
         2 * (values.nbytes + format.nbytes) / quantization_seconds,
     )
@@ -185,11 +183,10 @@ def _rate_and_latency(curve: Curve, ranks: int) -> tuple[float, float]:
 
 
 def _time_small_gpt(cluster: Cluster, options: Options) -> tuple[float, float, Callable[[float], float]]:
-    """Time a model whose arithmetic ``predict.arithmetic`` predicts. Collective.
+    """Time a model whose arithmetic ``step.arithmetic`` predicts. Collective.
 
     Return the seconds of both passes without collectives, those of clipping and the optimizer's step, and a prediction
-    for the passes by ``layer_gbytes``. Where collectives do not overlap, the model runs under FSDP2, whose copies take
-    much of the time on a CPU.
+    for the passes by ``layer_gbytes``. The model runs under FSDP2, whose copies take much of the time on a CPU.
     """
     flags = (
         f"--num-layers {LAYERS} --hidden-size {options.hidden_size} --seq-length {options.tokens} "
@@ -203,12 +200,9 @@ def _time_small_gpt(cluster: Cluster, options: Options) -> tuple[float, float, C
     model.to_empty(device=options.device)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
-    if cluster.overlaps:
-        model.to(torch.bfloat16)
-    else:
-        mesh = DeviceMesh.from_group(options.group, options.device.type) if options.group is not None else None
-        for unit in (*model.layers, model):
-            fully_shard(unit, mesh=mesh, mp_policy=mixed_precision(settings.precision))
+    mesh = DeviceMesh.from_group(options.group, options.device.type) if options.group is not None else None
+    for unit in (*model.layers, model):
+        fully_shard(unit, mesh=mesh, mp_policy=mixed_precision(settings.precision))
     tokens = torch.randint(VOCABULARY, (1, options.tokens), device=options.device)
     positions = torch.arange(options.tokens, device=options.device).unsqueeze(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
@@ -225,13 +219,10 @@ def _time_small_gpt(cluster: Cluster, options: Options) -> tuple[float, float, C
         both = arithmetic(GPT, settings, replace(cluster, layer_gbytes=layer_gbytes), shapes)
         return sum(LAYERS * each.layer + each.head for each in both)
 
-    seconds = _median_seconds(passes, options)
-    if not cluster.overlaps:
-        nodes = 1 if options.group is not None else cluster.nodes
-        shards = RankGroup(nodes, cluster.gpus_per_node)
-        seconds -= LAYERS * _sharded(cluster, shards, 2 * layer_numel, gathers=2)
-        seconds -= _sharded(cluster, shards, 2 * root_numel, gathers=1)
-    return seconds, _median_seconds(step, options), predicted
+    shards = RankGroup(1 if options.group is not None else cluster.nodes, cluster.gpus_per_node)
+    sent = LAYERS * _sharded(cluster, shards, 2 * layer_numel, gathers=2)
+    sent += _sharded(cluster, shards, 2 * root_numel, gathers=1)
+    return _median_seconds(passes, options) - sent, _median_seconds(step, options), predicted
 
 
 def _with_layers(cluster: Cluster, options: Options) -> Cluster:

@@ -1,71 +1,34 @@
-"""One optimizer step on a timeline: when FSDP2 and ZeRO++ start what, and what waits for what.
+"""The seconds of one optimizer step: the sum of what a rank computes, sends and waits for.
 
-The device computes on one stream, in order. Gathers and reductions have a stream each, and links carry one collective
-after the other. Comments name the methods that this follows: FSDP2's hooks (torch/distributed/fsdp/_fully_shard), and
-``zeropp/gather/all_gather.py`` and ``reduce_scatter.py``.
+Published runs are explained best if collectives hide behind no arithmetic (docs/evidence/planner.md). In this program
+ZeRO++'s between nodes do: hpZ's behind a forward pass, qgZ's behind a backward pass.
 """
 
-from __future__ import annotations
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import zip_longest
+from megatron_zpp.families import Architecture
+from megatron_zpp.models.activation_checkpoint import recomputed_modules
+from megatron_zpp.models.moe import active_parameters
+from megatron_zpp.models.transformer import Transformer
+from megatron_zpp.optim.optimizer import OPTIMIZERS
+from megatron_zpp.parallel.stages import idle_micro_batches
+from megatron_zpp.planning.cluster import Cluster
+from megatron_zpp.planning.needs.division import RankGroup, pipeline_placement
+from megatron_zpp.planning.needs.estimate import Estimate, RankEstimate
+from megatron_zpp.planning.needs.traffic import (
+    FP32,
+    Exchange,
+    expert_all_to_all,
+    expert_rows,
+    hidden_state_bytes,
+    recomputed_blocks,
+    resent_share,
+    wire_dtypes,
+)
+from megatron_zpp.settings.resolved import ResolvedSettings
 
-WITHIN, BETWEEN = "within nodes", "between nodes"  # the links
-COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"  # the streams of a device
-SIMULATED = 4  # micro-batches; from the third on, all take equally long
-
-
-@dataclass(frozen=True, eq=False)
-class Span:
-    """One piece of work on a stream."""
-
-    stream: str
-    start: float  # seconds
-    end: float
-    waited_for: Span | None  # the last to end of those that it waited for
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A collective, and the kernels before and after it, in seconds."""
-
-    link: str
-    seconds: float
-    encode: float = 0.0
-    decode: float = 0.0
-
-
-@dataclass(frozen=True)
-class UnitTimes:
-    """One FSDP2 unit in one micro-batch, in seconds."""
-
-    gather: Transfer
-    stays_gathered: bool  # between its forward and its backward pass
-    reduce: Transfer | None = None
-    weights_between: Transfer | None = None  # hpZ's, once per step
-    gradients_between: Transfer | None = None  # qgZ's, with the last micro-batch; encoding includes the node's sum
-    all_reduce: Transfer | None = None  # of HSDP's replicas, with the last micro-batch
-    forward: float = 0.0
-    backward: float = 0.0  # with recomputation
-    # Collectives that its arithmetic waits for: of tensor, context and expert parallelism.
-    in_forward: tuple[Transfer, ...] = ()
-    in_backward: tuple[Transfer, ...] = ()
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """The work of one step."""
-
-    units: tuple[UnitTimes, ...]  # in the order of the forward pass
-    micro_batches: int
-    zero_stage: int
-    head_forward: float  # the output layer and the loss, after the last unit
-    head_backward: float
-    optimizer: float
-    overlaps: bool = True  # False, as with gloo: wait for collectives at once, except ZeRO++'s between nodes
-    idle_micro_batches: float = 0.0  # a pipeline stage idles for the time of this many
+LOGIT_BYTES = 16  # a pass reads and writes in 16 bit at the matrix product, in fp32 from the softmax on
 
 
 @dataclass
@@ -84,139 +47,161 @@ class StepTime:
     def seconds(self) -> float:
         return sum(vars(self).values())
 
+    def add(self, exchange: Exchange, runs: float, cluster: Cluster) -> None:
+        """Add a collective that runs that often in the step, and the kernels before and after it."""
+        seconds = runs * cluster.exchange_seconds(exchange)
+        if exchange.group.nodes > 1:
+            self.exposed_between += seconds
+        else:
+            self.exposed_within += seconds
+        self.compression += runs * (exchange.encoded + exchange.decoded) / (1e9 * cluster.kernel_gbytes)
 
-def simulate(shape: StepShape) -> StepTime:
-    """Simulate a few micro-batches of a step, and continue their steady state."""
-    if shape.micro_batches <= SIMULATED:
-        found = _Step(shape, shape.micro_batches).run()
-    else:
-        last, before = (_Step(shape, count).run() for count in (SIMULATED, SIMULATED - 1))
-        more = shape.micro_batches - SIMULATED
-        found = StepTime(**{name: value + more * (value - getattr(before, name)) for name, value in vars(last).items()})
-    working = found.seconds - found.optimizer
-    found.bubble = shape.idle_micro_batches * working / shape.micro_batches
+
+def step_times(needs: Estimate, cluster: Cluster) -> list[StepTime]:
+    """Return the step of a rank of each pipeline stage, without what islands add."""
+    settings, model = needs.settings, needs.planned.whole
+    forward, backward = arithmetic(needs.architecture, settings, cluster, model)
+    placement, schedule = pipeline_placement(settings.distributed, model), settings.distributed.pipeline_schedule
+    idle = idle_micro_batches(schedule, placement) if schedule and placement else 0.0
+    times = []
+    for number, rank in enumerate(needs.ranks):
+        has_head = placement is None or placement.ranks[-1] == number
+        passes = [rank.num_layers * each.layer + has_head * each.head for each in (forward, backward)]
+        time = StepTime(needs.micro_batches * sum(passes), optimizer=_optimizer_seconds(settings, rank, cluster))
+        for exchange, runs in _rank_exchanges(needs, rank):
+            time.add(exchange, runs, cluster)
+        weights = [unit.weights_between for unit in rank.exchanges if unit.weights_between is not None]
+        gradients = [unit.gradients_between for unit in rank.exchanges if unit.gradients_between is not None]
+        for hops, computing in zip((weights, gradients), passes, strict=True):
+            if hops and cluster.overlaps:  # but a rank waits for the first unit's weights and the last one's gradients
+                seconds = sum(map(cluster.exchange_seconds, hops))
+                time.exposed_between -= min(computing, seconds - seconds / len(hops))
+        time.bubble = idle / needs.micro_batches * (time.seconds - time.optimizer)
+        times.append(time)
+    return times
+
+
+def _rank_exchanges(needs: Estimate, rank: RankEstimate) -> Iterator[tuple[Exchange, float]]:
+    """Yield the collectives of a rank, and how often each runs in a step."""
+    settings, micro_batches = needs.settings, needs.micro_batches
+    for unit in rank.exchanges:
+        yield from ((each, each.per_step) for each in vars(unit).values() if isinstance(each, Exchange))
+    has_experts = {unit.unit.layer: unit.unit.has_experts for unit in rank.exchanges if unit.unit.layer is not None}
+    for kind in (False, True):
+        layers = sum(has == kind for has in has_experts.values())
+        for exchange, runs in layer_exchanges(needs, rank.num_layers, kind) if layers else ():
+            yield exchange, micro_batches * layers * runs
+    if settings.distributed.pipeline_model_parallel_size > 1:
+        two_ranks = RankGroup(2, 1) if needs.grid.group("pipeline").nodes > 1 else RankGroup(1, 2)
+        nbytes = hidden_state_bytes(settings, needs.planned.whole)
+        yield Exchange(two_ranks, nbytes, is_straight=True), 2 * micro_batches
+
+
+def layer_exchanges(needs: Estimate, num_layers: int, has_experts: bool) -> list[tuple[Exchange, float]]:
+    """Return a layer's collectives of tensor, context and expert parallelism, and their runs in a micro-batch."""
+    settings, grid, model = needs.settings, needs.grid, needs.planned.whole
+    training, distributed, config, activation = (
+        settings.training,
+        settings.distributed,
+        model.config,
+        settings.activation,
+    )
+    weights, _ = wire_dtypes(settings)
+    tensor, context = grid.group("tensor"), grid.group("context")
+    tokens = training.micro_batch_size * training.seq_length // context.size
+    row_bytes = 0  # rows that experts compute for a rank's samples
+    if has_experts:
+        row_bytes = round(weights.itemsize * config.hidden_size * (expert_rows(settings, grid) / tensor.size))
+    found = list[tuple[Exchange, float]]()
+    if tensor.size > 1:
+        both = 2 + recomputed_blocks(activation, num_layers) / num_layers  # passes
+        # All-reduces after attention and the MLP; with sequence parallelism, gathers and reduce-scatters.
+        piece = weights.itemsize * tokens * config.hidden_size // tensor.size
+        has_mlp = not has_experts or settings.model.shared_expert_size is not None
+        found.append((Exchange(tensor, piece, passes=2), both * (1 + has_mlp)))
+        if has_experts:
+            # Every rank has all tokens and runs those of its experts; results and gradients are gathered.
+            found.append((Exchange(tensor, row_bytes, is_straight=True), both))
+            if distributed.sequence_parallel:
+                found.append((Exchange(tensor, piece), both))
+    if context.size > 1 and needs.architecture.activations is not None:
+        # Keys and values are gathered, and their gradients are reduce-scattered.
+        width = needs.architecture.activations(config, weights.itemsize).keys_and_values
+        again = resent_share(activation, num_layers, "core_attn")
+        found.append((Exchange(context, tokens * width // tensor.size), 2 + again))
+    exchange = expert_all_to_all(settings, grid, model) if has_experts else None
+    if exchange is not None:  # there and back
+        if distributed.moe_token_bits is not None:
+            quantized = row_bytes + exchange.group.size * exchange.nbytes
+            exchange = replace(exchange, encoded=quantized, decoded=quantized)
+        found.append((exchange, 2 * (2 + resent_share(activation, num_layers, "moe"))))
     return found
 
 
-@dataclass
-class _Step:
-    """Streams that run their work in order."""
+@dataclass(frozen=True)
+class Arithmetic:
+    """Seconds of one forward or backward pass of a micro-batch."""
 
-    shape: StepShape
-    micro_batches: int
-    last: dict[str, Span] = field(default_factory=dict)  # of each stream
-    exposed: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds waited for streams
-    time: StepTime = field(default_factory=StepTime)
-    stolen: float = 0.0  # kernels on other streams take their time from the device's arithmetic
-    reducing: Span | None = None
-    all_reducing: list[Span] = field(default_factory=list)
-    arriving: dict[int, Span] = field(default_factory=dict)  # weights between nodes, by unit
-    gradients: list[tuple[Span, float]] = field(default_factory=list)  # between nodes; seconds to decode
+    layer: float
+    head: float
 
-    def run(self) -> StepTime:
-        for number in range(self.micro_batches):
-            self.forward(is_first=number == 0)
-            self.backward(is_last=number == self.micro_batches - 1)
-        self.compute(0.0, [self.reducing, *self.all_reducing])  # finalize_backward
-        for arrived, decode in self.gradients:  # call_after_backward, in the order of sending
-            self.reducing = self.kernel(REDUCE, decode, [arrived])
-        self.compute(0.0, [self.reducing])
-        self.time.optimizer = self.shape.optimizer
-        self.time.exposed_within = self.exposed[WITHIN]
-        self.time.exposed_between = self.exposed[BETWEEN]
-        self.time.compression += self.exposed[GATHER] + self.exposed[REDUCE]
-        return self.time
 
-    def add(self, stream: str, seconds: float, after: Iterable[Span | None] = (), watched: bool = False) -> Span:
-        """Run work in a stream when the one before and ``after`` have ended. watched: count the wait in ``exposed``."""
-        before = self.last.get(stream)
-        waited_for = max((span for span in (before, *after) if span), key=lambda span: span.end, default=None)
-        start = waited_for.end if waited_for is not None else 0.0
-        if watched:  # divide the wait among the streams of the work that led to it
-            since, blamed = before.end if before is not None else 0.0, waited_for
-            while blamed is not None and blamed.end > since:
-                self.exposed[blamed.stream] += blamed.end - max(since, blamed.start)
-                blamed = blamed.waited_for
-        self.last[stream] = span = Span(stream, start, start + seconds, waited_for)
-        return span
+def arithmetic(
+    architecture: Architecture, settings: ResolvedSettings, cluster: Cluster, model: Transformer
+) -> tuple[Arithmetic, Arithmetic]:
+    """Return the times of the forward pass and of the backward pass, recomputation included, on one rank.
 
-    def forward(self, is_first: bool) -> None:
-        units = self.shape.units
-        if is_first:
-            for number, unit in enumerate(units):  # send all when the forward pass begins
-                if unit.weights_between is not None:
-                    encoded = self.kernel(GATHER, unit.weights_between.encode, [])
-                    self.arriving[number] = self.add(BETWEEN, unit.weights_between.seconds, [encoded])
-        copied: list[Span] = []
-        for number, unit in enumerate(units):
-            has_gather = is_first or self.shape.zero_stage == 3
-            # A gather begins when the unit before the last one was copied out (wait_for_unshard).
-            gathered = self.gather(number, copied[-2:-1]) if has_gather else None
-            copied.append(self.compute(0.0, [gathered]))
-            self.work(unit.forward, unit.in_forward)
-        self.compute(self.shape.head_forward)
+    The time of matrix products and attention follows from their FLOPs, that of the rest from its bytes. The backward
+    pass has twice the products and 2.5 times the attention, which computes scores again (FlashAttention).
+    """
+    config, training, activation = model.config, settings.training, settings.activation
+    modules = activation.recompute_modules or ()
+    distributed, placement = settings.distributed, pipeline_placement(settings.distributed, model)
+    tensor_parallel, num_layers = distributed.tensor_model_parallel_size, len(model.layers)
+    tokens = training.micro_batch_size * training.seq_length / distributed.context_parallel_size
+    head = 2 * config.hidden_size * config.vocab_size
+    products = architecture.flops_per_token(config, 0) / 3 - head  # without attention
+    attended = (architecture.flops_per_token(config, training.seq_length) / 3 - head - products) / num_layers
+    products = tokens * products / num_layers / tensor_parallel / cluster.flops_per_second
+    attended = tokens * attended / tensor_parallel / (cluster.peak_tflops * 1e12 * cluster.attention_efficiency)
+    weights, _ = wire_dtypes(settings)
+    kept = recomputed = 0.0
+    if architecture.activations is not None:
+        block = architecture.activations(config, weights.itemsize)
+        block = block.per_tensor_parallel_rank(tensor_parallel, distributed.sequence_parallel)
+        block = block.attending(training.seq_length, distributed.context_parallel_size)
+        kept = tokens * block.everything / cluster.layer_bytes_per_second
+        if modules:
+            recomputed = tokens * sum(block.modules.get(name, 0) for name in modules) / cluster.layer_bytes_per_second
+        elif activation.recompute_granularity == "selective":
+            recomputed = tokens * max(0, block.everything - block.linear_layers) / cluster.layer_bytes_per_second
+    logits = tokens * LOGIT_BYTES * config.vocab_size / tensor_parallel / cluster.layer_bytes_per_second
+    head_products = tokens * head / tensor_parallel / cluster.flops_per_second
+    experts = (settings.model.num_experts or 0) / distributed.expert_model_parallel_size
+    host = 1e-6 * (cluster.layer_microseconds + experts * cluster.expert_microseconds)
+    # The forward pass writes and reads what is kept. The backward pass reads it, and writes and reads its gradient.
+    forward = Arithmetic(products + attended + 2 * kept + host / 3, head_products + logits)
+    layers_per_stage = num_layers // (placement.num_stages if placement is not None else 1)
+    again = recomputed_blocks(activation, layers_per_stage) / layers_per_stage * forward.layer + 2 * recomputed
+    again += _product_share(model, modules) * products + attended * ("core_attn" in modules)
+    backward_layer = 2 * products + 2.5 * attended + 3 * kept + again + 2 * host / 3
+    return forward, Arithmetic(backward_layer, 2 * head_products + logits)
 
-    def backward(self, is_last: bool) -> None:
-        self.compute(self.shape.head_backward)
-        order = range(len(self.shape.units) - 1, -1, -1)
-        gathered = self.gather_again(order[0], self.compute(0.0))
-        for number, following in zip_longest(order, order[1:]):
-            copied = self.compute(0.0, [gathered])
-            gathered = self.gather_again(following, copied)  # _backward_prefetch
-            unit = self.shape.units[number]
-            self.work(unit.backward, unit.in_backward)
-            if is_last or self.shape.zero_stage >= 2:
-                self.reduce(unit, is_last)
 
-    def gather_again(self, number: int | None, after: Span) -> Span | None:
-        """Gather the unit for its backward pass; None if it stayed gathered."""
-        if number is None or self.shape.units[number].stays_gathered:
-            return None
-        return self.gather(number, [after])
+def _product_share(model: Transformer, modules: Sequence[str]) -> float:
+    """Return the share of the layers' weights that a token meets again when these modules are recomputed."""
+    names = set(modules) - {"core_attn"} - ({"shared_experts"} if "moe" in modules else set())
+    again = [found for block in model.layers for name in names for found in recomputed_modules(block, name)]
+    return sum(map(active_parameters, again)) / active_parameters(model.layers)
 
-    def gather(self, number: int, after: Sequence[Span]) -> Span:
-        unit = self.shape.units[number]
-        if number in self.arriving:
-            assert unit.weights_between is not None
-            arrived = self.arriving.pop(number)
-            after = [self.kernel(GATHER, unit.weights_between.decode, [*after, arrived])]
-        return self.transfer(GATHER, unit.gather, after)
 
-    def reduce(self, unit: UnitTimes, is_last: bool) -> None:
-        ended: Span | None = self.compute(0.0, [self.reducing])  # post_backward: one reduction at a time
-        if unit.reduce is not None:
-            ended = self.transfer(REDUCE, unit.reduce, [ended])
-        if is_last and unit.gradients_between is not None:
-            ended = self.kernel(REDUCE, unit.gradients_between.encode, [ended])
-            sent = self.add(BETWEEN, unit.gradients_between.seconds, [ended])
-            self.gradients.append((sent, unit.gradients_between.decode))
-        if is_last and unit.all_reduce is not None:
-            self.all_reducing.append(self.transfer("all-reduce", unit.all_reduce, [ended]))
-        self.reducing = ended
-
-    def work(self, seconds: float, transfers: Sequence[Transfer]) -> None:
-        """Run arithmetic, and the collectives that it waits for."""
-        self.compute(seconds)
-        for transfer in transfers:
-            self.compute(0.0, [self.transfer(COMPUTE, transfer, [])])
-
-    def compute(self, seconds: float, after: Sequence[Span | None] = ()) -> Span:
-        if seconds > 0:
-            self.time.compute += seconds
-            self.time.compression += self.stolen
-            seconds, self.stolen = seconds + self.stolen, 0.0
-        return self.add(COMPUTE, seconds, after, watched=True)
-
-    def kernel(self, stream: str, seconds: float, after: Sequence[Span | None]) -> Span:
-        """Run encoding or decoding."""
-        if not self.shape.overlaps or stream == COMPUTE:
-            self.time.compression += seconds
-            return self.add(COMPUTE, seconds, after, watched=True)
-        self.stolen += seconds
-        return self.add(stream, seconds, after)
-
-    def transfer(self, stream: str, transfer: Transfer, after: Sequence[Span | None]) -> Span:
-        """Run a collective. Its stream waits for it; without overlap the device does."""
-        encoded = self.kernel(stream, transfer.encode, after)
-        sent = self.add(transfer.link, transfer.seconds, [encoded])
-        return self.kernel(stream, transfer.decode, [sent])
+def _optimizer_seconds(settings: ResolvedSettings, rank: RankEstimate, cluster: Cluster) -> float:
+    # The norm reads gradients. Clipping and the step read and write them, parameters and the optimizer's state.
+    state_tensors = OPTIMIZERS[settings.optimizer.optimizer].state_tensors
+    moved = sum(
+        part.numel * (1 + 2 * (2 + state_tensors(settings.optimizer, unit.unit.is_hidden_matrix(part))))
+        for unit in rank.exchanges
+        for part in unit.unit.shards
+    )
+    host = 1e-6 * rank.num_layers * cluster.step_microseconds
+    return FP32 * moved / (1e9 * cluster.kernel_gbytes) + host

@@ -7,7 +7,8 @@ import common
 import pytest
 
 FIELDS = ("commit", "date", "command", "torch", "processor", "cores", "load")
-NOT_MEASURED = ("published_throughput.jsonl", "holes_list.jsonl")  # figures of others, and faults that are to be tried
+# Figures of others, what the planner says of them, and faults that are to be tried.
+NOT_MEASURED = ("published_throughput.jsonl", "planner_parts.json", "holes_list.jsonl")
 FILES = [path for path in sorted(common.RESULTS.glob("**/*.json*")) if path.name not in NOT_MEASURED]
 
 

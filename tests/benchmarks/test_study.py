@@ -49,7 +49,6 @@ PAIR = r"(\d+\.\d+) ± (\d+\.\d+)"
 def test_every_interval_that_a_page_or_a_claim_quotes_stands_in_a_table_of_the_results():
     tables = [reproduce.table_of(name) for name in EXPERIMENTS] + [
         reproduce.finetuning_bits.table(),
-        reproduce.convergence.table(),
     ]
     found = {pair for table in tables for pair in re.findall(PAIR, table)}
     texts = {str(page): page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")]}
@@ -99,7 +98,11 @@ def test_the_losses_of_recipes_are_those_of_their_nearest_arms():
 @pytest.mark.parametrize("name", tomllib.loads(reproduce.CLAIMS.read_text()))
 def test_published_results_have_a_source_a_state_and_programs_that_exist(name):
     claim = tomllib.loads(reproduce.CLAIMS.read_text())[name]
-    assert claim["source"] and claim["published"] and claim["state"] in ("seen", "not seen", "not run")
+    assert (
+        claim["source"]
+        and claim["published"]
+        and claim["state"] in ("reproduced", "same direction", "not seen", "needs GPUs")
+    )
     commands = [command for scale in ("laptop", "gpu", "full") for command in claim.get(scale, [])]
     for program in re.findall(r"(?:benchmarks|examples)/\S+\.(?:py|sh)", " ".join(commands)):
         assert (common.ROOT / program).exists()

@@ -1,107 +1,218 @@
-"""The simulated step, against schedules that were worked out by hand and by a search over what waits for what."""
+"""Seconds of a step, against counts of a model that was written down by hand."""
 
 import dataclasses
-import itertools
 
 import pytest
 
-from megatron_zpp.planning.step import BETWEEN, WITHIN, StepShape, Transfer, UnitTimes, _Step, simulate
+from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.families import GPT, LLAMA
+from megatron_zpp.planning.cluster import LIKE, LINK_SHARE, Cluster, like_program, parse_cluster
+from megatron_zpp.planning.needs.division import RankGrid
+from megatron_zpp.planning.needs.estimate import Estimate
+from megatron_zpp.planning.needs.traffic import expert_rows
+from megatron_zpp.planning.predict import estimate_on
+from megatron_zpp.planning.search import RECOMPUTE_ALL
+from megatron_zpp.planning.step import Arithmetic, StepTime, arithmetic, layer_exchanges, step_times
 
-NOTHING = Transfer(WITHIN, 0.0)
-ROOT = UnitTimes(NOTHING, stays_gathered=True)
+H, S, B, V, LAYERS = 64, 128, 2, 512, 3
+FLAGS = (
+    f"--num-layers {LAYERS} --hidden-size {H} --num-attention-heads 4 --seq-length {S} --micro-batch-size {B} "
+    "--train-iters 1 --lr 1 --mock-data --vocab-size 100 --bf16 --disable-bias-linear --hidden-dropout 0"
+)
+LOW_BITS = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2"
 
 
-def layer(gather: float, reduce: float, **more: object) -> UnitTimes:
-    times = dict(forward=2.0, backward=4.0) | more
-    return UnitTimes(Transfer(BETWEEN, gather), stays_gathered=False, reduce=Transfer(BETWEEN, reduce), **times)
+def cluster(word: str = "2x2xA100@10", **more: object) -> Cluster:
+    """Return GPUs of 1 TFLOP/s, whose program and memory take no time by default."""
+    rates = dict(peak_tflops=1.0, efficiency=0.5, attention_efficiency=0.25, kernel_gbytes=1e12)
+    rates |= dict(layer_microseconds=0.0, expert_microseconds=0.0)
+    return dataclasses.replace(parse_cluster(word), **(rates | more))
 
 
-def step(unit: UnitTimes, layers: int = 3, **more: object) -> StepShape:
-    shape = StepShape((ROOT, *[unit] * layers), 1, 3, head_forward=0.0, head_backward=0.0, optimizer=0.0)
-    return dataclasses.replace(shape, **more)
+def needs_of(more: str, spec: Cluster) -> Estimate:
+    settings = parse_settings(GPT, f"{FLAGS} {more}".split(), spec.world_size, note=lambda _: None)
+    return estimate_on(spec, GPT, settings, V)
+
+
+def passes(more: str, spec: Cluster) -> tuple[Arithmetic, Arithmetic]:
+    needs = needs_of(more, spec)
+    return arithmetic(GPT, needs.settings, spec, needs.planned.whole)
+
+
+def step(more: str, spec: Cluster) -> StepTime:
+    (time,) = step_times(needs_of(more, spec), spec)
+    return time
+
+
+def test_products_and_attention():
+    forward, backward = passes("", cluster())
+    tokens = B * S
+    products = 2 * tokens * (4 * H * H + 8 * H * H) / 0.5e12  # attention's four matrices, the MLP's two
+    attended = 2 * 2 * tokens * H * S / 2 / 0.25e12  # scores and values, each half masked
+    assert forward.layer == pytest.approx(products + attended)
+    assert backward.layer == pytest.approx(2 * products + 2.5 * attended)
+    assert forward.head == pytest.approx(2 * tokens * H * V / 0.5e12)
+    assert backward.head == pytest.approx(2 * forward.head)
+    both = LAYERS * (forward.layer + backward.layer) + forward.head + backward.head
+    assert step(f"--global-batch-size {3 * 4 * B}", cluster()).compute == pytest.approx(3 * both)
+
+
+def test_the_program_itself_takes_time_for_each_layer_expert_and_step():
+    host = dict(layer_microseconds=9e6, expert_microseconds=2e6, step_microseconds=5e6)
+    for flags, experts in (("", 0), ("--num-experts 4", 4), ("--num-experts 4 --expert-model-parallel-size 2", 2)):
+        plain, with_host = passes(flags, cluster()), passes(flags, cluster(**host))
+        more = [slow.layer - fast.layer for slow, fast in zip(with_host, plain, strict=True)]
+        assert more == pytest.approx([(9 + 2 * experts) / 3, (9 + 2 * experts) / 3 * 2])
+        assert [each.head for each in with_host] == [each.head for each in plain]
+    assert step("", cluster(**host)).optimizer - step("", cluster()).optimizer == pytest.approx(5 * LAYERS)
+
+
+def test_recomputation():
+    kinds = ("", "--recompute-activations", RECOMPUTE_ALL)
+    nothing, selective, everything = (passes(more, cluster(kernel_gbytes=1.0)) for more in kinds)
+    assert nothing[0] == selective[0] == everything[0]
+    assert everything[1].layer == pytest.approx(nothing[1].layer + nothing[0].layer)
+    assert nothing[1].layer < selective[1].layer < everything[1].layer
+
+
+LINKS = dict(within_gbytes=1e-6, between_gbits=8e-6, within_microseconds=0.0, between_microseconds=0.0)  # 1 kB/s
 
 
 @pytest.mark.parametrize(
-    ("gather", "overlaps", "seconds"),
+    ("more", "gathers", "reductions"),
     [
-        # Only the first gather of each pass and the last reduction are exposed.
-        (1.0, True, 3 * (2 + 4) + 3 * 1),
-        (1.0, False, 3 * (2 + 4) + 3 * (2 + 1)),
-        # Forward: 30 of gathers, and the last layer's arithmetic, 2. Backward: gathers of layers 3 and 2 to 52, the
-        # reduction of layer 3 to 53, the gather of layer 1 to 63, the reduction of layer 2 to 64; layer 1 computes to
-        # 67, its reduction ends at 68.
-        (10.0, True, 68.0),
+        ("", 2, 1),
+        ("--global-batch-size 24", 6, 3),
+        ("--global-batch-size 24 --zero-stage 2", 1, 3),
+        ("--global-batch-size 24 --zero-stage 1", 1, 1),
     ],
 )
-def test_gathers_and_reductions_hide_behind_arithmetic(gather, overlaps, seconds):
-    found = simulate(step(layer(gather, reduce=1.0), overlaps=overlaps))
-    assert (found.seconds, found.compute) == (seconds, 18.0)
-    assert (found.exposed_between, found.exposed_within) == (seconds - 18.0, 0.0)
+def test_a_step_waits_for_every_collective_of_its_stage(more, gathers, reductions):
+    flags = f"--grad-reduce-in-bf16 --untie-embeddings-and-output-weights {more}"
+    found = step(flags, cluster(**LINKS))
+    layers = LAYERS * 12 * H * H * 2  # bytes in 16 bit, without norms
+    ends = (2 * V + S) * H * 2
+    micro_batches = max(1, gathers // 2)  # the ends stay gathered between the passes
+    sent = (gathers + reductions) * layers + ((micro_batches if "stage" not in more else 1) + reductions) * ends
+    assert found.exposed_between == pytest.approx(3 / 4 * sent / 1000, rel=0.02)
+    assert found.exposed_within == 0
 
 
-def test_a_gather_waits_for_the_copy_of_the_unit_before_the_last():
-    """FSDP2 holds two gathered buffers: when computing takes longer than gathering, the link must fall idle."""
-    one = _Step(step(layer(gather=1.0, reduce=0.0, forward=10.0, backward=0.0), layers=4), 1)
-    one.forward(is_first=True)
-    # The fourth gather waits until the second layer was copied out, when the first one has computed: 1 + 10.
-    assert one.last[BETWEEN].start == 11.0
+def test_weights_and_gradients_cross_nodes_behind_a_pass():
+    """Only the first unit's weights and the last one's gradients are waited for, until links are slower than passes."""
+    low_bits = f"{LOW_BITS} --global-batch-size 24"
+    slow, fast = cluster(**LINKS), cluster(**LINKS | dict(between_gbits=1e3))
+    for spec in (slow, fast):
+        units = needs_of(low_bits, spec).ranks[0].exchanges
+        weights = sum(spec.exchange_seconds(unit.weights_between) for unit in units)
+        gradients = sum(spec.exchange_seconds(unit.gradients_between) for unit in units)
+        computing = [LAYERS * each.layer + each.head for each in passes(low_bits, spec)]
+        exposed = step(low_bits, spec).exposed_between
+        if spec is slow:
+            assert exposed == pytest.approx(weights + gradients - sum(computing))
+        else:
+            assert exposed == pytest.approx((weights + gradients) / (LAYERS + 1), rel=1e-6)  # units: the root, too
+        of_deepspeed = dataclasses.replace(spec, overlaps=False)
+        assert step(low_bits, of_deepspeed).exposed_between == pytest.approx(weights + gradients)
 
 
-def test_weights_and_gradients_cross_nodes_beside_arithmetic_once_per_step():
-    between = dict(weights_between=Transfer(BETWEEN, 1.0), gradients_between=Transfer(BETWEEN, 3.0))
-    unit = UnitTimes(NOTHING, stays_gathered=False, reduce=NOTHING, **between, forward=2.0, backward=4.0)
-    for micro_batches in (1, 3):
-        found = simulate(step(unit, micro_batches=micro_batches))
-        # The first unit's weights, and the last one's gradients.
-        assert found.exposed_between == 1.0 + 3.0
-        assert found.seconds == micro_batches * 18.0 + 4.0
-    # So it is without overlap of the others, too.
-    assert simulate(step(unit, overlaps=False)).exposed_between == 4.0
-    # Three units' gradients take 3 x 9: the link is busy from the first unit's on, at 1 + 6 + 4, to the end.
-    slow = dataclasses.replace(unit, gradients_between=Transfer(BETWEEN, 9.0))
-    assert simulate(step(slow)).seconds == 11.0 + 27.0
-
-
-def test_stages_of_zero():
-    # 3: two gathers and a reduction each time; 2: gathers once per step; 1: and one reduction.
-    for zero_stage, collectives in {3: 3 * 3 * (2 + 1), 2: 3 + 3 * 3, 1: 3 + 3}.items():
-        unit = layer(gather=1.0, reduce=1.0, forward=0.5, backward=0.5)
-        unit = dataclasses.replace(unit, stays_gathered=zero_stage < 3)
-        shape = step(unit, micro_batches=3, overlaps=False, zero_stage=zero_stage)
-        assert simulate(shape).seconds == 3 * 3 * 1.0 + collectives
+def test_deepspeed_has_its_own_links():
+    spec = parse_cluster("2x2xA100@10")
+    share, microseconds = LIKE["deepspeed"]
+    found = like_program(spec, "deepspeed")
+    assert (found.between_gbits, found.between_microseconds) == (pytest.approx(10 * share), microseconds)
+    assert spec.between_gbits == 10 * LINK_SHARE and not found.overlaps
+    assert step(LOW_BITS, found).seconds > step(LOW_BITS, spec).seconds
 
 
 def test_replicas_add_up_once_per_step():
-    unit = dataclasses.replace(layer(1.0, 1.0), all_reduce=Transfer(BETWEEN, 5.0))
-    plain, with_replicas = (simulate(step(u, micro_batches=4, overlaps=False)) for u in (layer(1.0, 1.0), unit))
-    assert with_replicas.seconds == plain.seconds + 3 * 5.0
-
-
-def many_shapes():
-    for gather, reduce, between, kernels, overlaps in itertools.product(
-        (0.1, 3.0), (0.2, 5.0), (None, 0.3, 4.0), (0.0, 0.7), (True, False)
-    ):
-        unit = UnitTimes(
-            Transfer(WITHIN, gather, kernels, kernels),
-            stays_gathered=False,
-            reduce=Transfer(WITHIN if between else BETWEEN, reduce, kernels, 0.5 * kernels),
-            weights_between=Transfer(BETWEEN, between, kernels, kernels) if between else None,
-            gradients_between=Transfer(BETWEEN, 2 * between, kernels, kernels) if between else None,
-            forward=1.0,
-            backward=2.5,
-            in_forward=(Transfer(WITHIN, 0.4),),
-        )
-        yield step(unit, layers=4, overlaps=overlaps, optimizer=0.25, head_forward=0.5, head_backward=1.0)
-
-
-@pytest.mark.parametrize("shape", [*many_shapes()])
-def test_parts_add_up_and_many_micro_batches_continue_the_steady_state(shape):
-    one = _Step(shape, 11)
-    found = one.run()
-    assert found.seconds - found.optimizer == pytest.approx(one.last["compute"].end)
-    assert simulate(dataclasses.replace(shape, micro_batches=11)).seconds == pytest.approx(found.seconds, rel=0.01)
+    once, often = (
+        step(f"--num-distributed-optimizer-instances 2 --global-batch-size {batch}", cluster(**LINKS))
+        for batch in (8, 32)
+    )
+    assert once.exposed_between == often.exposed_between > 0 and often.exposed_within > 3 * once.exposed_within
 
 
 def test_a_pipeline_idles_for_some_micro_batches():
-    shape = step(layer(0.0, 0.0), micro_batches=6, optimizer=1.0)
-    assert simulate(dataclasses.replace(shape, idle_micro_batches=3)).seconds == pytest.approx((6 + 3) * 18 + 1)
+    flags = f"--pipeline-model-parallel-size 2 --global-batch-size 16 --num-layers 4 {FLAGS.split('--hidden-size')[0]}"
+    first, last = step_times(needs_of(f"{flags} --num-layers 4", cluster()), cluster())
+    for time in (first, last):  # 1 of 4 micro-batches: stages - 1
+        assert time.bubble == pytest.approx((time.seconds - time.optimizer - time.bubble) / 4)
+    assert last.compute > first.compute  # the output layer
+
+
+@pytest.mark.parametrize(
+    ("more", "again"),
+    [
+        ("", 0),
+        ("--recompute-activations", 2),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 1", 2 / 3),
+        ("--moe-layer-freq 3", 0),
+    ],
+)
+def test_a_layer_waits_for_tokens_that_are_sent_to_experts(more, again):
+    spec = cluster(**LINKS)
+    needs = needs_of(f"--num-experts 4 --expert-model-parallel-size 4 {more}", spec)
+    # Of the rows [S * B tokens, each to 2 experts] a quarter goes to each of 4 ranks, half of all to the other node.
+    leaving = 2 * (S * B * 2 * H * 2) / 2  # bytes out of a node, of its two ranks in 16 bit
+    ((exchange, runs),) = layer_exchanges(needs, LAYERS, has_experts=True)
+    assert spec.exchange_seconds(exchange) == pytest.approx(leaving / 1000, rel=1e-4)
+    assert runs == pytest.approx(4 + again)  # there and back, in both passes
+    plain = needs_of(f"--num-experts 4 {more}", spec)
+    layers = 1 if "freq" in more else LAYERS
+    more_seconds = step_times(needs, spec)[0].exposed_between - step_times(plain, spec)[0].exposed_between
+    assert more_seconds < layers * runs * leaving / 1000 and not layer_exchanges(needs, LAYERS, has_experts=False)
+
+
+@pytest.mark.parametrize(("more", "gathers"), [("", 2), ("--recompute-activations", 3), (RECOMPUTE_ALL, 3)])
+def test_a_layer_waits_for_keys_and_values_that_are_gathered(more, gathers):
+    spec = cluster(**LINKS)
+    needs = needs_of(f"--context-parallel-size 4 {more}", spec)
+    ((exchange, runs),) = layer_exchanges(needs, LAYERS, has_experts=False)
+    assert spec.exchange_seconds(exchange) > B * S * H * 2 / 1000  # at least the keys of other ranks
+    assert runs == gathers
+    alone = step_times(needs_of(f"--micro-batch-size 2 {more}", spec), spec)[0].exposed_between
+    assert step_times(needs, spec)[0].exposed_between > alone
+
+
+def test_exchanges_of_experts():
+    """Few bits of tokens are quantized before each way and after it; tensor-parallel ranks gather results."""
+    needs = needs_of("--num-experts 4 --expert-model-parallel-size 4 --moe-token-bits 8", cluster())
+    ((exchange, _),) = layer_exchanges(needs, LAYERS, has_experts=True)
+    assert exchange.encoded == exchange.decoded
+    assert exchange.encoded == pytest.approx(S * B * 2 * (2 * H + H + 4), rel=0.1)  # int8, and a scale in fp32
+    spec = cluster(**LINKS | dict(within_gbytes=1e-9))  # a byte a second
+    needs = needs_of("--num-experts 4 --tensor-model-parallel-size 2", spec)
+    (summed, twice), (made, often) = layer_exchanges(needs, LAYERS, has_experts=True)
+    assert (twice, often) == (2, 2)
+    # Attention's all-reduce of 2 passes over half the bytes; half of 2 rows a token, in 16 bit.
+    assert spec.exchange_seconds(summed) == pytest.approx(2 * S * B * H)
+    assert spec.exchange_seconds(made) == pytest.approx(S * B * 2 * H)
+    assert step_times(needs, spec)[0].exposed_within == pytest.approx(LAYERS * 2 * 4 * S * B * H)
+
+
+def test_quantizing_touches_its_bytes_and_nothing_else_does():
+    spec = cluster(kernel_gbytes=1.0)
+    assert step("--zeropp-ranks-per-node 2", spec).compression == 0 < step(LOW_BITS, spec).compression
+    unit = needs_of(LOW_BITS, spec).ranks[0].exchanges[0]
+    numel = 12 * H * H / 4  # of the matrices, in a rank's shard; norms are little more
+    sent = 2 * numel + numel * (1 + 4 / 256)  # read in 16 bit; int8 and its scales are written
+    assert unit.weights_between.encoded == pytest.approx(sent, rel=0.05)
+    assert unit.weights_between.decoded == pytest.approx(2 * unit.weights_between.encoded)  # of both nodes
+    gradients = 2 * 4 * numel + 4 * numel * (1 + 4 / 128)  # of all four ranks, in 16 bit and as int8
+    assert unit.reduce.encoded == pytest.approx(gradients, rel=0.05)
+
+
+def test_rows_of_experts_within_a_node_are_padded_to_their_capacity():
+    run = "--preset qwen3-30b-a3b --vocab-size 9 --seq-length 64 --micro-batch-size 2 --train-iters 1 --lr 1"
+
+    def rows(nodes: int, ranks_per_node: int, capacity: str = "") -> float:
+        settings = parse_settings(
+            LLAMA, f"{run} --mock-data --expert-model-parallel-size 8 {capacity}".split(), 16, note=str
+        )
+        return expert_rows(settings, RankGrid(nodes, ranks_per_node, settings.distributed)) / (2 * 64 * 8)
+
+    factor = "--moe-expert-capacity-factor"
+    assert [rows(2, 8), rows(4, 4)] == [1, 1]
+    assert [rows(2, 8, f"{factor} 1.25"), rows(2, 8, f"{factor} 0.5"), rows(2, 8, f"{factor} 4")] == [1.25, 0.5, 1]
+    assert [rows(4, 4, f"{factor} 1.25"), rows(4, 4, f"{factor} 0.5")] == [1, 0.5]  # between nodes nothing is padded
