@@ -134,7 +134,7 @@ def count(flags: str) -> dict[str, int]:
 def table() -> str:
     kept = {(row["code"], row["model"], row["recipe"]): row["counts"] for row in read_rows(PATH)}
     lines = []
-    for model, recipe in CASES:
+    for model, recipe in (case for case in CASES if ("now", *case) in kept):
         now = kept["now", model, recipe]
         before = kept.get(("before", model, recipe), now)
         cells = (f"{now[what]:,}" + (f" ({before[what]:,})" if now != before else "") for what in COUNTED)

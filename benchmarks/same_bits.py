@@ -21,6 +21,8 @@ from pathlib import Path
 
 from common import ROOT, new_parser, run_trainer
 
+from megatron_zpp.zeropp.recipes import RECIPES
+
 STEPS, SAVE_INTERVAL = 6, 3
 SETTINGS_OF_STATE = re.compile(r"(\d+\.[^/\"]* ranks, settings )[0-9a-f]{8}/")  # a prefix of names, with their hash
 COMMON = (
@@ -44,10 +46,7 @@ RUNS = {  # name: trainer and flags
     "hpZ alone": "gpt --zero-hpz-partition-size 2",
     "ZeRO++ with LoCo, bf16": f"gpt {ZEROPP} --bf16",
     "ZeRO++ with LoCo, fp16": f"llama {ZEROPP} --fp16 --initial-loss-scale 65536",
-    "lossless": "llama --zeropp lossless --zeropp-ranks-per-node 2 --bf16",
-    "int8": "llama --zeropp int8 --zeropp-ranks-per-node 2 --bf16",
-    "int6": "gpt --zeropp int6 --zeropp-ranks-per-node 2 --bf16",
-    "ternary": "gpt --zeropp ternary --zeropp-ranks-per-node 2 --bf16",
+    **{name: f"llama --zeropp {name} --zeropp-ranks-per-node 2 --bf16" for name in list(RECIPES)[1:]},
     "int8, 4 nodes of 1": "gpt --zeropp int8 --zeropp-ranks-per-node 1",
     "both hops, Hadamard, stochastic": f"gpt {ZEROPP} --zeropp-loco-hops both --zeropp-hadamard "
     "--zeropp-gradient-rounding stochastic",

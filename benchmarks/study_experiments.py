@@ -38,6 +38,8 @@ from study_arms import (
     with_sgd,
 )
 
+from megatron_zpp.zeropp import recipes
+
 TWO_BITS_BY_ABSMAX = gradients(8, 2, scaling=ABSMAX)
 FP32_GRADIENTS = "Weights through hpZ, gradients in fp32"
 
@@ -173,7 +175,7 @@ PUBLISHED = f"{PUBLISHED_WEIGHTS} {gradients(4, 4, 192)}"
 HEADLINE = {
     "bf16": BF16_WIRE.flags,
     "fp32": "",
-    **{f"`{name}`": f"{BF16} --zeropp {name}" for name in ("lossless", "int8", "int6", "ternary")},
+    **{f"`{name}`": f"{BF16} --zeropp {name}" for name in list(recipes.RECIPES)[1:]},
     "ZeRO++ as published": PUBLISHED,
     "ZeRO++ as published, LoCo": f"{PUBLISHED} {LOCO_ON_BOTH_HOPS}",
 }

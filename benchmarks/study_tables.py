@@ -107,7 +107,7 @@ def losses_of_recipe(name: str, rows: Rows, tuned: Rows) -> list[str]:
         for arm in group.arms
         if arm.name.partition(":")[0].strip("`") == name
     ]
-    return [difference(values) if len(values) >= 3 else "" for values in found] or ["", ""]
+    return ([difference(values) if len(values) >= 3 else "" for values in found] + ["", ""])[:2]
 
 
 def table_of_recipes(rows: Rows, tuned: Rows) -> str:
@@ -117,10 +117,10 @@ def table_of_recipes(rows: Rows, tuned: Rows) -> str:
         for arm in EXPERIMENTS["E15"].groups[1].arms
     }
     lines = [
-        [f"`{name}`", recipe.summary, sent.get(name, ""), *losses_of_recipe(name, rows, tuned)]
+        [f"`{name}`", recipe.summary, sent.get(name, ""), *losses_of_recipe(name, rows, tuned), recipe.evidence]
         for name, recipe in RECIPES.items()
     ]
-    return markdown_table(["recipe", "what it sends", "bytes", "loss, GPT", "loss, Llama"], lines)
+    return markdown_table(["recipe", "what it sends", "bytes", "loss, GPT", "loss, Llama", "evidence"], lines)
 
 
 def table_of_rates(rows: Rows) -> str:

@@ -26,6 +26,7 @@ from megatron_zpp.families import Architecture
 from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum, end_after_tokens, read_steps
 from megatron_zpp.optim.schedule import Schedule
 from megatron_zpp.settings.checks import Mistakes, SettingsError, flag_of, require
+from megatron_zpp.settings.flags import iterate_flags
 from megatron_zpp.settings.groups import (
     CheckpointSettings,
     DataSettings,
@@ -214,8 +215,9 @@ def _check_lora(settings: Settings) -> None:
 
 def _check_data(data: DataSettings) -> None:
     per_split = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if getattr(data, name)]
-    sources = ("data_path", "mock_data", *per_split[:1])
-    given = [flag_of(name) for name in sources if getattr(data, name)]
+    # What a plan fills in is a source of data.
+    sources = [flag.setting for flag in iterate_flags(DataSettings) if flag.in_plans]
+    given = [flag_of(name) for name in dict.fromkeys([*sources, *per_split[:1]]) if getattr(data, name)]
     require(given, "what to train on? give --data-path PREFIX, --train-data-path PREFIX or --mock-data")
     require(len(given) == 1, f"{' and '.join(given)} both say where the data is; give one")
     no_split = f"--split divides --data-path; it has no meaning with {given[0]}: leave it out"

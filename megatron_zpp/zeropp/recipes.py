@@ -1,6 +1,7 @@
-"""Recipes: the few ways to send weights and gradients that docs/evidence/experiments.md leaves, each under one name.
+"""Recipes: the few ways to send weights and gradients that docs/evidence/experiments.md leaves, each a row here.
 
-Trainer, library, planner, scripts and pages read this table. Its order is from what rounds nothing to what rounds most.
+Trainer, library, planner, study, pages and tests iterate over this table: a row is all that a recipe needs. Its order
+is from what rounds nothing to what rounds most.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ class Recipe:
     fields: of ``ZeroPPConfig``, but for the ranks of a node. warmup_bits: of gradients while the learning rate warms
     up. loss: percent over an fp32 wire and its spread over three seeds, of the nearest arm of
     docs/evidence/experiments.md on a GPT of 1.3 million parameters; None where weights arrive to the bit, and
-    gradients as FSDP2 sends them.
+    gradients as FSDP2 sends them. evidence: experiments of that page, or the paper, that trained it or its parts.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Recipe:
     fields: Mapping[str, Any] = field(default_factory=dict)
     warmup_bits: int | None = None
     loss: tuple[float, float] | None = None
+    evidence: str = ""
 
     @property
     def risk(self) -> float:
@@ -53,33 +55,37 @@ _QUANTIZED = dict(quantized_weights=True, weight_moves=True, quantized_gradients
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        Recipe("zero3", "FSDP2's own collectives"),
+        Recipe("zero3", "FSDP2's own collectives", evidence="E19"),
         Recipe(
             "lossless",
             "the moved bits of 16-bit weights, and unquantized gradients, between nodes once per step",
             dict(weight_moves=True, quantized_gradients=True, gradient_bits=None, gradient_intra_bits=None),
+            evidence="E19",
         ),
-        Recipe(  # E12 for the weights, E5 for the gradients
+        Recipe(
             "int8",
             "moved int8 codes of weights; 4-bit gradients between nodes with LoCo",
             _QUANTIZED,
             loss=(0.08, 0.13),
+            evidence="E12 (weights), E5 (gradients), E15, E19",
         ),
-        Recipe(  # E12
+        Recipe(
             "int6",
             "moved int6 codes of weights; 2-bit gradients between nodes with LoCo and scales of elements",
             _QUANTIZED | dict(weight_bits=6, gradient_bits=2, gradient_element_scales=True),
             warmup_bits=4,
             loss=(-0.16, 0.18),
+            evidence="E12, E15, E19",
         ),
-        Recipe(  # E12, each at its best learning rate: so few bits act like a larger one
+        Recipe(
             "ternary",
             "moved int6 codes of weights; 1-bit gradients between nodes with LoCo of beta 0.95 and scales of elements",
             _QUANTIZED
             | dict(weight_bits=6, gradient_bits=1, gradient_element_scales=True, scale_dtype="bf16")
             | dict(loco=LoCoConfig(beta=0.95)),
             warmup_bits=4,
-            loss=(-0.34, 0.41),
+            loss=(-0.34, 0.41),  # each at its best learning rate: so few bits act like a larger one
+            evidence="E12, E15, E19",
         ),
     )
 }

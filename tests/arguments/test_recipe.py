@@ -35,16 +35,17 @@ def test_a_recipe_is_the_flags_that_the_run_prints(name, more, monkeypatch):
     again, _ = parse(f"{printed} {'' if 'scale' in words else words}")
     assert settings.zeropp == again.zeropp and settings.precision == again.precision
     assert settings.zeropp.hpz_partition_size == (1 if name == "zero3" else 2)
-    if name in ("int6", "ternary"):
-        assert settings.zeropp.gradient_bits_warmup == ("7:4" if "warmup" in more else "10:4")
+    if bits := RECIPES[name].warmup_bits:
+        assert settings.zeropp.gradient_bits_warmup == f"{7 if 'warmup' in more else 10}:{bits}"
 
 
 def test_one_bit_under_muon_is_said_to_cost_loss(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     by_hand = "int8 --zeropp-gradient-bits 1"
-    runs = ("ternary --optimizer muon", f"{by_hand} --optimizer muon", "ternary", "int6 --optimizer muon", by_hand)
-    said = [sum("under Muon" in note for note in parse(f"--zeropp {words}")[1]) for words in runs]
-    assert said == [1, 1, 0, 0, 0]
+    one_bit = {f"{name} --optimizer muon": recipe.fields.get("gradient_bits") == 1 for name, recipe in RECIPES.items()}
+    runs = one_bit | {f"{by_hand} --optimizer muon": True, by_hand: False}
+    assert {words: any("under Muon" in note for note in parse(f"--zeropp {words}")[1]) for words in runs} == runs
+    assert sum(one_bit.values()) == 1
 
 
 def test_flags_override_the_recipe(monkeypatch):
@@ -60,7 +61,7 @@ def test_flags_override_the_recipe(monkeypatch):
     "words, said",
     [
         ("--zeropp int8", "give --zeropp-ranks-per-node"),
-        ("--zeropp int7", "must be one of zero3, lossless, int8, int6, ternary, auto"),
+        ("--zeropp int7", f"must be one of {', '.join(RECIPES)}, auto"),
         ("--zeropp auto --zero-quantized-weights", "--zeropp auto chooses --zero-quantized-weights: leave them out"),
         ("--zeropp int8 --num-distributed-optimizer-instances 2 --zeropp-ranks-per-node 2", "(HSDP) sends nothing"),
     ],

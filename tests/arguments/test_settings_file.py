@@ -8,6 +8,7 @@ import pytest
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.arguments.settings_file import format_settings
 from megatron_zpp.families import GPT, LLAMA
+from megatron_zpp.zeropp.recipes import RECIPES
 from tests.arguments.parsing import YARN, flat, mistakes, parse, refusal
 from tests.training.small_run import ended, torchrun
 
@@ -130,7 +131,7 @@ def test_yaml_without_its_package_names_it(write, monkeypatch):
         (f"{YARN} --normalization RMSNorm --lr-decay-style WSD --lr-wsd-decay-iters 2 --fp16", LLAMA),
         ("--num-experts 4 --disable-bias-linear --moe-layer-freq [0]*2+[1]*2 --recompute-activations", GPT),
         ("--preset qwen3-0.6b --num-query-groups 2 --norm-epsilon 1e-5 --rotary-base 10000", LLAMA),
-        ("--zeropp ternary --zeropp-gradient-bits 4 --zeropp-ranks-per-node 2", GPT),
+        (f"--zeropp {[*RECIPES][-1]} --zeropp-gradient-bits 4 --zeropp-ranks-per-node 2", GPT),
         ("--tensor-model-parallel-size 2 --sequence-parallel --rampup-batch-size 4 4 8 --global-batch-size 8", GPT),
     ],
 )

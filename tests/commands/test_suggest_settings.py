@@ -12,6 +12,7 @@ from megatron_zpp.commands import suggest_settings
 from megatron_zpp.commands.suggest_settings import BETWEEN, Outcome, measure, suggest, table
 from megatron_zpp.families import GPT
 from megatron_zpp.metrics.history import RunHistory
+from megatron_zpp.zeropp.recipes import RECIPES
 from tests.tools import run
 from tests.training.small_run import SHAPE
 
@@ -88,7 +89,7 @@ def test_a_setting_that_fails_leaves_the_others(monkeypatch):
 
 def test_without_ranks_that_share_a_node_nothing_of_ours_needs_hpz(trained):
     outcomes, _ = measured(local_nodes=4, tried=None)
-    assert [outcome.name for outcome in outcomes] == ["ZeRO-3", "lossless", "int8", "int6", "ternary"]
+    assert [outcome.name for outcome in outcomes] == ["ZeRO-3", *list(RECIPES)[1:]]
     for flags in trained:
         assert parse_settings(GPT, flags, note=lambda _: None).zeropp.hpz_partition_size == 1
 
@@ -105,8 +106,9 @@ def test_without_ranks_that_share_a_node_nothing_of_ours_needs_hpz(trained):
 )
 def test_bits_warm_up_with_the_learning_rate(trained, given, steps):
     outcomes, _ = measured(given, tried=None)
-    assert outcomes[-1].flags == "--zeropp ternary"
-    settings = parse_settings(GPT, trained[3], note=lambda _: None)
+    assert outcomes[-1].flags == f"--zeropp {[*RECIPES][-1]}"
+    of_last = next(flags for flags in trained if [*RECIPES][-1] in flags)
+    settings = parse_settings(GPT, of_last, note=lambda _: None)
     assert settings.zeropp.gradient_bits_warmup == f"{steps}:4"
 
 

@@ -62,7 +62,9 @@ def test_recipes_that_do_not_fit_or_lose_are_left_out_and_zero3_never():
     assert refused_with(1.0).keys() == RECIPES.keys() - {"zero3"}
     assert all("GB of 1" in why for why in refused_with(1.0).values())
     optimizer = "muon"
-    assert refused_with(1000.0).keys() == {"ternary"}
+    assert refused_with(1000.0).keys() == {
+        name for name, recipe in RECIPES.items() if recipe.fields.get("gradient_bits") == 1
+    }
 
 
 @pytest.mark.long
