@@ -19,7 +19,7 @@ Row = tuple[str, str, str, str]  # published, ours, how, verdict
 
 
 def verdict(published: Sequence[float], ours: Sequence[float], compared: Sequence[tuple[float, float]] = ()) -> str:
-    """Judge ours by the thresholds that were committed before any row.
+    """Judge ours by the thresholds of ``papers.toml``.
 
     compared: ratios, published and ours, whose side of 1 says the direction; default the values themselves.
     """

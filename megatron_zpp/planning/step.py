@@ -100,23 +100,18 @@ def _rank_exchanges(needs: Estimate, rank: RankEstimate) -> Iterator[tuple[Excha
 def layer_exchanges(needs: Estimate, num_layers: int, has_experts: bool) -> list[tuple[Exchange, float]]:
     """Return a layer's collectives of tensor, context and expert parallelism, and their runs in a micro-batch."""
     settings, grid, model = needs.settings, needs.grid, needs.planned.whole
-    training, distributed, config, activation = (
-        settings.training,
-        settings.distributed,
-        model.config,
-        settings.activation,
-    )
+    training, distributed, activation = settings.training, settings.distributed, settings.activation
     weights, _ = wire_dtypes(settings)
     tensor, context = grid.group("tensor"), grid.group("context")
     tokens = training.micro_batch_size * training.seq_length // context.size
     row_bytes = 0  # rows that experts compute for a rank's samples
     if has_experts:
-        row_bytes = round(weights.itemsize * config.hidden_size * (expert_rows(settings, grid) / tensor.size))
+        row_bytes = round(weights.itemsize * model.config.hidden_size * (expert_rows(settings, grid) / tensor.size))
     found = list[tuple[Exchange, float]]()
     if tensor.size > 1:
         both = 2 + recomputed_blocks(activation, num_layers) / num_layers  # passes
         # All-reduces after attention and the MLP; with sequence parallelism, gathers and reduce-scatters.
-        piece = weights.itemsize * tokens * config.hidden_size // tensor.size
+        piece = weights.itemsize * tokens * model.config.hidden_size // tensor.size
         has_mlp = not has_experts or settings.model.shared_expert_size is not None
         found.append((Exchange(tensor, piece, passes=2), both * (1 + has_mlp)))
         if has_experts:
@@ -126,7 +121,7 @@ def layer_exchanges(needs: Estimate, num_layers: int, has_experts: bool) -> list
                 found.append((Exchange(tensor, piece), both))
     if context.size > 1 and needs.architecture.activations is not None:
         # Keys and values are gathered, and their gradients are reduce-scattered.
-        width = needs.architecture.activations(config, weights.itemsize).keys_and_values
+        width = needs.architecture.activations(model.config, weights.itemsize).keys_and_values
         again = resent_share(activation, num_layers, "core_attn")
         found.append((Exchange(context, tokens * width // tensor.size), 2 + again))
     exchange = expert_all_to_all(settings, grid, model) if has_experts else None
