@@ -76,9 +76,12 @@ class QuantizedAllGather(WeightGather):
         shard = self.unit.flat_shard() if row is not None and part.indices else None
         if row is None or shard is None or self._forget_other(shard):
             return None
-        format, sent = self.formats.weights(part, shard.dtype), self._copies_of(part, row, shard.dtype)
-        now = format.decode(self._encode_part(part, shard, is_sent=False), out=torch.empty_like(part.select(shard)))
-        return ~same_bits(now, format.decode(sent, out=torch.empty_like(now)) if self.keeps_wires else sent)
+        format, now = self.formats.weights(part, shard.dtype), part.select(shard)
+        if self.keeps_wires:
+            now = self._encode_part(part, shard, is_sent=False)
+        elif format.quantized:
+            now = format.decode(self._encode_part(part, shard, is_sent=False), out=torch.empty_like(now))
+        return ~same_bits(now, self._copies_of(part, row, shard.dtype))
 
     def renew(self, is_different: bool) -> EncodedShard | None:
         """Encode what changed, for ``send``; None: it is gathered in full when FSDP2 asks for it.
