@@ -95,10 +95,11 @@ class ZeroPP:
         self.waits = self.shared.waits  # how long this rank waited for collectives
         self._model, self._pipeline, self._tensor_parallel = model, pipeline, tensor_parallel
         units_of = {topology: [unit for unit in units if unit.topology is topology] for topology in self.topologies}
-        self._unused_parameters: dict[Topology, UnusedParameters] = {}
-        if find_unused_parameters:
-            for topology, members in units_of.items():
-                self._unused_parameters[topology] = UnusedParameters(topology, members, self.traffic)
+        self._unused_parameters = {
+            topology: UnusedParameters(topology, members, self.traffic)
+            for topology, members in units_of.items()
+            if find_unused_parameters
+        }
         self._gather_stream, self._has_begun = new_stream(self.device), False
         for unit in units:
             set_collectives(unit, self._all_gather(unit), self._reduce_scatter(unit))

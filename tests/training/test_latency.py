@@ -32,7 +32,7 @@ def of_a_step(argv):
 def looks_at_waits(argv):
     """How often a run of 8 steps looks at the times that collectives took."""
     run, _ = start(argv)
-    with patch.object(Waits, "take", autospec=True, side_effect=Waits.take) as take:
+    with patch.object(Waits, "take_seconds", autospec=True, side_effect=Waits.take_seconds) as take:
         train_quietly(run)
     return take.call_count
 

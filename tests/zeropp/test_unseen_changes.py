@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
+from megatron_zpp.zeropp.gather.changed_weights import same_bits
 from tests.collectives import Collectives
 from tests.ranks import run_in_turn
 from tests.zeropp import training_on_ranks as on_ranks
@@ -327,3 +328,14 @@ def test_changed_weights_are_those_of_plain_fsdp2(found, name):
         plain, ours = of_rank[name]
         assert len({output.sum().item() for output in plain}) > 1  # the changes make a difference
         assert [i for i, (p, q) in enumerate(zip(plain, ours, strict=True)) if not p.equal(q)] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("numel, offset", [(1, 0), (3, 1), (64, 0), (1001, 3)])
+def test_a_comparison_sees_every_bit(dtype, numel, offset):
+    sent = torch.randint(256, ((numel + offset) * dtype.itemsize,), dtype=torch.uint8).view(dtype)[offset:]  # NaNs, too
+    assert same_bits(sent, sent.clone())
+    for i in torch.randperm(numel)[:20].tolist():
+        other = sent.clone()
+        other.view(torch.uint8)[i * dtype.itemsize] ^= 1
+        assert not same_bits(other, sent)

@@ -33,7 +33,18 @@ from .topology import Topology
 from .waits import Waits
 
 
-class WeightGather(DefaultAllocMixin, AllGather):
+class UnitCollective(DefaultAllocMixin):
+    """A collective of one unit. This one keeps nothing in checkpoints."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what the next collective depends on besides parameters and gradients."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load what ``state_dict`` returned; {} = nothing was saved."""
+
+
+class WeightGather(UnitCollective, AllGather):
     """An all-gather of one unit's weights. This one keeps nothing between gathers."""
 
     in_flight: Any = None  # what is on its way from other nodes, a ``SentShard``
@@ -52,15 +63,8 @@ class WeightGather(DefaultAllocMixin, AllGather):
     def forget_resident(self) -> None:
         """Free the weights that ``ZeroPP.resident_weights`` keeps."""
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return what the next gather depends on besides the parameters."""
-        return {}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load what ``state_dict`` returned; {} = nothing was saved."""
-
-
-class GradientReduction(DefaultAllocMixin, ReduceScatter):
+class GradientReduction(UnitCollective, ReduceScatter):
     """A reduce-scatter of one unit's gradients. This one keeps nothing between reductions."""
 
     def before_reduction(self) -> None:
@@ -71,13 +75,6 @@ class GradientReduction(DefaultAllocMixin, ReduceScatter):
 
     def rescale_errors(self, factor: float) -> None:
         """Multiply LoCo's errors by ``factor``, by which the loss scale, and so every later gradient, changed."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return what the next reduction depends on besides the gradients."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load what ``state_dict`` returned; {} = nothing was saved."""
 
 
 @dataclass(eq=False)

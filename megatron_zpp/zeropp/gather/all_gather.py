@@ -72,13 +72,16 @@ class QuantizedAllGather(WeightGather):
 
         None: nothing that was sent is kept, or all was trained.
         """
-        part, row = self._untrained_part(), self._own_row()
-        shard = self.unit.flat_shard() if row is not None and part.indices else None
-        if row is None or shard is None or self._forget_other(shard):
+        part = self._untrained_part()
+        row = self._own_row() if part.indices else None
+        if row is None or self._forget_other(shard := self.unit.flat_shard()):
             return None
-        format, sent = self.formats.weights(part, shard.dtype), self._copies_of(part, row, shard.dtype)
-        now = format.decode(self._encode_part(part, shard, is_sent=False), out=torch.empty_like(part.select(shard)))
-        return ~same_bits(now, format.decode(sent, out=torch.empty_like(now)) if self.keeps_wires else sent)
+        format, now = self.formats.weights(part, shard.dtype), part.select(shard)
+        if self.keeps_wires:
+            now = self._encode_part(part, shard, is_sent=False)
+        elif format.quantized:
+            now = format.decode(self._encode_part(part, shard, is_sent=False), out=torch.empty_like(now))
+        return ~same_bits(now, self._copies_of(part, row, shard.dtype))
 
     def renew(self, is_different: bool) -> EncodedShard | None:
         """Encode what changed, for ``send``; None: it is gathered in full when FSDP2 asks for it.
@@ -251,9 +254,10 @@ class HierarchicalAllGather(QuantizedAllGather):
     @torch.no_grad()
     def _encode(self, part: UnitPart, shard: Tensor) -> EncodedShard:
         """Begin the inter-node stage: encode a part of the shard [L] for ``send``."""
-        format, wire, row = self.formats.weights(part, shard.dtype), self._encode_part(part, shard), self._own_row()
+        format, wire = self.formats.weights(part, shard.dtype), self._encode_part(part, shard)
         self.unit.has_trained = False
-        if not self.formats.sends_moves or row is None:
+        row = self._own_row() if self.formats.sends_moves else None
+        if row is None:
             return EncodedShard(self.unit, part, format, wire)
         return EncodedShard(
             self.unit, part, format, measure_moves(format, self._copies_of(part, row, shard.dtype), wire)

@@ -69,8 +69,9 @@ def agree(flags: Mapping[FSDPUnit, Tensor], shared: Shared) -> set[FSDPUnit]:
 
 
 def same_bits(a: Tensor, b: Tensor) -> Tensor:
-    """Return whether numbers of one dtype are equal, a bool []; a NaN equals itself."""
-    as_bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.itemsize]
+    """Return whether tensors [n] of one dtype have the same bits, a bool []; so a NaN equals itself."""
+    in_words = all(part.nbytes % 8 == part.storage_offset() * part.itemsize % 8 == 0 for part in (a, b))  # fewer
+    as_bits = torch.int64 if in_words else {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.itemsize]
     return (a.view(as_bits) == b.view(as_bits)).all()
 
 
