@@ -103,6 +103,9 @@ def small_flags(flags: list[str]) -> list[str]:
     small = list(TINY_RUN)
     if "--deepspeed_config" not in flags:  # its file may hold the batch sizes
         small += ["--micro-batch-size", "1", "--global-batch-size", "8"]
+    elif "--seq-length" in flags:  # and the length of a sample
+        length = flags[flags.index("--seq-length") + 1]
+        small += ["--seq-length", length, "--max-position-embeddings", length]
     iterations = flags[flags.index("--train-iters") + 1] if "--train-iters" in flags else "0"
     for flag, value in {
         "--train-iters": "4" if int(iterations) > 100 else "3",  # a run that goes on for longer still does
