@@ -19,7 +19,8 @@ from megatron_zpp.metrics.history import METRICS, RunHistory, read_training
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 ALL_FLAGS = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco"
-# Rows of older commits have flags --zero-X that are --zeropp-X now.
+# Rows of older commits have flags --zero-X that are --zeropp-X now, and one that the outer momentum of 0 says too.
+NO_MOMENTUM = "--island-outer-optimizer sgd "
 FORMER_FLAG = "--zero-(?=gradient-|hadamard|monitor-|ranks-per-node|scale-dtype|weight-(?!difference))"
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -39,7 +40,8 @@ def run_choice(doc: str | None, programs: Mapping[str, Callable[[], object]]) ->
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """All rows of a file of JSON lines, with flags by their names of today; none if there is no file."""
-    text = re.sub(FORMER_FLAG, "--zeropp-", path.read_text()) if path.exists() else ""
+    text = path.read_text().replace(NO_MOMENTUM, "") if path.exists() else ""
+    text = re.sub(FORMER_FLAG, "--zeropp-", text)
     return [json.loads(line) for line in text.splitlines()]
 
 

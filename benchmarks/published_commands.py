@@ -39,7 +39,7 @@ SIZES = {
     "padded-vocab-size": 512, "num-experts": 8, "moe-router-topk": 2, "moe-ffn-hidden-size": 16,
     "moe-shared-expert-intermediate-size": 16, "moe-router-num-groups": 2, "moe-router-group-topk": 1,
     "q-lora-rank": 16, "kv-lora-rank": 16, "qk-head-dim": 8, "qk-pos-emb-head-dim": 4, "v-head-dim": 8,
-    "window-size": "8,0", "micro-batch-size": 1, "global-batch-size": 8, "eval-global-batch-size": 8,
+    "window-size": "8,0", "micro-batch-size": 1, "global-batch-size": 8,
     "eval-micro-batch-size": 1, "num-layers-per-virtual-pipeline-stage": 1, "decoder-first-pipeline-num-layers": 1,
     "decoder-last-pipeline-num-layers": 1, "num-virtual-stages-per-pipeline-rank": 2, "recompute-num-layers": 1,
     "moe-experts-per-layer": 8, "yarn-original-max-position-embeddings": 16,
@@ -105,7 +105,7 @@ def small(words: list[str], layers: int, files: dict[str, str], output: str) -> 
             more[name] = first if stays else SIZES[name]
         elif name in PARALLEL and flags[name] not in ([], ["1"]):
             more[name] = 2
-        elif name in ("save", "tensorboard-dir", "data-cache-path", "wandb-save-dir"):
+        elif name in ("save", "tensorboard-dir", "data-cache-path"):
             more[name] = f"{output}/{name}"
         elif name in files:
             more[name] = files[name]

@@ -35,7 +35,7 @@ ZEROPP = (
     "--zeropp-weight-block-size 64 --zeropp-gradient-block-size 32"
 )
 ON_NODES_OF_1 = ZEROPP.replace("size 2", "size 1")
-ISLANDS = "--islands 2 --island-sync-interval 2 --island-bits 4 --island-loco --island-block-size 32"
+ISLANDS = "--islands 2 --island-sync-interval 2 --island-bits 4 --island-loco"
 MUON = "--optimizer muon --muon-period 2"
 RUNS = {  # name: trainer and flags
     "ZeRO-0": "gpt --zero-stage 0",

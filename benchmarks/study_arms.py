@@ -240,7 +240,7 @@ LOCO, LOCO_ON_BOTH_HOPS = loco(0.8, "inter"), loco(0.8, "both")
 # Steps between agreements, which all divide the run, so that it ends with one; and the outer optimizer. Few steps take
 # the mean as it is. More have DiLoCo's optimizer, with a momentum that suits so short a run: with 2 islands at 32
 # steps, of one seed, the best of seven pairs of rates from 0.2 to 1 and momenta from 0 to 0.9.
-TAKE_THE_MEAN = " --island-outer-optimizer sgd --island-outer-lr 1 --island-outer-momentum 0"
+TAKE_THE_MEAN = " --island-outer-lr 1 --island-outer-momentum 0"
 SHORT_MOMENTUM = " --island-outer-momentum 0.7"
 INTERVALS = {1: TAKE_THE_MEAN, 10: TAKE_THE_MEAN, 32: SHORT_MOMENTUM, 100: SHORT_MOMENTUM}
 ISLAND_WIRES = {

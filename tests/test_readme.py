@@ -53,7 +53,6 @@ SMALL = {
     "benchmarks/trainer.py": ["--rounds", "1", "--steps", "2", "--no-compile"],
     "benchmarks/study.py": ["E12", "--match", "int6", "--scale", "tiny", "--seeds", "1", "--results", "study.jsonl"],
     "examples/quickstart/make_corpus.py": ["--max-megabytes", "1.5"],
-    "tools/plan.py --try": ["--iterations", "20", "--try=--zero-quantized-gradients"],
     "tools/train_tokenizer.py": ["--vocab-size", "400", "--max-megabytes", "0.3"],
     "tools/generate_text.py": ["--num-tokens", "5"],
 }
@@ -104,8 +103,9 @@ def small_flags(flags: list[str]) -> list[str]:
     small = list(TINY_RUN)
     if "--deepspeed_config" not in flags:  # its file may hold the batch sizes
         small += ["--micro-batch-size", "1", "--global-batch-size", "8"]
-    else:  # and lengths of samples
-        small += ["--seq-length", "256", "--max-position-embeddings", "256"]
+    elif "--seq-length" in flags:  # and the length of a sample
+        length = flags[flags.index("--seq-length") + 1]
+        small += ["--seq-length", length, "--max-position-embeddings", length]
     iterations = flags[flags.index("--train-iters") + 1] if "--train-iters" in flags else "0"
     for flag, value in {
         "--train-iters": "4" if int(iterations) > 100 else "3",  # a run that goes on for longer still does

@@ -117,7 +117,7 @@ if starts && [ ! -d "$BASE/checkpoints" ]; then
 fi
 
 # From the base at first, with a new optimizer; from the run's own checkpoint when it was stopped.
-START=(--load "$BASE/checkpoints" --finetune --exit-on-missing-checkpoint)
+START=(--load "$BASE/checkpoints" --finetune)
 [ -z "$(saved_iteration)" ] || START=(--load "$OUT/checkpoints" --load-latest-good)
 
 WATCH=() # the fine-tuning alone, by tools/report.py

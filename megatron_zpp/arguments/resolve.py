@@ -149,9 +149,6 @@ def _resolve_training(training: TrainingSettings, dp_size: int, accumulation_ste
     total = expected if total is None else total
     product = f"micro-batch size {micro} * {accumulation_steps} accumulation steps * {dp_size} ranks = {expected}"
     require(accumulation_steps is None or total == expected, f"global batch size {total} is not {product}")
-    at_once, of_evaluation = micro * dp_size, training.eval_global_batch_size
-    uneven = f"--eval-global-batch-size {of_evaluation} is not a multiple of micro-batch size * ranks = {at_once}"
-    require(of_evaluation is None or of_evaluation % at_once == 0, uneven)
     return dataclasses.replace(training, global_batch_size=total)
 
 

@@ -78,8 +78,6 @@ def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
             if text is not None:
                 print_once(f"note: {text}; --load-latest-good takes the newest checkpoint that is finite")
     with errors_on_all_ranks():
-        if checkpoint is None and settings.exit_on_missing_checkpoint:
-            raise CheckpointError(f"{settings.load} holds no checkpoint (--exit-on-missing-checkpoint)")
         if checkpoint is None and (settings.finetune or not goes_on_in(settings)):
             scratch = "to start from scratch leave it out, or make it the folder of --save"
             raise CheckpointError(f"--load {settings.load} holds no checkpoint: correct the path; {scratch}")

@@ -58,11 +58,7 @@ class CheckpointSaver:
         begun = time.monotonic()
         self.wait()
         meta = meta | {"iteration": iteration, "torch": str(torch.__version__), "saved_at": _now()}
-        meta |= {
-            "world_size": dist.get_world_size(),
-            "has_optimizer": with_optimizer,
-            "has_rng": True,
-        }
+        meta |= {"world_size": dist.get_world_size(), "has_optimizer": with_optimizer, "has_rng": True}
         meta["zeropp"] = zeropp_layout(trained.zeropp)
         writer = CheckpointWriter(self.folder, iteration, meta, self._lock, self._delete_old)
         planner = CachedPlanner(self._group, self._layout)

@@ -6,12 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.data.text.description import SAMPLE_TEXTS
-from megatron_zpp.data.text.tokenizers import (
-    TOKENIZER_FLAGS,
-    Tokenizer,
-    build_tokenizer,
-    huggingface_path,
-)
+from megatron_zpp.data.text.tokenizers import TOKENIZER_FLAGS, Tokenizer, build_tokenizer, huggingface_path
 from megatron_zpp.files import regular_file
 
 from .files import CheckpointError, digest, write_durably

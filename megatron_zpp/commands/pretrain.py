@@ -68,9 +68,7 @@ def main(architecture: Architecture, loss_class: type[LanguageModelLoss] = Langu
 
 
 def pretrain(
-    architecture: Architecture,
-    ctrl_c: CtrlC | None = None,
-    loss_class: type[LanguageModelLoss] = LanguageModelLoss,
+    architecture: Architecture, ctrl_c: CtrlC | None = None, loss_class: type[LanguageModelLoss] = LanguageModelLoss
 ) -> None:
     """Train as the command line says. End the process with a status unless all goes well."""
     start = time.monotonic()

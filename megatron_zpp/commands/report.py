@@ -33,7 +33,7 @@ MOST_POINTS = 300  # of all curves of a chart
 BETWEEN, WITHIN = "comm/bytes-between-nodes", "comm/bytes-within-nodes"
 PLACES = {  # settings that say where a run wrote, not what it did
     *("command", "save", "load", "data_cache_path"),
-    *("metrics_dir", "tensorboard_dir", "wandb_exp_name", "wandb_save_dir"),
+    *("metrics_dir", "tensorboard_dir", "wandb_exp_name"),
 }
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>

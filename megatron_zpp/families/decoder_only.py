@@ -211,10 +211,7 @@ def _check_experts(model: ModelSettings, experts: int, layers: int) -> None:
     per_layer, top_k = model.moe_experts_per_layer, model.router_topk
     numbers = [str(experts)] if per_layer is None else per_layer.split(",")
     are_numbers = all(number.isdecimal() and 1 <= int(number) <= experts for number in numbers)
-    require(
-        are_numbers,
-        f"--moe-experts-per-layer {per_layer} must be numbers from 1 to {experts}, as 32,32,64",
-    )
+    require(are_numbers, f"--moe-experts-per-layer {per_layer} must be numbers from 1 to {experts}, as 32,32,64")
     few = (
         f"--moe-router-topk {top_k} is more than --num-experts {experts}, or one of --moe-experts-per-layer {per_layer}"
     )

@@ -54,10 +54,7 @@ _POST_NORMS = dict(post_self_attn_layernorm=True, post_mlp_layernorm=True)
 _AFTER = {"no_pre_norms": True} | _POST_NORMS
 _WHOLE = dict(qk_layernorm=True, qk_layernorm_whole=True)
 _GEMMA: dict[str, Any] = dict(
-    swiglu=False,
-    geglu=True,
-    layernorm_1p=True,
-    embedding_multiplier=lambda hidden_size: hidden_size**0.5,
+    swiglu=False, geglu=True, layernorm_1p=True, embedding_multiplier=lambda hidden_size: hidden_size**0.5
 )
 _SOFTCAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
 _LINEAR = "rotary_seq_len_interpolation_factor"

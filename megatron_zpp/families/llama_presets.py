@@ -41,24 +41,13 @@ KIMI: dict[str, object] = dict(  # Moonshot's, which have DeepSeek-V3's parts
     moe_aux_loss_coeff=0.001,
 )
 GEMMA: dict[str, object] = TIED | dict(
-    geglu=True,
-    apply_layernorm_1p=True,
-    post_self_attn_layernorm=True,
-    post_mlp_layernorm=True,
-    norm_epsilon=1e-6,
+    geglu=True, apply_layernorm_1p=True, post_self_attn_layernorm=True, post_mlp_layernorm=True, norm_epsilon=1e-6
 )
 GEMMA2: dict[str, object] = GEMMA | dict(
-    window_size="4095,0",
-    window_attn_skip_freq="2",
-    attn_logit_softcapping=50.0,
-    final_logit_softcapping=30.0,
+    window_size="4095,0", window_attn_skip_freq="2", attn_logit_softcapping=50.0, final_logit_softcapping=30.0
 )
 GEMMA3: dict[str, object] = GEMMA | dict(
-    qk_layernorm=True,
-    window_size="1023,0",
-    window_attn_skip_freq="6",
-    rotary_base=1000000,
-    rotary_base_local=10000,
+    qk_layernorm=True, window_size="1023,0", window_attn_skip_freq="6", rotary_base=1000000, rotary_base_local=10000
 )
 OLMO2: dict[str, object] = dict(
     qk_layernorm=True,

@@ -22,13 +22,13 @@ class IslandConfig:
     FLAGS: ClassVar[dict[str, str]] = dict(prefix="--island-", resume="noted", tier="experimental")
     sync_interval: int = flag(100, "optimizer steps between two synchronizations (DiLoCo's H)", at_least=1)
     outer_optimizer: str = flag(
-        "nesterov", "outer optimizer: SGD with Nesterov's momentum, or with plain momentum", choices=("nesterov", "sgd")
+        "nesterov", "SGD with Nesterov's momentum, or with plain momentum", choices=("nesterov", "sgd"), name=None
     )
     outer_lr: float = flag(0.7, "learning rate of the outer optimizer; 1 without momentum: take the mean", above=0)
     outer_momentum: float = flag(0.9, "momentum of the outer optimizer", at_least=0, below=1)
     # None: in ``dtype``.
     bits: int | None = flag(None, "bits of what islands send to each other, 1 to 8; 0 = unquantized", zero_is_none=True)
-    block_size: int = flag(128, "elements that share a scale between islands", at_least=8, at_most=2**20)
+    block_size: int = flag(128, "elements that share a scale", at_least=8, at_most=2**20, name=None)
     scaling: str | None = flag(
         None, "code between islands; default by bits: mean below 4, else absmax", choices=SCALINGS, name=None
     )

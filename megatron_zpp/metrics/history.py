@@ -15,10 +15,7 @@ METRICS, SCHEMA = "metrics.jsonl", 1  # docs/reference/log.md
 Points = dict[int, float]  # value by iteration, in order
 Curve = list[tuple[float, float]]
 DASHBOARD = {  # group: chart: key
-    "Loss": {
-        "training loss": "lm loss",
-        "validation loss": "lm loss validation",
-    },
+    "Loss": {"training loss": "lm loss", "validation loss": "lm loss validation"},
     "Throughput": {
         "tokens per second": "tokens-per-second",
         "model FLOPs utilization": "mfu",

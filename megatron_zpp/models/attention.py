@@ -184,9 +184,7 @@ def attention(
             keys, values = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=1) for x in (keys, values))
             del options["enable_gqa"]
         attended = varlen_attn(
-            *(queries, keys, values, documents, key_documents, q.shape[1], k.shape[1]),
-            window_size=edges,
-            **options,
+            *(queries, keys, values, documents, key_documents, q.shape[1], k.shape[1]), window_size=edges, **options
         )
         assert isinstance(attended, Tensor)
         return attended.view(q.shape)

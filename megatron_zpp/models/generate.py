@@ -170,14 +170,7 @@ class CachedModel:
         return torch.zeros(seen.shape, dtype=dtype, device=tokens.device).masked_fill(~seen, -torch.inf).unsqueeze(1)
 
     def attention(
-        self,
-        name: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        *settings: Any,
-        **options: Any,
+        self, name: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *settings: Any, **options: Any
     ) -> Tensor:
         """Replace ``attention.attention``: q [B, Q, heads, head_dim] and k, v [B, Q, groups, head_dim] of new ids."""
         if name not in self.caches:

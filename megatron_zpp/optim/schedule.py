@@ -46,11 +46,7 @@ class Schedule:
 
     @classmethod
     def from_settings(
-        cls,
-        optimizer: OptimizerSettings,
-        schedule: ScheduleSettings,
-        training: ResolvedTraining,
-        batch: BatchSchedule,
+        cls, optimizer: OptimizerSettings, schedule: ScheduleSettings, training: ResolvedTraining, batch: BatchSchedule
     ) -> Schedule:
         """Convert lengths to samples: iterations to what ``batch`` consumes in them, tokens by ``--seq-length``.
 

@@ -32,11 +32,7 @@ class Mesh:
     """The grid as this rank sees it: a ``DeviceMesh`` for each axis, with its size and this rank's place in it."""
 
     def __init__(
-        self,
-        device_type: str,
-        sizes: Mapping[str, int] | None = None,
-        replicas: int = 1,
-        expert_parallel: int = 1,
+        self, device_type: str, sizes: Mapping[str, int] | None = None, replicas: int = 1, expert_parallel: int = 1
     ) -> None:
         """Divide all ranks of the default process group, whose number must be a multiple of the product. Collective.
 

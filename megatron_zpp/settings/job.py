@@ -106,7 +106,6 @@ class CheckpointSettings:
         "folder to resume from; only an empty or absent --save starts from scratch", first="Checkpoints and logs"
     )
     ckpt_step: int | None = _loading(None, "iteration to load; default the latest", at_least=0)
-    exit_on_missing_checkpoint: bool = _loading(False, "fail when --load holds no checkpoint, even if it is --save")
     verify_checkpoint: str = flag(
         "all",
         "look for damage before loading: in whole files, samples or sizes",
@@ -120,13 +119,6 @@ class CheckpointSettings:
     )
     finetune: bool = _loading(
         False, "load only the parameters, start at iteration 0, and note what differs from their run"
-    )
-    new_token_init: str = flag(
-        "mean",
-        "rows of tokens that the checkpoint's tokenizer lacks: the mean of the others, or random",
-        choices=("mean", "random"),
-        effective_with="finetune",
-        tier="advanced",
     )
     no_save_optim: bool = _saving(False, "leave the optimizer out of checkpoints")
     no_load_optim: bool = _loading(False, "do not load the optimizer")
@@ -153,7 +145,6 @@ class LoggingSettings:
     )
     wandb_exp_name: str | None = flag(None, "wandb run name", effective_with="wandb_project")
     wandb_entity: str | None = flag(None, "wandb entity", effective_with="wandb_project", deepspeed="wandb.team")
-    wandb_save_dir: str | None = _folder("folder of wandb's files; default SAVE/wandb", effective_with="wandb_project")
     mlflow_experiment: str | None = flag(
         None, "MLflow experiment, in MLFLOW_TRACKING_URI or else the folder mlruns beside metrics.jsonl"
     )

@@ -107,9 +107,7 @@ class ActivationSettings:
 
     FLAGS: ClassVar[dict[str, str]] = dict(settles="recompute", resume="free")
     recompute_granularity: str | None = flag(
-        None,
-        "full: whole blocks; selective: keep matrix products, recompute the rest",
-        choices=("full", "selective"),
+        None, "full: whole blocks; selective: keep matrix products, recompute the rest", choices=("full", "selective")
     )
     recompute_modules: tuple[str, ...] | None = flag(
         None,

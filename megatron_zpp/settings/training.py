@@ -91,9 +91,6 @@ class TrainingSettings:
     )
     seed: int = _order(1234, "seed of weights, data order, dropout, stochastic rounding", at_least=0, at_most=2**32 - 1)
     eval_iters: int = _free(100, "batches per evaluation", at_least=0, first="Checkpoints and logs")
-    eval_global_batch_size: int | None = _tuning(
-        None, "samples per batch of an evaluation; default the last batch size of training", at_least=1, at_most=2**24
-    )
     eval_interval: int | None = _free(
         None, "optimizer steps between evaluations; default none but the last", at_least=1, first="Checkpoints and logs"
     )
@@ -144,8 +141,7 @@ class TrainingSettings:
         above=1,
         resume="noted",
     )
-    manual_gc: bool = _tuning(False, "collect Python garbage only every --manual-gc-interval steps")
-    manual_gc_interval: int = _free(0, "see --manual-gc; 0 = never", at_least=0, effective_with="manual_gc")
+    manual_gc: bool = _tuning(False, "collect Python garbage at log lines alone, at the same time on all ranks")
 
 
 @dataclass(frozen=True)

@@ -42,14 +42,14 @@ def build_callbacks(trainer: Trainer, reporter: Reporter, checkpoints: Checkpoin
 
 
 class GarbageCollection(Callback):
-    """Collects Python's garbage every ``--manual-gc-interval`` steps, at the same time on all ranks, and never else."""
+    """Collects Python's garbage every ``--log-interval`` steps, at the same time on all ranks, and never else."""
 
     def __init__(self, trainer: Trainer) -> None:
         gc.disable()
-        self._counters, self._interval = trainer.counters, trainer.settings.training.manual_gc_interval
+        self._trainer = trainer
 
     def on_step(self, stats: StepStats) -> None:
-        if self._interval and self._counters.iteration % self._interval == 0:
+        if self._trainer.ends_interval(self._trainer.settings.logging.log_interval):
             gc.collect()
 
 

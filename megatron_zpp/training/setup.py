@@ -71,7 +71,7 @@ def plan_run(architecture: Architecture, settings: ResolvedSettings, mesh: Mesh)
     training, batches = settings.training, BatchSchedule.from_settings(settings.training, mesh.dp_size)
     checkpoint, base, finetunes = checkpoint_to_load(settings.checkpoint), None, settings.checkpoint.finetune
     if (folder := settings.lora.pretrained_checkpoint) is not None:
-        base = checkpoint_to_load(CheckpointSettings(load=folder, exit_on_missing_checkpoint=True))
+        base = checkpoint_to_load(CheckpointSettings(load=folder))
     meta, resumed, counters, notes, unpadded = None, None, Counters(), list[str](), False
     with errors_on_all_ranks():
         tokenizer = find_tokenizer(settings.tokenizer)
@@ -205,8 +205,6 @@ def _plan_length(
         train_iters = counters.iteration + to_come
     train_samples = batches.samples_after(max(0, train_iters - counters.iteration), counters.consumed_train_samples)
     per_batch = batches.num_micro_batches(train_samples)
-    if training.eval_global_batch_size is not None:
-        per_batch = training.eval_global_batch_size // (training.micro_batch_size * mesh.dp_size)
     num_eval_micro_batches = training.eval_iters * per_batch
     eval_samples = num_eval_micro_batches * training.micro_batch_size * mesh.dp_size
     evaluations = 1  # at the end of the run
@@ -248,9 +246,8 @@ def _load(trainer: Trainer, checkpoint: Path, meta: dict[str, Any]) -> None:
         trainer.zeropp.set_optimizer_steps(trainer.counters.iteration - trainer.counters.skipped_iterations)
     rows, plan, new_rows = num_tokens(meta), trainer.plan, None
     if not goes_on and (plan.tokenizer["vocab_size"] > rows or plan.vocab_size != meta["model_config"]["vocab_size"]):
-        new_rows = (rows, settings.new_token_init)
-        how = "are random" if settings.new_token_init == "random" else "begin as their mean"
-        print_once(f"note: {rows:,} rows of the vocabulary are the checkpoint's, and others {how} (--new-token-init)")
+        new_rows = rows
+        print_once(f"note: {rows:,} rows of the vocabulary are the checkpoint's, and others begin as their mean")
     loaded = load_checkpoint(
         checkpoint,
         meta,

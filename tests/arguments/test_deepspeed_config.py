@@ -269,6 +269,8 @@ def test_a_flag_that_repeats_the_file_is_fine(write):
         ({"zero_optimization": {"zero_quantized_weights": 1}}, "zero_quantized_weights true or false 1"),
         ({"zero_optimization": {"allgather_partitions": False}}, "zero_optimization.allgather_partitions false"),
         ({"zero_optimization": {"zero_quantized_nontrainable_weights": True}}, "zero_quantized_nontrainable_weights"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.3}}},
+         "zero_optimization.offload_optimizer.ratio 0.3"),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "zero_optimization.offload_param.device cpu"),
         ({"zero_optimization": {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "cpu"}}},
          "zero_optimization.offload_optimizer.device contradicts zero_optimization.offload_param.device"),

@@ -63,7 +63,6 @@ from tests.convert.hf.small_models import CONFIGS, to_hf_config
         ("--step-batch-size-schedule 0:8 --rampup-batch-size 4 4 8", "--rampup-batch-size give one"),
         ("--step-batch-size-schedule 0:8 --global-batch-size 16", "ends at 8 --global-batch-size 16"),
         ("--step-batch-size-schedule 8", "8 must be TOKENS:BATCH_SIZE"),
-        ("--eval-global-batch-size 12", "--eval-global-batch-size 12 is not a multiple of 8"),
         ("--mtp-num-layers 1", "--mtp-num-layers multi-token prediction does not exist here"),
         ("--hybrid-layer-pattern M-M*", "--hybrid-layer-pattern Mamba do not exist here"),
         ("--use-distributed-optimizer --zero-stage 0", "--use-distributed-optimizer --zero-stage 1"),

@@ -345,7 +345,6 @@ def test_what_is_no_checkpoint_is_one_clear_error(data, checkpoint, tmp_path):
         f"--load {damaged} --load-latest-good": "holds no good checkpoint",
         f"--load {tracker}": "should hold an iteration",
         f"--save {tmp_path / 'file'} --save-interval 1": "is no folder that this user may change",
-        f"--load {tmp_path / 'none'} --exit-on-missing-checkpoint": "holds no checkpoint",
         f"--load {tmp_path / 'mistyped'}": "mistyped holds no checkpoint: correct the path; to start from scratch",
         f"--load {tmp_path / 'none'} --load-latest-good --save {tmp_path / 'new'} --save-interval 1": "correct the",
         f"--load {tmp_path / 'new'} --finetune --save {tmp_path / 'new'} --save-interval 1": "holds no checkpoint",

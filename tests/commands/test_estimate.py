@@ -41,6 +41,7 @@ RECIPES = {
     "ZeRO-2": "--zero-stage 2 --zeropp-ranks-per-node 2",
     "ZeRO-2 with hpZ": f"{ALL_FLAGS} --zero-stage 2 --zeropp-loco",
     "ZeRO-1": "--zero-stage 1 --zeropp-ranks-per-node 2 --optimizer sgd",
+    "ZeRO-1 with qgZ": "--zero-stage 1 --zeropp-ranks-per-node 2 --zero-quantized-gradients",
     "qwZ": "--zero-quantized-weights --zeropp-weight-bits 6 --zeropp-ranks-per-node 2",
     "hpZ": "--zero-hpz-partition-size 2",
     "all": f"{ALL_FLAGS} --zeropp-weight-block-size 0",
@@ -399,7 +400,7 @@ def base_time(words: str, *more: str) -> Prediction:
 
 def test_bytes_between_islands_are_those_of_a_run(data):
     """It holds for one interval; pieces that do not divide evenly count as full ones."""
-    wires = ("", "--island-bits 4 --island-block-size 32 --island-fragments 2")
+    wires = ("", "--island-bits 4 --island-fragments 2")
     interval = 2
     # One more step: after the last one, all that was trained since is sent as well.
     common = flags(data, f"--islands 2 --island-sync-interval {interval} --train-iters {interval + 1}")

@@ -18,7 +18,7 @@ ZEROPP = (
     "--zeropp-ranks-per-node 1 --zero-quantized-weights --zero-quantized-gradients --zeropp-loco "
     "--zeropp-weight-block-size 64 --zeropp-gradient-block-size 32"
 )
-LOW_BITS = "--island-bits 2 --island-loco --island-block-size 32"
+LOW_BITS = "--island-bits 2 --island-loco"
 STREAMING = "--island-fragments 2 --island-sync-delay 2 --island-merge-alpha 0.5"
 LOGS = "--log-params-norm --log-num-zeros-in-grad --zeropp-monitor-interval 1"
 RUNS = {
@@ -64,7 +64,7 @@ def test_a_run_that_begins_as_one_resumes_in_islands(data, tmp_path):
     """With its optimizer, whose steps have the momentum of those before. The mean of SGD's steps is a step of all."""
     argv = flags(data, NO_DROPOUT, "--optimizer sgd --sgd-momentum 0.9 --lr 0.1 --clip-grad 0 --save-interval 2")
     argv += ["--train-iters", "4"]
-    mean = "--islands 2 --island-sync-interval 1 --island-outer-optimizer sgd --island-outer-lr 1"
+    mean = "--islands 2 --island-sync-interval 1 --island-outer-lr 1"
     runs = {
         "one": argv,
         "begun": [*argv, "--save", str(tmp_path), "--exit-interval", "2"],

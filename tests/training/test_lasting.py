@@ -165,8 +165,9 @@ def test_a_run_that_resumes_is_one_run_of_wandb_however_its_folder_is_spelled(da
             assert word in content, word
 
 
-def test_a_folder_that_cannot_be_written_ends_no_run(data):
+def test_a_folder_that_cannot_be_written_ends_no_run(data, tmp_path):
     pytest.importorskip("wandb.sdk", reason="wandb is not installed")
-    argv = flags(data, "--wandb-project p --wandb-save-dir /dev/full/x")
+    (tmp_path / "wandb").write_text("a file is in the folder's place")
+    argv = flags(data, f"--wandb-project p --save {tmp_path} --save-interval 9")
     ((code, _, err),) = run_ranks(1, offline, argv)[0]
     assert code == 0 and err.count("warning: wandb's run of p cannot be written") == 1, err

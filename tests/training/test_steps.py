@@ -186,8 +186,8 @@ def test_evaluation_is_without_dropout_and_leaves_training_alone(data):
     argvs = {
         name: flags(data, f"--global-batch-size 2 --hidden-dropout 0.3 {more}", length="--train-iters 4")
         for name, more in {
-            "evaluates": "--eval-interval 1 --manual-gc --manual-gc-interval 2",
-            "does not": "--manual-gc",
+            "evaluates": "--eval-interval 1 --manual-gc --log-interval 2",
+            "does not": "--manual-gc --log-interval 9",
             "without dropout": "--attention-dropout 0 --hidden-dropout 0",
         }.items()
     }

@@ -19,12 +19,7 @@ from torch import Tensor
 from megatron_zpp.checkpoint import CheckpointError
 from megatron_zpp.checkpoint.meta import saved_model
 from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
-from megatron_zpp.commands.common import (
-    add_tokenizer_flags,
-    given_architecture,
-    given_tokenizer,
-    open_verified,
-)
+from megatron_zpp.commands.common import add_tokenizer_flags, given_architecture, given_tokenizer, open_verified
 from megatron_zpp.convert.hf import files
 from megatron_zpp.convert.hf.checkpoint import parameter_reader
 from megatron_zpp.convert.hf.compare import compare

@@ -18,12 +18,7 @@ from .shards import open_deepspeed, open_torch, open_universal
 from .torch_dist import open_torch_dist
 from .weights import VOCABULARY, Weight, weights
 
-_OPEN = {
-    "torch_dist": open_torch_dist,
-    "torch": open_torch,
-    "universal": open_universal,
-    "deepspeed": open_deepspeed,
-}
+_OPEN = {"torch_dist": open_torch_dist, "torch": open_torch, "universal": open_universal, "deepspeed": open_deepspeed}
 _TRACKERS = ("latest_universal", "latest_checkpointed_iteration.txt", "latest")  # name the latest; first one wins
 
 

@@ -78,10 +78,7 @@ class TikTokenizer:
         self._num_bytes[list(ids.values())] = list(map(len, ids))
         try:
             self._encoding = tiktoken.Encoding(
-                file.name,
-                pat_str=self.pattern,
-                mergeable_ranks=ids,
-                special_tokens={self.names[self.eod]: self.eod},
+                file.name, pat_str=self.pattern, mergeable_ranks=ids, special_tokens={self.names[self.eod]: self.eod}
             )
         except ValueError as error:
             raise ValueError(f"--tiktoken-pattern {self._pattern}: {error}") from error

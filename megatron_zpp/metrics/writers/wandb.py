@@ -15,7 +15,7 @@ class WandbWriter:
         import wandb
 
         logging, labels = start.logging, start.labels
-        folder = logging.wandb_save_dir or (os.path.join(start.save, "wandb") if start.save else None)
+        folder = os.path.join(start.save, "wandb") if start.save else None
         id_file = Path(folder, "run_id") if folder is not None else None
         if folder is not None:
             os.makedirs(folder, exist_ok=True)  # wandb falls back to a temporary folder otherwise

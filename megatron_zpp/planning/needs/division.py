@@ -179,10 +179,7 @@ def units_of(model: Transformer, has: Callable[[str], bool] = lambda _: True) ->
 
 
 def plan_units(
-    model: Transformer,
-    grid: RankGrid,
-    split: Mapping[nn.Parameter, int],
-    has: Callable[[str], bool] = lambda _: True,
+    model: Transformer, grid: RankGrid, split: Mapping[nn.Parameter, int], has: Callable[[str], bool] = lambda _: True
 ) -> list[PlannedUnit]:
     """Plan the units of ``units_of``; with expert parallelism a layer's experts are another unit, of fewer ranks.
 

@@ -228,7 +228,7 @@ def _rank_states(
         )
         if config.weight_moves:
             saved += sum(unit.formats(config).weights(unit.part, weights).nbytes for unit in between)
-    if config.quantized_gradients and micro_batches > 1:
+    if config.quantized_gradients and micro_batches > 1 and zero_stage > 1:
         dtype = config.gradient_sum_dtype
         where = host if config.offload_gradient_sums else states
         where[f"gradients of earlier micro-batches, summed within the node, {dtype}"] = sum(
