@@ -53,6 +53,7 @@ SMALL = {
     "benchmarks/trainer.py": ["--rounds", "1", "--steps", "2", "--no-compile"],
     "benchmarks/study.py": ["E12", "--match", "int6", "--scale", "tiny", "--seeds", "1", "--results", "study.jsonl"],
     "examples/quickstart/make_corpus.py": ["--max-megabytes", "1.5"],
+    "tools/plan.py --try": ["--iterations", "20", "--try=--zero-quantized-gradients"],
     "tools/train_tokenizer.py": ["--vocab-size", "400", "--max-megabytes", "0.3"],
     "tools/generate_text.py": ["--num-tokens", "5"],
 }
