@@ -172,9 +172,10 @@ def train(architecture: str, flags: list[str]) -> RunHistory:
 
 
 def _final_loss(run: RunHistory) -> float:
-    """Average the training loss over the last quarter of a run; all settings see the same samples."""
-    losses = [loss for loss in run.metrics["lm loss"].values() if math.isfinite(loss)]
-    return statistics.mean(losses[-max(1, len(losses) // 4) :])
+    """Average the finite losses of a run's last quarter, NaN without any; all settings see the same samples."""
+    losses = [*run.metrics.get("lm loss", {}).values()]
+    finite = [loss for loss in losses[-max(1, len(losses) // 4) :] if math.isfinite(loss)]
+    return statistics.mean(finite) if finite else math.nan
 
 
 def table(outcomes: list[Outcome], noise: float | None, link_gbps: float | None) -> str:
