@@ -83,7 +83,7 @@ def run_as_printed(texts: Iterable[str], folder: Path) -> list[str]:
 
 
 def trainer(command: str) -> tuple[int, int, str, list[str]] | None:
-    """Ranks, those of a node, architecture and flags of a command that starts the trainer; None for another."""
+    """Ranks, ranks per node, architecture and flags of a command that starts the trainer; None for another."""
     words = shlex.split(command, comments=True)
     script = next((word for word in words if re.fullmatch(r"pretrain_\w+\.py|pretrain-\w+", word)), None)
     if script is None:

@@ -16,7 +16,7 @@ from megatron_zpp.errors import attempt, reports_errors
 from megatron_zpp.metrics.history import RunHistory, find_runs, read_training
 
 BETWEEN, WITHIN, VALIDATION = "comm/bytes-between-nodes", "comm/bytes-within-nodes", "lm loss validation"
-FEWEST_STEPS = 50  # of a run whose speed is compared
+FEWEST_STEPS = 50  # a run's speed is compared from this many steps on
 
 
 def unigram_entropy(prefix: str) -> float:

@@ -60,7 +60,7 @@ def iteration_of(checkpoint: Path) -> int:
 
 
 def find_checkpoint(folder: str, iteration: int | None = None) -> Path | None:
-    """Find the latest checkpoint in ``folder``, or that of ``iteration``; None if there is none yet.
+    """Find the latest checkpoint in ``folder``, or the one of ``iteration``; None if there is none yet.
 
     Raises CheckpointError if ``folder`` holds something else, or lacks the checkpoint that it names.
     """

@@ -57,7 +57,7 @@ class Outcome:
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Rank ZeRO++ and LoCo settings by loss against bytes, on your model and data.",
-        epilog="After --: the flags of the architecture's training program, without those of ZeRO++.",
+        epilog="After --: the flags of the architecture's training program, without ZeRO++'s.",
         allow_abbrev=False,
     )
     add, ranks, count = parser.add_argument, number(int, at_least=1, at_most=4096), number(int, at_least=1)

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 
 SMALL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2"
 EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 64"
-WAITS = {  # of two layers: for the step's numbers, for sizes of moved codes, for tokens that come
+WAITS = {  # two layers wait for the step's numbers, for sizes of moved codes, for tokens that come
     "--zeropp zero3": 1,
     "--zeropp int6": 2,
     f"{EXPERTS} --zeropp zero3 --moe-expert-capacity-factor 1.0": 1,
@@ -27,7 +27,7 @@ WAITS = {  # of two layers: for the step's numbers, for sizes of moved codes, fo
 
 
 def host_waits() -> dict[str, int]:
-    dist.destroy_process_group()  # that of the test's own rank
+    dist.destroy_process_group()  # the test's own rank made it
     common = f"{launches.COMMON} {SMALL} --seq-length 128 --vocab-size 512"
     return {flags: launches.count(f"{common} {flags}")["host waits"] for flags in WAITS}
 
@@ -114,7 +114,7 @@ def test_islands_send_what_they_count(tmp_path, monkeypatch, capsys):
     assert row["counted_bytes_per_node_and_step"] == pytest.approx(4 * PARAMETERS / 3, rel=0.01)
     assert row["bytes_per_node_and_step"] == pytest.approx(row["counted_bytes_per_node_and_step"], rel=0.1)
     assert "| streaming |" in capsys.readouterr().out
-    between_islands.measure_all()  # what is there is not measured again
+    between_islands.measure_all()  # finished rows are not measured again
     assert read_rows(between_islands.RESULTS) == [row]
 
 

@@ -123,7 +123,7 @@ def test_numbers_on_axes_keep_their_digits():
     drawing = report._plot("training loss", "iteration", {"run": [(0.0, 7.6052), (1.0, 7.6091)]}, {"run": "C0"})
     labels = re.findall(r">(7\.\d+)</text>", drawing)
     assert len({*labels}) == len(labels) >= 4 and all(7.604 <= float(label) <= 7.61 for label in labels)
-    assert not re.search(r' d="[^"]*\d\.\d\d', drawing)  # of lines, tenths of a point are enough
+    assert not re.search(r' d="[^"]*\d\.\d\d', drawing)  # lines need tenths of a point at most
 
 
 def test_tensorboard_has_the_dashboard(trained):

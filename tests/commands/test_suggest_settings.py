@@ -100,7 +100,7 @@ def test_without_ranks_that_share_a_node_nothing_of_ours_needs_hpz(trained):
         ("", 2),
         ("--lr-warmup-iters 4", 4),
         ("--lr-warmup-fraction 0.2", 4),
-        ("--lr-warmup-tokens 512", 4),  # of 4 samples a step, of 32 tokens each
+        ("--lr-warmup-tokens 512", 4),  # a step has 4 samples of 32 tokens
         ("--lr-warmup-iters 4 --global-batch-size 8 --rampup-batch-size 4 4 12", 4),
     ],
 )

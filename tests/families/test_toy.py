@@ -109,7 +109,7 @@ def test_it_is_estimated():
 def test_it_is_exported_imported_and_sampled(trained, tmp_path):
     run = trained[0] / "run"
     architecture = ("--architecture", GIVEN)
-    # The tool itself compares the logits with those of transformers' GPT-NeoX.
+    # The tool itself compares the logits with transformers' GPT-NeoX.
     code, out, err = call(export_hf, "--load", run, "--output", tmp_path / "hf", *architecture)
     assert code == 0 and "GPTNeoXForCausalLM" in out, err
     code, out, err = call(import_hf, "--input", tmp_path / "hf", "--save", tmp_path / "imported", *architecture)

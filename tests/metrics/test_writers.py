@@ -53,7 +53,7 @@ def test_each_line_says_what_the_schema_on_the_page_does(tmp_path: Path) -> None
 
 def test_a_run_that_goes_back_shows_its_new_curve(tmp_path: Path) -> None:
     write(start(tmp_path), {1: 9, 2: 8, 3: 7, 4: 6, 6: 5}, {2: 8.5, 4: 6.5})  # the last checkpoint was of 2
-    write(start(tmp_path, 2), {3: 7.5, 4: 6.5})  # of fewer iterations
+    write(start(tmp_path, 2), {3: 7.5, 4: 6.5})  # fewer iterations
     run = read_run("run", tmp_path / METRICS)
     assert run.metrics["lm loss"] == {1: 9, 2: 8, 3: 7.5, 4: 6.5} and run.last("lm loss validation") == 8.5
     assert run.curve("lm loss", "tokens")[-1] == (4 * 2 * 32, 6.5)
@@ -167,7 +167,7 @@ def test_wandb_shows_the_new_curve_of_a_run_that_goes_back_with_other_settings(t
     for of_run in records:
         (run,) = [record.run for record in of_run if record.WhichOneof("record_type") == "run"]
         assert (run.run_group, run.job_type, list(run.tags)) == ("mine", "train", ["gpt", "ZeRO-3"])
-        assert {item.key for item in run.config.update} - {"_wandb"} == {"lr", "architecture"}  # what was changed
+        assert {item.key for item in run.config.update} - {"_wandb"} == {"lr", "architecture"}  # the changed settings
         assert [m.metric.step_metric for m in of_run if m.metric.glob_name == "lm loss*"] == ["tokens"]
 
 

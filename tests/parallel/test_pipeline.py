@@ -75,7 +75,7 @@ def test_weights_and_gradients_cross_nodes_once_per_step(data):
 
 
 def _train_with_nan(argv: list[str]) -> tuple[str, int]:
-    """What was printed, and the skipped steps; a layer of the second stage spoils the second step."""
+    """Return the output, and the skipped steps; a layer of the second stage spoils the second step."""
     calls = []
 
     def hook(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:

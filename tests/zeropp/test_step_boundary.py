@@ -92,7 +92,7 @@ def test_micro_batches_without_synchronization_cost_nothing(trained):
 
 def test_a_loop_that_says_nothing_is_told_once_what_it_costs(trained):
     """It trains right all the same: gradients are added up after each crossing."""
-    gradients = trained["nobody"][0][1][0] - trained["ZeRO++"][0][1][0]  # of two more micro-batches
+    gradients = trained["nobody"][0][1][0] - trained["ZeRO++"][0][1][0]  # two more micro-batches' gradients
     for ours, theirs in zip(trained["ZeRO++"], trained["nobody"], strict=True):
         assert theirs[1] == [sent + gradients for sent in ours[1]] and gradients > 0
         assert theirs[0] == pytest.approx(ours[0], rel=0.02)

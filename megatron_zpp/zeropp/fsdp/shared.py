@@ -1,4 +1,4 @@
-"""What all units of a model share: settings, the position in the loop, bytes and errors."""
+"""State that all units of a model share: settings, the position in the loop, bytes and errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StepPosition:
     is_accumulating: bool = False
     optimizer_steps: int = 0  # without steps whose gradients were dropped
     is_step_complete: bool = False  # all of a step's gradients were reduced, and no forward pass began after it
-    # Of each step of a torch optimizer since the last forward pass began: GradScaler's found_inf, which a fused one
+    # Per step of a torch optimizer since the last forward pass began: GradScaler's found_inf, which a fused one
     # reads on the device, or None.
     steps_taken: list[Tensor | None] = field(default_factory=list)
     sees_steps: bool = False  # whether there were any: not every optimizer is torch's
@@ -73,7 +73,7 @@ class StepPosition:
         self.is_last = is_last
 
     def mark_reduced(self) -> None:
-        """Note that gradients were reduced; those of the last micro-batch end the accumulation."""
+        """Note that gradients were reduced; the last micro-batch's end the accumulation."""
         self.is_accumulating &= not self.is_last
         self.is_step_complete |= self.is_last
 
