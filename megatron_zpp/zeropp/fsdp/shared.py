@@ -46,9 +46,9 @@ class StepPosition:
         if self.is_step_complete and (self.steps_taken or not self.sees_steps):  # else more gradients are to come
             self.optimizer_steps += 1
             self.is_step_complete = False
-        self.steps_taken.clear()
         accumulation = self.accumulations if torch.is_grad_enabled() and self.is_accumulating else None
-        continues = accumulation is not None and accumulation == self._accumulation
+        continues = accumulation is not None and accumulation == self._accumulation and not self.steps_taken
+        self.steps_taken.clear()
         self._accumulation = accumulation
         evaluates = self.is_resident and not torch.is_grad_enabled()
         self.sends_nothing = evaluates and self._evaluated_versions == versions
