@@ -18,7 +18,8 @@ from tests.metrics.test_logging import REPORT
 def start(folder: Path, iteration: int | None = 0, lr: float = 1.0, **logging: str) -> RunStart:
     """A start that resumes from ``iteration`` of the run in ``folder``."""
     settings = {"seq_length": 32, "lr": lr, "load": str(folder) if iteration else None, "zero_stage": 3}
-    goes_on, program = bool(iteration), {"architecture": "gpt"}
+    settings |= {"padded_vocab_size": None}  # the program finds it
+    goes_on, program = bool(iteration), {"architecture": "gpt", "padded_vocab_size": 64}
     return RunStart(LoggingSettings(**logging), str(folder), settings, {"lr": lr}, program, iteration, goes_on)
 
 
@@ -167,7 +168,8 @@ def test_wandb_shows_the_new_curve_of_a_run_that_goes_back_with_other_settings(t
     for of_run in records:
         (run,) = [record.run for record in of_run if record.WhichOneof("record_type") == "run"]
         assert (run.run_group, run.job_type, list(run.tags)) == ("mine", "train", ["gpt", "ZeRO-3"])
-        assert {item.key for item in run.config.update} - {"_wandb"} == {"lr", "architecture"}  # what was changed
+        shown = {item.key for item in run.config.update} - {"_wandb"}
+        assert shown == {"lr", "architecture", "padded_vocab_size"}  # what was changed, and the program
         assert [m.metric.step_metric for m in of_run if m.metric.glob_name == "lm loss*"] == ["tokens"]
 
 
