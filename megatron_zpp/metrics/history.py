@@ -112,7 +112,7 @@ def read_run(name: str, path: Path) -> RunHistory:
         iteration = record["iteration"]
         if "schema" in record:
             if iteration is not None or not run.settings:  # an evaluation alone leaves the training as it is
-                run.settings = record["program"] | record["settings"]
+                run.settings = record["settings"] | record["program"]  # the vocabulary is null in settings
             for points in (run.samples, run.seconds, *run.metrics.values()) if iteration is not None else ():
                 for beyond in [i for i in points if i > iteration]:
                     del points[beyond]
