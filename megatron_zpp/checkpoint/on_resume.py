@@ -28,13 +28,16 @@ def check_settings(settings: Settings, meta: Mapping[str, Any], finetunes: bool 
     if finetunes:
         changed = _differing({*_REFUSED, "compared", "noted"}, ours, saved)
         return [f"fine-tuning changes the run: {changed}"] if changed else []
+    notes = []
     for override, what in _REFUSED.items():
-        if not ours[setting_of(override)] and (differing := _differing({override}, ours, saved)):
+        differing = _differing({override}, ours, saved)
+        if differing and not ours[setting_of(override)]:
             raise CheckpointError(f"{what} not the checkpoint's: {differing}. Give the same, or {override}")
+        notes += [f"{override} changes the run: {differing}"] if differing else []
     if not ours["override_data"]:
         check_tokenizer(ours, meta.get("files", {}))
     changed = _differing({"noted"}, ours, saved)
-    return [f"changed since the checkpoint was saved: {changed}"] if changed else []
+    return [*notes, f"changed since the checkpoint was saved: {changed}"] if changed else notes
 
 
 def _differing(classes: set[str], ours: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
