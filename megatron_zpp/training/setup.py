@@ -294,10 +294,11 @@ def _check_same_model(
     if finetunes and has_adapters and num_tokens(meta) <= config.vocab_size:  # a base stays as it was
         changed += [text for text in differing if _name(text) == "vocab_size"]
     differing = [text for text in differing if text not in changed]
-    # A base may have none; target modules are checked as tensors.
-    for name in ("lora_rank", "lora_alpha") if has_adapters else ():
+    for name in ("lora_rank", "lora_alpha") if has_adapters else ():  # a base may have none
         there, here = meta["settings"].get(name, getattr(LoraSettings, name)), getattr(settings.lora, name)
         differing += [f"{name} {there} there, {here} here"] if there != here else []
+    if has_adapters and (there := meta["settings"].get("lora_target_modules")):
+        differing.append(f"lora_target_modules {there} there, all linear layers here (commit 2ed70aac has the flag)")
     if differing:
         other = f"{checkpoint} is of another model: {'; '.join(differing)}"
         names = " ".join(dict.fromkeys(map(_name, differing)))

@@ -1,7 +1,10 @@
 """What a resume does with settings that changed: every setting has one class, and each class does what it says."""
 
+import dataclasses
 import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from megatron_zpp.families.decoder_only import EXPERT_FLAGS, FLAGS
 from megatron_zpp.fields import flag
 from megatron_zpp.settings.flags import iterate_flags
 from megatron_zpp.settings.groups import all_flags
+from megatron_zpp.training.setup import _check_same_model
 from tests.checkpoint.saved import FLAGS_OF_RUN, meta_of
 
 
@@ -87,6 +91,43 @@ def test_what_must_be_equal_is_refused_or_with_its_override_said(begun_with, mor
         resume(more, "--load x", begun_with=begun_with)
     (note,) = resume(more, "--load x", override, begun_with=begun_with)
     assert note.startswith(f"{override} changes the run: {differs}")
+
+
+@pytest.mark.parametrize(
+    "name, theirs, same, override",
+    [
+        ("curriculum_max_length", 4, 8, "--override-data"),
+        ("curriculum_length_step", 4, 8, "--override-data"),
+        ("mid_level_dataset_surplus", 0.01, 0.005, "--override-data"),
+        ("min_loss_scale", 4.0, 1.0, "--override-opt_param-scheduler"),
+    ],
+)
+def test_a_run_does_not_lose_a_value_whose_flag_went_without_a_word(name, theirs, same, override):
+    run = parse_settings(GPT, f"{FLAGS_OF_RUN} --load x".split(), note=lambda text: None)
+    saved = json.loads(json.dumps(run.as_flat_dict()))
+    assert check_settings(run, {"settings": saved | {name: same}}) == []
+    with pytest.raises(CheckpointError, match=f"{name} {theirs} there, .*2ed70aac .*or {override}"):
+        check_settings(run, {"settings": saved | {name: theirs}})
+    run = parse_settings(GPT, f"{FLAGS_OF_RUN} --load x {override}".split(), note=lambda text: None)
+    (note,) = check_settings(run, {"settings": saved | {name: theirs}})
+    assert note.startswith(f"{override} changes the run: {name} {theirs} there")
+
+
+def same_model(begun_with: str, more: str, **saved: Any) -> list[str]:
+    """The notes of a run with ``more`` flags on the model of a checkpoint that was begun with others."""
+    begun, run = (
+        parse_settings(GPT, f"{FLAGS_OF_RUN} --load x {flags}".split(), note=lambda text: None)
+        for flags in (begun_with, more)
+    )
+    theirs, ours = (GPT.build_config(each.model, 16) for each in (begun, run))
+    meta = {"settings": begun.as_flat_dict() | saved, "model_config": dataclasses.asdict(theirs)}
+    return _check_same_model(GPT, run, Path("x"), json.loads(json.dumps(meta)), ours, finetunes=False)
+
+
+def test_adapters_on_some_layers_are_not_resumed_as_if_they_were_on_all():
+    assert same_model("", "", lora_target_modules=None) == []
+    with pytest.raises(CheckpointError, match=r"lora_target_modules .'qkv'. there, all linear layers here .*2ed70aac"):
+        same_model("", "", lora_target_modules=["qkv"])
 
 
 def test_fine_tuning_may_change_every_setting_and_lists_it():
