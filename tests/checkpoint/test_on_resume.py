@@ -54,6 +54,10 @@ def test_settings_of_the_model_are_compared_as_its_config():
     assert {name for name in in_config if all_flags()[name].resume != "model"} == may_change
 
 
+YARN = (
+    "--position-embedding-type yarn --yarn-rotary-scaling-factor 4 --yarn-original-max-position-embeddings 8 "
+    "--max-position-embeddings 64"
+)
 MUON = "--optimizer muon"
 ISLANDS = "--islands 2 --local-ranks 2"
 LOCO = "--zero-quantized-gradients --zeropp-loco"
@@ -128,6 +132,29 @@ def test_adapters_on_some_layers_are_not_resumed_as_if_they_were_on_all():
     assert same_model("", "", lora_target_modules=None) == []
     with pytest.raises(CheckpointError, match=r"lora_target_modules .'qkv'. there, all linear layers here .*2ed70aac"):
         same_model("", "", lora_target_modules=["qkv"])
+
+
+@pytest.mark.parametrize(
+    "changed, spellings",
+    [
+        ("--rotary-base 500000", ("rotary_base", "rotary-base", "--rotary-base")),
+        (
+            "--yarn-original-max-position-embeddings 16",
+            ("yarn_original_context", "--yarn-original-max-position-embeddings"),
+        ),
+        (
+            "--moe-router-load-balancing-type seq_aux_loss",
+            ("moe.load_balancing", "moe-router-load-balancing-type"),
+        ),
+    ],
+)
+def test_what_an_override_changes_may_be_named_as_its_flag(changed, spellings):
+    begun = f"{YARN} --num-experts 2 --moe-aux-loss-coeff 0.01"
+    for spelling in spellings:
+        (note,) = same_model(begun, f"{begun} {changed} --override-model={spelling}")
+        assert note.startswith("--override-model changes the model: ")
+    with pytest.raises(CheckpointError, match="--override-model hidden_size: a resume may change only"):
+        same_model(begun, f"{begun} --override-model hidden-size")
 
 
 def test_fine_tuning_may_change_every_setting_and_lists_it():
