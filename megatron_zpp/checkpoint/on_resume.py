@@ -13,8 +13,14 @@ from .tokenizer import check_tokenizer
 
 _REFUSED = {  # the flag that lets them differ, as ``Flag.resume`` names it: what they make up
     "--override-data": "the data are",
-    "--override-opt_param-scheduler": "learning rates or batch sizes are",
+    "--override-opt_param-scheduler": "learning rates, batch sizes or the loss scale are",
     "--no-load-optim": "the optimizer is",
+}
+_GONE: dict[str, tuple[str, Any]] = {  # settings whose flags went: their class, and the value that every run has now
+    "curriculum_max_length": ("--override-data", None),
+    "curriculum_length_step": ("--override-data", 8),
+    "mid_level_dataset_surplus": ("--override-data", 0.005),
+    "min_loss_scale": ("--override-opt_param-scheduler", 1),
 }
 
 
@@ -28,13 +34,16 @@ def check_settings(settings: Settings, meta: Mapping[str, Any], finetunes: bool 
     if finetunes:
         changed = _differing({*_REFUSED, "compared", "noted"}, ours, saved)
         return [f"fine-tuning changes the run: {changed}"] if changed else []
+    notes = []
     for override, what in _REFUSED.items():
-        if not ours[setting_of(override)] and (differing := _differing({override}, ours, saved)):
+        differing = _differing({override}, ours, saved)
+        if differing and not ours[setting_of(override)]:
             raise CheckpointError(f"{what} not the checkpoint's: {differing}. Give the same, or {override}")
+        notes += [f"{override} changes the run: {differing}"] if differing else []
     if not ours["override_data"]:
         check_tokenizer(ours, meta.get("files", {}))
     changed = _differing({"noted"}, ours, saved)
-    return [f"changed since the checkpoint was saved: {changed}"] if changed else []
+    return [*notes, f"changed since the checkpoint was saved: {changed}"] if changed else notes
 
 
 def _differing(classes: set[str], ours: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
@@ -46,6 +55,12 @@ def _differing(classes: set[str], ours: Mapping[str, Any], saved: Mapping[str, A
             continue
         if _comparable(name, here) != _comparable(name, there):
             differing.append(f"{name} {there} there, {here} here")
+    for name, (resume, here) in _GONE.items():
+        there = saved.get(name, here)
+        if name == "curriculum_max_length" and there not in range(ours["seq_length"]):
+            continue  # samples grow to the full length, as they do now
+        if resume in classes and there != here:
+            differing.append(f"{name} {there} there, {here} here (its flag went; commit 2ed70aac has it)")
     return "; ".join(differing)
 
 

@@ -4,6 +4,7 @@ megatron-zpp chat --load runs/finetuning/checkpoints
 """
 
 import argparse
+import io
 import sys
 
 from megatron_zpp.commands.common import given_architecture
@@ -14,6 +15,7 @@ from megatron_zpp.commands.generate_text import (
     continue_texts,
     load_model,
     open_checkpoint,
+    utf8_text,
 )
 from megatron_zpp.data.text.tokenizers import chat_tokenizer
 from megatron_zpp.errors import reports_errors
@@ -25,7 +27,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Chat with a checkpoint's model.", allow_abbrev=False)
     add = parser.add_argument
     add("--load", type=local_path(str), required=True, metavar="DIR", help="folder given to --save in training")
-    add("--system", metavar="TEXT", help="the system's message, before yours")
+    add("--system", type=utf8_text, metavar="TEXT", help="the system's message, before yours")
     add_drawing_flags(parser, num_tokens=512)
     add_checkpoint_flags(parser)
     args = parser.parse_args(argv)
@@ -34,16 +36,21 @@ def main(argv: list[str] | None = None) -> None:
     model = load_model(checkpoint, meta, chosen_device(args), given_architecture(args))
     beginning = [{"role": "system", "content": args.system}] if args.system is not None else []
     messages = list(beginning)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # as on the command line, where utf8_text refuses such bytes
     if sys.stdin.isatty():
         import readline  # noqa: F401  # lets input() edit lines, and recall earlier ones
 
         print("/new begins again, Ctrl-C ends an answer, Ctrl-D the chat")
     while True:
         try:
-            said = input("> " if sys.stdin.isatty() else "").strip()
+            said = utf8_text(input("> " if sys.stdin.isatty() else "").strip())
         except (EOFError, KeyboardInterrupt):
             print()
             return
+        except argparse.ArgumentTypeError as error:
+            print(f"error: {error}", file=sys.stderr)
+            continue
         if said == "/new":
             messages = list(beginning)
         if said in ("", "/new"):

@@ -197,6 +197,9 @@ def resume_schedule(
         raise ValueError("--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other")
     if override:
         return from_flags
+    if (style := saved.get("weight_decay_style")) in ("linear", "cosine"):
+        grew = f"the checkpoint's schedule: its weight decay grew over the run ({style}), which went"
+        raise ValueError(f"{grew}: --override-opt_param-scheduler goes on with --weight-decay")
     try:
         before = Schedule.from_state_dict(saved)
     except ValueError as error:

@@ -18,6 +18,7 @@ from megatron_zpp.checkpoint.resume import check_not_overwritten, check_same_dat
 from megatron_zpp.checkpoint.tokenizer import check_same_ids
 from megatron_zpp.data.text.description import check_same_tokenizer, describe_tokenizer
 from megatron_zpp.families import Architecture, vocabulary_of
+from megatron_zpp.families.decoder_only import EXPERT_FLAGS, FLAGS
 from megatron_zpp.integrations.float8 import check_float8
 from megatron_zpp.islands import OuterSync
 from megatron_zpp.metrics.writers import MetricWriters, RunStart, check_writers, describe_program
@@ -29,6 +30,7 @@ from megatron_zpp.optim.schedule import Schedule, resume_schedule
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
 from megatron_zpp.parallel.mesh import AXES, Mesh, ranks_per_model_copy
 from megatron_zpp.parallel.tensor import dropout_seed
+from megatron_zpp.settings.flags import setting_of
 from megatron_zpp.settings.groups import CheckpointSettings, LoraSettings
 from megatron_zpp.settings.model import ShapeSettings
 from megatron_zpp.settings.resolved import ResolvedSettings
@@ -49,6 +51,8 @@ CHANGEABLE = {
     *("window_size", "window_attn_skip_freq", "moe.load_balancing", "moe.aux_loss_coeff", "moe.z_loss_coeff"),
     *("moe.expert_capacity_factor", "moe.eval_capacity_factor", "moe.min_capacity"),
 }
+FIELDS = {setting: name for name, setting in FLAGS.items()}  # of the config, by the flag's setting
+FIELDS |= {setting: f"moe.{name}" for name, setting in EXPERT_FLAGS.items()}
 
 
 def check_machine(settings: ResolvedSettings, device: torch.device) -> None:
@@ -285,8 +289,8 @@ def _check_same_model(
         if theirs[k] != v and not k.endswith("dropout") and k != "init_method_std"
         for name, there, here in _parts(k, theirs[k], v)
     ]
-    override = settings.checkpoint.override_model or ()
-    if unknown := set(override) - set(map(_name, CHANGEABLE)):
+    override = {FIELDS.get(setting_of(word), setting_of(word)) for word in settings.checkpoint.override_model or ()}
+    if unknown := override - set(map(_name, CHANGEABLE)):
         choices = ", ".join(sorted(map(_name, CHANGEABLE)))
         raise CheckpointError(f"--override-model {' '.join(sorted(unknown))}: a resume may change only {choices}")
     can_change = [text for text in differing if {text, _name(text)} & CHANGEABLE]
@@ -294,10 +298,11 @@ def _check_same_model(
     if finetunes and has_adapters and num_tokens(meta) <= config.vocab_size:  # a base stays as it was
         changed += [text for text in differing if _name(text) == "vocab_size"]
     differing = [text for text in differing if text not in changed]
-    # A base may have none; target modules are checked as tensors.
-    for name in ("lora_rank", "lora_alpha") if has_adapters else ():
+    for name in ("lora_rank", "lora_alpha") if has_adapters else ():  # a base may have none
         there, here = meta["settings"].get(name, getattr(LoraSettings, name)), getattr(settings.lora, name)
         differing += [f"{name} {there} there, {here} here"] if there != here else []
+    if has_adapters and (there := meta["settings"].get("lora_target_modules")):
+        differing.append(f"lora_target_modules {there} there, all linear layers here (commit 2ed70aac has the flag)")
     if differing:
         other = f"{checkpoint} is of another model: {'; '.join(differing)}"
         names = " ".join(dict.fromkeys(map(_name, differing)))

@@ -103,7 +103,7 @@ def test_one_start_reports_all_mistakes():
     argv = "--seed x --zero_stage 3 --bf16 yes --log-interval 0 --lr nan --save= --warmup 1 --adam-beta1 1"
     assert mistakes(f"{RUN} {argv} --fp16 --finetune --zeropp-loco", GPT, 1) == [
         "--seed must be a whole number, got x",
-        "unknown flag --zero_stage; did you mean --zero-stage?",
+        "unknown flag --zero_stage; did you mean --zero-stage? (CHANGELOG.md lists flags that went)",
         "--bf16 takes no value, got yes",
         "--log-interval must be at least 1, got 0",
         "--lr must be a finite number, got nan",

@@ -25,6 +25,7 @@ from tests.convert.hf.small_models import CONFIGS, to_hf_config
         ("--micro-batchsize 1", "--micro-batchsize did you mean --micro-batch-size?"),
         ("--zero-quantised-weights", "did you mean --zero-quantized-weights?"),
         ("--use-flash-attention", "did you mean --use-flash-attn"),
+        ("--zeropp-weight-rounding nearest", "--zeropp-weight-rounding (CHANGELOG.md lists flags that went)"),
         ("--no-position-embedding", "--no-position-embedding does not hold --position-embedding-type"),
         ("--model-parallel-size=1", "--tensor-model-parallel-size"),
         ("--kd --load-teacher x --num-layers-teacher 3", "--kd, --load-teacher, --num-layers-teacher distillation"),

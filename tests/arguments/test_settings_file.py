@@ -80,10 +80,10 @@ def test_wrong_keys_are_named_all_at_once_with_their_file_and_the_nearest(write)
     text = TOML + "num-layer = 3\nsave = ''\ndry-run = true\nnum_layers = 3\nrope-typo = false\n"
     path = write("run.toml", text)
     assert mistakes(f"--config {path} {REST}") == [
-        f"num-layer in {path} is no setting; did you mean num-layers?",
+        f"num-layer in {path} is no setting; did you mean num-layers? (CHANGELOG.md lists flags that went)",
         f"dry-run in {path} says what to do, not how to train: give --dry-run on the command line",
         f"num_layers is in {path} twice; leave one out",
-        f"rope-typo in {path} is no setting; did you mean rope-type?",
+        f"rope-typo in {path} is no setting; did you mean rope-type? (CHANGELOG.md lists flags that went)",
         "--save must not be empty, got nothing",
     ]
 

@@ -1,7 +1,10 @@
 """What a resume does with settings that changed: every setting has one class, and each class does what it says."""
 
+import dataclasses
 import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from megatron_zpp.families.decoder_only import EXPERT_FLAGS, FLAGS
 from megatron_zpp.fields import flag
 from megatron_zpp.settings.flags import iterate_flags
 from megatron_zpp.settings.groups import all_flags
+from megatron_zpp.training.setup import _check_same_model
 from tests.checkpoint.saved import FLAGS_OF_RUN, meta_of
 
 
@@ -50,6 +54,10 @@ def test_settings_of_the_model_are_compared_as_its_config():
     assert {name for name in in_config if all_flags()[name].resume != "model"} == may_change
 
 
+YARN = (
+    "--position-embedding-type yarn --yarn-rotary-scaling-factor 4 --yarn-original-max-position-embeddings 8 "
+    "--max-position-embeddings 64"
+)
 MUON = "--optimizer muon"
 ISLANDS = "--islands 2 --local-ranks 2"
 LOCO = "--zero-quantized-gradients --zeropp-loco"
@@ -77,14 +85,76 @@ def test_what_changes_the_training_is_said(begun_with, more, note):
     "begun_with, more, differs, override",
     [
         ("--optimizer sgd", "", "optimizer sgd there, adam here", "--no-load-optim"),
+        ("", "--global-batch-size 4", "global_batch_size 1 there, 4 here", "--override-opt_param-scheduler"),
         ("", "--decoupled-lr 1e-4", "decoupled_lr None there, 0.0001 here", "--override-opt_param-scheduler"),
         ("", "--curriculum-min-length 8 --curriculum-iters 4", "curriculum_min_length None there", "--override-data"),
     ],
 )
-def test_what_must_be_equal_is_refused_unless_overridden(begun_with, more, differs, override):
+def test_what_must_be_equal_is_refused_or_with_its_override_said(begun_with, more, differs, override):
     with pytest.raises(CheckpointError, match=f"{differs}.*. Give the same, or {override}"):
         resume(more, "--load x", begun_with=begun_with)
-    assert resume(more, "--load x", override, begun_with=begun_with) == []
+    (note,) = resume(more, "--load x", override, begun_with=begun_with)
+    assert note.startswith(f"{override} changes the run: {differs}")
+
+
+@pytest.mark.parametrize(
+    "name, theirs, same, override",
+    [
+        ("curriculum_max_length", 4, 8, "--override-data"),
+        ("curriculum_length_step", 4, 8, "--override-data"),
+        ("mid_level_dataset_surplus", 0.01, 0.005, "--override-data"),
+        ("min_loss_scale", 4.0, 1.0, "--override-opt_param-scheduler"),
+    ],
+)
+def test_a_run_does_not_lose_a_value_whose_flag_went_without_a_word(name, theirs, same, override):
+    run = parse_settings(GPT, f"{FLAGS_OF_RUN} --load x".split(), note=lambda text: None)
+    saved = json.loads(json.dumps(run.as_flat_dict()))
+    assert check_settings(run, {"settings": saved | {name: same}}) == []
+    with pytest.raises(CheckpointError, match=f"{name} {theirs} there, .*2ed70aac .*or {override}"):
+        check_settings(run, {"settings": saved | {name: theirs}})
+    run = parse_settings(GPT, f"{FLAGS_OF_RUN} --load x {override}".split(), note=lambda text: None)
+    (note,) = check_settings(run, {"settings": saved | {name: theirs}})
+    assert note.startswith(f"{override} changes the run: {name} {theirs} there")
+
+
+def same_model(begun_with: str, more: str, **saved: Any) -> list[str]:
+    """The notes of a run with ``more`` flags on the model of a checkpoint that was begun with others."""
+    begun, run = (
+        parse_settings(GPT, f"{FLAGS_OF_RUN} --load x {flags}".split(), note=lambda text: None)
+        for flags in (begun_with, more)
+    )
+    theirs, ours = (GPT.build_config(each.model, 16) for each in (begun, run))
+    meta = {"settings": begun.as_flat_dict() | saved, "model_config": dataclasses.asdict(theirs)}
+    return _check_same_model(GPT, run, Path("x"), json.loads(json.dumps(meta)), ours, finetunes=False)
+
+
+def test_adapters_on_some_layers_are_not_resumed_as_if_they_were_on_all():
+    assert same_model("", "", lora_target_modules=None) == []
+    with pytest.raises(CheckpointError, match=r"lora_target_modules .'qkv'. there, all linear layers here .*2ed70aac"):
+        same_model("", "", lora_target_modules=["qkv"])
+
+
+@pytest.mark.parametrize(
+    "changed, spellings",
+    [
+        ("--rotary-base 500000", ("rotary_base", "rotary-base", "--rotary-base")),
+        (
+            "--yarn-original-max-position-embeddings 16",
+            ("yarn_original_context", "--yarn-original-max-position-embeddings"),
+        ),
+        (
+            "--moe-router-load-balancing-type seq_aux_loss",
+            ("moe.load_balancing", "moe-router-load-balancing-type"),
+        ),
+    ],
+)
+def test_what_an_override_changes_may_be_named_as_its_flag(changed, spellings):
+    begun = f"{YARN} --num-experts 2 --moe-aux-loss-coeff 0.01"
+    for spelling in spellings:
+        (note,) = same_model(begun, f"{begun} {changed} --override-model={spelling}")
+        assert note.startswith("--override-model changes the model: ")
+    with pytest.raises(CheckpointError, match="--override-model hidden_size: a resume may change only"):
+        same_model(begun, f"{begun} --override-model hidden-size")
 
 
 def test_fine_tuning_may_change_every_setting_and_lists_it():

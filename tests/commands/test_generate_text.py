@@ -80,7 +80,7 @@ def test_several_texts_at_once(sample, tmp_path):
 def test_a_chat_is_asked_by_its_template_and_remembers_what_was_said(checkpoint, sample, tmp_path, monkeypatch, capsys):
     """The template writes the alphabet around the message, and one of the end tokens ends the answer."""
     code, _, err = sample("--chat")
-    assert code == 2 and err == "error: --chat: ByteTokenizer has no chat template; HuggingFaceTokenizer may have one\n"
+    assert code == 2 and err == "error: ByteTokenizer has no chat template; HuggingFaceTokenizer may have one\n"
 
     hf = tmp_path / "hf"
     export_hf.export(export_hf.parse_arguments(["--load", str(checkpoint), "--output", str(hf)]), None)
@@ -98,9 +98,11 @@ def test_a_chat_is_asked_by_its_template_and_remembers_what_was_said(checkpoint,
         return format_chats(tokenizer, given)
 
     monkeypatch.setattr(HuggingFaceTokenizer, "apply_chat_template", remember)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("cdef\n\ncdef\n/new\ncdef\n"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"cdef\n\nb\xff\ncdef\n/new\ncdef\n"), "utf-8"))
     chat.main(["--load", str(tmp_path / "run"), "--temperature", "0", "--system", "ab"])
-    first, _, again, _ = capsys.readouterr().out.splitlines()
+    out, err = capsys.readouterr()
+    first, _, again, _ = out.splitlines()
+    assert err == "error: 'b\\udcff' is not UTF-8 text\n"  # and the chat goes on
     assert first == again == "ijkl" and chats == [["ab", "cdef"], ["ab", "cdef", "ijkl", "cdef"], ["ab", "cdef"]]
 
 

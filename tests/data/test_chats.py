@@ -97,7 +97,7 @@ def test_a_job_that_stopped_at_a_bad_chat_goes_on(preprocess, tmp_path):
         file.unlink()
     bad = json.dumps({"messages": [{"role": "tool", "content": "x"}]})
     code, err = preprocess([*lines, bad], "--save-seconds", "0")
-    assert code == 2 and f"in.jsonl:{len(lines) + 1}: --chat: " in err and "no tool" in err
+    assert code == 2 and f"in.jsonl:{len(lines) + 1}: " in err and "no tool" in err
     code, err = preprocess(None, "--skip-bad-lines")
     assert code == 0 and "continuing after" in err
     assert {name: bytes_of(tmp_path)[name] for name in undisturbed} == undisturbed
@@ -158,7 +158,7 @@ def test_whatever_a_template_raises_is_a_bad_line(preprocess, tmp_path, tokenize
     (tokenizer / "chat_template.jinja").write_text(wrong + TEMPLATE)
     lines = [json.dumps({"messages": messages(*contents)}) for contents in (("a", "b"), ("a", "b", "c"))]
     code, err = preprocess(lines)
-    assert code == 2 and "in.jsonl:2: --chat: the tokenizer's chat template does not work: " in err and message in err
+    assert code == 2 and "in.jsonl:2: the tokenizer's chat template does not work: " in err and message in err
     (tokenizer / "chat_template.jinja").write_text(wrong + TEMPLATE)
     assert preprocess(lines, "--skip-bad-lines", "--restart")[0] == 0
     assert len(parts(tmp_path / "out_messages_chat", tokenizer)) == 1
@@ -175,7 +175,7 @@ def test_a_template_that_marks_nothing_is_refused(preprocess, tokenizer):
 def test_other_tokenizers_have_no_template(tmp_path, capsys):
     (tmp_path / "in.jsonl").write_text(json.dumps({"messages": CHATS[0]}))
     words = f"--chat --input {tmp_path}/in.jsonl --output-prefix {tmp_path}/out --tokenizer-type ByteTokenizer"
-    with pytest.raises(ValueError, match="--chat: ByteTokenizer has no chat template"):
+    with pytest.raises(ValueError, match="ByteTokenizer has no chat template"):
         preprocess_data.run(preprocess_data.parse_arguments(words.split()))
     with pytest.raises(SystemExit):
         preprocess_data.parse_arguments([*words.split(), "--append-eod"])

@@ -401,5 +401,5 @@ def test_a_chat_template_writes_the_message(hf_tokenizer, hf_file):
 )
 def test_chat_templates_that_do_not_work(hf_tokenizer, hf_file, template, message):
     (hf_file.parent / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    with pytest.raises(ValueError, match=f"--chat: .* {message}"):
+    with pytest.raises(ValueError, match=message):
         hf_tokenizer.apply_chat_template(said("a"))

@@ -95,8 +95,11 @@ def test_resume_demands_the_same_schedule_or_a_choice() -> None:
     older = dict(start_weight_decay=0.01, end_weight_decay=0.01, weight_decay_samples=9, weight_decay_style="constant")
     older |= {name: value for name, value in saved.state_dict().items() if name != "weight_decay"}
     assert resume_schedule(saved, older) == saved
-    with pytest.raises(ValueError, match=r"_style. missing or wrong"):
-        resume_schedule(saved, older | {"weight_decay_style": "linear"})
+    grew = older | {"weight_decay_style": "linear"}
+    for use_checkpoint in (False, True):
+        with pytest.raises(ValueError, match=r"its weight decay grew .*\(linear\).*: --over.* --weight-decay"):
+            resume_schedule(saved, grew, use_checkpoint=use_checkpoint)
+    assert resume_schedule(saved, grew, override=True) == saved
     with pytest.raises(ValueError, match="warmup_samples 100 in the checkpoint, 200 by the flags"):
         resume_schedule(changed, saved.state_dict())
     assert resume_schedule(changed, saved.state_dict(), override=True) == changed

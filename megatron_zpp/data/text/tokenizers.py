@@ -257,7 +257,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         with _errors_of_template():
             template: str = library.get_chat_template()
         if not GENERATION.search(template):
-            unmarked = f"--chat: the chat template in {self.file.parent} does not mark what the assistant says"
+            unmarked = f"the chat template in {self.file.parent} does not mark what the assistant says"
             raise ValueError(
                 f"{unmarked}: put {{% generation %}} and {{% endgeneration %}} around it (docs/reference/chats.md)"
             )
@@ -282,13 +282,13 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
 
     def _with_template(self) -> Any:
         """Load transformers' tokenizer of these files. Raises ValueError if they hold no chat template; ImportError."""
-        load_package("transformers", "--chat", "hf")
+        load_package("transformers", "a chat template", "hf")
         from transformers import PreTrainedTokenizerFast
 
         with _errors_of_template():
             library = PreTrainedTokenizerFast.from_pretrained(self.file.parent, tokenizer_file=str(self.file))
         if not library.chat_template:
-            raise ValueError(f"--chat: {self.file.parent} has no chat template (chat_template.jinja)")
+            raise ValueError(f"{self.file.parent} has no chat template (chat_template.jinja)")
         return library
 
 
@@ -297,13 +297,13 @@ def _errors_of_template() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # a template is a program: it may divide by zero
-        raise ValueError(f"--chat: the tokenizer's chat template does not work: {str(error) or repr(error)}") from error
+        raise ValueError(f"the tokenizer's chat template does not work: {str(error) or repr(error)}") from error
 
 
 def chat_tokenizer(tokenizer: Tokenizer, tokenizer_type: str) -> HuggingFaceTokenizer:
     """Return ``tokenizer``. Raises ValueError if it is of a type without chat templates."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):  # others read special tokens as text
-        raise ValueError(f"--chat: {tokenizer_type} has no chat template; HuggingFaceTokenizer may have one")
+        raise ValueError(f"{tokenizer_type} has no chat template; HuggingFaceTokenizer may have one")
     return tokenizer
 
 
