@@ -51,7 +51,7 @@ CHANGEABLE = {
     *("window_size", "window_attn_skip_freq", "moe.load_balancing", "moe.aux_loss_coeff", "moe.z_loss_coeff"),
     *("moe.expert_capacity_factor", "moe.eval_capacity_factor", "moe.min_capacity"),
 }
-FIELDS = {setting: name for name, setting in FLAGS.items()}  # of the config, by the flag's setting
+FIELDS = {setting: name for name, setting in FLAGS.items()}  # {setting of a flag: its field in the config}
 FIELDS |= {setting: f"moe.{name}" for name, setting in EXPERT_FLAGS.items()}
 
 
