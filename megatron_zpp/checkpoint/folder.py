@@ -263,19 +263,14 @@ class FolderLock:
         root = Path(folder)
         make_folder(root)
         self._file = open_regular(root / LOCK, "r+b")
-        deadline = time.monotonic() + patience_seconds
-        while True:
-            try:
-                if not lock_for_process(self._file, folder, "job save"):
-                    return
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    holder = self._file.read(200).decode(errors="replace").strip() or "another process"
-                    self._file.close()
-                    in_use = f"{folder} is in use by another job ({holder}): give another --save, or end it"
-                    raise CheckpointError(in_use) from None
-                time.sleep(0.2)
+        try:
+            if not lock_for_process(self._file, folder, "job save", patience_seconds):
+                return
+        except BlockingIOError:
+            holder = self._file.read(200).decode(errors="replace").strip() or "another process"
+            self._file.close()
+            in_use = f"{folder} is in use by another job ({holder}): give another --save, or end it"
+            raise CheckpointError(in_use) from None
         self._file.truncate(0)
         holder = f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}\n"
         self._file.write(holder.encode())

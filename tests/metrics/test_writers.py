@@ -3,16 +3,25 @@
 import dataclasses
 import json
 import math
+import multiprocessing
+import os
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from megatron_zpp import files
 from megatron_zpp.metrics.history import METRICS, read_run
-from megatron_zpp.metrics.writers import MetricWriters, RunStart, training_metrics, validation_metrics
+from megatron_zpp.metrics.writers import MetricWriters, RunStart, jsonl, training_metrics, validation_metrics
+from megatron_zpp.parallel.distributed import FailedTogether, errors_on_all_ranks
 from megatron_zpp.settings.groups import LoggingSettings
+from tests.conftest import fill
 from tests.metrics.test_logging import REPORT
+from tests.ranks import run_ranks
+
+HELD = []  # by another process, until it ends
 
 
 def start(folder: Path, iteration: int | None = 0, lr: float = 1.0, **logging: str) -> RunStart:
@@ -86,6 +95,46 @@ def test_time_stands_still_between_a_stop_and_a_resume(tmp_path: Path) -> None:
                 file.write(json.dumps(point) + "\n")
     run = read_run("run", tmp_path / METRICS)
     assert run.curve("lm loss", "time") == [(0, 9), (2, 8), (4, 7), (4, 6), (6, 5), (8, 4)]
+
+
+def hold(folder: Path) -> None:
+    HELD.append(MetricWriters(start(folder), is_writer=True))
+
+
+def refusal(folder: Path) -> str:
+    jsonl.PATIENCE_SECONDS = 0.0
+    with pytest.raises(FailedTogether) as refused, errors_on_all_ranks():
+        MetricWriters(start(folder), is_writer=dist.get_rank() == 1)
+    return str(refused.value)
+
+
+def test_a_second_run_in_a_folder_stops_on_all_ranks(tmp_path: Path) -> None:
+    with multiprocessing.get_context("fork").Pool(1) as another:  # locks belong to processes
+        another.apply(hold, (tmp_path,))
+        for text in run_ranks(2, refusal, tmp_path):
+            assert f"another run writes {tmp_path / METRICS}: give --metrics-dir another folder" in text
+    write(start(tmp_path), {1: 9.0})
+
+
+def test_two_runs_in_a_folder_without_locks_keep_each_others_lines(tmp_path: Path) -> None:
+    writers = [MetricWriters(start(tmp_path), is_writer=True) for _ in range(2)]
+    for iteration in range(1, 4):
+        for writer in writers:
+            writer.write({"lm loss": 1.0}, iteration, 2 * iteration)
+    for writer in writers:
+        writer.close()
+    lines = map(json.loads, (tmp_path / METRICS).read_text().splitlines())
+    assert [line["iteration"] for line in lines] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_start_that_a_full_disk_refused_is_not_written_behind_its_points(small_disk: Path) -> None:
+    """A reader dropped the points before it."""
+    filler = fill(small_disk)
+    MetricWriters(start(small_disk), is_writer=True)
+    filler.unlink()
+    disk = small_disk.stat().st_dev
+    assert not [file for file in files._LOCKED if not file.closed and os.fstat(file.fileno()).st_dev == disk]
+    assert (small_disk / METRICS).stat().st_size == 0
 
 
 def test_a_file_of_another_schema_or_program_is_refused(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ class MetricWriters:
     """All writers that the flags ask for. A failing one is a warning, and training goes on without it.
 
     Build it on every rank, so that a missing package stops all of them; only ``is_writer``'s writes. Raises ValueError
-    for a missing package, a failed login, or a metrics.jsonl of another schema.
+    for a missing package, a failed login, or a metrics.jsonl that another run writes.
     """
 
     def __init__(self, start: RunStart, *, is_writer: bool) -> None:
