@@ -12,6 +12,8 @@ from typing import Any
 from megatron_zpp.files import regular_file
 
 METRICS, SCHEMA = "metrics.jsonl", 1  # docs/reference/log.md
+_START: dict[str, Any] = {"iteration": int | None, "settings": dict, "program": dict}  # what each line has
+_POINT: dict[str, Any] = {"iteration": int, "samples": int, "time": int | float}
 Points = dict[int, float]  # value by iteration, in order
 Curve = list[tuple[float, float]]
 DASHBOARD = {  # group: chart: key
@@ -136,8 +138,8 @@ def read_training(name: str, path: Path) -> RunHistory:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the file's records. Leaves out lines that a kill cut off, with a note. Raises ValueError."""
-    torn = 0
+    """Yield the file's records, a start first. Leaves out lines that a kill cut off, with a note. Raises ValueError."""
+    torn, has_start = 0, False
     with regular_file(path).open(encoding="utf-8", errors="replace") as file:
         for line in filter(str.strip, file):
             try:
@@ -145,7 +147,10 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             except ValueError:
                 torn += 1
                 continue
-            if not isinstance(record, dict) or record.get("schema", SCHEMA) != SCHEMA or "iteration" not in record:
+            is_record = isinstance(record, dict) and record.get("schema", SCHEMA) == SCHEMA
+            has_start |= is_record and "schema" in record
+            kinds = _START if is_record and "schema" in record else _POINT
+            if not (is_record and has_start and all(isinstance(record.get(key), kinds[key]) for key in kinds)):
                 raise ValueError(f"{path} is not of schema {SCHEMA} (docs/reference/log.md): {line.strip()[:60]}")
             yield record
     if torn:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_zpp import files
 from megatron_zpp.metrics.history import METRICS, read_run
-from megatron_zpp.metrics.writers import MetricWriters, RunStart, jsonl, training_metrics, validation_metrics
+from megatron_zpp.metrics.writers import MetricWriters, RunStart, _kept, jsonl, training_metrics, validation_metrics
 from megatron_zpp.parallel.distributed import FailedTogether, errors_on_all_ranks
 from megatron_zpp.settings.groups import LoggingSettings
 from tests.conftest import fill
@@ -137,11 +137,17 @@ def test_a_start_that_a_full_disk_refused_is_not_written_behind_its_points(small
     assert (small_disk / METRICS).stat().st_size == 0
 
 
-def test_a_file_of_another_schema_or_program_is_refused(tmp_path: Path) -> None:
-    for line in ('{"schema": 2, "iteration": 0}', "[1]", '{"loss": 1}'):
-        (tmp_path / METRICS).write_text(line + "\n")
+def test_a_file_of_another_schema_or_program_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begun, point = '{"schema": 1, "iteration": 0, "settings": {}, "program": {}}\n', '{"iteration": 1, "lm loss": 1.0'
+    for lines in (
+        *('{"schema": 2, "iteration": 0}', "[1]", '{"loss": 1}', '{"schema": 1, "iteration": 0, "settings": {}}'),
+        *(f'{begun}{point}, "samples": 1}}', f'{begun}{point}, "time": 1}}', f'{point}, "samples": 1, "time": 1}}'),
+    ):
+        (tmp_path / METRICS).write_text(lines + "\n")
         with pytest.raises(ValueError, match="is not of schema 1"):
             losses(tmp_path)
+        assert _kept(start(tmp_path, 1)) is None  # and training goes on
+        assert "wandb and MLflow go on with the run before" in capsys.readouterr().err
 
 
 def test_tensorboard_receives_megatrons_keys(tmp_path: Path) -> None:
