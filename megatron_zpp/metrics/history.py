@@ -50,6 +50,7 @@ class RunHistory:
     metrics: dict[str, Points] = field(default_factory=dict)  # by key, see docs/reference/log.md
     samples: Points = field(default_factory=dict)  # consumed by each iteration that has a loss
     seconds: Points = field(default_factory=dict)  # since the first loss, without the time between a stop and a resume
+    begin: int = 0  # the iteration that its first start went on from
 
     def curve(self, key: str, axis: str) -> Curve:
         """Return (place on one of ``AXES``, value) of each point of a key that has a place there."""
@@ -64,7 +65,7 @@ class RunHistory:
 
     def sum_so_far(self, key: str) -> Points:
         """Sum up a key, such as bytes per step, whose points are means over the steps since the point before."""
-        total, last, sums = 0.0, 0, {}
+        total, last, sums = 0.0, self.begin, {}
         for iteration, value in self.metrics.get(key, {}).items():
             total += value * (iteration - last)
             sums[iteration], last = total, iteration
@@ -73,7 +74,7 @@ class RunHistory:
     def mean(self, key: str) -> float:
         """Average such a key over the steps; NaN without a point."""
         sums = self.sum_so_far(key)
-        return sums[max(sums)] / max(sums) if any(sums) else math.nan  # not of step 0 alone
+        return sums[last] / (last - self.begin) if (last := max(sums, default=0)) > self.begin else math.nan
 
     def last(self, key: str) -> float:
         """Return a key's last value; NaN without one."""
@@ -118,6 +119,7 @@ def read_run(name: str, path: Path) -> RunHistory:
             for points in (run.samples, run.seconds, *run.metrics.values()) if iteration is not None else ():
                 for beyond in [i for i in points if i > iteration]:
                     del points[beyond]
+            run.begin = run.begin if run.samples else iteration or 0
             begun = None
             continue
         if "lm loss" in record:

@@ -75,6 +75,17 @@ def test_a_run_that_goes_back_shows_its_new_curve(tmp_path: Path) -> None:
     assert losses(tmp_path) == {1: 3.0}
 
 
+def test_a_branch_counts_its_own_bytes_from_where_it_left_the_other_run(tmp_path: Path) -> None:
+    sent = "comm/bytes-between-nodes"
+    for iteration, steps in (1000, (1002, 1004)), (1002, (1004, 1006)):  # --load A --save B, then a resume
+        writers = MetricWriters(start(tmp_path, iteration), is_writer=True)
+        for step in steps:
+            writers.write({"lm loss": 1.0, sent: 10.0}, step, step)
+        writers.close()
+    run = read_run("run", tmp_path / METRICS)
+    assert run.sum_so_far(sent) == {1002: 20, 1004: 40, 1006: 60} and run.mean(sent) == 10
+
+
 def test_the_line_that_a_kill_cut_off_costs_no_other_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(start(tmp_path), {1: 9, 2: 8})
     with open(tmp_path / METRICS, "a") as file:
