@@ -65,16 +65,14 @@ def open_lock(path: str | os.PathLike[str]) -> BinaryIO:
     return open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "rb")
 
 
-def lock_for_process(
-    file: BinaryIO, folder: str | os.PathLike[str], others: str, patience_seconds: float = 0.0
-) -> bool:
+def lock_for_process(file: BinaryIO, folder: str | os.PathLike[str], others: str, patience: float = 0.0) -> bool:
     """Lock a file of ``folder`` until this process ends; return False after a note if the file system has no locks.
 
     POSIX locks: unlike flock's they are not inherited by loader processes, which may outlive a killed rank. others:
-    what nobody else may do there, for the note. Raises BlockingIOError if another process has the lock for longer than
-    ``patience_seconds``, which a job that is just ending needs.
+    what nobody else may do there, for the note. Raises BlockingIOError if another process still has the lock after
+    ``patience`` seconds, in which a job that is just ending gives it up.
     """
-    deadline = time.monotonic() + patience_seconds
+    deadline = time.monotonic() + patience
     while True:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -38,10 +38,10 @@ def table(runs: dict[str, RunHistory], entropy: float) -> str:
         return name.ljust(34) + "".join(cell.rjust(24) for cell in cells)
 
     def less(number: float, first: float) -> str:
-        return f" ({first / number:.1f}x less)"
+        return f" ({first / number:.1f}x less)" if number and first / number > 0 else ""  # NaN: a run did not count it
 
     def percent(number: float, first: float) -> str:
-        return f" ({100 * (number / first - 1):+z.1f} %)"
+        return f" ({100 * (number / first - 1):+z.1f} %)" if first and not math.isnan(number / first) else ""
 
     def values(name: str, numbers: list[float], unit: str, compare: Callable[[float, float], str] | None) -> str:
         changes = ["" if compare is None else compare(number, numbers[0]) for number in numbers[1:]]

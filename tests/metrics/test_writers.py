@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_zpp import files
 from megatron_zpp.metrics.history import METRICS, read_run
-from megatron_zpp.metrics.writers import MetricWriters, RunStart, jsonl, training_metrics, validation_metrics
+from megatron_zpp.metrics.writers import MetricWriters, RunStart, _kept, jsonl, training_metrics, validation_metrics
 from megatron_zpp.parallel.distributed import FailedTogether, errors_on_all_ranks
 from megatron_zpp.settings.groups import LoggingSettings
 from tests.conftest import fill
@@ -73,6 +73,17 @@ def test_a_run_that_goes_back_shows_its_new_curve(tmp_path: Path) -> None:
     assert run.settings["lr"] == 1.0
     write(start(tmp_path), {1: 3.0})  # another run, in the same folder
     assert losses(tmp_path) == {1: 3.0}
+
+
+def test_a_branch_counts_its_own_bytes_from_where_it_left_the_other_run(tmp_path: Path) -> None:
+    sent = "comm/bytes-between-nodes"
+    for iteration, steps in (1000, (1002, 1004)), (1002, (1004, 1006)):  # --load A --save B, then a resume
+        writers = MetricWriters(start(tmp_path, iteration), is_writer=True)
+        for step in steps:
+            writers.write({"lm loss": 1.0, sent: 10.0}, step, step)
+        writers.close()
+    run = read_run("run", tmp_path / METRICS)
+    assert run.sum_so_far(sent) == {1002: 20, 1004: 40, 1006: 60} and run.mean(sent) == 10
 
 
 def test_the_line_that_a_kill_cut_off_costs_no_other_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,11 +148,17 @@ def test_a_start_that_a_full_disk_refused_is_not_written_behind_its_points(small
     assert (small_disk / METRICS).stat().st_size == 0
 
 
-def test_a_file_of_another_schema_or_program_is_refused(tmp_path: Path) -> None:
-    for line in ('{"schema": 2, "iteration": 0}', "[1]", '{"loss": 1}'):
-        (tmp_path / METRICS).write_text(line + "\n")
+def test_a_file_of_another_schema_or_program_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begun, point = '{"schema": 1, "iteration": 0, "settings": {}, "program": {}}\n', '{"iteration": 1, "lm loss": 1.0'
+    for lines in (
+        *('{"schema": 2, "iteration": 0}', "[1]", '{"loss": 1}', '{"schema": 1, "iteration": 0, "settings": {}}'),
+        *(f'{begun}{point}, "samples": 1}}', f'{begun}{point}, "time": 1}}', f'{point}, "samples": 1, "time": 1}}'),
+    ):
+        (tmp_path / METRICS).write_text(lines + "\n")
         with pytest.raises(ValueError, match="is not of schema 1"):
             losses(tmp_path)
+        assert _kept(start(tmp_path, 1)) is None  # and training goes on
+        assert "wandb and MLflow go on with the run before" in capsys.readouterr().err
 
 
 def test_tensorboard_receives_megatrons_keys(tmp_path: Path) -> None:

@@ -22,17 +22,16 @@ class JsonlWriter:
         assert start.folder is not None
         start.folder.mkdir(parents=True, exist_ok=True)
         self._file = open_regular(path := start.folder / METRICS, "a+b")
-        try:
-            lock_for_process(self._file, start.folder, "run write metrics", PATIENCE_SECONDS)
-        except BlockingIOError:
-            raise ValueError(f"another run writes {path}: give --metrics-dir another folder, or end that run") from None
-        if self._file.seek(0, os.SEEK_END):
-            self._file.seek(-1, os.SEEK_END)
-            if self._file.read(1) != b"\n":  # a kill cut the last line off
-                self._file.write(b"\n")
         begun = {"schema": SCHEMA, "iteration": start.iteration, "settings": start.settings, "program": start.program}
         try:
+            lock_for_process(self._file, start.folder, "run write metrics", PATIENCE_SECONDS)
+            if self._file.seek(0, os.SEEK_END):
+                self._file.seek(-1, os.SEEK_END)
+                if self._file.read(1) != b"\n":  # a kill cut the last line off
+                    self._file.write(b"\n")
             self._append(begun)
+        except BlockingIOError:
+            raise ValueError(f"another run writes {path}: give --metrics-dir another folder, or end that run") from None
         except OSError:
             with suppress(OSError):
                 self._file.close()  # or this start would be written when the process ends, behind a later one's points
