@@ -61,7 +61,6 @@ def choose_recipe(architecture: Architecture, parse: Parse, vocabulary: int, dev
         least_repeats=2,
         most_seconds=MOST_SECONDS,
         is_brief=True,
-        group=topology.intra_group,
     )
     cluster = measure_cluster(topology.ranks_per_node, options, say=lambda _: None)
     again = replace(cluster, **measure_links(topology, options))
