@@ -187,7 +187,7 @@ def _time_small_gpt(
     """Time a model whose arithmetic ``step.arithmetic`` predicts. Collective.
 
     Return the seconds of both passes without collectives, of clipping and the optimizer's step, and a prediction
-    for the passes by ``layer_gbytes``. The model runs under FSDP2, whose copies take much of the time on a CPU. A node's
+    for the passes by ``layer_gbytes``. The model runs under FSDP2, whose copies take much time on a CPU. A node's
     ranks shard it: FSDP2 hides less of their short collectives behind arithmetic than of slow ones between nodes.
     """
     flags = (
