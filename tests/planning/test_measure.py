@@ -10,7 +10,7 @@ import torch
 from megatron_zpp.commands import measure_cluster as tool
 from megatron_zpp.commands.measure_cluster import Options, measure_cluster
 from megatron_zpp.planning import measure
-from megatron_zpp.planning.cluster import Cluster, parse_cluster
+from megatron_zpp.planning.cluster import Cluster, default_cluster, parse_cluster
 from megatron_zpp.planning.measure import curve_name
 from megatron_zpp.planning.needs.division import RankGroup
 from tests.ranks import run_ranks
@@ -55,6 +55,15 @@ def test_rates_and_latencies_are_those_of_the_links(monkeypatch):
     assert found["between_microseconds"] == pytest.approx(50, rel=1e-3)
 
 
+def test_a_model_that_hides_its_collectives_is_said_to_tell_nothing(monkeypatch):
+    """The rest of a layer then counts as fast as the kernels, which a reader of the file would take for measured."""
+    monkeypatch.setattr(measure, "_time_small_gpt", lambda *_: (-0.1, 0.1, lambda gbytes: 1.0))
+    said: list[str] = []
+    cluster = measure._with_layers(default_cluster(1, 2, "H100", 400.0), None, OPTIONS, said.append)
+    assert cluster.layer_gbytes == cluster.kernel_gbytes
+    assert said == ["note: FSDP2 hides collectives of the small GPT, whose own time is unknown: give more --tokens"]
+
+
 @pytest.mark.long
 def test_ranks_return_the_same():
     (cluster, lines), *others = run_ranks(4, _measure, 2)
@@ -62,7 +71,7 @@ def test_ranks_return_the_same():
     assert (cluster.nodes, cluster.gpus_per_node) == (2, 2)
     assert cluster.ring_passes == 2  # gloo
     assert max(cluster.efficiency, cluster.attention_efficiency) == 1  # of the faster one, as a CPU's peak is unknown
-    assert len(lines) == 8 and lines[-2].startswith("between matrix products: ")
+    assert len(lines) in (8, 9) and lines[-2].startswith("between matrix products: ")
     assert 0 < cluster.layer_gbytes <= cluster.kernel_gbytes and cluster.step_microseconds > 0
     assert min(cluster.layer_microseconds, cluster.entry_microseconds) >= 0
     assert max(cluster.layer_microseconds, cluster.step_microseconds) < 1e5
