@@ -150,7 +150,7 @@ def deepspeed_step(model: GPT, micro_batches: int, partition: int) -> Any:
 
 
 def run() -> None:
-    """Measure what is missing, in turns; the programs are those of build/peers."""
+    """Measure missing rows, in turns; the programs lie in build/peers."""
     python = PEERS / "bin" / "python"
     if Path(sys.prefix) != PEERS:
         if not python.exists():

@@ -1,7 +1,7 @@
 """What islands save over a slow link: two clusters in a box, trained as one by ZeRO-3 and ZeRO++, and as two islands.
 
     sudo .venv/bin/python benchmarks/between_islands.py measure  # on an idle machine, half an hour
-    .venv/bin/python benchmarks/between_islands.py table         # what was measured, as Markdown
+    .venv/bin/python benchmarks/between_islands.py table         # the measurements, as Markdown
 
 Two network namespaces of two ranks each stand for the two clusters, joined by a link of 20 Mbit/s. Islands synchronize
 every 100 steps: at once, or as two fragments that are in flight for 20 steps. Two whole intervals are measured after
@@ -23,7 +23,7 @@ MODEL = (
     "--grad-reduce-in-bf16 --zeropp-ranks-per-node 2"
 )
 NODES, RANKS_PER_NODE, RATE = 2, 2, "20mbit"
-TOKENS = NODES * RANKS_PER_NODE * 4 * 128  # of a step
+TOKENS = NODES * RANKS_PER_NODE * 4 * 128  # per step
 INTERVAL = 100
 AT_ONCE = f"--islands 2 --island-sync-interval {INTERVAL}"
 STREAMING = f"{AT_ONCE} --island-fragments 2 --island-sync-delay 20 --island-merge-alpha 0.5"
@@ -35,7 +35,7 @@ class Setting:
     """How the two clusters train one model."""
 
     flags: str
-    steps: int  # of islands one more than are measured: after the last they also synchronize the steps of no interval
+    steps: int  # islands take one more than is measured: after the last they also synchronize the steps of no interval
     warmup_steps: int
     log_interval: int  # islands meet at log lines
 

@@ -132,8 +132,8 @@ def measure(
 ) -> None:
     """Run one setting and append what was measured, unless it is there already. ``more``: of the row's key."""
     shape = {"setting": name, "nodes": nodes, "ranks_per_node": ranks_per_node}
-    data_parallel = ranks_per_node // (2 if "tensor parallel 2" in name else 1)  # of a node
-    copies = nodes * data_parallel // (2 if name == STAGES else 1)  # of the model
+    data_parallel = ranks_per_node // (2 if "tensor parallel 2" in name else 1)  # per node
+    copies = nodes * data_parallel // (2 if name == STAGES else 1)  # copies of the model
     flags = f"{MODEL} {SETTINGS[name].format(P=data_parallel, N=nodes)} --train-iters {steps}"
     flags += f" --global-batch-size {copies * micro_batches}"
 

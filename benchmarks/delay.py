@@ -6,7 +6,7 @@ import sys
 import time
 from collections import deque
 
-# Of linux/if_packet.h, not in Python's socket module.
+# From linux/if_packet.h; Python's socket module lacks it.
 SOL_PACKET, PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING, ETH_P_ALL = 263, 15, 23, 3
 VNET_HEADER_BYTES = 10  # says what the network card would do: checksums, and cutting up segments of up to 64 KB
 LARGEST_FRAME_BYTES = 1 << 17

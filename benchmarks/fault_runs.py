@@ -34,7 +34,7 @@ def preload(*more: str) -> None:
 class Result:
     """How one start of the program ended."""
 
-    codes: list[int | None]  # of each rank; None: it had to be killed
+    codes: list[int | None]  # exit status per rank; None: it had to be killed
     output: str
 
     @property

@@ -90,7 +90,7 @@ part() {
             return 0
         }
     done
-    [ "$SCALE" = gpu ] || seconds=$left # of a processor, busy as it may be
+    [ "$SCALE" = gpu ] || seconds=$left # a processor may be busy
     [ "$left" -gt 5 ] || {
         say "LEFT $name (the $BUDGET seconds are over)"
         failed=1

@@ -130,7 +130,7 @@ def changed_weights(folder: Path, row: Row) -> str:
 
 
 def read_one(published: str, digests: list[str], seed: int) -> list[tuple[str, str]]:
-    """Read one changed folder, by the test's function, which does those of all seeds below a number."""
+    """Read one changed folder, by the test's function, which does all seeds below a number."""
     changes, draw = hostile.CHANGES, random.Random
     hostile.CHANGES = [changes[seed % len(changes)]]
     hostile.random.Random = lambda _: draw(seed)  # type: ignore[assignment,misc]
@@ -243,8 +243,8 @@ def finetuned(folder: Path, row: Row) -> str:
         expect(status == 2, f"it trained from scratch: {said}")
         return f"refused: {said.splitlines()[-1][:150]}"
     named = fault.split()[0].removeprefix("--").replace("-", "_")
-    alike = said.replace("-", "_")
-    expect((status == 0 and named in alike) or status == 2, f"{named} was not named: {said}")
+    words = said.replace("-", "_")
+    expect((status == 0 and named in words) or status == 2, f"{named} was not named: {said}")
     return "refused" if status else "noted"
 
 

@@ -27,7 +27,7 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 FORMATS = [(8, 256), (6, 256), (4, 128), (2, 128)]  # bits and block: the last by mean |x|, the others by the largest
 PEERS = 4
 MEASURED = RESULTS / "kernels_cpu.json"  # main() writes it: --megabytes 64 1 --threads 1
-PLAIN_ROUNDS = 2  # of plain torch, at most: it is many times slower than what it is compared with
+PLAIN_ROUNDS = 2  # rounds of plain torch, at most: it is many times slower than the kernels
 
 
 @dataclass

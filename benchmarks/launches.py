@@ -76,7 +76,7 @@ def count(flags: str) -> dict[str, int]:
     experts, length = settings.distributed.expert_model_parallel_size, settings.training.seq_length
     dist.init_process_group("fake", rank=RANK, world_size=NODES * PER_NODE, store=FakeStore())
     mesh = Mesh("cuda", expert_parallel=experts)
-    concatenate = staticmethod(_disable_current_modes()(DeviceMesh._concatenate))  # of ranks, numbers in tensors
+    concatenate = staticmethod(_disable_current_modes()(DeviceMesh._concatenate))  # it has rank numbers in tensors
     assert settings.tokenizer.vocab_size is not None
     with fake_cuda(), Host() as host, Launches() as made, ExitStack() as patches:
         with CUDA:

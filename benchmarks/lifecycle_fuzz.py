@@ -77,7 +77,7 @@ REFUSED = [
     "--norm-epsilon 1e-6",
 ]
 NOTED = ("--clip-grad 0.5", "--adam-beta1 0.8", "--adam-eps 1e-6", "--hidden-dropout 0.2", "--zeropp-gradient-bits 4")
-WITHIN = 0.02  # of a parameter's norm: gradients in 8 bit, where they were, make 0.007; other batches more than 1
+WITHIN = 0.02  # share of a parameter's norm: 8-bit gradients make 0.007, other batches more than 1
 
 
 def write_data(prefix: Path, number: int) -> None:

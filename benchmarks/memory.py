@@ -45,7 +45,7 @@ WAYS = {
     "the same, weights kept": f"{ALL_FLAGS} --zeropp-weight-moves --zero-stage 2",
 }
 GBITS = (100, 400, 3200)
-FLOPS = 64 * 989e12 * 0.4  # of 64 H100 at 40 % of the peak
+FLOPS = 64 * 989e12 * 0.4  # 64 H100 at 40 % of their peak
 
 
 def table_of_ways() -> str:

@@ -4,7 +4,7 @@
     python benchmarks/mutants.py run                   # the tests against 160 mutants; --only data/indices.py: some
     python benchmarks/mutants.py run --since COMMIT    # in lines that are newer than this commit
     python benchmarks/mutants.py run --recheck         # those that survived, again, without --budget
-    python benchmarks/mutants.py table                 # what is in the results, as Markdown
+    python benchmarks/mutants.py table                 # the results, as Markdown
 
 ``run`` gives each mutant to the tests that execute its function, the quick and special ones first, until one fails.
 What an import executes, such as a constant, is given to all tests. Killed, ``run`` goes on where it was. The page
@@ -71,7 +71,7 @@ def main() -> None:
     if args.since:
         added = lines_since(args.since)
         mutants = [mutant for mutant in mutants if mutant.line in added.get(mutant.file, ())]
-    if not args.recheck:  # else those of the results, wherever their lines are by now
+    if not args.recheck:  # else the results' mutants, wherever their lines are by now
         mutants = draw(mutants, args.count, args.seed)
     mutants = [mutant for mutant in mutants if args.only in mutant.file]
     if not RECORDING.exists():
@@ -143,7 +143,7 @@ class Recording:
     """Which tests execute a function, and in how many seconds."""
 
     def __init__(self, path: Path) -> None:
-        rows = {row["test"]: row for row in read_rows(path)}  # of a test that was recorded again, the last row
+        rows = {row["test"]: row for row in read_rows(path)}  # the last row of a test that was recorded again
         for test in [test for test in rows if test and "NOTSET]" in test]:  # the marked files have no such parameters
             del rows[test]
         self.imported = set(rows.pop(None)["functions"])

@@ -38,8 +38,8 @@ SETTINGS: dict[str, ZeroPPConfig | None] = {
 class Trained:
     """What a case records while it trains."""
 
-    parameters: int  # of the whole model
-    losses: list[float] = field(default_factory=list)  # of this rank, of each micro-batch
+    parameters: int  # parameters of the whole model
+    losses: list[float] = field(default_factory=list)  # this rank's, one per micro-batch
     sent: list[int] = field(default_factory=list)  # bytes from this rank to the other node in each step; none if plain
 
     def end_step(self, zeropp: ZeroPP | None) -> None:

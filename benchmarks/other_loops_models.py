@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
 
-VOCABULARY, TOKENS, SAMPLES = 512, 32, 2  # of each micro-batch
+VOCABULARY, TOKENS, SAMPLES = 512, 32, 2  # tokens per sample, samples per micro-batch
 Batch = dict[str, Tensor]
 
 LLAMA: dict[str, Any] = dict(

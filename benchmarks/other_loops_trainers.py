@@ -38,7 +38,7 @@ def accelerate_loop(config: ZeroPPConfig | None, accumulation: int, steps: int) 
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # of the setting before
+    AcceleratorState._reset_state(reset_partial_state=True)  # left by the setting before
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=accumulation)
     llama, trained = new_llama()

@@ -60,7 +60,7 @@ def rows() -> list[Row]:
     both = "ZeRO-3", "ZeRO++"
     runs = [run_of(384, 18, 100, 1024, arm) for arm in both]
     sent = [run.needs.sent_per_node / 2 / run.needs.parameters for run in runs]
-    said = "bytes between nodes over those of the model: 3 and 0.75 (Table 1)"
+    said = "bytes between nodes over the model's: 3 and 0.75 (Table 1)"
     add(said, (3, 0.75), f"{sent[0]:.2f} and {sent[1]:.2f}", sent, "counted, 18B on 384 GPUs")
     held_out = "predicted, held out"
     for table, what in (("table-2", "49 to 138B"), ("figure-11", "18B"), ("figure-13", "each technique alone, 18B")):

@@ -33,7 +33,7 @@ MODELS = {
     "Llama-70B": LLAMA_70B,
 }
 NODES, RATES = (8, 64), (25, 100, 400, 800)
-TOKENS_PER_GPU = 4 * 4096  # of a step
+TOKENS_PER_GPU = 4 * 4096  # per step
 LLAMA_3_VOCABULARY = 128256
 # Two sites as one cluster, and as two islands.
 SITE = "2x32x8xH100@400"
@@ -63,7 +63,7 @@ def keep(name: str, tables: Callable[[], str]) -> None:
 
 
 def worth() -> str:
-    """Of each model, nodes and rate: MFU of the best of each kind, and what is suggested."""
+    """Return rows of model, nodes and rate: MFU of the best of each kind, and the suggestion."""
     headings = ["model", "nodes", "Gbit/s", *KINDS, "suggested"]
     lines = []
     for (model, flags), nodes, rate in itertools.product(MODELS.items(), NODES, RATES):

@@ -20,7 +20,7 @@ MEASURED = RESULTS / "planner_box.jsonl"
 CLUSTER = RESULTS / "planner_box.yaml"
 TOOL = ROOT / "tools" / "measure_cluster.py"
 NODES = 2
-RANKS = 2  # of a node
+RANKS = 2  # per node
 COMMON = (
     "--seq-length 256 --micro-batch-size 1 --mock-data --vocab-size 1023 --attention-dropout 0 --hidden-dropout 0 "
     "--lr 1e-4 --eval-iters 0 --log-interval 1 --num-workers 0 --bf16 --grad-reduce-in-bf16"
@@ -34,10 +34,10 @@ SETTINGS = {
     "all flags": ALL_FLAGS,
     "all flags, moves": f"{ALL_FLAGS} --zeropp-weight-moves",
 }
-SIZES = "--hidden-size 512 --tokens 256"  # of what is measured before: those of the larger model
+SIZES = "--hidden-size 512 --tokens 256"  # sizes of the first measurement: the larger model's
 RATES = (300, 1000, 4000)  # Mbit/s
 STEPS = {1: 14, 4: 6}  # by micro-batches, the first three of which are not measured
-HEADERS = 1514 / 1448  # bytes of an Ethernet frame over those of its payload; tc counts frames
+HEADERS = 1514 / 1448  # bytes of an Ethernet frame over its payload's; tc counts frames
 VOCABULARY = 1024  # the 1023 and the end of a document
 
 

@@ -71,9 +71,9 @@ class Parts:
     gpu: str
     program: str
     like: str  # "" or a name of LIKE
-    group: tuple[Any, ...]  # of the paper's rows: billions of parameters, Gbit/s, tokens
+    group: tuple[Any, ...]  # for the paper's rows: billions of parameters, Gbit/s, tokens
     measured: float  # seconds of a step
-    # Of a rank of each stage: seconds of all else, of products and of attention at the peak; passes of layers, of
+    # For a rank of each stage: seconds of all else, of products and of attention at the peak; passes of layers, of
     # experts, and hops between nodes; seconds of links between nodes at their nominal rate, and of those that run
     # meanwhile within nodes.
     stages: list[list[float]]
@@ -194,8 +194,8 @@ def fit(rows: Sequence[Parts]) -> Constants:
 def held_out(rows: Sequence[Parts]) -> dict[str, float]:
     """Return predicted over measured rate of each row, by what rows of other programs fit.
 
-    The paper's rows of 18 billion parameters are predicted without those of their links and tokens, larger models by
-    those of 18 billion: its program is the only one of its kind.
+    The paper's rows of 18 billion parameters are predicted without rows of their links and tokens, larger models by
+    the rows of 18 billion: its program is the only one of its kind.
     """
     found: dict[str, float] = {}
     paper = [row for row in rows if row.group and row.group[0] == 18]

@@ -144,7 +144,7 @@ def fit(words: list[str], files: dict[str, str], output: str) -> tuple[int, list
 def train_all(work: Path, output: Path) -> None:
     """On each rank: train the commands of a file in turn, and append a row for each."""
     for name, words in json.loads(work.read_text()).items():
-        folder = work.parent / "metrics"
+        folder = work.parent / "metrics" / name  # which holds no other command's losses
         sys.argv = ["pretrain_gpt.py", *words, "--metrics-dir", str(folder)]
         status: Any = 0
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
@@ -158,10 +158,11 @@ def train_all(work: Path, output: Path) -> None:
             append_row(output, row | {"trains": False, "error": errors_in(err.getvalue()) or f"status {status}"})
         elif is_last and not status:
             run = read_run(name, folder / METRICS)
-            # With fp16 the first steps are skipped, and have no loss; an evaluation has one.
+            # Every step has a finite loss, also the first ones with fp16, which are skipped for their gradients.
             losses = [loss for key in ("lm loss", "lm loss validation") for loss in run.metrics.get(key, {}).values()]
-            losses = [loss for loss in losses if math.isfinite(loss)]
-            append_row(output, row | {"trains": bool(losses), "steps": len(run.samples), "losses": losses})
+            trains = bool(losses) and all(map(math.isfinite, losses))
+            row |= {"trains": trains, "steps": len(run.samples), "losses": losses}
+            append_row(output, row if trains else row | {"error": "no loss, or one that is not finite"})
 
 
 def errors_in(text: str) -> str:

@@ -3,7 +3,7 @@
 examples/reproduce.sh                 # list the experiments, with the time that each takes
 examples/reproduce.sh loco-llama      # run one at laptop scale, then write its tables and plots into docs/
 SCALE=full examples/reproduce.sh ...  # the real one; also SCALE=gpu
-examples/reproduce.sh --check         # fail if a table in docs/ is not that of the kept results
+examples/reproduce.sh --check         # fail if a table in docs/ differs from the kept results
 """
 
 import os
@@ -143,7 +143,7 @@ def replace_block(page: str, name: str, text: str) -> str:
 
 
 def time_of(claim: Mapping[str, Any]) -> str:
-    """Return how long the laptop's commands take: those of the study as long as the kept results took."""
+    """Return how long the laptop's commands take: the study's as long as the kept results took."""
     names = re.findall(r"\bE\d+\b", " ".join(claim["laptop"]))
     seconds = 0.0
     for scale in {EXPERIMENTS[name].scale for name in names}:

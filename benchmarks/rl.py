@@ -65,7 +65,7 @@ def race(rate: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def table_of_learning() -> str:
-    """What was learned: of each task the last run, and the bytes of a reference per parameter, between nodes."""
+    """Return results: each task's last run, and the bytes of a reference per parameter, between nodes."""
     lines = []
     for name, r in {row["what"]: row for row in read_rows(PATH) if "figure" in row}.items():
         right = "{} of {}".format(*r["right"]) if "right" in r else ""

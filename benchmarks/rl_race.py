@@ -1,7 +1,7 @@
 """A step of GRPO on every rank, in turns with each way to have weights for its rollouts; ``rl.py race`` starts it.
 
 Rank 0 prints a JSON line per step: seconds, and the bytes that a node sent through its interface. Before, a line says
-what two generations after an optimizer step sent, and whether their tokens are those of an unsharded model.
+what two generations after an optimizer step sent, and whether their tokens equal an unsharded model's.
 """
 
 import json
@@ -140,9 +140,9 @@ def check(policy: Policy) -> dict[str, Any]:
         dist.all_reduce(total)
         sent.append(total.tolist())
     texts.append(generate(unsharded(policy), seed=2))
-    alike = torch.tensor([torch.equal(texts[0], text) for text in texts[1:]]).all().int()
-    dist.all_reduce(alike, op=dist.ReduceOp.MIN)
-    return {"first_generation": sent[0], "second_generation": sent[1], "tokens_equal_unsharded": bool(alike)}
+    are_equal = torch.tensor([torch.equal(texts[0], text) for text in texts[1:]]).all().int()
+    dist.all_reduce(are_equal, op=dist.ReduceOp.MIN)
+    return {"first_generation": sent[0], "second_generation": sent[1], "tokens_equal_unsharded": bool(are_equal)}
 
 
 def sent_bytes() -> int:

@@ -2,7 +2,7 @@
 
     python benchmarks/scaling.py        # 4, 8, 16 and 32 ranks, in nodes of 2: about 8 GB of memory, some minutes
 
-Counts, per rank, collectives, bytes that they put out, those of pickled objects among them, requests to the store,
+Counts, per rank, collectives, bytes that they put out, bytes of pickled objects among them, requests to the store,
 barriers, printed lines, and groups with the connections that gloo makes for them. Each phase counts as it was the last
 time; a first save makes a group.
 """
@@ -52,7 +52,7 @@ STORE = ("set", "get", "add", "compare_set", "delete_key", "append", "multi_get"
 
 
 class CountingStore(dist.Store):
-    """A store whose requests are counted, also those of C++."""
+    """A store that counts requests, C++'s too."""
 
     def __init__(self, store: dist.Store, count: Callable[[str, int], None]) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 Every operation belongs to the innermost range around it that names a part. PyTorch names some by itself (FSDP2's
 collectives with their copies and casts, the optimizer, the loader); the others are wrapped here, for the profiled
 steps alone. Two times are kept: the host's is the main thread's, which on a GPU runs ahead and waits; the device's is
-that of the kernels, by the part that launched them. Of a device it also counts the launches of each part, and how long
+the kernels' time, by the part that launched them. On a device it also counts the launches of each part, and how long
 a step communicates without computing: the exposed time, which overlap should have hidden.
 """
 
@@ -157,7 +157,7 @@ def format_parts(parts: dict[str, Any]) -> str:
 
 def exposed(on_device: list[FunctionEvent]) -> float:
     """Microseconds in which only kernels and copies of collectives run: NCCL's, or copies to and from the host."""
-    when: dict[bool, list[tuple[float, float]]] = {True: [], False: []}  # of communication, and of all else
+    when: dict[bool, list[tuple[float, float]]] = {True: [], False: []}  # communication; all else
     for event in on_device:
         communicates = event.name.lower().startswith(("nccl", "memcpy htod", "memcpy dtoh"))
         when[communicates].append((event.time_range.start, event.time_range.end))

@@ -108,7 +108,7 @@ def make_text(name: str, scale: Scale) -> str:
 
 
 def flags_of(scale: Scale, arm: Arm, begun: str = "begun") -> str:
-    """Of the trainer, without text and seed. ``begun``: the folder of the checkpoint that the arm goes on from."""
+    """Return trainer flags without text and seed. ``begun``: the folder of the checkpoint that the arm goes on from."""
     batch, warmup = scale.micro_batch_size * scale.ranks, max(1, scale.train_iters // 10)
     where = f"--local-ranks {scale.ranks} --local-nodes {NODES}" if arm.real_ranks is None else ""
     half = scale.micro_batch_size // 2
@@ -188,7 +188,7 @@ def bytes_per_parameter(log: RunHistory, flags: str, real_nodes: int | None = No
     # The last interval has no step that sends weights in full. Islands send in some steps of all.
     nodes = real_nodes or _last_number(NODES_FLAG, flags)
     nbytes = log.last(BETWEEN) / nodes
-    if sends_moves(flags):  # of which there are fewer and fewer
+    if sends_moves(flags):  # fewer and fewer codes move
         nbytes = log.mean(BETWEEN) / nodes
     if between_islands := log.metrics.get(BETWEEN_ISLANDS):
         nbytes += statistics.fmean(between_islands.values()) / _last_number("--islands", flags)

@@ -13,7 +13,7 @@ class Scale:
     """A model and how long it is trained; on CPUs it sees every token once."""
 
     shape: str
-    micro_batch_size: int  # of each rank
+    micro_batch_size: int  # per rank
     train_iters: int
     eval_iters: int
     lr: float

@@ -54,7 +54,7 @@ MODELS = {
     "tiny-gpt": Model(GPT, TINY, 512, 64),
     "tiny-llama": Model(LLAMA, TINY, 512, 64),
 }
-MEMORY_TO_FILL = 0.85  # of what is free: the rest is for fragmentation and for what is not PyTorch's
+MEMORY_TO_FILL = 0.85  # share of free memory: the rest is for fragmentation and for libraries beside PyTorch
 BATCH_ON_CPU = 4
 
 

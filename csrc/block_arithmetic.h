@@ -1,4 +1,4 @@
-// The arithmetic of one block, for the CPU and the CUDA kernels alike: what the former's tests check, the latter runs.
+// The arithmetic of one block, shared by the CPU and the CUDA kernels: tests of the CPU kernels cover both.
 //
 // Results equal megatron_zpp/zeropp/wire/quantization.py to the bit. That needs IEEE single precision and no contraction of
 // a * b + c (compiled with -ffp-contract=off and --fmad=false).
@@ -71,7 +71,7 @@ ZEROPP_INLINE void from_float(float value, Half& out) {
 #else
   uint32_t sign = bits_of(value) >> 16 & 0x8000u, magnitude = bits_of(value) & 0x7fffffffu;
   uint32_t normal = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - (112u << 23)) >> 13;
-  // 2^-24, the step of fp16's denormals, is also that of fp32 numbers just above 0.5: adding 0.5 rounds to it.
+  // 2^-24 is the step of fp16's denormals and of fp32 numbers just above 0.5, so adding 0.5 rounds to it.
   uint32_t denormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
   uint32_t half = magnitude < 0x38800000u ? denormal : normal;
   half = magnitude >= 0x477ff000u ? 0x7c00u : half;  // from 65520 on, nearest is Inf
@@ -179,7 +179,7 @@ ZEROPP_INLINE float mean_scale(
   return has_zeros && scale > 0 ? -scale : scale;
 }
 
-// What a code c stands for: (c + offset) * scale.
+// The value of a code c: (c + offset) * scale.
 struct Levels {
   float scale, offset;
 };
@@ -267,7 +267,7 @@ ZEROPP_INLINE float code_value(uint8_t byte) {
 
 struct Averaging {
   float beta, one_minus_beta;
-  float decay;  // what the new error is multiplied by
+  float decay;  // factor of the new error
 };
 
 ZEROPP_INLINE float moved_error(float error, float compensated, float sent, Averaging averaging) {
@@ -311,7 +311,7 @@ ZEROPP_INLINE int doubled_level(int code, bool has_half_steps) {
   return doubled < 0 ? -doubled : doubled;
 }
 
-// Whether a block's codes say anything: not those of a block of zeros, or with a NaN.
+// Whether a block's codes carry values: false for a block of zeros, or one with a NaN.
 ZEROPP_INLINE bool moves_exponents(float sent_scale) { return fabsf(sent_scale) > 0; }
 
 // ---- The orthonormal 32 x 32 Hadamard rotation, its own inverse: for each width of 1, 2, 4, 8 and 16, elements i and

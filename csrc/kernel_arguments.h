@@ -1,4 +1,4 @@
-// What the operators hand to the kernels: tensors as pointers and strides, and the wire format of
+// Arguments that the operators hand to the kernels: tensors as pointers and strides, and the wire format of
 // megatron_zpp/zeropp/wire/layout.py as a table of segments.
 //
 // R rows (of two dimensions, so that a transposed tensor needs no copy) of L elements:
@@ -22,7 +22,7 @@ enum class Type : int { kFloat, kBFloat16, kHalf };
 
 ZEROPP_INLINE int64_t size_of(Type type) { return type == Type::kFloat ? 4 : 2; }
 
-// A run of elements of a shard that is sent alike.
+// A run of elements of a shard that share one encoding.
 struct Segment {
   int64_t start, stop;  // elements [start, stop) of the shard
   int64_t block_size;   // elements that share a scale, a multiple of 8; 0: the values are sent as they are
@@ -33,10 +33,10 @@ struct Segment {
 struct Format {
   const Segment* segments = nullptr;
   int num_segments = 0;
-  int bits = 0;  // of a code; 0 = unquantized
+  int bits = 0;  // per code; 0 = unquantized
   bool is_mean = false;  // the code: "mean" with 1 to 4 bits, or "absmax" with 2 and more
-  int scale_bytes = 4;   // of a scale: fp32, or 2 for bf16
-  Type type = Type::kFloat;  // of the values that are sent as they are
+  int scale_bytes = 4;   // per scale: fp32, or 2 for bf16
+  Type type = Type::kFloat;  // type of the unquantized values
 };
 
 // Tensors [R0, R1, L] with contiguous rows; strides in elements. data is null where there is none.
@@ -72,7 +72,7 @@ struct EncodeArguments {
   bool stochastic = false;
   uint32_t noise_seed = 0;
   bool keeps_scales = false;  // blocks keep the scales that they have in `kept`, while they fit
-  Wires kept;                 // of the wire's format; data is null where all scales are fresh
+  Wires kept;                 // in the wire's format; data is null where all scales are fresh
   Exponents exponents;        // data is null where elements have no scales
 
   bool has_exponents() const { return exponents.data != nullptr; }
@@ -88,7 +88,7 @@ struct DecodeArguments {
   Wires peers;
   Rows out;
   bool accumulates = false;
-  Exponents exponents;  // of each peer; then out is fp32
+  Exponents exponents;  // per peer; then out is fp32
 
   ZEROPP_INLINE Type plain_type() const { return peers.format.type; }
   ZEROPP_INLINE bool moves_bits() const {

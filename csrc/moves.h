@@ -11,7 +11,7 @@ namespace zeropp {
 constexpr int kChunk = 16384;  // codes
 constexpr int kHeaderBytes = 12;
 
-// A run of codes in a wire buffer: those of a quantized segment, or unquantized values of 16 bits.
+// A run of codes in a wire buffer: a quantized segment's codes, or unquantized values of 16 bits.
 struct Run {
   int64_t first;       // index of its first code
   int64_t count;       // a multiple of 8 where bits < 16
@@ -84,7 +84,7 @@ ZEROPP_INLINE void store_codes(uint64_t codes, int bits, uint8_t* to) {
 
 ZEROPP_INLINE int code_in(uint64_t codes, int i) { return int8_t(codes >> 8 * i); }
 
-// What a code of the scale `before` is predicted to be with the scale `after`.
+// The predicted code under the scale `after` of a code under the scale `before`.
 ZEROPP_INLINE int predicted(int code, float before, float after, int qmax) {
   if (before == after) return code;
   const float rounded = rintf(float(code) * (before / after));
@@ -166,7 +166,7 @@ struct MovesArguments {
   int64_t move_bytes = 0;
   uint8_t* flags = nullptr;         // encoding: uint8 [flag_bytes], whether each block has a new scale
   uint8_t* headers = nullptr;       // encoding: uint8 [chunks, kHeaderBytes]
-  int32_t* scales_before = nullptr; // [rows, flag_bytes]: new scales of the blocks before those of a byte of flags
+  int32_t* scales_before = nullptr; // [rows, flag_bytes]: new scales of all blocks before a byte of flags
   int64_t* chunk_starts = nullptr;  // [rows, chunks + 1]: where the body of each begins, and the end of the last
   uint16_t* lists = nullptr;        // applying: [kMovingBlocks, 3, kChunk], decoded
 };

@@ -1,4 +1,4 @@
-// The operators megatron_zpp::encode, decode, rotate, move_exponents and those of moved codes: checks, and the way to the
+// The operators megatron_zpp::encode, decode, rotate, move_exponents and the ones for moved codes: checks, and the way to the
 // kernels of the tensors' device.
 // Their Python side, with what each argument means, is megatron_zpp/zeropp/wire/kernels.py.
 

@@ -31,13 +31,13 @@ TOOLS = {  # each a file below commands/
     "export-megatron": "write a checkpoint for Megatron-LM",
     "import-megatron": "make a checkpoint out of one of Megatron-LM or Megatron-DeepSpeed",
     "estimate": "count memory, traffic and time of a training run before it starts",
-    "plan": "rank layouts and settings by predicted speed; --measure a cluster",
+    "plan": "rank layouts and settings by predicted speed; --measure a cluster, --try them on this machine",
     "report": "compare training runs on one page",
     "why-hung": "say which collective a job hung in, and which ranks it waited for",
     "doctor": "say what a node lacks, before a run; under torchrun, of all nodes and their links",
     "env": "print versions, devices, network and kernels, for a bug report",
 }
-ALIASES = {"measure-cluster": ["plan", "--measure"]}  # an earlier name
+ALIASES = {"measure-cluster": ["plan", "--measure"], "suggest-settings": ["plan", "--try"]}  # earlier names
 COMMANDS = {
     f"pretrain-{name}": f"train a {name} model, on one rank or under torchrun" for name in architecture_names()
 } | TOOLS

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import ParamSpec
 
 Arguments = ParamSpec("Arguments")
-REMEDIES = {  # what a user may do about an error of the operating system
+REMEDIES = {  # errno: how a user can mend it
     errno.ENOENT: "check the path",
     errno.EACCES: "check who may read and write it",
     errno.EPERM: "check who may read and write it",
@@ -48,7 +48,7 @@ def messages_of(error: Exception) -> tuple[str, ...]:
 
 @contextmanager
 def attempt(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Make an OSError of this block say "cannot WHAT PATH: why", as those of writes name no path.
+    """Make an OSError of this block say "cannot WHAT PATH: why", because errors of writes name no path.
 
     One of a block within says so already, and passes. What other packages raise in its place becomes one.
     """

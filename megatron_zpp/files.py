@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import stat
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -12,13 +13,14 @@ from typing import Any, BinaryIO, Literal
 _LOCKED: list[BinaryIO] = []  # never closed: closing any file of one that is locked would give up the lock
 LARGEST_TEXT = 64 * 2**20  # bytes
 _MODES = {"rb": os.O_RDONLY, "wb": os.O_WRONLY | os.O_CREAT, "r+b": os.O_RDWR | os.O_CREAT}
+_MODES["a+b"] = _MODES["r+b"] | os.O_APPEND
 _KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
 def open_regular(
-    path: Path, mode: Literal["rb", "wb", "r+b"] = "rb", refusal: type[ValueError] = ValueError
+    path: Path, mode: Literal["rb", "wb", "r+b", "a+b"] = "rb", refusal: type[ValueError] = ValueError
 ) -> BinaryIO:
-    """Open a regular file; "wb" and "r+b" create a missing one.
+    """Open a regular file; all modes but "rb" create a missing one.
 
     Refuses links, which lead out of the folder, and pipes and devices, which may never end. Raises ``refusal`` for
     these, and OSError as ``open`` does.
@@ -63,23 +65,29 @@ def open_lock(path: str | os.PathLike[str]) -> BinaryIO:
     return open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "rb")
 
 
-def lock_for_process(file: BinaryIO, folder: str | os.PathLike[str], others: str) -> bool:
+def lock_for_process(file: BinaryIO, folder: str | os.PathLike[str], others: str, patience: float = 0.0) -> bool:
     """Lock a file of ``folder`` until this process ends; return False after a note if the file system has no locks.
 
     POSIX locks: unlike flock's they are not inherited by loader processes, which may outlive a killed rank. others:
-    what nobody else may do there, for the note. Raises BlockingIOError if another process has the lock.
+    what nobody else may do there, for the note. Raises BlockingIOError if another process still has the lock after
+    ``patience`` seconds, in which a job that is just ending gives it up.
     """
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _LOCKED.append(file)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise BlockingIOError(error.errno, error.strerror) from None
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-            raise
-        print(f"note: {os.fspath(folder)} knows no locks ({error.strerror}): let no other {others} there", flush=True)
-        return False
-    return True
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _LOCKED.append(file)
+            return True
+        except OSError as error:
+            if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                place = os.fspath(folder)
+                print(f"note: {place} knows no locks ({error.strerror}): let no other {others} there", flush=True)
+                return False
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+            if time.monotonic() >= deadline:
+                raise BlockingIOError(error.errno, error.strerror) from None
+        time.sleep(0.2)
 
 
 def read_text(path: str | os.PathLike[str]) -> str:

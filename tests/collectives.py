@@ -16,7 +16,7 @@ READS = {"_local_scalar_dense", "_unique2", "bincount", "equal", "masked_select"
 
 
 class Collective(NamedTuple):
-    name: str  # of c10d's operator
+    name: str  # c10d's operator
     ranks: list[int]
 
     def crosses_nodes(self, ranks_per_node: int) -> bool:

@@ -62,7 +62,7 @@ class Quickstart:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """That of a user who has activated the virtual environment that the tests run in; python and torchrun are warm."""
+    """The environment of a user who has activated the tests' virtual environment; python and torchrun are warm."""
     path = os.pathsep.join([str(programs()), str(Path(sys.executable).parent), os.environ["PATH"]])
     return os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | more
 

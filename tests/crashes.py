@@ -67,10 +67,10 @@ class Disk:
         self.root = root
         self.states: list[Tree] = []
         self.final: set[int] = set()
-        self._numbers: dict[tuple[tuple[str, bytes | None], ...], int] = {}  # of the states
-        self._durable: dict[int, dict[str, int]] = {}  # of a folder: what its names stand for
+        self._numbers: dict[tuple[tuple[str, bytes | None], ...], int] = {}  # numbers of the states
+        self._durable: dict[int, dict[str, int]] = {}  # {folder: {name: file}}
         self._pending: dict[int, list[dict[str, int | None]]] = {}  # changes of them since then, None: removed
-        self._content: dict[int, bytes] = {}  # of files
+        self._content: dict[int, bytes] = {}  # {file: its bytes}
         self._held: dict[int, int] = {}  # a descriptor of each, so that no number is used again
         for folder, _, files in os.walk(root):
             for path in (Path(folder), *(Path(folder) / name for name in files)):

@@ -53,6 +53,7 @@ SMALL = {
     "benchmarks/trainer.py": ["--rounds", "1", "--steps", "2", "--no-compile"],
     "benchmarks/study.py": ["E12", "--match", "int6", "--scale", "tiny", "--seeds", "1", "--results", "study.jsonl"],
     "examples/quickstart/make_corpus.py": ["--max-megabytes", "1.5"],
+    "tools/plan.py --try": ["--iterations", "20", "--try=--zero-quantized-gradients"],
     "tools/train_tokenizer.py": ["--vocab-size", "400", "--max-megabytes", "0.3"],
     "tools/generate_text.py": ["--num-tokens", "5"],
 }
@@ -82,7 +83,7 @@ def run_as_printed(texts: Iterable[str], folder: Path) -> list[str]:
 
 
 def trainer(command: str) -> tuple[int, int, str, list[str]] | None:
-    """Ranks, those of a node, architecture and flags of a command that starts the trainer; None for another."""
+    """Ranks, ranks per node, architecture and flags of a command that starts the trainer; None for another."""
     words = shlex.split(command, comments=True)
     script = next((word for word in words if re.fullmatch(r"pretrain_\w+\.py|pretrain-\w+", word)), None)
     if script is None:

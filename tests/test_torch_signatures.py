@@ -1,7 +1,7 @@
 """What the package calls of torch exists in the installed torch, with those arguments, also where only a GPU runs it.
 
 ``make test`` asks the newest torch that pyproject.toml allows, ``make test-lower-bound`` the oldest. Nothing is called:
-the package's syntax is compared with signatures, those of Python functions and those of torch's stubs.
+the package's syntax is compared with signatures of Python functions and of torch's stubs.
 
 A name that a file looks for itself (``hasattr(dist, "all_gather_single")``), and an argument that it looks for
 (``"enable_gqa" in inspect.signature(varlen_attn).parameters``), may be missing. Methods of tensors and modules are not
@@ -195,7 +195,7 @@ def positional_count(call: ast.Call | None) -> int | None:
 
 
 def problems_of(source: str) -> tuple[list[str], set[str]]:
-    """What is missing in the installed torch for a file, and what could not be checked."""
+    """Return names that the installed torch lacks for a file, and calls that could not be checked."""
     tree = ast.parse(source)
     exempt, problems, unchecked = looked_for(tree), [], set[str]()
     for use in uses_of(tree):

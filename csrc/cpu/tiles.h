@@ -1,4 +1,4 @@
-// What the kernels do with some of the tiles: plain loops over memory that stays in the L1 cache, which the compiler turns
+// The CPU kernels' tiles: plain loops over memory that stays in the L1 cache, which the compiler turns
 // into vector code. kernels.cpp includes this once for every kind of processor, in a namespace each.
 
 namespace {
@@ -17,7 +17,7 @@ struct Tile {
   int64_t row0, row1;
   int64_t first;   // element of the segment
   int64_t count;   // elements
-  int64_t block;   // of the segment, the first
+  int64_t block;   // the segment's first
   int64_t blocks;  // 0 where values are sent as they are
 };
 
@@ -39,7 +39,7 @@ int64_t tiles_per_row(const Format& format) {
   return tiles;
 }
 
-// What the scale of a block depends on.
+// Inputs of a block's scale.
 struct Sums {
   uint32_t largest, nonzeros;
   uint64_t total;
@@ -51,7 +51,7 @@ struct Scratch {
     for (int s = 0; s < format.num_segments; s++) size = std::max(size, tile_size(format.segments[s]));
     values.resize(size), sent.resize(size), error.resize(size), codes.resize(size);
     divided.resize(size), element_scales.resize(size), moved.resize(size);
-    scales.resize(kTile / 8), sums.resize(kTile / 8);  // of the smallest blocks
+    scales.resize(kTile / 8), sums.resize(kTile / 8);  // enough for the smallest blocks
   }
   std::vector<float> values, sent, error, scales, divided, element_scales;
   std::vector<int16_t> moved;
@@ -64,7 +64,7 @@ template <class Work>
 void for_each_tile(const Format& format, int64_t rows1, int64_t begin, int64_t end, const Work& work) {
   const int64_t per_row = tiles_per_row(format);
   for (int64_t row = begin / per_row; row * per_row < end; row++) {
-    int64_t index = row * per_row;  // of the segment's first tile
+    int64_t index = row * per_row;  // the segment's first tile
     for (int s = 0; s < format.num_segments; s++) {
       const Segment& segment = format.segments[s];
       const int64_t size = tile_size(segment), numel = segment.stop - segment.start, tiles = num_tiles(segment);
@@ -158,7 +158,7 @@ void divide(const float* __restrict values, const float* __restrict scales, int6
 
 // ---- Packed codes.
 
-// What is moved at once: the codes of one byte of the stream, or eight.
+// Codes that are moved at once: those in one byte of the stream, or eight.
 template <int bits>
 struct Word {
   using type __attribute__((may_alias)) = uint64_t;
@@ -363,7 +363,7 @@ void read_sum(const Wires& wires, const Segment& own, const Tile& tile, Scratch&
 
 // ---- Quantization.
 
-// What the compiler knows of a code: kBits; 0 = nothing. 1 is the code "largest", 2 "mean", 4 and 8 are "absmax".
+// What the compiler knows about a code: kBits; 0 = nothing. 1 is the code "largest", 2 "mean", 4 and 8 are "absmax".
 template <int kBits>
 bool is_mean(const Format& format) {
   return kBits ? kBits == 2 : format.is_mean;
@@ -377,12 +377,12 @@ int code_bits(const Format& format) {
 struct Noise {
   bool wanted;
   uint32_t seed;
-  uint32_t index;  // of the tile's first element
+  uint32_t index;  // index of the tile's first element
 
   float at(int64_t i) const { return counter_uniform(index + uint32_t(i), seed); }
 };
 
-// What a strip of a block, kCount elements or `count` if that is 0, has to say about the scale.
+// The contribution of a strip of a block, kCount elements or `count` if that is 0, to the scale.
 template <int64_t kCount>
 ZEROPP_INLINE uint32_t largest_magnitude(const float* __restrict values, int64_t count) {
   uint32_t largest = 0;
@@ -428,7 +428,7 @@ struct MovesError {
   }
 };
 
-// The same where elements have scales; `values` and the error are in the gradients' units, `sent` in those of the codes.
+// The same where elements have scales; `values` and the error are in the gradients' units, `sent` in the codes' units.
 struct MovesScaledError {
   MovesError moves;
   const float* __restrict scales;
@@ -529,7 +529,7 @@ ZEROPP_INLINE void quantize_strip(const float* __restrict values, int64_t first,
   }
 }
 
-// Whether blocks keep the scales that they have, and where those of the tile's segment are; null: nowhere.
+// Whether blocks keep their scales, and where the tile's segment stores them; null: nowhere.
 struct Kept {
   bool wanted = false;
   const uint8_t* scales = nullptr;

@@ -28,7 +28,7 @@ __device__ float largest_magnitude(const float (&values)[kGroup]) {
 
 struct Noise {
   bool wanted;
-  uint32_t seed, index;  // of the group's first element
+  uint32_t seed, index;  // the index of the group's first element
 };
 
 __device__ uint32_t num_nonzeros(const float (&values)[kGroup]) {
@@ -177,7 +177,7 @@ __device__ int pack_group(uint64_t codes, int first, int previous, int bit, BitW
 template <Source kSource, bool kCompensates>
 constexpr int kEncodesInFlight = is_wires(kSource) || kCompensates ? 1 : 2;
 
-// What a group is encoded from, as it is in memory; of peers' wires, nothing yet. kScaled, 0 or 1: with scales of elements.
+// A group's input as it lies in memory; peers' wires are not read yet. kScaled, 0 or 1: with scales of elements.
 template <Source kSource>
 struct Fetched {
   Vectors<kSource == Source::kFloat ? kGroupWords<float> + 4 : kGroupWords<Half> + 4> values;
@@ -475,7 +475,7 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
     for (int warp = 0; warp < kThreads / 32; warp++) largest = max_nan(largest, largest_of_warp[warp]);
     return bits_of(largest);
   };
-  // Of up to 2^40, in two halves.
+  // For up to 2^40, in two halves.
   const auto sum_of_threads = [](uint64_t sum) {
     const uint64_t low = scan<Sum>(int32_t(sum & 0xfffff)).total;
     return low + (uint64_t(scan<Sum>(int32_t(sum >> 20)).total) << 20);
@@ -501,7 +501,7 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
       for_each_group([&](int64_t, int, bool) { sum += int32_t(count_from(coded, least)); });
       return scan<Sum>(sum).total;
     };
-    const auto any = [](bool wanted) { return wanted; };  // of all threads alike
+    const auto any = [](bool wanted) { return wanted; };  // equal on all threads
     const uint32_t least = least_taken(own.block_size, largest_of_block, count, any);
     int64_t room = own.block_size / 5 - count(least + 1);
     uint64_t total = 0, taken = 0;

@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads) decode_sums(const __grid_constant__ 
   write_out<Out>(a, before, valid, values, out);
 }
 
-// Of peers whose elements have scales. The sum begins at 0, as in plain torch, which ends up the same as 0 added last.
+// Sums peers whose elements have scales. The sum begins at 0, as in plain torch, which ends up the same as 0 added last.
 template <int kBits>
 constexpr int kScaledPeers = kBits == 0 ? 4 : 8;
 

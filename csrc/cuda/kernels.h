@@ -1,4 +1,4 @@
-// What the kernels on a GPU share. A thread works on groups of 8 elements, 16 bytes of bf16, and issues the loads of several
+// Helpers of the GPU kernels. A thread works on groups of 8 elements, 16 bytes of bf16, and issues the loads of several
 // groups, or of what several peers sent of one, before it uses the first. A block's maximum goes through warp shuffles.
 // Nothing is atomic, nothing waits for the host.
 //
@@ -38,20 +38,20 @@ namespace {
 constexpr int kGroup = 8;
 constexpr int kStride = kThreads * kGroup;      // elements from one group of a thread to its next
 constexpr int kLargestWarpBlock = 32 * kGroup;  // elements that one warp has in its registers
-constexpr int kSegments = 24;                   // of a launch
-constexpr int kLaunchBytes = 4096;              // of parameters, which all supported cards take
+constexpr int kSegments = 24;                   // per launch
+constexpr int kLaunchBytes = 4096;              // parameters that all supported cards take
 constexpr int64_t kLargestGrid = 0x7fffffff;    // blocks
 
 // One segment of the format that a kernel goes through, and where its elements are in other wires.
 struct Item {
   Segment own, source, error;
-  int64_t first_tile;  // of the launch's tiles of a row, the first of this segment
+  int64_t first_tile;  // this segment's first among the launch's tiles of a row
 };
 
 template <class Arguments>
 struct Launch {
   Arguments arguments;
-  uint32_t tiles = 0;  // of a row; all rows are in grid.x, since grid.y ends at 65,535
+  uint32_t tiles = 0;  // per row; all rows are in grid.x, since grid.y ends at 65,535
   int num_items = 0;
   Item items[kSegments];
 };
@@ -268,7 +268,7 @@ __device__ void multiply(float (&values)[kGroup], uint64_t exponents, const Sixt
   for (int i = 0; i < kGroup; i++) values[i] *= sixteenths.scale(exponents, i);
 }
 
-// What a receiver makes of a value that is sent as it is.
+// The receiver's value for one that is sent unquantized.
 __device__ float rounded_to(Type type, float value) {
   BFloat16 bfloat16;
   Half half;
@@ -395,7 +395,7 @@ __device__ uint64_t find_largest(const uint8_t* stream, uint32_t groups, uint32_
     return __byte_perm(second, 0, (pairs | pairs >> 8) & 0xffff);
   };
   const auto in_case = [](uint32_t cases, uint32_t reach) { return cases >> 8 * reach & 3; };
-  __shared__ uint32_t found[kThreads];  // of each thread's group a bit that it is not 0, and in the next byte its sign
+  __shared__ uint32_t found[kThreads];  // per thread's group: a bit that it is not 0, and in the next byte its sign
   const bool is_team = groups <= 32 && (groups & (groups - 1)) == 0;
   const int team = is_team ? int(groups) : 32, lane = threadIdx.x % 32, index = lane % team;
   found[threadIdx.x] = 0;
@@ -407,10 +407,10 @@ __device__ uint64_t find_largest(const uint8_t* stream, uint32_t groups, uint32_
     const uint64_t address = reinterpret_cast<uint64_t>(stream);
     const uint64_t high = __shfl_sync(kAllLanes, uint32_t(address >> 32), leader);
     const uint8_t* from = reinterpret_cast<const uint8_t*>(high << 32 | __shfl_sync(kAllLanes, uint32_t(address), leader));
-    const uint32_t first = __shfl_sync(kAllLanes, before, leader);  // of the groups, at the leader's thread
+    const uint32_t first = __shfl_sync(kAllLanes, before, leader);  // the groups before, at the leader's thread
     const bool is_own = exists && from == stream, has_stream = is_team ? exists : true;
     uint32_t reach = 0;
-    int place = -1;  // of the last element that was read
+    int place = -1;  // the last element that was read
     for (uint32_t byte = index; __ballot_sync(kAllLanes, is_own && place < int(8 * before + 7) && byte - index < groups);
          byte += 32) {
       uint32_t bits = 0;

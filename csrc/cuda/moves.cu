@@ -4,7 +4,7 @@
 // of each code in shared memory; then it takes 64 codes side by side. Where a thread's bits go follows from sums over the
 // threads before it: of moves, of gaps' quotients, and the last place that moved. When a chunk is applied, the ones of a unary
 // part are found 32 bits a thread, then every list is decoded side by side: the i-th one at bit p has p - i zeros before it.
-// What the codes move by is put together in shared memory, and only groups that move are read and written.
+// The codes' moves are put together in shared memory, and only groups that move are read and written.
 //
 // Wires begin at multiples of 16 bytes. Aligned words with a byte of a buffer are read whole: allocations are whole words.
 
@@ -115,7 +115,7 @@ __device__ uint32_t add_lanes(uint32_t a, uint32_t b, uint32_t highs) {
   return ((a & ~highs) + (b & ~highs)) ^ ((a ^ b) & highs);
 }
 
-constexpr uint32_t kHighBits = 0x80808080u;  // of bytes
+constexpr uint32_t kHighBits = 0x80808080u;  // the high bit of each byte
 
 // The high bit of each byte that is not zero.
 __device__ uint32_t nonzero(uint32_t bytes) { return (((bytes & ~kHighBits) + ~kHighBits) | bytes) & kHighBits; }
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kThreads) find_new_scales(const __grid_constan
   a.flags[byte] = uint8_t(flags);
 }
 
-// What a thread block knows of its chunk: of each group of 8 codes one byte in each of three masks, and what codes that moved
+// What a thread block knows about its chunk: for each group of 8 codes one byte in each of three masks, and what codes that moved
 // further moved beyond two.
 struct Chunk {
   uint64_t moved[kThreads], further[kThreads], negative[kThreads];
@@ -219,7 +219,7 @@ __device__ int32_t compare(const CodeTable& table, const uint8_t* old, const uin
 
 __device__ int last_of(uint64_t mask) { return 63 - __clzll(mask); }
 
-// Measures a chunk and fills its header, or writes its body behind those of others.
+// Measures a chunk and fills its header, or writes its body after the bodies of earlier chunks.
 template <bool kWrites>
 __global__ void __launch_bounds__(kThreads) encode_chunks(const __grid_constant__ MovesArguments a) {
   __shared__ Chunk chunk;
@@ -448,7 +448,7 @@ __device__ const uint8_t* read_rice(const uint8_t* at, const uint8_t* end, int c
 }
 
 __global__ void __launch_bounds__(kThreads, 1) move_chunks(const __grid_constant__ MovesArguments a) {
-  __shared__ uint4 deltas[kChunk / 8];  // of a group of 8 codes each, modulo 2^16
+  __shared__ uint4 deltas[kChunk / 8];  // a group of 8 codes each, modulo 2^16
   uint16_t* delta = reinterpret_cast<uint16_t*>(deltas);
   const CodeTable& table = a.table;
   const int64_t num_chunks = table.num_chunks();

@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-ENDINGS = (".", " and keeps bees.", ", in a house by the old harbor.")  # of answers; the first is the short form
+ENDINGS = (".", " and keeps bees.", ", in a house by the old harbor.")  # answers end so; the first is the short form
 TASKS = {  # by name: YAML for lm-evaluation-harness, which finds the data from where it is started
     "facts": """task: facts
 dataset_path: json

@@ -2,7 +2,7 @@
 
     python examples/launch/preprocess_ray.py --input data/pile --output-prefix data/all --parts 64 -- FLAGS
 
-Run it from a folder that all machines share. FLAGS are those of tools/preprocess_data.py: the tokenizer, --append-eod.
+Run it from a folder that all machines share. FLAGS are tools/preprocess_data.py's: the tokenizer, --append-eod.
 Files are taken in the order of their names. A part that a machine left unfinished goes on where it stopped.
 """
 

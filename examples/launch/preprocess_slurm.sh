@@ -7,7 +7,7 @@
 #   job=$(sbatch --parsable examples/launch/preprocess_slurm.sh data/pile data/tokens/part FLAGS)
 #   sbatch --dependency=afterok:$job --wrap "python tools/merge_datasets.py --input data/tokens --output-prefix data/all"
 #
-# FLAGS are those of tools/preprocess_data.py: the tokenizer, --append-eod. The folder of the parts holds nothing else.
+# FLAGS are tools/preprocess_data.py's: the tokenizer, --append-eod. The folder of the parts holds nothing else.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 [ $# -gt 2 ] || { echo "usage: sbatch $0 FOLDER PREFIX FLAGS" >&2; exit 2; }

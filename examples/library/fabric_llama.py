@@ -77,5 +77,5 @@ for step in range(arguments.resume or 0, arguments.steps):
     fabric.print(f"step {step + 1}: loss {loss.item():.4f}, rank 0 sent {sent.inter_node / 1e6:.3f} MB to other nodes")
     if (step + 1) % (arguments.steps // 2) == 0:
         fabric.save(output / str(step + 1), {"model": model, "optimizer": optimizer})
-        # By itself: fabric.save would keep that of rank 0 alone.
+        # Saved apart: fabric.save would keep rank 0's alone.
         dcp.save({"zeropp": zeropp}, checkpoint_id=output / str(step + 1) / "zeropp")

@@ -146,7 +146,7 @@ if trainer.is_world_process_zero():
         shown = ", ".join(f"{name} {float(line[name]):.7f}" for name in SHOWN if name in line)
         print(f"step {line['step']}: {shown}; bytes {' '.join(f'{value:.3f}' for value in row)}")
 
-if arguments.method == "addition":  # the likeliest answers, of all ranks alike
+if arguments.method == "addition":  # the likeliest answers, equal on all ranks
     prompts = tokenizer([*sums], return_tensors="pt")
     assert trainer.model is not None
     with torch.no_grad():

@@ -4,7 +4,7 @@
     python examples/quickstart/make_corpus.py --output large.jsonl --packages torch --max-megabytes 70
 
 One JSON object a line, with the keys ``text`` and ``path``, one source file each, in an order that is shuffled but
-always the same, so that training and validation text are alike. The library proper (about 12 MB) comes first when
+always the same, so that training and validation text are similar. The library proper (about 12 MB) comes first when
 choosing; its test programs, where they are installed, and then installed packages fill up what ``--max-megabytes``
 leaves.
 """

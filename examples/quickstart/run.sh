@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 OUT=${OUT:-runs/quickstart}
-MEGABYTES=${MEGABYTES:-20}  # of text
+MEGABYTES=${MEGABYTES:-20}  # megabytes of text
 VOCAB_SIZE=${VOCAB_SIZE:-2048}
 # Processors without bf16 instructions need some ten times as long for a step: fewer steps there.
 has_bf16='import sys, torch; sys.exit(not any(on for name, on in torch.cpu.get_capabilities().items() if "bf16" in name))'

@@ -16,7 +16,7 @@ from megatron_zpp.errors import attempt, reports_errors
 from megatron_zpp.metrics.history import RunHistory, find_runs, read_training
 
 BETWEEN, WITHIN, VALIDATION = "comm/bytes-between-nodes", "comm/bytes-within-nodes", "lm loss validation"
-FEWEST_STEPS = 50  # of a run whose speed is compared
+FEWEST_STEPS = 50  # a run's speed is compared from this many steps on
 
 
 def unigram_entropy(prefix: str) -> float:
@@ -38,10 +38,10 @@ def table(runs: dict[str, RunHistory], entropy: float) -> str:
         return name.ljust(34) + "".join(cell.rjust(24) for cell in cells)
 
     def less(number: float, first: float) -> str:
-        return f" ({first / number:.1f}x less)"
+        return f" ({first / number:.1f}x less)" if number and first / number > 0 else ""  # NaN: a run did not count it
 
     def percent(number: float, first: float) -> str:
-        return f" ({100 * (number / first - 1):+z.1f} %)"
+        return f" ({100 * (number / first - 1):+z.1f} %)" if first and not math.isnan(number / first) else ""
 
     def values(name: str, numbers: list[float], unit: str, compare: Callable[[float, float], str] | None) -> str:
         changes = ["" if compare is None else compare(number, numbers[0]) for number in numbers[1:]]

@@ -26,7 +26,7 @@ from megatron_zpp.settings.groups import flags_by_name
 class CommandLine:
     """A command line's settings and foreign flags.
 
-    given: {setting: value}. not_needed: the flags of ``foreign_flags`` that change nothing. translated: those of
+    given: {setting: value}. not_needed: the flags of ``foreign_flags`` that change nothing. translated: flags of
     ``TRANSLATED`` as typed, and what they are here.
     """
 

@@ -149,7 +149,7 @@ def read_deepspeed_config(path: str) -> DeepSpeedConfig:
         content = json.loads(read_text(path), object_pairs_hook=without_duplicates)
     except OSError as error:
         raise SettingsError(f"--deepspeed_config: {describe_error(error)}; give the path of a JSON file") from error
-    except (ValueError, RecursionError) as error:  # of JSON, and of what is no text
+    except (ValueError, RecursionError) as error:  # invalid JSON, or bytes that are not text
         raise SettingsError(f"--deepspeed_config {path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise SettingsError(f"--deepspeed_config {path} must hold one JSON object, {{...}}")

@@ -66,7 +66,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "int": whole_number,
     "loss_scale": lambda value: number(value) or None,  # DeepSpeed's 0 means dynamic
     "number": number,
-    # FSDP2 offloads parameters and optimizer state alike: two sections must agree.
+    # FSDP2 offloads parameters and optimizer state together: two sections must agree.
     "offload_device": _one_of({"none": False, "cpu": True}),
     "optimizer": _one_of(
         {name: optimizer for optimizer, kind in OPTIMIZERS.items() for name in kind.deepspeed_names}, ignore_case=True

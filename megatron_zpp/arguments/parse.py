@@ -48,7 +48,7 @@ def parse_settings(
     --zeropp; None: as the launcher says.
 
     Raises SettingsError with one line for each mistake. ``--help`` prints and raises SystemExit(0). Needs no process
-    group, and reads no file but that of ``--deepspeed_config``.
+    group, and reads no file but the one that ``--deepspeed_config`` names.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     asked = [i for i, word in enumerate(argv) if word in ("-h", "--help", "--help-all")]

@@ -7,8 +7,8 @@ from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD
 from megatron_zpp.settings.checks import flag_of, require
 from megatron_zpp.settings.groups import ActivationSettings, PrecisionSettings, Settings
 
-_FLOAT8_RECIPES = {"tensorwise": "hybrid", "rowwise": "e4m3", "rowwise_with_gw_hp": "e4m3"}  # and their format
-_FLOAT8_MULTIPLE = 16  # of every dimension of a float8 product
+_FLOAT8_RECIPES = {"tensorwise": "hybrid", "rowwise": "e4m3", "rowwise_with_gw_hp": "e4m3"}  # recipe: its format
+_FLOAT8_MULTIPLE = 16  # divides every dimension of a float8 product
 
 
 def _sums_gradients_in_fp32(settings: Settings) -> bool:

@@ -16,7 +16,7 @@ from megatron_zpp.settings.groups import Settings, all_flags, flags_by_name
 from megatron_zpp.zeropp.config import ZeroPPConfig
 from megatron_zpp.zeropp.recipes import RECIPES
 
-_TYPED_ONLY = ("config", "print_config", "dry_run", "dry_run_world_size")  # what to do, not how to train
+_TYPED_ONLY = ("config", "print_config", "dry_run", "dry_run_world_size")  # they choose an action, not how to train
 
 
 def words_of_files(paths: Iterable[str], mistakes: Mistakes) -> list[str]:
@@ -45,7 +45,7 @@ def _read(path: str, mistakes: Mistakes) -> dict[str, Any]:
         content = tomllib.loads(text) if path.endswith(".toml") else _parse_yaml(path, text)
     except OSError as error:
         raise SettingsError(f"--config: {describe_error(error)}; give a .toml or .yaml file of settings") from error
-    except (TypeError, ValueError, RecursionError) as error:  # of TOML, and of what is no text
+    except (TypeError, ValueError, RecursionError) as error:  # invalid TOML, or bytes that are not text
         raise SettingsError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise SettingsError(f"--config {path} must hold settings, such as num-layers: 4")

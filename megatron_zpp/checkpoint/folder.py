@@ -60,7 +60,7 @@ def iteration_of(checkpoint: Path) -> int:
 
 
 def find_checkpoint(folder: str, iteration: int | None = None) -> Path | None:
-    """Find the latest checkpoint in ``folder``, or that of ``iteration``; None if there is none yet.
+    """Find the latest checkpoint in ``folder``, or the one of ``iteration``; None if there is none yet.
 
     Raises CheckpointError if ``folder`` holds something else, or lacks the checkpoint that it names.
     """
@@ -263,19 +263,14 @@ class FolderLock:
         root = Path(folder)
         make_folder(root)
         self._file = open_regular(root / LOCK, "r+b")
-        deadline = time.monotonic() + patience_seconds
-        while True:
-            try:
-                if not lock_for_process(self._file, folder, "job save"):
-                    return
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    holder = self._file.read(200).decode(errors="replace").strip() or "another process"
-                    self._file.close()
-                    in_use = f"{folder} is in use by another job ({holder}): give another --save, or end it"
-                    raise CheckpointError(in_use) from None
-                time.sleep(0.2)
+        try:
+            if not lock_for_process(self._file, folder, "job save", patience_seconds):
+                return
+        except BlockingIOError:
+            holder = self._file.read(200).decode(errors="replace").strip() or "another process"
+            self._file.close()
+            in_use = f"{folder} is in use by another job ({holder}): give another --save, or end it"
+            raise CheckpointError(in_use) from None
         self._file.truncate(0)
         holder = f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}\n"
         self._file.write(holder.encode())

@@ -76,7 +76,7 @@ class Entry:
     size: torch.Size
     rows: Rows | None
     first: int = 0  # value in shards.bin
-    count: int = 0  # of shards
+    count: int = 0  # shards in this file
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class CheckpointSaver:
         self._pending: _Pending | None = None
         self._timeout = timedelta(minutes=timeout_minutes)
         self._stager = Stager()
-        self._layout: Layout | None = None  # of the save before, unless it failed
+        self._layout: Layout | None = None  # the last save's layout, unless that save failed
 
     @functools.cached_property
     def _group(self) -> dist.ProcessGroup:

@@ -22,14 +22,14 @@ class Stager(AsyncStager):
 
     @torch.no_grad()
     def stage(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        # What is not saved any more is freed.
+        # Free buffers of tensors that are not saved any more.
         self._buffers = {name: self._buffer(name, local_part(tensor)) for name, tensor in state_dict.items()}
         for name, tensor in state_dict.items():
             self._buffers[name].copy_(local_part(tensor), non_blocking=True)
         if any(buffer.is_pinned() for buffer in self._buffers.values()):
             torch.accelerator.synchronize()
         return {
-            name: DTensor(self._buffers[name], tensor._spec, requires_grad=False)  # of DCP it asks only for its place
+            name: DTensor(self._buffers[name], tensor._spec, requires_grad=False)  # DCP reads only its placement
             if isinstance(tensor, DTensor)
             else self._buffers[name]
             for name, tensor in state_dict.items()

@@ -37,12 +37,12 @@ from .index import Index, build_index, read_index
 from .meta import open_in
 from .tokenizer import copy_tokenizer
 
-MAX_NAMES = 20  # of tensors with NaN or Inf, in meta.json
+MAX_NAMES = 20  # tensors with NaN or Inf that meta.json lists
 
 
 @dataclass
 class Layout:
-    """Where a save put this rank's shards, and on rank 0 those of all ranks."""
+    """Where a save put this rank's shards, and on rank 0 all ranks' shards."""
 
     local: list[WriteItem]  # as this rank proposed them
     items: list[WriteItem] = field(default_factory=list)  # as rank 0 gave them back, each replicated tensor to one rank
@@ -52,7 +52,7 @@ class Layout:
 class CachedPlanner(DefaultSavePlanner):
     """Plans a save; where no rank's shards differ from the save before, ranks send neither plans nor places.
 
-    DCP can cache plans, too, but keeps those of all ranks on rank 0, a kilobyte for each shard; this keeps the index
+    DCP can cache plans, too, but keeps all ranks' plans on rank 0, a kilobyte for each shard; this keeps the index
     there, 48 bytes for each shard of a matrix.
     """
 
@@ -97,7 +97,7 @@ class CheckpointWriter(StorageWriter):
         """meta, lock, after: used on rank 0. meta: meta.json without files. after: called on completion."""
         self.lock = lock
         self.folder, self.iteration, self.meta, self.after = folder, iteration, meta, after
-        self.nonfinite: list[str] = []  # what holds NaN or Inf; set on completion, on rank 0
+        self.nonfinite: list[str] = []  # names of tensors with NaN or Inf; set on completion, on rank 0
 
     def reset(self, *args: Any, **kwargs: Any) -> None:
         pass

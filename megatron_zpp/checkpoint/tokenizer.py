@@ -12,13 +12,13 @@ from megatron_zpp.files import regular_file
 from .files import CheckpointError, digest, write_durably
 from .meta import open_in
 
-# What transformers reads beside a tokenizer.
+# Files that transformers reads beside a tokenizer.
 _BESIDE = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("config.json", "generation_config.json"),
 )
 _NAMES = ("tokenizer.json", "tokenizer.model", "tokenizer.tiktoken", "vocab.json", "merges.txt", *_BESIDE)
-_MAX_BYTES = 256 * 2**20  # of one file
+_MAX_BYTES = 256 * 2**20  # per file
 
 
 def copy_tokenizer(settings: Mapping[str, Any], checkpoint: Path) -> dict[str, dict[str, Any]]:
@@ -60,12 +60,12 @@ def check_same_ids(tokenizer: Tokenizer, checkpoint: Path, meta: Mapping[str, An
     try:
         theirs = build_tokenizer(**{name: saved.get(name) for name in TOKENIZER_FLAGS})  # type: ignore[arg-type]
     except (OSError, ValueError, ImportError) as error:
-        return [f"the tokenizer is not compared, because that of {checkpoint} does not work here: {error}"]
+        return [f"the tokenizer is not compared, because the one in {checkpoint} does not work here: {error}"]
     for text in SAMPLE_TEXTS:
         here, there = (_ids_or_none(each, text) for each in (tokenizer, theirs))
         if here != there:
             raise CheckpointError(
-                f"the tokenizer is not that of {checkpoint}: {text!r} begins with {here and here[:8]} here and with "
+                f"this is not the tokenizer of {checkpoint}: {text!r} begins with {here and here[:8]} here and with "
                 f"{there and there[:8]} there. Give the same, or with --finetune --override-data"
             )
     return []

@@ -18,7 +18,7 @@ from megatron_zpp.zeropp.description import settings_of_state
 
 @dataclass(kw_only=True)
 class Trained:
-    """What this process trains."""
+    """The parameters that this process trains."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer

@@ -6,6 +6,7 @@
 ``2x32x8xH100@400@10`` are two sites of 32 nodes each, with a link of 10 Gbit/s.
 
     torchrun --nnodes 8 --nproc-per-node 8 tools/plan.py --measure --output cluster.yaml  # measure your own
+    python tools/plan.py --try gpt --local-ranks 8 --local-nodes 4 -- FLAGS  # train each recipe, here
 """
 
 import argparse
@@ -16,7 +17,7 @@ import textwrap
 from pathlib import Path
 
 from megatron_zpp.arguments.parse import stated_flags
-from megatron_zpp.commands import measure_cluster
+from megatron_zpp.commands import measure_cluster, suggest_settings
 from megatron_zpp.commands.estimate import PROGRAMS, program_name
 from megatron_zpp.convert.hf import files
 from megatron_zpp.errors import reports_errors
@@ -45,7 +46,7 @@ NEAR = 1.04  # times the fastest step: the median error on published runs (docs/
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    about = "Rank settings of a run on a cluster. plan --measure --help lists one program more."
+    about = "Rank settings of a run on a cluster. plan --measure --help and plan --try --help list two programs more."
     parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
     add, count = parser.add_argument, number(int, at_least=1)
     add("--cluster", required=True, metavar="WORD|FILE", help="as 64x8xH100@100, or a file of --measure")
@@ -232,8 +233,9 @@ def calibrate_from(cluster: Cluster, folder: Path) -> Cluster:
 
 @reports_errors
 def main() -> int:
-    if sys.argv[1:2] == ["--measure"]:
-        sys.argv[:2] = [f"{sys.argv[0]} --measure"]
-        return measure_cluster.main()
+    for word, program in (("--measure", measure_cluster), ("--try", suggest_settings)):
+        if sys.argv[1:2] == [word]:
+            sys.argv[:2] = [f"{sys.argv[0]} {word}"]
+            return program.main()
     run(parse_arguments())
     return 0

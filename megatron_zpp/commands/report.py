@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_zpp.planning.cluster import Cluster
 
 SMOOTHED_OVER = 40  # points of a training loss
-MOST_POINTS = 300  # of all curves of a chart
+MOST_POINTS = 300  # per chart, over all its curves
 BETWEEN, WITHIN = "comm/bytes-between-nodes", "comm/bytes-within-nodes"
 PLACES = {  # settings that say where a run wrote, not what it did
     *("command", "save", "load", "data_cache_path"),

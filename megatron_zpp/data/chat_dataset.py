@@ -1,7 +1,7 @@
 """Packs whole chats into samples of fixed length, for supervised fine-tuning.
 
 Each epoch shuffles the chats by the seed and its number, puts them one after another into the first sample that has
-room, and shuffles the samples. So the order is the same on any number of ranks, and that of any longer run.
+room, and shuffles the samples. So the order is the same on any number of ranks, and in any longer run.
 """
 
 from pathlib import Path
@@ -77,7 +77,7 @@ class ChatDataset(Dataset):
         arrays = cache.arrays(indexed.prefix, f"{Path(indexed.prefix).name}-{name}", key, build, num_samples or 1)
         self.chat_index = arrays["chat_index"]
         self.sample_index = arrays["sample_index"]
-        self._num_tokens = int(lengths.sum())  # of an epoch
+        self._num_tokens = int(lengths.sum())  # per epoch
 
     def __len__(self) -> int:
         return len(self.sample_index) - 1
@@ -144,8 +144,8 @@ def _with_loss(
 
 def pack_epochs(lengths: NDArray[np.int64], capacity: int, num_samples: int, seed: int, advance: Advance) -> Arrays:
     """Pack epochs of chats of ``lengths`` until there are ``num_samples``: all chats, and where samples begin."""
-    chats: list[NDArray[np.int64]] = []  # of each epoch
-    sizes: list[NDArray[np.int64]] = []  # of each epoch, the number of chats in each of its samples
+    chats: list[NDArray[np.int64]] = []  # one array per epoch
+    sizes: list[NDArray[np.int64]] = []  # per epoch: the number of chats in each sample
     built = 0
     while built < num_samples:
         random = np.random.default_rng([seed, len(chats)])

@@ -188,7 +188,7 @@ class IndexedDataset:
     def token_range(self, advance: Advance = lambda tokens: None, max_bytes: int = 32 << 30) -> tuple[int, int]:
         """Return the smallest and largest token id; (0, 0) without tokens. ``advance`` gets the tokens done.
 
-        Reads all of a ``.bin`` below ``max_bytes``, and no more than that of a larger one, in evenly spaced pieces.
+        Reads all of a ``.bin`` below ``max_bytes``; of a larger one it reads ``max_bytes`` in evenly spaced pieces.
         """
         step = PIECE * (1 + self.num_tokens * self.dtype.itemsize // max_bytes)
         found = []
@@ -242,7 +242,7 @@ class IndexedDatasetWriter:
             for path, size in zip(paths, sizes, strict=True):
                 if not path.is_file() or path.stat().st_size < size:
                     raise ValueError(f"{path} is missing or too short to continue: give --restart to start over")
-                os.truncate(path, size)  # what was written after the last sync
+                os.truncate(path, size)  # drop bytes that were written after the last sync
         self._files = [open(path, "ab" if resume_from else "wb") for path in paths]  # noqa: SIM115
 
     def add_document(self, sequences: Sequence[Sequence[int] | NDArray]) -> None:

@@ -49,7 +49,7 @@ def megatron_order(
     seed: int,
     advance: Advance = lambda rows: None,
 ) -> Arrays:
-    """Build Megatron's three indices of ``sequences``, which hold at least one token; ``lengths`` are those of all."""
+    """Build Megatron's three indices of ``sequences``, which hold at least one token; ``lengths`` covers all."""
     tokens_per_epoch = int(lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
     random = np.random.RandomState(seed)  # one generator for all shuffles, in this order
     epoch = np.arange(sequences.start, sequences.stop, dtype=np.int32)

@@ -30,7 +30,7 @@ PREFETCHED_BATCHES = 4  # per worker: enough to ride out a slow read
 
 
 def build_loader(
-    dataset: Dataset,  # of megatron_zpp.data.build
+    dataset: Dataset,  # built by megatron_zpp.data.build
     *,
     consumed_samples: int,
     micro_batch_size: int,

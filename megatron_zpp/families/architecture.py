@@ -40,11 +40,11 @@ class BlockActivations:
         """
         if ranks == 1:
             return self
-        alike = 0 if sequence_parallel else self.input
+        whole = 0 if sequence_parallel else self.input
         return BlockActivations(
-            everything=(self.everything - 4 * alike) // ranks + 4 * alike,
-            linear_layers=(self.linear_layers - 3 * alike) // ranks + 3 * alike,
-            input=(self.input - alike) // ranks + alike,
+            everything=(self.everything - 4 * whole) // ranks + 4 * whole,
+            linear_layers=(self.linear_layers - 3 * whole) // ranks + 3 * whole,
+            input=(self.input - whole) // ranks + whole,
             keys_and_values=self.keys_and_values // ranks,
             scores=-(-self.scores // ranks),
             modules={name: kept // ranks for name, kept in self.modules.items()},

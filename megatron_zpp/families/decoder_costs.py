@@ -1,4 +1,4 @@
-"""What a decoder costs: FLOPs of a token, and what autograd keeps of a block."""
+"""Costs of a decoder: FLOPs per token, and the bytes that autograd keeps per block."""
 
 from megatron_zpp.families.architecture import BlockActivations
 from megatron_zpp.models.decoder import DecoderConfig
@@ -51,7 +51,7 @@ def activations(config: DecoderConfig, itemsize: int) -> BlockActivations:
     if config.changes_scores:  # see ``plain_attention``: keys and values of every head; shares, and these in 16 bit
         attention, linear_attention = 4 * queries + latents, queries + 2 * keys + latents
         scores_kept = 4 + (itemsize if itemsize < 4 else 0) + 4 * (config.attn_logit_softcapping is not None)
-        scores = config.num_attention_heads * scores_kept + 1  # and the mask
+        scores = config.num_attention_heads * scores_kept + 1  # + 1 for the mask
     before_norms = 0
     if config.qk_layernorm:
         before_norms = latents if config.multi_latent_attention else queries + keys
@@ -60,10 +60,10 @@ def activations(config: DecoderConfig, itemsize: int) -> BlockActivations:
     # SwiGLU keeps gate, up, SiLU of the gate, and the product.
     outputs, kept = (2, 4) if config.activation.is_gated else (1, 2)
     weighed = 0  # outputs of experts, which are kept to be weighed
-    # Of the largest blocks: MLPs of a token's experts, what goes in and out of them, and the same weighed.
+    # The largest blocks: the MLPs of a token's experts, their inputs and outputs, and the weighted outputs.
     if (moe := config.moe) is not None:
         ffn = moe.router_topk * moe.ffn_hidden_size + (moe.shared_expert_size or 0)
-        rows = 3 * moe.router_topk * hidden + 2 * hidden * (itemsize < 4)  # and the router's input in fp32
+        rows = 3 * moe.router_topk * hidden + 2 * hidden * (itemsize < 4)  # with the router's input in fp32
         before_norms, weighed = before_norms + rows, moe.router_topk * hidden
     modules = {"core_attn": 2 * (queries - keys) * config.changes_scores, "mlp": kept * ffn}
     if moe is not None:

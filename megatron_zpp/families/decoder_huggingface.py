@@ -61,8 +61,8 @@ class Family:
 
     model_type: str
     class_name: str = ""  # default: of its type, as Qwen3MoeForCausalLM of qwen3_moe
-    fields: Mapping[str, Any] = field(default_factory=dict)  # of our config, and their value; a function of its width
-    keys: Mapping[str, str] = field(default_factory=dict)  # of config.json, and the fields that have the same value
+    fields: Mapping[str, Any] = field(default_factory=dict)  # {field of our config: value, or a function of the width}
+    keys: Mapping[str, str] = field(default_factory=dict)  # {key of config.json: field with the same value}
     special_keys: tuple[Key, ...] = ()
     always: Mapping[str, Any] = field(default_factory=dict)  # further keys of config.json, and their only value
     activation: tuple[str, str] = ("hidden_act", "silu")  # a key, and its value

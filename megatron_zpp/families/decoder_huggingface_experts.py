@@ -35,8 +35,8 @@ class Experts:
     module: str = "mlp"
     projections: tuple[str, str, str] = GATED  # gate, up and down
     pre_softmax: str | None = None  # the key that is false where scores are softmax over all experts; None: never
-    fields: Mapping[str, Any] = field(default_factory=dict)  # of MoEConfig, and their only value
-    keys: Mapping[str, str] = field(default_factory=dict)  # of config.json, and the fields that have the same value
+    fields: Mapping[str, Any] = field(default_factory=dict)  # {field of MoEConfig: its only value}
+    keys: Mapping[str, str] = field(default_factory=dict)  # {key of config.json: field with the same value}
     balancing: str | None = "router_aux_loss_coef"
     has_groups: bool = False  # n_group and topk_group
     first: str | None = None  # the key with the number of blocks before those with experts

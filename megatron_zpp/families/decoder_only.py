@@ -130,7 +130,7 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
             model,
             moe_ffn_hidden_size=model.moe_ffn_hidden_size or ffn_size,
             shared_expert_size=shared or (ffn_size if model.residual else None),
-            # As in Megatron: sigmoid scores are those of all experts anyway.
+            # As in Megatron: sigmoid scores all experts anyway.
             router_pre_softmax=model.router_pre_softmax and model.score_function == "softmax",
         )
         _check_experts(model, model.num_experts or 0, layers)

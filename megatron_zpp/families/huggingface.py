@@ -22,7 +22,7 @@ class Weight:
 
 
 def same(ours: str, theirs: str) -> Weight:
-    """Pair a parameter that both models lay out alike."""
+    """Pair a parameter that both models lay out in the same way."""
     return moved(ours, theirs, lambda x: x, lambda x: x)
 
 

@@ -42,7 +42,7 @@ def _write_epsilon(config: DecoderConfig) -> float:
 
 _LATENT_EPSILON = Key(
     *("rms_norm_eps", "latent_norm_epsilon", _write_epsilon),
-    lambda hf: None if hf["rms_norm_eps"] == 1e-6 else 1e-6,  # whatever that of the others is
+    lambda hf: None if hf["rms_norm_eps"] == 1e-6 else 1e-6,  # whichever value the others use
 )
 _ROPE_LAYERS = Key("no_rope_layers", "no_rope_freq", _write_rope_layers, _read_rope_layers)
 _QUERY_SCALAR = Key(

@@ -1,4 +1,4 @@
-"""Published shapes of Llama and its relatives, for ``--preset``. Widths are those of the published weights."""
+"""Published shapes of Llama and its relatives, for ``--preset``. Widths follow the published weights."""
 
 
 def shape(
@@ -83,7 +83,7 @@ PRESETS: dict[str, dict[str, object]] = {
     | dict(use_rope_scaling=True, rope_scaling_factor=32.0),
     # Mistral 7B (Jiang et al., arXiv 2310.06825, table 1), v0.1: a sliding window of 4,096 tokens with its own.
     "mistral-7b": shape(32, 4096, 32, 14336, 8192, groups=8, window_size="4095,0"),
-    # Qwen3 (Yang et al., arXiv 2505.09388, table 1); widths are those of the published configurations.
+    # Qwen3 (Yang et al., arXiv 2505.09388, table 1); widths follow the published configurations.
     "qwen3-0.6b": shape(28, 1024, 16, 3072, 4096, groups=8) | QWEN3 | TIED,
     "qwen3-8b": shape(36, 4096, 32, 12288, 4096, groups=8) | QWEN3,
     "qwen3-14b": shape(40, 5120, 40, 17408, 4096, groups=8) | QWEN3,

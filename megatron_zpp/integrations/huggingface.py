@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 class ZeroPPCallback(TrainerCallback):
     """Applies ZeRO++ to the model that the Trainer has sharded; the Trainer's checkpoints keep its state, too.
 
-    other_models: sharded models that are not trained, such as the reference of DPO; their weights are sent alike.
+    other_models: sharded models that are not trained, such as the reference of DPO; their weights are sent, too.
     resident_weights: keep what is gathered while the Trainer trains, see ``ZeroPP.resident_weights``.
     """
 
@@ -27,9 +27,9 @@ class ZeroPPCallback(TrainerCallback):
     ) -> None:
         self.config, self.other_models, self.resident_weights = config, other_models, resident_weights
         self.zeropp: ZeroPP | None = None  # until training begins
-        self.others: list[ZeroPP] = []  # of ``other_models``
+        self.others: list[ZeroPP] = []  # one per model in ``other_models``
         self._training = ExitStack()
-        self._loss_scale: float | None = None  # of fp16's gradients, before this step
+        self._loss_scale: float | None = None  # scale of fp16's gradients before this step
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         if self.zeropp is None:  # train() may be called again
@@ -46,7 +46,7 @@ class ZeroPPCallback(TrainerCallback):
             logger.warning("no state of ZeRO++ in %s: LoCo's errors and weight differences start again", folder)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
-        scaler = getattr(kw["optimizer"], "scaler", None)  # of accelerate's
+        scaler = getattr(kw["optimizer"], "scaler", None)  # accelerate's optimizer holds it
         if scaler is not None and self._loss_scale is None:
             self._loss_scale = scaler.get_scale()
 

@@ -59,7 +59,7 @@ class Tasks:
             task.set_fewshot_seed(seed=FEWSHOT_SEED)
 
     def evaluate(self, model: ShardedLM) -> dict[str, float]:
-        """Return {"tasks/NAME/METRIC": score}, alike on all ranks. Collective."""
+        """Return {"tasks/NAME/METRIC": score}, equal on all ranks. Collective."""
         # The harness returns results to local rank 0 alone.
         results = evaluate(model, self._loaded, limit=self._limit, bootstrap_iters=0, log_samples=False)
         results = gather_objects(results)[0] if dist.is_initialized() else results
@@ -130,7 +130,7 @@ class ShardedLM(TemplateLM):
         return self._on_all_ranks(requests, self._score, lambda request: len(request[1]) + len(request[2]))
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
-        windows = []  # of all texts; each is predicted whole, from at least one token before it
+        windows = []  # over all texts; each window is predicted whole, from at least one token before it
         for number, request in enumerate(requests):
             tokens = self.tok_encode(*request.args)
             for pair in get_rolling_token_windows(tokens, self.prefix_token_id, self._length, context_len=1):

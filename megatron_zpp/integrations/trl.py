@@ -17,7 +17,7 @@ OTHER_MODELS = ("ref_model", "reward_model", "value_model", "teacher_model")
 def with_zeropp(trainer: TRL_TRAINER, config: ZeroPPConfig, resident_weights: bool = True) -> TRL_TRAINER:
     """Apply ZeRO++ to all models of ``trainer`` that are sharded, when it trains; return the trainer.
 
-    The reference, reward and other models get the settings of the policy's weights, so both round alike.
+    The reference, reward and other models get the settings of the policy's weights, so all round in the same way.
     resident_weights: keep gathered weights on every rank (``ZeroPP.resident_weights``): rollouts, reference passes and
     further epochs gather nothing until the weights change. A rank needs memory for the codes of all models.
     """

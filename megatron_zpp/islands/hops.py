@@ -53,7 +53,7 @@ class IslandHops:
         self._columns = [shard.numel for shard in shards]
         self.format = island_format(config, shards)
         self._in_flight: Tensor | None = None  # uint8 [K, nbytes], which a hop receives or has received
-        self._work: tuple[dist.Work, Tensor] | None = None  # and what the collective reads until it is over
+        self._work: tuple[dist.Work, Tensor] | None = None  # the collective in flight, and its input
         feedback = config.feedback
         self._feedback = {} if feedback is None else {hop: ErrorFeedback(feedback) for hop in ("pieces", "mean")}
 

@@ -39,7 +39,7 @@ class OuterSync:
     later. Its second hop starts halfway, when the first must be over.
     """
 
-    steps = 0  # of the inner optimizer, skipped ones included
+    steps = 0  # inner optimizer steps, skipped ones included
     resumes = _resumes_wires = False  # whether the last ``plan_resume`` found each island's own state
     _is_counting = True
     _left_out_at: int | None = None  # the step at which this island last contributed nothing
@@ -54,7 +54,7 @@ class OuterSync:
     ) -> None:
         """Start all islands from the first one's parameters; a group of one rank has none. Collective.
 
-        For a loop that calls ``after_step`` itself. Arguments and errors are those of ``apply_islands``.
+        For a loop that calls ``after_step`` itself. Takes the arguments and raises the errors of ``apply_islands``.
         """
         if group is None or group.size() == 1:
             model = optimizer = zeropp = group = None
@@ -71,7 +71,7 @@ class OuterSync:
         parts = [(name, tuple(local_data(parameter).shape), parameter.dtype) for name, parameter in parameters.items()]
         all_parts, configs = zip(*gather_objects((parts, self.config), group), strict=True)
         if any(parts != all_parts[0] for parts in all_parts):
-            raise ValueError("ranks of the same place in their islands hold other parameters: shard the model alike")
+            raise ValueError("ranks of the same place in their islands hold other parameters: shard all models equally")
         if any(config != configs[0] for config in configs):
             raise ValueError(f"islands have different settings, such as {self.config}: give all the same IslandConfig")
         divided = split_into_fragments(parameters, self.config.fragments)
@@ -187,7 +187,7 @@ class OuterSync:
             self._parameters_replaced()
 
     def _parameters_replaced(self) -> None:
-        """Drop copies of the old parameters: ZeRO++'s, and those of FSDP2 units that an evaluation left gathered."""
+        """Drop copies of the old parameters: ZeRO++'s, and FSDP2 units that an evaluation left gathered."""
         if self._zeropp is not None:
             self._zeropp.invalidate()
         for module in self._model.modules() if self._model is not None else ():
@@ -244,7 +244,7 @@ class OuterSync:
         if self._group is not None and not self.resumes and trains:
             notes.append(f"islands start over from the checkpoint's parameters: {saved} islands saved")
         if saved > 1 and not self.resumes and trains:
-            notes.append("the optimizer's state is that of the first island that saved")
+            notes.append("the optimizer's state comes from the first island that saved")
         # Errors and transfers belong to ranks and to a wire format.
         settings = {name: value for name, value in dataclasses.asdict(self.config).items() if name not in NOT_OF_A_WIRE}
         is_same_wire = all(meta["settings"].get(f"island_{name}", value) == value for name, value in settings.items())

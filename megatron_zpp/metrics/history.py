@@ -12,6 +12,8 @@ from typing import Any
 from megatron_zpp.files import regular_file
 
 METRICS, SCHEMA = "metrics.jsonl", 1  # docs/reference/log.md
+_START: dict[str, Any] = {"iteration": int | None, "settings": dict, "program": dict}  # what each line has
+_POINT: dict[str, Any] = {"iteration": int, "samples": int, "time": int | float}
 Points = dict[int, float]  # value by iteration, in order
 Curve = list[tuple[float, float]]
 DASHBOARD = {  # group: chart: key
@@ -48,6 +50,7 @@ class RunHistory:
     metrics: dict[str, Points] = field(default_factory=dict)  # by key, see docs/reference/log.md
     samples: Points = field(default_factory=dict)  # consumed by each iteration that has a loss
     seconds: Points = field(default_factory=dict)  # since the first loss, without the time between a stop and a resume
+    begin: int = 0  # the iteration that its first start went on from
 
     def curve(self, key: str, axis: str) -> Curve:
         """Return (place on one of ``AXES``, value) of each point of a key that has a place there."""
@@ -62,7 +65,7 @@ class RunHistory:
 
     def sum_so_far(self, key: str) -> Points:
         """Sum up a key, such as bytes per step, whose points are means over the steps since the point before."""
-        total, last, sums = 0.0, 0, {}
+        total, last, sums = 0.0, self.begin, {}
         for iteration, value in self.metrics.get(key, {}).items():
             total += value * (iteration - last)
             sums[iteration], last = total, iteration
@@ -71,7 +74,7 @@ class RunHistory:
     def mean(self, key: str) -> float:
         """Average such a key over the steps; NaN without a point."""
         sums = self.sum_so_far(key)
-        return sums[max(sums)] / max(sums) if any(sums) else math.nan  # not of step 0 alone
+        return sums[last] / (last - self.begin) if (last := max(sums, default=0)) > self.begin else math.nan
 
     def last(self, key: str) -> float:
         """Return a key's last value; NaN without one."""
@@ -112,10 +115,11 @@ def read_run(name: str, path: Path) -> RunHistory:
         iteration = record["iteration"]
         if "schema" in record:
             if iteration is not None or not run.settings:  # an evaluation alone leaves the training as it is
-                run.settings = record["program"] | record["settings"]
+                run.settings = record["settings"] | record["program"]  # the vocabulary is null in settings
             for points in (run.samples, run.seconds, *run.metrics.values()) if iteration is not None else ():
                 for beyond in [i for i in points if i > iteration]:
                     del points[beyond]
+            run.begin = run.begin if run.samples else iteration or 0
             begun = None
             continue
         if "lm loss" in record:
@@ -136,8 +140,8 @@ def read_training(name: str, path: Path) -> RunHistory:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the file's records. Leaves out lines that a kill cut off, with a note. Raises ValueError."""
-    torn = 0
+    """Yield the file's records, a start first. Leaves out lines that a kill cut off, with a note. Raises ValueError."""
+    torn, has_start = 0, False
     with regular_file(path).open(encoding="utf-8", errors="replace") as file:
         for line in filter(str.strip, file):
             try:
@@ -145,7 +149,10 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             except ValueError:
                 torn += 1
                 continue
-            if not isinstance(record, dict) or record.get("schema", SCHEMA) != SCHEMA or "iteration" not in record:
+            is_record = isinstance(record, dict) and record.get("schema", SCHEMA) == SCHEMA
+            has_start |= is_record and "schema" in record
+            kinds = _START if is_record and "schema" in record else _POINT
+            if not (is_record and has_start and all(isinstance(record.get(key), kinds[key]) for key in kinds)):
                 raise ValueError(f"{path} is not of schema {SCHEMA} (docs/reference/log.md): {line.strip()[:60]}")
             yield record
     if torn:

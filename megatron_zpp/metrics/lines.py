@@ -34,7 +34,7 @@ class TrainingReport:
         "elapsed time per iteration (ms): {:.1f}", "iteration-time", 1000, None
     )
     tflops_per_device: float | None = _field("throughput per GPU (TFLOP/s/GPU): {:#.4g}", "throughput", default=None)
-    learning_rate: float = _field("learning rate: {:.6E}", "learning-rate")  # of the next step, as in Megatron
+    learning_rate: float = _field("learning rate: {:.6E}", "learning-rate")  # the next step's, as in Megatron
     global_batch_size: int = _field("global batch size: {:5d}", "batch-size")
     losses: Mapping[str, float]  # by name, such as "lm loss"; in the line, means over the interval's counted steps
     loss_scale: float = _field("loss scale: {:.1f}", "loss-scale")

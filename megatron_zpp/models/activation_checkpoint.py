@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from .moe import MoE
 from .transformer import Transformer
 
-# What "selective" keeps: results of linear layers and fused attention, which are expensive to compute for their size.
+# "selective" keeps results of linear layers and fused attention, which are expensive to compute for their size.
 # Attention that is not fused (on a CPU with dropout) uses bmm, whose results grow with the square of the sequence.
 _KEPT = {
     torch.ops.aten.mm.default,

@@ -34,7 +34,7 @@ class ActivationOffload:
     def apply(self, blocks: Sequence[nn.Module], num_layers: int) -> None:
         """Replace ``forward`` of blocks in place; call it after activation checkpointing and ``compile``.
 
-        The block after the first ``num_layers`` keeps its tensors, and brings back those of the block before it.
+        The block after the first ``num_layers`` keeps its tensors, and brings back the tensors of the block before it.
         """
         for i, block in enumerate(blocks[: num_layers + 1]):
             block.forward = self._offloading(block, is_first=i == 0, is_offloaded=i < num_layers)
@@ -92,13 +92,13 @@ class ActivationOffload:
 
 @dataclass
 class _Saved:
-    """What autograd saved: a tensor, or when its storage is offloaded a function that returns it."""
+    """A tensor that autograd saved, or, when its storage is offloaded, a function that returns it."""
 
     value: Any
 
 
 class _BlockPass:
-    """What one forward pass of a block saved."""
+    """The tensors that one forward pass of a block saved."""
 
     def __init__(self, device: torch.device, previous: _BlockPass | None) -> None:
         self.device, self.streams = device, torch.get_device_module(device)
@@ -110,7 +110,7 @@ class _BlockPass:
 
     def pack(self, tensor: Any) -> Any:
         if not isinstance(tensor, Tensor):
-            return tensor  # of a subclass's parts, such as a mesh
+            return tensor  # a part of a tensor subclass that is no tensor, such as a mesh
         if is_traceable_wrapper_subclass(tensor):  # such as a DTensor
             names, context = tensor.__tensor_flatten__()
             parts = {name: self.pack(getattr(tensor, name)) for name in names}
@@ -129,7 +129,7 @@ class _BlockPass:
         return self.on_device[place].view(dtype).as_strided(*layout)
 
     def choose(self, staying: Iterable[Any]) -> None:
-        """Choose what to offload: each storage once, but for small ones and those of ``staying`` tensors."""
+        """Choose what to offload: each storage once, but for small ones and the storages of ``staying`` tensors."""
         stay = _BlockPass(self.device, None)
         for tensor in staying:
             stay.pack(tensor)

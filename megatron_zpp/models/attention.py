@@ -167,7 +167,7 @@ def attention(
     """Causal attention of q [B, Q, heads, head_dim] to k, v [B, K, groups, head_dim] -> [B, Q, heads, head_dim].
 
     ``documents`` is what ``document_attention`` returns for this ``window``; None only for Q = K. Where it is a
-    cu_seqlens and K is not Q, ``key_documents`` is that of the keys: the last query of a document is where its last
+    cu_seqlens and K is not Q, ``key_documents`` describes the keys: the last query of a document is where its last
     key is, the one before it a key earlier. ``scale``, ``softcap``, ``sinks``: see ``plain_attention``.
     """
     if softcap is not None or sinks is not None:

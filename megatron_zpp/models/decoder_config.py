@@ -26,7 +26,7 @@ class DecoderConfig(DecoderFlags):
     max_position_embeddings: int | None = None  # rows of learned positions; other kinds have none
     _: KW_ONLY
     position_embedding_type: str = "learned_absolute"
-    normalization: str = "LayerNorm"  # or RMSNorm
+    normalization: str = "LayerNorm"  # LayerNorm or RMSNorm
     attention_dropout: float = 0.1
     hidden_dropout: float = 0.1
     num_query_groups: int | None = None  # key/value heads; default one per query head

@@ -63,14 +63,14 @@ class DecoderFlags:
         1.0, "YaRN beta_slow: channels that rotate no more often are stretched", aliases=("--beta-slow",), above=0
     )
     no_yarn_correction_range_round_to_int: bool = flag(False, "YaRN: stretch between exact bounds, not whole channels")
-    mscale: float = flag(1.0, "YaRN: size of queries and keys, relative to that of --mscale-all-dim", at_least=0)
+    mscale: float = flag(1.0, "YaRN: size of queries and keys, relative to --mscale-all-dim's", at_least=0)
     mscale_all_dim: float = flag(0.0, "YaRN: size of latent attention's scores, as --mscale", at_least=0)
     multi_latent_attention: bool = flag(False, "queries, keys and values from latent vectors (DeepSeek's MLA)")
     q_lora_rank: int | None = _latent(None, "width of the queries' latent vectors; default: none", at_least=1)
     kv_lora_rank: int = _latent(32, "width of the latent vectors of keys and values", at_least=1)
     qk_head_dim: int = _latent(128, "width of a head's queries and keys without positions", at_least=1)
     qk_pos_emb_head_dim: int = _latent(64, "width of a head's queries and keys with positions", at_least=2)
-    v_head_dim: int = _latent(128, "width of a head's values; at most that of its keys", at_least=1)
+    v_head_dim: int = _latent(128, "width of a head's values; at most its keys' width", at_least=1)
     latent_norm_epsilon: float | None = _latent(
         None, "epsilon of the norms of latent vectors; default --norm-epsilon", at_least=1e-37
     )

@@ -25,8 +25,8 @@ class Drawing:
 
     temperature: float = 1.0  # 0 takes the likeliest
     top_k: int = 0  # draw from the k likeliest; 0 = all
-    top_p: float = 1.0  # of the likeliest that together have this probability; the one that crosses it is among them
-    seed: int = 1234  # of the first text; each text has one of its own
+    top_p: float = 1.0  # keep the likeliest tokens up to this probability, with the one that crosses it
+    seed: int = 1234  # the first text's seed; text i draws with seed + i
 
 
 def generate(
@@ -127,7 +127,7 @@ class CachedModel:
         self.columns = columns
         self.filled = 0  # columns
         self.padding = torch.empty(0, dtype=torch.int64)  # [B]: columns on the left that hold no id
-        # Of each attention: keys and values [B, groups, C, head_dim], where what a query reads of a head is in a row.
+        # Per attention: keys and values [B, groups, C, head_dim], so that one head's keys are contiguous.
         self.caches: dict[int, tuple[Tensor, Tensor]] = {}
         for number, layer in enumerate(model.layers):
             if not any(isinstance(module, Attention) for module in layer.modules()):

@@ -24,7 +24,7 @@ BLOCK_ELEMENTS = 2**20
 
 @torch.no_grad()
 def init_weights(model: Transformer, seed: int, std_of: Callable[[str, Any], float] | None = None) -> None:
-    """Fill every parameter in place; plain tensors and DTensors alike. Buffers begin at 0.
+    """Fill every parameter in place, plain tensors and DTensors. Buffers begin at 0.
 
     Norms multiply by 1, biases are 0, other weights normal with the standard deviation ``std_of(name, config)``.
     """

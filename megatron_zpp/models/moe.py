@@ -20,7 +20,7 @@ from megatron_zpp.fields import check_fields
 from .decoder_flags import ExpertFlags
 from .mlp import Activation
 
-TINY = 1e-20  # of a sum of scores that all underflow, as in Megatron
+TINY = 1e-20  # added to a sum of scores, which may all underflow, as in Megatron
 MOST_PADDING = 2  # times T * k rows, to which experts that are divided are padded at most
 LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "all_layers_aux_loss", "sinkhorn")
 
@@ -30,8 +30,8 @@ class MoEConfig(ExpertFlags):
     """The experts of one layer, and how tokens come to them: the fields of flags, and what is computed from flags."""
 
     num_experts: int
-    ffn_hidden_size: int  # of an expert
-    bias_update_rate: float | None = None  # of biases for the choice of experts, which follow their load; None: none
+    ffn_hidden_size: int  # per expert
+    bias_update_rate: float | None = None  # step of the load-balancing biases; None: no biases
 
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be built."""
@@ -79,7 +79,7 @@ class Routed(NamedTuple):
     dropped: Tensor  # choices that an expert had no room for, of T * k
     counted: Tensor  # int64 [E]: choices as balancing counts them, without bias and groups
     mean_scores: Tensor  # fp32 [E], over this rank's tokens
-    entropy: Tensor  # of a token's scores, mean over the tokens; log E where the router knows no difference
+    entropy: Tensor  # entropy of a token's scores, mean over tokens; log E for a uniform router
 
 
 def route(logits: Tensor, config: MoEConfig, bias: Tensor | None = None, training: bool = True) -> Routing:
@@ -100,7 +100,7 @@ def route(logits: Tensor, config: MoEConfig, bias: Tensor | None = None, trainin
         every = scores = logits.softmax(dim=-1)
     choice = every if bias is None else every + bias
     if config.score_function == "softmax" and not config.router_pre_softmax and config.router_num_groups is not None:
-        choice = logits  # Megatron adds up those of a group
+        choice = logits  # Megatron adds up a group's logits
     if config.router_num_groups is not None and config.router_group_topk is not None:
         choice = in_best_groups(choice, config.router_num_groups, config.router_group_topk, config.router_topk)
     experts = choice.topk(config.router_topk, dim=-1).indices
@@ -174,7 +174,7 @@ class GroupedLinear(nn.Module):
         """``x`` [R, in], ``stops`` int32 [E], the row after each layer's last -> [R, out]."""
         weight = _local(self.weight).unflatten(0, (-1, self.out_features))  # [E, out, in]
         counts = stops.diff(prepend=stops.new_zeros(1))
-        if x.dtype == torch.bfloat16:  # what torch has on every device
+        if x.dtype == torch.bfloat16:  # torch's grouped product takes bf16 on every device
             y = F.grouped_mm(x, weight.transpose(1, 2), offs=stops)
         else:
             y = torch.cat([F.linear(part, w) for part, w in zip(x.split(counts.tolist()), weight, strict=True)])
@@ -254,7 +254,7 @@ class MoE(nn.Module):
         if config.bias_update_rate is not None:
             self.register_buffer("expert_bias", torch.zeros(config.num_experts))
             self.register_buffer("chosen", torch.zeros(config.num_experts), persistent=False)
-        self.run_experts: Callable[..., Callable[[Tensor], Tensor]] = run_experts  # or parallel.experts'
+        self.run_experts: Callable[..., Callable[[Tensor], Tensor]] = run_experts  # parallel.experts replaces it
         self.sample_group: dist.ProcessGroup | None = None  # the ranks with the other parts of the same samples
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routed]:

@@ -70,7 +70,7 @@ class Transformer(nn.Module):
 class ModelOutput(NamedTuple):
     """The result of a forward pass with labels that returns more than the tokens' losses."""
 
-    losses: Tensor  # of each token, fp32 [B, S]; of a pipeline's stage before the last one its hidden states [B, S, H]
+    losses: Tensor  # per token, fp32 [B, S]; before a pipeline's last stage: hidden states [B, S, H]
     # Scalars of this micro-batch by name, coefficients included: added to the loss. The same names in the same order in
     # every micro-batch on every rank; stages of a pipeline have some of them, and sums are over all stages.
     auxiliary: Mapping[str, Tensor]

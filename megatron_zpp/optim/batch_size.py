@@ -189,7 +189,7 @@ def end_after_tokens(training: ResolvedTraining, batches: BatchSchedule) -> Reso
         size = batches.global_batch_size(samples)
         iterations, samples = iterations + 1, samples + size
         tokens -= size * curriculum.length(iterations)
-    if tokens > 0:  # of samples that grow no more
+    if tokens > 0:  # tokens after samples have reached their full length
         wanted = samples - -tokens // (seq_length if curriculum is None else curriculum.last)
         iterations += batches.iterations_to_reach(wanted, samples)
         samples = batches.samples_after(iterations)

@@ -1,4 +1,4 @@
-"""The optimizer, for plain parameters and for FSDP2's DTensors alike.
+"""The optimizer, for plain parameters and for FSDP2's DTensors.
 
 Parameters are fp32 masters (FSDP2 casts copies of them for computing), so no separate main parameters exist.
 """
@@ -23,7 +23,7 @@ class OptimizerKind:
     """One choice of ``--optimizer``."""
 
     torch_class: Callable[..., torch.optim.Optimizer]
-    arguments: Callable[[OptimizerSettings], dict[str, Any]]  # of its class
+    arguments: Callable[[OptimizerSettings], dict[str, Any]]  # arguments of the optimizer's class
     # fp32 tensors of a parameter's shape that it keeps, by whether the parameter is a hidden matrix
     state_tensors: Callable[[OptimizerSettings, bool], int]
     deepspeed_names: tuple[str, ...] = ()  # its names in a DeepSpeed file, in upper or lower case

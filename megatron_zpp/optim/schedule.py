@@ -98,7 +98,7 @@ class Schedule:
         return result
 
     def decoupled_lr(self, optimizer: OptimizerSettings, samples: float) -> float | None:
-        """Return the learning rate of word embeddings and output layer; None: that of the rest. Raises ValueError."""
+        """Return the learning rate of word embeddings and output layer; None: as the rest. Raises ValueError."""
         if optimizer.decoupled_lr is None:
             return None
         least = self.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr

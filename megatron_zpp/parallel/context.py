@@ -98,7 +98,7 @@ class ContextParallel:
         chunk = q.shape[1] // 2
         length, attended = k.shape[1], []
         for index, number in enumerate((self.rank, 2 * self.size - 1 - self.rank)):
-            begin, end = number * chunk, (number + 1) * chunk  # of this chunk's queries; no later key is seen
+            begin, end = number * chunk, (number + 1) * chunk  # this chunk's queries, which see no later key
             here = slice(index * chunk, (index + 1) * chunk)
             if documents.dim() == 1:
                 visible, key_seqlens = crop_cu_seqlens(documents, length, begin, end)

@@ -34,7 +34,7 @@ from .flight_record import last_collective, write_record
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SECONDS_TO_LEAVE = 4.0
 SECONDS_OF_TORCHRUN = 60.0  # that it takes to end after a rank has: it gives the others 30
-SECONDS_OF_ONE_CTRL_C = 2.0  # of a terminal's, which ranks get from the terminal and from torchrun
+SECONDS_OF_ONE_CTRL_C = 2.0  # ranks get one Ctrl-C twice within it: from the terminal and from torchrun
 SECONDS_FOR_THE_CAUSE = 3.0  # that ranks which lost a peer wait, so that torchrun sees first who died
 
 
@@ -59,7 +59,7 @@ def init_distributed(backend: str | None, timeout_minutes: float, local_ranks: i
 
     device = device_of_rank(backend, local_ranks)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # or DeviceMesh chooses card LOCAL_RANK, which may not exist
+        torch.cuda.set_device(device)  # otherwise DeviceMesh chooses card LOCAL_RANK, which may not exist
         if local_ranks is not None and local_ranks > torch.cuda.device_count():
             backend = staged_backend.NAME
             staged_backend.register()
@@ -200,7 +200,7 @@ def exit_together(status: int, texts: Sequence[str]) -> NoReturn:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _report_behind_torchrun(texts)
         if os.environ["LOCAL_RANK"] != "0":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun, if the first rank has ended before
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it if the first rank has ended before
             sys.exit(0)
         if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
             message = {"message": "; ".join(texts), "extraInfo": {"timestamp": str(int(time.time()))}}

@@ -206,7 +206,7 @@ def _scale_gradient(x: Tensor, factor: float) -> Tensor:
 
 
 class GatherTokens(ParallelStyle):
-    """Gather all tokens on each tensor-parallel rank before a ``MoE``, so that all route alike; split them after it."""
+    """Gather all tokens on each tensor-parallel rank before a ``MoE``, so that routes agree; split them after it."""
 
     def __init__(self, between: Placement) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What each rank's last collectives were, for ``megatron-zpp why-hung``: torch's Flight Recorder, of gloo and NCCL."""
+"""Dump each rank's last collectives for ``megatron-zpp why-hung``: torch's Flight Recorder, for gloo and NCCL."""
 
 import json
 import os
@@ -49,5 +49,5 @@ def write_record(where: str | None) -> None:
     record["lacks_nccl"] = dist.get_backend() == "nccl" and not hasattr(_distributed_c10d, "_dump_nccl_trace_json")
     try:
         Path(f"{prefix}{record['rank']}.json").write_text(json.dumps(record))
-    except OSError as error:  # what the rank failed of matters more
+    except OSError as error:  # the rank's own error matters more
         print(f"note: no record for why-hung ({error})", file=sys.stderr, flush=True)

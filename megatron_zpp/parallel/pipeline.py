@@ -31,10 +31,10 @@ SCHEDULES: dict[str, Any] = {
     "zero-bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
 }
-SPLITS_BACKWARD = ("zero-bubble", "zbv")  # gradients of inputs first, and those of weights when there is time
+SPLITS_BACKWARD = ("zero-bubble", "zbv")  # gradients of inputs first, gradients of weights when there is time
 _ONE_STAGE = ("gpipe", "1f1b")
 
-Inputs = dict[str, Tensor]  # what the model takes, by name; every rank of a pipeline has those of its own samples
+Inputs = dict[str, Tensor]  # the model's arguments by name; each rank of a pipeline holds its own samples'
 
 
 class Pipeline:
@@ -65,8 +65,8 @@ class Pipeline:
         self._built: Any = None  # the schedule for as many micro-batches as were run last
         self._loss: Callable[[Tensor, Any], Tensor] | None = None
         self._auxiliary: Callable[[ModelOutput, int], Tensor | float] | None = None
-        self._forward_passes: Counter[nn.Module] = Counter()  # of this step, by stage
-        self._names: list[str] | None = None  # of what stages return beside hidden states or losses
+        self._forward_passes: Counter[nn.Module] = Counter()  # this step's passes, by stage
+        self._names: list[str] | None = None  # names of the outputs beside hidden states or losses
         # The first and the last stage both have the tied weight; which the last one has is a copy, not to be counted.
         self._tied = f"{tied}.weight" if tied is not None and (0 in stages or self.last in stages) else None
         self.copies: list[nn.Parameter] = []
@@ -261,7 +261,7 @@ class _Call(nn.Module):
 
 
 class AttachLoss(torch.autograd.Function):
-    """Return ``x`` unchanged, and run the backward pass of the scalar ``loss`` with that of ``x``."""
+    """Return ``x`` unchanged, and run the backward pass of the scalar ``loss`` with ``x``'s."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:

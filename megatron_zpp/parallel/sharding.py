@@ -39,7 +39,7 @@ def shard_model(
     """Shard ``model``, built on the meta device, in place: its layers, its ends, and the rest.
 
     With expert parallelism a layer's experts are a unit of their own, of the ranks that have the same ones.
-    Stage 3 shards parameters too: those of layers are gathered for each forward and backward pass, the others once for
+    Stage 3 shards parameters too: it gathers layers for each forward and backward pass, the others once for
     both. Stages 2 and 1 keep all from the first forward pass of an optimizer step to its last backward pass. Stage 0
     shards nothing: ``mesh`` must have a replica for each rank.
     """

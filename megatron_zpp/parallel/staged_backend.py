@@ -126,7 +126,7 @@ class StagedWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         valid = self._future.result()
-        if isinstance(valid, Future):  # of a message
+        if isinstance(valid, Future):  # a point-to-point message
             valid = valid.result()
         if valid is not None:
             torch.cuda.current_stream().wait_event(valid)

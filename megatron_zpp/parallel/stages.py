@@ -19,8 +19,8 @@ class StageModules:
 class Placement:
     """Which layers a stage has, and which pipeline rank has the stage."""
 
-    layers: tuple[range, ...]  # of each stage, in order
-    ranks: tuple[int, ...]  # of each stage
+    layers: tuple[range, ...]  # one range per stage, in order
+    ranks: tuple[int, ...]  # one rank per stage
 
     @property
     def num_stages(self) -> int:
@@ -72,7 +72,7 @@ def _layers_of_ranks(num_layers: int, num_ranks: int, first: int | None, last: i
         raise ValueError(
             f"{rest} layers are not divisible by {others} pipeline ranks"
             if others
-            else f"{num_layers} layers are not the sum of those of the first and last pipeline rank"
+            else f"{num_layers} layers are not the sum of the layers on the first and the last pipeline rank"
         )
     middle = [rest // others] * others if others else []
     return [*([first] if first is not None else []), *middle, *([last] if last is not None else [])]
@@ -117,7 +117,7 @@ def join_stages(model: Transformer, stages: Mapping[int, Transformer]) -> Transf
     return model
 
 
-# What a pipeline's schedule costs, by formula: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
+# The cost of a pipeline's schedule, by formula: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
 # Clusters Using Megatron-LM", 2021, section 2.2; Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.
 
 

@@ -20,7 +20,7 @@ def apply_tensor_parallelism(
     """Shard ``model``, built on the meta device, in place; before activation checkpointing, compile and sharding.
 
     plan: of ``parallel.plans``. sequence_parallel: between linear layers, activations are sharded along the sequence:
-    norms, dropout and residuals work on S / tp tokens a rank. Otherwise all ranks hold them whole, and alike.
+    norms, dropout and residuals work on S / tp tokens a rank. Otherwise all ranks hold them whole, and equal.
     """
     parallelize_module(model, mesh.tp, plan)
     for module in model.modules():
@@ -31,14 +31,14 @@ def apply_tensor_parallelism(
 def dropout_seed(seed: int, rank: int, tp_size: int, sequence_parallel: bool) -> int:
     """Return the seed of a rank's random numbers.
 
-    Without sequence parallelism the ranks of a tensor-parallel group must draw alike for the activations that all of
+    Without sequence parallelism the ranks of a tensor-parallel group must draw the same for the activations that all of
     them hold; with it each has its own part of the sequence.
     """
     return seed + (rank if sequence_parallel else rank // tp_size)
 
 
 class Replicated(ParallelStyle):
-    """A module whose parameters every rank holds, and which all compute alike; its output is laid out as asked."""
+    """A module that every rank holds and computes whole; its output is laid out as asked."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class ShardedRows(ParallelStyle):
 def _with_random_numbers_per_rank(attention: nn.Module, tp_rank: int) -> Callable[..., Tensor]:
     """Wrap its ``forward`` to draw other random numbers on each rank, because each has other heads.
 
-    They start from a number drawn where all ranks of the group draw alike; so activation checkpointing, which restores
+    They start from a number that all ranks of the group draw; so activation checkpointing, which restores
     what numbers are drawn from, gets the same ones again. An evaluation draws nothing.
     """
     forward = attention.forward

@@ -24,8 +24,8 @@ from megatron_zpp.zeropp.recipes import LOSS_BUDGET, RECIPES
 # The planner's median error against the cluster in a box (docs/evidence/planner.md): recipes nearer than that are
 # equally fast, however well the links were measured.
 PREDICTION_ERROR = 0.044
-MOST_TOKENS = {"cpu": 512, "cuda": 8192}  # of a micro-batch that is timed; more are computed at the same rate
-MOST_SECONDS = 0.1  # of a collective that is timed: at 100 Mbit/s a MB or two, more than a link takes in one burst
+MOST_TOKENS = {"cpu": 512, "cuda": 8192}  # per timed micro-batch; more tokens are computed at the same rate
+MOST_SECONDS = 0.1  # per timed collective: at 100 Mbit/s a MB or two, more than a link takes in one burst
 
 # Settings of the run with the recipe of that name, on nodes of that many ranks.
 Parse = Callable[[str, int], ResolvedSettings]
@@ -80,7 +80,7 @@ def find_nodes(settings: ResolvedSettings) -> Topology:
     return build_topology(world, stated and stated * settings.distributed.tensor_model_parallel_size)
 
 
-Times = Mapping[str, tuple[StepTime, StepTime]]  # of each recipe, by two measurements of the links
+Times = Mapping[str, tuple[StepTime, StepTime]]  # {recipe: its times by two measurements of the links}
 
 
 def predict_recipes(

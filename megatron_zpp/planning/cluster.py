@@ -26,7 +26,7 @@ WORD = re.compile(r"(?:(?P<sites>\d+)x)?(\d+)x(\d+)x([A-Za-z][\w-]*)@([\d.]+)(?(
 # By the name that users give (the plain one is the SXM version), by data sheets: GB of memory; its GB/s; GB/s to the
 # other GPUs of a node in one direction (NVLink or the like, else PCIe). Then shares of the peak that matrix products
 # and causal attention reach in a model, as ``benchmarks/planner.py fit`` finds them in published measurements of V100s,
-# A100s and H100s. Other versions of a chip take its shares; those of cards without rows are assumed.
+# A100s and H100s. Other versions of a chip take its shares; shares of cards without rows are assumed.
 GPUS = {
     "T4": (16, 320, 16, 0.5, 0.2),
     "V100": (32, 900, 150, 0.67, 0.3),
@@ -159,7 +159,7 @@ class Cluster:
     def exchange_seconds(self, exchange: Exchange) -> float:
         """Return how long a collective takes if only it and the equal groups of its nodes use the links.
 
-        If its kind was measured on such ranks, take that time, or that of the links between nodes if it is longer.
+        If its kind was measured on such ranks, take that time, or the links' between nodes if it is longer.
         """
         group = exchange.group
         if group.size == 1 or exchange.nbytes == 0:
@@ -195,7 +195,7 @@ class Cluster:
 def parse_cluster(word: str) -> Cluster:
     """Read ``NODESxGPUSxKIND@GBITS``, ``SITESxNODESxGPUSxKIND@GBITS@GBITS`` or the path of a cluster file.
 
-    With sites, NODES are those of one site, and the last number is what leaves a site. Raises ValueError or OSError.
+    With sites, NODES counts one site's, and the last number is what leaves a site. Raises ValueError or OSError.
     """
     match = WORD.fullmatch(word)
     if match is None:
@@ -253,7 +253,7 @@ def write_cluster(path: Path, cluster: Cluster, comments: str = "") -> None:
 
 def read_cluster(path: Path) -> Cluster:
     """Read a file by ``write_cluster`` or by hand. Raises ValueError that names the line."""
-    readers = {bool: {"true": True, "false": False}.__getitem__, Mapping[str, Curve]: json.loads}  # of others: the type
+    readers = {bool: {"true": True, "false": False}.__getitem__, Mapping[str, Curve]: json.loads}  # else: the type
     fields = {field.name: field for field in dataclasses.fields(Cluster)}
     values: dict[str, Any] = {}
     for number, line in enumerate(read_text(path).splitlines(), 1):

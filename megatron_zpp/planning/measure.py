@@ -43,7 +43,7 @@ from megatron_zpp.zeropp.wire.layout import ParameterShard
 HEAD_DIM = 64
 LAYERS, VOCABULARY = 4, 1024
 LEAST_TOKENS = 16  # for a model with nearly no arithmetic
-UNITS, UNIT_WIDTH = 8, 64  # of linear layers with nearly no arithmetic
+UNITS, UNIT_WIDTH = 8, 64  # linear layers with nearly no arithmetic
 SIZE_STEP = 4  # between measured sizes of collectives
 
 
@@ -53,12 +53,12 @@ class Options:
 
     device: torch.device
     hidden_size: int
-    tokens: int  # of a micro-batch
-    least_bytes: int = 2**12  # of a collective's pieces
+    tokens: int  # per micro-batch
+    least_bytes: int = 2**12  # smallest piece of a collective
     most_bytes: int = 2**24
-    seconds: float = 0.5  # of each measurement, at least
+    seconds: float = 0.5  # per measurement, at least
     least_repeats: int = 3
-    most_seconds: float = math.inf  # of one collective, after which larger ones are not measured
+    most_seconds: float = math.inf  # a collective that takes longer is the largest one measured
     is_brief: bool = False  # leave out kinds of collectives that no recipe has in a group
 
 
@@ -186,9 +186,9 @@ def _time_small_gpt(
 ) -> tuple[float, float, Callable[[float], float]]:
     """Time a model whose arithmetic ``step.arithmetic`` predicts. Collective.
 
-    Return the seconds of both passes without collectives, those of clipping and the optimizer's step, and a prediction
-    for the passes by ``layer_gbytes``. The model runs under FSDP2, whose copies take much of the time on a CPU, and
-    which hides fewer of the short collectives within a node than of those between nodes.
+    Return the seconds of both passes without collectives, of clipping and the optimizer's step, and a prediction
+    for the passes by ``layer_gbytes``. The model runs under FSDP2, whose copies take much time on a CPU. A node's
+    ranks shard it: FSDP2 hides less of their short collectives behind arithmetic than of slow ones between nodes.
     """
     flags = (
         f"--num-layers {LAYERS} --hidden-size {options.hidden_size} --seq-length {options.tokens} "

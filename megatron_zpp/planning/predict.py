@@ -77,7 +77,7 @@ def _with_island_syncs(time: StepTime, cluster: Cluster, needs: Estimate) -> Ste
     config, islands = needs.settings.island, needs.settings.distributed.islands
     # Seconds of one of the two hops for the whole model, the mean of both. All ranks of an island send at once: each to
     # the same rank of every other island, and then around the ring.
-    pieces = island_piece_bytes(needs.settings, needs.planned)  # of a rank of each stage
+    pieces = island_piece_bytes(needs.settings, needs.planned)  # per stage, for one rank
     hop = cluster.gpus_per_node * (islands - 1) * max(pieces) * 8e-9 / cluster.between_gbits
     microseconds = cluster.between_microseconds
     if cluster.sites > 1:
@@ -136,7 +136,7 @@ def measured_seconds(run: RunHistory) -> tuple[float, float, float]:
 def calibrate(cluster: Cluster, run: RunHistory) -> Cluster:
     """Return the cluster at the rate of arithmetic that explains what a logged run on such nodes did beside waiting.
 
-    Both shares of the peak change alike. Raises ValueError if the run's ranks are no whole nodes of the cluster, if it
+    Scales both shares of the peak. Raises ValueError if the run's ranks are no whole nodes of the cluster, if it
     logged no waits, or if no rate explains it.
     """
     ranks = int(run.settings.get("world_size", 0))
@@ -175,7 +175,7 @@ def predict_logged(run: RunHistory, cluster: Cluster) -> Prediction:
     architecture, vocabulary = find_architecture(run.settings["architecture"]), int(run.settings["padded_vocab_size"])
     flags = shlex.split(run.settings["command"])[1:]
     if run.settings.get("zeropp") in RECIPES:
-        flags += ["--zeropp", run.settings["zeropp"]]  # what auto chose
+        flags += ["--zeropp", run.settings["zeropp"]]  # the recipe that auto chose
     per_node = cluster.gpus_per_node
     settings = parse_settings(architecture, flags, ranks, lambda _: None, ranks_per_node=per_node)
     return predict(cluster, estimate_on(cluster, architecture, settings, vocabulary))

@@ -51,7 +51,7 @@ WIRES = (
 )
 RECOMPUTATIONS = {"": "nothing", "--recompute-granularity selective": "selective", RECOMPUTE_ALL: "all"}
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
-SIZES = (1, 2, 4, 8)  # of tensor and context parallelism and of pipelines
+SIZES = (1, 2, 4, 8)  # tried for tensor, context and pipeline parallelism
 SHORTEST_PART = 8192  # tokens of a sequence that a context-parallel rank has at least
 
 
@@ -88,7 +88,7 @@ def wires(cluster: Cluster, layout: Layout, stated: Collection[str]) -> Iterator
     if is_settled("wire", stated):
         yield Wire("as given", ""), ""
         return
-    nodes = max(1, cluster.nodes // layout.pipeline)  # of a pipeline stage
+    nodes = max(1, cluster.nodes // layout.pipeline)  # per pipeline stage
     for wire in WIRES if nodes > 1 else WIRES[:1]:
         yield wire, wire.flags.format(N=nodes)
 
@@ -190,7 +190,7 @@ def make_plan(
     stated = stated_flags(architecture, flags)
     words, added = complete(flags, stated, cluster, vocabulary)
     plan = Plan(cluster, [], [])
-    models: dict[RankGrid, PlannedModel] = {}  # planned once for all settings that divide it alike
+    models: dict[RankGrid, PlannedModel] = {}  # planned once for all settings that divide it in the same way
 
     def parse(typed: str) -> ResolvedSettings:
         given = [*words, *typed.split()]

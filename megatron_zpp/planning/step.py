@@ -115,7 +115,7 @@ def layer_exchanges(needs: Estimate, num_layers: int, has_experts: bool) -> list
         has_mlp = not has_experts or settings.model.shared_expert_size is not None
         found.append((Exchange(tensor, piece, passes=2), both * (1 + has_mlp)))
         if has_experts:
-            # Every rank has all tokens and runs those of its experts; results and gradients are gathered.
+            # Every rank has all tokens and runs its own experts' tokens; results and gradients are gathered.
             found.append((Exchange(tensor, row_bytes, is_straight=True), both))
             if distributed.sequence_parallel:
                 found.append((Exchange(tensor, piece), both))
@@ -146,7 +146,7 @@ def arithmetic(
 ) -> tuple[Arithmetic, Arithmetic]:
     """Return the times of the forward pass and of the backward pass, recomputation included, on one rank.
 
-    The time of matrix products and attention follows from their FLOPs, that of the rest from its bytes. The backward
+    The time of matrix products and attention follows from their FLOPs, the rest's from its bytes. The backward
     pass has twice the products and 2.5 times the attention, which computes scores again (FlashAttention).
     """
     config, training, activation = model.config, settings.training, settings.activation

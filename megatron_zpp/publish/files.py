@@ -56,7 +56,7 @@ def versions_in(folder: Path) -> list[int]:
 
 
 def pack(tensors: Iterable[Tensor], dtype: torch.dtype) -> tuple[WireFormat, Tensor]:
-    """Pack those of a 16-bit type, whose moves are coded, into one buffer uint8 [nbytes]; return its format too."""
+    """Pack the 16-bit tensors, whose moves are coded, into one buffer uint8 [nbytes]; return its format too."""
     parts = [tensor.flatten() for tensor in tensors if tensor.dtype == dtype]
     values = torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
     format = wire_format((ParameterShard("shard", len(values), quantizable=False),), None, None, dtype)

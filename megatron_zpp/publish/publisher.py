@@ -28,8 +28,8 @@ class Shard(NamedTuple):
     """This rank's part of a tensor, as published."""
 
     name: str
-    shape: tuple[int, ...]  # of the whole tensor
-    offsets: tuple[int, ...]  # of this part in it
+    shape: tuple[int, ...]  # the whole tensor's shape
+    offsets: tuple[int, ...]  # where this part begins in it
     values: Tensor
     is_parameter: bool  # a buffer may be a mask, which holds Inf
 
@@ -67,9 +67,9 @@ class Publisher:
         self._tried = self.version  # the last version that was begun: one that failed may have come to readers
         self._anchor = 0  # the latest of this run
         self._wire: Tensor | None = None  # this rank's values in ``version``; None: not of this run
-        self._layout: list[tuple[int, torch.dtype]] = []  # what they are values of
+        self._layout: list[tuple[int, torch.dtype]] = []  # number and dtype of the values
         keys = _together(lambda: [_key(shard) for shard in self._shards()])
-        self._others = set().union(*keys[: self.rank])  # what ranks before this one publish, which have the same
+        self._others = set().union(*keys[: self.rank])  # tensors that lower ranks hold too, and publish
 
     def _open(self, resume: bool) -> int:
         """Lock the folder; return its last version, 0 without one."""
@@ -84,7 +84,7 @@ class Publisher:
         if last and not resume:
             there = f"{self.folder} holds weights of another run, up to version {last}"
             raise PublishError(f"{there}: give an empty folder, or go on with that run")
-        self._delete(lambda version: version > last)  # of a run that was killed as it wrote
+        self._delete(lambda version: version > last)  # a killed run's unfinished files
         return last
 
     def _delete(self, is_unwanted: Callable[[int], bool]) -> None:
@@ -153,7 +153,7 @@ class Publisher:
             self._delete(lambda version: version < self._anchor)
 
     def _shards(self) -> list[Shard]:
-        """Return this rank's parts of what is published, those of tied weights once."""
+        """Return this rank's parts of the published tensors, tied weights once."""
         state = self.model.state_dict(keep_vars=True)  # FSDP2 shards what passes have left gathered
         parameters = {id(tensor): tensor for tensor in state.values() if isinstance(tensor, nn.Parameter)}
         has_frozen = not all(parameter.requires_grad for parameter in parameters.values())

@@ -26,7 +26,7 @@ Places = dict[str, tuple[list[int], list[int]]]  # by name: shape of the whole t
 
 @dataclass
 class _Shards:
-    """What one rank of the run publishes."""
+    """The tensors that one rank of the run publishes."""
 
     places: Places
     sizes: dict[str, torch.Size]
@@ -48,9 +48,9 @@ class WeightReader:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self.version: int | None = None  # of the weights at hand; None: there are none yet
+        self.version: int | None = None  # version of the loaded weights; None before the first
         self.step = 0  # the optimizer step after which they were published
-        self.about: dict[str, Any] = {}  # what the run says beside its weights
+        self.about: dict[str, Any] = {}  # the run's metadata
         self._run: str | None = None
         self._ranks: dict[str, _Shards] = {}  # by the end of their files' names
 
@@ -123,7 +123,7 @@ class WeightReader:
                 moves = {rank: tensors.pop(MOVES) for rank, (_, tensors) in files.items()}
                 others = {rank: tensors for rank, (_, tensors) in files.items()}
                 if _kinds(others) != _kinds({rank: shards.others for rank, shards in self._ranks.items()}):
-                    raise ValueError("its tensors are not those of its base")
+                    raise ValueError("its tensors differ from its base's")
                 self.version = None  # until all have moved: else the next update begins with an anchor
                 for rank, shards in self._ranks.items():
                     apply_moves(shards.format, shards.wire.unsqueeze(0), moves[rank].unsqueeze(0))

@@ -44,8 +44,8 @@ class Flag:
     tier: str = "stable"
     # Words that the trainer requires but no plan depends on, if no flag with the same ones is given.
     in_plans: str = ""
-    settles: str = ""  # what a plan then takes as given: "wire", "layout", "recompute" or "micro-batch"
-    # What a resume does when the checkpoint's value differs. A flag's name: it refuses, unless that flag is given.
+    settles: str = ""  # the choice that a plan then takes as given: "wire", "layout", "recompute" or "micro-batch"
+    # How a resume treats a value that differs from the checkpoint's. A flag's name: refuse, unless that flag is given.
     # "model", "compared": the model's config, or what follows from the value, is compared instead. "noted": it goes on
     # with a note, because the value changes what is learned. "free": it goes on.
     resume: str = "noted"

@@ -12,7 +12,7 @@ _advanced = partial(flag, tier="advanced")
 _folder = partial(flag, None, metavar="DIR")
 _file = partial(flag, None, metavar="FILE")
 _prefixes = partial(flag, None, nargs="+", metavar="PREFIX")
-_size = partial(flag, 1, at_least=1)  # of a group of ranks
+_size = partial(flag, 1, at_least=1)  # ranks per group
 _loading = partial(flag, needs="load")
 _saving = partial(flag, effective_with="save")
 _profile = partial(flag, needs="profile")
@@ -138,7 +138,7 @@ class LoggingSettings:
     log_num_zeros_in_grad: bool = flag(False, "log the number of zero gradients")
     log_straggler: bool = _advanced(False, "report ranks that stay slow, and nodes with slow links")
     peak_tflops: float | None = _advanced(None, "peak TFLOP/s of one device, for MFU; known for common GPUs", above=0)
-    metrics_dir: str | None = _folder("folder of metrics.jsonl; default that of --tensorboard-dir, or else of --save")
+    metrics_dir: str | None = _folder("folder of metrics.jsonl; default --tensorboard-dir, or else --save")
     tensorboard_dir: str | None = _folder("folder of TensorBoard events", first="Checkpoints and logs")
     wandb_project: str | None = flag(
         None, "wandb project; no wandb without it", deepspeed="wandb.project", first="Checkpoints and logs"

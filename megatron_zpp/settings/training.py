@@ -14,7 +14,7 @@ _order = partial(flag, resume="--override-data")
 _compared = partial(flag, resume="compared")
 _WARMUPS = "lr_warmup_iters lr_warmup_fraction lr_warmup_samples lr_warmup_tokens"
 _curriculum = partial(_order, needs="curriculum_min_length", at_least=1)
-_count = partial(flag, at_most=2**53)  # of samples or tokens
+_count = partial(flag, at_most=2**53)  # samples or tokens
 _non_negative = partial(flag, at_least=0)
 _muon = partial(flag, effective_with="optimizer=muon", tier="experimental")
 _wsd = partial(flag, effective_with="lr_decay_style=WSD")

@@ -17,10 +17,10 @@ from megatron_zpp.parallel.mesh import Mesh
 
 
 class Target(NamedTuple):
-    """What the loss needs of a micro-batch beside the model's output."""
+    """Inputs of the loss beside the model's output, for one micro-batch."""
 
     mask: Tensor  # 1 for each of this rank's tokens that count [B, S / cp]
-    num_tokens: Tensor  # what the micro-batch's sum is divided by, and weighs: alike on ranks that share its sequences
+    num_tokens: Tensor  # divisor and weight of the micro-batch's sum; equal on ranks that share its sequences
 
     def sum(self, losses: Tensor) -> Tensor:
         """Add up the tokens' losses, fp32 [B, S / cp], to a scalar."""
@@ -51,8 +51,8 @@ class LanguageModelLoss:
 class LossTotals:
     """This rank's part of the loss over the micro-batches of one optimizer step.
 
-    Gradients are those of Megatron's average: over a micro-batch's tokens, then over micro-batches, then (FSDP2's) over
-    ranks; with ``per_token`` they are those of the sum, which the step divides by the count of all.
+    Gradients average as in Megatron: over a micro-batch's tokens, then over micro-batches, then (FSDP2's) over
+    ranks; with ``per_token`` they belong to the sum, which the step divides by the count of all tokens.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LossTotals:
         return (total if self._per_token else mean / self._num_micro_batches) * self._scale
 
     def add_auxiliary(self, output: ModelOutput, target: Target) -> Tensor | float:
-        """Add a micro-batch's auxiliary losses and observations; return their part of the step's loss, scaled alike."""
+        """Add a micro-batch's auxiliary losses and observations; return their part of the step's loss, scaled too."""
         # Averaged over micro-batches and (FSDP2) over ranks; per token, over the tokens that are in them. Ranks of a
         # context-parallel group count the same tokens.
         weight = target.num_tokens / self._mesh.cp_size if self._per_token else 1 / self._num_micro_batches

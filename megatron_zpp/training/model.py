@@ -45,7 +45,7 @@ class ModelBuilder:
     loss_class: type[LanguageModelLoss] = LanguageModelLoss
     pipeline: Pipeline | None = None  # None with one stage
     zeropp: ZeroPP | None = None  # None at ZeRO stage 0
-    activation_offload: ActivationOffload = field(default_factory=ActivationOffload)  # of all stages
+    activation_offload: ActivationOffload = field(default_factory=ActivationOffload)  # shared by all stages
 
     def __post_init__(self) -> None:
         self.loss = self.loss_class(self.mesh, self.device, compiled=self.settings.activation.compile)
@@ -94,12 +94,12 @@ class ModelBuilder:
         """Refuse data-parallel groups that nodes divide differently, and HSDP replicas that nodes divide unevenly."""
         mesh, config = self.mesh, self.settings.zeropp
         replicas = self.settings.distributed.num_distributed_optimizer_instances
-        must_be_alike = mesh.pp_size * mesh.tp_size > 1 and config.stated_ranks_per_node is None
+        must_agree = mesh.pp_size * mesh.tp_size > 1 and config.stated_ranks_per_node is None
         has_replicas = replicas > 1 and config.ranks_per_node is None  # else ``parse_settings`` has checked them
-        if not (must_be_alike or has_replicas):
+        if not (must_agree or has_replicas):
             return
         names = gather_node_names(mesh.fsdp.get_group())
-        if must_be_alike:
+        if must_agree:
             per_rank = gather_objects([names.count(name) for name in dict.fromkeys(names)])  # ranks on each node
             with errors_on_all_ranks():
                 others = next((ranks for ranks in per_rank if ranks != per_rank[0]), None)

@@ -35,7 +35,7 @@ class NonfiniteSteps:
         # fp16's first loss scale, 2^32, may take 30 halvings to come down.
         self.limit = training.max_nonfinite_steps or (50 if trainer.scaler.is_dynamic else 10)
         self.is_checked = not training.no_check_for_nan_in_loss_and_grad
-        self.steps = self.in_a_row = 0  # of this process; the last steps that were not finite
+        self.steps = self.in_a_row = 0  # steps of this process; the last consecutive non-finite ones
         self.last: StepStats | None = None
         self.where = self.sums = ""
         self.too_many: str | None = None  # why the run ends

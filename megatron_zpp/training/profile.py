@@ -38,7 +38,7 @@ class StepProfile(Callback):
         folder = check_profile(trainer.settings)
         of_rank = settings.profile and (not settings.profile_ranks or rank in settings.profile_ranks)
         self.is_due = of_rank and (settings.use_pytorch_profiler or on_gpu)
-        self._recording = ExitStack()  # of what writes and ends a profile, while it is taken
+        self._recording = ExitStack()  # writes and ends the profile that is being taken
         if self.is_due and folder is not None:
             self.trace = Path(folder) / f"rank{rank:05d}.trace.json.gz"
             self.trace.parent.mkdir(parents=True, exist_ok=True)
@@ -66,6 +66,6 @@ class StepProfile(Callback):
             self._recording.callback(lambda: profiler.export_chrome_trace(str(self.trace)))  # when it has stopped
             self._recording.enter_context(profiler)
         else:
-            torch.cuda.profiler.start()  # of nsys --capture-range cudaProfilerApi
+            torch.cuda.profiler.start()  # for nsys --capture-range cudaProfilerApi
             self._recording.callback(torch.cuda.profiler.stop)
             self._recording.enter_context(torch.autograd.profiler.emit_nvtx(record_shapes=True))

@@ -51,8 +51,8 @@ CHANGEABLE = {
     *("window_size", "window_attn_skip_freq", "moe.load_balancing", "moe.aux_loss_coeff", "moe.z_loss_coeff"),
     *("moe.expert_capacity_factor", "moe.eval_capacity_factor", "moe.min_capacity"),
 }
-# {setting: field of the config}
-FIELDS = {flag: name for name, flag in FLAGS.items()} | {flag: f"moe.{name}" for name, flag in EXPERT_FLAGS.items()}
+FIELDS = {setting: name for name, setting in FLAGS.items()}  # {setting of a flag: its field in the config}
+FIELDS |= {setting: f"moe.{name}" for name, setting in EXPERT_FLAGS.items()}
 
 
 def check_machine(settings: ResolvedSettings, device: torch.device) -> None:

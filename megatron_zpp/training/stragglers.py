@@ -17,8 +17,8 @@ from megatron_zpp.zeropp.fsdp.collectives import all_gather
 from megatron_zpp.zeropp.fsdp.topology import Topology, gather_objects
 
 EVERY = 5  # optimizer steps, over which all times here are means
-MUCH = 0.1  # of a step: a rank that computes so much longer than others is slow
-LONGER = 0.2  # of a step: links are measured when ranks wait so much longer for them than usual
+MUCH = 0.1  # a rank that computes longer than others by this share of a step is slow
+LONGER = 0.2  # measure links when ranks wait for them longer than usual by this share of a step
 RANK_LASTS = 4  # times in a row that a rank is slow before it is named
 LINK_LASTS = 3  # measurements in a row
 MEASURE_EVERY = 1000  # optimizer steps, even if nobody waits longer
@@ -42,7 +42,7 @@ class Stragglers(Callback):
 
     def _clear(self) -> None:
         self.num_steps = 0
-        self.seconds = [0.0, 0.0, 0.0]  # of the steps so far; waited for links within nodes; and between nodes
+        self.seconds = [0.0, 0.0, 0.0]  # the steps so far; waits for links within nodes; waits between nodes
 
     def on_step(self, stats: StepStats) -> None:
         step = (stats.seconds, *self.reporter.add_waits())
@@ -138,8 +138,8 @@ class Lasting:
 
 SIZES = (2**20, 2**23, 2**26)  # bytes of a message: the first one that takes long enough counts, or the last
 LONG_ENOUGH = 0.01  # seconds
-REPEATS = 3  # of each message; the fastest one counts
-SLOW = 0.5  # of the usual rate
+REPEATS = 3  # per message; the fastest one counts
+SLOW = 0.5  # a link below this share of the usual rate is slow
 
 
 def measure_links(layout: Topology, device: torch.device) -> list[float]:
@@ -155,7 +155,7 @@ def measure_links(layout: Topology, device: torch.device) -> list[float]:
         all_gather(gathered, gathered.new_full((1,), seconds))
         if gathered.max() >= LONG_ENOUGH:
             break
-    slowest = gathered.view(layout.num_nodes, layout.ranks_per_node).amax(1).roll(-1)  # of the node that received
+    slowest = gathered.view(layout.num_nodes, layout.ranks_per_node).amax(1).roll(-1)  # the receiving node's
     return (layout.ranks_per_node * nbytes / slowest).tolist()
 
 

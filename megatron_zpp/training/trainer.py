@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run begins with and how long it is, before it takes memory."""
+    """Where a run begins and how long it is, before it takes memory."""
 
     checkpoint: Path | None
-    meta: dict[str, Any] | None  # of the checkpoint
+    meta: dict[str, Any] | None  # the checkpoint's meta.json
     base: Path | None  # the checkpoint of --pretrained-checkpoint
     counters: Counters
     batches: BatchSchedule
@@ -49,7 +49,7 @@ class RunPlan:
     unpadded_vocabulary: bool  # it goes on with an imported model, to which every row belongs
     tokenizer: dict[str, Any]  # described
     datasets: Datasets
-    tasks: Tasks | None  # of --eval-tasks
+    tasks: Tasks | None  # from --eval-tasks
     schedule: Schedule | None  # None with --skip-train
 
 
@@ -65,7 +65,7 @@ class Trainer(Trained):
     pipeline: Pipeline | None  # None with one stage
     scaler: LossScaler
     loss: LanguageModelLoss
-    token_traffic: Traffic  # of tokens that are sent to experts
+    token_traffic: Traffic  # bytes of tokens that are sent to experts
     plan: RunPlan
     writers: MetricWriters
     lock: FolderLock | None = None  # on --save, held by rank 0
@@ -157,7 +157,7 @@ class Trainer(Trained):
     def meta(self) -> dict[str, Any]:
         """Return what a checkpoint keeps beside the tensors. Collective."""
         loss_is_finite = self.last_loss is None or math.isfinite(self.last_loss)
-        # Of each copy of the model that ranks train: one whose first steps overflow begins later than others.
+        # Counted per copy of the model: one whose first steps overflow begins later than others.
         states = self.islands.gather((self.scaler.state_dict(), bool(self.optimizer.state)))
         scalers, have_stepped = map(list, zip(*states, strict=True))
         return {
@@ -178,7 +178,7 @@ class Trainer(Trained):
         }
 
     def layout(self) -> dict[str, int | str]:
-        """Return how the ranks are divided, and whether those of a tensor-parallel group draw random numbers alike."""
+        """Return how the ranks are divided, and whether a tensor-parallel group's ranks draw equal random numbers."""
         sizes: dict[str, int | str] = {**self.mesh.sizes}
         if self.pipeline is not None:
             sizes["stages"] = str(self.pipeline.placement)
@@ -197,7 +197,7 @@ class StepStats:
     num_zeros: int | None
     loss_scale: float  # that the gradients were computed with
     is_nonfinite: bool  # loss or gradients have NaN or Inf
-    has_spiked: bool  # the loss was far above that of the steps before
+    has_spiked: bool  # the loss was far above the earlier steps' losses
     should_stop: bool  # some rank wants to save and exit
     micro_batches: list[Batch] = field(repr=False)  # this rank's
     seconds: float = 0.0  # that the step took on this rank
@@ -214,7 +214,7 @@ class StepStats:
 
 @dataclass(frozen=True)
 class StepActions:
-    """What follows a step. It depends on settings and iteration only, so all ranks do the same."""
+    """Actions that follow a step. They depend on settings and iteration only, so all ranks do the same."""
 
     log: bool
     evaluate: bool  # during training; an evaluation of its own follows the last iteration

@@ -52,7 +52,7 @@ def apply_zeropp(
 ) -> ZeroPP:
     """Replace the collectives of a ``fully_shard``-ed model by those that ``config`` asks for.
 
-    Call it once, after the last ``fully_shard``, on all ranks alike: it makes process groups. Parts of ZeRO++
+    Call it once, after the last ``fully_shard``, on all ranks: it makes process groups. Parts of ZeRO++
     that are off leave FSDP2's own collectives in place, with their bytes counted. HSDP meshes get nothing else.
 
     ``config``: settings, or the name of a recipe for the nodes as the ranks run, such as "int8" (recipes.py).
@@ -89,9 +89,9 @@ class ZeroPP:
         tensor_parallel: dist.ProcessGroup | None,
         find_unused_parameters: bool,
     ) -> None:
-        (self.device,) = {unit.device for unit in units}  # of unsharded parameters and of LoCo's errors
+        (self.device,) = {unit.device for unit in units}  # holds unsharded parameters and LoCo's errors
         self.units, self.config, self.shared = units, config, Shared(config, Waits(self.device))
-        self.traffic = self.shared.traffic  # what this rank has sent
+        self.traffic = self.shared.traffic  # bytes that this rank has sent
         self.waits = self.shared.waits  # how long this rank waited for collectives
         self._model, self._pipeline, self._tensor_parallel = model, pipeline, tensor_parallel
         units_of = {topology: [unit for unit in units if unit.topology is topology] for topology in self.topologies}

@@ -1,4 +1,4 @@
-"""What a user of ZeRO++ and LoCo chooses."""
+"""Settings of ZeRO++ and LoCo."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .wire.nf4 import SKIP
 from .wire.quantization import SCALINGS, BitsWarmup, Code
 
 SUPPORTED_BITS = (1, 2, 3, 4, 6, 8)
-MOVED_BITS = (4, 6, 8)  # of codes that are sent as moves
+MOVED_BITS = (4, 6, 8)  # widths of codes that can be sent as moves
 SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUNDINGS = ("nearest", "stochastic")
 
@@ -193,7 +193,7 @@ class ZeroPPConfig:
     hadamard: bool = _qgz_flag(
         False, "rotate gradients by 32 x 32 Hadamard matrices before they are quantized", tier="experimental"
     )
-    # Of all that is quantized but LoCo's errors.
+    # For everything that is quantized but LoCo's errors.
     scale_dtype: str = flag(
         "fp32",
         "dtype of scales; bf16 halves them",
@@ -211,7 +211,7 @@ class ZeroPPConfig:
     # copies of all parameters are kept as they are sent. None: they are sent like trained ones.
     frozen_dtype: str | None = flag(None, "code of frozen matrices, with --lora-rank", choices=("nf4",))
     nf4_skip: tuple[str, ...] = SKIP
-    seed: int = 0  # of stochastic rounding; the trainer sets it to --seed
+    seed: int = 0  # for stochastic rounding; the trainer sets it to --seed
 
     def __post_init__(self) -> None:
         check_fields(self, "")
@@ -316,12 +316,12 @@ class ZeroPPConfig:
         return self.ranks_per_node
 
 
-# What is sent as codes. Each NAME has NAME_bits and NAME_scaling.
+# Tensors that can be sent as codes. Each NAME has NAME_bits and NAME_scaling.
 _CODES = ("weight", "weight_intra", "gradient", "gradient_intra")
 # A field that differs from its default, and the field that must be set with it.
 _REQUIREMENTS = (
     *((f"{name}_scaling", f"{name}_bits") for name in _CODES),
-    ("quantized_weights", "weight_bits"),  # or it would quantize nothing
+    ("quantized_weights", "weight_bits"),  # otherwise it would quantize nothing
     ("loco", "quantized_gradients"),
     ("loco", "gradient_bits"),
     ("hadamard", "quantized_gradients"),

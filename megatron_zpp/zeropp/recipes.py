@@ -10,7 +10,7 @@ from typing import Any
 
 from .config import LoCoConfig, ZeroPPConfig
 
-DEFAULT = "int8"  # what pages and notes suggest
+DEFAULT = "int8"  # the recipe that pages and notes suggest
 AUTO = "auto"  # the trainer measures, and chooses one of RECIPES
 WARMUP_STEPS = 500  # optimizer steps in ``warmup_bits``, where nothing says how long the learning rate warms up
 LOSS_BUDGET = 0.25  # percent of loss that docs/evidence/experiments.md cannot tell from its seeds

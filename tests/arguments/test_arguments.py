@@ -102,7 +102,7 @@ def test_refusals_and_translations_name_flags_that_exist():
          dict(override_opt_param_scheduler=True, save_keep_last=3)),
         ("--most-recent-k -1", dict(save_keep_last=None)),
         ("--num-layers 3 --num-experts 4 --moe-layer-freq '\"[0]*1+[1]*2\"'", dict(num_experts=4)),
-        ("--train-tokens 1000", dict(train_iters=4)),  # of 8 * 32 tokens
+        ("--train-tokens 1000", dict(train_iters=4)),  # a step has 8 * 32 tokens
         ("--train-tokens 100000", dict(train_iters=10)),
         # Steps of 8 samples: 8 and then 16 tokens, 24, 32.
         ("--curriculum-min-length 8 --curriculum-iters 6 --train-tokens 512", dict(train_iters=4)),

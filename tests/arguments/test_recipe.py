@@ -54,7 +54,7 @@ def test_flags_override_the_recipe(monkeypatch):
     config = settings.zeropp
     assert (config.weight_bits, config.gradient_bits, config.gradient_bits_warmup) == (6, 4, None)
     assert config.loco == LoCoConfig(beta=0.5, exact_undo=False)
-    assert config.hpz_partition_size == 2  # of the four ranks of a node those with other data
+    assert config.hpz_partition_size == 2  # two of a node's four ranks have other data
 
 
 @pytest.mark.parametrize(

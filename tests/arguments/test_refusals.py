@@ -1,4 +1,4 @@
-"""What is refused, and in which words: flags that do not fit together, sizes beyond memory, files that never end."""
+"""Refusals and their words: flags that do not fit together, sizes beyond memory, files that never end."""
 
 import os
 import re

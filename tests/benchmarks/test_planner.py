@@ -97,5 +97,5 @@ def test_the_box_is_measured_and_compared(tmp_path, monkeypatch, capsys):
     planner_box.measure()
     capsys.readouterr()
     assert f"{len(planner_box.SETTINGS)} points: median error" in planner_box.table()
-    planner_box.measure()  # what is there is not measured again
+    planner_box.measure()  # finished rows are not measured again
     assert not capsys.readouterr().out

@@ -189,12 +189,12 @@ def test_an_arm_that_drops_qgz_halfway_resumes_from_half_of_the_steps(tmp_path, 
     first, second = row["command"].split(" && ")
     assert "--zero-quantized-gradients" in first and "--exit-interval 20 " in first
     assert "--zero-quantized-gradients" not in second and "--load begun" in second
-    assert len(row["train_losses"]) == 1  # of the one log line, at step 40
+    assert len(row["train_losses"]) == 1  # from the one log line, at step 40
     assert common.read_rows(tmp_path / "rows.jsonl")[0]["commit"] == common.COMMIT_AT_START
 
 
 def _shards_with_outliers():
-    """Whether outliers of a sharded model are where those of a whole one are."""
+    """Whether outliers of a sharded model are where a whole one has them."""
     torch.manual_seed(0)
     whole = nn.Sequential(GatedMLP(6, 10, Activation("silu", is_gated=True), bias=False))
     sharded = copy.deepcopy(whole)

@@ -245,7 +245,7 @@ def test_fine_tuning_with_another_tokenizer_is_refused_though_the_sizes_fit(data
     assert first[0] == same[0] == overridden[0] == 0, (first, same, overridden)
     assert [code for code, _, _ in refused] == [2, 2]
     for _, _, err in refused:
-        assert err.startswith("error: the tokenizer is not that of ") and "or with --finetune --override-data" in err
+        assert err.startswith("error: this is not the tokenizer of ") and "or with --finetune --override-data" in err
     assert "note: fine-tuning changes the run: seed 1234 there, 5 here; lr 0.003 there, 0.0001 here\n" in same[1]
 
 
@@ -313,7 +313,7 @@ DAMAGE = {  # test_hostile.py has more, without the program
 def test_damage_is_reported_by_file_and_the_newest_good_one_is_used(data, checkpoint, tmp_path):
     cases = []
     for number, (change, _) in enumerate(DAMAGE.values()):
-        copy = shutil.copytree(checkpoint, tmp_path / str(number))  # a good one of iteration 3 before that of 4
+        copy = shutil.copytree(checkpoint, tmp_path / str(number))  # a good iteration 3 before 4's
         change(copy / "iter_0000004")
         load = f"--load {copy} --train-iters 3 --use-checkpoint-opt_param-scheduler --eval-iters 0"
         cases += [flags(data, SMALL, load), flags(data, SMALL, load, "--load-latest-good")]

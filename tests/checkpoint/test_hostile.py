@@ -228,7 +228,7 @@ def test_shards_that_do_not_make_up_a_tensor_are_refused(tmp_path, change, expec
     assert "index.json is damaged" in problem and expected in problem
 
 
-# What is no regular file
+# Not a regular file
 
 SPECIAL = {
     "a pipe": os.mkfifo,
@@ -309,7 +309,7 @@ FOREIGN = {
     "torch.distributed.checkpoint": ".metadata __0_0.distcp",
     "a Hugging Face model": "config.json model.safetensors",
 }
-ELSEWHERE = ("torch.distributed.checkpoint", "a Hugging Face model")  # what is not imported as Megatron's
+ELSEWHERE = ("torch.distributed.checkpoint", "a Hugging Face model")  # these are not imported as Megatron's
 
 
 @pytest.mark.parametrize("whose", FOREIGN)

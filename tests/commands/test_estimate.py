@@ -315,7 +315,7 @@ def test_offloaded_activations_are_those_that_a_forward_pass_copies(words, toler
     assert needs.largest.host[OFFLOADED] == pytest.approx(in_host, rel=tolerance)
     gone = everything.largest.working["activations"] - needs.largest.working["activations"]
     assert gone == needs.largest.host[OFFLOADED] and kept - left == pytest.approx(gone, rel=tolerance)
-    # Of all five layers two are there at a time, beside what is computed again.
+    # Two of the five layers are there at a time, beside recomputed tensors.
     all_of_them = needs_and_kept(f"{words} --cpu-offloading-num-layers 5")[0].largest
     more = needs_and_kept(f"{words} --cpu-offloading-num-layers 4")[0].largest
     assert all_of_them.host[OFFLOADED] == pytest.approx(2.5 * needs.largest.host[OFFLOADED], abs=2)
@@ -334,7 +334,7 @@ def test_offloaded_activations_are_those_that_a_forward_pass_copies(words, toler
 def test_activations_that_recomputing_leaves_are_those_of_a_forward_pass(words):
     planned, kept = planned_and_kept(words)
     least = f"{words.partition('--recompute')[0]} {RECOMPUTED}"
-    least_planned, least_kept = planned_and_kept(least)  # what is not of blocks is the same in both
+    least_planned, least_kept = planned_and_kept(least)  # the rest, outside of blocks, is the same in both
     assert planned - least_planned == pytest.approx(kept - least_kept, rel=0.1)
 
 
@@ -352,7 +352,7 @@ def test_activations_that_recomputing_leaves_are_those_of_a_forward_pass(words):
 def test_activations_that_recomputed_modules_leave(model, modules):
     everything, kept = planned_and_kept(model)
     planned, left = planned_and_kept(f"{model} --recompute-granularity selective --recompute-modules {modules}")
-    # Of 5 layers one has it again in the backward pass. 12 bytes a token: the sums of scores, of 3 heads in fp32.
+    # One of 5 layers has it again in the backward pass. 12 bytes a token: sums of scores of 3 heads in fp32.
     assert everything - planned == pytest.approx(4 / 5 * (kept - left), rel=0.04, abs=4 * 2 * 64 * 12)
 
 
@@ -365,7 +365,7 @@ def test_attention_over_context_parallel_ranks_by_hand():
     words += " --micro-batch-size 1 --train-iters 1 --mock-data --vocab-size 32000"
     working = estimate.run(estimate.parse_arguments(words.split())).needs.largest.working
     assert "masks of attention" not in working  # kernels on GPUs take offsets of documents
-    # Of 31 blocks everything, of one its input, and everything again while that one is recomputed.
+    # 31 blocks keep everything, one keeps its input, and everything again while it is recomputed.
     of_others, own = 7 * 2 * 1024 * 2, 2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 4 * 14336)
     assert working["activations"] == 131072 // 8 * (32 * (own + of_others) + 2 * 4096)
     assert 32 * 131072 // 8 * of_others == pytest.approx(15.03e9, rel=1e-3)

@@ -38,6 +38,6 @@ def test_mistakes_are_named(words, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["inspect_dataset.py", *map(str, words)])
     try:
         assert main() == 2
-    except SystemExit as exit_:  # of argparse
+    except SystemExit as exit_:  # argparse raises it
         assert exit_.code == 2
     assert message in capsys.readouterr().err

@@ -31,7 +31,7 @@ def command(folder, *arguments):
 
 
 def preprocess(folder, lines, *arguments, status=0):
-    """Runs the tool on ``lines``, or on those of the last time; returns the process."""
+    """Run the tool on ``lines``, or on the last call's; return the process."""
     if lines is not None:
         (folder / "in.jsonl").write_text("\n".join(lines) + "\n")
     return run(*command(folder, *arguments), status=status)

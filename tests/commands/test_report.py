@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import io
 import re
+import shlex
 import time
 from pathlib import Path
 
@@ -123,7 +124,7 @@ def test_numbers_on_axes_keep_their_digits():
     drawing = report._plot("training loss", "iteration", {"run": [(0.0, 7.6052), (1.0, 7.6091)]}, {"run": "C0"})
     labels = re.findall(r">(7\.\d+)</text>", drawing)
     assert len({*labels}) == len(labels) >= 4 and all(7.604 <= float(label) <= 7.61 for label in labels)
-    assert not re.search(r' d="[^"]*\d\.\d\d', drawing)  # of lines, tenths of a point are enough
+    assert not re.search(r' d="[^"]*\d\.\d\d', drawing)  # lines need tenths of a point at most
 
 
 def test_tensorboard_has_the_dashboard(trained):
@@ -181,9 +182,12 @@ TRAINED = "--train-iters 10 --lr 1e-3 --mock-data --vocab-size 1000 --global-bat
 def test_predictions_beside_measurements(tmp_path, capsys):
     """The prediction is the one that tools/plan.py ranks; what was measured is computed here by hand."""
     pytest.importorskip("matplotlib")
-    settings = {"seq_length": 2048, "architecture": "gpt", "padded_vocab_size": 1024, "world_size": 4}
-    settings["command"] = f"pretrain_gpt.py {SHAPE} {TRAINED} --zero-quantized-weights --zeropp-ranks-per-node 2"
-    writers = MetricWriters(RunStart(LoggingSettings(), str(tmp_path / "run"), settings), is_writer=True)
+    program = {"architecture": "gpt", "padded_vocab_size": 1024, "world_size": 4}
+    argv = f"{SHAPE} {TRAINED} --zero-quantized-weights --zeropp-ranks-per-node 2".split()
+    program["command"] = shlex.join(["pretrain_gpt.py", *argv])
+    settings = parse_settings(GPT, argv, 4, note=lambda text: None).as_flat_dict()
+    start = RunStart(LoggingSettings(), str(tmp_path / "run"), settings, program=program)
+    writers = MetricWriters(start, is_writer=True)
     for step, seconds in enumerate((9.0, 0.4, 0.6, 0.5), start=1):
         waited = {f"comm/seconds-waited-{link}-nodes": seconds / n for link, n in (("between", 2), ("within", 10))}
         writers.write(
@@ -196,7 +200,7 @@ def test_predictions_beside_measurements(tmp_path, capsys):
     predicted, measured = zip(*(map(float, cell.split(", ")) for cell in cells.values()), strict=True)
     assert measured == (500, 250, 50, 200)
     only_data = ["--tensor-model-parallel-size", "1"]
-    plan = make_plan(GPT, [*settings["command"].split()[1:], *only_data], 1024, CLUSTER)
+    plan = make_plan(GPT, [*argv, *only_data], 1024, CLUSTER)
     (time,) = {outcome.prediction.time.seconds: outcome.prediction.time for outcome in plan.outcomes}.values()
     rest = time.compute + time.compression + time.optimizer
     expected = (time.seconds, time.exposed_between, time.exposed_within, rest)

@@ -39,7 +39,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def preprocess(tmp_path, tokenizer, capsys):
-    """Run the tool with --chat on lines, or on those of the last time; its exit code and stderr.
+    """Run the tool with --chat on lines, or on the last call's; return its exit code and stderr.
 
     The output's prefix is tmp_path / "out".
     """

@@ -50,7 +50,7 @@ def test_a_build_that_fails_leaves_no_entry(tmp_path):
 
 
 def test_workers_that_are_not_forked_map_the_arrays_again(tmp_path):
-    """Those of Python 3.14 get their data set pickled."""
+    """Python 3.14's get their data set pickled."""
     for _ in range(2):  # built, loaded
         mapped = load(tmp_path, lambda advance: {"a": np.arange(10_000)})["a"]
         pickled = pickle.dumps(mapped)

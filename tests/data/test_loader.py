@@ -144,7 +144,7 @@ def test_a_file_that_is_cut_is_named_in_one_line(tmp_path, num_workers):
 
 
 def test_running_out_of_samples_is_an_error(dataset):
-    batches = loader_of(dataset, consumed_samples=250)  # of 257
+    batches = loader_of(dataset, consumed_samples=250)  # 257 in all
     assert len(list(islice(batches, 3))) == 3
     with pytest.raises(ValueError, match="out of data: the dataset has 257 samples"):
         next(batches)

@@ -1,4 +1,4 @@
-"""A job goes on wherever it was killed, and its output is that of an undisturbed one."""
+"""A job goes on wherever it was killed, and its output equals an undisturbed job's."""
 
 import contextlib
 import dataclasses

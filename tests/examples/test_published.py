@@ -219,7 +219,7 @@ def test_laptop_scale_trains_and_sends_what_its_flags_say(name, variant, folder)
         zero3 = sum(plan(as_zero3, 2, 2, "A100", 512).needs.sent_between_nodes.values()) / 1e6
         assert sent < 0.8 * zero3
     if name == "zeropp/finetune":
-        assert losses[1] < 5.9  # of ln(512) = 6.24: it does not begin from scratch
+        assert losses[1] < 5.9  # below ln(512) = 6.24: it does not begin from scratch
 
 
 def test_a_base_that_was_stopped_is_not_fine_tuned(folder, put, tmp_path):

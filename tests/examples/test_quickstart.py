@@ -7,6 +7,7 @@ import pytest
 
 from examples.quickstart import summary
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
+from megatron_zpp.metrics.history import RunHistory
 from megatron_zpp.metrics.writers import MetricWriters, RunStart
 from megatron_zpp.settings.groups import LoggingSettings
 
@@ -49,6 +50,17 @@ def test_only_runs_that_have_learned_and_are_long_are_compared(tmp_path):
     assert "(+1.8 %)" not in untrained and "losses are not compared" in untrained and "speeds" not in untrained
     assert re.search(r"tokens per second +8,000 +8,000$", short, re.MULTILINE) and "speeds are not compared" in short
     assert "losses are" not in short
+
+
+@pytest.mark.parametrize("nothing", [0.0, math.nan])
+def test_runs_that_send_nothing_between_or_within_nodes_are_compared(nothing):
+    def run(nbytes: float) -> RunHistory:
+        metrics = {key: {100: nbytes} for key in (summary.BETWEEN, summary.WITHIN)}
+        return RunHistory("run", metrics={"lm loss": {100: 4.0}, **metrics}, samples={100: 100})
+
+    for runs in ({"a": run(8e6), "b": run(nothing)}, {"a": run(nothing), "b": run(8e6)}):
+        between = summary.table(runs, entropy=5.0).splitlines()[3]
+        assert between.startswith("MB between nodes per step") and "x less" not in between
 
 
 def test_quickstart_shows_loss_and_traffic_of_both_runs(quickstart):

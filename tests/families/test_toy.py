@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_zpp.commands import estimate, generate_text, inspect_checkpoint
+from megatron_zpp.commands import estimate, generate_text, inspect_checkpoint, suggest_settings
 from megatron_zpp.commands.convert import export_hf, import_hf
 from megatron_zpp.families import load_architecture
 from tests.arguments.parsing import SMALL, mistakes, parse, refusal
@@ -109,7 +109,7 @@ def test_it_is_estimated():
 def test_it_is_exported_imported_and_sampled(trained, tmp_path):
     run = trained[0] / "run"
     architecture = ("--architecture", GIVEN)
-    # The tool itself compares the logits with those of transformers' GPT-NeoX.
+    # The tool itself compares the logits with transformers' GPT-NeoX.
     code, out, err = call(export_hf, "--load", run, "--output", tmp_path / "hf", *architecture)
     assert code == 0 and "GPTNeoXForCausalLM" in out, err
     code, out, err = call(import_hf, "--input", tmp_path / "hf", "--save", tmp_path / "imported", *architecture)
@@ -130,6 +130,13 @@ def test_it_is_exported_imported_and_sampled(trained, tmp_path):
     assert code == 2 and "hidden_act is relu, supported: gelu\n" in err
     code, _, err = call(export_hf, "--load", run, "--output", tmp_path / "again", "--architecture", BARE_GIVEN)
     assert code == 2 and "the architecture toy has no mapping to a model of Hugging Face transformers" in err
+
+
+@pytest.mark.long
+def test_its_settings_are_suggested_by_training_it(trained):
+    argv = flags(f"{trained[0]}/text", "--local-ranks 4 --local-nodes 2", length="--train-iters 2")
+    log = suggest_settings.train(GIVEN, argv)
+    assert len(log.lines) == 2 and all(line["square loss"] > 0 for line in log.lines)
 
 
 @pytest.mark.parametrize(

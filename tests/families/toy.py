@@ -22,7 +22,7 @@ from megatron_zpp.models.transformer import ModelOutput, Transformer
 from megatron_zpp.settings.checks import require
 from megatron_zpp.settings.groups import ModelSettings
 
-COEFFICIENT = 0.1  # of the auxiliary loss
+COEFFICIENT = 0.1  # weight of the auxiliary loss
 
 
 @dataclass(frozen=True)
@@ -158,4 +158,4 @@ TOY = Architecture(
     huggingface=(HuggingFaceMapping("gpt_neox", to_hf_config, from_hf_config, weights),),
     flags=flags,
 )  # fmt: skip
-BARE = dataclasses.replace(TOY, activations=None, huggingface=())  # what is optional left out
+BARE = dataclasses.replace(TOY, activations=None, huggingface=())  # without its optional parts

@@ -91,7 +91,7 @@ def test_the_program_resumes(data, tmp_path):
     """pretrain_gpt.py --local-ranks 4: what it saves and loads on the device continues as if it had not stopped."""
 
     def losses(*more):
-        local = ("--local-ranks", "4", "--local-nodes", "2")  # of one GPU; or each has its own
+        local = ("--local-ranks", "4", "--local-nodes", "2")  # they share one GPU, or each has its own
         out, _ = ended(torchrun(0, [*flags(data, RECIPES["moved codes"]), *local, *more]))
         return [float(loss) for loss in re.findall(r"lm loss: (\S+)", out)]
 

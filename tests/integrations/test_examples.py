@@ -45,7 +45,7 @@ def assert_same(whole, resumed) -> None:
         assert whole.dtype == resumed.dtype and torch.equal(whole, resumed)
 
 
-# Of each: the program, the folder of its last checkpoint, the parts of this, and words that resume from the middle one.
+# Per example: the program, its last checkpoint's folder, that folder's parts, and words that resume the middle one.
 PROGRAMS = {
     "huggingface_trainer": (
         f"checkpoint-{STEPS}",
@@ -111,7 +111,7 @@ def test_policy_and_reference_of_dpo_round_alike_and_the_reference_crosses_nodes
 def test_rollouts_and_further_iterations_of_grpo_gather_nothing(tmp_path):
     steps = steps_of(tmp_path, "grpo", "--steps", "8")
     assert len({(between, within) for _, (between, within) in steps}) == 1  # those with rollouts, and those without
-    assert steps[0][1][1] < 2.2  # the weights' codes once, and those of the gradients
+    assert steps[0][1][1] < 2.2  # the weights' codes once, and the gradients'
 
 
 CASES = [

@@ -44,7 +44,7 @@ def losses(recipe: str, gathers_float8: bool, zeropp: str | None) -> list[float]
 
 
 def test_float8_recipes():
-    """Products in float8 of weights that were sent in 8 bits train like those of bf16 weights; float8 gathers do not:
+    """Products in float8 of weights that were sent in 8 bits train like bf16 weights'; float8 gathers do not:
 
     they are codes whose scale is elsewhere, which ZeRO++ would take for the weights themselves.
     """

@@ -109,7 +109,7 @@ def train(
     size = dist.get_world_size() // num_islands
     mesh = init_device_mesh("cpu", (num_islands, size), mesh_dim_names=("island", "shard"))
     model, zeropp = build_model(), None
-    if mesh.get_local_rank("island") > 0:  # islands start alike all the same
+    if mesh.get_local_rank("island") > 0:  # islands start equal all the same
         nn.init.zeros_(model[0].weight)
     if sharded:
         for layer in (*model[::2], model):

@@ -3,22 +3,32 @@
 import dataclasses
 import json
 import math
+import multiprocessing
+import os
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from megatron_zpp import files
 from megatron_zpp.metrics.history import METRICS, read_run
-from megatron_zpp.metrics.writers import MetricWriters, RunStart, training_metrics, validation_metrics
+from megatron_zpp.metrics.writers import MetricWriters, RunStart, _kept, jsonl, training_metrics, validation_metrics
+from megatron_zpp.parallel.distributed import FailedTogether, errors_on_all_ranks
 from megatron_zpp.settings.groups import LoggingSettings
+from tests.conftest import fill
 from tests.metrics.test_logging import REPORT
+from tests.ranks import run_ranks
+
+HELD = []  # by another process, until it ends
 
 
 def start(folder: Path, iteration: int | None = 0, lr: float = 1.0, **logging: str) -> RunStart:
     """A start that resumes from ``iteration`` of the run in ``folder``."""
     settings = {"seq_length": 32, "lr": lr, "load": str(folder) if iteration else None, "zero_stage": 3}
-    goes_on, program = bool(iteration), {"architecture": "gpt"}
+    settings |= {"padded_vocab_size": None}  # the program finds it
+    goes_on, program = bool(iteration), {"architecture": "gpt", "padded_vocab_size": 64}
     return RunStart(LoggingSettings(**logging), str(folder), settings, {"lr": lr}, program, iteration, goes_on)
 
 
@@ -53,7 +63,7 @@ def test_each_line_says_what_the_schema_on_the_page_does(tmp_path: Path) -> None
 
 def test_a_run_that_goes_back_shows_its_new_curve(tmp_path: Path) -> None:
     write(start(tmp_path), {1: 9, 2: 8, 3: 7, 4: 6, 6: 5}, {2: 8.5, 4: 6.5})  # the last checkpoint was of 2
-    write(start(tmp_path, 2), {3: 7.5, 4: 6.5})  # of fewer iterations
+    write(start(tmp_path, 2), {3: 7.5, 4: 6.5})  # fewer iterations
     run = read_run("run", tmp_path / METRICS)
     assert run.metrics["lm loss"] == {1: 9, 2: 8, 3: 7.5, 4: 6.5} and run.last("lm loss validation") == 8.5
     assert run.curve("lm loss", "tokens")[-1] == (4 * 2 * 32, 6.5)
@@ -63,6 +73,17 @@ def test_a_run_that_goes_back_shows_its_new_curve(tmp_path: Path) -> None:
     assert run.settings["lr"] == 1.0
     write(start(tmp_path), {1: 3.0})  # another run, in the same folder
     assert losses(tmp_path) == {1: 3.0}
+
+
+def test_a_branch_counts_its_own_bytes_from_where_it_left_the_other_run(tmp_path: Path) -> None:
+    sent = "comm/bytes-between-nodes"
+    for iteration, steps in (1000, (1002, 1004)), (1002, (1004, 1006)):  # --load A --save B, then a resume
+        writers = MetricWriters(start(tmp_path, iteration), is_writer=True)
+        for step in steps:
+            writers.write({"lm loss": 1.0, sent: 10.0}, step, step)
+        writers.close()
+    run = read_run("run", tmp_path / METRICS)
+    assert run.sum_so_far(sent) == {1002: 20, 1004: 40, 1006: 60} and run.mean(sent) == 10
 
 
 def test_the_line_that_a_kill_cut_off_costs_no_other_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,11 +108,57 @@ def test_time_stands_still_between_a_stop_and_a_resume(tmp_path: Path) -> None:
     assert run.curve("lm loss", "time") == [(0, 9), (2, 8), (4, 7), (4, 6), (6, 5), (8, 4)]
 
 
-def test_a_file_of_another_schema_or_program_is_refused(tmp_path: Path) -> None:
-    for line in ('{"schema": 2, "iteration": 0}', "[1]", '{"loss": 1}'):
-        (tmp_path / METRICS).write_text(line + "\n")
+def hold(folder: Path) -> None:
+    HELD.append(MetricWriters(start(folder), is_writer=True))
+
+
+def refusal(folder: Path) -> str:
+    jsonl.PATIENCE_SECONDS = 0.0
+    with pytest.raises(FailedTogether) as refused, errors_on_all_ranks():
+        MetricWriters(start(folder), is_writer=dist.get_rank() == 1)
+    return str(refused.value)
+
+
+def test_a_second_run_in_a_folder_stops_on_all_ranks(tmp_path: Path) -> None:
+    with multiprocessing.get_context("fork").Pool(1) as another:  # locks belong to processes
+        another.apply(hold, (tmp_path,))
+        for text in run_ranks(2, refusal, tmp_path):
+            assert f"another run writes {tmp_path / METRICS}: give --metrics-dir another folder" in text
+    write(start(tmp_path), {1: 9.0})
+
+
+def test_two_runs_in_a_folder_without_locks_keep_each_others_lines(tmp_path: Path) -> None:
+    writers = [MetricWriters(start(tmp_path), is_writer=True) for _ in range(2)]
+    for iteration in range(1, 4):
+        for writer in writers:
+            writer.write({"lm loss": 1.0}, iteration, 2 * iteration)
+    for writer in writers:
+        writer.close()
+    lines = map(json.loads, (tmp_path / METRICS).read_text().splitlines())
+    assert [line["iteration"] for line in lines] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_start_that_a_full_disk_refused_is_not_written_behind_its_points(small_disk: Path) -> None:
+    """A reader dropped the points before it."""
+    filler = fill(small_disk)
+    MetricWriters(start(small_disk), is_writer=True)
+    filler.unlink()
+    disk = small_disk.stat().st_dev
+    assert not [file for file in files._LOCKED if not file.closed and os.fstat(file.fileno()).st_dev == disk]
+    assert (small_disk / METRICS).stat().st_size == 0
+
+
+def test_a_file_of_another_schema_or_program_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begun, point = '{"schema": 1, "iteration": 0, "settings": {}, "program": {}}\n', '{"iteration": 1, "lm loss": 1.0'
+    for lines in (
+        *('{"schema": 2, "iteration": 0}', "[1]", '{"loss": 1}', '{"schema": 1, "iteration": 0, "settings": {}}'),
+        *(f'{begun}{point}, "samples": 1}}', f'{begun}{point}, "time": 1}}', f'{point}, "samples": 1, "time": 1}}'),
+    ):
+        (tmp_path / METRICS).write_text(lines + "\n")
         with pytest.raises(ValueError, match="is not of schema 1"):
             losses(tmp_path)
+        assert _kept(start(tmp_path, 1)) is None  # and training goes on
+        assert "wandb and MLflow go on with the run before" in capsys.readouterr().err
 
 
 def test_tensorboard_receives_megatrons_keys(tmp_path: Path) -> None:
@@ -167,7 +234,8 @@ def test_wandb_shows_the_new_curve_of_a_run_that_goes_back_with_other_settings(t
     for of_run in records:
         (run,) = [record.run for record in of_run if record.WhichOneof("record_type") == "run"]
         assert (run.run_group, run.job_type, list(run.tags)) == ("mine", "train", ["gpt", "ZeRO-3"])
-        assert {item.key for item in run.config.update} - {"_wandb"} == {"lr", "architecture"}  # what was changed
+        shown = {item.key for item in run.config.update} - {"_wandb"}
+        assert shown == {"lr", "architecture", "padded_vocab_size"}  # the changed settings, and the program
         assert [m.metric.step_metric for m in of_run if m.metric.glob_name == "lm loss*"] == ["tokens"]
 
 

@@ -27,7 +27,7 @@ from tests.zeropp.training_on_ranks import Net
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
-    """Return those of three micro-batches: two forward passes first, as in a pipeline, and one backward pass twice."""
+    """Return gradients of 3 micro-batches: two forward passes first, as in a pipeline, and one backward pass twice."""
     torch.manual_seed(3)  # dropout
     tokens, labels = batch()
     first, second = (model(tokens, labels).mean() for _ in range(2))

@@ -57,7 +57,7 @@ def one_by_one(model, prompt: list[int], steps: int) -> tuple[list[int], torch.T
 
 
 def write(model, prompts, steps, *, ends=(), vocab_size=VOCAB, drawing=None, **how) -> list[list[int]]:
-    """What is written behind each prompt."""
+    """Return the text after each prompt."""
     drawing = drawing or Drawing(temperature=0)
     texts: list[list[int]] = [[] for _ in prompts]
     written = generate(
@@ -76,7 +76,7 @@ def test_texts_are_those_of_whole_passes(kind, cached):
     if kind == "experts":  # a text must not depend on how many tokens stand beside its own
         for layer in whole.layers:
             layer.mlp.config = dataclasses.replace(EXPERTS, expert_capacity_factor=None)
-    expected = [one_by_one(whole, prompt, 40) for prompt in PROMPTS]  # beyond the context, and anew twice
+    expected = [one_by_one(whole, prompt, 40) for prompt in PROMPTS]  # beyond the context, and again twice
     model, seen = make(kind), []
     model.register_forward_hook(lambda module, inputs, logits: seen.append(logits[:, -1]))
     assert write(model, PROMPTS, 40, cached=cached) == [text for text, _ in expected]
@@ -131,7 +131,7 @@ def test_ids_are_drawn_from_the_likeliest():
         assert drawn(shares, **how) == {1: 4 / 7, 3: 3 / 7}
     assert drawn(shares, top_p=0.75) == {1: 4 / 9, 3: 3 / 9, 2: 2 / 9}
     assert drawn(shares, temperature=0.5) == {0: 1 / 30, 1: 16 / 30, 2: 4 / 30, 3: 9 / 30}
-    # Of the two likeliest the first has 4/7: top-p counts what top-k left.
+    # The first of the two likeliest has 4/7: top-p counts what top-k left.
     assert drawn(shares, top_k=2, top_p=0.55) == {1: 1}
 
 

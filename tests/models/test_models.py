@@ -66,7 +66,7 @@ def test_loss_is_the_cross_entropy_of_the_logits(config):
 def test_dropout_falls_on_the_embeddings_and_on_both_sublayers_of_every_block(config):
     share = 0.25
     model = build(dataclasses.replace(config, hidden_dropout=share)).double()
-    inputs, outputs = {}, {}  # of modules, by name
+    inputs, outputs = {}, {}  # by the modules' names
 
     def keep(name):
         def hook(module, args, output):

@@ -160,7 +160,7 @@ def test_the_balancing_loss_over_all_layers_is_that_of_transformers():
     """Value and gradient; theirs counts each of a token's choices whole, ours as a share."""
     modeling = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
     layer = moe_of(aux_loss_coeff=0.5, load_balancing="all_layers_aux_loss")
-    inputs = [tokens_of(seed) for seed in (0, 1, 2)]  # of three layers with the same weights
+    inputs = [tokens_of(seed) for seed in (0, 1, 2)]  # three layers with the same weights
     routed = [layer(x)[1] for x in inputs]
     ours = auxiliary_losses(routed, layer.config)["load balancing loss"]
     logits = tuple(F.linear(x.flatten(0, 1), layer.router.weight) for x in inputs)

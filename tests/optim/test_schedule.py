@@ -120,7 +120,7 @@ CONSTANT = OptimizerSettings(lr=1.0, min_lr=0.2, weight_decay=0.1)
         ({"lr_decay_style": "constant", "lr_warmup_iters": 10}, {}, None),
         ({"lr_decay_style": "linear", "lr_decay_iters": 100}, {}, None),
         ({"lr_decay_style": "linear", "lr_decay_iters": 100}, {"lr_wsd_decay_style": "cosine"}, None),
-        ({"lr_decay_style": "constant"}, {"lr_warmup_init": 0.5}, None),  # of no warm-up
+        ({"lr_decay_style": "constant"}, {"lr_warmup_init": 0.5}, None),  # without a warm-up
         ({"lr_decay_style": "linear"}, {}, "decay_samples 1000 in"),
         ({"lr_decay_style": "constant"}, {"lr_decay_style": "cosine"}, "decay_style constant in"),
         ({"lr_decay_style": "constant", "lr_warmup_fraction": 0.1}, {}, "warmup_samples 100.0 in"),

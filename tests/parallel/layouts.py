@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from tests.ranks import run_ranks
 from tests.training.small_run import Metrics, flags, start, train_quietly
 
-TIMEOUT = 600.0  # of one call with several runs of several ranks
+TIMEOUT = 600.0  # per call with several runs of several ranks
 # Adam's eps: a key's bias has no gradient but rounding errors, which Adam would blow up to whole steps.
 EPS = "--adam-eps 1e-5"
 COMPARED = ("lm loss", "lm loss validation", "grad-norm", "params-norm")
@@ -89,7 +89,7 @@ def assert_trains_as_one_rank(
     also: tuple[str, ...] = (),
     tolerance: float = 1e-5,
 ) -> dict[str, Result]:
-    """Compare runs in ``layouts``, flags by number of ranks and name, with those of one rank, which are returned.
+    """Compare runs in ``layouts``, flags by number of ranks and name, with one rank's, which are returned.
 
     changing: flags that one rank has too if a layout has them; each changes the losses. also: more metrics to compare.
     """

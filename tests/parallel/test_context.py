@@ -22,7 +22,7 @@ from tests.models.test_documents import varlen_by_formula
 from tests.ranks import run_in_turn, run_ranks
 from tests.training.small_run import flags, start
 
-CU_SEQLENS = torch.tensor([0, 5, 6, 16, 32, 33, 41, 48], dtype=torch.int32)  # of 3 rows of 16
+CU_SEQLENS = torch.tensor([0, 5, 6, 16, 32, 33, 41, 48], dtype=torch.int32)  # 3 rows of 16 tokens
 
 
 # Attention alone

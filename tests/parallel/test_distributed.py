@@ -76,7 +76,7 @@ Call = tuple[tuple[int, ...], bool]  # the members, and whether they alone make 
 
 
 def _calls(argv: list[str], architecture: str, is_bound: bool) -> list[Call]:
-    """Those of a run that is built. is_bound: whether the default group has a device, as a program's own may."""
+    """Return groups that a run makes. is_bound: whether the default group has a device, as a program's own may."""
     calls: list[Call] = []
     new_group = distributed_c10d.new_group
 
@@ -149,7 +149,7 @@ def test_the_check_finds_a_group_that_only_some_of_its_members_make():
 
 @pytest.mark.parametrize("device, ids", [("cuda:3", [3]), ("cpu", None)])
 def test_a_barrier_is_told_the_device(monkeypatch, device, ids):
-    """NCCL would take the rank's number for that of its GPU, which it is not on nodes with fewer ranks than GPUs."""
+    """NCCL would take the rank's number for its GPU's, which it is not on nodes with fewer ranks than GPUs."""
     given = []
     monkeypatch.setattr(dist, "barrier", lambda device_ids=None: given.append(device_ids))
     distributed.wait_for_all_ranks(torch.device(device))

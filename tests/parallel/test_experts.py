@@ -158,7 +158,7 @@ def test_tokens_are_counted_and_may_be_sent_in_few_bits(data):
     pattern = r"tokens sent between nodes per step \(MB\): ([\d.]+)"
     sent = {name: [float(megabytes) for megabytes in re.findall(pattern, result[2])] for name, result in ran.items()}
     hidden, layers, tokens = 32, 4, 8 * 32
-    rows = layers * tokens * 4 // 2  # of a step: half of a token's choices are of the other rank
+    rows = layers * tokens * 4 // 2  # per step: half of a token's experts are on the other rank
     row_bytes = {"fp32": 4 * hidden, "int8": 48, "int4": 32}  # codes and a scale, up to a multiple of 16
     for name, size in row_bytes.items():
         assert sent[name] == pytest.approx([4 * rows * size / 1e6] * 4, abs=0.0006), name

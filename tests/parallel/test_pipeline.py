@@ -51,9 +51,10 @@ def test_weights_and_gradients_cross_nodes_once_per_step(data):
     """Four micro-batches on pp 2 * dp 4 against two on dp 4, both on two nodes."""
     common = f"--num-layers 4 --global-batch-size 16 --eval-iters 0 --lr 1e-3 {NO_DROPOUT} {TWO_NODES}"
     runs = {"plain": "", "all flags": ALL_FLAGS, "zero-bubble": f"{ALL_FLAGS} --pipeline-schedule zero-bubble"}
+    runs["hpZ alone"] = "--zero-hpz-partition-size 2"
     argvs = {name: ("llama", flags(data, common, PP2, more, length="--train-iters 6")) for name, more in runs.items()}
     results = {name: metrics for name, (metrics, _, _) in results_on(8, argvs).items()}
-    del runs["zero-bubble"]
+    del runs["zero-bubble"], runs["hpZ alone"]
     argvs = {name: ("llama", flags(data, common, more, length="--train-iters 6")) for name, more in runs.items()}
     expected = {name: metrics for name, (metrics, _, _) in results_on(4, argvs).items()}
 
@@ -69,13 +70,14 @@ def test_weights_and_gradients_cross_nodes_once_per_step(data):
     sent = [of["all flags"]["comm/bytes-within-nodes"][-1] - hidden * (of is results) for of in (results, expected)]
     assert sent[0] == sent[1]
     assert results["plain"]["lm loss"] == pytest.approx(expected["plain"]["lm loss"], rel=1e-5)
+    assert results["hpZ alone"]["lm loss"] == pytest.approx(results["plain"]["lm loss"], rel=1e-6)
 
 
 # Faults
 
 
 def _train_with_nan(argv: list[str]) -> tuple[str, int]:
-    """What was printed, and the skipped steps; a layer of the second stage spoils the second step."""
+    """Return the output, and the skipped steps; a layer of the second stage spoils the second step."""
     calls = []
 
     def hook(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:

@@ -55,7 +55,7 @@ def train_and_look(argv: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("more", ["", pytest.param("--sequence-parallel", marks=pytest.mark.long)])
 def test_dropout_and_parameters_that_all_ranks_hold(data, more):
-    """tp 2 x dp 2, dropout of 0.1 everywhere: what the two ranks of a group have alike, and what not."""
+    """tp 2 x dp 2, dropout of 0.1 everywhere: what the two ranks of a group share, and what not."""
     few = flags(
         data, f"--tensor-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 4 --eval-iters 0 {more}"
     )

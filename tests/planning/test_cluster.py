@@ -79,7 +79,7 @@ def test_seconds_of_collectives():
     # Groups of equal local ranks share the node's link: eight times 3 pieces.
     between = Exchange(RankGroup(4, 1), 10**6)
     assert cluster.exchange_seconds(between) == pytest.approx(8 * 3e6 / 10e9 + 3e-5)
-    # What is sent straight waits for one hop.
+    # A straight send waits for one hop.
     straight = dataclasses.replace(between, is_straight=True)
     assert cluster.exchange_seconds(straight) == pytest.approx(8 * 3e6 / 10e9 + 1e-5)
     # Each of a node's 8 ranks sends a piece to the 24 ranks of the others, 192 in all through the node's link.

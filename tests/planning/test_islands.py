@@ -40,7 +40,7 @@ def test_seconds_of_collectives_between_sites(sites, is_straight, per_node):
     cluster = dataclasses.replace(SITES, nodes=8, sites=sites, site_gbits=1e-3, site_microseconds=0.0)
     nbytes = 1000
     leaving = [0] * sites
-    for _ in range(8 // per_node):  # groups, all alike
+    for _ in range(8 // per_node):  # equal groups
         homes = [node // (cluster.nodes // sites) for node in range(cluster.nodes) for _ in range(per_node)]
         for i, home in enumerate(homes):
             if is_straight:
@@ -63,7 +63,7 @@ def test_a_step_of_islands_waits_for_the_slow_link_at_synchronizations_alone():
         assert getattr(slow.time, part) == getattr(fast.time, part) == pytest.approx(getattr(inside.time, part)), part
     latency = 2 * SITES.site_microseconds * 1e-6 / 50
     assert slow.time.exposed_islands - latency == pytest.approx(10 * (fast.time.exposed_islands - latency))
-    # Of one site in one step, a mean over the interval.
+    # One site's bytes in one step, a mean over the interval.
     of_site = slow.needs.sent_between_islands / 2
     assert slow.time.exposed_islands == pytest.approx(of_site * 8e-9 / SITES.site_gbits + latency, rel=1e-6)
     assert predicted("").time.seconds > 3 * slow.time.seconds

@@ -70,7 +70,7 @@ def test_ranks_return_the_same():
     assert all(other == (cluster, []) for other in others)
     assert (cluster.nodes, cluster.gpus_per_node) == (2, 2)
     assert cluster.ring_passes == 2  # gloo
-    assert max(cluster.efficiency, cluster.attention_efficiency) == 1  # of the faster one, as a CPU's peak is unknown
+    assert max(cluster.efficiency, cluster.attention_efficiency) == 1  # the faster one's, as a CPU's peak is unknown
     assert len(lines) in (8, 9) and lines[-2].startswith("between matrix products: ")
     assert 0 < cluster.layer_gbytes <= cluster.kernel_gbytes and cluster.step_microseconds > 0
     assert min(cluster.layer_microseconds, cluster.entry_microseconds) >= 0

@@ -17,7 +17,7 @@ from megatron_zpp.planning.search import Outcome, Plan, complete, is_settled, ma
 from megatron_zpp.settings.checks import SettingsError
 from megatron_zpp.zeropp.recipes import RECIPES
 
-MODEL = "--preset llama-8b --num-layers 8 --seq-length 2048"  # of eight layers, for speed
+MODEL = "--preset llama-8b --num-layers 8 --seq-length 2048"  # eight layers, for speed
 VOCABULARY = 32000
 ONE_WIRE = "--zeropp int8 --recompute-granularity full"  # where the others would show the same
 ONE_LAYOUT = f"--tensor-model-parallel-size 1 {ONE_WIRE}"
@@ -51,8 +51,8 @@ def test_over_slow_links_few_bits_win(slow):
 
 def test_layouts_keep_to_nodes(slow):
     sizes = [outcome.candidate.layout for outcome in slow.outcomes]
-    assert {layout.tensor for layout in sizes} == {1, 2, 4, 8}  # of 8 groups of queries, on nodes of 8
-    assert {layout.pipeline for layout in sizes} == {1, 2, 4}  # of 8 layers, on 4 nodes
+    assert {layout.tensor for layout in sizes} == {1, 2, 4, 8}  # divisors of 8 query groups, on nodes of 8
+    assert {layout.pipeline for layout in sizes} == {1, 2, 4}  # divisors of 8 layers, on 4 nodes
     assert {layout.context for layout in sizes} == {1}  # sequences of 2048
     words = f"{MODEL} --seq-length 32768 --global-batch-size 32 {ONE_WIRE}"
     long = make_plan(LLAMA, words.split(), VOCABULARY, slow.cluster)

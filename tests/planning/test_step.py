@@ -153,7 +153,7 @@ def test_a_pipeline_idles_for_some_micro_batches():
 def test_a_layer_waits_for_tokens_that_are_sent_to_experts(more, again):
     spec = cluster(**LINKS)
     needs = needs_of(f"--num-experts 4 --expert-model-parallel-size 4 {more}", spec)
-    # Of the rows [S * B tokens, each to 2 experts] a quarter goes to each of 4 ranks, half of all to the other node.
+    # A quarter of the rows [S * B tokens, each to 2 experts] goes to each of 4 ranks, half of all to the other node.
     leaving = 2 * (S * B * 2 * H * 2) / 2  # bytes out of a node, of its two ranks in 16 bit
     ((exchange, runs),) = layer_exchanges(needs, LAYERS, has_experts=True)
     assert spec.exchange_seconds(exchange) == pytest.approx(leaving / 1000, rel=1e-4)
@@ -195,11 +195,11 @@ def test_quantizing_touches_its_bytes_and_nothing_else_does():
     spec = cluster(kernel_gbytes=1.0)
     assert step("--zeropp-ranks-per-node 2", spec).compression == 0 < step(LOW_BITS, spec).compression
     unit = needs_of(LOW_BITS, spec).ranks[0].exchanges[0]
-    numel = 12 * H * H / 4  # of the matrices, in a rank's shard; norms are little more
+    numel = 12 * H * H / 4  # matrix elements in a rank's shard; norms are little more
     sent = 2 * numel + numel * (1 + 4 / 256)  # read in 16 bit; int8 and its scales are written
     assert unit.weights_between.encoded == pytest.approx(sent, rel=0.05)
-    assert unit.weights_between.decoded == pytest.approx(2 * unit.weights_between.encoded)  # of both nodes
-    gradients = 2 * 4 * numel + 4 * numel * (1 + 4 / 128)  # of all four ranks, in 16 bit and as int8
+    assert unit.weights_between.decoded == pytest.approx(2 * unit.weights_between.encoded)  # both nodes' shards
+    gradients = 2 * 4 * numel + 4 * numel * (1 + 4 / 128)  # from all four ranks, in 16 bit and as int8
     assert unit.reduce.encoded == pytest.approx(gradients, rel=0.05)
 
 

@@ -77,7 +77,7 @@ def edit_manifest(folder: Path, draw: random.Random, edit: Callable[[dict[str, A
 def change_bytes(folder: Path, draw: random.Random) -> None:
     path = draw.choice(shards_in(folder))
     content = path.read_bytes()
-    begin = draw.choice([0, 8 + int.from_bytes(content[:8], "little")])  # of everything, or of the data alone
+    begin = draw.choice([0, 8 + int.from_bytes(content[:8], "little")])  # the start of everything, or of the data
     flip(path, draw.randrange(begin, len(content)))
 
 

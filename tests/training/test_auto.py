@@ -1,4 +1,4 @@
-"""``--zeropp auto``: what is chosen from predictions, alike on all ranks, and kept on resume."""
+"""``--zeropp auto``: what is chosen from predictions, equally on all ranks, and kept on resume."""
 
 import re
 from dataclasses import replace

@@ -27,7 +27,7 @@ LEFT_OUT = """
 """
 NUMBERS = ("1", "2", "3", "4", "8", "16", "64", "0", "0.1", "0.5", "1e-3")
 TEXTS = ("folder", "1", "2,1,1", "core_attn", "moe", "mlp", "linear_qkv", "256")
-BATCHES = int(os.environ.get("DRY_RUN_BATCHES", "2"))  # of 25 draws in the long tests; 40 take half an hour
+BATCHES = int(os.environ.get("DRY_RUN_BATCHES", "2"))  # batches of 25 draws; 40 batches take half an hour
 Draw = tuple[str, list[str]]  # architecture and command line
 Ended = tuple[int, list[str]]  # status and errors
 

@@ -74,7 +74,7 @@ def test_torchrun_brings_the_job_back_from_its_last_checkpoint(data, tmp_path):
     out, _ = ended(process)
     assert re.search(r"successfully loaded checkpoint \S+ at iteration [369]", out)
     read = "".join(f"iteration {step}/" for step in range(1, 8))  # by ``wait_for_iteration``
-    assert 0 < steps_lost(read + out) <= 6  # of the interval, and of the save that was being written
+    assert 0 < steps_lost(read + out) <= 6  # the interval's steps, and the unfinished save's
     last = re.findall(r"iteration +30/ +30 .* lm loss: (\S+)", out)
     assert last == [f"{expected[-1]:.6E}"]
     assert read_run("run", tmp_path / "log" / METRICS).metrics["lm loss"] == dict(enumerate(expected, start=1))
@@ -175,7 +175,7 @@ def test_a_stuck_collective_is_named(data, tmp_path, capsys, monkeypatch, layout
 
 
 def _train_with_nan(argv: list[str], plant) -> tuple[str, str, int]:
-    """What was printed, the error, and the number of steps; ``plant`` spoils the model or the data of a rank."""
+    """Return the output, the error, and the number of steps; ``plant`` spoils the model or the data of a rank."""
     run, metrics = start(argv)
     plant(run)
     out, error = io.StringIO(), ""
@@ -442,7 +442,7 @@ def test_a_step_whose_loss_spikes_is_skipped_if_asked(tmp_path):
     prefix = str(tmp_path / "spiky")
     generator = torch.Generator().manual_seed(0)
     with IndexedDatasetWriter(prefix, "<u2") as writer:
-        for document in range(60):  # of 4 samples; all alike but a few, which are noise
+        for document in range(60):  # 4 samples each; all equal but a few, which are noise
             tokens = torch.full((128,), 97)
             if document % 15 == 7:
                 tokens = torch.randint(0, 256, (128,), generator=generator)

@@ -111,10 +111,10 @@ def test_beside_other_kinds_of_parallelism(data):
 @pytest.mark.long
 def test_experts_are_divided_within_an_island(data):
     experts = f"--disable-bias-linear --num-experts 4 {NO_DROPOUT} {EPS} --train-iters 6 {ISLANDS}"
-    layouts = {"all alike": "", "divided": "--expert-model-parallel-size 2"}
+    layouts = {"all equal": "", "divided": "--expert-model-parallel-size 2"}
     losses = run_ranks(4, train_each, {name: flags(data, experts, more) for name, more in layouts.items()})[-1]
     for key in ("lm loss", "lm loss validation"):
-        assert losses["divided"][key] == pytest.approx(losses["all alike"][key], rel=1e-5)
+        assert losses["divided"][key] == pytest.approx(losses["all equal"][key], rel=1e-5)
 
 
 def _train_with_a_broken_island(argv: list[str]) -> tuple[list[float], str, bool]:
@@ -151,7 +151,7 @@ def test_no_sample_is_seen_twice(data):
     argv = flags(data, NO_DROPOUT, "--train-iters 1")
     runs = {str(number): [*argv, "--islands", str(number)] for number in (1, 2, 4)}
     losses = _mean_losses(run_ranks(4, train_each, runs))
-    for number in ("2", "4"):  # of the initial weights, on the first batch
+    for number in ("2", "4"):  # the initial weights' loss on the first batch
         assert losses[number] == pytest.approx(losses["1"], rel=1e-6)
 
 

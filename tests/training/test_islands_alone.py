@@ -93,7 +93,7 @@ def test_an_island_skips_its_own_steps_alone(data):
         assert ranks[0].metrics["learning-rate"] == ranks[3].metrics["learning-rate"]
         if not precision:  # with fp16 an overflow is nothing to look into
             counts = [rank.out.count("the step was skipped") for rank in ranks]
-            assert counts == [0, 0, 2, 0]  # of two in a row the first
+            assert counts == [0, 0, 2, 0]  # the first of two in a row
         (_, _, _, last) = ranks
         assert "number of skipped iterations:   2" in last.out  # steps 2 and 3, in the line of step 4
         assert all(math.isfinite(line["lm loss"]) for line in log_lines(last.out))

@@ -60,14 +60,14 @@ def test_a_run_goes_on_where_it_published_and_no_other_one_does(data, tmp_path):
     assert refused[0] == 2 and refused[2].count("\n") == 1
     assert f"error: --publish {weights}: {weights} holds weights of another run, up to version 2: give an" in refused[2]
     reader = WeightReader(weights)
-    assert reader.update() and (reader.version, reader.step) == (5, 5)  # of steps 0, 2; 2, 4, 5
+    assert reader.update() and (reader.version, reader.step) == (5, 5)  # published: steps 0, 2; 2, 4, 5
     assert reader.about["model_config"]["num_layers"] == 2
     described = [json.loads(path.read_text())["about"] != {} for path in sorted(weights.glob("v*.json"))]
     assert described[0] and not all(described)  # what comes after an anchor leaves it to that
 
 
 def _train_while_folder_is_gone(argv: list[str], weights: Path, versions: tuple[int, ...]) -> tuple[str, str, str]:
-    """What was printed, on stdout and stderr, and the error; the folder is gone while ``versions`` are published."""
+    """Return stdout, stderr and the error; the folder is gone while ``versions`` are published."""
     publish, away = Publisher.publish, weights.with_name("away")
     numbers = iter(range(1, 99))
 
@@ -98,7 +98,7 @@ def test_weights_that_cannot_be_written_do_not_end_a_run(data, tmp_path):
         f"--publish {weights} --publish-interval 1 --save-interval 9 --save {tmp_path}/run",
         length="--train-iters 4",
     )
-    ((_, err, error),) = run_ranks(1, _train_while_folder_is_gone, argv, weights, (3, 4))  # of steps 2 and 3
+    ((_, err, error),) = run_ranks(1, _train_while_folder_is_gone, argv, weights, (3, 4))  # versions of steps 2 and 3
     assert error == "" and (tmp_path / "run/iter_0000004").is_dir()
     assert err.count("NOT PUBLISHED") == 2
     file = f"{weights}/v00000003.rank00000.safetensors"

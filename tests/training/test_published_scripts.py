@@ -86,5 +86,5 @@ def test_published_scripts_train_small(data, tmp_path):
     for name, (metrics, _, out) in results_on(4, runs).items():
         losses = metrics["lm loss"]
         assert len(losses) == 2 and all(map(math.isfinite, losses)), name
-        assert losses[0] == pytest.approx(math.log(288), abs=0.5), name  # of the padded vocabulary
+        assert losses[0] == pytest.approx(math.log(288), abs=0.5), name  # ln of the padded vocabulary
         assert "lm loss value" in out, name

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: loss and gradients of packed chats on several ranks are those of each chat alone."""
+"""Supervised fine-tuning: loss and gradients of packed chats on several ranks equal each chat's alone."""
 
 import numpy as np
 import pytest

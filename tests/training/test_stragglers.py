@@ -45,7 +45,7 @@ def said(argv: list[str], slow: dict[int, range]) -> list[str]:
 def test_a_rank_is_named_while_it_computes_slowly_and_no_other(data):
     argv = flags(data, "--log-straggler --zeropp-ranks-per-node 4 --eval-interval 7 --global-batch-size 4")
     argv += ["--train-iters", "20"]
-    slow = {2: range(5, 13), 1: range(5, 11)}  # of rank 1 it does not last
+    slow = {2: range(5, 13), 1: range(5, 11)}  # rank 1 recovers
     first, *others = run_ranks(4, said, argv, slow)
     host = os.uname().nodename
     assert first == [

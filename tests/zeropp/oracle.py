@@ -279,7 +279,7 @@ class ElementScales:
         usual = math.pi / 2 / STEPS[bits] ** 2 if self.hop.is_mean else ((2 ** (bits - 1) - 1) / 3) ** 2
         usual = 0.2 if bits == 1 else usual
         weight = max(1 / (2 + self.steps), 0.02)
-        octaves = np.log2(1 - weight + weight * levels**2 / usual) / 2  # of the scale, half of those of the square
+        octaves = np.log2(1 - weight + weight * levels**2 / usual) / 2  # half of the square's octaves
         louder = np.floor(16 * octaves + self.steps * 0.6180339887498949 % 1)
         self.quieter -= np.where(np.isnan(levels), 0, louder).astype(np.int64)
         for place in self.hop.blocks():
@@ -295,7 +295,7 @@ class GradientState:
     steps: int = 0
     steps_since_reset: int = 0
     errors: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # LoCo's e by (hop, rank)
-    scales: dict[int, ElementScales] = field(default_factory=dict)  # of what each rank sends between nodes
+    scales: dict[int, ElementScales] = field(default_factory=dict)  # by rank, for sends between nodes
 
 
 def reduce_scatter(
@@ -329,7 +329,7 @@ def reduce_scatter(
         over: Hop | ElementScales = hops[hop]
         if config.gradient_element_scales and hop == "inter":
             over = state.scales.setdefault(rank, ElementScales(hops[hop], pieces.shape))
-            over.hop = hops[hop]  # of this step's bits
+            over.hop = hops[hop]  # with this step's bits
         if loco is None or (hop == "intra" and loco.hops == "inter"):
             return over.transmit_all(pieces, noise_seed)
         error = state.errors.get((hop, rank), torch.zeros_like(pieces, dtype=torch.float32))
@@ -345,7 +345,7 @@ def reduce_scatter(
         return sent
 
     def kept(rank: int, total: Tensor, micro_batch: int) -> Tensor:
-        """What is left of a node's sum [N, L] after a micro-batch that is not the last."""
+        """Return the rest of a node's sum [N, L] after a micro-batch that is not the last."""
         if config.gradient_sum_dtype == "fp32":
             return total
         noise_seed = seed_of(config.seed, "sums", unit, rank, state.steps, micro_batch)

@@ -56,7 +56,7 @@ def backward(model, zeropp, step: int, num_micro_batches: int = 1):
     training_on_ranks.backward(zeropp, loss_of, step, num_micro_batches)
 
 
-NUMEL = ROWS * COLUMNS // (NODES * RANKS_PER_NODE)  # of a rank's shard
+NUMEL = ROWS * COLUMNS // (NODES * RANKS_PER_NODE)  # elements in a rank's shard
 WEIGHTS = (NODES - 1) * 4 * NUMEL
 
 

@@ -18,7 +18,7 @@ from torch.utils import cpp_extension
 from megatron_zpp.zeropp.wire import kernels
 
 CUDA = torch.device("cuda:0")
-# Of the toolkit, or else what comes with torch.
+# From the toolkit, or else from torch's packages.
 FOLDERS = [
     os.environ["PATH"],
     f"{cpp_extension.CUDA_HOME}/bin",

@@ -108,7 +108,7 @@ def said(description, num_nodes, ranks_per_node):
 
 
 def train(model, zeropp):
-    """What is said, the second step's bytes, the state that is kept, and this rank's weights."""
+    """Return the description, the second step's bytes, the kept state, and this rank's weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for step in range(2):

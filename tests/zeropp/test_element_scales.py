@@ -116,7 +116,7 @@ def test_codes_of_which_elements_have_scales_are_needed():
         ZeroPPConfig(gradient_element_scales=True)
 
 
-@pytest.mark.parametrize("width", [64, 96])  # of rows: blocks have 64 elements
+@pytest.mark.parametrize("width", [64, 96])  # row widths: blocks have 64 elements
 def test_rows_that_are_seldom_met_are_sent_without_noise(width):
     """Errors of embedding rows wait for the row's next gradient: sent before, they would move the scales.
 

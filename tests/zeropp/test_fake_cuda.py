@@ -52,7 +52,7 @@ class Step:
 
     collectives: list[tuple[str, int, str, int]]  # name, ranks, dtype, elements that this rank sends
     in_flight: set[tuple[str, int]]  # name and ranks of collectives that run beside the stream that asked for them
-    launches: Counter[tuple[str, str]]  # of this package, without collectives: operator, and the stream's variable
+    launches: Counter[tuple[str, str]]  # this package's, without collectives: operator, and the stream's variable
     host_waits: list[str]  # where the host waits for the device
     on_host: set[str]  # operators on tensors in host memory
     races: list[str]
@@ -61,7 +61,7 @@ class Step:
 
 def third_step(config: ZeroPPConfig, micro_batches: int = 2, width: int = WIDTH, **options: Any) -> Step:
     """On a process of its own: a fake group cannot be told from others of the process."""
-    dist.destroy_process_group()  # that of the test's own rank
+    dist.destroy_process_group()  # the test's own rank made it
     dist.init_process_group("fake", rank=RANK, world_size=NODES * PER_NODE, store=FakeStore())
     mesh = init_device_mesh("cuda", (NODES * PER_NODE,))
     recorder = Recorder("cuda")
@@ -157,7 +157,7 @@ def test_a_step_of_all_flags_launches_what_it_must_and_waits_for_nothing():
         tensors[f"inter error of {unit}"] = ("cuda:0", torch.uint8, (NODES, nbytes(8, 128, *shards, 4)))
     gathered["c10d::allgather_into_tensor_coalesced_", NODES, "torch.uint8", all_weights] += 1  # they are few
     assert Counter(step.collectives) == gathered + reduced
-    # What is waited for at once runs on the stream that waits, whose priority is FSDP2's.
+    # A collective that is waited for at once runs on the stream that waits, whose priority is FSDP2's.
     in_flight = {("c10d::allgather_into_tensor_coalesced_", NODES), ("c10d::alltoall_base_", NODES)}
     if not hasattr(dist, "all_gather_single"):  # torch before 2.13 puts every coalesced gather on its group's stream
         in_flight.add(("c10d::allgather_into_tensor_coalesced_", PER_NODE))

@@ -89,7 +89,7 @@ def differs(first, second):
 
 
 def _wrong(config, seeds, **options):
-    """The seeds whose results are not those of plain FSDP2."""
+    """The seeds whose results differ from plain FSDP2's."""
     return [seed for seed in seeds if any(map(differs, train(None, seed, **options), train(config, seed, **options)))]
 
 

@@ -194,7 +194,7 @@ def test_only_the_trained_weights_are_sent(found):
     adapters = 2 * (aligned(2 * 32) + aligned(2 * 4)) + aligned(5 * 4)  # 2 x 20, 5 x 8, and a bias of 5 in fp32
     head = aligned(2 * 32) + aligned(2 * 4) + aligned(2 * 4)
     frozen_layer = aligned(4 * 32) + aligned(4 * 4) + aligned(5 * 4)  # 5 x 20, and a bias
-    # Unquantized ones side by side go as one: the bias of the frozen layer alone, that of the adapters with the scale.
+    # Unquantized ones side by side go as one: the bias of the frozen layer alone, the adapters' with the scale.
     whole = adapters + aligned(4 * 32) + aligned(4 * 4) + aligned((5 + 5) * 4)
     gradients = 2 * aligned((40 + 40 + 5) * 4) + aligned((40 + 2) * 4)
     trained = 2 * adapters + head + gradients
@@ -273,7 +273,7 @@ def _in_nf4():
     """Outputs, those that are expected, and those without any rounding, while weights freeze, unfreeze and change."""
     model, zeropp, optimizer = build(replace(HPZ, frozen_dtype="nf4", nf4_skip=("layers.1",)))
     first, last = "layers.0.base.weight", "layers.2.base.weight"
-    # What was ever trained stays out of NF4.
+    # Weights that were ever trained stay out of NF4.
     events = ((None, (first, last)), (unfreeze, (last,)), (freeze, (last,)), (behind_autograd, (last,)))
     outputs = []
     for event, in_nf4 in events:
@@ -314,7 +314,7 @@ def test_a_unit_may_have_fp32_adapters_on_a_bf16_base(found):
 class Packed(nn.Module):
     """A frozen layer in 4 bits: two-dimensional storage of any 16 bits, NaNs with payloads too, typed as bf16.
 
-    Stands in for bitsandbytes' Linear4bit with bnb_4bit_quant_storage=bfloat16, which keeps ``quant_state`` alike.
+    Stands in for bitsandbytes' Linear4bit with bnb_4bit_quant_storage=bfloat16, which keeps ``quant_state``, too.
     """
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ def random(*shape, dtype=torch.float32, device="cpu", seed=0):
     values = torch.randn(shape, generator=generator) * torch.logspace(-6, 3, shape[-1])
     values[..., ::17] = 0.5 * torch.randint(-6, 7, values[..., ::17].shape, generator=generator)
     values[..., 128:384] = 0
-    values[..., 400:470] = 0  # of blocks that go on
+    values[..., 400:470] = 0  # in blocks that go on
     values[..., 2085:3101:2] = 0
     values[..., 5] = 7
     return values.to(dtype).to(device)

@@ -1,4 +1,4 @@
-"""The monitor's statistics are those of the oracle's quantizer on the same gradients, over all ranks."""
+"""The monitor's statistics equal the oracle's quantizer's on the same gradients, over all ranks."""
 
 import functools
 import math

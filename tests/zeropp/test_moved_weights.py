@@ -45,7 +45,7 @@ def losses_and_bytes(config, steps):
 
 def test_moved_bits_train_as_fsdp2_does_to_the_bit(found):
     assert [losses for losses, _ in found["lossless"]] == [losses for losses, _ in found["FSDP2"]]
-    sent = found["lossless"][0][1]  # of a rank whose gradients FSDP2's ring does not send between nodes: weights alone
+    sent = found["lossless"][0][1]  # FSDP2's ring sends no gradients of this rank between nodes: weights alone
     assert sum(sent) < 0.8 * len(sent) * sent[0]  # the first are sent in full
 
 

@@ -66,7 +66,7 @@ def at_once():
 
 
 def _order_of_a_backward_pass():
-    """What is sent between nodes, and what is waited for, in the order of a backward pass."""
+    """Record sends between nodes, and waits, in the order of a backward pass."""
     from megatron_zpp.zeropp.reduce import reduce_scatter
 
     events = []
@@ -175,7 +175,7 @@ def _after_a_failed_backward():
     """Gradients of a step after one whose backward pass was ended by an exception, and those without that one."""
     results = []
     for fails in (True, False):
-        # Exact weights: what was reduced counts as a step, and differences would be sent anew.
+        # Exact weights: what was reduced counts as a step, and differences would be sent again.
         model, zeropp = build(replace(HPZ, loco=LoCoConfig(), gradient_element_scales=True))
         model.head.requires_grad_(False)  # FSDP2 itself keeps what a unit that it did not come to has got
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -1,4 +1,4 @@
-"""State in torch.distributed.checkpoint: a fresh object on all ranks goes on to the same bits, others begin anew."""
+"""State in torch.distributed.checkpoint: a fresh object on all ranks goes on to the same bits, others start over."""
 
 from functools import partial
 
@@ -100,7 +100,7 @@ def _resumed(folder: str, settings: str, moment: str, how: str) -> bool:
         loop.evaluate()
     if moment == "after a change":
         loop.change_weights()
-    # async_save's collectives run beside those of training.
+    # async_save's collectives run beside training's.
     saving = getattr(dcp, how)(loop.state(), checkpoint_id=folder, process_group=dist.new_group(backend="gloo"))
     loop.train(STEPS)
     if how == "async_save":

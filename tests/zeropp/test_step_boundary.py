@@ -1,5 +1,6 @@
 """The end of a gradient accumulation as FSDP2's own switches say it, which other people's loops set."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_zpp.zeropp import ZeroPPConfig
 from megatron_zpp.zeropp.reduce.reduce_scatter import warn_of_accumulation
 from tests.ranks import run_in_turn
 from tests.zeropp.fsdp_model import CapturedWarnings
@@ -92,7 +94,7 @@ def test_micro_batches_without_synchronization_cost_nothing(trained):
 
 def test_a_loop_that_says_nothing_is_told_once_what_it_costs(trained):
     """It trains right all the same: gradients are added up after each crossing."""
-    gradients = trained["nobody"][0][1][0] - trained["ZeRO++"][0][1][0]  # of two more micro-batches
+    gradients = trained["nobody"][0][1][0] - trained["ZeRO++"][0][1][0]  # two more micro-batches' gradients
     for ours, theirs in zip(trained["ZeRO++"], trained["nobody"], strict=True):
         assert theirs[1] == [sent + gradients for sent in ours[1]] and gradients > 0
         assert theirs[0] == pytest.approx(ours[0], rel=0.02)
@@ -101,3 +103,39 @@ def test_a_loop_that_says_nothing_is_told_once_what_it_costs(trained):
 
 def test_what_the_loop_says_to_zeropp_counts(trained):
     assert [of_rank[1] for of_rank in trained["ZeRO++ against FSDP2"]] == [of_rank[1] for of_rank in trained["nobody"]]
+
+
+KEPT = {
+    "hpZ": ZeroPPConfig(hpz_partition_size=2),
+    "moved bits": ZeroPPConfig(hpz_partition_size=2, weight_moves=True),
+    "resident": ZeroPPConfig(),
+}
+
+
+def train_marked_late(name, is_late):
+    """Return the losses of a loop that marks micro-batches before the forward pass or late, before the backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    zeropp = shard(model, KEPT[name], list(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator, losses = torch.Generator().manual_seed(dist.get_rank()), []
+    with zeropp.resident_weights() if name == "resident" else nullcontext():
+        for index in range(4 * MICRO_BATCHES):
+            is_last = index % MICRO_BATCHES == MICRO_BATCHES - 1
+            if not is_late:
+                model.set_is_last_backward(is_last)
+            loss = model(torch.randn(8, 32, generator=generator)).square().mean()
+            if is_late:
+                model.set_is_last_backward(is_last)
+            loss.backward()
+            losses.append(loss.item())
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+    return losses
+
+
+def test_no_step_computes_with_the_weights_of_the_step_before_where_the_loop_marks_micro_batches_late():
+    calls = {(name, is_late): partial(train_marked_late, name, is_late) for name in KEPT for is_late in (False, True)}
+    losses = run_in_turn(4, calls)
+    assert all(losses[name, True] == losses[name, False] for name in KEPT)

@@ -21,7 +21,7 @@ from megatron_zpp.zeropp.reduce import reduce_scatter
 from tests.ranks import run_in_turn
 from tests.zeropp.training_on_ranks import Net, shard
 
-GROUPS = (None,) * 4  # of a rank that only counts
+GROUPS = (None,) * 4  # a rank that only counts needs none
 
 
 def test_equal_consecutive_nodes():
@@ -95,7 +95,7 @@ def _options_with_nccl(ranks_per_node, name):
 
 
 def _of_gradients(have_own_group):
-    """Whether gradients have a group of their own, its ranks, and those of the gradients after a step."""
+    """Whether gradients have a group of their own, its ranks, and the gradients' ranks after a step."""
     with patch.object(topology, "_runs_in_order", lambda _: have_own_group):
         model = Net()
         zeropp = shard(model, ZeroPPConfig(True, 2, quantized_gradients=True, weight_block_size=32), model.blocks)

@@ -80,7 +80,7 @@ def test_all_flags_train_close_to_fsdp2_and_alike_on_all_ranks(found):
         assert outputs == expected and equal(ours, weights)
 
 
-# What is refused
+# Refusals
 
 
 def _without_fsdp():
@@ -191,7 +191,7 @@ def test_what_is_not_supported_is_refused_by_name_on_every_rank(found):
 
 
 def _forgiving():
-    """What is left of an Inf in one step, of micro-batches that were dropped, and of an undo after a good step."""
+    """Return traces of an Inf in one step, of dropped micro-batches, and of an undo after a good step."""
     model = nn.Linear(64, 64)
     zeropp = shard(model, ALL_FLAGS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -217,7 +217,7 @@ def _forgiving():
     zeropp.set_is_last_micro_batch(False)
     model(torch.ones(8, 64)).sum().backward()
     other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    other.step()  # of another model
+    other.step()  # another model's optimizer
     stepped = []
     optimizer.register_step_post_hook(lambda *_: stepped.append(True))
     with pytest.raises(RuntimeError, match="had not crossed nodes"):
@@ -228,7 +228,7 @@ def _forgiving():
 
 
 def _undone():
-    """Whether gradients that were not reduced yet, and those of passes that nobody announced, leave no trace."""
+    """Whether gradients that were not reduced yet, and gradients of unannounced passes, leave no trace."""
     model = nn.Linear(64, 64)
     zeropp = shard(model, ALL_FLAGS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

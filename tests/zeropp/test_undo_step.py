@@ -100,7 +100,7 @@ def test_a_step_that_a_scaler_skipped_can_be_undone(found, fused):
 
 
 def _errors_after_freezing():
-    """LoCo's errors where a layer was unfrozen and the step undone, beside those of a model that begins so."""
+    """LoCo's errors where a layer was unfrozen and the step undone, beside a model's that begins so."""
 
     def error_of(zeropp):
         return next(value for name, value in zeropp.state_dict().items() if name.endswith("inter.error"))

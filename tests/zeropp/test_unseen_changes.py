@@ -84,7 +84,7 @@ def counted_on_one_rank(model):
     """Autograd counts it, on this rank alone."""
     if dist.get_rank() == 1:
         model.blocks[0][0].weight.to_local().mul_(1.5)
-        model.blocks[0][0].weight.add_(0)  # of the shard: nothing is sent
+        model.blocks[0][0].weight.add_(0)  # writes to the shard: nothing is sent
 
 
 def in_place_load(model):
@@ -193,7 +193,7 @@ def after_an_exception(config):
 
 
 def while_accumulating(config):
-    """An evaluation with other weights between two micro-batches of a step, and those of the step after it."""
+    """An evaluation with other weights between two micro-batches of a step, and the next step's micro-batches."""
     model, zeropp, optimizer = build(config)
     outputs = []
     for _ in range(2):

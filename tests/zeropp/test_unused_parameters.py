@@ -17,7 +17,7 @@ MICRO_BATCHES = 2
 
 
 class Net(nn.Module):
-    """A layer that is its own unit and is dropped at times, by all ranks alike; two heads, and a frozen matrix."""
+    """A layer that is its own unit and is dropped at times, by all ranks; two heads, and a frozen matrix."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ def counted(config: ZeroPPConfig) -> tuple[list[tuple[float, float]], set[str]]:
     return taken, named
 
 
-RANKS_PER_NODE = (2, 4)  # of a flat ring
+RANKS_PER_NODE = (2, 4)  # sizes of nodes on a flat ring
 
 
 @pytest.fixture(scope="module")

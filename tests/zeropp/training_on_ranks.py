@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from megatron_zpp.zeropp import LoCoConfig, Traffic, ZeroPPConfig, apply_zeropp
 from tests.zeropp.fsdp_model import HAS_UNUSED_SWITCH
 
-# Two hops, and nothing quantized: training equals that of plain FSDP2 but for the order of sums.
+# Two hops, and nothing quantized: training equals plain FSDP2's but for the order of sums.
 HIERARCHY_ONLY = ZeroPPConfig(
     hpz_partition_size=2, quantized_gradients=True, gradient_bits=None, gradient_intra_bits=None
 )
@@ -121,7 +121,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, *args: Any) -> Tens
     return loss.detach()
 
 
-LossOf = Callable[[int, int, int], Tensor]  # of a step, a micro-batch and a rank
+LossOf = Callable[[int, int, int], Tensor]  # takes a step, a micro-batch and a rank
 
 
 def backward(zeropp: Any, loss_of: LossOf, step: int, num_micro_batches: int = 1) -> list[float]:
@@ -135,7 +135,7 @@ def backward(zeropp: Any, loss_of: LossOf, step: int, num_micro_batches: int = 1
 
 
 class Trained(NamedTuple):
-    losses: list[float]  # of each micro-batch
+    losses: list[float]  # one per micro-batch
     traffic: list[Traffic]  # what this rank sent in each step
     weights: list[Tensor]  # whole, at the end
 

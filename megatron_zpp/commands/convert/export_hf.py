@@ -71,7 +71,7 @@ def export(args: argparse.Namespace, given: Architecture | None = None) -> str:
             with progress("writing the tokenizer"):
                 tokens = write_tokenizer(settings, tokenizer, folder)
         special, generation = files.generation_settings(settings, tokens)
-        # Without a tokenizer no id is special; transformers' defaults are those of published models.
+        # Without a tokenizer no id is special; transformers' defaults belong to published models.
         special = {"bos_token_id": None, "eos_token_id": None} | special
         files.write_json(folder / "config.json", hf_config | special | {"torch_dtype": args.dtype})
         files.write_json(folder / "generation_config.json", generation)

@@ -2,7 +2,7 @@
 
     python tools/import_hf.py --input Llama-3.2-1B --save runs/llama
 
-Prints the trainer's flags for it. Keeps the checkpoint only if its logits are those of transformers. Needs the extra
+Prints the trainer's flags for it. Keeps the checkpoint only if its logits equal transformers'. Needs the extra
 ``hf``, and memory for two transformer blocks and the embeddings, not for the model.
 """
 
@@ -40,7 +40,7 @@ def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = AR
         raise ValueError(f"--input {args.input} is not a folder: give the one that holds the model's config.json")
     hf_config = files.read_config(args.input, files.model_types(architectures))
     architecture, config, positions = files.from_hf_config(hf_config, architectures)
-    hf_config.pop("quantization_config", None)  # what is compared is not quantized
+    hf_config.pop("quantization_config", None)  # compare with the unquantized model
     # Not the first that can express the config: a Phi-3 may equal a Mistral, whose tensors have other names.
     mapping = next(each for each in architecture.huggingface if each.model_type == hf_config["model_type"])
     stored = files.WeightFiles(args.input)

@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> None:
     display = Display(args.log_interval)
     with display.bar:
         state = preprocess(job, display.report, display.note)
-        display.bar.update(display.task, completed=display.bar.tasks[0].total)  # what is read of a disk is an estimate
+        display.bar.update(display.task, completed=display.bar.tasks[0].total)  # bytes read from a disk are an estimate
     tokens = ", ".join(f"{counts[0]:,} tokens in {job.prefix(key)}.bin" for key, counts in state.written.items())
     skipped = f"{state.bad:,} bad lines skipped" + (f", listed in {job.bad_file}" if state.bad else "")
     print(f"{state.documents:,} documents, {tokens}; {skipped}; {format_duration(time.monotonic() - began)}")

@@ -26,7 +26,7 @@ Check = tuple[str, str, str]  # what, what was found, what to do about it: empty
 
 SHARED_MEMORY, OPEN_FILES, CORES_PER_GPU = 2**30, 4096, 4  # less than this deserves a look
 INFINIBAND = Path("/sys/class/infiniband")
-LINK_SECONDS = 1.0  # of one collective, after which larger ones are not measured
+LINK_SECONDS = 1.0  # a collective that takes longer is the largest one measured
 
 
 def check(what: str, found: str, is_well: bool, advice: str) -> Check:

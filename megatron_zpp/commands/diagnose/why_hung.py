@@ -80,7 +80,7 @@ def explain(records: Mapping[int, dict[str, Any]]) -> list[str]:
 
 def _waited_in(keys: Sequence[tuple[Any, ...]], entries: Sequence[Mapping[str, Any]]) -> tuple[Any, ...] | None:
     """Return the collective that a rank waited in: with NCCL, whose calls return at once, the oldest not completed."""
-    # Of several that started as one, the recorder completes one entry of the whole.
+    # The recorder marks only one entry of a coalesced group as completed.
     completed = {key[:3] for key, entry in zip(keys, entries, strict=True) if entry["state"] == "completed"}
     pending = [key for key in keys if key[:3] not in completed]
     return next((key for key in pending if key[3].startswith("nccl:")), pending[-1] if pending else None)

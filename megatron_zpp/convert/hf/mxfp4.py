@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of an element: 2 bits of exponent, 1 of mantissa, after the sign
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1: a sign, 2 bits of exponent, 1 bit of mantissa
 
 
 def decode(blocks: Tensor, scales: Tensor) -> Tensor:

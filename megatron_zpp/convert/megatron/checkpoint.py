@@ -23,7 +23,7 @@ _TRACKERS = ("latest_universal", "latest_checkpointed_iteration.txt", "latest") 
 
 
 def open_checkpoint(folder: Path, iteration: int | None = None) -> Saved:
-    """Open a checkpoint, or the latest or that of ``iteration`` in a folder of them. Raises CheckpointError."""
+    """Open a checkpoint, or the latest one or ``iteration``'s in a folder of them. Raises CheckpointError."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
     if kind := kind_of(folder):
@@ -55,7 +55,7 @@ def parameter_reader(
 ) -> Callable[[str, str], Tensor]:
     """Return a function that reads a parameter of ours by name and "" in fp32, or its moment, or its "step".
 
-    shapes: of our parameters. num_ids: of the tokenizer. found_rows: gets those of the vocabulary in the checkpoint.
+    shapes: our parameters'. num_ids: the tokenizer's. found_rows: gets the checkpoint's rows of the vocabulary.
     Raises CheckpointError unless the checkpoint has exactly the tensors of the model, and a row for each id.
     """
     table = list(weights(config))

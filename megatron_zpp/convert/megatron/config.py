@@ -33,10 +33,10 @@ class Saved:
     kind: str  # likewise
     args: Args
     state: Mapping[str, Any]  # besides tensors
-    names: frozenset[str]  # of parameters
-    read: Callable[[str, str], Tensor]  # of a parameter's name and "" or one of MOMENTS; raises CheckpointError
+    names: frozenset[str]  # parameter names
+    read: Callable[[str, str], Tensor]  # takes a parameter's name and "" or one of MOMENTS; raises CheckpointError
     has_moments: bool  # whether all are stored whole
-    steps: Callable[[str], int | None] = lambda name: None  # of Adam with a parameter, if known
+    steps: Callable[[str], int | None] = lambda name: None  # Adam's step count for a parameter, if known
 
 
 def args_in(state: Any, path: str) -> Args:
@@ -262,7 +262,7 @@ def _experts(args: Args, router_bias: bool) -> MoEConfig | None:
     if values.get("load_balancing") in ("global_aux_loss", "none"):  # how it was trained changes no weight
         values["load_balancing"] = "aux_loss"
     values["topk_scaling_factor"] = args.get("moe_router_topk_scaling_factor") or 1.0
-    if values.get("score_function") == "sigmoid":  # whose scores are those of all experts anyway
+    if values.get("score_function") == "sigmoid":  # which scores all experts anyway
         values["router_pre_softmax"] = False
     if args.get("moe_router_enable_expert_bias", False):
         values["bias_update_rate"] = args.get("moe_router_bias_update_rate", 1e-3)

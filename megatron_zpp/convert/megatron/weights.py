@@ -1,6 +1,6 @@
 """Map the tensors of Megatron-LM's GPTModel to the parameters of our decoder.
 
-Names are those of megatron-core's local layers, numbered over the whole model; ``canonical`` renames all others.
+Names follow megatron-core's local layers, numbered over the whole model; ``canonical`` renames all others.
 Queries, keys and values have the same layout in both. Weights are only moved: there and back gives the same bits.
 """
 
@@ -21,7 +21,7 @@ VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # a ro
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor of Megatron's model, and those of our parameters that hold its numbers."""
+    """A tensor of Megatron's model, and our parameters that hold its numbers."""
 
     theirs: str
     ours: tuple[str, ...]
@@ -146,8 +146,8 @@ def _experts(config: DecoderConfig, moe: MoEConfig, ours: str, theirs: str) -> I
         yield Weight(f"{theirs}.shared_experts.gate_weight", (f"{ours}.shared_gate.weight",))
 
 
-# Names in checkpoints of Megatron-LM and Megatron-DeepSpeed of all ages, replaced in this order. The first are those of
-# models before megatron-core, the last those of Transformer Engine's fused layers.
+# Names in checkpoints of Megatron-LM and Megatron-DeepSpeed of all ages, replaced in this order. The first belong to
+# models before megatron-core, the last to Transformer Engine's fused layers.
 _RENAMED = (
     (r"^(module\.)*(language_model\.)?", ""),
     (r"^(encoder|transformer)\.", "decoder."),

@@ -54,7 +54,7 @@ class Block:
     records: bytes | list[dict[str, Any]] | list[tuple[str, bytes]]
     start: Position
     end: Position
-    num_bytes: int  # of the records, uncompressed
+    num_bytes: int  # uncompressed size of the records
     disk_bytes: int = field(compare=False)  # read from disk for them; approximate, because files are read ahead
     too_long: bool = False  # one record that was skipped because it is longer than allowed
 
@@ -172,7 +172,7 @@ def _are_ids(value: list[Any]) -> bool:
 
 def _check_text(value: Any, key: str) -> str | list[int]:
     """Return a text, or token ids as they are."""
-    if isinstance(value, bytes):  # of a Parquet file
+    if isinstance(value, bytes):  # Parquet files may hold text as bytes
         return value.decode("utf-8")
     if isinstance(value, list) and _are_ids(value):
         return value

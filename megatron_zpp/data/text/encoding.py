@@ -30,7 +30,7 @@ class Column(NamedTuple):
     tokens: NDArray
     sequence_lengths: NDArray[np.int64]  # [sequences]
     sequences_per_document: list[int]
-    modes: NDArray[np.uint8] | None = None  # of the parts of chats [sequences]: 1 where the assistant speaks
+    modes: NDArray[np.uint8] | None = None  # [sequences], one per part of a chat: 1 where the assistant speaks
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Encoder:
     def _column_of_chats(self, documents: list[list[Ids]]) -> Column:
         """Cut chats, ids and mask [2, tokens], where the assistant begins and ends."""
         chats = [np.asarray(chat) for document in documents for chat in document]
-        begins = [np.flatnonzero(np.diff(mask, prepend=-1)) for _, mask in chats]  # of each chat's parts
+        begins = [np.flatnonzero(np.diff(mask, prepend=-1)) for _, mask in chats]  # where each chat's parts begin
         lengths = [np.diff(begin, append=len(mask)) for begin, (_, mask) in zip(begins, chats, strict=True)]
         modes = [mask[begin] for begin, (_, mask) in zip(begins, chats, strict=True)]
         nothing = [np.empty(0, np.int64)]
@@ -135,7 +135,7 @@ def encode_blocks(
     tokenizers need up to two hundred times a document's size. Raises ChildProcessError if a worker died.
     """
     start: Any = {"initializer": _start, "initargs": (workers > 1, tokenizer, reading, append_eod)}
-    pool: Any  # what waits for dead workers has private names
+    pool: Any  # only private attributes notice dead workers
     if workers == 1:  # a thread, which tokenizes while this one reads and writes
         pool = ThreadPoolExecutor(1, **start)
     else:
@@ -182,7 +182,7 @@ def _check_alive(pool: Any) -> None:
         raise BrokenProcessPool
 
 
-_encoder: Encoder  # of a worker: a tokenizer is too large to be sent with each block
+_encoder: Encoder  # one per worker: a tokenizer is too large to be sent with each block
 
 
 def _start(is_process: bool, *encoder: Any) -> None:

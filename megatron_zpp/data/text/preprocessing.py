@@ -66,7 +66,7 @@ class State:
     done: set[int] = field(default_factory=set)  # later blocks that are written, if the order is free
     written: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # key -> tokens, sequences, documents
     documents: int = 0
-    num_bytes: int = 0  # of the corpus, uncompressed
+    num_bytes: int = 0  # uncompressed size of the corpus
     disk_bytes: int = 0
     bad: int = 0
     bad_file_bytes: int = 0
@@ -147,12 +147,12 @@ class _Output:
     writers: dict[str, IndexedDatasetWriter]
     bad_file: TextIO
     note: Callable[[str], None]
-    numbers: dict[Position, int] = field(default_factory=dict)  # of the blocks in flight
+    numbers: dict[Position, int] = field(default_factory=dict)  # block numbers in flight
     ends: dict[int, Position] = field(default_factory=dict)
     is_whole: bool = True  # no block is half written
 
     def unwritten(self, blocks: Iterable[Block]) -> Iterator[Block]:
-        """Yield those of the blocks from the state's position on that are not written yet."""
+        """Yield blocks that are not written yet, from the state's position on."""
         for number, block in enumerate(blocks, self.state.block):
             self.ends[number] = block.end
             if number not in self.state.done:

@@ -9,7 +9,7 @@ from megatron_zpp.files import read_json_object
 
 # End-of-document tokens of published tokenizer.json files without a tokenizer_config.json.
 KNOWN_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>", "[EOS]", "<|eot_id|>")
-ADDED_TOKEN = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")  # what an AddedToken is made of
+ADDED_TOKEN = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")  # the fields of an AddedToken
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def check_description(description: Mapping[str, Any]) -> None:
         raise ValueError(f"the description of its tokenizer lacks {', '.join(wrong)}")
 
 
-Files = Mapping[str, dict[str, Any]]  # what is in the files of ``read_beside``, by their names
+Files = Mapping[str, dict[str, Any]]  # {name: content} of the files that ``read_beside`` reads
 
 
 def read_beside(folder: Path) -> Files:

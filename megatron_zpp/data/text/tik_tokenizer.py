@@ -74,7 +74,7 @@ class TikTokenizer:
         self.special = SpecialTokens(self.eod, bos, ids=special_ids)
         self.pattern: str = TIKTOKEN_PATTERNS.get(self._pattern, self._pattern)
         self._known = {*ids.values(), self.eod}
-        self._num_bytes = np.zeros(max(ids.values()) + 1, np.int64)  # of each id
+        self._num_bytes = np.zeros(max(ids.values()) + 1, np.int64)  # bytes per id
         self._num_bytes[list(ids.values())] = list(map(len, ids))
         try:
             self._encoding = tiktoken.Encoding(
@@ -85,7 +85,7 @@ class TikTokenizer:
         try:
             self.tokenize(ALL_KINDS)  # refuses most patterns that leave something out, before the first text
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of Rust; not an Exception
+            if type(error).__name__ != "PanicException":  # a Rust panic is a BaseException
                 raise
             raise ValueError(f"--tiktoken-pattern {self._pattern} matches an empty piece of text") from None
 

@@ -265,7 +265,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
     def tokenize_chats(self, chats: list[list[dict[str, Any]]]) -> list[NDArray[np.int64]]:
         """Format and tokenize chats, lists of messages: ids, and 1 where the assistant speaks, int64 [2, tokens] each.
 
-        The template is that of the first call. Raises ValueError if it refuses a chat, or no assistant speaks in one.
+        The template of the first call stays. Raises ValueError if it refuses a chat, or no assistant speaks in one.
         """
         if self._chats is None:
             self.training_template()

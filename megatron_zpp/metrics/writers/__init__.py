@@ -59,7 +59,7 @@ class MetricWriters:
     """All writers that the flags ask for. A failing one is a warning, and training goes on without it.
 
     Build it on every rank, so that a missing package stops all of them; only ``is_writer``'s writes. Raises ValueError
-    for a missing package, a failed login, or a metrics.jsonl of another schema.
+    for a missing package, a failed login, or a metrics.jsonl that another run writes.
     """
 
     def __init__(self, start: RunStart, *, is_writer: bool) -> None:
@@ -120,8 +120,13 @@ def _kept(start: RunStart) -> list[tuple[Mapping[str, float], int, int]] | None:
     path = start.folder / METRICS if start.folder is not None else None
     if path is None or start.iteration is None or not path.exists():
         return None
-    run, settings = read_run(str(path), path), json.loads(json.dumps(dict(start.settings)))
-    is_same = all(run.settings.get(name) == value for name, value in settings.items() if name != "load")
+    try:
+        run, settings = read_run(str(path), path), json.loads(json.dumps(dict(start.settings)))
+    except (OSError, ValueError) as error:
+        print(f"warning: {error}: wandb and MLflow go on with the run before", file=sys.stderr, flush=True)
+        return None
+    others = {"load", *start.program}  # ``run.settings`` has the program's values of the latter
+    is_same = all(run.settings.get(name) == value for name, value in settings.items() if name not in others)
     return None if is_same or max(run.samples, default=0) <= start.iteration else [*run.points_until(start.iteration)]
 
 

@@ -18,7 +18,7 @@ class RunStart:
     settings: Mapping[str, Any] = field(default_factory=dict)  # all, by name
     changed: Mapping[str, Any] = field(default_factory=dict)  # settings that are not at their defaults
     program: Mapping[str, Any] = field(default_factory=dict)  # command, versions, model, ranks
-    iteration: int | None = 0  # of the checkpoint that it goes on from; None: it trains nothing
+    iteration: int | None = 0  # the checkpoint's that it goes on from; None: it trains nothing
     resumes: bool = False  # goes on with the run that wrote to the same folders
     # Points up to ``iteration``, where that run went further with other settings: a writer that cannot take back points
     # begins a new run with these.

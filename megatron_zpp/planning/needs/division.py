@@ -65,7 +65,7 @@ class RankGrid:
             "sharding": (sharding, tensor),  # share one model's shards; HSDP makes several such groups
             "replicas": (replicas, sharding * tensor),  # have the same shard, one of each HSDP replica
             "experts": (experts, tensor),  # divide a layer's experts
-            "expert sharding": (sharding // experts, experts * tensor),  # those of "sharding" with the same experts
+            "expert sharding": (sharding // experts, experts * tensor),  # "sharding" ranks with the same experts
         }[kind]
         span, per_node = size * stride, self.ranks_per_node
         if size == 1:
@@ -76,7 +76,7 @@ class RankGrid:
             return RankGroup(size, 1)
         if span % per_node == 0 and per_node % stride == 0:
             return RankGroup(span // per_node, per_node // stride)
-        apart = f"groups of {size} ranks, each {stride} after the one before, do not lie alike on nodes of {per_node}"
+        apart = f"groups of {size} ranks, each {stride} after the one before, do not lie evenly on nodes of {per_node}"
         raise ValueError(f"{apart}: choose parallel sizes that divide a node's ranks, or are multiples of them")
 
 

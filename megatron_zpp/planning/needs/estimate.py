@@ -1,4 +1,4 @@
-"""What a training run needs, counted before it starts: memory of each rank, bytes between nodes.
+"""Count the needs of a training run before it starts: memory per rank, bytes between nodes.
 
 States and bytes are counted from the model's own shards and the collectives' wire formats; activations are estimates.
 """
@@ -40,7 +40,7 @@ from megatron_zpp.zeropp.muon.matrix_blocks import MomentumWire
 from megatron_zpp.zeropp.reduce.loco import ERROR_FORMATS
 from megatron_zpp.zeropp.wire.format import wire_format
 
-SUM_BYTES = {"fp32": 4, "bf16": 2}  # of an element of a gradient sum
+SUM_BYTES = {"fp32": 4, "bf16": 2}  # per element of a gradient sum
 # NCCL's buffers, and more for each peer of an all-to-all within a node: NVIDIA/nccl issues 964 (A100), 1685 (H100)
 COMMUNICATOR_BYTES, PEER_BYTES = 688e6, 3.28e9 / 7
 # All peers on other nodes share one pair: 32 channels of 16 chunks of 128 KiB (src/transport/net.cc of NVIDIA/nccl)
@@ -53,11 +53,11 @@ class RankEstimate:
 
     states: dict[str, int]
     working: dict[str, int]
-    host: dict[str, int]  # what host memory keeps instead of the device, and what a save copies
+    host: dict[str, int]  # bytes in host memory: offloaded tensors, and the copy that a save makes
     exchanges: list[UnitExchanges]
     num_layers: int
     resident_weights: int  # more than ``memory``, inside ``zeropp.resident_weights()``,
-    cache_per_token: int  # and for each token of generated texts
+    cache_per_token: int  # bytes of key-value cache per generated token
 
     @property
     def memory(self) -> int:
@@ -255,9 +255,9 @@ def _rank_states(
         )
         saved += sum(2 * unit.group.nodes * unit.numel for unit in between)
     if settings.optimizer.muon_stale_rows and between:
-        nodes = units[0].group.nodes  # of all units: Muon takes no experts
+        nodes = units[0].group.nodes  # equal for all units: Muon takes no experts
         rows = MomentumWire(settings.optimizer.muon_momentum_bits).format(hidden_matrices(units))
-        # This rank's rows in bf16, for checkpoints, and those of its local rank on all nodes as they were sent.
+        # This rank's rows in bf16, for checkpoints, and its local rank's rows on all nodes as they were sent.
         states["matrices' rows as they were sent last"] = 2 * rows.numel + nodes * rows.nbytes
         saved += 2 * rows.numel
     if zero_stage < 3:

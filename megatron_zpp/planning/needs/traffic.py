@@ -34,7 +34,7 @@ class Exchange:
     """A collective of one group: a ring over its ranks, or pieces that each rank sends straight to all others."""
 
     group: RankGroup
-    nbytes: int  # of a piece
+    nbytes: int  # per piece
     passes: int = 1  # 2: an all-reduce, which is a reduce-scatter and a gather
     is_straight: bool = False  # no ring
     encoded: int = 0  # bytes that kernels read and write before it
@@ -67,7 +67,7 @@ class UnitExchanges:
     gather: Exchange
     reduce: Exchange | None
     gradients_between: Exchange | None  # qgZ's
-    all_reduce: Exchange | None  # of HSDP's replicas
+    all_reduce: Exchange | None  # among HSDP's replicas
 
 
 def unit_exchanges(
@@ -216,7 +216,7 @@ def expert_all_to_all(settings: ResolvedSettings, grid: RankGrid, model: Transfo
         return None
     weights, _ = wire_dtypes(settings)
     row = token_format(model.config.hidden_size, settings.distributed.moe_token_bits, weights)
-    rows = expert_rows(settings, grid) / grid.group("tensor").size / group.size  # each rank sends those of its experts
+    rows = expert_rows(settings, grid) / grid.group("tensor").size / group.size  # each rank sends its own experts' rows
     return Exchange(group, math.ceil(rows * row.nbytes), is_straight=True)
 
 

@@ -39,7 +39,9 @@ class PlainReduceScatter(GradientReduction):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        # Not every loop marks the last micro-batch, so this does not mean that the unit has trained.
+        # Not every loop marks the last micro-batch, so this does not mean that the unit has trained. A loop may mark it
+        # between the forward and the backward pass.
+        self.shared.position.set_is_last(self.unit.is_last_backward)
         self.shared.position.mark_reduced()
         count_reduce_scatter(self.shared.traffic, self.unit.topology, output_tensor)
         with self.shared.waits.collective("reduce", self.unit.label, crosses_nodes=self.unit.topology.num_nodes > 1):

@@ -24,7 +24,7 @@ from ..config import SCALE_DTYPES, ZeroPPConfig
 from ..wire.format import WireFormat, wire_format
 from ..wire.layout import ParameterShard, WireLayout
 
-# What a moved code took, by its bits and over all steps of a run: docs/evidence/experiments.md, E12. None: bf16's own.
+# Bits that a moved code took, by its width, over all steps of a run: docs/evidence/experiments.md, E12. None: bf16's.
 MOVED_BITS_PER_CODE = {8: 0.88, 6: 0.36, 4: 0.15, None: 5.6}
 
 
@@ -169,7 +169,7 @@ class Formats:
         bits, scaling = self.config.gradient_bits, self.config.gradient_scaling
         if self.config.gradient_bits_warmup is not None:
             bits, scaling = self.config.gradient_code_at(step)
-        # What stays unquantized is a node's sums: in fp32 where the others are quantized, since few are left.
+        # Unquantized values are a node's sums: in fp32 where the others are quantized, since few are left.
         sums_dtype = dtype if self.config.gradient_bits is None else torch.float32
         return self._format(part, bits, self.config.gradient_block_size, sums_dtype, scaling)
 

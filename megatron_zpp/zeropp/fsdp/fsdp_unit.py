@@ -1,6 +1,6 @@
 """FSDP2's units, as ZeRO++ sees them in a step. Only this file and find_units.py read FSDP2's private attributes.
 
-A unit is a list of parameters that are gathered and reduced together: all of one ``fully_shard`` call, or those of them
+A unit is a list of parameters that are gathered and reduced together: all of one ``fully_shard`` call, or the ones
 on one mesh.
 """
 
@@ -47,7 +47,7 @@ class UnitCollective(DefaultAllocMixin):
 class WeightGather(UnitCollective, AllGather):
     """An all-gather of one unit's weights. This one keeps nothing between gathers."""
 
-    in_flight: Any = None  # what is on its way from other nodes, a ``SentShard``
+    in_flight: Any = None  # a ``SentShard`` on its way from other nodes
 
     def differs_from_sent(self) -> Tensor | None:
         """Return whether parameters that no step trained differ from what was sent; None: nothing is kept of it."""
@@ -257,7 +257,7 @@ def check_collectives(unit: FSDPUnit) -> None:
     if (unit.all_gather, unit.reduce_scatter) != (group._all_gather_comm, group._reduce_scatter_comm):
         raise RuntimeError(
             f"the collectives of {unit.label} were replaced after apply_zeropp, by set_custom_all_gather or "
-            "set_custom_reduce_scatter: leave those of ZeRO++ in place, or do not apply it"
+            "set_custom_reduce_scatter: leave ZeRO++'s in place, or do not apply it"
         )
 
 

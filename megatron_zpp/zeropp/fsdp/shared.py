@@ -1,4 +1,4 @@
-"""What all units of a model share: settings, the position in the loop, bytes and errors."""
+"""State that all units of a model share: settings, the position in the loop, bytes and errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StepPosition:
     is_accumulating: bool = False
     optimizer_steps: int = 0  # without steps whose gradients were dropped
     is_step_complete: bool = False  # all of a step's gradients were reduced, and no forward pass began after it
-    # Of each step of a torch optimizer since the last forward pass began: GradScaler's found_inf, which a fused one
+    # Per step of a torch optimizer since the last forward pass began: GradScaler's found_inf, which a fused one
     # reads on the device, or None.
     steps_taken: list[Tensor | None] = field(default_factory=list)
     sees_steps: bool = False  # whether there were any: not every optimizer is torch's
@@ -46,9 +46,9 @@ class StepPosition:
         if self.is_step_complete and (self.steps_taken or not self.sees_steps):  # else more gradients are to come
             self.optimizer_steps += 1
             self.is_step_complete = False
-        self.steps_taken.clear()
         accumulation = self.accumulations if torch.is_grad_enabled() and self.is_accumulating else None
-        continues = accumulation is not None and accumulation == self._accumulation
+        continues = accumulation is not None and accumulation == self._accumulation and not self.steps_taken
+        self.steps_taken.clear()
         self._accumulation = accumulation
         evaluates = self.is_resident and not torch.is_grad_enabled()
         self.sends_nothing = evaluates and self._evaluated_versions == versions
@@ -73,7 +73,7 @@ class StepPosition:
         self.is_last = is_last
 
     def mark_reduced(self) -> None:
-        """Note that gradients were reduced; those of the last micro-batch end the accumulation."""
+        """Note that gradients were reduced; the last micro-batch's end the accumulation."""
         self.is_accumulating &= not self.is_last
         self.is_step_complete |= self.is_last
 

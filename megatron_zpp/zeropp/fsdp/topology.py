@@ -58,7 +58,7 @@ def process_rank() -> int:
 def build_topology(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> Topology:
     """Split ``group`` into nodes of ``ranks_per_node`` consecutive ranks; None = as the ranks run.
 
-    Collective over ``group``. Raises ValueError on every rank alike when the nodes are unequal, interleaved, or smaller
+    Collective over ``group``. Raises ValueError on every rank when the nodes are unequal, interleaved, or smaller
     than ``ranks_per_node``.
     """
     world_size = group.size()

@@ -66,7 +66,7 @@ class Waits:
         self._is_recording = False
         self._within_nodes: list[Interval] = []
         self._between_nodes: list[Interval] = []
-        self._stalls: list[Interval] = []  # of the stream that computes
+        self._stalls: list[Interval] = []  # stalls of the compute stream
 
     @contextmanager
     def collective(self, name: str, unit: str, *, crosses_nodes: bool) -> Iterator[None]:

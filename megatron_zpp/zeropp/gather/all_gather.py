@@ -38,7 +38,7 @@ class QuantizedAllGather(WeightGather):
         if shared.config.frozen_dtype is not None and self.formats.has_secondary_partition:
             unit.nf4_skip = shared.config.nf4_skip
             unit.specify(unit.shards)
-        self.versions = 1  # of the weights; all gathers of one draw the same noise
+        self.versions = 1  # versions of the weights; all gathers of one draw the same noise
         self._sampled_version: int | None = None  # whose error the monitor has
         # Resident weights: the wires of all W shards, uint8 [W, nbytes]; with hpZ, see ``_gather_within_node``.
         self.resident: Tensor | None = None

@@ -33,7 +33,7 @@ from ..wire.moves import Moves
 FIRST_BATCH_BYTES, LARGEST_BATCH_BYTES = 2**18, 2**22
 
 
-@torch.inference_mode(False)  # what is sent outlives an evaluation in inference mode
+@torch.inference_mode(False)  # sent weights outlive an evaluation in inference mode
 @torch.no_grad()
 def send_changes(units: Sequence[FSDPUnit], shared: Shared) -> None:
     """Start to send what changed of these units, which are about to be gathered. Collective."""
@@ -146,7 +146,7 @@ def _bytes_of(by_topology: Mapping[Topology, Sequence[EncodedShard]], shared: Sh
 
 
 def _batches(shards: Sequence[EncodedShard], nbytes: dict[EncodedShard, int]) -> Iterator[list[EncodedShard]]:
-    """Split shards, in their order, into those of one gather: several up to its limit, or a longer one."""
+    """Group shards, in their order, into gathers: several up to the limit, or one longer shard."""
     batch: list[EncodedShard] = []
     limit = left = FIRST_BATCH_BYTES
     for shard in shards:

@@ -3,7 +3,7 @@
 FSDP2 gives each of the W ranks c = ceil(rows / W) consecutive rows of a matrix, the last ranks fewer. So a node's ranks
 hold consecutive rows, too: its block. Each matrix is orthogonalized by one rank of every node, its owner there:
 
-    1. where whole matrices are wanted, each rank sends its rows to those of its local rank on the other nodes: all rows
+    1. where whole matrices are wanted, each rank sends its rows to its peers on the other nodes: all rows
        of all matrices in one all-gather, in low bits or in bf16; or, where stale rows do, takes those that came last;
     2. what a rank now has goes to the owners within the node, in one all-to-all in bf16;
     3. the owners orthogonalize, and give each rank of the node its rows, in one all-to-all in bf16.
@@ -26,7 +26,7 @@ from ..fsdp.topology import Topology
 from ..wire.format import WireFormat, wire_format
 from ..wire.layout import ParameterShard, rows_per_rank
 
-# What an orthogonal matrix of ``rows`` and ``columns`` is multiplied by: Megatron's names, and torch's.
+# Factors of an orthogonal matrix of ``rows`` and ``columns``, by Megatron's names and torch's.
 SCALES: dict[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
     "shape_scaling": lambda rows, columns: math.sqrt(max(1, rows / columns)),
@@ -45,7 +45,7 @@ class NewtonSchulz:
     steps: int
     coefficients: tuple[float, float, float]  # a, b, c
     eps: float  # the least norm to divide by
-    scaling: str  # of SCALES
+    scaling: str  # a key of SCALES
     scale_factor: float
 
     def __call__(self, matrix: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class MatrixPlan:
     def __init__(self, shapes: Sequence[torch.Size], layout: Topology) -> None:
         self.shapes, self.layout = shapes, layout
         owners = _owners(shapes, layout.ranks_per_node)
-        self.order = sorted(range(len(shapes)), key=lambda i: owners[i])  # of the matrices in what is sent
+        self.order = sorted(range(len(shapes)), key=lambda i: owners[i])  # order of the matrices on the wire
         self.numels = [rows_per_rank(shape[0], layout.world_size) * shape[1] for shape in shapes]  # c * columns
         # Elements of a rank's shards that each of the P owners gets, and the matrices that it owns.
         self.owned = [[i for i in self.order if owners[i] == p] for p in range(layout.ranks_per_node)]
@@ -129,7 +129,7 @@ class MatrixPlan:
         traffic.add(inter_node=(self.layout.num_nodes - 1) * wire_nbytes)
 
     def count_owners(self, traffic: Traffic, local_rank: int, is_whole: bool) -> None:
-        """Count what a rank sends to owners, its node's rows or those of all nodes, and what an owner sends back."""
+        """Count bytes that a rank sends to owners, for its node's or all nodes' rows, and bytes that owners return."""
         copies, per_node = self.layout.num_nodes if is_whole else 1, self.layout.ranks_per_node
         own, itemsize = self.sizes[local_rank], torch.bfloat16.itemsize
         to_owners = copies * (sum(self.sizes) - own) * itemsize
@@ -139,7 +139,7 @@ class MatrixPlan:
 
 @dataclass(frozen=True)
 class GatheredRows:
-    """What the ranks of one local rank, on all nodes, sent of their rows."""
+    """Rows that the ranks with one local rank, on all nodes, sent."""
 
     plan: MatrixPlan
     format: WireFormat

@@ -35,7 +35,7 @@ class Muon(torch.optim.AdamW):
     """Muon for matrices; groups of parameters with ``use_muon=False`` are AdamW's.
 
     Args:
-        params: parameters, or groups of them, of the model that ``zeropp`` is of. Those of Muon must be matrices.
+        params: parameters, or groups of them, of ``zeropp``'s model. Muon's must be matrices.
         zeropp: what ``apply_zeropp`` returned for that model; its ``traffic`` counts what this sends.
         lr: of both; ``weight_decay``, too, which is decoupled.
         momentum, nesterov, ns_coefficients, ns_steps: as torch.optim.Muon's; ``ns_eps`` is its ``eps``.
@@ -111,7 +111,7 @@ class Muon(torch.optim.AdamW):
         return loss
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        # What AdamW's step asks for the parameters that it is to move: matrices have moved by then.
+        # AdamW's step reads the gradients of its own parameters; matrices have moved by then.
         return False if group["use_muon"] else bool(super()._init_group(group, *lists))
 
     def _move_matrices(self, group: dict[str, Any]) -> None:
@@ -144,7 +144,7 @@ class Muon(torch.optim.AdamW):
         self._gathered.clear()
 
     def _update_of(self, matrix: Tensor) -> Tensor:
-        """Move this rank's rows of the momentum by the gradient; return them, or with Nesterov's those of the next."""
+        """Move this rank's rows of the momentum by the gradient; return them, or with Nesterov the next step's."""
         assert matrix.grad is not None
         state = self.state[matrix]
         if not state:

@@ -36,7 +36,7 @@ class ErrorFeedback:
         self.config = config
         self.error: Tensor | None = None  # uint8 [..., nbytes]; None = zero
         self.steps = 0  # optimizer steps since the last reset
-        self._format: WireFormat | None = None  # of ``error``; None: not known yet
+        self._format: WireFormat | None = None  # format of ``error``; None: not known yet
         self._before_step: tuple[Tensor | None, int, WireFormat | None] = (None, 0, None)
 
     def format(self, parameters: tuple[ParameterShard, ...], block_size: int | None) -> WireFormat:
@@ -123,7 +123,7 @@ class GradientHop:
     """One rank's part of a hop among G ranks: the P of its node, or the N with its local rank."""
 
     name: str  # "intra" or "inter" nodes
-    rows: tuple[int, ...]  # of what is sent, without L: (P, N) or (N,)
+    rows: tuple[int, ...]  # shape on the wire without L: (P, N) or (N,)
     unit: FSDPUnit
     shared: Shared
     feedback: ErrorFeedback | None  # LoCo's
@@ -142,7 +142,7 @@ class GradientHop:
         is_sampled = self.shared.monitor.is_due(draw[0])
         if is_sampled:
             gradients = gradients.computed()  # to compare with what arrives
-        error = feedback.error if feedback is not None else None  # what is added to these gradients
+        error = feedback.error if feedback is not None else None  # added to these gradients
         if feedback is not None:
             # The hop between nodes runs once per step, that within a node once per micro-batch.
             wires = feedback.compensate(gradients, format, noise_seed, self.shared.position.is_last, exponents)

@@ -54,7 +54,7 @@ class HierarchicalReduceScatter(GradientReduction):
         self.within_node, self.between_nodes = within, between
         self.hops = [hop for hop in (within, between) if hop is not None]
         self.steps = 0  # reductions between nodes
-        self.micro_batches = 0  # of this step, whose sum is kept
+        self.micro_batches = 0  # micro-batches of this step in the kept sum
         # Indices of the parameters whose gradients the last reduction, or the one that runs, takes.
         self._reduced: tuple[int, ...] = ()
         self._begun_at = -1  # optimizer steps when this step's first micro-batch came
@@ -260,7 +260,7 @@ def warn_of_accumulation() -> None:
 class Exchange:
     """Gradients of a hop in flight: a piece from each rank of its group to each."""
 
-    total: GradientSum  # of the pieces that were sent here; valid after ``work``
+    total: GradientSum  # sum of the pieces that were sent here; valid after ``work``
     work: dist.Work | None  # None: it is not in flight
     sent: Tensor | None  # uint8 [G, ..., nbytes], which is read until then
 

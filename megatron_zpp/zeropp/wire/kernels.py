@@ -6,7 +6,7 @@
     move_exponents(exponents, wire -> out)                      scales of elements: scales.py
     measure_moves, write_moves, apply_moves                     moved codes: moves.py
 
-Their arguments are those of the methods of WireFormat that call them, with each format as its ``table``.
+They take the arguments of the WireFormat methods that call them, with each format as its ``table``.
 """
 
 import functools
@@ -23,7 +23,7 @@ _CHOICE = os.environ.get("ZEROPP_KERNELS")
 LIBRARY = Path(_CHOICE or Path(__file__).with_name("_kernels.so"))
 _REBUILD = "`pip install --no-build-isolation -e .` in the source tree builds it"
 OPERATORS = ("encode", "decode", "rotate", "move_exponents")
-BITS = (1, 2, 3, 4, 6, 8)  # of codes that they pack
+BITS = (1, 2, 3, 4, 6, 8)  # widths of codes that they pack
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in csrc/kernel_arguments.h
 
 

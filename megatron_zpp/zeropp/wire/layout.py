@@ -48,7 +48,7 @@ def block_size_of(numel: int, block_size: int | None) -> int:
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of elements of the shard that is sent alike: one quantized parameter, or unquantized ones side by side."""
+    """A run of elements of the shard with one encoding: one quantized parameter, or unquantized ones side by side."""
 
     start: int  # elements [start, stop) of the shard
     stop: int
@@ -177,9 +177,9 @@ class Compensation:
     e <- decay * (beta * e + (1 - beta) * (values + e - what was sent))
     """
 
-    format: WireLayout  # of the errors
+    format: WireLayout  # format of the errors
     error: Tensor | None  # uint8 [..., nbytes]; None = zero
-    new_error: Tensor | None  # alike; None = it is not wanted
+    new_error: Tensor | None  # same shape as ``error``; None: not computed
     beta: float
     decay: float
 

@@ -31,7 +31,7 @@ HEADER_BYTES = 12  # uint16 m1, m2; uint8 k of gaps, of gaps between the m2, of 
 
 @dataclass(frozen=True)
 class Moves:
-    """What makes the wire buffer ``new`` of ``old``: measured, and not yet written, for which the host must know n."""
+    """Moves that turn the wire buffer ``old`` into ``new``: measured, not yet written: the host must know n first."""
 
     format: WireLayout
     old: Tensor  # uint8 [nbytes]

@@ -68,7 +68,7 @@ def decode_blocks(packed: Tensor, scales: Tensor) -> Tensor:
 
 
 def _of_blocks(steps: Tensor, num_blocks: int) -> Tensor:
-    """Return each block's step [..., n], of those of groups [..., groups]."""
+    """Return each block's step [..., n], given the groups' steps [..., groups]."""
     return steps.repeat_interleave(GROUP, dim=-1)[..., :num_blocks]
 
 

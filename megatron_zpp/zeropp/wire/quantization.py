@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SCALINGS = ("absmax", "mean")  # of 2 bits and more
+SCALINGS = ("absmax", "mean")  # for 2 bits and more
 # The step of code "mean" over mean |x|, by bits: where zeros are rare, and where they are many. At 2 bits by loss: less
 # cuts early gradients off. No border between levels may be at 1, where all of a block's |x| can be.
 STEPS = {2: (1.25, 1.5), 3: (0.75, 0.8125), 4: (0.4375, 0.4375)}
@@ -142,7 +142,7 @@ def _quantize_largest(values: Tensor, absmax: Tensor, code: Code) -> tuple[Tenso
     magnitudes = values.abs().nan_to_num(0.0, 0.0)
     count = values.shape[-1] // LARGEST
     least = magnitudes.topk(count, dim=-1).values[..., -1:]
-    # Of those that equal the least, the first that there is room for.
+    # Among equal minima, take the first that fits.
     equal = magnitudes == least
     room = count - (magnitudes > least).sum(dim=-1, keepdim=True)
     taken = ((magnitudes > least) | (equal & (equal.cumsum(dim=-1) <= room))) & (magnitudes > 0)
@@ -189,7 +189,7 @@ def mix_seed(*parts: int | str) -> int:
 
 
 def counter_uniform(numel: int, seed: int, device: torch.device) -> Tensor:
-    """``numel`` fp32 numbers in [0, 1) that depend on ``seed`` and their index alone, on every device alike.
+    """``numel`` fp32 numbers in [0, 1) that depend on ``seed`` and their index alone, not on the device.
 
     The low bias 32-bit integer hash of Chris Wellons, of index and seed.
     """
@@ -204,7 +204,7 @@ def counter_uniform(numel: int, seed: int, device: torch.device) -> Tensor:
 def hadamard(values: Tensor) -> Tensor:
     """Rotate fp32 values [..., 32] by the orthonormal 32 x 32 Hadamard matrix, which is its own inverse.
 
-    Five butterfly stages in a fixed order, then one multiplication, so that every implementation rounds alike.
+    Five butterfly stages in a fixed order, then one multiplication, so that all implementations round equally.
     """
     for width in (1, 2, 4, 8, 16):
         pairs = values.unflatten(-1, (-1, 2, width))

@@ -16,7 +16,7 @@ from megatron_zpp.models.decoder import Decoder, DecoderConfig
 from tests.models.configs import gpt_config, llama_config
 
 State = dict[str, Tensor]
-IDS = 257  # of the tokenizer
+IDS = 257  # ids of the tokenizer
 PADDED = 264  # to multiples of 8
 CONFIGS: dict[str, DecoderConfig] = {
     "gpt": gpt_config(4, 32, 4, PADDED, 32, ffn_hidden_size=128, num_query_groups=4, kv_channels=8),

@@ -159,7 +159,7 @@ def test_layers_with_experts_from_another_layer_on_are_a_pattern_for_megatron():
     assert args_of(config, 16).moe_layer_freq == [int(layer in config.layers_with_experts) for layer in range(4)]
 
 
-# What is refused: one line each
+# Refusals: one line each
 
 FILE = "iter_0000005/mp_rank_00_000/model_optim_rng.pt"
 
@@ -270,7 +270,7 @@ def test_megatrons_older_sentencepiece_tokenizer_is_asked_for_by_its_name(tmp_pa
 
 
 def import_with(tmp_path: Path, tokenizer: dict[str, Any], **flags: Any) -> str:
-    """Import a run of Megatron-LM whose tokenizer is that of ``flags``, and give its files."""
+    """Import a run of Megatron-LM whose tokenizer ``flags`` name, and return its files."""
     config = dataclasses.replace(CONFIGS["gpt"], vocab_size=608)
     write_universal(tmp_path / "theirs", random_model(config), config, rows=608, **flags)
     return call_well(

@@ -131,7 +131,7 @@ class OfOldPython:
 
 
 def test_members_of_enumerations_as_older_pythons_save_them(tmp_path, monkeypatch):
-    # Of Megatron-DeepSpeed: those of an imported megatron-core may be known to torch.load as what they are.
+    # Pickles of Megatron-DeepSpeed: torch.load may know the classes of an imported megatron-core.
     module = types.ModuleType("megatron.model.enums")
     module.PositionEmbeddingType = Enum("PositionEmbeddingType", "rotary absolute", module=module.__name__)
     monkeypatch.setitem(sys.modules, module.__name__, module)

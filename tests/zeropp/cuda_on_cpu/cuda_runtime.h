@@ -69,7 +69,7 @@ inline std::vector<Barrier> warp_barriers;
 inline Barrier block_barrier{0};
 inline std::vector<uint32_t> shuffled;  // the bits of one value of each thread
 inline jmp_buf scheduler;
-inline std::vector<unsigned> order;  // of a block's threads
+inline std::vector<unsigned> order;  // the order of a block's threads
 inline std::minstd_rand random_numbers(std::getenv("CUDA_ON_CPU_SEED") ? std::atoi(std::getenv("CUDA_ON_CPU_SEED")) : 1);
 inline void (*body)(void*);
 inline void* body_argument;

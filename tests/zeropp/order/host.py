@@ -13,7 +13,7 @@ from tests.zeropp.order.recorder import ANSWERS_THE_HOST, _arguments
 
 
 class Host(TorchDispatchMode):
-    """What is done in host memory, and what the host waits for; a number as a tensor is no memory."""
+    """Work in host memory, and waits of the host; a number as a tensor is no memory."""
 
     def __init__(self) -> None:
         super().__init__()

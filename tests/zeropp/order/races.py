@@ -15,7 +15,7 @@ class Access:
 
     name: str
     stream: str
-    number: int  # of the operation on its stream
+    number: int  # place of the operation on its stream
     site: Site
     span: Span
     writes: bool
@@ -54,7 +54,7 @@ def find_races(trace: Trace, without: Site | None = None) -> list[Race]:
     races: dict[tuple[str, Site, str, Site], Race] = {}
 
     def known_on(stream: str) -> Clock:
-        """What is done when the stream has done all that it was asked for until now."""
+        """Return the operations that are done when the stream has done all that it was asked for until now."""
         clock = clocks[stream]
         _join(clock, host)
         clock[stream] = counts[stream]

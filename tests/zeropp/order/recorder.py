@@ -53,7 +53,7 @@ class Collective:
     """What one rank asked of a communicator."""
 
     communicator: str
-    ranks: tuple[int, ...]  # of the communicator
+    ranks: tuple[int, ...]  # the communicator's ranks
     name: str
     shapes: tuple[tuple[tuple[int, ...], str], ...]  # and dtypes, of what is sent and of what arrives
 
@@ -116,7 +116,7 @@ class Recorder:
             stream.synchronize()
 
     def _new_stream(self, priority: int = 0) -> Stream:
-        name = re.match(r"(?:\w+\.)*(\w+)(?::.*)? = ", self.site()[0].text)  # of the variable
+        name = re.match(r"(?:\w+\.)*(\w+)(?::.*)? = ", self.site()[0].text)  # the variable's name
         self.streams.append(Stream(self, f"{name[1] if name else 'a stream'} ({len(self.streams)})"))
         return self.streams[-1]
 

@@ -86,7 +86,7 @@ def assert_in_order(config: str, programs: Sequence[str], plants: bool = False) 
 
 def assert_spare_alone(planted: dict[str, int]) -> None:
     """Without what any line waits for there is a race, unless the line is spare."""
-    assert any(not line.startswith("_fsdp") for line in planted)  # FSDP2's and those of this package
+    assert any(not line.startswith("_fsdp") for line in planted)  # FSDP2's and this package's
     for line, num_races in planted.items() if torch.__version__ >= "2.13" else ():  # whose lines SPARE names
         is_spare = any(re.sub(r"\S+:\d+ ", "", line).startswith(spare) for spare in SPARE)  # wherever it stands
         assert (num_races == 0) == is_spare, f"{num_races} races without {line}"
