@@ -106,8 +106,7 @@ def nearest_flag(name: str) -> str:
     """Suggest a flag in place of one that does not exist: "did you mean --lr?"."""
     known = [*flags_by_name(), *NOT_NEEDED, *TRANSLATED]
     nearest = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.8)
-    hint = f"did you mean {nearest[0]}?" if nearest else "see --help"
-    return f"{hint} (CHANGELOG.md lists flags that went)"
+    return (f"did you mean {nearest[0]}?" if nearest else "see --help") + " (CHANGELOG.md lists flags that went)"
 
 
 def changed_settings(settings: Settings) -> Iterator[tuple[Flag, Any]]:

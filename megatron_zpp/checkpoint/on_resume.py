@@ -57,9 +57,8 @@ def _differing(classes: set[str], ours: Mapping[str, Any], saved: Mapping[str, A
             differing.append(f"{name} {there} there, {here} here")
     for name, (resume, here) in _GONE.items():
         there = saved.get(name, here)
-        if name == "curriculum_max_length" and there not in range(ours["seq_length"]):
-            continue  # samples grow to the full length, as they do now
-        if resume in classes and there != here:
+        grows_fully = name == "curriculum_max_length" and there not in range(ours["seq_length"])  # as all do now
+        if resume in classes and there != here and not grows_fully:
             differing.append(f"{name} {there} there, {here} here (its flag went; commit 2ed70aac has it)")
     return "; ".join(differing)
 

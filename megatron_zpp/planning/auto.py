@@ -53,15 +53,8 @@ def choose_recipe(architecture: Architecture, parse: Parse, vocabulary: int, dev
         return Choice("zero3", topology.ranks_per_node, "--zeropp auto: zero3, since all ranks are on one node")
     training, width = settings.training, settings.model.hidden_size // HEAD_DIM * HEAD_DIM
     tokens = min(training.micro_batch_size * training.seq_length, MOST_TOKENS[device.type])
-    options = Options(
-        device,
-        max(width, HEAD_DIM),
-        max(tokens, LEAST_TOKENS),
-        seconds=0.05,
-        least_repeats=2,
-        most_seconds=MOST_SECONDS,
-        is_brief=True,
-    )
+    options = Options(device, max(width, HEAD_DIM), max(tokens, LEAST_TOKENS), is_brief=True)
+    options = replace(options, seconds=0.05, least_repeats=2, most_seconds=MOST_SECONDS)
     cluster = measure_cluster(topology.ranks_per_node, options, say=lambda _: None)
     again = replace(cluster, **measure_links(topology, options))
     chosen: list[Any] = [None]

@@ -258,9 +258,8 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
             template: str = library.get_chat_template()
         if not GENERATION.search(template):
             unmarked = f"the chat template in {self.file.parent} does not mark what the assistant says"
-            raise ValueError(
-                f"{unmarked}: put {{% generation %}} and {{% endgeneration %}} around it (docs/reference/chats.md)"
-            )
+            remedy = "put {% generation %} and {% endgeneration %} around it (docs/reference/chats.md)"
+            raise ValueError(f"{unmarked}: {remedy}")
         return template
 
     def tokenize_chats(self, chats: list[list[dict[str, Any]]]) -> list[NDArray[np.int64]]:
