@@ -120,6 +120,13 @@ class CheckpointSettings:
     finetune: bool = _loading(
         False, "load only the parameters, start at iteration 0, and note what differs from their run"
     )
+    new_token_init: str = flag(
+        "mean",
+        "rows of tokens that the checkpoint's tokenizer lacks: the mean of the others, or random",
+        choices=("mean", "random"),
+        effective_with="finetune",
+        tier="advanced",
+    )
     no_save_optim: bool = _saving(False, "leave the optimizer out of checkpoints")
     no_load_optim: bool = _loading(False, "do not load the optimizer")
     no_load_rng: bool = _loading(False, "do not load random states")
