@@ -38,6 +38,7 @@ from megatron_zpp.training.trainer import Trainer
 from megatron_zpp.zeropp import Traffic, apply_zeropp
 from megatron_zpp.zeropp.fsdp import topology
 from megatron_zpp.zeropp.recipes import RECIPES
+from megatron_zpp.zeropp.wire.format import wire_format
 
 sys.path.append(str(ROOT))
 from tests.zeropp.order.fake_cuda import CUDA, fake_cuda
@@ -75,6 +76,7 @@ def count(flags: str) -> dict[str, int]:
     settings = parse_settings(LLAMA, flags.split(), NODES * PER_NODE, note=lambda text: None)
     experts, length = settings.distributed.expert_model_parallel_size, settings.training.seq_length
     dist.init_process_group("fake", rank=RANK, world_size=NODES * PER_NODE, store=FakeStore())
+    wire_format.cache_clear()  # formats hold tables of another count's fake tensors
     mesh = Mesh("cuda", expert_parallel=experts)
     concatenate = staticmethod(_disable_current_modes()(DeviceMesh._concatenate))  # it has rank numbers in tensors
     assert settings.tokenizer.vocab_size is not None

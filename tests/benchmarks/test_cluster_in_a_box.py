@@ -118,4 +118,4 @@ def test_a_node_is_named_whose_link_becomes_slow():
         wait(lambda: named)
         ((end, line),) = named
     assert line.startswith("straggler: the link from node 1 (") and 0.01 < float(line.split()[-9]) < 0.03, line
-    assert begin < int(re.search(r"since step (\d+)$", line)[1]) + 5 and end <= begin + 20
+    assert begin < int(re.search(r"since step (\d+)$", line)[1]) + 5 and end <= begin + 40

@@ -133,7 +133,7 @@ def test_gpu_script_runs_all_parts_with_tiny_models_and_then_nothing_again(quick
     assert len(passed) == len(set(passed))
     without_gpu = {"machine", "build", "memcheck", "racecheck"}
     assert {("skipped", name) for name in without_gpu} == {each for each in verdicts if each[0] != "passed"}
-    files = {"log.txt", "summary.txt", "kernels.json", "trainer.jsonl"}
+    files = {"log.txt", "summary.txt", "kernels.json", "trainer.jsonl", "bf16", "int8"}
     assert {path.name for path in results.iterdir()} == files
     result = json.loads((results / "trainer.jsonl").read_text().splitlines()[0])
     assert result["estimated_memory_gb"] > 0
