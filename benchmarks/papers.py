@@ -1,4 +1,4 @@
-"""What ZeRO++'s paper reports beside what this program counts and predicts: rows of docs/evidence/zeropp-paper.md.
+"""Compare ZeRO++'s paper with what this program counts and predicts: rows of docs/evidence/zeropp-paper.md.
 
 Published values, their addresses and the thresholds of verdicts stand in ``results/papers.toml``.
 `examples/reproduce.sh --write` writes the page. Rates are the planner's for DeepSpeed, without their own rows.

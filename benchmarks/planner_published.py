@@ -65,7 +65,7 @@ Constants = dict[str, float]
 
 @dataclass(frozen=True)
 class Parts:
-    """What the step of a row takes of each constant."""
+    """The parts of a row's predicted step, by the constant that scales each."""
 
     name: str
     gpu: str

@@ -14,6 +14,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+from flags_page import describe, table
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, COPY = ROOT / "docs", ROOT / "build" / "docs"
 LINK = re.compile(r"(?<=\])\(([^)\s:]+?)(#[^)\s]*)?\)")
@@ -40,16 +42,14 @@ def for_the_site(page: Path, repository: str) -> str:
 
 def _with_fields(directive: re.Match[str]) -> str:
     """Put a table of a settings class's fields under its entry; mkdocstrings shows docstrings alone."""
-    rows = ["| field | default | meaning |", "| --- | --- | --- |"]
+    rows = []
     for field in dataclasses.fields(pkgutil.resolve_name(directive[1])):
         if "help" in field.metadata:
-            choices = field.metadata.get("choices")
-            allowed = f"one of {', '.join(choices)}" if choices else str(field.metadata["bounds"])
-            meaning = field.metadata["help"] + (f" ({allowed})" if allowed else "")
+            meaning = describe(field.metadata["help"], field.metadata.get("choices"), field.metadata["bounds"])
             if field.metadata.get("zero_is_none"):  # a flag's 0 is None here
                 meaning = meaning.replace("0 =", "None =")
-            rows.append(f"| `{field.name}` | `{field.default}` | {meaning.replace('*', chr(92) + '*')} |")
-    return "\n".join([directive[0], "", *rows])
+            rows.append((f"`{field.name}`", f"`{field.default}`", meaning))
+    return f"{directive[0]}\n\n{table(('field', 'default', 'meaning'), rows)}"
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from megatron_zpp.arguments.deepspeed_keys import TOP, Row, keys_of
 from megatron_zpp.arguments.foreign_flags import EXPERT_FLAGS, EXPERTS, NOT_NEEDED, REFUSED, TRANSLATED
 from megatron_zpp.families import ARCHITECTURES
+from megatron_zpp.fields import Bounds
 from megatron_zpp.settings.checks import flag_of
 from megatron_zpp.settings.flags import Flag, group_title, iterate_flags
 from megatron_zpp.settings.groups import iterate_groups
@@ -38,7 +39,7 @@ def render_reference() -> str:
     parts.append("## Changes\n\n" + "".join(f"- {line}\n" for line in _changes()))
     for _, group in iterate_groups():
         rows = [(f"`{flag.name}`", _default(flag), _meaning(flag)) for flag in iterate_flags(group)]
-        parts += [f"## {group_title(group)}\n", _table(("flag", "default", "meaning"), rows)]
+        parts += [f"## {group_title(group)}\n", table(("flag", "default", "meaning"), rows)]
     parts.append("## Flags of Megatron-LM and Megatron-DeepSpeed that need no setting\n")
     names = ", ".join(f"`{flag}`" for flag in (*EXPERT_FLAGS, "--moe-..."))
     parts.append(
@@ -58,14 +59,14 @@ def render_reference() -> str:
             translated.append((f"`{name}{' X' if '{' in meaning else ''}`", f"`{meaning.format('X')}`"))
     refused = [(f"`{name}`", instead) for name, instead in REFUSED.items()]
     parts += [
-        _table(("flag", "because"), accepted),
+        table(("flag", "because"), accepted),
         "## Flags of Megatron-LM and Megatron-DeepSpeed that have another name here\n",
-        _table(("flag", "is"), translated),
+        table(("flag", "is"), translated),
         "## Flags of Megatron-LM and Megatron-DeepSpeed that are refused\n",
-        _table(("flag", "what to do"), refused),
+        table(("flag", "what to do"), refused),
         "## Keys of the DeepSpeed file\n",
         "The file sets what it names and nothing else; `null` and `auto` leave a setting to the flags.\n",
-        _table(("key", "effect"), list(_keys(TOP, ""))),
+        table(("key", "effect"), list(_keys(TOP, ""))),
     ]
     return "\n".join(parts)
 
@@ -99,10 +100,15 @@ def _default(flag: Flag) -> str:
 
 
 def _meaning(flag: Flag) -> str:
-    allowed = f"one of {', '.join(flag.choices)}" if flag.choices else str(flag.bounds)
     marks = [] if flag.tier == "stable" else [f"*{flag.tier.capitalize()}.*"]
     marks += [f"`{alias}` works, too." for alias in flag.aliases]
-    return " ".join([flag.help.replace("*", r"\*") + (f" ({allowed})" if allowed else ""), *marks])
+    return " ".join([describe(flag.help, flag.choices, flag.bounds), *marks])
+
+
+def describe(help: str, choices: Sequence[str] | None, bounds: Bounds) -> str:
+    """Return a help text as Markdown, with the values that are allowed."""
+    allowed = f"one of {', '.join(choices)}" if choices else str(bounds)
+    return help.replace("*", r"\*") + (f" ({allowed})" if allowed else "")
 
 
 def _keys(section: Row, prefix: str) -> Iterator[tuple[str, str]]:
@@ -143,7 +149,7 @@ def _flags(*settings: str) -> str:
     return ", ".join(_NO_FLAG.get(setting) or f"`{flag_of(setting)}`" for setting in settings)
 
 
-def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [header, ("---",) * len(header), *rows]
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 

@@ -76,7 +76,7 @@ class Entry:
     size: torch.Size
     rows: Rows | None
     first: int = 0  # value in shards.bin
-    count: int = 0  # shards in this file
+    count: int = 0  # its shards there
 
 
 @dataclass(frozen=True)

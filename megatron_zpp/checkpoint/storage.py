@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from megatron_zpp.errors import describe_error
+from megatron_zpp.zeropp.api import local_part
 
 from .files import CheckpointError, write_safetensors
 from .folder import FolderLock, begin, finish
@@ -230,12 +230,12 @@ def fill_rows(tensor: Tensor, saved: Tensor, count: int, others: str) -> None:
     others: rows from ``count`` on become the "mean" of these rows, or stay as they are ("random").
     """
     (part,) = _create_chunk_list(tensor)
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor).detach()
     first, saved = part.offsets[0], saved[:count]
     if others == "mean":
-        local.detach().copy_(saved.mean(0).expand_as(local))
+        local.copy_(saved.mean(0).expand_as(local))
     rows = saved[first : first + len(local)]
-    local.detach()[: len(rows)].copy_(rows)
+    local[: len(rows)].copy_(rows)
 
 
 def save_tensors(

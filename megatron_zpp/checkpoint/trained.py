@@ -18,7 +18,7 @@ from megatron_zpp.zeropp.description import settings_of_state
 
 @dataclass(kw_only=True)
 class Trained:
-    """The parameters that this process trains."""
+    """The parts of a training program that checkpoints keep as tensors."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer

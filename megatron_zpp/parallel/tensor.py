@@ -80,7 +80,7 @@ class ShardedRows(ParallelStyle):
 def _with_random_numbers_per_rank(attention: nn.Module, tp_rank: int) -> Callable[..., Tensor]:
     """Wrap its ``forward`` to draw other random numbers on each rank, because each has other heads.
 
-    They start from a number that all ranks of the group draw; so activation checkpointing, which restores
+    They start from one number, equal on all ranks of the group; so activation checkpointing, which restores
     what numbers are drawn from, gets the same ones again. An evaluation draws nothing.
     """
     forward = attention.forward

@@ -43,11 +43,11 @@ from megatron_zpp.zeropp import Traffic
 from megatron_zpp.zeropp.recipes import AUTO
 
 # Fields that fine-tuning and --override-model may change: how long texts are read, and how experts are kept busy. No
-# tensor does.
+# tensor does. Of positions, rotary ones may become YaRN's.
 CHANGEABLE = {
     *("rotary_base", "rotary_base_local", "rotary_seq_len_interpolation_factor", "rope_scaling_factor"),
     *("yarn_scaling_factor", "yarn_original_context", "yarn_beta_fast", "yarn_beta_slow", "mscale", "mscale_all_dim"),
-    *("no_yarn_correction_range_round_to_int", "position_embedding_type rope there, yarn here"),
+    *("no_yarn_correction_range_round_to_int", "position_embedding_type"),
     *("window_size", "window_attn_skip_freq", "moe.load_balancing", "moe.aux_loss_coeff", "moe.z_loss_coeff"),
     *("moe.expert_capacity_factor", "moe.eval_capacity_factor", "moe.min_capacity"),
 }
@@ -284,30 +284,30 @@ def _check_same_model(
     """
     _, saved = saved_model(meta, architecture, with_adapters=True)
     theirs, sizes = dataclasses.asdict(saved), {field.name for field in dataclasses.fields(ShapeSettings)}
-    differing = [
-        f"{name} {there} there, {here} here"
+    differing = {
+        name: f"{there} there, {here} here"
         for k, v in sorted(dataclasses.asdict(config).items(), key=lambda item: item[0] not in sizes)
         if theirs[k] != v and not k.endswith("dropout") and k != "init_method_std"
         for name, there, here in _parts(k, theirs[k], v)
-    ]
+    }
     override = {FIELDS.get(setting_of(word), setting_of(word)) for word in settings.checkpoint.override_model or ()}
-    if unknown := override - set(map(_name, CHANGEABLE)):
-        choices = ", ".join(sorted(map(_name, CHANGEABLE)))
+    if unknown := override - CHANGEABLE:
+        choices = ", ".join(sorted(CHANGEABLE))
         raise CheckpointError(f"--override-model {' '.join(sorted(unknown))}: a resume may change only {choices}")
-    can_change = [text for text in differing if {text, _name(text)} & CHANGEABLE]
-    changed = [text for text in can_change if finetunes or _name(text) in override]
+    only = {"position_embedding_type": "rope there, yarn here"}
+    can_change = {name for name, text in differing.items() if name in CHANGEABLE and text == only.get(name, text)}
+    may_change = can_change if finetunes else can_change & override
     if finetunes and has_adapters and num_tokens(meta) <= config.vocab_size:  # a base stays as it was
-        changed += [text for text in differing if _name(text) == "vocab_size"]
-    differing = [text for text in differing if text not in changed]
+        may_change = may_change | {"vocab_size"}
+    changed = [f"{name} {differing.pop(name)}" for name in list(differing) if name in may_change]
     for name in ("lora_rank", "lora_alpha") if has_adapters else ():  # a base may have none
         there, here = meta["settings"].get(name, getattr(LoraSettings, name)), getattr(settings.lora, name)
-        differing += [f"{name} {there} there, {here} here"] if there != here else []
+        differing |= {name: f"{there} there, {here} here"} if there != here else {}
     if has_adapters and (there := meta["settings"].get("lora_target_modules")):
-        differing.append(f"lora_target_modules {there} there, all linear layers here (commit 2ed70aac has the flag)")
+        differing["lora_target_modules"] = f"{there} there, all linear layers here (commit 2ed70aac has the flag)"
     if differing:
-        other = f"{checkpoint} is of another model: {'; '.join(differing)}"
-        names = " ".join(dict.fromkeys(map(_name, differing)))
-        more = f", or --override-model {names}" if set(differing) <= set(can_change) else ""
+        other = f"{checkpoint} is of another model: {'; '.join(f'{name} {text}' for name, text in differing.items())}"
+        more = f", or --override-model {' '.join(differing)}" if differing.keys() <= can_change else ""
         raise CheckpointError(f"{other}. Give the flags of the model that was saved, or --load another folder{more}")
     by = "fine-tuning" if finetunes else "--override-model"
     return [f"{by} changes the model: {'; '.join(changed)}"] if changed else []
@@ -316,11 +316,6 @@ def _check_same_model(
 def _print_notes(notes: Sequence[str]) -> None:
     for note in notes:
         print_once(f"note: {note}")
-
-
-def _name(text: str) -> str:
-    """Return the field of "rotary_base 10000 there, 500000 here"."""
-    return text.partition(" ")[0]
 
 
 def _parts(name: str, there: Any, here: Any) -> list[tuple[str, Any, Any]]:

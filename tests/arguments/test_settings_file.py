@@ -66,7 +66,7 @@ def test_a_later_file_and_the_command_line_win(write):
 
 
 def test_the_command_line_wins_by_another_programs_name_for_a_flag_too(write):
-    """It was refused as a contradiction of the file."""
+    """Such a command line was refused, because it contradicts the file."""
     ours, theirs = (
         write("ours.toml", TOML),
         write("theirs.toml", TOML.replace("micro-batch-size = 2", "batch-size = 2")),

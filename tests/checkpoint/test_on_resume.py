@@ -38,7 +38,7 @@ def test_every_flag_says_what_a_resume_does_in_words_that_are_checked():
 
 
 def test_a_flag_that_says_nothing_about_a_resume_is_noted_there():
-    """It may change what is learned: a resume that went on with another value would not say so."""
+    """Such a flag may change the training: a resume that went on with another value would not say so."""
 
     @dataclass(frozen=True)
     class Group:

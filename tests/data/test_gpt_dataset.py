@@ -36,7 +36,7 @@ def write_lengths(prefix, lengths):
     seed=st.integers(0, 2**32 - 1),
 )
 def test_one_epoch_serves_every_token_once(tmp_path_factory, lengths, seq_length, seed):
-    """As inputs: each once, but for those behind the last whole sample."""
+    """Each token is an input once, but for the tokens after the last whole sample."""
     folder = tmp_path_factory.mktemp("data")
     write_lengths(folder / "x", lengths)
     dataset = dataset_of(folder, folder / "x", seq_length=seq_length, seed=seed)

@@ -1,4 +1,4 @@
-"""What the data flags mean: two ways to give data, weights, splits."""
+"""The data flags give data in two ways, with weights and splits."""
 
 import pytest
 

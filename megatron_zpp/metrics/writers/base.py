@@ -1,4 +1,4 @@
-"""What a writer of metrics is, and what it is told about the run."""
+"""The interface of a writer of metrics, and the record of a run's start that it is built with."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ class RunStart:
 
     @property
     def shown(self) -> dict[str, Any]:
-        """What a dashboard shows with the run."""
+        """Return the settings and facts that a dashboard shows with the run."""
         return {**self.changed, **self.program}
 
     @property

@@ -111,7 +111,7 @@ class Muon(torch.optim.AdamW):
         return loss
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        # AdamW's step reads the gradients of its own parameters; matrices have moved by then.
+        # AdamW's step asks for the parameters that it moves; matrices have moved by then.
         return False if group["use_muon"] else bool(super()._init_group(group, *lists))
 
     def _move_matrices(self, group: dict[str, Any]) -> None:
