@@ -198,8 +198,12 @@ def forbidden_folder(folder: Path) -> Iterator[Path]:
 
 
 WRITES = (full_disk, read_only, below_a_file, below_a_loop, forbidden_folder)
-AS_NOBODY = (  # root may read and write everything; Python itself may be root's alone
-    "import concurrent.futures.process, os, runpy, sys; from megatron_zpp.__main__ import find_program; "
+# Root may read and write everything, so a user without rights runs the program. Where Python's own
+# library is readable for root alone, that user imports nothing of it later: what TensorBoard and
+# matplotlib ask for while the program runs is imported before.
+AS_NOBODY = (
+    "import concurrent.futures.process, encodings.raw_unicode_escape, os, plistlib, runpy, sys; "
+    "from megatron_zpp.__main__ import find_program; "
     "find_program(sys.argv[1]); "
     "os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534); "
     "runpy.run_module('megatron_zpp', run_name='__main__', alter_sys=True)"

@@ -135,8 +135,8 @@ def test_it_is_exported_imported_and_sampled(trained, tmp_path):
 @pytest.mark.long
 def test_its_settings_are_suggested_by_training_it(trained):
     argv = flags(f"{trained[0]}/text", "--local-ranks 4 --local-nodes 2", length="--train-iters 2")
-    log = suggest_settings.train(GIVEN, argv)
-    assert len(log.lines) == 2 and all(line["square loss"] > 0 for line in log.lines)
+    losses = suggest_settings.train(GIVEN, argv).metrics["square loss"].values()
+    assert len(losses) == 2 and all(loss > 0 for loss in losses)
 
 
 @pytest.mark.parametrize(

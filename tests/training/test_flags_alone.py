@@ -29,7 +29,7 @@ NOT_SHOWN = """
     num_virtual_stages_per_pipeline_rank
     calculate_per_token_loss
     accumulate_allreduce_grads_in_fp32 log_params_norm
-    publish tensorboard_dir
+    publish tensorboard_dir metrics_dir
 """
 
 
