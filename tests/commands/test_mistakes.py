@@ -32,6 +32,7 @@ class Program:
 
     reads: its flags of files and folders to read, and which of the folder they are; "" is the first word. writes: its
     flags of files and folders to write. first: flags go before ``words``. goes_on: flags whose faults it only warns of.
+    late: a library that it imports while it runs.
     """
 
     words: str = ""
@@ -39,6 +40,7 @@ class Program:
     writes: tuple[str, ...] = ()
     first: bool = False
     goes_on: tuple[str, ...] = ()
+    late: str = "os"
 
 
 PROGRAMS = {
@@ -69,7 +71,7 @@ PROGRAMS = {
     "plan --try": Program(
         f"gpt --iterations 20 -- {TRAIN} --tokenizer-type ByteTokenizer", {"--data-path": "data_text_document"}
     ),
-    "report": Program("", {"": "board"}, ("--output",)),
+    "report": Program("", {"": "board"}, ("--output",), late="matplotlib.pyplot"),
     "why-hung": Program("", {"": "hung"}),
     "doctor": Program(),  # these two read nothing that a user names
     "env": Program(),
@@ -78,6 +80,7 @@ PROGRAMS = {
         {"--data-path": "data_text_document", "--tokenizer-model": "tokenizer.model"},
         ("--save", "--publish", "--tensorboard-dir", "--data-cache-path"),
         goes_on=("--tensorboard-dir", "--data-cache-path"),
+        late="torch.utils.tensorboard",
     ),
     "pretrain-llama": Program(
         f"{TRAIN} {PIECES} --tokenizer-model WORLD/tokenizer.model --data-path WORLD/data_text_document",
@@ -198,12 +201,10 @@ def forbidden_folder(folder: Path) -> Iterator[Path]:
 
 
 WRITES = (full_disk, read_only, below_a_file, below_a_loop, forbidden_folder)
-# Root may read and write everything, so a user without rights runs the program. Where Python's own
-# library is readable for root alone, that user imports nothing of it later: what TensorBoard and
-# matplotlib ask for while the program runs is imported before.
+# Root may read and write everything, so a user without rights runs the program. That user cannot import Python's own
+# library where it is readable for root alone: the program and its late library are imported before.
 AS_NOBODY = (
-    "import concurrent.futures.process, encodings.raw_unicode_escape, os, plistlib, runpy, sys; "
-    "from megatron_zpp.__main__ import find_program; "
+    "import concurrent.futures.process, os, runpy, sys, LATE; from megatron_zpp.__main__ import find_program; "
     "find_program(sys.argv[1]); "
     "os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534); "
     "runpy.run_module('megatron_zpp', run_name='__main__', alter_sys=True)"
@@ -220,9 +221,9 @@ def start(world: Path, program: str, changed: dict[str, Path], as_nobody: bool) 
         flags = [str(word) for flag, path in sorted(paths.items()) for word in (flag, path) if word]
         words = given.words.replace("WORLD", str(world)).split()
         words = [*flags, *words] if given.first else [*words, *flags]
-        python = ["python", "-c", AS_NOBODY] if as_nobody else ["python", "-m", "megatron_zpp"]
+        start_it = ["-c", AS_NOBODY.replace("LATE", given.late)] if as_nobody else ["-m", "megatron_zpp"]
         alone = {"RANK": "0", "WORLD_SIZE": "1"} if program == "plan --measure" else {}
-        return run(*python, *program.split(), *words, status=None, timeout=60, folder=Path(elsewhere), **alone)
+        return run("python", *start_it, *program.split(), *words, status=None, timeout=60, folder=Path(elsewhere), **alone)
 
 
 def check(world: Path, program: str, flag: str, fault: Callable) -> None:
