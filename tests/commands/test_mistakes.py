@@ -222,8 +222,9 @@ def start(world: Path, program: str, changed: dict[str, Path], as_nobody: bool) 
         words = given.words.replace("WORLD", str(world)).split()
         words = [*flags, *words] if given.first else [*words, *flags]
         start_it = ["-c", AS_NOBODY.replace("LATE", given.late)] if as_nobody else ["-m", "megatron_zpp"]
+        words = [*start_it, *program.split(), *words]
         alone = {"RANK": "0", "WORLD_SIZE": "1"} if program == "plan --measure" else {}
-        return run("python", *start_it, *program.split(), *words, status=None, timeout=60, folder=Path(elsewhere), **alone)
+        return run("python", *words, status=None, timeout=60, folder=Path(elsewhere), **alone)
 
 
 def check(world: Path, program: str, flag: str, fault: Callable) -> None:
