@@ -51,7 +51,7 @@ FREE = [
     "",
     "--no-async-save",
     "--recompute-granularity selective",
-    "--verify-checkpoint sample",
+    "--verify-checkpoint none",
     "--num-workers 1",
     "--save-keep-last 2",
     "--no-mmap-bin-files",

@@ -185,7 +185,7 @@ def finish(
 ) -> Path:
     """Complete a checkpoint, and name it the latest; return its folder.
 
-    index: files of ``build_index``. files: ``Sums.entry`` of the others by name.
+    index: files of ``build_index``. files: size and digest of the others by name.
     """
     root, final = incomplete.parent, incomplete.with_name(incomplete.name.removesuffix(INCOMPLETE))
     _wait_for_files(incomplete, files)

@@ -108,8 +108,8 @@ class CheckpointSettings:
     ckpt_step: int | None = _loading(None, "iteration to load; default the latest", at_least=0)
     verify_checkpoint: str = flag(
         "all",
-        "look for damage before loading: in whole files, samples or sizes",
-        choices=("all", "sample", "none"),
+        "look for damage before loading: in whole files, or in their sizes alone",
+        choices=("all", "none"),
         effective_with="load",
     )
     load_latest_good: bool = _loading(False, "load the newest checkpoint without damage, NaN or Inf")
