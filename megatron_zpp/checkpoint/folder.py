@@ -25,7 +25,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.files import lock_for_process
+from megatron_zpp.files import PATIENCE_SECONDS, lock_for_process
 from megatron_zpp.metrics.history import METRICS
 from megatron_zpp.parallel.flight_record import FILES
 
@@ -257,7 +257,7 @@ def _is_finite(checkpoint: Path) -> bool | None:
 class FolderLock:
     """A lock on a folder: one job at a time saves there. The system releases it when the process ends."""
 
-    def __init__(self, folder: str, patience_seconds: float = 10.0) -> None:
+    def __init__(self, folder: str, patience_seconds: float = PATIENCE_SECONDS) -> None:
         """Take it, waiting ``patience_seconds`` for a job that is just ending. Raises CheckpointError, OSError."""
         self._folder = folder
         root = Path(folder)
