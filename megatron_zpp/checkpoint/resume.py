@@ -52,7 +52,7 @@ def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
     checkpoint, passed_over = None, list[str]()
     with progress("verifying the checkpoint"):
         for path in _paths_to_load(settings):
-            if not (wrong := _problems_on_all_ranks(path, settings.verify_checkpoint, settings.load_latest_good)):
+            if not (wrong := _problems_on_all_ranks(path, settings.load_latest_good)):
                 checkpoint = path
                 break
             passed_over += wrong
@@ -96,9 +96,9 @@ def _paths_to_load(settings: CheckpointSettings) -> list[Path]:
     return found[0]
 
 
-def _problems_on_all_ranks(checkpoint: Path, digests: str, finite: bool) -> list[str]:
+def _problems_on_all_ranks(checkpoint: Path, finite: bool) -> list[str]:
     """Run ``problems`` with the files shared among all ranks. Every rank returns the same. Collective."""
-    mine = problems(checkpoint, digests, dist.get_rank(), dist.get_world_size(), finite)
+    mine = problems(checkpoint, dist.get_rank(), dist.get_world_size(), finite)
     return list(dict.fromkeys(chain.from_iterable(filter(None, gather_if_any(mine or None)))))
 
 

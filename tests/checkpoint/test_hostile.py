@@ -196,7 +196,6 @@ def test_shards_beyond_the_first_gigabyte_of_a_file_load(tmp_path):
     with open(checkpoint / name, "r+b") as file:
         file.seek(begin)
         file.write(b"\0" * 20)
-    assert problems(checkpoint, "none") == []
     assert dict(iterate_tensors(checkpoint, read_meta(checkpoint)))["model.second"].eq(0).all()
 
 
