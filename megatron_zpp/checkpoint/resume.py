@@ -52,7 +52,10 @@ def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
     checkpoint, passed_over = None, list[str]()
     with progress("verifying the checkpoint"):
         for path in _paths_to_load(settings):
-            if not (wrong := _problems_on_all_ranks(path, settings.load_latest_good)):
+            # Each rank reads a part of the files; all get the same answers.
+            mine = problems(path, dist.get_rank(), dist.get_world_size(), settings.load_latest_good)
+            wrong = dict.fromkeys(chain.from_iterable(filter(None, gather_if_any(mine or None))))
+            if not wrong:
                 checkpoint = path
                 break
             passed_over += wrong
@@ -94,12 +97,6 @@ def _paths_to_load(settings: CheckpointSettings) -> list[Path]:
                 found = [[checkpoint]]
     dist.broadcast_object_list(found)
     return found[0]
-
-
-def _problems_on_all_ranks(checkpoint: Path, finite: bool) -> list[str]:
-    """Run ``problems`` with the files shared among all ranks. Every rank returns the same. Collective."""
-    mine = problems(checkpoint, dist.get_rank(), dist.get_world_size(), finite)
-    return list(dict.fromkeys(chain.from_iterable(filter(None, gather_if_any(mine or None)))))
 
 
 def check_same_data(settings: Settings, meta: Mapping[str, Any], datasets: Datasets) -> list[str]:
