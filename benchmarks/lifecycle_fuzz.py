@@ -51,7 +51,6 @@ FREE = [
     "",
     "--no-async-save",
     "--recompute-granularity selective",
-    "--verify-checkpoint sample",
     "--num-workers 1",
     "--save-keep-last 2",
     "--no-mmap-bin-files",

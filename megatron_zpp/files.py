@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+PATIENCE_SECONDS = 10.0  # for a lock of a job that is just ending
 _LOCKED: list[BinaryIO] = []  # never closed: closing any file of one that is locked would give up the lock
 LARGEST_TEXT = 64 * 2**20  # bytes
 _MODES = {"rb": os.O_RDONLY, "wb": os.O_WRONLY | os.O_CREAT, "r+b": os.O_RDWR | os.O_CREAT}

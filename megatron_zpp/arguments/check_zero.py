@@ -7,8 +7,9 @@ from megatron_zpp.zeropp.config import SUPPORTED_BITS, ZeroPPConfig
 _SHARDING = "rank(s) that shard the model"
 
 
-def check_zero(zero: ZeroSettings, zeropp: ZeroPPConfig, fsdp_size: int, distributed: DistributedSettings) -> None:
+def check_zero(settings: Settings, fsdp_size: int) -> None:
     """Raise SettingsError unless ``fsdp_size`` ranks, data-parallel * context-parallel ones, can shard a model so."""
+    zero, zeropp, distributed = settings.zero, settings.zeropp, settings.distributed
     stage, hpz_size, ranks_per_node = zero.zero_stage, zeropp.hpz_partition_size, zeropp.ranks_per_node
     require_divides("--zero-hpz-partition-size", hpz_size, fsdp_size, _SHARDING)
     require_divides("--zeropp-ranks-per-node", ranks_per_node or 1, fsdp_size, _SHARDING)

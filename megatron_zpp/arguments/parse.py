@@ -8,7 +8,7 @@ and checks everything.
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from megatron_zpp.arguments.command_line import read_command_line
 from megatron_zpp.arguments.deepspeed_config import DeepSpeedConfig, read_deepspeed_config
@@ -22,7 +22,7 @@ from megatron_zpp.parallel.distributed import is_first_rank
 from megatron_zpp.settings.checks import Mistakes, SettingsError, flag_of, flags_in, require
 from megatron_zpp.settings.flags import flags_of_fields, group_from
 from megatron_zpp.settings.groups import Settings, all_flags, iterate_groups
-from megatron_zpp.settings.resolved import ResolvedSettings, as_resolved
+from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.zeropp.config import ZeroPPConfig
 
 __all__ = ["SettingsError", "parse_settings"]
@@ -90,7 +90,7 @@ def parse_settings(
     mistakes.report()
     for text in [*config.notes(), *notes, *line.notes(), *filter(None, [stands_for(settings)])]:
         note(text)
-    return as_resolved(settings)
+    return cast(ResolvedSettings, settings)
 
 
 def stated_flags(architecture: Architecture, argv: Sequence[str]) -> set[str]:

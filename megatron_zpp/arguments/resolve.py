@@ -26,7 +26,6 @@ from megatron_zpp.families import Architecture
 from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum, end_after_tokens, read_steps
 from megatron_zpp.optim.schedule import Schedule
 from megatron_zpp.settings.checks import Mistakes, SettingsError, flag_of, require
-from megatron_zpp.settings.flags import iterate_flags
 from megatron_zpp.settings.groups import (
     CheckpointSettings,
     DataSettings,
@@ -89,27 +88,19 @@ def resolve(
         distributed=distributed,
     )
     with mistakes.collected():
-        check_pipeline(settings, num_layers)
+        check_pipeline(settings)
     with mistakes.collected():
         settings = dataclasses.replace(settings, training=_resolve_training(training, dp_size, accumulation_steps))
         settings = with_warmup(_resolve_length(settings, dp_size), given, dp_size)
+    for check in (_check_curriculum, _check_lora, check_tensor_parallel, check_float8, check_muon):
+        with mistakes.collected():
+            check(settings)
     with mistakes.collected():
-        _check_curriculum(settings)
-    with mistakes.collected():
-        _check_lora(settings)
-    with mistakes.collected():
-        check_tensor_parallel(distributed, model, seq_length, activation.compile)
-    with mistakes.collected():
-        check_islands(settings, set(given))
+        check_islands(settings, given)
     fsdp_size = dp_size // distributed.islands * distributed.context_parallel_size
-    with mistakes.collected():
-        check_expert_parallel(settings, fsdp_size)
-    with mistakes.collected():
-        check_zero(settings.zero, settings.zeropp, fsdp_size, distributed)
-    with mistakes.collected():
-        check_float8(settings, num_layers)
-    with mistakes.collected():
-        check_muon(settings)
+    for check_sharding in (check_expert_parallel, check_zero):
+        with mistakes.collected():
+            check_sharding(settings, fsdp_size)
     with mistakes.collected():
         _check_tasks(settings, dp_size, world_size)
     mistakes.report()
@@ -212,9 +203,7 @@ def _check_lora(settings: Settings) -> None:
 
 def _check_data(data: DataSettings) -> None:
     per_split = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if getattr(data, name)]
-    # What a plan fills in is a source of data.
-    sources = [flag.setting for flag in iterate_flags(DataSettings) if flag.in_plans]
-    given = [flag_of(name) for name in dict.fromkeys([*sources, *per_split[:1]]) if getattr(data, name)]
+    given = [flag_of(name) for name in ("data_path", *per_split[:1], "mock_data") if getattr(data, name)]
     require(given, "what to train on? give --data-path PREFIX, --train-data-path PREFIX or --mock-data")
     require(len(given) == 1, f"{' and '.join(given)} both say where the data is; give one")
     no_split = f"--split divides --data-path; it has no meaning with {given[0]}: leave it out"

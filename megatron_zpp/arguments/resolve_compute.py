@@ -40,9 +40,9 @@ def resolve_precision(settings: Settings) -> PrecisionSettings:
     return dataclasses.replace(precision, accumulate_allreduce_grads_in_fp32=in_fp32, fp8_recipe=recipe)
 
 
-def check_float8(settings: Settings, num_layers: int) -> None:
+def check_float8(settings: Settings) -> None:
     """Raise SettingsError where float8 products would have sizes that GPUs do not take, or be none."""
-    precision, training = settings.precision, settings.training
+    precision, training, num_layers = settings.precision, settings.training, settings.model.num_layers or 0
     if precision.fp8_format is None:
         return
     lengths = [training.seq_length or 0]

@@ -8,7 +8,7 @@ from megatron_zpp.parallel.mesh import MODEL_PARALLEL_SETTINGS, ranks_per_model_
 from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD, check_micro_batches
 from megatron_zpp.parallel.stages import Placement, place_stages
 from megatron_zpp.settings.checks import SettingsError, divisors, flag_of, list_divisors, require, require_divides
-from megatron_zpp.settings.groups import DistributedSettings, ModelSettings, Settings, ZeroSettings
+from megatron_zpp.settings.groups import DistributedSettings, Settings, ZeroSettings
 
 
 def check_parallel(distributed: DistributedSettings, seq_length: int | None, world_size: int) -> None:
@@ -76,9 +76,9 @@ _UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layer
 _PIPELINE_ONLY = ("pipeline_schedule", "num_layers_per_virtual_pipeline_stage", *_UNEVEN)
 
 
-def check_pipeline(settings: Settings, num_layers: int) -> None:
+def check_pipeline(settings: Settings) -> None:
     """Raise SettingsError unless layers can be split into stages as asked, and the schedule has what it needs."""
-    ranks, activation = settings.distributed, settings.activation
+    ranks, activation, num_layers = settings.distributed, settings.activation, settings.model.num_layers or 0
     num_ranks, per_stage = ranks.pipeline_model_parallel_size, ranks.num_layers_per_virtual_pipeline_stage
     if num_ranks == 1:
         for name in _PIPELINE_ONLY:
@@ -152,11 +152,10 @@ def resolve_schedule(ranks: DistributedSettings, batches: BatchSchedule) -> Dist
     return dataclasses.replace(ranks, pipeline_schedule=schedule)
 
 
-def check_tensor_parallel(
-    distributed: DistributedSettings, model: ModelSettings, seq_length: int, compiles: bool
-) -> None:
+def check_tensor_parallel(settings: Settings) -> None:
     """Raise SettingsError unless heads, MLP and, with sequence parallelism, the sequence can be split evenly."""
-    size = distributed.tensor_model_parallel_size
+    distributed, model, seq_length = settings.distributed, settings.model, settings.training.seq_length or 0
+    size, compiles = distributed.tensor_model_parallel_size, settings.activation.compile
     require(size == 1 or not compiles, f"--compile does not support --tensor-model-parallel-size {size}: leave one out")
     split = {flag_of(name): getattr(model, name) for name in ("num_attention_heads", "num_query_groups")}
     split["--ffn-hidden-size"] = model.ffn_hidden_size

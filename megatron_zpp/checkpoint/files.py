@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import os
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +17,6 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from megatron_zpp import files
 from megatron_zpp.errors import attempt
 from megatron_zpp.publish.files import safetensors_header
-
-BLOCK_BYTES = 4 * 2**20  # that one CRC-32 covers
 
 
 class CheckpointError(ValueError):
@@ -43,32 +40,6 @@ def parse_json(text: bytes) -> Any:
 
 def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-class Sums:
-    """Digests of a file as it is written: SHA-256 of the whole, CRC-32 of each block."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._sha256 = hashlib.sha256()
-        self._crc32: list[int] = []
-
-    def update(self, content: Any) -> None:
-        """Add the next bytes, in any contiguous buffer."""
-        self._sha256.update(content)
-        rest = memoryview(content).cast("B")
-        while rest:
-            room = BLOCK_BYTES - self.bytes % BLOCK_BYTES
-            if room == BLOCK_BYTES:
-                self._crc32.append(0)
-            self._crc32[-1] = zlib.crc32(rest[:room], self._crc32[-1])
-            self.bytes += len(rest[:room])
-            rest = rest[room:]
-
-    def entry(self) -> dict[str, Any]:
-        """Return the file's entry in meta.json; "crc32" has 8 hexadecimal digits per block."""
-        crc32 = "".join(f"{value:08x}" for value in self._crc32)
-        return {"bytes": self.bytes, "sha256": self._sha256.hexdigest(), "piece_bytes": BLOCK_BYTES, "crc32": crc32}
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -129,8 +100,7 @@ def write_safetensors(
         sharding = {name: {"saved_offsets": list(begin)} for name, begin in offsets.items()}
         metadata = {"DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":"))}
     prefix, spans = safetensors_header([(name, *kind) for name, kind in planned.items()], metadata)
-    sums, nonfinite = Sums(), []
-    sums.update(prefix)
+    sha256, nonfinite = hashlib.sha256(prefix), []
     with attempt("write", path), open_regular(path, "wb") as file:
         file.write(prefix)
         for name in spans:
@@ -140,11 +110,12 @@ def write_safetensors(
             if not _is_finite(tensor):
                 nonfinite.append(name)
             content: Any = tensor.flatten().view(torch.uint8).numpy() if tensor.numel() else b""
-            sums.update(content)
+            sha256.update(content)
             file.write(content)
         sync_file(file)
     places = {name: _StorageInfo(path.name, len(prefix) + begin, end - begin) for name, (begin, end) in spans.items()}
-    return TensorFile(places, sums.entry(), nonfinite)
+    nbytes = len(prefix) + max((end for _, end in spans.values()), default=0)
+    return TensorFile(places, {"bytes": nbytes, "sha256": sha256.hexdigest()}, nonfinite)
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -25,7 +25,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.files import lock_for_process
+from megatron_zpp.files import PATIENCE_SECONDS, lock_for_process
 from megatron_zpp.metrics.history import METRICS
 from megatron_zpp.parallel.flight_record import FILES
 
@@ -185,7 +185,7 @@ def finish(
 ) -> Path:
     """Complete a checkpoint, and name it the latest; return its folder.
 
-    index: files of ``build_index``. files: ``Sums.entry`` of the others by name.
+    index: files of ``build_index``. files: size and digest of the others by name.
     """
     root, final = incomplete.parent, incomplete.with_name(incomplete.name.removesuffix(INCOMPLETE))
     _wait_for_files(incomplete, files)
@@ -257,7 +257,7 @@ def _is_finite(checkpoint: Path) -> bool | None:
 class FolderLock:
     """A lock on a folder: one job at a time saves there. The system releases it when the process ends."""
 
-    def __init__(self, folder: str, patience_seconds: float = 10.0) -> None:
+    def __init__(self, folder: str, patience_seconds: float = PATIENCE_SECONDS) -> None:
         """Take it, waiting ``patience_seconds`` for a job that is just ending. Raises CheckpointError, OSError."""
         self._folder = folder
         root = Path(folder)

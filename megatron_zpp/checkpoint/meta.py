@@ -140,12 +140,6 @@ def _check_file(name: str, entry: Any) -> None:
     _check_kinds(f"files.{name}.", entry, {(int,): "bytes", (str,): "sha256"})
     if entry["bytes"] < 0:
         raise ValueError(f"files.{name}.bytes is {short(entry['bytes'])}")
-    if "crc32" in entry:  # only files of tensors
-        _check_kinds(f"files.{name}.", entry, {(int,): "piece_bytes", (str,): "crc32"})
-        size, crc32 = entry["piece_bytes"], entry["crc32"]
-        has_all = 1 <= size < 2**31 and len(crc32) == 8 * -(-entry["bytes"] // size)
-        if not has_all or not re.fullmatch("[0-9a-f]*", crc32):
-            raise ValueError(f"files.{name}.crc32 does not have 8 digits for each block of the file")
 
 
 def _check_kinds(where: str, values: Any, kinds: _Kinds, optional: bool = False) -> None:

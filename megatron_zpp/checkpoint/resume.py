@@ -49,79 +49,54 @@ def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
     """
     if settings.load is None:
         return None
-    if settings.load_latest_good:
-        with progress("verifying checkpoints"):
-            checkpoint, passed_over = _latest_good(settings.load, settings.verify_checkpoint)
-        for problem in passed_over:
-            print_once(f"note: passed over: {problem}")
-        with errors_on_all_ranks():
-            if checkpoint is None and passed_over:
-                refuse_foreign(Path(settings.load))
-                raise CheckpointError(f"{settings.load} holds no good checkpoint: {'; '.join(passed_over)}")
-            if checkpoint is None and dist.get_rank() == 0:
-                find_checkpoint(settings.load)  # raises if this is no place for checkpoints
-    else:
-        found: list[Path | None] = [None]
-        with errors_on_all_ranks():
-            if dist.get_rank() == 0:  # alone, as in _latest_good
-                found = [find_checkpoint(settings.load, settings.ckpt_step)]
-        dist.broadcast_object_list(found)
-        checkpoint = found[0]
-        if checkpoint is not None:
-            with progress("verifying the checkpoint"):
-                wrong = _problems_on_all_ranks(checkpoint, settings.verify_checkpoint)
-            with errors_on_all_ranks():
-                if wrong:  # each names its file
-                    damage = "; ".join(wrong)
-                    raise CheckpointError(damage if REMEDY in damage else f"{damage}: {REMEDY}")
-                text = nonfinite(checkpoint, read_meta(checkpoint))
-            if text is not None:
-                print_once(f"note: {text}; --load-latest-good takes the newest checkpoint that is finite")
+    checkpoint, passed_over = None, list[str]()
+    with progress("verifying the checkpoint"):
+        for path in _paths_to_load(settings):
+            # Each rank reads a part of the files; all get the same answers.
+            mine = problems(path, dist.get_rank(), dist.get_world_size(), settings.load_latest_good)
+            wrong = dict.fromkeys(chain.from_iterable(filter(None, gather_if_any(mine or None))))
+            if not wrong:
+                checkpoint = path
+                break
+            passed_over += wrong
+    for problem in passed_over if settings.load_latest_good else ():
+        print_once(f"note: passed over: {problem}")
     with errors_on_all_ranks():
+        damage = "; ".join(passed_over)
+        if checkpoint is None and passed_over and settings.load_latest_good:
+            refuse_foreign(Path(settings.load))
+            raise CheckpointError(f"{settings.load} holds no good checkpoint: {damage}")
+        if checkpoint is None and passed_over:  # each problem names its file
+            raise CheckpointError(damage if REMEDY in damage else f"{damage}: {REMEDY}")
         if checkpoint is None and (settings.finetune or not goes_on_in(settings)):
             scratch = "to start from scratch leave it out, or make it the folder of --save"
             raise CheckpointError(f"--load {settings.load} holds no checkpoint: correct the path; {scratch}")
+        text = None if checkpoint is None else nonfinite(checkpoint, read_meta(checkpoint))
+    if text is not None:
+        print_once(f"note: {text}; --load-latest-good takes the newest checkpoint that is finite")
     return checkpoint
 
 
 def recipe_to_keep(settings: CheckpointSettings) -> str | None:
     """Return the ``--zeropp`` of the run that ``--load`` goes on with; None if it had none. Collective."""
-    found: list[Any] = [None]
+    if settings.load is None or settings.finetune:
+        return None
+    paths = _paths_to_load(settings)
     with errors_on_all_ranks():
-        if dist.get_rank() == 0 and settings.load is not None and not settings.finetune:
-            folder, latest_good = settings.load, settings.load_latest_good and Path(settings.load).is_dir()
-            checkpoint = (
-                next(iter(candidates(folder)), None) if latest_good else find_checkpoint(folder, settings.ckpt_step)
-            )
-            found = [read_meta(checkpoint)["settings"].get("zeropp") if checkpoint is not None else None]
+        name = read_meta(paths[0])["settings"].get("zeropp") if paths else None
+    return name if name in RECIPES else None
+
+
+def _paths_to_load(settings: CheckpointSettings) -> list[Path]:
+    """List what ``--load`` may go on from, newest first; several with ``--load-latest-good``. Collective."""
+    found: list[list[Path]] = [[]]
+    with errors_on_all_ranks():
+        if dist.get_rank() == 0 and (folder := settings.load) is not None:  # alone: others may see another moment
+            found = [candidates(folder) if settings.load_latest_good and Path(folder).is_dir() else []]
+            if not found[0] and (checkpoint := find_checkpoint(folder, settings.ckpt_step)) is not None:
+                found = [[checkpoint]]
     dist.broadcast_object_list(found)
-    return found[0] if found[0] in RECIPES else None
-
-
-def _problems_on_all_ranks(checkpoint: Path, digests: str, finite: bool = False) -> list[str]:
-    """Run ``problems`` with the files shared among all ranks. Every rank returns the same. Collective."""
-    mine = problems(checkpoint, digests, dist.get_rank(), dist.get_world_size(), finite)
-    return list(dict.fromkeys(chain.from_iterable(filter(None, gather_if_any(mine or None)))))
-
-
-def _latest_good(folder: str, digests: str) -> tuple[Path | None, list[str]]:
-    """Find the newest checkpoint without damage, NaN or Inf, and list the problems of newer ones. Collective."""
-    found: list[Any] = [None]
-    if dist.get_rank() == 0:  # alone: ranks that look at different moments may see different folders
-        try:
-            found = [candidates(folder) if Path(folder).is_dir() else []]
-        except OSError as error:
-            found = [error]
-    dist.broadcast_object_list(found)
-    if isinstance(found[0], OSError):
-        raise CheckpointError(f"{folder} cannot be read ({found[0]})")
-    passed_over: list[str] = []
-    for checkpoint in found[0]:
-        wrong = _problems_on_all_ranks(checkpoint, digests, finite=True)
-        if not wrong:
-            return checkpoint, passed_over
-        passed_over += wrong
-    return None, passed_over
+    return found[0]
 
 
 def check_same_data(settings: Settings, meta: Mapping[str, Any], datasets: Datasets) -> list[str]:

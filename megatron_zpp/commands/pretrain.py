@@ -105,16 +105,15 @@ def pretrain(
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time
             torch.use_deterministic_algorithms(True)
-        settings, choice = chosen_settings(architecture, settings, device)
+        settings, why = chosen_settings(architecture, settings, device)
         trainer = build_trainer(architecture, settings, device, loss_class)
         if (save := settings.checkpoint.save) is not None and not settings.training.skip_train:
             with errors_on_all_ranks():
                 if dist.get_rank() == 0:
                     write_durably(Path(save, SETTINGS), format_settings(settings).encode())
         describe(trainer)
-        if choice is not None:
-            print_once(choice.why)
-            trainer.predicted = choice.predicted
+        if why is not None:
+            print_once(why)
         if ctrl_c is not None:
             ctrl_c.describe = functools.partial(_where_interrupted, trainer)
         try:
@@ -137,10 +136,10 @@ def pretrain(
 
 def chosen_settings(
     architecture: Architecture, settings: ResolvedSettings, device: torch.device
-) -> tuple[ResolvedSettings, Choice | None]:
+) -> tuple[ResolvedSettings, str | None]:
     """Replace ``--zeropp auto`` by the recipe of the checkpoint to load, or else by one that is chosen now. Collective.
 
-    Returns None for other settings.
+    Returns why it was chosen, too; None for other settings.
     """
     if settings.zero.recipe != AUTO:
         return settings, None
@@ -151,15 +150,13 @@ def chosen_settings(
 
     kept = recipe_to_keep(settings.checkpoint)
     if kept is not None:
-        why = f"--zeropp auto: {kept}, as the checkpoint's run"
-        choice = Choice(kept, find_nodes(settings).ranks_per_node, why)
+        choice = Choice(kept, find_nodes(settings).ranks_per_node, f"--zeropp auto: {kept}, as the checkpoint's run")
     else:
         with errors_on_all_ranks():
             vocabulary = find_tokenizer(settings.tokenizer).vocab_size
         choice = choose_recipe(architecture, parse, vocabulary, device)
     settings = parse(choice.recipe, choice.ranks_per_node)
-    meaning = stands_for(settings)
-    return settings, dataclasses.replace(choice, why=f"{choice.why}\n  {meaning}")
+    return settings, f"{choice.why}\n  {stands_for(settings)}"
 
 
 # Megatron's scripts do not give --zero-stage: this line says what their run shards.

@@ -233,7 +233,7 @@ def _read_rotary(family: Family, hf: Mapping[str, Any]) -> dict[str, Any]:
     if family.has_local_rotary:
         sliding, rope = rope["sliding_attention"], dict(rope["full_attention"])
         require_values({"rope_type": sliding.get("rope_type", "default")}, {"rope_type": ("default",)})
-        local = {"rotary_base_local": _base("rope_theta", sliding["rope_theta"])}
+        local = {"rotary_base_local": _base(sliding["rope_theta"])}
     base_key, share_key = family.rotary_keys
     rope.setdefault("rope_theta", hf.get(base_key))
     kind = rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
@@ -253,7 +253,7 @@ def _read_rotary(family: Family, hf: Mapping[str, Any]) -> dict[str, Any]:
         {f"rope_parameters.{key}": value for key, value in rope.items()},
         {f"rope_parameters.{key}": values for key, values in supported.items()},
     )
-    base = {"position_embedding_type": "rope", "rotary_base": _base("rope_theta", rope["rope_theta"])} | local
+    base = {"position_embedding_type": "rope", "rotary_base": _base(rope["rope_theta"])} | local
     if kind == "llama3":
         require_sizes(rope, CONTEXT)
         context = None if rope[CONTEXT] == 8192 else rope[CONTEXT]  # Megatron's
@@ -269,7 +269,7 @@ def _read_rotary(family: Family, hf: Mapping[str, Any]) -> dict[str, Any]:
     return base
 
 
-def _base(name: str, value: float) -> float:
+def _base(value: float) -> float:
     if not isinstance(value, int | float) or not 1 <= value < math.inf:  # NaN, too
-        raise ValueError(f"{name} is {value}, not a number from 1 on (--rotary-base)")
+        raise ValueError(f"rope_theta is {value}, not a number from 1 on (--rotary-base)")
     return int(value) if float(value).is_integer() else value

@@ -55,11 +55,6 @@ class Transformer(nn.Module):
     loss: TokenLoss = staticmethod(linear_cross_entropy)  # the trainer sets it on each instance
     document_attention: Callable[..., Tensor | None]  # see ``attention.replace_attention``
 
-    def end_units(self) -> list[nn.Module]:
-        """The ``ends`` that this model has; a pipeline's stage has some. What is in no unit is one more."""
-        ends = (self._modules.get(name) for name in self.ends)
-        return [end for end in ends if end is not None]
-
     def finish_step(self, has_stepped: bool, add_up: Callable[[Tensor], None]) -> None:
         """Update what the optimizer does not, after an optimizer step; not ``has_stepped``: it was skipped.
 

@@ -48,7 +48,8 @@ def shard_model(
         if mesh.ep_size > 1 and isinstance(layer.mlp, MoE):
             shard(layer.mlp.experts, mesh=mesh.expert_sharding, reshard_after_forward=zero_stage == 3)
         shard(layer, reshard_after_forward=zero_stage == 3)
-    for module in (*model.end_units(), model):
+    ends = (model._modules.get(name) for name in model.ends)  # a pipeline's stage has some of them
+    for module in (*filter(None, ends), model):
         shard(module, reshard_after_forward=False)
 
 

@@ -33,15 +33,11 @@ Parse = Callable[[str, int], ResolvedSettings]
 
 @dataclass(frozen=True)
 class Choice:
-    """A recipe, and in a paragraph why it was chosen.
-
-    ranks_per_node: None, as the launcher says. predicted: the recipe's step; None where nothing was measured.
-    """
+    """A recipe, and in a paragraph why it was chosen. ranks_per_node: None, as the launcher says."""
 
     recipe: str
     ranks_per_node: int | None
     why: str
-    predicted: StepTime | None = None
 
 
 def choose_recipe(architecture: Architecture, parse: Parse, vocabulary: int, device: torch.device) -> Choice:
@@ -67,7 +63,7 @@ def choose_recipe(architecture: Architecture, parse: Parse, vocabulary: int, dev
                 raise ValueError(f"--zeropp auto cannot predict this run ({error}): name one of {names}") from error
             name = choose(times, LOSS_BUDGET)
             why = explain(cluster, times, refused, name, LOSS_BUDGET, time.monotonic() - start)
-            chosen = [Choice(name, topology.ranks_per_node, why, times[name][0])]
+            chosen = [Choice(name, topology.ranks_per_node, why)]
     dist.broadcast_object_list(chosen)
     choice: Choice = chosen[0]
     return choice

@@ -176,9 +176,7 @@ class Cluster:
             node_seconds = groups * exchange.sent_between_nodes / group.nodes * 8e-9 / self.between_gbits
             links = max(links, node_seconds)
             if self.sites > 1:
-                leaving = (
-                    self.world_size / group.size
-                )  # rings; each leaves a site once, with all bytes that a rank sends
+                leaving = self.world_size / group.size  # rings; each leaves a site once, with all that a rank sends
                 if exchange.is_straight:
                     per_site = group.size / self.sites
                     leaving = leaving * per_site * (group.size - per_site) / (group.size - 1)

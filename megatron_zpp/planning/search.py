@@ -248,6 +248,5 @@ def _predict_fastest(
     if best is not None:
         return best
     if least is not None:
-        reason = f"needs {least / 1e9:.0f} GB of a GPU's {usable_bytes / 1e9:.0f} that can be used"
-        return Refused(candidate, reason)
+        return Refused(candidate, f"needs {least / 1e9:.0f} GB of a GPU's {usable_bytes / 1e9:.0f} that can be used")
     return Refused(candidate, str(first_error).splitlines()[0], first_error)

@@ -15,7 +15,7 @@ from megatron_zpp.optim.optimizer import OPTIMIZERS
 from megatron_zpp.parallel.stages import idle_micro_batches
 from megatron_zpp.planning.cluster import Cluster
 from megatron_zpp.planning.needs.division import RankGroup, pipeline_placement
-from megatron_zpp.planning.needs.estimate import Estimate, RankEstimate
+from megatron_zpp.planning.needs.estimate import Estimate, RankEstimate, block_activations
 from megatron_zpp.planning.needs.traffic import (
     FP32,
     Exchange,
@@ -119,11 +119,10 @@ def layer_exchanges(needs: Estimate, num_layers: int, has_experts: bool) -> list
             found.append((Exchange(tensor, row_bytes, is_straight=True), both))
             if distributed.sequence_parallel:
                 found.append((Exchange(tensor, piece), both))
-    if context.size > 1 and needs.architecture.activations is not None:
+    if context.size > 1:
         # Keys and values are gathered, and their gradients are reduce-scattered.
-        width = needs.architecture.activations(model.config, weights.itemsize).keys_and_values
-        again = resent_share(activation, num_layers, "core_attn")
-        found.append((Exchange(context, tokens * width // tensor.size), 2 + again))
+        width = block_activations(needs.architecture, settings, model).keys_and_values
+        found.append((Exchange(context, tokens * width), 2 + resent_share(activation, num_layers, "core_attn")))
     exchange = expert_all_to_all(settings, grid, model) if has_experts else None
     if exchange is not None:  # there and back
         if distributed.moe_token_bits is not None:
@@ -159,17 +158,12 @@ def arithmetic(
     attended = (architecture.flops_per_token(config, training.seq_length) / 3 - head - products) / num_layers
     products = tokens * products / num_layers / tensor_parallel / cluster.flops_per_second
     attended = tokens * attended / tensor_parallel / (cluster.peak_tflops * 1e12 * cluster.attention_efficiency)
-    weights, _ = wire_dtypes(settings)
-    kept = recomputed = 0.0
-    if architecture.activations is not None:
-        block = architecture.activations(config, weights.itemsize)
-        block = block.per_tensor_parallel_rank(tensor_parallel, distributed.sequence_parallel)
-        block = block.attending(training.seq_length, distributed.context_parallel_size)
-        kept = tokens * block.everything / cluster.layer_bytes_per_second
-        if modules:
-            recomputed = tokens * sum(block.modules.get(name, 0) for name in modules) / cluster.layer_bytes_per_second
-        elif activation.recompute_granularity == "selective":
-            recomputed = tokens * max(0, block.everything - block.linear_layers) / cluster.layer_bytes_per_second
+    block, recomputed = block_activations(architecture, settings, model), 0.0
+    kept = tokens * block.everything / cluster.layer_bytes_per_second
+    if modules:
+        recomputed = tokens * sum(block.modules.get(name, 0) for name in modules) / cluster.layer_bytes_per_second
+    elif activation.recompute_granularity == "selective":
+        recomputed = tokens * max(0, block.everything - block.linear_layers) / cluster.layer_bytes_per_second
     logits = tokens * LOGIT_BYTES * config.vocab_size / tensor_parallel / cluster.layer_bytes_per_second
     head_products = tokens * head / tensor_parallel / cluster.flops_per_second
     experts = (settings.model.num_experts or 0) / distributed.expert_model_parallel_size

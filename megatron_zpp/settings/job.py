@@ -106,12 +106,6 @@ class CheckpointSettings:
         "folder to resume from; only an empty or absent --save starts from scratch", first="Checkpoints and logs"
     )
     ckpt_step: int | None = _loading(None, "iteration to load; default the latest", at_least=0)
-    verify_checkpoint: str = flag(
-        "all",
-        "look for damage before loading: in whole files, samples or sizes",
-        choices=("all", "sample", "none"),
-        effective_with="load",
-    )
     load_latest_good: bool = _loading(False, "load the newest checkpoint without damage, NaN or Inf")
     override_data: bool = _loading(False, "on resume take data, tokenizer, order, seed and --seq-length from the flags")
     override_model: tuple[str, ...] | None = _loading(

@@ -1,6 +1,7 @@
-"""Settings as ``parse_settings`` returns them: checked, completed, and with a value for all that every run needs."""
+"""Settings as ``parse_settings`` returns them: checked, completed, and with a value for all that every run needs.
 
-from typing import cast
+These classes are for readers and type checkers alone: ``parse_settings`` returns a ``Settings``.
+"""
 
 from megatron_zpp.settings.groups import ModelSettings, Settings, TokenizerSettings, TrainingSettings
 
@@ -27,8 +28,3 @@ class ResolvedSettings(Settings):
     model: ResolvedModel
     training: ResolvedTraining
     tokenizer: ResolvedTokenizer
-
-
-def as_resolved(settings: Settings) -> ResolvedSettings:
-    """Take settings that were checked and completed. The classes above are for readers and type checkers alone."""
-    return cast(ResolvedSettings, settings)

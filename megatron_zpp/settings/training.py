@@ -204,7 +204,7 @@ class OptimizerSettings:
         1, "orthogonalize whole matrices every k-th step, each node's rows alone in between; 0 = never", at_least=0
     )
     muon_momentum_bits: int | None = _muon(
-        None, "bits of the momentum that crosses nodes for whole matrices; default 16, lossless", at_least=1
+        None, "bits of the momentum that crosses nodes for whole matrices; default 16, exact", at_least=1
     )
     muon_stale_rows: bool = _muon(False, "between whole steps, complete each node's rows by those sent last")
 

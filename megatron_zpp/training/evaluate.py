@@ -86,13 +86,6 @@ def _sum_and_count(trainer: Trainer, micro_batches: Sequence[tuple[Batch, Target
     return totals
 
 
-def build_evaluations(trainer: Trainer, signals: StopSignals) -> list[Callback]:
-    """Build the evaluations that flags ask for. signals: cut them short."""
-    tasks = trainer.plan.tasks
-    evaluations: list[Callback] = [LossEvaluation(trainer, signals)]
-    return evaluations if tasks is None else [*evaluations, TaskEvaluation(trainer, signals, tasks)]
-
-
 class LossEvaluation(Callback):
     """Evaluates the loss on the validation data, and at the end on the test data, where there are any."""
 

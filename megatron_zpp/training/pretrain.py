@@ -8,7 +8,7 @@ from megatron_zpp.parallel.distributed import StopSignals, print_once
 from megatron_zpp.training.callbacks import build_callbacks
 from megatron_zpp.training.checkpoints import CheckpointManager
 from megatron_zpp.training.data import batches_of
-from megatron_zpp.training.evaluate import build_evaluations
+from megatron_zpp.training.evaluate import LossEvaluation, TaskEvaluation
 from megatron_zpp.training.nonfinite import NonfiniteSteps, NotFiniteError
 from megatron_zpp.training.reporter import Reporter
 from megatron_zpp.training.step import train_step
@@ -21,7 +21,8 @@ def train(trainer: Trainer, start: float) -> None:
     start: when the program started, in seconds of ``time.monotonic``.
     """
     signals = StopSignals(trainer.device)
-    evaluations = build_evaluations(trainer, signals)
+    tasks = [] if trainer.plan.tasks is None else [TaskEvaluation(trainer, signals, trainer.plan.tasks)]
+    evaluations: list[Callback] = [LossEvaluation(trainer, signals), *tasks]
     if not trainer.settings.training.skip_train and not _train_steps(trainer, signals, evaluations, start):
         return
     for evaluation in evaluations:

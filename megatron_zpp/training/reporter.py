@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.metrics.advice import Advice
 from megatron_zpp.metrics.lines import TrainingReport, format_short_line, format_training_line
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.metrics.throughput import IntervalTimer, describe_mfu, mfu, model_tflops, peak_tflops
@@ -32,7 +31,6 @@ class Reporter(Callback):
         print_once(describe_mfu(name, self.peak, given=given is not None))
         self.is_first_step, self.noted_no_loss = True, False
         self.timer = IntervalTimer(trainer.device)
-        self.advice = Advice(trainer.predicted)
         self._resume()
         self._clear()
 
@@ -71,10 +69,6 @@ class Reporter(Callback):
         interval = self._interval_report(report) if is_log_step else None
         if interval is not None and dist.get_rank() == dist.get_world_size() - 1:
             print(format_short_line(interval) if sys.stdout.isatty() else format_training_line(interval), flush=True)
-            between = interval.waited_between_nodes or 0.0
-            advice = self.advice.after(self.num_steps, interval.seconds_per_iteration or 0.0, between)
-            if advice is not None:
-                print(advice, flush=True)
         self._write_point(report, interval)
         if is_log_step:
             self._clear()

@@ -79,6 +79,7 @@ def plan_run(architecture: Architecture, settings: ResolvedSettings, mesh: Mesh)
     meta, resumed, counters, notes, unpadded = None, None, Counters(), list[str](), False
     with errors_on_all_ranks():
         tokenizer = find_tokenizer(settings.tokenizer)
+        described = describe_tokenizer(settings.tokenizer.tokenizer_type, tokenizer)
         vocab_size = vocabulary_of(settings.model, tokenizer.vocab_size)
         check_vocabulary(settings.distributed, vocab_size, settings.model.make_vocab_size_divisible_by)
         config = architecture.build_config(settings.model, vocab_size)
@@ -90,16 +91,15 @@ def plan_run(architecture: Architecture, settings: ResolvedSettings, mesh: Mesh)
             if not finetunes:
                 resumed, counters = meta, Counters.from_meta(meta)
             elif not settings.checkpoint.override_data:
-                notes += check_same_ids(tokenizer, checkpoint, meta)
+                notes += check_same_ids(described, checkpoint, meta)
         if base is not None:
             found = read_meta(base)
             unpadded = found.get("unpadded_vocabulary", False)
             notes += _check_same_model(architecture, settings, base, found, config, finetunes=True, has_adapters=False)
-            notes += check_settings(settings, found, finetunes=True) + check_same_ids(tokenizer, base, found)
+            notes += check_settings(settings, found, finetunes=True) + check_same_ids(described, base, found)
     _print_notes(notes)
     train_iters, num_eval_micro_batches, num_samples = _plan_length(settings, batches, counters, mesh)
     with errors_on_all_ranks():
-        described = describe_tokenizer(settings.tokenizer.tokenizer_type, tokenizer)
         datasets = build_data(settings, tokenizer, described, num_samples)
         if resumed is not None:
             _print_notes(check_same_data(settings, resumed, datasets))

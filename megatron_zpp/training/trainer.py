@@ -70,7 +70,6 @@ class Trainer(Trained):
     writers: MetricWriters
     lock: FolderLock | None = None  # on --save, held by rank 0
     last_loss: float | None = None
-    predicted: Any = None  # the StepTime of --zeropp auto, if this start measured
 
     def __post_init__(self) -> None:
         plan = self.plan

@@ -50,9 +50,11 @@ def test_one_bit_under_muon_is_said_to_cost_loss(monkeypatch):
 
 def test_flags_override_the_recipe(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    settings, _ = parse("--zeropp int6 --zeropp-gradient-bits 4 --zeropp-loco-beta 0.5 --tensor-model-parallel-size 2")
-    config = settings.zeropp
-    assert (config.weight_bits, config.gradient_bits, config.gradient_bits_warmup) == (6, 4, None)
+    name = [*RECIPES][-2]
+    words = f"--zeropp {name} --zeropp-gradient-bits 4 --zeropp-loco-beta 0.5 --tensor-model-parallel-size 2"
+    config = parse(words)[0].zeropp
+    assert (config.gradient_bits, config.gradient_bits_warmup) == (4, None)
+    assert config.weight_bits == RECIPES[name].fields["weight_bits"] != ZeroPPConfig.weight_bits
     assert config.loco == LoCoConfig(beta=0.5, exact_undo=False)
     assert config.hpz_partition_size == 2  # two of a node's four ranks have other data
 

@@ -126,7 +126,10 @@ def test_yaml_without_its_package_names_it(write, monkeypatch):
     ("more", "architecture"),
     [
         ("", GPT),
-        ("--zeropp int6 --zeropp-ranks-per-node 2 --bf16 --save 'a \"b\\ü' --save-interval 5 --lr 1e-5", GPT),
+        (
+            f"--zeropp {[*RECIPES][-2]} --zeropp-ranks-per-node 2 --bf16 --save 'a \"b\\ü' --save-interval 5 --lr 1e-5",
+            GPT,
+        ),
         ("--zero-quantized-gradients --zeropp-loco --zeropp-loco-reset-interval 0 --zeropp-gradient-intra-bits 0", GPT),
         (f"{YARN} --normalization RMSNorm --lr-decay-style WSD --lr-wsd-decay-iters 2 --fp16", LLAMA),
         ("--num-experts 4 --disable-bias-linear --moe-layer-freq [0]*2+[1]*2 --recompute-activations", GPT),

@@ -16,6 +16,7 @@ from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import LLAMA
 from megatron_zpp.planning.needs.division import RankGrid
 from megatron_zpp.planning.needs.estimate import communicators
+from megatron_zpp.zeropp.recipes import RECIPES
 from megatron_zpp.zeropp.wire import kernels
 from tests.ranks import run_ranks
 from tests.training.small_run import flags
@@ -24,7 +25,7 @@ SMALL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-a
 EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 64"
 WAITS = {  # two layers wait for the step's numbers, for sizes of moved codes, for tokens that come
     "--zeropp zero3": 1,
-    "--zeropp int6": 2,
+    f"--zeropp {[*RECIPES][-2]}": 2,
     f"{EXPERTS} --zeropp zero3 --moe-expert-capacity-factor 1.0": 1,
     f"{EXPERTS} --zeropp int8 --expert-model-parallel-size 8": 2 + 2,
     f"{EXPERTS} --zeropp int8 --expert-model-parallel-size 8 --moe-expert-capacity-factor 1.0": 2,

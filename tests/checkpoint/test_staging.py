@@ -6,10 +6,11 @@ from torch.distributed.checkpoint._async_thread_executor import _ThreadBasedAsyn
 
 from megatron_zpp.commands import estimate
 from megatron_zpp.zeropp.api import local_part
+from megatron_zpp.zeropp.recipes import RECIPES
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, start, train_quietly
 
-STATE = "--bf16 --zeropp int6 --zeropp-ranks-per-node 2 --vocab-size 512 --num-layers 1"
+STATE = f"--bf16 --zeropp {[*RECIPES][-2]} --zeropp-ranks-per-node 2 --vocab-size 512 --num-layers 1"
 
 
 def bytes_of_saves(argv):

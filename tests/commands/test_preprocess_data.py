@@ -134,14 +134,6 @@ def test_a_job_that_is_killed_goes_on_and_its_workers_end(tmp_path, undisturbed,
     assert bytes_of(tmp_path) == undisturbed
 
 
-def test_documents_in_any_order_are_all_there_after_a_kill(tmp_path):
-    words = command(tmp_path, "--unordered", "--workers", "2", "--save-seconds", "0")
-    assert start_and_signal(words, tmp_path, signal.SIGKILL, 500) == -signal.SIGKILL
-    run(*words)
-    found = documents(tmp_path / "out_text_document")
-    assert sorted(found) == sorted([json.loads(line)["text"]] for line in LINES)
-
-
 def test_a_worker_that_dies_is_an_error_and_nothing_is_lost(tmp_path, undisturbed):
     (tmp_path / "in.jsonl").write_text("\n".join(LINES) + "\n")
     words = command(tmp_path, "--append-eod", "--workers", "2", "--save-seconds", "0")

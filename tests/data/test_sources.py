@@ -53,9 +53,6 @@ def test_default_split():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({}, "no data: give --data-path"),
-        ({"data_path": ["a"], "train_data_path": ["a"]}, "--data-path and --train/valid/test-data-path exclude each"),
-        ({"train_data_path": ["a"], "split": "1"}, "--split divides --data-path"),
         ({"data_path": ["1e308", "a", "1e308", "b"]}, "too large to add up"),
         ({"data_path": ["nan", "a", "1", "b"]}, "weights of a blend must be positive, not nan"),
     ],

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from megatron_zpp.zeropp import apply_zeropp
+from megatron_zpp.zeropp.recipes import DEFAULT, RECIPES
 from tests.ranks import run_in_turn
 
 pytestmark = pytest.mark.integrations
@@ -49,15 +50,16 @@ def test_float8_recipes():
     they are codes whose scale is elsewhere, which ZeRO++ would take for the weights themselves.
     """
     recipes = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-    cases = {(recipe, zeropp): (recipe, False, zeropp) for recipe in recipes for zeropp in (None, "lossless", "int8")}
-    cases["gathers float8", "int8"] = ("tensorwise", True, "int8")
+    exact = [*RECIPES][1]
+    cases = {(recipe, zeropp): (recipe, False, zeropp) for recipe in recipes for zeropp in (None, exact, DEFAULT)}
+    cases["gathers float8", DEFAULT] = ("tensorwise", True, DEFAULT)
     found = {
         case: ranks[0]
         for case, ranks in run_in_turn(2, {case: partial(losses, *words) for case, words in cases.items()}).items()
     }
-    assert "enable_fsdp_float8_all_gather=False" in found["gathers float8", "int8"]
+    assert "enable_fsdp_float8_all_gather=False" in found["gathers float8", DEFAULT]
     for recipe in recipes:
         plain = found[recipe, None]
         assert plain[-1] < 0.9 * plain[0]
-        assert found[recipe, "lossless"] == pytest.approx(plain, rel=1e-6)
-        assert found[recipe, "int8"] == pytest.approx(plain, rel=2e-2) and found[recipe, "int8"] != plain
+        assert found[recipe, exact] == pytest.approx(plain, rel=1e-6)
+        assert found[recipe, DEFAULT] == pytest.approx(plain, rel=2e-2) and found[recipe, DEFAULT] != plain

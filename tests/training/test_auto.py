@@ -14,6 +14,8 @@ from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.zeropp.recipes import LOSS_BUDGET, RECIPES
 from tests.training.small_run import NO_DROPOUT, ended, flags, torchrun
 
+PLAIN, EXACT, MORE_BITS, FEWER_BITS, *_ = RECIPES  # from what rounds nothing to what rounds most
+
 
 def times(**seconds: tuple[float, float]) -> dict[str, tuple[StepTime, StepTime]]:
     return {name: (StepTime(compute=a), StepTime(compute=b)) for name, (a, b) in seconds.items()}
@@ -22,11 +24,11 @@ def times(**seconds: tuple[float, float]) -> dict[str, tuple[StepTime, StepTime]
 @pytest.mark.parametrize(
     "seconds, budget, chosen",
     [
-        (dict(zero3=9.0, lossless=5.0, int8=1.0, int6=1.02), LOSS_BUDGET, "int8"),  # rounds less, as fast
-        (dict(zero3=9.0, lossless=5.0, int8=1.1, int6=1.0), LOSS_BUDGET, "int6"),
-        (dict(zero3=9.0, lossless=5.0, int8=1.1, int6=1.0), 0.0, "lossless"),
-        (dict(zero3=1.04, lossless=1.1, int8=1.0, int6=1.0), LOSS_BUDGET, "zero3"),
-        (dict(zero3=2.0, int8=1.0), LOSS_BUDGET, "int8"),  # others do not fit
+        ({PLAIN: 9.0, EXACT: 5.0, MORE_BITS: 1.0, FEWER_BITS: 1.02}, LOSS_BUDGET, MORE_BITS),  # rounds less, as fast
+        ({PLAIN: 9.0, EXACT: 5.0, MORE_BITS: 1.1, FEWER_BITS: 1.0}, LOSS_BUDGET, FEWER_BITS),
+        ({PLAIN: 9.0, EXACT: 5.0, MORE_BITS: 1.1, FEWER_BITS: 1.0}, 0.0, EXACT),
+        ({PLAIN: 1.04, EXACT: 1.1, MORE_BITS: 1.0, FEWER_BITS: 1.0}, LOSS_BUDGET, PLAIN),
+        ({PLAIN: 2.0, MORE_BITS: 1.0}, LOSS_BUDGET, MORE_BITS),  # others do not fit
     ],
 )
 def test_the_least_rounding_of_the_fastest_is_chosen(seconds, budget, chosen):
@@ -34,12 +36,11 @@ def test_the_least_rounding_of_the_fastest_is_chosen(seconds, budget, chosen):
 
 
 def test_recipes_within_the_error_of_the_measurement_are_equally_fast():
-    measured = times(zero3=(4, 9), lossless=(1.3, 1.3), int8=(1.0, 1.25), int6=(1.1, 1.2))
-    assert (
-        choose(measured, LOSS_BUDGET) == "lossless"
-    )  # no slower than int8 may be; zero3 is, though nobody knows how much
-    measured |= times(lossless=(1.25 * (1 + PREDICTION_ERROR) + 0.01, 2.0))
-    assert choose(measured, LOSS_BUDGET) == "int8"
+    measured = times(**{PLAIN: (4, 9), EXACT: (1.3, 1.3), MORE_BITS: (1.0, 1.25), FEWER_BITS: (1.1, 1.2)})
+    # No slower than MORE_BITS may be; PLAIN is, though nobody knows how much.
+    assert choose(measured, LOSS_BUDGET) == EXACT
+    measured |= times(**{EXACT: (1.25 * (1 + PREDICTION_ERROR) + 0.01, 2.0)})
+    assert choose(measured, LOSS_BUDGET) == MORE_BITS
 
 
 def test_recipes_that_do_not_fit_or_lose_are_left_out_and_zero3_never():

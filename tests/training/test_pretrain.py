@@ -16,6 +16,7 @@ from megatron_zpp.data.gpt_dataset import SampleOptions
 from megatron_zpp.data.loader import make_batch
 from megatron_zpp.families import find_architecture
 from megatron_zpp.models.init import init_weights
+from megatron_zpp.zeropp.recipes import DEFAULT, RECIPES
 from tests.ranks import run_in_turn, run_ranks
 from tests.training.small_run import NO_DROPOUT, ended, flags, start, take_step, torchrun, train_each
 
@@ -101,6 +102,7 @@ def test_llama_averages_over_the_unmasked_tokens_of_all_ranks(data):
 
 
 HPZ = "--zero-hpz-partition-size"
+EXACT = [*RECIPES][1]
 NODES = "--zeropp-ranks-per-node {per_node}"
 QUANTIZED = {
     "qwZ": "--zero-quantized-weights",
@@ -120,10 +122,10 @@ def test_zeropp_trains_like_zero_3(data, plain_gpt, world_size, per_node, names)
     runs = {name: flags(data, common, QUANTIZED[name].format(per_node=per_node)) for name in names}
     if per_node > 1:
         runs["hpZ"] = flags(data, common, f"{HPZ} {per_node}")
-        runs["lossless"] = flags(data, common, f"--zeropp lossless {NODES.format(per_node=per_node)}")
+        runs[EXACT] = flags(data, common, f"--zeropp {EXACT} {NODES.format(per_node=per_node)}")
     metrics = run_ranks(world_size, train_each, runs)[-1]
     # Stale weights in hpZ's secondary partition, after an optimizer step or an evaluation, would show here.
-    for exact in (metrics.pop(name) for name in ("hpZ", "lossless") if name in metrics):
+    for exact in (metrics.pop(name) for name in ("hpZ", EXACT) if name in metrics):
         assert exact["lm loss"] == pytest.approx(losses, rel=1e-6)
         assert exact["lm loss validation"][-1] == pytest.approx(validation, rel=0.02)  # other samples than the loop's
     for name, run in metrics.items():
@@ -149,7 +151,7 @@ def test_loco_sends_the_same_at_every_stage(data):
 def test_weights_that_stay_between_micro_batches_train_the_same_and_send_no_more(data, plain_gpt):
     """Stage 2 keeps what stage 3 gathers again; stage 1 also adds up whole gradients in fp32, and rounds them once."""
     common = f"{SAME} --bf16 --eval-interval 2 {NODES.format(per_node=2)}"
-    stages = {"lossless": (1, 3), "int8": (1, 2, 3), "ternary": (2, 3)}
+    stages = {EXACT: (1, 3), DEFAULT: (1, 2, 3), [*RECIPES][-1]: (2, 3)}
     recipes = [(recipe, stage) for recipe, of_recipe in stages.items() for stage in of_recipe]
     runs = {(name, stage): flags(data, common, f"--zeropp {name} --zero-stage {stage}") for name, stage in recipes}
     metrics = run_ranks(4, train_each, runs)[-1]

@@ -44,8 +44,8 @@ def losses_and_bytes(config, steps):
 
 
 def test_moved_bits_train_as_fsdp2_does_to_the_bit(found):
-    assert [losses for losses, _ in found["lossless"]] == [losses for losses, _ in found["FSDP2"]]
-    sent = found["lossless"][0][1]  # FSDP2's ring sends no gradients of this rank between nodes: weights alone
+    assert [losses for losses, _ in found["bits"]] == [losses for losses, _ in found["FSDP2"]]
+    sent = found["bits"][0][1]  # FSDP2's ring sends no gradients of this rank between nodes: weights alone
     assert sum(sent) < 0.8 * len(sent) * sent[0]  # the first are sent in full
 
 
@@ -84,14 +84,14 @@ def huge_step(model, optimizer):
 
 CHANGES = {
     f"{change.__name__}, {name}": partial(weights_of_every_rank, config, change)
-    for name, config in {"lossless": LOSSLESS, "int6": INT6}.items()
+    for name, config in {"bits": LOSSLESS, "codes": INT6}.items()
     for change in (spike, not_a_number, huge_step)
 }
 
 
 @pytest.fixture(scope="module")
 def found():
-    configs = {"lossless": LOSSLESS, "FSDP2": ZeroPPConfig(ranks_per_node=2)}  # FSDP2's own collectives
+    configs = {"bits": LOSSLESS, "FSDP2": ZeroPPConfig(ranks_per_node=2)}  # FSDP2's own collectives
     return run_in_turn(4, CHANGES | {name: partial(losses_and_bytes, config, 20) for name, config in configs.items()})
 
 

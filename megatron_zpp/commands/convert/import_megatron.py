@@ -27,11 +27,14 @@ from megatron_zpp.convert.megatron.config import (
     size,
 )
 from megatron_zpp.data.text.description import refuse_conflict
-from megatron_zpp.data.text.tokenizers import TOKENIZER_FLAGS, TOKENIZER_TYPES
+from megatron_zpp.data.text.tokenizers import TOKENIZER_FLAGS
 from megatron_zpp.errors import reports_errors
 from megatron_zpp.families import padded_vocab_size
 from megatron_zpp.metrics.progress import progress
-from megatron_zpp.settings.flags import local_path, number
+from megatron_zpp.settings.flags import iterate_flags, local_path, number
+from megatron_zpp.settings.tokenizer import TokenizerSettings
+
+TOKENIZER_TYPES = next(flag.choices or () for flag in iterate_flags(TokenizerSettings) if flag.choices)
 
 
 def import_(args: argparse.Namespace) -> str:

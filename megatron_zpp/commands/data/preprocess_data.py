@@ -84,7 +84,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--append-eod", action="store_true", help="end each document with the end-of-document id")
     add("--output-prefix", required=True, type=local_path(str), metavar="PREFIX", help="output, without suffix")
     add_number(parser, "--workers", 1, "tokenizing processes", at_least=1, at_most=1024)
-    add("--unordered", action="store_true", help="write documents as they are ready; a little faster")
     add("--skip-bad-lines", action="store_true", help="leave out lines that are not documents, and list them")
     megabytes = "longer ones are bad lines; tokenizing takes up to 200 times a document's memory"
     add_number(parser, "--max-document-megabytes", 4.0, megabytes, at_least=1, at_most=2**20)
@@ -118,7 +117,6 @@ def run(args: argparse.Namespace) -> None:
         reading=Reading(tuple(args.json_keys), args.text_documents, max_document_bytes, args.chat),
         append_eod=args.append_eod,
         workers=args.workers,
-        ordered=not args.unordered,
         skip_bad=args.skip_bad_lines,
         restart=args.restart,
         save_seconds=args.save_seconds,

@@ -7,8 +7,9 @@ import os
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -127,9 +128,9 @@ class Encoder:
 
 
 def encode_blocks(
-    blocks: Iterable[Block], tokenizer: dict[str, Any], reading: Reading, append_eod: bool, workers: int, ordered: bool
+    blocks: Iterable[Block], tokenizer: dict[str, Any], reading: Reading, append_eod: bool, workers: int
 ) -> Generator[tuple[Block, EncodedBlock]]:
-    """Yield every block with its tokens; without ``ordered``, as soon as each is ready.
+    """Yield every block with its tokens, in order.
 
     No more is read than keeps the workers busy. Documents of some megabytes are tokenized almost alone, since
     tokenizers need up to two hundred times a document's size. Raises ChildProcessError if a worker died.
@@ -141,16 +142,14 @@ def encode_blocks(
     else:
         # "spawn": the progress display runs a thread, and a process with threads must not fork.
         pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), **start)
-    in_flight: dict[Future[EncodedBlock], Block] = {}  # in the order of the corpus
+    in_flight: deque[tuple[Block, Future[EncodedBlock]]] = deque()  # in the order of the corpus
     size = 0
 
     def take() -> tuple[Block, EncodedBlock]:
         nonlocal size
-        awaited = [next(iter(in_flight))] if ordered else list(in_flight)
-        while not (done := wait(awaited, 1, FIRST_COMPLETED).done):
+        block, future = in_flight.popleft()
+        while not wait([future], 1).done:
             _check_alive(pool)
-        future = next(iter(done))
-        block = in_flight.pop(future)
         size -= block.num_bytes
         return block, future.result()
 
@@ -161,7 +160,7 @@ def encode_blocks(
                 or size + block.num_bytes > (BLOCKS_AHEAD + 1) * BLOCK_BYTES * workers
             ):
                 yield take()
-            in_flight[pool.submit(_encode, block)] = block
+            in_flight.append((block, pool.submit(_encode, block)))
             size += block.num_bytes
         while in_flight:
             yield take()

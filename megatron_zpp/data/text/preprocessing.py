@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -40,7 +40,6 @@ class Job:
     reading: Reading = field(default_factory=Reading)
     append_eod: bool = False
     workers: int = 1
-    ordered: bool = True
     skip_bad: bool = False
     restart: bool = False
     save_seconds: float = 10.0
@@ -62,8 +61,6 @@ class State:
     """The progress of a job."""
 
     position: Position = field(default_factory=Position)  # everything before it is written
-    block: int = 0  # number of the block that begins there
-    done: set[int] = field(default_factory=set)  # later blocks that are written, if the order is free
     written: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # key -> tokens, sequences, documents
     documents: int = 0
     num_bytes: int = 0  # uncompressed size of the corpus
@@ -120,8 +117,8 @@ def _write_tokens(output: _Output, files: list[CorpusFile], report: Callable[[St
     job, state = output.job, output.state
     total = sum(file.num_bytes for file in files)
     saved_at = time.monotonic()
-    blocks = output.unwritten(read_blocks(files, job.reading, state.position))
-    for block, encoded in encode_blocks(blocks, job.tokenizer, job.reading, job.append_eod, job.workers, job.ordered):
+    blocks = read_blocks(files, job.reading, state.position)
+    for block, encoded in encode_blocks(blocks, job.tokenizer, job.reading, job.append_eod, job.workers):
         if encoded.bad_records and not job.skip_bad:
             raise ValueError(f"{encoded.bad_records[0]} (--skip-bad-lines skips such lines)")
         output.write(block, encoded)
@@ -147,17 +144,7 @@ class _Output:
     writers: dict[str, IndexedDatasetWriter]
     bad_file: TextIO
     note: Callable[[str], None]
-    numbers: dict[Position, int] = field(default_factory=dict)  # block numbers in flight
-    ends: dict[int, Position] = field(default_factory=dict)
     is_whole: bool = True  # no block is half written
-
-    def unwritten(self, blocks: Iterable[Block]) -> Iterator[Block]:
-        """Yield blocks that are not written yet, from the state's position on."""
-        for number, block in enumerate(blocks, self.state.block):
-            self.ends[number] = block.end
-            if number not in self.state.done:
-                self.numbers[block.start] = number
-                yield block
 
     def write(self, block: Block, encoded: EncodedBlock) -> None:
         """Append a block's documents, and record that in the state."""
@@ -172,11 +159,7 @@ class _Output:
         state.disk_bytes += block.disk_bytes
         state.bad += len(encoded.bad_records)
         state.eods_in_text += encoded.num_eods
-        state.done.add(self.numbers.pop(block.start))
-        while state.block in state.done:
-            state.done.remove(state.block)
-            state.position = self.ends.pop(state.block)
-            state.block += 1
+        state.position = block.end
         self.is_whole = True
 
     def save(self) -> None:
@@ -188,8 +171,7 @@ class _Output:
         state.written = {key: writer.sync() for key, writer in self.writers.items()}
         new = Path(f"{self.job.state_file}.new")
         with open(new, "w", encoding="utf-8") as file:
-            saved = dataclasses.asdict(state) | {"done": sorted(state.done)}
-            json.dump({"job": self.identity, "state": saved}, file, indent=1)
+            json.dump({"job": self.identity, "state": dataclasses.asdict(state)}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, self.job.state_file)
@@ -236,7 +218,6 @@ def _identity(job: Job, files: list[CorpusFile]) -> dict[str, Any]:
         "text_documents": job.reading.text_documents,
         "append_eod": job.append_eod,
         "chats": job.reading.chats,
-        "max_document_megabytes": job.reading.max_document_bytes / 2**20,
     }
 
 
@@ -247,11 +228,8 @@ def _load(job: Job, identity: dict[str, Any]) -> State:
     try:
         state = State(**saved["state"])
         state.position = Position(**saved["state"]["position"])
-        state.done = set(state.done)
         state.written = {key: tuple(counts) for key, counts in state.written.items()}  # type: ignore[misc]
-        # Another limit makes other blocks, whose numbers matter only where they are done in any order.
-        compared = [name for name in identity if state.done or name != "max_document_megabytes"]
-        differing = [name for name in compared if saved["job"].get(name) != identity[name]]
+        differing = [name for name in identity if saved["job"].get(name) != identity[name]]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{job.state_file} is damaged ({error!r}): give --restart to start over") from error
     if differing:

@@ -32,18 +32,12 @@ def read_sources(
 ) -> list[Source | None]:
     """Return the train, validation and test source; None for a split without data.
 
-    Each path is a list of prefixes, or of weight prefix pairs. Raises ValueError if flags contradict each other.
+    Each path is a list of prefixes, or of weight prefix pairs; give ``data_path`` or others. Raises ValueError.
     """
-    per_split = [train_data_path, valid_data_path, test_data_path]
-    if not data_path and not any(per_split):
-        raise ValueError("no data: give --data-path PREFIX (made by tools/preprocess_data.py), or --mock-data")
-    if data_path and any(per_split):
-        raise ValueError("--data-path and --train/valid/test-data-path exclude each other: give one")
     if data_path:
         blend = parse_blend(data_path)
         return [Source(*blend, edges) if edges else None for edges in split_edges(split or "969, 30, 1")]
-    if split is not None:
-        raise ValueError("--split divides --data-path; it has no meaning beside --train-data-path: leave it out")
+    per_split = [train_data_path, valid_data_path, test_data_path]
     return [Source(*parse_blend(paths), (0.0, 1.0)) if paths else None for paths in per_split]
 
 

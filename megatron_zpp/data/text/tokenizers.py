@@ -20,10 +20,6 @@ from megatron_zpp.data.text.packages import load_package
 from megatron_zpp.data.text.special_tokens import SpecialTokens
 from megatron_zpp.data.text.tik_tokenizer import ALL_KINDS, TikTokenizer
 
-TOKENIZER_TYPES = (
-    *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "MegatronSentencePieceTokenizer", "Llama2Tokenizer"),
-    *("HuggingFaceTokenizer", "HFTokenizer", "GPT2BPETokenizer", "TikTokenizer", "ByteTokenizer", "NullTokenizer"),
-)
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # begins what the assistant says in a chat template
 MODEL = re.compile(r"[\w.-]+(/[\w.-]+)?")  # a model's name at Hugging Face
 
@@ -85,7 +81,7 @@ def build_tokenizer(
             if vocab_size is None:
                 raise ValueError("NullTokenizer requires --vocab-size, the number of ids in the data")
             return NullTokenizer(vocab_size)
-    raise ValueError(f"unknown --tokenizer-type {tokenizer_type}; known: {', '.join(TOKENIZER_TYPES)}")
+    raise ValueError(f"unknown --tokenizer-type {tokenizer_type}; see megatron-zpp preprocess-data --help")
 
 
 TOKENIZER_FLAGS = tuple(inspect.signature(build_tokenizer).parameters)

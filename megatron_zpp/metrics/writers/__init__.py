@@ -21,6 +21,7 @@ from megatron_zpp.metrics.writers.jsonl import JsonlWriter
 from megatron_zpp.metrics.writers.mlflow import MLflowWriter
 from megatron_zpp.metrics.writers.tensorboard import TensorBoardWriter
 from megatron_zpp.metrics.writers.wandb import WandbWriter
+from megatron_zpp.settings.flags import flags_of_fields
 from megatron_zpp.settings.groups import LoggingSettings
 
 
@@ -38,20 +39,21 @@ def validation_metrics(losses: Mapping[str, float]) -> dict[str, float]:
     return metrics | {f"{name} validation ppl": perplexity(loss) for name, loss in losses.items()}
 
 
-# By the setting that asks for it: its package, which is an extra of megatron_zpp, and its flag.
-_PACKAGES = {
-    "tensorboard_dir": ("tensorboard", "--tensorboard-dir"),
-    "wandb_project": ("wandb", "--wandb-project"),
-    "mlflow_experiment": ("mlflow", "--mlflow-experiment"),
+# By the setting that asks for it: the writer, its package, which is an extra of megatron_zpp, and what it writes.
+_WRITERS: dict[str, tuple[Callable[[RunStart], Writer], str, str]] = {
+    "tensorboard_dir": (TensorBoardWriter, "tensorboard", "TensorBoard's events in"),
+    "wandb_project": (WandbWriter, "wandb", "wandb's run of"),
+    "mlflow_experiment": (MLflowWriter, "mlflow", "MLflow's run of"),
 }
 
 
 def check_writers(settings: LoggingSettings) -> None:
     """Raise ValueError if a package is missing that the flags need."""
-    for setting, (package, flag) in _PACKAGES.items():
+    for setting, (_, package, _) in _WRITERS.items():
         spec = importlib.util.find_spec(package) if getattr(settings, setting) is not None else None
         # A folder of that name, such as wandb's ./wandb, has no origin.
         if getattr(settings, setting) is not None and (spec is None or spec.origin is None):
+            flag = flags_of_fields(LoggingSettings)[setting]
             raise ValueError(f"{flag} needs the package {package}, of megatron_zpp's extra {package}")
 
 
@@ -67,14 +69,13 @@ class MetricWriters:
         check_writers(logging)
         if is_writer and start.resumes and (logging.wandb_project or logging.mlflow_experiment):
             start = dataclasses.replace(start, kept=_kept(start))
-        wanted: dict[str, tuple[Callable[[RunStart], Writer], object]] = {
-            f"{METRICS} in {start.folder}": (JsonlWriter, start.folder),
-            f"TensorBoard's events in {logging.tensorboard_dir}": (TensorBoardWriter, logging.tensorboard_dir),
-            f"wandb's run of {logging.wandb_project}": (WandbWriter, logging.wandb_project),
-            f"MLflow's run of {logging.mlflow_experiment}": (MLflowWriter, logging.mlflow_experiment),
-        }
-        asked = [(place, kind) for place, (kind, setting) in wanted.items() if is_writer and setting is not None]
-        self._outputs = [_Output(place, functools.partial(kind, start)) for place, kind in asked]
+        asked: list[tuple[str, Callable[[RunStart], Writer]]] = []
+        if start.folder is not None:
+            asked.append((f"{METRICS} in {start.folder}", JsonlWriter))
+        for setting, (kind, _, what) in _WRITERS.items():
+            if (value := getattr(logging, setting)) is not None:
+                asked.append((f"{what} {value}", kind))
+        self._outputs = [_Output(place, functools.partial(kind, start)) for place, kind in asked if is_writer]
 
     @property
     def writes_points(self) -> bool:

@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from megatron_zpp.files import lock_for_process, open_regular
+from megatron_zpp.files import PATIENCE_SECONDS, lock_for_process, open_regular
 from megatron_zpp.metrics.history import METRICS, SCHEMA
 from megatron_zpp.metrics.writers.base import RunStart
-
-PATIENCE_SECONDS = 10.0  # for the run before, which may be just ending
 
 
 class JsonlWriter:

@@ -276,8 +276,6 @@ def _working_memory(
 
     kept: micro-batches whose activations are kept at once.
     """
-    if architecture.activations is None:
-        raise ValueError(f"the architecture {architecture.name} does not say what memory its activations take")
     weights, gradients = (dtype.itemsize for dtype in wire_dtypes(settings))
     activation, distributed, num_layers = settings.activation, settings.distributed, count_layers(units)
     layer = max(sum(unit.gathered_numel for unit in units if unit.layer == i) for i in range(num_layers))
@@ -285,10 +283,7 @@ def _working_memory(
     gathered = 0  # below stage 3, states include all parameters
     if effective_zero_stage(settings) == 3:
         gathered = weights * (sum(others) + 2 * layer)  # others stay gathered, beside this layer and the next
-    block = architecture.activations(model.config, weights).per_tensor_parallel_rank(
-        distributed.tensor_model_parallel_size, distributed.sequence_parallel
-    )
-    block = block.attending(settings.training.seq_length, distributed.context_parallel_size)
+    block = block_activations(architecture, settings, model)
     bytes_kept, recomputed = _kept_and_recomputed(activation, block, num_layers)
     placement = pipeline_placement(distributed, model)
     stages = 1 if placement is None else placement.num_stages // distributed.pipeline_model_parallel_size
@@ -305,6 +300,17 @@ def _working_memory(
     if masks := _attention_masks(settings, model, block.scores > 0):
         working["masks of attention"] = masks
     return working, in_host, num_layers * block.keys_and_values
+
+
+def block_activations(architecture: Architecture, settings: ResolvedSettings, model: Transformer) -> BlockActivations:
+    """Return the bytes that a rank keeps of one block. Raises ValueError if the architecture does not say them."""
+    if architecture.activations is None:
+        raise ValueError(f"the architecture {architecture.name} does not say what memory its activations take")
+    distributed, (weights, _) = settings.distributed, wire_dtypes(settings)
+    block = architecture.activations(model.config, weights.itemsize).per_tensor_parallel_rank(
+        distributed.tensor_model_parallel_size, distributed.sequence_parallel
+    )
+    return block.attending(settings.training.seq_length, distributed.context_parallel_size)
 
 
 def _kept_and_recomputed(activation: ActivationSettings, block: BlockActivations, num_layers: int) -> tuple[float, int]:
