@@ -11,7 +11,8 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,22 @@ from common import ROOT, markdown_table, new_parser
 from study import RESULTS, arms, read_results
 from study_arms import SCALES
 from study_experiments import EXPERIMENTS
-from study_tables import PAGE, Rows, by_flags_and_seed, page_of, table, table_of_rates, table_of_recipes
+from study_tables import (
+    PAGE,
+    Rows,
+    by_flags_and_seed,
+    findings,
+    page_of,
+    resolution,
+    table,
+    table_of_rates,
+    table_of_recipes,
+)
 
 CLAIMS = ROOT / "examples" / "reproduce.toml"
 EVIDENCE, REFERENCE = ROOT / "docs" / "evidence", ROOT / "docs" / "reference"
 STUDY = EVIDENCE / "experiments"
+HEADINGS = "published", "ours", "how", "verdict"
 
 
 @cache
@@ -57,8 +69,10 @@ def table_of(name: str) -> str:
 
 BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
     PAGE: {
+        "resolution": lambda: resolution(EXPERIMENTS["E19"], rows_of("tuned")),
+        "findings": lambda: findings(EXPERIMENTS["E19"], rows_of("tuned")),
         "headline": partial(table_of, "E19"),
-        "table 5": partial(table_of, "E20"),
+        "table 5": lambda: papers.table_5(rows_of("tuned")),
         "learning rates": lambda: table_of_rates(rows_of("rates")),
     },
     STUDY / "fine-tuning.md": {"fine-tuning": finetuning_bits.table},
@@ -97,8 +111,9 @@ def main() -> None:
     elif args.write:
         write(claims)
     elif args.name is None:
-        lines = [[name, claim["state"], time_of(claim), claim["published"]] for name, claim in claims.items()]
-        print(markdown_table(["name", "state", "on 2 cores", "published"], lines))
+        found = rows_of_claims(claims)
+        lines = [[name, verdicts(found[name]), time_of(claim), found[name][0][0]] for name, claim in claims.items()]
+        print(markdown_table(["name", "verdicts", "on 2 cores", "published, the first row"], lines))
     elif args.name not in claims:
         parser.error(f"there is no experiment {args.name}; choose one of {', '.join(claims)}")
     else:
@@ -108,7 +123,27 @@ def main() -> None:
         for command in claims[args.name][scale]:
             print(f"+ {command}", flush=True)
             subprocess.run(command, shell=True, check=True, cwd=ROOT)
+        results_of.cache_clear()  # the commands added rows
+        rows_of.cache_clear()
         write(claims)
+        print(markdown_table(HEADINGS, rows_of_claims(claims)[args.name]))
+
+
+def rows_of_claims(claims: Mapping[str, Mapping[str, Any]]) -> dict[str, list[papers.Row]]:
+    """Return the lines of the papers' pages by experiment: from ``papers.py``, then the experiment's own."""
+    made = papers.rows(rows_of("cpu"), rows_of("tuned"))
+    assert set(made) <= set(claims)
+    found = {name: made.get(name, []) for name in claims}
+    for name, claim in claims.items():
+        if "published" in claim:
+            said = f"{claim['published']} ({claim['source']})"
+            found[name] = [*found[name], (said, claim["here"], f"`{name}`", claim["state"])]
+    return found
+
+
+def verdicts(lines: Sequence[papers.Row]) -> str:
+    """Count the verdicts of some lines."""
+    return ", ".join(f"{count} {verdict}" for verdict, count in Counter(line[3] for line in lines).items())
 
 
 def write(claims: Mapping[str, Mapping[str, Any]]) -> None:
@@ -119,13 +154,10 @@ def write(claims: Mapping[str, Mapping[str, Any]]) -> None:
 
 def pages(claims: Mapping[str, Mapping[str, Any]]) -> dict[Path, str]:
     """Return the pages with the tables of the kept results and of all claims."""
-    lines: dict[str, list[tuple[str, ...]]] = {"zeropp": [*papers.rows()], "loco": [], "sdp4bit": []}
-    for name, claim in claims.items():
-        published = f"{claim['published']} ({claim['source']})"
-        lines[name.partition("-")[0]].append((published, claim["here"], f"`{name}`", claim["state"]))
-    blocks = dict(BLOCKS)
+    found, blocks = rows_of_claims(claims), dict(BLOCKS)
     for paper, page in (("zeropp", "zeropp-paper"), ("loco", "loco-paper"), ("sdp4bit", "published-results")):
-        table_of_paper = markdown_table(["published", "ours", "how", "verdict"], lines[paper])
+        lines = [row for name in found if name.startswith(paper) for row in found[name]]
+        table_of_paper = markdown_table(HEADINGS, lines)
         blocks[EVIDENCE / f"{page}.md"] = {"claims": partial(str, table_of_paper)}
     texts = {STUDY / f"{name.lower()}.md": page_of(name, rows_of(e.scale)) for name, e in EXPERIMENTS.items()}
     for path, tables in blocks.items():

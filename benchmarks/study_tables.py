@@ -18,6 +18,7 @@ PAGE = ROOT / "docs" / "evidence" / "experiments.md"
 ABOUT = tomllib.loads((Path(__file__).parent / "study_pages.toml").read_text())
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)  # Student's t, 97.5 %, for 1 to 7 degrees of freedom
 NO_LOSS = 0.3  # percent: an interval within plus or minus this shows that nothing is lost
+FEEDBACK = "LoCo against classic error feedback. Error feedback wins where a row says *higher*:"
 Rows = dict[str, dict[int, dict[str, Any]]]  # by flags, then by seed
 
 
@@ -35,7 +36,9 @@ def page_of(name: str, rows: Rows) -> str:
     setup = ABOUT["model"] if scale.shape == CPU.shape else ""
     setup += ABOUT["rate"].format(rate=scale.lr) if experiment.scale not in ("rates", "tuned") else ""
     how = ABOUT["how"].strip().format(name=name, control=experiment.control)
-    return f"# {name}: {experiment.title}\n\n{ABOUT[name]}\n{setup}{how}\n\n{table(experiment, rows)}"
+    text = f"# {name}: {experiment.title}\n\n{ABOUT[name]}\n{setup}{how} {resolution(experiment, rows)}\n\n"
+    text += table(experiment, rows)
+    return f"{text}\n{FEEDBACK}\n\n{table_of_feedback(rows)}\n" if name == "E4" else text
 
 
 def table(experiment: Experiment, rows: Rows) -> str:
@@ -98,6 +101,41 @@ def verdict(values: Sequence[float]) -> str:
     return "higher" if mean - half > 0 else "lower" if mean + half < 0 else "not resolved"
 
 
+def resolution(experiment: Experiment, rows: Rows) -> str:
+    """Say how wide the intervals of an experiment are, by the number of seeds."""
+    widths = defaultdict(list)
+    for found in (excesses(arm, rows) for group in experiment.groups for arm in group.arms if arm.flags != arm.control):
+        if len(found) > 1:
+            widths[len(found)].append(half_width([*found.values()]))
+    said = [f"± {min(w):.2f} to {max(w):.2f} % with {seeds} seeds" for seeds, w in sorted(widths.items())]
+    return f"Intervals are {', '.join(said)}." if said else "One seed has no interval."
+
+
+def findings(experiment: Experiment, rows: Rows) -> str:
+    """List the arms of each group by verdict."""
+    lines = []
+    for group in experiment.groups:
+        shown = defaultdict(list)
+        for arm in group.arms:
+            if arm.flags != arm.control and (found := excesses(arm, rows)):
+                shown[verdict([*found.values()])].append(arm.name)
+        kinds = "higher", "no loss seen", "not resolved", "lower", "one seed"
+        said = [f"**{kind}**: {'; '.join(shown.get(kind, ['none']))}" for kind in kinds if kind in (*shown, kinds[0])]
+        lines += [f"- {group.title}. {'. '.join(said)}."] if shown else []
+    return "\n".join(lines)
+
+
+def table_of_feedback(rows: Rows) -> str:
+    """E4's LoCo against classic error feedback, paired by seed."""
+    lines = []
+    for group in EXPERIMENTS["E4"].groups:
+        flags = {arm.name: arm.flags for arm in group.arms}
+        if "error feedback" in flags:
+            found = [*excesses(Arm("", flags["LoCo"], flags["error feedback"]), rows).values()]
+            lines.append([group.title, difference(found), len(found), verdict(found)])
+    return markdown_table(["gradients", "LoCo over error feedback", "seeds", ""], lines)
+
+
 def losses_of_recipe(name: str, rows: Rows, tuned: Rows) -> list[str]:
     """Losses on the GPT (E19, over the bf16 wire) and the Llama (E15, over the fp32 wire); "" below three seeds."""
     gpt, llama = EXPERIMENTS["E19"].groups[0], EXPERIMENTS["E15"].groups[1]
@@ -124,15 +162,19 @@ def table_of_recipes(rows: Rows, tuned: Rows) -> str:
 
 
 def table_of_rates(rows: Rows) -> str:
-    """E18: mean validation losses by wire and learning rate, with the number of seeds."""
+    """E18: mean validation losses by wire and learning rate, with the number of seeds.
+
+    Bold: the lowest, if both neighbors were trained too.
+    """
     lines, rates = [], []
     for group in EXPERIMENTS["E18"].groups:
         trained = [rows.get(arm.flags, {}) for arm in group.arms]
         rates = [arm.name.rpartition(" ")[2] for arm in group.arms]
-        losses = [
-            f"{statistics.mean(row['validation_loss'] for row in seeds.values()):.4f} ({len(seeds)})" if seeds else ""
-            for seeds in trained
-        ]
+        means = [statistics.mean(row["validation_loss"] for row in seeds.values()) if seeds else 0 for seeds in trained]
+        losses = [f"{mean:.4f} ({len(seeds)})" if seeds else "" for mean, seeds in zip(means, trained, strict=True)]
+        for i in range(1, len(means) - 1):
+            if means[i - 1] and means[i] and means[i + 1] and means[i] == min(filter(None, means)):
+                losses[i] = f"**{losses[i]}**"
         if any(losses):
             lines.append([group.title, *losses])
     return markdown_table(["wire", *rates], lines)
