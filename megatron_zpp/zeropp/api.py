@@ -40,7 +40,7 @@ from .gather.all_gather import FullPrecisionAllGather, HierarchicalAllGather, Qu
 from .gather.changed_weights import agree, send_changes
 from .muon.matrix_blocks import MatrixBlocks, MomentumWire, batches
 from .recipes import find_config
-from .reduce.reduce_scatter import HierarchicalReduceScatter, UnusedParameters
+from .reduce.reduce_scatter import HierarchicalReduceScatter
 
 
 def apply_zeropp(
@@ -94,12 +94,7 @@ class ZeroPP:
         self.traffic = self.shared.traffic  # bytes that this rank has sent
         self.waits = self.shared.waits  # how long this rank waited for collectives
         self._model, self._pipeline, self._tensor_parallel = model, pipeline, tensor_parallel
-        units_of = {topology: [unit for unit in units if unit.topology is topology] for topology in self.topologies}
-        self._unused_parameters = {
-            topology: UnusedParameters(topology, members, self.traffic)
-            for topology, members in units_of.items()
-            if find_unused_parameters
-        }
+        self._finds_unused_parameters = find_unused_parameters
         self._gather_stream, self._has_begun = new_stream(self.device), False
         for unit in units:
             set_collectives(unit, self._all_gather(unit), self._reduce_scatter(unit))
@@ -122,7 +117,8 @@ class ZeroPP:
         """Choose the reduce-scatter for ``unit``: ZeRO++'s, or FSDP2's own where nothing is quantized."""
         if not self.config.quantized_gradients:
             return PlainReduceScatter(unit, self.shared)
-        return HierarchicalReduceScatter(unit, self.shared, self._unused_parameters.get(unit.topology))
+        of_group = [other for other in self.units if other.topology is unit.topology]
+        return HierarchicalReduceScatter(unit, self.shared, of_group if self._finds_unused_parameters else ())
 
     @property
     def topologies(self) -> list[Topology]:
@@ -197,8 +193,6 @@ class ZeroPP:
             unit.reduce_scatter.undo_step(is_unused)
             unit.drop_gradients()
             unit.has_trained = False
-        for unused_parameters in self._unused_parameters.values():
-            unused_parameters.forget_use()
 
     def rescale_errors(self, factor: float) -> None:
         """Multiply LoCo's errors by ``factor``, by which the loss scale changed after the last backward pass."""

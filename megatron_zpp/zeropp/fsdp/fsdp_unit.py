@@ -67,6 +67,8 @@ class WeightGather(UnitCollective, AllGather):
 class GradientReduction(UnitCollective, ReduceScatter):
     """A reduce-scatter of one unit's gradients. This one keeps nothing between reductions."""
 
+    unit: FSDPUnit
+
     def before_reduction(self) -> None:
         """Prepare gradients that FSDP2 is about to reduce."""
 
@@ -75,6 +77,13 @@ class GradientReduction(UnitCollective, ReduceScatter):
 
     def rescale_errors(self, factor: float) -> None:
         """Multiply LoCo's errors by ``factor``, by which the loss scale, and so every later gradient, changed."""
+
+    def uses(self) -> list[bool]:
+        """Return whether this step used each parameter."""
+        return [True] * len(self.unit.parameters)
+
+    def forget_use(self) -> None:
+        """Begin another step of ``uses``."""
 
 
 @dataclass(eq=False)
