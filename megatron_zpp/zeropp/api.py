@@ -17,30 +17,28 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from .config import ZeroPPConfig, check_finds_unused
 from .description import describe, note_repeated_gathers, state_prefix, warn, warn_of_lost_state
-from .fsdp.collectives import PlainAllGather, PlainReduceScatter, count_all_reduces
-from .fsdp.find_units import check_units, find_units, set_collectives
+from .fsdp.find_units import check_units, count_all_reduces, find_units, set_collectives
 from .fsdp.fsdp_unit import (
     FSDPUnit,
-    GradientReduction,
-    WeightGather,
     check_collectives,
     follow_backward,
     follow_forward_passes,
     follow_optimizers,
-    set_is_last_backward,
 )
+from .fsdp.monitor import gather_samples
 from .fsdp.shared import Shared, below
 from .fsdp.topology import Topology, process_rank
 from .fsdp.waits import Waits, is_capturing, new_stream, on_stream
-from .gather.all_gather import FullPrecisionAllGather, HierarchicalAllGather, QuantizedAllGather
+from .gather.all_gather import UnitAllGather
 from .gather.changed_weights import agree, send_changes
 from .muon.matrix_blocks import MatrixBlocks, MomentumWire, batches
 from .recipes import find_config
-from .reduce.reduce_scatter import HierarchicalReduceScatter
+from .reduce.reduce_scatter import UnitReduceScatter
 
 
 def apply_zeropp(
@@ -94,31 +92,17 @@ class ZeroPP:
         self.traffic = self.shared.traffic  # bytes that this rank has sent
         self.waits = self.shared.waits  # how long this rank waited for collectives
         self._model, self._pipeline, self._tensor_parallel = model, pipeline, tensor_parallel
-        self._finds_unused_parameters = find_unused_parameters
-        self._gather_stream, self._has_begun = new_stream(self.device), False
+        self._stream = new_stream(self.device)  # gathers run on it
         for unit in units:
-            set_collectives(unit, self._all_gather(unit), self._reduce_scatter(unit))
+            of_group = [other for other in units if other.topology is unit.topology]
+            unit.all_gather = UnitAllGather(unit, self.shared, self._stream)
+            unit.reduce_scatter = UnitReduceScatter(unit, self.shared, of_group if find_unused_parameters else ())
+            set_collectives(unit)
             follow_backward(unit, self.waits)
             count_all_reduces(unit, self.traffic)
-        self._may_note_gathers = config.enabled and self.is_logging_rank
+        self.shared.position.may_note_gathers = config.enabled and self.is_logging_rank
         follow_optimizers(units, self.shared.position)
         follow_forward_passes(model, units, self._begin_forward_pass)
-
-    def _all_gather(self, unit: FSDPUnit) -> WeightGather:
-        """Choose the all-gather for ``unit``: ZeRO++'s, or FSDP2's own where nothing is quantized or kept."""
-        if unit.topology.world_size == 1:
-            return PlainAllGather(unit, self.shared)
-        if self.config.hpz_partition_size > 1 and unit.topology.num_nodes > 1:
-            return HierarchicalAllGather(unit, self.shared, self._gather_stream)
-        kind = QuantizedAllGather if self.config.quantized_weights else FullPrecisionAllGather
-        return kind(unit, self.shared, self._gather_stream)
-
-    def _reduce_scatter(self, unit: FSDPUnit) -> GradientReduction:
-        """Choose the reduce-scatter for ``unit``: ZeRO++'s, or FSDP2's own where nothing is quantized."""
-        if not self.config.quantized_gradients:
-            return PlainReduceScatter(unit, self.shared)
-        of_group = [other for other in self.units if other.topology is unit.topology]
-        return HierarchicalReduceScatter(unit, self.shared, of_group if self._finds_unused_parameters else ())
 
     @property
     def topologies(self) -> list[Topology]:
@@ -139,7 +123,9 @@ class ZeroPP:
 
     def set_is_last_micro_batch(self, is_last: bool) -> None:
         """Mark whether the next backward pass is the last of this step; quantized gradients cross nodes only there."""
-        set_is_last_backward(self._model, is_last)
+        for module in self._model.modules():  # as the root does for those below it once a pass has begun
+            if isinstance(module, FSDPModule):
+                module.set_is_last_backward(is_last)
 
     def invalidate(self) -> None:
         """Force the next gather to send all parameters in full. Call it on all ranks.
@@ -188,16 +174,16 @@ class ZeroPP:
         Restores LoCo's errors and the scales of elements, and drops what was kept for the step's last micro-batch.
         Without ``LoCoConfig.exact_undo``, errors that these gradients have changed become zero.
         """
-        is_unused = self.shared.position.undo_step()
+        is_unused = self.shared.position.drop_step()
         for unit in self.units:
-            unit.reduce_scatter.undo_step(is_unused)
+            unit.reduce_scatter.restore_errors(is_unused)
             unit.drop_gradients()
             unit.has_trained = False
 
     def rescale_errors(self, factor: float) -> None:
         """Multiply LoCo's errors by ``factor``, by which the loss scale changed after the last backward pass."""
         for unit in self.units:
-            unit.reduce_scatter.rescale_errors(factor)
+            unit.reduce_scatter.rescale(factor)
 
     def set_optimizer_steps(self, steps: int) -> None:
         """Set how many optimizer steps the run has taken, without skipped ones, where no loaded state says it.
@@ -209,7 +195,7 @@ class ZeroPP:
 
     def monitor_errors(self, every: int | None) -> None:
         """Sample quantization errors every ``every`` optimizer steps, at the cost of decoding; None turns it off."""
-        self.shared.monitor.every = every
+        self.shared.position.sample_every = every
 
     def quantization_errors(self) -> dict[str, float]:
         """Return what all ranks sampled since the last call, by ``STATISTIC/WHAT`` and ``STATISTIC/WHAT/UNIT``.
@@ -219,8 +205,7 @@ class ZeroPP:
         of codes of the outermost levels in blocks that are not zero; ``nonfinite-blocks``, the number of blocks with a
         NaN or Inf.
         """
-        groups = {unit.name: unit.topology.group for unit in self.units}
-        return self.shared.monitor.gather(groups, self._pipeline, self._tensor_parallel)
+        return gather_samples(self.units, self._pipeline, self._tensor_parallel)
 
     def matrix_blocks(self, matrices: Sequence[Tensor], wire: MomentumWire) -> list[tuple[MatrixBlocks, list[Tensor]]]:
         """Split the model's ``matrices`` for ``Muon`` into batches, each with the ranks that share it."""
@@ -245,7 +230,7 @@ class ZeroPP:
         """
         kept = {key: value for unit in self.units for key, value in unit.state_dict().items()}
         if kept or self.config.gradient_bits_warmup is not None:  # a run may begin with a warm-up when it resumes
-            kept |= self.shared.position.state_dict()
+            kept |= self.shared.position.steps_to_save()
         prefix = self._state_prefix()
         return {prefix + key: value for key, value in kept.items()}
 
@@ -266,7 +251,7 @@ class ZeroPP:
             if self.is_logging_rank and self.ranks_with_state():
                 warn_of_lost_state()
         self.invalidate()
-        self.shared.position.load_state_dict(kept)
+        self.shared.position.load_steps(kept)
         for unit in self.units:
             unit.load_state_dict(kept)
         if any(key.endswith("/is_current") for key in kept):  # weights may have changed on one rank alone
@@ -292,23 +277,22 @@ class ZeroPP:
             unit.all_gather.forget_resident()
 
     def _begin_forward_pass(self, is_last: bool) -> None:
-        if not self._has_begun:
+        position, versions = self.shared.position, 0
+        if not position.has_begun:
             check_units(self._model, self.units)
-            self._has_begun = True
         for unit in self.units:
             check_collectives(unit)
-        position, versions = self.shared.position, 0
         if torch.is_grad_enabled():
             position.set_is_last(is_last)
         elif position.is_resident:
             versions = sum(parameter._version for unit in self.units for parameter in unit.parameters)
         begins = position.begin_forward_pass(versions)
         # A further micro-batch of the second step: by now the optimizer's state and one micro-batch had their memory.
-        if self._may_note_gathers and not begins and position.optimizer_steps > 0:
-            self._may_note_gathers = False
+        if position.may_note_gathers and not begins and position.optimizer_steps > 0:
+            position.may_note_gathers = False
             note_repeated_gathers(self.units, self.device)
         if begins and not is_capturing(self.device):  # a gather will refuse it
-            with on_stream(self._gather_stream, self.device):
+            with on_stream(self._stream, self.device):
                 send_changes(self.units, self.shared)
 
 

@@ -132,10 +132,13 @@ class Formats:
         return self._format(part, bits, config.weight_block_size, dtype, config.weight_scaling)
 
     def weights_within_node(self, part: UnitPart, dtype: torch.dtype) -> WireFormat | None:
-        """Return the format of a node's shard of the secondary partition; None = as numbers, in ``dtype``."""
+        """Return the format of a node's shard of the secondary partition; None = as numbers, in ``dtype``.
+
+        Without a secondary partition, all ranks are as one node's.
+        """
         config = self.config
         bits, scaling = config.weight_intra_bits, config.weight_intra_scaling
-        if self.keeps_wires:
+        if self.keeps_wires or not self.has_secondary_partition:
             return self.weights(part, dtype)
         if bits is None:
             return None
@@ -156,8 +159,7 @@ class Formats:
 
     def resident_bytes(self, part: UnitPart, dtype: torch.dtype) -> int:
         """Return the bytes of one rank's shard among the resident weights, of which a rank keeps all shards."""
-        whole = self.weights_within_node if self.has_secondary_partition else self.weights
-        format = whole(part, dtype)
+        format = self.weights_within_node(part, dtype)
         return dtype.itemsize * part.numel if format is None else format.nbytes
 
     def gradients_within_node(self, part: UnitPart, dtype: torch.dtype) -> WireFormat:

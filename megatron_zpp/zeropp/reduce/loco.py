@@ -16,6 +16,7 @@ from torch import Tensor
 from ..config import LoCoConfig
 from ..fsdp.formats import Formats, UnitPart
 from ..fsdp.fsdp_unit import FSDPUnit
+from ..fsdp.monitor import record_codes, record_error, record_error_state
 from ..fsdp.shared import Shared, below
 from ..wire.format import GradientSum, WireFormat, wire_format
 from ..wire.layout import Compensation, ParameterShard, encoded_addend
@@ -126,7 +127,7 @@ class GradientHop:
         noise_seed = None
         if config.gradient_rounding == "stochastic":
             noise_seed = mix_seed(config.seed, "gradients", self.name, self.unit.name, self.unit.topology.rank, *draw)
-        is_sampled = self.shared.monitor.is_due(draw[0])
+        is_sampled = self.shared.position.is_sampled(draw[0])
         if is_sampled:
             gradients = gradients.computed()  # to compare with what arrives
         if feedback is not None:
@@ -194,12 +195,12 @@ class GradientHop:
     def _sample(self, pieces: Tensor, format: WireFormat, wires: Tensor, exponents: Tensor | None) -> None:
         scales = exponents.unsqueeze(0) if exponents is not None else None
         arrived = GradientSum(wires.unsqueeze(0), format, exponents=scales).compute()
-        what, unit = f"gradients/{self.name}", self.unit.name
-        self.shared.monitor.record(what, unit, pieces, arrived)
-        self.shared.monitor.record_codes(what, unit, format, wires)
+        what = f"gradients/{self.name}"
+        record_error(self.unit, what, pieces, arrived)
+        record_codes(self.unit, what, format, wires)
         if self.feedback is not None:
             old = self.feedback.decoded() if self.feedback.error is not None else arrived.new_zeros(())
-            self.shared.monitor.record_error_state(what, unit, pieces, old)
+            record_error_state(self.unit, what, pieces, old)
 
 
 def make_hop(name: str, rows: tuple[int, ...], unit: FSDPUnit, shared: Shared) -> GradientHop:

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..fsdp.collectives import count_all_reduce
+from ..fsdp.collectives import count_all_reduce, count_reduce_scatter, reduce_scatter
 from ..fsdp.formats import Formats, UnitPart
-from ..fsdp.fsdp_unit import FSDPUnit, GradientReduction, backward_pass, call_after_backward, complete_gradients
+from ..fsdp.fsdp_unit import CustomReduceScatter, FSDPUnit, backward_pass, call_after_backward, complete_gradients
 from ..fsdp.shared import Shared, Traffic
 from ..fsdp.waits import current_stream, on_stream, refuse_capture
 from ..wire.format import GradientSum, WireFormat
@@ -29,12 +29,13 @@ from .loco import ErrorFeedback, GradientHop, NodeSum, make_hop
 logger = logging.getLogger(__name__)
 
 
-class HierarchicalReduceScatter(GradientReduction):
-    """qgZ (ZeRO++ section 3.3) in two hops, both accumulated in fp32.
+class UnitReduceScatter(CustomReduceScatter):
+    """The reduce-scatter of one unit's gradients, and what it keeps: FSDP2's own, or qgZ (ZeRO++ section 3.3).
 
-    Each micro-batch, an all-to-all within the node adds up the node's gradients for the N shards of this local rank p,
-    [N, L]. They stay here until the last micro-batch of the optimizer step, when an all-to-all between the nodes adds
-    them up to [L]; earlier micro-batches return zeros, which FSDP2 adds to ``.grad``.
+    qgZ has two hops, both accumulated in fp32. Each micro-batch, an all-to-all within the node adds up the node's
+    gradients for the N shards of this local rank p, [N, L]. They stay here until the last micro-batch of the optimizer
+    step, when an all-to-all between the nodes adds them up to [L]; earlier micro-batches return zeros, which FSDP2 adds
+    to ``.grad``.
 
     The last one returns zeros too: its gradients are in flight between nodes while the backward pass goes on, and are
     added to ``.grad`` in fp32 when it is over, before ``backward()`` returns. Where they are needed before that, as by
@@ -45,13 +46,17 @@ class HierarchicalReduceScatter(GradientReduction):
         """find_unused_in: this process group's units, whose unused parameters get no gradient; () gives them zeros."""
         self.unit, self.shared, self.find_unused_in = unit, shared, find_unused_in
         config, num_nodes, ranks_per_node = shared.config, unit.topology.num_nodes, unit.topology.ranks_per_node
+        self.is_plain = not config.quantized_gradients
         self.formats = Formats(config, num_nodes)
         # On one rank nothing is rounded.
         kept_as = config if unit.topology.world_size > 1 else replace(config, gradient_sum_dtype="fp32")
         self.node_sum = NodeSum(unit, Formats(kept_as, num_nodes), unit.whole)
-        within = [make_hop("intra", (ranks_per_node, num_nodes), unit, shared)] if ranks_per_node > 1 else []
-        between = [make_hop("inter", (num_nodes,), unit, shared)] if num_nodes > 1 else []
-        self.hops = {hop.name: hop for hop in within + between}
+        rows = {"intra": (ranks_per_node, num_nodes), "inter": (num_nodes,)}  # the first is the number of ranks
+        self.hops = {
+            name: make_hop(name, shape, unit, shared)
+            for name, shape in rows.items()
+            if shape[0] > 1 and not self.is_plain
+        }
         self._before_step = self.hops
         self.steps = 0  # reductions between nodes
         # Indices of the parameters whose gradients the last reduction, or the one that runs, takes.
@@ -63,7 +68,9 @@ class HierarchicalReduceScatter(GradientReduction):
         self._used = set[int]()
 
     def before_reduction(self) -> None:
-        """Note which parameters a backward pass used, and which FSDP2 is about to reduce."""
+        """Complete the gradients that FSDP2 is about to reduce, and note which of them a backward pass made."""
+        if self.is_plain:
+            return
         used, self._reduced = complete_gradients(self.unit, self._reduced if self.unit.holds_gradients else ())
         if self.find_unused_in:
             if self._without_gradient is None:
@@ -73,10 +80,15 @@ class HierarchicalReduceScatter(GradientReduction):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        refuse_capture(self.unit.device, self.unit.label)
         topology, position, dtype = self.unit.topology, self.shared.position, input_tensor.dtype
-        position.set_is_last(self.unit.is_last_backward)
-        position.mark_reduced()
+        # Not every loop marks the last micro-batch, so this does not mean that the unit has trained. A loop may mark it
+        # between the forward and the backward pass.
+        position.mark_reduced(self.unit.is_last_backward)
+        if self.is_plain:
+            count_reduce_scatter(self.shared.traffic, topology, output_tensor)
+            with self._timer(crosses_nodes=topology.num_nodes > 1):
+                return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        refuse_capture(self.unit.device, self.unit.label)
         part = self.unit.part(self._reduced)
         self._begin_step_if_first()
         self.node_sum = self.node_sum.for_part(part)
@@ -194,13 +206,13 @@ class HierarchicalReduceScatter(GradientReduction):
             warn_of_accumulation()
         return self.shared.position.sees_steps and (is_same_pass or accumulates)  # else some may have stepped unseen
 
-    def undo_step(self, is_unused: bool) -> None:
+    def restore_errors(self, is_unused: bool) -> None:
         self._drop_kept()
         self.forget_use()
         if is_unused and self._begun_at == self.shared.position.optimizer_steps:
             self.hops = self._before_step
 
-    def rescale_errors(self, factor: float) -> None:
+    def rescale(self, factor: float) -> None:
         self.hops = {name: hop.rescaled(factor) for name, hop in self.hops.items()}
 
     def uses(self) -> list[bool]:
@@ -212,14 +224,14 @@ class HierarchicalReduceScatter(GradientReduction):
         """Begin another step of ``uses``."""
         self._without_gradient, self._used = None, set()
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def errors_to_save(self) -> dict[str, Tensor]:
         state = {key: value for hop in self.hops.values() for key, value in hop.state_dict().items()}
         config = self.shared.config
-        if config.gradient_rounding == "stochastic" or config.gradient_sum_dtype != "fp32":
+        if not self.is_plain and (config.gradient_rounding == "stochastic" or config.gradient_sum_dtype != "fp32"):
             state["steps"] = torch.tensor(self.steps)
         return state
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_errors(self, state: dict[str, Tensor]) -> None:
         self._drop_kept()
         self._begun_at = -1
         self.steps = int(state.get("steps", self.steps))
