@@ -18,11 +18,10 @@ from .topology import Topology, build_topology, ranks_per_node_of_part
 
 
 def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:
-    """Find the FSDP2 units of ``model``, in module order, each with the topology of its process group.
+    """Find the FSDP2 units of ``model``, in module order, each with the topology of its process group. Collective.
 
-    Units may have different groups. ``ranks_per_node``: of the largest group, None = as its ranks run; a group of some
-    of its ranks has those nodes. Collective over all groups. Raises ValueError for what ZeRO++ does not support, by
-    name.
+    ``ranks_per_node``: of the largest group, None = as its ranks run; a group of some of its ranks has those nodes.
+    Raises ValueError for what ZeRO++ does not support, by name.
     """
     units: list[FSDPUnit] = []
     topologies: dict[dist.ProcessGroup, Topology] = {}

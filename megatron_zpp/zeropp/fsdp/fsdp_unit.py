@@ -65,7 +65,6 @@ class FSDPUnit:
     # Parameters that were ever trainable. PEFT freezes adapters during reference passes.
     _ever_trainable: set[int] = field(default_factory=set, init=False, repr=False)
     _parts: dict[tuple[int, ...], UnitPart] = field(default_factory=dict, init=False, repr=False)
-
     # Sums fp32 [2] of errors, by statistic and by what was sent (monitor.py).
     samples: dict[tuple[str, str], Tensor] = field(default_factory=dict, init=False, repr=False)
 
@@ -134,18 +133,15 @@ class FSDPUnit:
 
     def divisor_after_reduction(self, dtype: torch.dtype, group: dist.ProcessGroup) -> float | None:
         """Return what FSDP2 divides gradients of ``dtype`` by after the reduction; None = nothing."""
-        unit = self._param_group
-        factor, sums = unit.gradient_divide_factor, unit.force_sum_reduction_for_comms
-        _, divisor, _, _ = _get_gradient_divide_factors(group, None, dtype, unit.device.type, factor, sums)
-        return divisor
+        factor, sums = self._param_group.gradient_divide_factor, self._param_group.force_sum_reduction_for_comms
+        return _get_gradient_divide_factors(group, None, dtype, self.device.type, factor, sums)[1]
 
     def add_gradient(self, part: UnitPart, shard: Tensor) -> None:
         """Add a reduced gradient fp32 [L] to the ``.grad`` of a part's parameters, which FSDP2 has made."""
         params = self._param_group.fsdp_params
         gradients = [params[index].sharded_param.grad.to_local() for index in part.indices]
         shard = shard.to(gradients[0].device)  # offloaded ones are in host memory
-        pieces = shard.split([parameter.numel for parameter in part.parameters])
-        # FSDP2's padding is at the end of each.
+        pieces = shard.split([parameter.numel for parameter in part.parameters])  # with padding at the end of each
         unpadded = [piece[: g.numel()].view(g.shape) for piece, g in zip(pieces, gradients, strict=True)]
         torch._foreach_add_(gradients, unpadded)
 
@@ -155,7 +151,7 @@ class FSDPUnit:
             param.unsharded_accumulated_grad = param.unsharded_param.grad = None
 
     def params_once_gathered(self) -> list[Any]:
-        """Return FSDP2's record of each parameter; [] until the unit has been gathered, which is all of it at once."""
+        """Return FSDP2's record of each parameter; [] until the unit has been gathered."""
         params: list[Any] = self._param_group.fsdp_params
         return params if hasattr(params[-1], "_unsharded_param") else []
 
@@ -203,14 +199,6 @@ class FSDPUnit:
         """The parameters that were never trainable."""
         trained = self.trained.indices
         return self.part(index for index in range(len(self.shards)) if index not in trained)
-
-    def check_holds_nothing(self) -> None:
-        """Raise RuntimeError if gradients are kept for a step's last micro-batch."""
-        if self.holds_gradients:
-            raise RuntimeError(
-                f"an optimizer step was taken while {self.label} held gradients that had not crossed nodes: call "
-                "set_is_last_micro_batch(True) before a step's last backward pass, or undo_step() to drop gradients"
-            )
 
     def _trainable(self) -> list[int]:
         return list(compress(count(), map(attrgetter("requires_grad"), self.parameters)))
@@ -321,17 +309,22 @@ def follow_optimizers(units: Sequence[FSDPUnit], position: StepPosition) -> None
 
     def units_of(optimizer: torch.optim.Optimizer) -> list[FSDPUnit]:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return [unit for unit in known if not held.isdisjoint(map(id, unit.parameters))]
+        units = [unit for unit in known if not held.isdisjoint(map(id, unit.parameters))]
+        if labels := [unit.label for unit in units if unit.holds_gradients]:
+            raise RuntimeError(
+                f"an optimizer step was taken while {labels[0]} held gradients that had not crossed nodes: call "
+                "set_is_last_micro_batch(True) before a step's last backward pass, or undo_step() to drop gradients"
+            )
+        return units
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not any(callable(argument) for argument in (*args, *kwargs.values())):
-            for unit in units_of(optimizer):
-                unit.check_holds_nothing()
+        has_closure = any(callable(argument) for argument in (*args, *kwargs.values()))
+        if not has_closure and any([unit.holds_gradients for unit in known]):
+            units_of(optimizer)
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         stepped = units_of(optimizer)
         for unit in stepped:
-            unit.check_holds_nothing()
             unit.has_trained = True
         if stepped:
             position.mark_stepped(getattr(optimizer, "found_inf", None))

@@ -87,14 +87,6 @@ class StepPosition:
         self.steps_taken.append(found_inf)
         self.sees_steps = True
 
-    def steps_to_save(self) -> dict[str, Tensor]:
-        return {"optimizer_steps": torch.tensor(self.optimizer_steps + self.is_step_complete)}
-
-    def load_steps(self, state: dict[str, Tensor]) -> None:
-        """Load the number of optimizer steps, if the state has one."""
-        if "optimizer_steps" in state:
-            self.set_optimizer_steps(int(state["optimizer_steps"]))
-
     def set_optimizer_steps(self, steps: int) -> None:
         self.optimizer_steps, self.is_step_complete = steps, False
 

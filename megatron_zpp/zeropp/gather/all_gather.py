@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from ..fsdp.collectives import all_gather, count_flat_ring
-from ..fsdp.formats import Formats, UnitPart
+from ..fsdp.formats import Formats, Layouts, UnitPart
 from ..fsdp.fsdp_unit import CustomAllGather, FSDPUnit
 from ..fsdp.monitor import record_codes, record_error
 from ..fsdp.shared import Shared
 from ..fsdp.waits import on_stream, refuse_capture
 from ..wire.format import WireFormat
-from ..wire.layout import KeptScales
 from ..wire.moves import apply_moves, measure_moves
 from ..wire.quantization import mix_seed
 from .changed_weights import EncodedShard, SentShard, gather_wires, same_bits, send, send_changes
@@ -136,10 +135,7 @@ class UnitAllGather(CustomAllGather):
         return format.encode(copies, self._noise_seed("intra", self.topology.local_rank))
 
     def differs_from_sent(self) -> Tensor | None:
-        """Return whether parameters that no step trained differ from what was sent: a bool [] on the device.
-
-        None: nothing that was sent is kept, or all was trained.
-        """
+        """Return whether parameters that no step trained differ from what was sent, a bool []; None: all are sent."""
         self._receive()  # what the last pass did not ask for
         if self.unit.remove_trainable_from_nf4():
             self.forget_copies()
@@ -151,13 +147,10 @@ class UnitAllGather(CustomAllGather):
             now = self._encode_part(part, shard, is_sent=False)
         elif format.quantized:
             now = format.decode(self._encode_part(part, shard, is_sent=False), out=torch.empty_like(now))
-        return ~same_bits(now, self._copies_of(part, row, shard.dtype))
+        return ~same_bits(now, part.select(row, self._layouts(part, shard.dtype)))
 
     def renew(self, is_different: bool) -> EncodedShard | None:
-        """Encode what changed, for ``send``; None: it is gathered in full when FSDP2 asks for it.
-
-        is_different: also of parameters that no step trained.
-        """
+        """Encode what a step trained, or with ``is_different`` all, for ``send``; None: a gather does it in full."""
         self.unit.has_trained, self.resident = False, None
         self.versions += 1
         part = self.unit.whole if is_different or self._rounds_again() else self.unit.trained
@@ -168,10 +161,6 @@ class UnitAllGather(CustomAllGather):
         """Gather in full next time."""
         self._receive_by_hand()
         self.secondary_partition = self._loaded_row = self.resident = None
-
-    def forget_resident(self) -> None:
-        """Free the resident weights."""
-        self.resident = None
 
     def _untrained_part(self) -> UnitPart:
         """Return the parameters that are compared with what was sent: after a step those that are not sent anyway."""
@@ -189,13 +178,10 @@ class UnitAllGather(CustomAllGather):
             return self.secondary_partition[self.topology.node]
         return self.resident[0, self.topology.rank] if self.resident is not None else None
 
-    def _copies_of(self, part: UnitPart, copies: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a part's copies out of a whole unit's, kept in the same way."""
-        if not self.keeps_wires:
-            return part.select(copies)
-        return part.select_wires(
-            copies, self.formats.weights(self.unit.whole, dtype), self.formats.weights(part, dtype)
-        )
+    def _layouts(self, part: UnitPart, dtype: torch.dtype) -> Layouts:
+        """Return how copies of all parameters, and of a part, are kept."""
+        whole, of_part = self.formats.weights(self.unit.whole, dtype), self.formats.weights(part, dtype)
+        return (whole, of_part) if self.keeps_wires else None
 
     def _forget_other(self, shard: Tensor) -> bool:
         """Forget the copies, and return True, if the model was cast or moved since they were made."""
@@ -207,11 +193,13 @@ class UnitAllGather(CustomAllGather):
 
     def _encode_part(self, part: UnitPart, shard: Tensor, is_sent: bool = True) -> Tensor:
         """Encode a part of the shard [L]: uint8 [n], always the same bits for one version of the weights."""
-        values, format, kept = part.select(shard), self.formats.weights(part, shard.dtype), None
-        if self.formats.sends_moves:  # blocks keep the scales that they have in these codes while they fit
+        values, format = part.select(shard), self.formats.weights(part, shard.dtype)
+        keeps_scales, kept = self.formats.sends_moves, None
+        if keeps_scales:
             row = self._own_row()
-            kept = KeptScales(self._loaded_row if row is None else self._copies_of(part, row, shard.dtype))
-        wire = format.encode(values, self._noise_seed("inter", self.topology.rank), kept=kept)
+            kept = self._loaded_row if row is None else part.select(row, self._layouts(part, shard.dtype))
+        seed = self._noise_seed("inter", self.topology.rank)
+        wire = format.encode(values, seed, keeps_scales=keeps_scales, kept=kept)
         # A flat gather sends a version several times.
         if is_sent and self.shared.position.is_sampled(self.versions) and self._sampled_version != self.versions:
             self._sampled_version = self.versions
@@ -238,9 +226,8 @@ class UnitAllGather(CustomAllGather):
         row = self._own_row() if self.formats.sends_moves else None
         if row is None:
             return EncodedShard(self.unit, part, format, wire)
-        return EncodedShard(
-            self.unit, part, format, measure_moves(format, self._copies_of(part, row, shard.dtype), wire)
-        )
+        old = part.select(row, self._layouts(part, shard.dtype))
+        return EncodedShard(self.unit, part, format, measure_moves(format, old, wire))
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -255,35 +242,24 @@ class UnitAllGather(CustomAllGather):
             sent.work.wait()
         # Counted when it is used: a step's count has the bytes of the weights that its passes see.
         self.shared.traffic.add(inter_node=(self.topology.num_nodes - 1) * sent.wires[0].nbytes, stays=True)
-        part, dtype = sent.part, sent.format.dtype
+        part, format, arrived = sent.part, sent.format, sent.wires
+        layouts = self._layouts(part, format.dtype)
         if sent.are_moves:
             assert old is not None
-            arrived = apply_moves(sent.format, self._copies_of(part, old, dtype), sent.wires)
-        else:
-            arrived = self._in_full(sent, old)
-        self.secondary_partition = arrived if old is None else self._put_copies(part, arrived, old, dtype)
+            arrived = apply_moves(format, part.select(old, layouts), arrived)
+        elif not self.keeps_wires:
+            # In place, where it can be: fresh memory is slow on a CPU.
+            out = old if part.is_whole else None
+            if out is None:
+                out = torch.empty(len(arrived), part.numel, dtype=format.dtype, device=arrived.device)
+            arrived = format.decode(arrived, out)
+        self.secondary_partition = arrived if old is None else part.insert(arrived, old, layouts)
 
     def _receive_by_hand(self) -> None:
         """Finish the inter-node stage outside of a gather."""
         if self.in_flight is not None:
             with on_stream(self.stream, self.unit.device):
                 self._receive()
-
-    def _in_full(self, sent: SentShard, old: Tensor | None) -> Tensor:
-        """Return the shards, quantized with qwZ. They replace the old ones in place: fresh memory is slow on a CPU."""
-        if self.keeps_wires:
-            return sent.wires
-        out, wires = old if sent.part.is_whole else None, sent.wires
-        if out is None:
-            out = torch.empty(len(wires), sent.part.numel, dtype=sent.format.dtype, device=wires.device)
-        return sent.format.decode(wires, out)
-
-    def _put_copies(self, part: UnitPart, values: Tensor, copies: Tensor, dtype: torch.dtype) -> Tensor:
-        """Write a part's copies into a whole unit's, and return these: ``values`` itself if the part is whole."""
-        if not self.keeps_wires:
-            return part.insert(values, copies)
-        formats = self.formats.weights(self.unit.whole, dtype), self.formats.weights(part, dtype)
-        return part.insert_wires(values, copies, *formats)
 
     @torch.no_grad()
     def copies_to_save(self) -> dict[str, Tensor]:
@@ -317,10 +293,8 @@ class UnitAllGather(CustomAllGather):
 
 
 def all_gather_each(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """All-gather several tensors in one collective: ``inputs[i]`` of each of the group's G ranks into ``outputs[i]``.
-
-    One launch, and with NCCL no copies: an all-gather of one buffer would need a permuting copy of all of it.
-    """
+    """All-gather several tensors in one collective: ``inputs[i]`` of each of the G ranks into ``outputs[i]``."""
+    # One launch, and with NCCL no copies: an all-gather of one buffer would need a permuting copy of all of it.
     with _coalescing_manager(group):
         for output, shard in zip(outputs, inputs, strict=True):
             all_gather(output, shard, group=group)

@@ -19,7 +19,7 @@ from ..fsdp.fsdp_unit import FSDPUnit
 from ..fsdp.monitor import record_codes, record_error, record_error_state
 from ..fsdp.shared import Shared, below
 from ..wire.format import GradientSum, WireFormat, wire_format
-from ..wire.layout import Compensation, ParameterShard, encoded_addend
+from ..wire.layout import Compensation, ParameterShard
 from ..wire.quantization import counter_uniform, mix_seed
 from ..wire.scales import ElementScales
 
@@ -110,16 +110,15 @@ class GradientHop:
     rows: tuple[int, ...]  # shape on the wire without L: (P, N) or (N,)
     unit: FSDPUnit
     shared: Shared
-    feedback: ErrorFeedback | None  # LoCo's
+    feedback: ErrorFeedback | None  # LoCo's; None without it
     scales: ElementScales | None
 
     def encode_pieces(
         self, gradients: GradientSum, format: WireFormat, draw: tuple[int, int]
     ) -> tuple[Tensor, GradientHop]:
-        """Encode gradients [G, ..., L], a piece for each rank of the hop, with LoCo: uint8 [G, ..., nbytes].
+        """Encode gradients [G, ..., L], a piece for each rank of the hop: uint8 [G, ..., nbytes], and the hop after it.
 
-        Returns the hop after it, too. draw: the unit's reductions between nodes, and micro-batches of this step, before
-        this one.
+        draw: the unit's reductions between nodes, and micro-batches of this step, before this one.
         """
         config, feedback = self.shared.config, self.feedback
         scales = self.scales.for_format(format) if self.scales is not None else None
@@ -129,7 +128,7 @@ class GradientHop:
             noise_seed = mix_seed(config.seed, "gradients", self.name, self.unit.name, self.unit.topology.rank, *draw)
         is_sampled = self.shared.position.is_sampled(draw[0])
         if is_sampled:
-            gradients = gradients.computed()  # to compare with what arrives
+            gradients = GradientSum(gradients.compute())  # to compare with what arrives
         if feedback is not None:
             # The hop between nodes runs once per step, that within a node once per micro-batch.
             is_last = self.shared.position.is_last
@@ -176,11 +175,8 @@ class GradientHop:
 
     def loaded(self, state: dict[str, Tensor]) -> GradientHop:
         """Return the hop with what ``state_dict`` returned."""
-        state, feedback, scales = (
-            {k: value.to(self.unit.device) for k, value in state.items()},
-            self.feedback,
-            self.scales,
-        )
+        state = {key: value.to(self.unit.device) for key, value in state.items()}
+        feedback, scales = self.feedback, self.scales
         if feedback is not None:
             feedback = feedback.loaded(below(state, f"{self.name}."), self._error_format())
         if scales is not None:
@@ -201,14 +197,6 @@ class GradientHop:
         if self.feedback is not None:
             old = self.feedback.decoded() if self.feedback.error is not None else arrived.new_zeros(())
             record_error_state(self.unit, what, pieces, old)
-
-
-def make_hop(name: str, rows: tuple[int, ...], unit: FSDPUnit, shared: Shared) -> GradientHop:
-    """Make a hop with what the settings let it keep."""
-    config, loco, is_inter = shared.config, shared.config.loco, name == "inter"
-    feedback = ErrorFeedback(loco) if loco is not None and (is_inter or loco.hops == "both") else None
-    scales = ElementScales() if config.gradient_element_scales and is_inter else None
-    return GradientHop(name, rows, unit, shared, feedback, scales)
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,13 +220,15 @@ class NodeSum:
         if part == self.part or (kept := self._on_device()) is None:
             return replace(self, part=part)
         assert set(self.part.indices) <= set(part.indices), "a parameter was frozen while its gradients were held"
-        whole = self.unit.whole
+        zeros, old, new = kept.new_zeros(len(kept), self.unit.whole.numel), None, None
         if self.formats.config.gradient_sum_dtype == "int8":
-            old, new, all_of_it = (self.formats.node_sum(each) for each in (self.part, part, whole))
-            wires = kept.new_zeros(len(kept), all_of_it.nbytes)  # which decode to zeros
-            total = part.select_wires(self.part.insert_wires(kept, wires, all_of_it, old), all_of_it, new)
-        else:
-            total = part.select(self.part.insert(kept, kept.new_zeros(len(kept), whole.numel)))
+            whole, before, after = (self.formats.node_sum(each) for each in (self.unit.whole, self.part, part))
+            zeros, old, new = (
+                kept.new_zeros(len(kept), whole.nbytes),
+                (whole, before),
+                (whole, after),
+            )  # decode to zeros
+        total = part.select(self.part.insert(kept, zeros, old), new)
         return replace(self, part=part, kept=self._to_keep(total))
 
     def plus(self, arrived: GradientSum) -> GradientSum:
@@ -256,7 +246,9 @@ class NodeSum:
         """
         dtype, format = self.formats.config.gradient_sum_dtype, self.formats.node_sum(self.part)
         if dtype == "int8":
-            total = arrived.to_wire(format, noise_seed, encoded_addend(format, self._on_device()))
+            # The encoder's one pass adds it as it adds LoCo's error, which is left as it is here.
+            kept = Compensation(format, self._on_device(), new_error=None, beta=0.0, decay=1.0)
+            total = arrived.to_wire(format, noise_seed, kept)
         else:
             total = self.plus(arrived).compute()
             if dtype == "bf16":

@@ -24,7 +24,8 @@ from ..fsdp.shared import Shared, Traffic
 from ..fsdp.waits import current_stream, on_stream, refuse_capture
 from ..wire.format import GradientSum, WireFormat
 from ..wire.quantization import mix_seed
-from .loco import ErrorFeedback, GradientHop, NodeSum, make_hop
+from ..wire.scales import ElementScales
+from .loco import ErrorFeedback, GradientHop, NodeSum
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +52,15 @@ class UnitReduceScatter(CustomReduceScatter):
         # On one rank nothing is rounded.
         kept_as = config if unit.topology.world_size > 1 else replace(config, gradient_sum_dtype="fp32")
         self.node_sum = NodeSum(unit, Formats(kept_as, num_nodes), unit.whole)
-        rows = {"intra": (ranks_per_node, num_nodes), "inter": (num_nodes,)}  # the first is the number of ranks
-        self.hops = {
-            name: make_hop(name, shape, unit, shared)
-            for name, shape in rows.items()
-            if shape[0] > 1 and not self.is_plain
-        }
+        self.hops: dict[str, GradientHop] = {}
+        loco = config.loco
+        if ranks_per_node > 1 and not self.is_plain:
+            feedback = ErrorFeedback(loco) if loco is not None and loco.hops == "both" else None
+            self.hops["intra"] = GradientHop("intra", (ranks_per_node, num_nodes), unit, shared, feedback, None)
+        if num_nodes > 1 and not self.is_plain:
+            feedback = ErrorFeedback(loco) if loco is not None else None
+            scales = ElementScales() if config.gradient_element_scales else None
+            self.hops["inter"] = GradientHop("inter", (num_nodes,), unit, shared, feedback, scales)
         self._before_step = self.hops
         self.steps = 0  # reductions between nodes
         # Indices of the parameters whose gradients the last reduction, or the one that runs, takes.
@@ -101,7 +105,12 @@ class UnitReduceScatter(CustomReduceScatter):
         format, timer = self.formats.gradients_within_node(part, dtype), self._timer(crosses_nodes=False)
         arrived = self._send("intra", pieces, format, topology.reduce_group, timer).wait()  # [N, L]
         if not position.is_last:
-            self._keep(arrived)
+            noise_seed, config = None, self.shared.config
+            if config.gradient_sum_dtype != "fp32":
+                draw = (self.unit.name, topology.rank, self.steps, self.node_sum.micro_batches)
+                noise_seed = mix_seed(config.seed, "sums", *draw)
+            self.node_sum = self.node_sum.with_added(arrived, noise_seed)
+            self.unit.holds_gradients = True
             output_tensor.zero_()
             return None
         format = self.formats.gradients_between_nodes(part, dtype, position.optimizer_steps)
@@ -155,15 +164,6 @@ class UnitReduceScatter(CustomReduceScatter):
 
     def _timer(self, crosses_nodes: bool) -> AbstractContextManager[None]:
         return self.shared.waits.collective("reduce", self.unit.label, crosses_nodes=crosses_nodes)
-
-    def _keep(self, arrived: GradientSum) -> None:
-        """Keep the node's sum [N, L] of this micro-batch for the step's last one."""
-        noise_seed, config = None, self.shared.config
-        if config.gradient_sum_dtype != "fp32":
-            draw = (self.unit.name, self.unit.topology.rank, self.steps, self.node_sum.micro_batches)
-            noise_seed = mix_seed(config.seed, "sums", *draw)
-        self.node_sum = self.node_sum.with_added(arrived, noise_seed)
-        self.unit.holds_gradients = True
 
     def _drop_kept(self) -> None:
         self.node_sum = replace(self.node_sum, kept=None, micro_batches=0)

@@ -70,7 +70,10 @@ class ElementScales:
         """Return the scales of the next step: moved by what was sent."""
         exponents, steps = self.exponents, self.steps
         for format, wires in self.wires:
-            exponents, steps = updated_exponents(exponents, format, wires, steps), steps + 1
+            moves = _moves(format.code, steps)
+            if exponents is None or any(moves):
+                exponents = format.move_exponents(exponents, wires, moves)
+            steps += 1
         return replace(self, exponents=exponents, steps=steps, wires=())
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -85,15 +88,6 @@ class ElementScales:
         if steps == 0 or state["exponents"].shape[-1] != sum(parameter.numel for parameter in parameters):
             return ElementScales(parameters=parameters)
         return ElementScales(state["exponents"], steps, parameters=parameters)
-
-
-def updated_exponents(exponents: Tensor | None, format: WireFormat, wires: Tensor, steps: int) -> Tensor:
-    """Exponents uint8 [..., L] after ``steps`` reductions and one more, whose wire buffers were uint8 [..., nbytes]."""
-    assert format.code is not None
-    moves = _moves(format.code, steps)
-    if exponents is not None and not any(moves):
-        return exponents
-    return format.move_exponents(exponents, wires, moves)
 
 
 @functools.lru_cache(maxsize=16)
