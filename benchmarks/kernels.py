@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_zpp.zeropp.wire import kernels, moves, reference
 from megatron_zpp.zeropp.wire.format import WireFormat
-from megatron_zpp.zeropp.wire.layout import Compensation, KeptScales, ParameterShard
+from megatron_zpp.zeropp.wire.layout import Compensation, ParameterShard
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 FORMATS = [(8, 256), (6, 256), (4, 128), (2, 128)]  # bits and block: the last by mean |x|, the others by the largest
@@ -90,8 +90,8 @@ def permuted(what: str, values: Tensor) -> Kernel:
 
 
 def moved_codes(what: str, format: WireFormat, values: Tensor) -> Iterator[Kernel]:
-    old = format.encode(values, kept=KeptScales(None))
-    new = format.encode(values * (1 + 2e-3 * torch.randn_like(values)), kept=KeptScales(old))
+    old = format.encode(values, keeps_scales=True, kept=None)
+    new = format.encode(values * (1 + 2e-3 * torch.randn_like(values)), keeps_scales=True, kept=old)
     sent, arrived = moves.encode_moves(format, old, new), old.clone()
 
     def plain(call: Callable[[], object]) -> None:

@@ -28,8 +28,8 @@ from megatron_zpp.families import ARCHITECTURES
 from megatron_zpp.training import pretrain, step
 from megatron_zpp.training.loss import LossTotals
 from megatron_zpp.training.trainer import Trainer
-from megatron_zpp.zeropp.gather.all_gather import HierarchicalAllGather, QuantizedAllGather
-from megatron_zpp.zeropp.reduce.reduce_scatter import HierarchicalReduceScatter
+from megatron_zpp.zeropp.gather.all_gather import UnitAllGather
+from megatron_zpp.zeropp.reduce.reduce_scatter import UnitReduceScatter
 
 PARTS = ("forward", "backward", "optimizer", "collectives", "quantizers", "data", "other")
 STEP = "training step"
@@ -39,11 +39,10 @@ WRAPPED: tuple[tuple[Any, str, str], ...] = (
     (torch.Tensor, "backward", "backward"),
     (step, "sum_over_all_ranks", "optimizer"),
     (step, "clip_gradients", "optimizer"),
-    (QuantizedAllGather, "__call__", "quantizers"),  # what ZeRO++ does, but for the collectives inside
-    (HierarchicalAllGather, "__call__", "quantizers"),
-    (HierarchicalAllGather, "renew", "quantizers"),
-    (HierarchicalReduceScatter, "__call__", "quantizers"),
-    (HierarchicalReduceScatter, "_finish", "quantizers"),
+    (UnitAllGather, "__call__", "quantizers"),  # what ZeRO++ does, but for the collectives inside
+    (UnitAllGather, "renew", "quantizers"),
+    (UnitReduceScatter, "__call__", "quantizers"),
+    (UnitReduceScatter, "_finish", "quantizers"),
     (dist.Work, "wait", "collectives"),
 )
 NAMED_BY_PYTORCH = {

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from megatron_zpp.zeropp import Traffic
 from megatron_zpp.zeropp.fsdp.shared import below
-from megatron_zpp.zeropp.reduce.loco import ErrorFeedback
+from megatron_zpp.zeropp.reduce.loco import ErrorFeedback, error_format
 from megatron_zpp.zeropp.wire.format import GradientSum, WireFormat, wire_format
 from megatron_zpp.zeropp.wire.layout import ParameterShard, rows_per_rank
 
@@ -106,7 +106,8 @@ class IslandHops:
         # In either hop a rank sends K - 1 pieces: one to each other island, or around the ring.
         self.traffic.add(inter_island=(self.num_islands - 1) * self.format.nbytes)
         if has_feedback and hop in self._feedback:
-            return self._feedback[hop].compensate(values, self.format)
+            wire, self._feedback[hop] = self._feedback[hop].compensate(values, self.format)
+            return wire
         return values.to_wire(self.format, noise_seed=None)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -123,4 +124,5 @@ class IslandHops:
         state = {key: value.to(self._device) for key, value in state.items()}
         self._in_flight = state.get("in_flight")
         for hop, feedback in self._feedback.items():
-            feedback.load_state_dict(below(state, f"{hop}."))
+            format = error_format(feedback.config, self.format.parameters, self.format.block_size)
+            self._feedback[hop] = feedback.loaded(below(state, f"{hop}."), format)

@@ -17,30 +17,22 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from .config import ZeroPPConfig, check_finds_unused
 from .description import describe, note_repeated_gathers, state_prefix, warn, warn_of_lost_state
-from .fsdp.collectives import PlainAllGather, PlainReduceScatter, count_all_reduces
-from .fsdp.find_units import check_units, find_units, set_collectives
-from .fsdp.fsdp_unit import (
-    FSDPUnit,
-    GradientReduction,
-    WeightGather,
-    check_collectives,
-    follow_backward,
-    follow_forward_passes,
-    follow_optimizers,
-    set_is_last_backward,
-)
+from .fsdp.find_units import check_units, count_all_reduces, find_units, set_collectives
+from .fsdp.fsdp_unit import FSDPUnit, check_collectives, follow_backward, follow_forward_passes, follow_optimizers
+from .fsdp.monitor import gather_samples
 from .fsdp.shared import Shared, below
 from .fsdp.topology import Topology, process_rank
 from .fsdp.waits import Waits, is_capturing, new_stream, on_stream
-from .gather.all_gather import FullPrecisionAllGather, HierarchicalAllGather, QuantizedAllGather
+from .gather.all_gather import UnitAllGather
 from .gather.changed_weights import agree, send_changes
 from .muon.matrix_blocks import MatrixBlocks, MomentumWire, batches
 from .recipes import find_config
-from .reduce.reduce_scatter import HierarchicalReduceScatter, UnusedParameters
+from .reduce.reduce_scatter import UnitReduceScatter
 
 
 def apply_zeropp(
@@ -73,7 +65,7 @@ def apply_zeropp(
         check_finds_unused(config)
     zeropp = ZeroPP(model, units, config, pipeline, tensor_parallel, find_unused_parameters)
     if zeropp.is_logging_rank:
-        warn(config, units, zeropp.topologies, zeropp.device)
+        warn(config, units, zeropp.device)
     return zeropp
 
 
@@ -91,38 +83,19 @@ class ZeroPP:
     ) -> None:
         (self.device,) = {unit.device for unit in units}  # holds unsharded parameters and LoCo's errors
         self.units, self.config, self.shared = units, config, Shared(config, Waits(self.device))
-        self.traffic = self.shared.traffic  # bytes that this rank has sent
-        self.waits = self.shared.waits  # how long this rank waited for collectives
+        self.traffic, self.waits = self.shared.traffic, self.shared.waits
         self._model, self._pipeline, self._tensor_parallel = model, pipeline, tensor_parallel
-        units_of = {topology: [unit for unit in units if unit.topology is topology] for topology in self.topologies}
-        self._unused_parameters = {
-            topology: UnusedParameters(topology, members, self.traffic)
-            for topology, members in units_of.items()
-            if find_unused_parameters
-        }
-        self._gather_stream, self._has_begun = new_stream(self.device), False
+        self._stream = new_stream(self.device)  # gathers run on it
         for unit in units:
-            set_collectives(unit, self._all_gather(unit), self._reduce_scatter(unit))
+            of_group = [other for other in units if find_unused_parameters and other.topology is unit.topology]
+            unit.all_gather = UnitAllGather(unit, self.shared, self._stream)
+            unit.reduce_scatter = UnitReduceScatter(unit, self.shared, of_group)
+            set_collectives(unit)
             follow_backward(unit, self.waits)
             count_all_reduces(unit, self.traffic)
-        self._may_note_gathers = config.enabled and self.is_logging_rank
+        self.shared.position.may_note_gathers = config.enabled and self.is_logging_rank
         follow_optimizers(units, self.shared.position)
         follow_forward_passes(model, units, self._begin_forward_pass)
-
-    def _all_gather(self, unit: FSDPUnit) -> WeightGather:
-        """Choose the all-gather for ``unit``: ZeRO++'s, or FSDP2's own where nothing is quantized or kept."""
-        if unit.topology.world_size == 1:
-            return PlainAllGather(unit, self.shared)
-        if self.config.hpz_partition_size > 1 and unit.topology.num_nodes > 1:
-            return HierarchicalAllGather(unit, self.shared, self._gather_stream)
-        kind = QuantizedAllGather if self.config.quantized_weights else FullPrecisionAllGather
-        return kind(unit, self.shared, self._gather_stream)
-
-    def _reduce_scatter(self, unit: FSDPUnit) -> GradientReduction:
-        """Choose the reduce-scatter for ``unit``: ZeRO++'s, or FSDP2's own where nothing is quantized."""
-        if not self.config.quantized_gradients:
-            return PlainReduceScatter(unit, self.shared)
-        return HierarchicalReduceScatter(unit, self.shared, self._unused_parameters.get(unit.topology))
 
     @property
     def topologies(self) -> list[Topology]:
@@ -139,17 +112,19 @@ class ZeroPP:
         """Describe the nodes and ranks, and how weights and gradients are sent: a line for each group of units."""
         replicas = {unit.replicas.world_size for unit in self.units if unit.replicas is not None}
         more = [f"; in each of {number} replicas, whose gradients are added up" for number in replicas]
-        return "".join([describe(self.config, self.topologies), *more])
+        return "".join([describe(self.config, self.units), *more])
 
     def set_is_last_micro_batch(self, is_last: bool) -> None:
         """Mark whether the next backward pass is the last of this step; quantized gradients cross nodes only there."""
-        set_is_last_backward(self._model, is_last)
+        for module in self._model.modules():  # as the root does for those below it once a pass has begun
+            if isinstance(module, FSDPModule):
+                module.set_is_last_backward(is_last)
 
     def invalidate(self) -> None:
         """Force the next gather to send all parameters in full. Call it on all ranks.
 
-        Needed only after changes that are not looked for: within a forward pass, between the micro-batches of one step,
-        and between evaluations inside ``resident_weights``.
+        Needed after changes within a forward pass, between the micro-batches of one step, and between evaluations
+        inside ``resident_weights``. All others are found.
         """
         for unit in self.units:
             unit.module.reshard()  # the root stays gathered after an evaluation
@@ -192,30 +167,27 @@ class ZeroPP:
         Restores LoCo's errors and the scales of elements, and drops what was kept for the step's last micro-batch.
         Without ``LoCoConfig.exact_undo``, errors that these gradients have changed become zero.
         """
-        is_unused = self.shared.position.undo_step()
+        is_unused = self.shared.position.drop_step()
         for unit in self.units:
-            unit.reduce_scatter.undo_step(is_unused)
+            unit.reduce_scatter.restore_errors(is_unused)
             unit.drop_gradients()
             unit.has_trained = False
-        for unused_parameters in self._unused_parameters.values():
-            unused_parameters.forget_use()
 
     def rescale_errors(self, factor: float) -> None:
         """Multiply LoCo's errors by ``factor``, by which the loss scale changed after the last backward pass."""
         for unit in self.units:
-            unit.reduce_scatter.rescale_errors(factor)
+            unit.reduce_scatter.rescale(factor)
 
     def set_optimizer_steps(self, steps: int) -> None:
         """Set how many optimizer steps the run has taken, without skipped ones, where no loaded state says it.
 
-        A warm-up of bits depends on this number. It then counts by itself: a step's gradients count when the next
-        forward pass begins, unless ``undo_step`` was called.
+        A warm-up of bits depends on it. From then on it counts by itself, when the next forward pass begins.
         """
         self.shared.position.set_optimizer_steps(steps)
 
     def monitor_errors(self, every: int | None) -> None:
-        """Sample quantization errors every ``every`` optimizer steps, at the cost of decoding; None turns it off."""
-        self.shared.monitor.every = every
+        """Sample quantization errors every ``every`` optimizer steps; None turns it off."""
+        self.shared.position.sample_every = every
 
     def quantization_errors(self) -> dict[str, float]:
         """Return what all ranks sampled since the last call, by ``STATISTIC/WHAT`` and ``STATISTIC/WHAT/UNIT``.
@@ -225,8 +197,7 @@ class ZeroPP:
         of codes of the outermost levels in blocks that are not zero; ``nonfinite-blocks``, the number of blocks with a
         NaN or Inf.
         """
-        groups = {unit.name: unit.topology.group for unit in self.units}
-        return self.shared.monitor.gather(groups, self._pipeline, self._tensor_parallel)
+        return gather_samples(self.units, self._pipeline, self._tensor_parallel)
 
     def matrix_blocks(self, matrices: Sequence[Tensor], wire: MomentumWire) -> list[tuple[MatrixBlocks, list[Tensor]]]:
         """Split the model's ``matrices`` for ``Muon`` into batches, each with the ranks that share it."""
@@ -246,13 +217,13 @@ class ZeroPP:
         """Return what this rank needs for an exact continuation: LoCo's errors, element scales, copies, counters.
 
         Keys begin with "RANK.", so the states of all ranks merge into one. Keys and shapes are the same from the start,
-        as ``torch.distributed.checkpoint`` needs it, which loads into what it finds here. Training does not change
-        returned tensors.
+        for ``torch.distributed.checkpoint``, which loads into what it finds. Training does not change the tensors.
         """
         kept = {key: value for unit in self.units for key, value in unit.state_dict().items()}
         if kept or self.config.gradient_bits_warmup is not None:  # a run may begin with a warm-up when it resumes
-            kept |= self.shared.position.state_dict()
-        prefix = self._state_prefix()
+            position = self.shared.position
+            kept["optimizer_steps"] = torch.tensor(position.optimizer_steps + position.is_step_complete)
+        prefix = state_prefix(self.config, self.units)
         return {prefix + key: value for key, value in kept.items()}
 
     def ranks_with_state(self) -> set[str]:
@@ -266,13 +237,14 @@ class ZeroPP:
         State of another model, layout or config is ignored with a warning, on all ranks if one finds none of its own:
         then LoCo's errors begin at zero and weights are gathered in full.
         """
-        kept = below(state, self._state_prefix())
+        kept = below(state, state_prefix(self.config, self.units))
         if not self._all_have(bool(kept)):  # one rank alone would send other bytes than the rest expect
             kept = {}
             if self.is_logging_rank and self.ranks_with_state():
                 warn_of_lost_state()
         self.invalidate()
-        self.shared.position.load_state_dict(kept)
+        if "optimizer_steps" in kept:
+            self.set_optimizer_steps(int(kept["optimizer_steps"]))
         for unit in self.units:
             unit.load_state_dict(kept)
         if any(key.endswith("/is_current") for key in kept):  # weights may have changed on one rank alone
@@ -280,9 +252,6 @@ class ZeroPP:
             changed = agree(flags, self.shared)
             for unit in self.units:
                 unit.has_trained = unit in changed
-
-    def _state_prefix(self) -> str:
-        return state_prefix(process_rank(), self.config, self.topologies, self.units)
 
     def _all_have(self, has: bool) -> bool:
         """Return whether ``has`` is true on all ranks that share units. Collective."""
@@ -293,28 +262,26 @@ class ZeroPP:
         return bool(flag)
 
     def _forget_resident(self) -> None:
-        """Free resident weights."""
         for unit in self.units:
-            unit.all_gather.forget_resident()
+            unit.all_gather.resident = None
 
     def _begin_forward_pass(self, is_last: bool) -> None:
-        if not self._has_begun:
+        position, versions = self.shared.position, 0
+        if not position.has_begun:
             check_units(self._model, self.units)
-            self._has_begun = True
         for unit in self.units:
             check_collectives(unit)
-        position, versions = self.shared.position, 0
         if torch.is_grad_enabled():
             position.set_is_last(is_last)
         elif position.is_resident:
             versions = sum(parameter._version for unit in self.units for parameter in unit.parameters)
         begins = position.begin_forward_pass(versions)
         # A further micro-batch of the second step: by now the optimizer's state and one micro-batch had their memory.
-        if self._may_note_gathers and not begins and position.optimizer_steps > 0:
-            self._may_note_gathers = False
-            note_repeated_gathers(self.units, self.device)
+        if position.may_note_gathers and not begins and position.optimizer_steps > 0:
+            position.may_note_gathers = False
+            note_repeated_gathers(self.units)
         if begins and not is_capturing(self.device):  # a gather will refuse it
-            with on_stream(self._gather_stream, self.device):
+            with on_stream(self._stream, self.device):
                 send_changes(self.units, self.shared)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ import torch
 from megatron_zpp.fields import check_fields, flag
 
 from .wire.nf4 import SKIP
-from .wire.quantization import SCALINGS, BitsWarmup, Code
+from .wire.quantization import SCALINGS, Code
 
 SUPPORTED_BITS = (1, 2, 3, 4, 6, 8)
 MOVED_BITS = (4, 6, 8)  # widths of codes that can be sent as moves
@@ -221,11 +222,17 @@ class ZeroPPConfig:
                 raise ValueError(f"{name} must be one of {SUPPORTED_BITS}, or None for unquantized; got {value}")
             if name.endswith("_block_size") and value is not None and (value < 8 or value % 8):
                 raise ValueError(f"{name} must be a positive multiple of 8, or None for per tensor; got {value}")
-        self._check_bits_warmup()
-        for name, required in _REQUIREMENTS:
-            if getattr(self, name) != getattr(type(self), name) and not self._has(required):
-                raise ValueError(f"{name} requires {required}")
-        for name in _CODES:
+        bits = self.gradient_bits
+        if self.warmup is not None and (self.warmup[1] not in SUPPORTED_BITS or self.warmup[1] <= (bits or 0)):
+            raise ValueError(
+                f"gradient_bits_warmup {self.gradient_bits_warmup} must have bits of {SUPPORTED_BITS}, and more than "
+                f"gradient_bits {bits}"
+            )
+        for required, names in _REQUIREMENTS.items():
+            for name in names:
+                if getattr(self, name) != getattr(type(self), name) and not self._has(required):
+                    raise ValueError(f"{name} requires {required}")
+        for name in ("weight", "weight_intra", "gradient", "gradient_intra"):
             bits, scaling = getattr(self, f"{name}_bits"), getattr(self, f"{name}_scaling")
             if bits is not None:
                 try:
@@ -241,10 +248,17 @@ class ZeroPPConfig:
             raise ValueError('LoCo\'s hops "both" requires gradient_intra_bits')
         if self.hpz_secondary_dtype == "int8" and self.weight_intra_bits is not None:
             raise ValueError("hpz_secondary_dtype int8 sends the blocks on as they are: leave weight_intra_bits out")
-        if self.weight_moves:
-            self._check_moves()
-        if self.frozen_dtype is not None:
-            self._check_frozen()
+        if self.weight_moves and self.quantized_weights and self.weight_bits not in MOVED_BITS:
+            raise ValueError(f"weight_moves requires weight_bits of {MOVED_BITS}, got {self.weight_bits}")
+        for name in ("weight_rounding", "weight_scaling", "weight_intra_bits"):
+            if self.weight_moves and getattr(self, name) != getattr(type(self), name):
+                raise ValueError(
+                    f"weight_moves rounds to the nearest code and sends the codes on as they are: leave {name} out"
+                )
+        if self.frozen_dtype is not None and (self.weight_rounding, self.weight_intra_bits) != ("nearest", None):
+            raise ValueError(
+                "frozen_dtype rounds once and sends the codes on: leave weight_rounding and weight_intra_bits out"
+            )
         has_one_bit = 1 in (self.gradient_bits, self.gradient_intra_bits)
         if has_one_bit and (self.gradient_rounding != "nearest" or (self.gradient_block_size or 8192) > 4096):
             raise ValueError(
@@ -254,45 +268,20 @@ class ZeroPPConfig:
         if self.hadamard and (self.gradient_block_size or 32) % 32:
             raise ValueError(f"hadamard requires gradient blocks of a multiple of 32, got {self.gradient_block_size}")
 
-    def _check_moves(self) -> None:
-        if self.quantized_weights and self.weight_bits not in MOVED_BITS:
-            raise ValueError(f"weight_moves requires weight_bits of {MOVED_BITS}, got {self.weight_bits}")
-        for name in ("weight_rounding", "weight_scaling", "weight_intra_bits"):
-            if getattr(self, name) != getattr(type(self), name):
-                raise ValueError(
-                    f"weight_moves rounds to the nearest code and sends the codes on as they are: leave {name} out"
-                )
-
-    def _check_frozen(self) -> None:
-        if self.weight_rounding == "stochastic" or self.weight_intra_bits is not None:
-            raise ValueError(
-                "frozen_dtype rounds once and sends the codes on: leave weight_rounding and weight_intra_bits out"
-            )
-
     def _has(self, name: str) -> bool:
         value = getattr(self, name)
         return bool(value > 1) if name == "hpz_partition_size" else value not in (None, False)
 
-    def _check_bits_warmup(self) -> None:
-        text, bits = self.gradient_bits_warmup, self.gradient_bits
-        if text is None:
-            return
-        try:
-            warmup = BitsWarmup.parse(text)
-        except ValueError as error:
-            raise ValueError(f"gradient_bits_warmup {error}") from None
-        if warmup.bits not in SUPPORTED_BITS or (bits is not None and warmup.bits <= bits):
-            raise ValueError(
-                f"gradient_bits_warmup {text} must have bits of {SUPPORTED_BITS}, and more than gradient_bits {bits}"
-            )
-
-    def gradient_code_at(self, step: float) -> tuple[int | None, str | None]:
-        """Return bits and scaling of gradients between nodes, ``step`` optimizer steps in."""
+    @property
+    def warmup(self) -> tuple[int, int] | None:
+        """The first optimizer steps in which gradients between nodes have other bits, and these bits."""
         text = self.gradient_bits_warmup
-        warmup = BitsWarmup.parse(text) if text is not None else None
-        if warmup is not None and step < warmup.steps:
-            return warmup.bits, None
-        return self.gradient_bits, self.gradient_scaling
+        if text is None:
+            return None
+        match = re.fullmatch(r"([1-9]\d*):(\d+)", text, re.ASCII)
+        if match is None:
+            raise ValueError(f"gradient_bits_warmup must be STEPS:BITS, such as 500:4, got {text!r}")
+        return int(match[1]), int(match[2])
 
     def for_weights(self) -> ZeroPPConfig:
         """Return these settings for a model that is never trained: how its weights are sent, and nothing else."""
@@ -316,28 +305,20 @@ class ZeroPPConfig:
         return self.ranks_per_node
 
 
-# Tensors that can be sent as codes. Each NAME has NAME_bits and NAME_scaling.
-_CODES = ("weight", "weight_intra", "gradient", "gradient_intra")
-# A field that differs from its default, and the field that must be set with it.
-_REQUIREMENTS = (
-    *((f"{name}_scaling", f"{name}_bits") for name in _CODES),
-    ("quantized_weights", "weight_bits"),  # otherwise it would quantize nothing
-    ("loco", "quantized_gradients"),
-    ("loco", "gradient_bits"),
-    ("hadamard", "quantized_gradients"),
-    ("gradient_element_scales", "quantized_gradients"),
-    ("gradient_element_scales", "gradient_bits"),
-    ("gradient_sum_dtype", "quantized_gradients"),
-    ("offload_gradient_sums", "quantized_gradients"),
-    ("gradient_bits_warmup", "quantized_gradients"),
-    ("gradient_bits_warmup", "gradient_bits"),
-    ("weight_intra_bits", "hpz_partition_size"),
-    ("weight_moves", "hpz_partition_size"),
-    ("frozen_dtype", "hpz_partition_size"),
-    ("nf4_skip", "frozen_dtype"),
-    ("hpz_secondary_dtype", "hpz_partition_size"),
-    ("hpz_secondary_dtype", "quantized_weights"),
-)
+# Fields that must be set with those, if these differ from their defaults.
+_REQUIREMENTS = {
+    "weight_bits": ("weight_scaling", "quantized_weights"),  # otherwise qwZ would quantize nothing
+    "weight_intra_bits": ("weight_intra_scaling",),
+    "quantized_gradients": (
+        *("loco", "hadamard", "gradient_element_scales", "gradient_sum_dtype", "offload_gradient_sums"),
+        "gradient_bits_warmup",
+    ),
+    "gradient_bits": ("gradient_scaling", "loco", "gradient_element_scales", "gradient_bits_warmup"),
+    "gradient_intra_bits": ("gradient_intra_scaling",),
+    "hpz_partition_size": ("weight_intra_bits", "weight_moves", "frozen_dtype", "hpz_secondary_dtype"),
+    "frozen_dtype": ("nf4_skip",),
+    "quantized_weights": ("hpz_secondary_dtype",),
+}
 
 
 def check_finds_unused(config: ZeroPPConfig) -> None:

@@ -16,21 +16,18 @@ import torch.distributed as dist
 from .config import ZeroPPConfig
 from .fsdp.formats import Formats
 from .fsdp.fsdp_unit import FSDPUnit
-from .fsdp.topology import Topology
+from .fsdp.topology import process_rank
 from .wire import kernels
 from .wire.layout import FEWEST_QUANTIZED, block_size_of
-from .wire.quantization import BitsWarmup, Code, mix_seed
+from .wire.quantization import Code, mix_seed
 
 logger = logging.getLogger(__name__)
 LEAST_KEPT = 2**26  # bytes of gathered weights, below which gathering them again costs little
 
 
-def describe(config: ZeroPPConfig, layouts: Sequence[Topology]) -> str:
-    """Describe the nodes and ranks, and how weights and gradients are sent: a line for each group of units.
-
-    layouts: one for each unit.
-    """
-    num_units = Counter((layout.num_nodes, layout.ranks_per_node) for layout in layouts)
+def describe(config: ZeroPPConfig, units: Sequence[FSDPUnit]) -> str:
+    """Describe the nodes and ranks, and how weights and gradients are sent: a line for each group of units."""
+    num_units = Counter((unit.topology.num_nodes, unit.topology.ranks_per_node) for unit in units)
     lines = [_describe_group(config, *shape) for shape in num_units]
     if len(lines) > 1:
         lines = [f"{line} ({n} {_plural('unit', n)})" for line, n in zip(lines, num_units.values(), strict=True)]
@@ -60,9 +57,11 @@ def _weights(config: ZeroPPConfig, num_nodes: int) -> str:
 def _gradients(config: ZeroPPConfig, num_nodes: int, ranks_per_node: int) -> str:
     if not config.quantized_gradients:
         return "unquantized at every micro-batch"
-    rounding, warmup = config.gradient_rounding, config.gradient_bits_warmup
+    rounding = config.gradient_rounding
     within = _bits(config.gradient_intra_bits, config.gradient_intra_scaling, rounding)
-    between = _bits(config.gradient_bits, config.gradient_scaling, rounding, warmup, config.gradient_element_scales)
+    more = ["element scales"] if config.gradient_element_scales else []
+    last = ["int{1} in the first {0} steps".format(*config.warmup)] if config.warmup is not None else []
+    between = _bits(config.gradient_bits, config.gradient_scaling, rounding, more, last)
     if config.loco is not None:
         loco = f" with LoCo (beta {config.loco.beta})"
         between += loco
@@ -77,16 +76,12 @@ def _gradients(config: ZeroPPConfig, num_nodes: int, ranks_per_node: int) -> str
 
 
 def _bits(
-    bits: int | None, scaling: str | None, rounding: str, warmup: str | None = None, element_scales: bool = False
+    bits: int | None, scaling: str | None, rounding: str, more: Sequence[str] = (), last: Sequence[str] = ()
 ) -> str:
     if bits is None:
         return "unquantized"
     how = ["mean"] if Code(bits, scaling).is_mean else []
-    how += ["element scales"] if element_scales else []
-    how += ["stochastic"] if rounding == "stochastic" else []
-    if warmup is not None:
-        first = BitsWarmup.parse(warmup)
-        how.append(f"int{first.bits} in the first {first.steps} steps")
+    how += [*more, *(["stochastic"] if rounding == "stochastic" else []), *last]
     code = "ternary" if bits == 1 else f"int{bits}"
     return code + (f" ({', '.join(how)})" if how else "")
 
@@ -107,22 +102,17 @@ def settings_of_state(config: ZeroPPConfig) -> dict[str, Any]:
     return asdict(config, dict_factory=lambda fields: {name: x for name, x in fields if name not in _STATELESS})
 
 
-def fingerprint(config: ZeroPPConfig, layouts: Sequence[Topology], units: Sequence[FSDPUnit]) -> int:
-    """Return a number that identifies the layout of a rank's state; ``layouts`` has one for each unit."""
-    shapes = [(layout.num_nodes, layout.ranks_per_node, layout.rank) for layout in layouts]
+def state_prefix(config: ZeroPPConfig, units: Sequence[FSDPUnit]) -> str:
+    """Return the prefix of the keys of a rank's state. It names the layout, so a loader with another finds no keys."""
+    shapes = [(unit.topology.num_nodes, unit.topology.ranks_per_node, unit.topology.rank) for unit in units]
     shape = shapes[0] if len(set(shapes)) == 1 else shapes
     shards = [(unit.name, [(p.numel, p.quantizable, *p.is_nf4 * ("nf4",)) for p in unit.shards]) for unit in units]
     frozen: list[int] = []
     if config.loco is not None or config.gradient_element_scales:  # only their states depend on what is trainable
         frozen = [i for i, p in enumerate(chain.from_iterable(u.parameters for u in units)) if not p.requires_grad]
-    return mix_seed(repr(settings_of_state(config)), repr(shape), repr(shards), repr(frozen))
-
-
-def state_prefix(rank: int, config: ZeroPPConfig, layouts: Sequence[Topology], units: Sequence[FSDPUnit]) -> str:
-    """Return the prefix of the keys of a rank's state. It names the layout, so a loader with another finds no keys."""
-    shapes = dict.fromkeys((layout.num_nodes, layout.ranks_per_node) for layout in layouts)
-    nodes = " and ".join(f"{num_nodes} x {ranks_per_node}" for num_nodes, ranks_per_node in shapes)
-    return f"{rank}.{nodes} ranks, settings {fingerprint(config, layouts, units):08x}/"
+    fingerprint = mix_seed(repr(settings_of_state(config)), repr(shape), repr(shards), repr(frozen))
+    nodes = " and ".join(dict.fromkeys(f"{num_nodes} x {per_node}" for num_nodes, per_node, _ in shapes))
+    return f"{process_rank()}.{nodes} ranks, settings {fingerprint:08x}/"
 
 
 def warn_of_lost_state() -> None:
@@ -133,11 +123,8 @@ def warn_of_lost_state() -> None:
     )
 
 
-def warn(config: ZeroPPConfig, units: Sequence[FSDPUnit], layouts: Sequence[Topology], device: torch.device) -> None:
-    """Warn of settings without effect, and of what makes a run slow. Call it on one rank.
-
-    layouts: one for each unit.
-    """
+def warn(config: ZeroPPConfig, units: Sequence[FSDPUnit], device: torch.device) -> None:
+    """Warn of settings without effect, and of what makes a run slow. Call it on one rank."""
     if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         logger.warning(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 puts the kernels of all streams in one queue, so that communication waits "
@@ -146,32 +133,28 @@ def warn(config: ZeroPPConfig, units: Sequence[FSDPUnit], layouts: Sequence[Topo
         )
     if config.quantized_weights or config.quantized_gradients or config.weight_moves:
         kernels.warn_if_missing(device)
-    for world_size, num_nodes in sorted({(layout.world_size, layout.num_nodes) for layout in layouts}):
+    for world_size, num_nodes in sorted({(unit.topology.world_size, unit.topology.num_nodes) for unit in units}):
         where = f"{world_size} data-parallel ranks on one node"
         if world_size == 1:
-            if config.enabled and all(layout.world_size == 1 for layout in layouts):
+            if config.enabled and all(unit.topology.world_size == 1 for unit in units):
                 logger.warning("ZeRO++ has no effect on one rank: there is nothing to gather or reduce")
         elif num_nodes == 1:
-            if config.hpz_partition_size > 1:
-                logger.warning("hpZ has no effect on %s: all gathers stay within it", where)
-            if config.loco is not None and config.loco.hops == "inter":
-                logger.warning("LoCo has no effect on %s: it corrects the hop between nodes", where)
-            if config.gradient_element_scales:
-                logger.warning("gradient_element_scales has no effect on %s: it scales the hop between nodes", where)
-            if config.quantized_gradients and config.gradient_intra_bits is None:
-                logger.warning(
-                    "qgZ has no effect on %s: gradient_intra_bits leaves the hop within it unquantized", where
-                )
+            sends_plain = config.quantized_gradients and config.gradient_intra_bits is None
+            corrects_inter = config.loco is not None and config.loco.hops == "inter"
+            for what, is_idle, reason in (
+                ("hpZ", config.hpz_partition_size > 1, "all gathers stay within it"),
+                ("LoCo", corrects_inter, "it corrects the hop between nodes"),
+                ("gradient_element_scales", config.gradient_element_scales, "it scales the hop between nodes"),
+                ("qgZ", sends_plain, "gradient_intra_bits leaves the hop within it unquantized"),
+            ):
+                if is_idle:
+                    logger.warning("%s has no effect on %s: %s", what, where, reason)
     if config.frozen_dtype is not None and not any(shard.is_nf4 for unit in units for shard in unit.shards):
         logger.warning(
             "frozen_dtype has no effect: it needs several nodes, and matrices that are frozen (requires_grad False) "
             "before apply_zeropp and that nf4_skip does not name"
         )
-    small = [
-        unit.label
-        for unit, layout in zip(units, layouts, strict=True)
-        if layout.world_size > 1 and _has_unquantized_matrix(config, unit)
-    ]
+    small = [unit.label for unit in units if unit.topology.world_size > 1 and _has_unquantized_matrix(config, unit)]
     if small:
         named = ", ".join(small[:5]) + (f" and {len(small) - 5} more" if len(small) > 5 else "")
         logger.warning(
@@ -181,11 +164,11 @@ def warn(config: ZeroPPConfig, units: Sequence[FSDPUnit], layouts: Sequence[Topo
         )
 
 
-def note_repeated_gathers(units: Sequence[FSDPUnit], device: torch.device) -> None:
-    """Note that a further micro-batch is about to gather weights which ``device`` has memory to keep."""
+def note_repeated_gathers(units: Sequence[FSDPUnit]) -> None:
+    """Note that a further micro-batch is about to gather weights which their device has memory to keep."""
     again = [unit for unit in units if unit.is_sharded and unit.topology.world_size > 1]
     nbytes = sum(unit.topology.world_size * unit.whole.numel * unit.gathered_dtype.itemsize for unit in again)
-    if LEAST_KEPT <= nbytes <= (free := _free_memory(device)):
+    if LEAST_KEPT <= nbytes <= (free := _free_memory(units[0].device)):
         logger.warning(
             "every micro-batch of a step gathers the same weights again, %.2g GB, and %.2g GB are free: keep them with "
             "fully_shard(..., reshard_after_forward=False) and, before each backward pass, "
@@ -209,10 +192,7 @@ def _free_memory(device: torch.device) -> float:
 
 def _has_unquantized_matrix(config: ZeroPPConfig, unit: FSDPUnit) -> bool:
     """Return whether a rank's shard of some matrix is too small for the blocks that would quantize it."""
-    block_sizes = []
-    if config.quantized_weights:
-        block_sizes.append(config.weight_block_size)
-    if config.quantized_gradients:
-        block_sizes.append(config.gradient_block_size)
+    sizes = [config.weight_block_size] if config.quantized_weights else []
+    sizes += [config.gradient_block_size] if config.quantized_gradients else []
     shards = [shard for shard in unit.shards if shard.quantizable]
-    return any(block_size_of(shard.numel, size) == 0 < shard.numel for shard in shards for size in block_sizes)
+    return any(block_size_of(shard.numel, size) == 0 < shard.numel for shard in shards for size in sizes)

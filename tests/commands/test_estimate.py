@@ -28,6 +28,7 @@ from megatron_zpp.planning.cluster import parse_cluster
 from megatron_zpp.planning.needs.estimate import Estimate, RankEstimate
 from megatron_zpp.planning.predict import Prediction, predict
 from megatron_zpp.planning.search import WIRES
+from megatron_zpp.zeropp.fsdp.fsdp_unit import FSDPUnit
 from megatron_zpp.zeropp.reduce.loco import NodeSum
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, start, train_each, train_quietly
@@ -63,7 +64,7 @@ RECIPES = {
 # What the planner tries.
 RECIPES |= {f"planner: {way.name}": f"--zeropp-ranks-per-node 2 {way.flags.format(N=2)}" for way in WIRES}
 KINDS = ("parameters", "state", "secondary", "summed", "LoCo", "scales")
-_ADD = NodeSum.add
+_WITH_ADDED = NodeSum.with_added
 CLUSTERS = {  # the others: 2 nodes of 2 ranks
     "LoCo on one node": ["--nodes", "1", "--ranks-per-node", "4"],
     "HSDP, each over two nodes": ["--nodes", "4", "--ranks-per-node", "1"],
@@ -93,13 +94,14 @@ def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, list[float], d
     found = {}
     for name, argv in runs.items():
         run, metrics = start(argv)
-        sums: dict[NodeSum, int] = {}  # bytes of each between two micro-batches
+        sums: dict[FSDPUnit, int] = {}  # bytes of each between two micro-batches
 
-        def add(node_sum: NodeSum, *arguments: Any, sums: dict[NodeSum, int] = sums) -> None:
-            _ADD(node_sum, *arguments)
-            sums[node_sum] = _nbytes(node_sum.kept)
+        def with_added(node_sum: NodeSum, *arguments: Any, sums: dict[FSDPUnit, int] = sums) -> NodeSum:
+            node_sum = _WITH_ADDED(node_sum, *arguments)
+            sums[node_sum.unit] = _nbytes(node_sum.kept)
+            return node_sum
 
-        with patch.object(NodeSum, "add", add):
+        with patch.object(NodeSum, "with_added", with_added):
             train_quietly(run)
         zeropp = run.zeropp
         assert zeropp is not None
@@ -107,19 +109,21 @@ def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, list[float], d
         for module in (module for root in roots for module in root.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()  # the evaluation at the end leaves the root gathered, and below stage 3 all
-        hops = [hop for unit in zeropp.units for hop in getattr(unit.reduce_scatter, "hops", ())]
-        feedbacks = [hop.feedback for hop in hops if hop.feedback is not None]
-        scales = [hop.element_scales for hop in hops if hop.element_scales is not None]
+        reductions = [unit.reduce_scatter for unit in zeropp.units if hasattr(unit.reduce_scatter, "hops")]
+        hops = [hop for reduction in reductions for hop in reduction.hops.values()]
+        before = [hop for reduction in reductions for hop in reduction._before_step.values()]
+        feedbacks = [hop.feedback for hop in (*hops, *before) if hop.feedback is not None]
+        scales = [hop.scales for hop in hops if hop.scales is not None]
         copies = [getattr(unit.all_gather, "secondary_partition", None) for unit in zeropp.units]
         values = [value for state in run.optimizer.state.values() for value in state.values()]
         moments = [_local(value) for value in values if torch.is_tensor(value) and value.dim() > 0]
-        sent_scales = [tensor for s in scales for tensor in (s.exponents, *(wires for _, wires in s.sent_wires))]
+        sent_scales = [tensor for s in scales for tensor in (s.exponents, *(wires for _, wires in s.wires))]
         kept = {
             "parameters": sum(_local(p).nbytes for p in run.model.parameters()),
             "state": sum(moment.nbytes for moment in moments),
             "secondary": _nbytes(*copies),
             "summed": sum(sums.values()),
-            "LoCo": _nbytes(*(tensor for f in feedbacks for tensor in (f.error, f._before_step[0]))),
+            "LoCo": _nbytes(*(feedback.error for feedback in feedbacks)),
             "scales": _nbytes(*sent_scales),
         }
         links = ("between", "within")

@@ -17,10 +17,10 @@ from megatron_zpp.islands.fragment import Fragment
 from megatron_zpp.models.cross_entropy import _combine
 from megatron_zpp.zeropp import Traffic
 from megatron_zpp.zeropp.fsdp.collectives import all_gather, reduce_scatter
-from megatron_zpp.zeropp.fsdp.topology import build_topology, gather_if_any
+from megatron_zpp.zeropp.fsdp.topology import Topology, build_topology, gather_if_any
 from megatron_zpp.zeropp.fsdp.waits import new_stream, on_stream
 from megatron_zpp.zeropp.gather.changed_weights import gather_wires, start_gathers
-from megatron_zpp.zeropp.reduce.reduce_scatter import UnusedParameters, start_exchange
+from megatron_zpp.zeropp.reduce.reduce_scatter import drop_unused, start_exchange
 from megatron_zpp.zeropp.wire.format import GradientSum, WireFormat
 from megatron_zpp.zeropp.wire.layout import ParameterShard
 from tests.gpu import on_devices
@@ -49,22 +49,24 @@ def gather(group, device):
 @dataclass(eq=False)
 class Unit:
     device: torch.device
+    topology: Topology
     parameters: list[nn.Parameter]
+    reduce_scatter: SimpleNamespace
 
 
 def exchange(group, device):
     """A hop of gradients in 4 bits, and what a step asks of all ranks about parameters without a gradient."""
     wires = FORMAT.encode(torch.randn(1, 512, device=device))
-    hop = SimpleNamespace(encode_pieces=lambda *_: wires, sum_of=lambda received, format: GradientSum(received, format))
+    hop = SimpleNamespace(
+        encode_pieces=lambda *_: (wires, hop), sum_of=lambda received, format: GradientSum(received, format)
+    )
     with on_stream(new_stream(device), device):
         total = start_exchange(GradientSum(wires), hop, FORMAT, (0, 0), group).wait().compute()
     assert total.equal(FORMAT.decode(wires[0], torch.empty(512, device=device)))
     used, unused = (nn.Parameter(torch.ones(2, device=device)) for _ in range(2))
-    unit = Unit(device, [used, unused])
-    asked = UnusedParameters(build_topology(group), [unit], Traffic())
-    asked.note_use(unit, {0})
+    reduction = SimpleNamespace(uses=lambda: [True, False], forget_use=lambda: None)
     used.grad, unused.grad = torch.ones_like(used), torch.zeros_like(unused)
-    asked._drop_unused()  # which runs when the backward pass is over
+    drop_unused([Unit(device, build_topology(group), [used, unused], reduction)], Traffic())
     assert used.grad is not None and unused.grad is None
 
 

@@ -197,9 +197,9 @@ def test_settings_without_effect_are_named_on_the_first_rank():
 def test_one_queue_for_all_streams_is_warned_of(caplog, monkeypatch):
     for connections, warns in (("8", False), ("1", True)):
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
-        warn(ZeroPPConfig(), [], [], torch.device("cpu"))
+        warn(ZeroPPConfig(), [], torch.device("cpu"))
         assert not caplog.messages
-        warn(ZeroPPConfig(), [], [], torch.device("cuda"))
+        warn(ZeroPPConfig(), [], torch.device("cuda"))
         assert [message.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 puts") for message in caplog.messages] == [
             True
         ] * warns

@@ -32,20 +32,23 @@ class TwoNodes:
     def step(self, gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The wires uint8 [2, nbytes] that each rank sends, and the sum [L] that arrives there."""
         if self.learns:
-            for scales in self.scales:
-                scales.begin_step()
+            self.scales = [scales.moved() for scales in self.scales]
         wires = []
         for node, own in enumerate(gradients):
-            exponents = self.scales[node].of_sent(self.hop)
+            self.scales[node] = self.scales[node].for_format(self.hop)
+            exponents = self.scales[node].sent
             if self.feedback is None:
                 wires.append(GradientSum(own).to_wire(self.hop, None, exponents=exponents))
             else:
-                wires.append(self.feedback[node].compensate(GradientSum(own), self.hop, exponents=exponents))
+                wire, self.feedback[node] = self.feedback[node].compensate(
+                    GradientSum(own), self.hop, exponents=exponents
+                )
+                wires.append(wire)
         totals = []
         for node, scales in enumerate(self.scales):
             received = torch.stack([sent[node] for sent in wires])
-            totals.append(GradientSum(received, self.hop, exponents=scales.of_received()).compute())
-            scales.observe(self.hop, wires[node], received)
+            totals.append(GradientSum(received, self.hop, exponents=scales.received).compute())
+            self.scales[node] = scales.observed(self.hop, wires[node], received)
         return wires, totals
 
     def steps(self, first: int, last: int, factor: float = 1.0) -> list[Tensor]:
@@ -83,9 +86,9 @@ def test_the_loss_scale_cancels():
         _, expected = plain.step(gradients)
         _, totals = scaled.step([factor * gradient for gradient in gradients])
         assert all(total.equal(factor * other) for total, other in zip(totals, expected, strict=True)), step
-    for own, other, before in zip(plain.scales, scaled.scales, learned, strict=True):
-        own.begin_step(), other.begin_step()
-        assert own.exponents.equal(other.exponents) and not own.exponents.equal(before)
+    for scales, other, before in zip(plain.scales, scaled.scales, learned, strict=True):
+        moved = scales.moved().exponents
+        assert moved.equal(other.moved().exponents) and not moved.equal(before)
 
 
 def test_zeros_stay_zeros_and_nothing_else_is_lost_of_a_nan():

@@ -122,7 +122,7 @@ def _tensors(model: nn.Module, zeropp: ZeroPP) -> dict[str, tuple[str, torch.dty
     tensors: dict[str, Any] = {f"gradient of {name}": p.grad.to_local() for name, p in model.named_parameters()}
     for unit in zeropp.units:
         tensors[f"copies of {unit.name}"] = getattr(unit.all_gather, "secondary_partition", None)
-        for hop in getattr(unit.reduce_scatter, "hops", ()):
+        for hop in getattr(unit.reduce_scatter, "hops", {}).values():
             tensors[f"{hop.name} error of {unit.name}"] = hop.feedback.error if hop.feedback is not None else None
     return {name: (str(t.device), t.dtype, tuple(t.shape)) for name, t in tensors.items() if t is not None}
 

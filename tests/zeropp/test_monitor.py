@@ -2,6 +2,7 @@
 
 import functools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
-from megatron_zpp.zeropp.fsdp.shared import ErrorMonitor
+from megatron_zpp.zeropp.fsdp.monitor import gather_samples, record_error
 from tests.ranks import run_in_turn
 from tests.zeropp.fsdp_model import build, coefficients, local_gradients, parameters_of, shards_of
 from tests.zeropp.oracle import Hop
@@ -40,10 +41,11 @@ def _train(every):
 
 def _samples_of_one_stage():
     """What ranks of a pipeline read when only one of them has sampled."""
-    monitor = ErrorMonitor()
+    alone = SimpleNamespace(group=dist.new_group([dist.get_rank()], use_local_synchronization=True))
+    unit = SimpleNamespace(name="layer", topology=alone, samples={})
     if dist.get_rank() == 1:
-        monitor.record("gradients/inter", "layer", torch.full((2,), 2.0), torch.full((2,), 3.0))
-    return monitor.gather({}, pipeline=dist.group.WORLD)
+        record_error(unit, "gradients/inter", torch.full((2,), 2.0), torch.full((2,), 3.0))
+    return gather_samples([unit], pipeline=dist.group.WORLD, tensor_parallel=None)
 
 
 def test_a_stage_without_samples_reads_those_of_others(found):

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from megatron_zpp.zeropp import ZeroPPConfig
 from megatron_zpp.zeropp.wire.format import WireFormat
-from megatron_zpp.zeropp.wire.layout import KeptScales, ParameterShard
+from megatron_zpp.zeropp.wire.layout import ParameterShard
 from megatron_zpp.zeropp.wire.moves import encode_moves
 from tests.ranks import run_in_turn
 from tests.zeropp.training_on_ranks import shard, step
@@ -111,8 +111,8 @@ def test_weights_are_never_behind(found, change):
 def test_a_jump_takes_no_more_than_the_codes_in_full():
     """Rice codes of long moves, two bits and a sign above the code's own bits, at most."""
     format = WireFormat([ParameterShard("a", 2**16, True)], 8, 256, torch.bfloat16)
-    old = format.encode(torch.randn(2**16), kept=KeptScales(None))
-    new = format.encode(torch.randn(2**16), kept=KeptScales(old))
+    old = format.encode(torch.randn(2**16), keeps_scales=True, kept=None)
+    new = format.encode(torch.randn(2**16), keeps_scales=True, kept=old)
     assert len(encode_moves(format, old, new)) < 1.35 * format.nbytes
 
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron_zpp.zeropp.wire import kernels, moves
 from megatron_zpp.zeropp.wire.format import WireFormat
-from megatron_zpp.zeropp.wire.layout import KeptScales, ParameterShard
+from megatron_zpp.zeropp.wire.layout import ParameterShard
 from tests.gpu import on_devices
 from tests.zeropp.oracle import Hop
 
@@ -40,7 +40,7 @@ def in_plain_torch(monkeypatch):
 
 
 def requantize(format, values, old):
-    return format.encode(values, kept=KeptScales(old))
+    return format.encode(values, keeps_scales=True, kept=old)
 
 
 @pytest.mark.parametrize("bits", [4, 6, 8])

@@ -158,7 +158,7 @@ def counted_gathers():
         return gather(*args, **options)
 
     with ExitStack() as patches:
-        for module in (collectives, all_gather, changed_weights):
+        for module in (all_gather, changed_weights):
             patches.enter_context(patch.object(module, "all_gather", counting))
         yield calls
 

@@ -151,7 +151,7 @@ REFUSED = {
     "without FSDP2": (_without_fsdp, "call torch.distributed.fsdp.fully_shard on it first"),
     "HSDP": (_hsdp, "HSDP"),
     "an all-reduce hook": (partial(_hsdp, ZeroPPConfig(), print), "has an all-reduce hook already"),
-    "applied twice": (_applied_twice, "(HierarchicalAllGather, HierarchicalReduceScatter), which ZeRO++ would replace"),
+    "applied twice": (_applied_twice, "(UnitAllGather, UnitReduceScatter), which ZeRO++ would replace"),
     "memory of the process group": (
         _memory_of_the_process_group,
         "(ProcessGroupAllocAllGather, ProcessGroupAllocReduceScatter)",

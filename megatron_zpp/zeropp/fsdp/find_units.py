@@ -1,26 +1,27 @@
 """The FSDP2 units of a model: found and given collectives when ZeRO++ is applied, checked in the first pass."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from ..wire.layout import ParameterShard
-from .fsdp_unit import FSDPUnit, GradientReduction, WeightGather
+from .collectives import count_all_reduce
+from .fsdp_unit import FSDPUnit
+from .shared import Traffic
 from .topology import Topology, build_topology, ranks_per_node_of_part
 
 
 def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:
-    """Find the FSDP2 units of ``model``, in module order, each with the topology of its process group.
+    """Find the FSDP2 units of ``model``, in module order, each with the topology of its process group. Collective.
 
-    Units may have different groups. ``ranks_per_node``: of the largest group, None = as its ranks run; a group of some
-    of its ranks has those nodes. Collective over all groups. Raises ValueError for what ZeRO++ does not support, by
-    name.
+    ``ranks_per_node``: of the largest group, None = as its ranks run; a group of some of its ranks has those nodes.
+    Raises ValueError for what ZeRO++ does not support, by name.
     """
     units: list[FSDPUnit] = []
     topologies: dict[dist.ProcessGroup, Topology] = {}
@@ -132,16 +133,17 @@ def check_units(model: nn.Module, units: Sequence[FSDPUnit]) -> None:
         unit.specify(specification(unit._param_group, [shard.name for shard in unit.shards]))
 
 
-def set_collectives(unit: FSDPUnit, all_gather: WeightGather, reduce_scatter: GradientReduction) -> None:
-    """Let FSDP2 gather and reduce the unit with these."""
-    unit.all_gather, unit.reduce_scatter = all_gather, reduce_scatter
+def set_collectives(unit: FSDPUnit) -> None:
+    """Let FSDP2 gather and reduce the unit with its own collectives."""
     # As set_custom_all_gather does, but that refuses a module whose parameters have several meshes.
-    unit._param_group._all_gather_comm, unit._param_group._reduce_scatter_comm = all_gather, reduce_scatter
+    unit._param_group._all_gather_comm, unit._param_group._reduce_scatter_comm = unit.all_gather, unit.reduce_scatter
 
 
-def set_all_reduce_hook(unit: FSDPUnit, hook: Callable[[Tensor], None]) -> None:
-    """Let FSDP2 call ``hook`` with what it has all-reduced over replicas."""
-    unit._param_group._all_reduce_hook = hook
+def count_all_reduces(unit: FSDPUnit, traffic: Traffic) -> None:
+    """Count FSDP2's own all-reduces of the unit's gradients over its replicas, if it has any (HSDP)."""
+    replicas = unit.replicas
+    if replicas is not None:
+        unit._param_group._all_reduce_hook = lambda reduced: count_all_reduce(traffic, replicas, reduced.nbytes)
 
 
 _COLLECTIVES = {

@@ -28,6 +28,9 @@ from ..wire.layout import ParameterShard, WireLayout
 MOVED_BITS_PER_CODE = {8: 0.88, 6: 0.36, 4: 0.15, None: 5.6}
 
 
+Layouts = tuple[WireLayout, WireLayout] | None  # a unit's, and its part's; None = numbers
+
+
 @dataclass(frozen=True)
 class UnitPart:
     """The parameters with these ``indices``, in order, of a unit with these ``shards``."""
@@ -60,42 +63,33 @@ class UnitPart:
         stops = list(accumulate(shard.numel for shard in self.shards))
         return [slice(stops[index] - self.shards[index].numel, stops[index]) for index in self.indices]
 
-    def select(self, shards: Tensor) -> Tensor:
-        """Return the part [..., l] of shards [..., L]."""
-        return shards if self.is_whole else torch.cat([shards[..., column] for column in self.columns], dim=-1)
+    def select(self, shards: Tensor, layouts: Layouts = None) -> Tensor:
+        """Return the part [..., l] of shards [..., L]; with ``layouts``, of wire buffers uint8 [..., nbytes]."""
+        if self.is_whole:
+            return shards
+        if layouts is None:
+            return torch.cat([shards[..., column] for column in self.columns], dim=-1)
+        selected = shards.new_zeros(*shards.shape[:-1], layouts[1].nbytes)
+        for in_unit, in_part in self._places(layouts):
+            selected[..., in_part] = shards[..., in_unit]
+        return selected
 
-    def insert(self, values: Tensor, shards: Tensor) -> Tensor:
-        """Write values [..., l] over the part of shards [..., L]; return these, or the values if they are all."""
+    def insert(self, values: Tensor, shards: Tensor, layouts: Layouts = None) -> Tensor:
+        """Write the part's values over it in ``shards``; return these, or the values if they are all."""
         if self.is_whole:
             return values
-        pieces = values.split([parameter.numel for parameter in self.parameters], dim=-1)
-        for column, piece in zip(self.columns, pieces, strict=True):
-            shards[..., column] = piece
+        for in_unit, in_part in self._places(layouts):
+            shards[..., in_unit] = values[..., in_part]
         return shards
 
-    def select_wires(self, wires: Tensor, unit_layout: WireLayout, part_layout: WireLayout) -> Tensor:
-        """Return the part, in ``part_layout``, of a unit's wire buffers uint8 [..., nbytes]."""
-        if self.is_whole:
-            return wires
-        taken = wires.new_zeros(*wires.shape[:-1], part_layout.nbytes)
-        for in_unit, in_part in self._places(unit_layout, part_layout):
-            taken[..., in_part] = wires[..., in_unit]
-        return taken
-
-    def insert_wires(self, values: Tensor, wires: Tensor, unit_layout: WireLayout, part_layout: WireLayout) -> Tensor:
-        """Write the part's wire buffers ``values`` into a unit's ``wires``, as ``insert`` does."""
-        if self.is_whole:
-            return values
-        for in_unit, in_part in self._places(unit_layout, part_layout):
-            wires[..., in_unit] = values[..., in_part]
-        return wires
-
-    def _places(self, unit_layout: WireLayout, part_layout: WireLayout) -> list[tuple[slice, slice]]:
+    def _places(self, layouts: Layouts) -> list[tuple[slice, slice]]:
+        if layouts is None:
+            return list(zip(self.columns, UnitPart.whole(self.parameters).columns, strict=True))
         # Blocks never span parameters, so a parameter's bytes are the same in both.
         return [
             pair
             for position, index in enumerate(self.indices)
-            for pair in zip(unit_layout.bytes_of(index), part_layout.bytes_of(position), strict=True)
+            for pair in zip(layouts[0].bytes_of(index), layouts[1].bytes_of(position), strict=True)
         ]
 
 
@@ -132,10 +126,13 @@ class Formats:
         return self._format(part, bits, config.weight_block_size, dtype, config.weight_scaling)
 
     def weights_within_node(self, part: UnitPart, dtype: torch.dtype) -> WireFormat | None:
-        """Return the format of a node's shard of the secondary partition; None = as numbers, in ``dtype``."""
+        """Return the format of a node's shard of the secondary partition; None = as numbers, in ``dtype``.
+
+        Without a secondary partition, all ranks are as one node's.
+        """
         config = self.config
         bits, scaling = config.weight_intra_bits, config.weight_intra_scaling
-        if self.keeps_wires:
+        if self.keeps_wires or not self.has_secondary_partition:
             return self.weights(part, dtype)
         if bits is None:
             return None
@@ -156,8 +153,7 @@ class Formats:
 
     def resident_bytes(self, part: UnitPart, dtype: torch.dtype) -> int:
         """Return the bytes of one rank's shard among the resident weights, of which a rank keeps all shards."""
-        whole = self.weights_within_node if self.has_secondary_partition else self.weights
-        format = whole(part, dtype)
+        format = self.weights_within_node(part, dtype)
         return dtype.itemsize * part.numel if format is None else format.nbytes
 
     def gradients_within_node(self, part: UnitPart, dtype: torch.dtype) -> WireFormat:
@@ -167,8 +163,8 @@ class Formats:
 
     def gradients_between_nodes(self, part: UnitPart, dtype: torch.dtype, step: float = math.inf) -> WireFormat:
         bits, scaling = self.config.gradient_bits, self.config.gradient_scaling
-        if self.config.gradient_bits_warmup is not None:
-            bits, scaling = self.config.gradient_code_at(step)
+        if (warmup := self.config.warmup) is not None and step < warmup[0]:
+            bits, scaling = warmup[1], None
         # Unquantized values are a node's sums: in fp32 where the others are quantized, since few are left.
         sums_dtype = dtype if self.config.gradient_bits is None else torch.float32
         return self._format(part, bits, self.config.gradient_block_size, sums_dtype, scaling)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, compress, count
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,49 +32,17 @@ from .shared import StepPosition, below
 from .topology import Topology
 from .waits import Waits
 
-
-class UnitCollective(DefaultAllocMixin):
-    """A collective of one unit. This one keeps nothing in checkpoints."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return what the next collective depends on besides parameters and gradients."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load what ``state_dict`` returned; {} = nothing was saved."""
+if TYPE_CHECKING:
+    from ..gather.all_gather import UnitAllGather
+    from ..reduce.reduce_scatter import UnitReduceScatter
 
 
-class WeightGather(UnitCollective, AllGather):
-    """An all-gather of one unit's weights. This one keeps nothing between gathers."""
-
-    in_flight: Any = None  # a ``SentShard`` on its way from other nodes
-
-    def differs_from_sent(self) -> Tensor | None:
-        """Return whether parameters that no step trained differ from what was sent; None: nothing is kept of it."""
-        return None
-
-    def renew(self, is_different: bool) -> Any:
-        """Encode what a step trained, and with ``is_different`` all else, for ``send``; None: a gather will."""
-        return None
-
-    def forget_copies(self) -> None:
-        """Gather in full next time."""
-
-    def forget_resident(self) -> None:
-        """Free the weights that ``ZeroPP.resident_weights`` keeps."""
+class CustomAllGather(DefaultAllocMixin, AllGather):
+    """FSDP2's interface of an all-gather."""
 
 
-class GradientReduction(UnitCollective, ReduceScatter):
-    """A reduce-scatter of one unit's gradients. This one keeps nothing between reductions."""
-
-    def before_reduction(self) -> None:
-        """Prepare gradients that FSDP2 is about to reduce."""
-
-    def undo_step(self, is_unused: bool) -> None:
-        """Drop the gradients since the last optimizer step; restore what they changed if no optimizer has used them."""
-
-    def rescale_errors(self, factor: float) -> None:
-        """Multiply LoCo's errors by ``factor``, by which the loss scale, and so every later gradient, changed."""
+class CustomReduceScatter(DefaultAllocMixin, ReduceScatter):
+    """FSDP2's interface of a reduce-scatter."""
 
 
 @dataclass(eq=False)
@@ -87,9 +55,8 @@ class FSDPUnit:
     topology: Topology  # the ranks and nodes that share it
     replicas: Topology | None  # with HSDP: the ranks that hold the same shard, whose gradients FSDP2 all-reduces
     _param_group: Any = field(repr=False)  # FSDP2's record of the unit
-    all_gather: WeightGather = field(init=False, repr=False)
-    reduce_scatter: GradientReduction = field(init=False, repr=False)
-    label: str = field(init=False)  # the name as error messages and logs show it
+    all_gather: UnitAllGather = field(init=False, repr=False)
+    reduce_scatter: UnitReduceScatter = field(init=False, repr=False)
     whole: UnitPart = field(init=False, repr=False)  # all parameters
     # Whether a step's gradients were reduced, or an optimizer has stepped, since the weights were sent.
     has_trained: bool = False
@@ -98,10 +65,16 @@ class FSDPUnit:
     # Parameters that were ever trainable. PEFT freezes adapters during reference passes.
     _ever_trainable: set[int] = field(default_factory=set, init=False, repr=False)
     _parts: dict[tuple[int, ...], UnitPart] = field(default_factory=dict, init=False, repr=False)
+    # Sums fp32 [2] of errors, by statistic and by what was sent (monitor.py).
+    samples: dict[tuple[str, str], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.label = self.name or "the root module"
         self.specify(self.shards)
+
+    @property
+    def label(self) -> str:
+        """The name as error messages and logs show it."""
+        return self.name or "the root module"
 
     def specify(self, shards: tuple[ParameterShard, ...]) -> None:
         """Set the unit's parameters. Parts and formats follow from them, and are made once."""
@@ -115,7 +88,7 @@ class FSDPUnit:
 
     def remove_trainable_from_nf4(self) -> bool:
         """Take parameters that have become trainable out of NF4; return whether there were any."""
-        if not any(self.shards[index].is_nf4 for index in self._trainable()):
+        if self.nf4_skip is None or not any(self.shards[index].is_nf4 for index in self._trainable()):
             return False
         self.specify(self.shards)
         return True
@@ -124,11 +97,6 @@ class FSDPUnit:
     def device(self) -> torch.device:
         device: torch.device = self._param_group.device
         return device
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """The modules that ``fully_shard`` was given: one, or several of one unit."""
-        return tuple(self._param_group.modules)
 
     @property
     def parameters(self) -> Sequence[Tensor]:
@@ -141,14 +109,10 @@ class FSDPUnit:
         return dtype if dtype is not None else self.parameters[0].dtype
 
     @property
-    def is_in_backward(self) -> bool:
+    def is_in_pass(self) -> bool:
+        """Whether the unit is being gathered for a forward or backward pass, not by ``unshard()``."""
         # Activation checkpointing runs forward passes within the backward pass.
-        return torch._C._current_graph_task_id() != -1 or self._param_group._training_state.name == "PRE_BACKWARD"
-
-    @property
-    def is_in_forward(self) -> bool:
-        """Whether the unit is being gathered for a forward pass, not by ``unshard()``."""
-        return bool(self._param_group._training_state.name == "FORWARD")
+        return backward_pass() != -1 or self._param_group._training_state.name in ("FORWARD", "PRE_BACKWARD")
 
     @property
     def is_sharded(self) -> bool:
@@ -169,18 +133,15 @@ class FSDPUnit:
 
     def divisor_after_reduction(self, dtype: torch.dtype, group: dist.ProcessGroup) -> float | None:
         """Return what FSDP2 divides gradients of ``dtype`` by after the reduction; None = nothing."""
-        unit = self._param_group
-        factor, sums = unit.gradient_divide_factor, unit.force_sum_reduction_for_comms
-        _, divisor, _, _ = _get_gradient_divide_factors(group, None, dtype, unit.device.type, factor, sums)
-        return divisor
+        factor, sums = self._param_group.gradient_divide_factor, self._param_group.force_sum_reduction_for_comms
+        return _get_gradient_divide_factors(group, None, dtype, self.device.type, factor, sums)[1]
 
     def add_gradient(self, part: UnitPart, shard: Tensor) -> None:
         """Add a reduced gradient fp32 [L] to the ``.grad`` of a part's parameters, which FSDP2 has made."""
         params = self._param_group.fsdp_params
         gradients = [params[index].sharded_param.grad.to_local() for index in part.indices]
         shard = shard.to(gradients[0].device)  # offloaded ones are in host memory
-        pieces = shard.split([parameter.numel for parameter in part.parameters])
-        # FSDP2's padding is at the end of each.
+        pieces = shard.split([parameter.numel for parameter in part.parameters])  # with padding at the end of each
         unpadded = [piece[: g.numel()].view(g.shape) for piece, g in zip(pieces, gradients, strict=True)]
         torch._foreach_add_(gradients, unpadded)
 
@@ -190,7 +151,7 @@ class FSDPUnit:
             param.unsharded_accumulated_grad = param.unsharded_param.grad = None
 
     def params_once_gathered(self) -> list[Any]:
-        """Return FSDP2's record of each parameter; [] until the unit has been gathered, which is all of it at once."""
+        """Return FSDP2's record of each parameter; [] until the unit has been gathered."""
         params: list[Any] = self._param_group.fsdp_params
         return params if hasattr(params[-1], "_unsharded_param") else []
 
@@ -206,14 +167,14 @@ class FSDPUnit:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what the unit's next gather and reduction depend on besides parameters and gradients."""
-        state = {f"weights/{self.name or 'root'}/{key}": value for key, value in self.all_gather.state_dict().items()}
-        reduced = self.reduce_scatter.state_dict().items()
-        return state | {f"gradients/{self.name or 'root'}/{key}": value for key, value in reduced}
+        name, kept, errors = self.name or "root", self.all_gather.copies_to_save(), self.reduce_scatter.errors_to_save()
+        state = {f"weights/{name}/{key}": value for key, value in kept.items()}
+        return state | {f"gradients/{name}/{key}": value for key, value in errors.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load what ``state_dict`` of all units returned, of which a unit takes its own."""
-        self.all_gather.load_state_dict(below(state, f"weights/{self.name or 'root'}/"))
-        self.reduce_scatter.load_state_dict(below(state, f"gradients/{self.name or 'root'}/"))
+        self.all_gather.load_copies(below(state, f"weights/{self.name or 'root'}/"))
+        self.reduce_scatter.load_errors(below(state, f"gradients/{self.name or 'root'}/"))
 
     def part(self, indices: Iterable[int]) -> UnitPart:
         """Return the part of the parameters with these indices, in order."""
@@ -238,14 +199,6 @@ class FSDPUnit:
         """The parameters that were never trainable."""
         trained = self.trained.indices
         return self.part(index for index in range(len(self.shards)) if index not in trained)
-
-    def check_holds_nothing(self) -> None:
-        """Raise RuntimeError if gradients are kept for a step's last micro-batch."""
-        if self.holds_gradients:
-            raise RuntimeError(
-                f"an optimizer step was taken while {self.label} held gradients that had not crossed nodes: call "
-                "set_is_last_micro_batch(True) before a step's last backward pass, or undo_step() to drop gradients"
-            )
 
     def _trainable(self) -> list[int]:
         return list(compress(count(), map(attrgetter("requires_grad"), self.parameters)))
@@ -326,23 +279,13 @@ def follow_forward_passes(model: nn.Module, units: Sequence[FSDPUnit], begin: Ca
     hook = torch.compiler.disable(before_forward)
     for module in state_of:
         module.register_forward_pre_hook(hook, prepend=True)
-    for state in states:  # for the methods: they call this, and FSDP2's hooks of modules the one before
-        state._pre_forward = _after(hook, state._pre_forward)
 
-
-def set_is_last_backward(model: nn.Module, is_last: bool) -> None:
-    """Set FSDP2's flag on every module of ``model``, as the root does for those below it once a pass has begun."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_is_last_backward(is_last)
-
-
-def _after(hook: Callable[[nn.Module, Any], None], pre_forward: Callable[..., Any]) -> Callable[..., Any]:
-    def both(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def after_hook(pre_forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         hook(module, args)
         return pre_forward(module, args, kwargs)
 
-    return both
+    for state in states:  # for the methods: they call this, and FSDP2's hooks of modules the one before
+        state._pre_forward = partial(after_hook, state._pre_forward)
 
 
 def backward_pass() -> int:
@@ -362,22 +305,26 @@ def follow_optimizers(units: Sequence[FSDPUnit], position: StepPosition) -> None
     Weights alone could not tell in time: such a step raises RuntimeError before it does anything, or, with a closure,
     which may reduce the last gradients, at its end. And without qgZ nothing else says where a step ends.
     """
-    references = [weakref.ref(unit) for unit in units]
+    known = weakref.WeakSet(units)
 
     def units_of(optimizer: torch.optim.Optimizer) -> list[FSDPUnit]:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        units = [unit for reference in references if (unit := reference()) is not None]
-        return [unit for unit in units if not held.isdisjoint(map(id, unit.parameters))]
+        units = [unit for unit in known if not held.isdisjoint(map(id, unit.parameters))]
+        if labels := [unit.label for unit in units if unit.holds_gradients]:
+            raise RuntimeError(
+                f"an optimizer step was taken while {labels[0]} held gradients that had not crossed nodes: call "
+                "set_is_last_micro_batch(True) before a step's last backward pass, or undo_step() to drop gradients"
+            )
+        return units
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not any(callable(argument) for argument in (*args, *kwargs.values())):
-            for unit in units_of(optimizer):
-                unit.check_holds_nothing()
+        has_closure = any(callable(argument) for argument in (*args, *kwargs.values()))
+        if not has_closure and any([unit.holds_gradients for unit in known]):
+            units_of(optimizer)
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         stepped = units_of(optimizer)
         for unit in stepped:
-            unit.check_holds_nothing()
             unit.has_trained = True
         if stepped:
             position.mark_stepped(getattr(optimizer, "found_inf", None))

@@ -1,4 +1,4 @@
-"""State that all units of a model share: settings, the position in the loop, bytes and errors."""
+"""State that all units of a model share: settings, the position in the loop, bytes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..config import ZeroPPConfig
-from ..wire import reference
-from ..wire.format import WireFormat
-from .topology import gather_objects
 from .waits import Waits
 
 
@@ -34,6 +30,9 @@ class StepPosition:
     # Whether this pass follows one of its kind there, both without gradients. Such passes send nothing, so ranks
     # need not run equally many of them: generated texts differ in length.
     sends_nothing: bool = False
+    has_begun: bool = False  # whether there was a forward pass
+    may_note_gathers: bool = True  # until repeated gathers were noted
+    sample_every: int | None = None  # optimizer steps between samples of quantization errors; None = never
     _accumulation: int | None = None  # that the last forward pass began or continued
     _evaluated_versions: int | None = None
 
@@ -43,6 +42,7 @@ class StepPosition:
         versions: the sum of the parameters' version counters. Inside ``resident_weights`` ranks cannot compare weights
         in every pass, but autograd counts what the program of every rank does.
         """
+        self.has_begun = True
         if self.is_step_complete and (self.steps_taken or not self.sees_steps):  # else more gradients are to come
             self.optimizer_steps += 1
             self.is_step_complete = False
@@ -59,7 +59,11 @@ class StepPosition:
         """Set whether gathered weights stay. The ranks compare them in the next pass."""
         self.is_resident, self.sends_nothing, self._evaluated_versions = is_resident, False, None
 
-    def undo_step(self) -> bool:
+    def is_sampled(self, step: int) -> bool:
+        """Return whether errors are sampled in the step of this number."""
+        return self.sample_every is not None and step % self.sample_every == 0
+
+    def drop_step(self) -> bool:
         """Drop the gradients since the last optimizer step. Return whether no optimizer has used them."""
         is_unused = not any(found_inf is None or not found_inf for found_inf in self.steps_taken)
         self.is_accumulating = self.is_step_complete = False
@@ -72,8 +76,9 @@ class StepPosition:
             self.accumulations, self.is_accumulating = self.accumulations + 1, True
         self.is_last = is_last
 
-    def mark_reduced(self) -> None:
+    def mark_reduced(self, is_last: bool) -> None:
         """Note that gradients were reduced; the last micro-batch's end the accumulation."""
+        self.set_is_last(is_last)
         self.is_accumulating &= not self.is_last
         self.is_step_complete |= self.is_last
 
@@ -81,14 +86,6 @@ class StepPosition:
         """Note that a torch optimizer has stepped; it has changed nothing if ``found_inf`` is not zero."""
         self.steps_taken.append(found_inf)
         self.sees_steps = True
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"optimizer_steps": torch.tensor(self.optimizer_steps + self.is_step_complete)}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load the number of optimizer steps, if the state has one."""
-        if "optimizer_steps" in state:
-            self.set_optimizer_steps(int(state["optimizer_steps"]))
 
     def set_optimizer_steps(self, steps: int) -> None:
         self.optimizer_steps, self.is_step_complete = steps, False
@@ -143,90 +140,6 @@ class Traffic:
         return counts
 
 
-class ErrorMonitor:
-    """Statistics of what is sent, sampled every few steps; docs/reference/monitors.md says how to read them.
-
-    Two sums for each (statistic, what was sent, unit). Off until ``every`` is set.
-    """
-
-    def __init__(self) -> None:
-        self.every: int | None = None  # optimizer steps between samples
-        self._sums: dict[tuple[str, str, str], Tensor] = {}  # fp32 [2]
-
-    def is_due(self, step: int) -> bool:
-        return self.every is not None and step % self.every == 0
-
-    # Samples stay on the device: nothing here synchronizes.
-
-    def record(self, what: str, unit: str, sent: Tensor, arrived: Tensor) -> None:
-        """Add a sample of the relative error."""
-        self._add(("error", what, unit), _square(sent.float() - arrived.float()), _square(sent))
-
-    def record_error_state(self, what: str, unit: str, gradients: Tensor, error: Tensor) -> None:
-        """Add a sample of LoCo's error, relative to the gradients that it was added to."""
-        self._add(("error-state", what, unit), _square(error), _square(gradients))
-
-    def record_codes(self, what: str, unit: str, format: WireFormat, wires: Tensor) -> None:
-        """Count the largest codes, and the blocks with a NaN or Inf, in wire buffers uint8 [..., nbytes]."""
-        if format.quantized:
-            largest, codes, nonfinite = reference.count_codes(format, wires)
-            self._add(("largest-codes", what, unit), largest, codes)
-            self._add(("nonfinite-blocks", what, unit), nonfinite, torch.ones_like(nonfinite))
-
-    def _add(self, key: tuple[str, str, str], first: Tensor, second: Tensor) -> None:
-        sums = torch.stack([first, second])
-        self._sums[key] = self._sums[key] + sums if key in self._sums else sums
-
-    def gather(
-        self,
-        groups: Mapping[str, dist.ProcessGroup],
-        pipeline: dist.ProcessGroup | None = None,
-        tensor_parallel: dist.ProcessGroup | None = None,
-    ) -> dict[str, float]:
-        """Return the statistics of all ranks since the last call. Collective.
-
-        groups: the ranks that share each unit, by name. pipeline: the ranks with
-        the model's other units. tensor_parallel: the ranks with other parts of the same units.
-
-        Keys: ``STATISTIC/WHAT`` over all units, and ``STATISTIC/WHAT/UNIT`` for each.
-        """
-        keys = sorted(self._sums)
-        if not keys and pipeline is None:
-            return {}
-        sums = torch.stack([self._sums[key] for key in keys]) if keys else torch.zeros(0, 2)  # [K, 2]
-        self._sums = {}
-        for group in dict.fromkeys(groups.values()):
-            if rows := [i for i, (_, _, unit) in enumerate(keys) if groups[unit] is group]:
-                group_sums = sums[rows]
-                dist.all_reduce(group_sums, group=group)
-                sums[rows] = group_sums
-        if tensor_parallel is not None and keys:
-            dist.all_reduce(sums, group=tensor_parallel)
-        if pipeline is not None:
-            stages = gather_objects((keys, sums.tolist()), pipeline)
-            keys = [key for stage_keys, _ in stages for key in stage_keys]
-            sums = torch.tensor([row for _, rows in stages for row in rows])
-        sums = sums.cpu()
-        values: dict[str, float] = {}
-        for statistic, what in sorted({key[:2] for key in keys}):
-            rows = [i for i, key in enumerate(keys) if key[:2] == (statistic, what)]
-            values[f"{statistic}/{what}"] = _value(statistic, sums[rows].sum(dim=0))
-            values |= {f"{statistic}/{what}/{keys[i][2] or 'root'}": _value(statistic, sums[i]) for i in rows}
-        return values
-
-
-def _square(values: Tensor) -> Tensor:
-    return values.float().square().sum()
-
-
-def _value(statistic: str, sums: Tensor) -> float:
-    first, second = sums.tolist()
-    if statistic == "nonfinite-blocks":
-        return first
-    ratio = first / second if second else 0.0
-    return ratio if statistic == "largest-codes" else ratio**0.5
-
-
 @dataclass(frozen=True)
 class Shared:
     """The settings, and what all collectives of a model count and go by."""
@@ -234,7 +147,6 @@ class Shared:
     config: ZeroPPConfig
     waits: Waits
     traffic: Traffic = field(default_factory=Traffic)
-    monitor: ErrorMonitor = field(default_factory=ErrorMonitor)
     position: StepPosition = field(default_factory=StepPosition)
 
 

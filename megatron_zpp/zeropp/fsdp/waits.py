@@ -104,7 +104,10 @@ class Waits:
             seconds = 0.0, 0.0
         else:
             first = self._stalls[0][0]
-            stalls, within, between = ([since(first, each) for each in intervals] for intervals in recorded)
+            stalls, within, between = (
+                [(first.elapsed_time(begin) / 1000, first.elapsed_time(end) / 1000) for begin, end in intervals]
+                for intervals in recorded
+            )
             # Where both links are busy, the slower one is to blame.
             on_any, on_between = overlap(stalls, within + between), overlap(stalls, between)
             seconds = on_any - on_between, on_between
@@ -116,12 +119,6 @@ class Waits:
         event = torch.cuda.Event(enable_timing=True)
         event.record(current_stream(self.device))
         return event
-
-
-def since(first: Any, interval: Interval) -> Interval:
-    """Return the seconds from one event to each of two others."""
-    begin, end = (first.elapsed_time(event) / 1000 for event in interval)
-    return begin, end
 
 
 def total(intervals: Sequence[Interval]) -> float:

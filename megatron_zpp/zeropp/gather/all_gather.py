@@ -4,28 +4,40 @@ FSDP2 hands over the flat shard [L] of one unit and wants [N, P, L]: all ranks' 
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from ..fsdp.collectives import PlainAllGather, all_gather, count_flat_ring
-from ..fsdp.formats import Formats, UnitPart
-from ..fsdp.fsdp_unit import FSDPUnit, WeightGather
+from ..fsdp.collectives import all_gather, count_flat_ring
+from ..fsdp.formats import Formats, Layouts, UnitPart
+from ..fsdp.fsdp_unit import CustomAllGather, FSDPUnit
+from ..fsdp.monitor import record_codes, record_error
 from ..fsdp.shared import Shared
 from ..fsdp.waits import on_stream, refuse_capture
 from ..wire.format import WireFormat
-from ..wire.layout import KeptScales
 from ..wire.moves import apply_moves, measure_moves
 from ..wire.quantization import mix_seed
 from .changed_weights import EncodedShard, SentShard, gather_wires, same_bits, send, send_changes
 
 
-class QuantizedAllGather(WeightGather):
-    """qwZ alone (ZeRO++ section 3.1): a flat all-gather of quantized shards.
+class UnitAllGather(CustomAllGather):
+    """The all-gather of one unit's weights, and the copies that it keeps.
 
-    Inside ``ZeroPP.resident_weights`` a rank keeps what arrived, and decodes it again until the parameters change.
+    With hpZ (ZeRO++ section 3.2) parameters cross nodes once per optimizer step. When they changed, the N ranks with
+    this local rank p gather their shards into the secondary partition [N, L]; every gather is then among the P ranks of
+    the node. All ranks see the same weights: each rank quantizes and decodes its local shard, too. Frozen parameters of
+    a unit are sent only when they changed.
+
+    What changed leaves when a forward pass begins (changed_weights.py), and must have arrived when FSDP2 asks for the
+    unit, or when the next pass begins. Without a secondary partition (at the first step, after ``invalidate`` or a
+    resume) a unit is sent in full when FSDP2 asks for it.
+
+    Without hpZ, or on one node, a gather is flat, as if all W ranks were one node's: of quantized shards with qwZ
+    (section 3.1), else FSDP2's own. Inside ``ZeroPP.resident_weights`` a rank keeps what arrived, and reads it again
+    until the parameters change.
 
     Memory and streams: what is kept between gathers, what is in flight and all that is made of them are allocated,
     written, read and freed on ``stream``, so the allocator reuses their memory only for work that comes after them
@@ -33,88 +45,143 @@ class QuantizedAllGather(WeightGather):
     """
 
     def __init__(self, unit: FSDPUnit, shared: Shared, stream: torch.Stream) -> None:
-        self.unit, self.topology, self.shared, self.stream = unit, unit.topology, shared, stream
-        self.formats, self.keeps_wires = Formats(shared.config, unit.topology.num_nodes), True
-        if shared.config.frozen_dtype is not None and self.formats.has_secondary_partition:
-            unit.nf4_skip = shared.config.nf4_skip
+        config, topology, self.unit, self.shared = shared.config, unit.topology, unit, shared
+        self.topology, self.stream, self.formats = topology, stream, Formats(config, topology.num_nodes)
+        self.is_flat = not self.formats.has_secondary_partition
+        # Whether weights are sent in another way than FSDP2's.
+        self.is_plain = topology.world_size == 1 or (self.is_flat and not config.quantized_weights)
+        self.keeps_wires = self.is_flat or self.formats.keeps_wires
+        if config.frozen_dtype is not None and not self.is_flat:
+            unit.nf4_skip = config.nf4_skip
             unit.specify(unit.shards)
         self.versions = 1  # versions of the weights; all gathers of one draw the same noise
-        self._sampled_version: int | None = None  # whose error the monitor has
-        # Resident weights: the wires of all W shards, uint8 [W, nbytes]; with hpZ, see ``_gather_within_node``.
+        self._sampled_version: int | None = None  # whose error was sampled
+        self.in_flight: SentShard | None = None  # on its way from other nodes
+        # [N, L] in the gather's dtype; where wires are kept, uint8 [N, nbytes].
+        self.secondary_partition: Tensor | None = None
+        # What all W ranks sent: wires uint8 [N, P, nbytes], or numbers [N, P, L]; of a flat gather [1, W, nbytes].
         self.resident: Tensor | None = None
+        self._loaded_row: Tensor | None = None  # with moves: this rank's, of a checkpoint, until it is sent in full
         self._kept_as: tuple[torch.dtype, torch.device] | None = None
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
+        if self.is_plain and not (self.shared.position.is_resident and self.topology.world_size > 1):
+            return self._gather_plain(output_tensor, input_tensor, group, async_op)
         refuse_capture(self.unit.device, self.unit.label)
         check_gathered(self.unit, input_tensor)
         # FSDP2 gathers on its own stream, but ``unshard()`` by hand on the current one.
         with on_stream(self.stream, input_tensor.device):
-            if not (self.unit.is_in_forward or self.unit.is_in_backward):
+            if not self.unit.is_in_pass:
                 send_changes([self.unit], self.shared)  # as a forward pass does when it begins
             self._forget_other(input_tensor)
             self._gather(output_tensor, input_tensor)
         return None
 
+    def _gather_plain(
+        self, output: Tensor, shard: Tensor, group: dist.ProcessGroup, async_op: bool
+    ) -> dist.Work | None:
+        """Run FSDP2's own all-gather."""
+        count_flat_ring(self.shared.traffic, self.topology, shard.nbytes, self.unit.stays_gathered)
+        with self._timer(crosses_nodes=self.topology.num_nodes > 1):
+            return all_gather(output, shard, group=group, async_op=async_op)
+
+    def _timer(self, crosses_nodes: bool) -> AbstractContextManager[None]:
+        return self.shared.waits.collective("gather", self.unit.label, crosses_nodes=crosses_nodes)
+
     def _gather(self, output: Tensor, shard: Tensor) -> None:
-        format, wires = self.formats.weights(self.unit.whole, shard.dtype), self.resident
-        if wires is None:
-            wire = self._encode_part(self.unit.whole, shard)
-            with self.shared.waits.collective("gather", self.unit.label, crosses_nodes=self.topology.num_nodes > 1):
-                wires = gather_wires(wire, self.topology.group)
-            self.resident = wires if self.shared.position.is_resident else None
-            count_flat_ring(self.shared.traffic, self.topology, format.nbytes, self.unit.stays_gathered)
-        format.decode(wires, out=output.view(-1, format.numel))
+        """Gather the shards [L] of all W ranks into ``output``, from the copies that are there and the node's ranks."""
+        num_nodes, ranks, group = self.topology.num_nodes, self.topology.ranks_per_node, self.topology.intra_group
+        if self.is_flat:
+            num_nodes, ranks, group = 1, self.topology.world_size, self.topology.group
+        output = output.view(num_nodes, ranks, shard.numel())
+        format = self.formats.weights_within_node(self.unit.whole, shard.dtype)
+        if not self.is_flat:
+            self._receive()
+            if self.secondary_partition is None:
+                send([self._encode(self.unit.whole, shard)], self.shared)
+                self._receive()
+        if self.resident is not None:
+            output.copy_(self.resident) if format is None else format.decode(self.resident, out=output)
+            return
+        sent = self._copies_to_send(shard, format)
+        is_alone = ranks == 1  # as where experts are divided among a node's ranks
+        crosses_nodes = self.is_flat and self.topology.num_nodes > 1
+        with nullcontext() if is_alone else self._timer(crosses_nodes):
+            if format is not None:
+                wires = sent.unsqueeze(1) if is_alone else gather_wires(sent, group).transpose(0, 1)  # [N, P, nbytes]
+            elif is_alone:
+                output.copy_(sent.view_as(output))
+            else:
+                all_gather_each(output.flatten(1).unbind(), sent.unbind(), group)
+        if format is not None:
+            format.decode(wires, out=output)
+        if self.shared.position.is_resident:
+            self.resident = output.clone() if format is None else wires
+        if self.is_flat:
+            count_flat_ring(self.shared.traffic, self.topology, sent.nbytes, self.unit.stays_gathered)
+        else:
+            self.shared.traffic.add(intra_node=(ranks - 1) * sent.nbytes, stays=self.unit.stays_gathered)
+
+    def _copies_to_send(self, shard: Tensor, format: WireFormat | None) -> Tensor:
+        """Return what the ranks of a node gather: wires uint8 [N, nbytes], or without a ``format`` numbers [N, L]."""
+        copies = self.secondary_partition
+        if copies is None:
+            return self._encode_part(self.unit.whole, shard).unsqueeze(0)
+        if self.keeps_wires or format is None:
+            return copies
+        # The same noise in every node, so that all ranks see the same weights.
+        return format.encode(copies, self._noise_seed("intra", self.topology.local_rank))
 
     def differs_from_sent(self) -> Tensor | None:
-        """Return whether parameters that no step trained differ from what was sent: a bool [] on the device.
-
-        None: nothing that was sent is kept, or all was trained.
-        """
-        part = self._untrained_part()
-        row = self._own_row() if part.indices else None
-        if row is None or self._forget_other(shard := self.unit.flat_shard()):
+        """Return whether parameters that no step trained differ from what was sent, a bool []; None: all are sent."""
+        self._receive()  # what the last pass did not ask for
+        if self.unit.remove_trainable_from_nf4():
+            self.forget_copies()
+        row, part = self._own_row(), self._untrained_part()
+        if row is None or not part.indices or self._forget_other(shard := self.unit.flat_shard()):
             return None
         format, now = self.formats.weights(part, shard.dtype), part.select(shard)
         if self.keeps_wires:
             now = self._encode_part(part, shard, is_sent=False)
         elif format.quantized:
             now = format.decode(self._encode_part(part, shard, is_sent=False), out=torch.empty_like(now))
-        return ~same_bits(now, self._copies_of(part, row, shard.dtype))
+        return ~same_bits(now, part.select(row, self._layouts(part, shard.dtype)))
 
     def renew(self, is_different: bool) -> EncodedShard | None:
-        """Encode what changed, for ``send``; None: it is gathered in full when FSDP2 asks for it.
-
-        is_different: also of parameters that no step trained.
-        """
+        """Encode what a step trained, or with ``is_different`` all, for ``send``; None: a gather does it in full."""
         self.unit.has_trained, self.resident = False, None
         self.versions += 1
-        return None
+        part = self.unit.whole if is_different or self._rounds_again() else self.unit.trained
+        shard = self.unit.flat_shard() if self.secondary_partition is not None and part.indices else None
+        return None if shard is None or self._forget_other(shard) else self._encode(part, shard)
 
     def forget_copies(self) -> None:
         """Gather in full next time."""
-        self.resident = None
-
-    def forget_resident(self) -> None:
-        """Free the resident weights."""
-        self.resident = None
+        self._receive_by_hand()
+        self.secondary_partition = self._loaded_row = self.resident = None
 
     def _untrained_part(self) -> UnitPart:
-        """Return the parameters that are compared with what was sent: after a step none, as all are gathered again."""
-        return self.unit.part([]) if self.unit.has_trained else self.unit.whole
+        """Return the parameters that are compared with what was sent: after a step those that are not sent anyway."""
+        if not self.unit.has_trained:
+            return self.unit.whole
+        return self.unit.part([]) if self.is_flat or self._rounds_again() else self.unit.frozen
+
+    def _rounds_again(self) -> bool:
+        # Stochastic rounding is right on average over many roundings, so frozen weights are rounded again, too.
+        return self.shared.config.weight_rounding == "stochastic"
 
     def _own_row(self) -> Tensor | None:
         """Return what receivers have of this rank's shard, if this rank keeps it: a wire buffer, or numbers [L]."""
-        return self.resident[self.topology.rank] if self.resident is not None else None
+        if self.secondary_partition is not None:
+            return self.secondary_partition[self.topology.node]
+        return self.resident[0, self.topology.rank] if self.resident is not None else None
 
-    def _copies_of(self, part: UnitPart, copies: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a part's copies out of a whole unit's, kept in the same way."""
-        if not self.keeps_wires:
-            return part.select(copies)
-        return part.select_wires(
-            copies, self.formats.weights(self.unit.whole, dtype), self.formats.weights(part, dtype)
-        )
+    def _layouts(self, part: UnitPart, dtype: torch.dtype) -> Layouts:
+        """Return how copies of all parameters, and of a part, are kept."""
+        whole, of_part = self.formats.weights(self.unit.whole, dtype), self.formats.weights(part, dtype)
+        return (whole, of_part) if self.keeps_wires else None
 
     def _forget_other(self, shard: Tensor) -> bool:
         """Forget the copies, and return True, if the model was cast or moved since they were made."""
@@ -127,14 +194,19 @@ class QuantizedAllGather(WeightGather):
     def _encode_part(self, part: UnitPart, shard: Tensor, is_sent: bool = True) -> Tensor:
         """Encode a part of the shard [L]: uint8 [n], always the same bits for one version of the weights."""
         values, format = part.select(shard), self.formats.weights(part, shard.dtype)
-        kept = self._kept_scales(part, shard.dtype)
-        wire = format.encode(values, self._noise_seed("inter", self.topology.rank), kept=kept)
-        if is_sent:
-            self._sample(values, format, wire)
+        keeps_scales, kept = self.formats.sends_moves, None
+        if keeps_scales:
+            row = self._own_row()
+            kept = self._loaded_row if row is None else part.select(row, self._layouts(part, shard.dtype))
+        seed = self._noise_seed("inter", self.topology.rank)
+        wire = format.encode(values, seed, keeps_scales=keeps_scales, kept=kept)
+        # A flat gather sends a version several times.
+        if is_sent and self.shared.position.is_sampled(self.versions) and self._sampled_version != self.versions:
+            self._sampled_version = self.versions
+            arrived = format.decode(wire, out=torch.empty_like(values, dtype=torch.float32))
+            record_error(self.unit, "weights", values, arrived)
+            record_codes(self.unit, "weights", format, wire)
         return wire
-
-    def _kept_scales(self, part: UnitPart, dtype: torch.dtype) -> KeptScales | None:
-        return None
 
     def _noise_seed(self, hop: str, source: int) -> int | None:
         """Return the seed of the noise with which local or data-parallel rank ``source`` rounds; None = to nearest."""
@@ -143,111 +215,6 @@ class QuantizedAllGather(WeightGather):
             return None
         # The noise depends on the version, so that every gather of one version gives the same weights.
         return mix_seed(config.seed, "weights", hop, self.unit.name, source, self.versions)
-
-    def _sample(self, shard: Tensor, format: WireFormat, wire: Tensor) -> None:
-        """Sample the error of what is sent of a shard [L], as ``wire`` says it, if a sample is due."""
-        monitor = self.shared.monitor
-        # qwZ alone gathers a version several times.
-        if monitor.is_due(self.versions) and self._sampled_version != self.versions:
-            self._sampled_version = self.versions
-            arrived = format.decode(wire, out=torch.empty_like(shard, dtype=torch.float32))
-            monitor.record("weights", self.unit.name, shard, arrived)
-            monitor.record_codes("weights", self.unit.name, format, wire)
-
-    @torch.no_grad()
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return what the next gather depends on besides the parameters; nothing with the default settings."""
-        config = self.shared.config
-        if config.weight_rounding == "nearest" and not config.weight_moves:
-            return {}
-        with on_stream(self.stream, self.unit.device):
-            flag = None if self.unit.has_trained else self.differs_from_sent()
-            is_current = not self.unit.has_trained and (flag is None or not flag)
-        return {"versions": torch.tensor(self.versions), "is_current": torch.tensor(is_current)}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        if state:
-            self.versions = int(state["versions"])
-            self.unit.has_trained = not state["is_current"]
-
-
-class FullPrecisionAllGather(QuantizedAllGather):
-    """FSDP2's own all-gather, but inside ``ZeroPP.resident_weights``, where a rank keeps the numbers that arrive."""
-
-    def __init__(self, unit: FSDPUnit, shared: Shared, stream: torch.Stream) -> None:
-        super().__init__(unit, shared, stream)
-        self._plain = PlainAllGather(unit, shared)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        gather = super().__call__ if self.shared.position.is_resident else self._plain
-        return gather(output_tensor, input_tensor, group, async_op)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {}
-
-
-class HierarchicalAllGather(QuantizedAllGather):
-    """hpZ (ZeRO++ section 3.2), with or without qwZ: parameters cross nodes once per optimizer step.
-
-    When the parameters changed, the N ranks with this local rank p gather their shards into the secondary partition
-    [N, L]; every gather is then among the P ranks of the node. All ranks see the same weights: each rank quantizes and
-    decodes its local shard, too. Frozen parameters of a unit are sent only when they changed.
-
-    What changed leaves when a forward pass begins (changed_weights.py), and must have arrived when FSDP2 asks for the
-    unit, or when the next pass begins. Without a secondary partition (at the first step, after ``invalidate`` or a
-    resume) a unit is sent in full when FSDP2 asks for it.
-    """
-
-    def __init__(self, unit: FSDPUnit, shared: Shared, stream: torch.Stream) -> None:
-        super().__init__(unit, shared, stream)
-        self.keeps_wires = self.formats.keeps_wires
-        # [N, L] in the gather's dtype; where wires are kept, uint8 [N, nbytes].
-        self.secondary_partition: Tensor | None = None
-        self._loaded_row: Tensor | None = None  # with moves: this rank's, of a checkpoint, until it is sent in full
-
-    def _gather(self, output: Tensor, shard: Tensor) -> None:
-        self._receive()
-        if self.secondary_partition is None:
-            send([self._encode(self.unit.whole, shard)], self.shared)
-            self._receive()
-        assert self.secondary_partition is not None
-        num_nodes, ranks_per_node = self.topology.num_nodes, self.topology.ranks_per_node
-        self._gather_within_node(self.secondary_partition, output.view(num_nodes, ranks_per_node, shard.numel()))
-
-    def differs_from_sent(self) -> Tensor | None:
-        self._receive()  # what the last pass did not ask for
-        if self.unit.remove_trainable_from_nf4():
-            self.forget_copies()
-        return super().differs_from_sent()
-
-    def renew(self, is_different: bool) -> EncodedShard | None:
-        super().renew(is_different)
-        part = self.unit.whole if is_different or self._rounds_again() else self.unit.trained
-        shard = self.unit.flat_shard() if self.secondary_partition is not None and part.indices else None
-        return None if shard is None or self._forget_other(shard) else self._encode(part, shard)
-
-    def forget_copies(self) -> None:
-        self._receive_by_hand()
-        self.secondary_partition = self._loaded_row = self.resident = None
-
-    def _untrained_part(self) -> UnitPart:
-        return self.unit.frozen if self.unit.has_trained and not self._rounds_again() else super()._untrained_part()
-
-    def _rounds_again(self) -> bool:
-        # Stochastic rounding is right on average over many roundings, so frozen weights are rounded again, too.
-        return self.shared.config.weight_rounding == "stochastic"
-
-    def _own_row(self) -> Tensor | None:
-        return self.secondary_partition[self.topology.node] if self.secondary_partition is not None else None
-
-    def _kept_scales(self, part: UnitPart, dtype: torch.dtype) -> KeptScales | None:
-        """Return the codes whose scales blocks keep while they fit, with moves."""
-        if not self.formats.sends_moves:
-            return None
-        row = self._own_row()
-        return KeptScales(self._loaded_row if row is None else self._copies_of(part, row, dtype))
 
     # The partition outlives an evaluation in inference mode, so it must not be an inference tensor.
     @torch.inference_mode(False)
@@ -259,9 +226,8 @@ class HierarchicalAllGather(QuantizedAllGather):
         row = self._own_row() if self.formats.sends_moves else None
         if row is None:
             return EncodedShard(self.unit, part, format, wire)
-        return EncodedShard(
-            self.unit, part, format, measure_moves(format, self._copies_of(part, row, shard.dtype), wire)
-        )
+        old = part.select(row, self._layouts(part, shard.dtype))
+        return EncodedShard(self.unit, part, format, measure_moves(format, old, wire))
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -272,17 +238,22 @@ class HierarchicalAllGather(QuantizedAllGather):
             return
         # Nothing half-done if this fails.
         self.in_flight = self.secondary_partition = self._loaded_row = self.resident = None
-        with self.shared.waits.collective("gather", self.unit.label, crosses_nodes=True):
+        with self._timer(crosses_nodes=True):
             sent.work.wait()
         # Counted when it is used: a step's count has the bytes of the weights that its passes see.
         self.shared.traffic.add(inter_node=(self.topology.num_nodes - 1) * sent.wires[0].nbytes, stays=True)
-        part, dtype = sent.part, sent.format.dtype
+        part, format, arrived = sent.part, sent.format, sent.wires
+        layouts = self._layouts(part, format.dtype)
         if sent.are_moves:
             assert old is not None
-            arrived = apply_moves(sent.format, self._copies_of(part, old, dtype), sent.wires)
-        else:
-            arrived = self._in_full(sent, old)
-        self.secondary_partition = arrived if old is None else self._put_copies(part, arrived, old, dtype)
+            arrived = apply_moves(format, part.select(old, layouts), arrived)
+        elif not self.keeps_wires:
+            # In place, where it can be: fresh memory is slow on a CPU.
+            out = old if part.is_whole else None
+            if out is None:
+                out = torch.empty(len(arrived), part.numel, dtype=format.dtype, device=arrived.device)
+            arrived = format.decode(arrived, out)
+        self.secondary_partition = arrived if old is None else part.insert(arrived, old, layouts)
 
     def _receive_by_hand(self) -> None:
         """Finish the inter-node stage outside of a gather."""
@@ -290,70 +261,30 @@ class HierarchicalAllGather(QuantizedAllGather):
             with on_stream(self.stream, self.unit.device):
                 self._receive()
 
-    def _in_full(self, sent: SentShard, old: Tensor | None) -> Tensor:
-        """Return the shards, quantized with qwZ. They replace the old ones in place: fresh memory is slow on a CPU."""
-        if self.keeps_wires:
-            return sent.wires
-        out, wires = old if sent.part.is_whole else None, sent.wires
-        if out is None:
-            out = torch.empty(len(wires), sent.part.numel, dtype=sent.format.dtype, device=wires.device)
-        return sent.format.decode(wires, out)
-
-    def _gather_within_node(self, secondary_partition: Tensor, output: Tensor) -> None:
-        """Run the intra-node stage: gather the secondary partitions of the node's P ranks into [N, P, L].
-
-        Resident weights are what arrives: wires uint8 [N, P, nbytes], or numbers [N, P, L].
-        """
-        group, weights = self.topology.intra_group, self.formats.weights_within_node(self.unit.whole, output.dtype)
-        if self.resident is not None:
-            if weights is None:
-                output.copy_(self.resident)
-            else:
-                weights.decode(self.resident, out=output)
-            return
-        sent, is_resident = secondary_partition, self.shared.position.is_resident
-        is_alone = self.topology.ranks_per_node == 1  # as where experts are divided among a node's ranks
-        if weights is None:
-            if is_alone:
-                output.copy_(secondary_partition.view_as(output))
-            else:
-                with self.shared.waits.collective("gather", self.unit.label, crosses_nodes=False):
-                    all_gather_each(output.flatten(1).unbind(), secondary_partition.unbind(), group)
-            self.resident = output.clone() if is_resident else None
-        else:
-            if not self.keeps_wires:
-                # The same noise in every node, so that all ranks see the same weights.
-                sent = weights.encode(secondary_partition, self._noise_seed("intra", self.topology.local_rank))
-            wires = sent.unsqueeze(1)  # [N, P, nbytes]
-            if not is_alone:
-                with self.shared.waits.collective("gather", self.unit.label, crosses_nodes=False):
-                    wires = gather_wires(sent, group).transpose(0, 1)
-            weights.decode(wires, out=output)
-            self.resident = wires if is_resident else None
-        nbytes = (self.topology.ranks_per_node - 1) * sent.nbytes
-        self.shared.traffic.add(intra_node=nbytes, stays=self.unit.stays_gathered)
-
-    def _put_copies(self, part: UnitPart, values: Tensor, copies: Tensor, dtype: torch.dtype) -> Tensor:
-        """Write a part's copies into a whole unit's, and return these: ``values`` itself if the part is whole."""
-        if not self.keeps_wires:
-            return part.insert(values, copies)
-        formats = self.formats.weights(self.unit.whole, dtype), self.formats.weights(part, dtype)
-        return part.insert_wires(values, copies, *formats)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        self._receive_by_hand()
-        state, dtype = super().state_dict(), self._kept_as[0] if self._kept_as else self.unit.gathered_dtype
+    @torch.no_grad()
+    def copies_to_save(self) -> dict[str, Tensor]:
+        """Return what the next gather depends on besides the parameters; nothing with the default settings."""
+        config = self.shared.config
+        if self.is_plain or (config.weight_rounding == "nearest" and not config.weight_moves):
+            return {}
+        with on_stream(self.stream, self.unit.device):
+            flag = None if self.unit.has_trained else self.differs_from_sent()
+            is_current = not self.unit.has_trained and (flag is None or not flag)
+        state = {"versions": torch.tensor(self.versions), "is_current": torch.tensor(is_current)}
         if self.formats.sends_moves:
+            self._receive_by_hand()
             # This rank's row of codes, with the scales that are kept; the other rows are gathered again.
-            row = self._own_row()
+            row, dtype = self._own_row(), self._kept_as[0] if self._kept_as else self.unit.gathered_dtype
             row = self._loaded_row if row is None else row
             nbytes = self.formats.weights(self.unit.whole, dtype).nbytes
             saved = row.clone() if row is not None else torch.zeros(nbytes, dtype=torch.uint8, device=self.unit.device)
             state |= {"has_row": torch.tensor(row is not None), "row": saved, "dtype": torch.zeros(1, dtype=dtype)}
         return state
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        super().load_state_dict(state)
+    def load_copies(self, state: dict[str, Tensor]) -> None:
+        if state:
+            self.versions = int(state["versions"])
+            self.unit.has_trained = not state["is_current"]
         if self.formats.sends_moves:
             self._kept_as = (state["dtype"].dtype, self.unit.device) if state else None
             with on_stream(self.stream, self.unit.device):
@@ -362,10 +293,8 @@ class HierarchicalAllGather(QuantizedAllGather):
 
 
 def all_gather_each(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """All-gather several tensors in one collective: ``inputs[i]`` of each of the group's G ranks into ``outputs[i]``.
-
-    One launch, and with NCCL no copies: an all-gather of one buffer would need a permuting copy of all of it.
-    """
+    """All-gather several tensors in one collective: ``inputs[i]`` of each of the G ranks into ``outputs[i]``."""
+    # One launch, and with NCCL no copies: an all-gather of one buffer would need a permuting copy of all of it.
     with _coalescing_manager(group):
         for output, shard in zip(outputs, inputs, strict=True):
             all_gather(output, shard, group=group)

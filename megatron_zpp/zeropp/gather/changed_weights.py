@@ -40,11 +40,14 @@ def send_changes(units: Sequence[FSDPUnit], shared: Shared) -> None:
     units = [unit for unit in units if unit.is_sharded]
     found = {unit: unit.all_gather.differs_from_sent() for unit in units}
     flags = {unit: flag for unit, flag in found.items() if flag is not None}
-    if shared.position.sends_nothing:
-        _refuse_changes(flags)
-        different = set[FSDPUnit]()
-    else:
-        different = agree(flags, shared)
+    different = set[FSDPUnit]() if shared.position.sends_nothing else agree(flags, shared)
+    if shared.position.sends_nothing and flags and torch.stack([*flags.values()]).any():
+        labels = ", ".join(unit.label for unit, flag in flags.items() if flag)
+        raise RuntimeError(
+            f"parameters of {labels} were written between two passes inside resident_weights(), where ranks need not "
+            "run equally many and cannot agree to gather again: call zeropp.invalidate() on all ranks after writing "
+            "them, or enter resident_weights() again"
+        )
     encoded = [
         unit.all_gather.renew(is_different=unit in different) for unit in units if unit.has_trained or unit in different
     ]
@@ -73,18 +76,6 @@ def same_bits(a: Tensor, b: Tensor) -> Tensor:
     in_words = all(part.nbytes % 8 == part.storage_offset() * part.itemsize % 8 == 0 for part in (a, b))  # fewer
     as_bits = torch.int64 if in_words else {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.itemsize]
     return (a.view(as_bits) == b.view(as_bits)).all()
-
-
-def _refuse_changes(flags: Mapping[FSDPUnit, Tensor]) -> None:
-    """Raise RuntimeError for units that changed in a pass in which ranks cannot agree to gather them again."""
-    changed = torch.stack([*flags.values()]).tolist() if flags else []
-    if any(changed):
-        labels = ", ".join(unit.label for unit, has in zip(flags, changed, strict=True) if has)
-        raise RuntimeError(
-            f"parameters of {labels} were written between two passes inside resident_weights(), where ranks need not "
-            "run equally many and cannot agree to gather again: call zeropp.invalidate() on all ranks after writing "
-            "them, or enter resident_weights() again"
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,10 +117,7 @@ def send(shards: Sequence[EncodedShard], shared: Shared) -> None:
 
 
 def _bytes_of(by_topology: Mapping[Topology, Sequence[EncodedShard]], shared: Shared) -> dict[EncodedShard, int]:
-    """Return the bytes of each shard. Moves have as many as they need: the longest of the N ranks' rules.
-
-    The sizes of all are exchanged at once, and read at once by the host, which waits for them.
-    """
+    """Return the bytes of each shard: with moves the longest of the N ranks'. The host waits once, for all sizes."""
     nbytes, moves, most = dict[EncodedShard, int](), list[EncodedShard](), list[Tensor]()
     for topology, shards in by_topology.items():
         nbytes |= {shard: shard.encoded.nbytes for shard in shards if isinstance(shard.encoded, Tensor)}

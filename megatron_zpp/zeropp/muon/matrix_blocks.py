@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..config import SUPPORTED_BITS
 from ..fsdp.collectives import all_gather
@@ -95,46 +96,20 @@ class MatrixPlan:
         self.owned = [[i for i in self.order if owners[i] == p] for p in range(layout.ranks_per_node)]
         self.sizes = [sum(self.numels[i] for i in of_owner) for of_owner in self.owned]
 
-    def shards(self) -> list[ParameterShard]:
-        """Return a rank's shards in the order in which they are sent."""
-        return [ParameterShard(str(i), self.numels[i], quantizable=True) for i in self.order]
-
-    def rows(self, matrix: int, node: int | None) -> slice:
-        """Return the rows of a matrix that the node's ranks hold; None: all rows."""
-        num_rows = self.shapes[matrix][0]
-        if node is None:
-            return slice(0, num_rows)
-        per_node = rows_per_rank(num_rows, self.layout.world_size) * self.layout.ranks_per_node
-        return slice(min(num_rows, node * per_node), min(num_rows, (node + 1) * per_node))
-
     def shape(self, matrix: int, node: int | None) -> tuple[int, int]:
-        """Return the shape of these rows."""
-        rows = self.rows(matrix, node)
-        return rows.stop - rows.start, self.shapes[matrix][1]
+        """Return the shape of a matrix's rows that the node's ranks hold; None: of all rows."""
+        num_rows, columns = self.shapes[matrix]
+        per_node = rows_per_rank(num_rows, self.layout.world_size) * self.layout.ranks_per_node
+        return num_rows if node is None else min(per_node, max(0, num_rows - node * per_node)), columns
 
     def flatten(self, shards: Sequence[Tensor]) -> Tensor:
         """Join this rank's rows of all matrices, which are in the order of the shapes: [L], padded, by owners."""
-        flat = shards[0].new_zeros(sum(self.numels))
-        for part, i in zip(flat.split([self.numels[i] for i in self.order]), self.order, strict=True):
-            part[: shards[i].numel()] = shards[i].reshape(-1)
-        return flat
+        return torch.cat([pad(shards[i].reshape(-1), (0, self.numels[i] - shards[i].numel())) for i in self.order])
 
     def unflatten(self, flat: Tensor, shards: Sequence[Tensor]) -> list[Tensor]:
         """Undo ``flatten`` for shards of these shapes."""
         part_of = dict(zip(self.order, flat.split([self.numels[i] for i in self.order]), strict=True))
         return [part_of[i][: shard.numel()].view(shard.shape) for i, shard in enumerate(shards)]
-
-    def count_gather(self, traffic: Traffic, wire_nbytes: int) -> None:
-        """Count what a rank sends to the other nodes."""
-        traffic.add(inter_node=(self.layout.num_nodes - 1) * wire_nbytes)
-
-    def count_owners(self, traffic: Traffic, local_rank: int, is_whole: bool) -> None:
-        """Count bytes that a rank sends to owners, for its node's or all nodes' rows, and bytes that owners return."""
-        copies, per_node = self.layout.num_nodes if is_whole else 1, self.layout.ranks_per_node
-        own, itemsize = self.sizes[local_rank], torch.bfloat16.itemsize
-        to_owners = copies * (sum(self.sizes) - own) * itemsize
-        from_owner = (per_node - 1) * own * itemsize
-        traffic.add(intra_node=to_owners + from_owner)
 
 
 @dataclass(frozen=True)
@@ -145,11 +120,14 @@ class GatheredRows:
     format: WireFormat
     wires: Tensor  # uint8 [N, nbytes]
 
-    def decode(self, node: int | None = None) -> Tensor:
-        """Return the rows in bf16 as all nodes have them, [N, L]; or one node's, [1, L]."""
-        wires = self.wires if node is None else self.wires[node : node + 1]
-        shape = len(wires), self.format.numel
-        return self.format.decode(wires, out=torch.empty(shape, dtype=torch.bfloat16, device=wires.device))
+    def decode(self) -> Tensor:
+        """Return the rows in bf16 as all nodes have them, [N, L]."""
+        out = torch.empty(len(self.wires), self.format.numel, dtype=torch.bfloat16, device=self.wires.device)
+        return self.format.decode(self.wires, out)
+
+    def own_rows(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Return this rank's rows as they were sent, in bf16."""
+        return self.plan.unflatten(self.decode()[self.plan.layout.node], shards)
 
 
 class MatrixBlocks:
@@ -165,16 +143,12 @@ class MatrixBlocks:
         if self.topology.num_nodes == 1:
             return None
         plan = MatrixPlan(shapes, self.topology)
-        format = (wire or self.wire).format(plan.shards())
+        format = (wire or self.wire).format([ParameterShard(str(i), plan.numels[i], True) for i in plan.order])
         sent = format.encode(plan.flatten(shards))
         wires = sent.new_empty(self.topology.num_nodes, format.nbytes)
         all_gather(wires.view(-1), sent, group=self.topology.inter_group)
-        plan.count_gather(self.traffic, format.nbytes)
+        self.traffic.add(inter_node=(self.topology.num_nodes - 1) * format.nbytes)
         return GatheredRows(plan, format, wires)
-
-    def own_rows(self, gathered: GatheredRows, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's rows as they were sent, in bf16."""
-        return gathered.plan.unflatten(gathered.decode(self.topology.node)[0], shards)
 
     def orthogonalized(
         self,
@@ -198,13 +172,14 @@ class MatrixBlocks:
             if is_stale:
                 rows[topology.node] = plan.flatten(shards)  # or each its own
         node = topology.node if gathered is None else None
-        plan.count_owners(self.traffic, topology.local_rank, is_whole=gathered is not None)
         results = plan.unflatten(self._by_owners(rows, plan, node, orthogonalize), shards)
         return [result.float() * orthogonalize.scale(*plan.shape(i, node)) for i, result in enumerate(results)]
 
     def _by_owners(self, rows: Tensor, plan: MatrixPlan, node: int | None, orthogonalize: NewtonSchulz) -> Tensor:
         """Return this rank's rows of the results, [L]. rows: [n, L] of this local rank, on one node or on all."""
         n, topology, own = len(rows), self.topology, plan.sizes[self.topology.local_rank]
+        sent_elements = n * (sum(plan.sizes) - own) + (topology.ranks_per_node - 1) * own  # to owners, and as an owner
+        self.traffic.add(intra_node=sent_elements * torch.bfloat16.itemsize)
         # All nodes' rows for the first owner, then for the second, ...
         sent = torch.cat([part.reshape(-1) for part in rows.split(plan.sizes, dim=1)])
         received = self._all_to_all(sent, [n * size for size in plan.sizes], [n * own] * topology.ranks_per_node)

@@ -37,14 +37,13 @@ class Muon(torch.optim.AdamW):
     Args:
         params: parameters, or groups of them, of ``zeropp``'s model. Muon's must be matrices.
         zeropp: what ``apply_zeropp`` returned for that model; its ``traffic`` counts what this sends.
-        lr: of both; ``weight_decay``, too, which is decoupled.
+        lr, weight_decay: of both, decoupled. betas, eps: AdamW's.
         momentum, nesterov, ns_coefficients, ns_steps: as torch.optim.Muon's; ``ns_eps`` is its ``eps``.
         adjust_lr_fn: one of ``SCALES``, by the shape of what is orthogonalized, a matrix or a block; None: original.
         extra_scale_factor: multiplies that.
         period: whole matrices every `period` steps, the first included; None: blocks always.
         momentum_bits, momentum_block_size: in what rows cross nodes for whole matrices; None: in bf16, without a loss.
         stale_rows: with a period above 1; keeps what crossed nodes last.
-        betas, eps: AdamW's.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class Muon(torch.optim.AdamW):
             results = blocks.orthogonalized(updates, shapes, self.newton_schulz, gathered, is_stale=not whole)
             if whole and self.stale_rows and gathered is not None:
                 self._gathered[tuple(map(id, batch))] = gathered
-                for matrix, sent in zip(batch, blocks.own_rows(gathered, updates), strict=True):
+                for matrix, sent in zip(batch, gathered.own_rows(updates), strict=True):
                     local_part(self.state[matrix]["sent_rows"]).copy_(sent)
             rows = [local_part(matrix) for matrix in batch]
             torch._foreach_mul_(rows, 1 - group["lr"] * group["weight_decay"])

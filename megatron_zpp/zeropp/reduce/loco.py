@@ -1,7 +1,11 @@
-"""State that a rank keeps between reductions of a unit's gradients: LoCo's error, and the node's sum.
+"""Values that a rank keeps between reductions of a unit's gradients: LoCo's error, and the node's sum.
 
 LoCo (arXiv 2407.04480): a moving average of what quantization lost is added to later gradients.
+
+All are immutable: a reduction returns the values after it, and to undo a step is to go back to the values before it.
 """
+
+from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,15 +16,17 @@ from torch import Tensor
 from ..config import LoCoConfig
 from ..fsdp.formats import Formats, UnitPart
 from ..fsdp.fsdp_unit import FSDPUnit
+from ..fsdp.monitor import record_codes, record_error, record_error_state
 from ..fsdp.shared import Shared, below
 from ..wire.format import GradientSum, WireFormat, wire_format
-from ..wire.layout import Compensation, ParameterShard, encoded_addend
+from ..wire.layout import Compensation, ParameterShard
 from ..wire.quantization import counter_uniform, mix_seed
 from ..wire.scales import ElementScales
 
 ERROR_FORMATS = {"int8": (8, torch.float32), "bf16": (None, torch.bfloat16), "fp32": (None, torch.float32)}
 
 
+@dataclass(frozen=True, eq=False)
 class ErrorFeedback:
     """The compression error e of one hop of one unit, and the encoder that uses it.
 
@@ -32,25 +38,10 @@ class ErrorFeedback:
     node once per micro-batch.
     """
 
-    def __init__(self, config: LoCoConfig) -> None:
-        self.config = config
-        self.error: Tensor | None = None  # uint8 [..., nbytes]; None = zero
-        self.steps = 0  # optimizer steps since the last reset
-        self._format: WireFormat | None = None  # format of ``error``; None: not known yet
-        self._before_step: tuple[Tensor | None, int, WireFormat | None] = (None, 0, None)
-
-    def format(self, parameters: tuple[ParameterShard, ...], block_size: int | None) -> WireFormat:
-        """Return the format in which the error of these gradients is kept."""
-        bits, dtype = ERROR_FORMATS[self.config.error_dtype]
-        return wire_format(parameters, bits, block_size, dtype)
-
-    def begin_step(self) -> None:
-        """Begin another optimizer step, to which ``undo_step`` returns.
-
-        Without ``exact_undo`` it cannot once an encoding has changed the error, and sets it to zero instead. The
-        changed error would be worse than none: gradients of a step that overflowed can be as large as numbers go.
-        """
-        self._before_step = self.error, self.steps, self._format
+    config: LoCoConfig
+    error: Tensor | None = None  # uint8 [..., nbytes]; None = zero
+    format: WireFormat | None = None  # format of ``error``; None: nothing was encoded yet
+    steps: int = 0  # optimizer steps since the last reset
 
     def compensate(
         self,
@@ -59,50 +50,38 @@ class ErrorFeedback:
         noise_seed: int | None = None,
         is_last: bool = True,
         exponents: Tensor | None = None,
-    ) -> Tensor:
-        """Compensate and encode gradients [..., L] into uint8 [..., nbytes], and update the error.
+    ) -> tuple[Tensor, ErrorFeedback]:
+        """Compensate and encode gradients [..., L]: uint8 [..., nbytes], and the error after it.
 
         is_last: whether this is the last encoding of an optimizer step.
         exponents: uint8 [..., L], of the scales that elements are divided by (scales.py).
         """
         config, interval = self.config, self.config.reset_interval
-        format = self.format(hop.parameters, hop.block_size)
-        is_other = self._format is not None and self._format.parameters != format.parameters
-        if is_other or (self.error is not None and self.error.shape[-1] != format.nbytes):
-            self.error = None  # parameters were frozen or unfrozen
-        elif self._before_step[0] is self.error:  # a loaded error's format is known only now
-            self._before_step = *self._before_step[:2], format
-        self._format = format
-        self.steps += is_last
+        format, steps = error_format(config, hop.parameters, hop.block_size), self.steps + is_last
+        # Parameters that were frozen or unfrozen since make it another unit's error.
+        error = self.error if self.format is not None and self.format.parameters == format.parameters else None
         decay, new_error = 1.0, None
-        if is_last and config.reset == "hard" and interval is not None and self.steps >= interval:
-            self.steps = 0
+        if is_last and config.reset == "hard" and interval is not None and steps >= interval:
+            steps = 0
         else:
             # Not in place: CUDA kernels for large or odd blocks read the old error again after they wrote the new one.
-            new_error = torch.empty(*gradients.rows, self._format.nbytes, dtype=torch.uint8, device=gradients.device)
+            new_error = torch.empty(*gradients.rows, format.nbytes, dtype=torch.uint8, device=gradients.device)
         if is_last and config.reset == "decay" and interval is not None:
             decay = 1 - 1 / interval
-        compensation = Compensation(self._format, self.error, new_error, config.beta, decay)
-        wire = gradients.to_wire(hop, noise_seed, compensation, exponents)
-        self.error = new_error
-        if not config.exact_undo:
-            self._before_step = None, 0, None
-        return wire
+        wire = gradients.to_wire(hop, noise_seed, Compensation(format, error, new_error, config.beta, decay), exponents)
+        return wire, replace(self, error=new_error, format=format, steps=steps)
 
-    def undo_step(self) -> None:
-        """Restore the error at ``begin_step``, or set it to zero: gradients since then were dropped."""
-        self.error, self.steps, self._format = self._before_step
+    def rescaled(self, factor: float) -> ErrorFeedback:
+        """Return the error times ``factor``, by which the loss scale, and so every later gradient, changed."""
+        if self.error is None or self.format is None:
+            return self
+        return replace(self, error=self.format.encode(self.decoded().mul_(factor)))
 
-    def rescale(self, factor: float) -> None:
-        """Multiply the error by ``factor``, by which the loss scale, and so every later gradient, changed."""
-        if self.error is not None and self._format is not None:
-            self.error = self._format.encode(self.decode(self.error).mul_(factor))
-
-    def decode(self, error: Tensor) -> Tensor:
-        """Decode an error to fp32 [..., L]; something must have been encoded before."""
-        assert self._format is not None
-        out = torch.empty(*error.shape[:-1], self._format.numel, device=error.device)
-        return self._format.decode(error, out)
+    def decoded(self) -> Tensor:
+        """Return the error as numbers, fp32 [..., L]; something must have been encoded before."""
+        assert self.error is not None and self.format is not None
+        shape = *self.error.shape[:-1], self.format.numel
+        return self.format.decode(self.error, torch.empty(shape, device=self.error.device))
 
     def state_dict(self) -> dict[str, Tensor]:
         state = {"steps": torch.tensor(self.steps)}
@@ -110,12 +89,17 @@ class ErrorFeedback:
             state["error"] = self.error
         return state
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load what ``state_dict`` returned. Zeros, or no state, mean no error."""
-        self.steps, error = int(state.get("steps", 0)), state.get("error")
-        self.error = error if error is not None and error.any() else None
-        self._format = None
-        self._before_step = self.error, self.steps, None
+    def loaded(self, state: dict[str, Tensor], format: WireFormat) -> ErrorFeedback:
+        """Return what ``state_dict`` saved of an error in ``format``. Zeros, or no state, mean no error."""
+        error = state.get("error")
+        has_error = error is not None and error.shape[-1] == format.nbytes and bool(error.any())
+        return ErrorFeedback(self.config, error if has_error else None, format, int(state.get("steps", 0)))
+
+
+def error_format(config: LoCoConfig, parameters: tuple[ParameterShard, ...], block_size: int | None) -> WireFormat:
+    """Return the format in which the error of gradients of ``parameters`` is kept."""
+    bits, dtype = ERROR_FORMATS[config.error_dtype]
+    return wire_format(parameters, bits, block_size, dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,101 +110,96 @@ class GradientHop:
     rows: tuple[int, ...]  # shape on the wire without L: (P, N) or (N,)
     unit: FSDPUnit
     shared: Shared
-    feedback: ErrorFeedback | None  # LoCo's
-    element_scales: ElementScales | None
+    feedback: ErrorFeedback | None  # LoCo's; None without it
+    scales: ElementScales | None
 
-    def encode_pieces(self, gradients: GradientSum, format: WireFormat, draw: tuple[int, int]) -> Tensor:
-        """Encode gradients [G, ..., L], a piece for each rank of the hop, with LoCo: uint8 [G, ..., nbytes].
+    def encode_pieces(
+        self, gradients: GradientSum, format: WireFormat, draw: tuple[int, int]
+    ) -> tuple[Tensor, GradientHop]:
+        """Encode gradients [G, ..., L], a piece for each rank of the hop: uint8 [G, ..., nbytes], and the hop after it.
 
         draw: the unit's reductions between nodes, and micro-batches of this step, before this one.
         """
         config, feedback = self.shared.config, self.feedback
-        exponents = self.element_scales.of_sent(format) if self.element_scales is not None else None
+        scales = self.scales.for_format(format) if self.scales is not None else None
+        exponents = scales.sent if scales is not None else None
         noise_seed = None
         if config.gradient_rounding == "stochastic":
             noise_seed = mix_seed(config.seed, "gradients", self.name, self.unit.name, self.unit.topology.rank, *draw)
-        is_sampled = self.shared.monitor.is_due(draw[0])
+        is_sampled = self.shared.position.is_sampled(draw[0])
         if is_sampled:
-            gradients = gradients.computed()  # to compare with what arrives
-        error = feedback.error if feedback is not None else None  # added to these gradients
+            gradients = GradientSum(gradients.compute())  # to compare with what arrives
         if feedback is not None:
             # The hop between nodes runs once per step, that within a node once per micro-batch.
-            wires = feedback.compensate(gradients, format, noise_seed, self.shared.position.is_last, exponents)
+            is_last = self.shared.position.is_last
+            wires, feedback = feedback.compensate(gradients, format, noise_seed, is_last, exponents)
         else:
             wires = gradients.to_wire(format, noise_seed, exponents=exponents)
         if is_sampled:
-            self._sample(gradients.parts, format, wires, exponents, error)
+            self._sample(gradients.parts, format, wires, exponents)
         sent = wires.nbytes - wires[0].nbytes  # this rank keeps one piece
         is_inter = self.name == "inter"
         self.shared.traffic.add(intra_node=0 if is_inter else sent, inter_node=sent if is_inter else 0)
-        return wires
+        return wires, replace(self, feedback=feedback, scales=scales)
 
     def sum_of(self, wires: Tensor, format: WireFormat) -> GradientSum:
         """Return the sum [..., L] of what the G ranks send here, uint8 [G, ..., nbytes], which may arrive later."""
-        exponents = self.element_scales.of_received() if self.element_scales is not None else None
-        return GradientSum(wires, format, exponents=exponents)
+        return GradientSum(wires, format, exponents=self.scales.received if self.scales is not None else None)
 
-    def update_scales(self, format: WireFormat, sent: Tensor, received: GradientSum) -> None:
+    def after_arrival(self, format: WireFormat, sent: Tensor, received: GradientSum) -> GradientHop:
         """Let element scales learn from what arrived: ``sent`` by this rank, ``received`` from all."""
-        if self.element_scales is not None:
-            self.element_scales.observe(format, sent, received.parts)
+        return self if self.scales is None else replace(self, scales=self.scales.observed(format, sent, received.parts))
 
-    def begin_step(self, continues: bool) -> None:
-        """Begin an optimizer step, to which ``undo_step`` returns; ``continues``: LoCo's began with other gradients."""
-        if self.feedback is not None and not continues:
-            self.feedback.begin_step()
-        if self.element_scales is not None:
-            self.element_scales.begin_step()
+    def at_next_step(self) -> GradientHop:
+        """Return the hop at the beginning of the next optimizer step."""
+        return self if self.scales is None else replace(self, scales=self.scales.moved())
 
-    def undo_step(self) -> None:
-        """Restore what the gradients since ``begin_step`` changed."""
-        for state in (self.feedback, self.element_scales):
-            if state is not None:
-                state.undo_step()
+    def rescaled(self, factor: float) -> GradientHop:
+        """Return the hop with LoCo's error times ``factor``."""
+        return self if self.feedback is None else replace(self, feedback=self.feedback.rescaled(factor))
 
     def state_dict(self) -> dict[str, Tensor]:
         # The same keys and shapes from the start: what is not there yet is zeros.
-        part, state = self.unit.trainable, dict[str, Tensor]()
-        zeros = partial(torch.zeros, dtype=torch.uint8, device=self.unit.device)
+        state, zeros = dict[str, Tensor](), partial(torch.zeros, dtype=torch.uint8, device=self.unit.device)
         if self.feedback is not None:
             kept = self.feedback.state_dict()
             if "error" not in kept:
-                format = self.feedback.format(part.parameters, self.shared.config.gradient_block_size)
-                kept["error"] = zeros(*self.rows, format.nbytes)
+                kept["error"] = zeros(*self.rows, self._error_format().nbytes)
             state |= {f"{self.name}.{key}": value for key, value in kept.items()}
-        if self.element_scales is not None:
-            kept = self.element_scales.state_dict()
+        if self.scales is not None:
+            kept = self.scales.state_dict()
             if "exponents" not in kept:
-                kept["exponents"] = zeros(2, *self.rows, part.numel)
+                kept["exponents"] = zeros(2, *self.rows, self.unit.trainable.numel)
             state |= {f"element_scales.{key}": value for key, value in kept.items()}
         return state
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for prefix, kept in ((f"{self.name}.", self.feedback), ("element_scales.", self.element_scales)):
-            if kept is not None:
-                kept.load_state_dict({k: value.to(self.unit.device) for k, value in below(state, prefix).items()})
+    def loaded(self, state: dict[str, Tensor]) -> GradientHop:
+        """Return the hop with what ``state_dict`` returned."""
+        state = {key: value.to(self.unit.device) for key, value in state.items()}
+        feedback, scales = self.feedback, self.scales
+        if feedback is not None:
+            feedback = feedback.loaded(below(state, f"{self.name}."), self._error_format())
+        if scales is not None:
+            scales = ElementScales.loaded(below(state, "element_scales."), self.unit.trainable.parameters)
+        return replace(self, feedback=feedback, scales=scales)
 
-    def _sample(
-        self, pieces: Tensor, format: WireFormat, wires: Tensor, exponents: Tensor | None, error: Tensor | None
-    ) -> None:
+    def _error_format(self) -> WireFormat:
+        assert self.feedback is not None
+        parameters = self.unit.trainable.parameters
+        return error_format(self.feedback.config, parameters, self.shared.config.gradient_block_size)
+
+    def _sample(self, pieces: Tensor, format: WireFormat, wires: Tensor, exponents: Tensor | None) -> None:
         scales = exponents.unsqueeze(0) if exponents is not None else None
         arrived = GradientSum(wires.unsqueeze(0), format, exponents=scales).compute()
-        what, unit = f"gradients/{self.name}", self.unit.name
-        self.shared.monitor.record(what, unit, pieces, arrived)
-        self.shared.monitor.record_codes(what, unit, format, wires)
+        what = f"gradients/{self.name}"
+        record_error(self.unit, what, pieces, arrived)
+        record_codes(self.unit, what, format, wires)
         if self.feedback is not None:
-            old = self.feedback.decode(error) if error is not None else arrived.new_zeros(())
-            self.shared.monitor.record_error_state(what, unit, pieces, old)
+            old = self.feedback.decoded() if self.feedback.error is not None else arrived.new_zeros(())
+            record_error_state(self.unit, what, pieces, old)
 
 
-def make_hop(name: str, rows: tuple[int, ...], unit: FSDPUnit, shared: Shared) -> GradientHop:
-    """Make a hop with what the settings let it keep."""
-    config, loco, is_inter = shared.config, shared.config.loco, name == "inter"
-    feedback = ErrorFeedback(loco) if loco is not None and (is_inter or loco.hops == "both") else None
-    scales = ElementScales() if config.gradient_element_scales and is_inter else None
-    return GradientHop(name, rows, unit, shared, feedback, scales)
-
-
+@dataclass(frozen=True, eq=False)
 class NodeSum:
     """One unit's sum [N, L] within a node over the micro-batches so far, kept as ``gradient_sum_dtype``.
 
@@ -230,58 +209,55 @@ class NodeSum:
     With ``offload_gradient_sums`` it is kept in host memory. The copies run on the stream that reduces gradients.
     """
 
-    def __init__(self, unit: FSDPUnit, formats: Formats) -> None:
-        self.formats, self.config = formats, formats.config
-        self.unit, self.part = unit, unit.whole  # the parameters that are added up
-        self.kept: Tensor | None = None  # fp32 or bf16 [N, L]; int8: wire buffers uint8 [N, nbytes]
+    unit: FSDPUnit
+    formats: Formats
+    part: UnitPart  # the parameters that are added up
+    kept: Tensor | None = None  # fp32 or bf16 [N, L]; int8: wire buffers uint8 [N, nbytes]
+    micro_batches: int = 0  # in ``kept``
 
-    @property
-    def format(self) -> WireFormat:
-        """The format of int8 sums."""
-        return self.formats.node_sum(self.part)
-
-    def set_part(self, part: UnitPart) -> None:
-        """Add up gradients of ``part`` from now on. What is kept gets zeros for parameters unfrozen since."""
-        if part != self.part and (kept := self._on_device()) is not None:
-            assert set(self.part.indices) <= set(part.indices), "a parameter was frozen while its gradients were held"
-            if self.config.gradient_sum_dtype == "int8":
-                old, new, whole = (self.formats.node_sum(each) for each in (self.part, part, self.unit.whole))
-                wires = kept.new_zeros(len(kept), whole.nbytes)  # which decode to zeros
-                self._keep(part.select_wires(self.part.insert_wires(kept, wires, whole, old), whole, new))
-            else:
-                sums = kept.new_zeros(len(kept), self.unit.whole.numel)
-                self._keep(part.select(self.part.insert(kept, sums)))
-        self.part = part
+    def for_part(self, part: UnitPart) -> NodeSum:
+        """Return the sum of the gradients of ``part``: parameters unfrozen since the first micro-batch have zeros."""
+        if part == self.part or (kept := self._on_device()) is None:
+            return replace(self, part=part)
+        assert set(self.part.indices) <= set(part.indices), "a parameter was frozen while its gradients were held"
+        zeros, old, new = kept.new_zeros(len(kept), self.unit.whole.numel), None, None
+        if self.formats.config.gradient_sum_dtype == "int8":
+            whole, before, after = (self.formats.node_sum(each) for each in (self.unit.whole, self.part, part))
+            zeros, old, new = (
+                kept.new_zeros(len(kept), whole.nbytes),
+                (whole, before),
+                (whole, after),
+            )  # decode to zeros
+        total = part.select(self.part.insert(kept, zeros, old), new)
+        return replace(self, part=part, kept=self._to_keep(total))
 
     def plus(self, arrived: GradientSum) -> GradientSum:
         """Return the sum [N, L] of what arrived for this micro-batch and what was kept."""
         kept = self._on_device()
-        if kept is None or kept.dtype == torch.float32:
-            return replace(arrived, plus=kept)
-        if kept.dtype == torch.bfloat16:
-            return replace(arrived, plus=kept.float())
-        out = torch.empty(*arrived.rows, self.format.numel, device=kept.device)
-        return replace(arrived, plus=self.format.decode(kept, out))
+        if kept is not None and kept.dtype == torch.uint8:
+            format = self.formats.node_sum(self.part)
+            kept = format.decode(kept, torch.empty(*arrived.rows, format.numel, device=kept.device))
+        return replace(arrived, plus=kept.float() if kept is not None else None)
 
-    def add(self, arrived: GradientSum, noise_seed: int | None) -> None:
-        """Keep the sum [N, L] of what arrived for this micro-batch and what was kept.
+    def with_added(self, arrived: GradientSum, noise_seed: int | None) -> NodeSum:
+        """Return the sum [N, L] with what arrived for this micro-batch; in fp32 in the memory of the old one.
 
         noise_seed: of stochastic rounding; may be None for fp32 sums.
         """
-        if self.config.gradient_sum_dtype == "int8":
-            total = arrived.to_wire(self.format, noise_seed, encoded_addend(self.format, self._on_device()))
+        dtype, format = self.formats.config.gradient_sum_dtype, self.formats.node_sum(self.part)
+        if dtype == "int8":
+            # The encoder's one pass adds it as it adds LoCo's error, which is left as it is here.
+            kept = Compensation(format, self._on_device(), new_error=None, beta=0.0, decay=1.0)
+            total = arrived.to_wire(format, noise_seed, kept)
         else:
             total = self.plus(arrived).compute()
-            if self.config.gradient_sum_dtype == "bf16":
+            if dtype == "bf16":
                 assert noise_seed is not None
                 total = round_to_bf16(total, noise_seed)
-        self._keep(total)
+        return replace(self, kept=self._to_keep(total), micro_batches=self.micro_batches + 1)
 
-    def drop(self) -> None:
-        self.kept = None
-
-    def _keep(self, total: Tensor) -> None:
-        self.kept = _in_host_memory(total) if self.config.offload_gradient_sums else total
+    def _to_keep(self, total: Tensor) -> Tensor:
+        return _in_host_memory(total) if self.formats.config.offload_gradient_sums else total
 
     def _on_device(self) -> Tensor | None:
         return self.kept.to(self.unit.device, non_blocking=True) if self.kept is not None else None

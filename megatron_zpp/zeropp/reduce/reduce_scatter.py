@@ -17,65 +17,85 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..fsdp.collectives import count_all_reduce
+from ..fsdp.collectives import count_all_reduce, count_reduce_scatter, reduce_scatter
 from ..fsdp.formats import Formats, UnitPart
-from ..fsdp.fsdp_unit import FSDPUnit, GradientReduction, backward_pass, call_after_backward, complete_gradients
+from ..fsdp.fsdp_unit import CustomReduceScatter, FSDPUnit, backward_pass, call_after_backward, complete_gradients
 from ..fsdp.shared import Shared, Traffic
-from ..fsdp.topology import Topology
 from ..fsdp.waits import current_stream, on_stream, refuse_capture
 from ..wire.format import GradientSum, WireFormat
 from ..wire.quantization import mix_seed
-from .loco import GradientHop, NodeSum, make_hop
+from ..wire.scales import ElementScales
+from .loco import ErrorFeedback, GradientHop, NodeSum
 
 logger = logging.getLogger(__name__)
 
 
-class HierarchicalReduceScatter(GradientReduction):
-    """qgZ (ZeRO++ section 3.3) in two hops, both accumulated in fp32.
+class UnitReduceScatter(CustomReduceScatter):
+    """The reduce-scatter of one unit's gradients, and what it keeps: FSDP2's own, or qgZ (ZeRO++ section 3.3).
 
-    Each micro-batch, an all-to-all within the node adds up the node's gradients for the N shards of this local rank p,
-    [N, L]. They stay here until the last micro-batch of the optimizer step, when an all-to-all between the nodes adds
-    them up to [L]; earlier micro-batches return zeros, which FSDP2 adds to ``.grad``.
+    qgZ has two hops, both accumulated in fp32. Each micro-batch, an all-to-all within the node adds up the node's
+    gradients for the N shards of this local rank p, [N, L]. They stay here until the last micro-batch of the optimizer
+    step, when an all-to-all between the nodes adds them up to [L]; earlier micro-batches return zeros, which FSDP2 adds
+    to ``.grad``.
 
     The last one returns zeros too: its gradients are in flight between nodes while the backward pass goes on, and are
     added to ``.grad`` in fp32 when it is over, before ``backward()`` returns. Where they are needed before that, as by
     an optimizer in the backward pass, FSDP2 gets them at once, in its ``reduce_dtype``.
     """
 
-    def __init__(self, unit: FSDPUnit, shared: Shared, unused_parameters: UnusedParameters | None = None) -> None:
-        self.unit, self.shared, self.unused_parameters = unit, shared, unused_parameters
+    def __init__(self, unit: FSDPUnit, shared: Shared, find_unused_in: Sequence[FSDPUnit] = ()) -> None:
+        """find_unused_in: this process group's units, whose unused parameters get no gradient; () gives them zeros."""
+        self.unit, self.shared, self.find_unused_in = unit, shared, find_unused_in
         config, num_nodes, ranks_per_node = shared.config, unit.topology.num_nodes, unit.topology.ranks_per_node
+        self.is_plain = not config.quantized_gradients
         self.formats = Formats(config, num_nodes)
         # On one rank nothing is rounded.
         kept_as = config if unit.topology.world_size > 1 else replace(config, gradient_sum_dtype="fp32")
-        self.node_sum = NodeSum(unit, Formats(kept_as, num_nodes))
-        within = make_hop("intra", (ranks_per_node, num_nodes), unit, shared) if ranks_per_node > 1 else None
-        between = make_hop("inter", (num_nodes,), unit, shared) if num_nodes > 1 else None
-        self.within_node, self.between_nodes = within, between
-        self.hops = [hop for hop in (within, between) if hop is not None]
+        self.node_sum = NodeSum(unit, Formats(kept_as, num_nodes), unit.whole)
+        self.hops: dict[str, GradientHop] = {}
+        loco = config.loco
+        if ranks_per_node > 1 and not self.is_plain:
+            feedback = ErrorFeedback(loco) if loco is not None and loco.hops == "both" else None
+            self.hops["intra"] = GradientHop("intra", (ranks_per_node, num_nodes), unit, shared, feedback, None)
+        if num_nodes > 1 and not self.is_plain:
+            feedback = ErrorFeedback(loco) if loco is not None else None
+            scales = ElementScales() if config.gradient_element_scales else None
+            self.hops["inter"] = GradientHop("inter", (num_nodes,), unit, shared, feedback, scales)
+        self._before_step = self.hops
         self.steps = 0  # reductions between nodes
-        self.micro_batches = 0  # micro-batches of this step in the kept sum
         # Indices of the parameters whose gradients the last reduction, or the one that runs, takes.
         self._reduced: tuple[int, ...] = ()
         self._begun_at = -1  # optimizer steps when this step's first micro-batch came
         self._last_reduction: tuple[int, int] | None = None  # its backward pass, and optimizer steps until then
+        # Indices of the parameters that had no gradient when the step began, and of those that it has used since.
+        self._without_gradient: set[int] | None = None
+        self._used = set[int]()
 
     def before_reduction(self) -> None:
-        """Note which parameters a backward pass used, and which FSDP2 is about to reduce."""
+        """Complete the gradients that FSDP2 is about to reduce, and note which of them a backward pass made."""
+        if self.is_plain:
+            return
         used, self._reduced = complete_gradients(self.unit, self._reduced if self.unit.holds_gradients else ())
-        if self.unused_parameters is not None:
-            self.unused_parameters.note_use(self.unit, used)
+        if self.find_unused_in:
+            if self._without_gradient is None:
+                self._without_gradient = {i for i, p in enumerate(self.unit.parameters) if p.grad is None}
+            self._used |= used
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        refuse_capture(self.unit.device, self.unit.label)
         topology, position, dtype = self.unit.topology, self.shared.position, input_tensor.dtype
-        position.set_is_last(self.unit.is_last_backward)
-        position.mark_reduced()
-        part, draw = self.unit.part(self._reduced), (self.steps, self.micro_batches)
+        # Not every loop marks the last micro-batch, so this does not mean that the unit has trained. A loop may mark it
+        # between the forward and the backward pass.
+        position.mark_reduced(self.unit.is_last_backward)
+        if self.is_plain:
+            count_reduce_scatter(self.shared.traffic, topology, output_tensor)
+            with self._timer(crosses_nodes=topology.num_nodes > 1):
+                return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        refuse_capture(self.unit.device, self.unit.label)
+        part = self.unit.part(self._reduced)
         self._begin_step_if_first()
-        self.node_sum.set_part(part)
+        self.node_sum = self.node_sum.for_part(part)
         gradients = input_tensor.view(topology.num_nodes, topology.ranks_per_node, output_tensor.numel())
         # Sums of rotated gradients are rotated sums: rotate once before both hops and back once after them.
         rotation = self.formats.rotation(part, dtype)
@@ -83,14 +103,18 @@ class HierarchicalReduceScatter(GradientReduction):
             gradients = rotation.rotate(gradients)
         pieces = GradientSum(gradients.transpose(0, 1))  # [P, N, L]: one for each rank of the node
         format, timer = self.formats.gradients_within_node(part, dtype), self._timer(crosses_nodes=False)
-        node_sum = start_exchange(pieces, self.within_node, format, draw, topology.reduce_group, timer).wait()  # [N, L]
+        arrived = self._send("intra", pieces, format, topology.reduce_group, timer).wait()  # [N, L]
         if not position.is_last:
-            self._keep(node_sum)
+            noise_seed, config = None, self.shared.config
+            if config.gradient_sum_dtype != "fp32":
+                draw = (self.unit.name, topology.rank, self.steps, self.node_sum.micro_batches)
+                noise_seed = mix_seed(config.seed, "sums", *draw)
+            self.node_sum = self.node_sum.with_added(arrived, noise_seed)
+            self.unit.holds_gradients = True
             output_tensor.zero_()
             return None
         format = self.formats.gradients_between_nodes(part, dtype, position.optimizer_steps)
-        total = self.node_sum.plus(node_sum)
-        in_flight = start_exchange(total, self.between_nodes, format, draw, topology.inter_group)
+        in_flight = self._send("inter", self.node_sum.plus(arrived), format, topology.inter_group)
         self._drop_kept()  # it has now been sent
         self.steps += 1
         finish = partial(self._total, in_flight, format, rotation, op)
@@ -114,33 +138,45 @@ class HierarchicalReduceScatter(GradientReduction):
         if self.node_sum.kept is None:
             if not continues:
                 self._begun_at = self.shared.position.optimizer_steps
-            for hop in self.hops:
-                hop.begin_step(continues)
+            self.hops = {name: hop.at_next_step() for name, hop in self.hops.items()}
+            # Where more gradients follow within a step, LoCo's error before the first ones is the one to go back to.
+            before = self._before_step if continues else self.hops
+            self._before_step = {n: replace(hop, feedback=before[n].feedback) for n, hop in self.hops.items()}
+
+    def _send(
+        self,
+        name: str,
+        gradients: GradientSum,
+        format: WireFormat,
+        group: dist.ProcessGroup,
+        timer: AbstractContextManager[None] | None = None,
+    ) -> Exchange:
+        hop, draw = self.hops.get(name), (self.steps, self.node_sum.micro_batches)
+        exchange = start_exchange(gradients, hop, format, draw, group, timer)
+        if exchange.hop is not None:
+            self.hops = self.hops | {name: exchange.hop}
+            # Without a second copy, an undone step leaves no error at all. The changed one would be worse than none:
+            # gradients of a step that overflowed can be as large as numbers go.
+            if (loco := self.shared.config.loco) is not None and not loco.exact_undo and exchange.hop.feedback:
+                before = replace(self._before_step[name], feedback=ErrorFeedback(loco))
+                self._before_step = self._before_step | {name: before}
+        return exchange
 
     def _timer(self, crosses_nodes: bool) -> AbstractContextManager[None]:
         return self.shared.waits.collective("reduce", self.unit.label, crosses_nodes=crosses_nodes)
 
-    def _keep(self, arrived: GradientSum) -> None:
-        """Keep the node's sum [N, L] of this micro-batch for the step's last one."""
-        noise_seed, config = None, self.shared.config
-        if config.gradient_sum_dtype != "fp32":
-            draw = (self.unit.name, self.unit.topology.rank, self.steps, self.micro_batches)
-            noise_seed = mix_seed(config.seed, "sums", *draw)
-        self.node_sum.add(arrived, noise_seed)
-        self.unit.holds_gradients = True
-        self.micro_batches += 1
-
     def _drop_kept(self) -> None:
-        self.node_sum.drop()
-        self.unit.holds_gradients, self.micro_batches = False, 0
+        self.node_sum = replace(self.node_sum, kept=None, micro_batches=0)
+        self.unit.holds_gradients = False
 
     def _total(self, in_flight: Exchange, format: WireFormat, rotation: WireFormat | None, op: Any) -> Tensor:
         """Return the sum [L] over all ranks and micro-batches, in fp32, rotated back and scaled as FSDP2 asks."""
         with self._timer(crosses_nodes=True):
             arrived = in_flight.wait()
         total = arrived.compute()
-        if self.between_nodes is not None and in_flight.sent is not None:
-            self.between_nodes.update_scales(format, in_flight.sent, arrived)
+        if in_flight.sent is not None:
+            hop = self.hops["inter"].after_arrival(format, in_flight.sent, arrived)
+            self.hops = self.hops | {"inter": hop}
         return scaled_as(op, total if rotation is None else rotation.rotate(total), self.unit.topology.group.size())
 
     @torch.no_grad()
@@ -152,8 +188,9 @@ class HierarchicalReduceScatter(GradientReduction):
             total = finish()
             self.unit.add_gradient(part, total if divisor is None else total.div_(divisor))
         self.unit.holds_gradients = False
-        if self.unused_parameters is not None:
-            self.unused_parameters.after_reduction()
+        # All units' gradients have left before the first ones arrive.
+        if self.find_unused_in and not any(unit.holds_gradients for unit in self.find_unused_in):
+            drop_unused(self.find_unused_in, self.shared.traffic)
 
     def _continues(self) -> bool:
         """Return whether gradients crossed nodes since the last optimizer step; warn once if in another pass."""
@@ -169,82 +206,58 @@ class HierarchicalReduceScatter(GradientReduction):
             warn_of_accumulation()
         return self.shared.position.sees_steps and (is_same_pass or accumulates)  # else some may have stepped unseen
 
-    def undo_step(self, is_unused: bool) -> None:
+    def restore_errors(self, is_unused: bool) -> None:
         self._drop_kept()
+        self.forget_use()
         if is_unused and self._begun_at == self.shared.position.optimizer_steps:
-            for hop in self.hops:
-                hop.undo_step()
+            self.hops = self._before_step
 
-    def rescale_errors(self, factor: float) -> None:
-        for hop in self.hops:
-            if hop.feedback is not None:
-                hop.feedback.rescale(factor)
+    def rescale(self, factor: float) -> None:
+        self.hops = {name: hop.rescaled(factor) for name, hop in self.hops.items()}
 
-    def state_dict(self) -> dict[str, Tensor]:
-        state = {key: value for hop in self.hops for key, value in hop.state_dict().items()}
+    def uses(self) -> list[bool]:
+        """Return whether this step used each parameter; True for those with no gradient, or with an older one."""
+        unused = (self._without_gradient or set()) - self._used
+        return [i not in unused or parameter.grad is None for i, parameter in enumerate(self.unit.parameters)]
+
+    def forget_use(self) -> None:
+        """Begin another step of ``uses``."""
+        self._without_gradient, self._used = None, set()
+
+    def errors_to_save(self) -> dict[str, Tensor]:
+        state = {key: value for hop in self.hops.values() for key, value in hop.state_dict().items()}
         config = self.shared.config
-        if config.gradient_rounding == "stochastic" or config.gradient_sum_dtype != "fp32":
+        if not self.is_plain and (config.gradient_rounding == "stochastic" or config.gradient_sum_dtype != "fp32"):
             state["steps"] = torch.tensor(self.steps)
         return state
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_errors(self, state: dict[str, Tensor]) -> None:
         self._drop_kept()
         self._begun_at = -1
-        if "steps" in state:
-            self.steps = int(state["steps"])
-        for hop in self.hops:
-            hop.load_state_dict(state)
+        self.steps = int(state.get("steps", self.steps))
+        self.hops = self._before_step = {name: hop.loaded(state) for name, hop in self.hops.items()}
 
 
-class UnusedParameters:
-    """Leaves parameters that no rank used in a step without a gradient, as plain training does.
+def drop_unused(units: Sequence[FSDPUnit], traffic: Traffic) -> None:
+    """Leave parameters that no rank used in a step without a gradient, as plain training does.
 
     For the units of one process group: one all-reduce of a byte per parameter, when a step's last backward pass is
     over, as in DistributedDataParallel. A rank that used all of its parameters does not read the result.
     """
-
-    def __init__(self, topology: Topology, units: Sequence[FSDPUnit], traffic: Traffic) -> None:
-        self.topology, self.units, self.traffic = topology, units, traffic
-        self._drops_in = -1  # the backward pass at whose end unused parameters lose their gradient
-        # In this step so far, by unit and index: parameters that got a gradient, and those that had none when it began.
-        self._used: dict[FSDPUnit, set[int]] = {}
-        self._without_gradient: dict[FSDPUnit, set[int]] = {}
-
-    def note_use(self, unit: FSDPUnit, used: set[int]) -> None:
-        """Note which of the unit's parameters, by index, a backward pass used, before it is reduced."""
-        if unit not in self._used:
-            self._used[unit] = set()
-            self._without_gradient[unit] = {i for i, p in enumerate(unit.parameters) if p.grad is None}
-        self._used[unit] |= used
-
-    def forget_use(self) -> None:
-        """Begin another step."""
-        self._used, self._without_gradient = {}, {}
-
-    def after_reduction(self) -> None:
-        """Note that a unit's last gradients of a step are in ``.grad``. All units' have left before the first ones."""
-        if self._drops_in != backward_pass():
-            self._drops_in = backward_pass()
-            call_after_backward(self._drop_unused)  # when the others, which were queued before, have arrived
-
-    def _drop_unused(self) -> None:
-        used = [used for unit in self.units for used in self._use(unit)]
-        flags = torch.ones(len(used), dtype=torch.uint8, device=self.units[0].device)
-        if not all(used):  # only this rank's host waits: for the copy, and below for the result
-            flags.copy_(torch.tensor(used))
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.topology.group)
-        count_all_reduce(self.traffic, self.topology, flags.nbytes)
-        if not all(used):
-            parameters = (parameter for unit in self.units for parameter in unit.parameters)
-            for parameter, used_by_any_rank in zip(parameters, flags.tolist(), strict=True):
-                if not used_by_any_rank:
-                    parameter.grad = None
-        self.forget_use()
-
-    def _use(self, unit: FSDPUnit) -> list[bool]:
-        """Return whether this step used each parameter; True for those with no gradient, or with an older one."""
-        unused = self._without_gradient.get(unit, set()) - self._used.get(unit, set())
-        return [i not in unused or parameter.grad is None for i, parameter in enumerate(unit.parameters)]
+    reductions = [unit.reduce_scatter for unit in units]
+    used = [used for reduction in reductions for used in reduction.uses()]
+    flags = torch.ones(len(used), dtype=torch.uint8, device=units[0].device)
+    if not all(used):  # only this rank's host waits: for the copy, and below for the result
+        flags.copy_(torch.tensor(used))
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=units[0].topology.group)
+    count_all_reduce(traffic, units[0].topology, flags.nbytes)
+    if not all(used):
+        parameters = (parameter for unit in units for parameter in unit.parameters)
+        for parameter, used_by_any_rank in zip(parameters, flags.tolist(), strict=True):
+            if not used_by_any_rank:
+                parameter.grad = None
+    for reduction in reductions:
+        reduction.forget_use()
 
 
 @functools.cache  # once
@@ -263,6 +276,7 @@ class Exchange:
     total: GradientSum  # sum of the pieces that were sent here; valid after ``work``
     work: dist.Work | None  # None: it is not in flight
     sent: Tensor | None  # uint8 [G, ..., nbytes], which is read until then
+    hop: GradientHop | None  # after it
 
     def wait(self) -> GradientSum:
         if self.work is not None:
@@ -285,12 +299,12 @@ def start_exchange(
     ``Exchange.wait``.
     """
     if hop is None:
-        return Exchange(gradients.only_piece(), None, None)
-    wires = hop.encode_pieces(gradients, format, draw)
+        return Exchange(gradients.only_piece(), None, None, None)
+    wires, hop = hop.encode_pieces(gradients, format, draw)
     received = torch.empty_like(wires)
     with timer or nullcontext():
         work = dist.all_to_all_single(received, wires, group=group, async_op=timer is None)
-    return Exchange(hop.sum_of(received, format), work, wires)
+    return Exchange(hop.sum_of(received, format), work, wires, hop)
 
 
 def scaled_as(op: Any, total: Tensor, world_size: int) -> Tensor:

@@ -9,20 +9,7 @@ import torch
 from torch import Tensor
 
 from . import kernels, reference
-from .layout import Compensation, KeptScales, ParameterShard, WireLayout
-
-
-@functools.lru_cache(maxsize=4096)
-def wire_format(
-    parameters: tuple[ParameterShard, ...],
-    bits: int | None,
-    block_size: int | None,
-    dtype: torch.dtype,
-    scaling: str | None = None,
-    scale_dtype: torch.dtype = torch.float32,
-) -> WireFormat:
-    """Return the WireFormat of these arguments, made once."""
-    return WireFormat(parameters, bits, block_size, dtype, scaling, scale_dtype)
+from .layout import Compensation, WireLayout
 
 
 class WireFormat(WireLayout):
@@ -35,7 +22,8 @@ class WireFormat(WireLayout):
         *,
         plus: Tensor | None = None,
         compensation: Compensation | None = None,
-        kept: KeptScales | None = None,
+        keeps_scales: bool = False,
+        kept: Tensor | None = None,
         exponents: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
@@ -44,7 +32,8 @@ class WireFormat(WireLayout):
         noise_seed: round stochastically, with noise that depends on the seed and an element's index alone.
         plus: [..., L] to add, in fp32.
         compensation: LoCo's error, added and replaced.
-        kept: keep scales where they fit; with code absmax.
+        keeps_scales: blocks keep the scales that they have in the buffers ``kept``, uint8 [..., nbytes], while they
+            fit (moves.py); with code absmax. None: none has one yet.
         exponents: uint8 [..., L] of the scales that elements are divided by (scales.py); 0 where nothing is quantized.
         out: the buffers to fill, if they are there already.
         """
@@ -52,12 +41,12 @@ class WireFormat(WireLayout):
         if wire is None:
             wire = torch.empty(*values.shape[:-1], self.nbytes, dtype=torch.uint8, device=values.device)
         if self._has_kernels(values.device, values.dtype, plus):
-            keeps = (kept is not None, kept.wire if kept is not None else None)
+            rounding = (noise_seed, keeps_scales, kept)
             torch.ops.megatron_zpp.encode(
-                values, None, [], plus, wire, self.table, *_arguments(compensation), noise_seed, *keeps, exponents
+                values, None, [], plus, wire, self.table, *_arguments(compensation), *rounding, exponents
             )
         else:
-            reference.encode(self, values, wire, plus, compensation, noise_seed, kept, exponents)
+            reference.encode(self, values, wire, plus, compensation, noise_seed, keeps_scales, kept, exponents)
         return wire
 
     def encode_sum(
@@ -83,9 +72,9 @@ class WireFormat(WireLayout):
         if not one_pass or not self._has_kernels(peers.device, source.dtype, plus):
             total = source.decode_sum(peers, out=torch.empty(*wire.shape[:-1], self.numel, device=peers.device))
             return self.encode(total, noise_seed, plus=plus, compensation=compensation, exponents=exponents, out=wire)
-        keeps = (False, None)
+        rounding = (noise_seed, False, None)
         torch.ops.megatron_zpp.encode(
-            None, peers, source.table, plus, wire, self.table, *_arguments(compensation), noise_seed, *keeps, exponents
+            None, peers, source.table, plus, wire, self.table, *_arguments(compensation), *rounding, exponents
         )
         return wire
 
@@ -140,6 +129,9 @@ class WireFormat(WireLayout):
         return has_operators and dtype in types and (addend is None or addend.dtype in types)
 
 
+wire_format = functools.lru_cache(maxsize=4096)(WireFormat)  # each format once; its parameters are a tuple
+
+
 @dataclass(frozen=True)
 class GradientSum:
     """Gradients [..., L] of one rank, or the sum of what G ranks sent; ``plus`` is added where it is given.
@@ -175,11 +167,6 @@ class GradientSum:
         if out is None:
             out = torch.empty(*self.parts.shape[1:-1], self.format.numel, device=self.parts.device)
         return self.format.decode_sum(self.parts, out, accumulate=self.plus is not None, exponents=self.exponents)
-
-    def computed(self) -> GradientSum:
-        """Return the same gradients with nothing left to add up."""
-        is_sum = self.format is not None or self.plus is not None
-        return GradientSum(self.compute()) if is_sum else self
 
     def to_wire(
         self,

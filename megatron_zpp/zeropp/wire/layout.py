@@ -85,22 +85,21 @@ class WireLayout:
         scale_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.parameters, self.bits, self.block_size, self.dtype = tuple(parameters), bits, block_size, dtype
-        self.code = Code(bits, scaling, scale_dtype) if bits is not None else None
+        self._code = Code(bits, scaling, scale_dtype) if bits is not None else None
         self.numel = sum(parameter.numel for parameter in parameters)  # L
-        self.quantized: list[Segment] = []
-        self.unquantized: list[Segment] = []
-        self.nf4: list[Segment] = []
-
-        quantized, nf4_spans = list[tuple[int, int, int]](), list[tuple[int, int, int]]()  # start, stop, block size
+        self.quantized, self.unquantized, self.nf4 = list[Segment](), list[Segment](), list[Segment]()
+        quantized, in_nf4 = list[tuple[int, int, int]](), list[tuple[int, int, int]]()  # start, stop, block size
         unquantized, start = list[tuple[int, int]](), 0  # start, stop
         for parameter in parameters:
             stop = start + parameter.numel
             size = block_size_of(parameter.numel, block_size) if bits is not None and parameter.quantizable else 0
             if parameter.is_nf4 and (nf4_size := block_size_of(parameter.numel, nf4.BLOCK)):
-                nf4_spans.append((start, stop, nf4_size))
+                in_nf4.append((start, stop, nf4_size))
             elif size:
                 quantized.append((start, stop, size))
-            else:
+            elif unquantized and unquantized[-1][1] == start:  # a run of small parameters is one copy
+                unquantized[-1] = unquantized[-1][0], stop
+            elif stop > start:
                 unquantized.append((start, stop))
             start = stop
 
@@ -117,9 +116,9 @@ class WireLayout:
         scales = [take(scale_dtype.itemsize * n) for n in blocks]
         for (start, stop, size), code, scale in zip(quantized, codes, scales, strict=True):
             self.quantized.append(Segment(start, stop, size, code, scale))
-        for start, stop in _merge_adjacent(unquantized):
+        for start, stop in unquantized:
             self.unquantized.append(Segment(start, stop, 0, take((stop - start) * dtype.itemsize), slice(0)))
-        for start, stop, size in nf4_spans:
+        for start, stop, size in in_nf4:
             num_blocks = -(-(stop - start) // size)
             code, scale = take(num_blocks * size // 2), take(nf4.scale_bytes(num_blocks))
             self.nf4.append(Segment(start, stop, size, code, scale))
@@ -128,6 +127,12 @@ class WireLayout:
         self._moves_tables = dict[torch.device, Tensor]()
         # Whether the operators have it.
         self.is_compiled = (bits is None or bits in kernels.BITS) and dtype in kernels.TYPES and not self.nf4
+
+    @property
+    def code(self) -> Code:
+        """The code of quantized parameters."""
+        assert self._code is not None
+        return self._code
 
     def has_operators_on(self, device: torch.device) -> bool:
         """Return whether the operators have this format there."""
@@ -154,20 +159,10 @@ class WireLayout:
     def _table(self) -> list[int]:
         """Return the format as the operators take it: five numbers of all of it, then five for each segment."""
         table = [self.bits or 0, kernels.TYPES.get(self.dtype, 0), self.nbytes]
-        table += [int(self.code.is_mean), self.code.scale_dtype.itemsize] if self.code is not None else [0, 4]
+        table += [int(self._code.is_mean), self._code.scale_dtype.itemsize] if self._code is not None else [0, 4]
         for s in sorted(self.quantized + self.unquantized, key=lambda segment: segment.start):
             table += [s.start, s.stop, s.block_size, s.codes.start, s.scales.start or 0]
         return table
-
-
-@dataclass(frozen=True)
-class KeptScales:
-    """Blocks keep the scales that they have in the buffers ``wire``, uint8 [..., nbytes], while they fit (moves.py).
-
-    None: none has one yet.
-    """
-
-    wire: Tensor | None
 
 
 @dataclass
@@ -192,22 +187,3 @@ class Compensation:
 
 def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
-
-
-def _merge_adjacent(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join spans that touch, so that a run of small parameters is one copy."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in spans:
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], stop)
-        elif stop > start:
-            merged.append((start, stop))
-    return merged
-
-
-def encoded_addend(format: WireLayout, wires: Tensor | None) -> Compensation:
-    """Let an encoding add, in its one pass and in fp32, what buffers uint8 [..., nbytes] say; None = nothing.
-
-    It is LoCo's compensation by an error that is left as it is.
-    """
-    return Compensation(format, error=wires, new_error=None, beta=0.0, decay=1.0)

@@ -1,7 +1,7 @@
 """Moved codes: a wire buffer of weights as what changed since the buffer that its receivers have. Nothing is lost.
 
 An optimizer step moves few weights by more than a step of their code. So blocks keep their scales while they can
-(``KeptScales``), and what is sent are the moves: the code of each element, less its code in the old buffer
+(``keeps_scales``), and what is sent are the moves: the code of each element, less its code in the old buffer
 (``encode_moves``, ``apply_moves``). Unquantized values of 16 bits are codes too: their bits as integers, in the order
 of the values. The bytes of a buffer of moves:
 
@@ -64,7 +64,9 @@ def measure_moves(format: WireLayout, old: Tensor, new: Tensor) -> Moves:
     if _has_kernels(format, old):
         tables = (format.table, format.moves_table(old.device))
         return Moves(format, old, new, torch.ops.megatron_zpp.measure_moves(old, new, *tables))
-    has_new_scale, scales = _changed_scales(format, old, new)
+    before, scales = _all_scales(format, old), _all_scales(format, new)
+    as_bits = torch.int32 if scales.itemsize == 4 else torch.int16  # NaN equals itself
+    has_new_scale = before.view(as_bits) != scales.view(as_bits)  # [blocks]
     moved = _codes(format, new) - _predicted(format, old, scales)
     parts = [_pack(has_new_scale), scales[has_new_scale].view(torch.uint8), *_raw(format, new)]
     chunks = [_encode_chunk(chunk) for chunk in _chunks(moved)]
@@ -74,10 +76,7 @@ def measure_moves(format: WireLayout, old: Tensor, new: Tensor) -> Moves:
 
 
 def apply_moves(format: WireLayout, wires: Tensor, moves: Tensor) -> Tensor:
-    """Move wire buffers uint8 [R, nbytes], in place, by buffers of moves uint8 [R, n]; returns them.
-
-    What follows the end of a buffer of moves is not read.
-    """
+    """Move wire buffers uint8 [R, nbytes], in place, by buffers of moves uint8 [R, n] or longer; returns them."""
     if _has_kernels(format, wires):
         torch.ops.megatron_zpp.apply_moves(moves, format.table, format.moves_table(wires.device), wires)
         return wires
@@ -178,20 +177,12 @@ def _has_kernels(format: WireLayout, tensor: Tensor) -> bool:
 
 
 def _scales(format: WireLayout, segment: Segment, wire: Tensor) -> Tensor:
-    assert format.code is not None
     return wire[..., segment.scales].view(format.code.scale_dtype)
 
 
 def _all_scales(format: WireLayout, wire: Tensor) -> Tensor:
     empty = torch.empty(0, device=wire.device)
     return torch.cat([_scales(format, segment, wire) for segment in format.quantized]) if format.quantized else empty
-
-
-def _changed_scales(format: WireLayout, old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Return whether each block's scale changed, bool [blocks], and the new ones."""
-    before, scales = _all_scales(format, old), _all_scales(format, new)
-    as_bits = torch.int32 if scales.itemsize == 4 else torch.int16  # NaN equals itself
-    return before.view(as_bits) != scales.view(as_bits), scales
 
 
 def _raw(format: WireLayout, wire: Tensor) -> list[Tensor]:
@@ -203,7 +194,6 @@ def _codes(format: WireLayout, wire: Tensor) -> Tensor:
     """Return all codes in a wire buffer uint8 [nbytes], and unquantized values of 16 bits as integers: int32 [n]."""
     parts = [torch.zeros(0, dtype=torch.int32, device=wire.device)]
     for segment in format.quantized:
-        assert format.code is not None
         parts.append(unpack_bits(wire[segment.codes], format.code.bits).int())
     if format.dtype.itemsize == 2:
         for segment in format.unquantized:
@@ -216,7 +206,6 @@ def _predicted(format: WireLayout, wire: Tensor, scales: Tensor) -> Tensor:
     """Predict the codes in a wire buffer as codes of other scales, one for each block: int32 [n]."""
     codes, start, block = _codes(format, wire), 0, 0
     for segment in format.quantized:
-        assert format.code is not None
         stop = start + segment.num_blocks * segment.block_size
         before, after = _scales(format, segment, wire).float(), scales[block : block + segment.num_blocks].float()
         blocks = codes[start:stop].view(segment.num_blocks, segment.block_size)
@@ -230,7 +219,6 @@ def _predicted(format: WireLayout, wire: Tensor, scales: Tensor) -> Tensor:
 def _write(format: WireLayout, wire: Tensor, codes: Tensor, scales: Tensor, raw: list[Tensor]) -> None:
     start, block = 0, 0
     for segment in format.quantized:
-        assert format.code is not None
         stop = start + segment.num_blocks * segment.block_size
         wire[segment.codes] = pack_bits(codes[start:stop].to(torch.int8), format.code.bits)
         wire[segment.scales] = scales[block : block + segment.num_blocks].clone().view(torch.uint8)

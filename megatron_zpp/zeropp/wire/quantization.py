@@ -25,7 +25,6 @@ to nearest with mean. Arithmetic is fp32; the sum in a mean is one of integers, 
 from __future__ import annotations
 
 import math
-import re
 import zlib
 from dataclasses import dataclass
 
@@ -48,11 +47,9 @@ _FIXED_POINT, _SMALLEST_EXPONENT = 22, -63
 
 @dataclass(frozen=True)
 class Code:
-    """How blocks become integers and scales.
+    """How blocks become integers and scales. Raises ValueError for what cannot be.
 
     ``scaling`` None = by bits: "largest" for 1, "mean" for 2 and 3, where it loses less than "absmax".
-
-    Raises ValueError for what cannot be.
     """
 
     bits: int
@@ -176,23 +173,13 @@ def dequantize_blocks(codes: Tensor, scales: Tensor, code: Code) -> Tensor:
     return levels.mul_(scales.abs())
 
 
-def count_largest(codes: Tensor, scales: Tensor, code: Code) -> Tensor:
-    """Count the codes int8 [..., B] that stand for one of the two outermost levels of their block."""
-    has_half_steps = scales > 0 if code.is_mean else torch.zeros_like(scales, dtype=torch.bool)
-    lowest = torch.where(has_half_steps, -code.qmax - 1, -code.qmax)
-    return ((codes == code.qmax) | (codes == lowest.unsqueeze(-1))).sum()
-
-
 def mix_seed(*parts: int | str) -> int:
     """Mix one 32-bit seed from whatever tells one draw from another."""
     return zlib.crc32(repr(parts).encode())
 
 
 def counter_uniform(numel: int, seed: int, device: torch.device) -> Tensor:
-    """``numel`` fp32 numbers in [0, 1) that depend on ``seed`` and their index alone, not on the device.
-
-    The low bias 32-bit integer hash of Chris Wellons, of index and seed.
-    """
+    """Return fp32 numbers in [0, 1) [numel] that depend on ``seed`` and their index alone: Chris Wellons's hash."""
     word = 0xFFFFFFFF
     x = torch.arange(numel, dtype=torch.int64, device=device).add_(seed * 0x9E3779B9 & word).bitwise_and_(word)
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & word
@@ -230,8 +217,8 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """
     if bits == 8:
         return codes.view(torch.uint8)
-    codes_per_word, bytes_per_word = _word(bits)
-    unsigned = _as_words(codes.view(torch.uint8) & (2**bits - 1), bits).unflatten(-1, (-1, codes_per_word))
+    codes_per_word, bytes_per_word, dtype = _word(bits)
+    unsigned = (codes.view(torch.uint8) & (2**bits - 1)).to(dtype).unflatten(-1, (-1, codes_per_word))
     words = unsigned[..., 0].clone()  # [..., B / codes_per_word]
     for i in range(1, codes_per_word):
         words |= unsigned[..., i] << (bits * i)
@@ -244,8 +231,8 @@ def unpack_bits(packed: Tensor, bits: int) -> Tensor:
     """Unpack bytes uint8 [..., B * bits / 8] into signed codes int8 [..., B]."""
     if bits == 8:
         return packed.view(torch.int8)
-    codes_per_word, bytes_per_word = _word(bits)
-    parts = _as_words(packed, bits).unflatten(-1, (-1, bytes_per_word))
+    codes_per_word, bytes_per_word, dtype = _word(bits)
+    parts = packed.to(dtype).unflatten(-1, (-1, bytes_per_word))
     words = parts[..., 0].clone()
     for i in range(1, bytes_per_word):
         words |= parts[..., i] << (8 * i)
@@ -301,29 +288,8 @@ def unpack_largest(packed: Tensor) -> Tensor:
     return codes[:, :size].reshape(*packed.shape[:-1], size)
 
 
-def _as_words(values: Tensor, bits: int) -> Tensor:
-    """uint8 in the type in which words are put together."""
-    _, bytes_per_word = _word(bits)
-    return values if bytes_per_word == 1 else values.int() if bytes_per_word <= 3 else values.long()
-
-
-def _word(bits: int) -> tuple[int, int]:
-    """Return the smallest run of whole bytes that holds whole codes: (codes, bytes)."""
-    total = math.lcm(bits, 8)
-    return total // bits, total // 8
-
-
-@dataclass(frozen=True)
-class BitsWarmup:
-    """``bits`` during the first ``steps`` optimizer steps of a run."""
-
-    steps: int
-    bits: int
-
-    @classmethod
-    def parse(cls, text: str) -> BitsWarmup:
-        """Read "STEPS:BITS". Raises ValueError for anything else."""
-        match = re.fullmatch(r"([1-9]\d*):(\d+)", text, re.ASCII)
-        if match is None:
-            raise ValueError(f"must be STEPS:BITS, such as 500:4, got {text!r}")
-        return cls(int(match[1]), int(match[2]))
+def _word(bits: int) -> tuple[int, int, torch.dtype]:
+    """Return the smallest run of whole bytes that holds whole codes: (codes, bytes, the type that holds it)."""
+    num_bytes = math.lcm(bits, 8) // 8
+    dtype = torch.uint8 if num_bytes == 1 else torch.int32 if num_bytes <= 3 else torch.int64
+    return 8 * num_bytes // bits, num_bytes, dtype

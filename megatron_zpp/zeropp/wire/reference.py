@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import nf4
-from .layout import Compensation, KeptScales, Segment, WireLayout
+from .layout import Compensation, Segment, WireLayout
 from .quantization import (
     QUIETEST,
     STEPS_PER_OCTAVE,
-    count_largest,
     counter_uniform,
     dequantize_blocks,
     hadamard,
@@ -32,7 +31,8 @@ def encode(
     addend: Tensor | None,
     compensation: Compensation | None,
     noise_seed: int | None,
-    kept: KeptScales | None = None,
+    keeps_scales: bool = False,
+    kept: Tensor | None = None,
     exponents: Tensor | None = None,
 ) -> None:
     """Fill ``wire`` uint8 [..., nbytes] from values [..., L]; see WireFormat.encode."""
@@ -41,24 +41,23 @@ def encode(
     scales = None
     if exponents is not None:
         values, scales = values.float(), element_scales(exponents)
-    if compensation is None:
-        _write(format, values if scales is None else values / scales, wire, noise_seed, kept)
-        return
-    error = torch.zeros(values.shape, device=values.device)
-    if compensation.error is not None:
-        decode(compensation.format, compensation.error.unsqueeze(0), error, accumulate=False)
-    compensated = values + error  # fp32
-    if scales is None:
-        _write(format, compensated, wire, noise_seed, kept)
-    else:
+    compensated = values
+    if compensation is not None:
+        error = torch.zeros(values.shape, device=values.device)
+        if compensation.error is not None:
+            decode(compensation.format, compensation.error.unsqueeze(0), error, accumulate=False)
+        compensated = values + error  # fp32
+    coded = compensated if scales is None else compensated / scales
+    if compensation is not None and scales is not None:
         # An element without a gradient, as in a row of embeddings that no token met, is sent as 0 and its error waits:
         # otherwise scales would follow errors, and errors scales.
         waits = torch.zeros_like(values, dtype=torch.bool)
         for segment in format.quantized:
             at = slice(segment.start, segment.stop)
             waits[..., at] = values[..., at] == 0
-        _write(format, torch.where(waits, 0.0, compensated / scales), wire, noise_seed, kept)
-    if compensation.new_error is not None:
+        coded = torch.where(waits, 0.0, coded)
+    _write(format, coded, wire, noise_seed, keeps_scales, kept)
+    if compensation is not None and compensation.new_error is not None:
         sent = torch.empty_like(error)
         decode(format, wire.unsqueeze(0), sent, accumulate=False)
         if scales is not None:
@@ -87,12 +86,13 @@ def decode(format: WireLayout, peers: Tensor, out: Tensor, accumulate: bool, exp
 
 def count_codes(format: WireLayout, wire: Tensor) -> Tensor:
     """Count in buffers uint8 [..., nbytes]: fp32 [3] outermost codes, codes in blocks that are not 0, NaN blocks."""
-    assert format.code is not None
     counts = torch.zeros(3, device=wire.device)
     for segment in format.quantized:
         codes, scales = codes_and_scales(format, segment, wire)
+        qmax, has_half_steps = format.code.qmax, (scales > 0) & format.code.is_mean
+        lowest = torch.where(has_half_steps, -qmax - 1, -qmax).unsqueeze(-1)
         total = (scales.abs() > 0).sum() * segment.block_size
-        counts += torch.stack([count_largest(codes, scales, format.code), total, scales.isnan().sum()])
+        counts += torch.stack([((codes == qmax) | (codes == lowest)).sum(), total, scales.isnan().sum()])
     return counts
 
 
@@ -105,7 +105,6 @@ def element_scales(exponents: Tensor) -> Tensor:
 
 def move_exponents(format: WireLayout, exponents: Tensor | None, wires: Tensor, moves: list[int], out: Tensor) -> None:
     """Fill ``out`` uint8 [..., L]; see WireFormat.move_exponents."""
-    assert format.code is not None
     out.zero_() if exponents is None else out.copy_(exponents)
     for segment in format.quantized:
         codes, scales = codes_and_scales(format, segment, wires)  # [..., blocks, B], [..., blocks]
@@ -135,22 +134,20 @@ def _write(
     values: Tensor,
     wire: Tensor,
     noise_seed: int | None = None,
-    keeps: KeptScales | None = None,
+    keeps_scales: bool = False,
+    kept: Tensor | None = None,
 ) -> None:
     wire.zero_()  # the gaps of the alignment must not carry old memory
     noise = None
     if noise_seed is not None:
         noise = counter_uniform(values.numel(), noise_seed, values.device).view(values.shape)
     for segment in format.quantized:
-        assert format.code is not None
         uniform = None if noise is None else block_values(segment, noise, padding=0.5)
         sizes = torch.full((segment.num_blocks,), segment.block_size, device=values.device)
         sizes[-1] -= segment.padding
-        kept = None
-        if keeps is not None and keeps.wire is not None:
-            kept = keeps.wire[..., segment.scales].view(format.code.scale_dtype)
+        old = kept[..., segment.scales].view(format.code.scale_dtype) if kept is not None else None
         blocks = block_values(segment, values)
-        codes, scales = quantize_blocks(blocks, format.code, uniform, sizes, keeps is not None, kept)
+        codes, scales = quantize_blocks(blocks, format.code, uniform, sizes, keeps_scales, old)
         wire[..., segment.codes] = pack_codes(codes, format.code).flatten(-2)
         wire[..., segment.scales] = scales.view(torch.uint8)
     for segment in format.unquantized:
@@ -163,7 +160,6 @@ def _write(
 
 def _read(format: WireLayout, wire: Tensor, out: Tensor) -> Tensor:
     for segment in format.quantized:
-        assert format.code is not None
         values = dequantize_blocks(*codes_and_scales(format, segment, wire), format.code).flatten(-2)
         out[..., segment.start : segment.stop] = values[..., : segment.stop - segment.start]
     for segment in format.unquantized:
@@ -177,7 +173,6 @@ def _read(format: WireLayout, wire: Tensor, out: Tensor) -> Tensor:
 
 def codes_and_scales(format: WireLayout, segment: Segment, wire: Tensor) -> tuple[Tensor, Tensor]:
     """Read a segment's codes int8 [..., num_blocks, block_size] and scales [..., num_blocks] in [..., nbytes]."""
-    assert format.code is not None
     packed = wire[..., segment.codes].unflatten(-1, (segment.num_blocks, -1))
     return unpack_codes(packed, format.code), wire[..., segment.scales].view(format.code.scale_dtype)
 

@@ -18,8 +18,11 @@ of less than one are up to a dither that all elements share.
 As only ratios count, the loss scale does not matter.
 """
 
+from __future__ import annotations
+
 import functools
 import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +34,7 @@ from .quantization import STEPS_PER_OCTAVE, Code
 WEIGHT = 0.02  # w; larger at first, so that v is the mean of what came
 
 
+@dataclass(frozen=True, eq=False)
 class ElementScales:
     """The scales of one hop of one unit: of pieces [N, L] that are sent to N ranks, and of those that N ranks send.
 
@@ -38,62 +42,52 @@ class ElementScales:
     was sent is kept, as bytes. A reduction whose gradients did not arrive counts at neither end.
     """
 
-    def __init__(self) -> None:
-        self.exponents: Tensor | None = None  # e, uint8 [2, N, L]: of what is sent, and of what comes; None = all 0
-        self.steps = 0  # reductions that updated them
-        self.sent_wires: list[tuple[WireFormat, Tensor]] = []  # since the step began, each uint8 [2, N, nbytes]
-        self._parameters: tuple[ParameterShard, ...] | None = None  # whose elements have them; None: not known yet
+    exponents: Tensor | None = None  # e, uint8 [2, N, L]: of what is sent, and of what comes; None = all 0
+    steps: int = 0  # reductions that updated them
+    wires: tuple[tuple[WireFormat, Tensor], ...] = ()  # sent since the step began, and arrived: uint8 [2, N, nbytes]
+    parameters: tuple[ParameterShard, ...] | None = None  # whose elements have them; None: nothing was encoded yet
 
-    def of_sent(self, format: WireFormat) -> Tensor | None:
-        """Return the exponents of pieces [N, L] to send, uint8 [N, L]; None = all 0."""
-        is_other = self._parameters is not None and self._parameters != format.parameters
-        if is_other or (self.exponents is not None and self.exponents.shape[-1] != format.numel):
-            self.exponents, self.steps = None, 0  # parameters were frozen or unfrozen
-        self._parameters = format.parameters
+    @property
+    def sent(self) -> Tensor | None:
+        """The exponents of pieces to send, uint8 [N, L]; None = all 0."""
         return self.exponents[0] if self.exponents is not None else None
 
-    def of_received(self) -> Tensor | None:
-        """Return the exponents of the pieces [N, L] that N ranks send, uint8 [N, L]; None = all 0."""
+    @property
+    def received(self) -> Tensor | None:
+        """The exponents of the pieces that N ranks send, uint8 [N, L]; None = all 0."""
         return self.exponents[1] if self.exponents is not None else None
 
-    def observe(self, format: WireFormat, sent: Tensor, received: Tensor) -> None:
-        """Say that these wire buffers, uint8 [N, nbytes], were sent and have arrived."""
-        self.sent_wires.append((format, torch.stack([sent, received])))
+    def for_format(self, format: WireFormat) -> ElementScales:
+        """Return the scales of gradients in ``format``: none, if parameters were frozen or unfrozen since."""
+        is_same = self.parameters is not None and self.parameters == format.parameters
+        return self if is_same else ElementScales(wires=self.wires, parameters=format.parameters)
 
-    def begin_step(self) -> None:
-        """Say that the gradients to come are another optimizer step's."""
-        self.exponents, self.steps = self._moved()
-        self.sent_wires = []
+    def observed(self, format: WireFormat, sent: Tensor, received: Tensor) -> ElementScales:
+        """Return the scales after these wire buffers, uint8 [N, nbytes], were sent and have arrived."""
+        return replace(self, wires=(*self.wires, (format, torch.stack([sent, received]))))
 
-    def undo_step(self) -> None:
-        """Say that the gradients since ``begin_step`` were thrown away."""
-        self.sent_wires = []
+    def moved(self) -> ElementScales:
+        """Return the scales of the next step: moved by what was sent."""
+        exponents, steps = self.exponents, self.steps
+        for format, wires in self.wires:
+            moves = _moves(format.code, steps)
+            if exponents is None or any(moves):
+                exponents = format.move_exponents(exponents, wires, moves)
+            steps += 1
+        return replace(self, exponents=exponents, steps=steps, wires=())
 
     def state_dict(self) -> dict[str, Tensor]:
-        exponents, steps = self._moved()
-        state = {"steps": torch.tensor(steps)}
-        return state if exponents is None else state | {"exponents": exponents}
+        moved = self.moved()
+        state = {"steps": torch.tensor(moved.steps)}
+        return state if moved.exponents is None else state | {"exponents": moved.exponents}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take back what ``state_dict`` gave; before the first step, and without a state, there are no scales."""
-        self.steps, self.sent_wires = int(state.get("steps", 0)), []
-        self.exponents = state["exponents"] if self.steps > 0 else None
-        self._parameters = None
-
-    def _moved(self) -> tuple[Tensor | None, int]:
-        exponents, steps = self.exponents, self.steps
-        for format, wires in self.sent_wires:
-            exponents, steps = updated_exponents(exponents, format, wires, steps), steps + 1
-        return exponents, steps
-
-
-def updated_exponents(exponents: Tensor | None, format: WireFormat, wires: Tensor, steps: int) -> Tensor:
-    """Exponents uint8 [..., L] after ``steps`` reductions and one more, whose wire buffers were uint8 [..., nbytes]."""
-    assert format.code is not None
-    moves = _moves(format.code, steps)
-    if exponents is not None and not any(moves):
-        return exponents
-    return format.move_exponents(exponents, wires, moves)
+    @staticmethod
+    def loaded(state: dict[str, Tensor], parameters: tuple[ParameterShard, ...]) -> ElementScales:
+        """Return what ``state_dict`` saved; before the first step, and without a state, there are no scales."""
+        steps = int(state.get("steps", 0))
+        if steps == 0 or state["exponents"].shape[-1] != sum(parameter.numel for parameter in parameters):
+            return ElementScales(parameters=parameters)
+        return ElementScales(state["exponents"], steps, parameters=parameters)
 
 
 @functools.lru_cache(maxsize=16)
