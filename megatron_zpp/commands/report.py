@@ -1,12 +1,14 @@
 """Compare runs on one HTML page with plots and a table, which needs no server and no network.
 
 python tools/report.py runs/zero3 runs/zeropp --output report.html
+python tools/report.py --wandb PROJECT
 """
 
 from __future__ import annotations
 
 import argparse
 import html
+import importlib
 import io
 import itertools
 import math
@@ -15,7 +17,7 @@ import re
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_zpp.data.text.packages import load_package
 from megatron_zpp.errors import attempt, reports_errors
@@ -176,15 +178,45 @@ def thinned(curve: Curve, points: int) -> Curve:
     return curve[(len(curve) - 1) % every :: every]
 
 
+def save_wandb_report(project: str, entity: str | None) -> str:
+    """Save the same charts as a report of a wandb project. Return its address. Raises ImportError or ValueError."""
+    try:
+        reports: Any = importlib.import_module("wandb_workspaces.reports.v2")
+    except ImportError:
+        raise ImportError("--wandb needs two packages: pip install wandb wandb-workspaces") from None
+    place = {"project": project} | ({"entity": entity} if entity is not None else {})
+    blocks = []
+    for group, entries in DASHBOARD.items():
+        panels = [reports.LinePlot(title=chart, y=[key]) for chart, key in entries.items()]
+        if group == "Loss":
+            panels.append(reports.LinePlot(title="training loss over tokens", x="tokens", y=["lm loss"]))
+        blocks += [reports.H2(group), reports.PanelGrid(runsets=[reports.Runset(**place)], panels=panels)]
+    try:
+        report = reports.Report(**place, title="megatron_zpp", blocks=blocks)  # without an entity it asks for yours
+        report.save()
+    except Exception as error:  # wandb raises bare ones
+        raise ValueError(f"--wandb {project}: {error}") from None
+    return str(report.url)
+
+
 @reports_errors
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Compare training runs on one page.", allow_abbrev=False)
     add = parser.add_argument
-    add("runs", nargs="+", type=local_path(Path), metavar="RUN_DIR", help="folder that holds metrics.jsonl")
+    add("runs", nargs="*", type=local_path(Path), metavar="RUN_DIR", help="folder that holds metrics.jsonl")
     add("--output", type=local_path(Path), default=Path("report.html"), help="page to write; default report.html")
     cluster = "file of tools/plan.py --measure, or such as 2x8xH100@400: also show the planner's prediction"
     add("--cluster", type=local_path(str), metavar="FILE", help=cluster)
+    add("--wandb", metavar="PROJECT", help="save the plots as a report of this wandb project instead")
+    add("--wandb-entity", metavar="NAME", help="the project's owner; default: your account")
     args = parser.parse_args(argv)
+    if bool(args.runs) == (args.wandb is not None):
+        parser.error("give either folders of runs, or --wandb PROJECT")
+    if args.cluster and args.wandb:
+        parser.error("--cluster adds to the page of folders of runs; leave it or --wandb out")
+    if args.wandb is not None:
+        print(f"report: {save_wandb_report(args.wandb, args.wandb_entity)}")
+        return
     found = find_runs(args.runs)
     common = os.path.commonpath([os.path.dirname(os.path.abspath(folder)) for folder in found])
     runs = [read_training(os.path.relpath(folder, common), path) for folder, path in found.items()]

@@ -1,4 +1,4 @@
-"""Read back metrics.jsonl of runs; the charts of TensorBoard and tools/report.py."""
+"""Read back metrics.jsonl of runs; the charts of TensorBoard, wandb reports and tools/report.py."""
 
 import json
 import math
@@ -101,7 +101,9 @@ def find_runs(folders: list[Path]) -> dict[str, Path]:
             raise ValueError(f"there is no folder {folder}")
         found = sorted(folder.rglob(METRICS))
         if not found:
-            raise ValueError(f"{folder} holds no {METRICS}: give a run's --metrics-dir, --tensorboard-dir or --save")
+            none = f"{folder} holds no {METRICS}: give a run's --metrics-dir, --tensorboard-dir or --save"
+            older = ". TensorBoard shows the events in it, which an older version wrote"
+            raise ValueError(none + older * any(folder.rglob("*tfevents*")))
         runs |= {str(path.parent): path for path in found}
     return runs
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib.util
 import io
 import re
 import shlex
@@ -25,6 +26,7 @@ from megatron_zpp.planning.search import make_plan
 from megatron_zpp.settings.groups import LoggingSettings
 from megatron_zpp.training.pretrain import train
 from megatron_zpp.training.setup import build_trainer
+from tests import tools
 from tests.ranks import run_ranks
 from tests.training.small_run import flags
 
@@ -154,11 +156,14 @@ def test_megabytes_are_means_over_steps_not_points():
 
 
 def test_bad_input_gets_one_line(tmp_path, capsys):
-    (tmp_path / "empty").mkdir()
+    for name in ("empty", "older"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "older" / "events.out.tfevents.1").touch()
     MetricWriters(RunStart(LoggingSettings(), str(tmp_path / "nothing")), is_writer=True).close()
     for folder, message in {
         "missing": "there is no folder",
         "empty": "holds no metrics.jsonl: give a run's --metrics-dir, --tensorboard-dir or --save",
+        "older": "TensorBoard shows the events in it, which an older version wrote",
         "nothing": "holds no training losses",
     }.items():
         assert main([str(tmp_path / folder), "--output", str(tmp_path / "page.html")]) == 2
@@ -214,8 +219,23 @@ def test_predictions_beside_measurements(tmp_path, capsys):
         predict_logged(RunHistory("old", {"seq_length": "32"}), parse_cluster("2x2xH100@100"))
 
 
+@pytest.mark.skipif(importlib.util.find_spec("wandb_workspaces") is not None, reason="wandb_workspaces is installed")
+def test_missing_wandb_workspaces_is_named(capsys):
+    assert main(["--wandb", "project"]) == 2
+    assert capsys.readouterr().err == "error: --wandb needs two packages: pip install wandb wandb-workspaces\n"
+
+
 def test_a_run_of_step_0_alone_and_folders_named_as_formulas_or_hidden_labels():
     run = RunHistory("$$", metrics={"lm loss": {0: 1.0}, BETWEEN: {0: 8.0}})
     assert summary(run)["MB between nodes per step (mean)"] == ""
     drawing = report._plot("mfu", "iteration", {"$$": [(0, 1.0)], "_name": [(0, 2.0)]}, {"$$": "C0", "_name": "C1"})
     assert "$$" in drawing and "_name" in drawing
+
+
+@pytest.mark.integrations
+def test_a_missing_wandb_login_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    said = tools.run(
+        "python", "-m", "megatron_zpp", "report", "--wandb", "project", status=2, HOME=str(tmp_path)
+    ).stderr
+    assert said.count("\n") == 1 and "error: --wandb project: not logged in" in said, said
