@@ -219,10 +219,7 @@ def test_a_flag_that_contradicts_the_file(write, config, flags, words):
 FP16 = {"enabled": True}
 
 
-@pytest.mark.parametrize(
-    "dynamic",
-    ["--initial-loss-scale 64.0", "--loss-scale-window 9", "--hysteresis 3"],
-)
+@pytest.mark.parametrize("dynamic", ["--initial-loss-scale 64.0", "--loss-scale-window 9", "--hysteresis 3"])
 def test_a_fixed_loss_scale_beside_a_dynamic_one(write, dynamic):
     path = write({"fp16": FP16 | {"loss_scale": 8}})
     assert refusal(RUN + dynamic, path) == (

@@ -47,9 +47,7 @@ PAIR = r"(\d+\.\d+) ± (\d+\.\d+)"
 
 
 def test_every_interval_that_a_page_or_a_claim_quotes_stands_in_a_table_of_the_results():
-    tables = [reproduce.table_of(name) for name in EXPERIMENTS] + [
-        reproduce.finetuning_bits.table(),
-    ]
+    tables = [reproduce.table_of(name) for name in EXPERIMENTS] + [reproduce.finetuning_bits.table()]
     found = {pair for table in tables for pair in re.findall(PAIR, table)}
     texts = {str(page): page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")]}
     texts["reproduce.toml"] = reproduce.CLAIMS.read_text()

@@ -142,10 +142,7 @@ def test_adapters_on_some_layers_are_not_resumed_as_if_they_were_on_all():
             "--yarn-original-max-position-embeddings 16",
             ("yarn_original_context", "--yarn-original-max-position-embeddings"),
         ),
-        (
-            "--moe-router-load-balancing-type seq_aux_loss",
-            ("moe.load_balancing", "moe-router-load-balancing-type"),
-        ),
+        ("--moe-router-load-balancing-type seq_aux_loss", ("moe.load_balancing", "moe-router-load-balancing-type")),
     ],
 )
 def test_what_an_override_changes_may_be_named_as_its_flag(changed, spellings):

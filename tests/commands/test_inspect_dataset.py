@@ -28,11 +28,7 @@ def test_description(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([A + "x"], "error: no dataset at"),
-        ([], "the following arguments are required: PREFIX"),
-    ],
+    ("words", "message"), [([A + "x"], "error: no dataset at"), ([], "the following arguments are required: PREFIX")]
 )
 def test_mistakes_are_named(words, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["inspect_dataset.py", *map(str, words)])

@@ -321,8 +321,7 @@ def test_bad_files_are_named(kind, files, message):
 
 
 @pytest.mark.parametrize(
-    ("package", "kind", "extra"),
-    [("tokenizers", "HuggingFaceTokenizer", "hf"), ("tiktoken", "TikTokenizer", "data")],
+    ("package", "kind", "extra"), [("tokenizers", "HuggingFaceTokenizer", "hf"), ("tiktoken", "TikTokenizer", "data")]
 )
 def test_missing_package_names_the_extra(monkeypatch, hf_file, package, kind, extra):
     monkeypatch.setitem(sys.modules, package, None)

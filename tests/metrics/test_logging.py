@@ -14,12 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_zpp.metrics.lines import (
-    TrainingReport,
-    format_short_line,
-    format_training_line,
-    format_validation_lines,
-)
+from megatron_zpp.metrics.lines import TrainingReport, format_short_line, format_training_line, format_validation_lines
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.metrics.writers import describe_program
 

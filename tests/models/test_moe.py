@@ -89,10 +89,7 @@ def test_losses_by_their_formulas():
     [
         ({"router_topk": 7}, "a token goes to 1 to 6 experts"),
         ({"score_function": "tanh"}, "score_function must be one of softmax, sigmoid"),
-        (
-            {"score_function": "sigmoid", "router_pre_softmax": True},
-            "router_pre_softmax requires score_function",
-        ),
+        ({"score_function": "sigmoid", "router_pre_softmax": True}, "router_pre_softmax requires score_function"),
         ({"expert_capacity_factor": 0.0}, "must be above 0"),
         ({"load_balancing": "global_aux_loss"}, "choose from aux_loss, seq_aux_loss, all_layers_aux_loss"),
     ],

@@ -56,12 +56,7 @@ def test_decay_without_warm_up(style: str, warmup_iters: int, samples: int, expe
 
 @pytest.mark.parametrize(
     ("style", "quarter"),  # the coefficient a quarter into the final decay
-    [
-        ("linear", 0.75),
-        ("cosine", (1 + 0.5**0.5) / 2),
-        ("exponential", 2 * 0.5**0.25 - 1),
-        ("minus_sqrt", 0.5),
-    ],
+    [("linear", 0.75), ("cosine", (1 + 0.5**0.5) / 2), ("exponential", 2 * 0.5**0.25 - 1), ("minus_sqrt", 0.5)],
 )
 def test_wsd_holds_then_decays(style: str, quarter: float) -> None:
     schedule = build(lr_decay_style="WSD", lr_wsd_decay_style=style, lr_wsd_decay_iters=40, lr_warmup_iters=10)

@@ -41,10 +41,7 @@ def run(folder: Path, *runs: str) -> list[tuple[int, list[str], str, str]]:
     ]
 
 
-ORDERS = [
-    "--reset-position-ids --reset-attention-mask --eod-mask-loss",
-    "--dataloader-type cyclic --no-mmap-bin-files",
-]
+ORDERS = ["--reset-position-ids --reset-attention-mask --eod-mask-loss", "--dataloader-type cyclic --no-mmap-bin-files"]
 
 
 def test_resumed_run_goes_on_with_the_same_batches(tmp_path):

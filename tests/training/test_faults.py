@@ -303,11 +303,7 @@ def test_where_nan_began_no_clean_place_is_blamed(data):
     rows = [
         (_spoil_attention, "", "it began in the input of layers.0."),
         (_spoil_half_a_matrix, "--tensor-model-parallel-size 2", f"it began in the output of {fc1}"),
-        (
-            _spoil_sum_of_gradients,
-            "",
-            "it began in the gradient of the parameter layers.1.mlp.linear_fc1",
-        ),
+        (_spoil_sum_of_gradients, "", "it began in the gradient of the parameter layers.1.mlp.linear_fc1"),
         (
             _spoil_at_first_loss_scale,
             "--fp16 --hysteresis 1 --initial-loss-scale 256",

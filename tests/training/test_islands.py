@@ -36,8 +36,7 @@ def _losses_and_bytes(argv: list[str]) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["streaming", *(pytest.param(k, marks=pytest.mark.long) for k in ("low bits", "every step", "fp16"))],
+    "kind", ["streaming", *(pytest.param(k, marks=pytest.mark.long) for k in ("low bits", "every step", "fp16"))]
 )
 def test_a_resume_is_exact(data, tmp_path, kind):
     """Also between synchronizations: what is in flight arrives.

@@ -56,10 +56,7 @@ def _logged_seconds(argv: list[str]) -> list[float]:
         save(*arguments)
 
     run.model.register_forward_hook(hook)
-    with (
-        patch.object(IntervalTimer, "_now", lambda timer: clock[0]),
-        patch.object(CheckpointSaver, "save", slow_save),
-    ):
+    with patch.object(IntervalTimer, "_now", lambda timer: clock[0]), patch.object(CheckpointSaver, "save", slow_save):
         lines = log_lines(train_quietly(run))
     return [line["elapsed time per iteration (ms)"] / 1000 for line in lines]
 
@@ -278,10 +275,7 @@ def test_a_profile_ends_with_the_run(data, tmp_path):
 
 
 def test_what_cannot_be_recorded_is_refused(data):
-    argvs = [
-        flags(data, PROFILED, length="--train-iters 3"),
-        flags(data, "--profile", length="--train-iters 3"),
-    ]
+    argvs = [flags(data, PROFILED, length="--train-iters 3"), flags(data, "--profile", length="--train-iters 3")]
     (_, _, nowhere), (code, out, err) = run_ranks(1, call_pretrain, *argvs)[0]
     assert nowhere.startswith("error: --profile needs a place for its files: give --tensorboard-dir")
     assert code == 0 and "note: --profile alone is for Nsight Systems" in out + err

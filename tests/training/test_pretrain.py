@@ -110,10 +110,7 @@ QUANTIZED = {
 }
 
 
-@pytest.mark.parametrize(
-    "world_size, per_node, names",
-    [(1, 1, ["all"]), (2, 1, ["LoCo"]), (4, 2, QUANTIZED)],
-)
+@pytest.mark.parametrize("world_size, per_node, names", [(1, 1, ["all"]), (2, 1, ["LoCo"]), (4, 2, QUANTIZED)])
 def test_zeropp_trains_like_zero_3(data, plain_gpt, world_size, per_node, names):
     losses, validation = plain_gpt
     common = f"{SAME} --eval-interval 2"

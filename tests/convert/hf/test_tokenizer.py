@@ -144,8 +144,7 @@ TOKENS = {"bos_token_id": 3, "eos_token_id": 2}
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ends"),
-    [(2, 2), ([2], [2]), ([1, 2], [1, 2]), (1, [2, 1]), ([1], [2, 1]), (None, [2, 8])],
+    ("theirs", "ends"), [(2, 2), ([2], [2]), ([1, 2], [1, 2]), (1, [2, 1]), ([1], [2, 1]), (None, [2, 8])]
 )
 def test_our_end_of_documents_is_one_of_theirs(tmp_path, theirs, ends):
     (tmp_path / "config.json").write_text(json.dumps({"bos_token_id": 9, "eos_token_id": 8, "hidden_size": 4}))

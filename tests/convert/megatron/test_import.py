@@ -175,10 +175,7 @@ WRONG_FLAGS = [
     ({"softmax_type": "off-by-one"}, "softmax_type is 'off-by-one'"),
     ({"no_rope_freq": [1, 0]}, "no_rope_freq is '[1, 0]'; give k for every k-th block"),
     ({"logit_softcap": 30.0}, "logit_softcap is 30.0, which is not known here"),
-    (
-        {"num_experts": 4, "moe_router_load_balancing_type": "dice"},
-        "moe_router_load_balancing_type is 'dice'",
-    ),
+    ({"num_experts": 4, "moe_router_load_balancing_type": "dice"}, "moe_router_load_balancing_type is 'dice'"),
     ({"num_experts": 4, "moe_token_drop_policy": "position"}, "moe_token_drop_policy is 'position'"),
     ({"hybrid_override_pattern": "M*-", "mamba_state_dim": 128}, "hybrid_override_pattern is 'M*-'"),
     ({"linear_attention_freq": 4}, "linear_attention_freq is 4"),
