@@ -12,7 +12,7 @@ from megatron_zpp import __main__ as commands
 from megatron_zpp.arguments.help import help_text
 from megatron_zpp.commands import pretrain
 from megatron_zpp.commands.diagnose import doctor
-from megatron_zpp.families import ARCHITECTURES, find_architecture
+from megatron_zpp.families import find_architecture
 from megatron_zpp.zeropp.wire import kernels
 from tests.conftest import ROOT
 from tests.tools import run
@@ -108,10 +108,6 @@ def test_a_missing_package_names_the_extra(package):
         f"error: megatron-zpp preprocess-data needs the package {package}: pip install numpy rich sentencepiece, "
         "or megatron_zpp's extra train\n"
     )
-
-
-def test_every_architecture_has_a_command():
-    assert [architecture.name for architecture in ARCHITECTURES] == commands.architecture_names()
 
 
 def run_env(**environment):

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from megatron_zpp.arguments.deepspeed_config import read_deepspeed_config
-from megatron_zpp.arguments.deepspeed_keys import TOP, keys_of
 from megatron_zpp.arguments.parse import SettingsError
 from megatron_zpp.zeropp import ZeroPPConfig
 from tests.arguments.parsing import SHAPE, assert_words, mistakes
@@ -249,10 +248,6 @@ def test_an_error_names_the_key_that_was_not_typed(write):
     assert f"(zero_optimization.zero_hpz_partition_size 16 in {path})" in message
 
 
-def test_a_flag_that_repeats_the_file_is_fine(write):
-    assert parse(RUN + "--bf16 --zero-stage 3", write({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}))
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -308,24 +303,6 @@ def test_refused_files(write, content, words):
     message = refused_file(path)
     assert path in message
     assert_words(message, words)
-
-
-def test_all_mistakes_are_told_at_once(write):
-    fp16 = '{"enabled": 1, "loss_scal": 8}'
-    path = write(f'{{"fp16": {fp16}, "gradient_clipping": NaN, "comet": {{"enabled": true}}, "x": 1}}')
-    known = ", ".join(keys_of(TOP))
-    assert mistakes(f"{RUN} --seed x --deepspeed_config {path}") == [
-        "--seed must be a whole number, got x",
-        f"x in {path} is unknown; known here: {known}",
-        f"fp16.loss_scal in {path} is unknown; did you mean fp16.loss_scale?",
-        f"fp16.enabled in {path} must be true or false, not 1",
-        f"gradient_clipping in {path} must be a finite number, not NaN",
-        f"comet in {path} cannot be honoured: use --tensorboard-dir or --wandb-project",
-    ]
-
-
-def test_missing_file(tmp_path):
-    assert "nowhere.json does not exist" in refused_file(str(tmp_path / "nowhere.json"))
 
 
 OFF = {"enabled": False}

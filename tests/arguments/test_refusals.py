@@ -239,12 +239,6 @@ def test_every_flag_for_a_path_refuses_a_bucket():
     parse(f"{SMALL} --save s3:x --save-interval 5")  # a folder may be called so
 
 
-def test_a_bucket_of_a_deepspeed_file_is_refused(tmp_path):
-    file = tmp_path / "ds.json"
-    file.write_text('{"tensorboard": {"enabled": true, "output_path": "s3://bucket/logs"}}')
-    assert_words(refusal(f"{SMALL} --deepspeed_config {file}"), "output_path must be a path on this machine s3:")
-
-
 @pytest.mark.parametrize("tool", [import_hf, preprocess_data, train_tokenizer])
 def test_tools_refuse_a_bucket_too(tool, capsys):
     with pytest.raises(SystemExit):

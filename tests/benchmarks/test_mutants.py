@@ -128,13 +128,3 @@ def test_the_noticed_mutant_is_killed_and_the_equivalent_one_survives(toy, tmp_p
         ("killed", between),
         ("killed", largest),
     ]
-
-
-def test_the_table_counts_what_is_equivalent_apart():
-    file, change = "megatron_zpp/data/order.py", {"operator": "constant", "before": "a", "after": "b"}
-    row = {"file": file, "line": 3, **change, "by": "", "ran": 2, "of": 2}
-    rows = [row | {"outcome": outcome} for outcome in ("killed", "timeout", "survived", "unfinished")]
-    rows[2]["judgement"] = "equivalent: nobody reads it"
-    table = mutants.counts(rows) + mutants.alive(rows)
-    assert "| megatron_zpp/data | 4 | 2 | 1 | 1 | 1 | 1 | 50.0% |" in table
-    assert "equivalent: nobody reads it" in table and table.count(f"{file}:3") == 2

@@ -5,13 +5,8 @@ import re
 
 import papers
 import planner
-import planner_box
 import planner_published
 import pytest
-
-from tests.planning.test_measure import MEASURE_QUICKLY
-
-TINY = f"--num-layers 2 --hidden-size 64 --num-attention-heads 2 {planner_box.COMMON}".replace("256", "32")
 
 
 def rows() -> dict[str, dict]:
@@ -74,28 +69,3 @@ def test_islands_are_compared_with_one_cluster(monkeypatch):
     zero3, *_, fp32, four_bits, streaming = of_slow
     assert zero3 < 10 < fp32 < four_bits < streaming <= 100
     assert all(0 < share <= 100 for share in of_fast) and of_fast[0] > 5 * zero3
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("namespaces_allowed")
-def test_the_box_is_measured_and_compared(tmp_path, monkeypatch, capsys):
-    changes = {
-        "MEASURED": tmp_path / "box.jsonl",
-        "CLUSTER": tmp_path / "box.yaml",
-        "TOOL": tmp_path / "measure_quickly.py",
-        "MODELS": {"tiny": TINY},
-        "SETTINGS": dict([*planner_box.SETTINGS.items()][:2]),
-        "SIZES": "--hidden-size 64 --tokens 32",
-        "RATES": (1000,),
-        "STEPS": {1: 6},
-    }
-    for name, value in changes.items():
-        monkeypatch.setattr(planner_box, name, value)
-    planner_box.TOOL.write_text(MEASURE_QUICKLY)
-    with pytest.raises(SystemExit, match="nothing is measured yet"):
-        planner_box.table()
-    planner_box.measure()
-    capsys.readouterr()
-    assert f"{len(planner_box.SETTINGS)} points: median error" in planner_box.table()
-    planner_box.measure()  # finished rows are not measured again
-    assert not capsys.readouterr().out

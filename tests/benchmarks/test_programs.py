@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import between_islands
 import launches
 import lifecycle_fuzz
 import published_commands
@@ -100,12 +99,6 @@ def test_an_all_to_all_between_nodes_has_buffers_too():
     assert within[0] == between[0] and between[1] - within[1] == pytest.approx(shared - 4 * 3.28e9 / 7)
 
 
-def test_growth_is_the_simplest_that_fits():
-    for name, values in (("constant", [7, 7, 7, 7]), ("log W", [5, 6, 7, 8]), ("W", [10, 14, 22, 38])):
-        kind, function = scaling.fit((4, 8, 16, 32), values)
-        assert kind == name and round(function(64)) == {"constant": 7, "log W": 9, "W": 70}[name]
-
-
 @pytest.mark.long
 def test_steps_logs_and_saves_do_as_much_with_twice_the_ranks():
     few, many = scaling.count(4), scaling.count(8)
@@ -117,29 +110,6 @@ def test_steps_logs_and_saves_do_as_much_with_twice_the_ranks():
     of_others = [max(rank["save"]["bytes of objects"] for rank in ranks[1:]) for ranks in (few, many)]
     assert of_others[1] < 1.2 * of_others[0]
     assert sum(rank["log"]["lines"] for rank in many) == 1
-
-
-H = 192
-PARAMETERS = 1024 * H + 128 * H + 2 * (12 * H * H + 13 * H) + 2 * H  # vocabulary, positions, two layers, last norm
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("namespaces_allowed")
-def test_islands_send_what_they_count(tmp_path, monkeypatch, capsys):
-    """Two intervals of three steps, of which each sends one agreement and hardly anything else."""
-    flags = "--islands 2 --island-sync-interval 3 --island-fragments 2 --island-sync-delay 1"
-    monkeypatch.setattr(between_islands, "SETTINGS", {"streaming": between_islands.Setting(flags, 10, 2, 3)})
-    monkeypatch.setattr(between_islands, "RESULTS", tmp_path / "results.jsonl")
-    monkeypatch.setattr(between_islands, "RATE", "200mbit")
-    between_islands.measure_all()
-    (row,) = read_rows(between_islands.RESULTS)
-    assert row["steps"] == 6
-    # Every interval all fp32 parameters leave each island: a piece to the other, and one of the mean.
-    assert row["counted_bytes_per_node_and_step"] == pytest.approx(4 * PARAMETERS / 3, rel=0.01)
-    assert row["bytes_per_node_and_step"] == pytest.approx(row["counted_bytes_per_node_and_step"], rel=0.1)
-    assert "| streaming |" in capsys.readouterr().out
-    between_islands.measure_all()  # finished rows are not measured again
-    assert read_rows(between_islands.RESULTS) == [row]
 
 
 @pytest.mark.long

@@ -1,29 +1,20 @@
 """The study's page says what its results say."""
 
-import copy
 import re
 import statistics
 import sys
 import tomllib
-from dataclasses import replace
 
 import common
 import pytest
 import reproduce
 import study
 import study_tables
-import study_trials
-import torch
 from common import ROOT
-from study_arms import FP32, RANKS, SCALES, Arm, Experiment, Group, Scale
+from study_arms import FP32, Arm, Experiment, Group
 from study_experiments import EXPERIMENTS
-from torch import nn
-from torch.distributed.fsdp import fully_shard
 
-from megatron_zpp.models.mlp import Activation, GatedMLP
 from megatron_zpp.zeropp.recipes import RECIPES
-from tests.ranks import run_ranks
-from tests.test_readme import words
 
 OLD = study.RESULTS.parent / "old" / study.RESULTS.name
 INT4_DIFFERENCES = (
@@ -56,20 +47,6 @@ def test_every_interval_that_a_page_or_a_claim_quotes_stands_in_a_table_of_the_r
     assert {(" ± ".join(pair), name) for pair, name in quoted if pair not in found} == set()
     for name, text in texts.items():  # "1.3 ± 0.2" and "0.4 ± 1 %" would not be found in any table
         assert re.findall(r"[\d.]+ ± (?!\d+\.\d\d\b)[\d.]+ %", text) == [], name
-
-
-def test_the_page_that_says_what_bits_cost_is_short():
-    assert words(study_tables.PAGE.read_text()) <= 1500
-
-
-def test_rates_are_chosen_on_other_seeds_and_documents_than_results_are_reported_on():
-    def validated(scale: Scale) -> tuple[float, float]:
-        train, valid, _ = map(float, scale.split.split(","))
-        return train, train + valid
-
-    rates, tuned = SCALES["rates"], SCALES["tuned"]
-    assert not {*rates.seeds} & {*tuned.seeds}
-    assert validated(rates)[1] <= validated(tuned)[0]  # which "rates" holds out as a test set
 
 
 def test_the_losses_of_recipes_are_those_of_their_nearest_arms():
@@ -148,61 +125,3 @@ def test_differences_are_paired_by_seed_and_have_t_intervals():
 )
 def test_no_loss_is_said_only_of_an_interval_that_shows_it(values, said):
     assert study_tables.verdict(values) == said
-
-
-def _samples_of_a_step(scale: Scale, arm: Arm) -> int:
-    words = study.flags_of(scale, arm).split()
-    if "--global-batch-size" in words:
-        return int(words[words.index("--global-batch-size") + 1])
-    sizes = [int(words[i + 1]) for i, word in enumerate(words) if word == "--micro-batch-size"]
-    ranks = [int(words[i + 1]) for i, word in enumerate(words) if word in ("--local-ranks", "--emulate-ranks")]
-    return sizes[-1] * ranks[-1]
-
-
-def test_every_scale_fills_in_the_arms_flags():
-    arms = {arm.flags: arm for arm in study.arms(list(EXPERIMENTS))}
-    for scale in SCALES.values():
-        assert _samples_of_a_step(scale, FP32) == scale.micro_batch_size * scale.ranks
-        for arm in arms.values() if scale.ranks == RANKS else EXPERIMENTS["E17"].groups[0].arms:
-            assert _samples_of_a_step(scale, arm) == _samples_of_a_step(scale, arms[arm.control]), arm.name
-
-
-def test_every_arm_has_flags_of_its_own():
-    named: dict[str, set[str]] = {}
-    for experiment in EXPERIMENTS.values():
-        for group in experiment.groups:
-            assert len({arm.flags for arm in group.arms}) == len(group.arms)
-            for arm in group.arms:
-                named.setdefault(arm.name + group.title, set()).add(arm.flags)
-    assert all(len(flags) == 1 for flags in named.values())
-
-
-@pytest.mark.long
-def test_an_arm_that_drops_qgz_halfway_resumes_from_half_of_the_steps(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    scale = replace(SCALES["tiny"], train_iters=40)
-    monkeypatch.setitem(SCALES, "tiny", scale)
-    (arm,) = (arm for arm in EXPERIMENTS["E20"].groups[0].arms if arm.begins)
-    row = study.train(tmp_path / "rows.jsonl", "tiny", study.make_text("tiny", scale), arm, seed=1)
-    first, second = row["command"].split(" && ")
-    assert "--zero-quantized-gradients" in first and "--exit-interval 20 " in first
-    assert "--zero-quantized-gradients" not in second and "--load begun" in second
-    assert len(row["train_losses"]) == 1  # from the one log line, at step 40
-    assert common.read_rows(tmp_path / "rows.jsonl")[0]["commit"] == common.COMMIT_AT_START
-
-
-def _shards_with_outliers():
-    """Whether outliers of a sharded model are where a whole one has them."""
-    torch.manual_seed(0)
-    whole = nn.Sequential(GatedMLP(6, 10, Activation("silu", is_gated=True), bias=False))
-    sharded = copy.deepcopy(whole)
-    fully_shard(sharded)
-    for model in (whole, sharded):
-        study_trials.add_outliers(model, 30.0)
-    pairs = zip(whole.parameters(), sharded.parameters(), strict=True)
-    return all(a.equal(b.full_tensor()) for a, b in pairs), whole[0].linear_fc1_up.weight[:4].abs().max() > 5
-
-
-def test_arms_with_outliers_have_them_on_ranks_that_shard_the_model():
-    for is_equal, is_large in run_ranks(2, _shards_with_outliers):
-        assert is_equal and is_large

@@ -94,24 +94,6 @@ def test_without_ranks_that_share_a_node_nothing_of_ours_needs_hpz(trained):
         assert parse_settings(GPT, flags, note=lambda _: None).zeropp.hpz_partition_size == 1
 
 
-@pytest.mark.parametrize(
-    ("given", "steps"),
-    [
-        ("", 2),
-        ("--lr-warmup-iters 4", 4),
-        ("--lr-warmup-fraction 0.2", 4),
-        ("--lr-warmup-tokens 512", 4),  # a step has 4 samples of 32 tokens
-        ("--lr-warmup-iters 4 --global-batch-size 8 --rampup-batch-size 4 4 12", 4),
-    ],
-)
-def test_bits_warm_up_with_the_learning_rate(trained, given, steps):
-    outcomes, _ = measured(given, tried=None)
-    assert outcomes[-1].flags == f"--zeropp {[*RECIPES][-1]}"
-    of_last = next(flags for flags in trained if [*RECIPES][-1] in flags)
-    settings = parse_settings(GPT, of_last, note=lambda _: None)
-    assert settings.zeropp.gradient_bits_warmup == f"{steps}:4"
-
-
 def test_the_fewest_bytes_within_the_noise_are_suggested():
     losses = {"zero3": (4.0, 100), "a": (4.005, 30), "b": (4.03, 20), "c": (9.9, 10), "nan": (float("nan"), 1)}
     outcomes = [Outcome(name, "", loss, nbytes) for name, (loss, nbytes) in losses.items()]

@@ -172,16 +172,6 @@ def test_a_template_that_marks_nothing_is_refused(preprocess, tokenizer):
     assert "has no chat template" in preprocess([json.dumps({"messages": CHATS[0]})])[1]
 
 
-def test_other_tokenizers_have_no_template(tmp_path, capsys):
-    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": CHATS[0]}))
-    words = f"--chat --input {tmp_path}/in.jsonl --output-prefix {tmp_path}/out --tokenizer-type ByteTokenizer"
-    with pytest.raises(ValueError, match="ByteTokenizer has no chat template"):
-        preprocess_data.run(preprocess_data.parse_arguments(words.split()))
-    with pytest.raises(SystemExit):
-        preprocess_data.parse_arguments([*words.split(), "--append-eod"])
-    assert "--chat excludes --append-eod" in capsys.readouterr().err
-
-
 # Packing
 
 

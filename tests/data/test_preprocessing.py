@@ -1,6 +1,5 @@
 """A job goes on wherever it was killed, and its output equals an undisturbed job's."""
 
-import contextlib
 import dataclasses
 import json
 import signal
@@ -9,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset
-from megatron_zpp.data.text import corpus, preprocessing
-from megatron_zpp.data.text.corpus import Reading, find_files
+from megatron_zpp.data.text import corpus
+from megatron_zpp.data.text.corpus import Reading
 from megatron_zpp.data.text.preprocessing import Job, preprocess
 from tests.crashes import run_killed
 from tests.data.small_data import bytes_of
@@ -97,18 +96,6 @@ def test_an_old_output_stays_until_the_new_one_is_whole(tmp_path, undisturbed):
     assert {name: content for name, content in bytes_of(tmp_path).items() if name in old} == old
     run(job_in(tmp_path, skip_bad=True))
     assert IndexedDataset(tmp_path / "out_text_document").num_documents == 140
-
-
-def test_another_limit_of_documents_is_refused_where_blocks_are_done_in_any_order(tmp_path):
-    """It makes other blocks, and their numbers would mean other documents."""
-    job = job_in(tmp_path)
-    for done, refuses in (([], False), ([5], True)):
-        identity = preprocessing._identity(job, find_files(job.inputs))
-        state = dataclasses.asdict(preprocessing.State()) | {"done": done}
-        job.state_file.write_text(json.dumps({"job": identity, "state": state}))
-        larger = dataclasses.replace(job, reading=dataclasses.replace(job.reading, max_document_bytes=16 << 20))
-        with pytest.raises(ValueError, match="another max_document_megabytes") if refuses else contextlib.nullcontext():
-            preprocessing._load(larger, preprocessing._identity(larger, find_files(job.inputs)))
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"job": 3}', '{"job": {}, "state": {"block": 1}}'])

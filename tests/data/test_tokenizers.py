@@ -306,21 +306,6 @@ def test_megatrons_older_sentencepiece_tokenizer_is_megatrons(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "files", "message"),
-    [
-        ("WordTokenizer", {}, "known: SentencePieceTokenizer, "),
-        ("NullTokenizer", {}, "requires --vocab-size"),
-        ("SentencePieceTokenizer", {}, "requires --tokenizer-model"),
-        ("GPT2BPETokenizer", {"vocab_file": __file__}, "requires --merge-file"),
-        ("GPT2BPETokenizer", {"vocab_file": __file__, "merge_file": __file__}, "not GPT-2 BPE files"),
-    ],
-)
-def test_bad_files_are_named(kind, files, message):
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        build_tokenizer(kind, **files)
-
-
-@pytest.mark.parametrize(
     ("package", "kind", "extra"), [("tokenizers", "HuggingFaceTokenizer", "hf"), ("tiktoken", "TikTokenizer", "data")]
 )
 def test_missing_package_names_the_extra(monkeypatch, hf_file, package, kind, extra):

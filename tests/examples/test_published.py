@@ -20,8 +20,7 @@ import pytest
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.commands import estimate
 from megatron_zpp.commands.data import preprocess_data
-from megatron_zpp.convert.hf.files import from_hf_config, read_config
-from megatron_zpp.families import ARCHITECTURES, find_architecture
+from megatron_zpp.families import find_architecture
 from megatron_zpp.metrics.history import RunHistory, find_runs, read_training
 from megatron_zpp.planning.predict import Prediction
 from tests.conftest import ROOT, environment
@@ -320,27 +319,3 @@ def test_commands_that_prepare_data_are_accepted():
         made |= {f"{args.output_prefix}_{key}_document" for key in args.json_keys}
     wanted = {prefix for s in SCRIPTS for prefix in re.findall(r"data/\w+_document", s.read_text())}
     assert wanted == made
-
-
-def test_the_fine_tuned_model_is_llama_2_13b(tmp_path):
-    published = dict(
-        model_type="llama",
-        architectures=["LlamaForCausalLM"],
-        hidden_size=5120,
-        intermediate_size=13824,
-        num_hidden_layers=40,
-        num_attention_heads=40,
-        num_key_value_heads=40,
-        vocab_size=32000,
-        max_position_embeddings=4096,
-        rms_norm_eps=1e-5,
-        hidden_act="silu",
-        tie_word_embeddings=False,
-    )
-    _, architecture, flags = trainer_of(command(ROOT / "examples/zeropp/finetune.sh", SCALE="full"))
-    settings = parse_settings(find_architecture(architecture), flags, 16, note=lambda text: None)
-    (tmp_path / "config.json").write_text(json.dumps(published))
-    kind, imported, positions = from_hf_config(read_config(tmp_path, ["llama"]), ARCHITECTURES)
-    assert kind.name == architecture
-    ours = find_architecture(architecture).build_model(settings.model, 32000).config
-    assert (ours, settings.training.seq_length) == (imported, positions)

@@ -12,7 +12,6 @@ from tests.ranks import run_ranks
 from tests.training.small_run import NO_DROPOUT, err_after_a_kill, flags, start, torchrun, train_each, train_quietly
 
 FOUR_LAYERS = f"--num-layers 4 --train-iters 5 --eval-interval 3 --log-params-norm {NO_DROPOUT}"
-TP2 = "--tensor-model-parallel-size 2"
 PP2, PP4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-layer-freq 2"
 VIRTUAL = "--num-layers-per-virtual-pipeline-stage 1"

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT, LLAMA
-from megatron_zpp.planning.cluster import LIKE, LINK_SHARE, Cluster, like_program, parse_cluster
+from megatron_zpp.planning.cluster import Cluster, parse_cluster
 from megatron_zpp.planning.needs.division import RankGrid
 from megatron_zpp.planning.needs.estimate import Estimate
 from megatron_zpp.planning.needs.traffic import expert_rows
@@ -114,15 +114,6 @@ def test_weights_and_gradients_cross_nodes_behind_a_pass():
             assert exposed == pytest.approx((weights + gradients) / (LAYERS + 1), rel=1e-6)  # units: the root, too
         of_deepspeed = dataclasses.replace(spec, overlaps=False)
         assert step(low_bits, of_deepspeed).exposed_between == pytest.approx(weights + gradients)
-
-
-def test_deepspeed_has_its_own_links():
-    spec = parse_cluster("2x2xA100@10")
-    share, microseconds = LIKE["deepspeed"]
-    found = like_program(spec, "deepspeed")
-    assert (found.between_gbits, found.between_microseconds) == (pytest.approx(10 * share), microseconds)
-    assert spec.between_gbits == 10 * LINK_SHARE and not found.overlaps
-    assert step(LOW_BITS, found).seconds > step(LOW_BITS, spec).seconds
 
 
 def test_replicas_add_up_once_per_step():

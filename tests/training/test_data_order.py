@@ -107,15 +107,6 @@ def test_a_run_says_how_often_it_reads_its_data_and_warns_above_four_times(tmp_p
     assert "  train: 12,288 tokens in 384 samples\n" in mock
 
 
-def test_a_sample_longer_than_all_data_is_refused_before_an_order_is_built(tmp_path):
-    write_data(tmp_path / "x")
-    ((code, losses, err, _),) = run(
-        tmp_path, f"--seq-length 4000000 --data-cache-path {tmp_path}/cache --train-iters 3"
-    )
-    assert (code, losses) == (2, []) and not [*(tmp_path / "cache").glob("x-train-*")]
-    assert err.count("\n") == 1 and "holds 32965 tokens, less than 4000000 + 1: give more data, or a smaller" in err
-
-
 def test_other_tokens_under_the_same_index_and_another_tokenizer_of_the_same_size_are_refused(tmp_path):
     write_data(tmp_path / "x", eod=256)
     ranks = write_ranks(tmp_path / "ranks", BYTES)

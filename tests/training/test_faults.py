@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from megatron_zpp.checkpoint import read_meta
 from megatron_zpp.commands.diagnose import why_hung
-from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.metrics.history import METRICS, read_run
 from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.training.nonfinite import NotFiniteError
@@ -333,26 +332,6 @@ def test_single_nan_steps_are_skipped_and_counted(data):
     assert "computed again, the step is finite: a fault that passed" in out
 
 
-def _tokens_of_experts_after_nan(argv: list[str]) -> list[float]:
-    run, _ = start(argv)
-    passes = []
-
-    def hook(module, inputs, output):
-        passes.append(1)
-        return output * float("nan") if len(passes) == 2 and dist.get_rank() == 0 else None
-
-    run.model.word_embeddings.register_forward_hook(hook)
-    log = train_quietly(run)
-    assert dist.get_rank() > 0 or "computed again, the step is finite" in log
-    return [layer.mlp.chosen.sum().item() for layer in run.model.layers]
-
-
-def test_experts_do_not_count_tokens_of_a_step_that_is_computed_again(data):
-    experts = "--num-experts 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
-    argv = flags(data, experts, "--global-batch-size 2 --max-nonfinite-steps 2 --train-iters 2")
-    assert run_ranks(2, _tokens_of_experts_after_nan, argv) == [[0.0, 0.0]] * 2
-
-
 def test_an_adapting_loss_scale_has_more_patience(data):
     argv = flags(data, "--fp16 --micro-batch-size 1 --global-batch-size 1 --train-iters 60")
     ((_, error, steps),) = run_ranks(1, _train_with_nan, argv, _spoil_parameter)
@@ -420,31 +399,3 @@ def test_status_3_and_what_was_written_before_it(data, tmp_path):
 
 
 # A batch that makes the loss spike
-
-
-def _train_over_a_spike(data):
-    """Skipped steps and what was printed, with and without the guard."""
-    results = {}
-    for name, guard in {"guarded": "--loss-spike-factor 1.5", "not guarded": ""}.items():
-        argv = flags(data, f"{NO_DROPOUT} --split 1,0,0 --global-batch-size 2 {guard}", length="--train-iters 120")
-        run, _ = start(argv)
-        notes = train_quietly(run).count("spiked to")
-        results[name] = run.counters.skipped_iterations, notes
-    return results
-
-
-@pytest.mark.long
-def test_a_step_whose_loss_spikes_is_skipped_if_asked(tmp_path):
-    prefix = str(tmp_path / "spiky")
-    generator = torch.Generator().manual_seed(0)
-    with IndexedDatasetWriter(prefix, "<u2") as writer:
-        for document in range(60):  # 4 samples each; all equal but a few, which are noise
-            tokens = torch.full((128,), 97)
-            if document % 15 == 7:
-                tokens = torch.randint(0, 256, (128,), generator=generator)
-            writer.add_document([tokens.tolist()])
-    results = run_ranks(2, _train_over_a_spike, prefix)
-    skipped, notes = results[0]["guarded"]
-    assert skipped == notes >= 3
-    assert results[1]["guarded"][0] == skipped  # the last rank prints none of the notes
-    assert all(of_rank["not guarded"] == (0, 0) for of_rank in results)

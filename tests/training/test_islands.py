@@ -107,15 +107,6 @@ def test_beside_other_kinds_of_parallelism(data):
         assert_same(result, expected, name)
 
 
-@pytest.mark.long
-def test_experts_are_divided_within_an_island(data):
-    experts = f"--disable-bias-linear --num-experts 4 {NO_DROPOUT} {EPS} --train-iters 6 {ISLANDS}"
-    layouts = {"all equal": "", "divided": "--expert-model-parallel-size 2"}
-    losses = run_ranks(4, train_each, {name: flags(data, experts, more) for name, more in layouts.items()})[-1]
-    for key in ("lm loss", "lm loss validation"):
-        assert losses["divided"][key] == pytest.approx(losses["all equal"][key], rel=1e-5)
-
-
 def _train_with_a_broken_island(argv: list[str]) -> tuple[list[float], str, bool]:
     """Return the losses, what was printed, and whether this rank's parameters and moments end as numbers.
 
@@ -168,6 +159,12 @@ def test_no_sample_is_seen_twice(data):
         ("--islands 2", 4, "--island-fragments 3", "are more than the 2 layer"),
         ("--islands 2", None, "--local-ranks 6 --local-nodes 3 --global-batch-size 6", "choose|of whole nodes"),
         ("--islands 2", 4, "--zero-hpz-partition-size 4", "does not divide the 2 rank"),
+        (
+            "--islands 2",
+            4,
+            "--publish y",
+            "--publish has the weights of one model, which does not",
+        ),
     ],
 )
 def test_what_does_not_go_with_islands_is_refused(data, base, world_size, more, message):

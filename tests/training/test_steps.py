@@ -44,25 +44,6 @@ def test_the_loss_of_growing_samples_is_that_of_the_first_tokens(data):
 # Muon
 
 
-@pytest.mark.long
-def test_muon_trains_as_on_one_rank(data):
-    layouts = {
-        "pipeline": "--pipeline-model-parallel-size 2",
-        "context": "--context-parallel-size 2",
-        "replicas": "--num-distributed-optimizer-instances 2 --zeropp-ranks-per-node 2",
-        "stage 1": "--zero-stage 1 --zeropp-ranks-per-node 2",
-    }
-    adamw = f"{NO_DROPOUT} --train-iters 4"
-    muon = f"{adamw} --optimizer muon --muon-use-nesterov --muon-extra-scale-factor 0.2"
-    alone = run_ranks(1, train_each, {"muon": flags(data, muon), "adamw": flags(data, adamw)})[0]
-    argvs = {name: flags(data, muon, layout) for name, layout in layouts.items()}
-    # Sums are taken in another order, and orthogonalization rounds what that changes to bf16.
-    tolerance = 2e-4
-    for name, metrics in run_ranks(4, train_each, argvs, timeout=500)[-1].items():
-        assert metrics["lm loss"] == pytest.approx(alone["muon"]["lm loss"], abs=tolerance), name
-    assert abs(alone["adamw"]["lm loss"][-1] - alone["muon"]["lm loss"][-1]) > 10 * tolerance
-
-
 # Host memory, where that is the memory of the device anyway
 
 

@@ -13,7 +13,7 @@ from megatron_zpp.checkpoint import find_checkpoint, iterate_parameters, iterate
 from megatron_zpp.checkpoint.meta import Counters, saved_model
 from megatron_zpp.commands.convert import export_megatron, import_megatron
 from megatron_zpp.commands.convert.import_hf import tokenizer_words
-from megatron_zpp.convert.megatron.config import _latent_positions, args_of
+from megatron_zpp.convert.megatron.config import args_of
 from megatron_zpp.models.moe import MoEConfig
 from tests.convert.hf.test_tokenizer import KINDS
 from tests.convert.megatron import layouts
@@ -145,12 +145,6 @@ def test_a_gelu_that_megatron_does_not_have_is_not_exported():
     with pytest.raises(ValueError, match="GELU without biases"):
         args_of(config, 16)
     assert not args_of(dataclasses.replace(config, exact_gelu=True), 16).bias_gelu_fusion
-
-
-def test_yarn_of_latent_attention_has_megatrons_defaults():
-    values = _latent_positions({"rotary_scaling_factor": 40})
-    assert values["position_embedding_type"] == "yarn" and values["yarn_original_context"] == 4096
-    assert (values["yarn_scaling_factor"], values["yarn_beta_fast"], values["yarn_beta_slow"]) == (40, 32, 1)
 
 
 def test_layers_with_experts_from_another_layer_on_are_a_pattern_for_megatron():
