@@ -1,20 +1,28 @@
 """The study's page says what its results say."""
 
+import copy
 import re
 import statistics
 import sys
 import tomllib
+from dataclasses import replace
 
 import common
 import pytest
 import reproduce
 import study
 import study_tables
+import study_trials
+import torch
 from common import ROOT
-from study_arms import FP32, Arm, Experiment, Group
+from study_arms import FP32, RANKS, SCALES, Arm, Experiment, Group, Scale
 from study_experiments import EXPERIMENTS
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+from megatron_zpp.models.mlp import Activation, GatedMLP
 from megatron_zpp.zeropp.recipes import RECIPES
+from tests.ranks import run_ranks
 
 OLD = study.RESULTS.parent / "old" / study.RESULTS.name
 INT4_DIFFERENCES = (
@@ -38,7 +46,9 @@ PAIR = r"(\d+\.\d+) ± (\d+\.\d+)"
 
 
 def test_every_interval_that_a_page_or_a_claim_quotes_stands_in_a_table_of_the_results():
-    tables = [reproduce.table_of(name) for name in EXPERIMENTS] + [reproduce.finetuning_bits.table()]
+    tables = [reproduce.table_of(name) for name in EXPERIMENTS] + [
+        reproduce.finetuning_bits.table(),
+    ]
     found = {pair for table in tables for pair in re.findall(PAIR, table)}
     texts = {str(page): page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")]}
     texts["reproduce.toml"] = reproduce.CLAIMS.read_text()
@@ -125,3 +135,51 @@ def test_differences_are_paired_by_seed_and_have_t_intervals():
 )
 def test_no_loss_is_said_only_of_an_interval_that_shows_it(values, said):
     assert study_tables.verdict(values) == said
+
+
+def _samples_of_a_step(scale: Scale, arm: Arm) -> int:
+    words = study.flags_of(scale, arm).split()
+    if "--global-batch-size" in words:
+        return int(words[words.index("--global-batch-size") + 1])
+    sizes = [int(words[i + 1]) for i, word in enumerate(words) if word == "--micro-batch-size"]
+    ranks = [int(words[i + 1]) for i, word in enumerate(words) if word in ("--local-ranks", "--emulate-ranks")]
+    return sizes[-1] * ranks[-1]
+
+
+def test_every_scale_fills_in_the_arms_flags():
+    arms = {arm.flags: arm for arm in study.arms(list(EXPERIMENTS))}
+    for scale in SCALES.values():
+        assert _samples_of_a_step(scale, FP32) == scale.micro_batch_size * scale.ranks
+        for arm in arms.values() if scale.ranks == RANKS else EXPERIMENTS["E17"].groups[0].arms:
+            assert _samples_of_a_step(scale, arm) == _samples_of_a_step(scale, arms[arm.control]), arm.name
+
+
+@pytest.mark.long
+def test_an_arm_that_drops_qgz_halfway_resumes_from_half_of_the_steps(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scale = replace(SCALES["tiny"], train_iters=40)
+    monkeypatch.setitem(SCALES, "tiny", scale)
+    (arm,) = (arm for arm in EXPERIMENTS["E20"].groups[0].arms if arm.begins)
+    row = study.train(tmp_path / "rows.jsonl", "tiny", study.make_text("tiny", scale), arm, seed=1)
+    first, second = row["command"].split(" && ")
+    assert "--zero-quantized-gradients" in first and "--exit-interval 20 " in first
+    assert "--zero-quantized-gradients" not in second and "--load begun" in second
+    assert len(row["train_losses"]) == 1  # from the one log line, at step 40
+    assert common.read_rows(tmp_path / "rows.jsonl")[0]["commit"] == common.COMMIT_AT_START
+
+
+def _shards_with_outliers():
+    """Whether outliers of a sharded model are where a whole one has them."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(GatedMLP(6, 10, Activation("silu", is_gated=True), bias=False))
+    sharded = copy.deepcopy(whole)
+    fully_shard(sharded)
+    for model in (whole, sharded):
+        study_trials.add_outliers(model, 30.0)
+    pairs = zip(whole.parameters(), sharded.parameters(), strict=True)
+    return all(a.equal(b.full_tensor()) for a, b in pairs), whole[0].linear_fc1_up.weight[:4].abs().max() > 5
+
+
+def test_arms_with_outliers_have_them_on_ranks_that_shard_the_model():
+    for is_equal, is_large in run_ranks(2, _shards_with_outliers):
+        assert is_equal and is_large

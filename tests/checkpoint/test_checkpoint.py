@@ -99,13 +99,6 @@ def test_resumes_on_other_ranks_and_stages(data, checkpoint, uninterrupted, worl
     assert f"note: random states start over: 4 ranks saved, {world_size} load" in out
 
 
-def test_bits_warm_up_by_the_steps_of_the_run_on_other_ranks_too(data, checkpoint):
-    bits = "--zeropp-gradient-bits 2 --zeropp-gradient-bits-warmup 5:8"
-    load = f"--load {checkpoint} --zero-stage 2 --zero-quantized-gradients --zeropp-ranks-per-node 1"
-    fifth, sixth = _metrics(2, flags(data, SMALL, load, bits))["comm/bytes-between-nodes"]
-    assert fifth > sixth
-
-
 def test_locos_errors_outlive_settings_that_only_change_how_gradients_are_sent(data, tmp_path):
     more = f"{LOCO} --zeropp-gradient-bits 2 --train-iters 4 --eval-iters 0"
     save = f"--save {tmp_path} --save-interval 2 --exit-interval 2"
@@ -273,9 +266,6 @@ def test_a_longer_run_with_a_constant_schedule_goes_on(data, tmp_path):
     assert iterations(tmp_path) == [1, 2]
 
 
-# Damage
-
-
 DAMAGE = {  # test_hostile.py has more, without the program
     "missing": (lambda c: (c / "rank_00002.safetensors").unlink(), "rank_00002.safetensors is missing"),
     "cut": (lambda c: cut(c / "rank_00001.safetensors"), "rank_00001.safetensors has"),
@@ -339,9 +329,6 @@ def test_what_is_no_checkpoint_is_one_clear_error(data, checkpoint, tmp_path):
     for (case, expected), (code, _, err) in zip(cases.items(), results, strict=True):
         assert code == 2, case
         assert err.startswith("error: ") and err.count("\n") == 1 and expected in err, f"{case}: {err}"
-
-
-# Saving
 
 
 RETENTION = {

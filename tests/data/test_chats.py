@@ -172,9 +172,6 @@ def test_a_template_that_marks_nothing_is_refused(preprocess, tokenizer):
     assert "has no chat template" in preprocess([json.dumps({"messages": CHATS[0]})])[1]
 
 
-# Packing
-
-
 def write_chats(prefix, chats) -> str:
     """Write chats, each a list of (tokens, mode)."""
     with IndexedDatasetWriter(prefix, "<u2", has_modes=True) as writer:
@@ -297,12 +294,3 @@ def test_each_kind_of_data_is_refused_by_the_other(tmp_path):
         IndexedDatasetWriter(tmp_path / "y", "<u2") as writer,
     ):
         writer.add_documents(np.array([1]), [1], [1], np.array([1], np.uint8))
-
-
-def test_a_blend_of_chats(tmp_path):
-    rng = np.random.default_rng(4)
-    prefixes = [write_chats(tmp_path / name, chats_of(rng, 20, 16)) for name in "ab"]
-    options = SampleOptions(seq_length=31, seed=3, **OPTIONS)
-    paths = ["0.5", prefixes[0], "0.5", prefixes[1]]
-    blend = build_datasets(options, data_path=paths, split="1", num_samples=(40, 0, 0)).train
-    assert len(blend) >= 40 and all(blend[i][0] & CHAT_BEGINS for i in range(40))

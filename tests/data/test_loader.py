@@ -145,9 +145,6 @@ def test_running_out_of_samples_is_an_error(dataset):
         next(batches)
 
 
-# Orders
-
-
 def flat(micro_batches):
     return [sample for micro_batch in micro_batches for sample in micro_batch]
 

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-import sentencepiece
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from megatron.core.tokenizers.text.libraries.sentencepiece_tokenizer import (
@@ -314,25 +313,6 @@ def test_missing_package_names_the_extra(monkeypatch, hf_file, package, kind, ex
         build_tokenizer(kind, str(hf_file))
 
 
-def test_megatrons_names_of_sentencepiece_models(tmp_path):
-    model = write_sentencepiece_model(tmp_path / "t.model")
-    plain, megatrons, llama2 = (
-        build_tokenizer(name, model)
-        for name in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-    )
-    bos = sentencepiece.SentencePieceProcessor(model_file=model).bos_id()
-    for text in TEXTS:
-        ids = plain.tokenize(text)
-        assert megatrons.tokenize(text) == ids
-        assert llama2.tokenize(text) == [bos, *ids]
-        assert llama2.detokenize(llama2.tokenize(text)) == plain.detokenize(ids)
-    assert [list(ids) for ids in llama2.tokenize_batch(TEXTS)] == [llama2.tokenize(text) for text in TEXTS]
-    assert (llama2.eod, llama2.vocab_size) == (plain.eod, plain.vocab_size)
-    without = write_sentencepiece_model(tmp_path / "w.model", bos_id=-1)
-    with pytest.raises(ValueError, match="no beginning-of-sequence id"):
-        build_tokenizer("Llama2Tokenizer", without)
-
-
 def test_a_model_of_hugging_face_by_its_name(tmp_path, byte_level_bpe, monkeypatch):
     """As ``hf download`` leaves it: a folder per model, in which a branch names a commit, and a commit has files."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -353,9 +333,6 @@ def test_a_model_of_hugging_face_by_its_name(tmp_path, byte_level_bpe, monkeypat
         build_tokenizer("HuggingFaceTokenizer", "other/model")
     with pytest.raises(FileNotFoundError, match=r"/no/such/folder does not exist$"):
         build_tokenizer("HuggingFaceTokenizer", "/no/such/folder")
-
-
-# Chat templates
 
 
 def said(*messages: str) -> list[list[dict[str, str]]]:

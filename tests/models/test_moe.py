@@ -53,24 +53,6 @@ def test_a_full_expert_drops_the_tokens_that_weigh_least():
     assert torch.equal(same, ~lost)
 
 
-def test_experts_with_gelu_and_a_shared_expert():
-    shared = torch.nn.Linear(HIDDEN, HIDDEN)
-    moe = MoE(MoEConfig(EXPERTS, FFN, router_topk=1), HIDDEN, Activation(), shared_expert=shared)
-    for parameter in moe.parameters():
-        parameter.data.normal_(0, 0.3)
-    x = tokens_of()
-    y, routed = moe(x)
-    first, second = (
-        layer.weight.view(EXPERTS, -1, layer.weight.size(1))
-        for layer in (moe.experts.linear_fc1, moe.experts.linear_fc2)
-    )
-    token = x[1, 3]
-    e = (moe.router.weight @ token).argmax()
-    expected = second[e] @ F.gelu(first[e] @ token, approximate="tanh") + shared(token)
-    torch.testing.assert_close(y[1, 3], expected)  # the weight of one expert, normalised, is 1
-    assert routed.load.sum() == 14
-
-
 def test_losses_by_their_formulas():
     torch.testing.assert_close(z_loss(torch.zeros(3, 4)), torch.tensor(math.log(4) ** 2))
     moe = moe_of(aux_loss_coeff=0.5, z_loss_coeff=0.25)

@@ -36,8 +36,6 @@ def test_selective_recomputation_serves_every_part_of_a_backward_pass(data):
         assert_same(results[name], results["1f1b"], name)
 
 
-# ZeRO++ inside each stage
-
 ALL_FLAGS = (
     "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zeropp-loco "
     "--zeropp-weight-block-size 32 --zeropp-gradient-block-size 32 --zeropp-monitor-interval 1"
@@ -70,9 +68,6 @@ def test_weights_and_gradients_cross_nodes_once_per_step(data):
     assert sent[0] == sent[1]
     assert results["plain"]["lm loss"] == pytest.approx(expected["plain"]["lm loss"], rel=1e-5)
     assert results["hpZ alone"]["lm loss"] == pytest.approx(results["plain"]["lm loss"], rel=1e-6)
-
-
-# Faults
 
 
 def _train_with_nan(argv: list[str]) -> tuple[str, int]:

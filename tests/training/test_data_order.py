@@ -60,16 +60,6 @@ def test_resumed_run_goes_on_with_the_same_batches(tmp_path):
         assert begun == whole[:2] and resumed == whole[2:], more + resumed_error
 
 
-def test_run_lengthened_past_an_epoch_is_refused_or_mapped(tmp_path):
-    write_data(tmp_path / "x")
-    save = f"--save {tmp_path}/saved --save-interval 3 --lr-decay-style constant"
-    longer = f"{save} --load {tmp_path}/saved --train-iters 9"  # 1152 samples
-    begun, refused, mapped = run(tmp_path, f"{save} --train-iters 3", longer, f"{longer} --override-data")
-    assert begun[0] == 0 and refused[:2] == (2, [])
-    assert "--override-data" in refused[2] and "2 epochs of the training data, not 1" in refused[2]
-    assert (mapped[0], len(mapped[1])) == (0, 6), mapped[2]
-
-
 def test_what_a_refused_change_of_length_names_works(tmp_path):
     """Three epochs: another length would shuffle other data together."""
     write_data(tmp_path / "x")

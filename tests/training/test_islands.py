@@ -1,17 +1,14 @@
 """--islands through the trainer: what they log, resumption, and what is refused."""
 
-import math
 from functools import partial
 
 import pytest
-import torch.distributed as dist
 
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.families import GPT
-from megatron_zpp.islands.outer_state import local_data
 from tests.parallel.layouts import EPS, assert_same, results_on
 from tests.ranks import run_in_turn, run_ranks
-from tests.training.small_run import NO_DROPOUT, Metrics, flags, log_lines, start, train_each, train_quietly
+from tests.training.small_run import NO_DROPOUT, Metrics, flags, train_each
 
 ISLANDS = "--islands 2 --island-sync-interval 3"
 ZEROPP = (
@@ -105,35 +102,6 @@ def test_beside_other_kinds_of_parallelism(data):
     results = results_on(4, {name: ("gpt", flags(data, common, more)) for name, more in layouts.items()}, islands=2)
     for name, result in results.items():
         assert_same(result, expected, name)
-
-
-def _train_with_a_broken_island(argv: list[str]) -> tuple[list[float], str, bool]:
-    """Return the losses, what was printed, and whether this rank's parameters and moments end as numbers.
-
-    The last island gets NaN in its parameters and moments by step 2, between two synchronizations.
-    """
-    run, metrics = start(argv)
-
-    def spoil(optimizer, args, kwargs):
-        if run.counters.iteration == 1 and dist.get_rank() == 2:
-            for parameter, state in optimizer.state.items():
-                local_data(parameter).fill_(math.nan)
-                local_data(state["exp_avg"]).fill_(math.nan)
-
-    run.optimizer.register_step_post_hook(spoil)
-    said = train_quietly(run)
-    kept = [*run.model.parameters(), *(state["exp_avg"] for state in run.optimizer.state.values())]
-    return metrics.get("lm loss", []), said, all(bool(local_data(tensor).isfinite().all()) for tensor in kept)
-
-
-def test_an_island_with_nan_comes_back_and_the_run_ends_well(data):
-    """Its one bad step is left out of the log line's loss."""
-    argv = flags(data, "--islands 3 --island-sync-interval 3 --global-batch-size 6 --train-iters 7 --island-bits 8")
-    (*_, (losses, _, _)) = results = run_ranks(3, _train_with_a_broken_island, argv)
-    assert all(is_finite for _, _, is_finite in results)
-    assert [math.isfinite(loss) for loss in losses] == [True, True, False, *[True] * 4]
-    assert [math.isfinite(line["lm loss"]) for line in log_lines(results[2][1])] == [True] * 7
-    assert "is in the parameters of island 2 after step 3: 2 of 3 islands synchronize" in results[0][1]
 
 
 def test_no_sample_is_seen_twice(data):

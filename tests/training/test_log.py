@@ -67,23 +67,6 @@ def test_evaluations_and_saves_are_no_time_of_training(data, tmp_path):
     assert run_ranks(1, _logged_seconds, argv)[0] == [2.0] * 4  # micro-batches of a step
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def _shown(argv: list[str]) -> str:
-    """What a run prints on a terminal."""
-    return train_quietly(start(argv)[0], Terminal())
-
-
-def test_a_terminal_gets_short_lines(data):
-    shown = run_ranks(1, _shown, flags(data, "--train-iters 3 --global-batch-size 1"))[0]
-    values = r"loss \d\.\d{3}   lr \d\.\d\de[-+]\d\d   norm \d+\.\d{3}   +[\d,]+ tokens/s"
-    steps = re.findall(rf"^  step +(\d+)/3   {values}   .*left$", shown, re.MULTILINE)
-    assert steps == ["1", "2", "3"] and "learning rate" not in shown
-
-
 def _described(argv: list[str]) -> str:
     """What a run prints on this rank, with its description."""
     run, _ = start(argv)
@@ -181,9 +164,6 @@ def test_the_monitor_adds_up_the_parts_of_tensor_parallel_ranks(data):
             expected = first if statistic == "nonfinite-blocks" else first / second
             expected = math.sqrt(expected) if statistic in ("error", "error-state") and second else expected
             assert values[f"{statistic}/{what}{name}"] == pytest.approx(expected, rel=1e-4), (statistic, what, name)
-
-
-# By regular expressions, not by our own reader
 
 
 TWO_NODES = "--zero-quantized-weights --zero-quantized-gradients --zeropp-ranks-per-node 1 --log-interval 2"

@@ -138,8 +138,6 @@ def test_a_checkpoint_is_not_used_with_a_tokenizer_that_it_was_not_trained_with(
     assert "does not say how its texts were tokenized; assuming Llama2Tokenizer" in capsys.readouterr().err
 
 
-# What generate() reads
-
 TOKENS = {"bos_token_id": 3, "eos_token_id": 2}
 
 

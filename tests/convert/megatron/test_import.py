@@ -153,8 +153,6 @@ def test_layers_with_experts_from_another_layer_on_are_a_pattern_for_megatron():
     assert args_of(config, 16).moe_layer_freq == [int(layer in config.layers_with_experts) for layer in range(4)]
 
 
-# Refusals: one line each
-
 FILE = "iter_0000005/mp_rank_00_000/model_optim_rng.pt"
 
 
