@@ -1,15 +1,10 @@
 """What programs of benchmarks/ count, measure and draw, each in a small run."""
 
-import json
-from pathlib import Path
-
 import launches
 import lifecycle_fuzz
-import published_commands
 import pytest
 import scaling
 import torch.distributed as dist
-from common import read_rows
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import LLAMA
@@ -17,7 +12,6 @@ from megatron_zpp.planning.needs.division import RankGrid
 from megatron_zpp.planning.needs.estimate import communicators
 from megatron_zpp.zeropp.wire import kernels
 from tests.ranks import run_ranks
-from tests.training.small_run import flags
 
 SMALL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2"
 EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 64"
@@ -50,25 +44,6 @@ def test_the_estimator_counts_communicators():
             number, nbytes = communicators(settings, RankGrid(launches.NODES, launches.PER_NODE, settings.distributed))
             assert number == row["counts"]["communicators"], row["recipe"]
             assert nbytes > number * 5e8
-
-
-def train_commands(work: Path) -> None:
-    dist.destroy_process_group()  # the program makes its own
-    published_commands.train_all(work, work.parent / "rows.jsonl")
-
-
-def test_a_command_whose_loss_is_nan_or_that_evaluates_alone_does_not_count_anothers_losses(data, tmp_path):
-    more = {
-        "trains": "--lr 1e-3",
-        "with fp16": "--fp16",
-        "evaluates": "--skip-train",
-        "diverges": "--lr 1e30 --eval-iters 0",
-    }
-    commands = {name: flags(data, words, length="--train-iters 2") for name, words in more.items()}
-    (tmp_path / "work.json").write_text(json.dumps(commands))
-    run_ranks(1, train_commands, tmp_path / "work.json")
-    rows = {row["command"]: (row["trains"], row["steps"]) for row in read_rows(tmp_path / "rows.jsonl")}
-    assert rows == {"trains": (True, 2), "with fp16": (True, 2), "evaluates": (True, 0), "diverges": (False, 2)}
 
 
 def of(nodes: int, flags: str, per_node: int = 8) -> tuple[int, float]:

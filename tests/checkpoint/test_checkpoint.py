@@ -235,37 +235,6 @@ def test_trains_as_many_samples_whatever_the_batch_size_was(data, tmp_path):
     assert {part: metrics["batch-size"] for part, metrics in run_ranks(1, train_each, runs)[0].items()} == sizes
 
 
-DATA, PLAN = "--override-data", "--override-opt_param-scheduler"
-
-
-DIFFERENCES = [  # flags, the error, what overrides it, and what does not
-    ("--global-batch-size 8", "global_batch_size 4 there, 8 here", PLAN, DATA),
-    ("--seed 1", "seed 1234 there, 1 here", DATA, PLAN),
-    ("--split 90,10,0", "split None there, 90,10,0 here", DATA, PLAN),
-    ("--eod-mask-loss", "eod_mask_loss False there, True here", DATA, PLAN),
-    ("--lr 1e-4", "max_lr 0.003 in the", PLAN, DATA),
-]
-
-
-def test_what_differs_is_refused_unless_that_is_overridden(data, checkpoint):
-    load = f"--load {checkpoint} --train-iters 4 --lr-decay-iters 6 --eval-iters 0"
-    given = [(more, words) for more, _, override, others in DIFFERENCES for words in ("", others, override)]
-    results = run_ranks(1, call_pretrain, *(flags(data, SMALL, load, more, words) for more, words in given))[0]
-    for i, (more, differs, override, _) in enumerate(DIFFERENCES):
-        *refused, taken = results[3 * i : 3 * i + 3]
-        for code, _, error in refused:
-            assert code == 2 and differs in error and override in error, more
-        assert taken[0] == 0, taken[2]
-
-
-def test_a_longer_run_with_a_constant_schedule_goes_on(data, tmp_path):
-    save = f"--save {tmp_path} --load {tmp_path} --save-interval 1 --lr-decay-style constant --lr 1e-3 --eval-iters 0"
-    first, longer = (flags(data, NO_DROPOUT, save, length=f"--train-iters {n}") for n in (1, 2))
-    for code, _, error in run_ranks(1, call_pretrain, first, longer)[0]:
-        assert code == 0, error
-    assert iterations(tmp_path) == [1, 2]
-
-
 DAMAGE = {  # test_hostile.py has more, without the program
     "missing": (lambda c: (c / "rank_00002.safetensors").unlink(), "rank_00002.safetensors is missing"),
     "cut": (lambda c: cut(c / "rank_00001.safetensors"), "rank_00001.safetensors has"),

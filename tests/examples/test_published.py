@@ -168,9 +168,6 @@ def test_rlhf_prints_zero3_beside_zeropp_which_sends_less(folder):
     assert (out / "zeropp-grpo" / "model.safetensors").is_file()  # merged
 
 
-# Laptop scale
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """With the text to fine-tune on, which is always the same: the paragraphs of the license."""
@@ -302,9 +299,6 @@ def test_slurm_job_that_gets_nowhere_is_not_started_again(slurm, put, tmp_path):
     put("srun", f"trap : USR1\nkill -USR1 $PPID\nsleep 1\n{saves}\nexit 3")
     run(script, env=slurm, status=3)
     assert not (tmp_path / "q").exists()  # its parameters are NaN: back in the queue it would end so again
-
-
-# What stands beside the scripts
 
 
 def test_commands_that_prepare_data_are_accepted():

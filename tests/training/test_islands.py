@@ -127,12 +127,7 @@ def test_no_sample_is_seen_twice(data):
         ("--islands 2", 4, "--island-fragments 3", "are more than the 2 layer"),
         ("--islands 2", None, "--local-ranks 6 --local-nodes 3 --global-batch-size 6", "choose|of whole nodes"),
         ("--islands 2", 4, "--zero-hpz-partition-size 4", "does not divide the 2 rank"),
-        (
-            "--islands 2",
-            4,
-            "--publish y",
-            "--publish has the weights of one model, which does not",
-        ),
+        ("--islands 2", 4, "--publish y", "--publish has the weights of one model, which does not"),
     ],
 )
 def test_what_does_not_go_with_islands_is_refused(data, base, world_size, more, message):

@@ -168,21 +168,6 @@ def test_activation_checkpointing_changes_nothing(data):
         assert run["grad-norm"] == pytest.approx(metrics["none"]["grad-norm"], rel=1e-5), name
 
 
-def methods_replaced(argv: list[str]) -> set[str]:
-    run, _ = start(argv)
-    modules = run.model.layers[1].named_modules()
-    return {
-        f"{name}.{method}" for name, module in modules for method in ("forward", "attend") if method in vars(module)
-    }
-
-
-def test_the_modules_that_flags_name_are_recomputed(data):
-    granularity = "--recompute-granularity selective --recompute-modules"
-    expected = {"mlp": {"mlp.forward"}, "mlp core_attn": {"mlp.forward", "self_attention.attend"}}
-    for modules, replaced in expected.items():
-        assert run_ranks(1, methods_replaced, flags(data, f"{granularity} {modules}")) == [replaced]
-
-
 def assert_offloading_changes_no_bit(data, layouts: dict[str, str], architecture: str = "llama") -> None:
     runs = {}
     for layout, more in layouts.items():
@@ -288,19 +273,6 @@ def test_an_overflow_changes_neither_parameters_nor_locos_errors(data):
     # fp16 rounds otherwise at another scale, which may carry a gradient to the next code.
     others = (ours - theirs).abs() > 1e-5 + 1e-3 * theirs.abs()
     assert others.float().mean() < 1e-3
-
-
-# Batch sizes and the end of a run
-
-
-def test_batch_sizes(data):
-    sizes = {
-        "--train-samples 50 --rampup-batch-size 2 2 24": [2, 2, 2, 2, 4, 4, 6, 6, 8, 8],  # the next would not be full
-        "--train-samples 15": [8],
-    }
-    runs = {more: flags(data, "--num-layers 1 --eval-iters 0", length=more) for more in sizes}
-    metrics = run_ranks(2, train_each, runs)[0]
-    assert {more: run["batch-size"] for more, run in metrics.items()} == sizes
 
 
 def test_exit_interval_and_duration(data, tmp_path):
