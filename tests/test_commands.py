@@ -147,7 +147,7 @@ def test_a_node_that_lacks_nothing_and_one_that_does(monkeypatch, capsys):
 
 
 @pytest.mark.long
-def test_links_under_torchrun():
+def test_doctor_measures_links_under_torchrun():
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     printed = run(*torchrun, "-m", "megatron_zpp", "doctor").stdout
     found = re.search(r"ok +links within a node +([\d.]+) GB/s a rank, (\d+) microseconds", printed)

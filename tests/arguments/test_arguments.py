@@ -127,7 +127,7 @@ def test_data_and_their_tokenizer(instead, expected):
     assert {name: settings[name] for name in expected} == expected
 
 
-def test_derived_llama():
+def test_a_llama_gets_megatrons_sizes_and_parts_where_flags_leave_them_out():
     model = parse(f"{SMALL} --hidden-size 4096", "llama")[0].model
     assert model.ffn_hidden_size == 10880  # Megatron's int(8/3 * 4096 / 64) * 64
     assert (model.attention_dropout, model.hidden_dropout, model.num_query_groups) == (0, 0, 4)
@@ -214,7 +214,7 @@ def test_flags_of_a_deepspeed_launcher_and_of_logging_change_nothing():
         ("--fp8-format hybrid --seq-length 32 --curriculum-min-length 8 --curriculum-iters 2", "not 8"),
     ],
 )
-def test_float8(flags, expected):
+def test_float8_flags_choose_a_recipe_or_name_the_one_that_works(flags, expected):
     words = f"{SMALL} --bf16 --seq-length 16 --micro-batch-size 1 {flags}"
     if " " not in expected:
         assert parse(words)[0].precision.fp8_recipe == expected

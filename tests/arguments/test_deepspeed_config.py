@@ -73,7 +73,7 @@ def test_the_flags_and_file_of_the_zeropp_tutorial_work_as_printed(write, reduce
     assert "--batch-size 1 is --micro-batch-size 1 here" in notes
 
 
-def test_everything_is_read(write):
+def test_every_key_becomes_its_setting_or_a_note(write):
     config = {
         "train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
         "gradient_clipping": 0.5,
@@ -298,7 +298,7 @@ def test_an_error_names_the_key_that_was_not_typed(write):
         ("[]", "object"),
     ],
 )  # fmt: skip
-def test_refused_files(write, content, words):
+def test_a_file_that_cannot_be_followed_is_refused_by_the_key(write, content, words):
     path = write(content)
     message = refused_file(path)
     assert path in message

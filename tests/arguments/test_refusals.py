@@ -150,7 +150,7 @@ from tests.convert.hf.small_models import CONFIGS, to_hf_config
         ("--save out", "--save --save-interval"),
     ],
 )  # fmt: skip
-def test_refused(extra, words):
+def test_flags_that_cannot_be_are_refused_with_what_to_give_instead(extra, words):
     assert_words(refusal(SMALL + extra), words)
 
 
@@ -169,7 +169,7 @@ def test_refused(extra, words):
          "--split divides --data-path; it has no meaning with --train-data-path: leave it out"),
     ],
 )  # fmt: skip
-def test_missing(left_out, instead, words):
+def test_a_flag_that_is_missing_is_named(left_out, instead, words):
     assert_words(refusal(SMALL.replace(left_out, instead)), words)
 
 

@@ -308,7 +308,7 @@ RETENTION = {
 }
 
 
-def test_retention(data, tmp_path):
+def test_the_newest_checkpoints_are_kept_and_older_ones_deleted(data, tmp_path):
     small = "--num-layers 1 --global-batch-size 1 --train-iters 5 --eval-iters 0 --save-interval 1"
     folders = {more: tmp_path / str(number) for number, more in enumerate(RETENTION)}
     run_ranks(1, train_each, {more: flags(data, small, f"--save {folders[more]}", more) for more in RETENTION})

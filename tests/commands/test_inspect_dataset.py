@@ -12,7 +12,7 @@ def inspect(*words):
     return run(parse_arguments(list(map(str, words))))
 
 
-def test_description(tmp_path):
+def test_a_dataset_is_described_by_its_documents_tokens_and_lengths(tmp_path):
     text = inspect(A, "--tokenizer-type", "ByteTokenizer", "--show", 2)
     assert "200 documents, 200 sequences, 32,965 tokens (uint16, 0.1 MB), ids 32 to 256" in text
     assert "mean 164.8" in text

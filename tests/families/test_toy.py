@@ -94,7 +94,7 @@ ESTIMATED = f"--ranks-per-node 4 --vocabulary 257 pretrain_toy.py {SHAPE} --mock
 ESTIMATED = f"{ESTIMATED} --micro-batch-size 2 --train-iters 10 --lr 1 --bf16".split()
 
 
-def test_it_is_estimated():
+def test_an_estimate_knows_the_users_architecture():
     found = estimate.run(estimate.parse_arguments(["--architecture", GIVEN, *ESTIMATED])).needs
     config = ToyConfig(2, 32, 4, vocab_size=288)
     assert found.parameters == TOY.num_parameters(config)

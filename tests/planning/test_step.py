@@ -44,7 +44,7 @@ def step(more: str, spec: Cluster) -> StepTime:
     return time
 
 
-def test_products_and_attention():
+def test_seconds_of_products_and_attention_are_those_of_the_operations():
     forward, backward = passes("", cluster())
     tokens = B * S
     products = 2 * tokens * (4 * H * H + 8 * H * H) / 0.5e12  # attention's four matrices, the MLP's two
@@ -67,7 +67,7 @@ def test_the_program_itself_takes_time_for_each_layer_expert_and_step():
     assert step("", cluster(**host)).optimizer - step("", cluster()).optimizer == pytest.approx(5 * LAYERS)
 
 
-def test_recomputation():
+def test_recomputing_lengthens_the_backward_pass_by_what_is_computed_again():
     kinds = ("", "--recompute-activations", RECOMPUTE_ALL)
     nothing, selective, everything = (passes(more, cluster(kernel_gbytes=1.0)) for more in kinds)
     assert nothing[0] == selective[0] == everything[0]

@@ -109,6 +109,6 @@ def test_the_number_of_ranks_needs_its_switch():
     assert err == "error: --dry-run-world-size needs --dry-run\n"
 
 
-def test_under_torchrun():
+def test_a_dry_run_under_torchrun_speaks_once():
     out, _ = ended(torchrun(2, shlex.split(f"{COMMAND} {FAKE} --dry-run")))
     assert out.count("nothing was started") == 1 and "2 rank(s) on 1 node(s)" in out
