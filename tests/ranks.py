@@ -111,13 +111,7 @@ def _report(folder: str, rank: int) -> Path:
 
 
 def _run_rank(
-    rank: int,
-    world_size: int,
-    folder: str,
-    sender: Any,
-    timeout: float,
-    function: Callable[..., Any],
-    args: Any,
+    rank: int, world_size: int, folder: str, sender: Any, timeout: float, function: Callable[..., Any], args: Any
 ) -> None:
     gc.freeze()  # or each collection would look at, and so copy, all that the server has imported
     torch.set_num_threads(1)

@@ -19,7 +19,7 @@ SCHEMAS = {
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
-def test_schema(schema):
+def test_files_that_other_services_read_fit_their_schemas(schema):
     files = [*ROOT.glob(SCHEMAS[schema])]
     assert files
     run(sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", *files)

@@ -17,7 +17,7 @@ METHODS = {
     "document_attention", "finalize_backward", "forward", "post_backward", "step", "wait_for_unshard", "zero_grad",
 }  # fmt: skip
 OTHER_SETATTR = {  # a time, the standard streams, and methods of a class of its own
-    *("checkpoint/saver.py", "metrics/lasting.py", "parallel/staged_backend.py"),
+    *("checkpoint/saver.py", "metrics/lasting.py", "parallel/staged_backend.py")
 }
 
 

@@ -175,35 +175,3 @@ def test_install_into_an_empty_environment_and_train(checkout, tmp_path):
     torchrun = (python, "-m", "torch.distributed.run", "--nproc-per-node", "2")
     log = succeed(*torchrun, "-m", "megatron_zpp", "pretrain-gpt", *TINY.split(), folder=elsewhere)
     assert "iteration        3/       3" in log and "lm loss value" in log
-
-
-ALONE = """
-import torch, torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-model = torch.nn.Linear(64, 64)
-fully_shard(model)
-apply_zeropp(model, ZeroPPConfig(quantized_weights=True, hpz_partition_size=1))
-model(torch.ones(2, 64)).sum().backward()
-import megatron_zpp, sys
-assert model.weight.grad is not None and not [name for name in sys.modules if name.startswith("megatron_zpp.settings")]
-print(megatron_zpp.__path__[0])
-"""
-
-
-@pytest.mark.long
-def test_zeropp_could_be_released_alone(checkout, tmp_path):
-    """A wheel of it and ``fields.py`` alone trains, in plain torch: its kernels are built elsewhere in these tests."""
-    for path in (checkout / "megatron_zpp").iterdir():
-        if path.is_dir() and path.name != "zeropp":
-            shutil.rmtree(path)
-        elif path.is_file() and path.name not in ("__init__.py", "fields.py"):
-            path.unlink()
-    shutil.rmtree(checkout / "csrc")
-    wheel = ("pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, ".")
-    succeed(sys.executable, "-m", *wheel, folder=checkout)
-    shutil.unpack_archive(next(tmp_path.glob("*.whl")), tmp_path / "alone", format="zip")
-    found = succeed(sys.executable, "-c", ALONE, folder=tmp_path / "alone")
-    assert Path(found.strip()) == tmp_path / "alone" / "megatron_zpp"

@@ -15,7 +15,6 @@ from megatron_zpp.families import GPT, LLAMA, find_architecture
 from megatron_zpp.settings.checks import flag_of
 from megatron_zpp.settings.flags import iterate_flags
 from megatron_zpp.settings.groups import all_flags, iterate_groups
-from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
 from tests.arguments.parsing import BYTES, MOCK, SMALL, flat, parse
 from tests.models.configs import llama_config
 
@@ -128,7 +127,7 @@ def test_data_and_their_tokenizer(instead, expected):
     assert {name: settings[name] for name in expected} == expected
 
 
-def test_derived_llama():
+def test_a_llama_gets_megatrons_sizes_and_parts_where_flags_leave_them_out():
     model = parse(f"{SMALL} --hidden-size 4096", "llama")[0].model
     assert model.ffn_hidden_size == 10880  # Megatron's int(8/3 * 4096 / 64) * 64
     assert (model.attention_dropout, model.hidden_dropout, model.num_query_groups) == (0, 0, 4)
@@ -168,24 +167,6 @@ def test_bf16_gradients_are_handed_over_as_they_are_where_all_sums_are_in_fp32(m
     precision = parse(f"{SMALL} --bf16 --zero-quantized-gradients {more}")[0].precision
     assert precision.accumulate_allreduce_grads_in_fp32 is in_fp32
     assert precision.grad_reduce_in_bf16 is not in_fp32
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ("--zero-quantized-gradients --zeropp-gradient-block-size 0 --zeropp-gradient-intra-bits 0 "
-         "--zeropp-loco --zeropp-loco-reset-interval 0",  # zero means none
-         dict(quantized_gradients=True, gradient_block_size=None, gradient_intra_bits=None,
-              loco=LoCoConfig(reset_interval=None, exact_undo=False))),
-        ("--zero-stage 3 --zero-quantized-weights --zero-hpz-partition-size 2 --zeropp-ranks-per-node 2 "
-         "--zero-quantized-gradients --zeropp-loco --zeropp-loco-beta 0.5 --zeropp-gradient-bits 3 "
-         "--zeropp-weight-bits 6",
-         dict(quantized_weights=True, hpz_partition_size=2, quantized_gradients=True,
-              loco=LoCoConfig(beta=0.5, exact_undo=False), ranks_per_node=2, weight_bits=6, gradient_bits=3)),
-    ],
-)  # fmt: skip
-def test_flags_of_zeropp_together(flags, expected):
-    assert parse(SMALL + flags)[0].zeropp == ZeroPPConfig(**expected, seed=1234)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +214,7 @@ def test_flags_of_a_deepspeed_launcher_and_of_logging_change_nothing():
         ("--fp8-format hybrid --seq-length 32 --curriculum-min-length 8 --curriculum-iters 2", "not 8"),
     ],
 )
-def test_float8(flags, expected):
+def test_float8_flags_choose_a_recipe_or_name_the_one_that_works(flags, expected):
     words = f"{SMALL} --bf16 --seq-length 16 --micro-batch-size 1 {flags}"
     if " " not in expected:
         assert parse(words)[0].precision.fp8_recipe == expected
@@ -338,15 +319,6 @@ def test_help_exits_cleanly_and_shows_defaults(capsys):
     with pytest.raises(SettingsError, match="--help loging is no group of flags; did you mean logging"):
         help_text(LLAMA, ["--help", "loging"])
     assert max(map(len, help_text(GPT).partition("\n\n")[0].splitlines())) < 100
-
-
-def test_a_flag_of_an_older_commit_is_refused_with_its_name_of_today():
-    for former, now in {
-        "--zero-weight-bits 6": "--zeropp-weight-bits",
-        "--zero-monitor-interval 1": "--zeropp-monitor-interval",
-    }.items():
-        with pytest.raises(SettingsError, match=f"{former.split()[0]}.*{now}"):
-            parse(SMALL + former)
 
 
 def test_reference_page_is_up_to_date():

@@ -125,9 +125,3 @@ def test_a_consequence_is_no_mistake_of_its_own():
             argv = [*argv[6:], flag, "x"]
         (message,) = mistakes(" ".join(argv), GPT, 1)
         assert flag in message
-
-
-def test_what_contradicts_at_a_time():
-    assert len(mistakes(f"{RUN} --fp16 --bf16 --data-path x --save y --tie-embed x", GPT, 1)) == 4
-    said = mistakes(f"{RUN} --global-batch-size 3 --zero-hpz-partition-size 3", GPT, 2)
-    assert len(said) == 2 and "--zero-hpz-partition-size 3" in said[1]

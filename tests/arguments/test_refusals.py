@@ -150,7 +150,7 @@ from tests.convert.hf.small_models import CONFIGS, to_hf_config
         ("--save out", "--save --save-interval"),
     ],
 )  # fmt: skip
-def test_refused(extra, words):
+def test_flags_that_cannot_be_are_refused_with_what_to_give_instead(extra, words):
     assert_words(refusal(SMALL + extra), words)
 
 
@@ -169,7 +169,7 @@ def test_refused(extra, words):
          "--split divides --data-path; it has no meaning with --train-data-path: leave it out"),
     ],
 )  # fmt: skip
-def test_missing(left_out, instead, words):
+def test_a_flag_that_is_missing_is_named(left_out, instead, words):
     assert_words(refusal(SMALL.replace(left_out, instead)), words)
 
 
@@ -237,12 +237,6 @@ def test_every_flag_for_a_path_refuses_a_bucket():
             (line,) = [text for text in mistakes(f"{SMALL} {name} {bucket}") if bucket in text]
             assert line.startswith(f"{name} must be a path on this machine (docs/how-to/data-in-a-bucket.md"), line
     parse(f"{SMALL} --save s3:x --save-interval 5")  # a folder may be called so
-
-
-def test_a_bucket_of_a_deepspeed_file_is_refused(tmp_path):
-    file = tmp_path / "ds.json"
-    file.write_text('{"tensorboard": {"enabled": true, "output_path": "s3://bucket/logs"}}')
-    assert_words(refusal(f"{SMALL} --deepspeed_config {file}"), "output_path must be a path on this machine s3:")
 
 
 @pytest.mark.parametrize("tool", [import_hf, preprocess_data, train_tokenizer])

@@ -1,17 +1,10 @@
 """benchmarks/planner.py: published rows become flags, constants are fitted, the cluster in a box is measured."""
 
 import math
-import re
 
 import papers
-import planner
-import planner_box
 import planner_published
 import pytest
-
-from tests.planning.test_measure import MEASURE_QUICKLY
-
-TINY = f"--num-layers 2 --hidden-size 64 --num-attention-heads 2 {planner_box.COMMON}".replace("256", "32")
 
 
 def rows() -> dict[str, dict]:
@@ -62,40 +55,3 @@ def test_a_verdict_needs_figures_that_are_near_or_point_the_same_way():
     assert papers.verdict([2.0, 1.2], [1.5, 1.01]) == "same direction"
     assert papers.verdict([2.0, 1.2], [1.5, 0.9]) == "not seen"
     assert papers.verdict([8.0], [10.0], compared=[(1.2, 0.9)]) == "not seen"
-
-
-def test_islands_are_compared_with_one_cluster(monkeypatch):
-    """A smaller model on fewer nodes shows it, over a slow link and over one as fast as the nodes'."""
-    run = planner.RUN.replace("--global-batch-size 2048", "--global-batch-size 64 --num-layers 4")
-    for name, value in {"RUN": run, "SITE": "2x2x8xH100@400", "GBITS": (1, 800)}.items():
-        monkeypatch.setattr(planner, name, value)
-    _, _, slow, fast = planner.islands().splitlines()
-    of_slow, of_fast = ([float(cell) for cell in re.findall(r"([\d.]+)%", row)] for row in (slow, fast))
-    zero3, *_, fp32, four_bits, streaming = of_slow
-    assert zero3 < 10 < fp32 < four_bits < streaming <= 100
-    assert all(0 < share <= 100 for share in of_fast) and of_fast[0] > 5 * zero3
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("namespaces_allowed")
-def test_the_box_is_measured_and_compared(tmp_path, monkeypatch, capsys):
-    changes = {
-        "MEASURED": tmp_path / "box.jsonl",
-        "CLUSTER": tmp_path / "box.yaml",
-        "TOOL": tmp_path / "measure_quickly.py",
-        "MODELS": {"tiny": TINY},
-        "SETTINGS": dict([*planner_box.SETTINGS.items()][:2]),
-        "SIZES": "--hidden-size 64 --tokens 32",
-        "RATES": (1000,),
-        "STEPS": {1: 6},
-    }
-    for name, value in changes.items():
-        monkeypatch.setattr(planner_box, name, value)
-    planner_box.TOOL.write_text(MEASURE_QUICKLY)
-    with pytest.raises(SystemExit, match="nothing is measured yet"):
-        planner_box.table()
-    planner_box.measure()
-    capsys.readouterr()
-    assert f"{len(planner_box.SETTINGS)} points: median error" in planner_box.table()
-    planner_box.measure()  # finished rows are not measured again
-    assert not capsys.readouterr().out

@@ -1,16 +1,10 @@
 """What programs of benchmarks/ count, measure and draw, each in a small run."""
 
-import json
-from pathlib import Path
-
-import between_islands
 import launches
 import lifecycle_fuzz
-import published_commands
 import pytest
 import scaling
 import torch.distributed as dist
-from common import read_rows
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import LLAMA
@@ -19,7 +13,6 @@ from megatron_zpp.planning.needs.estimate import communicators
 from megatron_zpp.zeropp.recipes import RECIPES
 from megatron_zpp.zeropp.wire import kernels
 from tests.ranks import run_ranks
-from tests.training.small_run import flags
 
 SMALL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2"
 EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 64"
@@ -54,25 +47,6 @@ def test_the_estimator_counts_communicators():
             assert nbytes > number * 5e8
 
 
-def train_commands(work: Path) -> None:
-    dist.destroy_process_group()  # the program makes its own
-    published_commands.train_all(work, work.parent / "rows.jsonl")
-
-
-def test_a_command_whose_loss_is_nan_or_that_evaluates_alone_does_not_count_anothers_losses(data, tmp_path):
-    more = {
-        "trains": "--lr 1e-3",
-        "with fp16": "--fp16",
-        "evaluates": "--skip-train",
-        "diverges": "--lr 1e30 --eval-iters 0",
-    }
-    commands = {name: flags(data, words, length="--train-iters 2") for name, words in more.items()}
-    (tmp_path / "work.json").write_text(json.dumps(commands))
-    run_ranks(1, train_commands, tmp_path / "work.json")
-    rows = {row["command"]: (row["trains"], row["steps"]) for row in read_rows(tmp_path / "rows.jsonl")}
-    assert rows == {"trains": (True, 2), "with fp16": (True, 2), "evaluates": (True, 0), "diverges": (False, 2)}
-
-
 def of(nodes: int, flags: str, per_node: int = 8) -> tuple[int, float]:
     """How many communicators a rank of a small Llama has, and their bytes."""
     shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --lr 1e-3"
@@ -101,12 +75,6 @@ def test_an_all_to_all_between_nodes_has_buffers_too():
     assert within[0] == between[0] and between[1] - within[1] == pytest.approx(shared - 4 * 3.28e9 / 7)
 
 
-def test_growth_is_the_simplest_that_fits():
-    for name, values in (("constant", [7, 7, 7, 7]), ("log W", [5, 6, 7, 8]), ("W", [10, 14, 22, 38])):
-        kind, function = scaling.fit((4, 8, 16, 32), values)
-        assert kind == name and round(function(64)) == {"constant": 7, "log W": 9, "W": 70}[name]
-
-
 @pytest.mark.long
 def test_steps_logs_and_saves_do_as_much_with_twice_the_ranks():
     few, many = scaling.count(4), scaling.count(8)
@@ -118,29 +86,6 @@ def test_steps_logs_and_saves_do_as_much_with_twice_the_ranks():
     of_others = [max(rank["save"]["bytes of objects"] for rank in ranks[1:]) for ranks in (few, many)]
     assert of_others[1] < 1.2 * of_others[0]
     assert sum(rank["log"]["lines"] for rank in many) == 1
-
-
-H = 192
-PARAMETERS = 1024 * H + 128 * H + 2 * (12 * H * H + 13 * H) + 2 * H  # vocabulary, positions, two layers, last norm
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("namespaces_allowed")
-def test_islands_send_what_they_count(tmp_path, monkeypatch, capsys):
-    """Two intervals of three steps, of which each sends one agreement and hardly anything else."""
-    flags = "--islands 2 --island-sync-interval 3 --island-fragments 2 --island-sync-delay 1"
-    monkeypatch.setattr(between_islands, "SETTINGS", {"streaming": between_islands.Setting(flags, 10, 2, 3)})
-    monkeypatch.setattr(between_islands, "RESULTS", tmp_path / "results.jsonl")
-    monkeypatch.setattr(between_islands, "RATE", "200mbit")
-    between_islands.measure_all()
-    (row,) = read_rows(between_islands.RESULTS)
-    assert row["steps"] == 6
-    # Every interval all fp32 parameters leave each island: a piece to the other, and one of the mean.
-    assert row["counted_bytes_per_node_and_step"] == pytest.approx(4 * PARAMETERS / 3, rel=0.01)
-    assert row["bytes_per_node_and_step"] == pytest.approx(row["counted_bytes_per_node_and_step"], rel=0.1)
-    assert "| streaming |" in capsys.readouterr().out
-    between_islands.measure_all()  # finished rows are not measured again
-    assert read_rows(between_islands.RESULTS) == [row]
 
 
 @pytest.mark.long

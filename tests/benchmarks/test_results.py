@@ -42,14 +42,6 @@ def test_a_row_without_its_origin_is_refused():
     )
 
 
-def test_a_copy_without_git_takes_the_commit_that_it_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "ROOT", tmp_path)
-    monkeypatch.delenv("BENCHMARK_COMMIT", raising=False)
-    assert common.commit() == "unknown"
-    monkeypatch.setenv("BENCHMARK_COMMIT", "3971d26e")
-    assert common.commit() == "3971d26e"
-
-
 def test_a_row_says_whether_the_code_that_made_it_was_committed(tmp_path, monkeypatch):
     def git(*arguments: str) -> str:
         name = ("-c", "user.name=x", "-c", "user.email=x@example.com")

@@ -25,7 +25,6 @@ from torch.distributed.fsdp import fully_shard
 from megatron_zpp.models.mlp import Activation, GatedMLP
 from megatron_zpp.zeropp.recipes import RECIPES
 from tests.ranks import run_ranks
-from tests.test_readme import words
 
 OLD = study.RESULTS.parent / "old" / study.RESULTS.name
 INT4_DIFFERENCES = (
@@ -59,20 +58,6 @@ def test_every_interval_that_a_page_or_a_claim_quotes_stands_in_a_table_of_the_r
     assert {(" ± ".join(pair), name) for pair, name in quoted if pair not in found} == set()
     for name, text in texts.items():  # "1.3 ± 0.2" and "0.4 ± 1 %" would not be found in any table
         assert re.findall(r"[\d.]+ ± (?!\d+\.\d\d\b)[\d.]+ %", text) == [], name
-
-
-def test_the_page_that_says_what_bits_cost_is_short():
-    assert words(study_tables.PAGE.read_text()) <= 1500
-
-
-def test_rates_are_chosen_on_other_seeds_and_documents_than_results_are_reported_on():
-    def validated(scale: Scale) -> tuple[float, float]:
-        train, valid, _ = map(float, scale.split.split(","))
-        return train, train + valid
-
-    rates, tuned = SCALES["rates"], SCALES["tuned"]
-    assert not {*rates.seeds} & {*tuned.seeds}
-    assert validated(rates)[1] <= validated(tuned)[0]  # which "rates" holds out as a test set
 
 
 def test_the_losses_of_recipes_are_those_of_their_nearest_arms():
@@ -198,16 +183,6 @@ def test_every_scale_fills_in_the_arms_flags():
         assert _samples_of_a_step(scale, FP32) == scale.micro_batch_size * scale.ranks
         for arm in arms.values() if scale.ranks == RANKS else EXPERIMENTS["E17"].groups[0].arms:
             assert _samples_of_a_step(scale, arm) == _samples_of_a_step(scale, arms[arm.control]), arm.name
-
-
-def test_every_arm_has_flags_of_its_own():
-    named: dict[str, set[str]] = {}
-    for experiment in EXPERIMENTS.values():
-        for group in experiment.groups:
-            assert len({arm.flags for arm in group.arms}) == len(group.arms)
-            for arm in group.arms:
-                named.setdefault(arm.name + group.title, set()).add(arm.flags)
-    assert all(len(flags) == 1 for flags in named.values())
 
 
 @pytest.mark.long

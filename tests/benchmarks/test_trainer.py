@@ -4,10 +4,8 @@ import json
 import re
 import shlex
 import sys
-from types import SimpleNamespace
 
 import pytest
-import step_parts
 import torch
 
 from tests.conftest import ROOT
@@ -50,21 +48,6 @@ def test_both_sides_do_the_same_work(tmp_path):
         assert ours["mfu"] is None and ours["peak_memory_gb"] is None  # a CPU has neither
         assert check_parts(result)["quantizers"] == 0
     assert printed.count("| quantizers | 0.00 | - | - |") == 2
-
-
-def test_exposed_communication_is_what_no_computation_covers():
-    def on_device(name, start, end):
-        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
-
-    kernels = [
-        ("ncclDevKernel_AllGather", 0, 10),
-        ("gemm", 2, 5),
-        ("gemm", 4, 6),
-        ("Memcpy DtoH", 8, 12),
-        ("sum", 20, 30),
-    ]
-    assert step_parts.exposed([on_device(*kernel) for kernel in kernels]) == 12 - 4
-    assert step_parts.covered([]) == 0
 
 
 def test_ranks_that_share_a_device_are_profiled_and_quantizers_are_a_part_of_their_own(tmp_path):

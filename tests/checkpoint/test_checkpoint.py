@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import math
 import resource
 import shutil
 import time
@@ -16,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tokenizers import Tokenizer
 
-from megatron_zpp.checkpoint import CheckpointError, iterate_tensors, read_meta
+from megatron_zpp.checkpoint import iterate_tensors, read_meta
 from megatron_zpp.checkpoint.saver import CheckpointSaver
 from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.training.pretrain import train
@@ -100,13 +99,6 @@ def test_resumes_on_other_ranks_and_stages(data, checkpoint, uninterrupted, worl
     assert f"note: random states start over: 4 ranks saved, {world_size} load" in out
 
 
-def test_bits_warm_up_by_the_steps_of_the_run_on_other_ranks_too(data, checkpoint):
-    bits = "--zeropp-gradient-bits 2 --zeropp-gradient-bits-warmup 5:8"
-    load = f"--load {checkpoint} --zero-stage 2 --zero-quantized-gradients --zeropp-ranks-per-node 1"
-    fifth, sixth = _metrics(2, flags(data, SMALL, load, bits))["comm/bytes-between-nodes"]
-    assert fifth > sixth
-
-
 def test_locos_errors_outlive_settings_that_only_change_how_gradients_are_sent(data, tmp_path):
     more = f"{LOCO} --zeropp-gradient-bits 2 --train-iters 4 --eval-iters 0"
     save = f"--save {tmp_path} --save-interval 2 --exit-interval 2"
@@ -118,19 +110,6 @@ def test_locos_errors_outlive_settings_that_only_change_how_gradients_are_sent(d
     )[0]
     assert "start over" not in out and metrics["lm loss"] == expected[2:]
     assert "LoCo's errors, scales of elements and weight copies start over" in changed_out
-
-
-@pytest.mark.long
-def test_other_numbers_of_ranks_one_after_the_other(data, tmp_path):
-    """4, 2, 8 and 3 ranks: the same data in the same order, and the same losses."""
-    common = ("--global-batch-size 24 --eval-iters 0 --lr 1e-3 --zeropp-ranks-per-node 1", NO_DROPOUT)
-    length = "--train-iters 8"
-    expected = _metrics(2, flags(data, *common, length=length))["lm loss"]
-    losses = []
-    for world_size, until in ((4, 2), (2, 4), (8, 6), (3, 8)):
-        save = f"--save {tmp_path} --load {tmp_path} --save-interval 100 --exit-interval {until}"
-        losses += _metrics(world_size, flags(data, *common, save, length=length))["lm loss"]
-    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def test_loads_less_and_changes_the_plan(data, checkpoint, uninterrupted):
@@ -256,40 +235,6 @@ def test_trains_as_many_samples_whatever_the_batch_size_was(data, tmp_path):
     assert {part: metrics["batch-size"] for part, metrics in run_ranks(1, train_each, runs)[0].items()} == sizes
 
 
-DATA, PLAN = "--override-data", "--override-opt_param-scheduler"
-
-
-DIFFERENCES = [  # flags, the error, what overrides it, and what does not
-    ("--global-batch-size 8", "global_batch_size 4 there, 8 here", PLAN, DATA),
-    ("--seed 1", "seed 1234 there, 1 here", DATA, PLAN),
-    ("--split 90,10,0", "split None there, 90,10,0 here", DATA, PLAN),
-    ("--eod-mask-loss", "eod_mask_loss False there, True here", DATA, PLAN),
-    ("--lr 1e-4", "max_lr 0.003 in the", PLAN, DATA),
-]
-
-
-def test_what_differs_is_refused_unless_that_is_overridden(data, checkpoint):
-    load = f"--load {checkpoint} --train-iters 4 --lr-decay-iters 6 --eval-iters 0"
-    given = [(more, words) for more, _, override, others in DIFFERENCES for words in ("", others, override)]
-    results = run_ranks(1, call_pretrain, *(flags(data, SMALL, load, more, words) for more, words in given))[0]
-    for i, (more, differs, override, _) in enumerate(DIFFERENCES):
-        *refused, taken = results[3 * i : 3 * i + 3]
-        for code, _, error in refused:
-            assert code == 2 and differs in error and override in error, more
-        assert taken[0] == 0, taken[2]
-
-
-def test_a_longer_run_with_a_constant_schedule_goes_on(data, tmp_path):
-    save = f"--save {tmp_path} --load {tmp_path} --save-interval 1 --lr-decay-style constant --lr 1e-3 --eval-iters 0"
-    first, longer = (flags(data, NO_DROPOUT, save, length=f"--train-iters {n}") for n in (1, 2))
-    for code, _, error in run_ranks(1, call_pretrain, first, longer)[0]:
-        assert code == 0, error
-    assert iterations(tmp_path) == [1, 2]
-
-
-# Damage
-
-
 DAMAGE = {  # test_hostile.py has more, without the program
     "missing": (lambda c: (c / "rank_00002.safetensors").unlink(), "rank_00002.safetensors is missing"),
     "cut": (lambda c: cut(c / "rank_00001.safetensors"), "rank_00001.safetensors has"),
@@ -355,20 +300,6 @@ def test_what_is_no_checkpoint_is_one_clear_error(data, checkpoint, tmp_path):
         assert err.startswith("error: ") and err.count("\n") == 1 and expected in err, f"{case}: {err}"
 
 
-def test_any_finite_average_of_the_loss_is_read_again(checkpoint, tmp_path):
-    copy = shutil.copytree(checkpoint / "iter_0000004", tmp_path / "iter_0000004")
-    for average in (0.0, 1e300, math.inf, math.nan, -1.0):
-        rewrite(copy, META, lambda meta, average=average: meta["counters"].update(average_loss=average))
-        if 0 <= average < math.inf:
-            assert read_meta(copy)["counters"]["average_loss"] == average
-        else:
-            with pytest.raises(CheckpointError, match="the counter average_loss is"):
-                read_meta(copy)
-
-
-# Saving
-
-
 RETENTION = {
     "": [1, 2, 3, 4, 5],
     "--save-keep-last 3 --no-async-save": [3, 4, 5],
@@ -377,7 +308,7 @@ RETENTION = {
 }
 
 
-def test_retention(data, tmp_path):
+def test_the_newest_checkpoints_are_kept_and_older_ones_deleted(data, tmp_path):
     small = "--num-layers 1 --global-batch-size 1 --train-iters 5 --eval-iters 0 --save-interval 1"
     folders = {more: tmp_path / str(number) for number, more in enumerate(RETENTION)}
     run_ranks(1, train_each, {more: flags(data, small, f"--save {folders[more]}", more) for more in RETENTION})

@@ -219,9 +219,7 @@ def test_shards_beyond_the_first_gigabyte_of_a_file_load(tmp_path):
 def test_shards_that_do_not_make_up_a_tensor_are_refused(tmp_path, change, expected):
     checkpoint = save(tmp_path, 1)
     rewrite(
-        checkpoint,
-        "index.json",
-        lambda index: change(*_halves(index), index["tensors"]["model.second"]["chunks"][0]),
+        checkpoint, "index.json", lambda index: change(*_halves(index), index["tensors"]["model.second"]["chunks"][0])
     )
     (problem,) = problems(checkpoint)
     assert "index.json is damaged" in problem and expected in problem

@@ -88,6 +88,9 @@ def test_what_changes_the_training_is_said(begun_with, more, note):
         ("", "--global-batch-size 4", "global_batch_size 1 there, 4 here", "--override-opt_param-scheduler"),
         ("", "--decoupled-lr 1e-4", "decoupled_lr None there, 0.0001 here", "--override-opt_param-scheduler"),
         ("", "--curriculum-min-length 8 --curriculum-iters 4", "curriculum_min_length None there", "--override-data"),
+        ("", "--seed 1", "seed 1234 there, 1 here", "--override-data"),
+        ("", "--split 90,10,0", "split None there, 90,10,0 here", "--override-data"),
+        ("", "--eod-mask-loss", "eod_mask_loss False there, True here", "--override-data"),
     ],
 )
 def test_what_must_be_equal_is_refused_or_with_its_override_said(begun_with, more, differs, override):
@@ -142,10 +145,7 @@ def test_adapters_on_some_layers_are_not_resumed_as_if_they_were_on_all():
             "--yarn-original-max-position-embeddings 16",
             ("yarn_original_context", "--yarn-original-max-position-embeddings"),
         ),
-        (
-            "--moe-router-load-balancing-type seq_aux_loss",
-            ("moe.load_balancing", "moe-router-load-balancing-type"),
-        ),
+        ("--moe-router-load-balancing-type seq_aux_loss", ("moe.load_balancing", "moe-router-load-balancing-type")),
     ],
 )
 def test_what_an_override_changes_may_be_named_as_its_flag(changed, spellings):

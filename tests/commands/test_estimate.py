@@ -360,29 +360,6 @@ def test_activations_that_recomputed_modules_leave(model, modules):
     assert everything - planned == pytest.approx(4 / 5 * (kept - left), rel=0.04, abs=4 * 2 * 64 * 12)
 
 
-def test_attention_over_context_parallel_ranks_by_hand():
-    """Llama-8B at 131,072 tokens in 8 ranks: all keys and values in each block, 7 of 8 from other ranks."""
-    long = (
-        f"--seq-length 131072 --context-parallel-size 8 {RECOMPUTED} --recompute-method block --recompute-num-layers 1"
-    )
-    words = f"--nodes 1 --ranks-per-node 8 --vocabulary 32000 pretrain_llama.py --preset llama-8b {long} --bf16 --lr 1"
-    words += " --micro-batch-size 1 --train-iters 1 --mock-data --vocab-size 32000"
-    working = estimate.run(estimate.parse_arguments(words.split())).needs.largest.working
-    assert "masks of attention" not in working  # kernels on GPUs take offsets of documents
-    # 31 blocks keep everything, one keeps its input, and everything again while it is recomputed.
-    of_others, own = 7 * 2 * 1024 * 2, 2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 4 * 14336)
-    assert working["activations"] == 131072 // 8 * (32 * (own + of_others) + 2 * 4096)
-    assert 32 * 131072 // 8 * of_others == pytest.approx(15.03e9, rel=1e-3)
-    # Masks in fp32, and scores in fp32 of 32 heads to 17 / 32 of the keys: a rank's chunks are the first and the last.
-    single = estimate.run(estimate.parse_arguments(words.replace("--bf16", "").split())).needs.largest.working
-    assert single["masks of attention"] == 131072 // 8 * 131072
-    capped = f"{words} --attn-logit-softcapping 30"
-    found = estimate.run(estimate.parse_arguments(capped.split())).needs.largest.working
-    more = (32 * (4 + 2 + 4) + 1) * 131072 * 17 // 32 + 2 * (4 * 4096 - 2 * 4096 - 2 * 1024)
-    assert found["activations"] - working["activations"] == 131072 // 8 * 32 * more
-    assert found["masks of attention"] == 131072 // 8 * 131072
-
-
 @pytest.mark.parametrize(
     "preset, of_block", [("llama-8b", 2 * 1024), ("deepseek-v2-lite", 2 * 16 * (128 + 64)), ("gemma3-1b", 2 * 256)]
 )

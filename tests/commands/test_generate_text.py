@@ -3,8 +3,6 @@
 import io
 import json
 import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,8 +15,7 @@ from megatron_zpp.data.text.tokenizers import ByteTokenizer, HuggingFaceTokenize
 from megatron_zpp.families import ARCHITECTURES
 from tests.ranks import run_ranks
 from tests.tools import call, cut
-from tests.training.small_run import ROOT, ended, torchrun, train_each
-from tests.warm_python import programs
+from tests.training.small_run import train_each
 
 ALPHABET = "abcdefghijklmnop"
 
@@ -56,18 +53,16 @@ def test_greedy_continues_the_alphabet(sample):
     assert found == (0, (ALPHABET * 3)[:48], "")  # beyond the model's 32 positions too
 
 
-def test_text_is_printed_as_it_is_written():
+def test_text_is_printed_as_it_is_written_and_a_character_that_is_cut_off_is_shown():
     """Each piece as soon as its characters are whole; "é" is two bytes."""
     tokenizer = ByteTokenizer()
-    written = iter([[i] for i in "né!".encode()])
-    pieces = generate_text.stream(written, tokenizer.tokenize("été "), tokenizer.detokenize)
-    assert [*pieces] == ["été ", "n", "é", "!", ""]
 
+    def stream(written: bytes, prompt: str = "") -> list[str]:
+        ids = iter([[i] for i in written])
+        return [*generate_text.stream(ids, tokenizer.tokenize(prompt), tokenizer.detokenize)]
 
-def test_a_text_that_ends_within_a_character_is_shown():
-    tokenizer = ByteTokenizer()
-    pieces = generate_text.stream(iter([["é".encode()[0]]]), [], tokenizer.detokenize)
-    assert "".join(pieces) == "\ufffd"
+    assert stream("né!".encode(), "été ") == ["été ", "n", "é", "!", ""]
+    assert "".join(stream("é".encode()[:1])) == "\ufffd"
 
 
 def test_several_texts_at_once(sample, tmp_path):
@@ -114,27 +109,6 @@ def test_published_weights_write(checkpoint, tmp_path, capsys):
         written += next(pieces)
     assert written == f"== step 60\n{ALPHABET}\n"
     assert capsys.readouterr().err == f"waiting for weights in {checkpoint.parent / 'weights'}\n"
-
-
-@pytest.mark.long
-def test_the_generator_follows_a_run_of_other_processes(tmp_path):
-    """It begins before the run does, and writes with its weights while it trains."""
-    command = [programs() / "python", ROOT / "tools" / "generate_text.py", "--follow", tmp_path / "weights"]
-    command += ["--prompt", "abcdefgh", "--num-tokens", "8", "--temperature", "0"]
-    generator = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    trainer = torchrun(2, [*flags_of_alphabet(tmp_path), "--publish-interval", "1"])
-    try:
-        steps, written = [], ""
-        while "== step 60\n" not in written or not written.endswith("p\n"):  # a text may have any characters
-            written += (line := generator.stdout.readline())
-            assert line, written
-            steps += [int(line.split()[-1])] if line.startswith("== step ") else []
-        generator.send_signal(signal.SIGINT)
-        assert generator.wait(180) == 130
-    finally:
-        generator.kill()
-    assert written.endswith(f"== step 60\n{ALPHABET}\n") and len(steps) > 3 and steps == sorted(set(steps))
-    ended(trainer)
 
 
 def test_errors_are_one_line(checkpoint, tmp_path, sample):

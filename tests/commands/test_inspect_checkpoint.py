@@ -18,7 +18,7 @@ def folder(data, tmp_path_factory):
     return folder
 
 
-def test_list(folder, capsys):
+def test_list_shows_every_checkpoint_also_an_incomplete_one(folder, capsys):
     (folder / "iter_0000009.incomplete").mkdir(exist_ok=True)
     assert main(["list", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -27,7 +27,7 @@ def test_list(folder, capsys):
     assert lines[2].startswith("iter_0000002: gpt, 2 ranks")
 
 
-def test_verify(folder, tmp_path, capsys):
+def test_verify_names_the_damaged_file(folder, tmp_path, capsys):
     assert main(["verify", str(folder)]) == 0
     copy = shutil.copytree(folder, tmp_path / "copy")
     file = copy / "iter_0000002" / "rank_00001.safetensors"
@@ -41,7 +41,7 @@ def test_verify(folder, tmp_path, capsys):
     assert main(["verify", str(tmp_path)]) == 2
 
 
-def test_diff(folder, tmp_path, capsys):
+def test_diff_shows_what_differs_between_two_checkpoints(folder, tmp_path, capsys):
     first = str(folder / "iter_0000002")
     assert main(["diff", first, first]) == 0
     assert capsys.readouterr().out == "the same\n"

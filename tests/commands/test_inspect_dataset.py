@@ -12,7 +12,7 @@ def inspect(*words):
     return run(parse_arguments(list(map(str, words))))
 
 
-def test_description(tmp_path):
+def test_a_dataset_is_described_by_its_documents_tokens_and_lengths(tmp_path):
     text = inspect(A, "--tokenizer-type", "ByteTokenizer", "--show", 2)
     assert "200 documents, 200 sequences, 32,965 tokens (uint16, 0.1 MB), ids 32 to 256" in text
     assert "mean 164.8" in text
@@ -28,11 +28,7 @@ def test_description(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([A + "x"], "error: no dataset at"),
-        ([], "the following arguments are required: PREFIX"),
-    ],
+    ("words", "message"), [([A + "x"], "error: no dataset at"), ([], "the following arguments are required: PREFIX")]
 )
 def test_mistakes_are_named(words, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["inspect_dataset.py", *map(str, words)])

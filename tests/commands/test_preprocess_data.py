@@ -222,11 +222,3 @@ def test_tokenizer_trained_on_the_quickstarts_corpus_keeps_source_code(tmp_path)
         assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
     indented = "        return self\n"
     assert len(tokenizer.tokenize(indented)) <= 5
-
-
-def test_bad_input_is_named(tmp_path):
-    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"title": "b"}\n')
-    words = ("python", "tools/train_tokenizer.py", "--input", tmp_path / "in.jsonl", "--vocab-size", 1000)
-    error = run(*words, "--output", "t", status=2).stderr
-    assert error == f"error: {tmp_path}/in.jsonl:2: no key 'text'; it has 'title'\n"
-    assert "required: --output" in run(*words, status=2).stderr

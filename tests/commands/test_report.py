@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.arguments.parse import parse_settings
-from megatron_zpp.commands import report
 from megatron_zpp.commands.plan import calibrate_from
-from megatron_zpp.commands.report import BETWEEN, WITHIN, main, smoothed, summary, thinned
+from megatron_zpp.commands.report import BETWEEN, WITHIN, main, summary
 from megatron_zpp.families import GPT
 from megatron_zpp.metrics.history import DASHBOARD, METRICS, RunHistory, find_runs, read_training
 from megatron_zpp.metrics.writers import MetricWriters, RunStart
@@ -106,25 +105,6 @@ def test_a_run_reads_back_as_it_was_printed(trained, runs):
     assert errors == pytest.approx(printed("error of gradients/inter", log), abs=1e-4) and len(errors) == 4
     error_states = run.metrics["comm/error-state/gradients/inter"]
     assert run.metrics["comm/error/gradients/inter/layers.0"].keys() == error_states.keys()
-
-
-def test_smoothing_and_thinning():
-    curve = [(float(i), float(i % 2)) for i in range(1000)]
-    smooth = smoothed(curve)
-    assert [x for x, _ in smooth] == [x for x, _ in curve]
-    assert all(abs(y - 0.5) < 0.03 for _, y in smooth[25:-25])
-    assert smoothed([(0.0, 1.0), (1.0, 5.0)]) == [(0.0, 3.0), (1.0, 3.0)]
-    thin = thinned(curve, 150)
-    assert len(thin) <= 150 and thin[-1] == curve[-1] and set(thin) <= set(curve)
-    assert thinned(curve[:100], 150) == curve[:100]
-
-
-def test_numbers_on_axes_keep_their_digits():
-    pytest.importorskip("matplotlib")
-    drawing = report._plot("training loss", "iteration", {"run": [(0.0, 7.6052), (1.0, 7.6091)]}, {"run": "C0"})
-    labels = re.findall(r">(7\.\d+)</text>", drawing)
-    assert len({*labels}) == len(labels) >= 4 and all(7.604 <= float(label) <= 7.61 for label in labels)
-    assert not re.search(r' d="[^"]*\d\.\d\d', drawing)  # lines need tenths of a point at most
 
 
 def test_tensorboard_has_the_dashboard(trained):
@@ -223,13 +203,6 @@ def test_predictions_beside_measurements(tmp_path, capsys):
 def test_missing_wandb_workspaces_is_named(capsys):
     assert main(["--wandb", "project"]) == 2
     assert capsys.readouterr().err == "error: --wandb needs two packages: pip install wandb wandb-workspaces\n"
-
-
-def test_a_run_of_step_0_alone_and_folders_named_as_formulas_or_hidden_labels():
-    run = RunHistory("$$", metrics={"lm loss": {0: 1.0}, BETWEEN: {0: 8.0}})
-    assert summary(run)["MB between nodes per step (mean)"] == ""
-    drawing = report._plot("mfu", "iteration", {"$$": [(0, 1.0)], "_name": [(0, 2.0)]}, {"$$": "C0", "_name": "C1"})
-    assert "$$" in drawing and "_name" in drawing
 
 
 @pytest.mark.integrations

@@ -12,7 +12,6 @@ from megatron_zpp.commands import suggest_settings
 from megatron_zpp.commands.suggest_settings import BETWEEN, Outcome, measure, suggest, table
 from megatron_zpp.families import GPT
 from megatron_zpp.metrics.history import RunHistory
-from megatron_zpp.zeropp.recipes import RECIPES
 from tests.tools import run
 from tests.training.small_run import SHAPE
 
@@ -85,31 +84,6 @@ def test_a_setting_that_fails_leaves_the_others(monkeypatch):
     outcomes, noise = measured()
     assert suggest(outcomes, noise).name == "ZeRO-3"
     assert re.search(r"--zero-quantized-gradients +failed: NaN in 10 steps", table(outcomes, noise, None))
-
-
-def test_without_ranks_that_share_a_node_nothing_of_ours_needs_hpz(trained):
-    outcomes, _ = measured(local_nodes=4, tried=None)
-    assert [outcome.name for outcome in outcomes] == ["ZeRO-3", *list(RECIPES)[1:]]
-    for flags in trained:
-        assert parse_settings(GPT, flags, note=lambda _: None).zeropp.hpz_partition_size == 1
-
-
-@pytest.mark.parametrize(
-    ("given", "steps"),
-    [
-        ("", 2),
-        ("--lr-warmup-iters 4", 4),
-        ("--lr-warmup-fraction 0.2", 4),
-        ("--lr-warmup-tokens 512", 4),  # a step has 4 samples of 32 tokens
-        ("--lr-warmup-iters 4 --global-batch-size 8 --rampup-batch-size 4 4 12", 4),
-    ],
-)
-def test_bits_warm_up_with_the_learning_rate(trained, given, steps):
-    outcomes, _ = measured(given, tried=None)
-    assert outcomes[-1].flags == f"--zeropp {[*RECIPES][-1]}"
-    of_last = next(flags for flags in trained if [*RECIPES][-1] in flags)
-    settings = parse_settings(GPT, of_last, note=lambda _: None)
-    assert settings.zeropp.gradient_bits_warmup == f"{steps}:4"
 
 
 def test_the_fewest_bytes_within_the_noise_are_suggested():

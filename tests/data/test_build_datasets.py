@@ -36,10 +36,7 @@ def test_nothing_is_built_of_what_is_not_asked_for(build):
         ({"data_path": [A], "split": "1000,1", "num_samples": (9, 9, 0)}, "the valid split .* is empty"),
         ({"data_path": [A], "vocab_size": 256}, r"a\.bin holds token 256, but the vocabulary has 256"),
         ({"data_path": [A], "options": {"eod": 12345, "reset_position_ids": True}}, "no document .* ends with 12345, "),
-        (
-            {"data_path": [A, B], "split": "1", "num_samples": (400, 0, 0)},
-            "352 samples in the train split, but the",
-        ),
+        ({"data_path": [A, B], "split": "1", "num_samples": (400, 0, 0)}, "352 samples in the train split, but the"),
         ({"data_path": ["1", A, "1", B], "num_samples": (None, 0, 0)}, "a blend by weights has no epochs"),
     ],
 )

@@ -172,19 +172,6 @@ def test_a_template_that_marks_nothing_is_refused(preprocess, tokenizer):
     assert "has no chat template" in preprocess([json.dumps({"messages": CHATS[0]})])[1]
 
 
-def test_other_tokenizers_have_no_template(tmp_path, capsys):
-    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": CHATS[0]}))
-    words = f"--chat --input {tmp_path}/in.jsonl --output-prefix {tmp_path}/out --tokenizer-type ByteTokenizer"
-    with pytest.raises(ValueError, match="ByteTokenizer has no chat template"):
-        preprocess_data.run(preprocess_data.parse_arguments(words.split()))
-    with pytest.raises(SystemExit):
-        preprocess_data.parse_arguments([*words.split(), "--append-eod"])
-    assert "--chat excludes --append-eod" in capsys.readouterr().err
-
-
-# Packing
-
-
 def write_chats(prefix, chats) -> str:
     """Write chats, each a list of (tokens, mode)."""
     with IndexedDatasetWriter(prefix, "<u2", has_modes=True) as writer:
@@ -307,12 +294,3 @@ def test_each_kind_of_data_is_refused_by_the_other(tmp_path):
         IndexedDatasetWriter(tmp_path / "y", "<u2") as writer,
     ):
         writer.add_documents(np.array([1]), [1], [1], np.array([1], np.uint8))
-
-
-def test_a_blend_of_chats(tmp_path):
-    rng = np.random.default_rng(4)
-    prefixes = [write_chats(tmp_path / name, chats_of(rng, 20, 16)) for name in "ab"]
-    options = SampleOptions(seq_length=31, seed=3, **OPTIONS)
-    paths = ["0.5", prefixes[0], "0.5", prefixes[1]]
-    blend = build_datasets(options, data_path=paths, split="1", num_samples=(40, 0, 0)).train
-    assert len(blend) >= 40 and all(blend[i][0] & CHAT_BEGINS for i in range(40))

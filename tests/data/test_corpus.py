@@ -13,13 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_zpp.data.text import corpus
-from megatron_zpp.data.text.corpus import (
-    Reading,
-    extract_texts,
-    find_files,
-    read_blocks,
-    records,
-)
+from megatron_zpp.data.text.corpus import Reading, extract_texts, find_files, read_blocks, records
 from megatron_zpp.data.text.preprocessing import Job, preprocess
 from megatron_zpp.data.text.tokenizers import ByteTokenizer
 from tests.data.small_data import read as read_ids

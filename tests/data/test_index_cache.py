@@ -6,7 +6,6 @@ import os
 import pickle
 import shutil
 import warnings
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -148,20 +147,3 @@ def test_without_a_place_to_write_it_warns_and_goes_on(tmp_path):
     with pytest.warns(UserWarning, match="--data-cache-path"):
         arrays = load(tmp_path / "file" / "cache")
     assert arrays["a"].tolist() == [0, 1, 2, 3]
-
-
-def test_a_long_build_shows_how_far_it_is(tmp_path):
-    seen = []
-
-    @contextmanager
-    def progress(description, rows):
-        seen.append((description, rows))
-        yield seen.append
-
-    def build(advance):
-        advance(40)
-        return numbers(advance)
-
-    for _ in range(2):  # the second time there is nothing to build
-        load(tmp_path, build, progress)
-    assert seen == [("building the index x", 100), 40]

@@ -48,9 +48,6 @@ def test_epochs_are_just_enough(tokens, num_samples, seq_length):
     assert not (epochs == 1 and separate)
 
 
-# Blends
-
-
 def greedy(weights, size, lengths=None):
     """One step at a time, in Python's float64."""
     drawn = [0] * len(weights)

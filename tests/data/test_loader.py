@@ -12,12 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_zpp.data.gpt_dataset import SampleOptions
-from megatron_zpp.data.loader import (
-    build_loader,
-    cyclic_order,
-    make_batch,
-    stack_samples,
-)
+from megatron_zpp.data.loader import build_loader, cyclic_order, make_batch, stack_samples
 from megatron_zpp.data.order import check_order
 from megatron_zpp.optim.batch_size import BatchSchedule
 from tests.data.small_data import A, B, train_data
@@ -150,9 +145,6 @@ def test_running_out_of_samples_is_an_error(dataset):
         next(batches)
 
 
-# Orders
-
-
 def flat(micro_batches):
     return [sample for micro_batch in micro_batches for sample in micro_batch]
 
@@ -164,10 +156,7 @@ def permutation(size, epoch):
 
 @settings(max_examples=30, deadline=None)
 @given(
-    micro_batch_size=st.integers(1, 4),
-    ranks=st.integers(1, 6),
-    consumed=st.integers(0, 90),
-    total=st.integers(1, 40),
+    micro_batch_size=st.integers(1, 4), ranks=st.integers(1, 6), consumed=st.integers(0, 90), total=st.integers(1, 40)
 )
 def test_cyclic_order_is_one_permutation_after_the_other(micro_batch_size, ranks, consumed, total):
     endless = flat(permutation(total, epoch) for epoch in range(8 + 90 // total + 400 // total))

@@ -33,8 +33,7 @@ def test_published_tik_tokenizer_are_known_by_their_size(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "size, published",
-    [(50_256, "r50k_base"), (50_280, "p50k_base"), (100_256, "cl100k_base"), (199_998, "o200k_base")],
+    "size, published", [(50_256, "r50k_base"), (50_280, "p50k_base"), (100_256, "cl100k_base"), (199_998, "o200k_base")]
 )
 def test_what_is_known_of_published_files_is_what_tiktoken_says(size, published, monkeypatch):
     monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *arguments, **more: {})  # would download the file

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-import sentencepiece
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from megatron.core.tokenizers.text.libraries.sentencepiece_tokenizer import (
@@ -306,47 +305,12 @@ def test_megatrons_older_sentencepiece_tokenizer_is_megatrons(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "files", "message"),
-    [
-        ("WordTokenizer", {}, "known: SentencePieceTokenizer, "),
-        ("NullTokenizer", {}, "requires --vocab-size"),
-        ("SentencePieceTokenizer", {}, "requires --tokenizer-model"),
-        ("GPT2BPETokenizer", {"vocab_file": __file__}, "requires --merge-file"),
-        ("GPT2BPETokenizer", {"vocab_file": __file__, "merge_file": __file__}, "not GPT-2 BPE files"),
-    ],
-)
-def test_bad_files_are_named(kind, files, message):
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        build_tokenizer(kind, **files)
-
-
-@pytest.mark.parametrize(
-    ("package", "kind", "extra"),
-    [("tokenizers", "HuggingFaceTokenizer", "hf"), ("tiktoken", "TikTokenizer", "data")],
+    ("package", "kind", "extra"), [("tokenizers", "HuggingFaceTokenizer", "hf"), ("tiktoken", "TikTokenizer", "data")]
 )
 def test_missing_package_names_the_extra(monkeypatch, hf_file, package, kind, extra):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=rf"pip install {package}, or megatron_zpp's extra {extra}"):
         build_tokenizer(kind, str(hf_file))
-
-
-def test_megatrons_names_of_sentencepiece_models(tmp_path):
-    model = write_sentencepiece_model(tmp_path / "t.model")
-    plain, megatrons, llama2 = (
-        build_tokenizer(name, model)
-        for name in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-    )
-    bos = sentencepiece.SentencePieceProcessor(model_file=model).bos_id()
-    for text in TEXTS:
-        ids = plain.tokenize(text)
-        assert megatrons.tokenize(text) == ids
-        assert llama2.tokenize(text) == [bos, *ids]
-        assert llama2.detokenize(llama2.tokenize(text)) == plain.detokenize(ids)
-    assert [list(ids) for ids in llama2.tokenize_batch(TEXTS)] == [llama2.tokenize(text) for text in TEXTS]
-    assert (llama2.eod, llama2.vocab_size) == (plain.eod, plain.vocab_size)
-    without = write_sentencepiece_model(tmp_path / "w.model", bos_id=-1)
-    with pytest.raises(ValueError, match="no beginning-of-sequence id"):
-        build_tokenizer("Llama2Tokenizer", without)
 
 
 def test_a_model_of_hugging_face_by_its_name(tmp_path, byte_level_bpe, monkeypatch):
@@ -369,9 +333,6 @@ def test_a_model_of_hugging_face_by_its_name(tmp_path, byte_level_bpe, monkeypat
         build_tokenizer("HuggingFaceTokenizer", "other/model")
     with pytest.raises(FileNotFoundError, match=r"/no/such/folder does not exist$"):
         build_tokenizer("HuggingFaceTokenizer", "/no/such/folder")
-
-
-# Chat templates
 
 
 def said(*messages: str) -> list[list[dict[str, str]]]:

@@ -20,8 +20,7 @@ import pytest
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.commands import estimate
 from megatron_zpp.commands.data import preprocess_data
-from megatron_zpp.convert.hf.files import from_hf_config, read_config
-from megatron_zpp.families import ARCHITECTURES, find_architecture
+from megatron_zpp.families import find_architecture
 from megatron_zpp.metrics.history import RunHistory, find_runs, read_training
 from megatron_zpp.planning.predict import Prediction
 from tests.conftest import ROOT, environment
@@ -169,9 +168,6 @@ def test_rlhf_prints_zero3_beside_zeropp_which_sends_less(folder):
     assert (out / "zeropp-grpo" / "model.safetensors").is_file()  # merged
 
 
-# Laptop scale
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """With the text to fine-tune on, which is always the same: the paragraphs of the license."""
@@ -305,9 +301,6 @@ def test_slurm_job_that_gets_nowhere_is_not_started_again(slurm, put, tmp_path):
     assert not (tmp_path / "q").exists()  # its parameters are NaN: back in the queue it would end so again
 
 
-# What stands beside the scripts
-
-
 def test_commands_that_prepare_data_are_accepted():
     pages = [ROOT / "examples" / "README.md", ROOT / "examples" / "zeropp" / "finetune.sh"]
     text = "\n".join(re.sub(r"\\\n#? *", " ", page.read_text()) for page in pages)
@@ -320,27 +313,3 @@ def test_commands_that_prepare_data_are_accepted():
         made |= {f"{args.output_prefix}_{key}_document" for key in args.json_keys}
     wanted = {prefix for s in SCRIPTS for prefix in re.findall(r"data/\w+_document", s.read_text())}
     assert wanted == made
-
-
-def test_the_fine_tuned_model_is_llama_2_13b(tmp_path):
-    published = dict(
-        model_type="llama",
-        architectures=["LlamaForCausalLM"],
-        hidden_size=5120,
-        intermediate_size=13824,
-        num_hidden_layers=40,
-        num_attention_heads=40,
-        num_key_value_heads=40,
-        vocab_size=32000,
-        max_position_embeddings=4096,
-        rms_norm_eps=1e-5,
-        hidden_act="silu",
-        tie_word_embeddings=False,
-    )
-    _, architecture, flags = trainer_of(command(ROOT / "examples/zeropp/finetune.sh", SCALE="full"))
-    settings = parse_settings(find_architecture(architecture), flags, 16, note=lambda text: None)
-    (tmp_path / "config.json").write_text(json.dumps(published))
-    kind, imported, positions = from_hf_config(read_config(tmp_path, ["llama"]), ARCHITECTURES)
-    assert kind.name == architecture
-    ours = find_architecture(architecture).build_model(settings.model, 32000).config
-    assert (ours, settings.training.seq_length) == (imported, positions)

@@ -34,7 +34,7 @@ VOCABULARIES = {  # by the beginnings of names
 }
 
 
-def test_flops_by_hand():
+def test_flops_per_token_are_those_counted_by_hand():
     # Llama-3-8B at 8192: per layer h·(dq + 2·dkv) + dq·h + 3·h·ffn, and h·V; 6 each, and 6·L·dq·s of causal attention.
     layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
     assert flops_per_token(preset_config("llama-8b"), 8192) == 6 * (32 * layer + 4096 * 128256) + 6 * 32 * 4096 * 8192

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_zpp.commands import estimate, generate_text, inspect_checkpoint, suggest_settings
+from megatron_zpp.commands import estimate, generate_text, inspect_checkpoint
 from megatron_zpp.commands.convert import export_hf, import_hf
 from megatron_zpp.families import load_architecture
 from tests.arguments.parsing import SMALL, mistakes, parse, refusal
@@ -94,7 +94,7 @@ ESTIMATED = f"--ranks-per-node 4 --vocabulary 257 pretrain_toy.py {SHAPE} --mock
 ESTIMATED = f"{ESTIMATED} --micro-batch-size 2 --train-iters 10 --lr 1 --bf16".split()
 
 
-def test_it_is_estimated():
+def test_an_estimate_knows_the_users_architecture():
     found = estimate.run(estimate.parse_arguments(["--architecture", GIVEN, *ESTIMATED])).needs
     config = ToyConfig(2, 32, 4, vocab_size=288)
     assert found.parameters == TOY.num_parameters(config)
@@ -130,13 +130,6 @@ def test_it_is_exported_imported_and_sampled(trained, tmp_path):
     assert code == 2 and "hidden_act is relu, supported: gelu\n" in err
     code, _, err = call(export_hf, "--load", run, "--output", tmp_path / "again", "--architecture", BARE_GIVEN)
     assert code == 2 and "the architecture toy has no mapping to a model of Hugging Face transformers" in err
-
-
-@pytest.mark.long
-def test_its_settings_are_suggested_by_training_it(trained):
-    argv = flags(f"{trained[0]}/text", "--local-ranks 4 --local-nodes 2", length="--train-iters 2")
-    losses = suggest_settings.train(GIVEN, argv).metrics["square loss"].values()
-    assert len(losses) == 2 and all(loss > 0 for loss in losses)
 
 
 @pytest.mark.parametrize(

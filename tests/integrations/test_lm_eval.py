@@ -2,16 +2,13 @@
 
 import json
 import math
-import os
 import re
-import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from examples.finetuning import make_model
 from megatron_zpp.commands import evaluate
@@ -167,30 +164,3 @@ def test_mistakes_are_refused_by_name(folder, tmp_path):
     (tmp_path / "draws.yaml").write_text(long)
     found = call_wrongly(evaluate, *load, "short", "--eval-tasks-path", tmp_path)
     assert "short writes up to 128 tokens, and the model sees 128 with the question" in found
-
-
-def stop_in_tasks(folder: str):
-    """What a run says that is asked to stop while it answers questions, and the step that it saved."""
-    words = f"""--num-layers 2 --hidden-size 96 --ffn-hidden-size 256 --num-attention-heads 4 --save-interval 9
-        --max-position-embeddings 128 --make-vocab-size-divisible-by 384 --seq-length {LENGTH} --micro-batch-size 1
-        --global-batch-size 2 --mock-data
-        --lr 1e-5 --train-iters 4 --eval-iters 0 --num-workers 0 --tokenizer-type HuggingFaceTokenizer
-        --tokenizer-model {folder}/model --eval-tasks facts --eval-tasks-path {folder}/tasks --eval-tasks-interval 1
-        --exit-signal-handler --save {folder}/stopped"""
-    run, _ = start(words.split(), "llama")
-    passes = []
-
-    def count(model, inputs, output):
-        passes.append(1)
-        if not model.training and dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    run.model.register_forward_hook(count)
-    return train_quietly(run), len(passes), run.counters.iteration
-
-
-def test_a_signal_during_tasks_saves_at_once(folder):
-    (out, passes, iteration), _ = run_ranks(2, stop_in_tasks, str(folder))
-    assert out.count("note: the evaluation of tasks at iteration 1 was cut short") == 1 and iteration == 1
-    assert passes < 6  # one of training, and few of the questions
-    assert (folder / "stopped/iter_0000001").is_dir()

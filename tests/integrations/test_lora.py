@@ -47,17 +47,6 @@ def command_line(folder: Path, imported: str, *more: str) -> list[str]:
     return [*shape, *run.split(), *more]
 
 
-def test_the_first_loss_is_that_of_the_base(tmp_path):
-    """A new adapter adds nothing; a base that was not loaded would have another loss."""
-    save_theirs(tmp_path / "theirs", llama_config(2, 32, 4, 257, num_query_groups=2))
-    imported = import_(tmp_path, "--tokenizer-type", "ByteTokenizer")
-    argv = command_line(tmp_path, imported, "--exit-interval", "1")
-    whole, *_ = run_ranks(2, train, [*argv, "--load", f"{tmp_path}/ours", "--finetune"])
-    adapted, *_ = run_ranks(2, train, [*argv, "--lora-rank", "4", "--pretrained-checkpoint", f"{tmp_path}/ours"])
-    random, *_ = run_ranks(2, train, argv)
-    assert adapted == pytest.approx(whole, rel=1e-6) and adapted != pytest.approx(random, rel=1e-4)
-
-
 def test_adapters_learn_resume_and_are_pefts(tmp_path):
     from peft import PeftModel
 

@@ -10,14 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_zpp.islands import IslandConfig, apply_islands
-from megatron_zpp.islands.outer_state import OuterState
 from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
-from tests.ranks import run_in_turn, run_ranks
-from tests.zeropp.order.fake_cuda import fake_cuda
+from tests.ranks import run_in_turn
 
 BATCH = 6  # samples of an island in a step
 STEPS = 8
@@ -179,27 +175,3 @@ def test_offload_changes_no_number(momentum):
     runs = run_in_turn(4, {offload: partial(train, 2, config, True) for offload, config in configs.items()})
     for kept, offloaded in zip(runs[False], runs[True], strict=True):
         assert all(map(torch.equal, offloaded, kept))
-
-
-def _devices(offload: bool) -> tuple[set[str], set[str]]:
-    """Return the devices of the state after an outer step, and of the differences. Fake tensors have devices alone."""
-    dist.destroy_process_group()
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    mesh = init_device_mesh("cuda", (4,))
-    with fake_cuda():
-        shard, whole = torch.ones(4, 8, device="cuda"), torch.nn.Parameter(torch.ones(3, device="cuda"))
-        parameters = {"shard": DTensor.from_local(shard, mesh, [Shard(0)], run_check=False), "whole": whole}
-        outer = OuterState(parameters, IslandConfig(offload=offload))
-        differences = outer.differences(parameters)
-        outer.step(differences)
-        outer.copy_to(parameters)
-        state = outer.state_dict()
-        assert [*state] == ["agreed.shard", "agreed.whole", "momentum.shard", "momentum.whole"]
-        assert isinstance(state["agreed.shard"], DTensor) and state["agreed.shard"].shape == (16, 8)
-        at_rest = {str((x.to_local() if isinstance(x, DTensor) else x).device) for x in state.values()}
-        return at_rest, {str(difference.device) for difference in differences}
-
-
-@pytest.mark.parametrize("offload, at_rest", [(False, {"cuda:0"}), (True, {"cpu"})])
-def test_beside_a_gpu_it_waits_in_host_memory(offload, at_rest):
-    assert run_ranks(1, _devices, offload) == [(at_rest, {"cuda:0"})]

@@ -1,8 +1,6 @@
 """Log lines to the character, and a progress bar on a real terminal."""
 
-import contextlib
 import dataclasses
-import io
 import math
 import os
 import re
@@ -14,12 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_zpp.metrics.lines import (
-    TrainingReport,
-    format_short_line,
-    format_training_line,
-    format_validation_lines,
-)
+from megatron_zpp.metrics.lines import TrainingReport, format_short_line, format_training_line, format_validation_lines
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.metrics.writers import describe_program
 
@@ -128,25 +121,3 @@ def test_progress_shows_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capf
             shown += os.read(master, 10000)
         assert b"elsewhere" not in shown
     os.close(master)
-
-
-def test_a_bar_ends_at_its_total_where_that_was_an_estimate(capsys: pytest.CaptureFixture[str]) -> None:
-    screen = io.StringIO()
-    screen.isatty = lambda: True  # type: ignore[method-assign]
-    with contextlib.redirect_stderr(screen), progress("building", 22) as advance:
-        advance(23)
-    with contextlib.redirect_stderr(screen), progress("reading", 500) as advance:
-        advance(9)
-    assert "22/22" in screen.getvalue() and "23/22" not in screen.getvalue() and "500/500" in screen.getvalue()
-
-
-def test_progress_in_a_log_is_a_line_now_and_then(capsys):
-    with progress("building", 200, line_every=0.0) as advance:
-        advance(50)
-        advance(100)
-        advance(50)
-    with progress("evaluating", 200) as advance:
-        advance(50)
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.partition(",")[0] for line in lines] == ["building: 25 %", "building: 75 %"]
-    assert all(line.endswith(" s left") for line in lines)

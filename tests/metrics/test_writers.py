@@ -127,17 +127,6 @@ def test_a_second_run_in_a_folder_stops_on_all_ranks(tmp_path: Path) -> None:
     write(start(tmp_path), {1: 9.0})
 
 
-def test_two_runs_in_a_folder_without_locks_keep_each_others_lines(tmp_path: Path) -> None:
-    writers = [MetricWriters(start(tmp_path), is_writer=True) for _ in range(2)]
-    for iteration in range(1, 4):
-        for writer in writers:
-            writer.write({"lm loss": 1.0}, iteration, 2 * iteration)
-    for writer in writers:
-        writer.close()
-    lines = map(json.loads, (tmp_path / METRICS).read_text().splitlines())
-    assert [line["iteration"] for line in lines] == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
 def test_a_start_that_a_full_disk_refused_is_not_written_behind_its_points(small_disk: Path) -> None:
     """A reader dropped the points before it."""
     filler = fill(small_disk)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_zpp.models.decoder import Decoder
-from megatron_zpp.models.generate import CachedModel, Drawing, draw, generate
+from megatron_zpp.models.generate import Drawing, draw, generate
 from megatron_zpp.models.moe import MoEConfig
 from tests.families.toy import Toy, ToyConfig
 from tests.models.configs import gpt_config, llama_config
@@ -139,10 +139,3 @@ def test_padding_of_the_vocabulary_is_never_drawn():
     free = write(make("gpt"), [[1]], 30)[0]
     limited = write(make("gpt"), [[1]], 30, vocab_size=max(free))[0]
     assert limited != free and max(limited) < max(free)
-
-
-def test_a_layer_without_attention_of_ours_cannot_be_cached():
-    model = make("gpt")
-    model.layers[1] = torch.nn.Linear(32, 32)
-    with pytest.raises(ValueError, match="layer 1 of Decoder has no Attention"):
-        CachedModel(model, 4)

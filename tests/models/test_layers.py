@@ -1,7 +1,5 @@
 """Attention, rotary embedding and the blockwise loss against direct formulas."""
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,26 +7,9 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_zpp.models import cross_entropy
-from megatron_zpp.models.attention import SelfAttention
 from megatron_zpp.models.cross_entropy import VOCABULARY_BLOCK, linear_cross_entropy
-from megatron_zpp.models.decoder_config import DecoderConfig
-from megatron_zpp.models.rotary import apply_rotary, frequencies, rotary_table, scaled_as_llama3
+from megatron_zpp.models.rotary import apply_rotary, frequencies, rotary_table
 from tests.collectives import Calls
-
-CPU = torch.device("cpu")
-
-
-def attention_of(hidden_size, heads, **options):
-    return SelfAttention(DecoderConfig(1, hidden_size, heads, 1, position_embedding_type="none", **options), layer=0)
-
-
-def test_attention_dropout_only_in_training():
-    torch.manual_seed(0)
-    attention = attention_of(32, 4, add_bias_linear=False, attention_dropout=0.5)
-    x = torch.randn(1, 6, 32)
-    assert not torch.equal(attention(x), attention(x))
-    attention.eval()
-    assert torch.equal(attention(x), attention(x))
 
 
 def test_interleaved_rotary_embeddings_are_megatrons():
@@ -38,23 +19,6 @@ def test_interleaved_rotary_embeddings_are_megatrons():
     angles = (torch.arange(9).unsqueeze(-1) * frequency).repeat_interleave(2, dim=-1)[:, None, None]  # [S, 1, 1, 16]
     expected = theirs._apply_rotary_pos_emb_bshd(x.transpose(0, 1), angles, rotary_interleaved=True)
     torch.testing.assert_close(apply_rotary(x, cos, sin, interleaved=True), expected.transpose(0, 1))
-
-
-def test_llama3_scaling_of_rotary_frequencies():
-    # Written with wavelengths, as the scaling was published.
-    kept = stretched = between = 0
-    for i, angle in enumerate(scaled_as_llama3(frequencies(128, 500000, CPU), 8.0, 8192).tolist()):
-        frequency = 500000 ** (-2 * i / 128)
-        wavelength = 2 * math.pi / frequency
-        if wavelength < 8192 / 4:
-            expected, kept = frequency, kept + 1
-        elif wavelength > 8192:
-            expected, stretched = frequency / 8, stretched + 1
-        else:
-            smooth = (8192 / wavelength - 1) / (4 - 1)
-            expected, between = (1 - smooth) * frequency / 8 + smooth * frequency, between + 1
-        assert angle == pytest.approx(expected, rel=1e-4)
-    assert kept > 10 and stretched > 10 and between > 3
 
 
 def loss_inputs(dtype: torch.dtype, tokens: int = 40, vocabulary: int = 2 * VOCABULARY_BLOCK + 123):

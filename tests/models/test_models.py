@@ -133,8 +133,3 @@ def test_a_window_is_within_a_document_and_reaches_so_far_in_each_layer():
 def test_a_config_that_cannot_be_built_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(LLAMA_CONFIG, **change)
-
-
-def test_gpt_refuses_more_tokens_than_positions():
-    with pytest.raises(ValueError, match=r"25 tokens.*max_position_embeddings is 24"):
-        build(GPT_CONFIG)(torch.zeros(1, 25, dtype=torch.int64))

@@ -53,24 +53,6 @@ def test_a_full_expert_drops_the_tokens_that_weigh_least():
     assert torch.equal(same, ~lost)
 
 
-def test_experts_with_gelu_and_a_shared_expert():
-    shared = torch.nn.Linear(HIDDEN, HIDDEN)
-    moe = MoE(MoEConfig(EXPERTS, FFN, router_topk=1), HIDDEN, Activation(), shared_expert=shared)
-    for parameter in moe.parameters():
-        parameter.data.normal_(0, 0.3)
-    x = tokens_of()
-    y, routed = moe(x)
-    first, second = (
-        layer.weight.view(EXPERTS, -1, layer.weight.size(1))
-        for layer in (moe.experts.linear_fc1, moe.experts.linear_fc2)
-    )
-    token = x[1, 3]
-    e = (moe.router.weight @ token).argmax()
-    expected = second[e] @ F.gelu(first[e] @ token, approximate="tanh") + shared(token)
-    torch.testing.assert_close(y[1, 3], expected)  # the weight of one expert, normalised, is 1
-    assert routed.load.sum() == 14
-
-
 def test_losses_by_their_formulas():
     torch.testing.assert_close(z_loss(torch.zeros(3, 4)), torch.tensor(math.log(4) ** 2))
     moe = moe_of(aux_loss_coeff=0.5, z_loss_coeff=0.25)
@@ -89,10 +71,7 @@ def test_losses_by_their_formulas():
     [
         ({"router_topk": 7}, "a token goes to 1 to 6 experts"),
         ({"score_function": "tanh"}, "score_function must be one of softmax, sigmoid"),
-        (
-            {"score_function": "sigmoid", "router_pre_softmax": True},
-            "router_pre_softmax requires score_function",
-        ),
+        ({"score_function": "sigmoid", "router_pre_softmax": True}, "router_pre_softmax requires score_function"),
         ({"expert_capacity_factor": 0.0}, "must be above 0"),
         ({"load_balancing": "global_aux_loss"}, "choose from aux_loss, seq_aux_loss, all_layers_aux_loss"),
     ],

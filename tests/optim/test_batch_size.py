@@ -10,15 +10,6 @@ from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum, end_after_t
 from megatron_zpp.settings.groups import TrainingSettings
 
 
-def test_constant_batch() -> None:
-    batch = BatchSchedule(global_batch_size=64, micro_batch_size=4, data_parallel_size=8)
-    assert batch.num_micro_batches(0) == batch.num_micro_batches(10**9) == 2
-    assert batch.global_batch_size(10**9) == 64
-    assert batch.samples_after(10) == 640
-    assert batch.total_iterations(640) == 10
-    assert batch.total_iterations(703) == 10  # 63 samples do not make another batch
-
-
 def test_ramp_up_follows_megatron() -> None:
     # 16 -> 64 by 16: three increments, one every 300 / 3 = 100 consumed samples.
     batch = BatchSchedule(64, 2, 4, rampup=(16, 16, 300))
@@ -95,13 +86,6 @@ def test_lengths_are_deepspeeds():
         difficulty = math.floor(iteration / 13767 * (2048 - 80) + 80)
         assert curriculum.length(iteration) == min(difficulty - difficulty % 8, 2048)
     assert [Curriculum(8, 32, 3).length(iteration) for iteration in range(1, 6)] == [16, 24, 32, 32, 32]
-
-
-def test_samples_never_grow_beyond_the_sequence():
-    training = TrainingSettings(seq_length=32, curriculum_min_length=8, curriculum_iters=2)
-    curriculum = Curriculum.from_settings(training)
-    assert curriculum is not None and curriculum.length(100) == 32
-    assert Curriculum.from_settings(TrainingSettings(seq_length=32)) is None
 
 
 @pytest.mark.parametrize("grows", [False, True])

@@ -157,7 +157,7 @@ def scales(scaler: LossScaler, overflows: str) -> list[float]:
         (LossScaler(PrecisionSettings(bf16=True)), "xx", [1.0, 1.0]),
     ],
 )
-def test_loss_scales(scaler, overflows, expected):
+def test_the_loss_scale_grows_and_falls_as_megatrons(scaler, overflows, expected):
     assert scales(scaler, overflows) == expected
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_zpp.optim.gradients import clip_gradients, count_zeros, sum_of_squares, sum_over_all_ranks
 from megatron_zpp.optim.optimizer import OPTIMIZERS, build_optimizer
 from megatron_zpp.optim.schedule import set_lr_and_weight_decay
 from megatron_zpp.settings.groups import OptimizerSettings, all_flags
@@ -90,15 +89,6 @@ def test_adam_takes_its_settings() -> None:
     weight.weight.grad = torch.tensor([[3.0]])
     optimizer.step()
     assert weight.weight.item() == pytest.approx(-0.1 * 3 / (3 + 1))  # lr * g / (|g| + eps)
-
-
-def test_nothing_to_do() -> None:
-    parameter = nn.Parameter(torch.zeros(2))
-    sums = sum_over_all_ranks([sum_of_squares, count_zeros], [parameter])
-    assert sums.tolist() == [0.0, 0.0]
-    assert clip_gradients([parameter], 1.0, sums[0], 2.0).item() == 0.0
-    with pytest.raises(ValueError, match="no trainable parameter"):
-        build_optimizer(nn.Identity(), OptimizerSettings(lr=0.1))
 
 
 def test_decoupled_learning_rates_are_of_embeddings_and_output_layer_alone():

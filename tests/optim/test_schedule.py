@@ -36,7 +36,7 @@ def test_warm_up_is_linear_from_its_start_to_the_peak() -> None:
         ("inverse-square-root", [1.0, (100 / 550) ** 0.5, 0.1**0.5, 0.2]),
     ],
 )
-def test_decay_styles(style: str, expected: list[float]) -> None:
+def test_each_decay_style_has_megatrons_learning_rates(style: str, expected: list[float]) -> None:
     schedule = build(lr_decay_style=style, lr_warmup_iters=10)
     assert [schedule.lr(n) for n in (100, 550, 1000, 1001)] == pytest.approx(expected)
 
@@ -56,12 +56,7 @@ def test_decay_without_warm_up(style: str, warmup_iters: int, samples: int, expe
 
 @pytest.mark.parametrize(
     ("style", "quarter"),  # the coefficient a quarter into the final decay
-    [
-        ("linear", 0.75),
-        ("cosine", (1 + 0.5**0.5) / 2),
-        ("exponential", 2 * 0.5**0.25 - 1),
-        ("minus_sqrt", 0.5),
-    ],
+    [("linear", 0.75), ("cosine", (1 + 0.5**0.5) / 2), ("exponential", 2 * 0.5**0.25 - 1), ("minus_sqrt", 0.5)],
 )
 def test_wsd_holds_then_decays(style: str, quarter: float) -> None:
     schedule = build(lr_decay_style="WSD", lr_wsd_decay_style=style, lr_wsd_decay_iters=40, lr_warmup_iters=10)

@@ -10,22 +10,14 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_zpp.models import attention as layers
-from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
 from megatron_zpp.models.attention import document_attention
-from megatron_zpp.models.decoder import Decoder
-from megatron_zpp.models.init import init_weights
 from megatron_zpp.parallel import context as context_module
-from megatron_zpp.parallel.context import ContextParallel, apply_context_parallel, shard, shard_batch
-from tests.collectives import Calls
-from tests.models.configs import llama_config
+from megatron_zpp.parallel.context import ContextParallel, shard
 from tests.models.test_documents import varlen_by_formula
 from tests.ranks import run_in_turn, run_ranks
 from tests.training.small_run import flags, start
 
 CU_SEQLENS = torch.tensor([0, 5, 6, 16, 32, 33, 41, 48], dtype=torch.int32)  # 3 rows of 16 tokens
-
-
-# Attention alone
 
 
 def _attend(groups: int, dtype: torch.dtype):
@@ -70,48 +62,6 @@ def test_attention_and_gradients_equal_plain_attention():
         for errors in of_ranks:
             assert torch.tensor(errors).max() < 1e-14, name
             assert len(errors) == 2 * 8
-
-
-def _elements(recorded):
-    """By collective, the elements that each returned."""
-    elements: dict[str, list[int]] = {}
-    for operator, numels in recorded.calls:
-        if operator.namespace == "_c10d_functional" and "wait" not in operator.name() and "wrap" not in operator.name():
-            elements.setdefault(operator.name().split("::")[1], []).extend(numels)
-    return elements
-
-
-def _count_gathers():
-    """Collectives of one forward and of one backward pass, without and with recomputation."""
-    mesh = init_device_mesh("cpu", (2,))
-    counts = []
-    for recompute in (None, "selective", "full"):
-        config = llama_config(
-            num_layers=3, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=50, ffn_hidden_size=64
-        )
-        model = Decoder(config)
-        init_weights(model, seed=1)
-        apply_context_parallel(model, mesh)
-        if recompute is not None:
-            apply_activation_checkpointing(model, recompute)
-        tokens = torch.arange(32).view(2, 16)
-        batch = shard_batch({"tokens": tokens, "labels": tokens}, mesh.get_local_rank(), 2)
-        with Calls() as forward:
-            loss = model(**batch).sum()
-        with Calls() as backward:
-            loss.backward()
-        counts.append([_elements(forward), _elements(backward)])
-    return counts
-
-
-def test_keys_are_gathered_again_where_activations_are_recomputed():
-    """One all-gather and one reduce-scatter a layer; recomputation does not keep the gathered keys and values."""
-    size = 2 * 2 * 16 * 2 * 8  # keys and values, B, S, groups, head_dim
-    forward, scatter = {"all_gather_into_tensor": [size] * 3}, {"reduce_scatter_tensor": [size // 2] * 3}
-    assert run_ranks(2, _count_gathers) == [[[forward, scatter], *[[forward, forward | scatter]] * 2]] * 2
-
-
-# Training
 
 
 def _seed(argv: list[str]) -> int:

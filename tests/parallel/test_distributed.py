@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import os
 import socket
 from functools import partial
 
@@ -41,35 +40,6 @@ def test_an_error_of_some_ranks_stops_all():
     for report, of_ranks in found.items():
         silent = "no error" if not FAILURES[report] else ""
         assert of_ranks == [report, silent, silent]
-
-
-def _alone(backend: str | None) -> tuple[str, int, str]:
-    dist.destroy_process_group()
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        del os.environ[name]
-    device = init_distributed(backend, timeout_minutes=1)
-    total = torch.ones(1, device=device)
-    dist.all_reduce(total)
-    return device.type, dist.get_world_size(), str(total.item())
-
-
-def test_one_rank_needs_no_launcher():
-    ((device, world_size, total),) = run_ranks(1, _alone, "gloo")
-    assert (device, world_size, total) == ("cpu", 1, "1.0")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_nccl_needs_a_gpu():
-    with pytest.raises(ValueError, match="nccl needs a GPU"):
-        init_distributed("nccl", timeout_minutes=1)
-
-
-def test_ranks_need_what_torchrun_says(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ValueError, match="RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set"):
-        init_distributed("gloo", timeout_minutes=1)
 
 
 Call = tuple[tuple[int, ...], bool]  # the members, and whether they alone make the group
@@ -137,14 +107,6 @@ def test_each_group_is_made_by_its_members_or_by_all(ranks, layout, is_bound):
     check(calls)
     if "experts" in layout:
         assert any(is_local for of_rank in calls for _, is_local in of_rank)
-
-
-def test_the_check_finds_a_group_that_only_some_of_its_members_make():
-    whole, pair = ((0, 1), False), ((0, 1), True)
-    check([[whole, pair], [whole, pair]])
-    for wrong in ([[whole, pair], [whole]], [[whole], []], [[whole, pair], [pair, whole]]):
-        with pytest.raises(AssertionError):
-            check(wrong)
 
 
 @pytest.mark.parametrize("device, ids", [("cuda:3", [3]), ("cpu", None)])

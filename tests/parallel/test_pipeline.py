@@ -12,7 +12,6 @@ from tests.ranks import run_ranks
 from tests.training.small_run import NO_DROPOUT, err_after_a_kill, flags, start, torchrun, train_each, train_quietly
 
 FOUR_LAYERS = f"--num-layers 4 --train-iters 5 --eval-interval 3 --log-params-norm {NO_DROPOUT}"
-TP2 = "--tensor-model-parallel-size 2"
 PP2, PP4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-layer-freq 2"
 VIRTUAL = "--num-layers-per-virtual-pipeline-stage 1"
@@ -36,8 +35,6 @@ def test_selective_recomputation_serves_every_part_of_a_backward_pass(data):
         assert results[name][0]["lm loss"] == results["1f1b"][0]["lm loss"], name
         assert_same(results[name], results["1f1b"], name)
 
-
-# ZeRO++ inside each stage
 
 ALL_FLAGS = (
     "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zeropp-loco "
@@ -71,9 +68,6 @@ def test_weights_and_gradients_cross_nodes_once_per_step(data):
     assert sent[0] == sent[1]
     assert results["plain"]["lm loss"] == pytest.approx(expected["plain"]["lm loss"], rel=1e-5)
     assert results["hpZ alone"]["lm loss"] == pytest.approx(results["plain"]["lm loss"], rel=1e-6)
-
-
-# Faults
 
 
 def _train_with_nan(argv: list[str]) -> tuple[str, int]:

@@ -10,7 +10,7 @@ import torch
 from megatron_zpp.commands import measure_cluster as tool
 from megatron_zpp.commands.measure_cluster import Options, measure_cluster
 from megatron_zpp.planning import measure
-from megatron_zpp.planning.cluster import Cluster, default_cluster, parse_cluster
+from megatron_zpp.planning.cluster import Cluster, parse_cluster
 from megatron_zpp.planning.measure import curve_name
 from megatron_zpp.planning.needs.division import RankGroup
 from tests.ranks import run_ranks
@@ -53,15 +53,6 @@ def test_rates_and_latencies_are_those_of_the_links(monkeypatch):
     assert found["within_microseconds"] == pytest.approx(10, rel=1e-3)
     assert found["between_gbits"] == pytest.approx(4 * 8, rel=1e-3)  # out of a node: of 4 ranks
     assert found["between_microseconds"] == pytest.approx(50, rel=1e-3)
-
-
-def test_a_model_that_hides_its_collectives_is_said_to_tell_nothing(monkeypatch):
-    """The rest of a layer then counts as fast as the kernels, which a reader of the file would take for measured."""
-    monkeypatch.setattr(measure, "_time_small_gpt", lambda *_: (-0.1, 0.1, lambda gbytes: 1.0))
-    said: list[str] = []
-    cluster = measure._with_layers(default_cluster(1, 2, "H100", 400.0), None, OPTIONS, said.append)
-    assert cluster.layer_gbytes == cluster.kernel_gbytes
-    assert said == ["note: FSDP2 hides collectives of the small GPT, whose own time is unknown: give more --tokens"]
 
 
 @pytest.mark.long

@@ -61,12 +61,6 @@ def test_layouts_keep_to_nodes(slow):
     assert {outcome.candidate.layout.context for outcome in long.outcomes} == {1, 2, 4}
 
 
-def test_a_pipeline_idles_and_tensor_parallelism_waits_within_the_node(slow):
-    times = {o.candidate.layout.name: o.prediction.time for o in slow.outcomes if o.candidate.wire.name == "ZeRO-3"}
-    assert times["PP2"].bubble > 0 == times["TP8"].bubble
-    assert times["TP8"].exposed_within > times["TP2"].exposed_within > times["data"].exposed_within
-
-
 def test_plain_zero_3_is_suggested_over_fast_links():
     assert {o.candidate.wire.name for o in data_alone(planned("1x8xH100@10"))} == {"ZeRO-3"}  # the only one on one node
     plan = planned("4x8xH100@3200", "--global-batch-size 512")

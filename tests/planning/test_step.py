@@ -6,7 +6,7 @@ import pytest
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT, LLAMA
-from megatron_zpp.planning.cluster import LIKE, LINK_SHARE, Cluster, like_program, parse_cluster
+from megatron_zpp.planning.cluster import Cluster, parse_cluster
 from megatron_zpp.planning.needs.division import RankGrid
 from megatron_zpp.planning.needs.estimate import Estimate
 from megatron_zpp.planning.needs.traffic import expert_rows
@@ -44,7 +44,7 @@ def step(more: str, spec: Cluster) -> StepTime:
     return time
 
 
-def test_products_and_attention():
+def test_seconds_of_products_and_attention_are_those_of_the_operations():
     forward, backward = passes("", cluster())
     tokens = B * S
     products = 2 * tokens * (4 * H * H + 8 * H * H) / 0.5e12  # attention's four matrices, the MLP's two
@@ -67,7 +67,7 @@ def test_the_program_itself_takes_time_for_each_layer_expert_and_step():
     assert step("", cluster(**host)).optimizer - step("", cluster()).optimizer == pytest.approx(5 * LAYERS)
 
 
-def test_recomputation():
+def test_recomputing_lengthens_the_backward_pass_by_what_is_computed_again():
     kinds = ("", "--recompute-activations", RECOMPUTE_ALL)
     nothing, selective, everything = (passes(more, cluster(kernel_gbytes=1.0)) for more in kinds)
     assert nothing[0] == selective[0] == everything[0]
@@ -114,15 +114,6 @@ def test_weights_and_gradients_cross_nodes_behind_a_pass():
             assert exposed == pytest.approx((weights + gradients) / (LAYERS + 1), rel=1e-6)  # units: the root, too
         of_deepspeed = dataclasses.replace(spec, overlaps=False)
         assert step(low_bits, of_deepspeed).exposed_between == pytest.approx(weights + gradients)
-
-
-def test_deepspeed_has_its_own_links():
-    spec = parse_cluster("2x2xA100@10")
-    share, microseconds = LIKE["deepspeed"]
-    found = like_program(spec, "deepspeed")
-    assert (found.between_gbits, found.between_microseconds) == (pytest.approx(10 * share), microseconds)
-    assert spec.between_gbits == 10 * LINK_SHARE and not found.overlaps
-    assert step(LOW_BITS, found).seconds > step(LOW_BITS, spec).seconds
 
 
 def test_replicas_add_up_once_per_step():

@@ -321,10 +321,3 @@ def test_what_one_rank_cannot_write_is_an_error_on_all(tmp_path):
             assert text == f"rank 1: cannot publish weights as {file}: No such file or directory (check the path)"
     manifest = json.loads((tmp_path / "v00000004.json").read_text())
     assert manifest["base"] is None and WeightReader(tmp_path).update()
-
-
-def test_an_anchor_is_a_safetensors_file(published):
-    safetensors = pytest.importorskip("safetensors.torch")
-    *_, reader = published
-    shutil.copy(reader.folder / "v00000001.rank00000.safetensors", reader.folder / "copy.safetensors")
-    assert safetensors.load_file(reader.folder / "copy.safetensors").keys() == dict(reader.tensors()).keys()

@@ -17,9 +17,6 @@ from megatron_zpp.training.setup import build_trainer
 from tests.ranks import run_ranks
 from tests.training.small_run import ended, flags, torchrun
 
-# As torchrun runs it: all ranks start, one speaks, none is left
-
-
 MEETS_AN_ERROR = """
 from megatron_zpp.families import GPT
 from megatron_zpp.commands import pretrain
@@ -81,9 +78,6 @@ def test_an_environment_that_no_launcher_makes(data):
         (line,) = err.splitlines()
         assert line.startswith("error: ") and f"{name} in the environment must be a whole number from " in line
         assert f"is '{value}': start the ranks with torchrun, or unset it for a single one" in line
-
-
-# The same on ranks that are there already
 
 
 def _reports(argvs: list[list[str]]) -> list[str]:

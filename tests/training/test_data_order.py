@@ -41,10 +41,7 @@ def run(folder: Path, *runs: str) -> list[tuple[int, list[str], str, str]]:
     ]
 
 
-ORDERS = [
-    "--reset-position-ids --reset-attention-mask --eod-mask-loss",
-    "--dataloader-type cyclic --no-mmap-bin-files",
-]
+ORDERS = ["--reset-position-ids --reset-attention-mask --eod-mask-loss", "--dataloader-type cyclic --no-mmap-bin-files"]
 
 
 def test_resumed_run_goes_on_with_the_same_batches(tmp_path):
@@ -61,16 +58,6 @@ def test_resumed_run_goes_on_with_the_same_batches(tmp_path):
         assert len(whole) == 4, error
         assert whole != plain, more
         assert begun == whole[:2] and resumed == whole[2:], more + resumed_error
-
-
-def test_run_lengthened_past_an_epoch_is_refused_or_mapped(tmp_path):
-    write_data(tmp_path / "x")
-    save = f"--save {tmp_path}/saved --save-interval 3 --lr-decay-style constant"
-    longer = f"{save} --load {tmp_path}/saved --train-iters 9"  # 1152 samples
-    begun, refused, mapped = run(tmp_path, f"{save} --train-iters 3", longer, f"{longer} --override-data")
-    assert begun[0] == 0 and refused[:2] == (2, [])
-    assert "--override-data" in refused[2] and "2 epochs of the training data, not 1" in refused[2]
-    assert (mapped[0], len(mapped[1])) == (0, 6), mapped[2]
 
 
 def test_what_a_refused_change_of_length_names_works(tmp_path):
@@ -108,15 +95,6 @@ def test_a_run_says_how_often_it_reads_its_data_and_warns_above_four_times(tmp_p
     assert f"WARNING: {tmp_path}/x is read 4.22 times, and data teach little after 4 epochs" in often
     assert re.search(r"384 samples, 0\.0932 to (\S+) epochs\n", blended), blended
     assert "  train: 12,288 tokens in 384 samples\n" in mock
-
-
-def test_a_sample_longer_than_all_data_is_refused_before_an_order_is_built(tmp_path):
-    write_data(tmp_path / "x")
-    ((code, losses, err, _),) = run(
-        tmp_path, f"--seq-length 4000000 --data-cache-path {tmp_path}/cache --train-iters 3"
-    )
-    assert (code, losses) == (2, []) and not [*(tmp_path / "cache").glob("x-train-*")]
-    assert err.count("\n") == 1 and "holds 32965 tokens, less than 4000000 + 1: give more data, or a smaller" in err
 
 
 def test_other_tokens_under_the_same_index_and_another_tokenizer_of_the_same_size_are_refused(tmp_path):

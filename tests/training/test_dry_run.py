@@ -99,19 +99,6 @@ def test_of_a_pipeline_the_rank_that_needs_most_is_shown(dry_run):
     assert status == 0 and "memory of a GPU of pipeline rank 0, the largest, GB" in out and "hidden states\n" in out
 
 
-def test_all_mistakes_are_said_at_once(dry_run):
-    words = f"{SHAPE} --train-iters 10 --sed 7 --log-interval 0 --zero-hpz-partition-size 3 {FAKE}"
-    status, out, err = dry_run(words, WORLD_SIZE="512")
-    assert (status, out) == (2, "")
-    lines = err.splitlines()
-    assert [line.startswith("error: ") for line in lines] == [True] * 3
-    assert [flag in line for flag, line in zip(("--sed", "--log-interval", "partition-size 3"), lines, strict=True)]
-    status, out, err = dry_run(
-        f"{COMMAND} --mock-data --vocab-size 1 --tensor-model-parallel-size 512", WORLD_SIZE="512"
-    )
-    assert status == 2 and "--num-attention-heads 4" in err
-
-
 def test_a_launcher_s_node_must_divide_the_ranks(dry_run):
     status, _, err = dry_run(f"{COMMAND} {FAKE} --dry-run-world-size 4", WORLD_SIZE="8", LOCAL_WORLD_SIZE="8")
     assert status == 2 and "LOCAL_WORLD_SIZE 8 does not divide 4 ranks" in err
@@ -122,6 +109,6 @@ def test_the_number_of_ranks_needs_its_switch():
     assert err == "error: --dry-run-world-size needs --dry-run\n"
 
 
-def test_under_torchrun():
+def test_a_dry_run_under_torchrun_speaks_once():
     out, _ = ended(torchrun(2, shlex.split(f"{COMMAND} {FAKE} --dry-run")))
     assert out.count("nothing was started") == 1 and "2 rank(s) on 1 node(s)" in out

@@ -1,17 +1,14 @@
 """--islands through the trainer: what they log, resumption, and what is refused."""
 
-import math
 from functools import partial
 
 import pytest
-import torch.distributed as dist
 
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.families import GPT
-from megatron_zpp.islands.outer_state import local_data
 from tests.parallel.layouts import EPS, assert_same, results_on
 from tests.ranks import run_in_turn, run_ranks
-from tests.training.small_run import NO_DROPOUT, Metrics, flags, log_lines, start, train_each, train_quietly
+from tests.training.small_run import NO_DROPOUT, Metrics, flags, train_each
 
 ISLANDS = "--islands 2 --island-sync-interval 3"
 ZEROPP = (
@@ -36,8 +33,7 @@ def _losses_and_bytes(argv: list[str]) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["streaming", *(pytest.param(k, marks=pytest.mark.long) for k in ("low bits", "every step", "fp16"))],
+    "kind", ["streaming", *(pytest.param(k, marks=pytest.mark.long) for k in ("low bits", "every step", "fp16"))]
 )
 def test_a_resume_is_exact(data, tmp_path, kind):
     """Also between synchronizations: what is in flight arrives.
@@ -108,44 +104,6 @@ def test_beside_other_kinds_of_parallelism(data):
         assert_same(result, expected, name)
 
 
-@pytest.mark.long
-def test_experts_are_divided_within_an_island(data):
-    experts = f"--disable-bias-linear --num-experts 4 {NO_DROPOUT} {EPS} --train-iters 6 {ISLANDS}"
-    layouts = {"all equal": "", "divided": "--expert-model-parallel-size 2"}
-    losses = run_ranks(4, train_each, {name: flags(data, experts, more) for name, more in layouts.items()})[-1]
-    for key in ("lm loss", "lm loss validation"):
-        assert losses["divided"][key] == pytest.approx(losses["all equal"][key], rel=1e-5)
-
-
-def _train_with_a_broken_island(argv: list[str]) -> tuple[list[float], str, bool]:
-    """Return the losses, what was printed, and whether this rank's parameters and moments end as numbers.
-
-    The last island gets NaN in its parameters and moments by step 2, between two synchronizations.
-    """
-    run, metrics = start(argv)
-
-    def spoil(optimizer, args, kwargs):
-        if run.counters.iteration == 1 and dist.get_rank() == 2:
-            for parameter, state in optimizer.state.items():
-                local_data(parameter).fill_(math.nan)
-                local_data(state["exp_avg"]).fill_(math.nan)
-
-    run.optimizer.register_step_post_hook(spoil)
-    said = train_quietly(run)
-    kept = [*run.model.parameters(), *(state["exp_avg"] for state in run.optimizer.state.values())]
-    return metrics.get("lm loss", []), said, all(bool(local_data(tensor).isfinite().all()) for tensor in kept)
-
-
-def test_an_island_with_nan_comes_back_and_the_run_ends_well(data):
-    """Its one bad step is left out of the log line's loss."""
-    argv = flags(data, "--islands 3 --island-sync-interval 3 --global-batch-size 6 --train-iters 7 --island-bits 8")
-    (*_, (losses, _, _)) = results = run_ranks(3, _train_with_a_broken_island, argv)
-    assert all(is_finite for _, _, is_finite in results)
-    assert [math.isfinite(loss) for loss in losses] == [True, True, False, *[True] * 4]
-    assert [math.isfinite(line["lm loss"]) for line in log_lines(results[2][1])] == [True] * 7
-    assert "is in the parameters of island 2 after step 3: 2 of 3 islands synchronize" in results[0][1]
-
-
 def test_no_sample_is_seen_twice(data):
     """Islands of any number train on the batches of data parallelism, in its order."""
     argv = flags(data, NO_DROPOUT, "--train-iters 1")
@@ -169,6 +127,7 @@ def test_no_sample_is_seen_twice(data):
         ("--islands 2", 4, "--island-fragments 3", "are more than the 2 layer"),
         ("--islands 2", None, "--local-ranks 6 --local-nodes 3 --global-batch-size 6", "choose|of whole nodes"),
         ("--islands 2", 4, "--zero-hpz-partition-size 4", "does not divide the 2 rank"),
+        ("--islands 2", 4, "--publish y", "--publish has the weights of one model, which does not"),
     ],
 )
 def test_what_does_not_go_with_islands_is_refused(data, base, world_size, more, message):

@@ -136,22 +136,6 @@ def test_an_island_that_has_not_stepped_yet_resumes(data, tmp_path, spoilt):
     assert [one + other for one, other in zip(begun, rest, strict=True)] == whole and len(whole[-1]) == 5
 
 
-def _resumed_scale(argv: list[str]) -> float:
-    run, _ = start(argv)
-    return run.scaler.scale
-
-
-def test_a_checkpoint_keeps_the_loss_scale_of_each_island(data, tmp_path):
-    argv = flags(data, ISLANDS, FP16, "--island-sync-interval 2")
-    save = f"--save {tmp_path} --save-interval 2 --exit-interval 2".split()
-    assert [rank.scale for rank in run_ranks(2, _train_spoilt, [*argv, *save], 1, [2])] == [256.0, 128.0]
-    load = f"--load {tmp_path}".split()
-    assert run_ranks(2, _resumed_scale, [*argv, *load]) == [256.0, 128.0]
-    # Another number of islands gets the first one's.
-    others = flags(data, FP16, "--islands 4 --eval-iters 0", *load)
-    assert run_ranks(4, _resumed_scale, others) == [256.0] * 4
-
-
 def _stop_in_one_island(argv: list[str]) -> int:
     """The second island gets a signal in step 2."""
     run, _ = start(argv)

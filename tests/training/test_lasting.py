@@ -149,22 +149,6 @@ def offline(*argvs: list[str]):
     return call_pretrain(*argvs)
 
 
-def test_a_run_that_resumes_is_one_run_of_wandb_however_its_folder_is_spelled(data, tmp_path):
-    pytest.importorskip("wandb.sdk", reason="wandb is not installed")
-    save = tmp_path / "run"
-    argv = flags(data, f"--wandb-project p --save {save} --save-interval 2", length="--train-iters 4")
-    codes = run_ranks(1, offline, [*argv, "--exit-interval", "2"], [*argv, "--load", f"{save}/"])[
-        0
-    ]  # the same folder, spelled otherwise
-    assert [code for code, _, _ in codes] == [0, 0], codes
-    files = [*(save / "wandb").glob("wandb/offline-run-*/*.wandb")]
-    assert len(files) == 2 and len({file.name for file in files}) == 1  # by the run's id
-    for file in files:
-        content = file.read_bytes()
-        for word in (b"num_parameters", b"command", b"commit", b"torch_version", b"python_version", b"hidden_size"):
-            assert word in content, word
-
-
 def test_a_folder_that_cannot_be_written_ends_no_run(data, tmp_path):
     pytest.importorskip("wandb.sdk", reason="wandb is not installed")
     (tmp_path / "wandb").write_text("a file is in the folder's place")

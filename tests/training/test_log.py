@@ -56,10 +56,7 @@ def _logged_seconds(argv: list[str]) -> list[float]:
         save(*arguments)
 
     run.model.register_forward_hook(hook)
-    with (
-        patch.object(IntervalTimer, "_now", lambda timer: clock[0]),
-        patch.object(CheckpointSaver, "save", slow_save),
-    ):
+    with patch.object(IntervalTimer, "_now", lambda timer: clock[0]), patch.object(CheckpointSaver, "save", slow_save):
         lines = log_lines(train_quietly(run))
     return [line["elapsed time per iteration (ms)"] / 1000 for line in lines]
 
@@ -68,23 +65,6 @@ def test_evaluations_and_saves_are_no_time_of_training(data, tmp_path):
     argv = flags(data, f"--eval-interval 1 --split 9,1,0 --save {tmp_path} --save-interval 2 --train-iters 4")
     argv += ["--global-batch-size", "2"]
     assert run_ranks(1, _logged_seconds, argv)[0] == [2.0] * 4  # micro-batches of a step
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def _shown(argv: list[str]) -> str:
-    """What a run prints on a terminal."""
-    return train_quietly(start(argv)[0], Terminal())
-
-
-def test_a_terminal_gets_short_lines(data):
-    shown = run_ranks(1, _shown, flags(data, "--train-iters 3 --global-batch-size 1"))[0]
-    values = r"loss \d\.\d{3}   lr \d\.\d\de[-+]\d\d   norm \d+\.\d{3}   +[\d,]+ tokens/s"
-    steps = re.findall(rf"^  step +(\d+)/3   {values}   .*left$", shown, re.MULTILINE)
-    assert steps == ["1", "2", "3"] and "learning rate" not in shown
 
 
 def _described(argv: list[str]) -> str:
@@ -186,59 +166,6 @@ def test_the_monitor_adds_up_the_parts_of_tensor_parallel_ranks(data):
             assert values[f"{statistic}/{what}{name}"] == pytest.approx(expected, rel=1e-4), (statistic, what, name)
 
 
-# By regular expressions, not by our own reader
-
-
-ITERATION = re.compile(r"iteration +(\d+)/ *(\d+)")
-ALWAYS = {
-    "consumed samples": r"consumed samples: +(\d+)",
-    "elapsed": r"elapsed time per iteration \(ms\): ([\d.]+)",
-    "throughput": r"throughput per GPU \(TFLOP/s/GPU\): ([\d.]+)",
-    "learning rate": r"learning rate: ([\d.Ee+-]+)",
-    "global batch size": r"global batch size: +(\d+)",
-    "loss scale": r"loss scale: ([\d.]+)",
-    "skipped": r"number of skipped iterations: +(\d+)",
-    "nan": r"number of nan iterations: +(\d+)",
-}
-OF_STEPS_THAT_COUNT = {"lm loss": r"lm loss: ([\d.Ee+-]+)", "grad norm": r"grad norm: ([\d.]+)"}
-
-
-def _printed(argv: list[str]):
-    """What a run prints of which two steps are skipped, and the values behind it."""
-    run, metrics = start(argv)
-
-    def hook(model, inputs, losses):
-        return losses * {2: math.nan, 3: math.inf}.get(run.counters.iteration + 1, 1.0)
-
-    run.model.register_forward_hook(hook)
-    return train_quietly(run), metrics
-
-
-def test_published_expressions_match(data):
-    small = "--log-throughput --eval-iters 0 --global-batch-size 2"
-    argvs = [flags(data, small, more) for more in ("--train-iters 5", "--log-interval 4 --train-iters 4")]
-    found = run_in_turn(1, {argv[-1]: partial(_printed, argv) for argv in argvs})
-    ((text, metrics),), ((of_four, metrics_of_four),) = found.values()
-    lines = [line for line in text.splitlines() if ITERATION.search(line) and "learning rate" in line]
-    assert [ITERATION.search(line).groups() for line in lines] == [(str(n), "5") for n in range(1, 6)]
-    assert "None" not in text
-    for i, line in enumerate(lines):
-        found = {name: float(re.search(pattern, line)[1]) for name, pattern in ALWAYS.items()}
-        assert found["consumed samples"] == 2 * (i + 1) and found["global batch size"] == 2
-        assert found["elapsed"] > 0 and found["throughput"] >= 0 and found["loss scale"] == 1
-        skipped = i + 1 in (2, 3)
-        assert (found["skipped"], found["nan"]) == (skipped, skipped)
-        for name, pattern in OF_STEPS_THAT_COUNT.items():
-            assert (name in line) == (re.search(pattern, line) is not None) == (not skipped), name
-        if not skipped:
-            assert float(re.search(OF_STEPS_THAT_COUNT["lm loss"], line)[1]) == float(f"{metrics['lm loss'][i]:.6E}")
-            assert float(re.search(OF_STEPS_THAT_COUNT["grad norm"], line)[1]) == round(metrics["grad-norm"][i], 3)
-    # Steps 2 to 4 in one line, without the skipped ones.
-    line = next(line for line in of_four.splitlines() if " 4/ " in line and "lm loss" in line)
-    assert float(re.search(OF_STEPS_THAT_COUNT["lm loss"], line)[1]) == float(f"{metrics_of_four['lm loss'][3]:.6E}")
-    assert re.search(ALWAYS["skipped"], line)[1] == re.search(ALWAYS["nan"], line)[1] == "2"
-
-
 TWO_NODES = "--zero-quantized-weights --zero-quantized-gradients --zeropp-ranks-per-node 1 --log-interval 2"
 PROFILED = "--profile --use-pytorch-profiler --profile-step-start 2"
 
@@ -278,10 +205,7 @@ def test_a_profile_ends_with_the_run(data, tmp_path):
 
 
 def test_what_cannot_be_recorded_is_refused(data):
-    argvs = [
-        flags(data, PROFILED, length="--train-iters 3"),
-        flags(data, "--profile", length="--train-iters 3"),
-    ]
+    argvs = [flags(data, PROFILED, length="--train-iters 3"), flags(data, "--profile", length="--train-iters 3")]
     (_, _, nowhere), (code, out, err) = run_ranks(1, call_pretrain, *argvs)[0]
     assert nowhere.startswith("error: --profile needs a place for its files: give --tensorboard-dir")
     assert code == 0 and "note: --profile alone is for Nsight Systems" in out + err

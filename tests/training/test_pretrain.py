@@ -112,10 +112,7 @@ QUANTIZED = {
 }
 
 
-@pytest.mark.parametrize(
-    "world_size, per_node, names",
-    [(1, 1, ["all"]), (2, 1, ["LoCo"]), (4, 2, QUANTIZED)],
-)
+@pytest.mark.parametrize("world_size, per_node, names", [(1, 1, ["all"]), (2, 1, ["LoCo"]), (4, 2, QUANTIZED)])
 def test_zeropp_trains_like_zero_3(data, plain_gpt, world_size, per_node, names):
     losses, validation = plain_gpt
     common = f"{SAME} --eval-interval 2"
@@ -134,18 +131,6 @@ def test_zeropp_trains_like_zero_3(data, plain_gpt, world_size, per_node, names)
         assert run["lm loss"][-1] == pytest.approx(losses[-1], abs=0.05 * moved), name
         if world_size > 1:  # quantized indeed
             assert run["lm loss"] != pytest.approx(losses, rel=1e-6), name
-
-
-def test_loco_sends_the_same_at_every_stage(data):
-    """With one micro-batch a step, stages differ in what they keep, not in what they reduce."""
-    loco = f"{SAME} --micro-batch-size {BATCH // 4} {QUANTIZED['LoCo'].format(per_node=2)} --zeropp-gradient-bits 2"
-    argvs = {stage: flags(data, loco, f"--zero-stage {stage}") for stage in (1, 2, 3)}
-    argvs["without"] = [flag for flag in argvs[3] if flag != "--zeropp-loco"]
-    runs = run_ranks(4, train_each, argvs)[-1]
-    for stage in (1, 2):
-        assert runs[stage]["lm loss"] == runs[3]["lm loss"]
-        assert runs[stage]["comm/bytes-between-nodes"][-1] < runs[3]["comm/bytes-between-nodes"][-1]  # weights once
-    assert runs["without"]["lm loss"] != runs[3]["lm loss"]
 
 
 def test_weights_that_stay_between_micro_batches_train_the_same_and_send_no_more(data, plain_gpt):
@@ -183,41 +168,6 @@ def test_activation_checkpointing_changes_nothing(data):
     for name, run in metrics.items():
         assert run["lm loss"] == pytest.approx(metrics["none"]["lm loss"], rel=1e-6), name
         assert run["grad-norm"] == pytest.approx(metrics["none"]["grad-norm"], rel=1e-5), name
-
-
-def methods_replaced(argv: list[str]) -> set[str]:
-    run, _ = start(argv)
-    modules = run.model.layers[1].named_modules()
-    return {
-        f"{name}.{method}" for name, module in modules for method in ("forward", "attend") if method in vars(module)
-    }
-
-
-def test_the_modules_that_flags_name_are_recomputed(data):
-    granularity = "--recompute-granularity selective --recompute-modules"
-    expected = {"mlp": {"mlp.forward"}, "mlp core_attn": {"mlp.forward", "self_attention.attend"}}
-    for modules, replaced in expected.items():
-        assert run_ranks(1, methods_replaced, flags(data, f"{granularity} {modules}")) == [replaced]
-
-
-@pytest.mark.long
-def test_recomputed_modules_change_nothing_in_any_layout(data):
-    experts = "--num-experts 4 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 32"
-    layouts = {
-        f"{experts} --expert-model-parallel-size 2 --bf16": "moe",
-        f"{experts} --tensor-model-parallel-size 2 --sequence-parallel": "moe core_attn",
-        "--context-parallel-size 2": "core_attn mlp",
-        "--tensor-model-parallel-size 2 --sequence-parallel --attention-dropout 0.1": "core_attn mlp",
-        "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble": "core_attn mlp",
-    }
-    runs, plain = {}, {layout: flags(data, layout, "--train-iters 2 --eval-iters 0") for layout in layouts}
-    for layout, modules in layouts.items():
-        recompute = f"--recompute-granularity selective --recompute-modules {modules}"
-        runs |= {layout: plain[layout], f"{layout} again": [*plain[layout], *recompute.split()]}
-    metrics = run_ranks(2, train_each, runs, "llama", timeout=600)[-1]  # which has the last stage
-    for layout in layouts:
-        for key in ("lm loss", "grad-norm"):
-            assert len(metrics[layout][key]) == 2 and metrics[f"{layout} again"][key] == metrics[layout][key], layout
 
 
 def assert_offloading_changes_no_bit(data, layouts: dict[str, str], architecture: str = "llama") -> None:
@@ -279,17 +229,6 @@ def test_compiled(data):
     assert metrics["--compile"]["lm loss"] == pytest.approx(metrics[""]["lm loss"], rel=1e-5)
 
 
-@pytest.mark.long
-def test_half_precisions_train_like_fp32(data, plain_gpt):
-    runs = {
-        precision: flags(data, SAME, precision)
-        for precision in ("--bf16", "--bf16 --grad-reduce-in-bf16", "--fp16 --loss-scale 128")
-    }
-    for name, run in run_ranks(2, train_each, runs)[0].items():
-        assert run["lm loss"] == pytest.approx(plain_gpt[0], rel=5e-3), name
-        assert run["lm loss"] != pytest.approx(plain_gpt[0], rel=1e-6), name
-
-
 def test_gradients_handed_over_in_bf16_are_those_in_fp32_to_the_bit(data):
     """They are bf16 as autograd makes them, and all sums are in fp32; so is what is sent unquantized between nodes."""
     common = "--bf16 --zero-quantized-gradients --zeropp-ranks-per-node 2 --zeropp-loco --zeropp-gradient-block-size 32"
@@ -305,18 +244,6 @@ def test_gradients_handed_over_in_bf16_are_those_in_fp32_to_the_bit(data):
     for kind in kinds:
         in_bf16, in_fp32 = (results[kind + precision] for precision in precisions)
         assert in_bf16["lm loss"] == in_fp32["lm loss"] and in_bf16["grad-norm"] == in_fp32["grad-norm"]
-
-
-def test_dynamic_loss_scale(data, plain_gpt):
-    # Overflows at 2^32 and, after the tolerated one, at each power down to what fp16's gradients can hold.
-    argv = flags(data, NO_DROPOUT, "--weight-decay 0.1 --fp16 --micro-batch-size 4 --train-iters 30 --eval-iters 0")
-    run = run_ranks(2, train_each, {"": argv})[0][""]
-    scales = run["loss-scale"]
-    skipped = sum(later < earlier for earlier, later in zip([2.0**32, *scales], scales, strict=False)) + 1
-    assert scales[0] == 2.0**32 and 5 < skipped < 30
-    assert run["lm loss"][: skipped + 1] == pytest.approx([run["lm loss"][0]] * (skipped + 1), rel=0.05)
-    assert run["learning-rate"][skipped - 1] == 3e-3  # the schedule did not move
-    assert run["lm loss"][-1] < 5
 
 
 def _parameters_after_two_steps(argv: list[str], overflow_between: bool) -> list[torch.Tensor]:
@@ -348,19 +275,6 @@ def test_an_overflow_changes_neither_parameters_nor_locos_errors(data):
     # fp16 rounds otherwise at another scale, which may carry a gradient to the next code.
     others = (ours - theirs).abs() > 1e-5 + 1e-3 * theirs.abs()
     assert others.float().mean() < 1e-3
-
-
-# Batch sizes and the end of a run
-
-
-def test_batch_sizes(data):
-    sizes = {
-        "--train-samples 50 --rampup-batch-size 2 2 24": [2, 2, 2, 2, 4, 4, 6, 6, 8, 8],  # the next would not be full
-        "--train-samples 15": [8],
-    }
-    runs = {more: flags(data, "--num-layers 1 --eval-iters 0", length=more) for more in sizes}
-    metrics = run_ranks(2, train_each, runs)[0]
-    assert {more: run["batch-size"] for more, run in metrics.items()} == sizes
 
 
 def test_exit_interval_and_duration(data, tmp_path):

@@ -10,8 +10,6 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_zpp.arguments.parse import SettingsError, parse_settings
-from megatron_zpp.families import GPT
 from megatron_zpp.publish import Publisher, PublishError, WeightReader
 from tests.conftest import fill
 from tests.parallel.layouts import results_on
@@ -132,11 +130,3 @@ def test_a_full_publish_disk_ends_no_resume(data, small_disk, tmp_path):
     filler.unlink()
     ((ended,),) = run_ranks(1, call_pretrain, argv)
     assert ended[0] == 0 and reader.update() and reader.step == 6 and reader.about["settings"]
-
-
-def test_islands_do_not_publish():
-    argv = flags("x", "--islands 2 --publish y")
-    with pytest.raises(
-        SettingsError, match="--publish has the weights of one model, which does not work with --islands 2"
-    ):
-        parse_settings(GPT, argv, 4, note=lambda text: None)

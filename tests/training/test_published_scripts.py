@@ -18,26 +18,15 @@ DEEPSPEED = (
     "--log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard --log-optimizer-states-to-tensorboard "
     "--data-impl mmap --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --deepspeed "
 )
-SC21 = (
-    "--activations-checkpoint-method uniform --DDP-impl local --lr-decay-iters 320 --lr 0.0001 --min-lr 0.00001 "
-    "--lr-decay-style cosine --lr-warmup-fraction 0.01 --split 969,30,1 --clip-grad 1.0 --fp16 --loss-scale 8192 "
-    "--train-iters 500 "
-)
 SCRIPTS = {
     "lengths that grow, activation checkpointing": DEEPSPEED
     + "--checkpoint-activations --deepspeed-activation-checkpointing --tensor-model-parallel-size 2 --zero-stage 0 "
     "--moe-expert-parallel-size 1 --num-experts 1 --no-pipeline-parallel --use-rotary-position-embeddings",
-    "zero bubbles": DEEPSPEED
-    + "--zero-stage 0 --enable-zbh1-pipeline --enable-zbh1-exact-semantics --pipeline-model-parallel-size 4",
-    "sequence parallelism": DEEPSPEED
-    + "--ds-sequence-parallel-size 4 --use-flash-attn-triton --zero-stage 3 --no-pipeline-parallel",
     "Llama": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --lr 3e-4 --lr-decay-style cosine "
     "--min-lr 3e-5 --train-iters 250000 --lr-warmup-iters 2000 --bf16 --no-query-key-layer-scaling "
     "--attention-dropout 0 --hidden-dropout 0 --use-rotary-position-embeddings --swiglu "
     "--untie-embeddings-and-output-weights "
     "--normalization rmsnorm --disable-bias-linear --zero-stage=0 --deepspeed --num-key-value-heads 2",
-    "interleaved stages": SC21
-    + "--num-layers-per-virtual-pipeline-stage 2 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
     "Transformer Engine and fp8": "--use-mcore-models --group-query-attention --num-query-groups 2 --kv-channels 8 "
     "--position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0 "
     "--hidden-dropout 0.0 --swiglu --normalization RMSNorm --init-method-std 0.0134 --attention-backend fused "

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import gc
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -11,17 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron_zpp.checkpoint.meta import Counters
-from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.parallel.sharding import mixed_precision
-from megatron_zpp.settings.groups import DistributedSettings, PrecisionSettings, TrainingSettings
+from megatron_zpp.settings.groups import PrecisionSettings
 from megatron_zpp.training.data import batches_of
 from megatron_zpp.training.evaluate import evaluate
-from megatron_zpp.training.setup import _plan_length
 from tests.ranks import run_ranks
 from tests.training.small_run import NO_DROPOUT, flags, start, take_step, train_each, train_quietly
-
-# Samples that grow
 
 
 def _first_step(argv: list[str]) -> tuple[float, float, int]:
@@ -39,28 +33,6 @@ def test_the_loss_of_growing_samples_is_that_of_the_first_tokens(data):
     ((trained, expected, cut),) = run_ranks(1, _first_step, argv)
     assert trained == pytest.approx(expected, rel=1e-5)
     assert cut == 8 * ((32 - 16) + (32 - 24) + 0 + 0)
-
-
-# Muon
-
-
-@pytest.mark.long
-def test_muon_trains_as_on_one_rank(data):
-    layouts = {
-        "pipeline": "--pipeline-model-parallel-size 2",
-        "context": "--context-parallel-size 2",
-        "replicas": "--num-distributed-optimizer-instances 2 --zeropp-ranks-per-node 2",
-        "stage 1": "--zero-stage 1 --zeropp-ranks-per-node 2",
-    }
-    adamw = f"{NO_DROPOUT} --train-iters 4"
-    muon = f"{adamw} --optimizer muon --muon-use-nesterov --muon-extra-scale-factor 0.2"
-    alone = run_ranks(1, train_each, {"muon": flags(data, muon), "adamw": flags(data, adamw)})[0]
-    argvs = {name: flags(data, muon, layout) for name, layout in layouts.items()}
-    # Sums are taken in another order, and orthogonalization rounds what that changes to bf16.
-    tolerance = 2e-4
-    for name, metrics in run_ranks(4, train_each, argvs, timeout=500)[-1].items():
-        assert metrics["lm loss"] == pytest.approx(alone["muon"]["lm loss"], abs=tolerance), name
-    assert abs(alone["adamw"]["lm loss"][-1] - alone["muon"]["lm loss"][-1]) > 10 * tolerance
 
 
 # Host memory, where that is the memory of the device anyway
@@ -147,18 +119,6 @@ def test_a_spike_with_loco_leaves_no_trace(data):
 def test_dtypes_of_computing_and_reducing(flags_, compute, reduce):
     policy = mixed_precision(PrecisionSettings(**flags_))
     assert (policy.param_dtype, policy.reduce_dtype) == (compute, reduce)
-
-
-@pytest.mark.parametrize(
-    "interval, iteration, evaluations",
-    [(None, 0, 1), (4, 0, 3), (4, 3, 3), (4, 4, 2), (4, 9, 1), (4, 12, 1), (10, 0, 2), (11, 0, 1)],
-)
-def test_evaluations_to_come(interval, iteration, evaluations):
-    training = TrainingSettings(eval_interval=interval, train_iters=10, eval_iters=1, micro_batch_size=1)
-    settings = SimpleNamespace(training=training, distributed=DistributedSettings())
-    mesh = SimpleNamespace(dp_size=1)
-    *_, (_, valid_samples, _) = _plan_length(settings, BatchSchedule(1, 1, 1), Counters(iteration=iteration), mesh)
-    assert valid_samples == evaluations
 
 
 def _train_and_evaluate(argvs: dict[str, list[str]]):

@@ -1,11 +1,14 @@
 """Two files read what is private to FSDP2, so that a new torch release is checked in one place."""
 
 import ast
+import types
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch.distributed.fsdp
-from torch import nn
-from torch.distributed.fsdp import _fully_shard
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, _fully_shard
+from torch.distributed.tensor import DTensor
 
 import megatron_zpp
 
@@ -50,3 +53,26 @@ def test_two_files_read_what_is_private_to_fsdp2():
     others = [file for file in ROOT.rglob("*.py") if file not in THE_FILES]
     found = {str(file.relative_to(ROOT)): mentioned(file) & private for file in others}
     assert {file: names for file, names in found.items() if names} == {}
+
+
+def names_in(files: Iterable[Path]) -> set[str]:
+    """All attributes, functions, classes and fields that files name."""
+    names = set()
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names |= {getattr(node, field, None) for field in ("attr", "name", "id", "arg")}
+    return names
+
+
+def test_what_is_read_of_fsdp2s_objects_exists():
+    """mypy cannot follow classes without annotations: each attribute is one of ours, or named in FSDP2."""
+    nodes = [node for file in THE_FILES for node in ast.walk(ast.parse(file.read_text()))]
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    read |= {node.value for node in nodes if isinstance(node, ast.Constant)} & {"wait_for_unshard", "FSDPParamGroup"}
+    ours = names_in(other for other in ROOT.rglob("*.py") if other not in THE_FILES)
+    ours |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    ours |= {node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    kinds = (Tensor, DTensor, nn.Module, FSDPModule, str, list, set, types.FrameType)
+    known = names_in(Path(_fully_shard.__file__).parent.glob("*.py")).union(*map(dir, kinds))
+    assert {"wait_for_unshard", "FSDPParamGroup", "unsharded_accumulated_grad"} <= read & known
+    assert read - known - ours == set()

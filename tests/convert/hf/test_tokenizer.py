@@ -138,14 +138,11 @@ def test_a_checkpoint_is_not_used_with_a_tokenizer_that_it_was_not_trained_with(
     assert "does not say how its texts were tokenized; assuming Llama2Tokenizer" in capsys.readouterr().err
 
 
-# What generate() reads
-
 TOKENS = {"bos_token_id": 3, "eos_token_id": 2}
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ends"),
-    [(2, 2), ([2], [2]), ([1, 2], [1, 2]), (1, [2, 1]), ([1], [2, 1]), (None, [2, 8])],
+    ("theirs", "ends"), [(2, 2), ([2], [2]), ([1, 2], [1, 2]), (1, [2, 1]), ([1], [2, 1]), (None, [2, 8])]
 )
 def test_our_end_of_documents_is_one_of_theirs(tmp_path, theirs, ends):
     (tmp_path / "config.json").write_text(json.dumps({"bos_token_id": 9, "eos_token_id": 8, "hidden_size": 4}))

@@ -192,12 +192,7 @@ def write_torch(folder: Path, ours: State, config: DecoderConfig) -> None:
     (folder / "latest_checkpointed_iteration.txt").write_text("5")
 
 
-def write_legacy(
-    folder: Path,
-    ours: State,
-    config: DecoderConfig,
-    version: float = 3.0,
-) -> None:
+def write_legacy(folder: Path, ours: State, config: DecoderConfig, version: float = 3.0) -> None:
     """Two tensor-parallel ranks, with old names."""
     args = args_of(config, tp=2)
     for t, rank in enumerate(two_ranks(ours)):

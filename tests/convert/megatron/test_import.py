@@ -13,7 +13,7 @@ from megatron_zpp.checkpoint import find_checkpoint, iterate_parameters, iterate
 from megatron_zpp.checkpoint.meta import Counters, saved_model
 from megatron_zpp.commands.convert import export_megatron, import_megatron
 from megatron_zpp.commands.convert.import_hf import tokenizer_words
-from megatron_zpp.convert.megatron.config import _latent_positions, args_of
+from megatron_zpp.convert.megatron.config import args_of
 from megatron_zpp.models.moe import MoEConfig
 from tests.convert.hf.test_tokenizer import KINDS
 from tests.convert.megatron import layouts
@@ -147,19 +147,11 @@ def test_a_gelu_that_megatron_does_not_have_is_not_exported():
     assert not args_of(dataclasses.replace(config, exact_gelu=True), 16).bias_gelu_fusion
 
 
-def test_yarn_of_latent_attention_has_megatrons_defaults():
-    values = _latent_positions({"rotary_scaling_factor": 40})
-    assert values["position_embedding_type"] == "yarn" and values["yarn_original_context"] == 4096
-    assert (values["yarn_scaling_factor"], values["yarn_beta_fast"], values["yarn_beta_slow"]) == (40, 32, 1)
-
-
 def test_layers_with_experts_from_another_layer_on_are_a_pattern_for_megatron():
     experts = MoEConfig(num_experts=4, router_topk=2, ffn_hidden_size=16)
     config = llama_config(4, 32, 4, 64, ffn_hidden_size=48, moe=experts, moe_layer_freq="2", moe_first_layer=2)
     assert args_of(config, 16).moe_layer_freq == [int(layer in config.layers_with_experts) for layer in range(4)]
 
-
-# Refusals: one line each
 
 FILE = "iter_0000005/mp_rank_00_000/model_optim_rng.pt"
 
@@ -175,10 +167,7 @@ WRONG_FLAGS = [
     ({"softmax_type": "off-by-one"}, "softmax_type is 'off-by-one'"),
     ({"no_rope_freq": [1, 0]}, "no_rope_freq is '[1, 0]'; give k for every k-th block"),
     ({"logit_softcap": 30.0}, "logit_softcap is 30.0, which is not known here"),
-    (
-        {"num_experts": 4, "moe_router_load_balancing_type": "dice"},
-        "moe_router_load_balancing_type is 'dice'",
-    ),
+    ({"num_experts": 4, "moe_router_load_balancing_type": "dice"}, "moe_router_load_balancing_type is 'dice'"),
     ({"num_experts": 4, "moe_token_drop_policy": "position"}, "moe_token_drop_policy is 'position'"),
     ({"hybrid_override_pattern": "M*-", "mamba_state_dim": 128}, "hybrid_override_pattern is 'M*-'"),
     ({"linear_attention_freq": 4}, "linear_attention_freq is 4"),

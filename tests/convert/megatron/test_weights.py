@@ -37,14 +37,6 @@ def test_every_parameter_comes_once_and_back(kind):
     assert all(torch.equal(back[name], ours[name]) for name in ours)
 
 
-def test_experts_are_stacked_gates_above_ups():
-    ours = random_model(KINDS["experts"])
-    (fc1,) = (w for w in weights(KINDS["experts"]) if w.theirs == "decoder.layers.2.mlp.experts.linear_fc1.weight")
-    theirs = fc1.join(*(ours[name] for name in fc1.ours))  # [E, 2 * 24, 32]
-    gates, ups = (ours[f"layers.2.mlp.experts.linear_fc1_{half}.weight"] for half in ("gate", "up"))
-    assert torch.equal(theirs[1, :24], gates[24:48]) and torch.equal(theirs[1, 24:], ups[24:48])
-
-
 @pytest.mark.parametrize(
     ("theirs", "expected"),
     {
