@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.commands import report
 from megatron_zpp.commands.plan import calibrate_from
 from megatron_zpp.commands.report import BETWEEN, WITHIN, main, summary
 from megatron_zpp.families import GPT
@@ -203,6 +204,13 @@ def test_predictions_beside_measurements(tmp_path, capsys):
 def test_missing_wandb_workspaces_is_named(capsys):
     assert main(["--wandb", "project"]) == 2
     assert capsys.readouterr().err == "error: --wandb needs two packages: pip install wandb wandb-workspaces\n"
+
+
+def test_a_run_of_step_0_alone_and_folders_named_as_formulas_or_hidden_labels():
+    run = RunHistory("$$", metrics={"lm loss": {0: 1.0}, BETWEEN: {0: 8.0}})
+    assert summary(run)["MB between nodes per step (mean)"] == ""
+    drawing = report._plot("mfu", "iteration", {"$$": [(0, 1.0)], "_name": [(0, 2.0)]}, {"$$": "C0", "_name": "C1"})
+    assert "$$" in drawing and "_name" in drawing
 
 
 @pytest.mark.integrations
