@@ -11,8 +11,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -31,21 +30,12 @@ import planner
 import planner_box
 import rl
 import scaling
+import study_tables
 from common import ROOT, markdown_table, new_parser
 from study import RESULTS, arms, read_results
 from study_arms import SCALES
 from study_experiments import EXPERIMENTS
-from study_tables import (
-    PAGE,
-    Rows,
-    by_flags_and_seed,
-    findings,
-    page_of,
-    resolution,
-    table,
-    table_of_rates,
-    table_of_recipes,
-)
+from study_tables import PAGE, Rows, by_flags_and_seed, page_of, table
 
 CLAIMS = ROOT / "examples" / "reproduce.toml"
 EVIDENCE, REFERENCE = ROOT / "docs" / "evidence", ROOT / "docs" / "reference"
@@ -69,11 +59,11 @@ def table_of(name: str) -> str:
 
 BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
     PAGE: {
-        "resolution": lambda: resolution(EXPERIMENTS["E19"], rows_of("tuned")),
-        "findings": lambda: findings(EXPERIMENTS["E19"], rows_of("tuned")),
+        "resolution": lambda: study_tables.resolution(EXPERIMENTS["E19"], rows_of("tuned")),
+        "findings": lambda: study_tables.findings(EXPERIMENTS["E19"], rows_of("tuned")),
         "headline": partial(table_of, "E19"),
         "table 5": lambda: papers.table_5(rows_of("tuned")),
-        "learning rates": lambda: table_of_rates(rows_of("rates")),
+        "learning rates": lambda: study_tables.table_of_rates(rows_of("rates")),
     },
     STUDY / "fine-tuning.md": {"fine-tuning": finetuning_bits.table},
     EVIDENCE / "planner.md": {
@@ -94,7 +84,7 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
     EVIDENCE / "scaling.md": {"scaling": scaling.tables, "launches": launches.table},
     REFERENCE / "memory.md": {"memory": memory.table, "saves": memory.table_of_saves},
     ROOT / "docs" / "how-to" / "choose-settings.md": {"ways": memory.table_of_ways},
-    REFERENCE / "recipes.md": {"recipes": lambda: table_of_recipes(rows_of("cpu"), rows_of("tuned"))},
+    REFERENCE / "recipes.md": {"recipes": lambda: study_tables.table_of_recipes(rows_of("cpu"), rows_of("tuned"))},
 }
 
 
@@ -112,7 +102,8 @@ def main() -> None:
         write(claims)
     elif args.name is None:
         found = rows_of_claims(claims)
-        lines = [[name, verdicts(found[name]), time_of(claim), found[name][0][0]] for name, claim in claims.items()]
+        verdicts = {name: ", ".join(dict.fromkeys(row[3] for row in rows)) for name, rows in found.items()}
+        lines = [[name, verdicts[name], time_of(claim), found[name][0][0]] for name, claim in claims.items()]
         print(markdown_table(["name", "verdicts", "on 2 cores", "published, the first row"], lines))
     elif args.name not in claims:
         parser.error(f"there is no experiment {args.name}; choose one of {', '.join(claims)}")
@@ -141,11 +132,6 @@ def rows_of_claims(claims: Mapping[str, Mapping[str, Any]]) -> dict[str, list[pa
     return found
 
 
-def verdicts(lines: Sequence[papers.Row]) -> str:
-    """Count the verdicts of some lines."""
-    return ", ".join(f"{count} {verdict}" for verdict, count in Counter(line[3] for line in lines).items())
-
-
 def write(claims: Mapping[str, Mapping[str, Any]]) -> None:
     """Write the tables of the kept results and of all claims into their pages."""
     for path, text in pages(claims).items():
@@ -157,8 +143,7 @@ def pages(claims: Mapping[str, Mapping[str, Any]]) -> dict[Path, str]:
     found, blocks = rows_of_claims(claims), dict(BLOCKS)
     for paper, page in (("zeropp", "zeropp-paper"), ("loco", "loco-paper"), ("sdp4bit", "published-results")):
         lines = [row for name in found if name.startswith(paper) for row in found[name]]
-        table_of_paper = markdown_table(HEADINGS, lines)
-        blocks[EVIDENCE / f"{page}.md"] = {"claims": partial(str, table_of_paper)}
+        blocks[EVIDENCE / f"{page}.md"] = {"claims": partial(markdown_table, HEADINGS, lines)}
     texts = {STUDY / f"{name.lower()}.md": page_of(name, rows_of(e.scale)) for name, e in EXPERIMENTS.items()}
     for path, tables in blocks.items():
         texts[path] = path.read_text()

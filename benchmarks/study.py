@@ -3,10 +3,9 @@
     python benchmarks/study.py run                        # trains what benchmarks/results/study.jsonl lacks
     python benchmarks/study.py run E4 E5 --seeds 1 2      # some of it; --scale gpu: a larger model, for one GPU
     python benchmarks/study.py run E17                    # one seed of a Llama; --scale gpu-llama: of 187M, for one GPU
-    python benchmarks/study.py tables --scale gpu         # prints tables; examples/reproduce.sh --write makes the pages
 
-A killed study goes on where it was. benchmarks/study_experiments.py says what is trained; the text is 70 MB of Python
-sources, made on the first run.
+examples/reproduce.sh --write makes the pages. A killed study goes on where it was. benchmarks/study_experiments.py says
+what is trained; the text is 70 MB of Python sources, made on the first run.
 """
 
 import math
@@ -25,7 +24,6 @@ import common
 from common import ROOT, append_row, new_parser, read_rows, run_measured
 from study_arms import NODES, RANKS, SCALES, Arm, Scale
 from study_experiments import EXPERIMENTS, OBSERVED, TOKENS_SENT
-from study_tables import by_flags_and_seed, table
 
 from megatron_zpp.metrics.history import RunHistory
 
@@ -36,22 +34,14 @@ NODES_FLAG = "--(?:local|emulate)-nodes"  # arms, whose flags name their rows, h
 
 def main() -> None:
     parser = new_parser(__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="train what is not in the results yet")
-    run.add_argument("experiments", nargs="*", metavar="E1…E20", help="default: all of the scale")
-    run.add_argument("--match", default="", metavar="REGEX", help="only arms whose name or flags hold it")
-    run.add_argument("--seeds", type=int, nargs="+", help="default as the scale says")
-    run.add_argument("--jobs", type=int, help="runs side by side; default as the scale says")
-    tables = commands.add_parser("tables", help="print the tables of the results")
-    for command in (run, tables):
-        command.add_argument("--scale", choices=SCALES, help="size of model and run; default: the experiments' own")
-        command.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="of JSON lines")
+    parser.add_argument("command", choices=["run"], help="train what is not in the results yet")
+    parser.add_argument("experiments", nargs="*", metavar="E1…E20", help="default: all of the scale")
+    parser.add_argument("--match", default="", metavar="REGEX", help="only arms whose name or flags hold it")
+    parser.add_argument("--seeds", type=int, nargs="+", help="default as the scale says")
+    parser.add_argument("--jobs", type=int, help="runs side by side; default as the scale says")
+    parser.add_argument("--scale", choices=SCALES, help="size of model and run; default: the experiments' own")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="of JSON lines")
     args = parser.parse_args()
-    if args.command == "tables":
-        for name, experiment in EXPERIMENTS.items():
-            rows = by_flags_and_seed(read_results(args.results, args.scale or experiment.scale))
-            print(f"{name}: {experiment.title}\n\n{table(experiment, rows)}")
-        return
     if unknown := set(args.experiments) - set(EXPERIMENTS):
         parser.error(f"there is no experiment {', '.join(sorted(unknown))}; choose of {', '.join(EXPERIMENTS)}")
     names = args.experiments or [name for name, experiment in EXPERIMENTS.items() if experiment.scale == "cpu"]

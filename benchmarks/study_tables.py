@@ -18,7 +18,6 @@ PAGE = ROOT / "docs" / "evidence" / "experiments.md"
 ABOUT = tomllib.loads((Path(__file__).parent / "study_pages.toml").read_text())
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)  # Student's t, 97.5 %, for 1 to 7 degrees of freedom
 NO_LOSS = 0.3  # percent: an interval within plus or minus this shows that nothing is lost
-FEEDBACK = "LoCo against classic error feedback. Error feedback wins where a row says *higher*:"
 Rows = dict[str, dict[int, dict[str, Any]]]  # by flags, then by seed
 
 
@@ -37,8 +36,8 @@ def page_of(name: str, rows: Rows) -> str:
     setup += ABOUT["rate"].format(rate=scale.lr) if experiment.scale not in ("rates", "tuned") else ""
     how = ABOUT["how"].strip().format(name=name, control=experiment.control)
     text = f"# {name}: {experiment.title}\n\n{ABOUT[name]}\n{setup}{how} {resolution(experiment, rows)}\n\n"
-    text += table(experiment, rows)
-    return f"{text}\n{FEEDBACK}\n\n{table_of_feedback(rows)}\n" if name == "E4" else text
+    more = f"\n{ABOUT['feedback']}\n{table_of_feedback(rows)}\n" if name == "E4" else ""
+    return text + table(experiment, rows) + more
 
 
 def table(experiment: Experiment, rows: Rows) -> str:

@@ -8,6 +8,7 @@
 #   ESTIMATE=1              print what the run needs, by tools/estimate.py, and start nothing
 #   NODES, RANKS_PER_NODE   another cluster than the script's, at full scale without Slurm; HEAD=node0:29400 there
 #   GPUS=1|2|4|8            how many of this machine's GPUs to use with SCALE=gpu; default all
+#   BASELINE=FOLDER         of the run to compare with at the end; default the script's; BASELINE= compares nothing
 #   WANDB_PROJECT=NAME      report the run to wandb, under the name of its folder
 # shellcheck shell=bash disable=SC2034  # variables are the sourcing script's
 
@@ -87,9 +88,9 @@ tiny_run() {
     corpus 1 512
     WIDTH=64
     MODEL=(--num-layers 2 --hidden-size "$WIDTH" --num-attention-heads 2 --seq-length 64 --distributed-backend gloo)
-    LENGTH=(--micro-batch-size 4 --global-batch-size 32 --train-iters 10 --lr-warmup-iters 2)
+    LENGTH=(--micro-batch-size 4 --global-batch-size 32 --train-iters 120 --lr-warmup-iters 2)
     RATE=(--lr 5e-3 --min-lr 5e-4)
-    OFTEN=(--log-interval 1 --eval-iters 2 --save-interval 1000 --num-workers 0)
+    OFTEN=(--log-interval 10 --eval-iters 8 --save-interval 1000 --num-workers 0)
 }
 
 # small_run: the same for SCALE=gpu; a GPT has 135M parameters.
@@ -134,6 +135,31 @@ launch() {
     else
         "${launcher[@]}" "$@" 2>&1 | tee -a "$OUT/log.txt"
     fi
+}
+
+# conclude SCRIPT EXPERIMENT VARIANT VARIABLE=VALUE [FLAG...]: ends a script. At laptop scale it trains the baseline, which
+# that variable makes of the script, unless its folder is there. Then it prints published | ours | how | verdict, and writes
+# OUT/result.json and OUT/report.html. Where several machines run the script, the one that finds the metrics does.
+conclude() {
+    local script=examples/$1 experiment=$2 variant=$3 baseline=$4 program=(examples/conclude.py) runs=("$OUT")
+    shift 4
+    starts && [ -n "$BASELINE" ] && grep -q . < <(find "$OUT" -name metrics.jsonl) || return 0
+    if [ "$BASELINE" != "$OUT" ]; then
+        if [ "$SCALE" = laptop ] && [ ! -d "$BASELINE" ]; then
+            echo "training the baseline, $baseline"
+            env "$baseline" OUT="$BASELINE" BASELINE='' "$script" "$@"
+        fi
+        if [ -d "$BASELINE" ]; then
+            program+=(--baseline "$BASELINE")
+            runs=("$BASELINE" "$OUT") # figures are over the first one's
+        else
+            echo "no baseline in $BASELINE: $baseline makes it"
+        fi
+    fi
+    [ "$SCALE" = full ] || program+=(--data-path "${TEXT[1]}")
+    program+=("$([ "$SCALE" = laptop ] && echo --on-cpus || echo --on-gpus)")
+    python "${program[@]}" "$experiment" "$variant" "$OUT"
+    python tools/report.py "${runs[@]}" --output "$OUT/report.html" || echo "no report page, for the reason above"
 }
 
 saved_iteration() { cat "$OUT/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || true; }

@@ -13,7 +13,7 @@
 #
 # GPT-345M: LoCo under Adam and under SGD (LoCo, arXiv 2407.04480).
 #
-#   examples/loco/gpt_345m.sh                    a tiny GPT on this machine's processor, half a minute
+#   examples/loco/gpt_345m.sh                    a tiny GPT on this machine's processor, two minutes
 #   SCALE=gpu examples/loco/gpt_345m.sh          a GPT of 125M on this machine's GPUs
 #   RECIPE=loco sbatch examples/loco/gpt_345m.sh full scale; requeues itself, and goes on
 #
@@ -50,6 +50,7 @@ RECIPE=${RECIPE:-loco} OPTIMIZER=${OPTIMIZER:-adam}
 one_of RECIPE zero3 zeropp loco int8
 one_of OPTIMIZER adam sgd
 OUT=${OUT:-runs/loco/gpt_345m/$SCALE-$RECIPE-$OPTIMIZER}
+BASELINE=${BASELINE-runs/loco/gpt_345m/$SCALE-zero3-$OPTIMIZER}
 GPU=${GPU:-A100}
 cluster 2 8
 
@@ -96,3 +97,4 @@ launch pretrain_gpt.py "${MODEL[@]}" --attention-dropout 0 --hidden-dropout 0 --
     "${TEXT[@]}" "${OFTEN[@]}" --log-throughput \
     --zeropp-ranks-per-node "$RANKS_PER_NODE" "${COMMUNICATION[@]}" \
     --save "$OUT/checkpoints" --load "$OUT/checkpoints" --load-latest-good --save-keep-last 3 --exit-signal-handler "$@"
+conclude loco/gpt_345m.sh loco-rates "$RECIPE" RECIPE=zero3 "$@"

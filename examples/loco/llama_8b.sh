@@ -13,7 +13,7 @@
 #
 # Llama-8B on 5 billion tokens of RedPajama-V2: does LoCo win back what 4-bit gradients lose? (LoCo, arXiv 2407.04480)
 #
-#   examples/loco/llama_8b.sh                    a tiny Llama on this machine's processor, half a minute
+#   examples/loco/llama_8b.sh                    a tiny Llama on this machine's processor, two minutes
 #   SCALE=gpu examples/loco/llama_8b.sh          a Llama of 125M on this machine's GPUs
 #   RECIPE=loco sbatch examples/loco/llama_8b.sh full scale; requeues itself, and goes on
 #
@@ -47,6 +47,7 @@ source examples/common.sh
 RECIPE=${RECIPE:-loco}
 one_of RECIPE zero3 zeropp loco int8
 OUT=${OUT:-runs/loco/llama_8b/$SCALE-$RECIPE}
+BASELINE=${BASELINE-runs/loco/llama_8b/$SCALE-zero3}
 GPU=${GPU:-A100}
 cluster 4 8
 
@@ -85,3 +86,4 @@ launch pretrain_llama.py "${MODEL[@]}" --bf16 \
     "${TEXT[@]}" "${OFTEN[@]}" --log-throughput \
     --zeropp-ranks-per-node "$RANKS_PER_NODE" "${COMMUNICATION[@]}" \
     --save "$OUT/checkpoints" --load "$OUT/checkpoints" --load-latest-good --save-keep-last 3 --exit-signal-handler "$@"
+conclude loco/llama_8b.sh loco-speed "$RECIPE" RECIPE=zero3 "$@"

@@ -13,7 +13,7 @@
 #
 # Mixtral-8x7B on 5 billion tokens of RedPajama-V2: LoCo under a mixture of experts (LoCo, arXiv 2407.04480).
 #
-#   examples/loco/mixtral.sh                     a tiny mixture on this machine's processor, half a minute
+#   examples/loco/mixtral.sh                     a tiny mixture on this machine's processor, two minutes
 #   SCALE=gpu examples/loco/mixtral.sh           one of 494M parameters on this machine's GPUs
 #   RECIPE=loco sbatch examples/loco/mixtral.sh  full scale; requeues itself, and goes on
 #
@@ -47,6 +47,7 @@ source examples/common.sh
 RECIPE=${RECIPE:-loco}
 one_of RECIPE zero3 zeropp loco int8
 OUT=${OUT:-runs/loco/mixtral/$SCALE-$RECIPE}
+BASELINE=${BASELINE-runs/loco/mixtral/$SCALE-zero3}
 GPU=${GPU:-A100}
 cluster 16 8
 
@@ -93,3 +94,4 @@ launch pretrain_llama.py "${MODEL[@]}" --bf16 \
     "${TEXT[@]}" "${OFTEN[@]}" --log-throughput \
     --zeropp-ranks-per-node "$RANKS_PER_NODE" "${COMMUNICATION[@]}" \
     --save "$OUT/checkpoints" --load "$OUT/checkpoints" --load-latest-good --save-keep-last 3 --exit-signal-handler "$@"
+conclude loco/mixtral.sh loco-experts "$RECIPE" RECIPE=zero3 "$@"

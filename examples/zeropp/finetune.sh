@@ -16,7 +16,7 @@
 #
 #   BITS=4 examples/zeropp/finetune.sh                 makes a tiny Llama of Hugging Face by pretraining it on Python
 #                                                      sources, then fine-tunes it on the pages of docs/, on this
-#                                                      machine's processor, in a minute
+#                                                      machine's processor, in three minutes
 #   SCALE=gpu BITS=4 examples/zeropp/finetune.sh       the same with a Llama of 125M on this machine's GPUs
 #   BITS=4 sbatch examples/zeropp/finetune.sh          Llama-2-13B from Hugging Face; requeues itself, and goes on
 #
@@ -58,15 +58,16 @@ BASE=${BASE:-runs/zeropp/finetune/$SCALE-base}
 PAGES_FROM=${PAGES_FROM:-docs README.md CONTRIBUTING.md}
 [ "$SCALE" = full ] || HF_MODEL=$BASE/hf
 HF_MODEL=${HF_MODEL:-data/Llama-2-13b-hf}
+BASELINE=${BASELINE-runs/zeropp/finetune/$SCALE-16}
 GPU=${GPU:-A100}
 cluster 2 8
 
 case $SCALE in
     laptop)
         tiny_run
-        BASE_STEPS=20
+        BASE_STEPS=120
         PRETRAINING=(--micro-batch-size 4 --global-batch-size 32 --lr 5e-3 --lr-warmup-iters 2)
-        LENGTH=(--micro-batch-size 4 --global-batch-size 16 --train-iters 10 --lr 2e-3 --lr-warmup-iters 1)
+        LENGTH=(--micro-batch-size 4 --global-batch-size 16 --train-iters 40 --lr 2e-3 --lr-warmup-iters 1)
         ;;
     gpu)
         corpus 60 8192
@@ -136,3 +137,5 @@ launch pretrain_llama.py "${MODEL[@]}" --bf16 \
     --data-path "$PAGES" --split 90,10,0 "${TOKENIZER[@]}" "${OFTEN[@]}" "${WATCH[@]}" --log-throughput \
     --zeropp-ranks-per-node "$RANKS_PER_NODE" "${COMMUNICATION[@]}" \
     "${START[@]}" --save "$OUT/checkpoints" --save-keep-last 3 --exit-signal-handler "$@"
+TEXT=(--data-path "$PAGES")
+conclude zeropp/finetune.sh zeropp-finetuning "$BITS" BITS=16 "$@"

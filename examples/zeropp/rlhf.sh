@@ -75,3 +75,5 @@ for ONE in $RECIPES; do
     done
 done
 ! starts || python examples/zeropp/rlhf_table.py "$ALL/results.jsonl"
+[ "$RECIPE" != both ] || ! starts || python examples/conclude.py zeropp-rlhf "$RECIPE" "$ALL" \
+    "$([ "$SCALE" = laptop ] && echo --on-cpus || echo --on-gpus)"

@@ -11,7 +11,9 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import time
+import tomllib
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -26,11 +28,14 @@ from megatron_zpp.planning.predict import Prediction
 from tests.conftest import ROOT, environment
 from tests.tools import run
 
+sys.path.append(str(ROOT / "examples"))
+import conclude
+
 RLHF = ROOT / "examples/zeropp/rlhf.sh"  # starts TRL, not the trainer
 SCRIPTS = sorted({*(ROOT / "examples/zeropp").glob("*.sh"), *(ROOT / "examples/loco").glob("*.sh")} - {RLHF})
 OURS = (
     *("SCALE", "RECIPE", "BITS", "WEIGHT_BITS", "OPTIMIZER", "DATA", "PRECISION"),
-    *("OUT", "BASE", "CORPUS", "PAGES_FROM", "NODES"),
+    *("OUT", "BASE", "BASELINE", "CORPUS", "PAGES_FROM", "NODES"),
 )
 GB_OF_GPU = {"A100": 80, "V100": 32}
 
@@ -54,9 +59,9 @@ def assignments(variant: str) -> dict[str, str]:
     return dict(word.split("=") for word in variant.split())
 
 
-def command(script: Path, variant: str = "", **more: str) -> list[str]:
+def command(script: Path, variant: str = "", *flags: str, **more: str) -> list[str]:
     """The words of the command that the script would start, of its last one where it has two."""
-    done = run(script, env=clean(**assignments(variant), DRY_RUN="1", **more))
+    done = run(script, *flags, env=clean(**assignments(variant), DRY_RUN="1", **more))
     return shlex.split(done.stdout.strip().splitlines()[-1])
 
 
@@ -159,13 +164,16 @@ def test_rlhf_prints_zero3_beside_zeropp_which_sends_less(folder):
     out = folder / "rlhf"
     wanted = clean(SCALE="laptop", OUT=str(out), DATA=str(folder / "chats"), METHODS="grpo")
     done = run(RLHF, "--steps", "4", "--new-tokens", "8", env=wanted, timeout=580)
-    heading, speed, between, within = done.stdout.splitlines()[-4:]
+    lines = done.stdout.splitlines()
+    heading, speed, between, within = lines[lines.index("") - 4 : lines.index("")]
     assert heading.split("  ")[-1].strip() == "ZeRO++, resident weights" and "ZeRO-3" in heading
     assert min(map(float, speed.split()[-2:])) > 0
     zero3, zeropp = map(float, between.split()[-2:])
     assert 0 < zeropp < zero3 / 20  # 8 tokens' gathers against none
     assert float(within.split()[-1]) < float(within.split()[-2]) / 5
     assert (out / "zeropp-grpo" / "model.safetensors").is_file()  # merged
+    (row,) = [row for row in json.loads((out / "result.json").read_text())["rows"] if "GRPO" in row["published"]]
+    assert "2.17 times" in row["published"] and float(row["ours"].split()[0]) > 1 and row["verdict"] == "needs GPUs"
 
 
 @pytest.fixture(scope="module")
@@ -181,9 +189,10 @@ def run_laptop(script: Path, variant: str, folder: Path) -> tuple[RunHistory, li
     """What the script measured, and its command."""
     name = f"{script.stem}-{variant.replace(' ', '-')}"
     places = dict(OUT=folder / name, BASE=folder / "base", CORPUS=folder / "corpus", PAGES_FROM=folder / "pages.jsonl")
-    places = {variable: str(path) for variable, path in places.items()}
-    words = command(script, variant, **places)
-    run(script, env=clean(**assignments(variant), **places))
+    places = {variable: str(path) for variable, path in places.items()} | {"BASELINE": ""}
+    short = "--train-iters", "10", "--log-interval", "1"
+    words = command(script, variant, *short, **places)
+    run(script, *short, env=clean(**assignments(variant), **places))
     return read_training(name, *find_runs([folder / name]).values()), words
 
 
@@ -218,9 +227,57 @@ def test_laptop_scale_trains_and_sends_what_its_flags_say(name, variant, folder)
         assert losses[1] < 5.9  # below ln(512) = 6.24: it does not begin from scratch
 
 
+@pytest.mark.long
+def test_a_script_ends_with_its_run_beside_a_baseline_and_the_paper(folder):
+    """At laptop scale both learn more than how frequent tokens are, and one seed is not called reproduced."""
+    out, baseline = folder / "learned", folder / "learned-zero3"
+    places = dict(OUT=str(out), BASELINE=str(baseline), CORPUS=str(folder / "corpus"))
+    done = run(ROOT / "examples/zeropp/gpt_350m.sh", env=clean(SCALE="laptop", **places), timeout=580)
+    result = json.loads((out / "result.json").read_text())
+    rows = {row["published"]: row for row in result["rows"]}
+    assert f"| {' | '.join(result['rows'][0].values())} |" in done.stdout
+    assert ": below\n" in done.stdout and result["over_baseline"].keys() == {"loss", "bytes", "speed"}
+    assert 0 < result["over_baseline"]["bytes"] < 0.3
+    (loss,) = (row for published, row in rows.items() if published.startswith("+2.07 % of loss over the baseline"))
+    assert loss["verdict"] in ("same direction", "not seen")
+    assert any("Table 5" in published and "E20" in row["how"] for published, row in rows.items())
+    assert "<svg" in (out / "report.html").read_text() and result["commit"]
+    # A baseline of another length is no baseline.
+    short = ["--train-iters", "10"]
+    refused = run(ROOT / "examples/zeropp/gpt_350m.sh", *short, env=clean(**places | {"OUT": f"{out}-2"}), status=2)
+    assert "remove the baseline's folder" in refused.stderr
+
+
+def test_every_script_ends_with_the_rows_of_an_experiment_that_is_listed():
+    claims = tomllib.loads((ROOT / "examples/reproduce.toml").read_text())
+    for script in SCRIPTS:
+        name, experiment = re.findall(r"^conclude (\S+) (\S+) ", script.read_text(), re.MULTILINE)[0]
+        assert ROOT / "examples" / name == script and conclude.rows_of_page(experiment) and experiment in claims
+        assert experiment in conclude.PAPER["runs"]
+
+
+def test_non_blocked_has_one_scale_for_a_shard_of_weights_and_of_gradients():
+    for name in ("gpt_350m", "gpt_13b"):
+        _, architecture, flags = trainer_of(command(ROOT / f"examples/zeropp/{name}.sh", "RECIPE=zeropp-nonblocked"))
+        zeropp = parse_settings(find_architecture(architecture), flags, 4, note=lambda _: None).zeropp
+        assert (zeropp.weight_block_size, zeropp.gradient_block_size) == (None, None)
+
+
+def test_one_run_shows_a_direction_of_the_loss_and_cpus_nothing_of_speed():
+    published = {"loss": (2.07, "Table 5"), "bytes": (0.25, "Table 1"), "speed": (2.7, "log")}
+    found = {"loss": 2.1, "bytes": 0.26, "speed": 2.7}
+    rows = conclude.rows_of(found, published, "this run", on_cpus=True)
+    assert [row[3] for row in rows] == ["same direction", "reproduced", "needs GPUs"]
+    assert rows[0][:2] == ("+2.07 % of loss over the baseline (Table 5)", "+2.10 % of loss over the baseline")
+    assert (
+        conclude.judge("loss", "lower", 0.5, True) == "not seen" and conclude.judge("loss", 0, 0.5, True) == "one seed"
+    )
+    assert conclude.judge("speed", 2.7, 1.4, on_cpus=False) == "same direction"
+
+
 def test_a_base_that_was_stopped_is_not_fine_tuned(folder, put, tmp_path):
     places = dict(OUT=str(tmp_path / "run"), BASE=str(tmp_path / "base"), CORPUS=str(folder / "corpus"))
-    # Saves after 5 of 20 steps and leaves with 0, as the trainer does when asked to.
+    # Saves after 5 of 120 steps and leaves with 0, as the trainer does when asked to.
     saved = "$BASE/pretraining/checkpoints"
     path = put("torchrun", f'mkdir -p "{saved}"\necho 5 >"{saved}/latest_checkpointed_iteration.txt"')
     wanted = clean(SCALE="laptop", PATH=path, **places)
@@ -258,14 +315,14 @@ def slurm(tmp_path, folder, put) -> dict[str, str]:
     """The environment of a job of 4 tasks on one node. Slurm's programs are stood in for: they need a cluster."""
     put("srun", SRUN)
     job = dict(SLURM_JOB_ID=str(os.getpid()), SLURM_JOB_NODELIST="localhost", SLURM_NTASKS="4")
-    where = dict(OUT=str(tmp_path / "run"), CORPUS=str(folder / "corpus"), REQUEUED=str(tmp_path / "q"))
+    where = dict(OUT=str(tmp_path / "run"), BASELINE="", CORPUS=str(folder / "corpus"), REQUEUED=str(tmp_path / "q"))
     return clean(SCALE="laptop", PATH=put("scontrol", SCONTROL), SLURM_SUBMIT_DIR=str(ROOT), **job, **where)
 
 
 @pytest.mark.long
 def test_slurm_job_saves_requeues_and_goes_on(slurm, tmp_path):
     script = ROOT / "examples/loco/llama_0.8b.sh"
-    job = [script, "--train-iters", "60"]
+    job = [script, "--train-iters", "60", "--log-interval", "1"]
     with open(tmp_path / "log", "w") as log:
         batch = subprocess.Popen(job, env=slurm, stdout=log, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + 120
