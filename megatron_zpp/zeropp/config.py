@@ -70,9 +70,7 @@ class ZeroPPConfig:
     """ZeRO++ and LoCo. Everything is off by default.
 
     ZeRO++ is arXiv 2306.10209. Each field's help says what it means; None is the flag's 0: unquantized, or one scale
-    per parameter and rank. Bits are in ``SUPPORTED_BITS``, block sizes are multiples of 8.
-
-    Raises ValueError for invalid values, and for settings that do not fit together.
+    per parameter and rank. Raises ValueError for invalid values, and for settings that do not fit together.
     """
 
     FLAGS: ClassVar[dict[str, str]] = dict(prefix="--zeropp-", resume="noted", tier="advanced", settles="wire")
@@ -272,7 +270,7 @@ class ZeroPPConfig:
         value = getattr(self, name)
         return bool(value > 1) if name == "hpz_partition_size" else value not in (None, False)
 
-    @property
+    @functools.cached_property
     def warmup(self) -> tuple[int, int] | None:
         """The first optimizer steps in which gradients between nodes have other bits, and these bits."""
         text = self.gradient_bits_warmup
@@ -319,11 +317,3 @@ _REQUIREMENTS = {
     "frozen_dtype": ("nf4_skip",),
     "quantized_weights": ("hpz_secondary_dtype",),
 }
-
-
-def check_finds_unused(config: ZeroPPConfig) -> None:
-    """Raise ValueError where ``find_unused_parameters`` would have no effect."""
-    if not config.quantized_gradients:
-        raise ValueError(
-            "find_unused_parameters requires quantized_gradients; FSDP2 itself leaves unused parameters out"
-        )
