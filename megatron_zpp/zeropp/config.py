@@ -189,6 +189,10 @@ class ZeroPPConfig:
         "--zero-quantized-weights the codes are the weights' own bits, and nothing is lost",
         tier="experimental",
     )
+    # "card": a rank keeps the codes of all W shards. Moves go on within the node as they arrive; gathers send nothing.
+    weight_copies: str = flag(
+        "node", "where copies of weights are", choices=("node", "card"), needs="weight_moves", name=None
+    )
     hadamard: bool = _qgz_flag(
         False, "rotate gradients by 32 x 32 Hadamard matrices before they are quantized", tier="experimental"
     )
@@ -267,8 +271,12 @@ class ZeroPPConfig:
             raise ValueError(f"hadamard requires gradient blocks of a multiple of 32, got {self.gradient_block_size}")
 
     def _has(self, name: str) -> bool:
-        value = getattr(self, name)
-        return bool(value > 1) if name == "hpz_partition_size" else value not in (None, False)
+        return self.keeps_copies if name == "hpz_partition_size" else getattr(self, name) not in (None, False)
+
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether ranks keep copies of what other nodes sent."""
+        return self.hpz_partition_size > 1 or self.weight_copies == "card"
 
     @functools.cached_property
     def warmup(self) -> tuple[int, int] | None:
@@ -293,7 +301,7 @@ class ZeroPPConfig:
     @property
     def enabled(self) -> bool:
         """Whether anything differs from plain ZeRO-3."""
-        return self.quantized_weights or self.quantized_gradients or self.hpz_partition_size > 1
+        return self.quantized_weights or self.quantized_gradients or self.keeps_copies
 
     @property
     def stated_ranks_per_node(self) -> int | None:
@@ -315,5 +323,6 @@ _REQUIREMENTS = {
     "gradient_intra_bits": ("gradient_intra_scaling",),
     "hpz_partition_size": ("weight_intra_bits", "weight_moves", "frozen_dtype", "hpz_secondary_dtype"),
     "frozen_dtype": ("nf4_skip",),
+    "weight_moves": ("weight_copies",),
     "quantized_weights": ("hpz_secondary_dtype",),
 }

@@ -48,6 +48,8 @@ def _weights(config: ZeroPPConfig, num_nodes: int) -> str:
         return f"{in_full} at every gather"
     frozen = f", frozen matrices in {config.frozen_dtype}" if config.frozen_dtype is not None else ""
     between = f"as moves of {'bits' if in_full == 'unquantized' else in_full}" if formats.sends_moves else in_full
+    if config.weight_copies == "card":
+        return f"{between} between nodes and on to all of their ranks once per step{frozen}"
     within = in_full if formats.keeps_wires else _bits(config.weight_intra_bits, config.weight_intra_scaling, rounding)
     return f"{between} between nodes once per step, {within} within a node at every gather{frozen}"
 
@@ -91,7 +93,7 @@ def _plural(noun: str, count: int) -> str:
 # Settings that change what is sent, not what is kept from step to step.
 _STATELESS = (
     *("seed", "gradient_bits_warmup", "weight_intra_scaling", "gradient_scaling", "gradient_intra_scaling"),
-    *("gradient_sum_dtype", "offload_gradient_sums", "exact_undo"),
+    *("gradient_sum_dtype", "offload_gradient_sums", "exact_undo", "weight_copies"),
 )
 
 
@@ -141,6 +143,7 @@ def warn(config: ZeroPPConfig, units: Sequence[FSDPUnit], device: torch.device) 
             corrects_inter = config.loco is not None and config.loco.hops == "inter"
             for what, is_idle, reason in (
                 ("hpZ", config.hpz_partition_size > 1, "all gathers stay within it"),
+                ("weight_copies", config.weight_copies == "card", "all gathers stay within it"),
                 ("LoCo", corrects_inter, "it corrects the hop between nodes"),
                 ("gradient_element_scales", config.gradient_element_scales, "it scales the hop between nodes"),
                 ("qgZ", sends_plain, "gradient_intra_bits leaves the hop within it unquantized"),

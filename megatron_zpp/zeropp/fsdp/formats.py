@@ -103,7 +103,7 @@ class Formats:
 
     @cached_property
     def has_secondary_partition(self) -> bool:
-        return self.config.hpz_partition_size > 1 and self.num_nodes > 1
+        return self.config.keeps_copies and self.num_nodes > 1
 
     @cached_property
     def sends_moves(self) -> bool:

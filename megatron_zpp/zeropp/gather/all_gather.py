@@ -4,6 +4,7 @@ FSDP2 hands over the flat shard [L] of one unit and wants [N, P, L]: all ranks' 
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,7 @@ class UnitAllGather(UnitCollective):
         self.versions = 1  # versions of the weights; all gathers of one draw the same noise
         self._sampled_version: int | None = None  # whose error was sampled
         self.in_flight: SentShard | None = None  # on its way from other nodes
-        # [N, L] in the gather's dtype; where wires are kept, uint8 [N, nbytes].
+        # [N, L] in the gather's dtype; where wires are kept, uint8 [N, nbytes], or with all shards' [P, N, nbytes].
         self.secondary_partition: Tensor | None = None
         # What all W ranks sent: wires uint8 [N, P, nbytes], or numbers [N, P, L]; of a flat gather [1, W, nbytes].
         self.resident: Tensor | None = None
@@ -92,10 +93,12 @@ class UnitAllGather(UnitCollective):
             if self.secondary_partition is None:
                 send([self._encode(self.unit.whole, shard)], self.shared)
                 self._receive()
-        if self.resident is not None:
-            output.copy_(self.resident) if format is None else format.decode(self.resident, out=output)
+        sent, kept = self.secondary_partition, self.resident
+        if sent is not None and self.has_all_copies:
+            kept = sent.transpose(0, 1)
+        if kept is not None:
+            output.copy_(kept) if format is None else format.decode(kept, out=output)
             return
-        sent = self.secondary_partition
         if sent is None:
             sent = self._encode_part(self.unit.whole, shard).unsqueeze(0)  # [1, nbytes]
         elif format is not None and not self.keeps_wires:
@@ -123,6 +126,8 @@ class UnitAllGather(UnitCollective):
 
     def differs_from_sent(self) -> Tensor | None:
         """Return whether parameters that no step trained differ from what was sent, a bool []; None: all are sent."""
+        if self.has_all_copies and self.shared.position.sends_nothing and self.in_flight is not None:
+            return None  # receiving it takes the node's other ranks, which may not run this pass
         self._receive()  # what the last pass did not ask for
         if self.unit.remove_trainable_from_nf4():
             self.forget_copies()
@@ -151,6 +156,11 @@ class UnitAllGather(UnitCollective):
                 self._receive()
         self.secondary_partition = self._loaded_row = self.resident = None
 
+    @cached_property
+    def has_all_copies(self) -> bool:
+        """Whether this rank keeps the codes of all W shards, instead of N."""
+        return self.shared.config.weight_copies == "card" and not self.is_flat
+
     def _untrained_part(self) -> UnitPart:
         """Return the parameters that are compared with what was sent: after a step those that are not sent anyway."""
         if not self.unit.has_trained:
@@ -164,7 +174,8 @@ class UnitAllGather(UnitCollective):
     def _own_row(self) -> Tensor | None:
         """Return what receivers have of this rank's shard, if this rank keeps it: a wire buffer, or numbers [L]."""
         if self.secondary_partition is not None:
-            return self.secondary_partition[self.topology.node]
+            node, local_rank = self.topology.node, self.topology.local_rank
+            return self.secondary_partition[(local_rank, node) if self.has_all_copies else node]
         return self.resident[0, self.topology.rank] if self.resident is not None else None
 
     def _layouts(self, part: UnitPart, dtype: torch.dtype) -> Layouts:
@@ -233,9 +244,18 @@ class UnitAllGather(UnitCollective):
         self.shared.traffic.add(inter_node=(self.topology.num_nodes - 1) * sent.wires[0].nbytes, stays=True)
         part, format, arrived = sent.part, sent.format, sent.wires
         layouts = self._layouts(part, format.dtype)
+        if self.has_all_copies:
+            if self.topology.ranks_per_node > 1:
+                with self._timer(crosses_nodes=False):
+                    arrived = gather_wires(arrived, self.topology.intra_group)  # [P, N, n]
+            self.shared.traffic.add(intra_node=(self.topology.ranks_per_node - 1) * sent.wires.nbytes, stays=True)
         if sent.are_moves:
             assert old is not None
-            arrived = apply_moves(format, part.select(old, layouts), arrived)
+            copies = part.select(old, layouts)
+            apply_moves(format, copies.view(-1, format.nbytes), arrived.view(-1, arrived.shape[-1]))
+            arrived = copies
+        elif self.has_all_copies:
+            arrived = arrived.view(self.topology.ranks_per_node, *sent.wires.shape)
         elif not self.keeps_wires:
             # In place, where it can be: fresh memory is slow on a CPU.
             out = old if part.is_whole else None

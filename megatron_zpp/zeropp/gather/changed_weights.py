@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager, _CoalescingManager
 
-from ..fsdp.collectives import all_gather, count_all_reduce
+from ..fsdp.collectives import all_gather, count_all_reduce, count_flat_ring
 from ..fsdp.formats import UnitPart
 from ..fsdp.fsdp_unit import FSDPUnit
 from ..fsdp.shared import Shared
@@ -121,10 +121,15 @@ def _bytes_of(by_topology: Mapping[Topology, Sequence[EncodedShard]], shared: Sh
         measured = {shard: shard.encoded.num_bytes for shard in shards if isinstance(shard.encoded, Moves)}
         if measured:
             sizes = torch.cat([*measured.values()]).int()
+            is_ring = shared.config.weight_copies == "card"  # moves reach all ranks
+            group = topology.group if is_ring else topology.inter_group
             with shared.waits.collective("sizes of moves", shards[0].unit.label, crosses_nodes=True):
-                most.append(gather_wires(sizes.view(torch.uint8), topology.inter_group).view(torch.int32).amax(0))
+                most.append(gather_wires(sizes.view(torch.uint8), group).view(torch.int32).amax(0))
             moves += measured
-            shared.traffic.add(inter_node=(topology.num_nodes - 1) * sizes.nbytes, stays=True)
+            if is_ring:
+                count_flat_ring(shared.traffic, topology, sizes.nbytes, stays=True)
+            else:
+                shared.traffic.add(inter_node=(topology.num_nodes - 1) * sizes.nbytes, stays=True)
     if most:
         nbytes |= dict(zip(moves, torch.cat(most).tolist(), strict=True))
     return nbytes
