@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from .config import ZeroPPConfig, check_finds_unused
+from .config import ZeroPPConfig
 from .description import describe, note_repeated_gathers, state_prefix, warn, warn_of_lost_state
 from .fsdp.find_units import check_units, count_all_reduces, find_units, set_collectives
 from .fsdp.fsdp_unit import FSDPUnit, check_collectives, follow_backward, follow_forward_passes, follow_optimizers
@@ -50,19 +51,18 @@ def apply_zeropp(
     ``config``: settings, or the name of a recipe for the nodes as the ranks run, such as "int8" (recipes.py).
     ``pipeline``: the group of ranks with the model's other stages, each with its own ``ZeroPP``.
     ``tensor_parallel``: the group of ranks with the other parts of the same parameters. Both are for statistics.
-    ``find_unused_parameters``: leave parameters that no rank used in a step without a gradient:
-    docs/reference/library.md.
+    ``find_unused_parameters``: parameters that no rank used in a step get no gradient: docs/reference/library.md.
     Raises ValueError for models without FSDP2 units, ZeRO++ on HSDP meshes, unequal nodes, sizes that do not divide.
     """
     units = find_units(model, config.stated_ranks_per_node if isinstance(config, ZeroPPConfig) else None)
     if isinstance(config, str):
-        largest = max((unit.topology for unit in units), key=lambda topology: topology.world_size)
+        largest = max((unit.topology for unit in units), key=attrgetter("world_size"))
         config = find_config(config, largest.ranks_per_node)
     for unit in units:
         if config.enabled and unit.replicas is not None:
             raise ValueError(f"{unit.label} is sharded over a two-dimensional (HSDP) mesh; ZeRO++ needs a flat one")
-    if find_unused_parameters:
-        check_finds_unused(config)
+    if find_unused_parameters and not config.quantized_gradients:
+        raise ValueError("find_unused_parameters requires quantized_gradients; FSDP2 leaves unused parameters out")
     zeropp = ZeroPP(model, units, config, pipeline, tensor_parallel, find_unused_parameters)
     if zeropp.is_logging_rank:
         warn(config, units, zeropp.device)
@@ -143,11 +143,9 @@ class ZeroPP:
     def resident_weights(self) -> Iterator[None]:
         """Keep gathered weights on every rank inside this context, so that passes gather nothing until they change.
 
-        For generation, evaluation and epochs of reinforcement learning. A rank keeps the whole model: the codes that
-        its node sends, or numbers in the gathered dtype where it sends these. Backward passes use them, too.
-
-        Changed weights end what is kept, and the next pass gathers once: docs/reference/library.md. Passes without
-        gradients that follow another one send nothing at all, so ranks need not run equally many; they raise
+        A rank keeps the whole model: the codes that its node sends, or numbers in the gathered dtype where it sends
+        these. Changed weights end what is kept, and the next pass gathers once: docs/reference/library.md. Passes
+        without gradients that follow another one send nothing at all, so ranks need not run equally many; they raise
         RuntimeError if this rank's shards were written to by means that autograd does not count.
         """
         was_resident = self.shared.position.is_resident
@@ -179,10 +177,7 @@ class ZeroPP:
             unit.reduce_scatter.rescale(factor)
 
     def set_optimizer_steps(self, steps: int) -> None:
-        """Set how many optimizer steps the run has taken, without skipped ones, where no loaded state says it.
-
-        A warm-up of bits depends on it. From then on it counts by itself, when the next forward pass begins.
-        """
+        """Set how many optimizer steps, without skipped ones, the run has taken: a warm-up of bits depends on it."""
         self.shared.position.set_optimizer_steps(steps)
 
     def monitor_errors(self, every: int | None) -> None:
@@ -238,7 +233,11 @@ class ZeroPP:
         then LoCo's errors begin at zero and weights are gathered in full.
         """
         kept = below(state, state_prefix(self.config, self.units))
-        if not self._all_have(bool(kept)):  # one rank alone would send other bytes than the rest expect
+        has_state = torch.tensor(int(bool(kept)), device=self.device)
+        # Reduce over the largest group last, so that all ranks agree.
+        for topology in sorted(dict.fromkeys(self.topologies), key=attrgetter("world_size")):
+            dist.all_reduce(has_state, op=dist.ReduceOp.MIN, group=topology.group)
+        if not has_state:  # one rank alone would send other bytes than the rest expect
             kept = {}
             if self.is_logging_rank and self.ranks_with_state():
                 warn_of_lost_state()
@@ -252,14 +251,6 @@ class ZeroPP:
             changed = agree(flags, self.shared)
             for unit in self.units:
                 unit.has_trained = unit in changed
-
-    def _all_have(self, has: bool) -> bool:
-        """Return whether ``has`` is true on all ranks that share units. Collective."""
-        flag = torch.tensor(int(has), device=self.device)
-        # Reduce over the largest group last, so that all ranks agree.
-        for topology in sorted(dict.fromkeys(self.topologies), key=lambda topology: topology.world_size):
-            dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=topology.group)
-        return bool(flag)
 
     def _forget_resident(self) -> None:
         for unit in self.units:

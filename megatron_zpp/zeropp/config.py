@@ -70,9 +70,7 @@ class ZeroPPConfig:
     """ZeRO++ and LoCo. Everything is off by default.
 
     ZeRO++ is arXiv 2306.10209. Each field's help says what it means; None is the flag's 0: unquantized, or one scale
-    per parameter and rank. Bits are in ``SUPPORTED_BITS``, block sizes are multiples of 8.
-
-    Raises ValueError for invalid values, and for settings that do not fit together.
+    per parameter and rank. Raises ValueError for invalid values, and for settings that do not fit together.
     """
 
     FLAGS: ClassVar[dict[str, str]] = dict(prefix="--zeropp-", resume="noted", tier="advanced", settles="wire")
@@ -191,6 +189,10 @@ class ZeroPPConfig:
         "--zero-quantized-weights the codes are the weights' own bits, and nothing is lost",
         tier="experimental",
     )
+    # "card": a rank keeps the codes of all W shards. Moves go on within the node as they arrive; gathers send nothing.
+    weight_copies: str = flag(
+        "node", "where copies of weights are", choices=("node", "card"), needs="weight_moves", name=None
+    )
     hadamard: bool = _qgz_flag(
         False, "rotate gradients by 32 x 32 Hadamard matrices before they are quantized", tier="experimental"
     )
@@ -269,10 +271,14 @@ class ZeroPPConfig:
             raise ValueError(f"hadamard requires gradient blocks of a multiple of 32, got {self.gradient_block_size}")
 
     def _has(self, name: str) -> bool:
-        value = getattr(self, name)
-        return bool(value > 1) if name == "hpz_partition_size" else value not in (None, False)
+        return self.keeps_copies if name == "hpz_partition_size" else getattr(self, name) not in (None, False)
 
     @property
+    def keeps_copies(self) -> bool:
+        """Whether ranks keep copies of what other nodes sent."""
+        return self.hpz_partition_size > 1 or self.weight_copies == "card"
+
+    @functools.cached_property
     def warmup(self) -> tuple[int, int] | None:
         """The first optimizer steps in which gradients between nodes have other bits, and these bits."""
         text = self.gradient_bits_warmup
@@ -295,7 +301,7 @@ class ZeroPPConfig:
     @property
     def enabled(self) -> bool:
         """Whether anything differs from plain ZeRO-3."""
-        return self.quantized_weights or self.quantized_gradients or self.hpz_partition_size > 1
+        return self.quantized_weights or self.quantized_gradients or self.keeps_copies
 
     @property
     def stated_ranks_per_node(self) -> int | None:
@@ -317,13 +323,6 @@ _REQUIREMENTS = {
     "gradient_intra_bits": ("gradient_intra_scaling",),
     "hpz_partition_size": ("weight_intra_bits", "weight_moves", "frozen_dtype", "hpz_secondary_dtype"),
     "frozen_dtype": ("nf4_skip",),
+    "weight_moves": ("weight_copies",),
     "quantized_weights": ("hpz_secondary_dtype",),
 }
-
-
-def check_finds_unused(config: ZeroPPConfig) -> None:
-    """Raise ValueError where ``find_unused_parameters`` would have no effect."""
-    if not config.quantized_gradients:
-        raise ValueError(
-            "find_unused_parameters requires quantized_gradients; FSDP2 itself leaves unused parameters out"
-        )

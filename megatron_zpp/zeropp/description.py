@@ -27,19 +27,17 @@ LEAST_KEPT = 2**26  # bytes of gathered weights, below which gathering them agai
 
 def describe(config: ZeroPPConfig, units: Sequence[FSDPUnit]) -> str:
     """Describe the nodes and ranks, and how weights and gradients are sent: a line for each group of units."""
-    num_units = Counter((unit.topology.num_nodes, unit.topology.ranks_per_node) for unit in units)
-    lines = [_describe_group(config, *shape) for shape in num_units]
-    if len(lines) > 1:
-        lines = [f"{line} ({n} {_plural('unit', n)})" for line, n in zip(lines, num_units.values(), strict=True)]
+    num_units, lines = Counter((unit.topology.num_nodes, unit.topology.ranks_per_node) for unit in units), []
+    for (num_nodes, per_node), count in num_units.items():
+        line = f"{num_nodes} {_plural('node', num_nodes)} of {per_node} {_plural('rank', per_node)}; "
+        if num_nodes * per_node == 1:
+            line += "nothing is sent"
+        else:
+            gradients = _gradients(config, num_nodes, per_node)
+            line += f"weights are sent {_weights(config, num_nodes)}; gradients {gradients}"
+        line += f"; seed {config.seed}" if "stochastic" in line else ""
+        lines.append(line + (f" ({count} {_plural('unit', count)})" if len(num_units) > 1 else ""))
     return "\n".join(lines)
-
-
-def _describe_group(config: ZeroPPConfig, num_nodes: int, ranks_per_node: int) -> str:
-    line = f"{num_nodes} {_plural('node', num_nodes)} of {ranks_per_node} {_plural('rank', ranks_per_node)}; "
-    if num_nodes * ranks_per_node == 1:
-        return line + "nothing is sent"
-    line += f"weights are sent {_weights(config, num_nodes)}; gradients {_gradients(config, num_nodes, ranks_per_node)}"
-    return line + (f"; seed {config.seed}" if "stochastic" in line else "")
 
 
 def _weights(config: ZeroPPConfig, num_nodes: int) -> str:
@@ -50,6 +48,8 @@ def _weights(config: ZeroPPConfig, num_nodes: int) -> str:
         return f"{in_full} at every gather"
     frozen = f", frozen matrices in {config.frozen_dtype}" if config.frozen_dtype is not None else ""
     between = f"as moves of {'bits' if in_full == 'unquantized' else in_full}" if formats.sends_moves else in_full
+    if config.weight_copies == "card":
+        return f"{between} between nodes and on to all of their ranks once per step{frozen}"
     within = in_full if formats.keeps_wires else _bits(config.weight_intra_bits, config.weight_intra_scaling, rounding)
     return f"{between} between nodes once per step, {within} within a node at every gather{frozen}"
 
@@ -93,7 +93,7 @@ def _plural(noun: str, count: int) -> str:
 # Settings that change what is sent, not what is kept from step to step.
 _STATELESS = (
     *("seed", "gradient_bits_warmup", "weight_intra_scaling", "gradient_scaling", "gradient_intra_scaling"),
-    *("gradient_sum_dtype", "offload_gradient_sums", "exact_undo"),
+    *("gradient_sum_dtype", "offload_gradient_sums", "exact_undo", "weight_copies"),
 )
 
 
@@ -143,6 +143,7 @@ def warn(config: ZeroPPConfig, units: Sequence[FSDPUnit], device: torch.device) 
             corrects_inter = config.loco is not None and config.loco.hops == "inter"
             for what, is_idle, reason in (
                 ("hpZ", config.hpz_partition_size > 1, "all gathers stay within it"),
+                ("weight_copies", config.weight_copies == "card", "all gathers stay within it"),
                 ("LoCo", corrects_inter, "it corrects the hop between nodes"),
                 ("gradient_element_scales", config.gradient_element_scales, "it scales the hop between nodes"),
                 ("qgZ", sends_plain, "gradient_intra_bits leaves the hop within it unquantized"),
@@ -154,7 +155,13 @@ def warn(config: ZeroPPConfig, units: Sequence[FSDPUnit], device: torch.device) 
             "frozen_dtype has no effect: it needs several nodes, and matrices that are frozen (requires_grad False) "
             "before apply_zeropp and that nf4_skip does not name"
         )
-    small = [unit.label for unit in units if unit.topology.world_size > 1 and _has_unquantized_matrix(config, unit)]
+    sizes = [config.weight_block_size] if config.quantized_weights else []
+    sizes += [config.gradient_block_size] if config.quantized_gradients else []
+    small = []
+    for unit in units:
+        shards = [shard for shard in unit.shards if shard.quantizable and unit.topology.world_size > 1]
+        if any(block_size_of(shard.numel, size) == 0 < shard.numel for shard in shards for size in sizes):
+            small.append(unit.label)
     if small:
         named = ", ".join(small[:5]) + (f" and {len(small) - 5} more" if len(small) > 5 else "")
         logger.warning(
@@ -188,11 +195,3 @@ def _free_memory(device: torch.device) -> float:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     # Ranks of a host share what it has, and half is for activations, of which there are none now.
     return 1024 * int(found[1]) / ranks / 2 if found is not None else 0
-
-
-def _has_unquantized_matrix(config: ZeroPPConfig, unit: FSDPUnit) -> bool:
-    """Return whether a rank's shard of some matrix is too small for the blocks that would quantize it."""
-    sizes = [config.weight_block_size] if config.quantized_weights else []
-    sizes += [config.gradient_block_size] if config.quantized_gradients else []
-    shards = [shard for shard in unit.shards if shard.quantizable]
-    return any(block_size_of(shard.numel, size) == 0 < shard.numel for shard in shards for size in sizes)

@@ -1,7 +1,6 @@
-"""Recipes: the few ways to send weights and gradients that docs/evidence/experiments.md leaves, each a row here.
+"""Recipes: the few ways to send weights and gradients that docs/evidence/experiments.md leaves, ordered by rounding.
 
-Trainer, library, planner, study, pages and tests iterate over this table: a row is all that a recipe needs. Its order
-is from what rounds nothing to what rounds most.
+Trainer, library, planner, study, pages and tests iterate over this table: a row is all that a recipe needs.
 """
 
 from collections.abc import Mapping

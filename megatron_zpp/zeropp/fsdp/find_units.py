@@ -43,11 +43,10 @@ def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:
             per_node = per_node and min(per_node, group.size())
         elif per_node is not None:
             per_node = ranks_per_node_of_part(group, largest, per_node)
-        topology = topology_of(group, per_node)
         params = param_group.fsdp_params
         param_names = [names.get(id(param.sharded_param), f"parameter {i}") for i, param in enumerate(params)]
         shards = specification(param_group, param_names)
-        units.append(FSDPUnit(name, shards, module, topology, replicas, param_group))
+        units.append(FSDPUnit(name, shards, module, topology_of(group, per_node), replicas, param_group))
     return units
 
 
@@ -87,10 +86,9 @@ def _find_param_groups(model: nn.Module) -> list[tuple[str, FSDPModule, Any]]:
 
 def _param_groups_of(module: FSDPModule) -> list[Any]:
     state = module._get_fsdp_state()
-    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch 2.11
-        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    return groups
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []  # torch 2.11
 
 
 def specification(param_group: Any, names: Sequence[str]) -> tuple[ParameterShard, ...]:
@@ -118,10 +116,7 @@ def _is_packed(param: Any) -> bool:
 
 
 def check_units(model: nn.Module, units: Sequence[FSDPUnit]) -> None:
-    """Read the parameters of ``units`` again: programs may have loaded packed ones since.
-
-    Raises RuntimeError if ``fully_shard`` has made other units of the model since.
-    """
+    """Read the units' parameters again, as some may be packed by now. Raises RuntimeError if there are new units."""
     known = {id(unit._param_group) for unit in units}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule) and any(id(group) not in known for group in _param_groups_of(module)):

@@ -1,12 +1,10 @@
-"""Parts of a unit, and the wire format of every hop of its weights and gradients, for a config.
+"""Parts of a unit, and the wire format of every hop of its weights and gradients: of a run, and of its estimate.
 
-    hop                                  format
-    weights to other nodes, or to all    ``weights``; where copies are there, how their codes moved (wire/moves.py)
-    weights within a node                ``weights_within_node``
-    gradients within a node              ``gradients_within_node``
-    gradients between nodes              ``gradients_between_nodes``
-
-The collectives and the estimates of a run that is not started all read them here.
+hop                                  format
+weights to other nodes, or to all    ``weights``; where copies are there, how their codes moved (wire/moves.py)
+weights within a node                ``weights_within_node``
+gradients within a node              ``gradients_within_node``
+gradients between nodes              ``gradients_between_nodes``
 """
 
 from __future__ import annotations
@@ -97,8 +95,7 @@ class UnitPart:
 class Formats:
     """The formats of units whose ranks are on ``num_nodes`` nodes.
 
-    part: some or all parameters of a unit. dtype: of gathered weights, or of reduced gradients. step: optimizer steps
-    before this one, for a warm-up of bits.
+    dtype: of gathered weights, or of reduced gradients. step: optimizer steps before, for a warm-up of bits.
     """
 
     config: ZeroPPConfig
@@ -106,7 +103,7 @@ class Formats:
 
     @cached_property
     def has_secondary_partition(self) -> bool:
-        return self.config.hpz_partition_size > 1 and self.num_nodes > 1
+        return self.config.keeps_copies and self.num_nodes > 1
 
     @cached_property
     def sends_moves(self) -> bool:
@@ -126,10 +123,7 @@ class Formats:
         return self._format(part, bits, config.weight_block_size, dtype, config.weight_scaling)
 
     def weights_within_node(self, part: UnitPart, dtype: torch.dtype) -> WireFormat | None:
-        """Return the format of a node's shard of the secondary partition; None = as numbers, in ``dtype``.
-
-        Without a secondary partition, all ranks are as one node's.
-        """
+        """Return the format of a shard in the gather after the secondary partition, or the only one; None = numbers."""
         config = self.config
         bits, scaling = config.weight_intra_bits, config.weight_intra_scaling
         if self.keeps_wires or not self.has_secondary_partition:

@@ -6,19 +6,18 @@ on one mesh.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, compress, count
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllocMixin,
     _get_gradient_divide_factors,
@@ -32,17 +31,9 @@ from .shared import StepPosition, below
 from .topology import Topology
 from .waits import Waits
 
-if TYPE_CHECKING:
-    from ..gather.all_gather import UnitAllGather
-    from ..reduce.reduce_scatter import UnitReduceScatter
 
-
-class CustomAllGather(DefaultAllocMixin, AllGather):
-    """FSDP2's interface of an all-gather."""
-
-
-class CustomReduceScatter(DefaultAllocMixin, ReduceScatter):
-    """FSDP2's interface of a reduce-scatter."""
+class UnitCollective(DefaultAllocMixin):
+    """A collective that FSDP2 calls, with buffers that are allocated as FSDP2's own are."""
 
 
 @dataclass(eq=False)
@@ -55,8 +46,8 @@ class FSDPUnit:
     topology: Topology  # the ranks and nodes that share it
     replicas: Topology | None  # with HSDP: the ranks that hold the same shard, whose gradients FSDP2 all-reduces
     _param_group: Any = field(repr=False)  # FSDP2's record of the unit
-    all_gather: UnitAllGather = field(init=False, repr=False)
-    reduce_scatter: UnitReduceScatter = field(init=False, repr=False)
+    all_gather: Any = field(init=False, repr=False)  # its UnitAllGather
+    reduce_scatter: Any = field(init=False, repr=False)  # its UnitReduceScatter
     whole: UnitPart = field(init=False, repr=False)  # all parameters
     # Whether a step's gradients were reduced, or an optimizer has stepped, since the weights were sent.
     has_trained: bool = False
@@ -71,7 +62,7 @@ class FSDPUnit:
     def __post_init__(self) -> None:
         self.specify(self.shards)
 
-    @property
+    @cached_property
     def label(self) -> str:
         """The name as error messages and logs show it."""
         return self.name or "the root module"
@@ -95,8 +86,7 @@ class FSDPUnit:
 
     @cached_property
     def device(self) -> torch.device:
-        device: torch.device = self._param_group.device
-        return device
+        return self._param_group.device
 
     @property
     def parameters(self) -> Sequence[Tensor]:
@@ -152,7 +142,7 @@ class FSDPUnit:
 
     def params_once_gathered(self) -> list[Any]:
         """Return FSDP2's record of each parameter; [] until the unit has been gathered."""
-        params: list[Any] = self._param_group.fsdp_params
+        params = self._param_group.fsdp_params
         return params if hasattr(params[-1], "_unsharded_param") else []
 
     @property
@@ -237,13 +227,9 @@ def complete_gradients(unit: FSDPUnit, held: Sequence[int]) -> tuple[set[int], t
     a micro-batch whose gradients are ``held``. All gradients get one dtype, since FSDP2 reduces no others: passes that
     did not reduce left sums in ``reduce_dtype``.
     """
-    params, used, reduced, has_sums = unit.params_once_gathered(), set[int](), list[int](), False
-    for index, param in enumerate(params):
-        if param.unsharded_accumulated_grad is not None:
-            has_sums = True
-            used.add(index)
-        elif param.unsharded_param.grad is not None:
-            used.add(index)
+    params, reduced = unit.params_once_gathered(), list[int]()
+    sums = {index for index, param in enumerate(params) if param.unsharded_accumulated_grad is not None}
+    used = sums | {index for index, param in enumerate(params) if param.unsharded_param.grad is not None}
     for index, param in enumerate(params):
         unsharded = param.unsharded_param
         # FSDP2 copies the flag when it gathers, which it does not do for a pass that skips the unit.
@@ -251,7 +237,7 @@ def complete_gradients(unit: FSDPUnit, held: Sequence[int]) -> tuple[set[int], t
         if param.unsharded_accumulated_grad is None:
             if unsharded.grad is None and (unsharded.requires_grad or index in held):
                 unsharded.grad = torch.zeros_like(unsharded)
-            if unsharded.grad is not None and has_sums:
+            if unsharded.grad is not None and sums:
                 param.unsharded_accumulated_grad, unsharded.grad = unsharded.grad.to(param.reduce_dtype), None
         if unsharded.grad is not None or param.unsharded_accumulated_grad is not None:
             reduced.append(index)
@@ -305,7 +291,7 @@ def follow_optimizers(units: Sequence[FSDPUnit], position: StepPosition) -> None
     Weights alone could not tell in time: such a step raises RuntimeError before it does anything, or, with a closure,
     which may reduce the last gradients, at its end. And without qgZ nothing else says where a step ends.
     """
-    known = weakref.WeakSet(units)
+    known = WeakSet(units)
 
     def units_of(optimizer: torch.optim.Optimizer) -> list[FSDPUnit]:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -36,11 +36,9 @@ def record_codes(unit: FSDPUnit, what: str, format: WireFormat, wires: Tensor) -
 def gather_samples(
     units: Sequence[FSDPUnit], pipeline: dist.ProcessGroup | None, tensor_parallel: dist.ProcessGroup | None
 ) -> dict[str, float]:
-    """Return the statistics of all ranks since the last call. Collective.
+    """Return the statistics of all ranks since the last call, as ``ZeroPP.quantization_errors`` does. Collective.
 
     pipeline: the ranks with the model's other units. tensor_parallel: the ranks with other parts of the same units.
-
-    Keys: ``STATISTIC/WHAT`` over all units, and ``STATISTIC/WHAT/UNIT`` for each.
     """
     rows = [(*key, unit, sums) for unit in units for key, sums in sorted(unit.samples.items())]
     keys = [(statistic, what, unit.name) for statistic, what, unit, _ in rows]

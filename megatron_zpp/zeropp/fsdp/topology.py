@@ -104,12 +104,8 @@ def _subgroup(group: dist.ProcessGroup, ranks: list[int], is_second: bool = Fals
     if len(ranks) == group.size() and not is_second:
         return group
     known, key = _SUBGROUPS.setdefault(group, {}), (is_second, *ranks)
-    if key not in known:
-        known[key] = _new_subgroup(group, ranks)
-    return known[key]
-
-
-def _new_subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
+    if key in known:
+        return known[key]
     # Only the members call: other FSDP groups (of other tensor- or pipeline-parallel ranks) know nothing of this one.
     has_nccl, of_nccl = "nccl" in dist.get_backend_config(group), None
     options = group._get_backend(torch.device("cuda" if has_nccl else "cpu")).options
@@ -124,11 +120,12 @@ def _new_subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGro
     assert world is not None
     bound, world.bound_device_id = world.bound_device_id, None
     try:
-        return dist.new_group(
+        known[key] = dist.new_group(
             ranks, timeout, dist.get_backend(group), pg_options=of_nccl, use_local_synchronization=True
         )
     finally:
         world.bound_device_id = bound
+    return known[key]
 
 
 def ranks_per_node_of_part(part: dist.ProcessGroup, whole: dist.ProcessGroup, ranks_per_node: int) -> int:
@@ -153,8 +150,7 @@ def ranks_per_node_of_part(part: dist.ProcessGroup, whole: dist.ProcessGroup, ra
 def gather_node_names(group: dist.ProcessGroup) -> list[str]:
     """Return where each rank of ``group`` runs: equal names for ranks of one node. Collective."""
     # torchrun numbers its agents, one per node, in GROUP_RANK; other launchers (srun) leave the host's name.
-    name = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
-    return gather_objects(name, group)
+    return gather_objects(f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}", group)
 
 
 def gather_objects(local: T, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -1,10 +1,8 @@
 """Streams, and how long the program waited for collectives on them, per link: by the clock or by events of a GPU.
 
-Streams have the same names on a CPU, where torch has stubs that do nothing.
-
-On a CPU a collective that has not arrived blocks the program, so the time in it is the time waited. On a GPU the host
-runs ahead, and streams of collectives wait beside the one that computes: what counts is when that one stood still
-while a collective was in flight.
+Streams have the same names on a CPU, where torch has stubs that do nothing. There a collective that has not arrived
+blocks the program, so the time in it is the time waited. On a GPU the host runs ahead, and streams of collectives wait
+beside the one that computes: what counts is when that one stood still while a collective was in flight.
 """
 
 import time
@@ -23,8 +21,7 @@ def new_stream(device: torch.device) -> torch.Stream:
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    stream: torch.Stream = torch.get_device_module(device).current_stream()
-    return stream
+    return torch.get_device_module(device).current_stream()
 
 
 @contextmanager
@@ -92,7 +89,7 @@ class Waits:
     def take_seconds(self) -> tuple[float, float]:
         """Return the seconds waited for links within nodes, and between nodes, since the last call.
 
-        On a GPU only finished waits count: the host does not wait here, and the rest counts next time.
+        On a GPU the host does not wait here: what has not finished counts next time.
         """
         self._is_recording = True
         recorded = (self._stalls, self._within_nodes, self._between_nodes)

@@ -3,8 +3,8 @@
 FSDP2 hands over the flat shard [L] of one unit and wants [N, P, L]: all ranks' shards, in rank order.
 """
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -13,17 +13,16 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from ..fsdp.collectives import all_gather, count_flat_ring
 from ..fsdp.formats import Formats, Layouts, UnitPart
-from ..fsdp.fsdp_unit import CustomAllGather, FSDPUnit
+from ..fsdp.fsdp_unit import FSDPUnit, UnitCollective
 from ..fsdp.monitor import record_codes, record_error
 from ..fsdp.shared import Shared
 from ..fsdp.waits import on_stream, refuse_capture
-from ..wire.format import WireFormat
 from ..wire.moves import apply_moves, measure_moves
 from ..wire.quantization import mix_seed
 from .changed_weights import EncodedShard, SentShard, gather_wires, same_bits, send, send_changes
 
 
-class UnitAllGather(CustomAllGather):
+class UnitAllGather(UnitCollective):
     """The all-gather of one unit's weights, and the copies that it keeps.
 
     With hpZ (ZeRO++ section 3.2) parameters cross nodes once per optimizer step. When they changed, the N ranks with
@@ -32,16 +31,14 @@ class UnitAllGather(CustomAllGather):
     a unit are sent only when they changed.
 
     What changed leaves when a forward pass begins (changed_weights.py), and must have arrived when FSDP2 asks for the
-    unit, or when the next pass begins. Without a secondary partition (at the first step, after ``invalidate`` or a
-    resume) a unit is sent in full when FSDP2 asks for it.
+    unit, or the next pass begins. Without a secondary partition, as at the first step, it leaves only then, in full.
 
     Without hpZ, or on one node, a gather is flat, as if all W ranks were one node's: of quantized shards with qwZ
     (section 3.1), else FSDP2's own. Inside ``ZeroPP.resident_weights`` a rank keeps what arrived, and reads it again
     until the parameters change.
 
-    Memory and streams: what is kept between gathers, what is in flight and all that is made of them are allocated,
-    written, read and freed on ``stream``, so the allocator reuses their memory only for work that comes after them
-    there. The stream waits for the caller, and the caller for the stream.
+    What is kept between gathers, what is in flight and all that is made of them are allocated, written, read and freed
+    on ``stream``, so the allocator reuses their memory for later work there. It and the caller wait for each other.
     """
 
     def __init__(self, unit: FSDPUnit, shared: Shared, stream: torch.Stream) -> None:
@@ -57,7 +54,7 @@ class UnitAllGather(CustomAllGather):
         self.versions = 1  # versions of the weights; all gathers of one draw the same noise
         self._sampled_version: int | None = None  # whose error was sampled
         self.in_flight: SentShard | None = None  # on its way from other nodes
-        # [N, L] in the gather's dtype; where wires are kept, uint8 [N, nbytes].
+        # [N, L] in the gather's dtype; where wires are kept, uint8 [N, nbytes], or with all shards' [P, N, nbytes].
         self.secondary_partition: Tensor | None = None
         # What all W ranks sent: wires uint8 [N, P, nbytes], or numbers [N, P, L]; of a flat gather [1, W, nbytes].
         self.resident: Tensor | None = None
@@ -68,7 +65,9 @@ class UnitAllGather(CustomAllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         if self.is_plain and not (self.shared.position.is_resident and self.topology.world_size > 1):
-            return self._gather_plain(output_tensor, input_tensor, group, async_op)
+            count_flat_ring(self.shared.traffic, self.topology, input_tensor.nbytes, self.unit.stays_gathered)
+            with self._timer(crosses_nodes=self.topology.num_nodes > 1):
+                return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         refuse_capture(self.unit.device, self.unit.label)
         check_gathered(self.unit, input_tensor)
         # FSDP2 gathers on its own stream, but ``unshard()`` by hand on the current one.
@@ -78,14 +77,6 @@ class UnitAllGather(CustomAllGather):
             self._forget_other(input_tensor)
             self._gather(output_tensor, input_tensor)
         return None
-
-    def _gather_plain(
-        self, output: Tensor, shard: Tensor, group: dist.ProcessGroup, async_op: bool
-    ) -> dist.Work | None:
-        """Run FSDP2's own all-gather."""
-        count_flat_ring(self.shared.traffic, self.topology, shard.nbytes, self.unit.stays_gathered)
-        with self._timer(crosses_nodes=self.topology.num_nodes > 1):
-            return all_gather(output, shard, group=group, async_op=async_op)
 
     def _timer(self, crosses_nodes: bool) -> AbstractContextManager[None]:
         return self.shared.waits.collective("gather", self.unit.label, crosses_nodes=crosses_nodes)
@@ -102,19 +93,28 @@ class UnitAllGather(CustomAllGather):
             if self.secondary_partition is None:
                 send([self._encode(self.unit.whole, shard)], self.shared)
                 self._receive()
-        if self.resident is not None:
-            output.copy_(self.resident) if format is None else format.decode(self.resident, out=output)
+        sent, kept = self.secondary_partition, self.resident
+        if sent is not None and self.has_all_copies:
+            kept = sent.transpose(0, 1)
+        if kept is not None:
+            output.copy_(kept) if format is None else format.decode(kept, out=output)
             return
-        sent = self._copies_to_send(shard, format)
+        if sent is None:
+            sent = self._encode_part(self.unit.whole, shard).unsqueeze(0)  # [1, nbytes]
+        elif format is not None and not self.keeps_wires:
+            # The same noise in every node, so that all ranks see the same weights.
+            sent = format.encode(sent, self._noise_seed("intra", self.topology.local_rank))
         is_alone = ranks == 1  # as where experts are divided among a node's ranks
-        crosses_nodes = self.is_flat and self.topology.num_nodes > 1
-        with nullcontext() if is_alone else self._timer(crosses_nodes):
+        with nullcontext() if is_alone else self._timer(crosses_nodes=self.is_flat and self.topology.num_nodes > 1):
             if format is not None:
                 wires = sent.unsqueeze(1) if is_alone else gather_wires(sent, group).transpose(0, 1)  # [N, P, nbytes]
             elif is_alone:
                 output.copy_(sent.view_as(output))
             else:
-                all_gather_each(output.flatten(1).unbind(), sent.unbind(), group)
+                # One launch, and with NCCL no copies: an all-gather of one buffer would need a permuting copy of all.
+                with _coalescing_manager(group):
+                    for out, row in zip(output.flatten(1), sent, strict=True):
+                        all_gather(out, row, group=group)
         if format is not None:
             format.decode(wires, out=output)
         if self.shared.position.is_resident:
@@ -124,18 +124,10 @@ class UnitAllGather(CustomAllGather):
         else:
             self.shared.traffic.add(intra_node=(ranks - 1) * sent.nbytes, stays=self.unit.stays_gathered)
 
-    def _copies_to_send(self, shard: Tensor, format: WireFormat | None) -> Tensor:
-        """Return what the ranks of a node gather: wires uint8 [N, nbytes], or without a ``format`` numbers [N, L]."""
-        copies = self.secondary_partition
-        if copies is None:
-            return self._encode_part(self.unit.whole, shard).unsqueeze(0)
-        if self.keeps_wires or format is None:
-            return copies
-        # The same noise in every node, so that all ranks see the same weights.
-        return format.encode(copies, self._noise_seed("intra", self.topology.local_rank))
-
     def differs_from_sent(self) -> Tensor | None:
         """Return whether parameters that no step trained differ from what was sent, a bool []; None: all are sent."""
+        if self.has_all_copies and self.shared.position.sends_nothing and self.in_flight is not None:
+            return None  # receiving it takes the node's other ranks, which may not run this pass
         self._receive()  # what the last pass did not ask for
         if self.unit.remove_trainable_from_nf4():
             self.forget_copies()
@@ -159,8 +151,15 @@ class UnitAllGather(CustomAllGather):
 
     def forget_copies(self) -> None:
         """Gather in full next time."""
-        self._receive_by_hand()
+        if self.in_flight is not None:
+            with on_stream(self.stream, self.unit.device):
+                self._receive()
         self.secondary_partition = self._loaded_row = self.resident = None
+
+    @cached_property
+    def has_all_copies(self) -> bool:
+        """Whether this rank keeps the codes of all W shards, instead of N."""
+        return self.shared.config.weight_copies == "card" and not self.is_flat
 
     def _untrained_part(self) -> UnitPart:
         """Return the parameters that are compared with what was sent: after a step those that are not sent anyway."""
@@ -175,13 +174,15 @@ class UnitAllGather(CustomAllGather):
     def _own_row(self) -> Tensor | None:
         """Return what receivers have of this rank's shard, if this rank keeps it: a wire buffer, or numbers [L]."""
         if self.secondary_partition is not None:
-            return self.secondary_partition[self.topology.node]
+            node, local_rank = self.topology.node, self.topology.local_rank
+            return self.secondary_partition[(local_rank, node) if self.has_all_copies else node]
         return self.resident[0, self.topology.rank] if self.resident is not None else None
 
     def _layouts(self, part: UnitPart, dtype: torch.dtype) -> Layouts:
-        """Return how copies of all parameters, and of a part, are kept."""
-        whole, of_part = self.formats.weights(self.unit.whole, dtype), self.formats.weights(part, dtype)
-        return (whole, of_part) if self.keeps_wires else None
+        """Return how copies of all parameters, and of a part of them, are kept."""
+        if part.is_whole or not self.keeps_wires:
+            return None
+        return self.formats.weights(self.unit.whole, dtype), self.formats.weights(part, dtype)
 
     def _forget_other(self, shard: Tensor) -> bool:
         """Forget the copies, and return True, if the model was cast or moved since they were made."""
@@ -236,17 +237,25 @@ class UnitAllGather(CustomAllGather):
         sent, old = self.in_flight, self.secondary_partition
         if sent is None:
             return
-        # Nothing half-done if this fails.
-        self.in_flight = self.secondary_partition = self._loaded_row = self.resident = None
+        self.in_flight = self.secondary_partition = self._loaded_row = self.resident = None  # nothing half-done
         with self._timer(crosses_nodes=True):
             sent.work.wait()
         # Counted when it is used: a step's count has the bytes of the weights that its passes see.
         self.shared.traffic.add(inter_node=(self.topology.num_nodes - 1) * sent.wires[0].nbytes, stays=True)
         part, format, arrived = sent.part, sent.format, sent.wires
         layouts = self._layouts(part, format.dtype)
+        if self.has_all_copies:
+            if self.topology.ranks_per_node > 1:
+                with self._timer(crosses_nodes=False):
+                    arrived = gather_wires(arrived, self.topology.intra_group)  # [P, N, n]
+            self.shared.traffic.add(intra_node=(self.topology.ranks_per_node - 1) * sent.wires.nbytes, stays=True)
         if sent.are_moves:
             assert old is not None
-            arrived = apply_moves(format, part.select(old, layouts), arrived)
+            copies = part.select(old, layouts)
+            apply_moves(format, copies.view(-1, format.nbytes), arrived.view(-1, arrived.shape[-1]))
+            arrived = copies
+        elif self.has_all_copies:
+            arrived = arrived.view(self.topology.ranks_per_node, *sent.wires.shape)
         elif not self.keeps_wires:
             # In place, where it can be: fresh memory is slow on a CPU.
             out = old if part.is_whole else None
@@ -255,12 +264,6 @@ class UnitAllGather(CustomAllGather):
             arrived = format.decode(arrived, out)
         self.secondary_partition = arrived if old is None else part.insert(arrived, old, layouts)
 
-    def _receive_by_hand(self) -> None:
-        """Finish the inter-node stage outside of a gather."""
-        if self.in_flight is not None:
-            with on_stream(self.stream, self.unit.device):
-                self._receive()
-
     @torch.no_grad()
     def copies_to_save(self) -> dict[str, Tensor]:
         """Return what the next gather depends on besides the parameters; nothing with the default settings."""
@@ -268,11 +271,11 @@ class UnitAllGather(CustomAllGather):
         if self.is_plain or (config.weight_rounding == "nearest" and not config.weight_moves):
             return {}
         with on_stream(self.stream, self.unit.device):
+            self._receive()
             flag = None if self.unit.has_trained else self.differs_from_sent()
             is_current = not self.unit.has_trained and (flag is None or not flag)
         state = {"versions": torch.tensor(self.versions), "is_current": torch.tensor(is_current)}
         if self.formats.sends_moves:
-            self._receive_by_hand()
             # This rank's row of codes, with the scales that are kept; the other rows are gathered again.
             row, dtype = self._own_row(), self._kept_as[0] if self._kept_as else self.unit.gathered_dtype
             row = self._loaded_row if row is None else row
@@ -290,14 +293,6 @@ class UnitAllGather(CustomAllGather):
             with on_stream(self.stream, self.unit.device):
                 has_row = bool(state.get("has_row", False))
                 self._loaded_row = state["row"].to(self.unit.device, copy=True) if has_row else None
-
-
-def all_gather_each(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """All-gather several tensors in one collective: ``inputs[i]`` of each of the G ranks into ``outputs[i]``."""
-    # One launch, and with NCCL no copies: an all-gather of one buffer would need a permuting copy of all of it.
-    with _coalescing_manager(group):
-        for output, shard in zip(outputs, inputs, strict=True):
-            all_gather(output, shard, group=group)
 
 
 def check_gathered(unit: FSDPUnit, shard: Tensor) -> None:

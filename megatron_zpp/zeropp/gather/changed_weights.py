@@ -7,9 +7,6 @@ A rank has what it sent of each unit: its own row among the copies that gathers 
   follow no step. One small all-reduce lets a difference on one rank count on all, and the host waits for it.
 
 Further micro-batches of a step begin nothing. ``unshard()`` by hand begins for its unit alone.
-
-What is sent is on its way while the program goes on, of several units at once: on slow links each collective costs a
-round trip.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager, _CoalescingManager
 
-from ..fsdp.collectives import all_gather, count_all_reduce
+from ..fsdp.collectives import all_gather, count_all_reduce, count_flat_ring
 from ..fsdp.formats import UnitPart
 from ..fsdp.fsdp_unit import FSDPUnit
 from ..fsdp.shared import Shared
@@ -28,8 +25,8 @@ from ..fsdp.topology import Topology
 from ..wire.format import WireFormat
 from ..wire.moves import Moves
 
-# Bytes that a rank sends in one gather of several units: little in the first, for which the pass waits, and then twice
-# as much each time, up to what a link takes much longer for than for a round trip.
+# Bytes that a rank sends in one gather of several units, as each costs a round trip: few in the first, for which the
+# pass waits, and then twice as many each time, up to what a link takes much longer for than for a round trip.
 FIRST_BATCH_BYTES, LARGEST_BATCH_BYTES = 2**18, 2**22
 
 
@@ -112,22 +109,27 @@ def send(shards: Sequence[EncodedShard], shared: Shared) -> None:
             wires = [of.encoded.write(nbytes[of]) if isinstance(of.encoded, Moves) else of.encoded for of in batch]
             gathered, work = start_gathers(wires, topology.inter_group)
             for shard, arriving in zip(batch, gathered, strict=True):
-                are_moves = isinstance(shard.encoded, Moves)
-                shard.unit.all_gather.in_flight = SentShard(shard.part, shard.format, are_moves, arriving, work)
+                sent = SentShard(shard.part, shard.format, isinstance(shard.encoded, Moves), arriving, work)
+                shard.unit.all_gather.in_flight = sent
 
 
 def _bytes_of(by_topology: Mapping[Topology, Sequence[EncodedShard]], shared: Shared) -> dict[EncodedShard, int]:
-    """Return the bytes of each shard: with moves the longest of the N ranks'. The host waits once, for all sizes."""
+    """Return the bytes of each shard: with moves the longest of the ranks they reach. The host waits once, for all."""
     nbytes, moves, most = dict[EncodedShard, int](), list[EncodedShard](), list[Tensor]()
     for topology, shards in by_topology.items():
         nbytes |= {shard: shard.encoded.nbytes for shard in shards if isinstance(shard.encoded, Tensor)}
         measured = {shard: shard.encoded.num_bytes for shard in shards if isinstance(shard.encoded, Moves)}
         if measured:
             sizes = torch.cat([*measured.values()]).int()
+            is_ring = shared.config.weight_copies == "card"  # moves reach all ranks
+            group = topology.group if is_ring else topology.inter_group
             with shared.waits.collective("sizes of moves", shards[0].unit.label, crosses_nodes=True):
-                most.append(gather_wires(sizes.view(torch.uint8), topology.inter_group).view(torch.int32).amax(0))
+                most.append(gather_wires(sizes.view(torch.uint8), group).view(torch.int32).amax(0))
             moves += measured
-            shared.traffic.add(inter_node=(topology.num_nodes - 1) * sizes.nbytes, stays=True)
+            if is_ring:
+                count_flat_ring(shared.traffic, topology, sizes.nbytes, stays=True)
+            else:
+                shared.traffic.add(inter_node=(topology.num_nodes - 1) * sizes.nbytes, stays=True)
     if most:
         nbytes |= dict(zip(moves, torch.cat(most).tolist(), strict=True))
     return nbytes

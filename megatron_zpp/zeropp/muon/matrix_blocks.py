@@ -6,9 +6,7 @@ hold consecutive rows, too: its block. Each matrix is orthogonalized by one rank
     1. where whole matrices are wanted, each rank sends its rows to its peers on the other nodes: all rows
        of all matrices in one all-gather, in low bits or in bf16; or, where stale rows do, takes those that came last;
     2. what a rank now has goes to the owners within the node, in one all-to-all in bf16;
-    3. the owners orthogonalize, and give each rank of the node its rows, in one all-to-all in bf16.
-
-Bf16 loses nothing there: orthogonalization begins and ends in it.
+    3. the owners orthogonalize, which begins and ends in bf16, and give each rank of the node its rows in the same way.
 """
 
 import math

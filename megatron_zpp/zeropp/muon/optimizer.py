@@ -39,8 +39,7 @@ class Muon(torch.optim.AdamW):
         zeropp: what ``apply_zeropp`` returned for that model; its ``traffic`` counts what this sends.
         lr, weight_decay: of both, decoupled. betas, eps: AdamW's.
         momentum, nesterov, ns_coefficients, ns_steps: as torch.optim.Muon's; ``ns_eps`` is its ``eps``.
-        adjust_lr_fn: one of ``SCALES``, by the shape of what is orthogonalized, a matrix or a block; None: original.
-        extra_scale_factor: multiplies that.
+        adjust_lr_fn: one of ``SCALES``, by the shape of what is orthogonalized; extra_scale_factor multiplies that.
         period: whole matrices every `period` steps, the first included; None: blocks always.
         momentum_bits, momentum_block_size: in what rows cross nodes for whole matrices; None: in bf16, without a loss.
         stale_rows: with a period above 1; keeps what crossed nodes last.
@@ -88,17 +87,27 @@ class Muon(torch.optim.AdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        if group.setdefault("use_muon", True):
-            for parameter in group["params"]:
-                _check_matrix(parameter, self.zeropp.device)
+        group, device = self.param_groups[-1], self.zeropp.device
+        for parameter in group["params"] if group.setdefault("use_muon", True) else ():
+            if parameter.ndim != 2:
+                raise ValueError(
+                    f"Muon is for matrices, not for a parameter of shape {tuple(parameter.shape)}: put it in a group "
+                    "with use_muon=False"
+                )
+            if parameter.device.type != device.type:
+                raise ValueError(
+                    f"Muon takes matrices on the device that computes, {device.type}: leave CPUOffloadPolicy out"
+                )
+            placements = parameter.placements if isinstance(parameter, DTensor) else (Shard(0),)
+            if [placement for placement in placements if not placement.is_replicate()] != [Shard(0)]:
+                raise ValueError(
+                    f"Muon takes matrices whose rows are sharded, not placements {placements}: leave tensor "
+                    "parallelism and shard_placement_fn out, or put it in a group with use_muon=False"
+                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Move matrices as Muon does, which is collective where their rows are brought together, and the rest as AdamW.
-
-        Returns what ``closure`` did, if it was given.
-        """
+        """Move matrices as Muon does, which is collective, and the rest as AdamW. Return what ``closure`` did."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -160,20 +169,3 @@ class Muon(torch.optim.AdamW):
         if self.period is None or self.period == 1 or not matrices:
             return self.period is not None
         return int(self.state[matrices[0]].get("step", 0)) % self.period == 0
-
-
-def _check_matrix(parameter: Tensor, device: torch.device) -> None:
-    if parameter.ndim != 2:
-        raise ValueError(
-            f"Muon is for matrices, not for a parameter of shape {tuple(parameter.shape)}: put it in a group with "
-            "use_muon=False"
-        )
-    if parameter.device.type != device.type:
-        raise ValueError(f"Muon takes matrices on the device that computes, {device.type}: leave CPUOffloadPolicy out")
-    if isinstance(parameter, DTensor):
-        shards = [placement for placement in parameter.placements if not placement.is_replicate()]
-        if shards != [Shard(0)]:
-            raise ValueError(
-                f"Muon takes matrices whose rows are sharded, not placements {parameter.placements}: leave tensor "
-                "parallelism and shard_placement_fn out, or put it in a group with use_muon=False"
-            )

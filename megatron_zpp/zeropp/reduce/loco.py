@@ -53,8 +53,7 @@ class ErrorFeedback:
     ) -> tuple[Tensor, ErrorFeedback]:
         """Compensate and encode gradients [..., L]: uint8 [..., nbytes], and the error after it.
 
-        is_last: whether this is the last encoding of an optimizer step.
-        exponents: uint8 [..., L], of the scales that elements are divided by (scales.py).
+        is_last: whether this is the last encoding of an optimizer step. exponents: as in ``WireFormat.encode``.
         """
         config, interval = self.config, self.config.reset_interval
         format, steps = error_format(config, hop.parameters, hop.block_size), self.steps + is_last
@@ -130,7 +129,6 @@ class GradientHop:
         if is_sampled:
             gradients = GradientSum(gradients.compute())  # to compare with what arrives
         if feedback is not None:
-            # The hop between nodes runs once per step, that within a node once per micro-batch.
             is_last = self.shared.position.is_last
             wires, feedback = feedback.compensate(gradients, format, noise_seed, is_last, exponents)
         else:
@@ -141,22 +139,6 @@ class GradientHop:
         is_inter = self.name == "inter"
         self.shared.traffic.add(intra_node=0 if is_inter else sent, inter_node=sent if is_inter else 0)
         return wires, replace(self, feedback=feedback, scales=scales)
-
-    def sum_of(self, wires: Tensor, format: WireFormat) -> GradientSum:
-        """Return the sum [..., L] of what the G ranks send here, uint8 [G, ..., nbytes], which may arrive later."""
-        return GradientSum(wires, format, exponents=self.scales.received if self.scales is not None else None)
-
-    def after_arrival(self, format: WireFormat, sent: Tensor, received: GradientSum) -> GradientHop:
-        """Let element scales learn from what arrived: ``sent`` by this rank, ``received`` from all."""
-        return self if self.scales is None else replace(self, scales=self.scales.observed(format, sent, received.parts))
-
-    def at_next_step(self) -> GradientHop:
-        """Return the hop at the beginning of the next optimizer step."""
-        return self if self.scales is None else replace(self, scales=self.scales.moved())
-
-    def rescaled(self, factor: float) -> GradientHop:
-        """Return the hop with LoCo's error times ``factor``."""
-        return self if self.feedback is None else replace(self, feedback=self.feedback.rescaled(factor))
 
     def state_dict(self) -> dict[str, Tensor]:
         # The same keys and shapes from the start: what is not there yet is zeros.
@@ -204,9 +186,8 @@ class NodeSum:
     """One unit's sum [N, L] within a node over the micro-batches so far, kept as ``gradient_sum_dtype``.
 
     In bf16 and int8 it is rounded stochastically after every micro-batch but the last: rounding to nearest would lose
-    every addend below half a step of a sum that has grown. Keeping what rounding lost would take a second buffer.
-
-    With ``offload_gradient_sums`` it is kept in host memory. The copies run on the stream that reduces gradients.
+    every addend below half a step of a sum that has grown. With ``offload_gradient_sums`` it is kept in host memory,
+    and the stream that reduces gradients copies it.
     """
 
     unit: FSDPUnit
@@ -240,10 +221,7 @@ class NodeSum:
         return replace(arrived, plus=kept.float() if kept is not None else None)
 
     def with_added(self, arrived: GradientSum, noise_seed: int | None) -> NodeSum:
-        """Return the sum [N, L] with what arrived for this micro-batch; in fp32 in the memory of the old one.
-
-        noise_seed: of stochastic rounding; may be None for fp32 sums.
-        """
+        """Return the sum [N, L] with what arrived for this micro-batch, in the memory of the old one if it is fp32."""
         dtype, format = self.formats.config.gradient_sum_dtype, self.formats.node_sum(self.part)
         if dtype == "int8":
             # The encoder's one pass adds it as it adds LoCo's error, which is left as it is here.
@@ -257,7 +235,10 @@ class NodeSum:
         return replace(self, kept=self._to_keep(total), micro_batches=self.micro_batches + 1)
 
     def _to_keep(self, total: Tensor) -> Tensor:
-        return _in_host_memory(total) if self.formats.config.offload_gradient_sums else total
+        if not self.formats.config.offload_gradient_sums or total.device.type == "cpu":
+            return total
+        # Pinned, so that the current stream copies and the host does not wait.
+        return torch.empty(total.shape, dtype=total.dtype, pin_memory=True).copy_(total, non_blocking=True)
 
     def _on_device(self) -> Tensor | None:
         return self.kept.to(self.unit.device, non_blocking=True) if self.kept is not None else None
@@ -270,10 +251,3 @@ def round_to_bf16(values: Tensor, noise_seed: int) -> Tensor:
     noise = (counter_uniform(values.numel(), noise_seed, values.device) * 2**16).to(torch.int32).view(values.shape)
     upper = (values.view(torch.int32) + noise) & -(2**16)
     return torch.where(values.isfinite(), upper.view(torch.float32), values).to(torch.bfloat16)
-
-
-def _in_host_memory(tensor: Tensor) -> Tensor:
-    """Copy the tensor to host memory: pinned, so that the current stream does it and the host does not wait."""
-    if tensor.device.type == "cpu":
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

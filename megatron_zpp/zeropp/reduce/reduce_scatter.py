@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..fsdp.collectives import count_all_reduce, count_reduce_scatter, reduce_scatter
 from ..fsdp.formats import Formats, UnitPart
-from ..fsdp.fsdp_unit import CustomReduceScatter, FSDPUnit, backward_pass, call_after_backward, complete_gradients
+from ..fsdp.fsdp_unit import FSDPUnit, UnitCollective, backward_pass, call_after_backward, complete_gradients
 from ..fsdp.shared import Shared, Traffic
 from ..fsdp.waits import current_stream, on_stream, refuse_capture
 from ..wire.format import GradientSum, WireFormat
@@ -30,7 +30,7 @@ from .loco import ErrorFeedback, GradientHop, NodeSum
 logger = logging.getLogger(__name__)
 
 
-class UnitReduceScatter(CustomReduceScatter):
+class UnitReduceScatter(UnitCollective):
     """The reduce-scatter of one unit's gradients, and what it keeps: FSDP2's own, or qgZ (ZeRO++ section 3.3).
 
     qgZ has two hops, both accumulated in fp32. Each micro-batch, an all-to-all within the node adds up the node's
@@ -52,8 +52,7 @@ class UnitReduceScatter(CustomReduceScatter):
         # On one rank nothing is rounded.
         kept_as = config if unit.topology.world_size > 1 else replace(config, gradient_sum_dtype="fp32")
         self.node_sum = NodeSum(unit, Formats(kept_as, num_nodes), unit.whole)
-        self.hops: dict[str, GradientHop] = {}
-        loco = config.loco
+        self.hops, loco = dict[str, GradientHop](), config.loco
         if ranks_per_node > 1 and not self.is_plain:
             feedback = ErrorFeedback(loco) if loco is not None and loco.hops == "both" else None
             self.hops["intra"] = GradientHop("intra", (ranks_per_node, num_nodes), unit, shared, feedback, None)
@@ -85,8 +84,7 @@ class UnitReduceScatter(CustomReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         topology, position, dtype = self.unit.topology, self.shared.position, input_tensor.dtype
-        # Not every loop marks the last micro-batch, so this does not mean that the unit has trained. A loop may mark it
-        # between the forward and the backward pass.
+        # A loop may mark the last micro-batch between the forward and the backward pass, or never.
         position.mark_reduced(self.unit.is_last_backward)
         if self.is_plain:
             count_reduce_scatter(self.shared.traffic, topology, output_tensor)
@@ -124,9 +122,8 @@ class UnitReduceScatter(CustomReduceScatter):
             divisor = self.unit.divisor_after_reduction(output_tensor.dtype, group)
             output_tensor.zero_()
             self.unit.holds_gradients = True
-            # FSDP2's stream for reductions. The buffers are allocated there before the collective, written by it on the
-            # process group's stream, and read and freed there after ``Work.wait``; FSDP2 writes ``.grad`` there before.
-            # So the allocator and every access follow one stream's order, and the program's stream waits for it.
+            # FSDP2's stream for reductions, on which it writes ``.grad``. The buffers are allocated there before the
+            # collective, and read and freed there after ``Work.wait``; the program's stream waits for it.
             stream = current_stream(self.unit.device)
             # If the backward pass fails, nothing else holds what is in flight.
             call_after_backward(partial(self._finish, finish, part, divisor, stream))
@@ -134,14 +131,24 @@ class UnitReduceScatter(CustomReduceScatter):
         return None
 
     def _begin_step_if_first(self) -> None:
-        continues = self._continues()
+        """Keep the hops to which an undone step goes back. Warn once if a step's gradients cross nodes again."""
+        position, continues = self.shared.position, False
+        if position.is_last:
+            now = backward_pass(), position.optimizer_steps
+            before, self._last_reduction = self._last_reduction, now
+            if before is not None and before[1] == now[1]:
+                is_same_pass = before[0] == now[0]
+                accumulates = not is_same_pass and any(p.grad is not None for p in self.unit.parameters)
+                if accumulates and self.node_sum.kept is None:
+                    warn_of_accumulation()
+                continues = position.sees_steps and (is_same_pass or accumulates)  # else some may have stepped unseen
         if self.node_sum.kept is None:
             if not continues:
-                self._begun_at = self.shared.position.optimizer_steps
-            self.hops = {name: hop.at_next_step() for name, hop in self.hops.items()}
+                self._begun_at = position.optimizer_steps
+            self.hops = {n: replace(hop, scales=hop.scales and hop.scales.moved()) for n, hop in self.hops.items()}
             # Where more gradients follow within a step, LoCo's error before the first ones is the one to go back to.
-            before = self._before_step if continues else self.hops
-            self._before_step = {n: replace(hop, feedback=before[n].feedback) for n, hop in self.hops.items()}
+            kept = self._before_step if continues else self.hops
+            self._before_step = {n: replace(hop, feedback=kept[n].feedback) for n, hop in self.hops.items()}
 
     def _send(
         self,
@@ -174,9 +181,10 @@ class UnitReduceScatter(CustomReduceScatter):
         with self._timer(crosses_nodes=True):
             arrived = in_flight.wait()
         total = arrived.compute()
-        if in_flight.sent is not None:
-            hop = self.hops["inter"].after_arrival(format, in_flight.sent, arrived)
-            self.hops = self.hops | {"inter": hop}
+        if (hop := self.hops.get("inter")) is not None and hop.scales is not None:
+            assert in_flight.sent is not None
+            scales = hop.scales.observed(format, in_flight.sent, arrived.parts)  # which learn from it
+            self.hops = self.hops | {"inter": replace(hop, scales=scales)}
         return scaled_as(op, total if rotation is None else rotation.rotate(total), self.unit.topology.group.size())
 
     @torch.no_grad()
@@ -192,20 +200,6 @@ class UnitReduceScatter(CustomReduceScatter):
         if self.find_unused_in and not any(unit.holds_gradients for unit in self.find_unused_in):
             drop_unused(self.find_unused_in, self.shared.traffic)
 
-    def _continues(self) -> bool:
-        """Return whether gradients crossed nodes since the last optimizer step; warn once if in another pass."""
-        if not self.shared.position.is_last:
-            return False
-        now = backward_pass(), self.shared.position.optimizer_steps
-        before, self._last_reduction = self._last_reduction, now
-        if before is None or before[1] != now[1]:
-            return False
-        is_same_pass = before[0] == now[0]
-        accumulates = not is_same_pass and any(p.grad is not None for p in self.unit.parameters)
-        if accumulates and self.node_sum.kept is None:
-            warn_of_accumulation()
-        return self.shared.position.sees_steps and (is_same_pass or accumulates)  # else some may have stepped unseen
-
     def restore_errors(self, is_unused: bool) -> None:
         self._drop_kept()
         self.forget_use()
@@ -213,7 +207,9 @@ class UnitReduceScatter(CustomReduceScatter):
             self.hops = self._before_step
 
     def rescale(self, factor: float) -> None:
-        self.hops = {name: hop.rescaled(factor) for name, hop in self.hops.items()}
+        self.hops = {
+            n: replace(hop, feedback=hop.feedback and hop.feedback.rescaled(factor)) for n, hop in self.hops.items()
+        }
 
     def uses(self) -> list[bool]:
         """Return whether this step used each parameter; True for those with no gradient, or with an older one."""
@@ -304,7 +300,8 @@ def start_exchange(
     received = torch.empty_like(wires)
     with timer or nullcontext():
         work = dist.all_to_all_single(received, wires, group=group, async_op=timer is None)
-    return Exchange(hop.sum_of(received, format), work, wires, hop)
+    exponents = hop.scales.received if hop.scales is not None else None
+    return Exchange(GradientSum(received, format, exponents=exponents), work, wires, hop)
 
 
 def scaled_as(op: Any, total: Tensor, world_size: int) -> Tensor:

@@ -41,9 +41,9 @@ class WireFormat(WireLayout):
         if wire is None:
             wire = torch.empty(*values.shape[:-1], self.nbytes, dtype=torch.uint8, device=values.device)
         if self._has_kernels(values.device, values.dtype, plus):
-            rounding = (noise_seed, keeps_scales, kept)
             torch.ops.megatron_zpp.encode(
-                values, None, [], plus, wire, self.table, *_arguments(compensation), *rounding, exponents
+                *(values, None, [], plus, wire, self.table, *_arguments(compensation)),
+                *(noise_seed, keeps_scales, kept, exponents),
             )
         else:
             reference.encode(self, values, wire, plus, compensation, noise_seed, keeps_scales, kept, exponents)
@@ -72,9 +72,9 @@ class WireFormat(WireLayout):
         if not one_pass or not self._has_kernels(peers.device, source.dtype, plus):
             total = source.decode_sum(peers, out=torch.empty(*wire.shape[:-1], self.numel, device=peers.device))
             return self.encode(total, noise_seed, plus=plus, compensation=compensation, exponents=exponents, out=wire)
-        rounding = (noise_seed, False, None)
         torch.ops.megatron_zpp.encode(
-            None, peers, source.table, plus, wire, self.table, *_arguments(compensation), *rounding, exponents
+            *(None, peers, source.table, plus, wire, self.table, *_arguments(compensation)),
+            *(noise_seed, False, None, exponents),
         )
         return wire
 
@@ -97,7 +97,7 @@ class WireFormat(WireLayout):
         return out
 
     def move_exponents(self, exponents: Tensor | None, wires: Tensor, moves: list[int]) -> Tensor:
-        """Return exponents uint8 [..., L] moved by the codes of wire buffers uint8 [..., nbytes]; None = all are 0.
+        """Return exponents uint8 [..., L] (None = 0) moved by the codes of wire buffers uint8 [..., nbytes].
 
         moves: how far an exponent falls, by twice the size of its code's level: 0 to 2^bits.
         """
@@ -186,6 +186,5 @@ class GradientSum:
 
 
 def _arguments(compensation: Compensation | None) -> tuple[Tensor | None, Tensor | None, list[int], float, float]:
-    """Compensation as the operator takes it."""
-    c = compensation
+    c = compensation  # as the operator takes it
     return (c.error, c.new_error, c.format.table, c.beta, c.decay) if c is not None else (None, None, [], 0.0, 1.0)

@@ -59,8 +59,7 @@ def why_not_on(device: torch.device) -> str | None:
 
 def warn_if_missing(device: torch.device) -> None:
     """Say that quantization will be slow, and what to do."""
-    reason = why_not_on(device)
-    if reason is not None:
+    if (reason := why_not_on(device)) is not None:
         logger.warning("quantization runs in plain torch, several times slower: %s", reason)
 
 

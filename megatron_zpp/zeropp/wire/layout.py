@@ -165,7 +165,7 @@ class WireLayout:
         return table
 
 
-@dataclass
+@dataclass(frozen=True)
 class Compensation:
     """LoCo's part of an encoding: the error e that is added to the values, and where the new one goes.
 

@@ -16,7 +16,7 @@ A Rice code of v is v >> k in unary, zeros and a one, and the k low bits. The un
 Header: m1, m2, three times k, the bytes of the chunk. All integers and bits are little-endian.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,8 +47,7 @@ class Moves:
         """Write the moves into uint8 [num_bytes], which may be more than n."""
         if _has_kernels(self.format, self.old):
             tables = (self.format.table, self.format.moves_table(self.old.device))
-            moves: Tensor = torch.ops.megatron_zpp.write_moves(self.old, self.new, *tables, self.measured, num_bytes)
-            return moves
+            return torch.ops.megatron_zpp.write_moves(self.old, self.new, *tables, self.measured, num_bytes)
         written = self.measured[1]
         return torch.nn.functional.pad(written, (0, num_bytes - len(written)))
 
@@ -204,25 +203,31 @@ def _codes(format: WireLayout, wire: Tensor) -> Tensor:
 
 def _predicted(format: WireLayout, wire: Tensor, scales: Tensor) -> Tensor:
     """Predict the codes in a wire buffer as codes of other scales, one for each block: int32 [n]."""
-    codes, start, block = _codes(format, wire), 0, 0
-    for segment in format.quantized:
-        stop = start + segment.num_blocks * segment.block_size
-        before, after = _scales(format, segment, wire).float(), scales[block : block + segment.num_blocks].float()
-        blocks = codes[start:stop].view(segment.num_blocks, segment.block_size)
+    codes = _codes(format, wire)
+    for segment, of_codes, of_scales in _spans(format):
+        before, after = _scales(format, segment, wire).float(), scales[of_scales].float()
+        blocks = codes[of_codes].view(segment.num_blocks, segment.block_size)
         rounded = (blocks.float() * (before / after).unsqueeze(1)).round_()
         rounded = torch.where(rounded.isfinite(), rounded, 0.0).clamp_(-format.code.qmax, format.code.qmax)
         blocks.copy_(torch.where((before == after).unsqueeze(1), blocks, rounded.int()))
-        start, block = stop, block + segment.num_blocks
     return codes
 
 
-def _write(format: WireLayout, wire: Tensor, codes: Tensor, scales: Tensor, raw: list[Tensor]) -> None:
+def _spans(format: WireLayout) -> Iterator[tuple[Segment, slice, slice]]:
+    """Yield each quantized parameter with its places in all codes [n], and in all scales [blocks]."""
     start, block = 0, 0
     for segment in format.quantized:
         stop = start + segment.num_blocks * segment.block_size
-        wire[segment.codes] = pack_bits(codes[start:stop].to(torch.int8), format.code.bits)
-        wire[segment.scales] = scales[block : block + segment.num_blocks].clone().view(torch.uint8)
+        yield segment, slice(start, stop), slice(block, block + segment.num_blocks)
         start, block = stop, block + segment.num_blocks
+
+
+def _write(format: WireLayout, wire: Tensor, codes: Tensor, scales: Tensor, raw: list[Tensor]) -> None:
+    start = 0
+    for segment, of_codes, of_scales in _spans(format):
+        wire[segment.codes] = pack_bits(codes[of_codes].to(torch.int8), format.code.bits)
+        wire[segment.scales] = scales[of_scales].clone().view(torch.uint8)
+        start = of_codes.stop
     for index, segment in enumerate(format.unquantized):
         if raw:
             wire[segment.codes] = raw[index]

@@ -3,7 +3,6 @@
 A block of ``BLOCK`` values has a scale s; a value x takes the level nearest to x / s, the lower one at ties. Scales are
 quantized, too: s is a multiple c, a byte, of a step that ``GROUP`` blocks share, rounded up, so that no value is cut
 off. That makes 4 + 8 / 64 + 32 / (64 * 256) = 4.127 bits for each value.
-
 A block of zeros stays zeros. If one block has a NaN or an Inf, its whole group becomes NaN.
 """
 
@@ -18,23 +17,11 @@ BLOCK, GROUP = 64, 256  # values, and blocks
 SKIP = ("embed", "lm_head", "output_layer", "router", ".gate.", "expert_gate", "norm", "A_log", "conv1d")
 # Quantiles of a normal distribution, as bitsandbytes has them.
 LEVELS = (
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
-)
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
 
 
 def scale_bytes(num_blocks: int) -> int:

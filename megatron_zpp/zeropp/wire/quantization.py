@@ -1,7 +1,5 @@
 """Block quantization and bit packing, in plain torch: the definition of the arithmetic of a block.
 
-reference.py composes it over wire buffers, csrc/ equals that, and tests/zeropp/oracle.py checks the collectives.
-
 A block of B values shares one scale s. A ``Code`` says what s is, and which levels its b bits stand for:
 
     absmax   s = largest |x| / qmax with qmax = 2^(b-1) - 1. Levels are c s, c from -qmax to qmax, so that both extremes

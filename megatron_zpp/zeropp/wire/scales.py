@@ -13,9 +13,7 @@ block have in common, so v needs only to be right within a block, and decoded ma
 So a scale moves by a factor that its code alone decides, as in Jayant's adaptive quantizers ("Adaptive Quantization
 with a One-Word Memory", 1973). Sender and receiver have the codes; neither tells the other anything. They count in
 integers, so that they cannot come apart: s = 2^(-e / 16), with e a byte, 0 for the loudest element of each block. Moves
-of less than one are up to a dither that all elements share.
-
-As only ratios count, the loss scale does not matter.
+of less than one are up to a dither that all elements share. As only ratios count, the loss scale does not matter.
 """
 
 from __future__ import annotations

@@ -1,0 +1,129 @@
+"""Copies of all weights on each card: the same bits as a copy per node, with nothing to gather within it."""
+
+import copy
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from megatron_zpp.zeropp import ZeroPPConfig
+from megatron_zpp.zeropp.recipes import RECIPES
+from tests.ranks import run_in_turn
+from tests.zeropp.training_on_ranks import Net, evaluate, local, micro_batches, reshard, shard, shards
+
+PLACES = ("node", "card")
+WEIGHTS = ZeroPPConfig(quantized_weights=True, weight_moves=True, weight_block_size=32, hpz_partition_size=2)
+
+
+def build(config):
+    model = Net(width=32, hidden=64)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    zeropp = shard(model, config, model.blocks, mp_policy=policy)
+    return model, zeropp, torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def inputs(step):
+    return torch.randn(4, 32, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+
+
+def train(model, zeropp, optimizer, steps):
+    for step in steps:
+        for i in micro_batches(zeropp, 2):
+            model(inputs(2 * step + i)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def everything_a_loop_does(config):
+    """Steps, an evaluation, a swap, frozen and thawed weights, an undone step, resident passes; what each leaves."""
+    model, zeropp, optimizer = build(config)
+    train(model, zeropp, optimizer, range(3))
+    seen = [evaluate(model, inputs(50))]
+    model.load_state_dict({name: 1.5 * value for name, value in model.state_dict().items()})
+    seen.append(evaluate(model, inputs(51)))
+    model.blocks[1].requires_grad_(False)
+    train(model, zeropp, optimizer, range(3, 5))
+    model.blocks[1].requires_grad_(True)
+    model(inputs(52)).square().mean().backward()
+    zeropp.undo_step()
+    optimizer.zero_grad()
+    with zeropp.resident_weights():
+        seen += [evaluate(model, inputs(53)) for _ in range(2)]
+        train(model, zeropp, optimizer, range(5, 6))
+    local(model.head.weight).mul_(2.0)  # without a word
+    seen.append(evaluate(model, inputs(55)))
+    train(model, zeropp, optimizer, range(6, 8))
+    reshard(model)
+    return [*seen, *shards(model)]
+
+
+def resumed_elsewhere(saved, loaded):
+    """The weights of a run that goes on where its copies were, and of one that goes on where they are elsewhere."""
+    ends = []
+    for place in (saved, loaded):
+        model, zeropp, optimizer = build(replace(WEIGHTS, weight_copies=saved))
+        train(model, zeropp, optimizer, range(3))
+        state = copy.deepcopy((zeropp.state_dict(), optimizer.state_dict(), shards(model)))
+        model, zeropp, optimizer = build(replace(WEIGHTS, weight_copies=place))
+        for parameter, weight in zip(model.parameters(), state[2], strict=True):
+            local(parameter).copy_(weight)
+        optimizer.load_state_dict(state[1])
+        zeropp.load_state_dict(state[0])
+        train(model, zeropp, optimizer, range(3, 6))
+        reshard(model)
+        ends.append(shards(model))
+    return ends
+
+
+def bytes_of_a_step(config):
+    model, zeropp, optimizer = build(config)
+    train(model, zeropp, optimizer, range(2))
+    zeropp.traffic.take()
+    train(model, zeropp, optimizer, range(2, 3))
+    sent = zeropp.traffic.take()
+    reshard(model)
+    return shards(model), sent
+
+
+@pytest.fixture(scope="module")
+def found():
+    recipes = {name: recipe.config(2, warmup_steps=1) for name, recipe in RECIPES.items() if recipe.fields}
+    cases = {
+        f"{name} {place}": partial(everything_a_loop_does, replace(config, weight_copies=place))
+        for name, config in recipes.items()
+        for place in PLACES
+    }
+    cases |= {f"from {a} to {b}": partial(resumed_elsewhere, a, b) for a, b in (PLACES, PLACES[::-1])}
+    cases |= {place: partial(bytes_of_a_step, replace(WEIGHTS, weight_copies=place)) for place in PLACES}
+    alone = replace(WEIGHTS, weight_copies="card", hpz_partition_size=1, ranks_per_node=1)
+    return run_in_turn(4, cases | {"nodes of one rank": partial(bytes_of_a_step, alone)})
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.fields])
+def test_a_recipe_trains_and_evaluates_to_the_same_bits(found, name):
+    for node, card in zip(found[f"{name} node"], found[f"{name} card"], strict=True):
+        assert all(a.equal(b) for a, b in zip(node, card, strict=True))
+
+
+def test_a_saved_run_goes_on_where_its_copies_are_elsewhere(found):
+    for case in ("from node to card", "from card to node"):
+        assert all(a.equal(b) for stayed, moved in found[case] for a, b in zip(stayed, moved, strict=True))
+
+
+def test_nothing_is_gathered_within_nodes_and_nodes_of_one_rank_send_moves(found):
+    cases = (*PLACES, "nodes of one rank")
+    node, card, alone = ([weights for weights, _ in found[case]] for case in cases)
+    for ranks in zip(node, card, alone, strict=True):
+        assert all(a.equal(b) and a.equal(c) for a, b, c in zip(*ranks, strict=True))
+    # Gradients go around FSDP2's ring: the first rank's stay within the node, the second's leave it.
+    (first, second), (moved, passed_on), (_, apart) = ([sent for _, sent in found[case][:2]] for case in cases)
+    assert passed_on.intra_node < second.intra_node / 2 and moved.inter_node < 1.5 * first.inter_node
+    assert apart.intra_node == 0
+
+
+def test_what_makes_no_moves_refuses_to_copy_them():
+    with pytest.raises(ValueError, match="weight_copies requires weight_moves"):
+        ZeroPPConfig(quantized_weights=True, weight_copies="card")
