@@ -1,50 +1,70 @@
-"""One GPT, one loop, one network: FSDP2, HSDP and DeepSpeed beside ``apply_zeropp``, in turns, in the cluster in a box.
+"""A race: one GPT, one loop, one network, and every way to train it, in turns, in the cluster in a box.
 
-    sudo .venv/bin/python benchmarks/against_peers.py run    # makes build/peers with DeepSpeed first
+    sudo .venv/bin/python benchmarks/against_peers.py run [SETTING ...]  # makes build/peers with DeepSpeed first
     .venv/bin/python benchmarks/against_peers.py table
 
-All shard the same model of torch's own modules over 2 nodes of 2 ranks, in bf16 with fp32 masters and AdamW. Bytes are
-read from the nodes' interfaces. DeepSpeed's qwZ and qgZ do not run on CPUs. gloo sends the gradients of FSDP2's
-reduce-scatter twice; "by NCCL" is what a flat ring over the ranks in order would send, by formula.
+All train the same model of torch's own modules in bf16 with fp32 masters and AdamW. One start of the program trains in
+each cell in turn: micro-batches of a step, and rate of the links. "Kept": the weights stay gathered from a step's first
+forward pass to its last backward pass, and gradients are reduced once per step. Bytes are read from the nodes'
+interfaces, memory is the largest rank's peak. DeepSpeed's qwZ and qgZ do not run on CPUs. Megatron-FSDP runs with
+streams and events that do nothing. gloo sends the gradients of FSDP2's reduce-scatter twice; "by NCCL" is a flat ring
+over the ranks, by formula.
 """
 
 import itertools
+import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import time
 import venv
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cluster_in_a_box import run as run_in_a_box
-from common import RESULTS, ROOT, markdown_table, measure_once, read_rows, run_choice
+from cluster_in_a_box import check_requirements, cluster, programs
+from common import RESULTS, ROOT, append_row, markdown_table, read_rows, run_choice
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from megatron_zpp.zeropp import apply_zeropp
+from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
+from megatron_zpp.zeropp.recipes import find_config
 
+PACKAGES = ["deepspeed==0.19.8", "megatron-fsdp==0.6.1"]
 MEASURED, PEERS = RESULTS / "against_peers.jsonl", ROOT / "build" / "peers"
-NODES, RANKS = 2, 2
-LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY = 8, 512, 8, 64, 1024
-STEPS, WARMUP, TURNS = 8, 3, 2
-RATE, CELLS = "1gbit", (1, 4)  # micro-batches of a step
+LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY = 8, 512, 8, 256, 1024
+LAYOUTS = [(2, 2), (4, 1)]  # nodes, ranks of a node; the second for its bytes, once and without a limit
+MEASURED_STEPS = {1: 3, 8: 1}  # by micro-batches of a step
+RATES = [None, "1gbit", "100mbit"]
+CELLS = list(itertools.product(MEASURED_STEPS, RATES))
+TURNS, SLOW = 5, 20.0  # steps above SLOW seconds are measured in the first turn alone
+KEPT = ", kept"
 # Bytes that leave a node per parameter and step of n micro-batches, of a flat ring over W = 4 ranks in 16 bit: a gather
 # or reduce-scatter takes 2 (W - 1) / W = 1.5, an all-reduce between replicas on two nodes 2.
 BY_NCCL = {
     "FSDP2": lambda n: 4.5 * n,
+    "FSDP2, kept": lambda n: 3.0,
+    "HSDP, kept": lambda n: 2.0,
     "DeepSpeed ZeRO-3": lambda n: 4.5 * n,
     "DeepSpeed ZeRO-3, hpZ": lambda n: 3.0 * n + 1.5,  # the first backward pass of a step gathers over all, too
-    "HSDP": lambda n: 2.0,
-    "FSDP2, weights kept": lambda n: 3.0,
-    "HSDP, weights kept": lambda n: 2.0,
 }
-SETTINGS = [*BY_NCCL, "lossless", "int8", "int6", "int8, weights kept"]
+POWER_SGD = "DDP, PowerSGD of rank 4"
+# Parameters sharded in a node, the optimizer over all ranks, one crossing in 16 bit each way per step: hybrid FSDP.
+HIERARCHY = "hierarchy alone, kept"
+MEGATRON_FSDP = ["Megatron-FSDP, HSDP", "Megatron-FSDP, HFSDP"]
+UNQUANTIZED: dict[str, Any] = dict(quantized_gradients=True, gradient_bits=None, gradient_intra_bits=None)
+CARD = "int8 on each card, kept"  # every rank keeps all codes
+OURS = ["lossless", "lossless, kept", "int8", "int8, kept", CARD, "int6", "int6, kept", "ternary", "ternary, kept"]
+SETTINGS = [*BY_NCCL, *MEGATRON_FSDP, POWER_SGD, HIERARCHY, *OURS]
 
 
 class Layer(nn.TransformerEncoderLayer):
@@ -72,66 +92,177 @@ class GPT(nn.Module):
 
 
 def train() -> None:
-    """One rank: argv is train SETTING MICRO_BATCHES. The last rank prints lines as the trainer does."""
-    setting, micro_batches = sys.argv[2], int(sys.argv[3])
+    """One rank: argv is train SETTING CELLS. The last rank prints a JSON line for each cell."""
+    setting, cells = sys.argv[2], json.loads(sys.argv[3])
     torch.manual_seed(0)
     model = GPT()
+    n = sum(parameter.numel() for parameter in model.parameters())
     if setting.startswith("DeepSpeed"):
-        step = deepspeed_step(model, micro_batches, RANKS if setting.endswith("hpZ") else 1)
+        train_step = deepspeed_step(model, setting)
     else:
         dist.init_process_group("gloo")
-        step = fsdp_step(model, setting)
+        make = megatron_fsdp_step if setting in MEGATRON_FSDP else ddp_step if setting == POWER_SGD else fsdp_step
+        train_step = make(model, setting)
     torch.manual_seed(dist.get_rank())
-    for iteration in range(1, STEPS + 1):
-        batches = [torch.randint(VOCABULARY, (1, LENGTH + 1)) for _ in range(micro_batches)]
-        start = time.monotonic()
-        loss = step(batches)
-        seconds = time.monotonic() - start
-        if dist.get_rank() == dist.get_world_size() - 1:
-            rate = dist.get_world_size() * micro_batches * LENGTH / seconds
-            said = f"elapsed time per iteration (ms): {1000 * seconds:.1f} | lm loss: {loss:.6E}"
-            print(f" iteration {iteration:8d}/{STEPS:8d} | {said} | tokens per second: {rate:.0f} |", flush=True)
+    is_first_of_node = os.environ["LOCAL_RANK"] == "0"
+    nodes = dist.get_world_size() // int(os.environ["LOCAL_WORLD_SIZE"])
+
+    def batches(micro_batches: int) -> list[Tensor]:
+        return [torch.randint(VOCABULARY, (1, LENGTH + 1)) for _ in range(micro_batches)]
+
+    def sent() -> float:
+        """Read the bytes that have left a node, as a mean over the nodes."""
+        added = torch.tensor(bytes_sent() / nodes if is_first_of_node else 0.0, dtype=torch.float64)
+        dist.all_reduce(added)
+        return added.item()
+
+    trained_before = 0
+    for micro_batches, rate in cells:
+        if is_first_of_node:
+            limit_link(rate)
         dist.barrier()
+        if micro_batches != trained_before:  # the first steps allocate, and PowerSGD's are exact
+            for _ in range(3 if trained_before == 0 else 1):
+                train_step(batches(micro_batches))
+            trained_before = micro_batches
+        before, start = sent(), time.monotonic()
+        for _ in range(MEASURED_STEPS[micro_batches]):
+            loss = train_step(batches(micro_batches))
+        dist.barrier()
+        seconds = (time.monotonic() - start) / MEASURED_STEPS[micro_batches]
+        row = {"micro_batches": micro_batches, "rate": rate, "seconds": seconds, "loss": loss}
+        row["bytes_per_parameter"] = (sent() - before) / MEASURED_STEPS[micro_batches] / n
+        peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        row["peak_mb"] = peak.item() / 1000
+        if dist.get_rank() == dist.get_world_size() - 1:
+            print(json.dumps(row), flush=True)
+    dist.barrier()
     dist.destroy_process_group()
 
 
-def fsdp_step(model: GPT, setting: str) -> Any:
-    # The peers also add up whole gradients, and reduce them once.
-    mesh, is_peer, (setting, _, kept) = None, setting in BY_NCCL, setting.partition(", weights ")
-    if setting == "HSDP":
-        mesh = init_device_mesh("cpu", (NODES, RANKS), mesh_dim_names=("replicate", "shard"))
+def limit_link(rate: str | None) -> None:
+    """Limit what this node sends, which on two nodes is all that the other receives."""
+    subprocess.run(["tc", "qdisc", "del", "dev", "eth0", "root"], stderr=subprocess.DEVNULL, check=False)
+    if rate is not None:
+        subprocess.run(f"tc qdisc add dev eth0 root tbf rate {rate} burst 256kb latency 200ms".split(), check=True)
+
+
+def bytes_sent() -> int:
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+
+
+def fsdp_step(model: GPT, setting: str) -> Callable[[list[Tensor]], float]:
+    mesh, ranks = None, int(os.environ["LOCAL_WORLD_SIZE"])
+    if setting.startswith("HSDP"):
+        shape = (dist.get_world_size() // ranks, ranks)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    is_kept = setting.endswith(KEPT)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not kept)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    if not is_peer:
-        apply_zeropp(model, setting)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False if is_kept else None)
+    if setting == HIERARCHY:
+        apply_zeropp(model, ZeroPPConfig(hpz_partition_size=ranks, **UNQUANTIZED))
+    elif setting == CARD:
+        apply_zeropp(model, replace(find_config("int8", ranks), weight_copies="card"))
+    elif setting in OURS:
+        apply_zeropp(model, setting.removesuffix(KEPT))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def step(batches: list[Tensor]) -> float:
         for i, batch in enumerate(batches):
             is_last = i == len(batches) - 1
             model.set_is_last_backward(is_last)  # type: ignore[operator]
-            if setting == "HSDP":
-                model.set_requires_all_reduce(is_last)  # type: ignore[operator]
-            if kept:
+            if is_kept:
                 model.set_reshard_after_backward(is_last)  # type: ignore[operator]
-                model.set_requires_gradient_sync(is_last or not is_peer)  # type: ignore[operator]
+                model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
             loss = model(batch)
             (loss / len(batches)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
     return step
 
 
-def deepspeed_step(model: GPT, micro_batches: int, partition: int) -> Any:
+def ddp_step(model: GPT, setting: str) -> Callable[[list[Tensor]], float]:
+    """PyTorch's compressed DDP, whose first steps are exact. In one bucket: gloo mixes up the hook's collectives."""
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 2**30  # type: ignore[attr-defined]
+    ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=2**10)
+    ddp.register_comm_hook(
+        powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2),
+        powerSGD_hook.powerSGD_hook,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step(batches: list[Tensor]) -> float:
+        for i, batch in enumerate(batches):
+            with nullcontext() if i == len(batches) - 1 else ddp.no_sync(), torch.autocast("cpu", torch.bfloat16):
+                loss = ddp(batch)
+                (loss / len(batches)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
+def megatron_fsdp_step(model: GPT, setting: str) -> Callable[[list[Tensor]], float]:
+    """Megatron-FSDP on processors, where work is done when its call returns: streams and events do nothing."""
+
+    class Nothing:
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **kwargs: Nothing()
+
+    cuda: Any = torch.cuda
+    cuda.Stream = cuda.Event = cuda.current_stream = Nothing
+    cuda.stream, cuda.current_device = nullcontext, lambda: 0
+    cuda.synchronize = cuda.empty_cache = lambda: None
+    torch.Tensor.cuda = lambda self: self  # type: ignore[assignment, method-assign]
+    sys.modules["megatron.core"] = None  # type: ignore[assignment]  # it would take its own types from an older one
+    from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    names = ("outer", "shard", "tensor")
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // ranks, ranks, 1), mesh_dim_names=names)
+    # Hybrid: parameters sharded in a node, the optimizer over all ranks. Else weights are kept between micro-batches.
+    is_hybrid = setting.endswith("HFSDP")
+    sharded = fully_shard_model(
+        model.bfloat16(),
+        device_mesh=mesh,
+        dp_outer_dim="outer",
+        dp_shard_dim="shard",
+        tp_dim="tensor",
+        hybrid_fsdp_group=mesh["outer", "shard"]._flatten("hybrid").get_group(),
+        fsdp_unit_modules=[Layer],
+        device=torch.device("cpu"),
+        zero_dp_strategy="optim_grads_params" if is_hybrid else "optim_grads",
+        outer_dp_sharding_strategy="optim" if is_hybrid else "no_shard",
+        sync_model_each_microbatch=False,
+        mixed_precision_policy=MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16, grad_comm_dtype=torch.bfloat16),
+    )
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(sharded.parameters(), lr=1e-4))
+
+    def step(batches: list[Tensor]) -> float:
+        for i, batch in enumerate(batches):
+            with sharded.sync() if i == len(batches) - 1 else sharded.no_sync():
+                loss = sharded(batch)
+                (loss / len(batches)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
+def deepspeed_step(model: GPT, setting: str) -> Callable[[list[Tensor]], float]:
     import deepspeed
 
+    partition = int(os.environ["LOCAL_WORLD_SIZE"]) if setting.endswith("hpZ") else 1
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": micro_batches,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 3, "overlap_comm": True, "zero_hpz_partition_size": partition},
     }
@@ -140,17 +271,18 @@ def deepspeed_step(model: GPT, micro_batches: int, partition: int) -> Any:
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
     def step(batches: list[Tensor]) -> float:
+        engine.set_train_batch_size(len(batches) * dist.get_world_size())
         for batch in batches:
             loss = engine(batch)
             engine.backward(loss)
             engine.step()
-        return float(loss)
+        return float(loss.detach())
 
     return step
 
 
 def run() -> None:
-    """Measure missing rows, in turns; the programs lie in build/peers."""
+    """Measure what is missing, in turns; the programs are those of build/peers."""
     python = PEERS / "bin" / "python"
     if Path(sys.prefix) != PEERS:
         if not python.exists():
@@ -158,44 +290,62 @@ def run() -> None:
             (path,) = (PEERS / "lib").glob("python*/site-packages")
             ours = next(entry for entry in sys.path if entry.endswith("site-packages"))
             (path / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
-            subprocess.run([python, "-m", "pip", "install", "--quiet", "deepspeed"], check=True)
+            subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES], check=True)
         sys.exit(subprocess.run([python, *sys.argv]).returncode)
-    os.environ |= {"LOCAL_SIZE": str(RANKS), "TORCH_EXTENSIONS_DIR": str(PEERS / "extensions"), "DS_ACCELERATOR": "cpu"}
+    check_requirements()
+    os.environ |= {"TORCH_EXTENSIONS_DIR": str(PEERS / "extensions"), "DS_ACCELERATOR": "cpu"}
     # It compiles an operator at first, for which ranks that start together would wait for ever.
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29555"}
     build = "import deepspeed; deepspeed.init_distributed('gloo')"
     subprocess.run([python, "-c", build], check=True, env=os.environ | alone)
-    for turn, micro_batches in itertools.product(range(TURNS), CELLS):
-        for setting in SETTINGS if turn % 2 else reversed(SETTINGS):
-            words = [__file__, "train", setting, str(micro_batches)]
+    settings = sys.argv[2:] or SETTINGS
+    for turn, (nodes, ranks) in itertools.product(range(TURNS), LAYOUTS):
+        for setting in settings if turn % 2 else reversed(settings):
+            key = {"nodes": nodes, "setting": setting, "length": LENGTH}
+            done = [row for row in read_rows(MEASURED) if key.items() <= row.items()]
+            not_again = [
+                (row["micro_batches"], row["rate"]) for row in done if row["turn"] == turn or row["seconds"] > SLOW
+            ]
+            cells = CELLS if nodes == ranks else [(n, None) for n in MEASURED_STEPS] if turn == 0 else []
+            if missing := [cell for cell in cells if cell not in not_again]:
+                for row in launch(setting, missing, nodes, ranks):
+                    append_row(MEASURED, {**key, "turn": turn, **row})
+                    print(setting, row, flush=True)
 
-            def measured(words: list[str] = words) -> dict[str, Any]:
-                found = run_in_a_box(words, NODES, RANKS, RATE, WARMUP, 900, False)
-                sent = found.bytes_per_node_and_step / sum(p.numel() for p in GPT().parameters())
-                return {"seconds": found.seconds_per_step, "bytes_per_parameter": sent, "loss": found.loss}
 
-            key = {"setting": setting, "rate": RATE, "micro_batches": micro_batches, "turn": turn}
-            if row := measure_once(MEASURED, key, measured):
-                print(row, flush=True)
+def launch(setting: str, cells: list[tuple[int, str | None]], nodes: int, ranks: int) -> list[dict[str, Any]]:
+    """Start the ranks in a cluster of their own, and return what they printed."""
+    words = [__file__, "train", setting, json.dumps(cells)]
+    with cluster(nodes, None) as namespaces, programs(words, namespaces, ranks) as processes:
+        printed, _ = processes[-1].communicate(timeout=1800)
+    rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    if len(rows) != len(cells):
+        raise RuntimeError(f"{setting}:\n{printed[-3000:]}")
+    return rows
 
 
 def table() -> str:
-    """Bytes per parameter and step, and seconds of a step: medians of the turns."""
-    rows, lines = read_rows(MEASURED), []
-    for setting in (setting for setting in SETTINGS if any(row["setting"] == setting for row in rows)):
+    """Seconds of a step (median, and spread over the turns), bytes per parameter and step, and memory, by setting."""
+    rows = [row for row in read_rows(MEASURED) if row.get("length") == LENGTH and "nodes" in row]
+    lines = []
+    for setting in SETTINGS:
+        mine = [row for row in rows if row["setting"] == setting]
         cells = []
-        for n in CELLS:
-            mine = [row for row in rows if (row["setting"], row["micro_batches"]) == (setting, n)]
-            sent = statistics.median(row["bytes_per_parameter"] for row in mine)
-            by_nccl = f", {BY_NCCL[setting](n):.1f} by NCCL" if setting in BY_NCCL else ""
-            seconds = statistics.median(row["seconds"] for row in mine)
-            cells += [f"{sent:.2f}{by_nccl}", f"{seconds:.2f}"]
-        name, *more = setting.split(", ", 1)
-        lines.append(
-            [setting if setting in BY_NCCL else ", ".join([f'`apply_zeropp(model, "{name}")`', *more]), *cells]
-        )
-    headings = [heading for n in CELLS for heading in (f"bytes, micro-batches {n}", "seconds")]
-    return markdown_table(["", *headings], lines)
+        for rate, n in itertools.product(reversed(RATES), MEASURED_STEPS):
+            where = {"nodes": 2, "rate": rate, "micro_batches": n}
+            turns = [row["seconds"] for row in mine if where.items() <= row.items()]
+            spread = f" ({min(turns):.2f}-{max(turns):.2f})" if len(turns) > 1 else ""
+            cells.append(f"{statistics.median(turns):.2f}{spread}" if turns else "")
+        for (nodes, _), n in itertools.product(LAYOUTS, MEASURED_STEPS):
+            where = {"nodes": nodes, "micro_batches": n}
+            found = [row["bytes_per_parameter"] for row in mine if where.items() <= row.items()]
+            by_nccl = f" ({BY_NCCL[setting](n):.1f} by NCCL)" if setting in BY_NCCL and nodes == 2 else ""
+            cells.append(f"{statistics.median(found):.2f}{by_nccl}" if found else "")
+        peaks = [row["peak_mb"] for row in mine if row["nodes"] == 2]
+        lines.append([f"`{setting}`" if setting in OURS else setting, *cells, f"{max(peaks):.0f}" if peaks else ""])
+    headings = [f"{rate or 'no limit'}, {n}" for rate, n in itertools.product(reversed(RATES), MEASURED_STEPS)]
+    headings += [f"bytes {nodes} x {ranks}, {n}" for (nodes, ranks), n in itertools.product(LAYOUTS, MEASURED_STEPS)]
+    return markdown_table(["", *headings, "peak MB"], lines)
 
 
 if __name__ == "__main__":
