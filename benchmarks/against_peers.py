@@ -1,7 +1,6 @@
 """A race: one GPT, one loop, one network, and every way to train it, in turns, in the cluster in a box.
 
-    sudo .venv/bin/python benchmarks/against_peers.py run [SETTING ...]  # makes build/peers with DeepSpeed first
-    .venv/bin/python benchmarks/against_peers.py table
+    sudo .venv/bin/python benchmarks/against_peers.py run  # makes build/peers with DeepSpeed first
 
 All train the same model of torch's own modules in bf16 with fp32 masters and AdamW. One start of the program trains in
 each cell in turn: micro-batches of a step, and rate of the links. "Kept": the weights stay gathered from a step's first
@@ -14,6 +13,7 @@ over the ranks, by formula.
 import itertools
 import json
 import os
+import re
 import resource
 import statistics
 import subprocess
@@ -29,8 +29,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from between_nodes import in_words
 from cluster_in_a_box import check_requirements, cluster, programs
 from common import RESULTS, ROOT, append_row, markdown_table, read_rows, run_choice
+from study import RESULTS as STUDY
+from study import read_results
+from study_tables import by_flags_and_seed, losses_of_recipe
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -45,7 +49,7 @@ LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY = 8, 512, 8, 256, 1024
 LAYOUTS = [(2, 2), (4, 1)]  # nodes, ranks of a node; the second for its bytes, once and without a limit
 MEASURED_STEPS = {1: 3, 8: 1}  # by micro-batches of a step
 RATES = [None, "1gbit", "100mbit"]
-CELLS = list(itertools.product(MEASURED_STEPS, RATES))
+CELLS: list[tuple[int, str | None]] = list(itertools.product(MEASURED_STEPS, RATES))
 TURNS, SLOW = 5, 20.0  # steps above SLOW seconds are measured in the first turn alone
 KEPT = ", kept"
 # Bytes that leave a node per parameter and step of n micro-batches, of a flat ring over W = 4 ranks in 16 bit: a gather
@@ -298,9 +302,8 @@ def run() -> None:
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29555"}
     build = "import deepspeed; deepspeed.init_distributed('gloo')"
     subprocess.run([python, "-c", build], check=True, env=os.environ | alone)
-    settings = sys.argv[2:] or SETTINGS
     for turn, (nodes, ranks) in itertools.product(range(TURNS), LAYOUTS):
-        for setting in settings if turn % 2 else reversed(settings):
+        for setting in SETTINGS if turn % 2 else reversed(SETTINGS):
             key = {"nodes": nodes, "setting": setting, "length": LENGTH}
             done = [row for row in read_rows(MEASURED) if key.items() <= row.items()]
             not_again = [
@@ -324,32 +327,71 @@ def launch(setting: str, cells: list[tuple[int, str | None]], nodes: int, ranks:
     return rows
 
 
-def table() -> str:
-    """Seconds of a step (median, and spread over the turns), bytes per parameter and step, and memory, by setting."""
-    rows = [row for row in read_rows(MEASURED) if row.get("length") == LENGTH and "nodes" in row]
+def figures(setting: str, name: str, nodes: int = 2, **where: Any) -> list[float]:
+    """Return a figure of the setting in each turn, in order, for what ``where`` says of micro-batches and rate."""
+    where |= {"nodes": nodes, "setting": setting, "length": LENGTH}
+    return sorted(row[name] for row in read_rows(MEASURED) if where.items() <= row.items())
+
+
+def table_of_seconds() -> str:
+    """Seconds of a step: the median, and least to most over the turns."""
+    cells, lines = list(itertools.product(reversed(RATES), MEASURED_STEPS)), []
+    for setting in SETTINGS:
+        lines.append([name_of(setting)])
+        for rate, n in cells:
+            turns = figures(setting, "seconds", rate=rate, micro_batches=n)
+            spread = f" ({turns[0]:.2f} to {turns[-1]:.2f})" if len(turns) > 1 else ""
+            lines[-1].append(f"{statistics.median(turns):.2f}{spread}" if turns else "")
+    return markdown_table(["", *(f"{rate or 'no limit'}, {n}" for rate, n in cells)], lines)
+
+
+def table_of_bytes() -> str:
+    """Bytes that leave a node per parameter and step, and the largest rank's peak memory."""
     lines = []
     for setting in SETTINGS:
-        mine = [row for row in rows if row["setting"] == setting]
-        cells = []
-        for rate, n in itertools.product(reversed(RATES), MEASURED_STEPS):
-            where = {"nodes": 2, "rate": rate, "micro_batches": n}
-            turns = [row["seconds"] for row in mine if where.items() <= row.items()]
-            spread = f" ({min(turns):.2f}-{max(turns):.2f})" if len(turns) > 1 else ""
-            cells.append(f"{statistics.median(turns):.2f}{spread}" if turns else "")
+        lines.append([name_of(setting)])
         for (nodes, _), n in itertools.product(LAYOUTS, MEASURED_STEPS):
-            where = {"nodes": nodes, "micro_batches": n}
-            found = [row["bytes_per_parameter"] for row in mine if where.items() <= row.items()]
+            sent = figures(setting, "bytes_per_parameter", nodes, micro_batches=n)
             by_nccl = f" ({BY_NCCL[setting](n):.1f} by NCCL)" if setting in BY_NCCL and nodes == 2 else ""
-            cells.append(f"{statistics.median(found):.2f}{by_nccl}" if found else "")
-        peaks = [row["peak_mb"] for row in mine if row["nodes"] == 2]
-        lines.append([f"`{setting}`" if setting in OURS else setting, *cells, f"{max(peaks):.0f}" if peaks else ""])
-    headings = [f"{rate or 'no limit'}, {n}" for rate, n in itertools.product(reversed(RATES), MEASURED_STEPS)]
-    headings += [f"bytes {nodes} x {ranks}, {n}" for (nodes, ranks), n in itertools.product(LAYOUTS, MEASURED_STEPS)]
+            lines[-1].append(f"{statistics.median(sent):.2f}{by_nccl}" if sent else "")
+        lines[-1].append(f"{max(figures(setting, 'peak_mb'), default=0):.0f}")
+    headings = [f"{nodes} x {ranks}, {n}" for (nodes, ranks), n in itertools.product(LAYOUTS, MEASURED_STEPS)]
     return markdown_table(["", *headings, "peak MB"], lines)
+
+
+def name_of(setting: str) -> str:
+    return f"`{setting}`" if setting in OURS and setting != CARD else setting
+
+
+def readme_table() -> str:
+    """The best peers beside two recipes, for 1 and for 8 micro-batches in a step; a predicted step, and the loss."""
+    columns = {"FSDP2, tuned": "FSDP2, kept", "HSDP": "HSDP, kept", "hybrid FSDP": HIERARCHY}
+    columns |= {"`int8`": "int8, kept", "`int6`": "int6, kept"}
+
+    def pair(setting: str, name: str, digits: int, **where: Any) -> str:
+        medians = [statistics.median(figures(setting, name, micro_batches=n, **where)) for n in MEASURED_STEPS]
+        return " / ".join(f"{value:.{digits}f}" for value in medians)
+
+    lines = [["bytes that leave a node, per parameter and step"]]
+    lines[0] += [pair(setting, "bytes_per_parameter", 2) for setting in columns.values()]
+    for rate in reversed(RATES):
+        link = "without a limit" if rate is None else f"of {in_words(rate)}"
+        lines.append([f"seconds of a step, links {link}"])
+        lines[-1] += [pair(setting, "seconds", 2, rate=rate) for setting in columns.values()]
+    lines.append(["peak memory of a rank, MB"])
+    lines[-1] += [f"{max(figures(setting, 'peak_mb')):.0f}" for setting in columns.values()]
+    worth = (RESULTS / "planner_worth.md").read_text()  # MFU and seconds of ZeRO-3, HSDP, lossless, int8, int6
+    (llama,) = (line for line in worth.splitlines() if line.startswith("| Llama-8B | 8 | 100 |"))
+    zero3, hsdp, _, *ours = re.findall(r"[\d.]+ s", llama)
+    lines.append(["a step of Llama-8B, predicted", zero3, hsdp, "", *ours])
+    study = {scale: by_flags_and_seed(read_results(STUDY, scale)) for scale in ("cpu", "tuned")}
+    losses = [losses_of_recipe(name, study["cpu"], study["tuned"])[0] for name in ("int8", "int6")]
+    lines.append(["loss over FSDP2's", "", "", "", *losses])
+    return markdown_table(["", *columns], lines)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["train"]:
         train()
     else:
-        run_choice(__doc__, {"run": run, "table": lambda: print(table())})
+        run_choice(__doc__, {"run": run})

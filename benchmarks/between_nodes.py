@@ -1,18 +1,15 @@
-"""What crosses between nodes, and what that costs: ZeRO-3 beside ZeRO++ on the cluster in a box.
+"""What crosses between nodes, and what each technique gains: ZeRO-3 beside ZeRO++ on the cluster in a box.
 
-    sudo .venv/bin/python benchmarks/between_nodes.py bytes       # bytes per parameter and step, several settings
-    sudo .venv/bin/python benchmarks/between_nodes.py throughput  # tokens/s over link rates
+    sudo .venv/bin/python benchmarks/between_nodes.py bytes  # bytes per parameter and step, several settings
     sudo .venv/bin/python benchmarks/between_nodes.py techniques  # seconds of a step by technique, in turns
-    .venv/bin/python benchmarks/between_nodes.py plot             # throughput, as results/between_nodes_throughput.png
 
-Results are appended to ``benchmarks/results/between_nodes_{bytes,throughput,techniques}.jsonl``, one line a run with
+Results are appended to ``benchmarks/results/between_nodes_{bytes,techniques}.jsonl``, one line a run with
 its command; what is there already is not run again. Bytes are read from the nodes' interfaces; every rank
 runs the real trainer. ``benchmarks/reproduce.py --write`` writes the tables into pages.
 """
 
 import itertools
 import os
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -22,16 +19,11 @@ from typing import Any
 
 from cluster_in_a_box import run
 from common import RESULTS, ROOT, markdown_table, measure_once, read_rows, run_choice
-from study import RESULTS as STUDY
-from study import read_results
-from study_tables import by_flags_and_seed, losses_of_recipe
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT
 
-BYTES, THROUGHPUT, TECHNIQUES = (
-    RESULTS / f"between_nodes_{what}.jsonl" for what in ("bytes", "throughput", "techniques")
-)
+BYTES, TECHNIQUES = (RESULTS / f"between_nodes_{what}.jsonl" for what in ("bytes", "techniques"))
 # 26M parameters, and hardly any tokens: the network is what is measured.
 MODEL = (
     "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 32 --micro-batch-size 1 --mock-data "
@@ -79,7 +71,6 @@ BYTES_SHAPES = {  # (nodes, ranks of a node)
     (2, 4): ["all flags, tensor parallel 2", "all flags, LoCo, tensor parallel 2"],
 }
 PIPELINE_MICRO_BATCHES = (2, 8)
-THROUGHPUT_SETTINGS = ["ZeRO-3 bf16", "all flags, LoCo", "all flags, LoCo, moved codes"]
 TECHNIQUE_RATES = ["300mbit", "1gbit"]
 TECHNIQUE_SETTINGS = [  # name, whether its kernels are used
     ("ZeRO-3 bf16", True),
@@ -92,7 +83,6 @@ TECHNIQUE_SETTINGS = [  # name, whether its kernels are used
     ("all flags, LoCo", False),
 ]
 TECHNIQUE_ROUNDS = 3
-RATES = ["100mbit", "300mbit", "1gbit", "4gbit", None]  # at the first, ZeRO-3 does little but communicate
 
 
 def measure_bytes() -> None:
@@ -102,15 +92,6 @@ def measure_bytes() -> None:
                 measure(BYTES, name, nodes, ranks_per_node, micro_batches, None, steps=16)
     for micro_batches in PIPELINE_MICRO_BATCHES:
         measure(BYTES, STAGES, 2, 2, micro_batches, None, steps=16)
-
-
-def measure_throughput() -> None:
-    for rate in RATES:
-        for micro_batches in (1, 8):
-            # Slow steps vary little, and fast ones cost little.
-            steps = 3 if rate == RATES[0] else 25 if rate is None and micro_batches == 1 else 5
-            for name in THROUGHPUT_SETTINGS:
-                measure(THROUGHPUT, name, 2, 2, micro_batches, rate, steps=steps)
 
 
 def measure_techniques() -> None:
@@ -152,19 +133,6 @@ def per_parameter(row: dict[str, Any]) -> float:
     return row["bytes_per_node_and_step"] / row["parameters"]
 
 
-def throughput() -> dict[tuple[int, str | None, str], float]:
-    """Tokens per second by micro-batches, rate and setting.
-
-    By the time of a step: the log's own figure is a whole number, too coarse where links are slow.
-    """
-    found = {}
-    for row in read_rows(THROUGHPUT):
-        sizes = (row["command"].split(f"{flag} ")[1].split()[0] for flag in ("--global-batch-size", "--seq-length"))
-        samples, length = map(int, sizes)
-        found[row["micro_batches"], row["rate"], row["setting"]] = samples * length / row["seconds_per_step"]
-    return found
-
-
 def bytes_table() -> str:
     """Bytes that leave a node per parameter and optimizer step, read from its interface."""
     sent, lines = bytes_sent(), []
@@ -194,44 +162,6 @@ def pipeline_table() -> str:
     return markdown_table(["micro-batches", "measured", "formula", "headers, and the sums of loss and norm"], lines)
 
 
-def speed_table() -> str:
-    """Tokens per second of 2 x 2 ranks over the rate of the nodes' links; in brackets over ZeRO-3's."""
-    tokens, lines = throughput(), []
-    for rate, micro_batches in itertools.product(RATES, (1, 8)):
-        found = [tokens[micro_batches, rate, name] for name in THROUGHPUT_SETTINGS]
-        lines.append(
-            [in_words(rate), micro_batches, f"{found[0]:.1f}", *(f"{t:.1f} ({t / found[0]:.2f} x)" for t in found[1:])]
-        )
-    return markdown_table(["link", "micro-batches", *(NAMES.get(name, name) for name in THROUGHPUT_SETTINGS)], lines)
-
-
-def readme_table() -> str:
-    """Bytes and speed of the recipes beside ZeRO-3's, for 1 and for 8 micro-batches in a step; predicted time, loss."""
-    tokens, sent = throughput(), bytes_sent()
-    _, _, int8 = THROUGHPUT_SETTINGS
-    names = ["ZeRO-3 bf16", int8, INT6]
-    lines: list[list[object]] = [["bytes that leave a node, per parameter and step"]]
-    lines[0] += [" / ".join(f"{sent[2, 2, name, n]:.2f}" for n in (1, 8)) for name in names]
-    for rate in RATES:
-        gains = [tokens[n, rate, int8] / tokens[n, rate, names[0]] for n in (1, 8)]
-        lines.append(
-            [
-                f"speed, links of {in_words(rate)}" if rate else "speed, links without a limit",
-                "1",
-                " / ".join(f"{gain:.1f} x" for gain in gains),
-                "",
-            ]
-        )
-    worth = (RESULTS / "planner_worth.md").read_text()  # MFU and seconds of ZeRO-3, HSDP, lossless, int8, int6
-    (llama,) = (line for line in worth.splitlines() if line.startswith("| Llama-8B | 8 | 100 |"))
-    zero3, _, _, *ours = re.findall(r"[\d.]+ s", llama)
-    lines.append(["a step of Llama-8B, predicted", zero3, *ours])
-    study = {scale: by_flags_and_seed(read_results(STUDY, scale)) for scale in ("cpu", "tuned")}
-    losses = [losses_of_recipe(name, study["cpu"], study["tuned"])[0] for name in ("int8", "int6")]
-    lines.append(["loss over ZeRO-3's", "", *losses])
-    return markdown_table(["", "ZeRO-3", "`--zeropp int8`", "`--zeropp int6`"], lines)
-
-
 def techniques_table() -> str:
     """Seconds of a step by technique, medians over rounds; in brackets ZeRO-3's over it, least and most."""
     timed = {(r["rate"], r["setting"], r["kernels"], r["round"]): r for r in read_rows(TECHNIQUES)}
@@ -256,43 +186,13 @@ def in_words(rate: str | None) -> str:
 
 # The tables of pages, by page and place: benchmarks/reproduce.py writes and checks them.
 BLOCKS = {
-    ROOT / "README.md": {"measured": readme_table},
     ROOT / "docs" / "evidence" / "bytes-and-speed.md": {
         "bytes": bytes_table,
-        "speed": speed_table,
         "techniques": techniques_table,
     },
     ROOT / "docs" / "reference" / "parallelism.md": {"stages": pipeline_table},
 }
 
 
-def plot_throughput() -> None:
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import LogLocator
-
-    labels = [in_words(rate) for rate in RATES]
-    tokens = throughput()
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharex=True, sharey=True, layout="constrained")
-    for micro_batches, axis in zip((1, 8), axes, strict=True):
-        for name in THROUGHPUT_SETTINGS:
-            axis.plot(labels, [tokens[micro_batches, rate, name] for rate in RATES], marker="o", label=name)
-        axis.set(title=f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} per step", yscale="log")
-        axis.set(xlabel="rate of a node's link", ylabel="tokens per second")
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.tick_params(labelleft=True)
-        axis.grid(alpha=0.3)
-    axes[0].legend(fontsize="small")
-    figure.savefig(THROUGHPUT.with_suffix(".png"), dpi=120)
-
-
 if __name__ == "__main__":
-    run_choice(
-        __doc__,
-        {
-            "bytes": measure_bytes,
-            "throughput": measure_throughput,
-            "techniques": measure_techniques,
-            "plot": plot_throughput,
-        },
-    )
+    run_choice(__doc__, {"bytes": measure_bytes, "techniques": measure_techniques})

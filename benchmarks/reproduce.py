@@ -71,7 +71,8 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
         "box": planner_box.table,
         "worth": lambda: planner.kept("worth"),
     },
-    EVIDENCE / "peers.md": {"peers": against_peers.table},
+    ROOT / "README.md": {"race": against_peers.readme_table},
+    EVIDENCE / "peers.md": {"seconds": against_peers.table_of_seconds, "bytes": against_peers.table_of_bytes},
     EVIDENCE / "islands.md": {"sites": lambda: planner.kept("islands"), "between-islands": between_islands.table},
     EVIDENCE / "benchmarks.md": {
         "mutants": mutants.table,
