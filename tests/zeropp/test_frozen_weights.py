@@ -208,24 +208,6 @@ def test_only_the_trained_weights_are_sent(found):
             assert sent[event] == [first, trained + looks, again, trained + looks]
 
 
-def _unfrozen_and_frozen():
-    """Whether a weight is finite, and whether it moved, in steps between which it is unfrozen and frozen."""
-    model, _, _ = build(replace(ALL_FLAGS, gradient_element_scales=True))
-    optimizer, weight, found = torch.optim.SGD(model.parameters(), lr=0.1), model.layers[0].base.weight, []
-    for trains in (False, False, True, True, False):
-        weight.requires_grad_(trains)
-        before = weight.to_local().detach().clone()
-        step(model, optimizer)
-        found.append((weight.to_local().isfinite().all().item(), not weight.to_local().equal(before)))
-    return found
-
-
-@pytest.mark.long
-def test_parameters_may_be_unfrozen_and_frozen_between_steps_with_loco():
-    trains = (False, False, True, True, False)
-    assert run_ranks(4, _unfrozen_and_frozen) == [[(True, moved) for moved in trains]] * 4
-
-
 def _bytes_with_reference_passes(config, has_reference_passes):
     """Bytes between nodes of each of three steps; a reference pass freezes the adapters, as PEFT's disable_adapter."""
     model, zeropp, optimizer = build(config)

@@ -359,7 +359,7 @@ def test_what_is_not_quantized_arrives_bit_by_bit(shift, bits, dtype, device):
 
 
 @on_devices
-def test_opcheck(device):
+def test_torch_can_trace_every_operator(device):
     format = WireFormat(PARAMETERS, 4, 128, torch.bfloat16)
     values = random(2, NUMEL, device=device)
     wire, out = format.encode(values), torch.empty(2, NUMEL, device=device)
@@ -367,8 +367,7 @@ def test_opcheck(device):
     error = error_format.encode(values)
     ops, table = torch.ops.megatron_zpp, format.table
     torch.library.opcheck(
-        ops.encode,
-        (values, None, [], out, wire, table, error, error.clone(), error_format.table, 0.8, 1.0, None),
+        ops.encode, (values, None, [], out, wire, table, error, error.clone(), error_format.table, 0.8, 1.0, None)
     )
     torch.library.opcheck(ops.decode, (wire.unsqueeze(0), table, out, True))
     torch.library.opcheck(ops.rotate, (values, table, out))

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.ranks import run_in_turn
@@ -45,29 +44,3 @@ def test_tensor_parallel_ranks_never_mix_and_train_as_under_fsdp2():
     groups = [groups for _, groups in found["ours"]]
     assert groups[0] == [[0, 2], [0, 4]]  # every other rank is of the other tensor-parallel half
     assert groups[7] == [[5, 7], [3, 7]]
-
-
-def _sharded(config, reshard, offload):
-    model = mlp()
-    options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
-    zeropp = shard(model, config, [model[0]], reshard_after_forward=reshard, **options)
-    return losses_of(model, zeropp, seed=dist.get_rank())
-
-
-def _like_fsdp2(**options):
-    return _sharded(None, **options), _sharded(HIERARCHY_ONLY, **options)
-
-
-@pytest.fixture(scope="module")
-def on_four_ranks():
-    functions = {
-        "ZeRO-2": partial(_like_fsdp2, reshard=False, offload=False),
-        "CPU offload": partial(_like_fsdp2, reshard=True, offload=True),
-    }
-    return run_in_turn(4, functions)
-
-
-@pytest.mark.parametrize("name", ["ZeRO-2", "CPU offload"])
-def test_zero_2_and_cpu_offload_equal_plain_fsdp(on_four_ranks, name):
-    for expected, losses in on_four_ranks[name]:
-        assert losses == pytest.approx(expected, rel=1e-5)

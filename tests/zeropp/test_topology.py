@@ -16,7 +16,6 @@ from megatron_zpp.zeropp.fsdp import topology
 from megatron_zpp.zeropp.fsdp.collectives import count_flat_ring, count_reduce_scatter
 from megatron_zpp.zeropp.fsdp.shared import Traffic
 from megatron_zpp.zeropp.fsdp.topology import Topology, _ranks_per_node_of, build_topology
-from megatron_zpp.zeropp.own_rank import load_random_state_dict, random_state_dict
 from megatron_zpp.zeropp.reduce import reduce_scatter
 from tests.ranks import run_in_turn
 from tests.zeropp.training_on_ranks import Net, shard
@@ -156,13 +155,6 @@ def test_nccl_runs_what_is_in_flight_before_what_computes_as_fsdp2_does(on_four_
         assert has_own and ([0, 1, 2, 3], True, seconds) in made
 
 
-@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch is built without NCCL")
-def test_nccls_options_have_what_is_set():
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timedelta(seconds=7)
-    assert options.is_high_priority_stream and options._timeout == timedelta(seconds=7)
-
-
 def test_ranks_of_one_host_are_one_node_and_a_wrong_size_is_refused(on_four_ranks):
     assert [groups[2] for groups in on_four_ranks["one host"]] == [[0, 1, 2, 3]] * 4
     for message in on_four_ranks["3 per node"]:
@@ -173,13 +165,6 @@ def test_a_node_size_beyond_the_node_is_refused(on_four_ranks):
     assert [groups[2] for groups in on_four_ranks["1 per node"]] == [[0], [1], [2], [3]]
     for message in on_four_ranks["4 per node"]:
         assert "4 data-parallel ranks per node, but those from 0 on run on several" in message
-
-
-def test_random_states_are_taken_back():
-    state, numbers = random_state_dict(), torch.rand(3)
-    assert "0.cpu" in state
-    load_random_state_dict(state)
-    assert torch.rand(3).equal(numbers)
 
 
 @pytest.mark.parametrize("num_nodes, ranks_per_node, crossing", [(2, 3, {2, 5}), (1, 6, set()), (6, 1, set(range(6)))])
