@@ -1,8 +1,4 @@
-"""Compare runs on one HTML page with plots and a table, which needs no server and no network.
-
-python tools/report.py runs/zero3 runs/zeropp --output report.html
-python tools/report.py --wandb PROJECT
-"""
+"""Compare runs on one HTML page with plots and a table, which needs no server and no network."""
 
 from __future__ import annotations
 
@@ -35,6 +31,7 @@ PLACES = {  # settings that say where a run wrote, not what it did
     *("command", "save", "load", "data_cache_path"),
     *("metrics_dir", "tensorboard_dir", "wandb_exp_name"),
 }
+ORIGIN = "command", "hardware", "world_size", "commit", "torch_version"
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width"><style>
@@ -87,6 +84,12 @@ def differing_settings(runs: list[RunHistory]) -> dict[str, list[str]]:
     return {name: per_run for name, per_run in values.items() if len(set(per_run)) > 1}
 
 
+def over_first(rows: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Divide each run's figures by the first run's."""
+    numbers = {name: [float(cell.replace(",", "")) for cell in cells] for name, cells in rows.items() if all(cells)}
+    return {name: [f"{value / every[0]:.4g} x" for value in every] for name, every in numbers.items() if every[0]}
+
+
 def charts(runs: list[RunHistory]) -> dict[str, dict[tuple[str, str], dict[str, Curve]]]:
     """Return curves by group, by chart and axis, and by run. Leave out charts without any point."""
     groups: dict[str, dict[tuple[str, str], dict[str, Curve]]] = {}
@@ -104,6 +107,10 @@ def write_html(runs: list[RunHistory], path: Path, cluster: Cluster | None = Non
     summaries = [summary(run) for run in runs]
     rows = {name: [per_run[name] for per_run in summaries] for name in summaries[0]}
     parts = [_table({name: cells for name, cells in rows.items() if any(cells)}, runs)]
+    if len(runs) > 1:
+        parts += [f"<h2>Over {html.escape(runs[0].name)}</h2>", _table(over_first(rows), runs)]
+    origin = {name: [str(run.settings.get(name, "")) for run in runs] for name in ORIGIN}
+    parts += ["<h2>Command and hardware</h2>", _table(origin, runs)]
     if cluster is not None:
         from megatron_zpp.planning.predict import compare_with_log  # needs torch, which pages do not
 

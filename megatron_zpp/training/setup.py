@@ -234,6 +234,7 @@ def _build_writers(architecture: Architecture, settings: ResolvedSettings, plan:
             "architecture": architecture.name,
             "padded_vocab_size": plan.vocab_size,
             "world_size": dist.get_world_size(),
+            "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "num_parameters": architecture.num_parameters(architecture.build_config(settings.model, plan.vocab_size)),
             **(describe_program() if is_last_rank else {}),
         },

@@ -77,10 +77,11 @@ def test_page_compares_the_runs(trained, runs, tmp_path, capsys):
     assert text.count('<svg role="img"') == text.count("</svg>") == len(KEYS) + 6  # losses also over other axes
     assert not re.search(r"""(src|href)="(?!#)|url\((?!#)""", text)  # nothing is fetched
     assert page.stat().st_size < 400_000
-    rows = {row[0]: row[1:] for row in re.findall(r"<tr><th>([^<]*)</th><td>([^<]*)</td><td>([^<]*)</td></tr>", text)}
+    found = re.findall(r"<tr><th>([^<]*)</th><td>([^<]*)</td><td>([^<]*)</td></tr>", text)
+    rows = {name: cells for name, *cells in reversed(found)}  # the first of a name
     names = rows[""]
     assert set(names) == {"loco", "coarse"}
-    assert rows["tokens"] == ("2,048", "2,048")
+    assert rows["tokens"] == ["2,048", "2,048"]
     # Validation at 4 and 8, then the test set, is what the log has.
     for name, loss, megabytes in zip(
         names, rows["validation loss (last)"], rows["MB between nodes per step (mean)"], strict=True
@@ -89,6 +90,9 @@ def test_page_compares_the_runs(trained, runs, tmp_path, capsys):
         sent = printed("sent between nodes per step (MB)", logs[name])
         assert float(megabytes) == pytest.approx(sum(sent) / len(sent), abs=2e-3)
     loco = names.index("loco")
+    sent, over = ([cells for name, *cells in found if name == "MB between nodes per step (mean)"][i] for i in range(2))
+    assert over == ["1 x", f"{float(sent[1]) / float(sent[0]):.4g} x"]  # over the first run's
+    assert all(rows["command"]) and all(rows["hardware"])
     assert (rows["zeropp_loco"][loco], rows["zeropp_gradient_bits"][1 - loco]) == ("True", "2")
     assert "tensorboard_dir" not in rows and "seq_length" not in rows
 

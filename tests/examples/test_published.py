@@ -199,7 +199,6 @@ def run_laptop(script: Path, variant: str, folder: Path) -> tuple[RunHistory, li
 @pytest.mark.parametrize(
     "name, variant",
     [
-        pytest.param("zeropp/gpt_350m", "RECIPE=zeropp-nonblocked WEIGHT_BITS=6", marks=pytest.mark.long),
         pytest.param("zeropp/gpt_18b", "RECIPE=qwz", marks=pytest.mark.long),
         pytest.param("zeropp/finetune", "BITS=2", marks=pytest.mark.long),
         pytest.param("loco/llama_0.8b", "RECIPE=loco", marks=pytest.mark.long),
@@ -209,7 +208,7 @@ def run_laptop(script: Path, variant: str, folder: Path) -> tuple[RunHistory, li
     ],
 )
 def test_laptop_scale_trains_and_sends_what_its_flags_say(name, variant, folder):
-    """zeropp/gpt_13b.sh is zeropp/gpt_350m.sh at this scale."""
+    """zeropp/gpt_13b.sh is zeropp/gpt_350m.sh at this scale, which the next test runs as it stands."""
     measured, words = run_laptop(ROOT / "examples" / f"{name}.sh", variant, folder)
     losses = measured.metrics["lm loss"]
     assert max(losses) == 10
@@ -242,10 +241,6 @@ def test_a_script_ends_with_its_run_beside_a_baseline_and_the_paper(folder):
     assert loss["verdict"] in ("same direction", "not seen")
     assert any("Table 5" in published and "E20" in row["how"] for published, row in rows.items())
     assert "<svg" in (out / "report.html").read_text() and result["commit"]
-    # A baseline of another length is no baseline.
-    short = ["--train-iters", "10"]
-    refused = run(ROOT / "examples/zeropp/gpt_350m.sh", *short, env=clean(**places | {"OUT": f"{out}-2"}), status=2)
-    assert "remove the baseline's folder" in refused.stderr
 
 
 def test_every_script_ends_with_the_rows_of_an_experiment_that_is_listed():
@@ -273,6 +268,17 @@ def test_one_run_shows_a_direction_of_the_loss_and_cpus_nothing_of_speed():
         conclude.judge("loss", "lower", 0.5, True) == "not seen" and conclude.judge("loss", 0, 0.5, True) == "one seed"
     )
     assert conclude.judge("speed", 2.7, 1.4, on_cpus=False) == "same direction"
+
+
+def test_a_loss_is_compared_with_a_run_of_equal_length_where_both_learned():
+    def run_of(steps: int, loss: float) -> RunHistory:
+        sent = {"lm loss validation": {steps: loss}, "comm/bytes-between-nodes": {steps: 1.0}}
+        return RunHistory("run", metrics=sent | {"tokens-per-second": {steps: 1.0}}, samples={steps: 1.0})
+
+    assert conclude.measured(run_of(9, 4.0), run_of(9, 5.0), entropy=6.0)["loss"] == pytest.approx(-20)
+    assert conclude.measured(run_of(9, 4.0), run_of(9, 5.0), entropy=4.5).keys() == {"bytes", "speed"}
+    with pytest.raises(ValueError, match="9 steps, 8 in the baseline run: remove the baseline's folder"):
+        conclude.measured(run_of(9, 4.0), run_of(8, 5.0), entropy=6.0)
 
 
 def test_a_base_that_was_stopped_is_not_fine_tuned(folder, put, tmp_path):
