@@ -86,9 +86,10 @@ def _find_param_groups(model: nn.Module) -> list[tuple[str, FSDPModule, Any]]:
 
 def _param_groups_of(module: FSDPModule) -> list[Any]:
     state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return state._fsdp_param_groups
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []  # torch 2.11
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return groups
 
 
 def specification(param_group: Any, names: Sequence[str]) -> tuple[ParameterShard, ...]:
