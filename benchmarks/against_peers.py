@@ -221,10 +221,11 @@ def megatron_fsdp_step(model: GPT, setting: str) -> Callable[[list[Tensor]], flo
             return lambda *args, **kwargs: Nothing()
 
     cuda: Any = torch.cuda
+    tensor: Any = Tensor
     cuda.Stream = cuda.Event = cuda.current_stream = Nothing
     cuda.stream, cuda.current_device = nullcontext, lambda: 0
     cuda.synchronize = cuda.empty_cache = lambda: None
-    torch.Tensor.cuda = lambda self: self  # type: ignore[assignment, method-assign]
+    tensor.cuda = lambda self: self
     sys.modules["megatron.core"] = None  # type: ignore[assignment]  # it would take its own types from an older one
     from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 
