@@ -1,7 +1,9 @@
 """Muon on real ranks against torch.optim.Muon in one process, on whole matrices and on each node's rows."""
 
 import math
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 from megatron_zpp.zeropp import Muon, ZeroPP, ZeroPPConfig
 from megatron_zpp.zeropp.muon import matrix_blocks
@@ -262,6 +265,23 @@ def test_a_gradient_scaler_unscales_the_matrices_too(alone) -> None:
     assert all(one.equal(other) for one, other in zip(*found, strict=True))
 
 
+def _refused_on_a_rank(columns: bool) -> str:
+    model = nn.Linear(8, 8, bias=False)
+    zeropp = shard(model, ZeroPPConfig(), shard_placement_fn=(lambda _: Shard(1)) if columns else None)
+    other = nn.Parameter(torch.zeros(2, 2))
+    other.grad = torch.zeros(2, 2)
+    with pytest.raises(ValueError) as error:
+        Muon([model.weight] if columns else [other], zeropp).step()
+    return str(error.value)
+
+
+def test_refuses_other_shards_and_other_models() -> None:
+    refusals = {"rows are sharded": True, "not of the model": False}
+    functions = {message: partial(_refused_on_a_rank, columns) for message, columns in refusals.items()}
+    for message, errors in run_in_turn(2, functions).items():
+        assert all(message in error for error in errors)
+
+
 REFUSED = {  # keyword arguments, as pairs, and the message
     ("period", 0): "period must be at least 1, or None",
     ("adjust_lr_fn", "none"): "adjust_lr_fn 'none' is not one of spectral",
@@ -283,3 +303,8 @@ def test_refuses_arguments_that_cannot_be_and_what_is_no_matrix(alone) -> None:
     expected = [*REFUSED.values(), "Muon is for matrices, not for a parameter of shape (7,)"]
     for message, start in zip(alone["refused"][0], expected, strict=True):
         assert start in message
+
+
+def test_refuses_offloaded_matrices() -> None:
+    with pytest.raises(ValueError, match="on the device that computes, cuda"):
+        Muon(Matrices().matrices, SimpleNamespace(device=torch.device("cuda")))
