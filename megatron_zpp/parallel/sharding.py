@@ -48,8 +48,8 @@ def shard_model(
         if mesh.ep_size > 1 and isinstance(layer.mlp, MoE):
             shard(layer.mlp.experts, mesh=mesh.expert_sharding, reshard_after_forward=zero_stage == 3)
         shard(layer, reshard_after_forward=zero_stage == 3)
-    ends = (model._modules.get(name) for name in model.ends)  # a pipeline's stage has some of them
-    for module in (*filter(None, ends), model):
+    ends = [model._modules.get(name) for name in model.ends]
+    for module in (*(end for end in ends if end is not None), model):  # a pipeline's stage has some of the ends
         shard(module, reshard_after_forward=False)
 
 

@@ -213,6 +213,7 @@ class ZeroPP:
 
         Keys begin with "RANK.", so the states of all ranks merge into one. Keys and shapes are the same from the start,
         for ``torch.distributed.checkpoint``, which loads into what it finds. Training does not change the tensors.
+        Call it on all ranks: with ``weight_copies="card"`` what is in flight is gathered within the node.
         """
         kept = {key: value for unit in self.units for key, value in unit.state_dict().items()}
         if kept or self.config.gradient_bits_warmup is not None:  # a run may begin with a warm-up when it resumes
@@ -239,7 +240,7 @@ class ZeroPP:
             dist.all_reduce(has_state, op=dist.ReduceOp.MIN, group=topology.group)
         if not has_state:  # one rank alone would send other bytes than the rest expect
             kept = {}
-            if self.is_logging_rank and self.ranks_with_state():
+            if self.is_logging_rank and self.ranks_with_state():  # the others receive in ``invalidate``, in this order
                 warn_of_lost_state()
         self.invalidate()
         if "optimizer_steps" in kept:

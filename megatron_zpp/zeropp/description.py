@@ -173,7 +173,7 @@ def warn(config: ZeroPPConfig, units: Sequence[FSDPUnit], device: torch.device) 
 
 def note_repeated_gathers(units: Sequence[FSDPUnit]) -> None:
     """Note that a further micro-batch is about to gather weights which their device has memory to keep."""
-    again = [unit for unit in units if unit.is_sharded and unit.topology.world_size > 1]
+    again = [u for u in units if u.is_sharded and u.topology.world_size > 1 and not u.all_gather.has_all_copies]
     nbytes = sum(unit.topology.world_size * unit.whole.numel * unit.gathered_dtype.itemsize for unit in again)
     if LEAST_KEPT <= nbytes <= (free := _free_memory(units[0].device)):
         logger.warning(

@@ -143,7 +143,7 @@ def _monitored(argv: list[str]):
     """This rank's sums of a step, and what the monitor makes of all ranks'."""
     run, _ = start(argv)
     take_step(run)
-    sums = {key: value.tolist() for key, value in run.zeropp.shared.monitor._sums.items()}
+    sums = {(*key, unit.name): value.tolist() for unit in run.zeropp.units for key, value in unit.samples.items()}
     return sums, run.zeropp.quantization_errors()
 
 

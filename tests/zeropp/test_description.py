@@ -1,5 +1,7 @@
 """What a configuration is said to do on some nodes and ranks, and which of its settings have no effect there."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -47,8 +49,8 @@ SAID = [  # nodes and ranks of each unit, settings, and what is said of them
 
 @pytest.mark.parametrize("shapes, config, expected", SAID)
 def test_what_is_sent_is_said_in_words(shapes, config, expected):
-    topologies = [Topology(*shape, 0, *(None,) * 4) for shape in shapes]
-    assert describe(config, topologies).splitlines() == expected
+    units = [SimpleNamespace(topology=Topology(*shape, 0, *(None,) * 4)) for shape in shapes]
+    assert describe(config, units).splitlines() == expected
 
 
 NF4 = ZeroPPConfig(hpz_partition_size=2, frozen_dtype="nf4")

@@ -130,7 +130,7 @@ def check_units(model: nn.Module, units: Sequence[FSDPUnit]) -> None:
 
 
 def set_collectives(unit: FSDPUnit) -> None:
-    """Let FSDP2 gather and reduce the unit with its own collectives."""
+    """Let FSDP2 gather the unit with ``unit.all_gather``, and reduce it with ``unit.reduce_scatter``."""
     # As set_custom_all_gather does, but that refuses a module whose parameters have several meshes.
     unit._param_group._all_gather_comm, unit._param_group._reduce_scatter_comm = unit.all_gather, unit.reduce_scatter
 

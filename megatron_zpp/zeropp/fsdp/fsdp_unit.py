@@ -298,7 +298,7 @@ def follow_optimizers(units: Sequence[FSDPUnit], position: StepPosition) -> None
         units = [unit for unit in known if not held.isdisjoint(map(id, unit.parameters))]
         if labels := [unit.label for unit in units if unit.holds_gradients]:
             raise RuntimeError(
-                f"an optimizer step was taken while {labels[0]} held gradients that had not crossed nodes: call "
+                f"an optimizer step was taken while {min(labels)} held gradients that had not crossed nodes: call "
                 "set_is_last_micro_batch(True) before a step's last backward pass, or undo_step() to drop gradients"
             )
         return units

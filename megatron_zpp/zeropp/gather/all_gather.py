@@ -28,12 +28,13 @@ class UnitAllGather(UnitCollective):
     With hpZ (ZeRO++ section 3.2) parameters cross nodes once per optimizer step. When they changed, the N ranks with
     this local rank p gather their shards into the secondary partition [N, L]; every gather is then among the P ranks of
     the node. All ranks see the same weights: each rank quantizes and decodes its local shard, too. Frozen parameters of
-    a unit are sent only when they changed.
+    a unit are sent only when they changed. With ``weight_copies="card"`` what arrives is passed on within the node, and
+    gathers send nothing.
 
     What changed leaves when a forward pass begins (changed_weights.py), and must have arrived when FSDP2 asks for the
     unit, or the next pass begins. Without a secondary partition, as at the first step, it leaves only then, in full.
 
-    Without hpZ, or on one node, a gather is flat, as if all W ranks were one node's: of quantized shards with qwZ
+    Without copies, or on one node, a gather is flat, as if all W ranks were one node's: of quantized shards with qwZ
     (section 3.1), else FSDP2's own. Inside ``ZeroPP.resident_weights`` a rank keeps what arrived, and reads it again
     until the parameters change.
 
@@ -52,11 +53,11 @@ class UnitAllGather(UnitCollective):
             unit.nf4_skip = config.nf4_skip
             unit.specify(unit.shards)
         self.versions = 1  # versions of the weights; all gathers of one draw the same noise
-        self._sampled_version: int | None = None  # whose error was sampled
+        self._sampled_version: int | None = None  # the last version whose error was sampled
         self.in_flight: SentShard | None = None  # on its way from other nodes
         # [N, L] in the gather's dtype; where wires are kept, uint8 [N, nbytes], or with all shards' [P, N, nbytes].
         self.secondary_partition: Tensor | None = None
-        # What all W ranks sent: wires uint8 [N, P, nbytes], or numbers [N, P, L]; of a flat gather [1, W, nbytes].
+        # Resident weights, as W ranks sent them: uint8 [N, P, nbytes], or numbers [N, P, L]; if flat [1, W, nbytes].
         self.resident: Tensor | None = None
         self._loaded_row: Tensor | None = None  # with moves: this rank's, of a checkpoint, until it is sent in full
         self._kept_as: tuple[torch.dtype, torch.device] | None = None

@@ -11,7 +11,7 @@ hold consecutive rows, too: its block. Each matrix is orthogonalized by one rank
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -125,7 +125,8 @@ class GatheredRows:
 
     def own_rows(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Return this rank's rows as they were sent, in bf16."""
-        return self.plan.unflatten(self.decode()[self.plan.layout.node], shards)
+        own = replace(self, wires=self.wires[self.plan.layout.node, None])
+        return self.plan.unflatten(own.decode()[0], shards)
 
 
 class MatrixBlocks:

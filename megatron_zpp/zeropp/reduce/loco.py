@@ -18,6 +18,7 @@ from ..fsdp.formats import Formats, UnitPart
 from ..fsdp.fsdp_unit import FSDPUnit
 from ..fsdp.monitor import record_codes, record_error, record_error_state
 from ..fsdp.shared import Shared, below
+from ..fsdp.waits import current_stream
 from ..wire.format import GradientSum, WireFormat, wire_format
 from ..wire.layout import Compensation, ParameterShard
 from ..wire.quantization import counter_uniform, mix_seed
@@ -122,6 +123,9 @@ class GradientHop:
         config, feedback = self.shared.config, self.feedback
         scales = self.scales.for_format(format) if self.scales is not None else None
         exponents = scales.sent if scales is not None else None
+        for read in (feedback and feedback.error, exponents):
+            if read is not None and read.is_cuda:  # allocated on another stream, if it was loaded or rescaled
+                read.record_stream(current_stream(read.device))  # type: ignore[arg-type]
         noise_seed = None
         if config.gradient_rounding == "stochastic":
             noise_seed = mix_seed(config.seed, "gradients", self.name, self.unit.name, self.unit.topology.rank, *draw)
@@ -201,14 +205,11 @@ class NodeSum:
         if part == self.part or (kept := self._on_device()) is None:
             return replace(self, part=part)
         assert set(self.part.indices) <= set(part.indices), "a parameter was frozen while its gradients were held"
-        zeros, old, new = kept.new_zeros(len(kept), self.unit.whole.numel), None, None
+        numel, old, new = self.unit.whole.numel, None, None
         if self.formats.config.gradient_sum_dtype == "int8":
             whole, before, after = (self.formats.node_sum(each) for each in (self.unit.whole, self.part, part))
-            zeros, old, new = (
-                kept.new_zeros(len(kept), whole.nbytes),
-                (whole, before),
-                (whole, after),
-            )  # decode to zeros
+            numel, old, new = whole.nbytes, (whole, before), (whole, after)
+        zeros = kept.new_zeros(len(kept), numel)  # wire buffers of zeros decode to zeros
         total = part.select(self.part.insert(kept, zeros, old), new)
         return replace(self, part=part, kept=self._to_keep(total))
 

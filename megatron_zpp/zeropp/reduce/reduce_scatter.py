@@ -183,7 +183,7 @@ class UnitReduceScatter(UnitCollective):
         total = arrived.compute()
         if (hop := self.hops.get("inter")) is not None and hop.scales is not None:
             assert in_flight.sent is not None
-            scales = hop.scales.observed(format, in_flight.sent, arrived.parts)  # which learn from it
+            scales = hop.scales.observed(format, in_flight.sent, arrived.parts)
             self.hops = self.hops | {"inter": replace(hop, scales=scales)}
         return scaled_as(op, total if rotation is None else rotation.rotate(total), self.unit.topology.group.size())
 
@@ -196,20 +196,22 @@ class UnitReduceScatter(UnitCollective):
             total = finish()
             self.unit.add_gradient(part, total if divisor is None else total.div_(divisor))
         self.unit.holds_gradients = False
-        # All units' gradients have left before the first ones arrive.
+        # All units' gradients have left before the first ones arrive; of a unit that was reduced twice more may follow.
         if self.find_unused_in and not any(unit.holds_gradients for unit in self.find_unused_in):
-            drop_unused(self.find_unused_in, self.shared.traffic)
+            call_after_backward(partial(drop_unused, self.find_unused_in, self.shared.traffic))
 
     def restore_errors(self, is_unused: bool) -> None:
+        """Drop the step's gradients. If no optimizer has used them, go back to the hops before the step."""
         self._drop_kept()
         self.forget_use()
         if is_unused and self._begun_at == self.shared.position.optimizer_steps:
             self.hops = self._before_step
 
     def rescale(self, factor: float) -> None:
-        self.hops = {
-            n: replace(hop, feedback=hop.feedback and hop.feedback.rescaled(factor)) for n, hop in self.hops.items()
-        }
+        self.hops, self._before_step = (
+            {n: replace(hop, feedback=hop.feedback and hop.feedback.rescaled(factor)) for n, hop in hops.items()}
+            for hops in (self.hops, self._before_step)
+        )
 
     def uses(self) -> list[bool]:
         """Return whether this step used each parameter; True for those with no gradient, or with an older one."""

@@ -37,7 +37,7 @@ SPARE = {
     "on_stream: current.wait_stream(stream), called from _begin_forward_pass": (
         "the root is gathered next, on the same stream"
     ),
-    "on_stream: stream.wait_stream(current), called from load_state_dict": "the host has read whether all have a state",
+    "on_stream: stream.wait_stream(current), called from load_copies": "the host has read whether all have a state",
 }
 
 
