@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -93,12 +94,8 @@ def _gradients(late):
     return found
 
 
-def _late_and_at_once():
-    return _gradients(late=True), _gradients(late=False)
-
-
 def test_late_gradients_are_those_that_fsdp2_gets_at_once(found):
-    for late, early in found["gradients"]:
+    for late, early in zip(found["late gradients"], found["gradients at once"], strict=True):
         for name in GRADIENT_CASES:
             gradients, state, holds = late[name]
             expected, expected_state, _ = early[name]
@@ -185,7 +182,8 @@ def test_a_failed_backward_pass_leaves_nothing_behind(found):
 def found():
     functions = {
         "order": _order_of_a_backward_pass,
-        "gradients": _late_and_at_once,
+        "late gradients": partial(_gradients, late=True),
+        "gradients at once": partial(_gradients, late=False),
         "hooks": _read_in_backward,
     }
     return run_in_turn(4, functions | ({"failed": _after_a_failed_backward} if CAN_FAIL else {}))

@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -96,10 +97,6 @@ def scenario(config):
     return found
 
 
-def _scenarios():
-    return {name: scenario(config) for name, config in CONFIGS.items()}
-
-
 def same(first, second):
     """Whether lists of losses or tokens are equal to the bit."""
     return all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(first, second, strict=True))
@@ -107,13 +104,13 @@ def same(first, second):
 
 def bytes_of(scenarios, name, where):
     """[7, 2] bytes within and between nodes, of all ranks."""
-    return torch.tensor([of_rank[name][where][1] for of_rank in scenarios["scenarios"]]).sum(0)
+    return torch.tensor([of_rank[where][1] for of_rank in scenarios[name]]).sum(0)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_generation_gathers_once_after_a_step_and_computes_with_the_same_bits(scenarios, name):
-    for of_rank in scenarios["scenarios"]:
-        outside, inside = (of_rank[name][where][0] for where in ("outside", "inside"))
+    for of_rank in scenarios[name]:
+        outside, inside = (of_rank[where][0] for where in ("outside", "inside"))
         assert same(outside, inside)
     outside, inside = bytes_of(scenarios, name, "outside"), bytes_of(scenarios, name, "inside")
     assert inside[2].tolist() == inside[5].tolist() == [0, 0]
@@ -285,7 +282,7 @@ def test_a_reference_model_shares_groups_and_crosses_nodes_once(found):
 
 @pytest.fixture(scope="module")
 def scenarios():
-    return run_in_turn(4, {"scenarios": _scenarios}, timeout=400.0)
+    return run_in_turn(4, {name: partial(scenario, config) for name, config in CONFIGS.items()}, timeout=400.0)
 
 
 @pytest.fixture(scope="module")
