@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,23 @@ from megatron_zpp.families.decoder_only import EXPERT_FLAGS, FLAGS
 from megatron_zpp.fields import flag
 from megatron_zpp.settings.flags import iterate_flags
 from megatron_zpp.settings.groups import all_flags
+from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.setup import _check_same_model
 from tests.checkpoint.saved import FLAGS_OF_RUN, meta_of
 
 
-def resume(*more: str, begun_with: str = "") -> list[str]:
+def parse(*flags: str) -> ResolvedSettings:
+    return parse_settings(GPT, f"{FLAGS_OF_RUN} {' '.join(flags)}".split(), note=lambda text: None)
+
+
+def saved(flags: str = "") -> dict[str, Any]:
+    """The settings of a run with these flags, as a checkpoint has them."""
+    return json.loads(json.dumps(parse(flags).as_flat_dict()))
+
+
+def resume(*more: str, begun_with: str = "", finetunes: bool = False) -> list[str]:
     """The notes of a run with ``more`` flags that goes on from one that was begun with others."""
-    begun, run = (
-        parse_settings(GPT, f"{FLAGS_OF_RUN} {' '.join(flags)}".split(), note=lambda text: None)
-        for flags in ([begun_with], more)
-    )
-    return check_settings(run, {"settings": json.loads(json.dumps(begun.as_flat_dict()))})
+    return check_settings(parse(*more), {"settings": saved(begun_with)}, finetunes=finetunes)
 
 
 def test_every_flag_says_what_a_resume_does_in_words_that_are_checked():
@@ -110,24 +117,19 @@ def test_what_must_be_equal_is_refused_or_with_its_override_said(begun_with, mor
     ],
 )
 def test_a_run_does_not_lose_a_value_whose_flag_went_without_a_word(name, theirs, same, override):
-    run = parse_settings(GPT, f"{FLAGS_OF_RUN} --load x".split(), note=lambda text: None)
-    saved = json.loads(json.dumps(run.as_flat_dict()))
-    assert check_settings(run, {"settings": saved | {name: same}}) == []
+    run, of_run = parse("--load x"), saved("--load x")
+    assert check_settings(run, {"settings": of_run | {name: same}}) == []
     with pytest.raises(CheckpointError, match=f"{name} {theirs} there, .*2ed70aac .*or {override}"):
-        check_settings(run, {"settings": saved | {name: theirs}})
-    run = parse_settings(GPT, f"{FLAGS_OF_RUN} --load x {override}".split(), note=lambda text: None)
-    (note,) = check_settings(run, {"settings": saved | {name: theirs}})
+        check_settings(run, {"settings": of_run | {name: theirs}})
+    (note,) = check_settings(parse("--load x", override), {"settings": of_run | {name: theirs}})
     assert note.startswith(f"{override} changes the run: {name} {theirs} there")
 
 
-def same_model(begun_with: str, more: str, **saved: Any) -> list[str]:
+def same_model(begun_with: str, more: str, **others: Any) -> list[str]:
     """The notes of a run with ``more`` flags on the model of a checkpoint that was begun with others."""
-    begun, run = (
-        parse_settings(GPT, f"{FLAGS_OF_RUN} --load x {flags}".split(), note=lambda text: None)
-        for flags in (begun_with, more)
-    )
+    begun, run = (parse("--load x", flags) for flags in (begun_with, more))
     theirs, ours = (GPT.build_config(each.model, 16) for each in (begun, run))
-    meta = {"settings": begun.as_flat_dict() | saved, "model_config": dataclasses.asdict(theirs)}
+    meta = {"settings": begun.as_flat_dict() | others, "model_config": dataclasses.asdict(theirs)}
     return _check_same_model(GPT, run, Path("x"), json.loads(json.dumps(meta)), ours, finetunes=False)
 
 
@@ -158,13 +160,7 @@ def test_what_an_override_changes_may_be_named_as_its_flag(changed, spellings):
 
 
 def test_fine_tuning_may_change_every_setting_and_lists_it():
-    def notes(more: str, begun_with: str = "") -> list[str]:
-        begun, run = (
-            parse_settings(GPT, f"{FLAGS_OF_RUN} {flags}".split(), note=lambda text: None)
-            for flags in (begun_with, more)
-        )
-        return check_settings(run, {"settings": json.loads(json.dumps(begun.as_flat_dict()))}, finetunes=True)
-
+    notes = partial(resume, finetunes=True)
     assert notes("") == notes("--log-interval 3 --num-layers 3") == []
     changes = "--global-batch-size 4 --optimizer sgd --lr 1e-4 --clip-grad 0.5 --split 9,1,0"
     (note,) = notes(changes)
@@ -177,9 +173,8 @@ def test_fine_tuning_may_change_every_setting_and_lists_it():
 
 def test_nothing_is_said_of_what_is_free_or_unknown_to_an_older_checkpoint():
     assert resume("--log-interval 3 --recompute-activations --num-workers 0 --train-iters 20") == []
-    changed = parse_settings(GPT, f"{FLAGS_OF_RUN} --clip-grad 0.5 --optimizer sgd".split(), note=lambda text: None)
     known = {"architecture": "gpt", "seq_length": 8}
-    assert check_settings(changed, meta_of(1) | {"settings": known}) == []
+    assert check_settings(parse("--clip-grad 0.5 --optimizer sgd"), meta_of(1) | {"settings": known}) == []
 
 
 def test_a_checkpoint_without_random_states_is_said():

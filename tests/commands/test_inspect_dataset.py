@@ -1,10 +1,6 @@
-"""The inspecting program, as a user starts it."""
+"""What the inspecting program says of a dataset."""
 
-import sys
-
-import pytest
-
-from megatron_zpp.commands.data.inspect_dataset import main, parse_arguments, run
+from megatron_zpp.commands.data.inspect_dataset import parse_arguments, run
 from tests.data.small_data import A, write
 
 
@@ -25,15 +21,3 @@ def test_a_dataset_is_described_by_its_documents_tokens_and_lengths(tmp_path):
     assert bars == [f"{name} {count} {'#' * 40 * count}".rstrip() for name, count in counts.items()]
     assert "document 0, 3 tokens: 5 70000 7" in text
     assert "document 1, 0 tokens:" in text
-
-
-@pytest.mark.parametrize(
-    ("words", "message"), [([A + "x"], "error: no dataset at"), ([], "the following arguments are required: PREFIX")]
-)
-def test_mistakes_are_named(words, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["inspect_dataset.py", *map(str, words)])
-    try:
-        assert main() == 2
-    except SystemExit as exit_:  # argparse raises it
-        assert exit_.code == 2
-    assert message in capsys.readouterr().err

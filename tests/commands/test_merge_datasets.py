@@ -57,10 +57,6 @@ def test_what_does_not_fit_is_named(tmp_path):
         status, _, error = merge(*(tmp_path / name for name in inputs), output=tmp_path / output)
         assert status == 2 and message in error
         assert not (tmp_path / "all.idx").exists()
-    with open(tmp_path / "a.idx", "ab") as index:
-        index.write(bytes(len(IndexedDataset(tmp_path / "a"))))  # modes of a multimodal dataset
-    write_random(tmp_path / "d", 4)
-    assert "one holds chats" in merge(tmp_path / "a", tmp_path / "d", output=tmp_path / "all")[2]
 
 
 def test_datasets_of_two_tokenizers_are_not_merged_and_the_description_of_one_is_kept(tmp_path):

@@ -1,10 +1,9 @@
-"""Decoders as wholes: shapes, causality, loss, names, and an independent implementation of a block."""
+"""Decoders as wholes: where dropout falls, how far a window reaches, and which configs cannot be built."""
 
 import dataclasses
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.models.init import init_weights
@@ -43,23 +42,6 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(0, 130, (3, 25), generator=generator)
     return text[:, :-1], text[:, 1:]
-
-
-@CONFIGS
-def test_loss_is_the_cross_entropy_of_the_logits(config):
-    model = build(config)
-    tokens, labels = batch()
-    logits = model(tokens)
-    loss = model(tokens, labels)
-    assert logits.shape == (3, 24, 130) and loss.shape == (3, 24) and loss.dtype == torch.float32
-    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(3, 24)
-    torch.testing.assert_close(loss, expected)
-
-    weights = torch.rand(3, 24)
-    gradients = torch.autograd.grad((loss * weights).sum(), model.parameters())
-    expected_gradients = torch.autograd.grad((expected * weights).sum(), model.parameters())
-    for ours, plain in zip(gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
 
 
 @CONFIGS

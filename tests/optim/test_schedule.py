@@ -28,30 +28,21 @@ def test_warm_up_is_linear_from_its_start_to_the_peak() -> None:
 
 
 @pytest.mark.parametrize(
-    ("style", "expected"),  # after 100 samples of warm-up, 900 of decay: at 100, 550, 1000 and 1001
+    ("style", "warmup_iters", "expected"),  # learning rates by samples; 10 steps of warm-up leave 900 samples of decay
     [
-        ("constant", [1.0, 1.0, 1.0, 1.0]),
-        ("linear", [1.0, 0.6, 0.2, 0.2]),
-        ("cosine", [1.0, 0.6, 0.2, 0.2]),
-        ("inverse-square-root", [1.0, (100 / 550) ** 0.5, 0.1**0.5, 0.2]),
+        ("constant", 10, {100: 1.0, 550: 1.0, 1000: 1.0, 1001: 1.0}),
+        ("linear", 10, {100: 1.0, 550: 0.6, 1000: 0.2, 1001: 0.2}),
+        ("cosine", 10, {100: 1.0, 550: 0.6, 1000: 0.2, 1001: 0.2}),
+        ("inverse-square-root", 10, {100: 1.0, 550: (100 / 550) ** 0.5, 1000: 0.1**0.5, 1001: 0.2}),
+        ("linear", 0, {250: 0.2 + 0.8 * 0.75}),
+        ("cosine", 0, {250: 0.2 + 0.8 * (1 + 0.5**0.5) / 2}),
+        ("inverse-square-root", 1, {500: 0.2}),  # not below the minimum
+        ("inverse-square-root", 0, {0: 1.0}),
     ],
 )
-def test_each_decay_style_has_megatrons_learning_rates(style: str, expected: list[float]) -> None:
-    schedule = build(lr_decay_style=style, lr_warmup_iters=10)
-    assert [schedule.lr(n) for n in (100, 550, 1000, 1001)] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("style", "warmup_iters", "samples", "expected"),
-    [
-        ("linear", 0, 250, 0.2 + 0.8 * 0.75),
-        ("cosine", 0, 250, 0.2 + 0.8 * (1 + 0.5**0.5) / 2),
-        ("inverse-square-root", 1, 500, 0.2),  # not below the minimum
-        ("inverse-square-root", 0, 0, 1.0),
-    ],
-)
-def test_decay_without_warm_up(style: str, warmup_iters: int, samples: int, expected: float) -> None:
-    assert build(lr_decay_style=style, lr_warmup_iters=warmup_iters).lr(samples) == pytest.approx(expected)
+def test_each_decay_style_has_megatrons_learning_rates(style: str, warmup_iters: int, expected: dict) -> None:
+    schedule = build(lr_decay_style=style, lr_warmup_iters=warmup_iters)
+    assert {samples: schedule.lr(samples) for samples in expected} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from megatron_zpp.metrics import lasting
 from megatron_zpp.metrics.lasting import Attempts
-from tests.conftest import ROOT
+from tests.conftest import ROOT, fill
 from tests.ranks import run_ranks
 from tests.tools import run as run_program
 from tests.training.small_run import call_pretrain, flags
@@ -51,9 +50,7 @@ def test_a_full_disk_under_tensorboard_and_profile_ends_no_run(tmp_path, free):
         pytest.skip("needs root, to mount a small disk")
     try:
         if free == "0":  # when the run begins
-            with suppress(OSError), open(small / "other", "wb", buffering=0) as file:
-                while True:
-                    file.write(bytes(4096))
+            fill(small)
         profile = "--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4"
         done = run(tmp_path / "save", f"--tensorboard-dir {small} {profile}")
     finally:

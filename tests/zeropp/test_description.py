@@ -1,5 +1,6 @@
 """What a configuration is said to do on some nodes and ranks, and which of its settings have no effect there."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
-from megatron_zpp.zeropp.description import describe, warn
+from megatron_zpp.zeropp.description import describe, settings_of_state, warn
 from megatron_zpp.zeropp.fsdp.topology import Topology
 from tests.ranks import run_in_turn
 from tests.zeropp.fsdp_model import CapturedWarnings
@@ -51,6 +52,15 @@ SAID = [  # nodes and ranks of each unit, settings, and what is said of them
 def test_what_is_sent_is_said_in_words(shapes, config, expected):
     units = [SimpleNamespace(topology=Topology(*shape, 0, *(None,) * 4)) for shape in shapes]
     assert describe(config, units).splitlines() == expected
+
+
+def test_states_are_told_apart_by_the_settings_of_what_they_keep():
+    config = ZeroPPConfig(quantized_gradients=True, loco=LoCoConfig())
+    sums = dict(gradient_sum_dtype="int8", offload_gradient_sums=True)
+    same = (dict(seed=7), sums, dict(loco=LoCoConfig(exact_undo=False)))
+    others = (dict(gradient_element_scales=True), dict(loco=LoCoConfig(beta=0.5)))
+    equal = [settings_of_state(replace(config, **each)) == settings_of_state(config) for each in (*same, *others)]
+    assert equal == [True] * 3 + [False] * 2
 
 
 NF4 = ZeroPPConfig(hpz_partition_size=2, frozen_dtype="nf4")

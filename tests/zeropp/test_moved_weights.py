@@ -1,4 +1,4 @@
-"""Weights sent as moves of codes: with bf16's own bits training equals FSDP2's to the bit; nothing is ever behind."""
+"""Weights sent as moves of codes: with bf16's own bits training equals FSDP2's to the bit, in fewer bytes."""
 
 from functools import partial
 
@@ -13,24 +13,17 @@ from megatron_zpp.zeropp.wire.format import WireFormat
 from megatron_zpp.zeropp.wire.layout import ParameterShard
 from megatron_zpp.zeropp.wire.moves import encode_moves
 from tests.ranks import run_in_turn
-from tests.zeropp.training_on_ranks import shard, step
+from tests.zeropp.training_on_ranks import shard
 
 LOSSLESS = ZeroPPConfig(hpz_partition_size=2, weight_moves=True)
-INT6 = ZeroPPConfig(
-    quantized_weights=True, hpz_partition_size=2, weight_moves=True, weight_bits=6, weight_block_size=64
-)
 
 
-def model_and_optimizer(config):
+def losses_and_bytes(config, steps):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(48, 80), nn.GELU(), nn.LayerNorm(80), nn.Linear(80, 48))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     zeropp = shard(model, config, [model[0]], mp_policy=policy)
-    return model, zeropp, torch.optim.AdamW(model.parameters(), lr=3e-3)
-
-
-def losses_and_bytes(config, steps):
-    model, zeropp, optimizer = model_and_optimizer(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses, sent = [], []
     for i in range(steps):
         inputs = torch.randn(8, 48, generator=torch.Generator().manual_seed(10 * i + dist.get_rank()))
@@ -49,63 +42,10 @@ def test_moved_bits_train_as_fsdp2_does_to_the_bit(found):
     assert sum(sent) < 0.8 * len(sent) * sent[0]  # the first are sent in full
 
 
-def weights_of_every_rank(config, change):
-    """The weights that each rank computes with after ``change``, and the fp32 masters that they are of."""
-    model, zeropp, optimizer = model_and_optimizer(config)
-    for i in range(3):
-        step(model, optimizer, torch.randn(4, 48, generator=torch.Generator().manual_seed(i)))
-    change(model, optimizer)
-    model(torch.ones(1, 48))
-    seen = []
-    for unit in zeropp.units:
-        unit.module.unshard()
-        seen += [parameter.detach().float().clone() for parameter in unit.module.parameters(recurse=True)]
-        unit.module.reshard()
-    masters = [parameter.full_tensor().detach() for parameter in model.parameters()]
-    return [tensor for tensor in seen if not hasattr(tensor, "full_tensor")], masters
-
-
-def spike(model, optimizer):
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(-100)  # an in-place write that nobody announces
-
-
-def not_a_number(model, optimizer):
-    model[0].weight.grad = torch.full_like(model[0].weight, torch.nan)
-    optimizer.step()
-
-
-def huge_step(model, optimizer):
-    optimizer.param_groups[0]["lr"] = 10.0
-    model(torch.ones(1, 48)).sum().backward()
-    optimizer.step()
-
-
-CHANGES = {
-    f"{change.__name__}, {name}": partial(weights_of_every_rank, config, change)
-    for name, config in {"bits": LOSSLESS, "codes": INT6}.items()
-    for change in (spike, not_a_number, huge_step)
-}
-
-
 @pytest.fixture(scope="module")
 def found():
     configs = {"bits": LOSSLESS, "FSDP2": ZeroPPConfig(ranks_per_node=2)}  # FSDP2's own collectives
-    return run_in_turn(4, CHANGES | {name: partial(losses_and_bytes, config, 20) for name, config in configs.items()})
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_weights_are_never_behind(found, change):
-    """Whatever moved the weights, all ranks compute with the codes of the weights as they are now."""
-    first = found[change][0][0]
-    for seen, masters in found[change]:
-        for ours, of_first in zip(seen, first, strict=True):
-            assert torch.equal(ours.nan_to_num(9), of_first.nan_to_num(9))
-        nans = sum(int(tensor.isnan().sum()) for tensor in masters)
-        assert nans == 0 or any(tensor.isnan().any() for tensor in seen)
-        largest = max(tensor.abs().nan_to_num(0).max() for tensor in masters)
-        assert max(tensor.abs().nan_to_num(0).max() for tensor in seen) >= 0.98 * largest
+    return run_in_turn(4, {name: partial(losses_and_bytes, config, 20) for name, config in configs.items()})
 
 
 def test_a_jump_takes_no_more_than_the_codes_in_full():

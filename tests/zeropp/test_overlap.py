@@ -1,7 +1,8 @@
-"""What crosses nodes starts as early and ends as late as it may; late gradients are those that FSDP2 gets at once."""
+"""Gradients between nodes are waited for as late as may be, and are those that FSDP2 gets at once."""
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +12,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
 from megatron_zpp.zeropp.fsdp.fsdp_unit import FSDPUnit
-from tests.collectives import Collectives
 from tests.ranks import run_in_turn
 from tests.zeropp.training_on_ranks import Net, equal, micro_batches, shard
 
@@ -32,33 +32,6 @@ def build(config, dtype=None, offload=None):
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     zeropp = shard(model, config, model.blocks, mp_policy=policy, offload_policy=offload or OffloadPolicy())
     return model, zeropp
-
-
-def sgd(parameters, lr=0.01):
-    return torch.optim.SGD(list(parameters), lr=lr)
-
-
-# Weights
-
-
-def _collectives_of_a_pass():
-    """Return the groups of all collectives in an optimizer's step and in the forward pass after it."""
-    model, _ = build(HPZ)
-    optimizer = sgd(model.parameters())
-    model(X).sum().backward()
-    with Collectives() as collectives:
-        optimizer.step()
-        model(X)
-    return [each.ranks for each in collectives.started]
-
-
-def test_all_weights_leave_for_other_nodes_before_the_first_computes(found):
-    """In one gather, as they are few."""
-    between, within = [[0, 2], [1, 3]] * 2, [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert found["collectives"] == [[between[rank]] + [within[rank]] * 4 for rank in range(4)]
-
-
-# Gradients
 
 
 def at_once():
@@ -121,12 +94,8 @@ def _gradients(late):
     return found
 
 
-def _late_and_at_once():
-    return _gradients(late=True), _gradients(late=False)
-
-
 def test_late_gradients_are_those_that_fsdp2_gets_at_once(found):
-    for late, early in found["gradients"]:
+    for late, early in zip(found["late gradients"], found["gradients at once"], strict=True):
         for name in GRADIENT_CASES:
             gradients, state, holds = late[name]
             expected, expected_state, _ = early[name]
@@ -179,7 +148,7 @@ def _after_a_failed_backward():
         model, zeropp = build(replace(HPZ, loco=LoCoConfig(), gradient_element_scales=True))
         model.head.requires_grad_(False)  # FSDP2 itself keeps what a unit that it did not come to has got
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer, message = sgd(parameters), ""
+        optimizer, message = torch.optim.SGD(parameters, lr=0.01), ""
         if fails:
             fail = model.blocks[1].register_forward_pre_hook(lambda module, args: (Fails.apply(args[0]),), prepend=True)
             with pytest.raises(ZeroDivisionError):
@@ -212,9 +181,9 @@ def test_a_failed_backward_pass_leaves_nothing_behind(found):
 @pytest.fixture(scope="module")
 def found():
     functions = {
-        "collectives": _collectives_of_a_pass,
         "order": _order_of_a_backward_pass,
-        "gradients": _late_and_at_once,
+        "late gradients": partial(_gradients, late=True),
+        "gradients at once": partial(_gradients, late=False),
         "hooks": _read_in_backward,
     }
     return run_in_turn(4, functions | ({"failed": _after_a_failed_backward} if CAN_FAIL else {}))

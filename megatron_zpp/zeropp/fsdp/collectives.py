@@ -16,8 +16,7 @@ reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_sin
 def count_reduce_scatter(traffic: Traffic, layout: Topology, output: Tensor) -> None:
     """Count the plain reduce-scatter to ``output`` [L]."""
     # gloo's is an all-reduce, that is a ring's reduce-scatter and its all-gather.
-    passes = 2 if output.device.type == "cpu" else 1
-    count_flat_ring(traffic, layout, passes * output.nbytes)
+    count_flat_ring(traffic, layout, output.nbytes * (2 if output.device.type == "cpu" else 1))
 
 
 def count_all_reduce(traffic: Traffic, layout: Topology, nbytes: int) -> None:

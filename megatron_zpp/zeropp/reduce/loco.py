@@ -85,9 +85,7 @@ class ErrorFeedback:
 
     def state_dict(self) -> dict[str, Tensor]:
         state = {"steps": torch.tensor(self.steps)}
-        if self.error is not None:
-            state["error"] = self.error
-        return state
+        return state if self.error is None else state | {"error": self.error}
 
     def loaded(self, state: dict[str, Tensor], format: WireFormat) -> ErrorFeedback:
         """Return what ``state_dict`` saved of an error in ``format``. Zeros, or no state, mean no error."""

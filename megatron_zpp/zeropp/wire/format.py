@@ -185,7 +185,6 @@ class GradientSum:
         )
 
 
-def _arguments(compensation: Compensation | None) -> tuple[Tensor | None, Tensor | None, list[int], float, float]:
-    """Return compensation as the operator takes it."""
-    c = compensation
+def _arguments(c: Compensation | None) -> tuple[Tensor | None, Tensor | None, list[int], float, float]:
+    """Return a compensation as the operator takes it."""
     return (c.error, c.new_error, c.format.table, c.beta, c.decay) if c is not None else (None, None, [], 0.0, 1.0)

@@ -101,16 +101,8 @@ def test_ids_are_the_same_in_transformers(train, tmp_path):
     assert theirs.eos_token_id == ours.eod == tokens["eos_token_id"]
     assert theirs.decode([ours.eod], skip_special_tokens=True) == ""
     if train is train_megatrons_tiktoken:  # the names that Megatron gives to ids that stand for no text
-        assert theirs.convert_ids_to_tokens(range(8)) == [
-            "<unk>",
-            "<s>",
-            "</s>",
-            "<mask>",
-            "<pad>",
-            "<cls>",
-            "<sep>",
-            "<SPECIAL_7>",
-        ]
+        names = ["<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>", "<SPECIAL_7>"]
+        assert theirs.convert_ids_to_tokens(range(8)) == names
 
     again = build(find_tokenizer(folder))  # as an import finds it
     assert (again.tokenize(OTHER), again.eod, again.vocab_size) == (ours.tokenize(OTHER), ours.eod, ours.vocab_size)

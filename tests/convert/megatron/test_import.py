@@ -23,12 +23,12 @@ from tests.models.configs import gpt_config, llama_config
 from tests.tools import call_well, call_wrongly, cut
 
 
-def import_(folder: Path) -> str:
-    return call_well(import_megatron, "--input", folder / "theirs", "--save", folder / "ours")
+def import_(folder: Path, *more: object) -> str:
+    return call_well(import_megatron, "--input", folder / "theirs", "--save", folder / "ours", *more)
 
 
-def refuse(theirs: Path) -> str:
-    return call_wrongly(import_megatron, "--input", theirs, "--save", theirs.parent / "ours")
+def refuse(theirs: Path, *more: object) -> str:
+    return call_wrongly(import_megatron, "--input", theirs, "--save", theirs.parent / "ours", *more)
 
 
 def assert_imported(folder: Path, expected: State, rows: int | None = None) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def test_a_model_of_no_iteration_is_a_release_to_megatron(tmp_path):
 
 def test_weights_in_the_order_of_old_versions_are_refused_not_misread(tmp_path):
     FORMATS["legacy"](tmp_path / "theirs", random_model(CONFIGS["gpt"]), CONFIGS["gpt"], 1.0)
-    refused = call_wrongly(import_megatron, "--input", tmp_path / "theirs", "--save", tmp_path / "ours")
+    refused = refuse(tmp_path / "theirs")
     assert "of Megatron-LM before 2021 (checkpoint_version 1.0): load and save it with Megatron-LM" in refused
 
 
@@ -230,8 +230,7 @@ def test_a_tokenizer_that_is_not_here_is_asked_for(tmp_path):
     write_universal(tmp_path / "theirs", random_model(config), config, **gone)
     error = refuse(tmp_path / "theirs")
     assert "/nowhere/vocab.json, is not opened" in error and "--tokenizer-type" in error
-    given = ["--tokenizer-type", "NullTokenizer", "--vocab-size", IDS - 1]
-    call_well(import_megatron, "--input", tmp_path / "theirs", "--save", tmp_path / "ours", *given)
+    import_(tmp_path, "--tokenizer-type", "NullTokenizer", "--vocab-size", IDS - 1)
 
 
 def test_megatrons_older_sentencepiece_tokenizer_is_asked_for_by_its_name(tmp_path):
@@ -243,28 +242,18 @@ def test_megatrons_older_sentencepiece_tokenizer_is_asked_for_by_its_name(tmp_pa
     for name, flags in cases.items():
         flags = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "/nowhere"} | flags
         write_universal(tmp_path / name, random_model(CONFIGS["gpt"]), CONFIGS["gpt"], **flags)
-        words = (
-            "--input",
-            tmp_path / name,
-            "--save",
-            tmp_path / "ours",
-            "--tokenizer-model",
-            model,
-            "--tokenizer-type",
-        )
-        plain = call_wrongly(import_megatron, *words, "SentencePieceTokenizer")
+        given = ("--tokenizer-model", model, "--tokenizer-type")
+        plain = refuse(tmp_path / name, *given, "SentencePieceTokenizer")
         asked = "added <EOD> and others to the model's ids: give --tokenizer-type MegatronSentencePieceTokenizer"
         assert (asked in plain) == (name != "today"), plain
-        assert asked not in call_wrongly(import_megatron, *words, "MegatronSentencePieceTokenizer")
+        assert asked not in refuse(tmp_path / name, *given, "MegatronSentencePieceTokenizer")
 
 
 def import_with(tmp_path: Path, tokenizer: dict[str, Any], **flags: Any) -> str:
     """Import a run of Megatron-LM whose tokenizer ``flags`` name, and return its files."""
     config = dataclasses.replace(CONFIGS["gpt"], vocab_size=608)
     write_universal(tmp_path / "theirs", random_model(config), config, rows=608, **flags)
-    return call_well(
-        import_megatron, "--input", tmp_path / "theirs", "--save", tmp_path / "ours", *tokenizer_words(tokenizer)
-    )
+    return import_(tmp_path, *tokenizer_words(tokenizer))
 
 
 def test_what_is_exported_with_a_sentencepiece_model_is_imported_with_it_again(tmp_path):
