@@ -57,9 +57,8 @@ class ElementScales:
 
     def for_format(self, format: WireFormat) -> ElementScales:
         """Return the scales of gradients in ``format``: none, if parameters were frozen or unfrozen since."""
-        if self.parameters == format.parameters:
-            return self
-        return ElementScales(wires=self.wires, parameters=format.parameters)
+        is_same = self.parameters == format.parameters
+        return self if is_same else ElementScales(wires=self.wires, parameters=format.parameters)
 
     def observed(self, format: WireFormat, sent: Tensor, received: Tensor) -> ElementScales:
         """Return the scales after these wire buffers, uint8 [N, nbytes], were sent and have arrived."""
