@@ -168,7 +168,7 @@ def fsdp_step(model: GPT, setting: str) -> Callable[[list[Tensor]], float]:
     if setting == HIERARCHY:
         apply_zeropp(model, ZeroPPConfig(hpz_partition_size=ranks, **UNQUANTIZED))
     elif setting == CARD:
-        apply_zeropp(model, replace(find_config("int8", ranks), weight_copies="card"))
+        apply_zeropp(model, replace(find_config("int8", ranks), weight_moves=True, weight_copies="card"))
     elif setting in OURS:
         apply_zeropp(model, setting.removesuffix(KEPT))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
