@@ -287,7 +287,7 @@ def deepspeed_step(model: GPT, setting: str) -> Callable[[list[Tensor]], float]:
 
 
 def run() -> None:
-    """Measure what is missing, in turns; the programs are those of build/peers."""
+    """Measure what is missing, in turns, with the Python of build/peers."""
     python = PEERS / "bin" / "python"
     if Path(sys.prefix) != PEERS:
         if not python.exists():
