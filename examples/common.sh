@@ -89,7 +89,7 @@ tiny_run() {
     WIDTH=64
     MODEL=(--num-layers 2 --hidden-size "$WIDTH" --num-attention-heads 2 --seq-length 64 --distributed-backend gloo)
     LENGTH=(--micro-batch-size 4 --global-batch-size 32 --train-iters 120 --lr-warmup-iters 2)
-    RATE=(--lr 5e-3 --min-lr 5e-4)
+    RATE=(--lr 2e-3 --min-lr 2e-4)
     OFTEN=(--log-interval 10 --eval-iters 8 --save-interval 1000 --num-workers 0)
 }
 

@@ -53,7 +53,7 @@ cluster 4 16
 case $SCALE in
     laptop)
         tiny_run
-        LENGTH=(--micro-batch-size 8 --train-iters 120 --lr 5e-3 --lr-warmup-iters 2 --log-interval 10 --num-workers 0)
+        LENGTH=(--micro-batch-size 8 --train-iters 120 --lr 2e-3 --lr-warmup-iters 2 --log-interval 10 --num-workers 0)
         ;;
     gpu)
         corpus 60 8192
