@@ -253,7 +253,7 @@ class UnitAllGather(UnitCollective):
         if sent.are_moves:
             assert old is not None
             copies = part.select(old, layouts)
-            apply_moves(format, copies.view(-1, format.nbytes), arrived.view(-1, arrived.shape[-1]))
+            apply_moves(format, copies.flatten(0, -2), arrived.flatten(0, -2))  # [N, ...] or [P * N, ...]
             arrived = copies
         elif self.has_all_copies:
             arrived = arrived.view(self.topology.ranks_per_node, *sent.wires.shape)
