@@ -121,7 +121,7 @@ class GradientHop:
         config, feedback = self.shared.config, self.feedback
         scales = self.scales.for_format(format) if self.scales is not None else None
         exponents = scales.sent if scales is not None else None
-        for read in (feedback and feedback.error, exponents):
+        for read in (feedback.error if feedback is not None else None, exponents):
             if read is not None and read.is_cuda:  # allocated on another stream, if it was loaded or rescaled
                 read.record_stream(current_stream(read.device))  # type: ignore[arg-type]
         noise_seed = None
