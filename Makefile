@@ -68,7 +68,7 @@ cuda-build test-cuda-build: export CUDA_HOME ?= $(or $(realpath $(shell nvcc --d
 lower-bound cuda-build:
 	rm -rf $(COPY)/tests
 	mkdir -p $(COPY)
-	tar -c --exclude='*.so' Makefile pyproject.toml setup.py README.md LICENSE csrc megatron_zpp tests | tar -x -C $(COPY)
+	tar -c --exclude='*.so' Makefile pyproject.toml setup.py README.md CONTRIBUTING.md LICENSE csrc megatron_zpp tests | tar -x -C $(COPY)
 	sed -e "s/^torch==.*/torch==$(or $(oldest),$(error no oldest torch in pyproject.toml))/" -e 's/^setuptools==.*/setuptools>=77,<82/' constraints.txt > $(COPY)/constraints.txt
 	touch -r constraints.txt $(COPY)/constraints.txt
 	$(MAKE) -C $(COPY) $(READY) TORCH_INDEX=$(TORCH_INDEX)
