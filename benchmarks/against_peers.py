@@ -20,8 +20,8 @@ import subprocess
 import sys
 import time
 import venv
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -156,6 +156,23 @@ def bytes_sent() -> int:
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
+def accumulating(
+    model: nn.Module, optimizer: torch.optim.Optimizer, around: Callable[[bool], AbstractContextManager[object]]
+) -> Callable[[list[Tensor]], float]:
+    """Return a step over micro-batches, each in the context that ``around(is_last)`` returns."""
+
+    def step(batches: list[Tensor]) -> float:
+        for i, batch in enumerate(batches):
+            with around(i == len(batches) - 1):
+                loss = model(batch)
+                (loss / len(batches)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
 def fsdp_step(model: GPT, setting: str) -> Callable[[list[Tensor]], float]:
     mesh, ranks = None, int(os.environ["LOCAL_WORLD_SIZE"])
     if setting.startswith("HSDP"):
@@ -173,20 +190,14 @@ def fsdp_step(model: GPT, setting: str) -> Callable[[list[Tensor]], float]:
         apply_zeropp(model, setting.removesuffix(KEPT))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
-    def step(batches: list[Tensor]) -> float:
-        for i, batch in enumerate(batches):
-            is_last = i == len(batches) - 1
-            model.set_is_last_backward(is_last)  # type: ignore[operator]
-            if is_kept:
-                model.set_reshard_after_backward(is_last)  # type: ignore[operator]
-                model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
-            loss = model(batch)
-            (loss / len(batches)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss.detach())
+    def around(is_last: bool) -> AbstractContextManager[object]:
+        model.set_is_last_backward(is_last)  # type: ignore[operator]
+        if is_kept:
+            model.set_reshard_after_backward(is_last)  # type: ignore[operator]
+            model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+        return nullcontext()
 
-    return step
+    return accumulating(model, optimizer, around)
 
 
 def ddp_step(model: GPT, setting: str) -> Callable[[list[Tensor]], float]:
@@ -199,16 +210,12 @@ def ddp_step(model: GPT, setting: str) -> Callable[[list[Tensor]], float]:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
-    def step(batches: list[Tensor]) -> float:
-        for i, batch in enumerate(batches):
-            with nullcontext() if i == len(batches) - 1 else ddp.no_sync(), torch.autocast("cpu", torch.bfloat16):
-                loss = ddp(batch)
-                (loss / len(batches)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss.detach())
+    @contextmanager
+    def around(is_last: bool) -> Iterator[None]:
+        with nullcontext() if is_last else ddp.no_sync(), torch.autocast("cpu", torch.bfloat16):
+            yield
 
-    return step
+    return accumulating(ddp, optimizer, around)
 
 
 def megatron_fsdp_step(model: GPT, setting: str) -> Callable[[list[Tensor]], float]:
@@ -250,16 +257,7 @@ def megatron_fsdp_step(model: GPT, setting: str) -> Callable[[list[Tensor]], flo
     )
     optimizer = fully_shard_optimizer(torch.optim.AdamW(sharded.parameters(), lr=1e-4))
 
-    def step(batches: list[Tensor]) -> float:
-        for i, batch in enumerate(batches):
-            with sharded.sync() if i == len(batches) - 1 else sharded.no_sync():
-                loss = sharded(batch)
-                (loss / len(batches)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss.detach())
-
-    return step
+    return accumulating(sharded, optimizer, lambda is_last: sharded.sync() if is_last else sharded.no_sync())
 
 
 def deepspeed_step(model: GPT, setting: str) -> Callable[[list[Tensor]], float]:

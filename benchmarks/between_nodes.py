@@ -1,4 +1,4 @@
-"""What crosses between nodes, and what each technique gains: ZeRO-3 beside ZeRO++ on the cluster in a box.
+"""Measure, on the cluster in a box, the bytes between nodes and the speed of each technique: ZeRO-3 beside ZeRO++.
 
     sudo .venv/bin/python benchmarks/between_nodes.py bytes  # bytes per parameter and step, several settings
     sudo .venv/bin/python benchmarks/between_nodes.py techniques  # seconds of a step by technique, in turns

@@ -52,7 +52,7 @@ def run_killed(work: Callable[[], Any], fatal: int) -> int | None:
 
 
 def state_of(path: Path) -> set[object]:
-    """What an fsync of this path brings to the disk: the names in a folder, or a file as it was last written."""
+    """Return the names in a folder, or a file as it was last written: an fsync of the path brings these to the disk."""
     if path.is_dir():
         return {(child.name, child.stat().st_ino) for child in path.iterdir()}
     return {path.stat().st_mtime_ns}

@@ -1,4 +1,4 @@
-"""What the inspecting program says of a dataset."""
+"""The inspecting program describes a dataset."""
 
 from megatron_zpp.commands.data.inspect_dataset import parse_arguments, run
 from tests.data.small_data import A, write

@@ -1,4 +1,4 @@
-"""What a configuration is said to do on some nodes and ranks, and which of its settings have no effect there."""
+"""A configuration is described for some nodes and ranks, with the settings that have no effect there."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -196,7 +196,7 @@ class UnitReduceScatter(UnitCollective):
             total = finish()
             self.unit.add_gradient(part, total if divisor is None else total.div_(divisor))
         self.unit.holds_gradients = False
-        # All units' gradients have left before the first ones arrive; of a unit that was reduced twice more may follow.
+        # All units' gradients have left before the first ones arrive. A unit's second reduction may still be queued.
         if self.find_unused_in and not any(unit.holds_gradients for unit in self.find_unused_in):
             call_after_backward(partial(drop_unused, self.find_unused_in, self.shared.traffic))
 
