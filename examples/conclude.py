@@ -119,7 +119,8 @@ def main() -> None:
     path = args.run / "result.json"
     with attempt("write", path):
         path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\n{said}\n\n{markdown_table(('published', 'ours', 'how', 'verdict'), rows)}\n\nresult: {path}")
+    table = markdown_table(("published", "ours", "how", "verdict"), rows)
+    print("", *filter(None, (said, table, f"result: {path}")), sep="\n\n")
 
 
 if __name__ == "__main__":
