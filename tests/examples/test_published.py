@@ -166,7 +166,7 @@ def test_rlhf_prints_zero3_beside_zeropp_which_sends_less(folder):
     done = run(RLHF, "--steps", "4", "--new-tokens", "8", env=wanted, timeout=580)
     lines = done.stdout.splitlines()
     # transformers' and torch's warnings come before it, on the same stream
-    heading = next(i for i, line in enumerate(lines) if line.split() == "ZeRO-3 ZeRO++, resident weights".split())
+    heading = next(i for i, line in enumerate(lines) if line.split() == ["ZeRO-3", "ZeRO++,", "resident", "weights"])
     speed, between, within = lines[heading + 1 : heading + 4]
     assert min(map(float, speed.split()[-2:])) > 0
     zero3, zeropp = map(float, between.split()[-2:])
