@@ -40,11 +40,11 @@ def verdict(published: Sequence[float], ours: Sequence[float], compared: Sequenc
 
 
 def verdict_of_loss(published: float, differences: Sequence[float]) -> str:
-    """Judge paired differences in percent: reproduced if their interval holds the published one."""
+    """Judge paired differences in percent. An interval with the published one in it reproduces; one with 0 shows no direction."""
     mean, half = statistics.mean(differences), study_tables.half_width(differences)
     if abs(published - mean) <= half:
         return "reproduced"
-    return "same direction" if published * mean > 0 else "not seen"
+    return "same direction" if published * mean > 0 and abs(mean) > half else "not seen"
 
 
 def run_of(gpus: int, billions: float, gbits: float, tokens: int, arm: str) -> Published:
