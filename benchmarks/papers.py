@@ -40,7 +40,7 @@ def verdict(published: Sequence[float], ours: Sequence[float], compared: Sequenc
 
 
 def verdict_of_loss(published: float, differences: Sequence[float]) -> str:
-    """Judge paired differences in percent. An interval with the published one in it reproduces; one with 0 shows no direction."""
+    """Judge paired differences in percent: their interval holds the published one, or excludes 0, or neither."""
     mean, half = statistics.mean(differences), study_tables.half_width(differences)
     if abs(published - mean) <= half:
         return "reproduced"
