@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?= $(shell [ "$$(uname)" != Linux ] || command -v nvidia-smi >/dev/null || echo https://download.pytorch.org/whl/cpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-long test-integrations test-ray lower-bound test-lower-bound cuda-build test-cuda-build cuda-objects gpu-text test-sanitizers docs format clean
+.PHONY: help quickstart test test-long release test-integrations test-ray lower-bound test-lower-bound cuda-build test-cuda-build cuda-objects gpu-text test-sanitizers docs format clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -31,6 +31,12 @@ test: $(READY)  ## check formatting, lint and types, and run all tests but the l
 
 test-long: $(READY)  ## run the tests that make test leaves out for their time
 	$(PYTEST) -m long -o faulthandler_timeout=900
+
+release: $(READY)  ## build the source archive and a wheel in dist/, and train README's snippet with the wheel in an empty environment
+	rm -rf dist
+	$(VENV)/bin/python setup.py --quiet sdist --dist-dir dist
+	$(VENV)/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist dist/*.tar.gz
+	$(VENV)/bin/python -m pytest -n 0 -m release tests/test_package.py
 
 # What an extra names, alone: with its package that would be built again.
 INSTALL_EXTRA = $(VENV)/bin/python -m pip install --quiet -c constraints.txt $$($(VENV)/bin/python -c 'import tomllib; \
@@ -119,7 +125,7 @@ format: $(READY)  ## format the code and fix what ruff can fix
 	$(VENV)/bin/ruff format .
 
 clean:  ## remove .venv, caches and everything that the quickstart made
-	rm -rf $(VENV) runs/quickstart build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs/quickstart build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # torch comes before the rest and alone, so that only it is looked for in TORCH_INDEX; and the package is built without
 # isolation, against that torch, so that building it never downloads a second one.

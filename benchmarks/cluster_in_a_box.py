@@ -131,6 +131,16 @@ def check_requirements() -> None:
 
 
 @contextmanager
+def hold_interrupts() -> Iterator[None]:
+    """Deliver a Ctrl-C at the end only: a ``Popen`` that it interrupts leaves a child behind that nobody waits for."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def cluster(nodes: int, rate: str | None, delay_ms: float = 0.0) -> Iterator[list[str]]:
     """Namespaces with an interface eth0 each, at SUBNET.1, .2, ..., joined by a bridge; removed at the end.
 
@@ -142,29 +152,31 @@ def cluster(nodes: int, rate: str | None, delay_ms: float = 0.0) -> Iterator[lis
     outsides = [f"{PREFIX}{os.getpid()}v{node}" for node in range(nodes)]
     switch = None
     try:
-        sh(f"ip link add {bridge} type bridge")
-        sh(f"ip link set {bridge} up")
-        for node, (namespace, outside) in enumerate(zip(namespaces, outsides, strict=True)):
-            sh(f"ip netns add {namespace}")
-            sh(f"ip link add {outside} type veth peer name eth0 netns {namespace}")
-            sh(f"ip link set {outside} {'' if delay_ms else f'master {bridge}'} up")
-            sh(f"ip -n {namespace} addr add {SUBNET}.{node + 1}/24 dev eth0")
-            sh(f"ip -n {namespace} link set eth0 up")
-            sh(f"ip -n {namespace} link set lo up")
-            if rate is not None:
-                shape = f"root tbf rate {rate} burst 256kb latency 200ms"
-                sh(f"tc -n {namespace} qdisc add dev eth0 {shape}")  # what the node sends
-                sh(f"tc qdisc add dev {outside} {shape}")  # what it receives
-        if delay_ms:
-            switch = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("delay.py")), str(delay_ms), *outsides]
-            )
+        with hold_interrupts():
+            sh(f"ip link add {bridge} type bridge")
+            sh(f"ip link set {bridge} up")
+            for node, (namespace, outside) in enumerate(zip(namespaces, outsides, strict=True)):
+                sh(f"ip netns add {namespace}")
+                sh(f"ip link add {outside} type veth peer name eth0 netns {namespace}")
+                sh(f"ip link set {outside} {'' if delay_ms else f'master {bridge}'} up")
+                sh(f"ip -n {namespace} addr add {SUBNET}.{node + 1}/24 dev eth0")
+                sh(f"ip -n {namespace} link set eth0 up")
+                sh(f"ip -n {namespace} link set lo up")
+                if rate is not None:
+                    shape = f"root tbf rate {rate} burst 256kb latency 200ms"
+                    sh(f"tc -n {namespace} qdisc add dev eth0 {shape}")  # what the node sends
+                    sh(f"tc qdisc add dev {outside} {shape}")  # what it receives
+            if delay_ms:
+                switch = subprocess.Popen(
+                    [sys.executable, str(Path(__file__).with_name("delay.py")), str(delay_ms), *outsides]
+                )
         yield namespaces
     finally:
-        if switch is not None:
-            switch.kill()
-            switch.wait()
-        remove(os.getpid())
+        with hold_interrupts():
+            if switch is not None:
+                switch.kill()
+                switch.wait()
+            remove(os.getpid())
 
 
 def remove(pid: int) -> None:
@@ -200,13 +212,15 @@ def programs(
             torchrun = f"-m torch.distributed.run --nnodes {len(namespaces)} --node-rank {node} --nproc-per-node "
             torchrun += f"{ranks_per_node} --master-addr {master} --master-port 29500"
             launched = ["ip", "netns", "exec", namespace, sys.executable, *torchrun.split(), *command]
-            processes.append(subprocess.Popen(launched, env=environment, start_new_session=True, **pipes))
+            with hold_interrupts():
+                processes.append(subprocess.Popen(launched, env=environment, start_new_session=True, **pipes))
         yield processes
     finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        with hold_interrupts():
+            for process in processes:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def read_samples(

@@ -1,7 +1,8 @@
 """Build the site: python docs/build.py, or make docs. Pages lie in docs/ for readers of the repository, too.
 
-Their links to files outside of docs/ become links to the repository, pictures of results are copied, and the API's
-settings get a table of their fields. Then zensical builds build/site, and fails at a broken link or anchor.
+README.md is the home page. Links to files outside of docs/ become links to the repository, pictures of results are
+copied, and the API's settings get a table of their fields. Then zensical builds build/site, and fails at a broken link
+or anchor.
 """
 
 import dataclasses
@@ -23,19 +24,20 @@ PICTURES = (".png", ".svg")
 DIRECTIVE = re.compile(r"^::: (megatron_zpp\.\S+Config)$", re.MULTILINE)
 
 
-def for_the_site(page: Path, repository: str) -> str:
-    """Return the page's text with links that a site can follow."""
+def for_the_site(page: Path, place: Path, repository: str) -> str:
+    """Return the page's text with links that a site can follow from ``place``, a folder of docs/."""
 
     def rewrite(link: re.Match[str]) -> str:
-        target = (page.parent / link[1]).resolve()
-        if target.is_relative_to(DOCS):
-            return link[0]
-        inside = target.relative_to(ROOT)
-        if target.suffix in PICTURES:
-            shutil.copy(target, COPY / "images" / target.name)
-            return f"({os.path.relpath(DOCS / 'images' / target.name, page.parent)})"
+        target, anchor = (page.parent / link[1]).resolve(), link[2] or ""
+        if (target / "index.md").exists():
+            target /= "index.md"
+        if target.suffix in PICTURES and not target.is_relative_to(DOCS):
+            shutil.copy(target, COPY / "images")
+            target = DOCS / "images" / target.name
+        if target.is_relative_to(DOCS) and not target.is_dir():
+            return f"({os.path.relpath(target, place)}{anchor})"
         kind = "tree" if target.is_dir() else "blob"
-        return f"({repository}/{kind}/main/{inside}{link[2] or ''})"
+        return f"({repository}/{kind}/main/{target.relative_to(ROOT)}{anchor})"
 
     return DIRECTIVE.sub(_with_fields, LINK.sub(rewrite, page.read_text(encoding="utf-8")))
 
@@ -56,9 +58,10 @@ def main() -> int:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     shutil.rmtree(COPY, ignore_errors=True)
     shutil.copytree(DOCS, COPY, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    for page in DOCS.glob("**/*.md"):
-        copy = COPY / page.relative_to(DOCS)
-        copy.write_text(for_the_site(page, project["urls"]["Repository"]), encoding="utf-8")
+    for page in [ROOT / "README.md", *DOCS.glob("**/*.md")]:
+        inside = page.relative_to(DOCS) if page.is_relative_to(DOCS) else Path("index.md")
+        text = for_the_site(page, (DOCS / inside).parent, project["urls"]["Repository"])
+        (COPY / inside).write_text(text, encoding="utf-8")
     return subprocess.run([sys.executable, "-m", "zensical", "build", "--clean", "--strict"], cwd=ROOT).returncode
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
+import megatron_zpp
 from tests.conftest import ROOT
 from tests.tools import run
 
@@ -135,8 +136,8 @@ def share_torch(site_packages: Path) -> None:
                 (site_packages / top).symlink_to(importlib.metadata.distribution(name).locate_file(top))
 
 
-@pytest.mark.long
-def test_install_into_an_empty_environment_and_train(checkout, tmp_path):
+@pytest.mark.release
+def test_the_wheel_installs_into_an_empty_environment_and_trains(tmp_path):
     venv.create(tmp_path / "venv", with_pip=True)
     programs, elsewhere = tmp_path / "venv" / "bin", tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -146,12 +147,9 @@ def test_install_into_an_empty_environment_and_train(checkout, tmp_path):
     share_torch(site_packages)
     pip = (python, "-m", "pip", "install", "--constraint", ROOT / "constraints.txt")
 
-    # The library alone, built from the source archive that is published.
-    succeed(sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", tmp_path, folder=checkout)
-    (archive,) = tmp_path.glob("*.tar.gz")
-    succeed(python, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, archive, folder=elsewhere)
-    (wheel,) = tmp_path.glob("*.whl")
-    succeed(*pip, wheel, folder=checkout)
+    # The library alone. `make release` built the wheel from the source archive beside it.
+    (wheel,) = ROOT.glob(f"dist/megatron_zpp-{megatron_zpp.__version__}-*.whl")
+    succeed(*pip, wheel, folder=elsewhere)
     assert (site_packages / "megatron_zpp" / "zeropp" / "wire" / "_kernels.so").exists()
     for package in ("numpy", "rich", "sentencepiece"):
         call(python, "-c", f"import {package}", folder=elsewhere, status=1)
@@ -169,7 +167,7 @@ def test_install_into_an_empty_environment_and_train(checkout, tmp_path):
     assert "pip install numpy rich sentencepiece" in refused.stderr
 
     # The trainer, without a GPU and outside of any checkout.
-    succeed(*pip, f"{wheel}[train]", folder=checkout)
+    succeed(*pip, f"{wheel}[train]", folder=elsewhere)
     listed = succeed(programs / "megatron-zpp", "--help", folder=elsewhere)
     assert re.search(r"^  plan  ", listed, re.MULTILINE)
     torchrun = (python, "-m", "torch.distributed.run", "--nproc-per-node", "2")

@@ -211,13 +211,23 @@ def words(text: str) -> int:
 
 
 def test_pages_are_short_and_in_the_site():
-    """No page that is read from top to bottom is long, and the site's menu names every page."""
+    """No page that is read from top to bottom is long; the site's menu and landing pages name every page."""
     most = {"tutorials": 1500, "how-to": 600, "concepts": 1500}
     for part, limit in most.items():
         assert {page.stem: n for page in ROOT.glob(f"docs/{part}/*.md") if (n := words(page.read_text())) > limit} == {}
     assert words((ROOT / "README.md").read_text()) <= 650
     named = re.findall(r'"([\w/-]+\.md)"', (ROOT / "zensical.toml").read_text(encoding="utf-8"))
-    assert sorted(named) == sorted(str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md"))
+    pages = [str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")]
+    assert sorted(named) == sorted(["index.md", *pages])  # README.md is the home page
+    for landing in ROOT.glob("docs/**/index.md"):
+        linked = re.findall(r"\]\(([\w-]+\.md)\)", landing.read_text(encoding="utf-8"))
+        assert sorted(linked) == sorted({page.name for page in landing.parent.glob("*.md")} - {"index.md"})
+
+
+def test_no_line_of_code_is_cut_on_the_site():
+    """At 1280 pixels a block shows 76 characters."""
+    code = [(page, block) for page in PAGES[2:] for block in blocks(page, r"\w*")]
+    assert not [f"{page.name}: {line}" for page, block in code for line in block.splitlines() if len(line) > 76]
 
 
 def test_links_between_pages_lead_somewhere():

@@ -4,18 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_zpp.arguments.foreign_flags import (
-    EXPERTS,
-    NO_SUCH_EXPERTS,
-    NOT_NEEDED,
-    REFUSED,
-    TRANSLATED,
-    WITHOUT_EXPERTS,
-    NotNeeded,
-    deepspeed_expert_defaults,
-    describes_experts,
-    translate,
-)
+from megatron_zpp.arguments import foreign_flags
+from megatron_zpp.arguments.foreign_flags import EXPERTS, NOT_NEEDED, REFUSED, NotNeeded
 from megatron_zpp.arguments.settings_file import nearest_flag, words_of_files
 from megatron_zpp.settings.checks import Mistakes, SettingsError
 from megatron_zpp.settings.flags import Flag
@@ -66,8 +56,8 @@ def read_command_line(
     for instead in dict.fromkeys(refused.values()):
         names = [name for name in refused if refused[name] == instead]
         mistakes.messages.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not supported: {instead}")
-    unsaid = deepspeed_expert_defaults([name for name, _ in in_files + typed], line.given) if has_experts else ""
-    if unsaid:
+    names = [name for name, _ in in_files + typed]
+    if has_experts and (unsaid := foreign_flags.deepspeed_expert_defaults(names, line.given)):
         line.translated["what Megatron-DeepSpeed's experts leave unsaid"] = unsaid
         _take_translated(line.given, "", unsaid, mistakes)
     return line
@@ -85,8 +75,8 @@ def _read_words(
     translated: dict[str, tuple[str, str]] = {}  # flag -> as typed, and what it is here
     for name, words in words_of:
         with mistakes.collected():
-            if describes_experts(name) and not has_experts:
-                line.not_needed[name] = WITHOUT_EXPERTS
+            if foreign_flags.describes_experts(name) and not has_experts:
+                line.not_needed[name] = foreign_flags.WITHOUT_EXPERTS
             elif name == EXPERTS and len(words) > 1:  # Megatron-DeepSpeed's, of each block with experts
                 numbers = [_value(flags[name], [word]) for word in words]
                 given |= {"num_experts": max(numbers), "moe_experts_per_layer": ",".join(map(str, numbers))}
@@ -94,17 +84,19 @@ def _read_words(
                 refused[asked] = REFUSED[asked]
             elif name in flags:
                 given[flags[name].setting] = _value(flags[name], words)
-            elif name in TRANSLATED:
-                translated[name] = asked, translate(name, words)
+            elif name in foreign_flags.TRANSLATED:
+                translated[name] = asked, foreign_flags.translate(name, words)
             elif name in NOT_NEEDED:
                 _check_not_needed(name, words)
                 line.not_needed[name] = NOT_NEEDED[name]
             elif name in REFUSED:
                 refused[name] = REFUSED[name]
-            elif describes_experts(name):
-                refused[name] = NO_SUCH_EXPERTS
+            elif foreign_flags.describes_experts(name):
+                refused[name] = foreign_flags.NO_SUCH_EXPERTS
+            elif name:
+                raise SettingsError(f"unknown flag {name}; {nearest_flag(name)}")
             else:
-                raise SettingsError(_unknown(name, words))
+                raise SettingsError(f"{' '.join(words)} belongs to no flag; see --help")
     for typed, meaning in translated.values():
         _take_translated(given, typed, meaning, mistakes)
     line.given |= given
@@ -148,9 +140,3 @@ def _check_not_needed(name: str, words: list[str]) -> None:
         raise SettingsError(f"{name} takes no value, got {value}")
     if flag.accepted and value not in flag.accepted:
         raise SettingsError(f"{name} {value} is not supported, only {' or '.join(flag.accepted)}: {flag.because}")
-
-
-def _unknown(name: str, words: list[str]) -> str:
-    if not name:
-        return f"{' '.join(words)} belongs to no flag; see --help"
-    return f"unknown flag {name}; {nearest_flag(name)}"

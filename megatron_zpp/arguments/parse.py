@@ -5,7 +5,6 @@ flag), ``--preset``, the recipe of ``--zeropp``, the field's default. ``resolve.
 and checks everything.
 """
 
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -19,7 +18,7 @@ from megatron_zpp.arguments.recipe import recipe_values, stands_for
 from megatron_zpp.arguments.resolve import resolve
 from megatron_zpp.families import ARCHITECTURES, Architecture
 from megatron_zpp.parallel.distributed import is_first_rank
-from megatron_zpp.settings.checks import Mistakes, SettingsError, flag_of, flags_in, require
+from megatron_zpp.settings.checks import Mistakes, SettingsError, flag_of, flags_in, require, with_flags
 from megatron_zpp.settings.flags import flags_of_fields, group_from
 from megatron_zpp.settings.groups import Settings, all_flags, iterate_groups
 from megatron_zpp.settings.resolved import ResolvedSettings
@@ -193,11 +192,5 @@ def _into_groups(architecture: str, values: dict[str, Any], mistakes: Mistakes) 
         except ValueError as error:  # only ZeRO++'s and the islands' check themselves when they are made
             with mistakes.collected_unless_named():
                 what = "ZeRO++ settings" if group is ZeroPPConfig else "settings of islands"
-                raise SettingsError(f"{what}: {_with_flags(str(error), group)}") from error
+                raise SettingsError(f"{what}: {with_flags(str(error), flags_of_fields(group))}") from error
     return Settings(architecture=architecture, **groups)
-
-
-def _with_flags(message: str, group: type[Any]) -> str:
-    """Write flags in place of a config's field names."""
-    flags = flags_of_fields(group)
-    return re.sub(r"\w+", lambda word: flags.get(word[0], word[0]), message)

@@ -102,7 +102,10 @@ def resolve(
         with mistakes.collected():
             check_sharding(settings, fsdp_size)
     with mistakes.collected():
-        _check_tasks(settings, dp_size, world_size)
+        is_divided = dp_size == world_size and distributed.islands == 1
+        alone = "--eval-tasks divides its requests among data-parallel ranks alone: leave tensor, pipeline and context"
+        instead = "megatron-zpp evaluate takes the checkpoints of such a run"
+        require(training.eval_tasks is None or is_divided, f"{alone} parallelism and islands out; {instead}")
     mistakes.report()
     notes = [*notes_on(settings, set(given))]
     if settings.logging.log_straggler and (reason := cannot_tell_stragglers(distributed, settings.zero, world_size)):
@@ -155,16 +158,6 @@ def _resolve_length(settings: Settings, dp_size: int) -> Settings:
     except ValueError as error:
         raise SettingsError(str(error)) from error
     return dataclasses.replace(settings, training=training)
-
-
-def _check_tasks(settings: Settings, dp_size: int, world_size: int) -> None:
-    """Check that every rank can take a part of the requests that --eval-tasks asks."""
-    ranks = settings.distributed
-    require(
-        settings.training.eval_tasks is None or (dp_size == world_size and ranks.islands == 1),
-        "--eval-tasks divides its requests among data-parallel ranks alone: leave tensor, pipeline and context "
-        "parallelism and islands out; megatron-zpp evaluate takes the checkpoints of such a run",
-    )
 
 
 def _check_curriculum(settings: Settings) -> None:

@@ -11,25 +11,20 @@ _FLOAT8_RECIPES = {"tensorwise": "hybrid", "rowwise": "e4m3", "rowwise_with_gw_h
 _FLOAT8_MULTIPLE = 16  # divides every dimension of a float8 product
 
 
-def _sums_gradients_in_fp32(settings: Settings) -> bool:
-    """Return whether gradients of any dtype are summed in fp32, as by qgZ that quantizes both hops."""
-    zero, zeropp = settings.zero, settings.zeropp
-    quantized = zeropp.quantized_gradients and None not in (zeropp.gradient_bits, zeropp.gradient_intra_bits)
-    # Where micro-batches are reduced together, FSDP2 adds them up first.
-    return quantized and zero.zero_stage >= 2 and settings.distributed.pipeline_schedule not in SPLITS_BACKWARD
-
-
 def resolve_precision(settings: Settings) -> PrecisionSettings:
     """Complete the precision. Raises SettingsError."""
     precision = settings.precision
     require(not (precision.fp16 and precision.bf16), "--fp16 and --bf16 exclude each other; give one")
     both = "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; give one"
     require(not (precision.grad_reduce_in_bf16 and precision.accumulate_allreduce_grads_in_fp32), both)
-    # Megatron's rule: bf16 has too few digits to sum gradients in, so sums are fp32 unless asked otherwise. Where sums
-    # are fp32 anyway, autograd's gradients stay bf16, in half the memory.
     in_fp32 = precision.accumulate_allreduce_grads_in_fp32
     if precision.bf16 and not in_fp32 and not precision.grad_reduce_in_bf16:
-        in_fp32 = not _sums_gradients_in_fp32(settings)
+        # Megatron's rule: bf16 has too few digits to sum gradients in, so sums are fp32 unless asked otherwise. By qgZ
+        # that quantizes both hops they are fp32 anyway, and autograd's gradients stay bf16, in half the memory; but
+        # where micro-batches are reduced together, FSDP2 adds them up first.
+        zeropp, schedule = settings.zeropp, settings.distributed.pipeline_schedule
+        quantizes = zeropp.quantized_gradients and None not in (zeropp.gradient_bits, zeropp.gradient_intra_bits)
+        in_fp32 = not (quantizes and settings.zero.zero_stage >= 2 and schedule not in SPLITS_BACKWARD)
         precision = dataclasses.replace(precision, grad_reduce_in_bf16=not in_fp32)
     recipe = precision.fp8_recipe
     if precision.fp8_format is not None:

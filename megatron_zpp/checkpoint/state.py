@@ -27,7 +27,6 @@ from megatron_zpp.models.lora import is_adapter
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.zeropp.fsdp.topology import process_rank
-from megatron_zpp.zeropp.own_rank import load_random_state_dict, random_state_dict
 
 from .files import CheckpointError
 from .index import Entry, Index, read_index
@@ -186,3 +185,18 @@ def _check_shapes(checkpoint: Path, state: Mapping[str, Tensor], saved: Mapping[
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         unfit = f"{checkpoint} does not fit this run: {'; '.join(wrong[:3])}{more}"
         raise CheckpointError(f"{unfit}. Give the settings that saved it, or --no-load-optim, or another --load")
+
+
+def random_state_dict() -> dict[str, Tensor]:
+    """Return the states of torch's generators on this rank, uint8, by "RANK.cpu" and on a GPU "RANK.cuda"."""
+    states = {f"{process_rank()}.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"{process_rank()}.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def load_random_state_dict(states: Mapping[str, Tensor]) -> None:
+    """Restore what ``random_state_dict`` returned on this rank."""
+    torch.set_rng_state(states[f"{process_rank()}.cpu"])
+    if f"{process_rank()}.cuda" in states:
+        torch.cuda.set_rng_state(states[f"{process_rank()}.cuda"])

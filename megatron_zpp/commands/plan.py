@@ -78,14 +78,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"{args.program} is not {' or '.join(PROGRAMS)}: give the trainer and its flags last")
         if args.vocabulary is None:
             parser.error("give --vocabulary, the size of the tokenizer's vocabulary")
-    args.flags = _without_auto(words)
+    # Without --zeropp auto, in whose place a plan names a recipe.
+    autos = [i for i, word in enumerate(words) if word == "--zeropp" and words[i + 1 : i + 2] == [AUTO]]
+    args.flags = [w for i, w in enumerate(words) if w != f"--zeropp={AUTO}" and i not in autos and i - 1 not in autos]
     return args
-
-
-def _without_auto(flags: list[str]) -> list[str]:
-    """Leave out ``--zeropp auto``, in whose place a plan names a recipe."""
-    autos = [i for i, word in enumerate(flags) if word == "--zeropp" and flags[i + 1 : i + 2] == [AUTO]]
-    return [w for i, w in enumerate(flags) if w != f"--zeropp={AUTO}" and i not in autos and i - 1 not in autos]
 
 
 def find_model(args: argparse.Namespace) -> tuple[Architecture, list[str], int]:

@@ -1,7 +1,6 @@
 """Records of decoders: flags, FLOPs, memory and stages. GPT and Llama differ only in defaults."""
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from megatron_zpp.models.moe import MoEConfig
 from megatron_zpp.parallel.context import apply_context_parallel
 from megatron_zpp.parallel.plans import decoder_plan
 from megatron_zpp.parallel.stages import StageModules
-from megatron_zpp.settings.checks import SettingsError, flag_of, require
+from megatron_zpp.settings.checks import SettingsError, flag_of, require, with_flags
 from megatron_zpp.settings.flags import flat_values, setting_of
 from megatron_zpp.settings.groups import ModelSettings, all_flags
 
@@ -141,19 +140,14 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
         words |= {"add_bias_linear": "biases (--disable-bias-linear)", "window_size": "--window-size"}
         words["group_query_attention"] = "--group-query-attention"
         words["bias_update_rate"] = "--moe-router-enable-expert-bias"
-        as_flags = re.sub(r"\w+", lambda word: words.get(word[0], word[0]), str(error))
-        raise SettingsError(f"these flags describe no model: {as_flags}") from error
+        raise SettingsError(f"these flags describe no model: {with_flags(str(error), words)}") from error
     return model
 
 
 NORMALIZATIONS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}  # Megatron-DeepSpeed's names and Megatron-LM's
 _ROTARY = (
-    "rotary_base",
-    "rotary_percent",
-    "rotary_interleaved",
-    "use_rope_scaling",
-    "rotary_base_local",
-    "no_rope_freq",
+    *("rotary_base", "rotary_percent", "rotary_interleaved"),
+    *("use_rope_scaling", "rotary_base_local", "no_rope_freq"),
 )
 _YARN = (
     *("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),

@@ -13,10 +13,6 @@ _ATTENTION_BIAS = {"attention_bias": "attention_bias"}
 _BIASES = _ATTENTION_BIAS | {"mlp_bias": "mlp_bias"}
 
 
-def _write_rope_layers(config: DecoderConfig) -> list[int]:
-    return [int(config.has_rope(layer)) for layer in range(config.num_layers)]
-
-
 def _read_rope_layers(hf: Mapping[str, Any]) -> str | None:
     layers = hf["no_rope_layers"]  # with 1 where there are positions
     return None if all(layers) else str([1 - has_rope for has_rope in layers])
@@ -30,10 +26,6 @@ def _write_query_scalar(config: DecoderConfig) -> int:
     return scalar
 
 
-def _write_softmax_scale(config: DecoderConfig) -> float:
-    return config.softmax_scale or config.head_dim**-0.5
-
-
 def _write_epsilon(config: DecoderConfig) -> float:
     if (epsilon := config.latent_norm_epsilon or config.norm_epsilon) != 1e-6:
         raise ValueError(f"DeepSeek's norms of latent vectors have an epsilon of 1e-6, and not {epsilon:g}")
@@ -44,9 +36,17 @@ _LATENT_EPSILON = Key(
     *("rms_norm_eps", "latent_norm_epsilon", _write_epsilon),
     lambda hf: None if hf["rms_norm_eps"] == 1e-6 else 1e-6,  # whichever value the others use
 )
-_ROPE_LAYERS = Key("no_rope_layers", "no_rope_freq", _write_rope_layers, _read_rope_layers)
+_ROPE_LAYERS = Key(
+    *("no_rope_layers", "no_rope_freq"),
+    lambda config: [int(config.has_rope(layer)) for layer in range(config.num_layers)],
+    _read_rope_layers,
+)
 _QUERY_SCALAR = Key(
     "query_pre_attn_scalar", "softmax_scale", _write_query_scalar, lambda hf: hf["query_pre_attn_scalar"] ** -0.5
+)
+_MULTIPLIER = Key(
+    *("attention_multiplier", "softmax_scale", lambda config: config.softmax_scale or config.head_dim**-0.5),
+    lambda hf: hf["attention_multiplier"],
 )
 _NORMS_AFTER = {"post_attention_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}
 _NORMS_AROUND = {"input_norm": "input_layernorm", "pre_mlp_norm": "pre_feedforward_layernorm"} | _NORMS_AFTER
@@ -127,9 +127,7 @@ FAMILIES = (
     Family(
         "granite",
         keys=_BIASES | {name: name for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")},
-        special_keys=(
-            Key("attention_multiplier", "softmax_scale", _write_softmax_scale, lambda hf: hf["attention_multiplier"]),
-        ),
+        special_keys=(_MULTIPLIER,),
         has_head_dim=False,
     ),
     Family(

@@ -23,10 +23,7 @@ def with_zeropp(trainer: TRL_TRAINER, config: ZeroPPConfig, resident_weights: bo
     """
     held: list[Any] = [getattr(trainer, name, None) for name in OTHER_MODELS]
     held += getattr(trainer, "reward_funcs", [])
-    others = [model for model in held if isinstance(model, nn.Module) and _is_sharded(model)]
+    models = [model for model in held if isinstance(model, nn.Module)]
+    others = [model for model in models if any(isinstance(module, FSDPModule) for module in model.modules())]
     trainer.add_callback(ZeroPPCallback(config, others, resident_weights))
     return trainer
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    return any(isinstance(module, FSDPModule) for module in model.modules())

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from megatron_zpp.settings.groups import all_flags
@@ -62,6 +62,11 @@ def require_divides(flag: str, size: int, number: int, what: str) -> None:
 def flags_in(message: str) -> set[str]:
     """Find the flags that a message names."""
     return set(re.findall(r"--[\w-]+", message))
+
+
+def with_flags(message: str, flags: Mapping[str, str]) -> str:
+    """Write flags in place of the names of fields in a config's message. flags: by field."""
+    return re.sub(r"\w+", lambda word: flags.get(word[0], word[0]), message)
 
 
 def flag_of(setting: str) -> str:

@@ -85,10 +85,10 @@ class ZeroPP:
         self.units, self.config, self.shared = units, config, Shared(config, Waits(self.device))
         self.traffic, self.waits = self.shared.traffic, self.shared.waits
         self._model, self._pipeline, self._tensor_parallel = model, pipeline, tensor_parallel
-        self._stream = new_stream(self.device)  # gathers run on it
+        self._stream, reads = new_stream(self.device), new_stream(self.device)  # gathers run on the first
         for unit in units:
             of_group = [other for other in units if find_unused_parameters and other.topology is unit.topology]
-            unit.all_gather = UnitAllGather(unit, self.shared, self._stream)
+            unit.all_gather = UnitAllGather(unit, self.shared, self._stream, reads)
             unit.reduce_scatter = UnitReduceScatter(unit, self.shared, of_group)
             set_collectives(unit)
             follow_backward(unit, self.waits)

@@ -22,6 +22,7 @@ ROUNDINGS = ("nearest", "stochastic")
 
 
 QUANTIZED = "zero_quantized_weights zero_quantized_gradients zeropp_secondary_dtype=int8 zeropp_frozen_dtype"
+_main_flag = functools.partial(flag, tier="stable", first="Memory and links")
 _qwz_flag = functools.partial(flag, needs="quantized_weights")
 _qgz_flag = functools.partial(flag, needs="quantized_gradients")
 
@@ -74,32 +75,26 @@ class ZeroPPConfig:
     """
 
     FLAGS: ClassVar[dict[str, str]] = dict(prefix="--zeropp-", resume="noted", tier="advanced", settles="wire")
-    quantized_weights: bool = flag(
+    quantized_weights: bool = _main_flag(
         False,
         "qwZ: all-gather parameters as block-quantized integers",
         name="--zero-quantized-weights",
-        tier="stable",
         deepspeed="zero_optimization.zero_quantized_weights",
-        first="Memory and links",
     )
     # Only the first gather after an optimizer step crosses nodes.
-    hpz_partition_size: int = flag(
+    hpz_partition_size: int = _main_flag(
         1,
         "hpZ: ranks that hold one secondary copy of the parameters, normally the GPUs of a node; 1 = off",
         at_least=1,
         name="--zero-hpz-partition-size",
         resume="free",
-        tier="stable",
-        first="Memory and links",
     )
     # Within each node at every micro-batch, between nodes once per optimizer step.
-    quantized_gradients: bool = flag(
+    quantized_gradients: bool = _main_flag(
         False,
         "qgZ: reduce gradients by a two-hop quantized all-to-all",
         name="--zero-quantized-gradients",
-        tier="stable",
         deepspeed="zero_optimization.zero_quantized_gradients",
-        first="Memory and links",
     )
     loco: LoCoConfig | None = flag(
         None,
@@ -190,9 +185,8 @@ class ZeroPPConfig:
         tier="experimental",
     )
     # "card": a rank keeps the codes of all W shards. Moves go on within the node as they arrive; gathers send nothing.
-    weight_copies: str = flag(
-        "node", "where copies of weights are", choices=("node", "card"), needs="weight_moves", name=None
-    )
+    # "host": hpZ's copy is in host memory, pinned on a GPU, and each gather reads it.
+    weight_copies: str = flag("node", "where copies of weights are", choices=("node", "card", "host"), name=None)
     hadamard: bool = _qgz_flag(
         False, "rotate gradients by 32 x 32 Hadamard matrices before they are quantized", tier="experimental"
     )
@@ -234,6 +228,9 @@ class ZeroPPConfig:
             for name in names:
                 if getattr(self, name) != getattr(type(self), name) and not self._has(required):
                     raise ValueError(f"{name} requires {required}")
+        needed = {"card": "weight_moves", "host": "hpz_partition_size"}.get(self.weight_copies)
+        if needed is not None and not self._has(needed):
+            raise ValueError(f"weight_copies {self.weight_copies} requires {needed}")
         for name in ("weight", "weight_intra", "gradient", "gradient_intra"):
             bits, scaling = getattr(self, f"{name}_bits"), getattr(self, f"{name}_scaling")
             if bits is not None:
@@ -306,9 +303,7 @@ class ZeroPPConfig:
     @property
     def stated_ranks_per_node(self) -> int | None:
         """The ranks per node that were set, or else the ranks of a secondary partition."""
-        if self.ranks_per_node is None and self.hpz_partition_size > 1:
-            return self.hpz_partition_size
-        return self.ranks_per_node
+        return self.ranks_per_node or (self.hpz_partition_size if self.hpz_partition_size > 1 else None)
 
 
 # Fields that must be set with those, if these differ from their defaults.
@@ -323,6 +318,5 @@ _REQUIREMENTS = {
     "gradient_intra_bits": ("gradient_intra_scaling",),
     "hpz_partition_size": ("weight_intra_bits", "weight_moves", "frozen_dtype", "hpz_secondary_dtype"),
     "frozen_dtype": ("nf4_skip",),
-    "weight_moves": ("weight_copies",),
     "quantized_weights": ("hpz_secondary_dtype",),
 }

@@ -51,7 +51,8 @@ def _weights(config: ZeroPPConfig, num_nodes: int) -> str:
     if config.weight_copies == "card":
         return f"{between} between nodes and on to all of their ranks once per step{frozen}"
     within = in_full if formats.keeps_wires else _bits(config.weight_intra_bits, config.weight_intra_scaling, rounding)
-    return f"{between} between nodes once per step, {within} within a node at every gather{frozen}"
+    where = ", from host memory" if config.weight_copies == "host" else ""
+    return f"{between} between nodes once per step, {within} within a node at every gather{where}{frozen}"
 
 
 def _gradients(config: ZeroPPConfig, num_nodes: int, ranks_per_node: int) -> str:
@@ -143,7 +144,7 @@ def warn(config: ZeroPPConfig, units: Sequence[FSDPUnit], device: torch.device) 
             corrects_inter = config.loco is not None and config.loco.hops == "inter"
             for what, is_idle, reason in (
                 ("hpZ", config.hpz_partition_size > 1, "all gathers stay within it"),
-                ("weight_copies", config.weight_copies == "card", "all gathers stay within it"),
+                ("weight_copies", config.weight_copies != "node", "all gathers stay within it"),
                 ("LoCo", corrects_inter, "it corrects the hop between nodes"),
                 ("gradient_element_scales", config.gradient_element_scales, "it scales the hop between nodes"),
                 ("qgZ", sends_plain, "gradient_intra_bits leaves the hop within it unquantized"),

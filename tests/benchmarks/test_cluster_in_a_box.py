@@ -57,6 +57,22 @@ def test_ctrl_c_removes_the_cluster():
     assert not leftovers(process.pid)
 
 
+@pytest.mark.usefixtures("namespaces_allowed")
+def test_ctrl_c_while_a_namespace_is_made_leaves_nothing(monkeypatch):
+    class Interrupted(subprocess.Popen):
+        def __init__(self, command, **more):
+            makes = command[:3] == ["ip", "netns", "add"]
+            super().__init__(["sh", "-c", f"sleep 0.3; {' '.join(command)}"] if makes else command, **more)
+            if makes:
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt), cluster(2, None):
+        pass
+    time.sleep(0.5)  # by then a child that nobody waited for has made it
+    assert not leftovers(os.getpid())
+
+
 def test_without_root_it_says_so(tmp_path):
     if sys.platform == "linux" and os.geteuid() != 0:
         command = [sys.executable, PROGRAM, "--", "pretrain_gpt.py"]

@@ -225,6 +225,7 @@ def test_finding_unused_parameters_waits_for_nothing_on_a_rank_that_used_all():
 MOVES = {
     "moved codes": replace(ALL, weight_moves=True, weight_bits=6),
     "moved bits": replace(ALL, quantized_weights=False, weight_moves=True),
+    "copies in host memory": replace(ALL, weight_moves=True, weight_copies="host"),
 }
 
 
@@ -232,9 +233,17 @@ MOVES = {
 def test_a_step_of_moved_weights_waits_for_their_sizes_alone(name):
     """kernels.md and what-is-sent.md say so: a wait in each operator would be some hundred a step, of Llama-8B."""
     (step,) = run_ranks(1, third_step, MOVES[name], 2, WIDTH // 8)
-    assert len(step.host_waits) == 1 and step.on_host == set() and step.races == []
+    copies = {device for name, (device, _, _) in step.tensors.items() if name.startswith("copies of")}
+    assert len(step.host_waits) == 1 and step.races == []
     counts = [step.launches[f"megatron_zpp::{operator}", "stream"] for operator in ("measure_moves", "write_moves")]
     assert counts == [3, 3]
+    if MOVES[name].weight_copies == "host":
+        views = {"aten::select.int", "aten::empty_like"}
+        assert copies == {"cpu"} and step.on_host == {"aten::copy_", "aten::_to_copy", *views}
+        gathers = 2 * (2 + 2 + 1)  # two micro-batches gather two blocks in both passes, and the root once
+        assert step.launches["copy_", "stream"] == gathers + 3  # each reads once, and what arrived is written once
+    else:
+        assert copies == {"cuda:0"} and step.on_host == set()
 
 
 # What the tests above would see

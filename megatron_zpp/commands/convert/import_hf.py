@@ -44,10 +44,12 @@ def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = AR
     # Not the first that can express the config: a Phi-3 may equal a Mistral, whose tensors have other names.
     mapping = next(each for each in architecture.huggingface if each.model_type == hf_config["model_type"])
     stored = files.WeightFiles(args.input)
-    next_tokens = tokens_predicted_ahead(stored, hf_config)
-    name_of = match_names(
-        stored, files.their_shapes(architecture, config, mapping), hf_config["tie_word_embeddings"], next_tokens
-    )
+    # Blocks after the last one predict further tokens; transformers has none either.
+    first, number = hf_config.get("num_hidden_layers", 0), hf_config.get("num_nextn_predict_layers") or 0
+    layers = tuple(f"model.layers.{layer}." for layer in range(first, first + number))
+    next_tokens = {name for name in stored.shapes if name.startswith(layers)}
+    shapes = files.their_shapes(architecture, config, mapping)
+    name_of = match_names(stored, shapes, hf_config["tie_word_embeddings"], next_tokens)
     chosen = given_tokenizer(args) or find_tokenizer(args.input)
     if not chosen:
         none = f"{args.input} has no tokenizer (tokenizer.json, tokenizer.model, or vocab.json and merges.txt)"
@@ -102,13 +104,6 @@ def tokenizer_words(tokenizer: Mapping[str, Any]) -> list[str]:
         if value is not True:
             words.append(str(value))
     return words
-
-
-def tokens_predicted_ahead(stored: files.WeightFiles, hf_config: Mapping[str, Any]) -> set[str]:
-    """Return the tensors of blocks after the last one, which predict further tokens; transformers has none either."""
-    first, number = hf_config.get("num_hidden_layers", 0), hf_config.get("num_nextn_predict_layers") or 0
-    layers = tuple(f"model.layers.{layer}." for layer in range(first, first + number))
-    return {name for name in stored.shapes if name.startswith(layers)}
 
 
 def match_names(

@@ -124,13 +124,12 @@ class Formats:
 
     def weights_within_node(self, part: UnitPart, dtype: torch.dtype) -> WireFormat | None:
         """Return the format of a shard in the gather after the secondary partition, or the only one; None = numbers."""
-        config = self.config
-        bits, scaling = config.weight_intra_bits, config.weight_intra_scaling
+        config, bits = self.config, self.config.weight_intra_bits
         if self.keeps_wires or not self.has_secondary_partition:
             return self.weights(part, dtype)
         if bits is None:
             return None
-        return self._format(part, bits, config.weight_block_size, dtype, scaling)
+        return self._format(part, bits, config.weight_block_size, dtype, config.weight_intra_scaling)
 
     def bytes_between_nodes(self, part: UnitPart, dtype: torch.dtype) -> int:
         """Return the bytes that one rank sends to each other node's once per step; of moves about, over a whole run."""
@@ -151,9 +150,8 @@ class Formats:
         return dtype.itemsize * part.numel if format is None else format.nbytes
 
     def gradients_within_node(self, part: UnitPart, dtype: torch.dtype) -> WireFormat:
-        config = self.config
-        bits, scaling = config.gradient_intra_bits, config.gradient_intra_scaling
-        return self._format(part, bits, config.gradient_block_size, dtype, scaling)
+        config, bits = self.config, self.config.gradient_intra_bits
+        return self._format(part, bits, config.gradient_block_size, dtype, config.gradient_intra_scaling)
 
     def gradients_between_nodes(self, part: UnitPart, dtype: torch.dtype, step: float = math.inf) -> WireFormat:
         bits, scaling = self.config.gradient_bits, self.config.gradient_scaling

@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import record_function
 
 
@@ -35,6 +36,13 @@ def on_stream(stream: torch.Stream, device: torch.device) -> Iterator[None]:
             yield
     finally:
         current.wait_stream(stream)
+
+
+def to_host(values: Tensor, out: Tensor | None = None) -> Tensor:
+    """Copy ``values`` to host memory, pinned so that a GPU's current stream copies; into ``out`` if that fits."""
+    if out is None or (out.shape, out.dtype) != (values.shape, values.dtype):
+        out = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda")
+    return out.copy_(values, non_blocking=True)
 
 
 def is_capturing(device: torch.device) -> bool:

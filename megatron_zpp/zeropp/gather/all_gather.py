@@ -16,7 +16,7 @@ from ..fsdp.formats import Formats, Layouts, UnitPart
 from ..fsdp.fsdp_unit import FSDPUnit, UnitCollective
 from ..fsdp.monitor import record_codes, record_error
 from ..fsdp.shared import Shared
-from ..fsdp.waits import on_stream, refuse_capture
+from ..fsdp.waits import on_stream, refuse_capture, to_host
 from ..wire.moves import apply_moves, measure_moves
 from ..wire.quantization import mix_seed
 from .changed_weights import EncodedShard, SentShard, gather_wires, same_bits, send, send_changes
@@ -29,7 +29,8 @@ class UnitAllGather(UnitCollective):
     this local rank p gather their shards into the secondary partition [N, L]; every gather is then among the P ranks of
     the node. All ranks see the same weights: each rank quantizes and decodes its local shard, too. Frozen parameters of
     a unit are sent only when they changed. With ``weight_copies="card"`` what arrives is passed on within the node, and
-    gathers send nothing.
+    gathers send nothing. With ``"host"`` the partition is in host memory. A stream of its own reads it for each gather,
+    after the gather before and beside computation, so the device holds it for one unit at a time.
 
     What changed leaves when a forward pass begins (changed_weights.py), and must have arrived when FSDP2 asks for the
     unit, or the next pass begins. Without a secondary partition, as at the first step, it leaves only then, in full.
@@ -42,13 +43,13 @@ class UnitAllGather(UnitCollective):
     on ``stream``, so the allocator reuses their memory for later work there. It and the caller wait for each other.
     """
 
-    def __init__(self, unit: FSDPUnit, shared: Shared, stream: torch.Stream) -> None:
+    def __init__(self, unit: FSDPUnit, shared: Shared, stream: torch.Stream, reads: torch.Stream) -> None:
         config, topology, self.unit, self.shared = shared.config, unit.topology, unit, shared
-        self.topology, self.stream, self.formats = topology, stream, Formats(config, topology.num_nodes)
+        self.topology, self.stream, self.reads = topology, stream, reads
+        self.formats = Formats(config, topology.num_nodes)
         self.is_flat = not self.formats.has_secondary_partition
         # Whether weights are sent in another way than FSDP2's.
         self.is_plain = topology.world_size == 1 or (self.is_flat and not config.quantized_weights)
-        self.keeps_wires = self.is_flat or self.formats.keeps_wires
         if config.frozen_dtype is not None and not self.is_flat:
             unit.nf4_skip = config.nf4_skip
             unit.specify(unit.shards)
@@ -71,30 +72,34 @@ class UnitAllGather(UnitCollective):
                 return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         refuse_capture(self.unit.device, self.unit.label)
         check_gathered(self.unit, input_tensor)
+        # Before the stream waits for FSDP2's, and so for the layers before this one.
+        copies = self._read() if self.unit.is_in_pass and self.resident is None else None
         # FSDP2 gathers on its own stream, but ``unshard()`` by hand on the current one.
         with on_stream(self.stream, input_tensor.device):
             if not self.unit.is_in_pass:
                 send_changes([self.unit], self.shared)  # as a forward pass does when it begins
             self._forget_other(input_tensor)
-            self._gather(output_tensor, input_tensor)
+            self._gather(output_tensor, input_tensor, copies)
         return None
 
     def _timer(self, crosses_nodes: bool) -> AbstractContextManager[None]:
         return self.shared.waits.collective("gather", self.unit.label, crosses_nodes=crosses_nodes)
 
-    def _gather(self, output: Tensor, shard: Tensor) -> None:
-        """Gather the shards [L] of all W ranks into ``output``, from the copies that are there and the node's ranks."""
+    def _gather(self, output: Tensor, shard: Tensor, sent: Tensor | None) -> None:
+        """Gather the shards [L] of all W ranks into ``output``, from the copies ``sent`` and the node's ranks."""
         num_nodes, ranks, group = self.topology.num_nodes, self.topology.ranks_per_node, self.topology.intra_group
         if self.is_flat:
             num_nodes, ranks, group = 1, self.topology.world_size, self.topology.group
         output = output.view(num_nodes, ranks, shard.numel())
         format = self.formats.weights_within_node(self.unit.whole, shard.dtype)
         if not self.is_flat:
-            self._receive()
+            sent = self._receive(sent)
             if self.secondary_partition is None:
                 send([self._encode(self.unit.whole, shard)], self.shared)
-                self._receive()
-        sent, kept = self.secondary_partition, self.resident
+                sent = self._receive()
+            elif sent is None and self.resident is None:
+                sent = self._read()
+        kept = self.resident
         if sent is not None and self.has_all_copies:
             kept = sent.transpose(0, 1)
         if kept is not None:
@@ -102,7 +107,7 @@ class UnitAllGather(UnitCollective):
             return
         if sent is None:
             sent = self._encode_part(self.unit.whole, shard).unsqueeze(0)  # [1, nbytes]
-        elif format is not None and not self.keeps_wires:
+        elif format is not None and not self.formats.keeps_wires:
             # The same noise in every node, so that all ranks see the same weights.
             sent = format.encode(sent, self._noise_seed("intra", self.topology.local_rank))
         is_alone = ranks == 1  # as where experts are divided among a node's ranks
@@ -132,11 +137,12 @@ class UnitAllGather(UnitCollective):
         self._receive()  # what the last pass did not ask for
         if self.unit.remove_trainable_from_nf4():
             self.forget_copies()
-        row, part = self._own_row(), self._untrained_part()
-        if row is None or not part.indices or self._forget_other(shard := self.unit.flat_shard()):
+        part = self._untrained_part()
+        row = self._own_row() if part.indices else None
+        if row is None or self._forget_other(shard := self.unit.flat_shard()):
             return None
         format, now = self.formats.weights(part, shard.dtype), part.select(shard)
-        if self.keeps_wires:
+        if self.is_flat or self.formats.keeps_wires:
             now = self._encode_part(part, shard, is_sent=False)
         elif format.quantized:
             now = format.decode(self._encode_part(part, shard, is_sent=False), out=torch.empty_like(now))
@@ -162,6 +168,18 @@ class UnitAllGather(UnitCollective):
         """Whether this rank keeps the codes of all W shards, instead of N."""
         return self.shared.config.weight_copies == "card" and not self.is_flat
 
+    @torch.inference_mode(False)
+    def _read(self) -> Tensor | None:
+        """Return the secondary partition on the device, unless all of it is about to be replaced."""
+        kept, sent = self.secondary_partition, self.in_flight
+        if kept is None or self.shared.config.weight_copies != "host":
+            return kept
+        if sent is not None and sent.part.is_whole and not sent.are_moves:
+            return None
+        device = self.unit.device
+        with torch.get_device_module(device).stream(self.stream), on_stream(self.reads, device):
+            return torch.empty_like(kept, device=device).copy_(kept, non_blocking=True)
+
     def _untrained_part(self) -> UnitPart:
         """Return the parameters that are compared with what was sent: after a step those that are not sent anyway."""
         if not self.unit.has_trained:
@@ -176,12 +194,13 @@ class UnitAllGather(UnitCollective):
         """Return what receivers have of this rank's shard, if this rank keeps it: a wire buffer, or numbers [L]."""
         if self.secondary_partition is not None:
             node, local_rank = self.topology.node, self.topology.local_rank
-            return self.secondary_partition[(local_rank, node) if self.has_all_copies else node]
+            row = self.secondary_partition[(local_rank, node) if self.has_all_copies else node]
+            return row.to(self.unit.device, non_blocking=True)
         return self.resident[0, self.topology.rank] if self.resident is not None else None
 
     def _layouts(self, part: UnitPart, dtype: torch.dtype) -> Layouts:
         """Return how copies of all parameters, and of a part of them, are kept."""
-        if part.is_whole or not self.keeps_wires:
+        if part.is_whole or not self.formats.keeps_wires:
             return None
         return self.formats.weights(self.unit.whole, dtype), self.formats.weights(part, dtype)
 
@@ -233,11 +252,15 @@ class UnitAllGather(UnitCollective):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _receive(self) -> None:
-        """Finish the inter-node stage, if one began: the shards of the N ranks with equal p are the new copies."""
-        sent, old = self.in_flight, self.secondary_partition
+    def _receive(self, copies: Tensor | None = None) -> Tensor | None:
+        """Finish the inter-node stage, if one began: the shards of the N ranks with equal p are the new copies.
+
+        Return them, on the device; before that they are ``copies``, if these were read already.
+        """
+        sent, kept = self.in_flight, self.secondary_partition
         if sent is None:
-            return
+            return copies
+        old = self._read() if copies is None else copies
         self.in_flight = self.secondary_partition = self._loaded_row = self.resident = None  # nothing half-done
         with self._timer(crosses_nodes=True):
             sent.work.wait()
@@ -257,13 +280,15 @@ class UnitAllGather(UnitCollective):
             arrived = copies
         elif self.has_all_copies:
             arrived = arrived.view(self.topology.ranks_per_node, *sent.wires.shape)
-        elif not self.keeps_wires:
+        elif not self.formats.keeps_wires:
             # In place, where it can be: fresh memory is slow on a CPU.
             out = old if part.is_whole else None
             if out is None:
                 out = torch.empty(len(arrived), part.numel, dtype=format.dtype, device=arrived.device)
             arrived = format.decode(arrived, out)
-        self.secondary_partition = arrived if old is None else part.insert(arrived, old, layouts)
+        arrived = arrived if old is None else part.insert(arrived, old, layouts)
+        self.secondary_partition = to_host(arrived, kept) if self.shared.config.weight_copies == "host" else arrived
+        return arrived
 
     @torch.no_grad()
     def copies_to_save(self) -> dict[str, Tensor]:

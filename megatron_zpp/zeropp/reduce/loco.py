@@ -18,7 +18,7 @@ from ..fsdp.formats import Formats, UnitPart
 from ..fsdp.fsdp_unit import FSDPUnit
 from ..fsdp.monitor import record_codes, record_error, record_error_state
 from ..fsdp.shared import Shared, below
-from ..fsdp.waits import current_stream
+from ..fsdp.waits import current_stream, to_host
 from ..wire.format import GradientSum, WireFormat, wire_format
 from ..wire.layout import Compensation, ParameterShard
 from ..wire.quantization import counter_uniform, mix_seed
@@ -234,10 +234,7 @@ class NodeSum:
         return replace(self, kept=self._to_keep(total), micro_batches=self.micro_batches + 1)
 
     def _to_keep(self, total: Tensor) -> Tensor:
-        if not self.formats.config.offload_gradient_sums or total.device.type == "cpu":
-            return total
-        # Pinned, so that the current stream copies and the host does not wait.
-        return torch.empty(total.shape, dtype=total.dtype, pin_memory=True).copy_(total, non_blocking=True)
+        return to_host(total) if self.formats.config.offload_gradient_sums else total
 
     def _on_device(self) -> Tensor | None:
         return self.kept.to(self.unit.device, non_blocking=True) if self.kept is not None else None

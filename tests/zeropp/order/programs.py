@@ -182,9 +182,15 @@ CONFIGS: dict[str, tuple[bool, ZeroPPConfig]] = {
     "hpZ, parameters stay gathered": (False, ZeroPPConfig(hpz_partition_size=2)),
     "qwZ, qgZ": (True, ZeroPPConfig(quantized_weights=True, quantized_gradients=True, gradient_intra_bits=None)),
     "all": (True, replace(ZEROPP, loco=LoCoConfig(hops="both"))),
-    "all, int8 copies, element scales": (
+    "all, moved codes in host memory, element scales": (
         True,
-        replace(ZEROPP, loco=LoCoConfig(reset="decay"), hpz_secondary_dtype="int8", gradient_element_scales=True),
+        replace(
+            ZEROPP,
+            loco=LoCoConfig(reset="decay"),
+            weight_moves=True,
+            weight_copies="host",
+            gradient_element_scales=True,
+        ),
     ),
     "all, every option": (
         True,

@@ -97,6 +97,12 @@ def test_no_race_and_every_planted_one_is_found():
     assert_spare_alone(planted)
 
 
+def test_copies_are_read_from_host_memory_after_they_were_written_and_before_they_are_sent():
+    planted = assert_in_order("all, moved codes in host memory, element scales", ["accumulation"], plants=True)
+    of_reads = {line: num_races for line, num_races in planted.items() if "called from" in line and "_read" in line}
+    assert len(of_reads) == 2 and all(of_reads.values()), planted
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("config", CONFIGS)
 def test_no_race_whatever_a_program_does(config):

@@ -1,4 +1,4 @@
-"""Copies of all weights on each card: the same bits as a copy per node, with nothing to gather within it."""
+"""Copies of weights on each card or in host memory: the same bits as a copy on each node's devices."""
 
 import copy
 from dataclasses import replace
@@ -14,8 +14,13 @@ from megatron_zpp.zeropp.recipes import RECIPES
 from tests.ranks import run_in_turn
 from tests.zeropp.training_on_ranks import Net, evaluate, local, micro_batches, reshard, shard, shards
 
-PLACES = ("node", "card")
-WEIGHTS = ZeroPPConfig(quantized_weights=True, weight_moves=True, weight_block_size=32, hpz_partition_size=2)
+INT8 = ZeroPPConfig(quantized_weights=True, weight_block_size=32, hpz_partition_size=2)
+WEIGHTS = replace(INT8, weight_moves=True)
+RECIPE = {name: RECIPES[name].config(2, warmup_steps=1) for name in ("lossless", "int8", "int6")}
+WITHOUT_MOVES = {"copies in 16 bits": INT8, "copies in int8": replace(INT8, hpz_secondary_dtype="int8")}
+CASES = [(name, place) for name in RECIPE for place in ("card", "host") if (name, place) != ("int6", "host")]
+CASES += [(name, "host") for name in WITHOUT_MOVES]
+PATHS = (("node", "card"), ("card", "host"), ("host", "node"))
 
 
 def build(config):
@@ -90,40 +95,44 @@ def bytes_of_a_step(config):
 
 @pytest.fixture(scope="module")
 def found():
-    recipes = {name: recipe.config(2, warmup_steps=1) for name, recipe in RECIPES.items() if recipe.fields}
+    configs = RECIPE | WITHOUT_MOVES
     cases = {
-        f"{name} {place}": partial(everything_a_loop_does, replace(config, weight_copies=place))
-        for name, config in recipes.items()
-        for place in PLACES
+        f"{name} {place}": partial(everything_a_loop_does, replace(configs[name], weight_copies=place))
+        for name, place in [*CASES, *((name, "node") for name in configs)]
     }
-    cases |= {f"from {a} to {b}": partial(resumed_elsewhere, a, b) for a, b in (PLACES, PLACES[::-1])}
-    cases |= {place: partial(bytes_of_a_step, replace(WEIGHTS, weight_copies=place)) for place in PLACES}
+    cases |= {f"from {a} to {b}": partial(resumed_elsewhere, a, b) for a, b in PATHS}
+    cases |= {p: partial(bytes_of_a_step, replace(WEIGHTS, weight_copies=p)) for p in ("node", "card", "host")}
     alone = replace(WEIGHTS, weight_copies="card", hpz_partition_size=1, ranks_per_node=1)
     return run_in_turn(4, cases | {"nodes of one rank": partial(bytes_of_a_step, alone)})
 
 
-@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.fields])
-def test_a_recipe_trains_and_evaluates_to_the_same_bits(found, name):
-    for node, card in zip(found[f"{name} node"], found[f"{name} card"], strict=True):
-        assert all(a.equal(b) for a, b in zip(node, card, strict=True))
+@pytest.mark.parametrize(("name", "place"), CASES)
+def test_a_run_trains_and_evaluates_to_the_same_bits(found, name, place):
+    for node, elsewhere in zip(found[f"{name} node"], found[f"{name} {place}"], strict=True):
+        assert all(a.equal(b) for a, b in zip(node, elsewhere, strict=True))
 
 
 def test_a_saved_run_goes_on_where_its_copies_are_elsewhere(found):
-    for case in ("from node to card", "from card to node"):
-        assert all(a.equal(b) for stayed, moved in found[case] for a, b in zip(stayed, moved, strict=True))
+    for a, b in PATHS:
+        assert all(
+            a.equal(b) for stayed, moved in found[f"from {a} to {b}"] for a, b in zip(stayed, moved, strict=True)
+        )
 
 
 def test_nothing_is_gathered_within_nodes_and_nodes_of_one_rank_send_moves(found):
-    cases = (*PLACES, "nodes of one rank")
-    node, card, alone = ([weights for weights, _ in found[case]] for case in cases)
-    for ranks in zip(node, card, alone, strict=True):
-        assert all(a.equal(b) and a.equal(c) for a, b, c in zip(*ranks, strict=True))
+    cases = ("node", "card", "nodes of one rank", "host")
+    node, card, alone, host = ([weights for weights, _ in found[case]] for case in cases)
+    for ranks in zip(node, card, alone, host, strict=True):
+        assert all(a.equal(b) and a.equal(c) and a.equal(d) for a, b, c, d in zip(*ranks, strict=True))
     # Gradients go around FSDP2's ring: the first rank's stay within the node, the second's leave it.
-    (first, second), (moved, passed_on), (_, apart) = ([sent for _, sent in found[case][:2]] for case in cases)
+    (first, second), (moved, passed_on), (_, apart), in_host = ([sent for _, sent in found[case][:2]] for case in cases)
     assert passed_on.intra_node < second.intra_node / 2 and moved.inter_node < 1.5 * first.inter_node
-    assert apart.intra_node == 0
+    assert apart.intra_node == 0 and in_host == [first, second]
 
 
-def test_what_makes_no_moves_refuses_to_copy_them():
-    with pytest.raises(ValueError, match="weight_copies requires weight_moves"):
-        ZeroPPConfig(quantized_weights=True, weight_copies="card")
+@pytest.mark.parametrize(
+    ("settings", "required"), [(dict(weight_copies="card"), "weight_moves"), (dict(weight_copies="host"), "hpz_part")]
+)
+def test_copies_that_nothing_makes_are_refused(settings, required):
+    with pytest.raises(ValueError, match=f"weight_copies {settings['weight_copies']} requires {required}"):
+        ZeroPPConfig(quantized_weights=True, **settings)
