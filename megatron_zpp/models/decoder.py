@@ -90,7 +90,7 @@ class Decoder(Transformer):
         self.document_attention = document_attention  # see ``replace_attention``
         if not config.tie_embeddings:
             self.output_layer = OutputLayer(config.hidden_size, config.vocab_size, bias=False)
-            self.ends = ("word_embeddings", "output_layer")
+            self.ends = ("word_embeddings", "output_layer")  # a tied weight stays in the root's unit
 
     def forward(
         self,

@@ -51,12 +51,12 @@ class Transformer(nn.Module):
     config: TransformerConfig
     layers: nn.ModuleList  # the blocks [B, S, H] -> [B, S, H]: units of sharding, recomputation and compilation
     with_vocabulary: ClassVar = ("word_embeddings.weight", "output_layer.weight")  # parameters with a row per token
-    ends: tuple[str, ...] = ()  # modules before and after them that are units of sharding too
+    ends: tuple[str, ...] = ()  # modules before and after them that are units of sharding too, not the root's
     loss: TokenLoss = staticmethod(linear_cross_entropy)  # the trainer sets it on each instance
     document_attention: Callable[..., Tensor | None]  # see ``attention.replace_attention``
 
     def finish_step(self, has_stepped: bool, add_up: Callable[[Tensor], None]) -> None:
-        """Update what the optimizer does not, after an optimizer step; not ``has_stepped``: it was skipped.
+        """Update what the optimizer does not: biases of experts. Not ``has_stepped``: the step was skipped.
 
         ``add_up`` sums a tensor over all data-parallel ranks, in place; every rank must sum the same ones.
         """

@@ -62,4 +62,4 @@ def prepare_backward(model: nn.Module, zero_stage: int, is_last_micro_batch: boo
     model.set_requires_all_reduce(is_last_micro_batch)  # HSDP: all-reduce over replicas only then
     if zero_stage <= 2:
         model.set_reshard_after_backward(is_last_micro_batch)  # keep parameters gathered until then
-    model.set_is_last_backward(is_last_micro_batch)
+    model.set_is_last_backward(is_last_micro_batch)  # ``ZeroPP`` does so for each unit; stage 0 has none

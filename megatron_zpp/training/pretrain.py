@@ -53,7 +53,7 @@ def _train_steps(trainer: Trainer, signals: StopSignals, evaluations: Sequence[C
             signals.catch([signal.SIGINT])
         trainer.count_step(stats)
         actions = trainer.actions()
-        # First: a step with NaN is computed again, to find its place, and what follows may replace its parameters.
+        # First: a step with NaN is computed again, to find its place, and islands may then replace its parameters.
         ends = nonfinite.check(stats) or stats.should_stop
         ends = trainer.islands.end_step(counters.iteration, ends, is_last=actions.end, meets=actions.any)
 

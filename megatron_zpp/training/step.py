@@ -1,4 +1,4 @@
-"""One optimizer step."""
+"""One optimizer step. CONTRIBUTING.md draws it, under "One step", with all that crosses the network."""
 
 import dataclasses
 import math
@@ -59,7 +59,7 @@ def accumulate_gradients(
         trainer.set_is_last_micro_batch(i == num_micro_batches - 1)
         read.append(next(batches))
         inputs, target = trainer.loss.split(read[-1])
-        output = as_model_output(trainer.model(**inputs))  # FSDP2's hooks gather weights, and reduce gradients below
+        output = as_model_output(trainer.model(**inputs))  # FSDP2 calls zeropp/gather, and below zeropp/reduce too
         (totals.add(output.losses, target) + totals.add_auxiliary(output, target)).backward()
     names = list(totals.auxiliary)
     return totals.local_totals(names), names, read

@@ -154,7 +154,7 @@ class Trainer(Trained):
             counters.cut_tokens += stats.num_samples * cut
 
     def meta(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps beside the tensors. Collective."""
+        """Return what a checkpoint keeps beside the tensors. Collective over islands."""
         loss_is_finite = self.last_loss is None or math.isfinite(self.last_loss)
         # Counted per copy of the model: one whose first steps overflow begins later than others.
         states = self.islands.gather((self.scaler.state_dict(), bool(self.optimizer.state)))
