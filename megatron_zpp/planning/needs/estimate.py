@@ -97,13 +97,6 @@ class Estimate:
         return self.largest.memory
 
     @property
-    def length(self) -> str:
-        """The run's length, as text."""
-        return (
-            f"{self.tokens:,} tokens in {self.steps:,} steps, the last of {self.micro_batches} micro-batch(es) a rank"
-        )
-
-    @property
     def sent_per_node(self) -> float:
         return sum(self.sent_between_nodes.values()) / self.grid.nodes
 
@@ -349,13 +342,14 @@ def communicators(settings: ResolvedSettings, grid: RankGrid) -> tuple[int, floa
 
 
 def memory_and_traffic(needs: Estimate) -> list[str]:
-    """Format the model's size, what a rank keeps and what a node sends."""
+    """Format the run's length, the model's size, what a rank keeps and what a node sends."""
     rank, nodes, islands = needs.largest, needs.grid.nodes, needs.grid.distributed.islands
     which = f" of pipeline rank {needs.ranks.index(rank)}, the largest" if len(needs.ranks) > 1 else ""
     working = {f"{name} (about)": nbytes for name, nbytes in rank.working.items()}
     active = needs.planned.active_parameters
     used = "" if active == needs.parameters else f", {active:,} of them for a token"
-    lines = [f"{needs.parameters:,} parameters{used}", ""]
+    steps = f"{needs.steps:,} steps, the last of {needs.micro_batches} micro-batch(es) a rank"
+    lines = [f"{needs.tokens:,} tokens in {steps}", f"{needs.parameters:,} parameters{used}", ""]
     lines += _gigabytes(f"memory of a GPU{which}, GB", rank.states | working | {"in all": needs.memory})
     if effective_zero_stage(needs.settings) == 3:
         lines += [f"  {rank.resident_weights / 1e9:9.3g}  more inside zeropp.resident_weights(), for generation, and"]
