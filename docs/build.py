@@ -51,7 +51,7 @@ def _with_fields(directive: re.Match[str]) -> str:
             if field.metadata.get("zero_is_none"):  # a flag's 0 is None here
                 meaning = meaning.replace("0 =", "None =")
             rows.append((f"`{field.name}`", f"`{field.default}`", meaning))
-    return f"{directive[0]}\n\n{table(('field', 'default', 'meaning'), rows)}"
+    return f"{directive[0]}\n    options:\n      members: false\n\n{table(('field', 'default', 'meaning'), rows)}"
 
 
 def main() -> int:

@@ -77,14 +77,14 @@ def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
     return checkpoint
 
 
-def recipe_to_keep(settings: CheckpointSettings) -> str | None:
-    """Return the ``--zeropp`` of the run that ``--load`` goes on with; None if it had none. Collective."""
+def recipe_to_keep(settings: CheckpointSettings) -> Mapping[str, Any] | None:
+    """Return the settings of the run that ``--load`` goes on with; None if it had no recipe. Collective."""
     if settings.load is None or settings.finetune:
         return None
     paths = _paths_to_load(settings)
     with errors_on_all_ranks():
-        name = read_meta(paths[0])["settings"].get("zeropp") if paths else None
-    return name if name in RECIPES else None
+        found = read_meta(paths[0])["settings"] if paths else {}
+    return found if found.get("zeropp") in RECIPES else None
 
 
 def _paths_to_load(settings: CheckpointSettings) -> list[Path]:

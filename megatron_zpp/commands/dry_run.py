@@ -137,4 +137,4 @@ def _needs(
             f"the first rank keeps {kept_bytes / 1e9:.3g} GB of parameters, gradients and optimizer in fp32",
             f"other memory and traffic are not estimated: {error}",
         ]
-    return [needs.length, *memory_and_traffic(needs)]
+    return memory_and_traffic(needs)

@@ -42,7 +42,6 @@ def report(found: Prediction) -> str:
     needs, time = found.needs, found.time
     lines = [
         f"{needs.architecture.name} on {needs.grid.nodes} x {needs.grid.ranks_per_node} {found.cluster.gpu}",
-        needs.length,
         *memory_and_traffic(needs),
         "",
         f"a step takes {_short(time.seconds)} s: {_short(time.compute)} s compute, {_short(time.exposed_between)} s "

@@ -12,8 +12,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.arguments.parse import SettingsError, note_on_first_rank, parse_settings
-from megatron_zpp.arguments.recipe import stands_for
+from megatron_zpp.arguments.parse import SettingsError, note_on_first_rank, parse_settings, stated_flags
+from megatron_zpp.arguments.recipe import choice_of, stands_for
 from megatron_zpp.arguments.settings_file import format_settings
 from megatron_zpp.checkpoint.files import write_durably
 from megatron_zpp.checkpoint.folder import SETTINGS, complete_checkpoints
@@ -38,7 +38,7 @@ from megatron_zpp.parallel.distributed import (
 )
 from megatron_zpp.parallel.flight_record import record_collectives
 from megatron_zpp.parallel.local_ranks import is_launched, start_local_ranks
-from megatron_zpp.planning.auto import Choice, choose_recipe, find_nodes
+from megatron_zpp.planning.auto import choose_recipe, find_nodes
 from megatron_zpp.planning.needs.division import RankGrid
 from megatron_zpp.planning.needs.estimate import estimate
 from megatron_zpp.settings.groups import DistributedSettings
@@ -144,19 +144,24 @@ def chosen_settings(
     if settings.zero.recipe != AUTO:
         return settings, None
 
-    def parse(name: str, ranks_per_node: int | None = None) -> ResolvedSettings:
-        words = [*sys.argv[1:], "--zeropp", name]
+    stated = stated_flags(architecture, sys.argv[1:])
+
+    def parse(choice: str, ranks_per_node: int | None = None) -> ResolvedSettings:
+        way = [word for word in choice.split() if word.partition("=")[0] not in stated]  # the command's own flags win
+        words = [*sys.argv[1:], "--zeropp", *way]
         return parse_settings(architecture, words, dist.get_world_size(), lambda _: None, ranks_per_node=ranks_per_node)
 
     kept = recipe_to_keep(settings.checkpoint)
     if kept is not None:
-        choice = Choice(kept, find_nodes(settings).ranks_per_node, f"--zeropp auto: {kept}, as the checkpoint's run")
+        why = f"--zeropp auto: {choice_of(kept)}, as the checkpoint's run"
+        choice = choice_of(kept), find_nodes(settings).ranks_per_node, why
     else:
         with errors_on_all_ranks():
             vocabulary = find_tokenizer(settings.tokenizer).vocab_size
         choice = choose_recipe(architecture, parse, vocabulary, device)
-    settings = parse(choice.recipe, choice.ranks_per_node)
-    return settings, f"{choice.why}\n  {stands_for(settings)}"
+    words, ranks_per_node, why = choice
+    settings = parse(words, ranks_per_node)
+    return settings, f"{why}\n  {stands_for(settings)}"
 
 
 # Megatron's scripts do not give --zero-stage: this line says what their run shards.

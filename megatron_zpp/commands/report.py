@@ -1,7 +1,5 @@
 """Compare runs on one HTML page with plots and a table, which needs no server and no network."""
 
-from __future__ import annotations
-
 import argparse
 import html
 import importlib
@@ -13,7 +11,7 @@ import re
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_zpp.data.text.packages import load_package
 from megatron_zpp.errors import attempt, reports_errors
@@ -21,16 +19,11 @@ from megatron_zpp.metrics.history import AXES, DASHBOARD, Curve, RunHistory, fin
 from megatron_zpp.metrics.lines import format_duration
 from megatron_zpp.settings.flags import local_path
 
-if TYPE_CHECKING:
-    from megatron_zpp.planning.cluster import Cluster
-
 SMOOTHED_OVER = 40  # points of a training loss
 MOST_POINTS = 300  # per chart, over all its curves
 BETWEEN, WITHIN = "comm/bytes-between-nodes", "comm/bytes-within-nodes"
-PLACES = {  # settings that say where a run wrote, not what it did
-    *("command", "save", "load", "data_cache_path"),
-    *("metrics_dir", "tensorboard_dir", "wandb_exp_name"),
-}
+# Settings that say where a run wrote, not what it did.
+PLACES = {"command", "save", "load", "data_cache_path", "metrics_dir", "tensorboard_dir", "wandb_exp_name"}
 ORIGIN = "command", "hardware", "world_size", "commit", "torch_version"
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
@@ -101,7 +94,7 @@ def charts(runs: list[RunHistory]) -> dict[str, dict[tuple[str, str], dict[str, 
     return groups
 
 
-def write_html(runs: list[RunHistory], path: Path, cluster: Cluster | None = None) -> None:
+def write_html(runs: list[RunHistory], path: Path, cluster: str | None = None) -> None:
     """Write the page. Raises ImportError without matplotlib, ValueError if ``cluster`` is not the runs'."""
     load_package("matplotlib", "the page", "plot").use("Agg")
     summaries = [summary(run) for run in runs]
@@ -112,9 +105,10 @@ def write_html(runs: list[RunHistory], path: Path, cluster: Cluster | None = Non
     origin = {name: [str(run.settings.get(name, "")) for run in runs] for name in ORIGIN}
     parts += ["<h2>Command and hardware</h2>", _table(origin, runs)]
     if cluster is not None:
-        from megatron_zpp.planning.predict import compare_with_log  # needs torch, which pages do not
+        from megatron_zpp.planning.cluster import parse_cluster  # both need torch, which pages do not
+        from megatron_zpp.planning.predict import compare_with_log
 
-        compared = [compare_with_log(run, cluster) for run in runs]
+        compared = [compare_with_log(run, parse_cluster(cluster)) for run in runs]
         seconds = {f"ms for {part}": [each[part] for each in compared] for part in compared[0]}
         cells = {name: [f"{1000 * a:,.1f}, {1000 * b:,.1f}" for a, b in pairs] for name, pairs in seconds.items()}
         parts += ["<h2>Predicted, measured</h2>", _table(cells, runs)]
@@ -185,25 +179,31 @@ def thinned(curve: Curve, points: int) -> Curve:
     return curve[(len(curve) - 1) % every :: every]
 
 
-def save_wandb_report(project: str, entity: str | None) -> str:
-    """Save the same charts as a report of a wandb project. Return its address. Raises ImportError or ValueError."""
+def wandb_pages(project: str, entity: str | None, group: str | None) -> tuple[Any, Any]:
+    """Build a workspace view and a report of wandb with the same charts, of a group's runs or of all. Saves neither."""
+    reports, workspaces = map(importlib.import_module, ("wandb_workspaces.reports.v2", "wandb_workspaces.workspaces"))
+    place = {"project": project, "entity": entity or importlib.import_module("wandb").Api().default_entity}
+    runs = {"filters": f"Metric('Group') == {group!r}"} if group is not None else {}
+    blocks, sections = [], []
+    for name, entries in DASHBOARD.items():
+        panels = [reports.LinePlot(title=chart, y=[key]) for chart, key in entries.items()]
+        if name == "Loss":
+            panels.append(reports.LinePlot(title="training loss over tokens", x="tokens", y=["lm loss"]))
+        blocks += [reports.H2(name), reports.PanelGrid(runsets=[reports.Runset(**place, **runs)], panels=panels)]
+        sections.append(workspaces.Section(name=name, panels=panels, is_open=True))
+    settings, title = workspaces.RunsetSettings(**runs), group or "megatron_zpp"
+    view = workspaces.Workspace(**place, name=title, sections=sections, runset_settings=settings)
+    return view, reports.Report(**place, title=title, blocks=blocks)
+
+
+def save_wandb_pages(project: str, entity: str | None, group: str | None) -> list[str]:
+    """Save both pages. Return their addresses. Raises ImportError or ValueError."""
     try:
-        reports: Any = importlib.import_module("wandb_workspaces.reports.v2")
+        return [str(page.save().url) for page in wandb_pages(project, entity, group)]
     except ImportError:
         raise ImportError("--wandb needs two packages: pip install wandb wandb-workspaces") from None
-    place = {"project": project} | ({"entity": entity} if entity is not None else {})
-    blocks = []
-    for group, entries in DASHBOARD.items():
-        panels = [reports.LinePlot(title=chart, y=[key]) for chart, key in entries.items()]
-        if group == "Loss":
-            panels.append(reports.LinePlot(title="training loss over tokens", x="tokens", y=["lm loss"]))
-        blocks += [reports.H2(group), reports.PanelGrid(runsets=[reports.Runset(**place)], panels=panels)]
-    try:
-        report = reports.Report(**place, title="megatron_zpp", blocks=blocks)  # without an entity it asks for yours
-        report.save()
     except Exception as error:  # wandb raises bare ones
         raise ValueError(f"--wandb {project}: {error}") from None
-    return str(report.url)
 
 
 @reports_errors
@@ -214,23 +214,21 @@ def main(argv: list[str] | None = None) -> None:
     add("--output", type=local_path(Path), default=Path("report.html"), help="page to write; default report.html")
     cluster = "file of tools/plan.py --measure, or such as 2x8xH100@400: also show the planner's prediction"
     add("--cluster", type=local_path(str), metavar="FILE", help=cluster)
-    add("--wandb", metavar="PROJECT", help="save the plots as a report of this wandb project instead")
+    add("--wandb", metavar="PROJECT", help="save the plots as a view and a report of this wandb project instead")
     add("--wandb-entity", metavar="NAME", help="the project's owner; default: your account")
+    add("--wandb-group", metavar="NAME", help="group of the experiment's runs; default: all of the project")
     args = parser.parse_args(argv)
     if bool(args.runs) == (args.wandb is not None):
         parser.error("give either folders of runs, or --wandb PROJECT")
     if args.cluster and args.wandb:
         parser.error("--cluster adds to the page of folders of runs; leave it or --wandb out")
     if args.wandb is not None:
-        print(f"report: {save_wandb_report(args.wandb, args.wandb_entity)}")
+        print("view: {}\nreport: {}".format(*save_wandb_pages(args.wandb, args.wandb_entity, args.wandb_group)))
         return
+    if args.wandb_entity or args.wandb_group:
+        parser.error("--wandb-entity and --wandb-group need --wandb PROJECT")
     found = find_runs(args.runs)
     common = os.path.commonpath([os.path.dirname(os.path.abspath(folder)) for folder in found])
     runs = [read_training(os.path.relpath(folder, common), path) for folder, path in found.items()]
-    described = None
-    if args.cluster:
-        from megatron_zpp.planning.cluster import parse_cluster  # needs torch, too
-
-        described = parse_cluster(args.cluster)
-    write_html(runs, args.output, described)
+    write_html(runs, args.output, args.cluster)
     print(f"{len(runs)} run{'s' if len(runs) > 1 else ''}: {args.output}")

@@ -1,14 +1,16 @@
 """``--zeropp auto``: measure the cluster that a run has, predict a step with each recipe, and choose one."""
 
+import itertools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_zpp.arguments.no_effect import lost_under_muon
+from megatron_zpp.arguments.recipe import choice_of
 from megatron_zpp.families import Architecture
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.planning.cluster import Cluster
@@ -27,17 +29,12 @@ PREDICTION_ERROR = 0.044
 MOST_TOKENS = {"cpu": 512, "cuda": 8192}  # per timed micro-batch; more tokens are computed at the same rate
 MOST_SECONDS = 0.1  # per timed collective: at 100 Mbit/s a MB or two, more than a link takes in one burst
 
-# Settings of the run with the recipe of that name, on nodes of that many ranks.
+# With each recipe, from what costs least: whether weights stay gathered within a step, and where copies are.
+WAYS = [f"--zero-stage={s} --zeropp-weight-copies={place}" for s, place in ((3, "node"), (2, "node"), (3, "host"))]
+
+# Settings of the run with a recipe and a way, on nodes of that many ranks.
 Parse = Callable[[str, int], ResolvedSettings]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A recipe, and in a paragraph why it was chosen. ranks_per_node: None, as the launcher says."""
-
-    recipe: str
-    ranks_per_node: int | None
-    why: str
+Choice = tuple[str, int, str]  # a recipe and a way, the ranks of a node, and in a paragraph why
 
 
 def choose_recipe(architecture: Architecture, parse: Parse, vocabulary: int, device: torch.device) -> Choice:
@@ -46,7 +43,7 @@ def choose_recipe(architecture: Architecture, parse: Parse, vocabulary: int, dev
     settings = parse("zero3", 1)
     topology = find_nodes(settings)
     if topology.num_nodes == 1:
-        return Choice("zero3", topology.ranks_per_node, "--zeropp auto: zero3, since all ranks are on one node")
+        return "zero3", topology.ranks_per_node, "--zeropp auto: zero3, since all ranks are on one node"
     training, width = settings.training, settings.model.hidden_size // HEAD_DIM * HEAD_DIM
     tokens = min(training.micro_batch_size * training.seq_length, MOST_TOKENS[device.type])
     options = Options(device, max(width, HEAD_DIM), max(tokens, LEAST_TOKENS), is_brief=True)
@@ -63,7 +60,7 @@ def choose_recipe(architecture: Architecture, parse: Parse, vocabulary: int, dev
                 raise ValueError(f"--zeropp auto cannot predict this run ({error}): name one of {names}") from error
             name = choose(times, LOSS_BUDGET)
             why = explain(cluster, times, refused, name, LOSS_BUDGET, time.monotonic() - start)
-            chosen = [Choice(name, topology.ranks_per_node, why)]
+            chosen = [(name, topology.ranks_per_node, why)]
     dist.broadcast_object_list(chosen)
     choice: Choice = chosen[0]
     return choice
@@ -76,28 +73,32 @@ def find_nodes(settings: ResolvedSettings) -> Topology:
     return build_topology(world, stated and stated * settings.distributed.tensor_model_parallel_size)
 
 
-Times = Mapping[str, tuple[StepTime, StepTime]]  # {recipe: its times by two measurements of the links}
+Times = Mapping[str, tuple[StepTime, StepTime]]  # {recipe and way: its times by two measurements of the links}
 
 
 def predict_recipes(
     clusters: tuple[Cluster, Cluster], architecture: Architecture, parse: Parse, vocabulary: int
 ) -> tuple[Times, dict[str, str]]:
-    """Predict a step with each recipe on both clusters; also return why others were refused."""
+    """Predict a step with each recipe and way on both clusters; also return why others were refused."""
     times, refused = {}, {}
-    for name in RECIPES:
+    for recipe, way in itertools.product(RECIPES, WAYS):
+        is_plain = (recipe, way) == ("zero3", WAYS[0])
         try:
-            settings = parse(name, clusters[0].gpus_per_node)
+            settings = parse(f"{recipe} {way}", clusters[0].gpus_per_node)
             needs = estimate_on(clusters[0], architecture, settings, vocabulary)
         except ValueError as error:
-            if name == "zero3":
+            if is_plain:
                 raise
-            refused[name] = str(error).splitlines()[0]
+            if way == WAYS[0]:  # zero3 has no copies
+                refused[f"{recipe} {way}"] = str(error).splitlines()[0]
             continue
+        name = choice_of(settings.as_flat_dict())  # a command's own flags win
         if (loses := lost_under_muon(settings)) is not None:
             refused[name] = loses
             continue
-        if name != "zero3" and needs.memory > USABLE * clusters[0].memory_gb * 1e9:
-            refused[name] = f"needs {needs.memory / 1e9:.3g} GB of {clusters[0].memory_gb:.3g}"
+        nbytes = needs.memory + (sum(needs.largest.host.values()) if clusters[0].gpu == "CPU" else 0)  # one memory
+        if not is_plain and nbytes > USABLE * clusters[0].memory_gb * 1e9:
+            refused[name] = f"needs {nbytes / 1e9:.3g} GB of {clusters[0].memory_gb:.3g}"
             continue
         first, second = (predict(cluster, needs).time for cluster in clusters)
         times[name] = first, second
@@ -105,11 +106,11 @@ def predict_recipes(
 
 
 def choose(times: Times, loss_budget: float) -> str:
-    """Return what rounds least of the recipes that cannot be told from the fastest.
+    """Return what rounds least, and then takes least memory, of what cannot be told from the fastest.
 
     loss_budget: percent. A recipe is slower if it is so by all measurements, and by more than ``PREDICTION_ERROR``.
     """
-    allowed = {name: both for name, both in times.items() if RECIPES[name].risk <= loss_budget}
+    allowed = {name: both for name, both in times.items() if RECIPES[name.split()[0]].risk <= loss_budget}
     fastest = min(allowed.values(), key=_seconds)
     limit = (1 + PREDICTION_ERROR) * max(time.seconds for time in fastest)
     return next(name for name, both in allowed.items() if min(time.seconds for time in both) <= limit)
@@ -123,12 +124,12 @@ def explain(cluster: Cluster, times: Times, refused: Mapping[str, str], name: st
     """Say in one paragraph what was measured and chosen, and what the next two would cost."""
     time, others = times[name][0], sorted((other for other in times if other != name), key=lambda n: _seconds(times[n]))
     next_two = " and ".join(f"{_seconds(times[other]):.3g} s with {other}" for other in others[:2])
-    over = [other for other in times if RECIPES[other].risk > budget]
-    left_out = [f"{other} may cost {RECIPES[other].risk:.2g} % of loss, more than {budget:g} %" for other in over]
+    over = {name: RECIPES[name].risk for name in (key.split()[0] for key in times) if RECIPES[name].risk > budget}
+    left_out = [f"{other} may cost {risk:.2g} % of loss, more than {budget:g} %" for other, risk in over.items()]
     left_out += [f"{other}: {why}" for other, why in refused.items()]
     return (
-        f"--zeropp auto: {name} ({RECIPES[name].summary}). Measured in {took:.0f} s: {cluster.nodes} nodes of "
-        f"{cluster.gpus_per_node} ranks, {cluster.between_gbits:.3g} Gbit/s out of a node and "
+        f"--zeropp auto: {name} ({RECIPES[name.split()[0]].summary}). Measured in {took:.0f} s: {cluster.nodes} nodes "
+        f"of {cluster.gpus_per_node} ranks, {cluster.between_gbits:.3g} Gbit/s out of a node and "
         f"{cluster.within_gbytes:.3g} GB/s a rank within it. Predicted: {_seconds(times[name]):.3g} s a step, of which "
         f"{time.compute:.3g} s compute and {time.exposed_between:.3g} s wait for links between nodes; {next_two}. It "
         "rounds least of those that neither two measurements of the links nor the planner's error of "

@@ -116,6 +116,7 @@ class Cluster:
     sites: int = _field("sites that the nodes are divided among", 1)
     site_gbits: float = _field("of several sites: Gbit/s that leave one, all its links together", 0.0)
     site_microseconds: float = _field("microseconds that a hop between sites adds", LATENCY_BETWEEN)
+    host_gbytes: float = _field("GB/s that a GPU reads from host memory; default as PCIe 4", LINK_SHARE * 32)
     dollars_per_gpu_hour: float = _field("price, for cost per token; 0: not known", 0.0)
     collective_seconds: Mapping[str, Curve] = _field(
         "measured by kind, nodes x ranks, and bytes of a piece; links may be slower", default_factory=dict

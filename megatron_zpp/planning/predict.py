@@ -5,6 +5,7 @@ import statistics
 from dataclasses import dataclass, replace
 
 from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.arguments.recipe import choice_of
 from megatron_zpp.families import Architecture, find_architecture
 from megatron_zpp.metrics.history import RunHistory
 from megatron_zpp.planning.cluster import Cluster
@@ -175,7 +176,7 @@ def predict_logged(run: RunHistory, cluster: Cluster) -> Prediction:
     architecture, vocabulary = find_architecture(run.settings["architecture"]), int(run.settings["padded_vocab_size"])
     flags = shlex.split(run.settings["command"])[1:]
     if run.settings.get("zeropp") in RECIPES:
-        flags += ["--zeropp", run.settings["zeropp"]]  # the recipe that auto chose
+        flags += f"--zeropp {choice_of(run.settings)}".split()  # what auto chose
     per_node = cluster.gpus_per_node
     settings = parse_settings(architecture, flags, ranks, lambda _: None, ranks_per_node=per_node)
     return predict(cluster, estimate_on(cluster, architecture, settings, vocabulary))

@@ -50,6 +50,7 @@ class StepTime:
     def add(self, exchange: Exchange, runs: float, cluster: Cluster) -> None:
         """Add a collective that runs that often in the step, and the kernels before and after it."""
         seconds = runs * cluster.exchange_seconds(exchange)
+        self.exposed_within += runs * exchange.from_host / (1e9 * cluster.host_gbytes)
         if exchange.group.nodes > 1:
             self.exposed_between += seconds
         else:

@@ -186,10 +186,10 @@ class ZeroPPConfig:
     )
     # "card": a rank keeps the codes of all W shards. Moves go on within the node as they arrive; gathers send nothing.
     # "host": hpZ's copy is in host memory, pinned on a GPU, and each gather reads it.
-    weight_copies: str = flag("node", "where copies of weights are", choices=("node", "card", "host"), name=None)
-    hadamard: bool = _qgz_flag(
-        False, "rotate gradients by 32 x 32 Hadamard matrices before they are quantized", tier="experimental"
+    weight_copies: str = flag(
+        "node", "where copies are: a node's cards, each card, the host", choices=("node", "card", "host"), resume="free"
     )
+    hadamard: bool = _qgz_flag(False, "rotate gradients by 32 x 32 Hadamard matrices before quantization", name=None)
     # For everything that is quantized but LoCo's errors.
     scale_dtype: str = flag(
         "fp32",

@@ -234,7 +234,7 @@ def test_gradients_handed_over_in_bf16_are_those_in_fp32_to_the_bit(data):
     common = "--bf16 --zero-quantized-gradients --zeropp-ranks-per-node 2 --zeropp-loco --zeropp-gradient-block-size 32"
     length = "--train-iters 3 --eval-iters 0"
     kinds, precisions = (
-        ("", "--zeropp-hadamard --zeropp-gradient-sum-dtype int8"),
+        ("", "--zeropp-gradient-sum-dtype int8"),
         ("", "--accumulate-allreduce-grads-in-fp32"),
     )
     runs = {

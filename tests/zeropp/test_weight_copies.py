@@ -114,9 +114,8 @@ def test_a_run_trains_and_evaluates_to_the_same_bits(found, name, place):
 
 def test_a_saved_run_goes_on_where_its_copies_are_elsewhere(found):
     for a, b in PATHS:
-        assert all(
-            a.equal(b) for stayed, moved in found[f"from {a} to {b}"] for a, b in zip(stayed, moved, strict=True)
-        )
+        for stayed, moved in found[f"from {a} to {b}"]:
+            assert all(x.equal(y) for x, y in zip(stayed, moved, strict=True))
 
 
 def test_nothing_is_gathered_within_nodes_and_nodes_of_one_rank_send_moves(found):
@@ -130,9 +129,7 @@ def test_nothing_is_gathered_within_nodes_and_nodes_of_one_rank_send_moves(found
     assert apart.intra_node == 0 and in_host == [first, second]
 
 
-@pytest.mark.parametrize(
-    ("settings", "required"), [(dict(weight_copies="card"), "weight_moves"), (dict(weight_copies="host"), "hpz_part")]
-)
-def test_copies_that_nothing_makes_are_refused(settings, required):
-    with pytest.raises(ValueError, match=f"weight_copies {settings['weight_copies']} requires {required}"):
-        ZeroPPConfig(quantized_weights=True, **settings)
+@pytest.mark.parametrize(("place", "required"), [("card", "weight_moves"), ("host", "hpz_partition_size")])
+def test_copies_that_nothing_makes_are_refused(place, required):
+    with pytest.raises(ValueError, match=f"weight_copies {place} requires {required}"):
+        ZeroPPConfig(quantized_weights=True, weight_copies=place)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Literal
 
+import torch
 from torch import nn
 
 from megatron_zpp.arguments.resolve_parallel import placement_of
@@ -106,6 +107,11 @@ class PlannedUnit:
 
     def formats(self, config: ZeroPPConfig) -> Formats:
         return Formats(config, self.group.nodes)
+
+    def copy_bytes(self, config: ZeroPPConfig, dtype: torch.dtype) -> int:
+        """Return the bytes of the copies that a rank keeps of what other nodes sent: N shards, or all W."""
+        shards = self.group.size if config.weight_copies == "card" else self.group.nodes
+        return shards * self.formats(config).secondary_bytes(self.part, dtype)
 
     def is_hidden_matrix(self, shard: ParameterShard) -> bool:
         """Return whether Muon takes this parameter of the unit."""

@@ -97,13 +97,6 @@ class Estimate:
         return self.largest.memory
 
     @property
-    def length(self) -> str:
-        """The run's length, as text."""
-        return (
-            f"{self.tokens:,} tokens in {self.steps:,} steps, the last of {self.micro_batches} micro-batch(es) a rank"
-        )
-
-    @property
     def sent_per_node(self) -> float:
         return sum(self.sent_between_nodes.values()) / self.grid.nodes
 
@@ -123,12 +116,8 @@ def estimate(
     training, distributed = settings.training, settings.distributed
     _check(settings, grid)
     batches = BatchSchedule.from_settings(training, data_parallel_size(distributed, grid.world_size))
-    if training.train_samples is not None:
-        samples = training.train_samples
-        steps = batches.total_iterations(samples)
-    else:
-        steps = training.train_iters or 0
-        samples = batches.samples_after(steps)
+    samples = training.train_samples or batches.samples_after(training.train_iters or 0)
+    steps = batches.total_iterations(samples) if training.train_samples else training.train_iters or 0
     planned = planned or plan_model(architecture, architecture.build_model(settings.model, vocabulary), grid)
     micro_batches = batches.num_micro_batches(samples)
     ring_passes = ring_passes or (2 if distributed.distributed_backend == "gloo" else 1)  # gloo's is an all-reduce
@@ -148,7 +137,7 @@ def estimate(
         resident = [
             unit.group.size * unit.formats(settings.zeropp).resident_bytes(unit.part, weights)
             for unit in units
-            if unit.group.size > 1
+            if unit.group.size > 1 and (unit.group.nodes == 1 or settings.zeropp.weight_copies != "card")
         ]
         sends = [exchanges[unit] for unit in units]
         ranks.append(RankEstimate(states, working, host | offloaded, sends, count_layers(units), sum(resident), cache))
@@ -158,14 +147,7 @@ def estimate(
     pieces = island_piece_bytes(settings, planned)
     island_bytes = grid.world_size // len(pieces) * 2 * (distributed.islands - 1) * sum(pieces)
     return Estimate(
-        architecture,
-        settings,
-        grid,
-        planned,
-        tokens=samples * training.seq_length,
-        steps=steps,
-        micro_batches=micro_batches,
-        ranks=ranks,
+        *(architecture, settings, grid, planned, samples * training.seq_length, steps, micro_batches, ranks),
         sent_between_nodes=between_nodes,
         sent_within_nodes=within_nodes,
         sent_between_islands=island_bytes / settings.island.sync_interval,
@@ -201,12 +183,9 @@ def _rank_states(
     weights, gradients = wire_dtypes(settings)
     state_tensors = OPTIMIZERS[settings.optimizer.optimizer].state_tensors
     optimizer_state = sum(
-        state_tensors(settings.optimizer, unit.is_hidden_matrix(part)) * part.numel
-        for unit in units
-        for part in unit.shards
+        state_tensors(settings.optimizer, u.is_hidden_matrix(part)) * part.numel for u in units for part in u.shards
     )
-    states: dict[str, int] = {}
-    host: dict[str, int] = {}
+    states, host = dict[str, int](), dict[str, int]()
     beside_parameters = host if settings.zero.cpu_offload else states
     beside_parameters["parameters, fp32"] = 4 * shard
     beside_parameters["gradients, fp32"] = 4 * shard
@@ -221,11 +200,11 @@ def _rank_states(
             error = wire_format(pieces, bits, settings.island.block_size, kept_in)
             states[f"LoCo's errors between islands, {feedback.error_dtype}"] = (islands + 1) * error.nbytes
             saved += (islands + 1) * error.nbytes
-    if config.hpz_partition_size > 1 and between:
+    if config.keeps_copies and between:
         kept_as = "codes" if config.weight_moves and config.quantized_weights else config.hpz_secondary_dtype
-        states[f"hpZ's secondary partition, {kept_as}"] = sum(
-            unit.group.nodes * unit.formats(config).secondary_bytes(unit.part, weights) for unit in between
-        )
+        whose = "the whole model's" if config.weight_copies == "card" else "hpZ's"
+        where = host if config.weight_copies == "host" else states
+        where[f"{whose} secondary partition, {kept_as}"] = sum(unit.copy_bytes(config, weights) for unit in between)
         if config.weight_moves:
             saved += sum(unit.formats(config).weights(unit.part, weights).nbytes for unit in between)
     if config.quantized_gradients and micro_batches > 1 and zero_stage > 1:
@@ -276,7 +255,7 @@ def _working_memory(
 
     kept: micro-batches whose activations are kept at once.
     """
-    weights, gradients = (dtype.itemsize for dtype in wire_dtypes(settings))
+    dtype, (weights, gradients) = wire_dtypes(settings)[0], (each.itemsize for each in wire_dtypes(settings))
     activation, distributed, num_layers = settings.activation, settings.distributed, count_layers(units)
     layer = max(sum(unit.gathered_numel for unit in units if unit.layer == i) for i in range(num_layers))
     others = [unit.gathered_numel for unit in units if unit.layer is None]
@@ -296,6 +275,9 @@ def _working_memory(
         "gathered weights, gradients on their way": gathered + (weights + gradients) * (max(others) + layer),
         "activations": round(tokens * (max(kept * rest, (kept - 1) * rest + near) + recomputed)),
     }
+    if settings.zeropp.weight_copies == "host":  # gathers read one unit's at a time
+        copies = [unit.copy_bytes(settings.zeropp, dtype) for unit in units if unit.group.nodes > 1]
+        working["a unit's copy of weights, read from host memory"] = max(copies, default=0)
     in_host = {"activations of offloaded layers (about)": round(tokens * kept * offloaded)} if offloaded else {}
     if masks := _attention_masks(settings, model, block.scores > 0):
         working["masks of attention"] = masks
@@ -360,13 +342,14 @@ def communicators(settings: ResolvedSettings, grid: RankGrid) -> tuple[int, floa
 
 
 def memory_and_traffic(needs: Estimate) -> list[str]:
-    """Format the model's size, what a rank keeps and what a node sends."""
+    """Format the run's length, the model's size, what a rank keeps and what a node sends."""
     rank, nodes, islands = needs.largest, needs.grid.nodes, needs.grid.distributed.islands
     which = f" of pipeline rank {needs.ranks.index(rank)}, the largest" if len(needs.ranks) > 1 else ""
     working = {f"{name} (about)": nbytes for name, nbytes in rank.working.items()}
     active = needs.planned.active_parameters
     used = "" if active == needs.parameters else f", {active:,} of them for a token"
-    lines = [f"{needs.parameters:,} parameters{used}", ""]
+    steps = f"{needs.steps:,} steps, the last of {needs.micro_batches} micro-batch(es) a rank"
+    lines = [f"{needs.tokens:,} tokens in {steps}", f"{needs.parameters:,} parameters{used}", ""]
     lines += _gigabytes(f"memory of a GPU{which}, GB", rank.states | working | {"in all": needs.memory})
     if effective_zero_stage(needs.settings) == 3:
         lines += [f"  {rank.resident_weights / 1e9:9.3g}  more inside zeropp.resident_weights(), for generation, and"]

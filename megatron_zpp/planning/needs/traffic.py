@@ -39,6 +39,7 @@ class Exchange:
     is_straight: bool = False  # no ring
     encoded: int = 0  # bytes that kernels read and write before it
     decoded: int = 0  # after it
+    from_host: int = 0  # bytes that a rank reads from host memory before it
     per_step: int = 1  # how often it runs in a step
 
     @property
@@ -64,6 +65,7 @@ class UnitExchanges:
 
     unit: PlannedUnit
     weights_between: Exchange | None  # hpZ's
+    weights_passed_on: Exchange | None  # within a node, where each card keeps them
     gather: Exchange
     reduce: Exchange | None
     gradients_between: Exchange | None  # qgZ's
@@ -79,19 +81,23 @@ def unit_exchanges(
     group, part, formats, numel = unit.group, unit.part, unit.formats(config), unit.numel
     nodes, per_node = group.nodes, group.ranks_per_node
     between_nodes, within_node = RankGroup(nodes, 1), RankGroup(1, per_node)
-    weights_between = reduce = gradients_between = all_reduce = None
+    weights_between = passed_on = reduce = gradients_between = all_reduce = None
     gather = Exchange(group, weights.itemsize * numel)
     if formats.has_secondary_partition:
-        nbytes = formats.bytes_between_nodes(part, weights)
-        encoded = weights.itemsize * numel + nbytes
-        weights_between = Exchange(between_nodes, nbytes, encoded=encoded, decoded=nodes * encoded)
+        moved = formats.bytes_between_nodes(part, weights)
+        encoded = weights.itemsize * numel + moved
+        weights_between = Exchange(between_nodes, moved, encoded=encoded, decoded=nodes * encoded)
         wire = formats.weights_within_node(part, weights)
         nbytes = nodes * (wire.nbytes if wire is not None else gather.nbytes)
         decoded = 0
         if config.weight_intra_bits is not None or formats.keeps_wires:
             # Read each wire of the node's ranks, write every element of the unit.
             decoded = per_node * nbytes + weights.itemsize * unit.gathered_numel
-        gather = Exchange(within_node, nbytes, decoded=decoded)
+        in_host = unit.copy_bytes(config, weights) if config.weight_copies == "host" else 0
+        gather = Exchange(within_node, nbytes, decoded=decoded, from_host=in_host)
+        if config.weight_copies == "card":  # gathers decode, and send nothing
+            passed_on = Exchange(within_node, nodes * moved, decoded=(per_node - 1) * weights_between.decoded)
+            gather = replace(gather, group=RankGroup(1, 1))
     elif config.quantized_weights:
         nbytes = formats.weights(part, weights).nbytes
         encoded = weights.itemsize * numel + nbytes
@@ -115,7 +121,7 @@ def unit_exchanges(
         gather = replace(gather, per_step=(2 if unit.layer is not None else 1) * micro_batches)
     if stage >= 2 and reduce is not None:
         reduce = replace(reduce, per_step=micro_batches)
-    return UnitExchanges(unit, weights_between, gather, reduce, gradients_between, all_reduce)
+    return UnitExchanges(unit, weights_between, passed_on, gather, reduce, gradients_between, all_reduce)
 
 
 def effective_zero_stage(settings: ResolvedSettings) -> int:
@@ -143,7 +149,8 @@ def step_traffic(
     between, within = {"weights": 0, "gradients": 0}, {"weights": 0, "gradients": 0}
     ranks_per_stage = grid.world_size // len(exchanges)
     for unit in itertools.chain(*exchanges):
-        weights, gradients = (unit.weights_between, unit.gather), (unit.reduce, unit.gradients_between, unit.all_reduce)
+        weights = (unit.weights_between, unit.weights_passed_on, unit.gather)
+        gradients = (unit.reduce, unit.gradients_between, unit.all_reduce)
         for what, sent in (*(("weights", sent) for sent in weights), *(("gradients", sent) for sent in gradients)):
             if sent is not None:
                 runs = sent.per_step * (ranks_per_stage // sent.group.size)
