@@ -26,7 +26,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 if rank == 0:
     print(zeropp.describe())
 torch.manual_seed(rank)  # other data on every rank
-for step in range(20):
+for step in range(10):
     for i in range(MICRO_BATCHES):
         zeropp.set_is_last_micro_batch(i == MICRO_BATCHES - 1)  # only that one crosses nodes
         x = torch.randn(8, 16, 256, device=device)
