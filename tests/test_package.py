@@ -49,6 +49,7 @@ def succeed(*command: str | Path, folder: Path) -> str:
     return call(*command, folder=folder).stdout
 
 
+@pytest.mark.long
 def test_kernels_compiled_from_other_sources_are_not_linked_into_a_build(checkout, tmp_path):
     """A GPU's machine would else measure, and pass, kernels that are not in the tree."""
 
