@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+import sys
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from megatron_zpp.families import GPT
 from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.training.setup import build_trainer
 from tests.ranks import run_ranks
-from tests.training.small_run import ended, flags, torchrun
+from tests.training.small_run import ROOT, ended, flags, torchrun
 
 MEETS_AN_ERROR = """
 from megatron_zpp.families import GPT
@@ -48,7 +49,8 @@ SEVERAL = ["--log-interval", "--seed", "--bf16", "zero_quantized_weights"]
 def test_a_mistake_is_the_last_line_under_torchrun(data, tmp_path, mistake, expected):
     config = tmp_path / "ds_config.json"
     config.write_text(json.dumps({"zero_optimization": {"stage": 3, "zero_quantised_weights": True}}))
-    process = torchrun(2, flags(data, mistake.format(config)), warm=False)  # ranks that are torchrun's children
+    words = [str(ROOT / "pretrain_gpt.py"), *flags(data, mistake.format(config))]
+    process = torchrun(2, words, sys.executable, ["--no-python"])  # ranks that are torchrun's children
     _, err = ended(process, status=1)  # torchrun's; its report is of one rank, and repeats the mistake
     # Where it is noticed, and once more below torchrun's report.
     is_said = [part in error for part, error in zip(expected * 2, our_errors(err), strict=True)]
