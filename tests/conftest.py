@@ -78,7 +78,7 @@ def quickstart_of_all(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not output.exists():
             results = folder / "runs" / "quickstart"
-            small = environment(OUT=str(results), MEGABYTES="1", VOCAB_SIZE="500", TRAIN_ITERS="3")
+            small = environment(OUT=str(results), MEGABYTES="1", VOCAB_SIZE="500", TRAIN_ITERS="3", EVAL_ITERS="1")
             script = ROOT / "examples" / "quickstart" / "run.sh"
             done = subprocess.run([script], env=small, capture_output=True, text=True, timeout=240)
             assert done.returncode == 0, done.stdout + done.stderr

@@ -50,6 +50,7 @@ def succeed(*command: str | Path, folder: Path) -> str:
     return call(*command, folder=folder).stdout
 
 
+@pytest.mark.long
 def test_kernels_compiled_from_other_sources_are_not_linked_into_a_build(checkout, tmp_path):
     """A GPU's machine would else measure, and pass, kernels that are not in the tree."""
 
@@ -102,6 +103,7 @@ def test_a_build_that_fails_leaves_the_kernels_out_and_installs_the_rest(checkou
     assert not list(target.rglob("_kernels*")) and not stale.exists()
 
 
+@pytest.mark.long
 def test_a_source_archive_holds_what_the_kernels_are_built_from(checkout):
     build = "from setuptools import build_meta; print(build_meta.build_sdist('.'))"
     name = succeed(sys.executable, "-c", build, folder=checkout).splitlines()[-1]

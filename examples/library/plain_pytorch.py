@@ -13,7 +13,7 @@ dist.init_process_group()
 rank = dist.get_rank()
 device = torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
 torch.manual_seed(0)  # the same weights on every rank, before they are sharded
-model = nn.Sequential(*(nn.TransformerEncoderLayer(256, 4, 512, dropout=0.0, batch_first=True) for _ in range(4)))
+model = nn.Sequential(*(nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=True) for _ in range(4)))
 model.to(device)
 
 for layer in model:
@@ -26,15 +26,15 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 if rank == 0:
     print(zeropp.describe())
 torch.manual_seed(rank)  # other data on every rank
-for step in range(20):
+for step in range(12):
     for i in range(MICRO_BATCHES):
         zeropp.set_is_last_micro_batch(i == MICRO_BATCHES - 1)  # only that one crosses nodes
-        x = torch.randn(8, 16, 256, device=device)
+        x = torch.randn(8, 16, 128, device=device)
         loss = (model(x) - x.flip(1)).square().mean()
         (loss / MICRO_BATCHES).backward()
     optimizer.step()
     optimizer.zero_grad()
     sent = zeropp.traffic.take()
-    if rank == 0 and step % 5 == 4:
+    if rank == 0 and step % 3 == 2:
         print(f"step {step + 1}: loss {loss.item():.4f}, rank 0 sent {sent.inter_node / 1e6:.3f} MB to other nodes")
 dist.destroy_process_group()

@@ -8,6 +8,7 @@ cd "$(dirname "$0")/../.."
 OUT=${OUT:-runs/quickstart}
 MEGABYTES=${MEGABYTES:-20}  # megabytes of text
 VOCAB_SIZE=${VOCAB_SIZE:-2048}
+EVAL_ITERS=${EVAL_ITERS:-10}
 # Processors without bf16 instructions need some ten times as long for a step: fewer steps there.
 has_bf16='import sys, torch; sys.exit(not any(on for name, on in torch.cpu.get_capabilities().items() if "bf16" in name))'
 TRAIN_ITERS=${TRAIN_ITERS:-$(python -c "$has_bf16" && echo 300 || echo 80)}
@@ -35,7 +36,7 @@ train() {  # name, flags
     shift
     torchrun --nproc-per-node 4 pretrain_gpt.py \
         --num-layers 2 --hidden-size 128 --num-attention-heads 2 --seq-length 128 --attention-dropout 0 --hidden-dropout 0 \
-        --micro-batch-size 8 --train-iters "$TRAIN_ITERS" --eval-iters 10 --log-interval 10 --num-workers 0 \
+        --micro-batch-size 8 --train-iters "$TRAIN_ITERS" --eval-iters "$EVAL_ITERS" --log-interval 10 --num-workers 0 \
         --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 --adam-beta2 0.95 --weight-decay 0.1 \
         --data-path "$OUT/python_text_document" --split 97,3,0 \
         --tokenizer-type SentencePieceTokenizer --tokenizer-model "$OUT/tokenizer.model" \

@@ -31,17 +31,6 @@ def test_every_stored_row_can_be_traced_to_code_command_and_machine(path):
     assert {i: found for i, row in enumerate(rows, 1) if (found := untraceable(row))} == {}
 
 
-def test_a_row_without_its_origin_is_refused():
-    traced = dict.fromkeys(FIELDS, 1) | {"commit": "3971d26e", "date": "2026-11-27T17:00:00+00:00"}
-    assert untraceable(traced) == []
-    for name in FIELDS:
-        assert name in untraceable({key: value for key, value in traced.items() if key != name})
-        assert name in untraceable(traced | {name: None})
-    assert (
-        untraceable(traced | {"commit": "3971d26e-dirty"}) == untraceable(traced | {"commit": "unknown"}) == ["commit"]
-    )
-
-
 def test_a_row_says_whether_the_code_that_made_it_was_committed(tmp_path, monkeypatch):
     def git(*arguments: str) -> str:
         name = ("-c", "user.name=x", "-c", "user.email=x@example.com")

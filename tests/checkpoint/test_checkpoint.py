@@ -165,7 +165,7 @@ def test_a_resume_takes_another_rotary_base_and_keeps_the_optimizer(data, tmp_pa
     assert "iteration        5/       6" in went_on[1] and "start over" not in went_on[1]
 
 
-@pytest.mark.parametrize("untied", ["--untie-embeddings-and-output-weights", ""])
+@pytest.mark.parametrize("untied", [pytest.param("--untie-embeddings-and-output-weights", marks=pytest.mark.long), ""])
 def test_fine_tuning_adds_tokens_whose_rows_begin_as_the_mean_of_the_others(untied, data, tmp_path):
     """transformers' resize_token_embeddings does so; its noise around the mean is left out."""
     for name, added in ("base", []), ("more", [f"<tool_{i}>" for i in range(60)]):

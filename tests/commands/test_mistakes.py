@@ -280,6 +280,7 @@ def test_every_wrong_path_of_a_program_is_one_line_that_names_it(world, program)
             check(world, *case)
 
 
+@pytest.mark.long
 def test_programs_that_import_other_packages_show_none_of_their_warnings(world, tmp_path):
     # A process of its own: this one's has imported them.
     words = ("export-hf", "--load", world / "saved", "--output", tmp_path / "new")

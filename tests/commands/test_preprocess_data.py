@@ -124,7 +124,9 @@ def start_and_signal(words, folder, sent, documents):
     return process.returncode
 
 
-@pytest.mark.parametrize(("sent", "seed"), [(signal.SIGKILL, 1), (signal.SIGTERM, 3)])
+@pytest.mark.parametrize(
+    ("sent", "seed"), [(signal.SIGKILL, 1), pytest.param(signal.SIGTERM, 3, marks=pytest.mark.long)]
+)
 def test_a_job_that_is_killed_goes_on_and_its_workers_end(tmp_path, undisturbed, sent, seed):
     words = command(tmp_path, "--append-eod", "--workers", "2", "--save-seconds", "0")
     status = start_and_signal(words, tmp_path, sent, random.Random(seed).randrange(len(LINES) - 300))

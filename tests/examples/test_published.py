@@ -203,7 +203,7 @@ def run_laptop(script: Path, variant: str, folder: Path) -> tuple[RunHistory, li
         pytest.param("zeropp/gpt_18b", "RECIPE=qwz", marks=pytest.mark.long),
         pytest.param("zeropp/finetune", "BITS=2", marks=pytest.mark.long),
         pytest.param("loco/llama_0.8b", "RECIPE=loco", marks=pytest.mark.long),
-        ("loco/llama_8b", "RECIPE=int8"),
+        pytest.param("loco/llama_8b", "RECIPE=int8", marks=pytest.mark.long),
         pytest.param("loco/mixtral", "RECIPE=int8", marks=pytest.mark.long),
         pytest.param("loco/gpt_345m", "RECIPE=zeropp OPTIMIZER=sgd", marks=pytest.mark.long),
     ],

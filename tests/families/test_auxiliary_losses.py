@@ -78,7 +78,9 @@ def test_they_do_not_depend_on_how_a_rank_divides_its_batch(data, alone):
             assert metrics[key] == pytest.approx(alone[key], rel=tolerance), f"{name}, {key}"
 
 
-@pytest.mark.parametrize("per_token", ["", "--calculate-per-token-loss --eod-mask-loss"])
+@pytest.mark.parametrize(
+    "per_token", ["", pytest.param("--calculate-per-token-loss --eod-mask-loss", marks=pytest.mark.long)]
+)
 def test_a_pipeline_adds_those_of_its_last_stage(data, per_token):
     """Per token, each micro-batch's count as many tokens as it has, which differ."""
 

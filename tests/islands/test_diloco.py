@@ -154,7 +154,7 @@ def test_it_is_diloco(num_islands, sharded):
     for shape in [(3, 1, 2), (3, 2, 2), (4, 2, 0)] if sharded else [(3, 2, 2)]:
         expected = diloco(num_islands, shape[0], NESTEROV, ADAMW, *shape[1:])
         cases[f"streaming {shape}"] = (streaming(*shape),), expected
-    for shape in CONCLUDED if sharded else CONCLUDED[::2]:
+    for shape in CONCLUDED[1::2] if sharded else CONCLUDED[::2]:
         expected = diloco(num_islands, shape[0], NESTEROV, ADAMW, *shape[1:], concluded=True)
         cases[f"concluded {shape}"] = (streaming(*shape), ADAMW, True), expected
     calls = {name: partial(train, num_islands, config, sharded, *more) for name, ((config, *more), _) in cases.items()}
@@ -167,7 +167,7 @@ def test_it_is_diloco(num_islands, sharded):
                 assert not torch.allclose(mine, start, atol=1e-3), name  # training has moved every parameter
 
 
-@pytest.mark.parametrize("momentum", [0.9, 0.0])
+@pytest.mark.parametrize("momentum", [0.9, pytest.param(0.0, marks=pytest.mark.long)])
 def test_offload_changes_no_number(momentum):
     settings = {"sync_interval": 3, "outer_momentum": momentum, "bits": 4, "loco": True, "block_size": 16}
     settings |= {"fragments": 2, "sync_delay": 1, "merge_alpha": 0.5}

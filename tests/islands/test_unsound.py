@@ -76,7 +76,7 @@ CASES = {  # settings, the island that is spoiled, with what
 }
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_spoiled_island_changes_no_bit_of_the_others(size):
     """They train as if it had been absent: outer momentum and LoCo's errors too, round after round."""
     with_it, without = {}, {}

@@ -31,17 +31,12 @@ TP2, PP2, CP2 = (f"--{kind}-parallel-size 2" for kind in ("tensor-model", "pipel
 EP2 = "--expert-model-parallel-size 2"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("architecture", "common", "layouts"),
     [
-        pytest.param(
-            *("llama", DEEPSEEK, {"tp, ep": f"{TP2} {EP2} --sequence-parallel", "tp, pp": f"{TP2} {PP2}", "cp": CP2}),
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            *("gpt", GPT_OSS, {"tp, cp": f"{TP2} {CP2}", "tp, pp": f"{TP2} {PP2} --sequence-parallel"}),
-            marks=pytest.mark.long,
-        ),
+        ("llama", DEEPSEEK, {"tp, ep": f"{TP2} {EP2} --sequence-parallel", "tp, pp": f"{TP2} {PP2}", "cp": CP2}),
+        ("gpt", GPT_OSS, {"tp, cp": f"{TP2} {CP2}", "tp, pp": f"{TP2} {PP2} --sequence-parallel"}),
         ("llama", GEMMA_AND_OLMO, {"tp, cp": f"{TP2} {CP2} --sequence-parallel", "tp, pp": f"{TP2} {PP2}"}),
     ],
     ids=["deepseek", "gpt-oss", "gemma and olmo"],

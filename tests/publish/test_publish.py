@@ -27,7 +27,7 @@ from tests.crashes import run_killed
 from tests.ranks import FORKSERVER, run_ranks
 from tests.zeropp.training_on_ranks import ALL_FLAGS, Net, TiedNet, shard, step
 
-STEPS, ANCHORS = 25, 10
+STEPS, ANCHORS = 12, 5
 
 
 def digest(weights: Iterable[tuple[str, Tensor]]) -> str:
@@ -81,7 +81,7 @@ def test_another_process_has_the_weights_of_four_ranks_to_the_bit(tmp_path, rate
     seen = receiver.recv()
     process.join()
     assert all(other == published for other in others)
-    assert len(seen) > 5 and seen == {version: published[version] for version in seen}
+    assert len(seen) > 3 and seen == {version: published[version] for version in seen}
     assert versions_in(tmp_path)  # those before the anchor before the last are gone
     num_parameters = sum(parameter.numel() for parameter in Net(256, 512, 256).parameters())
     sizes = [

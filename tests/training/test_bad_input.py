@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+import sys
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from megatron_zpp.families import GPT
 from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.training.setup import build_trainer
 from tests.ranks import run_ranks
-from tests.training.small_run import ended, flags, torchrun
+from tests.training.small_run import ROOT, ended, flags, torchrun
 
 MEETS_AN_ERROR = """
 from megatron_zpp.families import GPT
@@ -35,24 +36,28 @@ def our_errors(err: str) -> list[str]:
     return [line for line in err.splitlines() if line.startswith("error: ")]
 
 
-def test_a_mistake_is_the_last_line_under_torchrun(data, tmp_path):
+SEVERAL = ["--log-interval", "--seed", "--bf16", "zero_quantized_weights"]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "expected"),
+    [
+        pytest.param("--deepspeed_config {} --log-interval 0 --sed 1 --bf16 yes", SEVERAL, id="before ranks meet"),
+        pytest.param("--load {}", ["is a file, not a folder"], id="after ranks meet", marks=pytest.mark.long),
+    ],
+)
+def test_a_mistake_is_the_last_line_under_torchrun(data, tmp_path, mistake, expected):
     config = tmp_path / "ds_config.json"
     config.write_text(json.dumps({"zero_optimization": {"stage": 3, "zero_quantised_weights": True}}))
-    several = f"--deepspeed_config {config} --log-interval 0 --sed 1 --bf16 yes"
-    cases = {
-        several: ["--log-interval", "--seed", "--bf16", "zero_quantized_weights"],  # before the ranks know each other
-        f"--load {config}": ["is a file, not a folder of checkpoints"],  # when they do
-    }
-    processes = [torchrun(2, flags(data, case), warm=False) for case in cases]  # ranks that are torchrun's children
-    for process, expected in zip(processes, cases.values(), strict=True):
-        _, err = ended(process, status=1)  # torchrun's; its report is of one rank, and repeats the mistake
-        # Where it is noticed, and once more below torchrun's report.
-        assert [part in error for part, error in zip(expected * 2, our_errors(err), strict=True)] == [True] * len(
-            expected * 2
-        )
-        report = err[err.index("FAILED") :]
-        assert report.count("exitcode  : 2") == report.count("exitcode") == 1 and expected[0] in report
-        assert our_errors(report) == err.splitlines()[-len(expected) :]
+    words = [str(ROOT / "pretrain_gpt.py"), *flags(data, mistake.format(config))]
+    process = torchrun(2, words, sys.executable, ["--no-python"])  # ranks that are torchrun's children
+    _, err = ended(process, status=1)  # torchrun's; its report is of one rank, and repeats the mistake
+    # Where it is noticed, and once more below torchrun's report.
+    is_said = [part in error for part, error in zip(expected * 2, our_errors(err), strict=True)]
+    assert is_said == [True] * len(expected * 2)
+    report = err[err.index("FAILED") :]
+    assert report.count("exitcode  : 2") == report.count("exitcode") == 1 and expected[0] in report
+    assert our_errors(report) == err.splitlines()[-len(expected) :]
 
 
 def test_an_error_that_every_rank_meets_on_its_own_is_said_once(data, tmp_path):

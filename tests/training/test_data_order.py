@@ -136,7 +136,7 @@ def train_on_a_node_of_its_own(folder: str, port: int) -> tuple[int, str, str]:
     return call_pretrain(flags(str(prefix), RUN, length="--train-iters 1"))[0]
 
 
-@pytest.mark.parametrize("missing_documents", [0, 1])
+@pytest.mark.parametrize("missing_documents", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_nodes_without_a_common_file_system(tmp_path, missing_documents):
     write_data(tmp_path / "node0" / "x")
     write_data(tmp_path / "node1" / "x", skip=missing_documents)

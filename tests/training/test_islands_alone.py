@@ -35,7 +35,10 @@ def _train_while_one_waits(argv: list[str], halts: int, until: int) -> int:
     return len(steps)
 
 
-@pytest.mark.parametrize("more", ["", "--zero-quantized-gradients --zeropp-loco --zeropp-ranks-per-node 1"])
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param("", marks=pytest.mark.long), "--zero-quantized-gradients --zeropp-loco --zeropp-ranks-per-node 1"],
+)
 def test_an_island_trains_on_while_another_stands_still(data, more):
     """From one log line and synchronization to the next; any collective of both islands would never end."""
     argv = flags(data, ISLANDS, "--island-sync-interval 5 --log-interval 5", more)

@@ -116,7 +116,10 @@ def descendants(process: int) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
-@pytest.mark.parametrize("method", ["fork", "forkserver"])  # Python 3.14 starts processes by the second
+@pytest.mark.parametrize(
+    "method",
+    ["fork", pytest.param("forkserver", marks=pytest.mark.long)],  # Python 3.14 starts processes by the second
+)
 def test_data_workers_die_with_a_killed_rank(method):
     """A rank cannot clean up: it learns nothing of SIGKILL."""
     program = f"import multiprocessing; multiprocessing.set_start_method({method!r})\n"

@@ -71,9 +71,16 @@ def train_alone(prefix: str, architecture: str) -> list[float]:
             {
                 "2 x 2": "--zero-hpz-partition-size 2 --zeropp-ranks-per-node 2",
                 "cp 2": "--context-parallel-size 2",
+            },
+        ),
+        pytest.param(
+            "llama",
+            4,
+            {
                 "pp 2": "--pipeline-model-parallel-size 2 --micro-batch-size 2",
                 "tp 2": "--tensor-model-parallel-size 2 --sequence-parallel",
             },
+            marks=pytest.mark.long,
         ),
     ],
 )

@@ -92,7 +92,7 @@ def at_a_terminal(ranks: int, script: Path, argv: list[str], typed: list[tuple[s
     return " ".join(screen.split())
 
 
-@pytest.mark.parametrize(("ranks", "more"), [(2, ""), (0, "--local-ranks 2")])
+@pytest.mark.parametrize(("ranks", "more"), [(2, ""), pytest.param(0, "--local-ranks 2", marks=pytest.mark.long)])
 def test_ctrl_c_at_a_terminal_saves_before_the_run_ends(data, tmp_path, ranks, more):
     (script := tmp_path / "train.py").write_text(TERMINAL.format(seconds=0))
     argv = flags(data, f"--save {tmp_path} --save-interval 100000 --train-iters 100000", more)
@@ -102,7 +102,7 @@ def test_ctrl_c_at_a_terminal_saves_before_the_run_ends(data, tmp_path, ranks, m
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == f"{iteration}\n"
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_a_second_ctrl_c_at_a_terminal_ends_a_run_that_still_saves(data, tmp_path, ranks):
     (script := tmp_path / "train.py").write_text(TERMINAL.format(seconds=1000))
     argv = flags(data, f"--save {tmp_path} --save-interval 100000 --train-iters 100000 --exit-signal-handler")

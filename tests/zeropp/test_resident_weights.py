@@ -16,7 +16,7 @@ from megatron_zpp.zeropp.gather import all_gather, changed_weights
 from tests.ranks import run_in_turn
 from tests.zeropp import training_on_ranks as on_ranks
 
-NUM_TOKENS = 4
+NUM_TOKENS = 2
 HPZ = ZeroPPConfig(hpz_partition_size=2, weight_block_size=32)
 ALL_FLAGS = replace(HPZ, quantized_weights=True, quantized_gradients=True)
 CONFIGS = {
