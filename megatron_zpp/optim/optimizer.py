@@ -76,8 +76,6 @@ def build_optimizer(
 
     zeropp: the model's collectives, which Muon needs. Raises ValueError without parameters.
     """
-    if settings.optimizer not in OPTIMIZERS:
-        raise ValueError(f"--optimizer {settings.optimizer} is not one of {', '.join(OPTIMIZERS)}")
     kind = OPTIMIZERS[settings.optimizer]
     groups = _parameter_groups(model, settings.decoupled_lr is not None, kind.is_muon)
     arguments = dict(lr=settings.lr or 0.0, **kind.arguments(settings))
