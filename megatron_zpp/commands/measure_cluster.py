@@ -1,7 +1,5 @@
 """``plan --measure``: measure a cluster, on all of its ranks at once, as a run uses them: arithmetic, kernels, links.
 
-    torchrun --nnodes 8 --nproc-per-node 8 tools/plan.py --measure --output cluster.yaml
-
 To plan for another number of nodes, edit the file that this writes.
 """
 
@@ -32,7 +30,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure and write the file. Raises ValueError or OSError on a mistake."""
     if "RANK" not in os.environ:
         raise ValueError("plan --measure needs its ranks: start it under torchrun, on all nodes")
     if is_first_rank():

@@ -58,7 +58,6 @@ EXIT_NOT_FINITE = 3
 
 
 def main(architecture: Architecture, loss_class: type[LanguageModelLoss] = LanguageModelLoss) -> NoReturn:
-    """Run ``pretrain`` as a program."""
     keep_streams()
     try:
         pretrain(architecture, CtrlC(), loss_class)

@@ -1,8 +1,5 @@
 """``plan --try``: rank ways to send weights and gradients by loss against bytes, on your model and data.
 
-    python tools/plan.py --try gpt --local-ranks 8 --local-nodes 4 --link-gbps 25 -- \\
-        --num-layers 12 --hidden-size 768 ... --data-path PREFIX
-
 Each setting trains for a few hundred steps, on ranks of this machine, on the same data in the same order. The first,
 plain ZeRO-3, trains again with initial weights that are 0.1 % larger: the difference between the two is noise.
 """

@@ -66,6 +66,5 @@ def describe_mfu(device_name: str, peak: float | None, *, given: bool = False) -
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a GPU's queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -11,12 +11,12 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
 )
 
 from megatron_zpp.models.decoder import DecoderConfig
-from megatron_zpp.parallel.experts import GatherTokens
 from megatron_zpp.parallel.tensor import Replicated, ShardedRows
 
 Plan = dict[str, ParallelStyle]
@@ -50,7 +50,15 @@ def decoder_plan(config: DecoderConfig, sequence_parallel: bool) -> Plan:
         if layer not in config.layers_with_experts:
             plan |= _mlp_plan(mlp, config, between)
             continue
-        plan |= {mlp: GatherTokens(between), f"{mlp}.router": Replicated(use_local_output=True)}
+        # All ranks have all tokens of a layer with experts, so that routes agree.
+        plan[mlp] = PrepareModuleInputOutput(
+            input_layouts=between,
+            desired_input_layouts=Replicate(),
+            use_local_input=True,
+            output_layouts=(Replicate(), None),  # None: of what experts did
+            desired_output_layouts=(between, None),
+        )
+        plan[f"{mlp}.router"] = Replicated(use_local_output=True)
         assert config.moe is not None
         if config.moe.residual:
             plan[f"{mlp}.coefficient"] = Replicated(use_local_output=True)

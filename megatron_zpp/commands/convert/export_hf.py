@@ -1,7 +1,5 @@
 """Write a checkpoint as a model of Hugging Face transformers: weights, config.json and tokenizer.
 
-    python tools/export_hf.py --load runs/quickstart/zeropp --output runs/hf
-
 Keeps the result only if transformers computes our logits from it. Needs the extra ``hf``, and memory for one file of
 weights (``--max-file-size``), not for the model.
 """
@@ -120,7 +118,6 @@ def _file_size(text: str) -> str:
 
 
 def export_parser(description: str) -> argparse.ArgumentParser:
-    """Build a parser with the flags of every export."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     add, iteration = parser.add_argument, number(int, at_least=0)
     add("--load", required=True, type=local_path(str), metavar="DIR", help="what was given to --save in training")

@@ -1,7 +1,5 @@
 """Write the adapters of a checkpoint as a folder of PEFT: adapter_config.json and adapter_model.safetensors.
 
-    python tools/export_peft.py --load runs/lora --output runs/peft --base runs/hf
-
 ``peft.PeftModel.from_pretrained(model, "runs/peft")`` adds them to the model of transformers that the base is. Needs
 the extra ``hf``.
 """

@@ -1,7 +1,5 @@
 """Make a checkpoint to train on from, out of a model of Hugging Face transformers.
 
-    python tools/import_hf.py --input Llama-3.2-1B --save runs/llama
-
 Prints the trainer's flags for it. Keeps the checkpoint only if its logits equal transformers'. Needs the extra
 ``hf``, and memory for two transformer blocks and the embeddings, not for the model.
 """

@@ -1,7 +1,5 @@
 """Make a checkpoint to go on from, out of one of Megatron-LM or Megatron-DeepSpeed.
 
-    python tools/import_megatron.py --input megatron/checkpoints --save runs/gpt
-
 Takes Megatron's formats torch and torch_dist, DeepSpeed's model states and universal checkpoints, of any ranks. Prints
 the trainer's flags for it. Runs nothing in the files. Needs memory for the largest tensors, not for the model.
 """

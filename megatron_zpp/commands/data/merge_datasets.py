@@ -1,9 +1,6 @@
-"""Joins datasets of one tokenizer into one.
+"""Join datasets of one tokenizer into one: those of a folder, sorted by name, or those named, in their order.
 
-    python tools/merge_datasets.py --input data/parts --output-prefix data/all
-
-writes ``data/all.bin`` and ``.idx`` with the documents of all ``data/parts/*.bin`` and ``.idx``, sorted by name; or of
-the datasets that are named, in their order. Only a piece of a file is in memory.
+Only a piece of a file is in memory.
 """
 
 import argparse

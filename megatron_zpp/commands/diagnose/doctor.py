@@ -1,8 +1,4 @@
-"""``megatron-zpp doctor``: say what a node lacks before a run; under torchrun, of all nodes, with their links measured.
-
-megatron-zpp doctor
-torchrun --nnodes 8 --nproc-per-node 8 -m megatron_zpp doctor
-"""
+"""``megatron-zpp doctor``: say what a node lacks before a run; under torchrun, of all nodes, and with their links."""
 
 import argparse
 import importlib.util

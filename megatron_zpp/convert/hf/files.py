@@ -198,11 +198,7 @@ def in_memory(
 ) -> Callable[[str], Tensor]:
     """Return a function that reads a parameter of transformers' model. read: reads a tensor of its files."""
     made = {parameter.name: parameter for parameter in mapping.in_memory(config)}
-
-    def read_parameter(name: str) -> Tensor:
-        return made[name].join(*map(read, made[name].tensors)) if name in made else read(name)
-
-    return read_parameter
+    return lambda name: made[name].join(*map(read, made[name].tensors)) if name in made else read(name)
 
 
 def their_shapes(
