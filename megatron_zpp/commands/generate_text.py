@@ -27,10 +27,7 @@ from megatron_zpp.settings.flags import local_path, number
 
 
 def open_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any], dict[str, Any], Tokenizer]:
-    """Find what ``add_checkpoint_flags`` names: the checkpoint, its meta, its settings, and its tokenizer.
-
-    Raises CheckpointError, and what ``build_tokenizer`` raises.
-    """
+    """Find what ``add_checkpoint_flags`` names: checkpoint, meta, settings and tokenizer. Raises CheckpointError."""
     checkpoint, meta = open_verified(args.load, args.ckpt_step)
     if any(name.startswith("model.") for name in meta["nonfinite"]):
         raise CheckpointError(f"{nonfinite(checkpoint, meta)}: give an earlier one with --ckpt-step")

@@ -29,7 +29,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run(args: argparse.Namespace) -> None:
+@reports_errors
+def main() -> None:
+    args = parse_arguments()
     if "RANK" not in os.environ:
         raise ValueError("plan --measure needs its ranks: start it under torchrun, on all nodes")
     if is_first_rank():
@@ -44,8 +46,3 @@ def run(args: argparse.Namespace) -> None:
         print(f"written: {args.output}", flush=True)
     wait_for_all_ranks(device)
     dist.destroy_process_group()
-
-
-@reports_errors
-def main() -> None:
-    run(parse_arguments())

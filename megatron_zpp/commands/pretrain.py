@@ -136,10 +136,7 @@ def pretrain(
 def chosen_settings(
     architecture: Architecture, settings: ResolvedSettings, device: torch.device
 ) -> tuple[ResolvedSettings, str | None]:
-    """Replace ``--zeropp auto`` by the recipe of the checkpoint to load, or else by one that is chosen now. Collective.
-
-    Returns why it was chosen, too; None for other settings.
-    """
+    """Replace ``--zeropp auto`` by the recipe of the checkpoint, or by one chosen now; return why, too. Collective."""
     if settings.zero.recipe != AUTO:
         return settings, None
 

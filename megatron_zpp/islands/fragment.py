@@ -29,8 +29,8 @@ class Fragment:
         """all_parameters: of this rank, in all fragments; an island contributes where all of them are sound."""
         self.parameters, self.outer = parameters, OuterState(parameters, config)
         self._group, self._all_parameters = group, all_parameters
-        # The device of what ranks exchange, though parameters may be offloaded. It is not that of the group's one
-        # backend: a group that init_process_group() made without a name has one for each kind of device.
+        # Ranks exchange tensors on this device; parameters may be offloaded. The group's one backend does not say it: a
+        # group that init_process_group() made without a name has one for each kind of device.
         takes_gpu = "nccl" in dist.get_backend_config(group) and torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if takes_gpu else torch.device("cpu")
         self._merge_alpha = config.merge_alpha

@@ -215,10 +215,7 @@ class OuterSync:
         return [value] if self._group is None else gather_objects(value, self._group)
 
     def end_step(self, step: int, ends: bool, *, is_last: bool, meets: bool) -> bool:
-        """Call ``after_step``; return whether to end training: any island wishes to, where all of them meet.
-
-        Without islands the wish. Collective where they meet.
-        """
+        """Call ``after_step``; return whether to end: any island wishes to, where all meet (collective there)."""
         self.after_step(step, is_last)
         return ends if self._group is None else meets and any(self.gather(ends))
 

@@ -1,7 +1,4 @@
-"""The optimizer, for plain parameters and for FSDP2's DTensors.
-
-Parameters are fp32 masters (FSDP2 casts copies of them for computing), so no separate main parameters exist.
-"""
+"""The optimizer, over plain parameters or FSDP2's DTensors: fp32 masters, of which FSDP2 casts copies."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

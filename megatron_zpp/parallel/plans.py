@@ -23,10 +23,7 @@ Plan = dict[str, ParallelStyle]
 
 
 def decoder_plan(config: DecoderConfig, sequence_parallel: bool) -> Plan:
-    """Shard ``models.decoder.Decoder``: attention by heads, MLPs by channels, the vocabulary by rows.
-
-    Experts are divided by ``parallel.experts``; the plan covers what is around them.
-    """
+    """Shard a ``Decoder``: attention by heads, MLPs by channels, the vocabulary by rows, and what is around experts."""
     # How the tensor-parallel ranks hold activations [B, S, H] between linear layers.
     between: Placement = Shard(1) if sequence_parallel else Replicate()
     norm = SequenceParallel() if sequence_parallel else Replicated()  # the output is a DTensor

@@ -31,7 +31,7 @@ class Reporter(Callback):
         self.peak = given if given is not None else peak_tflops(name)
         print_once(describe_mfu(name, self.peak, given=given is not None))
         self.is_first_step, self.noted_no_loss = True, False
-        self._start = 0.0  # of the stretch of training at hand
+        self._start = 0.0  # when the stretch of training at hand began
         self._resume()
         self._clear()
 

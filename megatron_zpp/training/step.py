@@ -16,10 +16,7 @@ from megatron_zpp.training.trainer import StepStats, Trainer
 
 
 def train_step(trainer: Trainer, batches: Iterator[Batch], num_micro_batches: int, stop: bool) -> StepStats:
-    """Run one optimizer step: accumulate gradients, clip, and update the parameters.
-
-    stop: this rank wants to save and exit.
-    """
+    """Run one optimizer step: accumulate gradients, clip, update the parameters. stop: this rank wants to exit."""
     begin = time.perf_counter()
     if trainer.curriculum is not None:
         length = trainer.sample_length(trainer.counters.iteration + 1)

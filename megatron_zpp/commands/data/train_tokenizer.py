@@ -81,7 +81,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run(args: argparse.Namespace) -> None:
+@reports_errors
+def main() -> None:
+    args = parse_arguments()
     reading = Reading((args.json_key,), args.text_documents)
     with progress("training a tokenizer"):
         texts = sample(find_files(args.input, args.input_format), reading, args.max_megabytes * 1e6)
@@ -102,8 +104,3 @@ def run(args: argparse.Namespace) -> None:
             partial.unlink(missing_ok=True)
     size = sentencepiece.SentencePieceProcessor(model_file=str(args.output)).get_piece_size()
     print(f"{args.output}: {size:,} pieces")
-
-
-@reports_errors
-def main() -> None:
-    run(parse_arguments())

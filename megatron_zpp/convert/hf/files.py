@@ -53,10 +53,7 @@ def new_folder(path: Path, flag: str) -> Iterator[Path]:
 
 
 class WeightFiles:
-    """The safetensors files of a folder. Raises ValueError if they are missing or damaged.
-
-    Blocks and scales in MXFP4 are one tensor, in bf16.
-    """
+    """The safetensors files of a folder, MXFP4 as one tensor in bf16. Raises ValueError if missing or damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
