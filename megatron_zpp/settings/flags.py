@@ -216,7 +216,7 @@ def _read_fields(group: type[Any]) -> list[tuple[str, Flag, type[Any] | None]]:
     return found
 
 
-_flag_fields: Callable[[type[Any]], list[tuple[str, Flag, type[Any] | None]]] = functools.cache(_read_fields)
+_flag_fields: Callable[[Any], list[tuple[str, Flag, type[Any] | None]]] = functools.cache(_read_fields)
 
 
 def _value_type(hint: Any) -> type:

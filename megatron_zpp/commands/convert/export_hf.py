@@ -131,11 +131,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = export_parser("Write a checkpoint as a model of Hugging Face transformers.")
     add = parser.add_argument
     add("--max-file-size", type=_file_size, default="2GB", metavar="SIZE", help="of one weight file; default 2GB")
-    add(
-        "--keep-padded-vocab",
-        action="store_true",
-        help="keep the rows that pad the vocabulary beyond the tokenizer's ids",
-    )
+    padding = "keep the rows that pad the vocabulary beyond the tokenizer's ids"
+    add("--keep-padded-vocab", action="store_true", help=padding)
     add("--no-tokenizer", action="store_true", help="write weights and config.json alone")
     add("--architecture", metavar="MODULE:NAME", help="the checkpoint's, if it is not one of ours")
     add_tokenizer_flags(parser, "tokenizer, if its files have moved since training")

@@ -60,9 +60,8 @@ def export(args: argparse.Namespace) -> str:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = export_parser("Write the adapters of a checkpoint as a folder of PEFT.")
-    parser.add_argument(
-        "--base", type=local_path(str), metavar="DIR", help="the Hugging Face model that the folder names as its base"
-    )
+    base = "the Hugging Face model that the folder names as its base"
+    parser.add_argument("--base", type=local_path(str), metavar="DIR", help=base)
     return parser.parse_args(argv)
 
 
