@@ -31,7 +31,7 @@ from torch.distributed import distributed_c10d
 from megatron_zpp.commands import pretrain as program
 from megatron_zpp.families import GPT
 from megatron_zpp.training import pretrain, setup
-from megatron_zpp.training.checkpoints import CheckpointManager
+from megatron_zpp.training.callbacks import CheckpointManager
 from megatron_zpp.training.evaluate import LossEvaluation
 from megatron_zpp.training.reporter import Reporter
 

@@ -39,10 +39,7 @@ class CommandLine:
 def read_command_line(
     argv: Iterable[str], mistakes: Mistakes, presets: Mapping[str, Mapping[str, Any]] = {}
 ) -> CommandLine:
-    """Read the command line, and before it the files of --config; the last of equal flags counts.
-
-    Errors go to ``mistakes``. presets: of ``--preset``.
-    """
+    """Read the files of --config, then the command line; the last of equal flags counts. Errors go to ``mistakes``."""
     line, typed, flags, refused = CommandLine(), _split(argv), flags_by_name(), dict[str, str]()
     files = [word for name, words in typed if flags.get(name) is flags["--config"] for word in words]
     in_files = _split(words_of_files(files, mistakes))

@@ -7,21 +7,11 @@ import dataclasses
 from collections.abc import Collection
 from typing import cast
 
-from megatron_zpp.arguments.check_islands import check_islands
-from megatron_zpp.arguments.check_zero import check_muon, check_zero
+from megatron_zpp.arguments import resolve_parallel
+from megatron_zpp.arguments.check_zero import check_islands, check_muon, check_zero
 from megatron_zpp.arguments.no_effect import notes_on
 from megatron_zpp.arguments.recipe import with_warmup
 from megatron_zpp.arguments.resolve_compute import check_float8, resolve_activation, resolve_precision
-from megatron_zpp.arguments.resolve_parallel import (
-    cannot_tell_stragglers,
-    check_expert_parallel,
-    check_parallel,
-    check_pipeline,
-    check_tensor_parallel,
-    data_parallel_size,
-    resolve_schedule,
-    resolve_sizes,
-)
 from megatron_zpp.families import Architecture
 from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum, end_after_tokens, read_steps
 from megatron_zpp.optim.schedule import Schedule
@@ -56,12 +46,12 @@ def resolve(
     with mistakes.collected():
         architecture.check_parallel(distributed)
     with mistakes.collected():
-        check_parallel(distributed, training.seq_length, world_size)
+        resolve_parallel.check_parallel(distributed, training.seq_length, world_size)
     with mistakes.collected():
         require(seq_length, "how long is a sample? give --seq-length")
         model = architecture.resolve(settings.model, seq_length)
         num_layers = model.num_layers or 0
-        distributed = resolve_sizes(distributed, num_layers)
+        distributed = resolve_parallel.resolve_sizes(distributed, num_layers)
         activation = resolve_activation(settings.activation, num_layers)
     with mistakes.collected():
         precision = resolve_precision(settings)
@@ -73,7 +63,7 @@ def resolve(
         _check_checkpoint(settings.checkpoint, settings.schedule)
     mistakes.report()
 
-    dp_size, zeropp = data_parallel_size(distributed, world_size), settings.zeropp
+    dp_size, zeropp = resolve_parallel.data_parallel_size(distributed, world_size), settings.zeropp
     # In other runs a NaN or Inf undoes a step, which is rare, and LoCo then starts again.
     undoes_steps = precision.fp16 or training.loss_spike_factor is not None
     loco = None if zeropp.loco is None else dataclasses.replace(zeropp.loco, exact_undo=undoes_steps)
@@ -88,17 +78,17 @@ def resolve(
         distributed=distributed,
     )
     with mistakes.collected():
-        check_pipeline(settings)
+        resolve_parallel.check_pipeline(settings)
     with mistakes.collected():
         settings = dataclasses.replace(settings, training=_resolve_training(training, dp_size, accumulation_steps))
         settings = with_warmup(_resolve_length(settings, dp_size), given, dp_size)
-    for check in (_check_curriculum, _check_lora, check_tensor_parallel, check_float8, check_muon):
+    for check in (_check_curriculum, _check_lora, resolve_parallel.check_tensor_parallel, check_float8, check_muon):
         with mistakes.collected():
             check(settings)
     with mistakes.collected():
         check_islands(settings, given)
     fsdp_size = dp_size // distributed.islands * distributed.context_parallel_size
-    for check_sharding in (check_expert_parallel, check_zero):
+    for check_sharding in (resolve_parallel.check_expert_parallel, check_zero):
         with mistakes.collected():
             check_sharding(settings, fsdp_size)
     with mistakes.collected():
@@ -108,7 +98,8 @@ def resolve(
         require(training.eval_tasks is None or is_divided, f"{alone} parallelism and islands out; {instead}")
     mistakes.report()
     notes = [*notes_on(settings, set(given))]
-    if settings.logging.log_straggler and (reason := cannot_tell_stragglers(distributed, settings.zero, world_size)):
+    reason = resolve_parallel.cannot_tell_stragglers(distributed, settings.zero, world_size)
+    if settings.logging.log_straggler and reason is not None:
         notes.append(f"--log-straggler has no effect: {reason}")
         settings = dataclasses.replace(settings, logging=dataclasses.replace(settings.logging, log_straggler=False))
     return settings, notes
@@ -154,10 +145,10 @@ def _resolve_length(settings: Settings, dp_size: int) -> Settings:
         if not training.skip_train:
             training = end_after_tokens(training, batches)
             Schedule.from_settings(settings.optimizer, settings.schedule, training, batches)
-        settings = dataclasses.replace(settings, distributed=resolve_schedule(settings.distributed, batches))
+        distributed = resolve_parallel.resolve_schedule(settings.distributed, batches)
     except ValueError as error:
         raise SettingsError(str(error)) from error
-    return dataclasses.replace(settings, training=training)
+    return dataclasses.replace(settings, training=training, distributed=distributed)
 
 
 def _check_curriculum(settings: Settings) -> None:

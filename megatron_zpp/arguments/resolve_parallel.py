@@ -44,7 +44,6 @@ def cannot_tell_stragglers(distributed: DistributedSettings, zero: ZeroSettings,
 
 
 def data_parallel_size(distributed: DistributedSettings, world_size: int) -> int:
-    """Return the number of data-parallel ranks."""
     return world_size // ranks_per_model_copy(distributed)
 
 

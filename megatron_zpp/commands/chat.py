@@ -1,22 +1,12 @@
-"""Chat with a checkpoint's model in a terminal.
-
-megatron-zpp chat --load runs/finetuning/checkpoints
-"""
+"""Chat with a checkpoint's model in a terminal."""
 
 import argparse
 import io
 import sys
 
+from megatron_zpp.commands import generate_text
 from megatron_zpp.commands.common import given_architecture
-from megatron_zpp.commands.generate_text import (
-    add_checkpoint_flags,
-    add_drawing_flags,
-    chosen_device,
-    continue_texts,
-    load_model,
-    open_checkpoint,
-    utf8_text,
-)
+from megatron_zpp.commands.generate_text import utf8_text
 from megatron_zpp.data.text.tokenizers import chat_tokenizer
 from megatron_zpp.errors import reports_errors
 from megatron_zpp.settings.flags import local_path
@@ -28,12 +18,13 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--load", type=local_path(str), required=True, metavar="DIR", help="folder given to --save in training")
     add("--system", type=utf8_text, metavar="TEXT", help="the system's message, before yours")
-    add_drawing_flags(parser, num_tokens=512)
-    add_checkpoint_flags(parser)
+    generate_text.add_drawing_flags(parser, num_tokens=512)
+    generate_text.add_checkpoint_flags(parser)
     args = parser.parse_args(argv)
-    checkpoint, meta, settings, tokenizer = open_checkpoint(args)
+    checkpoint, meta, settings, tokenizer = generate_text.open_checkpoint(args)
     chats = chat_tokenizer(tokenizer, settings["tokenizer_type"])
-    model = load_model(checkpoint, meta, chosen_device(args), given_architecture(args))
+    device, architecture = generate_text.chosen_device(args), given_architecture(args)
+    model = generate_text.load_model(checkpoint, meta, device, architecture)
     beginning = [{"role": "system", "content": args.system}] if args.system is not None else []
     messages = list(beginning)
     if isinstance(sys.stdin, io.TextIOWrapper):
@@ -56,9 +47,9 @@ def main(argv: list[str] | None = None) -> None:
         if said in ("", "/new"):
             continue
         messages.append({"role": "user", "content": said})
-        answer = ""
+        answer, prompts = "", chats.apply_chat_template([messages])
         try:
-            for piece in continue_texts(args, settings, tokenizer, model, chats.apply_chat_template([messages])):
+            for piece in generate_text.continue_texts(args, settings, tokenizer, model, prompts):
                 print(piece, end="", flush=True)
                 answer += piece
         except KeyboardInterrupt:  # the chat goes on with what was said so far

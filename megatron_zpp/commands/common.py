@@ -41,7 +41,6 @@ def add_number(parser: argparse._ActionsContainer, flag: str, default: float, he
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, title: str, required: bool = False) -> None:
-    """Add the trainer's flags that describe a tokenizer."""
     section = parser.add_argument_group(title)
     for flag in iterate_flags(TokenizerSettings):
         flag.add_to(section, required=required and flag.name == "--tokenizer-type")

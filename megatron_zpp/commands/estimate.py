@@ -1,7 +1,4 @@
-"""Estimate what a training run needs before it starts: memory of each rank, bytes between nodes, days.
-
-python tools/estimate.py --nodes 8 --ranks-per-node 8 --gpu A100 --vocabulary 50257 pretrain_gpt.py FLAGS
-"""
+"""Estimate what a training run needs before it starts: memory of each rank, bytes between nodes, days."""
 
 import argparse
 from pathlib import Path
@@ -81,7 +78,6 @@ def program_name(word: str) -> str:
 
 
 def run(args: argparse.Namespace) -> Prediction:
-    """Estimate the run, and predict its time. Raises SettingsError or ValueError on a mistake."""
     architecture = given_architecture(args) or PROGRAMS[args.program]
     world_size = args.nodes * args.ranks_per_node
     per_node = args.ranks_per_node

@@ -1,7 +1,5 @@
 """Evaluate a checkpoint's model on tasks of lm-evaluation-harness, in one process and in fp32.
 
-python tools/evaluate.py --load runs/finetuning/tuned --eval-tasks facts --eval-tasks-path runs/finetuning/tasks
-
 A sharded model is evaluated by its own trainer: --skip-train --eval-tasks NAME.
 """
 

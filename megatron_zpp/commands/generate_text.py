@@ -1,7 +1,4 @@
-"""Sample text from a checkpoint's model, in one process and in fp32.
-
-python tools/generate_text.py --load runs/quickstart/zeropp --prompt "def " --num-tokens 100
-"""
+"""Sample text from a checkpoint's model, in one process and in fp32."""
 
 import argparse
 import itertools
@@ -16,7 +13,7 @@ import torch
 from megatron_zpp.checkpoint import CheckpointError, iterate_parameters
 from megatron_zpp.checkpoint.meta import nonfinite, saved_model
 from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
-from megatron_zpp.commands.common import given_architecture, open_verified
+from megatron_zpp.commands.common import add_tokenizer_flags, given_architecture, given_tokenizer, open_verified
 from megatron_zpp.convert.hf.files import generation_settings
 from megatron_zpp.convert.hf.tokenizer import build_kept
 from megatron_zpp.data.text.tokenizers import Tokenizer, chat_tokenizer
@@ -28,14 +25,9 @@ from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.publish import PublishError, WeightReader
 from megatron_zpp.settings.flags import local_path, number
 
-TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
-
 
 def open_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any], dict[str, Any], Tokenizer]:
-    """Find what ``add_checkpoint_flags`` names: the checkpoint, its meta, its settings, and its tokenizer.
-
-    Raises CheckpointError, and what ``build_tokenizer`` raises.
-    """
+    """Find what ``add_checkpoint_flags`` names: checkpoint, meta, settings and tokenizer. Raises CheckpointError."""
     checkpoint, meta = open_verified(args.load, args.ckpt_step)
     if any(name.startswith("model.") for name in meta["nonfinite"]):
         raise CheckpointError(f"{nonfinite(checkpoint, meta)}: give an earlier one with --ckpt-step")
@@ -44,8 +36,7 @@ def open_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any], dic
 
 def open_tokenizer(args: argparse.Namespace, folder: Path, meta: dict[str, Any]) -> tuple[dict[str, Any], Tokenizer]:
     """Return the run's settings, and its tokenizer, whose files are in ``folder`` or where ``args`` say."""
-    files = {name: getattr(args, name) for name in TOKENIZER_FILES}
-    settings = settings_with_tokenizer(folder, meta) | {name: path for name, path in files.items() if path}
+    settings = settings_with_tokenizer(folder, meta) | given_tokenizer(args)
     return settings, build_kept(settings, folder, meta)
 
 
@@ -80,7 +71,6 @@ def stream(written: Iterator[list[int | None]], text: list[int], decode: Callabl
 
 
 def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator[str]:
-    """Yield the output in pieces. Raises ValueError or OSError on a user's mistake."""
     if args.follow is not None:
         yield from follow(args, given)
         return
@@ -110,7 +100,6 @@ def follow(args: argparse.Namespace, given: Architecture | None) -> Iterator[str
 def write(
     args: argparse.Namespace, settings: dict[str, Any], tokenizer: Tokenizer, model: Transformer
 ) -> Iterator[str]:
-    """Yield what ``model`` writes, in pieces."""
     texts = [*args.prompt, *(read_text(args.prompt_file).splitlines() if args.prompt_file else [])] or [""]
     if args.chat:
         chats = [[{"role": "user", "content": text}] for text in texts]
@@ -194,11 +183,7 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     add("--ckpt-step", type=step, metavar="N", help="iteration to load; default the latest")
     add("--device", type=device, metavar="NAME", help="such as cpu or cuda:1; default the GPU, if there is one")
     add("--architecture", metavar="MODULE:NAME", help="the checkpoint's, if it is not built in")
-    add = parser.add_argument_group("tokenizer, if its files have moved since training").add_argument
-    model = "SentencePiece model, or tokenizer.json or its folder"
-    add("--tokenizer-model", type=local_path(str), metavar="PATH", help=model)
-    add("--vocab-file", type=local_path(str), metavar="FILE", help="vocab.json of GPT2BPETokenizer")
-    add("--merge-file", type=local_path(str), metavar="FILE", help="merges.txt of GPT2BPETokenizer")
+    add_tokenizer_flags(parser, "tokenizer, if its files have moved since training")
 
 
 def temperature(word: str) -> float:

@@ -1,9 +1,5 @@
 """List, verify and compare checkpoints. Reads one tensor at a time, and needs no GPU.
 
-    python tools/inspect_checkpoint.py list runs/resumed
-    python tools/inspect_checkpoint.py verify runs/resumed
-    python tools/inspect_checkpoint.py diff runs/resumed/iter_0000050 runs/resumed/iter_0000100
-
 Exits with status 1 if ``verify`` finds damage, NaN or Inf, or ``diff`` a difference, and with 2 after a mistake.
 """
 

@@ -1,7 +1,5 @@
 """``plan --measure``: measure a cluster, on all of its ranks at once, as a run uses them: arithmetic, kernels, links.
 
-    torchrun --nnodes 8 --nproc-per-node 8 tools/plan.py --measure --output cluster.yaml
-
 To plan for another number of nodes, edit the file that this writes.
 """
 
@@ -31,8 +29,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run(args: argparse.Namespace) -> None:
-    """Measure and write the file. Raises ValueError or OSError on a mistake."""
+@reports_errors
+def main() -> None:
+    args = parse_arguments()
     if "RANK" not in os.environ:
         raise ValueError("plan --measure needs its ranks: start it under torchrun, on all nodes")
     if is_first_rank():
@@ -47,8 +46,3 @@ def run(args: argparse.Namespace) -> None:
         print(f"written: {args.output}", flush=True)
     wait_for_all_ranks(device)
     dist.destroy_process_group()
-
-
-@reports_errors
-def main() -> None:
-    run(parse_arguments())

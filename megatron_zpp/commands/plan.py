@@ -1,12 +1,7 @@
 """Rank layouts and settings of a run on a cluster by predicted tokens per second. Starts nothing.
 
-    python tools/plan.py --cluster 64x8xH100@100 --vocabulary 128256 pretrain_llama.py --preset llama-8b
-
 ``--cluster`` is nodes x GPUs of each x their kind @ Gbit/s out of a node, or a file of ``--measure``;
 ``2x32x8xH100@400@10`` are two sites of 32 nodes each, with a link of 10 Gbit/s.
-
-    torchrun --nnodes 8 --nproc-per-node 8 tools/plan.py --measure --output cluster.yaml  # measure your own
-    python tools/plan.py --try gpt --local-ranks 8 --local-nodes 4 -- FLAGS  # train each recipe, here
 """
 
 import argparse
@@ -200,7 +195,6 @@ def suggested(plan: Plan) -> Outcome:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the plan. Raises ValueError, OSError or ImportError on a mistake."""
     cluster = parse_cluster(args.cluster)
     if args.dollars_per_gpu_hour is not None:
         cluster = dataclasses.replace(cluster, dollars_per_gpu_hour=args.dollars_per_gpu_hour)

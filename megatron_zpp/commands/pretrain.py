@@ -58,7 +58,6 @@ EXIT_NOT_FINITE = 3
 
 
 def main(architecture: Architecture, loss_class: type[LanguageModelLoss] = LanguageModelLoss) -> NoReturn:
-    """Run ``pretrain`` as a program."""
     keep_streams()
     try:
         pretrain(architecture, CtrlC(), loss_class)
@@ -137,10 +136,7 @@ def pretrain(
 def chosen_settings(
     architecture: Architecture, settings: ResolvedSettings, device: torch.device
 ) -> tuple[ResolvedSettings, str | None]:
-    """Replace ``--zeropp auto`` by the recipe of the checkpoint to load, or else by one that is chosen now. Collective.
-
-    Returns why it was chosen, too; None for other settings.
-    """
+    """Replace ``--zeropp auto`` by the recipe of the checkpoint, or by one chosen now; return why, too. Collective."""
     if settings.zero.recipe != AUTO:
         return settings, None
 

@@ -41,7 +41,6 @@ svg {{ max-width: 100%; height: auto; font-family: sans-serif; }}
 
 
 def summary(run: RunHistory) -> dict[str, str]:
-    """Format a run's last figures."""
 
     def values(key: str) -> list[float]:
         return [*run.metrics.get(key, {}).values()]
@@ -132,7 +131,6 @@ def _table(rows: Mapping[str, list[str]], runs: list[RunHistory]) -> str:
 
 
 def _plot(chart: str, axis: str, curves: dict[str, Curve], colors: dict[str, str]) -> str:
-    """Draw one chart as SVG."""
     from matplotlib import pyplot, rc_context
     from matplotlib.ticker import EngFormatter, FuncFormatter
 

@@ -1,8 +1,5 @@
 """``plan --try``: rank ways to send weights and gradients by loss against bytes, on your model and data.
 
-    python tools/plan.py --try gpt --local-ranks 8 --local-nodes 4 --link-gbps 25 -- \\
-        --num-layers 12 --hidden-size 768 ... --data-path PREFIX
-
 Each setting trains for a few hundred steps, on ranks of this machine, on the same data in the same order. The first,
 plain ZeRO-3, trains again with initial weights that are 0.1 % larger: the difference between the two is noise.
 """
@@ -68,13 +65,8 @@ def main() -> None:
     add("--iterations", type=count, default=400, metavar="K", help="steps of each setting; default 400")
     rate = number(float, above=0)
     add("--link-gbps", type=rate, metavar="R", help="Gbit/s out of a node, to show seconds too")
-    add(
-        "--try",
-        action="append",
-        dest="tried",
-        metavar="FLAGS",
-        help="flags to try instead of the built-in settings; repeatable",
-    )
+    tried = "flags to try instead of the built-in settings; repeatable"
+    add("--try", action="append", dest="tried", metavar="FLAGS", help=tried)
     words = sys.argv[1:]
     separator = words.index("--") if "--" in words else len(words)
     args, flags = parser.parse_args(words[:separator]), words[separator + 1 :]
@@ -133,9 +125,7 @@ def _check_plain(settings: ResolvedSettings) -> None:
     continues = checkpoint.load and not checkpoint.finetune
     reports = logging.metrics_dir or logging.tensorboard_dir or logging.wandb_project or logging.mlflow_experiment
     if checkpoint.save or checkpoint.publish or reports or continues:
-        scratch = (
-            "every setting starts from scratch: leave --save, --publish, and flags of metrics' folders and projects out"
-        )
+        scratch = "every setting starts from scratch: leave --save, --publish, and metrics' folders and projects out"
         raise ValueError(f"{scratch}; --load only with --finetune")
     flat = settings.as_flat_dict()
     given = [

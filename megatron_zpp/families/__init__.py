@@ -2,24 +2,14 @@
 
 import importlib
 
-from .architecture import Architecture, BlockActivations, padded_vocab_size, vocabulary_of
-from .gpt import GPT
-from .huggingface import HuggingFaceMapping, Weight
-from .llama import LLAMA
-
-__all__ = [
-    "ARCHITECTURES",
-    "GPT",
-    "LLAMA",
-    "Architecture",
-    "BlockActivations",
-    "HuggingFaceMapping",
-    "Weight",
-    "find_architecture",
-    "load_architecture",
-    "padded_vocab_size",
-    "vocabulary_of",
-]
+from .architecture import Architecture as Architecture
+from .architecture import BlockActivations as BlockActivations
+from .architecture import padded_vocab_size as padded_vocab_size
+from .architecture import vocabulary_of as vocabulary_of
+from .gpt import GPT as GPT
+from .huggingface import HuggingFaceMapping as HuggingFaceMapping
+from .huggingface import Weight as Weight
+from .llama import LLAMA as LLAMA
 
 ARCHITECTURES: tuple[Architecture, ...] = (GPT, LLAMA)
 

@@ -84,7 +84,6 @@ class Architecture:
 
     @property
     def script(self) -> str:
-        """Return the name of its training program."""
         return f"pretrain_{self.name}.py"
 
     def build_model(self, settings: ModelSettings, vocab_size: int) -> Transformer:

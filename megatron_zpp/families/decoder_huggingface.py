@@ -226,7 +226,6 @@ def _scaling(config: DecoderConfig) -> dict[str, Any] | None:
 
 
 def _read_rotary(family: Family, hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read our config's fields of positions."""
     # Version 5 keeps rotary embeddings in rope_parameters; earlier ones have two keys.
     rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
     local: dict[str, Any] = {}

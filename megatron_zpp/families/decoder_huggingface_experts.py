@@ -83,7 +83,6 @@ class Experts:
         return values
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Read our config's fields of experts."""
         # Version 5's key in every family.
         number = "num_local_experts" if "num_local_experts" in hf else self.number
         require_sizes(hf, number, self.width, "num_experts_per_tok")

@@ -1,7 +1,4 @@
-"""A model's counterpart in Hugging Face transformers. Needs torch alone.
-
-Weights are moved, never rounded: a round trip gives the same bits. ``megatron_zpp.convert.hf`` converts.
-"""
+"""A model's counterpart in Hugging Face transformers. Weights are moved: a round trip gives the same bits."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping

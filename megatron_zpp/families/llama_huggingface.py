@@ -1,6 +1,5 @@
 """Llama and its relatives as models of transformers; ``FAMILIES`` lists their differences."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from megatron_zpp.families.decoder_huggingface import Family, Key
@@ -11,11 +10,6 @@ from megatron_zpp.models.decoder import DecoderConfig
 _NO_BIAS = {"attention_bias": False}
 _ATTENTION_BIAS = {"attention_bias": "attention_bias"}
 _BIASES = _ATTENTION_BIAS | {"mlp_bias": "mlp_bias"}
-
-
-def _read_rope_layers(hf: Mapping[str, Any]) -> str | None:
-    layers = hf["no_rope_layers"]  # with 1 where there are positions
-    return None if all(layers) else str([1 - has_rope for has_rope in layers])
 
 
 def _write_query_scalar(config: DecoderConfig) -> int:
@@ -38,8 +32,8 @@ _LATENT_EPSILON = Key(
 )
 _ROPE_LAYERS = Key(
     *("no_rope_layers", "no_rope_freq"),
-    lambda config: [int(config.has_rope(layer)) for layer in range(config.num_layers)],
-    _read_rope_layers,
+    lambda config: [int(config.has_rope(layer)) for layer in range(config.num_layers)],  # 1 where there are positions
+    lambda hf: None if all(hf["no_rope_layers"]) else str([1 - has_rope for has_rope in hf["no_rope_layers"]]),
 )
 _QUERY_SCALAR = Key(
     "query_pre_attn_scalar", "softmax_scale", _write_query_scalar, lambda hf: hf["query_pre_attn_scalar"] ** -0.5

@@ -10,7 +10,15 @@ def shape(
     return {**shape, "seq_length": seq_length, "norm_epsilon": 1e-5, **grouped, **others}
 
 
+def gemma(
+    kind: dict[str, object], layers: int, hidden: int, heads: int, ffn: int, groups: int, **others: object
+) -> dict[str, object]:
+    """Return the settings of a Gemma, which multiplies embeddings by the square root of its width."""
+    return shape(layers, hidden, heads, ffn, 8192, groups, embedding_multiplier=hidden**0.5) | kind | others
+
+
 TIED: dict[str, object] = dict(tie_embeddings_and_output_weights=True)
+LLAMA32: dict[str, object] = TIED | dict(use_rope_scaling=True, rope_scaling_factor=32.0)
 QWEN3: dict[str, object] = dict(kv_channels=128, qk_layernorm=True, rotary_base=1000000, norm_epsilon=1e-6)
 DEEPSEEK: dict[str, object] = dict(  # V2 and V3
     multi_latent_attention=True,
@@ -49,6 +57,7 @@ GEMMA2: dict[str, object] = GEMMA | dict(
 GEMMA3: dict[str, object] = GEMMA | dict(
     qk_layernorm=True, window_size="1023,0", window_attn_skip_freq="6", rotary_base=1000000, rotary_base_local=10000
 )
+GEMMA3_LONG: dict[str, object] = dict(rotary_seq_len_interpolation_factor=8.0)
 OLMO2: dict[str, object] = dict(
     qk_layernorm=True,
     qk_layernorm_whole=True,
@@ -75,12 +84,8 @@ PRESETS: dict[str, dict[str, object]] = {
     "llama-70b": shape(80, 8192, 64, 28672, 8192, groups=8, rotary_base=500000),
     # Llama 3.1 and 3.2, whose small models tie their embeddings.
     "llama-405b": shape(126, 16384, 128, 53248, 8192, groups=8, rotary_base=500000, use_rope_scaling=True),
-    "llama-1b": shape(16, 2048, 32, 8192, 8192, groups=8, rotary_base=500000)
-    | TIED
-    | dict(use_rope_scaling=True, rope_scaling_factor=32.0),
-    "llama-3b": shape(28, 3072, 24, 8192, 8192, groups=8, rotary_base=500000)
-    | TIED
-    | dict(use_rope_scaling=True, rope_scaling_factor=32.0),
+    "llama-1b": shape(16, 2048, 32, 8192, 8192, groups=8, rotary_base=500000) | LLAMA32,
+    "llama-3b": shape(28, 3072, 24, 8192, 8192, groups=8, rotary_base=500000) | LLAMA32,
     # Mistral 7B (Jiang et al., arXiv 2310.06825, table 1), v0.1: a sliding window of 4,096 tokens with its own.
     "mistral-7b": shape(32, 4096, 32, 14336, 8192, groups=8, window_size="4095,0"),
     # Qwen3 (Yang et al., arXiv 2505.09388, table 1); widths follow the published configurations.
@@ -126,25 +131,13 @@ PRESETS: dict[str, dict[str, object]] = {
     | dict(multi_latent_attention=True, qk_layernorm=True, kv_lora_rank=512, moe_router_topk=6)
     | dict(moe_ffn_hidden_size=1408, moe_shared_expert_intermediate_size=2816, moe_router_topk_scaling_factor=2.446),
     # Gemma 2 (arXiv 2408.00118, table 1).
-    "gemma2-2b": shape(26, 2304, 8, 9216, 8192, groups=4, kv_channels=256)
-    | GEMMA2
-    | dict(embedding_multiplier=2304**0.5),
-    "gemma2-9b": shape(42, 3584, 16, 14336, 8192, groups=8, kv_channels=256)
-    | GEMMA2
-    | dict(embedding_multiplier=3584**0.5),
-    "gemma2-27b": shape(46, 4608, 32, 36864, 8192, groups=16, kv_channels=128)
-    | GEMMA2
-    | dict(embedding_multiplier=4608**0.5, softmax_scale=144**-0.5),
+    "gemma2-2b": gemma(GEMMA2, 26, 2304, 8, 9216, groups=4, kv_channels=256),
+    "gemma2-9b": gemma(GEMMA2, 42, 3584, 16, 14336, groups=8, kv_channels=256),
+    "gemma2-27b": gemma(GEMMA2, 46, 4608, 32, 36864, groups=16, kv_channels=128, softmax_scale=144**-0.5),
     # Gemma 3 (arXiv 2503.19786, table 1), without what sees images.
-    "gemma3-1b": shape(26, 1152, 4, 6912, 8192, groups=1, kv_channels=256)
-    | GEMMA3
-    | dict(window_size="511,0", embedding_multiplier=1152**0.5),
-    "gemma3-12b": shape(48, 3840, 16, 15360, 8192, groups=8, kv_channels=256)
-    | GEMMA3
-    | dict(embedding_multiplier=3840**0.5, rotary_seq_len_interpolation_factor=8.0),
-    "gemma3-27b": shape(62, 5376, 32, 21504, 8192, groups=16, kv_channels=128)
-    | GEMMA3
-    | dict(embedding_multiplier=5376**0.5, rotary_seq_len_interpolation_factor=8.0, softmax_scale=168**-0.5),
+    "gemma3-1b": gemma(GEMMA3, 26, 1152, 4, 6912, groups=1, kv_channels=256, window_size="511,0"),
+    "gemma3-12b": gemma(GEMMA3, 48, 3840, 16, 15360, groups=8, kv_channels=256) | GEMMA3_LONG,
+    "gemma3-27b": gemma(GEMMA3, 62, 5376, 32, 21504, groups=16, kv_channels=128, softmax_scale=168**-0.5) | GEMMA3_LONG,
     # GLM-4.5 (arXiv 2508.06471, table 1).
     "glm-4.5-air": shape(46, 4096, 96, 10944, 4096, groups=8, kv_channels=128, add_qkv_bias=True)
     | dict(rotary_base=1000000, rotary_percent=0.5, moe_first_layer=2, num_experts=128, moe_router_topk=8)

@@ -1,14 +1,4 @@
-"""Islands: groups of ranks that train by themselves, and synchronize parameters every H steps (DiLoCo).
-
-mesh = init_device_mesh(
-    "cuda",
-    (num_islands, ranks_per_island),
-    mesh_dim_names=("island", "shard"),
-)
-fully_shard(model, mesh=mesh["shard"])
-optimizer = torch.optim.AdamW(model.parameters())
-islands = apply_islands(model, optimizer, IslandConfig(sync_interval=100), mesh["island"])
-"""
+"""Islands: groups of ranks that train by themselves, and synchronize parameters every H steps (DiLoCo)."""
 
 import torch
 import torch.distributed as dist

@@ -85,7 +85,6 @@ class IslandConfig:
         return LoCoConfig(beta=self.loco_beta, error_dtype=error_dtype, reset_interval=None, exact_undo=False)
 
     def describe(self) -> str:
-        """Return how islands synchronize, in a few words."""
         code = None if self.bits is None else Code(self.bits, self.scaling)
         sent = self.dtype if code is None else f"int{code.bits}{' (mean)' if code.is_mean else ''}"
         sent += f" with LoCo (beta {self.loco_beta})" if self.loco else ""

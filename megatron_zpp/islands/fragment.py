@@ -28,7 +28,11 @@ class Fragment:
     ) -> None:
         """all_parameters: of this rank, in all fragments; an island contributes where all of them are sound."""
         self.parameters, self.outer = parameters, OuterState(parameters, config)
-        self._group, self._device, self._all_parameters = group, device_of(group), all_parameters
+        self._group, self._all_parameters = group, all_parameters
+        # Ranks exchange tensors on this device; parameters may be offloaded. The group's one backend does not say it: a
+        # group that init_process_group() made without a name has one for each kind of device.
+        takes_gpu = "nccl" in dist.get_backend_config(group) and torch.cuda.is_available()
+        self._device = torch.device("cuda", torch.cuda.current_device()) if takes_gpu else torch.device("cpu")
         self._merge_alpha = config.merge_alpha
         parts = {name: local_data(parameter) for name, parameter in parameters.items()}
         self.hops = IslandHops(parts, group.size(), config, traffic, self._device)
@@ -83,13 +87,6 @@ class Fragment:
             dist.broadcast(values, group=self._group, group_src=0)
             local_data(parameter).copy_(values)
         self.outer.reset(self.parameters)
-
-
-def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Return the device of the tensors that the group's ranks exchange; parameters may be offloaded to host memory."""
-    # Not its one backend: a group that init_process_group() made without a name has one for each kind of device.
-    takes_gpu = "nccl" in dist.get_backend_config(group) and torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if takes_gpu else torch.device("cpu")
 
 
 def split_into_fragments(parameters: Mapping[str, nn.Parameter], fragments: int) -> list[dict[str, nn.Parameter]]:

@@ -17,7 +17,6 @@ from .config import DTYPES, IslandConfig
 
 
 def island_format(config: IslandConfig, pieces: tuple[ParameterShard, ...]) -> WireFormat:
-    """Return the wire format of a piece."""
     return wire_format(pieces, config.bits, config.block_size, DTYPES[config.dtype], config.scaling)
 
 

@@ -22,7 +22,6 @@ class OuterState:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], config: IslandConfig) -> None:
-        """Copy ``parameters`` of a model."""
         self._offload = config.offload
         self._sgd: dict[str, Any] = {
             "lr": config.outer_lr,

@@ -194,10 +194,6 @@ class OuterSync:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def outer_state(self) -> dict[str, Tensor]:
-        """Return the outer parameters, "agreed.NAME", and "momentum.NAME": the tensors in use, to fill in place."""
-        return {key: tensor for fragment in self._fragments for key, tensor in fragment.outer.state_dict().items()}
-
     def state_dict(self) -> dict[str, Tensor]:
         """Return what else an exact resume needs, as "RANK.KEY": steps, LoCo's errors, hops in flight."""
         state, rank = {}, process_rank()
@@ -207,7 +203,7 @@ class OuterSync:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load what ``state_dict`` returned on the same ranks, after models and ``outer_state``; {} restarts all."""
+        """Load what ``state_dict`` returned on the same ranks, after models and outer parameters; {} restarts all."""
         rank = process_rank()
         self.steps = int(state.get(f"{rank}.steps", 0))
         for number, fragment in enumerate(self._fragments):
@@ -275,5 +271,6 @@ class OuterSync:
         return {f"island{self.number}.{k}" if k.startswith(prefixes) else k: tensor for k, tensor in state.items()}
 
     def _named_outer_state(self) -> dict[str, Tensor]:
-        state = self.outer_state().items()
-        return {f"islands.{key}".replace("islands.agreed.", "model.", 1): tensor for key, tensor in state}
+        """Return the outer parameters and the outer momentum: the tensors in use, to fill in place."""
+        states = [item for fragment in self._fragments for item in fragment.outer.state_dict().items()]
+        return {f"islands.{key}".replace("islands.agreed.", "model.", 1): tensor for key, tensor in states}

@@ -1,7 +1,5 @@
 """Speed of training: peak FLOP/s of known devices and model FLOPs utilization."""
 
-import time
-
 import torch
 
 # Peak dense (no structured sparsity) tensor-core TFLOP/s in bf16, or fp16 where the device has no bf16, with fp32
@@ -68,23 +66,5 @@ def describe_mfu(device_name: str, peak: float | None, *, given: bool = False) -
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a GPU's queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-class IntervalTimer:
-    """Wall time between two points of the training loop, including the device's queued work."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._start = self._now()
-
-    def restart(self) -> float:
-        """Begin the next interval. Return the seconds of this one."""
-        begin, self._start = self._start, self._now()
-        return self._start - begin
-
-    def _now(self) -> float:
-        synchronize(self._device)
-        return time.perf_counter()

@@ -261,5 +261,4 @@ def whole_rows(batch: int, length: int, device: torch.device) -> Tensor:
 
 
 def takes_variable_lengths(device: torch.device, dtype: torch.dtype, needs_mask: bool) -> bool:
-    """Return whether PyTorch's kernel for variable lengths can be used."""
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and not needs_mask

@@ -113,9 +113,7 @@ def _blocks_of_logits(tokens: Tensor, weight: Tensor, width: int) -> Iterator[tu
         yield rows, torch.mm(tokens, weight[rows].t(), out=logits)
 
 
-@cache
-def _compiled(body: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(body)
+_compiled: Callable[..., Any] = cache(torch.compile)
 
 
 def _sums(logits: Tensor, column: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,6 @@ class DecoderConfig(DecoderFlags):
     moe_layer_freq: int | str = 1  # in every k-th block, or a list with 1 for them
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what cannot be built."""
         if (self.normalization, self.layernorm_1p) not in NORMS:
             raise ValueError(f"normalization is {self.normalization!r}; choose LayerNorm or RMSNorm")
         check_fields(self, group=DecoderFlags)

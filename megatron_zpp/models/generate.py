@@ -6,7 +6,7 @@ layer knows of it. A row has room for C ids, one per column; rows that are short
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -54,11 +54,8 @@ def generate(
     texts = [list(prompt) for prompt in prompts]
     generators = [torch.Generator().manual_seed(drawing.seed + number) for number in range(len(texts))]
     ended = [False] * len(texts)
-    if cached:
-        longest = max(map(len, prompts)) + num_tokens
-        read = read_once(model, context_length, columns=min(context_length, longest))
-    else:
-        read = read_again(model, context_length)
+    columns = min(context_length, max(map(len, prompts)) + num_tokens)
+    read = CachedModel(model, context_length, columns).read if cached else partial(read_again, model, context_length)
     for _ in range(num_tokens):
         with torch.inference_mode():
             logits = read(texts)[:, :vocab_size]  # [B, V]
@@ -80,29 +77,11 @@ def window(text: list[int], context_length: int) -> list[int]:
     return text[math.ceil(max(0, len(text) - context_length) / half) * half :]
 
 
-def read_once(model: Transformer, context_length: int, columns: int) -> Callable[[list[list[int]]], Tensor]:
-    """Texts -> logits [B, V] of what follows them; called again when each has one id more. columns: of a window."""
-    cached = CachedModel(model, columns)
+def read_again(model: Transformer, context_length: int, texts: list[list[int]]) -> Tensor:
+    """Do what ``CachedModel.read`` does, but compute every window again."""
     device = next(model.parameters()).device
-
-    def read(texts: list[list[int]]) -> Tensor:
-        # The longest window has no padding, so the cache is full when that one moves, and none moves earlier.
-        if cached.filled in (0, context_length):
-            return cached.read([window(text, context_length) for text in texts])
-        return cached.read_on(torch.tensor([text[-1:] for text in texts], device=device))
-
-    return read
-
-
-def read_again(model: Transformer, context_length: int) -> Callable[[list[list[int]]], Tensor]:
-    """Like ``read_once``, but compute every window again."""
-    device = next(model.parameters()).device
-
-    def read(texts: list[list[int]]) -> Tensor:
-        windows = [torch.tensor([window(text, context_length)], device=device) for text in texts]
-        return torch.cat([model(tokens)[:, -1] for tokens in windows])
-
-    return read
+    windows = [torch.tensor([window(text, context_length)], device=device) for text in texts]
+    return torch.cat([model(tokens)[:, -1] for tokens in windows])
 
 
 def draw(logits: Tensor, drawing: Drawing, generator: torch.Generator) -> int:
@@ -121,10 +100,9 @@ def draw(logits: Tensor, drawing: Drawing, generator: torch.Generator) -> int:
 class CachedModel:
     """A model that reads each id once, B rows at a time, and keeps keys and values. It cannot train."""
 
-    def __init__(self, model: Transformer, columns: int) -> None:
+    def __init__(self, model: Transformer, context_length: int, columns: int) -> None:
         """columns: C. Raises ValueError for a layer without ``attention.Attention``."""
-        self.model = model
-        self.columns = columns
+        self.model, self.context_length, self.columns = model, context_length, columns
         self.filled = 0  # columns
         self.padding = torch.empty(0, dtype=torch.int64)  # [B]: columns on the left that hold no id
         # Per attention: keys and values [B, groups, C, head_dim], so that one head's keys are contiguous.
@@ -134,16 +112,20 @@ class CachedModel:
                 raise ValueError(f"layer {number} of {type(model).__name__} has no Attention, so nothing to cache")
         replace_attention(model, self.mask, lambda layer: partial(self.attention, id(layer)))
 
-    def read(self, rows: list[list[int]]) -> Tensor:
-        """Forget everything, and read rows of ids -> logits [B, V] of what follows each row."""
+    def read(self, texts: list[list[int]]) -> Tensor:
+        """Texts -> logits [B, V] of what follows them; called again when each has one id more."""
         device = next(self.model.parameters()).device
+        # The longest window has no padding, so the cache is full when that one moves, and none moves earlier.
+        if self.filled not in (0, self.context_length):
+            return self._read_on(torch.tensor([text[-1:] for text in texts], device=device))
+        rows = [window(text, self.context_length) for text in texts]
         length = max(map(len, rows))
         self.caches.clear()
         self.filled = 0
         self.padding = torch.tensor([length - len(row) for row in rows], device=device)
-        return self.read_on(torch.tensor([[0] * (length - len(row)) + row for row in rows], device=device))
+        return self._read_on(torch.tensor([[0] * (length - len(row)) + row for row in rows], device=device))
 
-    def read_on(self, tokens: Tensor) -> Tensor:
+    def _read_on(self, tokens: Tensor) -> Tensor:
         """The next ids of all rows, int64 [B, Q] -> logits [B, V] of what follows them."""
         columns = torch.arange(self.filled, self.filled + tokens.shape[1], device=tokens.device)  # [Q]
         positions = (columns - self.padding.unsqueeze(1)).clamp(min=0)  # [B, Q]

@@ -29,5 +29,4 @@ def add_adapters(model: Transformer, rank: int, alpha: float) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter of this name is an adapter's."""
     return name.endswith((".lora_A", ".lora_B"))

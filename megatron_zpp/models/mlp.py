@@ -7,21 +7,12 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-def quick_gelu(x: Tensor) -> Tensor:
-    return x * (1.702 * x).sigmoid()
-
-
-def squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,  # by the error function
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
-    "quick_gelu": quick_gelu,
-    "squared_relu": squared_relu,
+    "quick_gelu": lambda x: x * (1.702 * x).sigmoid(),
+    "squared_relu": lambda x: F.relu(x).square(),
 }
 
 

@@ -34,7 +34,6 @@ class MoEConfig(ExpertFlags):
     bias_update_rate: float | None = None  # step of the load-balancing biases; None: no biases
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what cannot be built."""
         if not 1 <= self.router_topk <= self.num_experts:
             raise ValueError(f"router_topk is {self.router_topk}; a token goes to 1 to {self.num_experts} experts")
         if self.router_pre_softmax and self.score_function == "sigmoid":

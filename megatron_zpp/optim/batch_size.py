@@ -38,7 +38,13 @@ class BatchSchedule:
         self._samples_per_micro_batch = micro_batch_size * data_parallel_size  # over all ranks
 
         if rampup is not None:
-            start, increment, samples = _checked_ramp(rampup, global_batch_size)
+            start, increment, samples = rampup
+            if start > global_batch_size:
+                above = f"starts at {start}, above --global-batch-size {global_batch_size}"
+                raise ValueError(f"--rampup-batch-size {above}")
+            if (global_batch_size - start) % increment:
+                rest = f"--global-batch-size {global_batch_size} - start {start} = {global_batch_size - start}"
+                raise ValueError(f"--rampup-batch-size: the increment {increment} does not divide {rest}")
             count = (global_batch_size - start) // increment or 1
             sizes = range(start, global_batch_size + 1, increment)
             steps = [(-(-number * samples // count), size) for number, size in enumerate(sizes)]
@@ -135,20 +141,6 @@ def read_steps(schedule: Sequence[str], seq_length: int) -> list[tuple[int, int]
     if not begins or begins[0] != 0 or any(begin >= later for begin, later in pairwise(begins)):
         raise ValueError("--step-batch-size-schedule must begin at 0 tokens, and each step a sample or more later")
     return steps
-
-
-def _checked_ramp(rampup: Sequence[int], global_batch_size: int) -> tuple[int, int, int]:
-    if len(rampup) != 3:
-        raise ValueError(f"--rampup-batch-size takes START INCREMENT SAMPLES, not {len(rampup)} values")
-    start, increment, samples = rampup
-    if min(start, increment, samples) < 1:
-        raise ValueError(f"--rampup-batch-size {start} {increment} {samples}: every value must be at least 1")
-    if start > global_batch_size:
-        raise ValueError(f"--rampup-batch-size starts at {start}, above --global-batch-size {global_batch_size}")
-    if (global_batch_size - start) % increment:
-        rest = f"--global-batch-size {global_batch_size} - start {start} = {global_batch_size - start}"
-        raise ValueError(f"--rampup-batch-size: the increment {increment} does not divide {rest}")
-    return start, increment, samples
 
 
 @dataclass(frozen=True)

@@ -23,15 +23,6 @@ from megatron_zpp.zeropp.fsdp.topology import process_rank
 PIECE = 2**20
 
 
-def scale_gradients(parameters: Sequence[Tensor], factor: float | Tensor) -> None:
-    """Multiply every gradient by ``factor``, a number or a scalar, in place."""
-    gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if gradients and (isinstance(factor, Tensor) or factor != 1.0):
-        if isinstance(factor, Tensor):
-            factor = factor.to(gradients[0].device)  # offloaded gradients are in host memory
-        torch._foreach_mul_(gradients, factor)
-
-
 def clip_gradients(
     parameters: Sequence[Tensor], max_norm: float, squares: Tensor, factor: float | Tensor = 1.0
 ) -> Tensor:
@@ -44,7 +35,11 @@ def clip_gradients(
     if max_norm > 0:
         # As torch.nn.utils.clip_grad_norm_.
         factor = factor * (max_norm / (torch.where(norm.isfinite(), norm, 0.0) + 1e-6)).clamp(max=1.0)
-    scale_gradients(parameters, factor)
+    gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if gradients and isinstance(factor, Tensor):
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))  # offloaded gradients are in host memory
+    elif gradients and factor != 1.0:
+        torch._foreach_mul_(gradients, factor)
     return norm
 
 

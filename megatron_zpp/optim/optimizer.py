@@ -1,7 +1,4 @@
-"""The optimizer, for plain parameters and for FSDP2's DTensors.
-
-Parameters are fp32 masters (FSDP2 casts copies of them for computing), so no separate main parameters exist.
-"""
+"""The optimizer, over plain parameters or FSDP2's DTensors: fp32 masters, of which FSDP2 casts copies."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -76,8 +73,6 @@ def build_optimizer(
 
     zeropp: the model's collectives, which Muon needs. Raises ValueError without parameters.
     """
-    if settings.optimizer not in OPTIMIZERS:
-        raise ValueError(f"--optimizer {settings.optimizer} is not one of {', '.join(OPTIMIZERS)}")
     kind = OPTIMIZERS[settings.optimizer]
     groups = _parameter_groups(model, settings.decoupled_lr is not None, kind.is_muon)
     arguments = dict(lr=settings.lr or 0.0, **kind.arguments(settings))

@@ -193,8 +193,6 @@ def resume_schedule(
     ``override``: the flags win. ``use_checkpoint``: the checkpoint wins. With neither they must agree, as in Megatron,
     in all values that some step depends on: a constant schedule has no length. Raises ValueError if they differ.
     """
-    if override and use_checkpoint:
-        raise ValueError("--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other")
     if override:
         return from_flags
     if (style := saved.get("weight_decay_style")) in ("linear", "cosine"):
@@ -238,10 +236,6 @@ def _check_units(schedule: ScheduleSettings, training: ResolvedTraining) -> None
     for name in ("lr-decay", "lr-warmup"):
         for unit, allowed, instead in (("iters", in_iters, "samples"), ("samples", in_samples, "iters")):
             value = getattr(schedule, f"{name}-{unit}".replace("-", "_"))
-            if value is None:
-                continue
-            if value < 0:
-                raise ValueError(f"--{name}-{unit} must not be negative, but is {value}")
             if value and not allowed:
                 raise ValueError(f"--{name}-{unit} does not go with --train-{instead}; use --{name}-{instead}")
     fraction = schedule.lr_warmup_fraction
@@ -250,5 +244,3 @@ def _check_units(schedule: ScheduleSettings, training: ResolvedTraining) -> None
     warmups = [schedule.lr_warmup_tokens, schedule.lr_warmup_iters or schedule.lr_warmup_samples, fraction is not None]
     if sum(map(bool, warmups)) > 1:
         raise ValueError("give the warm-up once: --lr-warmup-fraction, -tokens, -iters or -samples")
-    if fraction is not None and not 0 <= fraction < 1:
-        raise ValueError(f"--lr-warmup-fraction is a part of the decay, 0 <= fraction < 1, not {fraction}")

@@ -26,10 +26,7 @@ def shard(tensor: Tensor, rank: int, size: int) -> Tensor:
 
 
 def shard_batch(batch: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
-    """Return a context-parallel rank's part of the group's batch, with positions.
-
-    ``cu_seqlens`` still counts whole sequences.
-    """
+    """Return a context-parallel rank's part of a batch, with positions; ``cu_seqlens`` still counts whole sequences."""
     length = batch["tokens"].shape[1]
     positions = {"position_ids": torch.arange(length, device=batch["tokens"].device).unsqueeze(0)}  # [1, S]
     batch = positions | dict(batch)

@@ -156,10 +156,7 @@ def ranks_of_environment() -> int:
 
 @contextmanager
 def errors_on_all_ranks() -> Iterator[None]:
-    """Wrap work that needs no communication: if a user's error stops any rank, it stops all, with one report.
-
-    Raises FailedTogether on every rank.
-    """
+    """Stop all ranks with one report, by FailedTogether, if a user's error stops any in this block."""
     error: tuple[str, ...] | None = None
     try:
         yield

@@ -12,11 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
-from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_zpp.models.moe import Experts, MoE, Routed, run_experts
+from megatron_zpp.models.moe import Experts, MoE, run_experts
 from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.tensor import ShardedRows
 from megatron_zpp.zeropp import Traffic
@@ -203,28 +201,3 @@ class _Linear(torch.autograd.Function):
 
 def _scale_gradient(x: Tensor, factor: float) -> Tensor:
     return _Linear.apply(x, lambda x: x.view_as(x), lambda gradient: gradient * factor)
-
-
-class GatherTokens(ParallelStyle):
-    """Gather all tokens on each tensor-parallel rank before a ``MoE``, so that routes agree; split them after it."""
-
-    def __init__(self, between: Placement) -> None:
-        super().__init__()
-        self.between = between  # how the ranks hold activations [B, S, H] before and after
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(self._gather)
-        module.register_forward_hook(self._split)
-        self.mesh = device_mesh
-        return module
-
-    def _gather(self, module: nn.Module, inputs: tuple[Tensor | DTensor]) -> Tensor:
-        (x,) = inputs
-        if not isinstance(x, DTensor):
-            x = DTensor.from_local(x, self.mesh, [self.between], run_check=False)
-        return x.redistribute(placements=[Replicate()]).to_local()
-
-    def _split(self, module: nn.Module, inputs: Any, outputs: tuple[Tensor, Routed]) -> tuple[Tensor, Routed]:
-        y, routed = outputs
-        whole = DTensor.from_local(y, self.mesh, [Replicate()], run_check=False)
-        return whole.redistribute(placements=[self.between]).to_local(), routed

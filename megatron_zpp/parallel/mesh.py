@@ -65,13 +65,11 @@ class Mesh:
             # one together, it divides the experts among them.
             same = self.fsdp.size() // expert_parallel
             replicas = min(replicas, same)
-            is_replicated = replicas > 1
-            replicas_and_shards = (replicas, same // replicas)
             names = ("expert_replicate", "expert_fsdp", "ep")
-            experts = self.fsdp._unflatten(0, (*replicas_and_shards, expert_parallel), names)
+            experts = self.fsdp._unflatten(0, (replicas, same // replicas, expert_parallel), names)
             self.ep = experts["ep"]  # the ranks with other samples, and the other experts of this rank's layers
             # The mesh that fully_shard gets for this rank's experts.
-            self.expert_sharding = experts[("expert_replicate", "expert_fsdp") if is_replicated else "expert_fsdp"]
+            self.expert_sharding = experts[("expert_replicate", "expert_fsdp") if replicas > 1 else "expert_fsdp"]
 
         # The ranks that take a step together, this rank's island; None: all ranks.
         self.step_group: dist.ProcessGroup | None = None

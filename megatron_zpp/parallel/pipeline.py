@@ -52,10 +52,7 @@ class Pipeline:
         zeropp: ZeroPP,
         tied: str | None,
     ) -> None:
-        """``stages``: by number, of ``keep_stage``. ``tokens``, ``hidden``: of a micro-batch, on the meta device.
-
-        ``tied``: of the model's ``StageModules``.
-        """
+        """stages: by number. tokens, hidden: of a micro-batch, on the meta device. tied: see ``StageModules``."""
         self.stages, self.placement, self.schedule = stages, placement, schedule
         self.tokens, self.hidden = tokens, hidden
         self.zero_stage, self.zeropp = zero_stage, zeropp

@@ -4,6 +4,7 @@ A plan names modules by their paths, ``*`` for every layer. ``megatron_zpp.paral
 """
 
 import re
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -11,25 +12,24 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
 )
 
 from megatron_zpp.models.decoder import DecoderConfig
-from megatron_zpp.parallel.experts import GatherTokens
 from megatron_zpp.parallel.tensor import Replicated, ShardedRows
 
 Plan = dict[str, ParallelStyle]
 
 
 def decoder_plan(config: DecoderConfig, sequence_parallel: bool) -> Plan:
-    """Shard ``models.decoder.Decoder``: attention by heads, MLPs by channels, the vocabulary by rows.
-
-    Experts are divided by ``parallel.experts``; the plan covers what is around them.
-    """
+    """Shard a ``Decoder``: attention by heads, MLPs by channels, the vocabulary by rows, and what is around experts."""
     # How the tensor-parallel ranks hold activations [B, S, H] between linear layers.
     between: Placement = Shard(1) if sequence_parallel else Replicate()
     norm = SequenceParallel() if sequence_parallel else Replicated()  # the output is a DTensor
+    # The residual stream, to which these norms add, is no DTensor.
+    local_norm = (SequenceParallel if sequence_parallel else Replicated)(use_local_output=True)
     plan: Plan = {
         "word_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
         "layers.*.self_attention.linear_proj": RowwiseParallel(output_layouts=between),
@@ -38,9 +38,9 @@ def decoder_plan(config: DecoderConfig, sequence_parallel: bool) -> Plan:
     if not config.no_pre_norms:
         plan |= {"layers.*.input_norm": norm, "layers.*.pre_mlp_norm": norm}
     if config.post_self_attn_layernorm:
-        plan["layers.*.post_attention_norm"] = _norm_of_sum(sequence_parallel)
+        plan["layers.*.post_attention_norm"] = local_norm
     if config.post_mlp_layernorm:
-        plan["layers.*.post_mlp_norm"] = _norm_of_sum(sequence_parallel)
+        plan["layers.*.post_mlp_norm"] = local_norm
     attention = _latent_attention_plan if config.multi_latent_attention else _self_attention_plan
     plan |= {f"layers.*.self_attention.{name}": style for name, style in attention(config, between).items()}
     if config.position_embedding_type == "learned_absolute":
@@ -50,7 +50,11 @@ def decoder_plan(config: DecoderConfig, sequence_parallel: bool) -> Plan:
         if layer not in config.layers_with_experts:
             plan |= _mlp_plan(mlp, config, between)
             continue
-        plan |= {mlp: GatherTokens(between), f"{mlp}.router": Replicated(use_local_output=True)}
+        # All ranks have all tokens of a layer with experts, so that routes agree. What experts did stays as it is.
+        layouts: dict[str, Any] = dict(input_layouts=between, desired_input_layouts=Replicate(), use_local_input=True)
+        layouts |= dict(output_layouts=(Replicate(), None), desired_output_layouts=(between, None))
+        plan[mlp] = PrepareModuleInputOutput(**layouts)
+        plan[f"{mlp}.router"] = Replicated(use_local_output=True)
         assert config.moe is not None
         if config.moe.residual:
             plan[f"{mlp}.coefficient"] = Replicated(use_local_output=True)
@@ -61,11 +65,6 @@ def decoder_plan(config: DecoderConfig, sequence_parallel: bool) -> Plan:
     if not config.tie_embeddings:
         plan["output_layer"] = ShardedRows()
     return plan
-
-
-def _norm_of_sum(sequence_parallel: bool) -> ParallelStyle:
-    """Return the style of a norm whose output is added to the residual stream, which is no DTensor."""
-    return SequenceParallel(use_local_output=True) if sequence_parallel else Replicated(use_local_output=True)
 
 
 def _self_attention_plan(config: DecoderConfig, between: Placement) -> Plan:

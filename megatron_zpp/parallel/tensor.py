@@ -28,15 +28,6 @@ def apply_tensor_parallelism(
             module.forward = _with_random_numbers_per_rank(module, mesh.tp_rank)  # type: ignore[method-assign]
 
 
-def dropout_seed(seed: int, rank: int, tp_size: int, sequence_parallel: bool) -> int:
-    """Return the seed of a rank's random numbers.
-
-    Without sequence parallelism the ranks of a tensor-parallel group must draw the same for the activations that all of
-    them hold; with it each has its own part of the sequence.
-    """
-    return seed + (rank if sequence_parallel else rank // tp_size)
-
-
 class Replicated(ParallelStyle):
     """A module that every rank holds and computes whole; its output is laid out as asked."""
 

@@ -66,10 +66,7 @@ def pack(tensors: Iterable[Tensor], dtype: torch.dtype) -> tuple[WireFormat, Ten
 def safetensors_header(
     tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """Return the first bytes of a file, and where each tensor begins and ends after them, in the order of writing.
-
-    tensors: name, dtype and shape of each.
-    """
+    """Return the first bytes of a file, and where each tensor begins and ends after them, in the order of writing."""
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     spans, end = {}, 0
     for name, dtype, shape in sorted(tensors, key=lambda tensor: -tensor[1].itemsize):  # aligns all of them

@@ -48,7 +48,6 @@ class Mistakes:
 
 
 def require(condition: object, message: str) -> None:
-    """Raise SettingsError unless ``condition`` holds."""
     if not condition:
         raise SettingsError(message)
 
@@ -60,7 +59,6 @@ def require_divides(flag: str, size: int, number: int, what: str) -> None:
 
 
 def flags_in(message: str) -> set[str]:
-    """Find the flags that a message names."""
     return set(re.findall(r"--[\w-]+", message))
 
 

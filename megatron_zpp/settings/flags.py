@@ -194,13 +194,8 @@ def group_from(group: type[Group], values: Mapping[str, Any]) -> Group:
     return group(**chosen)
 
 
-def _flag_fields(group: type[Any]) -> list[tuple[str, Flag, type[Any] | None]]:
-    """Return name, flag and inner group, if it holds one, of each field that is a flag."""
-    return _read_fields(group)  # type: ignore[arg-type]  # mypy takes a class for not hashable
-
-
-@functools.cache
 def _read_fields(group: type[Any]) -> list[tuple[str, Flag, type[Any] | None]]:
+    """Return name, flag and inner group, if it holds one, of each field that is a flag."""
     found = []
     hints = typing.get_type_hints(group)
     all_fields = [field for field in dataclasses.fields(group) if field.metadata]
@@ -219,6 +214,9 @@ def _read_fields(group: type[Any]) -> list[tuple[str, Flag, type[Any] | None]]:
         options["needs"] = setting_of(names[needs]) if needs else None
         found.append((name, Flag(setting_of(names[name]), value_type=value_type, default=default, **options), inner))
     return found
+
+
+_flag_fields: Callable[[Any], list[tuple[str, Flag, type[Any] | None]]] = functools.cache(_read_fields)
 
 
 def _value_type(hint: Any) -> type:

@@ -18,7 +18,7 @@ from megatron_zpp.metrics.writers import validation_metrics
 from megatron_zpp.models.transformer import as_model_output
 from megatron_zpp.parallel.distributed import StopSignals, print_once
 from megatron_zpp.training.data import batches_of, find_tokenizer
-from megatron_zpp.training.loss import Target, count_once, mean_loss, no_loss
+from megatron_zpp.training.loss import Target, count_once, no_loss
 from megatron_zpp.training.nonfinite import NotFiniteError, nonfinite_anywhere
 from megatron_zpp.training.trainer import Callback, StepStats, Trainer
 
@@ -63,7 +63,7 @@ def evaluate(
             loss_sum, num_tokens = totals.tolist()
             if num_tokens == 0:
                 print_once(f"WARNING: {no_loss('this evaluation')}")
-            loss = mean_loss(loss_sum, num_tokens)
+            loss = loss_sum / max(1.0, num_tokens)
             return Evaluated(loss, None if math.isfinite(loss) else nonfinite_anywhere(trainer))
     finally:
         _set_training(trainer, True)

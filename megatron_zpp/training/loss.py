@@ -96,11 +96,6 @@ def count_once(mesh: Mesh, totals: Tensor) -> Tensor:
     return totals
 
 
-def mean_loss(loss_sum: float, count: float) -> float:
-    """Return the mean; 0 where nothing counts."""
-    return loss_sum / max(1.0, count)
-
-
 def no_loss(where: str) -> str:
     """Warn of tokens none of which counts, so that their mean loss is 0."""
     return f"no token of {where} has a loss, which is shown as 0: look at what the data mask (--sft, --eod-mask-loss)"

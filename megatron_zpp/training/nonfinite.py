@@ -127,10 +127,7 @@ def _this_rank() -> str:
 
 
 def locate_nonfinite(trainer: Trainer, stats: StepStats) -> str:
-    """Say in one line where the NaN or Inf of a step began, and on which rank; changes nothing.
-
-    Computes the step again. Collective on the step's ranks.
-    """
+    """Compute a step with NaN or Inf again, and say where it began, on which rank. Changes nothing. Collective."""
     tensor = nonfinite_tensor(trainer.model)
     stages: Mapping[int, nn.Module] = {0: trainer.model}
     last_stage = 0

@@ -5,8 +5,7 @@ import time
 from collections.abc import Sequence
 
 from megatron_zpp.parallel.distributed import StopSignals, print_once
-from megatron_zpp.training.callbacks import build_callbacks
-from megatron_zpp.training.checkpoints import CheckpointManager
+from megatron_zpp.training.callbacks import CheckpointManager, build_callbacks
 from megatron_zpp.training.data import batches_of
 from megatron_zpp.training.evaluate import LossEvaluation, TaskEvaluation
 from megatron_zpp.training.nonfinite import NonfiniteSteps, NotFiniteError

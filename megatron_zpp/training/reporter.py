@@ -5,13 +5,14 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
 
 from megatron_zpp.metrics.lines import TrainingReport, format_short_line, format_training_line
 from megatron_zpp.metrics.progress import progress
-from megatron_zpp.metrics.throughput import IntervalTimer, describe_mfu, mfu, model_tflops, peak_tflops
+from megatron_zpp.metrics.throughput import describe_mfu, mfu, model_tflops, peak_tflops, synchronize
 from megatron_zpp.metrics.writers import training_metrics
 from megatron_zpp.optim.gradients import params_norm
 from megatron_zpp.parallel.distributed import print_once
@@ -30,7 +31,7 @@ class Reporter(Callback):
         self.peak = given if given is not None else peak_tflops(name)
         print_once(describe_mfu(name, self.peak, given=given is not None))
         self.is_first_step, self.noted_no_loss = True, False
-        self.timer = IntervalTimer(trainer.device)
+        self._start = 0.0  # when the stretch of training at hand began
         self._resume()
         self._clear()
 
@@ -81,10 +82,16 @@ class Reporter(Callback):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave an evaluation or a saving out of the times of training."""
-        self.seconds += self.timer.restart()
+        self.seconds += self._lap()
         self.add_waits()
         yield
         self._resume()
+
+    def _lap(self) -> float:
+        """Return the seconds since the last call, including the device's queued work."""
+        synchronize(self.trainer.device)
+        begin, self._start = self._start, perf_counter()
+        return self._start - begin
 
     def add_waits(self) -> tuple[float, float]:
         """Add what was waited for links since the last call to the interval's, and return it, in seconds."""
@@ -96,12 +103,12 @@ class Reporter(Callback):
     def _resume(self) -> None:
         if self.trainer.zeropp is not None and self.trainer.zeropp.waits is not None:
             self.trainer.zeropp.waits.take_seconds()  # not training's
-        self.timer.restart()
+        self._lap()
 
     def _interval_report(self, report: TrainingReport) -> TrainingReport:
         """Complete the last step's report by what the interval's steps add up to, on all ranks. Collective."""
         trainer, logging, world_size = self.trainer, self.trainer.settings.logging, dist.get_world_size()
-        self.seconds += self.timer.restart()
+        self.seconds += self._lap()
         self.add_waits()
         seconds = self.seconds / self.num_steps
         tokens_per_second = self.num_tokens / self.seconds
@@ -115,13 +122,14 @@ class Reporter(Callback):
         # The ranks that took a step together count the same.
         skipped, nan, *losses = (totals[8:] / dist.get_world_size(trainer.mesh.step_group)).tolist()
         named = zip(self.losses, losses[::2], losses[1::2], strict=True)
+        parameters, group = list(trainer.model.parameters()), trainer.mesh.step_group
         waits = trainer.zeropp is not None and trainer.zeropp.waits is not None and world_size > 1
         sends_tokens = trainer.mesh.ep_size > 1
         return dataclasses.replace(
             report,
             losses={name: total / count for name, total, count in named if count > 0},
             grad_norm=report.grad_norm if math.isfinite(report.grad_norm or 0.0) else None,
-            params_norm=self._params_norm() if logging.log_params_norm else None,
+            params_norm=params_norm(parameters, trainer.copies, group) if logging.log_params_norm else None,
             skipped_iterations=round(skipped),
             nan_iterations=round(nan),
             seconds_per_iteration=seconds,
@@ -167,7 +175,3 @@ class Reporter(Callback):
             metrics["mem-max-allocated-bytes"] = memory["allocated_bytes.all.peak"]
             metrics["mem-allocated-count"] = memory["allocation.all.current"]
         trainer.writers.write(metrics, report.iteration, report.consumed_samples)
-
-    def _params_norm(self) -> float:
-        """Return the norm of the parameters. Collective on a step's ranks."""
-        return params_norm([*self.trainer.model.parameters()], self.trainer.copies, self.trainer.mesh.step_group)

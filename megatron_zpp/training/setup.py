@@ -29,7 +29,6 @@ from megatron_zpp.optim.optimizer import build_optimizer
 from megatron_zpp.optim.schedule import Schedule, resume_schedule
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
 from megatron_zpp.parallel.mesh import AXES, Mesh, ranks_per_model_copy
-from megatron_zpp.parallel.tensor import dropout_seed
 from megatron_zpp.settings.flags import setting_of
 from megatron_zpp.settings.groups import CheckpointSettings, LoraSettings
 from megatron_zpp.settings.model import ShapeSettings
@@ -171,9 +170,10 @@ def build_trainer(
         writers=writers,
         lock=lock,
     )
-    # From here on only dropout draws random numbers.
-    seed, sequence_parallel = training.seed, settings.distributed.sequence_parallel
-    torch.manual_seed(dropout_seed(seed, dist.get_rank(), mesh.tp_size, sequence_parallel))
+    # From here on only dropout draws random numbers. The ranks of a tensor-parallel group must draw the same for the
+    # activations that all of them hold; with sequence parallelism each has its own part of the sequence.
+    group_size = 1 if settings.distributed.sequence_parallel else mesh.tp_size
+    torch.manual_seed(training.seed + dist.get_rank() // group_size)
     if plan.base is not None:
         load_base(plan.base, read_meta(plan.base), model)
         print_once(f"  loaded the frozen weights of {plan.base}")

@@ -11,15 +11,12 @@ from torch import Tensor
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.models.transformer import ModelOutput, as_model_output
 from megatron_zpp.optim.gradients import clip_gradients, count_zeros, sum_of_squares, sum_over_all_ranks
-from megatron_zpp.training.loss import LossTotals, mean_loss
+from megatron_zpp.training.loss import LossTotals
 from megatron_zpp.training.trainer import StepStats, Trainer
 
 
 def train_step(trainer: Trainer, batches: Iterator[Batch], num_micro_batches: int, stop: bool) -> StepStats:
-    """Run one optimizer step: accumulate gradients, clip, and update the parameters.
-
-    stop: this rank wants to save and exit.
-    """
+    """Run one optimizer step: accumulate gradients, clip, update the parameters. stop: this rank wants to exit."""
     begin = time.perf_counter()
     if trainer.curriculum is not None:
         length = trainer.sample_length(trainer.counters.iteration + 1)
@@ -85,7 +82,7 @@ def measure_and_clip(
     numbers = torch.cat([norm.double().view(1), measured[1:], counted]).tolist()  # the host waits
     grad_norm, *zeros = numbers[: len(measures)]
     loss_sum, num_tokens, *auxiliary_sums, stops = numbers[len(measures) :]
-    loss = mean_loss(loss_sum, num_tokens)
+    loss = loss_sum / max(1.0, num_tokens)  # 0 where nothing counts
     is_finite = math.isfinite(grad_norm) and math.isfinite(loss)
     spike_factor = training.loss_spike_factor
     # Scale auxiliary losses like their gradients, which FSDP2 averages over ranks.

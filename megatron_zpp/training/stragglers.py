@@ -59,10 +59,13 @@ class Stragglers(Callback):
 
     def _look(self, times: list[list[float]], step: int) -> None:
         """``times``: each rank's ``seconds``, from ``step`` on. The same on all ranks, so that all do the same."""
+        computed = [step - within - between for step, within, between in times]  # seconds without waiting for others
+        usual, much = statistics.median(computed), MUCH * max(step for step, _, _ in times)
         slow = {
             f"rank {rank} ({self.hosts[rank]}) computes slowly": f"{1000 * seconds:.1f} ms a step instead of "
             f"{1000 * usual:.1f}"
-            for rank, (seconds, usual) in slow_ranks(times).items()
+            for rank, seconds in enumerate(computed)
+            if seconds > usual + much
         }
         lines = self.ranks.look(slow, step)
         if self.links is not None:
@@ -70,17 +73,6 @@ class Stragglers(Callback):
             lines += self.links.look(waited, seconds, step)
         for line in lines:
             print_once(f"straggler: {line}")
-
-
-def slow_ranks(times: Sequence[Sequence[float]]) -> dict[int, tuple[float, float]]:
-    """Return by slow rank its seconds of a step without waiting for others, and the ranks' median of these.
-
-    times [W, 3]: seconds of each rank's step; of these waited for links within nodes; and between nodes.
-    """
-    computed = [step - within - between for step, within, between in times]
-    usual = statistics.median(computed)
-    much = MUCH * max(step for step, _, _ in times)
-    return {rank: (seconds, usual) for rank, seconds in enumerate(computed) if seconds > usual + much}
 
 
 class LinkWatch:

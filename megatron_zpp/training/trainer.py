@@ -128,7 +128,6 @@ class Trainer(Trained):
         return self.counters.consumed_train_samples * self.settings.training.seq_length - self.counters.cut_tokens
 
     def set_learning_rate(self) -> None:
-        """Set the learning rates and weight decay of the step to come."""
         assert self.schedule is not None  # it trains
         position = self.scheduled_samples()
         lr, decoupled_lr = self.schedule.lr(position), self.schedule.decoupled_lr(self.settings.optimizer, position)
@@ -142,7 +141,6 @@ class Trainer(Trained):
         return counters.scheduled_samples
 
     def count_step(self, stats: StepStats) -> None:
-        """Move the counters by an optimizer step."""
         counters, self.last_loss = self.counters, stats.loss
         counters.iteration += 1
         counters.consumed_train_samples += stats.num_samples

@@ -92,8 +92,6 @@ def test_resume_demands_the_same_schedule_or_a_choice() -> None:
     assert resume_schedule(changed, saved.state_dict(), use_checkpoint=True) == saved
     with pytest.raises(ValueError, match="'max_lr' missing or wrong"):
         resume_schedule(saved, saved.state_dict() | {"max_lr": "high"}, use_checkpoint=True)
-    with pytest.raises(ValueError, match="exclude each other"):
-        resume_schedule(saved, saved.state_dict(), override=True, use_checkpoint=True)
 
 
 CONSTANT = OptimizerSettings(lr=1.0, min_lr=0.2, weight_decay=0.1)

@@ -1,7 +1,5 @@
 """Write a checkpoint as a model of Hugging Face transformers: weights, config.json and tokenizer.
 
-    python tools/export_hf.py --load runs/quickstart/zeropp --output runs/hf
-
 Keeps the result only if transformers computes our logits from it. Needs the extra ``hf``, and memory for one file of
 weights (``--max-file-size``), not for the model.
 """
@@ -120,7 +118,6 @@ def _file_size(text: str) -> str:
 
 
 def export_parser(description: str) -> argparse.ArgumentParser:
-    """Build a parser with the flags of every export."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     add, iteration = parser.add_argument, number(int, at_least=0)
     add("--load", required=True, type=local_path(str), metavar="DIR", help="what was given to --save in training")
@@ -134,11 +131,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = export_parser("Write a checkpoint as a model of Hugging Face transformers.")
     add = parser.add_argument
     add("--max-file-size", type=_file_size, default="2GB", metavar="SIZE", help="of one weight file; default 2GB")
-    add(
-        "--keep-padded-vocab",
-        action="store_true",
-        help="keep the rows that pad the vocabulary beyond the tokenizer's ids",
-    )
+    padding = "keep the rows that pad the vocabulary beyond the tokenizer's ids"
+    add("--keep-padded-vocab", action="store_true", help=padding)
     add("--no-tokenizer", action="store_true", help="write weights and config.json alone")
     add("--architecture", metavar="MODULE:NAME", help="the checkpoint's, if it is not one of ours")
     add_tokenizer_flags(parser, "tokenizer, if its files have moved since training")

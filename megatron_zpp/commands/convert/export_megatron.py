@@ -1,7 +1,5 @@
 """Write a checkpoint for Megatron-LM, in its format torch_dist: weights, flags and counters.
 
-    python tools/export_megatron.py --load runs/quickstart/zeropp --output runs/megatron
-
 Megatron-LM goes on from it with --no-load-optim --no-load-rng, on any ranks. Needs memory for the largest tensors, not
 for the model.
 """

@@ -1,7 +1,5 @@
 """Write the adapters of a checkpoint as a folder of PEFT: adapter_config.json and adapter_model.safetensors.
 
-    python tools/export_peft.py --load runs/lora --output runs/peft --base runs/hf
-
 ``peft.PeftModel.from_pretrained(model, "runs/peft")`` adds them to the model of transformers that the base is. Needs
 the extra ``hf``.
 """
@@ -62,9 +60,8 @@ def export(args: argparse.Namespace) -> str:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = export_parser("Write the adapters of a checkpoint as a folder of PEFT.")
-    parser.add_argument(
-        "--base", type=local_path(str), metavar="DIR", help="the Hugging Face model that the folder names as its base"
-    )
+    base = "the Hugging Face model that the folder names as its base"
+    parser.add_argument("--base", type=local_path(str), metavar="DIR", help=base)
     return parser.parse_args(argv)
 
 

@@ -1,7 +1,5 @@
 """Make a checkpoint to train on from, out of a model of Hugging Face transformers.
 
-    python tools/import_hf.py --input Llama-3.2-1B --save runs/llama
-
 Prints the trainer's flags for it. Keeps the checkpoint only if its logits equal transformers'. Needs the extra
 ``hf``, and memory for two transformer blocks and the embeddings, not for the model.
 """
@@ -142,9 +140,8 @@ def match_names(
 def import_parser(description: str, tokenizer: str) -> argparse.ArgumentParser:
     """Build a parser with the flags of every import. tokenizer: title of the tokenizer's flags."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
-    parser.add_argument(
-        "--save", type=local_path(Path), required=True, metavar="DIR", help="folder of the checkpoint; must be new"
-    )
+    folder = "folder of the checkpoint; must be new"
+    parser.add_argument("--save", type=local_path(Path), required=True, metavar="DIR", help=folder)
     add_tokenizer_flags(parser, tokenizer)
     return parser
 
@@ -160,9 +157,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     kinds = " or ".join(files.model_types(ARCHITECTURES))
     description = f"Make a checkpoint out of a model of Hugging Face transformers, of model_type {kinds}."
     parser = import_parser(description, "tokenizer, if it is not in the folder")
-    parser.add_argument(
-        "--input", type=local_path(Path), required=True, metavar="DIR", help="folder with config.json and weights"
-    )
+    folder = "folder with config.json and weights"
+    parser.add_argument("--input", type=local_path(Path), required=True, metavar="DIR", help=folder)
     parser.add_argument("--architecture", metavar="MODULE:NAME", help="another one that the model may have")
     return parse_import(parser, argv)
 

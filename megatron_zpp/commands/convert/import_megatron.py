@@ -1,7 +1,5 @@
 """Make a checkpoint to go on from, out of one of Megatron-LM or Megatron-DeepSpeed.
 
-    python tools/import_megatron.py --input megatron/checkpoints --save runs/gpt
-
 Takes Megatron's formats torch and torch_dist, DeepSpeed's model states and universal checkpoints, of any ranks. Prints
 the trainer's flags for it. Runs nothing in the files. Needs memory for the largest tensors, not for the model.
 """
@@ -16,16 +14,9 @@ from megatron_zpp.commands.convert.import_hf import NEXT, NULL_TOKENIZER, import
 from megatron_zpp.convert.hf.checkpoint import save_imported, settings_of_import
 from megatron_zpp.convert.hf.files import new_folder
 from megatron_zpp.convert.hf.tokenizer import build
+from megatron_zpp.convert.megatron import config as megatron
 from megatron_zpp.convert.megatron.checkpoint import open_checkpoint, parameter_reader
-from megatron_zpp.convert.megatron.config import (
-    MOMENTS,
-    Args,
-    architecture_of,
-    config_of,
-    counters_of,
-    max_positions,
-    size,
-)
+from megatron_zpp.convert.megatron.config import size
 from megatron_zpp.data.text.description import refuse_conflict
 from megatron_zpp.data.text.tokenizers import TOKENIZER_FLAGS
 from megatron_zpp.errors import reports_errors
@@ -53,10 +44,10 @@ def import_(args: argparse.Namespace) -> str:
     tokenizer = build(chosen)
     refuse_conflict(tokenizer)
     multiple = size(saved.args, "make_vocab_size_divisible_by", 128)
-    config = config_of(saved.args, padded_vocab_size(tokenizer.vocab_size, multiple), saved.names)
-    architecture, counters = architecture_of(config), counters_of(saved)
+    config = megatron.config_of(saved.args, padded_vocab_size(tokenizer.vocab_size, multiple), saved.names)
+    architecture, counters = megatron.architecture_of(config), megatron.counters_of(saved)
     assert architecture.flags is not None
-    flags = architecture.flags(config, max_positions(saved.args)) + tokenizer_words(chosen)
+    flags = architecture.flags(config, megatron.max_positions(saved.args)) + tokenizer_words(chosen)
     precision = ["--fp16"] if saved.args.get("fp16") else []  # which has a loss scale
     length = size(saved.args, "seq_length")
     settings = settings_of_import(architecture, config, [*flags, *precision], length, tokenizer)
@@ -65,7 +56,7 @@ def import_(args: argparse.Namespace) -> str:
     found_rows = set[int]()
     read = parameter_reader(saved, config, shapes, tokenizer.vocab_size, found_rows)
     with new_folder(args.save, "--save") as folder, progress("writing the checkpoint"):
-        states = (*MOMENTS, "step") if saved.has_moments else ()
+        states = (*megatron.MOMENTS, "step") if saved.has_moments else ()
         save_imported(folder, architecture, config, settings, read, tokenizer, counters, states)
     load = ["--load", str(args.save), *([] if saved.has_moments else ["--no-load-optim"])]
     text = (
@@ -85,7 +76,7 @@ def import_(args: argparse.Namespace) -> str:
     return text
 
 
-def _their_tokenizer(args: Args) -> dict[str, Any]:
+def _their_tokenizer(args: megatron.Args) -> dict[str, Any]:
     """Return the run's tokenizer by field name, if it needs no file. Raises ValueError."""
     found = {name: args[name] for name in TOKENIZER_FLAGS if args.get(name) not in (None, False)}
     files = [str(found[name]) for name in ("tokenizer_model", "vocab_file", "merge_file") if name in found]

@@ -1,8 +1,4 @@
-"""Shows what is in a dataset.
-
-    python tools/inspect_dataset.py data/corpus_text_document --tokenizer-type SentencePieceTokenizer \\
-        --tokenizer-model tokenizer.model
-"""
+"""Show what is in a dataset."""
 
 import argparse
 
@@ -22,7 +18,6 @@ SHOWN_TOKENS = 64
 
 
 def describe(indexed: IndexedDataset, tokenizer: Tokenizer | None, num_shown: int) -> str:
-    """Format what is in a dataset."""
     begins = np.concatenate([[0], np.cumsum(indexed.sequence_lengths, dtype=np.int64)])[indexed.document_indices]
     lengths = np.diff(begins)  # tokens of each document
     size = indexed.token_path.stat().st_size
@@ -71,7 +66,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> str:
-    """Return what to print. Raises ValueError, OSError or ImportError on a user's mistake."""
     tokenizer = None if args.tokenizer_type is None else build_tokenizer(**given_tokenizer(args))
     return describe(IndexedDataset(args.prefix), tokenizer, args.show)
 

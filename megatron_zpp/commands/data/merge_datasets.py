@@ -1,10 +1,4 @@
-"""Joins datasets of one tokenizer into one.
-
-    python tools/merge_datasets.py --input data/parts --output-prefix data/all
-
-writes ``data/all.bin`` and ``.idx`` with the documents of all ``data/parts/*.bin`` and ``.idx``, sorted by name; or of
-the datasets that are named, in their order. Only a piece of a file is in memory.
-"""
+"""Join datasets of one tokenizer into one, piece by piece: a folder's, sorted by name, or named ones in order."""
 
 import argparse
 import os
@@ -84,16 +78,13 @@ def copy(dataset: IndexedDataset, writer: IndexedDatasetWriter) -> Iterator[int]
             first = last
 
 
-def run(args: argparse.Namespace) -> None:
-    prefixes = find_prefixes(args.input, args.output_prefix)
-    documents, tokens = merge(prefixes, args.output_prefix)
-    print(f"{args.output_prefix}: {documents:,} documents, {tokens:,} tokens of {len(prefixes)} datasets")
-
-
 @reports_errors
 def main() -> None:
     parser = argparse.ArgumentParser(description="Join datasets of one tokenizer into one.", allow_abbrev=False)
     add, path = parser.add_argument, local_path(str)
     add("--input", nargs="+", required=True, type=path, metavar="PATH", help="folders of datasets, or prefixes")
     add("--output-prefix", required=True, type=path, metavar="PREFIX", help="path of the output, without suffix")
-    run(parser.parse_args())
+    args = parser.parse_args()
+    prefixes = find_prefixes(args.input, args.output_prefix)
+    documents, tokens = merge(prefixes, args.output_prefix)
+    print(f"{args.output_prefix}: {documents:,} documents, {tokens:,} tokens of {len(prefixes)} datasets")

@@ -1,11 +1,9 @@
-"""Turns text into the token files that the trainer reads.
+"""Turn text into the token files that the trainer reads.
 
-    python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --append-eod --workers 8 \\
-        --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model
-
-writes ``data/corpus_text_document.bin`` and ``.idx``; the trainer takes ``--data-path data/corpus_text_document``.
-In a JSON object or a Parquet row, the value of each key of ``--json-keys`` is one document: a text, or a list of texts
-that become its sequences. Give the same command again to continue a run that was killed.
+``--output-prefix data/corpus`` writes ``data/corpus_text_document.bin`` and ``.idx``, of which the trainer takes
+``--data-path data/corpus_text_document``. In a JSON object or a Parquet row, the value of each key of ``--json-keys``
+is one document: a text, or a list of texts that become its sequences. Give the same command again to continue a run
+that was killed.
 """
 
 import argparse

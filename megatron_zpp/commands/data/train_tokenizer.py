@@ -1,6 +1,4 @@
-"""Trains a SentencePiece tokenizer on JSON lines, Parquet or text.
-
-    python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output tokenizer.model
+"""Train a SentencePiece tokenizer on JSON lines, Parquet or text.
 
 The model is BPE with a fallback to bytes that keeps every blank and line break, so texts and source code are restored
 exactly. Documents end with its ``</s>``.
@@ -83,8 +81,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run(args: argparse.Namespace) -> None:
-    """Train and write the model. Raises ValueError, OSError or ImportError on a user's mistake."""
+@reports_errors
+def main() -> None:
+    args = parse_arguments()
     reading = Reading((args.json_key,), args.text_documents)
     with progress("training a tokenizer"):
         texts = sample(find_files(args.input, args.input_format), reading, args.max_megabytes * 1e6)
@@ -105,8 +104,3 @@ def run(args: argparse.Namespace) -> None:
             partial.unlink(missing_ok=True)
     size = sentencepiece.SentencePieceProcessor(model_file=str(args.output)).get_piece_size()
     print(f"{args.output}: {size:,} pieces")
-
-
-@reports_errors
-def main() -> None:
-    run(parse_arguments())

@@ -1,8 +1,4 @@
-"""``megatron-zpp doctor``: say what a node lacks before a run; under torchrun, of all nodes, with their links measured.
-
-megatron-zpp doctor
-torchrun --nnodes 8 --nproc-per-node 8 -m megatron_zpp doctor
-"""
+"""``megatron-zpp doctor``: say what a node lacks before a run; under torchrun, of all nodes, and with their links."""
 
 import argparse
 import importlib.util
@@ -115,8 +111,10 @@ def show(title: str, checks: list[Check]) -> None:
         print(f"  {'LOOK' if advice else 'ok':4}  {what:{width}}  {found}" + (f": {advice}" if advice else ""))
 
 
-def run() -> int:
+@reports_errors
+def main() -> int:
     """Print the checks. Return 1 if something deserves a look on this node; under torchrun 0."""
+    argparse.ArgumentParser(description="Say what nodes lack before a run.", allow_abbrev=False).parse_args()
     of_node = [*software(), *gpus(), *machine()]
     if "RANK" not in os.environ:
         show(socket.gethostname(), of_node)
@@ -137,9 +135,3 @@ def run() -> int:
     wait_for_all_ranks(device)
     dist.destroy_process_group()
     return 0
-
-
-@reports_errors
-def main() -> int:
-    argparse.ArgumentParser(description="Say what nodes lack before a run.", allow_abbrev=False).parse_args()
-    return run()

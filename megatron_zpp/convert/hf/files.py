@@ -53,10 +53,7 @@ def new_folder(path: Path, flag: str) -> Iterator[Path]:
 
 
 class WeightFiles:
-    """The safetensors files of a folder. Raises ValueError if they are missing or damaged.
-
-    Blocks and scales in MXFP4 are one tensor, in bf16.
-    """
+    """The safetensors files of a folder, MXFP4 as one tensor in bf16. Raises ValueError if missing or damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -198,11 +195,7 @@ def in_memory(
 ) -> Callable[[str], Tensor]:
     """Return a function that reads a parameter of transformers' model. read: reads a tensor of its files."""
     made = {parameter.name: parameter for parameter in mapping.in_memory(config)}
-
-    def read_parameter(name: str) -> Tensor:
-        return made[name].join(*map(read, made[name].tensors)) if name in made else read(name)
-
-    return read_parameter
+    return lambda name: made[name].join(*map(read, made[name].tensors)) if name in made else read(name)
 
 
 def their_shapes(

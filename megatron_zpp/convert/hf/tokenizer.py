@@ -34,7 +34,6 @@ FILES = (
 
 
 def build(settings: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that settings describe."""
     return build_tokenizer(**{name: settings.get(name) for name in TOKENIZER_FLAGS})  # type: ignore[arg-type]
 
 
