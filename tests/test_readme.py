@@ -47,6 +47,9 @@ SETUP = ("git clone", "cd ", "python3 -m venv ", "source ", "pip install", ".ven
 PARTS_OF_MAKE_TEST = ("pytest", "ruff", "mypy")
 TINY_RUN = shlex.split("""--num-layers 1 --hidden-size 32 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 32
     --max-position-embeddings 32 --eval-iters 1 --log-interval 1 --num-workers 0""")
+SHORTER = """--save-interval 3 --lr-warmup-iters 1 --lr-decay-iters 3 --lr-wsd-decay-iters 1 --eval-interval 2
+    --train-samples 24 --lr-decay-samples 24 --lr-warmup-samples 8 --train-tokens 768 --lr-decay-tokens 768
+    --lr-warmup-tokens 256 --num-query-groups 2 --num-layers-per-virtual-pipeline-stage 1 --recompute-num-layers 1"""
 SMALL = {
     "benchmarks/loop_overhead.py": ["--rounds", "1", "--steps", "3"],
     "benchmarks/kernels.py": ["--rounds", "1", "--megabytes", "1", "--threads", "1"],
@@ -108,23 +111,9 @@ def small_flags(flags: list[str]) -> list[str]:
         length = flags[flags.index("--seq-length") + 1]
         small += ["--seq-length", length, "--max-position-embeddings", length]
     iterations = flags[flags.index("--train-iters") + 1] if "--train-iters" in flags else "0"
-    for flag, value in {
-        "--train-iters": "4" if int(iterations) > 100 else "3",  # a run that goes on for longer still does
-        "--save-interval": "3",
-        "--lr-warmup-iters": "1",
-        "--lr-decay-iters": "3",
-        "--lr-wsd-decay-iters": "1",
-        "--eval-interval": "2",
-        "--train-samples": "24",
-        "--lr-decay-samples": "24",
-        "--lr-warmup-samples": "8",
-        "--train-tokens": "768",
-        "--lr-decay-tokens": "768",
-        "--lr-warmup-tokens": "256",
-        "--num-query-groups": "2",
-        "--num-layers-per-virtual-pipeline-stage": "1",
-        "--recompute-num-layers": "1",
-    }.items():
+    shorter = {"--train-iters": "4" if int(iterations) > 100 else "3"}  # a run that goes on for longer still does
+    shorter |= re.findall(r"(\S+) (\S+)", SHORTER)
+    for flag, value in shorter.items():
         small += [flag, value] if flag in flags else []
     small += ["--num-layers", "4"] if "--pipeline-model-parallel-size" in flags else []
     if "--rampup-batch-size" in flags:

@@ -221,10 +221,10 @@ def test_a_run_of_step_0_alone_and_folders_named_as_formulas_or_hidden_labels():
 def test_an_experiments_view_and_report_in_wandb_have_all_charts_of_its_runs_alone():
     view, page = report.wandb_pages("project", "owner", "loco")
     section = view._to_model().spec.section  # as it is sent
-    titles, grids = page.blocks[::2], page.blocks[1::2]
+    grids = page.blocks[1::2]
     keys = {group: [[key] for key in charts.values()] for group, charts in DASHBOARD.items()}
     keys["Loss"].append(["lm loss"])  # over tokens
-    assert {title.text: [panel.y for panel in grid.panels] for title, grid in zip(titles, grids, strict=True)} == keys
+    assert [[panel.y for panel in grid.panels] for grid in grids] == [*keys.values()]
     sections = section.panel_bank_config.sections
     assert {each.name: [panel.config.metrics for panel in each.panels] for each in sections} == keys
     (chosen,) = section.run_sets[0].filters["filters"]
@@ -235,7 +235,6 @@ def test_an_experiments_view_and_report_in_wandb_have_all_charts_of_its_runs_alo
 @pytest.mark.integrations
 def test_a_missing_wandb_login_is_one_line(monkeypatch, tmp_path):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    said = tools.run(
-        "python", "-m", "megatron_zpp", "report", "--wandb", "project", status=2, HOME=str(tmp_path)
-    ).stderr
+    command = ["python", "-m", "megatron_zpp", "report", "--wandb", "project"]
+    said = tools.run(*command, status=2, HOME=str(tmp_path)).stderr
     assert said == "error: --wandb project: No API key configured. Use `wandb login` to log in.\n"
