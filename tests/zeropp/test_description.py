@@ -24,10 +24,11 @@ SAID = [  # nodes and ranks of each unit, settings, and what is said of them
     ),
     (
         [(2, 2)],
-        ZeroPPConfig(hpz_partition_size=2, weight_moves=True, quantized_gradients=True, gradient_bits=None),
+        ZeroPPConfig(False, 2, True, weight_moves=True, weight_copies="host", gradient_bits=None),
         [
             "2 nodes of 2 ranks; weights are sent as moves of bits between nodes once per step, unquantized within a "
-            f"node {GATHERS} int8 within a node at every micro-batch, unquantized between nodes once per step"
+            "node at every gather, from host memory; gradients int8 within a node at every micro-batch, unquantized "
+            "between nodes once per step"
         ],
     ),
     (
