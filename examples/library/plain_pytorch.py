@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
 
-MICRO_BATCHES = 4
+MICRO_BATCHES = 2
 
 dist.init_process_group()
 rank = dist.get_rank()
@@ -22,7 +22,7 @@ fully_shard(model)
 config = ZeroPPConfig(quantized_weights=True, hpz_partition_size=2, quantized_gradients=True, loco=LoCoConfig())
 zeropp = apply_zeropp(model, config)
 
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 if rank == 0:
     print(zeropp.describe())
 torch.manual_seed(rank)  # other data on every rank
