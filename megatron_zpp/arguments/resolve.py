@@ -12,6 +12,7 @@ from megatron_zpp.arguments.check_zero import check_islands, check_muon, check_z
 from megatron_zpp.arguments.no_effect import notes_on
 from megatron_zpp.arguments.recipe import with_warmup
 from megatron_zpp.arguments.resolve_compute import check_float8, resolve_activation, resolve_precision
+from megatron_zpp.data.sources import SOURCES, chosen_sources
 from megatron_zpp.families import Architecture
 from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum, end_after_tokens, read_steps
 from megatron_zpp.optim.schedule import Schedule
@@ -23,6 +24,7 @@ from megatron_zpp.settings.groups import (
     Settings,
     TokenizerSettings,
     TrainingSettings,
+    all_flags,
 )
 from megatron_zpp.settings.resolved import ResolvedTraining
 
@@ -186,18 +188,24 @@ def _check_lora(settings: Settings) -> None:
 
 
 def _check_data(data: DataSettings) -> None:
-    per_split = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if getattr(data, name)]
-    given = [flag_of(name) for name in ("data_path", *per_split[:1], "mock_data") if getattr(data, name)]
-    require(given, "what to train on? give --data-path PREFIX, --train-data-path PREFIX or --mock-data")
+    chosen = chosen_sources(data)
+    flags = [all_flags()[source.settings[0]] for source in SOURCES]
+    *others, last = [f"{flag.name} {flag.metavar or ''}".strip() for flag in flags]
+    require(chosen, f"what to train on? give {', '.join(others)} or {last}")
+    given = [flag_of(name) for name in chosen]
     require(len(given) == 1, f"{' and '.join(given)} both say where the data is; give one")
-    no_split = f"--split divides --data-path; it has no meaning with {given[0]}: leave it out"
-    require(not per_split or data.split is None, no_split)
-    is_cyclic = data.dataloader_type == "cyclic"
-    for name in ("mock_data", "eod_mask_loss"):
-        message = f"{flag_of(name)} does not go with --sft, which reads whole chats and their loss masks; leave one out"
-        require(not (data.sft and getattr(data, name)), message)
-    shuffles = "--dataloader-type cyclic does not go with --sft, which shuffles chats in each epoch; leave it out"
-    require(not (data.sft and is_cyclic), shuffles)
+    (source,) = chosen.values()
+    chats = "--sft, which shuffles whole chats in each epoch and has their loss masks"
+    excluded = dict.fromkeys(source.excludes, given[0])
+    if data.sft:
+        excluded |= dict.fromkeys(("eod_mask_loss", "dataloader_type"), chats)
+    for name, other in excluded.items():
+        flag = all_flags()[name]
+        require(getattr(data, name) == flag.default, f"{flag.name} does not go with {other}; leave one out")
+    try:
+        source.check(data)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
 
 
 def _resolve_tokenizer(tokenizer: TokenizerSettings, data: DataSettings) -> TokenizerSettings:
@@ -205,9 +213,10 @@ def _resolve_tokenizer(tokenizer: TokenizerSettings, data: DataSettings) -> Toke
         return tokenizer
     if tokenizer.vocab_file is not None or tokenizer.merge_file is not None:  # as in Megatron
         return dataclasses.replace(tokenizer, tokenizer_type="GPT2BPETokenizer")
-    if data.mock_data and tokenizer.vocab_size is not None:
-        return dataclasses.replace(tokenizer, tokenizer_type="NullTokenizer")
-    require(not data.mock_data, "which vocabulary? give --vocab-size with --mock-data")
+    for name, source in chosen_sources(data).items():
+        if not source.reads_text:
+            require(tokenizer.vocab_size is not None, f"which vocabulary? give --vocab-size with {flag_of(name)}")
+            return dataclasses.replace(tokenizer, tokenizer_type="NullTokenizer")
     raise SettingsError("which tokenizer made the data? give --tokenizer-type, or --vocab-file and --merge-file")
 
 

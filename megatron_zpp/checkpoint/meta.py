@@ -39,6 +39,7 @@ _OPTIONAL: _Kinds = {  # missing from imports; both lists have a value for each 
     (str,): "saved_at torch",
     (bool,): "unpadded_vocabulary",  # every row belongs to the model, as in one imported from transformers
     (list,): "optimizers_have_stepped loss_scalers",
+    (list, NoneType): "streams",
     (dict,): "layout tokenizer",
     (dict, NoneType): "data_order",
     (int, float, NoneType): "loss",

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_zpp.data.build import Datasets
 from megatron_zpp.data.order import check_order
+from megatron_zpp.data.source import Datasets
+from megatron_zpp.data.text_stream import TextStream
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
 from megatron_zpp.settings.groups import CheckpointSettings, Settings
@@ -105,6 +106,8 @@ def check_same_data(settings: Settings, meta: Mapping[str, Any], datasets: Datas
     if datasets.train is None or saved is None:
         return []
     check_order(saved, datasets.train.order, other_data=overrides)
+    if overrides and isinstance(datasets.train, TextStream):
+        return ["--override-data: the text is read from its start"]
     if not overrides or saved == datasets.train.order:
         return []
     read = meta["counters"]["consumed_train_samples"]

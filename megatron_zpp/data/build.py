@@ -1,9 +1,9 @@
-"""Builds the datasets that a run's data flags describe."""
+"""Builds a run's datasets from ``.bin/.idx`` files, or of random tokens."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from megatron_zpp.data.chat_dataset import ChatDataset
 from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions, TooLittleDataError
 from megatron_zpp.data.index_cache import IndexCache, Progress, no_progress
 from megatron_zpp.data.indexed_dataset import IndexedDataset
+from megatron_zpp.data.source import DataRequest, Datasets, DataSource, NumSamples, SplitDataset
 from megatron_zpp.data.text.description import check_same_tokenizer
 from megatron_zpp.data.text.sources import SPLIT_NAMES, Edges, Source, read_sources, split_sequences
 
@@ -36,16 +37,9 @@ class MockDataset(Dataset):
         return {"mock_data": self.vocab_size, "seed": self.options.seed, "seq_length": self.options.seq_length}
 
 
-AnyDataset = GPTDataset | ChatDataset | BlendedDataset | MockDataset
-NumSamples = tuple[int | None, int | None, int | None]  # for train, valid and test; None: one epoch
-
-
-class Datasets(NamedTuple):
-    """The datasets of a run; None for a split that has no data or needs no samples."""
-
-    train: AnyDataset | None
-    valid: AnyDataset | None
-    test: AnyDataset | None
+def _open_mock(request: DataRequest) -> Datasets:
+    make, size = MockDataset, request.tokenizer.vocab_size
+    return Datasets(*(make(n, request.options, size, i) if n else None for i, n in enumerate(request.num_samples)))
 
 
 def build_datasets(
@@ -54,7 +48,6 @@ def build_datasets(
     num_samples: NumSamples,
     vocab_size: int | None = None,
     tokenizer: Mapping[str, Any] | None = None,
-    mock_data: bool = False,
     cache_path: str | None = None,
     mmap_tokens: bool = True,
     progress: Progress = no_progress,
@@ -68,9 +61,6 @@ def build_datasets(
     line for each evaluation that the default of ``split`` leaves no sample, and for datasets of unknown tokenizers.
     Raises FileNotFoundError or ValueError if data is missing, damaged or too little.
     """
-    if mock_data:
-        assert vocab_size is not None
-        return Datasets(*(MockDataset(n, options, vocab_size, i) if n else None for i, n in enumerate(num_samples)))
     sources = read_sources(**paths)
     if sources[0] is None and num_samples[0]:
         raise ValueError("no training data: give the train split a share in --split, or --train-data-path")
@@ -91,7 +81,7 @@ def build_datasets(
         sequences = split_sequences(len(files[prefix]), edges)
         return GPTDataset(files[prefix], sequences, options, num_samples=size, name=name, cache=cache)
 
-    def build_split(name: str, source: Source | None, size: int | None) -> AnyDataset | None:
+    def build_split(name: str, source: Source | None, size: int | None) -> SplitDataset | None:
         """Build one dataset or blend of ``size`` samples or a few more; None: one epoch of each dataset."""
         if source is None or size == 0:
             return None
@@ -114,7 +104,7 @@ def build_datasets(
             raise ValueError(f"{once}, but the run asks for {size}; give each prefix a weight, or {fewer}")
         return blend
 
-    def build_asked_for(name: str, source: Source | None, size: int | None) -> AnyDataset | None:
+    def build_asked_for(name: str, source: Source | None, size: int | None) -> SplitDataset | None:
         try:
             return build_split(name, source, size)
         except TooLittleDataError as error:
@@ -167,3 +157,23 @@ def check_end_of_document(indexed: IndexedDataset, options: SampleOptions) -> No
         none = f"no document of {indexed.prefix} ends with {options.eod}, the tokenizer's end-of-document id"
         flags = "--eod-mask-loss, --reset-position-ids and --reset-attention-mask"
         raise ValueError(f"{none}: make the data with --append-eod and the same tokenizer, or leave {flags} out")
+
+
+def _open_files(request: DataRequest) -> Datasets:
+    flags, paths = request.flags, ("data_path", "train_data_path", "valid_data_path", "test_data_path", "split")
+    return build_datasets(
+        request.options,
+        num_samples=request.num_samples,
+        vocab_size=request.tokenizer.vocab_size,
+        tokenizer=request.described,
+        cache_path=flags.data_cache_path,
+        mmap_tokens=not flags.no_mmap_bin_files,
+        progress=request.progress,
+        note=request.note,
+        **{name: getattr(flags, name) for name in paths},
+    )
+
+
+FILES = DataSource(("data_path",), _open_files)
+FILES_PER_SPLIT = DataSource(("train_data_path", "valid_data_path", "test_data_path"), _open_files, excludes=("split",))
+MOCK = DataSource(("mock_data",), _open_mock, excludes=("sft",), reads_text=False)

@@ -8,8 +8,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import connection
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_zpp.data.chat_dataset import CHAT_BEGINS, HAS_LOSS, ID
 from megatron_zpp.data.gpt_dataset import SampleOptions
+from megatron_zpp.data.source import SplitDataset
+from megatron_zpp.data.text_stream import TextStream
 
 # tokens int64 [B, L], labels int64 [B, L], loss_mask float32 [B, L]; if asked for, position_ids int64 [B, L] and
 # cu_seqlens int32 [D + 1]: the starts of the D documents of the flattened batch, and B * L.
@@ -26,11 +29,11 @@ Batch = dict[str, Tensor]
 
 PADDING = np.iinfo(np.int64).min  # no id, not even in files of signed integers
 _PR_SET_PDEATHSIG = 1  # prctl's option for the signal that a process gets when its parent ends
-PREFETCHED_BATCHES = 4  # per worker: enough to ride out a slow read
+PREFETCHED_CALLS = 4  # per worker: enough to ride out a slow read
 
 
 def build_loader(
-    dataset: Dataset,  # built by megatron_zpp.data.build
+    dataset: SplitDataset,
     *,
     consumed_samples: int,
     micro_batch_size: int,
@@ -45,53 +48,68 @@ def build_loader(
     A batch depends on the arguments alone, so a run resumes anywhere. The iterator does not stop: it raises ValueError
     when the dataset has no further full batch, and the ValueError or OSError of a file that can't be read.
     """
-    total = len(dataset)  # type: ignore[arg-type]
-    options: SampleOptions = dataset.options  # type: ignore[attr-defined]
-    pin_memory = torch.device(device).type == "cuda"
-    order = cyclic_order if dataloader_type == "cyclic" else single_order
-    loader = DataLoader(
-        _MicroBatches(dataset, options.seq_length + 1),
-        batch_size=None,
-        sampler=order(total, consumed_samples, micro_batch_size, dp_rank, dp_size),
-        num_workers=num_workers,
-        prefetch_factor=PREFETCHED_BATCHES if num_workers else None,
-        # Workers send arrays through a pipe: each tensor would be a shared-memory file, ten times slower.
-        collate_fn=_identity,
-        # The loader draws a seed for its workers: a separate generator leaves dropout's alone.
-        generator=torch.Generator(),
-        worker_init_fn=_start_worker,
-    )
+    options, pin_memory = dataset.options, torch.device(device).type == "cuda"
+    if isinstance(dataset, TextStream):
+        call = functools.partial(_call_in_workers, num_workers=num_workers)
+        micro_batches = dataset.micro_batches(call, consumed_samples, micro_batch_size, dp_rank, dp_size)
+    else:
+        order, read = cyclic_order if dataloader_type == "cyclic" else single_order, functools.partial(_read, dataset)
+        numbers = order(len(dataset), consumed_samples, micro_batch_size, dp_rank, dp_size)  # type: ignore[arg-type]
+        micro_batches = _call_in_workers(read, numbers, num_workers)
 
     def batches() -> Iterator[Batch]:
-        for ids in loader:  # its workers start with the first batch
-            if isinstance(ids, Exception):
-                raise ids
+        for ids in micro_batches:
             batch = make_batch(ids, options)
             yield {name: tensor.pin_memory() for name, tensor in batch.items()} if pin_memory else batch
+        total = len(dataset)  # type: ignore[arg-type]
         over = f"out of data: the dataset has {total} samples, and the run asks for more from {consumed_samples} on"
         raise ValueError(f"{over}; shorten the run or give more data")
 
     return batches()
 
 
-class _MicroBatches(Dataset):
-    """Micro-batches by their samples' numbers; or what is wrong with a file, as a value.
+def _read(dataset: Any, numbers: list[int]) -> NDArray[np.int64]:
+    return stack_samples([dataset[number] for number in numbers], dataset.options.seq_length + 1)
+
+
+def _call_in_workers(function: Callable[[Any], Any], arguments: Iterable[Any], num_workers: int) -> Iterator[Any]:
+    """Yield ``function`` of each argument, in order, from workers that start with the first; raise what they raise."""
+    loader = DataLoader(
+        _Calls(function),
+        batch_size=None,
+        sampler=arguments,
+        num_workers=num_workers,
+        prefetch_factor=PREFETCHED_CALLS if num_workers else None,
+        # Workers send arrays through a pipe: each tensor would be a shared-memory file, ten times slower.
+        collate_fn=_identity,
+        # The loader draws a seed for its workers: a separate generator leaves dropout's alone.
+        generator=torch.Generator(),
+        worker_init_fn=_start_worker,
+    )
+    for result in loader:
+        if isinstance(result, Exception):
+            raise result
+        yield result
+
+
+class _Calls(Dataset):
+    """Results by their arguments; or what is wrong with a file, as a value.
 
     Raised in a worker it would arrive with that process's traceback as its message.
     """
 
-    def __init__(self, dataset: Dataset, length: int) -> None:
-        self.dataset, self.length = dataset, length
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
 
-    def __getitem__(self, numbers: list[int]) -> NDArray[np.int64] | Exception:
+    def __getitem__(self, argument: Any) -> Any:
         try:
-            return stack_samples([self.dataset[number] for number in numbers], self.length)
+            return self.function(argument)
         except (ValueError, OSError) as error:
             return error
 
 
-def _identity(micro_batch: object) -> object:
-    return micro_batch
+def _identity(result: object) -> object:
+    return result
 
 
 def stack_samples(samples: Sequence[NDArray[np.int64]], length: int) -> NDArray[np.int64]:
@@ -149,6 +167,7 @@ def _start_worker(worker: int) -> None:
         threading.Thread(target=_end_with, args=(rank.sentinel,), daemon=True).start()
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is one thread
 
 
 def _end_with(sentinel: int) -> None:

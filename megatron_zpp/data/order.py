@@ -19,7 +19,7 @@ def check_order(saved: Order, order: Order, other_data: bool = False) -> None:
         name = f"dataset {number} of the blend" if len(now) > 1 else "the training data"
         if differing := _differing(old, new):
             raise ValueError(
-                f"{name} is not the checkpoint's: its .idx or .bin file, --split, --seq-length or --seed differ "
+                f"{name} is not the checkpoint's: its files, --split, --seq-length or --seed differ "
                 f"({differing}). Give the same, or --override-data"
             )
         if _shuffles(old) != _shuffles(new):

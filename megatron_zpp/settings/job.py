@@ -64,7 +64,9 @@ class DataSettings:
     data_path: tuple[str, ...] | None = _prefixes(
         "dataset prefixes, or weight prefix pairs", first="Data", in_plans="{data}"
     )
-    split: str | None = flag(None, "shares of train, valid, test; default 969, 30, 1", metavar="A,B,C")
+    split: str | None = flag(
+        None, "shares of train, valid, test; default 969, 30, 1, or 97, 3, 0 of --hf-dataset", metavar="A,B,C"
+    )
     train_data_path: tuple[str, ...] | None = _prefixes(
         "dataset(s) of the train split, instead of --split", in_plans="{data}"
     )
@@ -74,6 +76,17 @@ class DataSettings:
     no_mmap_bin_files: bool = flag(False, "read tokens from the file instead of mapping it into memory", resume="free")
     dataloader_type: str = _advanced("single", "read samples once, or in a cycle", choices=("single", "cyclic"))
     sft: bool = flag(False, "train on chats of preprocess_data --chat, with loss on the assistant's tokens alone")
+    hf_dataset: tuple[str, ...] | None = flag(
+        None,
+        "stream text of the Hugging Face Hub, or of a folder of Parquet or JSON lines; behind its name options "
+        "as KEY=VALUE, such as column=content (docs/how-to/stream-text.md)",
+        nargs="+",
+        metavar="NAME",
+        first="Data",
+        in_plans="{data}",
+        resume="compared",
+        tier="experimental",
+    )
     mock_data: bool = flag(False, "random tokens instead of data, to measure speed", first="Data", in_plans="{data}")
     num_workers: int = flag(2, "loader processes per rank", at_least=0, at_most=256, resume="free")
     eod_mask_loss: bool = flag(False, "no loss where the input is the end-of-document token")
@@ -113,13 +126,6 @@ class CheckpointSettings:
     )
     finetune: bool = _loading(
         False, "load only the parameters, start at iteration 0, and note what differs from their run"
-    )
-    new_token_init: str = flag(
-        "mean",
-        "rows of tokens that the checkpoint's tokenizer lacks: the mean of the others, or random",
-        choices=("mean", "random"),
-        effective_with="finetune",
-        tier="advanced",
     )
     no_save_optim: bool = _saving(False, "leave the optimizer out of checkpoints")
     no_load_optim: bool = _loading(False, "do not load the optimizer")

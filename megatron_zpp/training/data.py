@@ -10,17 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from megatron_zpp.checkpoint.meta import Counters
 from megatron_zpp.data.blended_dataset import BlendedDataset
-from megatron_zpp.data.build import AnyDataset, Datasets, MockDataset, build_datasets
 from megatron_zpp.data.chat_dataset import ChatDataset
-from megatron_zpp.data.gpt_dataset import SampleOptions
+from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions
 from megatron_zpp.data.loader import Batch, build_loader
+from megatron_zpp.data.source import DataRequest, Datasets, SplitDataset
+from megatron_zpp.data.sources import chosen_sources
 from megatron_zpp.data.text.description import format_description
 from megatron_zpp.data.text.packages import load_package
 from megatron_zpp.data.text.sources import SPLIT_NAMES
 from megatron_zpp.data.text.tokenizers import Tokenizer, build_tokenizer
+from megatron_zpp.data.text_stream import TextStream
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
+from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.settings.resolved import ResolvedSettings, ResolvedTokenizer, ResolvedTraining
 from megatron_zpp.training.trainer import Trainer
 from megatron_zpp.zeropp.fsdp.topology import gather_if_any
@@ -47,23 +51,10 @@ def build_data(
         reset_attention_mask=data.reset_attention_mask or data.sft,
         sft=data.sft,
     )
-    datasets = build_datasets(
-        options,
-        data_path=data.data_path,
-        train_data_path=data.train_data_path,
-        valid_data_path=data.valid_data_path,
-        test_data_path=data.test_data_path,
-        split=data.split,
-        mock_data=data.mock_data,
-        num_samples=num_samples,
-        vocab_size=tokenizer.vocab_size,
-        tokenizer=described,
-        cache_path=data.data_cache_path,
-        mmap_tokens=not data.no_mmap_bin_files,
-        # The rank that builds shows it: the others of its node wait for it.
-        progress=partial(progress, any_rank=True, line_every=10.0),
-        note=lambda text: print_once(f"note: {text}"),
-    )
+    (source,) = chosen_sources(data).values()
+    shown = partial(progress, any_rank=True, line_every=10.0)  # by the rank that builds: its node's others wait for it
+    noted = lambda text: print_once(f"note: {text}")  # noqa: E731
+    datasets = source.open(DataRequest(data, options, num_samples, tokenizer, described, shown, noted))
     for name, dataset in zip(SPLIT_NAMES, datasets, strict=True):
         for part in dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]:
             if isinstance(part, ChatDataset):
@@ -74,11 +65,11 @@ def build_data(
     return datasets
 
 
-def describe_length(train: AnyDataset, num_samples: int, training: ResolvedTraining) -> Iterator[str]:
+def describe_length(train: SplitDataset, num_samples: int, training: ResolvedTraining) -> Iterator[str]:
     """Yield the tokens and epochs of a run of ``num_samples``, and a warning where it repeats data too often."""
     at_most = "" if training.curriculum_min_length is None else "at most "
     length = f"  train: {at_most}{num_samples * training.seq_length:,} tokens in {num_samples:,} samples"
-    if isinstance(train, MockDataset):
+    if not isinstance(train, GPTDataset | ChatDataset | BlendedDataset):  # it has no epochs
         yield length
         return
     parts = train.datasets if isinstance(train, BlendedDataset) else [train]
@@ -117,7 +108,20 @@ def check_same_data_on_all_ranks(datasets: Datasets) -> None:
         others = [rank for rank in differing if rank is not None]
         if others:
             differs = f"ranks {', '.join(map(str, others))} read other data than rank 0: the files differ between nodes"
-            raise ValueError(f"{differs}; copy the .bin and .idx files of one node to all")
+            raise ValueError(f"{differs}; copy the files of one node to all")
+
+
+def resume_streams(datasets: Datasets, meta: Mapping[str, Any], counters: Counters, mesh: Mesh) -> None:
+    """Go on in streams of text where ``meta`` says; at their start where it is empty. Raises ValueError."""
+    saved = dict(meta.get("streams") or [])  # {data-parallel rank: {split: position}}
+    for split, read in (("train", counters.consumed_train_samples), ("valid", counters.consumed_valid_samples)):
+        if not isinstance(stream := getattr(datasets, split), TextStream):
+            continue
+        if meta and len(saved) != mesh.dp_size:
+            divided = f"the text was divided among {len(saved)} data-parallel ranks, and is now among {mesh.dp_size}"
+            raise ValueError(f"{divided}: give the same number, or --override-data, which reads it from its start")
+        start = {"samples": read // mesh.dp_size, "state": None, "skip": 0}
+        stream.begin_at(saved[mesh.dp_rank].get(split, start) if saved else start)
 
 
 def batches_of(trainer: Trainer, split: str, consumed_samples: int) -> Iterator[Batch] | None:

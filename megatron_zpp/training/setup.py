@@ -33,7 +33,13 @@ from megatron_zpp.settings.flags import setting_of
 from megatron_zpp.settings.groups import CheckpointSettings, LoraSettings
 from megatron_zpp.settings.model import ShapeSettings
 from megatron_zpp.settings.resolved import ResolvedSettings
-from megatron_zpp.training.data import build_data, check_same_data_on_all_ranks, find_tokenizer, load_tasks
+from megatron_zpp.training.data import (
+    build_data,
+    check_same_data_on_all_ranks,
+    find_tokenizer,
+    load_tasks,
+    resume_streams,
+)
 from megatron_zpp.training.loss import LanguageModelLoss
 from megatron_zpp.training.model import ModelBuilder
 from megatron_zpp.training.profile import check_profile
@@ -102,6 +108,7 @@ def plan_run(architecture: Architecture, settings: ResolvedSettings, mesh: Mesh)
         datasets = build_data(settings, tokenizer, described, num_samples)
         if resumed is not None:
             _print_notes(check_same_data(settings, resumed, datasets))
+            resume_streams(datasets, {} if settings.checkpoint.override_data else resumed, counters, mesh)
             if not settings.checkpoint.override_data:
                 remedy = "Give that one, or --override-data"
                 check_same_tokenizer(str(checkpoint), resumed.get("tokenizer"), described, remedy)
@@ -251,9 +258,8 @@ def _load(trainer: Trainer, checkpoint: Path, meta: dict[str, Any]) -> None:
         trainer.zeropp.set_optimizer_steps(trainer.counters.iteration - trainer.counters.skipped_iterations)
     rows, plan, new_rows = num_tokens(meta), trainer.plan, None
     if not goes_on and (plan.tokenizer["vocab_size"] > rows or plan.vocab_size != meta["model_config"]["vocab_size"]):
-        new_rows = (rows, settings.new_token_init)
-        how = "are random" if settings.new_token_init == "random" else "begin as their mean"
-        print_once(f"note: {rows:,} rows of the vocabulary are the checkpoint's, and others {how} (--new-token-init)")
+        new_rows = rows
+        print_once(f"note: {rows:,} rows of the vocabulary are the checkpoint's, and others begin as their mean")
     loaded = load_checkpoint(
         checkpoint,
         meta,

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint import FolderLock, Trained
 from megatron_zpp.checkpoint.meta import Counters
-from megatron_zpp.data.build import Datasets
 from megatron_zpp.data.loader import Batch
+from megatron_zpp.data.source import Datasets
+from megatron_zpp.data.text_stream import TextStream
 from megatron_zpp.families import Architecture
 from megatron_zpp.metrics.writers import MetricWriters
 from megatron_zpp.models.transformer import Transformer
@@ -29,6 +30,7 @@ from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.loss import LanguageModelLoss
 from megatron_zpp.zeropp import Traffic
+from megatron_zpp.zeropp.fsdp.topology import gather_objects
 
 if TYPE_CHECKING:
     from megatron_zpp.integrations.lm_eval import Tasks
@@ -156,6 +158,7 @@ class Trainer(Trained):
         loss_is_finite = self.last_loss is None or math.isfinite(self.last_loss)
         # Counted per copy of the model: one whose first steps overflow begins later than others.
         states = self.islands.gather((self.scaler.state_dict(), bool(self.optimizer.state)))
+        streams = {k: data.position for k, data in self.datasets._asdict().items() if isinstance(data, TextStream)}
         scalers, have_stepped = map(list, zip(*states, strict=True))
         return {
             "settings": self.settings.as_flat_dict(),
@@ -170,6 +173,7 @@ class Trainer(Trained):
             "loss": self.last_loss if loss_is_finite else None,  # JSON has no NaN
             "nonfinite": [] if loss_is_finite else ["the loss"],
             "data_order": self.datasets.train.order if self.datasets.train is not None else None,
+            "streams": gather_objects((self.mesh.dp_rank, streams)) if streams else None,
             "tokens": self.tokens(),
             "layout": self.layout(),
         }

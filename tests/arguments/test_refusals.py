@@ -147,6 +147,7 @@ from tests.convert.hf.small_models import CONFIGS, to_hf_config
         ("--num-distributed-optimizer-instances 2 --zero-quantized-weights", "HSDP leave ZeRO++'s flags"),
         # data, checkpoints
         ("--data-path x", "--data-path --mock-data"),
+        ("--hf-dataset x", "--mock-data and --hf-dataset both say where the data is give one"),
         ("--save out", "--save --save-interval"),
     ],
 )  # fmt: skip
@@ -166,7 +167,9 @@ def test_flags_that_cannot_be_are_refused_with_what_to_give_instead(extra, words
         ("--vocab-size 100", "", "--vocab-size --mock-data"),
         (MOCK, "--data-path p", "--tokenizer-type --vocab-file and --merge-file"),
         (MOCK, f"--split 9,1,0 --train-data-path x {BYTES}",
-         "--split divides --data-path; it has no meaning with --train-data-path: leave it out"),
+         "--split does not go with --train-data-path; leave one out"),
+        (MOCK, f"--hf-dataset x --dataloader-type cyclic {BYTES}", "--dataloader-type does not go with --hf-dataset"),
+        (MOCK, f"--hf-dataset x col=y {BYTES}", "--hf-dataset x col=y KEY=VALUE column"),
     ],
 )  # fmt: skip
 def test_a_flag_that_is_missing_is_named(left_out, instead, words):

@@ -1,15 +1,20 @@
 """From flags to datasets: splits, blends, checks."""
 
+import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from megatron_zpp.data.build import build_datasets, check_end_of_document
+from megatron_zpp.data.build import MOCK, build_datasets, check_end_of_document
 from megatron_zpp.data.gpt_dataset import SampleOptions
+from megatron_zpp.data.index_cache import no_progress
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_zpp.data.source import DataRequest
 from megatron_zpp.data.text.description import describe_tokenizer
-from megatron_zpp.data.text.tokenizers import build_tokenizer
+from megatron_zpp.data.text.tokenizers import NullTokenizer, build_tokenizer
+from megatron_zpp.data.text_stream import STREAM
 from tests.data.small_data import A, B, train_sentencepiece, write
 
 
@@ -93,13 +98,26 @@ def test_the_end_of_documents_is_looked_for_in_those_that_hold_any_token(tmp_pat
     check_end_of_document(indexed, SampleOptions(8, 1, eod=4))  # nothing looks for it
 
 
-def test_mock_data_is_the_same_everywhere_and_differs_by_sample(build):
-    first, second = (build(mock_data=True, vocab_size=50) for _ in range(2))
+def test_mock_data_is_the_same_everywhere_and_differs_by_sample():
+    options, tokenizer = SampleOptions(seq_length=128, seed=1234), NullTokenizer(49)
+    request = DataRequest(None, options, (100, 5, 0), tokenizer, {}, no_progress, print)
+    first, second = MOCK.open(request), MOCK.open(request)
+    assert len(first.valid) == 5 and first.test is None
     assert np.array_equal(first.train[3], second.train[3])
     assert len(first.train[3]) == 129
     assert not np.array_equal(first.train[3], first.train[4])
     assert not np.array_equal(first.train[3], first.valid[3])
     assert first.train[3].max() < 50
+
+
+def test_streaming_without_its_package_names_the_extra_that_brings_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    flags = SimpleNamespace(hf_dataset=("x",), split=None)
+    request = DataRequest(
+        flags, SampleOptions(seq_length=8, seed=1), (1, 0, 0), NullTokenizer(9), {}, no_progress, print
+    )
+    with pytest.raises(ImportError, match=r"--hf-dataset needs the package datasets: .* megatron_zpp's extra stream$"):
+        STREAM.open(request)
 
 
 def test_data_of_a_tokenizer_that_treats_texts_otherwise_are_refused_by_name(tmp_path):

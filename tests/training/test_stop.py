@@ -227,7 +227,7 @@ main(GPT)
 def test_before_the_first_step_is_done_a_signal_ends_a_run_at_once(data, tmp_path):
     processes = {}
     for number, module, function in (
-        (signal.SIGINT, "data", "build_datasets"),
+        (signal.SIGINT, "data", "chosen_sources"),
         (signal.SIGTERM, "pretrain", "train_step"),
     ):
         script = tmp_path / f"{function}.py"
