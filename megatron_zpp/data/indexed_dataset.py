@@ -357,15 +357,13 @@ def finish_finalizing(prefix: str) -> bool:
 def upload(prefix: str, url: str) -> None:
     """Move a dataset into a bucket: its ``.idx`` last, because a dataset is there with its ``.idx``. Raises OSError."""
     as_path(f"{url}.idx").unlink()
-    files = [Path(f"{prefix}{suffix}") for suffix in (".bin", ".tokenizer.json", ".idx")]
-    for path in filter(Path.exists, files):
-        with (
-            open(path, "rb") as file,
-            as_path(f"{url}{path.name.removeprefix(Path(prefix).name)}").open("wb") as target,
-        ):
+    files = {suffix: Path(f"{prefix}{suffix}") for suffix in (".bin", ".tokenizer.json", ".idx")}
+    there = [suffix for suffix, path in files.items() if path.exists()]
+    for suffix in there:
+        with open(files[suffix], "rb") as file, as_path(f"{url}{suffix}").open("wb") as target:
             shutil.copyfileobj(file, target, PIECE)
-    for path in files:
-        path.unlink(missing_ok=True)
+    for suffix in there:
+        files[suffix].unlink()
 
 
 def _partial_files(prefix: str) -> dict[str, Path]:

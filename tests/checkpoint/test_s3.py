@@ -1,5 +1,6 @@
 """Runs that save to an S3 server and load from it, with kills in the middle of an upload and requests that fail."""
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from megatron_zpp.checkpoint import find_checkpoint, iterate_tensors, problems, read_meta
+from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, upload
 from tests.conftest import ROOT, environment
 from tests.tools import run
 from tests.training.small_run import NO_DROPOUT, flags, ranks_of
@@ -128,3 +130,16 @@ def test_requests_that_fail_cost_a_checkpoint_and_one_line(server, data, tmp_pat
     assert err.splitlines()[-1].startswith("error: the checkpoint of the last iteration, 6, was not saved"), err
     server.order("")
     assert problems(find_checkpoint(save)) == [] and find_checkpoint(save).name == "iter_0000002"
+
+
+def test_a_forked_loader_process_reads_a_dataset(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    prefix, url = str(tmp_path / "text"), "s3://bucket/text"
+    with IndexedDatasetWriter(prefix, "<u2") as writer:
+        for i in range(20):
+            writer.add_document([[i, i + 1, i + 2]])
+    upload(prefix, url)
+    dataset = IndexedDataset(url)
+    assert dataset[3].tolist() == [3, 4, 5] and dataset.token_range() == (0, 21)
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.map(dataset.get, range(20), chunksize=20)[7].tolist() == [7, 8, 9]
