@@ -1,14 +1,26 @@
-"""Files that a user names or that somebody may have changed: opened with care, and named in errors."""
+"""Files that a user names or that somebody may have changed: opened with care, and named in errors.
+
+``as_path`` turns what a user gave into a Path, or for a URL into a ``BucketPath``, which has the same methods.
+"""
+
+from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
+import re
+import shutil
 import stat
+import tempfile
 import time
-from contextlib import suppress
-from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
+from typing import Any, BinaryIO, Literal, cast
 
 PATIENCE_SECONDS = 10.0  # for a lock of a job that is just ending
 _LOCKED: list[BinaryIO] = []  # never closed: closing any file of one that is locked would give up the lock
@@ -18,14 +30,157 @@ _MODES["a+b"] = _MODES["r+b"] | os.O_APPEND
 _KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
+def is_url(text: object) -> bool:
+    return isinstance(text, str) and re.match(r"[a-z][a-z\d+.-]*://", text, re.IGNORECASE) is not None
+
+
+def is_bucket(path: Path) -> bool:
+    return isinstance(path, BucketPath)
+
+
+def lexists(path: Path) -> bool:
+    """Return whether something has this name, be it a link that leads nowhere."""
+    return path.exists() if is_bucket(path) else os.path.lexists(path)
+
+
+def as_path(text: str | os.PathLike[str]) -> Path:
+    """Return the Path of a local name, and the ``BucketPath`` of a URL. Raises ValueError for one that is unknown."""
+    if not is_url(name := os.fspath(text)):
+        return Path(text)
+    import fsspec  # takes 50 ms
+
+    try:
+        fsspec.get_filesystem_class(fsspec.utils.get_protocol(name))
+    except (ImportError, ValueError) as error:
+        hint = "pip install megatron_zpp[buckets] brings s3://, gs:// and hf://"
+        raise ValueError(f"must be a URL that fsspec can open ({error}; {hint})") from error
+    return cast(Path, BucketPath(name))
+
+
+class BucketPath(PurePosixPath):
+    """A path in an object store, as ``s3://bucket/run``: the methods of Path that this package uses, by fsspec.
+
+    A request that fails raises OSError in one line. Nothing is renamed or locked, and a folder exists while an object
+    is in it. An object appears whole, when the block of its ``open`` ends without an error.
+    """
+
+    def __str__(self) -> str:
+        return super().__str__().replace(":/", "://", 1)  # PurePosixPath makes // a /
+
+    @contextmanager
+    def _requests(self, what: str) -> Iterator[tuple[Any, str]]:
+        """Yield fsspec's file system and the name in it. Raises FileNotFoundError, other OSErrors in one line."""
+        import fsspec
+
+        try:
+            yield fsspec.url_to_fs(str(self), use_listings_cache=False)
+        except ValueError:
+            raise
+        except FileNotFoundError as error:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), error.filename or str(self)) from error
+        except Exception as error:  # botocore's and others' errors are no OSErrors
+            fsspec.get_filesystem_class(fsspec.utils.get_protocol(str(self))).clear_instance_cache()
+            cause = " ".join(str(error).split()) or type(error).__name__
+            hint = "check its name, the network and your credentials, which the next try reads again"
+            raise OSError(f"cannot {what} {self}: {cause} ({hint})") from error
+
+    def _info(self) -> dict[str, Any]:
+        with self._requests("look for") as (system, name), suppress(FileNotFoundError):
+            return cast(dict[str, Any], system.info(name))
+        return {"type": "nothing"}
+
+    def exists(self) -> bool:
+        return bool(self._info()["type"] != "nothing")
+
+    def is_file(self) -> bool:
+        return bool(self._info()["type"] == "file")
+
+    def is_dir(self) -> bool:
+        return bool(self._info()["type"] == "directory")
+
+    def stat(self) -> SimpleNamespace:
+        """Return the size, and as the time the object's version. Raises FileNotFoundError."""
+        with self._requests("look for") as (system, name):
+            return SimpleNamespace(st_size=system.info(name)["size"], st_mtime_ns=system.ukey(name))
+
+    def iterdir(self) -> Iterator[BucketPath]:
+        with self._requests("list") as (system, name):
+            names = [PurePosixPath(child).name for child in system.ls(name, detail=False) if child != name]
+        yield from (self / child for child in names)
+
+    def glob(self, pattern: str) -> Iterator[BucketPath]:
+        """Yield what matches. fsspec's own, like its ``exists``, finds nothing where a request fails."""
+        first, _, rest = pattern.partition("/")
+        with suppress(FileNotFoundError):
+            for child in self.iterdir():
+                if fnmatchcase(child.name, first):
+                    yield from child.glob(rest) if rest else [child]
+
+    @contextmanager
+    def open(self, mode: str = "rb") -> Iterator[BinaryIO]:
+        """Open for reading or for writing in pieces of 64 MiB, which are uploaded while the caller writes on."""
+        with self._requests("read" if mode == "rb" else "write") as (system, name):
+            file = system.open(name, mode, block_size=2**23 if mode == "rb" else 2**26)
+            try:
+                yield file
+            except BaseException:
+                with suppress(Exception):
+                    file.discard()
+                    file.closed = True  # or its destructor would upload what there is
+                raise
+            file.close()
+
+    def read_range(self, start: int, end: int) -> bytes:
+        with self._requests("read") as (system, name):
+            return cast(bytes, system.cat_file(name, start=start, end=end)) if end > start else b""
+
+    def unlink(self, missing_ok: bool = True) -> None:
+        with self._requests("delete") as (system, name), suppress(FileNotFoundError):
+            system.rm_file(name)
+
+    def remove_tree(self) -> None:
+        """Delete all objects below this name; there may be none."""
+        with self._requests("delete") as (system, name), suppress(FileNotFoundError):
+            system.rm(name, recursive=True)
+
+
+def read_range(path: Path, start: int, end: int) -> bytes:
+    """Read bytes ``start`` to ``end`` of a file or an object, fewer at its end."""
+    if isinstance(path, BucketPath):
+        return path.read_range(start, end)
+    with open(path, "rb", buffering=0) as file:
+        return os.pread(file.fileno(), end - start, start)
+
+
+def local_copy(path: Path) -> Path:
+    """Return this machine's copy of an object, which other processes find again; ``path`` itself if it is local."""
+    if not is_bucket(path):
+        return path
+    version = hashlib.sha256(f"{path} {path.stat().st_mtime_ns}".encode()).hexdigest()[:16]
+    copy = cache_folder() / f"{path.stem}-{version}{path.suffix}"
+    if not copy.exists():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=copy.parent, delete=False) as new, path.open("rb") as file:
+            shutil.copyfileobj(file, new)
+        os.replace(new.name, copy)
+    return copy
+
+
+def cache_folder() -> Path:
+    """Return this user's folder for what can be made again from a bucket."""
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "megatron_zpp"
+
+
 def open_regular(
     path: Path, mode: Literal["rb", "wb", "r+b", "a+b"] = "rb", refusal: type[ValueError] = ValueError
 ) -> BinaryIO:
     """Open a regular file; all modes but "rb" create a missing one.
 
     Refuses links, which lead out of the folder, and pipes and devices, which may never end. Raises ``refusal`` for
-    these, and OSError as ``open`` does.
+    these, and OSError as ``open`` does. An object of a bucket must be closed by a ``with``.
     """
+    if is_bucket(path):
+        return cast(BinaryIO, path.open(mode))
     with suppress(FileNotFoundError):
         _check_regular(path, os.lstat(path), mode, refusal)
     # Also refuses what became a link or a pipe since then, without blocking.

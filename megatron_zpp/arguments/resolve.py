@@ -14,12 +14,14 @@ from megatron_zpp.arguments.recipe import with_warmup
 from megatron_zpp.arguments.resolve_compute import check_float8, resolve_activation, resolve_precision
 from megatron_zpp.data.sources import SOURCES, chosen_sources
 from megatron_zpp.families import Architecture
+from megatron_zpp.files import is_url
 from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum, end_after_tokens, read_steps
 from megatron_zpp.optim.schedule import Schedule
 from megatron_zpp.settings.checks import Mistakes, SettingsError, flag_of, require
 from megatron_zpp.settings.groups import (
     CheckpointSettings,
     DataSettings,
+    LoggingSettings,
     ScheduleSettings,
     Settings,
     TokenizerSettings,
@@ -62,7 +64,7 @@ def resolve(
     with mistakes.collected():
         tokenizer = _resolve_tokenizer(settings.tokenizer, settings.data)
     with mistakes.collected():
-        _check_checkpoint(settings.checkpoint, settings.schedule)
+        _check_checkpoint(settings.checkpoint, settings.schedule, settings.logging)
     mistakes.report()
 
     dp_size, zeropp = resolve_parallel.data_parallel_size(distributed, world_size), settings.zeropp
@@ -220,9 +222,11 @@ def _resolve_tokenizer(tokenizer: TokenizerSettings, data: DataSettings) -> Toke
     raise SettingsError("which tokenizer made the data? give --tokenizer-type, or --vocab-file and --merge-file")
 
 
-def _check_checkpoint(checkpoint: CheckpointSettings, schedule: ScheduleSettings) -> None:
+def _check_checkpoint(checkpoint: CheckpointSettings, schedule: ScheduleSettings, logging: LoggingSettings) -> None:
     has_interval = checkpoint.save_interval is not None
     require(checkpoint.save is None or has_interval, "how often to save? --save needs --save-interval")
+    has_folder = bool(logging.metrics_dir or logging.tensorboard_dir) or not is_url(checkpoint.save)
+    require(has_folder, "--save in a bucket needs --metrics-dir DIR, a folder here for metrics.jsonl")
     both = "--load-latest-good and --ckpt-step both say which checkpoint to load; give one"
     require(not (checkpoint.load_latest_good and checkpoint.ckpt_step is not None), both)
     both = "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; give one"

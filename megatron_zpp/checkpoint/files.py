@@ -47,19 +47,22 @@ def write_durably(path: Path, content: bytes) -> None:
     with attempt("write", path), open_regular(path, "wb") as file:
         try:
             file.write(content)
-            sync_file(file)
+            sync_file(file, path)
         except OSError:
             path.unlink(missing_ok=True)
             raise
 
 
-def sync_file(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+def sync_file(file: BinaryIO, path: Path) -> None:
+    if not files.is_bucket(path):  # an object is durable when it is there
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
     """Put renames and new names in ``folder`` on the disk."""
+    if files.is_bucket(folder):
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -69,7 +72,7 @@ def sync_folder(folder: Path) -> None:
 
 def make_folder(folder: Path) -> None:
     """Create a folder and its parents, and put their names on the disk."""
-    if not folder.is_dir():
+    if not files.is_bucket(folder) and not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
         sync_folder(folder.parent)
@@ -112,7 +115,7 @@ def write_safetensors(
             content: Any = tensor.flatten().view(torch.uint8).numpy() if tensor.numel() else b""
             sha256.update(content)
             file.write(content)
-        sync_file(file)
+        sync_file(file, path)
     places = {name: _StorageInfo(path.name, len(prefix) + begin, end - begin) for name, (begin, end) in spans.items()}
     nbytes = len(prefix) + max((end for _, end in spans.values()), default=0)
     return TensorFile(places, {"bytes": nbytes, "sha256": sha256.hexdigest()}, nonfinite)

@@ -11,6 +11,9 @@
 
 A checkpoint is written to ``iter_0000100.incomplete``, and renamed when everything is on the disk; then the text file
 names it. The folder must be on storage that all nodes share. SAVE and iter_* may be links; links to files are refused.
+
+SAVE may be a URL. A bucket cannot rename, so a checkpoint is written to ``iter_0000100``, and counts only with its
+marker: an upload that was cut short has none, and a save of the same iteration deletes it. A bucket has no locks.
 """
 
 import json
@@ -20,12 +23,13 @@ import shutil
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
-from megatron_zpp.files import PATIENCE_SECONDS, lock_for_process
+from megatron_zpp.files import PATIENCE_SECONDS, BucketPath, as_path, is_bucket, lexists, lock_for_process
 from megatron_zpp.metrics.history import METRICS
 from megatron_zpp.parallel.flight_record import FILES
 
@@ -39,7 +43,12 @@ INCOMPLETE, REPLACED, DELETED = ".incomplete", ".replaced", ".deleted"
 
 
 def checkpoint_path(folder: str | Path, iteration: int) -> Path:
-    return Path(folder) / f"iter_{iteration:07d}"
+    return as_path(folder) / f"iter_{iteration:07d}"
+
+
+def _incomplete(final: Path) -> Path:
+    """Return where a checkpoint is written."""
+    return final if is_bucket(final) else final.with_name(final.name + INCOMPLETE)
 
 
 def is_complete(checkpoint: Path) -> bool:
@@ -52,7 +61,7 @@ def complete_checkpoints(folder: str | Path) -> list[Path]:
 
 
 def _checkpoints(folder: str | Path) -> list[Path]:
-    return [path for path in Path(folder).glob("iter_*") if re.fullmatch(r"iter_[0-9]+", path.name)]
+    return [path for path in as_path(folder).glob("iter_*") if re.fullmatch(r"iter_[0-9]+", path.name)]
 
 
 def iteration_of(checkpoint: Path) -> int:
@@ -64,7 +73,7 @@ def find_checkpoint(folder: str, iteration: int | None = None) -> Path | None:
 
     Raises CheckpointError if ``folder`` holds something else, or lacks the checkpoint that it names.
     """
-    root = Path(folder)
+    root = as_path(folder)
     if root.exists() and not root.is_dir():
         raise CheckpointError(f"{folder} is a file, not a folder of checkpoints: give --load what was given to --save")
     if iteration is None and (not root.exists() or (iteration := _latest_iteration(root)) is None):
@@ -77,6 +86,9 @@ def find_checkpoint(folder: str, iteration: int | None = None) -> Path | None:
         if there == "none" and not checkpoint.exists():
             raise CheckpointError(f"{folder} holds no checkpoint, and so none of iteration {iteration}")
         raise CheckpointError(f"{checkpoint} is not a complete checkpoint; complete ones: {there}; {REMEDY}")
+    for path in _checkpoints(root) if is_bucket(root) else ():
+        if iteration_of(path) > iteration and not is_complete(path):
+            print(f"note: passed over {path}: its upload was cut short, or still goes on", flush=True)
     return checkpoint
 
 
@@ -91,7 +103,7 @@ def require_checkpoint(folder: str, iteration: int | None = None) -> Path:
 def candidates(folder: str) -> list[Path]:
     """List what a run may resume from, damaged ones too, newest first, up to the one that the text file names."""
     try:
-        latest = _latest_iteration(Path(folder))
+        latest = _latest_iteration(as_path(folder))
     except (CheckpointError, OSError):
         latest = None
     paths = [path for path in _checkpoints(folder) if latest is None or iteration_of(path) <= latest]
@@ -101,7 +113,7 @@ def candidates(folder: str) -> list[Path]:
 def _latest_iteration(root: Path) -> int | None:
     """Read the text file, or without it find the newest; None before the first save. Raises CheckpointError."""
     tracker = root / LATEST
-    if not os.path.lexists(tracker):  # a job may die in its first save after the rename
+    if not lexists(tracker):  # a job may die in its first save after the rename
         if complete := complete_checkpoints(root):
             return iteration_of(complete[-1])
         refuse_foreign(root)
@@ -111,12 +123,16 @@ def _latest_iteration(root: Path) -> int | None:
     if not re.fullmatch(r"[0-9]{1,12}", text):
         refuse_foreign(root)
         raise CheckpointError(f"{tracker} should hold an iteration, not {text!r}: write one, or use --load-latest-good")
-    return int(text)
+    latest = int(text)
+    if is_bucket(root) and not is_complete(checkpoint_path(root, latest)):  # a job died as it saved this one again
+        older = [iteration_of(path) for path in complete_checkpoints(root) if iteration_of(path) < latest]
+        latest = max(older, default=latest)
+    return latest
 
 
 def describe_empty(folder: str) -> str:
     """Tell a user that a run starts from scratch, and warn if ``folder`` has files (not just metrics)."""
-    root = Path(folder)
+    root = as_path(folder)
     files = [path.name for path in root.iterdir() if path.is_file()] if root.is_dir() else []
     if any(name not in (LOCK, SETTINGS, METRICS) and not name.startswith(FILES) for name in files):
         return f"WARNING: {folder} has files, but no {LATEST} and no checkpoint: starting from scratch"
@@ -165,16 +181,30 @@ def _has(folder: Path, *patterns: str) -> bool:
 def begin(folder: str | Path, iteration: int) -> Path:
     """Create an empty folder to write a checkpoint in."""
     final = checkpoint_path(folder, iteration)
-    incomplete = final.with_name(final.name + INCOMPLETE)
+    incomplete = _incomplete(final)
     make_folder(final.parent)
     _remove(incomplete)
-    incomplete.mkdir()
+    make_folder(incomplete)
     return incomplete
 
 
+def discard(folder: str, iteration: int) -> None:
+    """Delete what a failed save wrote, if that can be deleted."""
+    incomplete = _incomplete(checkpoint_path(folder, iteration))
+    with suppress(OSError):
+        if not is_complete(incomplete):
+            _remove(incomplete)
+
+
 def _remove(folder: Path) -> None:
-    """Delete a checkpoint's folder if there is one, or only the link to it. Ignores what cannot be deleted."""
-    if folder.is_symlink():
+    """Delete a checkpoint's folder if there is one, or only the link to it. Ignores files that cannot be deleted.
+
+    Raises OSError for a bucket, where the old marker must not stand over new shards.
+    """
+    if isinstance(folder, BucketPath):
+        folder.joinpath(MARKER).unlink()  # before anything that it vouches for
+        folder.remove_tree()
+    elif folder.is_symlink():
         folder.unlink()
     else:
         shutil.rmtree(folder, ignore_errors=True)
@@ -196,6 +226,10 @@ def finish(
     write_durably(incomplete / META, text)
     write_durably(incomplete / MARKER, digest(text).encode() + b"\n")
     sync_folder(incomplete)
+    latest = f"{iteration_of(final)}\n".encode()
+    if is_bucket(root):
+        write_durably(root / LATEST, latest)
+        return final
     replaced = final.with_name(final.name + REPLACED)
     if os.path.lexists(final):  # from a run that went back to an earlier iteration
         _remove(replaced)
@@ -203,7 +237,7 @@ def finish(
     incomplete.rename(final)
     sync_folder(root)
     partial = root / (LATEST + INCOMPLETE)
-    write_durably(partial, f"{iteration_of(final)}\n".encode())
+    write_durably(partial, latest)
     os.replace(partial, root / LATEST)
     sync_folder(root)
     _remove(replaced)
@@ -231,17 +265,19 @@ def retain(folder: str | Path, keep_last: int | None, interval: int | None) -> N
     """
     if keep_last is None:
         return
-    latest = _latest_iteration(Path(folder))
+    latest = _latest_iteration(as_path(folder))
     paths = [path for path in complete_checkpoints(folder) if latest is not None and iteration_of(path) <= latest][::-1]
     kept = {*paths[:keep_last], *islice(filter(_is_finite, paths), keep_last)}
     for path in paths:
         is_due = interval is None or iteration_of(path) % interval
         if is_due and path not in kept and _is_finite(path) is not None:
             # Renamed first, so that a half-deleted one is never taken for a checkpoint.
-            doomed = path.with_name(path.name + DELETED)
-            _remove(doomed)
-            path.rename(doomed)
-            sync_folder(path.parent)
+            doomed = path
+            if not is_bucket(path):
+                doomed = path.with_name(path.name + DELETED)
+                _remove(doomed)
+                path.rename(doomed)
+                sync_folder(path.parent)
             _remove(doomed)
 
 
@@ -259,34 +295,39 @@ class FolderLock:
 
     def __init__(self, folder: str, patience_seconds: float = PATIENCE_SECONDS) -> None:
         """Take it, waiting ``patience_seconds`` for a job that is just ending. Raises CheckpointError, OSError."""
-        self._folder = folder
-        root = Path(folder)
+        self._folder, self._file = folder, cast(BinaryIO | None, None)
+        root = as_path(folder)
+        holder = f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}\n"
+        if is_bucket(root):
+            write_durably(root / LOCK, holder.encode())  # fails now, not at the first save
+            print(f"note: {folder} knows no locks: let no other job save there", flush=True)
+            return
         make_folder(root)
-        self._file = open_regular(root / LOCK, "r+b")
+        file = self._file = open_regular(root / LOCK, "r+b")
         try:
-            if not lock_for_process(self._file, folder, "job save", patience_seconds):
+            if not lock_for_process(file, folder, "job save", patience_seconds):
                 return
         except BlockingIOError:
-            holder = self._file.read(200).decode(errors="replace").strip() or "another process"
-            self._file.close()
+            holder = file.read(200).decode(errors="replace").strip() or "another process"
+            file.close()
             in_use = f"{folder} is in use by another job ({holder}): give another --save, or end it"
             raise CheckpointError(in_use) from None
-        self._file.truncate(0)
-        holder = f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}\n"
-        self._file.write(holder.encode())
-        self._file.flush()
+        file.truncate(0)
+        file.write(holder.encode())
+        file.flush()
         _clear(root)
 
     def renew(self) -> None:
         """Lock the folder again if it was moved and recreated. Raises CheckpointError if another job has the lock."""
-        path = Path(self._folder) / LOCK
-        if not path.exists() or not os.path.samestat(path.stat(), os.fstat(self._file.fileno())):
-            lost, self._file = self._file, FolderLock(self._folder, patience_seconds=0.0)._file
+        path, lost = Path(self._folder) / LOCK, self._file
+        if lost and not (path.exists() and os.path.samestat(path.stat(), os.fstat(lost.fileno()))):
+            self._file = FolderLock(self._folder, patience_seconds=0.0)._file
             lost.close()
             print(f"note: {self._folder} was moved, and made again: checkpoints are saved in the new one", flush=True)
 
     def release(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def _clear(root: Path) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_zpp.data.order import check_order
 from megatron_zpp.data.source import Datasets
 from megatron_zpp.data.text_stream import TextStream
+from megatron_zpp.files import as_path, is_url
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
 from megatron_zpp.settings.groups import CheckpointSettings, Settings
@@ -27,9 +28,10 @@ def check_not_overwritten(settings: CheckpointSettings) -> None:
     """Raise CheckpointError if this run cannot save, or would save over the checkpoints of another one."""
     if (save := settings.save) is None:
         return
-    nearest = next(path for path in (Path(save), *Path(save).absolute().parents) if os.path.lexists(path))
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-        raise CheckpointError(f"--save {save} cannot be written: {nearest} is no folder that this user may change")
+    if not is_url(save):  # the job's lock will be written there
+        nearest = next(path for path in (Path(save), *Path(save).absolute().parents) if os.path.lexists(path))
+        if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+            raise CheckpointError(f"--save {save} cannot be written: {nearest} is no folder that this user may change")
     if settings.overwrite_save or goes_on_in(settings):
         return
     if there := complete_checkpoints(save):
@@ -65,7 +67,7 @@ def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
     with errors_on_all_ranks():
         damage = "; ".join(passed_over)
         if checkpoint is None and passed_over and settings.load_latest_good:
-            refuse_foreign(Path(settings.load))
+            refuse_foreign(as_path(settings.load))
             raise CheckpointError(f"{settings.load} holds no good checkpoint: {damage}")
         if checkpoint is None and passed_over:  # each problem names its file
             raise CheckpointError(damage if REMEDY in damage else f"{damage}: {REMEDY}")
@@ -93,7 +95,7 @@ def _paths_to_load(settings: CheckpointSettings) -> list[Path]:
     found: list[list[Path]] = [[]]
     with errors_on_all_ranks():
         if dist.get_rank() == 0 and (folder := settings.load) is not None:  # alone: others may see another moment
-            found = [candidates(folder) if settings.load_latest_good and Path(folder).is_dir() else []]
+            found = [candidates(folder) if settings.load_latest_good and as_path(folder).is_dir() else []]
             if not found[0] and (checkpoint := find_checkpoint(folder, settings.ckpt_step)) is not None:
                 found = [[checkpoint]]
     dist.broadcast_object_list(found)

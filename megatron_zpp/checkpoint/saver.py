@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import shutil
 import sys
 import time
 from concurrent.futures import Future
@@ -15,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from megatron_zpp.settings.groups import CheckpointSettings
 
-from .folder import INCOMPLETE, FolderLock, checkpoint_path, retain
+from .folder import FolderLock, discard, retain
 from .staging import Stager
 from .state import checkpoint_state, root_cause
 from .storage import CachedPlanner, CheckpointWriter, Layout
@@ -111,8 +110,7 @@ class CheckpointSaver:
         elif not isinstance(error, dcp.api.CheckpointException):
             raise error
         elif dist.get_rank() == 0:
-            incomplete = checkpoint_path(self.folder, iteration)
-            shutil.rmtree(incomplete.with_name(incomplete.name + INCOMPLETE), ignore_errors=True)  # makes room
+            discard(self.folder, iteration)  # makes room
             cause = " ".join(root_cause(error).split())
             print(
                 f"ERROR: the checkpoint of iteration {iteration} was NOT SAVED: {cause}. Training goes on; the "

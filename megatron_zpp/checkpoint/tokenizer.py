@@ -1,15 +1,18 @@
 """Keep the tokenizer's files in the checkpoint, so that no program follows a path that a stranger may have set."""
 
-import os
+import atexit
+import shutil
+import tempfile
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megatron_zpp.data.text.description import format_description
 from megatron_zpp.data.text.tokenizers import huggingface_path
-from megatron_zpp.files import regular_file
+from megatron_zpp.files import is_bucket, lexists, regular_file
 
-from .files import CheckpointError, digest, write_durably
+from .files import CheckpointError, digest, read_regular, write_durably
 from .meta import open_in
 
 # Files that transformers reads beside a tokenizer.
@@ -35,7 +38,7 @@ def copy_tokenizer(settings: Mapping[str, Any], checkpoint: Path) -> dict[str, d
         except (OSError, ValueError):
             continue
         copy = checkpoint / name
-        if not (copy.is_file() and copy.read_bytes() == content):  # a reader of published weights may be reading it
+        if not (copy.is_file() and read_regular(copy) == content):  # a reader of published weights may be reading it
             write_durably(copy, content)
         entries[name] = {"bytes": len(content), "sha256": digest(content)}
     return entries
@@ -70,14 +73,25 @@ def check_same_ids(described: Mapping[str, Any], checkpoint: Path, meta: Mapping
 def settings_with_tokenizer(checkpoint: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's settings with the paths of the tokenizer's files in it. Raises CheckpointError."""
     for name in _NAMES:
-        if os.path.lexists(checkpoint / name):
+        if lexists(checkpoint / name):
             if name not in meta["files"]:
                 raise CheckpointError(f"{checkpoint / name} is not a file of the checkpoint: remove it")
-            open_in(checkpoint, name).close()
-    kept = {name: str(checkpoint / name) for name in _NAMES if name in meta["files"]}
+            with open_in(checkpoint, name) as file:
+                if is_bucket(checkpoint):  # tokenizers read files of this machine
+                    (_local_copies() / name).write_bytes(file.read())
+    folder = _local_copies() if is_bucket(checkpoint) else checkpoint
+    kept = {name: str(folder / name) for name in _NAMES if name in meta["files"]}
     model = kept.get("tokenizer.model") or kept.get("tokenizer.tiktoken") or kept.get("tokenizer.json")
     files = {"tokenizer_model": model, "vocab_file": kept.get("vocab.json"), "merge_file": kept.get("merges.txt")}
     return {**meta["settings"], **files}
+
+
+@cache
+def _local_copies() -> Path:
+    """Return a folder that lasts as long as this process."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def _files(settings: Mapping[str, Any]) -> dict[str, Path]:

@@ -36,7 +36,8 @@ def _problem(checkpoint: Path, name: str, entry: dict[str, Any]) -> str | None:
     path = checkpoint / name
     try:
         with open_in(checkpoint, name) as file:
-            size = os.fstat(file.fileno()).st_size
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
             if size != entry["bytes"]:
                 return f"{path} has {size} bytes instead of {entry['bytes']}"
             if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:

@@ -9,14 +9,14 @@ from megatron_zpp.commands.common import given_architecture
 from megatron_zpp.commands.generate_text import utf8_text
 from megatron_zpp.data.text.tokenizers import chat_tokenizer
 from megatron_zpp.errors import reports_errors
-from megatron_zpp.settings.flags import local_path
+from megatron_zpp.settings.flags import path_or_url
 
 
 @reports_errors
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Chat with a checkpoint's model.", allow_abbrev=False)
     add = parser.add_argument
-    add("--load", type=local_path(str), required=True, metavar="DIR", help="folder given to --save in training")
+    add("--load", type=path_or_url, required=True, metavar="DIR|URL", help="folder given to --save in training")
     add("--system", type=utf8_text, metavar="TEXT", help="the system's message, before yours")
     generate_text.add_drawing_flags(parser, num_tokens=512)
     generate_text.add_checkpoint_flags(parser)

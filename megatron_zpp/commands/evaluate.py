@@ -16,7 +16,7 @@ from megatron_zpp.data.text.packages import load_package
 from megatron_zpp.data.text.tokenizers import Tokenizer
 from megatron_zpp.errors import reports_errors
 from megatron_zpp.families import Architecture
-from megatron_zpp.settings.flags import local_path, number
+from megatron_zpp.settings.flags import local_path, number, path_or_url
 
 if TYPE_CHECKING:
     from megatron_zpp.integrations.lm_eval import ShardedLM
@@ -60,7 +60,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--eval-tasks-path", type=local_path(str), metavar="DIR", help=folder)
     add("--eval-tasks-limit", type=natural, metavar="N", help="the first N documents of each task; default all")
     add("--batch-size", type=natural, default=8, metavar="N", help="texts per forward pass; default 8")
-    add("--load", required=True, type=local_path(str), metavar="DIR", help="folder given to --save in training")
+    add("--load", required=True, type=path_or_url, metavar="DIR|URL", help="folder given to --save in training")
     add_checkpoint_flags(parser)
     return parser.parse_args(argv)
 

@@ -23,7 +23,7 @@ from megatron_zpp.files import read_text
 from megatron_zpp.models.generate import Drawing, generate
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.publish import PublishError, WeightReader
-from megatron_zpp.settings.flags import local_path, number
+from megatron_zpp.settings.flags import local_path, number, path_or_url
 
 
 def open_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any], dict[str, Any], Tokenizer]:
@@ -155,7 +155,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--chat", action="store_true", help="format prompts as a user's messages, by the tokenizer's chat template")
     add_drawing_flags(parser)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--load", type=local_path(str), metavar="DIR", help="folder given to --save in training")
+    source.add_argument("--load", type=path_or_url, metavar="DIR|URL", help="folder given to --save in training")
     following = "folder given to --publish in training: write again for each version there"
     source.add_argument("--follow", type=local_path(str), metavar="DIR", help=following)
     add_checkpoint_flags(parser)

@@ -23,7 +23,8 @@ from megatron_zpp.checkpoint import (
 from megatron_zpp.checkpoint.index import read_index
 from megatron_zpp.checkpoint.storage import read_tensor
 from megatron_zpp.errors import reports_errors
-from megatron_zpp.settings.flags import local_path, number
+from megatron_zpp.files import as_path
+from megatron_zpp.settings.flags import number, path_or_url
 
 MAX_SHOWN = 20  # differing tensors
 GIVE = "give what --save was, or one of its iter_* folders"
@@ -31,7 +32,7 @@ GIVE = "give what --save was, or one of its iter_* folders"
 
 def list_checkpoints(folder: str) -> int:
     """Print one line for each checkpoint, newest first."""
-    root = Path(folder)
+    root = as_path(folder)
     if not root.is_dir():
         raise CheckpointError(f"{folder} is not a folder: {GIVE}")
     latest = None
@@ -72,7 +73,7 @@ def _summary(path: Path) -> str:
 
 def verify(folder: str, iteration: int | None) -> int:
     """Check sizes and digests of every file, and for NaN or Inf, in one checkpoint or in all."""
-    if (Path(folder) / "meta.json").exists() or iteration is not None:
+    if (as_path(folder) / "meta.json").exists() or iteration is not None:
         paths = [_checkpoint(folder, iteration)]
     else:
         paths = candidates(folder)
@@ -112,7 +113,7 @@ def diff(first: str, second: str) -> int:
 
 def _checkpoint(folder: str, iteration: int | None = None) -> Path:
     """Find a checkpoint: the folder itself, or the latest in it."""
-    return Path(folder) if is_complete(Path(folder)) else require_checkpoint(folder, iteration)
+    return as_path(folder) if is_complete(as_path(folder)) else require_checkpoint(folder, iteration)
 
 
 def _differing_values(group: str, ours: Any, theirs: Any) -> Iterator[str]:
@@ -141,16 +142,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="List, verify and compare checkpoints.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser("list", help="the checkpoints of a folder")
-    listing.add_argument("folder", type=local_path(str), help="what was given to --save")
+    listing.add_argument("folder", type=path_or_url, help="what was given to --save")
     verifying = commands.add_parser("verify", help="sizes and digests of all files, and whether NaN or Inf was saved")
-    verifying.add_argument("folder", type=local_path(str), help="what was given to --save, or one checkpoint's folder")
+    verifying.add_argument("folder", type=path_or_url, help="what was given to --save, or one checkpoint's folder")
     iteration = number(int, at_least=0)
     verifying.add_argument("--ckpt-step", type=iteration, metavar="N", help="verify one iteration; default all")
     comparing = commands.add_parser("diff", help="what differs between two checkpoints")
     comparing.add_argument(
-        "first", type=local_path(str), help="a checkpoint's folder, or what was given to --save for the latest one"
+        "first", type=path_or_url, help="a checkpoint's folder, or what was given to --save for the latest one"
     )
-    comparing.add_argument("second", type=local_path(str), help="another one")
+    comparing.add_argument("second", type=path_or_url, help="another one")
     args = parser.parse_args(argv)
     return {
         "list": lambda: list_checkpoints(args.folder),

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -21,6 +20,7 @@ from megatron_zpp.checkpoint.resume import recipe_to_keep
 from megatron_zpp.commands.dry_run import dry_run, print_config
 from megatron_zpp.errors import describe_error, messages_of
 from megatron_zpp.families import Architecture
+from megatron_zpp.files import as_path
 from megatron_zpp.integrations.float8 import describe_float8
 from megatron_zpp.metrics.lasting import keep_streams
 from megatron_zpp.parallel.distributed import (
@@ -88,7 +88,7 @@ def pretrain(
             parsed, ranks = error, DistributedSettings()
         for text in notes:
             note_on_first_rank(text)
-        record_collectives(None if isinstance(parsed, SettingsError) else parsed.checkpoint.save)
+        record_collectives(None if isinstance(parsed, SettingsError) else parsed.run_folder)
         # The ranks meet to report a mistake too: torchrun ends them all when the first one leaves.
         device = init_distributed(
             ranks.distributed_backend, ranks.distributed_timeout_minutes, local_ranks=ranks.local_ranks
@@ -109,7 +109,7 @@ def pretrain(
         if (save := settings.checkpoint.save) is not None and not settings.training.skip_train:
             with errors_on_all_ranks():
                 if dist.get_rank() == 0:
-                    write_durably(Path(save, SETTINGS), format_settings(settings).encode())
+                    write_durably(as_path(save) / SETTINGS, format_settings(settings).encode())
         describe(trainer)
         if why is not None:
             print_once(why)

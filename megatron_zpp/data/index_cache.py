@@ -22,7 +22,7 @@ import numpy as np
 
 from megatron_zpp.data.indices import Advance, Arrays
 from megatron_zpp.errors import describe_error
-from megatron_zpp.files import open_lock, read_json_object, regular_file
+from megatron_zpp.files import cache_folder, is_url, open_lock, read_json_object, regular_file
 
 # Shows a long build: takes a description and the number of rows, returns the function to call with rows done.
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
@@ -47,7 +47,8 @@ class IndexCache:
         done.
         """
         digest = hashlib.sha256(json.dumps(key, indent=2, sort_keys=True).encode()).hexdigest()
-        folder = Path(self.path) if self.path else Path(prefix).parent / "index_cache"
+        folder = cache_folder() if is_url(prefix) else Path(prefix).parent / "index_cache"
+        folder = Path(self.path) if self.path else folder
         entry = folder / f"{name}-{digest[:16]}"
         arrays = _load(entry, key)
         if arrays is not None:

@@ -28,7 +28,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megatron_zpp.data.indices import Advance
 from megatron_zpp.data.text.special_tokens import check_description
-from megatron_zpp.files import read_json_object, regular_file
+from megatron_zpp.files import as_path, is_bucket, local_copy, read_json_object, read_range, regular_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -55,18 +55,20 @@ class IndexedDataset:
 
     def __init__(self, prefix: str | os.PathLike[str], mmap_tokens: bool = True) -> None:
         self.prefix = os.fspath(prefix)
-        self.mmap_tokens = mmap_tokens
-        self.index_path = Path(f"{self.prefix}.idx")
-        self.token_path = Path(f"{self.prefix}.bin")
+        self.index_path = as_path(f"{self.prefix}.idx")
+        self.token_path = as_path(f"{self.prefix}.bin")
+        self.mmap_tokens = mmap_tokens and not is_bucket(self.token_path)
         for path in (self.index_path, self.token_path):
             if not path.exists():
                 hint = "leave out the file suffix" if self.prefix.endswith((".bin", ".idx")) else "check the path"
                 if self.prefix.endswith((".json", ".jsonl")):
                     hint = "tools/preprocess_data.py makes a dataset of such a file"
                 raise FileNotFoundError(f"no dataset at {self.prefix}: {path} does not exist ({hint})")
-            regular_file(path)
+            if not is_bucket(path):
+                regular_file(path)
 
-        index = _map_file(self.index_path)
+        self._local_index = local_copy(self.index_path)
+        index = _map_file(self._local_index)
         if len(index) < HEADER.size:
             raise ValueError(f"{self.index_path} is truncated: {len(index)} bytes, shorter than its header")
         magic, version, code, num_sequences, num_documents = HEADER.unpack_from(index)
@@ -96,10 +98,10 @@ class IndexedDataset:
                 f"{self.token_path} holds {actual} bytes, {self.index_path} says {expected}: make both again"
             )
         self._maps = {self.index_path: index}
-        if mmap_tokens:
+        if self.mmap_tokens:
             self._maps[self.token_path] = _map_file(self.token_path)
             self._tokens: NDArray = np.frombuffer(self._maps[self.token_path], self.dtype)
-        else:
+        elif not is_bucket(self.token_path):
             self._file = open(self.token_path, "rb")  # noqa: SIM115 (as long as the dataset lives)
 
     def _check_index(self) -> int:
@@ -142,10 +144,12 @@ class IndexedDataset:
         """Read tokens ``start`` to ``start + length`` of the file. Raises ValueError if it has become shorter."""
         if self.mmap_tokens:
             return self._tokens[start : start + length]
-        # Unlike seek and read, pread is safe in loader processes that share the open file.
         content, end, position = b"", (start + length) * self.dtype.itemsize, start * self.dtype.itemsize
         while position < end:  # Linux reads at most 2 GiB at once
-            more = os.pread(self._file.fileno(), end - position, position)
+            if is_bucket(self.token_path):
+                more = read_range(self.token_path, position, end)
+            else:  # unlike seek and read, pread is safe in loader processes that share the open file
+                more = os.pread(self._file.fileno(), end - position, position)
             if not more:
                 raise ValueError(_cut(self.token_path, self._bytes[self.token_path], position))
             content, position = content + more, position + len(more)
@@ -158,10 +162,10 @@ class IndexedDataset:
     @cached_property
     def tokenizer(self) -> dict[str, Any] | None:
         """The description of the tokenizer that made the dataset; None if it is not beside it. Raises ValueError."""
-        path = Path(f"{self.prefix}.tokenizer.json")
+        path = as_path(f"{self.prefix}.tokenizer.json")
         if not path.exists():
             return None
-        description = read_json_object(path)
+        description = read_json_object(local_copy(path))
         try:
             check_description(description)
         except ValueError as error:
@@ -171,8 +175,8 @@ class IndexedDataset:
     @cached_property
     def fingerprint(self) -> dict[str, int | str]:
         """Size, modification time and digest of the ``.idx``, which change when it is rewritten."""
-        status = self.index_path.stat()
-        with open(self.index_path, "rb") as file:
+        status = self._local_index.stat()
+        with open(self._local_index, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"idx_bytes": status.st_size, "idx_mtime_ns": status.st_mtime_ns, "idx_sha256": digest}
 
@@ -180,16 +184,17 @@ class IndexedDataset:
     def sampled_sha256(self) -> str:
         """Digest of 16 evenly spaced pieces, 16 KiB each, of the ``.bin``: tells tokens under the same ``.idx``."""
         last, digest = max(0, self._bytes[self.token_path] - SAMPLE_BYTES), hashlib.sha256()
-        with open(self.token_path, "rb", buffering=0) as file:
-            for offset in np.linspace(0, last, 16, dtype=np.int64).tolist():
-                digest.update(os.pread(file.fileno(), SAMPLE_BYTES, offset))
+        for offset in np.linspace(0, last, 16, dtype=np.int64).tolist():
+            digest.update(read_range(self.token_path, offset, offset + SAMPLE_BYTES))
         return digest.hexdigest()
 
-    def token_range(self, advance: Advance = lambda tokens: None, max_bytes: int = 32 << 30) -> tuple[int, int]:
+    def token_range(self, advance: Advance = lambda tokens: None, max_bytes: int | None = None) -> tuple[int, int]:
         """Return the smallest and largest token id; (0, 0) without tokens. ``advance`` gets the tokens done.
 
-        Reads all of a ``.bin`` below ``max_bytes``; of a larger one it reads ``max_bytes`` in evenly spaced pieces.
+        Reads all of a ``.bin`` below ``max_bytes`` (None: 32 GiB, 1 GiB in a bucket); of a larger one it reads
+        ``max_bytes`` in evenly spaced pieces.
         """
+        max_bytes = max_bytes or (1 if is_bucket(self.token_path) else 32) << 30
         step = PIECE * (1 + self.num_tokens * self.dtype.itemsize // max_bytes)
         found = []
         for start in range(0, self.num_tokens, step):
@@ -347,6 +352,18 @@ def finish_finalizing(prefix: str) -> bool:
         return False
     _remove_partial_files(prefix)
     return True
+
+
+def upload(prefix: str, url: str) -> None:
+    """Move a dataset into a bucket: its ``.idx`` last, because a dataset is there with its ``.idx``. Raises OSError."""
+    as_path(f"{url}.idx").unlink()
+    files = {suffix: Path(f"{prefix}{suffix}") for suffix in (".bin", ".tokenizer.json", ".idx")}
+    there = [suffix for suffix, path in files.items() if path.exists()]
+    for suffix in there:
+        with open(files[suffix], "rb") as file, as_path(f"{url}{suffix}").open("wb") as target:
+            shutil.copyfileobj(file, target, PIECE)
+    for suffix in there:
+        files[suffix].unlink()
 
 
 def _partial_files(prefix: str) -> dict[str, Path]:

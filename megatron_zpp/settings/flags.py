@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megatron_zpp.fields import Bounds
+from megatron_zpp.files import as_path
 
 # Default upper bounds: what 32-bit integers and fp32 hold.
 _LARGEST: dict[type, float] = {int: 2**31 - 1, float: 3.4e38}
 
-PATHS = ("DIR", "FILE", "PATH", "PREFIX")  # metavars of flags that name files or folders
+# Metavars of flags that name files or folders, on this machine or in a bucket too.
+PATHS = ("DIR", "FILE", "PATH", "PREFIX", "DIR|URL", "PREFIX|URL")
 
 Group = TypeVar("Group")
 
@@ -75,9 +77,9 @@ class Flag:
         if self.value_type is str and not value:
             raise ValueError("must not be empty")
         if self.metavar in PATHS and re.match(r"[a-z][a-z\d+.-]*:/", str(value), re.IGNORECASE):  # Path makes // a /
-            raise ValueError(
-                "must be a path on this machine (docs/how-to/data-in-a-bucket.md says how to mount a bucket)"
-            )
+            if "URL" not in self.metavar:
+                raise ValueError("must be a path on this machine (docs/how-to/buckets.md says how to mount a bucket)")
+            as_path(value)
         if self.value_type in _LARGEST and not (self.zero_is_none and value == 0):
             self.bounds.check(value)
             if self.bounds.at_most is None:
@@ -127,6 +129,11 @@ def number(value_type: type, **bounds: float) -> Callable[[str], Any]:
 def local_path(value_type: type) -> Callable[[str], Any]:
     """Make the ``type`` of a tool's argparse flag: a path on this machine, as a str or a Path."""
     return _argparse_type(Flag("", "", value_type, None, "", metavar="PATH"))
+
+
+def path_or_url(word: str) -> str:
+    """Check a tool's argument that may be in a bucket, as its ``type``."""
+    return str(_argparse_type(Flag("", "", str, None, "", metavar="DIR|URL"))(word))
 
 
 def _argparse_type(flag: Flag) -> Callable[[str], Any]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
+from megatron_zpp.files import is_url
 from megatron_zpp.islands.config import IslandConfig
 from megatron_zpp.settings.flags import Flag, flat_values, iterate_flags
 from megatron_zpp.settings.job import (
@@ -45,6 +46,12 @@ class Settings:
     checkpoint: CheckpointSettings = CheckpointSettings()
     logging: LoggingSettings = LoggingSettings()
     distributed: DistributedSettings = DistributedSettings()
+
+    @property
+    def run_folder(self) -> str | None:
+        """The local folder of a run's other files: --save, or the folder of its metrics if that is a URL."""
+        save, logging = self.checkpoint.save, self.logging
+        return (logging.metrics_dir or logging.tensorboard_dir) if is_url(save) else save
 
     def as_flat_dict(self) -> dict[str, Any]:
         """Return every setting by its name, for logs, wandb's config and checkpoints' metadata."""

@@ -10,8 +10,9 @@ from megatron_zpp.zeropp.recipes import AUTO, RECIPES
 
 _advanced = partial(flag, tier="advanced")
 _folder = partial(flag, None, metavar="DIR")
+_place = partial(flag, None, metavar="DIR|URL")
 _file = partial(flag, None, metavar="FILE")
-_prefixes = partial(flag, None, nargs="+", metavar="PREFIX")
+_prefixes = partial(flag, None, nargs="+", metavar="PREFIX|URL")
 _size = partial(flag, 1, at_least=1)  # ranks per group
 _loading = partial(flag, needs="load")
 _saving = partial(flag, effective_with="save")
@@ -72,7 +73,9 @@ class DataSettings:
     )
     valid_data_path: tuple[str, ...] | None = _prefixes("dataset(s) of the validation split")
     test_data_path: tuple[str, ...] | None = _prefixes("dataset(s) of the test split")
-    data_cache_path: str | None = _folder("folder of the index cache; default beside the data", resume="free")
+    data_cache_path: str | None = _folder(
+        "folder of the index cache; default beside the data, for a bucket ~/.cache", resume="free"
+    )
     no_mmap_bin_files: bool = flag(False, "read tokens from the file instead of mapping it into memory", resume="free")
     dataloader_type: str = _advanced("single", "read samples once, or in a cycle", choices=("single", "cyclic"))
     sft: bool = flag(False, "train on chats of preprocess_data --chat, with loss on the assistant's tokens alone")
@@ -99,7 +102,7 @@ class CheckpointSettings:
     """Checkpoints."""
 
     FLAGS: ClassVar[dict[str, str]] = dict(resume="free")
-    save: str | None = _folder("folder to save checkpoints in", first="Checkpoints and logs")
+    save: str | None = _place("folder to save checkpoints in", first="Checkpoints and logs")
     overwrite_save: bool = _saving(False, "start even if --save holds another run's checkpoints, and overwrite them")
     save_interval: int | None = _saving(
         None,
@@ -115,7 +118,7 @@ class CheckpointSettings:
     save_keep_last: int | None = _saving(
         None, "latest (finite) checkpoints to keep; default all, or 2 with --save-retain-interval", at_least=1
     )
-    load: str | None = _folder(
+    load: str | None = _place(
         "folder to resume from; only an empty or absent --save starts from scratch", first="Checkpoints and logs"
     )
     ckpt_step: int | None = _loading(None, "iteration to load; default the latest", at_least=0)

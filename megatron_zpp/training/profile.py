@@ -15,7 +15,7 @@ from megatron_zpp.training.trainer import Callback, Trainer
 
 def check_profile(settings: ResolvedSettings) -> str | None:
     """Return the folder for profiles. Raises ValueError without one."""
-    logging, save = settings.logging, settings.checkpoint.save
+    logging, save = settings.logging, settings.run_folder
     folder = logging.tensorboard_dir or (f"{save}/profile" if save else None)
     if logging.use_pytorch_profiler and folder is None:
         raise ValueError("--profile needs a place for its files: give --tensorboard-dir or --save")

@@ -234,7 +234,7 @@ def _build_writers(architecture: Architecture, settings: ResolvedSettings, plan:
     is_last_rank = dist.get_rank() == dist.get_world_size() - 1
     start = RunStart(
         settings.logging,
-        settings.checkpoint.save,
+        settings.run_folder,
         settings=settings.as_flat_dict(),
         changed={flag.setting: value for flag, value in changed_settings(settings)},
         program={

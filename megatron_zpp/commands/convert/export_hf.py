@@ -27,7 +27,7 @@ from megatron_zpp.errors import reports_errors
 from megatron_zpp.families import Architecture, Weight
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.models.transformer import Transformer
-from megatron_zpp.settings.flags import local_path, number
+from megatron_zpp.settings.flags import local_path, number, path_or_url
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -120,7 +120,7 @@ def _file_size(text: str) -> str:
 def export_parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     add, iteration = parser.add_argument, number(int, at_least=0)
-    add("--load", required=True, type=local_path(str), metavar="DIR", help="what was given to --save in training")
+    add("--load", required=True, type=path_or_url, metavar="DIR|URL", help="what was given to --save in training")
     add("--ckpt-step", type=iteration, metavar="N", help="iteration to export; default the latest")
     add("--output", type=local_path(Path), required=True, metavar="DIR", help="folder to write; must be new")
     add("--dtype", choices=DTYPES, default="float32", help="of the weights; default float32, as trained")

@@ -7,6 +7,8 @@ that was killed.
 """
 
 import argparse
+import dataclasses
+import hashlib
 import signal
 import sys
 import time
@@ -15,12 +17,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress
 
 from megatron_zpp.commands.common import add_number, add_tokenizer_flags, given_tokenizer
+from megatron_zpp.data.indexed_dataset import upload
 from megatron_zpp.data.text.corpus import FORMATS, Reading
 from megatron_zpp.data.text.description import format_description
 from megatron_zpp.data.text.preprocessing import Job, State, preprocess
 from megatron_zpp.errors import reports_errors
+from megatron_zpp.files import as_path, cache_folder, is_url
 from megatron_zpp.metrics.lines import format_duration
-from megatron_zpp.settings.flags import local_path
+from megatron_zpp.settings.flags import local_path, path_or_url
 
 # Megatron's flags for what is always so here, or for what GPT and Llama do not use.
 NOT_NEEDED = {
@@ -80,7 +84,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--chat", action="store_true", help="documents are chats, for the trainer's --sft; writes PREFIX_KEY_chat.bin")
     add("--text-documents", choices=("file", "line"), default="file", help="documents of text files; default file")
     add("--append-eod", action="store_true", help="end each document with the end-of-document id")
-    add("--output-prefix", required=True, type=local_path(str), metavar="PREFIX", help="output, without suffix")
+    add("--output-prefix", required=True, type=path_or_url, metavar="PREFIX|URL", help="output, without suffix")
     add_number(parser, "--workers", 1, "tokenizing processes", at_least=1, at_most=1024)
     add("--skip-bad-lines", action="store_true", help="leave out lines that are not documents, and list them")
     megabytes = "longer ones are bad lines; tokenizing takes up to 200 times a document's memory"
@@ -107,9 +111,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> None:
     max_document_bytes = int(args.max_document_megabytes * 2**20)
+    url, prefix = args.output_prefix, args.output_prefix
+    if is_url(url):
+        as_path(f"{url}.idx").exists()  # a mistake shows now, not after all is tokenized
+        prefix = str(cache_folder() / f"upload-{hashlib.sha256(url.encode()).hexdigest()[:16]}" / as_path(url).name)
     job = Job(
         inputs=tuple(args.input),
-        output_prefix=args.output_prefix,
+        output_prefix=prefix,
         tokenizer=given_tokenizer(args),
         input_format=args.input_format,
         reading=Reading(tuple(args.json_keys), args.text_documents, max_document_bytes, args.chat),
@@ -124,7 +132,11 @@ def run(args: argparse.Namespace) -> None:
     with display.bar:
         state = preprocess(job, display.report, display.note)
         display.bar.update(display.task, completed=display.bar.tasks[0].total)  # bytes read from a disk are an estimate
-    tokens = ", ".join(f"{counts[0]:,} tokens in {job.prefix(key)}.bin" for key, counts in state.written.items())
+    there = dataclasses.replace(job, output_prefix=url)
+    if url != prefix:
+        for key in state.written:
+            upload(job.prefix(key), there.prefix(key))
+    tokens = ", ".join(f"{counts[0]:,} tokens in {there.prefix(key)}.bin" for key, counts in state.written.items())
     skipped = f"{state.bad:,} bad lines skipped" + (f", listed in {job.bad_file}" if state.bad else "")
     print(f"{state.documents:,} documents, {tokens}; {skipped}; {format_duration(time.monotonic() - began)}")
     print(f"tokenizer: {format_description(state.tokenizer)}")

@@ -1,0 +1,135 @@
+"""Checkpoints under a URL, in fsspec's store of this process. tests/checkpoint/test_s3.py has a server."""
+
+import json
+import pickle
+
+import fsspec
+import pytest
+
+from megatron_zpp.checkpoint import (
+    CheckpointError,
+    FolderLock,
+    candidates,
+    find_checkpoint,
+    iterate_parameters,
+    problems,
+    read_meta,
+)
+from megatron_zpp.checkpoint.folder import describe_empty, retain
+from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
+from megatron_zpp.commands import inspect_checkpoint
+from megatron_zpp.errors import describe_error
+from megatron_zpp.files import as_path
+from tests.arguments.parsing import mistakes
+from tests.checkpoint.saved import FLAGS_OF_RUN, save
+from tests.tools import call_well
+
+RUN = "memory://bucket/run"
+
+
+@pytest.fixture(autouse=True)
+def store():
+    store = fsspec.filesystem("memory").store
+    store.clear()
+    return store
+
+
+def value(checkpoint):
+    assert problems(checkpoint) == []
+    return {tensor.unique().item() for _, tensor in iterate_parameters(checkpoint, read_meta(checkpoint))}
+
+
+def test_a_checkpoint_is_found_again_whole(store, capsys):
+    FolderLock(RUN).release()
+    assert find_checkpoint(RUN) is None and "no checkpoint in memory://bucket/run yet" in describe_empty(RUN)
+    for iteration in (1, 2):
+        save(as_path(RUN), iteration, value=iteration)
+    found = find_checkpoint(RUN)
+    assert str(found) == f"{RUN}/iter_0000002" and value(found) == {2.0}
+    assert pickle.loads(pickle.dumps(found)) == found  # ranks send it to each other
+    assert [path.name for path in candidates(RUN)] == ["iter_0000002", "iter_0000001"]
+    assert value(find_checkpoint(RUN, 1)) == {1.0}
+    assert "iter_0000002 (latest): gpt" in call_well(inspect_checkpoint, "list", RUN)
+    assert "note: memory://bucket/run knows no locks: let no other job save there" in capsys.readouterr().out
+    retain(RUN, 1, None)
+    assert {name.split("/")[3] for name in store} == {"lock", "latest_checkpointed_iteration.txt", "iter_0000002"}
+
+
+@pytest.mark.parametrize("lost", [["complete"], ["complete", "meta.json"], ["complete", "meta.json", "index.json"]])
+def test_an_upload_that_was_cut_short_is_named_and_the_one_before_it_loads(store, capsys, lost):
+    for iteration in (1, 2):
+        save(as_path(RUN), iteration, value=iteration)
+    for name in lost:
+        del store[f"/bucket/run/iter_0000002/{name}"]
+    for latest in (b"1\n", b"2\n"):  # 2: it was saved a second time
+        store["/bucket/run/latest_checkpointed_iteration.txt"].seek(0)
+        store["/bucket/run/latest_checkpointed_iteration.txt"].write(latest)
+        assert value(find_checkpoint(RUN)) == {1.0}
+        note = "note: passed over memory://bucket/run/iter_0000002: its upload was cut short, or still goes on\n"
+        assert capsys.readouterr().out == note
+    with pytest.raises(CheckpointError, match="iter_0000002 is not a complete checkpoint; complete ones: iter_0000001"):
+        find_checkpoint(RUN, 2)
+    save(as_path(RUN), 2, value=3)
+    assert value(find_checkpoint(RUN)) == {3.0} and capsys.readouterr().out == ""
+
+
+def test_a_save_of_the_same_iteration_never_leaves_the_old_marker_over_new_shards(store, monkeypatch):
+    save(as_path(RUN), 1, value=1)
+    save(as_path(RUN), 2, value=2)
+    written, has_marker = [], []
+
+    class Store(type(fsspec.filesystem("memory"))):
+        def open(self, path, mode="rb", **more):
+            if mode == "wb":
+                written.append(path)
+                has_marker.append(self.isfile("/bucket/run/iter_0000002/complete"))
+            return super().open(path, mode, **more)
+
+    monkeypatch.setattr(fsspec, "url_to_fs", lambda url, **more: (Store(), Store._strip_protocol(url)))
+    save(as_path(RUN), 2, value=3)
+    assert [path.rpartition("/")[2] for path in written][-2:] == ["complete", "latest_checkpointed_iteration.txt"]
+    assert has_marker == [False] * (len(written) - 1) + [True]
+
+
+def test_damage_is_found(store):
+    checkpoint = save(as_path(RUN), 1)
+    content = store["/bucket/run/iter_0000001/rank_00000.safetensors"]
+    content.seek(-1, 2)
+    content.write(b"\x01")
+    assert problems(checkpoint) == [f"{checkpoint}/rank_00000.safetensors is not what was written: its SHA-256 differs"]
+
+
+def test_a_request_that_fails_is_no_empty_folder(monkeypatch):
+    """A run must not start from scratch because a bucket did not answer."""
+    save(as_path(RUN), 1)
+
+    def fail(*arguments, **more):
+        raise RuntimeError("the token\nhas expired")
+
+    for name in ("ls", "info", "_open"):
+        monkeypatch.setattr(fsspec.get_filesystem_class("memory"), name, fail)
+    for call_it in (find_checkpoint, candidates, describe_empty, FolderLock):
+        with pytest.raises(OSError) as error:
+            call_it(RUN)
+        line = describe_error(error.value)
+        assert RUN in line and "the token has expired (check its name, the network and your credentials" in line
+
+
+def test_tokenizers_read_local_copies_of_a_checkpoints_files(store):
+    checkpoint = save(as_path(RUN), 1)
+    meta = read_meta(checkpoint)
+    with (checkpoint / "vocab.json").open("wb") as file:
+        file.write(b"{}")
+    meta["files"]["vocab.json"] = {}
+    with open(settings_with_tokenizer(checkpoint, meta)["vocab_file"]) as file:
+        assert json.load(file) == {}
+
+
+def test_flags_name_what_a_bucket_needs():
+    (line,) = mistakes(f"{FLAGS_OF_RUN} --save {RUN} --save-interval 5")
+    assert line == "--save in a bucket needs --metrics-dir DIR, a folder here for metrics.jsonl"
+    (line,) = mistakes(f"{FLAGS_OF_RUN} --save gs://bucket/run --save-interval 5 --metrics-dir here")
+    want = "--save must be a URL that fsspec can open (Please install gcsfs to access Google Storage; pip install "
+    assert line.startswith(f"{want}megatron_zpp[buckets] brings s3://, gs:// and hf://)")
+    with pytest.raises(ValueError, match="Protocol not known: s4"):
+        as_path("s4://bucket/run")
