@@ -61,13 +61,13 @@ def load_checkpoint(
     *,
     with_optimizer: bool = True,
     load_rng: bool = True,
-    new_rows: int | None = None,
+    new_rows: tuple[int, str] | None = None,
 ) -> ResumePlan:
     """Load tensors in place; return what was loaded, with notes on the rest. Collective.
 
     Without the optimizer it loads parameters only. Ranks and their ``layout`` (``Trainer.layout``) may differ from
     those that saved: then random states and LoCo's errors start over. new_rows: the vocabulary has other rows from this
-    one on (``fill_rows``). Raises FailedTogether after printing the reason.
+    one on, "mean" or "random" (``fill_rows``). Raises FailedTogether after printing the reason.
     """
     model, optimizer, zeropp = trained.model, trained.optimizer, trained.zeropp
     local_ranks = set() if zeropp is None else zeropp.ranks_with_state()
@@ -93,7 +93,7 @@ def load_checkpoint(
     with errors_on_all_ranks():
         for name, tensor in vocabulary.items():
             assert new_rows is not None
-            fill_rows(tensor, read_tensor(index, name), new_rows)
+            fill_rows(tensor, read_tensor(index, name), *new_rows)
 
     _set_model_tensors(model, tensors)
     if plan.optimizer:

@@ -224,12 +224,16 @@ def read_tensor(index: Index, name: str) -> Tensor:
     return whole
 
 
-def fill_rows(tensor: Tensor, saved: Tensor, count: int) -> None:
-    """Fill this rank's part of ``tensor`` [rows, ...] with ``count`` rows of ``saved``; others get their mean."""
+def fill_rows(tensor: Tensor, saved: Tensor, count: int, others: str) -> None:
+    """Fill this rank's part of ``tensor`` [rows, ...] with the first ``count`` rows of ``saved``.
+
+    others: rows from ``count`` on become the "mean" of these rows, or stay as they are ("random").
+    """
     (part,) = _create_chunk_list(tensor)
     local = local_part(tensor).detach()
     first, saved = part.offsets[0], saved[:count]
-    local.copy_(saved.mean(0).expand_as(local))
+    if others == "mean":
+        local.copy_(saved.mean(0).expand_as(local))
     rows = saved[first : first + len(local)]
     local[: len(rows)].copy_(rows)
 

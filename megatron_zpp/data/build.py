@@ -160,7 +160,7 @@ def check_end_of_document(indexed: IndexedDataset, options: SampleOptions) -> No
 
 
 def _open_files(request: DataRequest) -> Datasets:
-    flags, paths = request.flags, ("data_path", "train_data_path", "valid_data_path", "test_data_path", "split")
+    flags, paths = request.flags, ("data_path", "train_data_path", "valid_data_path", "split")
     return build_datasets(
         request.options,
         num_samples=request.num_samples,
@@ -175,5 +175,5 @@ def _open_files(request: DataRequest) -> Datasets:
 
 
 FILES = DataSource(("data_path",), _open_files)
-FILES_PER_SPLIT = DataSource(("train_data_path", "valid_data_path", "test_data_path"), _open_files, excludes=("split",))
+FILES_PER_SPLIT = DataSource(("train_data_path", "valid_data_path"), _open_files, excludes=("split",))
 MOCK = DataSource(("mock_data",), _open_mock, excludes=("sft",), reads_text=False)

@@ -72,7 +72,6 @@ class DataSettings:
         "dataset(s) of the train split, instead of --split", in_plans="{data}"
     )
     valid_data_path: tuple[str, ...] | None = _prefixes("dataset(s) of the validation split")
-    test_data_path: tuple[str, ...] | None = _prefixes("dataset(s) of the test split")
     data_cache_path: str | None = _folder(
         "folder of the index cache; default beside the data, for a bucket ~/.cache", resume="free"
     )
@@ -129,6 +128,13 @@ class CheckpointSettings:
     )
     finetune: bool = _loading(
         False, "load only the parameters, start at iteration 0, and note what differs from their run"
+    )
+    new_token_init: str = flag(
+        "mean",
+        "rows of tokens that the checkpoint's tokenizer lacks: the mean of the others, or random",
+        choices=("mean", "random"),
+        effective_with="finetune",
+        tier="advanced",
     )
     no_save_optim: bool = _saving(False, "leave the optimizer out of checkpoints")
     no_load_optim: bool = _loading(False, "do not load the optimizer")

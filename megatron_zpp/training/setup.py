@@ -258,8 +258,9 @@ def _load(trainer: Trainer, checkpoint: Path, meta: dict[str, Any]) -> None:
         trainer.zeropp.set_optimizer_steps(trainer.counters.iteration - trainer.counters.skipped_iterations)
     rows, plan, new_rows = num_tokens(meta), trainer.plan, None
     if not goes_on and (plan.tokenizer["vocab_size"] > rows or plan.vocab_size != meta["model_config"]["vocab_size"]):
-        new_rows = rows
-        print_once(f"note: {rows:,} rows of the vocabulary are the checkpoint's, and others begin as their mean")
+        new_rows = (rows, settings.new_token_init)
+        how = "are random" if settings.new_token_init == "random" else "begin as their mean"
+        print_once(f"note: {rows:,} rows of the vocabulary are the checkpoint's, and others {how} (--new-token-init)")
     loaded = load_checkpoint(
         checkpoint,
         meta,

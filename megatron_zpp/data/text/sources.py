@@ -27,7 +27,6 @@ def read_sources(
     data_path: Sequence[str] | None = None,
     train_data_path: Sequence[str] | None = None,
     valid_data_path: Sequence[str] | None = None,
-    test_data_path: Sequence[str] | None = None,
     split: str | None = None,
 ) -> list[Source | None]:
     """Return the train, validation and test source; None for a split without data.
@@ -37,7 +36,7 @@ def read_sources(
     if data_path:
         blend = parse_blend(data_path)
         return [Source(*blend, edges) if edges else None for edges in split_edges(split or "969, 30, 1")]
-    per_split = [train_data_path, valid_data_path, test_data_path]
+    per_split = [train_data_path, valid_data_path, None]
     return [Source(*parse_blend(paths), (0.0, 1.0)) if paths else None for paths in per_split]
 
 
