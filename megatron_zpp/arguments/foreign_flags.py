@@ -1,7 +1,4 @@
-"""Flags of Megatron-LM, Megatron-DeepSpeed and their launchers that are no settings here, from ``foreign_flags.toml``.
-
-Add a flag there. This module reads the table, and knows how Megatron-DeepSpeed's scripts describe experts.
-"""
+"""Flags of Megatron-LM, Megatron-DeepSpeed and launchers that are no settings here, from ``foreign_flags.toml``."""
 
 import tomllib
 from collections.abc import Collection, Mapping

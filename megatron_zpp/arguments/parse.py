@@ -24,8 +24,6 @@ from megatron_zpp.settings.groups import Settings, all_flags, iterate_groups
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.zeropp.config import ZeroPPConfig
 
-__all__ = ["SettingsError", "parse_settings"]
-
 
 def note_on_first_rank(text: str) -> None:
     """Print a note to stderr, once per run: on torchrun's rank 0, or without torchrun."""
@@ -84,8 +82,10 @@ def parse_settings(
         notes += without_effect
     with mistakes.collected_unless_named():
         _check_not_needed(line.not_needed, settings)
+    in_file = {flag.name: config.origins[name] for name, flag in all_flags().items() if name in config.origins}
     for i, message in enumerate(mistakes.messages[checked_from:], checked_from):
-        mistakes.messages[i] += _where_from(message, config)
+        keys = [key for name, key in in_file.items() if name in flags_in(message)]
+        mistakes.messages[i] += f" ({', '.join(keys)} in {config.path})" if keys else ""
     mistakes.report()
     for text in [*config.notes(), *notes, *line.notes(), *filter(None, [stands_for(settings)])]:
         note(text)
@@ -161,13 +161,6 @@ def _check_not_needed(not_needed: Mapping[str, NotNeeded], settings: Settings) -
             for setting, allowed in flag.only_if.items()
         )
         require(holds, f"{name} does not hold for this run: {flag.because}")
-
-
-def _where_from(message: str, config: DeepSpeedConfig) -> str:
-    """List the DeepSpeed file's keys that set flags named in an error message."""
-    named = flags_in(message)
-    keys = [config.origins[name] for name, flag in all_flags().items() if name in config.origins and flag.name in named]
-    return f" ({', '.join(keys)} in {config.path})" if keys else ""
 
 
 def _preset(architecture: Architecture, given: dict[str, Any]) -> dict[str, Any]:

@@ -109,9 +109,6 @@ def resolve(
     return settings, notes
 
 
-# Ranks and batches
-
-
 def _resolve_training(training: TrainingSettings, dp_size: int, accumulation_steps: int | None) -> TrainingSettings:
     if accumulation_steps is not None:
         given = f"gradient_accumulation_steps {accumulation_steps}"
@@ -171,9 +168,6 @@ def _check_curriculum(settings: Settings) -> None:
     require(curriculum.step % parts == 0 and curriculum.last % parts == 0, f"{uneven}, {divided}")
     counted = "--reset-attention-mask and --sft count whole samples; leave them or --curriculum-min-length out"
     require(not settings.data.reset_attention_mask and not settings.data.sft, counted)
-
-
-# Data and checkpoints
 
 
 def _check_lora(settings: Settings) -> None:

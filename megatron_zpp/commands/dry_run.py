@@ -95,7 +95,8 @@ def _check(architecture: Architecture, settings: ResolvedSettings, grid: RankGri
     """Refuse what the run refuses, by its own checks, on ranks of which this process alone exists.
 
     With --dry-run-world-size the run is for other machines: their files, packages and memory are not looked for.
-    Returns what the run needs, as lines. Raises FailedTogether, ValueError, OSError, ImportError.
+    Returns length, memory and traffic, or why they are not known, as lines. Raises FailedTogether, ValueError, OSError,
+    ImportError.
     """
     is_here, vocabulary = settings.training.dry_run_world_size is None, settings.tokenizer.vocab_size
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
@@ -121,20 +122,14 @@ def _check(architecture: Architecture, settings: ResolvedSettings, grid: RankGri
     stages = builder.build_parts().values()
     if is_here:
         builder.check_memory(*stages)
-    return _needs(architecture, settings, grid, vocab_size, builder.kept_bytes(*stages))
-
-
-def _needs(
-    architecture: Architecture, settings: ResolvedSettings, grid: RankGrid, vocab_size: int, kept_bytes: int
-) -> list[str]:
-    """Format the model's size, the run's length, memory and traffic, or why one is not known."""
     try:
         needs = estimate(architecture, settings, vocab_size, grid)
     except ValueError as error:
         parameters = architecture.num_parameters(architecture.build_config(settings.model, vocab_size))
+        kept = builder.kept_bytes(*stages) / 1e9
         return [
             f"{parameters:,} parameters",
-            f"the first rank keeps {kept_bytes / 1e9:.3g} GB of parameters, gradients and optimizer in fp32",
+            f"the first rank keeps {kept:.3g} GB of parameters, gradients and optimizer in fp32",
             f"other memory and traffic are not estimated: {error}",
         ]
     return memory_and_traffic(needs)

@@ -123,10 +123,8 @@ def report(plan: Plan, program: str, flags: list[str], rows: int, commands: int,
 def why(plan: Plan, best: Outcome) -> str:
     """Say in a few sentences what is suggested, why, and what ZeRO-3 would take."""
     fastest, found, loss = plan.allowed[0], best.prediction, best.candidate.wire.recipe.loss
-    said = (
-        f"suggested: {best.candidate.name}: {found.time.seconds:.3g} s a step, {found.tokens_per_second:,.0f} tokens/s"
-    )
-    said += f", MFU {found.mfu:.0%}" + (f", loss {loss[0]:+.2f} ± {loss[1]:.2f} % in the study" if loss else "") + ". "
+    said = f"suggested: {best.candidate.name}: {found.time.seconds:.3g} s a step, {found.tokens_per_second:,.0f} tokens"
+    said += f"/s, MFU {found.mfu:.0%}{f', loss {loss[0]:+.2f} ± {loss[1]:.2f} % in the study' if loss else ''}. "
     if best is plan.outcomes[0]:
         said += "It is the fastest. "
     elif best is not fastest:
@@ -134,10 +132,8 @@ def why(plan: Plan, best: Outcome) -> str:
         said += f"It rounds least of {near}: {fastest.prediction.time.seconds:.3g} s). "
     if plan.outcomes[0] is not fastest:
         faster, risk = plan.outcomes[0], plan.outcomes[0].candidate.wire.recipe.risk
-        said += (
-            f"{faster.candidate.name} takes {faster.prediction.time.seconds:.3g} s, and may cost {risk:.2g} % of loss, "
-        )
-        said += f"above --loss-budget {plan.loss_budget:g}. "
+        said += f"{faster.candidate.name} takes {faster.prediction.time.seconds:.3g} s, and may cost {risk:.2g} % of "
+        said += f"loss, above --loss-budget {plan.loss_budget:g}. "
     # ZeRO-3 in its fastest layout; None if it does not fit.
     plain = next((outcome for outcome in plan.outcomes if outcome.candidate.wire.name == "ZeRO-3"), None)
     if plain is not None and plain is not best:
@@ -215,9 +211,8 @@ def calibrate_from(cluster: Cluster, folder: Path) -> Cluster:
         raise ValueError(f"--calibrate-from {folder} holds {len(found)} runs: give the folder of one")
     ((name, path),) = found.items()
     calibrated = calibrate(cluster, read_training(name, path))
-    print(
-        f"{name}: matrix products reach {calibrated.efficiency:.1%} of the peak, {cluster.efficiency:.1%} was assumed"
-    )
+    reached = f"{name}: matrix products reach {calibrated.efficiency:.1%} of the peak"
+    print(f"{reached}, {cluster.efficiency:.1%} was assumed")
     return calibrated
 
 

@@ -23,19 +23,7 @@ from megatron_zpp.families import Architecture
 from megatron_zpp.files import as_path
 from megatron_zpp.integrations.float8 import describe_float8
 from megatron_zpp.metrics.lasting import keep_streams
-from megatron_zpp.parallel.distributed import (
-    CtrlC,
-    FailedTogether,
-    die,
-    errors_on_all_ranks,
-    exit_process,
-    exit_together,
-    init_distributed,
-    is_first_rank,
-    print_once,
-    ranks_of_environment,
-    report_error,
-)
+from megatron_zpp.parallel import distributed
 from megatron_zpp.parallel.flight_record import record_collectives
 from megatron_zpp.parallel.local_ranks import is_launched, start_local_ranks
 from megatron_zpp.planning.auto import choose_recipe, find_nodes
@@ -60,14 +48,16 @@ EXIT_NOT_FINITE = 3
 def main(architecture: Architecture, loss_class: type[LanguageModelLoss] = LanguageModelLoss) -> NoReturn:
     keep_streams()
     try:
-        pretrain(architecture, CtrlC(), loss_class)
+        pretrain(architecture, distributed.CtrlC(), loss_class)
     except SystemExit as exit_:
-        exit_process(exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None))
-    exit_process(0)
+        distributed.exit_process(exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None))
+    distributed.exit_process(0)
 
 
 def pretrain(
-    architecture: Architecture, ctrl_c: CtrlC | None = None, loss_class: type[LanguageModelLoss] = LanguageModelLoss
+    architecture: Architecture,
+    ctrl_c: distributed.CtrlC | None = None,
+    loss_class: type[LanguageModelLoss] = LanguageModelLoss,
 ) -> None:
     """Train as the command line says. End the process with a status unless all goes well."""
     start = time.monotonic()
@@ -79,9 +69,8 @@ def pretrain(
         parsed: ResolvedSettings | SettingsError
         notes: list[str] = []
         try:
-            parsed = parse_settings(
-                architecture, world_size=ranks_of_environment() if is_launched() else None, note=notes.append
-            )
+            launched = distributed.ranks_of_environment() if is_launched() else None
+            parsed = parse_settings(architecture, world_size=launched, note=notes.append)
             ranks = parsed.distributed
             start_local_ranks(ranks.local_ranks, ranks.local_nodes)  # does not return in the process that starts them
         except SettingsError as error:
@@ -90,10 +79,10 @@ def pretrain(
             note_on_first_rank(text)
         record_collectives(None if isinstance(parsed, SettingsError) else parsed.run_folder)
         # The ranks meet to report a mistake too: torchrun ends them all when the first one leaves.
-        device = init_distributed(
+        device = distributed.init_distributed(
             ranks.distributed_backend, ranks.distributed_timeout_minutes, local_ranks=ranks.local_ranks
         )
-        with errors_on_all_ranks():
+        with distributed.errors_on_all_ranks():
             if isinstance(parsed, SettingsError):
                 raise parsed
             settings = parsed
@@ -107,27 +96,27 @@ def pretrain(
         settings, why = chosen_settings(architecture, settings, device)
         trainer = build_trainer(architecture, settings, device, loss_class)
         if (save := settings.checkpoint.save) is not None and not settings.training.skip_train:
-            with errors_on_all_ranks():
+            with distributed.errors_on_all_ranks():
                 if dist.get_rank() == 0:
                     write_durably(as_path(save) / SETTINGS, format_settings(settings).encode())
         describe(trainer)
         if why is not None:
-            print_once(why)
+            distributed.print_once(why)
         if ctrl_c is not None:
             ctrl_c.describe = functools.partial(_where_interrupted, trainer)
         try:
             train(trainer, start)
         except NotFiniteError as error:  # on all ranks
-            report_error(str(error))
+            distributed.report_error(str(error))
             trainer.writers.close()
-            exit_together(EXIT_NOT_FINITE, [str(error)])
+            distributed.exit_together(EXIT_NOT_FINITE, [str(error)])
         trainer.writers.close()
-    except FailedTogether as failed:
-        exit_together(EXIT_USER_ERROR, failed.args)
+    except distributed.FailedTogether as failed:
+        distributed.exit_together(EXIT_USER_ERROR, failed.args)
     except (ValueError, OSError, ImportError) as error:
         _exit_alone_or_together(error)
     except Exception as error:
-        die(error)
+        distributed.die(error)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -152,7 +141,7 @@ def chosen_settings(
         why = f"--zeropp auto: {choice_of(kept)}, as the checkpoint's run"
         choice = choice_of(kept), find_nodes(settings).ranks_per_node, why
     else:
-        with errors_on_all_ranks():
+        with distributed.errors_on_all_ranks():
             vocabulary = find_tokenizer(settings.tokenizer).vocab_size
         choice = choose_recipe(architecture, parse, vocabulary, device)
     words, ranks_per_node, why = choice
@@ -173,23 +162,23 @@ def describe(trainer: Trainer) -> None:
     """Print the model, the ranks, and how both are divided, on rank 0."""
     zeropp, world_size = trainer.zeropp, dist.get_world_size()
     ranks = "ranks" if world_size > 1 else "rank"
-    print_once(
+    distributed.print_once(
         f"{trainer.architecture.name} with {trainer.architecture.num_parameters(trainer.model.config):,} parameters, "
         f"ZeRO stage {trainer.settings.zero.zero_stage} on {world_size} {ranks} ({trainer.device.type}, "
         f"torch {torch.__version__})"
     )
     if world_size > 1:
-        print_once(_SHARDED[trainer.settings.zero.zero_stage])
+        distributed.print_once(_SHARDED[trainer.settings.zero.zero_stage])
     if (recipe := trainer.settings.precision.fp8_recipe) is not None:
-        print_once(describe_float8(trainer.model.layers, recipe, emulate=trainer.device.type == "cpu"))
+        distributed.print_once(describe_float8(trainer.model.layers, recipe, emulate=trainer.device.type == "cpu"))
     if trainer.pipeline is not None:
-        print_once(trainer.pipeline.describe())
+        distributed.print_once(trainer.pipeline.describe())
     if zeropp is not None and world_size > 1:
-        print_once(zeropp.describe())
+        distributed.print_once(zeropp.describe())
         if dist.get_rank() == 0 and (on_two := _describe_two_nodes(trainer, zeropp)) is not None:
             print(on_two, flush=True)
     if (synchronization := trainer.islands.describe()) is not None:
-        print_once(synchronization)
+        distributed.print_once(synchronization)
 
 
 def _describe_two_nodes(trainer: Trainer, zeropp: ZeroPP) -> str | None:
@@ -222,9 +211,9 @@ def _where_interrupted(trainer: Trainer) -> str:
 def _exit_alone_or_together(error: Exception) -> NoReturn:
     """Report an error of this rank. If all ranks have it, rank 0 does, and torchrun ends the others while they wait."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer's handler would not end the wait
-    if is_first_rank():
-        report_error(*messages_of(error))
-        exit_together(EXIT_USER_ERROR, messages_of(error))
+    if distributed.is_first_rank():
+        distributed.report_error(*messages_of(error))
+        distributed.exit_together(EXIT_USER_ERROR, messages_of(error))
     time.sleep(5)
     print(f"error: rank {os.environ['RANK']}: {describe_error(error)}", file=sys.stderr, flush=True)
     sys.exit(EXIT_USER_ERROR)

@@ -145,9 +145,8 @@ def _check_warmup(settings: ResolvedSettings, iterations: int) -> None:
     schedule = Schedule.from_settings(settings.optimizer, settings.schedule, settings.training, batches)
     steps = batches.iterations_to_reach(math.ceil(schedule.warmup_samples))
     if steps > iterations / 4:
-        raise ValueError(
-            f"the learning rate warms up over {steps} of --iterations {iterations}: give a shorter warm-up"
-        )
+        longer = f"the learning rate warms up over {steps} of --iterations {iterations}"
+        raise ValueError(f"{longer}: give a shorter warm-up")
 
 
 def train(architecture: str, flags: list[str]) -> RunHistory:
@@ -184,9 +183,8 @@ def table(outcomes: list[Outcome], noise: float | None, link_gbps: float | None)
         said = f"initial weights that are 0.1 % larger move the first one's loss by {change:.2f} %."
     lines.append(f"Noise: {said}")
     if not torch.cuda.is_available():
-        lines.append(
-            f"{CONTROL}'s bytes are gloo's, which sends gradients twice; over NCCL they are about 3/4 of that."
-        )
+        twice = "bytes are gloo's, which sends gradients twice; over NCCL they are about 3/4 of that."
+        lines.append(f"{CONTROL}'s {twice}")
     return "\n".join(lines)
 
 

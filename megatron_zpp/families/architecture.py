@@ -34,10 +34,7 @@ class BlockActivations:
     modules: Mapping[str, int] = field(default_factory=dict)
 
     def per_tensor_parallel_rank(self, ranks: int, sequence_parallel: bool) -> BlockActivations:
-        """Return what one of ``ranks`` keeps. Without sequence parallelism, all keep the tensors between linear layers:
-
-        about four vectors of the hidden size, the inputs of the block's halves and of linear layers.
-        """
+        """Return what one of ``ranks`` keeps; without sequence parallelism, all keep what is between linear layers."""
         if ranks == 1:
             return self
         whole = 0 if sequence_parallel else self.input

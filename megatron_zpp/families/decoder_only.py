@@ -8,8 +8,8 @@ from typing import Any
 from megatron_zpp.families.architecture import Architecture
 from megatron_zpp.families.decoder_costs import activations, flops_per_token
 from megatron_zpp.families.huggingface import HuggingFaceMapping
-from megatron_zpp.models.decoder import Decoder, DecoderConfig, default_ffn_size
-from megatron_zpp.models.decoder_config import read_pattern
+from megatron_zpp.models.decoder import Decoder
+from megatron_zpp.models.decoder_config import DecoderConfig, default_ffn_size, read_pattern
 from megatron_zpp.models.decoder_flags import DecoderFlags, ExpertFlags
 from megatron_zpp.models.moe import MoEConfig
 from megatron_zpp.parallel.context import apply_context_parallel
@@ -23,10 +23,7 @@ MEGATRON_DEFAULTS = {field.name: field.default for field in dataclasses.fields(D
 
 
 def _flags_of(group: type[DecoderFlags | ExpertFlags]) -> dict[str, str]:
-    """Return {field of the config: its setting}, for fields that hold a flag's value.
-
-    Flags have Megatron's names, so the trainer's settings and Megatron's checkpoints are both read and written by this.
-    """
+    """Return {field of the config: its setting}, for fields that hold a flag's value. Flags have Megatron's names."""
     return {field.name: setting_of(field.metadata.get("name", field.name)) for field in dataclasses.fields(group)}
 
 
@@ -206,10 +203,8 @@ def _check_experts(model: ModelSettings, experts: int, layers: int) -> None:
     numbers = [str(experts)] if per_layer is None else per_layer.split(",")
     are_numbers = all(number.isdecimal() and 1 <= int(number) <= experts for number in numbers)
     require(are_numbers, f"--moe-experts-per-layer {per_layer} must be numbers from 1 to {experts}, as 32,32,64")
-    few = (
-        f"--moe-router-topk {top_k} is more than --num-experts {experts}, or one of --moe-experts-per-layer {per_layer}"
-    )
-    require(top_k <= min(map(int, numbers)), few)
+    few = f"--moe-router-topk {top_k} is more than --num-experts {experts}"
+    require(top_k <= min(map(int, numbers)), f"{few}, or one of --moe-experts-per-layer {per_layer}")
     is_sigmoid, balancing = model.score_function == "sigmoid", model.load_balancing
     for name in _NOT_WITH_SINKHORN:
         is_given = flat_values(model)[name] != all_flags()[name].default

@@ -1,7 +1,4 @@
-"""GPT: Megatron-LM's defaults, which flags change into any other decoder, and its counterpart, transformers' GPT-2.
-
-Defaults are learned positions, LayerNorm, an MLP of 4 * hidden_size with GELU, biases, dropout 0.1, tied embeddings.
-"""
+"""GPT: Megatron-LM's defaults, which flags change into any other decoder, and transformers' GPT-2."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

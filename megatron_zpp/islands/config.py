@@ -14,10 +14,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class IslandConfig:
-    """Islands. Groups of ranks train by themselves, and synchronize every H steps (DiLoCo, arXiv 2311.08105).
-
-    Each field's help explains it. Raises ValueError for values out of bounds, or that do not go together.
-    """
+    """Islands. Groups of ranks train by themselves, and synchronize every H steps (DiLoCo, arXiv 2311.08105)."""
 
     FLAGS: ClassVar[dict[str, str]] = dict(prefix="--island-", resume="noted", tier="experimental")
     sync_interval: int = flag(100, "optimizer steps between two synchronizations (DiLoCo's H)", at_least=1)

@@ -52,10 +52,7 @@ class OuterSync:
         group: dist.ProcessGroup | None = None,
         zeropp: ZeroPP | None = None,
     ) -> None:
-        """Start all islands from the first one's parameters; a group of one rank has none. Collective.
-
-        For a loop that calls ``after_step`` itself. Takes the arguments and raises the errors of ``apply_islands``.
-        """
+        """Start all islands from the first one's parameters; a group of one rank has none. See ``apply_islands``."""
         if group is None or group.size() == 1:
             model = optimizer = zeropp = group = None
         self.num_islands, self.number = (1, 0) if group is None else (group.size(), group.rank())

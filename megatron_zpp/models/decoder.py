@@ -13,21 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from .attention import LatentAttention, SelfAttention, document_attention
-from .decoder_config import DecoderConfig, default_ffn_size
+from .decoder_config import DecoderConfig
 from .layers import OutputLayer, output_logits
 from .mlp import MLP, GatedMLP
 from .moe import MoE, Routed, auxiliary_losses, finish_step, observations
 from .rotary import frequencies, rotary_table, scaled_as_llama3, yarn_magnitude
 from .transformer import ModelOutput, Transformer
 
-__all__ = ["Block", "Decoder", "DecoderConfig", "default_ffn_size"]
-
 
 class Block(nn.Module):
     """Attention and an MLP, each with a norm before it, after it, or both: [B, S, H] -> [B, S, H]."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
-        """layer: number of the block in the whole model, from 0."""
         super().__init__()
         self.window = config.window_of(layer)
         self.has_rope, self.is_local = config.has_rope(layer), config.is_local(layer)
@@ -111,7 +108,11 @@ class Decoder(Transformer):
         config = self.config
         x = tokens if tokens.is_floating_point() else self.embed(tokens, position_ids)
         ids = tokens if labels is None else labels  # [B, S], which hidden states may have a part of
-        tables, documents = self.positions_and_documents(ids, position_ids, cu_seqlens, x.dtype)
+        # For all blocks at once: ``rotary`` by ``Block.is_local``, ``document_attention`` by window.
+        needs_mask = config.changes_scores or (self.training and config.attention_dropout > 0)
+        locals_, windows = {block.is_local for block in self.blocks}, {block.window for block in self.blocks}
+        tables = {is_local: self.rotary(ids, position_ids, x.dtype, is_local) for is_local in locals_}
+        documents = {size: self.document_attention(cu_seqlens, ids, x.dtype, needs_mask, size) for size in windows}
         routed_layers: list[Routed] = []
         for block in self.blocks:
             cos, sin = tables[block.is_local] if block.has_rope else (None, None)
@@ -153,17 +154,6 @@ class Decoder(Transformer):
                 position_ids = torch.arange(length, device=tokens.device).unsqueeze(0)  # [1, S]
             x = x + self.position_embeddings(position_ids)
         return self.dropout(x)
-
-    def positions_and_documents(
-        self, ids: Tensor, position_ids: Tensor | None, cu_seqlens: Tensor | None, dtype: torch.dtype
-    ) -> tuple[dict[bool, tuple[Tensor | None, Tensor | None]], dict[int | None, Tensor | None]]:
-        """Compute for all blocks at once: ``rotary`` by ``Block.is_local``, ``document_attention`` by window."""
-        needs_mask = self.config.changes_scores or (self.training and self.config.attention_dropout > 0)
-        locals_, windows = {block.is_local for block in self.blocks}, {block.window for block in self.blocks}
-        return (
-            {is_local: self.rotary(ids, position_ids, dtype, is_local) for is_local in locals_},
-            {window: self.document_attention(cu_seqlens, ids, dtype, needs_mask, window) for window in windows},
-        )
 
     def rotary(
         self, ids: Tensor, position_ids: Tensor | None, dtype: torch.dtype, is_local: bool = False

@@ -47,9 +47,8 @@ class DecoderConfig(DecoderFlags):
         if self.position_embedding_type == "learned_absolute" and self.max_position_embeddings is None:
             raise ValueError("learned positions need max_position_embeddings")
         if len(self.experts_of_layers) != len(self.layers_with_experts):
-            raise ValueError(
-                f"moe_experts_per_layer needs {len(self.layers_with_experts)} numbers, one for each block with some"
-            )
+            number = len(self.layers_with_experts)
+            raise ValueError(f"moe_experts_per_layer needs {number} numbers, one for each block with some")
         if self.moe is not None and self.moe.load_balancing.startswith("all_") and len(set(self.experts_of_layers)) > 1:
             raise ValueError("load_balancing all_layers_aux_loss needs as many experts in every layer")
         for num_experts in self.experts_of_layers:

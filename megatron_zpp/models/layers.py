@@ -12,9 +12,8 @@ def head_size(hidden_size: int, num_heads: int, num_query_groups: int, kv_channe
     if num_heads % num_query_groups:
         raise ValueError(f"num_attention_heads {num_heads} is not divisible by num_query_groups {num_query_groups}")
     if kv_channels is None and hidden_size % num_heads:
-        raise ValueError(
-            f"hidden_size {hidden_size} is not divisible by num_attention_heads {num_heads}: set kv_channels"
-        )
+        uneven = f"hidden_size {hidden_size} is not divisible by num_attention_heads {num_heads}"
+        raise ValueError(f"{uneven}: set kv_channels")
     return kv_channels or hidden_size // num_heads
 
 

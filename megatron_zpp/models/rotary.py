@@ -28,10 +28,7 @@ def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
 
 
 def rotary_table(frequency: Tensor, length: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [S, 1, dim / 2], fp32, of the angles position * ``frequency``.
-
-    ``positions`` int [B, S] instead of 0 to S - 1 make these [B, S, 1, dim / 2].
-    """
+    """Cosine and sine of position * ``frequency``, [S, 1, dim / 2], or of ``positions`` [B, S]: [B, S, 1, dim / 2]."""
     if positions is None:
         positions = torch.arange(length, device=frequency.device)
     angle = positions.float().unsqueeze(-1) * frequency  # [..., S, dim / 2]

@@ -127,10 +127,7 @@ class BatchSchedule:
 
 
 def read_steps(schedule: Sequence[str], seq_length: int) -> list[tuple[int, int]]:
-    """Read ``--step-batch-size-schedule``, as "0:384 200B:768", where numbers before a colon are tokens.
-
-    Returns ``(consumed samples, batch size)`` in order. Raises ValueError for what is no schedule.
-    """
+    """Read "0:384 200B:768", tokens and batch sizes, as (samples, batch size) in order. Raises ValueError."""
     steps, unit = list[tuple[int, int]](), {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
     for step in " ".join(schedule).replace(",", " ").split():
         match = re.fullmatch(r"([0-9]+\.?[0-9]*)([KMBT]?):([1-9][0-9]*)", step.upper())

@@ -100,10 +100,7 @@ def keep_stage(model: Transformer, modules: StageModules, placement: Placement, 
 
 
 def join_stages(model: Transformer, stages: Mapping[int, Transformer]) -> Transformer:
-    """Turn ``model``, another one of the kind, into a view of a rank's stages that shares their parameters.
-
-    It has the parameters' names in the whole model; it cannot run.
-    """
+    """Turn ``model``, another of the kind, into a view of a rank's stages, with their parameters; it cannot run."""
     for layer in [*model.layers._modules]:
         delattr(model.layers, layer)
     for name in [name for name in model._modules if name != "layers"]:

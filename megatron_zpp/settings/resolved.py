@@ -1,7 +1,4 @@
-"""Settings as ``parse_settings`` returns them: checked, completed, and with a value for all that every run needs.
-
-These classes are for readers and type checkers alone: ``parse_settings`` returns a ``Settings``.
-"""
+"""Settings as ``parse_settings`` completes them, for readers and type checkers: what it returns is a ``Settings``."""
 
 from megatron_zpp.settings.groups import ModelSettings, Settings, TokenizerSettings, TrainingSettings
 

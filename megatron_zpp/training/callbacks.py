@@ -107,10 +107,7 @@ class WeightPublisher(Callback):
     """Publishes weights for other processes (``--publish``)."""
 
     def __init__(self, trainer: Trainer, folder: str, reporter: Reporter) -> None:
-        """Publish what the run begins with, and what a reader needs to build the model. Collective.
-
-        Raises PublishError on all ranks if another run publishes there, or a new run cannot write there.
-        """
+        """Publish what the run begins with. Collective. Raises PublishError if another run publishes there."""
         checkpoint, settings = trainer.settings.checkpoint, trainer.settings.as_flat_dict()
 
         @functools.cache  # a copy that failed is tried again

@@ -23,10 +23,7 @@ def check_profile(settings: ResolvedSettings) -> str | None:
 
 
 class StepProfile(Callback):
-    """Profiles the steps and ranks that flags ask for; on other ranks it does nothing.
-
-    In a profile, what is sent between and within nodes has a name, such as "gather between nodes: layers.3".
-    """
+    """Profiles the steps and ranks that flags ask for, and names what is sent: "gather between nodes: layers.3"."""
 
     def __init__(self, trainer: Trainer) -> None:
         settings = trainer.settings.logging

@@ -34,8 +34,8 @@ def dry_run(monkeypatch, capsys, tmp_path):
         return 0, *capsys.readouterr()
 
     monkeypatch.chdir(tmp_path)
-    for started in ("start_local_ranks", "init_distributed", "build_trainer"):
-        monkeypatch.setattr(pretrain, started, must_not_start)
+    for started in ("start_local_ranks", "distributed.init_distributed", "build_trainer"):
+        monkeypatch.setattr(f"megatron_zpp.commands.pretrain.{started}", must_not_start)
     return run
 
 

@@ -70,9 +70,8 @@ def import_(args: argparse.Namespace) -> str:
     rows = max(found_rows, default=0)
     if rows >= tokenizer.vocab_size + multiple * size(saved.args, "tensor_model_parallel_size", 1):
         ids = f"{rows:,} rows of the vocabulary for the {tokenizer.vocab_size:,} ids of the tokenizer"
-        text += (
-            f"\nnote: the checkpoint has {ids}, and {config.vocab_size:,} were kept: is this the run's own tokenizer?"
-        )
+        kept = f"{config.vocab_size:,} were kept: is this the run's own tokenizer?"
+        text += f"\nnote: the checkpoint has {ids}, and {kept}"
     return text
 
 

@@ -7,12 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.data.text.description import (
-    SAMPLE_TEXTS,
-    check_same_tokenizer,
-    describe_tokenizer,
-    format_description,
-)
+from megatron_zpp.data.text import description
 from megatron_zpp.data.text.tik_tokenizer import TikTokenizer
 from megatron_zpp.data.text.tokenizers import (
     TOKENIZER_FLAGS,
@@ -40,11 +35,11 @@ def build(settings: Mapping[str, Any]) -> Tokenizer:
 def build_kept(settings: Mapping[str, Any], checkpoint: Path, meta: Mapping[str, Any]) -> Tokenizer:
     """Build the tokenizer of a checkpoint's ``settings``. Raises ValueError if it is not the one trained with."""
     tokenizer = build(settings)
-    here = describe_tokenizer(settings["tokenizer_type"], tokenizer)
+    here = description.describe_tokenizer(settings["tokenizer_type"], tokenizer)
     if "tokenizer" not in meta and (here["prefix"] or here["suffix"]):
-        assumed = f"{checkpoint} does not say how its texts were tokenized; assuming {format_description(here)}"
-        print(f"note: {assumed}", file=sys.stderr)
-    check_same_tokenizer(str(checkpoint), meta.get("tokenizer"), here)
+        assumed = description.format_description(here)
+        print(f"note: {checkpoint} does not say how its texts were tokenized; assuming {assumed}", file=sys.stderr)
+    description.check_same_tokenizer(str(checkpoint), meta.get("tokenizer"), here)
     return tokenizer
 
 
@@ -84,7 +79,7 @@ def _check(tokenizer: Tokenizer, kind: str, folder: Path) -> dict[str, int]:
     theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     draw = random.Random(0)
     ids = [[draw.randrange(tokenizer.vocab_size) for _ in range(20)] for _ in range(200)]
-    for text in (*SAMPLE_TEXTS, *map(tokenizer.detokenize, ids)):
+    for text in (*description.SAMPLE_TEXTS, *map(tokenizer.detokenize, ids)):
         if any(token in text for token in theirs.all_special_tokens):
             continue  # transformers reads it as the token; ours may read it as text
         expected, got = tokenizer.tokenize(text), theirs(text)["input_ids"]

@@ -13,8 +13,7 @@ from megatron_zpp.checkpoint.meta import Counters, config_from_json
 from megatron_zpp.families import GPT, LLAMA, Architecture
 from megatron_zpp.families.decoder_only import EXPERT_FLAGS, FLAGS, NORMALIZATIONS
 from megatron_zpp.families.huggingface import require_fields
-from megatron_zpp.models.decoder import DecoderConfig, default_ffn_size
-from megatron_zpp.models.decoder_config import read_pattern
+from megatron_zpp.models.decoder_config import DecoderConfig, default_ffn_size, read_pattern
 from megatron_zpp.models.moe import MoEConfig
 
 from .pickles import NAMES, StandIn
@@ -92,10 +91,7 @@ _DEEPSPEED_POSITIONS: dict[Any, str] = {  # members of its enumeration, and thei
 
 
 def config_of(args: Args, vocab_size: int, names: Collection[str] = ()) -> DecoderConfig:
-    """Build the config that these flags describe. Raises CheckpointError that names every unsupported flag.
-
-    names: of parameters, which say whether routers have biases.
-    """
+    """Build the config of these flags. Raises CheckpointError that names unsupported ones. names: of parameters."""
     wrong = [
         f"{name} is {_plain(args[name])!r}"
         for name, values in _OURS.items()
