@@ -116,7 +116,7 @@ class ZeroPP:
 
     def set_is_last_micro_batch(self, is_last: bool) -> None:
         """Mark whether the next backward pass is the last of this step; quantized gradients cross nodes only there."""
-        for module in self._model.modules():  # as the root does for those below it once a pass has begun
+        for module in self._model.modules():  # FSDP2's root hands its flag on only once a first pass has begun
             if isinstance(module, FSDPModule):
                 module.set_is_last_backward(is_last)
 

@@ -19,8 +19,6 @@ SUPPORTED_BITS = (1, 2, 3, 4, 6, 8)
 MOVED_BITS = (4, 6, 8)  # widths of codes that can be sent as moves
 SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUNDINGS = ("nearest", "stochastic")
-
-
 QUANTIZED = "zero_quantized_weights zero_quantized_gradients zeropp_secondary_dtype=int8 zeropp_frozen_dtype"
 _main_flag = functools.partial(flag, tier="stable", first="Memory and links")
 _qwz_flag = functools.partial(flag, needs="quantized_weights")
@@ -58,7 +56,7 @@ class LoCoConfig:
     hops: str = flag("inter", "hops that LoCo corrects: between nodes, or both", choices=("inter", "both"))
     error_dtype: str = flag("int8", "how LoCo keeps its error", choices=("int8", "bf16", "fp32"))
     # Also keep the error from before each step, for ``undo_step`` to restore. Without this second copy an undone step
-    # leaves no error at all. The trainer sets it where steps with finite gradients are undone.
+    # leaves no error at all. A trainer sets it where it undoes steps with finite gradients.
     exact_undo: bool = True
     FLAGS: ClassVar[dict[str, str]] = dict(prefix="--zeropp-loco-", resume="noted", settles="wire", tier="advanced")
 

@@ -1,10 +1,10 @@
 """Parts of a unit, and the wire format of every hop of its weights and gradients: of a run, and of its estimate.
 
-hop                                  format
-weights to other nodes, or to all    ``weights``; where copies are there, how their codes moved (wire/moves.py)
-weights within a node                ``weights_within_node``
-gradients within a node              ``gradients_within_node``
-gradients between nodes              ``gradients_between_nodes``
+hop                                  format, by default                              and its function
+weights to other nodes, or to all    int8 with qwZ, or how codes moved (wire/moves.py)  ``weights``
+weights within a node                unquantized                                     ``weights_within_node``
+gradients within a node              int8                                            ``gradients_within_node``
+gradients between nodes              int4, with LoCo's error added                   ``gradients_between_nodes``
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from ..wire.layout import ParameterShard, WireLayout
 
 # Bits that a moved code took, by its width, over all steps of a run: docs/evidence/experiments.md, E12. None: bf16's.
 MOVED_BITS_PER_CODE = {8: 0.88, 6: 0.36, 4: 0.15, None: 5.6}
-
 
 Layouts = tuple[WireLayout, WireLayout] | None  # a unit's, and its part's; None = numbers
 

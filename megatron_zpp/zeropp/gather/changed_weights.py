@@ -4,7 +4,8 @@ A rank has what it sent of each unit: its own row among the copies that gathers 
 
 - what an optimizer step trained since then is sent, and nobody asks whether it moved;
 - all else is encoded again and compared with that row: frozen parameters at every step, all parameters in passes that
-  follow no step. One small all-reduce lets a difference on one rank count on all, and the host waits for it.
+  follow no step, as an evaluation's. (It sends what changed, so the step after it compares and sends none.) One small
+  all-reduce lets a difference on one rank count on all, and the host waits for it.
 
 Further micro-batches of a step begin nothing. ``unshard()`` by hand begins for its unit alone.
 """

@@ -40,7 +40,8 @@ class UnitReduceScatter(UnitCollective):
 
     The last one returns zeros too: its gradients are in flight between nodes while the backward pass goes on, and are
     added to ``.grad`` in fp32 when it is over, before ``backward()`` returns. Where they are needed before that, as by
-    an optimizer in the backward pass, FSDP2 gets them at once, in its ``reduce_dtype``.
+    an optimizer in the backward pass, FSDP2 gets them at once, in its ``reduce_dtype``. LoCo corrects the hop between
+    nodes, or with ``hops="both"`` each hop (loco.py).
     """
 
     def __init__(self, unit: FSDPUnit, shared: Shared, find_unused_in: Sequence[FSDPUnit] = ()) -> None:
