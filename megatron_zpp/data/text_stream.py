@@ -69,18 +69,15 @@ class TextStream:
     def _samples(self, blocks: Iterator[tuple[Any, NDArray[np.int64]]]) -> Iterator[NDArray[np.int64]]:
         """Cut blocks of tokens into samples [L + 1], each of which begins with the last token of the one before."""
         length, num_samples, at = self.options.seq_length, self.start["samples"], self.start["skip"]
-        tokens, held = np.empty(0, np.int64), list[tuple[Any, int]]()  # per block: the state before it, and its tokens
+        tokens = np.empty(0, np.int64)  # not read, from ``at`` on
         for state, ids in blocks:
-            tokens = np.concatenate([tokens, ids])
-            held.append((state, len(ids)))
+            begin, tokens = len(tokens), np.concatenate([tokens, ids])
             while at + length < len(tokens):
-                sample = tokens[at : at + length + 1]
-                at, num_samples = at + length, num_samples + 1
-                while len(held) > 1 and at >= held[0][1]:  # the next sample takes nothing of this block
-                    _, size = held.pop(0)
-                    at, tokens = at - size, tokens[size:]
-                self.position = {"samples": num_samples, "state": held[0][0], "skip": at}
+                sample, at, num_samples = tokens[at : at + length + 1], at + length, num_samples + 1
+                # A sample ends in this block, or it would have been read before.
+                self.position = {"samples": num_samples, "state": state, "skip": at - begin}
                 yield sample
+            tokens, at = tokens[at:], 0
 
     def _blocks(self, rank: int, num_ranks: int) -> Iterator[tuple[Any, list[str]]]:
         """Yield documents of a rank from ``start`` on, epoch after epoch, behind the dataset's state before them."""

@@ -41,8 +41,8 @@ def write(folder, texts, column="text", files=3):
     return str(folder)
 
 
-def open_stream(*words, notes=None, split=None):
-    options = SampleOptions(seq_length=128, seed=1, eod=256)
+def open_stream(*words, notes=None, split=None, length=128):
+    options = SampleOptions(seq_length=length, seed=1, eod=256)
     flags = SimpleNamespace(hf_dataset=words, split=split)
     note = [].append if notes is None else notes.append
     return STREAM.open(DataRequest(flags, options, (9, 9, 0), ByteTokenizer(), {}, no_progress, note))
@@ -57,9 +57,10 @@ def test_any_number_of_workers_reads_the_same_and_goes_on_from_any_sample(tmp_pa
     folder = write(tmp_path / "texts", TEXTS)
     read_by = [[*islice(read(open_stream(folder).train, workers=workers), 200)] for workers in (0, 1, 2, 4)]
     assert read_by[0] == read_by[1] == read_by[2] == read_by[3]
-    for split, ranks in (("train", 2), ("valid", 3)):  # files are divided among 3 ranks, documents among 2
+    # Files are divided among 3 ranks, documents among 2. The longer samples take more than one call of a worker.
+    for split, ranks, length in (("train", 2, 20_000), ("valid", 3, 128)):
         notes: list[str] = []
-        stream = getattr(open_stream(folder, notes=notes), split)
+        stream = getattr(open_stream(folder, notes=notes, length=length), split)
         batches, seen = [], []
         for batch in islice(read(stream, 1, ranks), 150):
             batches.append(batch)
@@ -67,7 +68,7 @@ def test_any_number_of_workers_reads_the_same_and_goes_on_from_any_sample(tmp_pa
         assert split == "train" or "rank 1 begins epoch 2 of the valid documents" in notes[0]
         for at in range(0, 140, 23):
             for skipped in (0, 2):  # by an evaluation that was cut short
-                again = getattr(open_stream(folder), split)
+                again = getattr(open_stream(folder, length=length), split)
                 again.begin_at(seen[at])
                 first = at + 1 + skipped
                 assert [*islice(read(again, 1, ranks, 1, first * 2 * ranks), 5)] == batches[first : first + 5]
