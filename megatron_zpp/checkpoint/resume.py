@@ -81,12 +81,18 @@ def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
 
 
 def recipe_to_keep(settings: CheckpointSettings) -> Mapping[str, Any] | None:
-    """Return the settings of the run that ``--load`` goes on with; None if it had no recipe. Collective."""
+    """Return the settings of the run that ``--load`` goes on with; None if it had no recipe. Collective.
+
+    On as many ranks these are all its settings. On others only the recipe stays: a stage or a place may not fit there.
+    """
     if settings.load is None or settings.finetune:
         return None
     paths = _paths_to_load(settings)
     with errors_on_all_ranks():
-        found = read_meta(paths[0])["settings"] if paths else {}
+        meta = read_meta(paths[0]) if paths else {"settings": {}, "world_size": 0}
+    found = meta["settings"]
+    if meta["world_size"] != dist.get_world_size():
+        found = {"zeropp": found.get("zeropp")}
     return found if found.get("zeropp") in RECIPES else None
 
 

@@ -138,14 +138,14 @@ def chosen_settings(
 
     kept = recipe_to_keep(settings.checkpoint)
     if kept is not None:
-        why = f"--zeropp auto: {choice_of(kept)}, as the checkpoint's run"
-        choice = choice_of(kept), find_nodes(settings).ranks_per_node, why
+        choice = choice_of(kept), find_nodes(settings).ranks_per_node, ""
     else:
         with distributed.errors_on_all_ranks():
             vocabulary = find_tokenizer(settings.tokenizer).vocab_size
         choice = choose_recipe(architecture, parse, vocabulary, device)
     words, ranks_per_node, why = choice
     settings = parse(words, ranks_per_node)
+    why = why or f"--zeropp auto: {choice_of(settings.as_flat_dict())}, as the checkpoint's run"
     return settings, f"{why}\n  {stands_for(settings)}"
 
 

@@ -92,13 +92,19 @@ def predict_recipes(
             if way == WAYS[0]:  # zero3 has no copies
                 refused[f"{recipe} {way}"] = str(error).splitlines()[0]
             continue
-        name = choice_of(settings.as_flat_dict())  # a command's own flags win
+        name = choice_of(settings.as_flat_dict())  # a command's own flags win, so two ways may be one
+        if name in times or name in refused:
+            continue
         if (loses := lost_under_muon(settings)) is not None:
             refused[name] = loses
             continue
         nbytes = needs.memory + (sum(needs.largest.host.values()) if clusters[0].gpu == "CPU" else 0)  # one memory
+        in_host, host_gb = clusters[0].gpus_per_node * sum(needs.largest.host.values()), clusters[0].host_gb
         if not is_plain and nbytes > USABLE * clusters[0].memory_gb * 1e9:
             refused[name] = f"needs {nbytes / 1e9:.3g} GB of {clusters[0].memory_gb:.3g}"
+            continue
+        if host_gb and in_host > USABLE * host_gb * 1e9:
+            refused[name] = f"needs {in_host / 1e9:.3g} GB of the {host_gb:.3g} of a node's host"
             continue
         first, second = (predict(cluster, needs).time for cluster in clusters)
         times[name] = first, second

@@ -87,7 +87,7 @@ def _field(help: str, default: Any = dataclasses.MISSING, **more: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": help}, **more)
 
 
-MAY_BE_ZERO = ("layer_gbytes", "site_gbits", "dollars_per_gpu_hour")
+MAY_BE_ZERO = ("layer_gbytes", "site_gbits", "dollars_per_gpu_hour", "host_gb")
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,7 @@ class Cluster:
     site_gbits: float = _field("of several sites: Gbit/s that leave one, all its links together", 0.0)
     site_microseconds: float = _field("microseconds that a hop between sites adds", LATENCY_BETWEEN)
     host_gbytes: float = _field("GB/s that a GPU reads from host memory; default as PCIe 4", LINK_SHARE * 32)
+    host_gb: float = _field("GB of a node's host memory; 0: not known, and not checked", 0.0)
     dollars_per_gpu_hour: float = _field("price, for cost per token; 0: not known", 0.0)
     collective_seconds: Mapping[str, Curve] = _field(
         "measured by kind, nodes x ranks, and bytes of a piece; links may be slower", default_factory=dict

@@ -76,10 +76,11 @@ def measure_cluster(ranks_per_node: int | None, options: Options, say: Callable[
     within, between = links["within_gbytes"], links["between_gbits"]
     say(f"within a node: {within:.4g} GB/s a rank, {links['within_microseconds']:.4g} microseconds a hop")
     say(f"between nodes: {between:.4g} Gbit/s out of a node, {links['between_microseconds']:.4g} microseconds a hop")
+    host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type == "cuda":
         name, memory = torch.cuda.get_device_name(device), float(torch.cuda.get_device_properties(device).total_memory)
     else:
-        name, memory = "CPU", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks_per_node
+        name, memory = "CPU", host_bytes / ranks_per_node
     fastest = max(products, attended) / 1e12
     peak = max(peak_tflops(name) or fastest, fastest)
     cluster = Cluster(
@@ -91,6 +92,7 @@ def measure_cluster(ranks_per_node: int | None, options: Options, say: Callable[
         attention_efficiency=attended / 1e12 / peak,
         memory_gb=memory / 1e9,
         kernel_gbytes=kernels / 1e9,
+        host_gb=host_bytes / 1e9,
         ring_passes=2 if dist.get_backend() == "gloo" else 1,
         **links,
     )

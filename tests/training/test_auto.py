@@ -53,8 +53,8 @@ def test_recipes_that_do_not_fit_or_lose_are_left_out_and_zero3_never():
 
     cluster = default_cluster(2, 8, "H100", 100)
 
-    def refused_with(memory_gb: float) -> dict[str, str]:
-        clusters = (replace(cluster, memory_gb=memory_gb),) * 2
+    def refused_with(memory_gb: float, host_gb: float = 0.0) -> dict[str, str]:
+        clusters = (replace(cluster, memory_gb=memory_gb, host_gb=host_gb),) * 2
         times, refused = predict_recipes(clusters, LLAMA, parse, 128256)
         assert times.keys() | refused.keys() == every and not times.keys() & refused.keys()
         return refused
@@ -65,6 +65,7 @@ def test_recipes_that_do_not_fit_or_lose_are_left_out_and_zero3_never():
     assert all("GB of 1" in why for why in refused_with(1.0).values())
     tight = refused_with(65.9)  # int8's copy fits in host memory alone
     assert {f"int8 {way}" for way in WAYS} - tight.keys() == {f"int8 {WAYS[2]}"}
+    assert refused_with(65.9, host_gb=9.0)[f"int8 {WAYS[2]}"].endswith("of the 9 of a node's host")
     optimizer = "muon"
     assert refused_with(1000.0).keys() == {
         name for name in every if RECIPES[name.split()[0]].fields.get("gradient_bits") == 1

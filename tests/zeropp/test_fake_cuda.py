@@ -229,7 +229,9 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("name", ["moved codes", pytest.param("moved bits", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["moved codes", pytest.param("moved bits", marks=pytest.mark.long), "copies in host memory"]
+)
 def test_a_step_of_moved_weights_waits_for_their_sizes_alone(name):
     """kernels.md and what-is-sent.md say so: a wait in each operator would be some hundred a step, of Llama-8B."""
     (step,) = run_ranks(1, third_step, MOVES[name], 2, WIDTH // 8)

@@ -39,7 +39,7 @@ class Exchange:
     is_straight: bool = False  # no ring
     encoded: int = 0  # bytes that kernels read and write before it
     decoded: int = 0  # after it
-    from_host: int = 0  # bytes that a rank reads from host memory before it
+    through_host: int = 0  # bytes that a rank reads from host memory before it, or writes there after it
     per_step: int = 1  # how often it runs in a step
 
     @property
@@ -86,15 +86,16 @@ def unit_exchanges(
     if formats.has_secondary_partition:
         moved = formats.bytes_between_nodes(part, weights)
         encoded = weights.itemsize * numel + moved
-        weights_between = Exchange(between_nodes, moved, encoded=encoded, decoded=nodes * encoded)
+        # Each gather reads a copy in host memory, and what arrived is written back once per step.
+        in_host = unit.copy_bytes(config, weights) if config.weight_copies == "host" else 0
+        weights_between = Exchange(between_nodes, moved, encoded=encoded, decoded=nodes * encoded, through_host=in_host)
         wire = formats.weights_within_node(part, weights)
         nbytes = nodes * (wire.nbytes if wire is not None else gather.nbytes)
         decoded = 0
         if config.weight_intra_bits is not None or formats.keeps_wires:
             # Read each wire of the node's ranks, write every element of the unit.
             decoded = per_node * nbytes + weights.itemsize * unit.gathered_numel
-        in_host = unit.copy_bytes(config, weights) if config.weight_copies == "host" else 0
-        gather = Exchange(within_node, nbytes, decoded=decoded, from_host=in_host)
+        gather = Exchange(within_node, nbytes, decoded=decoded, through_host=in_host)
         if config.weight_copies == "card":  # gathers decode, and send nothing
             passed_on = Exchange(within_node, nodes * moved, decoded=(per_node - 1) * weights_between.decoded)
             gather = replace(gather, group=RankGroup(1, 1))

@@ -300,10 +300,11 @@ class UnitAllGather(UnitCollective):
             self._receive()
             flag = None if self.unit.has_trained else self.differs_from_sent()
             is_current = not self.unit.has_trained and (flag is None or not flag)
+            row = self._own_row() if self.formats.sends_moves else None
         state = {"versions": torch.tensor(self.versions), "is_current": torch.tensor(is_current)}
         if self.formats.sends_moves:
             # This rank's row of codes, with the scales that are kept; the other rows are gathered again.
-            row, dtype = self._own_row(), self._kept_as[0] if self._kept_as else self.unit.gathered_dtype
+            dtype = self._kept_as[0] if self._kept_as else self.unit.gathered_dtype
             row = self._loaded_row if row is None else row
             nbytes = self.formats.weights(self.unit.whole, dtype).nbytes
             saved = row.clone() if row is not None else torch.zeros(nbytes, dtype=torch.uint8, device=self.unit.device)
