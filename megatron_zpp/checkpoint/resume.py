@@ -89,11 +89,10 @@ def recipe_to_keep(settings: CheckpointSettings) -> Mapping[str, Any] | None:
         return None
     paths = _paths_to_load(settings)
     with errors_on_all_ranks():
-        meta = read_meta(paths[0]) if paths else {"settings": {}, "world_size": 0}
-    found = meta["settings"]
-    if meta["world_size"] != dist.get_world_size():
-        found = {"zeropp": found.get("zeropp")}
-    return found if found.get("zeropp") in RECIPES else None
+        meta = read_meta(paths[0]) if paths else None
+    if meta is None or (recipe := meta["settings"].get("zeropp")) not in RECIPES:
+        return None
+    return meta["settings"] if meta["world_size"] == dist.get_world_size() else {"zeropp": recipe}
 
 
 def _paths_to_load(settings: CheckpointSettings) -> list[Path]:
