@@ -47,6 +47,8 @@ def as_path(text: str | os.PathLike[str]) -> Path:
     """Return the Path of a local name, and the ``BucketPath`` of a URL. Raises ValueError for one that is unknown."""
     if not is_url(name := os.fspath(text)):
         return Path(text)
+    if re.match("(file|local):", name, re.IGNORECASE):
+        raise ValueError("must be a path on this machine without file://, or a bucket's URL")
     import fsspec  # takes 50 ms
 
     try:
@@ -73,7 +75,9 @@ class BucketPath(PurePosixPath):
         import fsspec
 
         try:
-            yield fsspec.url_to_fs(str(self), use_listings_cache=False)
+            # Stores like S3 may refuse pieces of different sizes.
+            pieces = {"fixed_upload_size": True} if str(self).startswith("s3") else {}
+            yield fsspec.url_to_fs(str(self), use_listings_cache=False, **pieces)
         except ValueError:
             raise
         except FileNotFoundError as error:
@@ -118,7 +122,7 @@ class BucketPath(PurePosixPath):
 
     @contextmanager
     def open(self, mode: str = "rb") -> Iterator[BinaryIO]:
-        """Open for reading or for writing in pieces of 64 MiB, which are uploaded while the caller writes on."""
+        """Open for reading, or for writing in pieces of 64 MiB; a write that ends a piece waits for its upload."""
         with self._requests("read" if mode == "rb" else "write") as (system, name):
             file = system.open(name, mode, block_size=2**23 if mode == "rb" else 2**26)
             try:

@@ -51,7 +51,7 @@ _SETTINGS: _Kinds = {  # that are used, not only compared
     (str, NoneType): "tokenizer_type tokenizer_model vocab_file merge_file",
 }
 _LOSS_SCALER: _Kinds = {(int, float): "scale", (int,): "clean_steps tolerance"}
-_MAX_DEPTH = 10
+_MAX_DEPTH = 20
 _MAX_LAYERS = 10_000  # a module is built for each
 
 

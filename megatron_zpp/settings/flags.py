@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megatron_zpp.fields import Bounds
-from megatron_zpp.files import as_path
+from megatron_zpp.files import as_path, is_url
 
 # Default upper bounds: what 32-bit integers and fp32 hold.
 _LARGEST: dict[type, float] = {int: 2**31 - 1, float: 3.4e38}
@@ -79,6 +79,8 @@ class Flag:
         if self.metavar in PATHS and re.match(r"[a-z][a-z\d+.-]*:/", str(value), re.IGNORECASE):  # Path makes // a /
             if "URL" not in self.metavar:
                 raise ValueError("must be a path on this machine (docs/how-to/buckets.md says how to mount a bucket)")
+            if not is_url(str(value)):
+                raise ValueError("must be a path or a URL, and a URL has two slashes, as s3://bucket/run")
             as_path(value)
         if self.value_type in _LARGEST and not (self.zero_is_none and value == 0):
             self.bounds.check(value)

@@ -45,7 +45,7 @@ def build_callbacks(trainer: Trainer, reporter: Reporter, checkpoints: Checkpoin
 
 
 class CheckpointManager(Callback):
-    """Saves in the folder of ``--save``; without one it does nothing. All methods are collective."""
+    """Saves in the folder of ``--save``; without one it does nothing. Saves and ``on_end`` are collective."""
 
     def __init__(self, trainer: Trainer, reporter: Reporter) -> None:
         self._trainer, self._reporter, settings = trainer, reporter, trainer.settings
@@ -60,7 +60,7 @@ class CheckpointManager(Callback):
             self._saver.poll()
 
     def on_save(self) -> None:
-        """Begin to save the run; training may go on."""
+        """Begin to save the run; training may go on, and ranks agree in another thread."""
         if self._saver is not None:
             trainer, with_optimizer = self._trainer, not self._trainer.settings.checkpoint.no_save_optim
             with self._reporter.paused(), progress("saving checkpoint"):

@@ -113,11 +113,12 @@ def check_same_data_on_all_ranks(datasets: Datasets) -> None:
 
 def resume_streams(datasets: Datasets, meta: Mapping[str, Any], counters: Counters, mesh: Mesh) -> None:
     """Go on in streams of text where ``meta`` says; at their start where it is empty. Raises ValueError."""
-    saved = dict(meta.get("streams") or [])  # {data-parallel rank: {split: position}}
+    # {data-parallel rank: {split: position}}. A run that only evaluates may have other text, and begins at its start.
+    saved = dict(meta.get("streams") or []) if datasets.train is not None else {}
     for split, read in (("train", counters.consumed_train_samples), ("valid", counters.consumed_valid_samples)):
         if not isinstance(stream := getattr(datasets, split), TextStream):
             continue
-        if meta and len(saved) != mesh.dp_size:
+        if meta and datasets.train is not None and len(saved) != mesh.dp_size:
             divided = f"the text was divided among {len(saved)} data-parallel ranks, and is now among {mesh.dp_size}"
             raise ValueError(f"{divided}: give the same number, or --override-data, which reads it from its start")
         start = {"samples": read // mesh.dp_size, "state": None, "skip": 0}
