@@ -36,7 +36,7 @@ release: $(READY)  ## build the source archive and a wheel in dist/, and train R
 	rm -rf dist
 	$(VENV)/bin/python setup.py --quiet sdist --dist-dir dist
 	$(VENV)/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist dist/*.tar.gz
-	$(VENV)/bin/python -m pytest -n 0 -m release tests/test_package.py
+	$(VENV)/bin/python -m pytest -n 0 -m release -o faulthandler_timeout=900 tests/test_package.py
 
 # What an extra names, alone: with its package that would be built again.
 INSTALL_EXTRA = $(VENV)/bin/python -m pip install --quiet -c constraints.txt $$($(VENV)/bin/python -c 'import tomllib; \
