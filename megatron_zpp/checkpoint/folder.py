@@ -104,7 +104,7 @@ def candidates(folder: str) -> list[Path]:
     """List what a run may resume from, damaged ones too, newest first, up to the one that the text file names."""
     try:
         latest = _latest_iteration(as_path(folder))
-    except (CheckpointError, OSError):
+    except CheckpointError:
         latest = None
     paths = [path for path in _checkpoints(folder) if latest is None or iteration_of(path) <= latest]
     return sorted(paths, key=iteration_of, reverse=True)

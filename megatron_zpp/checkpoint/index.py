@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 
 from megatron_zpp.errors import describe_error
+from megatron_zpp.files import RequestError
 from megatron_zpp.publish.files import DTYPES, NAMES
 
 from .files import CheckpointError, digest, parse_json
@@ -185,7 +186,7 @@ def _overlap(rows: Rows, dims: int) -> bool:
 
 
 def read_index(checkpoint: Path, meta: Mapping[str, Any], ranks: Collection[str] | None = None) -> Index:
-    """Read and check the index. ``meta``: from ``read_meta``. Raises CheckpointError.
+    """Read and check the index. ``meta``: from ``read_meta``. Raises CheckpointError, RequestError.
 
     ranks: a rank that loads names those whose own tensors it needs. It skips the lines of others, and checks only what
     it reads later; rank 0 has checked the whole, in ``problems``. None: the whole.
@@ -204,6 +205,8 @@ def read_index(checkpoint: Path, meta: Mapping[str, Any], ranks: Collection[str]
         if ranks is None:
             index.check()
         return index
+    except RequestError:
+        raise
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{checkpoint / INDEX} is damaged ({describe_error(error)}): {REMEDY}") from error
 

@@ -56,7 +56,8 @@ def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
     with progress("verifying the checkpoint"):
         for path in _paths_to_load(settings):
             # Each rank reads a part of the files; all get the same answers.
-            mine = problems(path, dist.get_rank(), dist.get_world_size(), settings.load_latest_good)
+            with errors_on_all_ranks():
+                mine = problems(path, dist.get_rank(), dist.get_world_size(), settings.load_latest_good)
             wrong = dict.fromkeys(chain.from_iterable(filter(None, gather_if_any(mine or None))))
             if not wrong:
                 checkpoint = path

@@ -5,6 +5,7 @@ import pickle
 
 import fsspec
 import pytest
+import torch.distributed as dist
 
 from megatron_zpp.checkpoint import (
     CheckpointError,
@@ -16,12 +17,16 @@ from megatron_zpp.checkpoint import (
     read_meta,
 )
 from megatron_zpp.checkpoint.folder import describe_empty, retain
+from megatron_zpp.checkpoint.resume import checkpoint_to_load
 from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
 from megatron_zpp.commands import inspect_checkpoint
 from megatron_zpp.errors import describe_error
 from megatron_zpp.files import as_path
+from megatron_zpp.parallel.distributed import FailedTogether
+from megatron_zpp.settings.groups import CheckpointSettings
 from tests.arguments.parsing import mistakes
 from tests.checkpoint.saved import FLAGS_OF_RUN, save
+from tests.ranks import run_ranks
 from tests.tools import call_well
 
 RUN = "memory://bucket/run"
@@ -113,6 +118,31 @@ def test_a_request_that_fails_is_no_empty_folder(monkeypatch):
             call_it(RUN)
         line = describe_error(error.value)
         assert RUN in line and "the token has expired (check its name, the network and your credentials" in line
+
+
+def load_where_requests_of_a_rank_fail(lost, rank):
+    for iteration in (1, 2):
+        save(as_path(RUN), iteration)
+    memory = fsspec.get_filesystem_class("memory")
+    open_object = memory._open
+
+    def fail(self, path, *arguments, **more):
+        if dist.get_rank() == rank and path.endswith(f"iter_0000002/{lost}"):
+            raise RuntimeError("503 Slow Down")
+        return open_object(self, path, *arguments, **more)
+
+    memory._open = fail
+    try:
+        return str(checkpoint_to_load(CheckpointSettings(load=RUN, load_latest_good=True)))
+    except FailedTogether as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("lost, rank", [("meta.json", 1), ("index.json", 0), ("rank_00000.safetensors", 1)])
+def test_a_rank_whose_requests_fail_does_not_send_the_run_back_to_an_older_checkpoint(lost, rank):
+    lines = run_ranks(2, load_where_requests_of_a_rank_fail, lost, rank)
+    want = f"cannot read {RUN}/iter_0000002/{lost}: 503 Slow Down (check its name, the network and your credentials"
+    assert all(want in line and "damaged" not in line for line in lines), lines
 
 
 def test_tokenizers_read_local_copies_of_a_checkpoints_files(store):
