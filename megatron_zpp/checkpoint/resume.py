@@ -28,6 +28,8 @@ def check_not_overwritten(settings: CheckpointSettings) -> None:
     """Raise CheckpointError if this run cannot save, or would save over the checkpoints of another one."""
     if (save := settings.save) is None:
         return
+    if is_url(save) and set("*?[") & set(save):
+        raise CheckpointError(f"--save {save} has *, ? or [, which deleting takes for a pattern: give another name")
     if not is_url(save):  # the job's lock will be written there
         nearest = next(path for path in (Path(save), *Path(save).absolute().parents) if os.path.lexists(path))
         if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):

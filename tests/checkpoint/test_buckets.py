@@ -17,7 +17,7 @@ from megatron_zpp.checkpoint import (
     read_meta,
 )
 from megatron_zpp.checkpoint.folder import describe_empty, retain
-from megatron_zpp.checkpoint.resume import checkpoint_to_load
+from megatron_zpp.checkpoint.resume import check_not_overwritten, checkpoint_to_load
 from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
 from megatron_zpp.commands import inspect_checkpoint
 from megatron_zpp.errors import describe_error
@@ -118,6 +118,20 @@ def test_a_request_that_fails_is_no_empty_folder(monkeypatch):
             call_it(RUN)
         line = describe_error(error.value)
         assert RUN in line and "the token has expired (check its name, the network and your credentials" in line
+
+
+def test_retention_deletes_what_was_cut_short_and_nothing_of_others(store):
+    with as_path(f"{RUN}/iter_0000001/common.pt").open("wb") as file:
+        file.write(b"another program's")
+    for iteration in (4, 2, 3):
+        save(as_path(RUN), iteration)
+    for iteration in (2, 4):  # 4: of a run that went back
+        del store[f"/bucket/run/iter_000000{iteration}/complete"]
+    retain(RUN, 2, None)
+    assert [path.name for path in candidates(RUN)] == ["iter_0000003", "iter_0000001"]
+    assert "/bucket/run/iter_0000004/meta.json" in store
+    with pytest.raises(CheckpointError, match=r"has \*, \? or \[, which deleting takes for a pattern"):
+        check_not_overwritten(CheckpointSettings(save="memory://bucket/ru?"))
 
 
 def load_where_requests_of_a_rank_fail(lost, rank):
