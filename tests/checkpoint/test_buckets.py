@@ -18,6 +18,7 @@ from megatron_zpp.checkpoint import (
 )
 from megatron_zpp.checkpoint.folder import describe_empty, retain
 from megatron_zpp.checkpoint.resume import check_not_overwritten, checkpoint_to_load
+from megatron_zpp.checkpoint.saver import CheckpointSaver
 from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
 from megatron_zpp.commands import inspect_checkpoint
 from megatron_zpp.errors import describe_error
@@ -144,6 +145,12 @@ def test_a_rank_whose_requests_fail_does_not_send_the_run_back_to_an_older_check
     want = f"cannot read {RUN}/iter_0000002/{lost}: the token has expired (check its name, the network and your cred"
     for line in run_ranks(2, load_where_a_rank_is_refused, lost, rank):
         assert line.startswith(want)
+
+
+def test_a_slow_upload_ends_no_run(monkeypatch):
+    monkeypatch.setattr(dist, "new_group", lambda backend, timeout: timeout.total_seconds() / 60)
+    groups = [CheckpointSaver(CheckpointSettings(save=folder), 10, None)._group for folder in (RUN, "folder")]
+    assert groups == [24 * 60, 10]
 
 
 def test_tokenizers_read_local_copies_of_a_checkpoints_files(store):
