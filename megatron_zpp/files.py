@@ -105,7 +105,8 @@ class BucketPath(PurePosixPath):
     def stat(self) -> SimpleNamespace:
         """Return the size, and as the time the object's version. Raises FileNotFoundError."""
         with self._requests("look for") as (system, name):
-            return SimpleNamespace(st_size=system.info(name)["size"], st_mtime_ns=system.ukey(name))
+            info = system.info(name)
+        return SimpleNamespace(st_size=info["size"], st_mtime_ns=hashlib.sha256(str(info).encode()).hexdigest())
 
     def iterdir(self) -> Iterator[BucketPath]:
         with self._requests("list") as (system, name):

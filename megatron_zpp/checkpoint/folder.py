@@ -102,10 +102,9 @@ def require_checkpoint(folder: str, iteration: int | None = None) -> Path:
 
 def candidates(folder: str) -> list[Path]:
     """List what a run may resume from, damaged ones too, newest first, up to the one that the text file names."""
-    try:
+    latest = None
+    with suppress(CheckpointError):
         latest = _latest_iteration(as_path(folder))
-    except CheckpointError:
-        latest = None
     paths = [path for path in _checkpoints(folder) if latest is None or iteration_of(path) <= latest]
     return sorted(paths, key=iteration_of, reverse=True)
 

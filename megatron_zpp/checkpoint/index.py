@@ -9,6 +9,8 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from io import BytesIO
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -30,10 +32,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 
 from megatron_zpp.errors import describe_error
-from megatron_zpp.files import RequestError
+from megatron_zpp.files import RequestError, is_bucket
 from megatron_zpp.publish.files import DTYPES, NAMES
 
-from .files import CheckpointError, digest, parse_json
+from .files import CheckpointError, digest, parse_json, read_regular
 from .meta import INDEX, REMEDY, is_plain_name, open_in
 
 SHARDS = "shards.bin"  # little-endian 64-bit integers
@@ -89,12 +91,17 @@ class Index:
     files: list[str]
     file_bytes: Rows  # [files]
 
+    @cached_property
+    def _shards(self) -> bytes:
+        """Read all of shards.bin at once from a bucket, where each read is a request."""
+        return read_regular(self.checkpoint / SHARDS)
+
     def rows(self, name: str) -> Rows:
         """Return a tensor's shards, each within the tensor and within its file. Raises OSError, ValueError."""
         entry = self.tensors[name]
         dims, rows = len(entry.size), entry.rows
         if rows is None:
-            with open_in(self.checkpoint, SHARDS) as file:
+            with BytesIO(self._shards) if is_bucket(self.checkpoint) else open_in(self.checkpoint, SHARDS) as file:
                 file.seek(8 * entry.first)
                 content = file.read(8 * entry.count * (2 * dims + 2))
             if len(content) != 8 * entry.count * (2 * dims + 2):

@@ -2,9 +2,12 @@
 
 import json
 import pickle
+from unittest import mock
 
 import fsspec
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_zpp.checkpoint import (
@@ -17,6 +20,7 @@ from megatron_zpp.checkpoint import (
     read_meta,
 )
 from megatron_zpp.checkpoint.folder import describe_empty, retain
+from megatron_zpp.checkpoint.index import Entry, Index
 from megatron_zpp.checkpoint.resume import check_not_overwritten, checkpoint_to_load
 from megatron_zpp.checkpoint.saver import CheckpointSaver
 from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
@@ -145,6 +149,20 @@ def test_a_rank_whose_requests_fail_does_not_send_the_run_back_to_an_older_check
     want = f"cannot read {RUN}/iter_0000002/{lost}: the token has expired (check its name, the network and your cred"
     for line in run_ranks(2, load_where_a_rank_is_refused, lost, rank):
         assert line.startswith(want)
+
+
+def test_where_the_shards_are_is_read_once_for_all_tensors(monkeypatch):
+    path, rows = as_path(f"{RUN}/shards.bin"), np.array([[0, 2, 0, 0], [2, 2, 0, 8]], dtype="<i8")
+    with path.open("wb") as file:
+        file.write(rows.tobytes() * 2)
+    entries = {name: Entry(torch.float32, torch.Size([4]), None, first, 2) for name, first in (("a", 0), ("b", 8))}
+    index = Index(path.parent, entries, ["rank_00000.safetensors"], np.array([16]))
+    assert (index.rows("a") == rows).all()
+    refuse(monkeypatch, "shards.bin", "rb")
+    assert (index.rows("b") == rows).all()
+    memory = fsspec.filesystem("memory")
+    with mock.patch.object(type(memory), "info", wraps=memory.info) as info:
+        assert path.stat().st_size == 128 and info.call_count == 1
 
 
 def test_a_slow_upload_ends_no_run(monkeypatch):
