@@ -30,6 +30,10 @@ _MODES["a+b"] = _MODES["r+b"] | os.O_APPEND
 _KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
+class RequestError(OSError):
+    """A request to an object store failed, which says nothing about the object. The message is one line."""
+
+
 def is_url(text: object) -> bool:
     return isinstance(text, str) and re.match(r"[a-z][a-z\d+.-]*://", text, re.IGNORECASE) is not None
 
@@ -62,7 +66,7 @@ def as_path(text: str | os.PathLike[str]) -> Path:
 class BucketPath(PurePosixPath):
     """A path in an object store, as ``s3://bucket/run``: the methods of Path that this package uses, by fsspec.
 
-    A request that fails raises OSError in one line. Nothing is renamed or locked, and a folder exists while an object
+    A request that fails raises RequestError. Nothing is renamed or locked, and a folder exists while an object
     is in it. An object appears whole, when the block of its ``open`` ends without an error.
     """
 
@@ -71,7 +75,7 @@ class BucketPath(PurePosixPath):
 
     @contextmanager
     def _requests(self, what: str) -> Iterator[tuple[Any, str]]:
-        """Yield fsspec's file system and the name in it. Raises FileNotFoundError, other OSErrors in one line."""
+        """Yield fsspec's file system and the name in it. Raises FileNotFoundError, RequestError."""
         import fsspec
 
         try:
@@ -86,7 +90,7 @@ class BucketPath(PurePosixPath):
             fsspec.get_filesystem_class(fsspec.utils.get_protocol(str(self))).clear_instance_cache()
             cause = " ".join(str(error).split()) or type(error).__name__
             hint = "check its name, the network and your credentials, which the next try reads again"
-            raise OSError(f"cannot {what} {self}: {cause} ({hint})") from error
+            raise RequestError(f"cannot {what} {self}: {cause} ({hint})") from error
 
     def _info(self) -> dict[str, Any]:
         with self._requests("look for") as (system, name), suppress(FileNotFoundError):
@@ -105,7 +109,8 @@ class BucketPath(PurePosixPath):
     def stat(self) -> SimpleNamespace:
         """Return the size, and as the time the object's version. Raises FileNotFoundError."""
         with self._requests("look for") as (system, name):
-            return SimpleNamespace(st_size=system.info(name)["size"], st_mtime_ns=system.ukey(name))
+            info = system.info(name)
+        return SimpleNamespace(st_size=info["size"], st_mtime_ns=hashlib.sha256(str(info).encode()).hexdigest())
 
     def iterdir(self) -> Iterator[BucketPath]:
         with self._requests("list") as (system, name):

@@ -9,6 +9,9 @@ from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
 
+import fsspec
+import pytest
+
 from tests.conftest import ROOT, environment
 
 
@@ -61,3 +64,16 @@ def call_wrongly(tool: ModuleType, *argv: object) -> str:
     code, out, err = call(tool, *argv)
     assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1, err
     return err
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, name: str, refused: str) -> None:
+    """Have fsspec's store of this process open no object with ``name`` in its path in the mode ``refused``."""
+    memory = fsspec.get_filesystem_class("memory")
+    open_object = memory._open
+
+    def fail(self, path, mode="rb", **more):
+        if mode == refused and name in path:
+            raise RuntimeError("the token has expired")
+        return open_object(self, path, mode, **more)
+
+    monkeypatch.setattr(memory, "_open", fail)

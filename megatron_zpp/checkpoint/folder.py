@@ -102,10 +102,9 @@ def require_checkpoint(folder: str, iteration: int | None = None) -> Path:
 
 def candidates(folder: str) -> list[Path]:
     """List what a run may resume from, damaged ones too, newest first, up to the one that the text file names."""
-    try:
+    latest = None
+    with suppress(CheckpointError):
         latest = _latest_iteration(as_path(folder))
-    except (CheckpointError, OSError):
-        latest = None
     paths = [path for path in _checkpoints(folder) if latest is None or iteration_of(path) <= latest]
     return sorted(paths, key=iteration_of, reverse=True)
 
@@ -261,24 +260,25 @@ def retain(folder: str | Path, keep_last: int | None, interval: int | None) -> N
     """Delete checkpoints, except the last ``keep_last``, the last ``keep_last`` finite, and multiples of ``interval``.
 
     So a run that diverged keeps what it can go back to. keep_last None deletes nothing. Checkpoints that are newer than
-    the latest, or cannot be read now, stay too.
+    the latest, or cannot be read now, stay too. In a bucket, where one job saves, what has no marker goes.
     """
     if keep_last is None:
         return
     latest = _latest_iteration(as_path(folder))
-    paths = [path for path in complete_checkpoints(folder) if latest is not None and iteration_of(path) <= latest][::-1]
+    below = [path for path in _checkpoints(folder) if latest is not None and iteration_of(path) <= latest]
+    paths = sorted(filter(is_complete, below), key=iteration_of, reverse=True)
+    for path in {*below} - {*paths} if is_bucket(as_path(folder)) else ():
+        if _has(path, "rank_*.safetensors"):  # ours, cut short or half deleted
+            _remove(path)
     kept = {*paths[:keep_last], *islice(filter(_is_finite, paths), keep_last)}
     for path in paths:
         is_due = interval is None or iteration_of(path) % interval
         if is_due and path not in kept and _is_finite(path) is not None:
-            # Renamed first, so that a half-deleted one is never taken for a checkpoint.
-            doomed = path
-            if not is_bucket(path):
-                doomed = path.with_name(path.name + DELETED)
-                _remove(doomed)
-                path.rename(doomed)
+            if not is_bucket(path):  # renamed first, so that a half-deleted one is never taken for a checkpoint
+                _remove(deleted := path.with_name(path.name + DELETED))
+                path = path.rename(deleted)
                 sync_folder(path.parent)
-            _remove(doomed)
+            _remove(path)
 
 
 def _is_finite(checkpoint: Path) -> bool | None:

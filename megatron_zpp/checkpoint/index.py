@@ -9,6 +9,8 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from io import BytesIO
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -30,9 +32,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 
 from megatron_zpp.errors import describe_error
+from megatron_zpp.files import RequestError, is_bucket
 from megatron_zpp.publish.files import DTYPES, NAMES
 
-from .files import CheckpointError, digest, parse_json
+from .files import CheckpointError, digest, parse_json, read_regular
 from .meta import INDEX, REMEDY, is_plain_name, open_in
 
 SHARDS = "shards.bin"  # little-endian 64-bit integers
@@ -88,12 +91,17 @@ class Index:
     files: list[str]
     file_bytes: Rows  # [files]
 
+    @cached_property
+    def _shards(self) -> bytes:
+        """Read all of shards.bin at once from a bucket, where each read is a request."""
+        return read_regular(self.checkpoint / SHARDS)
+
     def rows(self, name: str) -> Rows:
         """Return a tensor's shards, each within the tensor and within its file. Raises OSError, ValueError."""
         entry = self.tensors[name]
         dims, rows = len(entry.size), entry.rows
         if rows is None:
-            with open_in(self.checkpoint, SHARDS) as file:
+            with BytesIO(self._shards) if is_bucket(self.checkpoint) else open_in(self.checkpoint, SHARDS) as file:
                 file.seek(8 * entry.first)
                 content = file.read(8 * entry.count * (2 * dims + 2))
             if len(content) != 8 * entry.count * (2 * dims + 2):
@@ -185,7 +193,7 @@ def _overlap(rows: Rows, dims: int) -> bool:
 
 
 def read_index(checkpoint: Path, meta: Mapping[str, Any], ranks: Collection[str] | None = None) -> Index:
-    """Read and check the index. ``meta``: from ``read_meta``. Raises CheckpointError.
+    """Read and check the index. ``meta``: from ``read_meta``. Raises CheckpointError, RequestError.
 
     ranks: a rank that loads names those whose own tensors it needs. It skips the lines of others, and checks only what
     it reads later; rank 0 has checked the whole, in ``problems``. None: the whole.
@@ -204,6 +212,8 @@ def read_index(checkpoint: Path, meta: Mapping[str, Any], ranks: Collection[str]
         if ranks is None:
             index.check()
         return index
+    except RequestError:
+        raise
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{checkpoint / INDEX} is damaged ({describe_error(error)}): {REMEDY}") from error
 

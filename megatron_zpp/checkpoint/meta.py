@@ -17,6 +17,7 @@ from typing import Any, cast
 from megatron_zpp.data.text.special_tokens import check_description
 from megatron_zpp.errors import describe_error
 from megatron_zpp.families import ARCHITECTURES, Architecture, find_architecture
+from megatron_zpp.files import RequestError
 from megatron_zpp.models.transformer import TransformerConfig
 
 from .files import CheckpointError, digest, open_regular, parse_json, read_regular
@@ -56,7 +57,7 @@ _MAX_LAYERS = 10_000  # a module is built for each
 
 
 def read_meta(checkpoint: Path) -> dict[str, Any]:
-    """Read meta.json, and check it against the marker. Raises CheckpointError."""
+    """Read meta.json, and check it against the marker. Raises CheckpointError, RequestError."""
     path = checkpoint / META
     try:
         text = read_regular(path)
@@ -66,6 +67,8 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
         has_our_format = not isinstance(meta, dict) or meta.get("format") == FORMAT
         if has_our_format:
             _check_meta(meta)
+    except RequestError:
+        raise
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged ({describe_error(error)}): {REMEDY}") from error
     if not has_our_format:

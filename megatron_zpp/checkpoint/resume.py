@@ -28,6 +28,8 @@ def check_not_overwritten(settings: CheckpointSettings) -> None:
     """Raise CheckpointError if this run cannot save, or would save over the checkpoints of another one."""
     if (save := settings.save) is None:
         return
+    if is_url(save) and set("*?[") & set(save):
+        raise CheckpointError(f"--save {save} has *, ? or [, which deleting takes for a pattern: give another name")
     if not is_url(save):  # the job's lock will be written there
         nearest = next(path for path in (Path(save), *Path(save).absolute().parents) if os.path.lexists(path))
         if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
@@ -56,7 +58,8 @@ def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
     with progress("verifying the checkpoint"):
         for path in _paths_to_load(settings):
             # Each rank reads a part of the files; all get the same answers.
-            mine = problems(path, dist.get_rank(), dist.get_world_size(), settings.load_latest_good)
+            with errors_on_all_ranks():
+                mine = problems(path, dist.get_rank(), dist.get_world_size(), settings.load_latest_good)
             wrong = dict.fromkeys(chain.from_iterable(filter(None, gather_if_any(mine or None))))
             if not wrong:
                 checkpoint = path

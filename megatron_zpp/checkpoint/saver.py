@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from megatron_zpp.files import is_url
 from megatron_zpp.settings.groups import CheckpointSettings
 
 from .folder import FolderLock, discard, retain
@@ -43,7 +44,8 @@ class CheckpointSaver:
             keep_last = 2  # one to go back to if the last is damaged
         self._delete_old = functools.partial(retain, self.folder, keep_last, interval)
         self._pending: _Pending | None = None
-        self._timeout = timedelta(minutes=timeout_minutes)
+        # Ranks wait for the slowest upload, which may take long and then only costs this save.
+        self._timeout = timedelta(days=1) if is_url(self.folder) else timedelta(minutes=timeout_minutes)
         self._stager = Stager()
         self._layout: Layout | None = None  # the last save's layout, unless that save failed
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.errors import describe_error
+from megatron_zpp.files import RequestError
 
 from .files import CheckpointError
 from .index import read_index
@@ -15,7 +16,7 @@ from .meta import nonfinite, open_in, read_meta
 def problems(checkpoint: Path, rank: int = 0, world_size: int = 1, finite: bool = False) -> list[str]:
     """List what is wrong with a checkpoint, file by file. Each rank reads its share of files, and rank 0 the index.
 
-    finite: recorded NaN or Inf is a problem too.
+    finite: recorded NaN or Inf is a problem too. Raises RequestError where a bucket does not answer.
     """
     try:
         meta = read_meta(checkpoint)
@@ -44,6 +45,8 @@ def _problem(checkpoint: Path, name: str, entry: dict[str, Any]) -> str | None:
                 return f"{path} is not what was written: its SHA-256 differs"
     except FileNotFoundError:
         return f"{path} is missing"
+    except RequestError:
+        raise
     except (OSError, CheckpointError) as error:
         return f"{path} cannot be read ({describe_error(error)})"
     return None

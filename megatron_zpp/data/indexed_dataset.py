@@ -35,6 +35,7 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, S, D
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 COPY_ROWS = 1 << 20  # rows per step when files are copied or summed
+FILES = ".bin", ".tokenizer.json", ".idx"
 PIECE = 16 << 20  # tokens per step when all are read
 SAMPLE_BYTES = 16 << 10  # read at once to tell files apart
 
@@ -355,15 +356,12 @@ def finish_finalizing(prefix: str) -> bool:
 
 
 def upload(prefix: str, url: str) -> None:
-    """Move a dataset into a bucket: its ``.idx`` last, because a dataset is there with its ``.idx``. Raises OSError."""
+    """Copy a dataset into a bucket: its ``.idx`` last, because a dataset is there with its ``.idx``. Raises OSError."""
     as_path(f"{url}.idx").unlink()
-    files = {suffix: Path(f"{prefix}{suffix}") for suffix in (".bin", ".tokenizer.json", ".idx")}
-    there = [suffix for suffix, path in files.items() if path.exists()]
-    for suffix in there:
-        with open(files[suffix], "rb") as file, as_path(f"{url}{suffix}").open("wb") as target:
-            shutil.copyfileobj(file, target, PIECE)
-    for suffix in there:
-        files[suffix].unlink()
+    for suffix in FILES:
+        if os.path.exists(f"{prefix}{suffix}"):
+            with open(f"{prefix}{suffix}", "rb") as file, as_path(f"{url}{suffix}").open("wb") as target:
+                shutil.copyfileobj(file, target, PIECE)
 
 
 def _partial_files(prefix: str) -> dict[str, Path]:

@@ -2,9 +2,13 @@
 
 import json
 import pickle
+from unittest import mock
 
 import fsspec
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from megatron_zpp.checkpoint import (
     CheckpointError,
@@ -16,13 +20,19 @@ from megatron_zpp.checkpoint import (
     read_meta,
 )
 from megatron_zpp.checkpoint.folder import describe_empty, retain
+from megatron_zpp.checkpoint.index import Entry, Index
+from megatron_zpp.checkpoint.resume import check_not_overwritten, checkpoint_to_load
+from megatron_zpp.checkpoint.saver import CheckpointSaver
 from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
 from megatron_zpp.commands import inspect_checkpoint
 from megatron_zpp.errors import describe_error
 from megatron_zpp.files import as_path
+from megatron_zpp.parallel.distributed import FailedTogether
+from megatron_zpp.settings.groups import CheckpointSettings
 from tests.arguments.parsing import mistakes
 from tests.checkpoint.saved import FLAGS_OF_RUN, save
-from tests.tools import call_well
+from tests.ranks import run_ranks
+from tests.tools import call_well, refuse
 
 RUN = "memory://bucket/run"
 
@@ -115,6 +125,52 @@ def test_a_request_that_fails_is_no_empty_folder(monkeypatch):
         assert RUN in line and "the token has expired (check its name, the network and your credentials" in line
 
 
+def test_retention_deletes_what_was_cut_short_below_the_latest_and_nothing_of_others(store):
+    save(as_path(RUN), 3)
+    for name in ("1/common.pt", "2/rank_00001.safetensors", "4/rank_00001.safetensors"):
+        with as_path(f"{RUN}/iter_000000{name}").open("wb") as file:
+            file.write(b"a part")
+    retain(RUN, 1, None)
+    assert [path.name[-1] for path in as_path(RUN).glob("iter_*")] == ["1", "3", "4"]
+
+
+def load_where_a_rank_is_refused(lost, rank):
+    save(as_path(RUN), 1)
+    save(as_path(RUN), 2)
+    if dist.get_rank() == rank:
+        refuse(pytest.MonkeyPatch(), f"iter_0000002/{lost}", "rb")
+    with pytest.raises(FailedTogether) as failed:
+        checkpoint_to_load(CheckpointSettings(load=RUN, load_latest_good=True))
+    return str(failed.value)
+
+
+@pytest.mark.parametrize("lost, rank", [("meta.json", 1), ("index.json", 0), ("rank_00000.safetensors", 1)])
+def test_a_rank_whose_requests_fail_does_not_send_the_run_back_to_an_older_checkpoint(lost, rank):
+    want = f"cannot read {RUN}/iter_0000002/{lost}: the token has expired (check its name, the network and your cred"
+    for line in run_ranks(2, load_where_a_rank_is_refused, lost, rank):
+        assert line.startswith(want)
+
+
+def test_where_the_shards_are_is_read_once_for_all_tensors(monkeypatch):
+    path, rows = as_path(f"{RUN}/shards.bin"), np.array([[0, 2, 0, 0], [2, 2, 0, 8]], dtype="<i8")
+    with path.open("wb") as file:
+        file.write(rows.tobytes() * 2)
+    entries = {name: Entry(torch.float32, torch.Size([4]), None, first, 2) for name, first in (("a", 0), ("b", 8))}
+    index = Index(path.parent, entries, ["rank_00000.safetensors"], np.array([16]))
+    assert (index.rows("a") == rows).all()
+    refuse(monkeypatch, "shards.bin", "rb")
+    assert (index.rows("b") == rows).all()
+    memory = fsspec.filesystem("memory")
+    with mock.patch.object(type(memory), "info", wraps=memory.info) as info:
+        assert path.stat().st_size == 128 and info.call_count == 1
+
+
+def test_a_slow_upload_ends_no_run(monkeypatch):
+    monkeypatch.setattr(dist, "new_group", lambda backend, timeout: timeout.total_seconds() / 60)
+    groups = [CheckpointSaver(CheckpointSettings(save=folder), 10, None)._group for folder in (RUN, "folder")]
+    assert groups == [24 * 60, 10]
+
+
 def test_tokenizers_read_local_copies_of_a_checkpoints_files(store):
     checkpoint = save(as_path(RUN), 1)
     meta = read_meta(checkpoint)
@@ -133,3 +189,5 @@ def test_flags_name_what_a_bucket_needs():
     assert line.startswith(f"{want}megatron_zpp[buckets] brings s3://, gs:// and hf://)")
     with pytest.raises(ValueError, match="Protocol not known: s4"):
         as_path("s4://bucket/run")
+    with pytest.raises(CheckpointError, match="which deleting takes for a pattern"):
+        check_not_overwritten(CheckpointSettings(save="memory://bucket/ru?"))

@@ -8,7 +8,8 @@ from megatron_zpp.commands.data import preprocess_data
 from megatron_zpp.data.build import build_datasets
 from megatron_zpp.data.gpt_dataset import SampleOptions
 from megatron_zpp.data.indexed_dataset import IndexedDataset, upload
-from tests.tools import call
+from megatron_zpp.data.text import preprocessing
+from tests.tools import call, refuse
 
 URL = "memory://bucket/corpus/part"
 TEXT = ["--tokenizer-type", "ByteTokenizer", "--append-eod", "--text-documents", "line"]
@@ -52,14 +53,7 @@ def test_samples_and_order_are_those_of_local_files_and_reads_are_small(corpus, 
 
 
 def test_an_upload_that_was_cut_short_is_no_dataset_and_nothing_is_lost(corpus, tmp_path, monkeypatch):
-    open_object = type(fsspec.filesystem("memory"))._open
-
-    def fail(self, path, mode="rb", **more):
-        if mode == "wb" and path.endswith(".idx"):
-            raise RuntimeError("the token has expired")
-        return open_object(self, path, mode, **more)
-
-    monkeypatch.setattr(type(fsspec.filesystem("memory")), "_open", fail)
+    refuse(monkeypatch, ".idx", "wb")
     prefix = str(tmp_path / "part_text_document")
     with pytest.raises(
         OSError, match=r"cannot write memory://bucket/corpus/part_text_document\.idx: the token has exp"
@@ -68,3 +62,18 @@ def test_an_upload_that_was_cut_short_is_no_dataset_and_nothing_is_lost(corpus, 
     with pytest.raises(FileNotFoundError, match=r"part_text_document\.idx does not exist"):
         IndexedDataset(f"{URL}_text_document")
     assert len(IndexedDataset(prefix)) == 400
+
+
+def test_a_failed_upload_costs_no_second_tokenizing_and_a_refusal_not_even_one(corpus, tmp_path, monkeypatch):
+    (tmp_path / "in.jsonl").write_text('{"a": "one", "b": "two"}\n' * 9)
+    words = ["--input", tmp_path / "in.jsonl", "--output-prefix", f"{URL}s", "--json-keys", "a", "b", *TEXT]
+    encode = preprocessing.encode_blocks
+    for name, tokenize in (("parts", None), ("parts_b_document.idx", encode), ("nothing", None)):
+        with monkeypatch.context() as patch:
+            refuse(patch, name, "wb")
+            patch.setattr(preprocessing, "encode_blocks", tokenize)
+            code, out, err = call(preprocess_data, *words)
+        assert code == 0 if name == "nothing" else f"error: cannot write {URL}s" in err, err
+    assert len(IndexedDataset(f"{URL}s_a_document")) == len(IndexedDataset(f"{URL}s_b_document")) == 9
+    assert not [*(tmp_path / "cache").rglob("*.bin")] and "9 documents" in out
+    assert not any("probe" in name for name in fsspec.filesystem("memory").store)

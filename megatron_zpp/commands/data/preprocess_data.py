@@ -7,7 +7,6 @@ that was killed.
 """
 
 import argparse
-import dataclasses
 import hashlib
 import signal
 import sys
@@ -17,7 +16,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress
 
 from megatron_zpp.commands.common import add_number, add_tokenizer_flags, given_tokenizer
-from megatron_zpp.data.indexed_dataset import upload
 from megatron_zpp.data.text.corpus import FORMATS, Reading
 from megatron_zpp.data.text.description import format_description
 from megatron_zpp.data.text.preprocessing import Job, State, preprocess
@@ -113,7 +111,10 @@ def run(args: argparse.Namespace) -> None:
     max_document_bytes = int(args.max_document_megabytes * 2**20)
     url, prefix = args.output_prefix, args.output_prefix
     if is_url(url):
-        as_path(f"{url}.idx").exists()  # a mistake shows now, not after all is tokenized
+        probe = as_path(f"{url}.probe")  # a mistake shows now, not after all is tokenized
+        with probe.open("wb") as file:
+            file.write(b"a part")
+        probe.unlink()
         prefix = str(cache_folder() / f"upload-{hashlib.sha256(url.encode()).hexdigest()[:16]}" / as_path(url).name)
     job = Job(
         inputs=tuple(args.input),
@@ -126,17 +127,14 @@ def run(args: argparse.Namespace) -> None:
         skip_bad=args.skip_bad_lines,
         restart=args.restart,
         save_seconds=args.save_seconds,
+        url=url if url != prefix else None,
     )
     began = time.monotonic()
     display = Display(args.log_interval)
     with display.bar:
         state = preprocess(job, display.report, display.note)
         display.bar.update(display.task, completed=display.bar.tasks[0].total)  # bytes read from a disk are an estimate
-    there = dataclasses.replace(job, output_prefix=url)
-    if url != prefix:
-        for key in state.written:
-            upload(job.prefix(key), there.prefix(key))
-    tokens = ", ".join(f"{counts[0]:,} tokens in {there.prefix(key)}.bin" for key, counts in state.written.items())
+    tokens = ", ".join(f"{counts[0]:,} tokens in {job.prefix(key, url)}.bin" for key, counts in state.written.items())
     skipped = f"{state.bad:,} bad lines skipped" + (f", listed in {job.bad_file}" if state.bad else "")
     print(f"{state.documents:,} documents, {tokens}; {skipped}; {format_duration(time.monotonic() - began)}")
     print(f"tokenizer: {format_description(state.tokenizer)}")

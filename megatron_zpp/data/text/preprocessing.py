@@ -17,10 +17,11 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter, best_dtype, finish_finalizing
+from megatron_zpp.data.indexed_dataset import FILES, IndexedDatasetWriter, best_dtype, finish_finalizing, upload
 from megatron_zpp.data.text.corpus import Block, CorpusFile, Position, Reading, find_files, read_blocks
 from megatron_zpp.data.text.description import describe_tokenizer, refuse_conflict
 from megatron_zpp.data.text.encoding import EncodedBlock, encode_blocks
@@ -43,9 +44,10 @@ class Job:
     skip_bad: bool = False
     restart: bool = False
     save_seconds: float = 10.0
+    url: str | None = None  # an output prefix in a bucket, where all goes in the end
 
-    def prefix(self, key: str) -> str:
-        return f"{self.output_prefix}_{key}_{'chat' if self.reading.chats else 'document'}"
+    def prefix(self, key: str, output: str | None = None) -> str:
+        return f"{output or self.output_prefix}_{key}_{'chat' if self.reading.chats else 'document'}"
 
     @property
     def state_file(self) -> Path:
@@ -106,7 +108,11 @@ def preprocess(job: Job, report: Callable[[State, int], None], note: Callable[[s
                     raise
         for writer in writers.values():
             writer.finalize()
+        for key in job.reading.keys if job.url else ():  # where this fails, the next run does it alone
+            upload(job.prefix(key), job.prefix(key, job.url))
         job.state_file.unlink()
+        for key, suffix in product(job.reading.keys if job.url else (), FILES):
+            Path(f"{job.prefix(key)}{suffix}").unlink(missing_ok=True)
         if not state.bad:
             job.bad_file.unlink(missing_ok=True)
     state.tokenizer = made_with
