@@ -161,7 +161,7 @@ def count_rank(rank: int, world_size: int, port: int, folder: str, sender: Any) 
             phases.during("log", Reporter, "on_step"),
             phases.during("save", CheckpointManager, "on_save"),
             phases.during("evaluation", LossEvaluation, "on_evaluate"),
-            patch.object(program, "die", raised),
+            patch.object(program.distributed, "die", raised),
             phases.during("exit", CheckpointManager, "on_end"),
             contextlib.redirect_stdout(phases.output),
             contextlib.redirect_stderr(phases.output),
