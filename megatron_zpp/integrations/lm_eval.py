@@ -120,6 +120,10 @@ class ShardedLM(TemplateLM):
             add_special_tokens = not (begins and string.startswith(begins))
         return self._tokenizer.tokenize(string, add_special_tokens)
 
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return scores
+
     def _loglikelihood_tokens(self, requests: list[Scored], **kwargs: Any) -> list[tuple[float, bool]]:
         if (longest := max(len(continuation) for _, _, continuation in requests)) > self._length:
             raise ValueError(f"--eval-tasks: an answer has {longest} tokens, and the model sees {self._length} at once")
