@@ -139,10 +139,6 @@ class BucketPath(PurePosixPath):
                 raise
             file.close()
 
-    def read_range(self, start: int, end: int) -> bytes:
-        with self._requests("read") as (system, name):
-            return cast(bytes, system.cat_file(name, start=start, end=end)) if end > start else b""
-
     def unlink(self, missing_ok: bool = True) -> None:
         with self._requests("delete") as (system, name), suppress(FileNotFoundError):
             system.rm_file(name)
@@ -156,7 +152,8 @@ class BucketPath(PurePosixPath):
 def read_range(path: Path, start: int, end: int) -> bytes:
     """Read bytes ``start`` to ``end`` of a file or an object, fewer at its end."""
     if isinstance(path, BucketPath):
-        return path.read_range(start, end)
+        with path._requests("read") as (system, name):
+            return cast(bytes, system.cat_file(name, start=start, end=end)) if end > start else b""
     with open(path, "rb", buffering=0) as file:
         return os.pread(file.fileno(), end - start, start)
 

@@ -57,7 +57,7 @@ SMALL = {
     "benchmarks/study.py": [
         "E12",
         "--match",
-        "int6, moved codes, learning rate",
+        "int6.*rate",
         "--scale",
         "tiny",
         "--seeds",

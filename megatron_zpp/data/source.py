@@ -30,7 +30,7 @@ class Datasets(NamedTuple):
 
 @dataclass(frozen=True)
 class DataRequest:
-    """What a source builds datasets from."""
+    """Everything that a data source needs to build a run's datasets."""
 
     flags: Any  # settings.job.DataSettings, which this folder does not import
     options: SampleOptions

@@ -53,8 +53,9 @@ def build_data(
     )
     (source,) = chosen_sources(data).values()
     shown = partial(progress, any_rank=True, line_every=10.0)  # by the rank that builds: its node's others wait for it
-    noted = lambda text: print_once(f"note: {text}")  # noqa: E731
-    datasets = source.open(DataRequest(data, options, num_samples, tokenizer, described, shown, noted))
+    datasets = source.open(
+        DataRequest(data, options, num_samples, tokenizer, described, shown, lambda text: print_once(f"note: {text}"))
+    )
     for name, dataset in zip(SPLIT_NAMES, datasets, strict=True):
         for part in dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]:
             if isinstance(part, ChatDataset):
