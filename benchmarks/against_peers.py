@@ -286,6 +286,8 @@ def deepspeed_step(model: GPT, setting: str) -> Callable[[list[Tensor]], float]:
 
 def run() -> None:
     """Measure what is missing, in turns, with the Python of build/peers."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        sys.exit("error: run the race on a processor with AVX-512: this one multiplies bf16 50 times as slowly as fp32")
     python = PEERS / "bin" / "python"
     if Path(sys.prefix) != PEERS:
         if not python.exists():
@@ -296,8 +298,6 @@ def run() -> None:
             subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES], check=True)
         sys.exit(subprocess.run([python, *sys.argv]).returncode)
     check_requirements()
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        sys.exit("error: run the race on a processor with AVX-512: this one multiplies bf16 50 times as slowly as fp32")
     os.environ |= {"TORCH_EXTENSIONS_DIR": str(PEERS / "extensions"), "DS_ACCELERATOR": "cpu"}
     # It compiles an operator at first, for which ranks that start together would wait for ever.
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29555"}
