@@ -108,5 +108,6 @@ def assert_trains_as_one_rank(
             one = expected[alone(runs[name])]
             assert_same(result, one, name, tolerance)
             for key in also:
-                assert result[0][key] == pytest.approx(one[0][key], rel=1e-5), f"{name}, {key}"
+                few = 2 if key == "num-zeros" else 0  # sums in another order are zero elsewhere
+                assert result[0][key] == pytest.approx(one[0][key], rel=1e-5, abs=few), f"{name}, {key}"
     return expected
