@@ -91,11 +91,15 @@ def main() -> int:
             old, new, resumed = (Path(scratch) / part for part in ("old", "new", "resumed"))
             train(before, trainer, f"{COMMON} {flags} --save {old}")
             train(ROOT, trainer, f"{COMMON} {flags} --save {new}")
-            as_saved_here(old / f"iter_{SAVE_INTERVAL:07d}", new / f"iter_{SAVE_INTERVAL:07d}")
-            train(ROOT, trainer, f"{COMMON} {flags} --save {resumed} --load {old} --ckpt-step {SAVE_INTERVAL}")
+            saved, ours = (folder / f"iter_{SAVE_INTERVAL:07d}" for folder in (old, new))
+            formats = {json.loads((folder / "meta.json").read_text())["format"] for folder in (saved, ours)}
+            if len(formats) == 1:
+                as_saved_here(saved, ours)
+                train(ROOT, trainer, f"{COMMON} {flags} --save {resumed} --load {old} --ckpt-step {SAVE_INTERVAL}")
             expected = digests(old)
-            verdicts = [compare(expected, digests(folder)) for folder in (new, resumed)]
-        num_different += verdicts != ["equal", "equal"]
+            verdicts = [compare(expected, digests(new))]
+            verdicts.append(compare(expected, digests(resumed)) if len(formats) == 1 else "not tried: another format")
+        num_different += any(verdict not in ("equal", "not tried: another format") for verdict in verdicts)
         print(f"{name:34} {len(expected):4} tensors   trained: {verdicts[0]}   resumed: {verdicts[1]}", flush=True)
     return int(num_different > 0)
 
@@ -106,14 +110,14 @@ def train(checkout: Path, trainer: str, flags: str) -> None:
 
 
 def as_saved_here(there: Path, here: Path) -> None:
-    """Give a checkpoint of the other checkout the format number and the names of ZeRO++'s state of one from here."""
+    """Give a checkpoint of the other checkout the names of ZeRO++'s state of one from here."""
     names = {match[1]: match[0] for match in SETTINGS_OF_STATE.finditer((here / "index.json").read_text())}
     text = (there / "index.json").read_text()
     text = SETTINGS_OF_STATE.sub(lambda match: names.get(match[1], match[0]), text)
     (there / "index.json").write_text(text)
     meta, ours = (json.loads((folder / "meta.json").read_text()) for folder in (there, here))
     meta["files"]["index.json"] |= {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    text = json.dumps(meta | {name: ours[name] for name in ("format", "zeropp", "schedule")})
+    text = json.dumps(meta | {name: ours[name] for name in ("zeropp", "schedule")})
     (there / "meta.json").write_text(text)
     (there / "complete").write_text(hashlib.sha256(text.encode()).hexdigest())
 

@@ -4,19 +4,17 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import WriteItem
 
 from megatron_zpp import files
 from megatron_zpp.errors import attempt
-from megatron_zpp.publish.files import safetensors_header
+from megatron_zpp.publish.files import write_safetensors
 
 
 class CheckpointError(ValueError):
@@ -78,47 +76,32 @@ def make_folder(folder: Path) -> None:
         sync_folder(folder.parent)
 
 
-@dataclass(frozen=True)
-class TensorFile:
-    """A safetensors file that is on the disk."""
+def write_shards(
+    path: Path, items: Sequence[WriteItem], read: Callable[[WriteItem], Any]
+) -> tuple[dict[str, Any], list[str], list[int]]:
+    """Write the shards that DCP planned, which ``read`` returns, one by one. A rank has one shard of each tensor.
 
-    places: dict[str, _StorageInfo]  # by tensor name
-    entry: dict[str, Any]  # for meta.json
-    nonfinite: list[str]  # tensors that hold NaN or Inf
-
-
-def write_safetensors(
-    path: Path,
-    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
-    read: Callable[[str], Tensor],
-    offsets: Mapping[str, Sequence[int]] | None = None,
-) -> TensorFile:
-    """Write tensors one by one, which ``read`` returns by name. tensors: name, dtype and shape of each.
-
-    offsets: of each shard in its tensor, for DCP's HuggingFaceStorageReader; our reader uses the index.
+    Returns the file's entry in meta.json, names of tensors that hold NaN or Inf, and the first byte of each shard.
     """
-    planned = {name: (dtype, tuple(shape)) for name, dtype, shape in tensors}
-    metadata = None
-    if offsets is not None:
-        sharding = {name: {"saved_offsets": list(begin)} for name, begin in offsets.items()}
-        metadata = {"DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":"))}
-    prefix, spans = safetensors_header([(name, *kind) for name, kind in planned.items()], metadata)
-    sha256, nonfinite = hashlib.sha256(prefix), []
+    named = {item.index.fqn: item for item in items}
+    planned = {name: item.tensor_data for name, item in named.items() if item.tensor_data is not None}
+    assert len(planned) == len(items), "each item is a tensor, and a rank has one shard of each"
+    nonfinite: list[str] = []
+
+    def read_and_check(name: str) -> Tensor:
+        tensor: Tensor = read(named[name]).detach().cpu()
+        if not _is_finite(tensor):
+            nonfinite.append(name)
+        return tensor
+
+    # For DCP's HuggingFaceStorageReader; our reader uses the index.
+    sharding = {name: {"saved_offsets": [*shard.chunk.offsets]} for name, shard in planned.items()}
+    metadata = {"DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":"))}
+    kinds = [(name, shard.properties.dtype, shard.chunk.sizes) for name, shard in planned.items()]
     with attempt("write", path), open_regular(path, "wb") as file:
-        file.write(prefix)
-        for name in spans:
-            (dtype, shape), tensor = planned[name], read(name).detach().cpu().contiguous()
-            if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
-                raise ValueError(f"{name} was planned as {dtype} {shape}, but is {tensor.dtype} {tuple(tensor.shape)}")
-            if not _is_finite(tensor):
-                nonfinite.append(name)
-            content: Any = tensor.flatten().view(torch.uint8).numpy() if tensor.numel() else b""
-            sha256.update(content)
-            file.write(content)
+        entry, first_bytes = write_safetensors(file, kinds, read_and_check, metadata)
         sync_file(file, path)
-    places = {name: _StorageInfo(path.name, len(prefix) + begin, end - begin) for name, (begin, end) in spans.items()}
-    nbytes = len(prefix) + max((end for _, end in spans.values()), default=0)
-    return TensorFile(places, {"bytes": nbytes, "sha256": sha256.hexdigest()}, nonfinite)
+    return entry, nonfinite, [first_bytes[item.index.fqn] for item in items]
 
 
 def _is_finite(tensor: Tensor) -> bool:

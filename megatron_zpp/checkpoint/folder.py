@@ -17,6 +17,7 @@ marker: an upload that was cut short has none, and a save of the same iteration 
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -57,11 +58,13 @@ def is_complete(checkpoint: Path) -> bool:
 
 def complete_checkpoints(folder: str | Path) -> list[Path]:
     """List the complete checkpoints of a folder, oldest first. They may be damaged."""
-    return sorted(filter(is_complete, _checkpoints(folder)), key=iteration_of)
+    return [path for path in _checkpoints(folder) if is_complete(path)]
 
 
-def _checkpoints(folder: str | Path) -> list[Path]:
-    return [path for path in as_path(folder).glob("iter_*") if re.fullmatch(r"iter_[0-9]+", path.name)]
+def _checkpoints(folder: str | Path, latest: float = math.inf) -> list[Path]:
+    """List all, also damaged ones and uploads that were cut short, up to the iteration ``latest``, oldest first."""
+    paths = [path for path in as_path(folder).glob("iter_*") if re.fullmatch(r"iter_[0-9]+", path.name)]
+    return sorted((path for path in paths if iteration_of(path) <= latest), key=iteration_of)
 
 
 def iteration_of(checkpoint: Path) -> int:
@@ -105,8 +108,7 @@ def candidates(folder: str) -> list[Path]:
     latest = None
     with suppress(CheckpointError):
         latest = _latest_iteration(as_path(folder))
-    paths = [path for path in _checkpoints(folder) if latest is None or iteration_of(path) <= latest]
-    return sorted(paths, key=iteration_of, reverse=True)
+    return _checkpoints(folder, math.inf if latest is None else latest)[::-1]
 
 
 def _latest_iteration(root: Path) -> int | None:
@@ -262,11 +264,10 @@ def retain(folder: str | Path, keep_last: int | None, interval: int | None) -> N
     So a run that diverged keeps what it can go back to. keep_last None deletes nothing. Checkpoints that are newer than
     the latest, or cannot be read now, stay too. In a bucket, where one job saves, what has no marker goes.
     """
-    if keep_last is None:
+    if keep_last is None or (latest := _latest_iteration(as_path(folder))) is None:
         return
-    latest = _latest_iteration(as_path(folder))
-    below = [path for path in _checkpoints(folder) if latest is not None and iteration_of(path) <= latest]
-    paths = sorted(filter(is_complete, below), key=iteration_of, reverse=True)
+    below = _checkpoints(folder, latest)[::-1]
+    paths = [path for path in below if is_complete(path)]
     for path in {*below} - {*paths} if is_bucket(as_path(folder)) else ():
         if _has(path, "rank_*.safetensors"):  # ours, cut short or half deleted
             _remove(path)

@@ -1,42 +1,37 @@
 """Where the shards of each tensor are: index.json and shards.bin. Everything in them is checked before use.
 
-index.json has a line for each tensor. One in several shards has a row of integers for each in shards.bin, so that none
-of 16,384 ranks parses the shards of all: a rank reads rows as arrays, and makes objects only of shards that it loads.
+index.json has a line for each tensor. Each of its shards is a row of integers in shards.bin, so that none of 16,384
+ranks parses the shards of all: a rank reads rows as arrays.
 """
 
+import hashlib
 import json
 import math
+import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
+from itertools import product
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharding_spec._internals import validate_non_overlapping_shards_metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 
 from megatron_zpp.errors import describe_error
 from megatron_zpp.files import RequestError, is_bucket
 from megatron_zpp.publish.files import DTYPES, NAMES
+from megatron_zpp.zeropp.api import local_part
 
 from .files import CheckpointError, digest, parse_json, read_regular
-from .meta import INDEX, REMEDY, is_plain_name, open_in
+from .meta import INDEX, REMEDY, is_plain_name, nonfinite, open_in, read_meta
 
 SHARDS = "shards.bin"  # little-endian 64-bit integers
 Rows = NDArray[np.int64]  # [shards, 2 * dims + 2]: offsets, sizes, number of the file, first byte
@@ -44,42 +39,38 @@ Rows = NDArray[np.int64]  # [shards, 2 * dims + 2]: offsets, sizes, number of th
 _OF_RANK = re.compile(rb',"(?!model\.|optimizer\.)\w+\.([0-9]+)\.')
 
 
-def build_index(tensors: Mapping[str, Any], places: Mapping[MetadataIndex, _StorageInfo]) -> dict[str, bytes]:
-    """Return the content of the index's files by name. tensors: ``TensorStorageMetadata`` by name."""
-    files = sorted({place.relative_path for place in places.values()})
-    number_of = {file: number for number, file in enumerate(files)}
-    shared, of_ranks, parts, num_values = list[str](), list[str](), list[Rows](), 0
-    for name, tensor in tensors.items():
-        entry = {"dtype": NAMES[tensor.properties.dtype], "shape": list(tensor.size)}
-        # Ranks that hold nothing of a tensor write shards without elements.
-        chunks = [chunk for chunk in tensor.chunks if math.prod(chunk.sizes)] or tensor.chunks[:1]
-        at = [places[MetadataIndex(name, chunk.offsets)] for chunk in chunks]
-        if len(chunks) == 1:
-            (chunk,), (place,) = chunks, at
-            shard = {"offsets": list(chunk.offsets), "shape": list(chunk.sizes), "file": place.relative_path}
-            entry["chunks"] = [shard | {"bytes": [place.offset, place.offset + place.length]}]
-        else:
-            rows = [
-                [*c.offsets, *c.sizes, number_of[p.relative_path], p.offset] for c, p in zip(chunks, at, strict=True)
-            ]
-            entry["rows"] = [num_values, len(rows)]
-            parts.append(np.array(rows, dtype="<i8"))
-            num_values += parts[-1].size
-        line = f"{json.dumps(name)}:{json.dumps(entry, separators=(',', ':'))}"
-        (of_ranks if _OF_RANK.match(b"," + line.encode()) else shared).append(line)
-    text = f'{{"files":{json.dumps(files)},"tensors":{{\n' + "\n,".join(shared + of_ranks) + "\n}}\n"
-    return {INDEX: text.encode()} | ({SHARDS: b"".join(part.tobytes() for part in parts)} if parts else {})
+def build_index(files: Iterable[tuple[str, Sequence[WriteItem], Sequence[int]]]) -> dict[str, bytes]:
+    """Return the content of the index's files by name. files: name of each, its shards, and their first bytes."""
+    names: list[str] = []
+    kinds: dict[str, TensorWriteData] = {}
+    rows: dict[str, list[list[int]]] = {}
+    for number, (file, items, first_bytes) in enumerate(files):
+        names.append(file)
+        for item, first_byte in zip(items, first_bytes, strict=True):
+            shard = item.tensor_data
+            assert shard is not None
+            row = [*shard.chunk.offsets, *shard.chunk.sizes, number, first_byte]
+            kinds[item.index.fqn] = shard
+            # Ranks that hold nothing of a tensor write shards without elements.
+            rows.setdefault(item.index.fqn, []).extend([row] if math.prod(shard.chunk.sizes) else [])
+    lines, values, num_values = list[str](), list[bytes](), 0
+    for name in sorted(kinds, key=lambda name: bool(_OF_RANK.match(f",{json.dumps(name)}".encode()))):  # these last
+        entry = {"dtype": NAMES[kinds[name].properties.dtype], "shape": [*kinds[name].size]}
+        entry["rows"] = [num_values, len(rows[name])]
+        lines.append(f"{json.dumps(name)}:{json.dumps(entry, separators=(',', ':'))}")
+        values.append(np.array(rows[name], dtype="<i8").tobytes())
+        num_values += len(values[-1]) // 8
+    text = f'{{"files":{json.dumps(names)},"tensors":{{\n' + "\n,".join(lines) + "\n}}\n"
+    return {INDEX: text.encode(), SHARDS: b"".join(values)}
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A tensor in the index: ``rows``, or where to read them."""
+class Entry(NamedTuple):
+    """A tensor in the index."""
 
     dtype: torch.dtype
     size: torch.Size
-    rows: Rows | None
-    first: int = 0  # value in shards.bin
-    count: int = 0  # its shards there
+    first_value: int  # in shards.bin
+    num_shards: int
 
 
 @dataclass(frozen=True)
@@ -98,71 +89,58 @@ class Index:
 
     def rows(self, name: str) -> Rows:
         """Return a tensor's shards, each within the tensor and within its file. Raises OSError, ValueError."""
-        entry = self.tensors[name]
-        dims, rows = len(entry.size), entry.rows
-        if rows is None:
-            with BytesIO(self._shards) if is_bucket(self.checkpoint) else open_in(self.checkpoint, SHARDS) as file:
-                file.seek(8 * entry.first)
-                content = file.read(8 * entry.count * (2 * dims + 2))
-            if len(content) != 8 * entry.count * (2 * dims + 2):
-                raise ValueError(f"{SHARDS} is cut short")
-            rows = np.frombuffer(content, dtype="<i8").reshape(entry.count, 2 * dims + 2)
+        entry, dims = self.tensors[name], len(self.tensors[name].size)
+        with BytesIO(self._shards) if is_bucket(self.checkpoint) else open_in(self.checkpoint, SHARDS) as file:
+            file.seek(8 * entry.first_value)
+            values = np.frombuffer(file.read(8 * entry.num_shards * (2 * dims + 2)), dtype="<i8")
+        rows = values.reshape(entry.num_shards, 2 * dims + 2)
         offsets, sizes, limit = rows[:, :dims], rows[:, dims : 2 * dims], np.array(entry.size, dtype=np.int64)
-        if not ((offsets >= 0) & (offsets <= limit) & (sizes >= 0) & (sizes <= limit - offsets)).all():
+        if not ((offsets >= 0) & (offsets <= limit) & (sizes > 0) & (sizes <= limit - offsets)).all():
             raise ValueError(f"a shard of {name} is not of its size")
-        file_number, first_byte = rows[:, -2], rows[:, -1]
-        is_file = (file_number >= 0) & (file_number < len(self.files))
-        if (
-            not is_file.all()
-            or not ((first_byte >= 0) & (first_byte <= self.file_bytes[file_number] - _bytes_of(entry, rows))).all()
-        ):
+        number, first_byte, nbytes = rows[:, -2], rows[:, -1], sizes.prod(axis=1) * entry.dtype.itemsize
+        is_file = (number >= 0) & (number < len(self.files)) & (first_byte >= 0)
+        if not is_file.all() or (first_byte > self.file_bytes[number] - nbytes).any():
             raise ValueError(f"a shard of {name} is not in a file of this checkpoint")
         return rows
 
-    def places(self, name: str, rows: Rows) -> list[tuple[ChunkStorageMetadata, _StorageInfo]]:
-        """Return offsets, sizes and places of shards."""
-        entry, dims = self.tensors[name], len(self.tensors[name].size)
-        return [
-            (
-                ChunkStorageMetadata(torch.Size(row[:dims]), torch.Size(row[dims : 2 * dims])),
-                _StorageInfo(self.files[row[-2]], row[-1], length),
-            )
-            for row, length in zip(rows.tolist(), _bytes_of(entry, rows).tolist(), strict=True)
-        ]
+    def parts(self, name: str, tensor: Tensor) -> Iterator[tuple[str, int, list[int], tuple[slice, ...], Tensor]]:
+        """Yield what this rank's part of ``tensor`` is read from: only rows of shards that it needs.
 
-    def metadata_for(self, state: Mapping[str, Tensor]) -> Metadata:
-        """Return what DCP needs to load this rank's part of ``state``: no other shards. Raises OSError, ValueError."""
-        tensors: dict[str, Any] = {}
-        places: dict[MetadataIndex, _StorageInfo] = {}
-        for name, tensor in state.items():
-            entry, rows, dims = self.tensors[name], self.rows(name), tensor.ndim
-            begins, ends = rows[:, :dims], rows[:, :dims] + rows[:, dims : 2 * dims]
-            is_needed = np.zeros(len(rows), dtype=bool)
-            for part in _create_chunk_list(tensor):
-                begin, size = (np.array(values, dtype=np.int64) for values in (part.offsets, part.sizes))
-                shared = np.minimum(ends, begin + size) - np.maximum(begins, begin)  # [shards, dims]
-                elements = shared.clip(0).prod(axis=1)
-                if elements.sum() != math.prod(part.sizes):
-                    raise ValueError(f"shards of {name} are missing, or there are too many")
-                is_needed |= elements > 0
-            shards = self.places(name, rows[is_needed])
-            chunks = [chunk for chunk, _ in shards]
-            tensors[name] = TensorStorageMetadata(TensorProperties(entry.dtype), entry.size, chunks)
-            places |= {MetadataIndex(name, chunk.offsets): place for chunk, place in shards}
-        return Metadata(tensors, storage_data=places)
+        These lie side by side from a first byte of a file on, and have a shape; slices of them go to a part of
+        ``tensor``. Raises OSError, ValueError.
+        """
+        (chunk,), rows, dims = _create_chunk_list(tensor), self.rows(name), tensor.ndim
+        begins, sizes = rows[:, :dims], rows[:, dims : 2 * dims]
+        begin, size = (np.array(values, dtype=np.int64) for values in (chunk.offsets, chunk.sizes))
+        lows, highs = np.maximum(begins, begin), np.minimum(begins + sizes, begin + size)
+        elements = (highs - lows).clip(0).prod(axis=1)
+        if elements.sum() != size.prod():
+            raise ValueError(f"shards of {name} are missing, or there are too many")
+        for at in np.flatnonzero(elements):
+            origin, low, high, shape = (values[at].tolist() for values in (begins, lows, highs, sizes))
+            source, target = (
+                [slice(first - zero, end - zero) for first, end, zero in zip(low, high, zeros, strict=True)]
+                for zeros in (origin, chunk.offsets)
+            )
+            file, first_byte = rows[at, -2:].tolist()
+            if dims:
+                first_byte += source[0].start * math.prod(shape[1:]) * tensor.itemsize
+                shape[0] = high[0] - low[0]
+                source[0] = slice(None)
+            yield self.files[file], first_byte, shape, tuple(source), local_part(tensor).detach()[tuple(target)]
 
     def check(self) -> None:
-        """Raise ValueError unless the shards of every tensor cover it exactly, and no two share bytes of a file."""
-        spans, names = [np.zeros((0, 4), dtype=np.int64)], list(self.tensors)
+        """Raise ValueError unless the shards of every tensor cover it exactly, and no two share rows or bytes."""
+        spans, names, num_values = [np.zeros((0, 4), dtype=np.int64)], list(self.tensors), 0
         for number, (name, entry) in enumerate(self.tensors.items()):
             rows, dims = self.rows(name), len(entry.size)
-            if not len(rows) or sum(rows[:, dims : 2 * dims].prod(axis=1).tolist()) != math.prod(entry.size):
-                raise ValueError(f"shards of {name} are missing, or there are too many")
-            if math.prod(entry.size) and _overlap(rows, dims):
-                raise ValueError(f"shards of {name} overlap")
-            length = _bytes_of(entry, rows)
-            span = np.stack([rows[:, -2], rows[:, -1], rows[:, -1] + length, np.full_like(length, number)], axis=1)
-            spans.append(span[length > 0])
+            if entry.first_value != num_values:
+                raise ValueError(f"the rows of {name} do not follow those before")
+            num_values += rows.size
+            if not _make_up(rows[:, : 2 * dims], entry.size):
+                raise ValueError(f"the shards of {name} do not make it up")
+            length = rows[:, dims : 2 * dims].prod(axis=1) * entry.dtype.itemsize
+            spans.append(np.column_stack([rows[:, -2:], rows[:, -1] + length, np.full_like(length, number)]))
         span = np.concatenate(spans)
         span = span[np.lexsort((span[:, 1], span[:, 0]))]
         is_shared = (span[1:, 0] == span[:-1, 0]) & (span[1:, 1] < span[:-1, 2])
@@ -171,25 +149,26 @@ class Index:
             raise ValueError(f"{names[span[at, 3]]} and {names[span[at + 1, 3]]} share bytes of {file}")
 
 
-def _bytes_of(entry: Entry, rows: Rows) -> Rows:
-    dims = len(entry.size)
-    return rows[:, dims : 2 * dims].prod(axis=1) * entry.dtype.itemsize
+def _make_up(boxes: Rows, size: torch.Size) -> bool:
+    """Return whether boxes [boxes, 2 * dims] make up a tensor of ``size`` without gap or overlap.
 
-
-def _overlap(rows: Rows, dims: int) -> bool:
-    if len(rows) == 1 or dims == 0:  # a scalar has one shard
-        return len(rows) > 1
-    boxes = rows[:, : 2 * dims].reshape(-1, 2, dims)
-    divided = np.flatnonzero((boxes != boxes[0]).any(axis=(0, 1)))
-    if len(divided) == 1:
-        begins, sizes = boxes[:, 0, divided[0]], boxes[:, 1, divided[0]]
-        order = begins.argsort()
-        return bool(((begins + sizes)[order][:-1] > begins[order][1:]).any())
-    try:
-        validate_non_overlapping_shards_metadata([ShardMetadata(begin, sizes) for begin, sizes in boxes.tolist()])
-    except ValueError:
-        return True
-    return False
+    They do if of all their corners, with the signs of a mixed difference, only those of the tensor remain.
+    """
+    if not math.prod(size):
+        return not len(boxes)
+    whole = np.array([[0] * len(size) + [*size]], dtype=np.int64)
+    begins, sizes = np.split(np.concatenate([boxes, whole]), 2, axis=1)
+    ends = np.stack([begins, begins + sizes])  # [2, boxes, dims]
+    divided = np.flatnonzero((ends != ends[:, -1:]).any(axis=(0, 1)))
+    if not 0 < len(divided) <= 8:  # no run divides more
+        return len(boxes) == 1 and not len(divided)
+    sides = [*product((0, 1), repeat=len(divided))]
+    corners = np.concatenate([ends[list(side), :, divided].T for side in sides])  # [corners, divided]
+    signs = np.concatenate([np.append(np.ones(len(boxes)), -1) * (-1) ** sum(side) for side in sides])
+    order = np.lexsort(corners.T)
+    corners = corners[order]
+    is_new = (corners[1:] != corners[:-1]).any(axis=1)
+    return not np.add.reduceat(signs[order], [0, *np.flatnonzero(is_new) + 1]).any()
 
 
 def read_index(checkpoint: Path, meta: Mapping[str, Any], ranks: Collection[str] | None = None) -> Index:
@@ -199,15 +178,13 @@ def read_index(checkpoint: Path, meta: Mapping[str, Any], ranks: Collection[str]
     it reads later; rank 0 has checked the whole, in ``problems``. None: the whole.
     """
     try:
-        with open_in(checkpoint, INDEX) as file:
-            lines = file.readlines()
-        text = b"".join(lines)
+        text = read_regular(checkpoint / INDEX)
         if digest(text) != meta["files"].get(INDEX, {}).get("sha256"):
             raise ValueError("its digest is not the one in meta.json")
         if ranks is not None:
             wanted = {rank.encode() for rank in ranks}
-            text = b"".join(line for line in lines if (match := _OF_RANK.match(line)) is None or match[1] in wanted)
-        del lines
+            matches = ((_OF_RANK.match(line), line) for line in text.splitlines(keepends=True))
+            text = b"".join(line for match, line in matches if match is None or match[1] in wanted)
         index = _parse_index(checkpoint, parse_json(text), meta["files"])
         if ranks is None:
             index.check()
@@ -219,58 +196,27 @@ def read_index(checkpoint: Path, meta: Mapping[str, Any], ranks: Collection[str]
 
 
 def _parse_index(checkpoint: Path, index: Any, files: Mapping[str, Any]) -> Index:
-    names = index.get("files", []) if isinstance(index, dict) else []
+    try:
+        names, entries = index["files"], index["tensors"]
+        kinds = {name: (entry["dtype"], entry["shape"], entry["rows"]) for name, entry in entries.items()}
+    except (AttributeError, KeyError, TypeError):
+        raise ValueError("it does not say of what dtype and shape tensors are, and where") from None
     if not isinstance(names, list) or any(not is_plain_name(name) or name not in files for name in names):
         raise ValueError("it names files that are not in this checkpoint")
-    number_of = {name: number for number, name in enumerate(names)}
-    tensors = {}
-    for name, entry in _values(_values(index, "the index", "tensors")[0], "tensors").items():
-        dtype_name, shape = _values(entry, name, "dtype", "shape")
-        dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
-        if dtype is None:
-            raise ValueError(f"{name} is of the dtype {short(dtype_name)}, which is not known")
-        size = _sizes(shape)
-        if "rows" in entry:
-            where = _integers(entry["rows"]) or [0]
-            end = where[0] + where[-1] * (2 * len(size) + 2)
-            if len(where) != 2 or 8 * end > files.get(SHARDS, {}).get("bytes", 0):
-                raise ValueError(f"the rows of {name} are not in {SHARDS}")
-            tensors[name] = Entry(dtype, size, None, *where)
-            continue
-        (shards,) = _values(entry, name, "chunks")
-        if not isinstance(shards, list):
-            raise ValueError(f"the chunks of {name} are not a list")
-        rows = [_parse_shard(name, shard, size, dtype, files, number_of) for shard in shards]
-        if math.prod(size):  # ranks that hold nothing of a tensor wrote shards without elements
-            rows = [row for row in rows if 0 not in row[len(size) : -2]]
-        tensors[name] = Entry(dtype, size, np.array(rows, dtype=np.int64).reshape(len(rows), 2 * len(size) + 2))
-    return Index(checkpoint, tensors, list(number_of), np.array([files[name]["bytes"] for name in number_of], np.int64))
+    if len({*names}) < len(names):
+        raise ValueError("it names a file twice")
+    tensors, nbytes = {}, files.get(SHARDS, {}).get("bytes", 0)
+    for name, (dtype, shape, rows) in kinds.items():
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise ValueError(f"{name} is of the dtype {short(dtype)}, which is not known")
+        size = _size(shape)
+        if len(_integers(rows)) != 2 or 8 * (rows[0] + rows[1] * (2 * len(size) + 2)) > nbytes:
+            raise ValueError(f"the rows of {name} are not in {SHARDS}")
+        tensors[name] = Entry(DTYPES[dtype], size, *rows)
+    return Index(checkpoint, tensors, names, np.array([files[name]["bytes"] for name in names], np.int64))
 
 
-def _parse_shard(
-    name: str, shard: Any, size: torch.Size, dtype: torch.dtype, files: Mapping[str, Any], number_of: dict[str, int]
-) -> list[int]:
-    offsets, sizes, span, file = _values(shard, f"a shard of {name}", "offsets", "shape", "bytes", "file")
-    offsets, sizes, span = _sizes(offsets), _sizes(sizes), _integers(span)
-    has_dims = len(offsets) == len(sizes) == len(size) and len(span) == 2
-    if not has_dims or span[1] - span[0] != math.prod(sizes) * dtype.itemsize:
-        raise ValueError(f"a shard of {name} is not of its size")
-    if not is_plain_name(file) or file not in files:
-        raise ValueError(f"a shard of {name} is not in a file of this checkpoint")
-    return [*offsets, *sizes, number_of.setdefault(file, len(number_of)), span[0]]
-
-
-def _values(entry: Any, name: str, *keys: str) -> Any:
-    """Return the values of ``keys``, or the object itself without keys. Raises ValueError if they are missing."""
-    if not isinstance(entry, dict):
-        raise ValueError(f"{name} is not a JSON object")
-    missing = [key for key in keys if key not in entry]
-    if missing:
-        raise ValueError(f"{name} has no {', '.join(missing)}")
-    return [entry[key] for key in keys] if keys else entry
-
-
-def _sizes(values: Any) -> torch.Size:
+def _size(values: Any) -> torch.Size:
     if math.prod(max(1, value) for value in _integers(values)) >= 2**60:  # more than torch can count
         raise ValueError(f"{short(values)} is too large for a shape")
     return torch.Size(values)
@@ -280,3 +226,42 @@ def _integers(values: Any) -> list[int]:
     if not isinstance(values, list) or any(type(value) is not int or not 0 <= value < 2**60 for value in values):
         raise ValueError(f"{short(values)} is not a shape")
     return values
+
+
+def problems(checkpoint: Path, rank: int = 0, world_size: int = 1, finite: bool = False) -> list[str]:
+    """List what is wrong with a checkpoint, file by file. Each rank reads its share of files, and rank 0 the index.
+
+    finite: recorded NaN or Inf is a problem too. Raises RequestError where a bucket does not answer.
+    """
+    try:
+        meta = read_meta(checkpoint)
+        if rank == 0:
+            read_index(checkpoint, meta)
+    except CheckpointError as error:
+        return [str(error)]
+    found = [nonfinite(checkpoint, meta) if finite else None]
+    found += [
+        _problem(checkpoint, name, entry)
+        for number, (name, entry) in enumerate(sorted(meta["files"].items()))
+        if number % world_size == rank
+    ]
+    return [problem for problem in found if problem is not None]
+
+
+def _problem(checkpoint: Path, name: str, entry: dict[str, Any]) -> str | None:
+    path = checkpoint / name
+    try:
+        with open_in(checkpoint, name) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            if size != entry["bytes"]:
+                return f"{path} has {size} bytes instead of {entry['bytes']}"
+            if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+                return f"{path} is not what was written: its SHA-256 differs"
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except RequestError:
+        raise
+    except (OSError, CheckpointError) as error:
+        return f"{path} cannot be read ({describe_error(error)})"
+    return None

@@ -23,27 +23,19 @@ from megatron_zpp.models.transformer import TransformerConfig
 from .files import CheckpointError, digest, open_regular, parse_json, read_regular
 
 META, INDEX, MARKER = "meta.json", "index.json", "complete"
-FORMAT = 1  # a change that makes older checkpoints unreadable raises this number
-LAST_WITHOUT_FORMAT = "dda9db90"  # the last commit whose checkpoints have no number
+FORMAT = 2  # a change that makes older checkpoints unreadable raises this number
 REMEDY = "load another checkpoint with --ckpt-step, or the newest good one with --load-latest-good"
 
 _Kinds = dict[tuple[type, ...], str]  # allowed types: names of values
-_REQUIRED: _Kinds = {
-    (int,): "format iteration world_size",
-    (bool,): "has_optimizer has_rng",
-    (dict,): "settings model_config counters loss_scaler files",
-    (dict, NoneType): "zeropp schedule",
-    (list,): "nonfinite",
-}
-_OPTIONAL: _Kinds = {  # missing from imports; both lists have a value for each copy of the model
-    (int,): "tokens",
-    (str,): "saved_at torch",
-    (bool,): "unpadded_vocabulary",  # every row belongs to the model, as in one imported from transformers
-    (list,): "optimizers_have_stepped loss_scalers",
-    (list, NoneType): "streams",
-    (dict,): "layout tokenizer",
-    (dict, NoneType): "data_order",
-    (int, float, NoneType): "loss",
+_META: _Kinds = {  # ?: may be missing, as from imports
+    (int,): "format iteration world_size tokens?",
+    (str,): "saved_at? torch?",
+    (bool,): "has_optimizer has_rng unpadded_vocabulary?",  # every row is of the model, as of one from transformers
+    (dict,): "settings model_config counters loss_scaler files layout? tokenizer?",
+    (dict, NoneType): "zeropp schedule data_order?",
+    (list,): "nonfinite optimizers_have_stepped? loss_scalers?",  # the last two: a value for each copy of the model
+    (list, NoneType): "streams?",
+    (int, float, NoneType): "loss?",
 }
 _SETTINGS: _Kinds = {  # that are used, not only compared
     (int,): "seq_length",
@@ -64,17 +56,15 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
         if digest(text).encode() != read_regular(checkpoint / MARKER).strip():
             raise ValueError(f"its digest is not the one in {MARKER}")
         meta = parse_json(text)
-        has_our_format = not isinstance(meta, dict) or meta.get("format") == FORMAT
-        if has_our_format:
+        is_other = isinstance(meta, dict) and meta.get("format") != FORMAT
+        if not is_other:
             _check_meta(meta)
     except RequestError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged ({describe_error(error)}): {REMEDY}") from error
-    if not has_our_format:
-        if "format" not in meta:
-            raise CheckpointError(f"{path} has no format number: commit {LAST_WITHOUT_FORMAT} of megatron_zpp reads it")
-        other = f"{path} has the format {short(meta['format'])}, and this version reads {FORMAT}"
+    if is_other:
+        other = f"{path} has the format {short(meta.get('format'))}, and this version reads {FORMAT}"
         raise CheckpointError(f"{other}: load it with the version of megatron_zpp that saved it")
     return meta
 
@@ -102,10 +92,10 @@ LARGEST_BATCH = 2**24  # samples: what a flag takes
 
 def _check_meta(meta: Any) -> None:
     """Raise ValueError unless every value has its type and range, and files are plain names."""
-    _check_kinds("", meta, _REQUIRED)
-    _check_kinds("", meta, _OPTIONAL, optional=True)
-    _check_depth(meta)
+    _check_kinds("", meta, _META)
     _check_kinds("settings.", meta["settings"], _SETTINGS)
+    if _depth(meta) > _MAX_DEPTH:  # comparing or printing might fail
+        raise ValueError("its values are nested too deeply")
     parts = {f"model_config.{key}.": part for key, part in meta["model_config"].items() if isinstance(part, dict)}
     groups = {"settings.": meta["settings"], "schedule.": meta["schedule"] or {}, **parts}
     counters, datasets = meta["counters"], (meta.get("data_order") or {}).get("datasets", [])
@@ -119,55 +109,41 @@ def _check_meta(meta: Any) -> None:
     for key in ("loss_scalers", "optimizers_have_stepped"):  # one value per copy of the model that trains apart
         if key in meta and len(meta[key]) != meta.get("layout", {}).get("island", 1):
             wrong[key] = meta[key]
-    stepped = meta.get("optimizers_have_stepped", [True])
-    if not stepped or any(type(has_stepped) is not bool for has_stepped in stepped):
-        wrong["optimizers_have_stepped"] = stepped
     if not wrong and counters.get("consumed_train_samples", 0) > LARGEST_BATCH * meta["iteration"]:
         wrong["the counter consumed_train_samples"] = counters["consumed_train_samples"]
     if not _is_finite(meta.get("loss") or 0):
         wrong["loss"] = meta["loss"]
-    if type(datasets) is not list or any(type(order) is not dict for order in datasets):
-        wrong["data_order.datasets"] = datasets
-    if any(type(name) is not str for name in meta["nonfinite"]):
-        wrong["nonfinite"] = meta["nonfinite"]
+    stepped = meta.get("optimizers_have_stepped", [True]) or [None]
+    lists = (("data_order.datasets", datasets, dict), ("nonfinite", meta["nonfinite"], str))
+    for key, values, kind in (*lists, ("optimizers_have_stepped", stepped, bool)):
+        if type(values) is not list or any(type(value) is not kind for value in values):
+            wrong[key] = values
     if wrong:
         raise ValueError("; ".join(f"{name} is {short(value)}" for name, value in list(wrong.items())[:3]))
     if "tokenizer" in meta:
         check_description(meta["tokenizer"])
     for name, entry in meta["files"].items():
-        _check_file(name, entry)
+        if not is_plain_name(name):
+            raise ValueError(f"it names the file {short(name)}, which is not in the checkpoint")
+        _check_kinds(f"files.{name}.", entry, {(int,): "bytes", (str,): "sha256"})
+        if entry["bytes"] < 0:
+            raise ValueError(f"files.{name}.bytes is {short(entry['bytes'])}")
 
 
-def _check_file(name: str, entry: Any) -> None:
-    if not is_plain_name(name):
-        raise ValueError(f"it names the file {short(name)}, which is not in the checkpoint")
-    _check_kinds(f"files.{name}.", entry, {(int,): "bytes", (str,): "sha256"})
-    if entry["bytes"] < 0:
-        raise ValueError(f"files.{name}.bytes is {short(entry['bytes'])}")
-
-
-def _check_kinds(where: str, values: Any, kinds: _Kinds, optional: bool = False) -> None:
+def _check_kinds(where: str, values: Any, kinds: _Kinds) -> None:
     if not isinstance(values, dict):
         raise ValueError(f"{where.removesuffix('.') or 'the whole of it'} is not a JSON object")
     allowed = {name: types for types, names in kinds.items() for name in names.split()}
-    if not optional and (missing := allowed.keys() - values.keys()):
-        raise ValueError(f"it lacks {', '.join(where + key for key in sorted(missing))}")
-    for key, types in allowed.items():
-        if key in values and type(values[key]) not in types:  # a bool is not a number
-            raise ValueError(f"{where}{key} is {short(values[key])}")
+    if missing := [where + name for name in allowed if not name.endswith("?") and name not in values]:
+        raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+    for name, types in allowed.items():
+        if type(value := values.get(name.rstrip("?"), types[0]())) not in types:  # a bool is not a number
+            raise ValueError(f"{where}{name.rstrip('?')} is {short(value)}")
 
 
-def _check_depth(meta: Any) -> None:
-    """Raise ValueError for nesting so deep that comparing or printing might fail."""
-    level = [meta]
-    for _ in range(_MAX_DEPTH):
-        level = [
-            child
-            for value in level
-            for child in (value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
-        ]
-    if level:
-        raise ValueError("its values are nested too deeply")
+def _depth(value: Any) -> int:
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, children), default=0)
 
 
 def _is_finite(value: Any) -> bool:
@@ -240,11 +216,9 @@ def saved_model(
             foreign = f"the checkpoint is of the architecture {name}, which is not one of ours ({error})"
             raise CheckpointError(f"{foreign}: if it is yours, give --architecture package.module:NAME") from error
     try:
-        # Only architectures of other programs know their valid values.
-        build = (
-            config_from_json if architecture in ARCHITECTURES else lambda values, config_class: config_class(**values)
-        )
-        return architecture, build(meta["model_config"], architecture.config_class)
+        if architecture not in ARCHITECTURES:  # only its program knows its valid values
+            return architecture, architecture.config_class(**meta["model_config"])
+        return architecture, config_from_json(meta["model_config"], architecture.config_class)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the checkpoint's model_config is not one of {architecture.name} ({error})") from error
 

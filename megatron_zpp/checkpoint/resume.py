@@ -1,5 +1,6 @@
-"""Choose the checkpoint that ``--load`` resumes from, and check that the data's order is still the same."""
+"""Choose the checkpoint that ``--load`` resumes from, and compare its settings and data with the run's."""
 
+import json
 import os
 from collections.abc import Mapping
 from itertools import chain
@@ -14,14 +15,22 @@ from megatron_zpp.data.text_stream import TextStream
 from megatron_zpp.files import as_path, is_url
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
-from megatron_zpp.settings.groups import CheckpointSettings, Settings
+from megatron_zpp.settings.flags import setting_of
+from megatron_zpp.settings.groups import CheckpointSettings, Settings, all_flags
 from megatron_zpp.zeropp.fsdp.topology import gather_if_any
 from megatron_zpp.zeropp.recipes import RECIPES
 
 from .files import CheckpointError
 from .folder import candidates, complete_checkpoints, find_checkpoint, refuse_foreign
+from .index import problems
 from .meta import REMEDY, nonfinite, read_meta
-from .verify import problems
+from .tokenizer import check_tokenizer
+
+_REFUSED = {  # the flag that lets them differ, as ``Flag.resume`` names it: what they make up
+    "--override-data": "the data are",
+    "--override-opt_param-scheduler": "learning rates, batch sizes or the loss scale are",
+    "--no-load-optim": "the optimizer is",
+}
 
 
 def check_not_overwritten(settings: CheckpointSettings) -> None:
@@ -108,6 +117,48 @@ def _paths_to_load(settings: CheckpointSettings) -> list[Path]:
                 found = [[checkpoint]]
     dist.broadcast_object_list(found)
     return found[0]
+
+
+def check_settings(settings: Settings, meta: Mapping[str, Any], finetunes: bool = False) -> list[str]:
+    """Compare the run's settings with those saved; return notes on what changed. Older checkpoints may lack some.
+
+    finetunes: the run takes the parameters alone, so that all of these may differ.
+    Raises CheckpointError if a setting differs that must be equal, or a file of the tokenizer.
+    """
+    ours, saved = json.loads(json.dumps(settings.as_flat_dict())), meta["settings"]
+    if finetunes:
+        changed = _differing({*_REFUSED, "compared", "noted"}, ours, saved)
+        return [f"fine-tuning changes the run: {changed}"] if changed else []
+    notes = []
+    for override, what in _REFUSED.items():
+        differing = _differing({override}, ours, saved)
+        if differing and not ours[setting_of(override)]:
+            raise CheckpointError(f"{what} not the checkpoint's: {differing}. Give the same, or {override}")
+        notes += [f"{override} changes the run: {differing}"] if differing else []
+    if not ours["override_data"]:
+        check_tokenizer(ours, meta.get("files", {}))
+    changed = _differing({"noted"}, ours, saved)
+    return [*notes, f"changed since the checkpoint was saved: {changed}"] if changed else notes
+
+
+def _differing(classes: set[str], ours: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
+    """List the settings of these classes whose values differ: "clip_grad 1.0 there, 0.5 here"."""
+    differing = []
+    for name, flag in all_flags().items():
+        here, there = ours[name], saved.get(name, ours[name])
+        if flag.resume not in classes:
+            continue
+        if _comparable(name, here) != _comparable(name, there):
+            differing.append(f"{name} {there} there, {here} here")
+    return "; ".join(differing)
+
+
+def _comparable(name: str, value: Any) -> Any:
+    """Return the names of files, which may be in another folder, or any other value."""
+    if not name.endswith("_path"):
+        return value
+    paths = value if isinstance(value, list | tuple) else [value] if value else []
+    return [Path(path).name if isinstance(path, str) else path for path in paths]
 
 
 def check_same_data(settings: Settings, meta: Mapping[str, Any], datasets: Datasets) -> list[str]:

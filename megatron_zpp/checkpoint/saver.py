@@ -6,20 +6,55 @@ import sys
 import time
 from concurrent.futures import Future
 from datetime import datetime, timedelta
+from operator import itemgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.tensor import DTensor
 
+from megatron_zpp.errors import describe_error
 from megatron_zpp.files import is_url
 from megatron_zpp.settings.groups import CheckpointSettings
+from megatron_zpp.zeropp.api import local_part
 
 from .folder import FolderLock, discard, retain
-from .staging import Stager
-from .state import checkpoint_state, root_cause
+from .state import checkpoint_state
 from .storage import CachedPlanner, CheckpointWriter, Layout
 from .trained import Trained, zeropp_layout
+
+
+class Stager(BlockingAsyncStager):
+    """Copies each rank's own part of a state by name, into host memory that is kept for the next save.
+
+    Fresh memory is slow, and pinning it, as fast copies from a GPU need, more so. DCP's stager knows a buffer by the
+    tensor that it copies, but errors and codes are other tensors after each step. The save before must have finished.
+    """
+
+    def __init__(self, copies: bool = True) -> None:
+        """copies: False where training waits for the whole save."""
+        super().__init__()
+        self._copies, self._buffers = copies, dict[str, Tensor]()
+
+    @torch.no_grad()
+    def stage(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        if not self._copies:
+            return state_dict
+        staged, buffers = {}, dict[str, Tensor]()  # those of tensors that are not saved any more are freed
+        for name, tensor in state_dict.items():
+            local, buffer = local_part(tensor), self._buffers.get(name)
+            if buffer is None or (buffer.shape, buffer.dtype) != (local.shape, local.dtype):
+                buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+            buffers[name] = staged[name] = buffer.copy_(local, non_blocking=True)
+            if isinstance(tensor, DTensor):
+                staged[name] = DTensor(buffer, tensor._spec, requires_grad=False)  # DCP reads only its placement
+        self._buffers = buffers
+        if any(tensor.is_cuda for tensor in state_dict.values()):
+            torch.cuda.synchronize()
+        return staged
 
 
 @dataclasses.dataclass
@@ -46,8 +81,7 @@ class CheckpointSaver:
         self._pending: _Pending | None = None
         # Ranks wait for the slowest upload, which may take long and then only costs this save.
         self._timeout = timedelta(days=1) if is_url(self.folder) else timedelta(minutes=timeout_minutes)
-        self._stager = Stager()
-        self._layout: Layout | None = None  # the last save's layout, unless that save failed
+        self._stager, self._layout = Stager(self._asynchronous), Layout()
 
     @functools.cached_property
     def _group(self) -> dist.ProcessGroup:
@@ -63,24 +97,18 @@ class CheckpointSaver:
         meta["zeropp"] = zeropp_layout(trained.zeropp)
         writer = CheckpointWriter(self.folder, iteration, meta, self._lock, self._delete_old)
         planner = CachedPlanner(self._group, self._layout)
-        arguments: dict[str, Any] = dict(storage_writer=writer, planner=planner, process_group=self._group)
         state = checkpoint_state(trained, with_optimizer)
-        if self._asynchronous:
-            # Returns when it has copied the state.
-            future = dcp.async_save(state, **arguments, async_stager=self._stager)
-            assert isinstance(future, Future)
-        else:
-            future = Future()
-            try:
-                future.set_result(dcp.save(state, **arguments))
-            except dcp.api.CheckpointException as error:
-                future.set_exception(error)
+        # Returns when it has copied the state.
+        future = dcp.async_save(
+            state, storage_writer=writer, planner=planner, process_group=self._group, async_stager=self._stager
+        )
+        assert isinstance(future, Future)
         pending = self._pending = _Pending(begun, time.monotonic() - begun, future, writer)
         future.add_done_callback(lambda _: setattr(pending, "finished", time.monotonic()))
         if self._asynchronous:
             self._print(f"saving checkpoint of iteration {iteration} to {self.folder} while training goes on")
         else:
-            self._settle()
+            self.wait()
 
     def poll(self) -> None:
         """Report a save that has finished; call it at every step."""
@@ -99,7 +127,6 @@ class CheckpointSaver:
         pending, self._pending = self._pending, None
         assert pending is not None
         error, iteration = pending.future.exception(), pending.writer.iteration
-        self._layout = pending.writer.layout if error is None else None
         if error is None:
             self.saved_iteration = iteration
             written = (pending.finished or time.monotonic()) - pending.begun
@@ -109,17 +136,17 @@ class CheckpointSaver:
             )
             if pending.writer.nonfinite:
                 self._print(f"note: this checkpoint holds NaN or Inf in {', '.join(pending.writer.nonfinite)}")
-        elif not isinstance(error, dcp.api.CheckpointException):
+            return
+        self._layout = Layout()
+        if not isinstance(error, dcp.api.CheckpointException):
             raise error
-        elif dist.get_rank() == 0:
+        if dist.get_rank() == 0:
             discard(self.folder, iteration)  # makes room
-            cause = " ".join(root_cause(error).split())
-            print(
-                f"ERROR: the checkpoint of iteration {iteration} was NOT SAVED: {cause}. Training goes on; the "
-                f"latest checkpoint in {self.folder} stays what it was. Make room, or make it writable",
-                file=sys.stderr,
-                flush=True,
-            )
+            rank, (cause, _) = min(error.failures.items(), key=itemgetter(0))  # DCP wraps all ranks' tracebacks
+            kind = "" if isinstance(cause, OSError) else f"{type(cause).__name__}: "
+            lost = f"the checkpoint of iteration {iteration} was NOT SAVED: rank {rank}: {kind}{describe_error(cause)}"
+            stays = f"the latest checkpoint in {self.folder} stays what it was. Make room, or make it writable"
+            print(f"ERROR: {lost}. Training goes on; {stays}", file=sys.stderr, flush=True)
 
     def _print(self, text: str) -> None:
         if dist.get_rank() == 0:

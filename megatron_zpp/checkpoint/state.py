@@ -7,12 +7,11 @@ zeropp.RANK.…/KEY              LoCo's errors, scales of elements, rows of move
                                counters
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -22,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from megatron_zpp.errors import describe_error
 from megatron_zpp.models.lora import is_adapter
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
@@ -31,26 +29,20 @@ from megatron_zpp.zeropp.fsdp.topology import process_rank
 from .files import CheckpointError
 from .index import Entry, Index, read_index
 from .meta import REMEDY
-from .storage import fill_rows, iterate_tensors, read_state, read_tensor
+from .storage import fill_rows, read_state, read_tensor
 from .trained import ResumePlan, Trained, plan_resume
 
 
 def checkpoint_state(trained: Trained, with_optimizer: bool = True) -> dict[str, Tensor]:
     """Return this rank's tensors by name."""
     model, optimizer, zeropp = trained.model, trained.optimizer, trained.zeropp
-    state = _prefixed({"model.": _model_tensors(model)})
+    named = {"model.": _model_tensors(model), "rng.": random_state_dict()}
     # For an optimizer without a step (fp16 skips the first ones) torch would make a step of zeros, which counts.
     if with_optimizer and optimizer.state:
-        state |= _prefixed({"optimizer.": _optimizer_tensors(get_optimizer_state_dict(model, optimizer))})
-    state |= _prefixed({"rng.": random_state_dict()})
+        named["optimizer."] = _optimizer_tensors(get_optimizer_state_dict(model, optimizer))
     if zeropp is not None:
-        state |= _prefixed({"zeropp.": zeropp.state_dict()})
-    return trained.islands.checkpoint_state(state)
-
-
-def iterate_parameters(checkpoint: Path, meta: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and whole fp32 tensor of each parameter, one at a time; a tied one once. Raises CheckpointError."""
-    return iterate_tensors(checkpoint, meta, "model.")
+        named["zeropp."] = zeropp.state_dict()
+    return trained.islands.checkpoint_state(_prefixed(named))
 
 
 def load_checkpoint(
@@ -74,17 +66,15 @@ def load_checkpoint(
     plan = plan_resume(
         meta, trained, layout, trains=with_optimizer, load_rng=load_rng, has_zeropp_state=bool(local_ranks)
     )
-    tensors, optimizer_state, random_states = _model_tensors(model), dict[str, Any](), dict[str, Tensor]()
-    if plan.optimizer:
-        optimizer_state = get_optimizer_state_dict(model, optimizer)
-    if plan.random_states:
-        random_states = random_state_dict()
+    tensors = _model_tensors(model)
+    optimizer_state = get_optimizer_state_dict(model, optimizer) if plan.optimizer else {}
+    random_states = random_state_dict() if plan.random_states else {}
     own = {"model.": tensors, "optimizer.": _optimizer_tensors(optimizer_state), "rng.": random_states}
     with errors_on_all_ranks():
         if with_optimizer and not meta["has_optimizer"]:
             raise CheckpointError(f"{checkpoint} was saved without its optimizer: load it with --no-load-optim")
         index = read_index(checkpoint, meta, {str(process_rank())})
-        zeropp_state = _tensors_to_fill(index.tensors, "zeropp", local_ranks) if plan.zeropp else {}
+        zeropp_state = _tensors_to_fill(index.tensors, local_ranks) if plan.zeropp else {}
         state, finish = trained.islands.begin_load(_prefixed(own | {"zeropp.": zeropp_state}), index.tensors)
         names = [f"model.{name}" for name in Transformer.with_vocabulary if new_rows is not None]
         vocabulary = {name: state.pop(name) for name in names if name in state}
@@ -140,14 +130,6 @@ def _read(index: Index, state: dict[str, Any]) -> None:
             raise CheckpointError(f"{index.checkpoint} cannot be loaded ({error}): {REMEDY}") from error
 
 
-def root_cause(error: dcp.api.CheckpointException) -> str:
-    """Describe the first rank's error, which DCP wraps with all ranks' tracebacks."""
-    rank = min(error.failures)
-    cause, _ = error.failures[rank]
-    kind = "" if isinstance(cause, OSError) else f"{type(cause).__name__}: "
-    return f"rank {rank}: {kind}{describe_error(cause)}"
-
-
 def _prefixed(named: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
     return {prefix + name: tensor for prefix, tensors in named.items() for name, tensor in tensors.items()}
 
@@ -162,13 +144,10 @@ def _optimizer_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def _tensors_to_fill(saved: Mapping[str, Entry], kind: str, ranks: Collection[str]) -> dict[str, Tensor]:
-    """Return empty tensors of the shapes in which these ranks' state was saved."""
-    return {
-        name.removeprefix(f"{kind}."): torch.empty(entry.size, dtype=entry.dtype)
-        for name, entry in saved.items()
-        if name.startswith(f"{kind}.") and name.split(".")[1] in ranks
-    }
+def _tensors_to_fill(saved: Mapping[str, Entry], ranks: Collection[str]) -> dict[str, Tensor]:
+    """Return empty tensors of the shapes in which these ranks' ZeRO++ state was saved."""
+    names = [name for name in saved if name.startswith("zeropp.") and name.split(".")[1] in ranks]
+    return {name.removeprefix("zeropp."): torch.empty(saved[name].size, dtype=saved[name].dtype) for name in names}
 
 
 def _check_shapes(checkpoint: Path, state: Mapping[str, Tensor], saved: Mapping[str, Entry]) -> None:

@@ -4,7 +4,6 @@ import atexit
 import shutil
 import tempfile
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,26 +71,21 @@ def check_same_ids(described: Mapping[str, Any], checkpoint: Path, meta: Mapping
 
 def settings_with_tokenizer(checkpoint: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's settings with the paths of the tokenizer's files in it. Raises CheckpointError."""
+    folder = checkpoint
+    if is_bucket(checkpoint):  # tokenizers read files of this machine
+        folder = Path(tempfile.mkdtemp())
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for name in _NAMES:
         if lexists(checkpoint / name):
             if name not in meta["files"]:
                 raise CheckpointError(f"{checkpoint / name} is not a file of the checkpoint: remove it")
             with open_in(checkpoint, name) as file:
-                if is_bucket(checkpoint):  # tokenizers read files of this machine
-                    (_local_copies() / name).write_bytes(file.read())
-    folder = _local_copies() if is_bucket(checkpoint) else checkpoint
+                if folder != checkpoint:
+                    (folder / name).write_bytes(file.read())
     kept = {name: str(folder / name) for name in _NAMES if name in meta["files"]}
     model = kept.get("tokenizer.model") or kept.get("tokenizer.tiktoken") or kept.get("tokenizer.json")
     files = {"tokenizer_model": model, "vocab_file": kept.get("vocab.json"), "merge_file": kept.get("merges.txt")}
     return {**meta["settings"], **files}
-
-
-@cache
-def _local_copies() -> Path:
-    """Return a folder that lasts as long as this process."""
-    folder = tempfile.mkdtemp()
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
 
 
 def _files(settings: Mapping[str, Any]) -> dict[str, Path]:

@@ -15,15 +15,13 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.errors import attempt
-from megatron_zpp.files import open_regular
 from megatron_zpp.zeropp.wire.format import WireFormat, wire_format
 from megatron_zpp.zeropp.wire.layout import ParameterShard
 
@@ -78,17 +76,28 @@ def safetensors_header(
     return len(text).to_bytes(8, "little") + text, spans
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Write tensors; return the file's size and SHA-256, for the manifest."""
-    for name, tensor in tensors.items():
-        if tensor.dtype not in NAMES:
-            raise PublishError(f"{name} is of {tensor.dtype}, which cannot be published")
-    prefix, spans = safetensors_header([(name, x.dtype, x.shape) for name, x in tensors.items()], metadata)
-    contents, sums = [tensors[name].cpu().contiguous() for name in spans], hashlib.sha256()
-    # The tensors' memory, without numpy.
-    views = ((ctypes.c_char * part.nbytes).from_address(part.data_ptr()) for part in contents if part.nbytes)
-    with attempt("publish weights as", path), open_regular(path, "wb") as file:
-        for part in (memoryview(prefix), *(memoryview(view) for view in views)):
-            file.write(part)
-            sums.update(part)
-    return {"bytes": len(prefix) + sum(part.nbytes for part in contents), "sha256": sums.hexdigest()}
+def write_safetensors(
+    file: BinaryIO,
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]],
+    read: Callable[[str], Tensor],
+    metadata: Mapping[str, str],
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Write tensors one by one, which ``read`` returns by name. tensors: name, dtype and shape of each.
+
+    Returns the file's size and SHA-256, for a manifest, and each tensor's first byte.
+    """
+    planned = {name: (dtype, tuple(shape)) for name, dtype, shape in tensors}
+    prefix, spans = safetensors_header([(name, *kind) for name, kind in planned.items()], metadata)
+    file.write(prefix)
+    sums = hashlib.sha256(prefix)
+    for name in spans:
+        tensor = read(name).detach().cpu().contiguous()
+        if (kind := (tensor.dtype, tuple(tensor.shape))) != planned[name]:
+            raise ValueError(f"{name} was planned as {planned[name]}, but is {kind}")
+        if tensor.nbytes:  # its memory, without numpy
+            view = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+            file.write(view)
+            sums.update(view)
+    nbytes = len(prefix) + max((end for _, end in spans.values()), default=0)
+    first_bytes = {name: len(prefix) + begin for name, (begin, _) in spans.items()}
+    return {"bytes": nbytes, "sha256": sums.hexdigest()}, first_bytes

@@ -127,8 +127,15 @@ class Publisher:
                     raise PublishError("parameters were added, frozen or sharded again: make another Publisher")
                 tensors = {name: values for name, values in tensors.items() if values.dtype != self.dtype}
                 tensors[MOVES] = encode_moves(format, old, wire)
-            name = shards_name(version, self.rank)
-            return (name, write_safetensors(self.folder / name, tensors, metadata)) if shards else None
+            for name, tensor in tensors.items():
+                if tensor.dtype not in NAMES:
+                    raise PublishError(f"{name} is of {tensor.dtype}, which cannot be published")
+            if not shards:
+                return None
+            kinds = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+            path = self.folder / shards_name(version, self.rank)
+            with attempt("publish weights as", path), open_regular(path, "wb") as file:
+                return path.name, write_safetensors(file, kinds, tensors.__getitem__, metadata)[0]
 
         try:
             files = dict(filter(None, _together(write)))

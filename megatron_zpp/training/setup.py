@@ -13,8 +13,13 @@ from megatron_zpp.arguments.settings_file import changed_settings
 from megatron_zpp.checkpoint import CheckpointError, FolderLock, load_base, load_checkpoint, read_meta
 from megatron_zpp.checkpoint.folder import describe_empty
 from megatron_zpp.checkpoint.meta import Counters, num_tokens, saved_model
-from megatron_zpp.checkpoint.on_resume import check_settings
-from megatron_zpp.checkpoint.resume import check_not_overwritten, check_same_data, checkpoint_to_load, goes_on_in
+from megatron_zpp.checkpoint.resume import (
+    check_not_overwritten,
+    check_same_data,
+    check_settings,
+    checkpoint_to_load,
+    goes_on_in,
+)
 from megatron_zpp.checkpoint.tokenizer import check_same_ids
 from megatron_zpp.data.text.description import check_same_tokenizer, describe_tokenizer
 from megatron_zpp.families import Architecture, vocabulary_of
@@ -314,8 +319,6 @@ def _check_same_model(
     for name in ("lora_rank", "lora_alpha") if has_adapters else ():  # a base may have none
         there, here = meta["settings"].get(name, getattr(LoraSettings, name)), getattr(settings.lora, name)
         differing |= {name: f"{there} there, {here} here"} if there != here else {}
-    if has_adapters and (there := meta["settings"].get("lora_target_modules")):
-        differing["lora_target_modules"] = f"{there} there, all linear layers here (commit 2ed70aac has the flag)"
     if differing:
         other = f"{checkpoint} is of another model: {'; '.join(f'{name} {text}' for name, text in differing.items())}"
         more = f", or --override-model {' '.join(differing)}" if differing.keys() <= can_change else ""

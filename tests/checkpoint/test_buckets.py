@@ -155,7 +155,7 @@ def test_where_the_shards_are_is_read_once_for_all_tensors(monkeypatch):
     path, rows = as_path(f"{RUN}/shards.bin"), np.array([[0, 2, 0, 0], [2, 2, 0, 8]], dtype="<i8")
     with path.open("wb") as file:
         file.write(rows.tobytes() * 2)
-    entries = {name: Entry(torch.float32, torch.Size([4]), None, first, 2) for name, first in (("a", 0), ("b", 8))}
+    entries = {name: Entry(torch.float32, torch.Size([4]), first, 2) for name, first in (("a", 0), ("b", 8))}
     index = Index(path.parent, entries, ["rank_00000.safetensors"], np.array([16]))
     assert (index.rows("a") == rows).all()
     refuse(monkeypatch, "shards.bin", "rb")

@@ -241,13 +241,9 @@ DAMAGE = {  # test_hostile.py has more, without the program
     "bit": (lambda c: flip(c / "rank_00003.safetensors"), "rank_00003.safetensors is not what was written"),
     "index bit": (lambda c: flip(c / "index.json"), "index.json is damaged (its digest is not the one in meta.json)"),
     "meta bit": (lambda c: flip(c / "meta.json"), "meta.json is damaged (its digest is not the one in complete)"),
-    "no format number": (
-        lambda c: rewrite(c, META, lambda m: m.__delitem__("format")),
-        "meta.json has no format number: commit dda9db90 of megatron_zpp reads it",
-    ),
     "another format": (
-        lambda c: rewrite(c, META, lambda m: m.update(format=2)),
-        "meta.json has the format 2, and this version reads 1: load it with the version of megatron_zpp that saved it",
+        lambda c: rewrite(c, META, lambda m: m.update(format=1)),
+        "meta.json has the format 1, and this version reads 2: load it with the version of megatron_zpp that saved it",
     ),
     "no meta": (lambda c: (c / "meta.json").unlink(), "meta.json is damaged"),
     "no marker": (lambda c: (c / "complete").unlink(), "is not a complete checkpoint"),

@@ -9,10 +9,11 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.checkpoint import CheckpointError, find_checkpoint, meta, read_meta
-from megatron_zpp.checkpoint.files import write_safetensors
+from megatron_zpp.checkpoint.files import write_shards
 from megatron_zpp.checkpoint.folder import retain
 from megatron_zpp.commands import generate_text
 from megatron_zpp.commands.convert import export_hf
@@ -92,8 +93,8 @@ def test_nan_and_inf_are_seen_in_every_kind_of_number(tmp_path, dtype, value):
     tensors = {"fine": torch.full((2, 5), 0.5).to(dtype), "bad": torch.full((2, 5), 0.5).to(dtype)}
     tensors["bad"].view(-1)[7] = NAN if dtype == torch.float8_e4m3fn else value  # which has no Inf
     tensors |= {"none": torch.zeros(0, dtype=dtype), "whole": torch.ones(3, dtype=torch.int8)}
-    parts = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    assert write_safetensors(tmp_path / "file", parts, tensors.__getitem__).nonfinite == ["bad"]
+    items = create_default_local_save_plan(tensors, is_coordinator=True).items
+    assert write_shards(tmp_path / "file", items, lambda item: tensors[item.index.fqn])[1] == ["bad"]
 
 
 def _diverge(argv: list[str], spoil: str) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,7 +32,7 @@ from megatron_zpp.checkpoint.files import open_regular, write_durably
 from megatron_zpp.checkpoint.folder import _wait_for_files, retain
 from megatron_zpp.checkpoint.index import read_index
 from megatron_zpp.checkpoint.meta import Counters, saved_model
-from megatron_zpp.checkpoint.on_resume import check_settings
+from megatron_zpp.checkpoint.resume import check_settings
 from megatron_zpp.checkpoint.state import _check_shapes
 from megatron_zpp.commands.inspect_checkpoint import list_checkpoints
 from megatron_zpp.data.order import check_order
@@ -158,27 +159,30 @@ def test_text_that_is_no_metadata(tmp_path, name):
     for text in NO_METADATA:
         replace(checkpoint, name, text)
         (problem,) = problems(checkpoint)
-        assert f"{name} is damaged" in problem or f"{name} has no format number" in problem
+        assert f"{name} is damaged" in problem or f"{name} has the format None" in problem
         assert len(problem) < 600
 
 
 # Shards of tensors
 
 
-def _halves(index: dict[str, Any]) -> list[dict[str, Any]]:
+def _divide(checkpoint: Path, change: Callable[[Any, Any, Any], Any]) -> None:
     """Divide a [4, 3] tensor into shards [0, 2) and [2, 4), at bytes [begin, begin + 24) and what follows."""
-    (whole,) = index["tensors"]["model.first"]["chunks"]
-    begin = whole["bytes"][0]
-    halves = [
-        whole | {"offsets": [at, 0], "shape": [2, 3], "bytes": [begin + 12 * at, begin + 12 * at + 24]} for at in (0, 2)
-    ]
-    index["tensors"]["model.first"]["chunks"] = halves
-    return halves
+    *_, begin, _, _, _, of_second = np.fromfile(checkpoint / "shards.bin", dtype="<i8").tolist()
+    shards = [[0, 0, 2, 3, 0, begin], [2, 0, 2, 3, 0, begin + 24], [0, 5, 0, of_second]]
+    change(*shards)
+    replace(checkpoint, "shards.bin", b"".join(np.array(shard, dtype="<i8").tobytes() for shard in shards))
+
+    def locate(index: dict[str, Any]) -> None:
+        index["tensors"]["model.first"]["rows"] = [0, 2]
+        index["tensors"]["model.second"]["rows"] = [12, 1]
+
+    rewrite(checkpoint, "index.json", locate)
 
 
 def test_a_tensor_in_shards_loads(tmp_path):
     checkpoint = save(tmp_path, 1)
-    rewrite(checkpoint, "index.json", lambda index: [_halves(index), None][1])
+    _divide(checkpoint, lambda *shards: None)
     assert problems(checkpoint) == []
     assert dict(iterate_tensors(checkpoint, read_meta(checkpoint)))["model.first"].eq(1).all()
 
@@ -187,11 +191,7 @@ def test_shards_beyond_the_first_gigabyte_of_a_file_load(tmp_path):
     """Each rank's file of a large model is one; the file here is sparse."""
     checkpoint = save(tmp_path, 1)
     begin, name = 3 * 2**30, "rank_00000.safetensors"
-
-    def move(index: dict[str, Any]) -> None:
-        index["tensors"]["model.second"]["chunks"][0]["bytes"] = [begin, begin + 20]
-
-    rewrite(checkpoint, "index.json", move)
+    _divide(checkpoint, lambda a, b, other: other.__setitem__(-1, begin))
     rewrite(checkpoint, "meta.json", lambda meta: meta["files"][name].update(bytes=begin + 20))
     with open(checkpoint / name, "r+b") as file:
         file.seek(begin)
@@ -202,25 +202,22 @@ def test_shards_beyond_the_first_gigabyte_of_a_file_load(tmp_path):
 @pytest.mark.parametrize(
     "change, expected",
     [
-        (lambda a, b, _: b.update(a), "shards of model.first overlap"),
-        (lambda a, b, _: b.update(offsets=[1, 0]), "shards of model.first overlap"),
-        (lambda a, b, _: b.update(shape=[1, 3], bytes=[a["bytes"][1], a["bytes"][1] + 12]), "missing"),
-        (lambda a, b, _: b.update(offsets=[3, 0]), "a shard of model.first is not of its size"),
-        (lambda a, b, _: b.update(offsets=[-1, 0]), "is not a shape"),
-        (lambda a, b, _: b.update(bytes=a["bytes"]), "model.first and model.first share bytes"),
-        (lambda a, b, _: b.update(offsets=[2]), "a shard of model.first is not of its size"),
-        (lambda a, b, _: b.update(shape=[0, 3], bytes=[0, 0]), "missing"),
+        (lambda a, b, _: b.__setitem__(0, 0), "the shards of model.first do not make it up"),
+        (lambda a, b, _: b.__setitem__(0, 1), "the shards of model.first do not make it up"),
+        (lambda a, b, _: b.__setitem__(2, 1), "the shards of model.first do not make it up"),
+        (lambda a, b, _: b.__setitem__(0, 3), "a shard of model.first is not of its size"),
+        (lambda a, b, _: b.__setitem__(0, -1), "a shard of model.first is not of its size"),
+        (lambda a, b, _: b.__setitem__(2, 0), "a shard of model.first is not of its size"),
+        (lambda a, b, _: b.__setitem__(5, a[5]), "model.first and model.first share bytes"),
         (
-            lambda a, b, other: other.update(bytes=[a["bytes"][0] + 4, a["bytes"][0] + 24]),
+            lambda a, b, other: other.__setitem__(3, a[5] + 4),
             "model.first and model.second share bytes of rank_00000.safetensors",
         ),
     ],
 )
 def test_shards_that_do_not_make_up_a_tensor_are_refused(tmp_path, change, expected):
     checkpoint = save(tmp_path, 1)
-    rewrite(
-        checkpoint, "index.json", lambda index: change(*_halves(index), index["tensors"]["model.second"]["chunks"][0])
-    )
+    _divide(checkpoint, change)
     (problem,) = problems(checkpoint)
     assert "index.json is damaged" in problem and expected in problem
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron_zpp.checkpoint import iterate_tensors, problems, read_meta, storage
-from megatron_zpp.checkpoint.storage import CachedPlanner, CheckpointWriter
+from megatron_zpp.checkpoint.storage import CachedPlanner, CheckpointWriter, Layout
 from tests.checkpoint.saved import meta_of
 from tests.ranks import run_ranks
 
@@ -34,7 +34,7 @@ def state_of(iteration: int) -> dict[str, torch.Tensor]:
 
 def save_each(folder: str) -> list[tuple[bool, int]]:
     """Save 7 iterations, of which one fails on rank 1; return whether each succeeded, and its bytes of objects."""
-    group, layout, rows = dist.group.WORLD, None, []
+    group, layout, rows = dist.group.WORLD, Layout(), []
     to_tensor = distributed_c10d._object_to_tensor
     sent: list[int] = []
 
@@ -53,18 +53,17 @@ def save_each(folder: str) -> list[tuple[bool, int]]:
         meta |= {"has_optimizer": False, "has_rng": False}
         writer = CheckpointWriter(folder, iteration, meta, None, lambda: None)
         failing = iteration == FAILING and dist.get_rank() == 1
-        write = fails if failing else storage.write_safetensors
+        write = fails if failing else storage.write_shards
         with (
             patch.object(distributed_c10d, "_object_to_tensor", counted),
-            patch.object(storage, "write_safetensors", write),
+            patch.object(storage, "write_shards", write),
         ):
             try:
                 dcp.save(state_of(iteration), storage_writer=writer, planner=planner, process_group=group)
+                rows.append((True, sum(sent)))
             except dcp.api.CheckpointException:
-                layout = None
-            else:
-                layout = writer.layout
-        rows.append((layout is not None, sum(sent)))
+                layout = Layout()
+                rows.append((False, sum(sent)))
     return rows
 
 
