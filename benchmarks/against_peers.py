@@ -286,6 +286,8 @@ def deepspeed_step(model: GPT, setting: str) -> Callable[[list[Tensor]], float]:
 
 def run() -> None:
     """Measure what is missing, in turns, with the Python of build/peers."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        sys.exit("error: run the race on a processor with AVX-512: this one multiplies bf16 50 times as slowly as fp32")
     python = PEERS / "bin" / "python"
     if Path(sys.prefix) != PEERS:
         if not python.exists():

@@ -75,6 +75,7 @@ def origin() -> dict[str, Any]:
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "torch": torch.__version__,
         "processor": processor(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "load": LOAD_AT_START,
     }

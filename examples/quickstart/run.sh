@@ -9,9 +9,7 @@ OUT=${OUT:-runs/quickstart}
 MEGABYTES=${MEGABYTES:-20}  # megabytes of text
 VOCAB_SIZE=${VOCAB_SIZE:-2048}
 EVAL_ITERS=${EVAL_ITERS:-10}
-# Processors without bf16 instructions need some ten times as long for a step: fewer steps there.
-has_bf16='import sys, torch; sys.exit(not any(on for name, on in torch.cpu.get_capabilities().items() if "bf16" in name))'
-TRAIN_ITERS=${TRAIN_ITERS:-$(python -c "$has_bf16" && echo 300 || echo 80)}
+TRAIN_ITERS=${TRAIN_ITERS:-300}
 
 # 4 ranks share the cores: more threads than cores would only get in each other's way.
 cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
