@@ -58,7 +58,7 @@ def as_path(text: str | os.PathLike[str]) -> Path:
     try:
         fsspec.get_filesystem_class(fsspec.utils.get_protocol(name))
     except (ImportError, ValueError) as error:
-        hint = "pip install megatron_zpp[buckets] brings s3://, gs:// and hf://"
+        hint = "pip install s3fs for s3://, gcsfs for gs://, huggingface_hub for hf://"
         raise ValueError(f"must be a URL that fsspec can open ({error}; {hint})") from error
     return cast(Path, BucketPath(name))
 
@@ -79,9 +79,9 @@ class BucketPath(PurePosixPath):
         import fsspec
 
         try:
-            # Stores like S3 may refuse pieces of different sizes.
-            pieces = {"fixed_upload_size": True} if str(self).startswith("s3") else {}
-            yield fsspec.url_to_fs(str(self), use_listings_cache=False, **pieces)
+            # S3 may refuse pieces of different sizes. The Hub's file system would not see what another rank wrote.
+            options = {"s3": {"fixed_upload_size": True}, "hf": {"skip_instance_cache": True}}.get(str(self)[:2], {})
+            yield fsspec.url_to_fs(str(self), use_listings_cache=False, **options)
         except ValueError:
             raise
         except FileNotFoundError as error:
@@ -135,6 +135,7 @@ class BucketPath(PurePosixPath):
             except BaseException:
                 with suppress(Exception):
                     file.discard()
+                with suppress(Exception):
                     file.closed = True  # or its destructor would upload what there is
                 raise
             file.close()

@@ -212,16 +212,14 @@ def build_mesh(settings: ResolvedSettings, device: torch.device) -> Mesh:
 def _plan_length(
     settings: ResolvedSettings, batches: BatchSchedule, counters: Counters, mesh: Mesh
 ) -> tuple[int, int, tuple[int, int, int]]:
-    """Plan how much the run trains and evaluates, from its first step on.
-
-    Returns the iterations to train, the micro-batches of an evaluation on each data-parallel rank, and the samples that
-    all ranks read to train, validate and test.
-    """
+    """Plan the iterations to train, a rank's micro-batches of an evaluation, and all ranks' samples of each split."""
     training = settings.training
     train_iters = training.train_iters
     if train_iters is None:  # the batch size may differ from that before the checkpoint
         to_come = batches.total_iterations(training.train_samples or 0, counters.consumed_train_samples)
         train_iters = counters.iteration + to_come
+    if counters.iteration >= train_iters and not training.skip_train:
+        _print_notes([f"nothing is left to train after iteration {counters.iteration}: the end of the run is reached"])
     train_samples = batches.samples_after(max(0, train_iters - counters.iteration), counters.consumed_train_samples)
     per_batch = batches.num_micro_batches(train_samples)
     num_eval_micro_batches = training.eval_iters * per_batch

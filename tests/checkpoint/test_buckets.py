@@ -186,8 +186,16 @@ def test_flags_name_what_a_bucket_needs():
     assert line == "--save in a bucket needs --metrics-dir DIR, a folder here for metrics.jsonl"
     (line,) = mistakes(f"{FLAGS_OF_RUN} --save gs://bucket/run --save-interval 5 --metrics-dir here")
     want = "--save must be a URL that fsspec can open (Please install gcsfs to access Google Storage; pip install "
-    assert line.startswith(f"{want}megatron_zpp[buckets] brings s3://, gs:// and hf://)")
+    assert line.startswith(f"{want}s3fs for s3://, gcsfs for gs://, huggingface_hub for hf://)")
     with pytest.raises(ValueError, match="Protocol not known: s4"):
         as_path("s4://bucket/run")
     with pytest.raises(CheckpointError, match="which deleting takes for a pattern"):
         check_not_overwritten(CheckpointSettings(save="memory://bucket/ru?"))
+
+
+def test_what_another_rank_wrote_to_the_hub_is_seen():
+    """Its file system lists a folder once, and would answer from that."""
+    with as_path("hf://buckets/name/run")._requests("list") as (first, _):
+        first.dircache["buckets/name"] = []
+    with as_path("hf://buckets/name/run")._requests("list") as (second, _):
+        assert second.dircache == {}

@@ -380,7 +380,8 @@ def test_an_empty_or_absent_folder_that_is_also_saved_in_starts_from_scratch(dat
     each = "--load {0} --save {0} --save-interval 9 --train-iters 1 --eval-iters 0"
     loads = [each.format(tmp_path / name) for name in names]
     loads[-1] += " --load-latest-good"
-    results = run_ranks(1, call_pretrain, *(flags(data, load) for load in loads))[0]
+    *results, (_, ended, _) = run_ranks(1, call_pretrain, *(flags(data, load) for load in [*loads, loads[0]]))[0]
+    assert "note: nothing is left to train after iteration 1" in ended
     expected["another"] = expected["other"]
     for name, (code, out, err) in zip(names, results, strict=True):
         assert code == 0, err

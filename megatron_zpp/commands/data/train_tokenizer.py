@@ -56,7 +56,7 @@ def sample(files: list[CorpusFile], reading: Reading, max_bytes: float) -> list[
                     if not all(isinstance(text, str) for text in texts):
                         raise ValueError("token ids, and a tokenizer is trained on text")
                 except ValueError as error:
-                    raise ValueError(f"{place}: {error}") from None
+                    raise ValueError(f"{place}: {error} (text is UTF-8: convert, mend or remove it)") from None
                 kept.append(texts)
                 size += sum(map(len, texts))
             number += 1

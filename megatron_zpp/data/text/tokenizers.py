@@ -298,7 +298,7 @@ def _errors_of_template() -> Iterator[None]:
 def chat_tokenizer(tokenizer: Tokenizer, tokenizer_type: str) -> HuggingFaceTokenizer:
     """Return ``tokenizer``. Raises ValueError if it is of a type without chat templates."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):  # others read special tokens as text
-        raise ValueError(f"{tokenizer_type} has no chat template; HuggingFaceTokenizer may have one")
+        raise ValueError(f"{tokenizer_type} has no chat template: docs/tutorials/text-to-chat.md gives a model one")
     return tokenizer
 
 
