@@ -5,9 +5,9 @@
 All train the same model of torch's own modules in bf16 with fp32 masters and AdamW. One start of the program trains in
 each cell in turn: micro-batches of a step, and rate of the links. "Kept": the weights stay gathered from a step's first
 forward pass to its last backward pass, and gradients are reduced once per step. Bytes are read from the nodes'
-interfaces, memory is the largest rank's peak. DeepSpeed's qwZ and qgZ do not run on CPUs. Megatron-FSDP runs with
-streams and events that do nothing. gloo sends the gradients of FSDP2's reduce-scatter twice; "by NCCL" is a flat ring
-over the ranks, by formula.
+interfaces, memory is the largest rank's peak. DeepSpeed's qwZ and qgZ run with a quantizer in torch, Megatron-FSDP with
+streams and events that do nothing. gloo sends the gradients of a reduce-scatter twice; "by NCCL" is a flat ring over
+the ranks, by formula.
 """
 
 import itertools
@@ -59,8 +59,12 @@ BY_NCCL = {
     "FSDP2": lambda n: 4.5 * n,
     "FSDP2, kept": lambda n: 3.0,
     "HSDP, kept": lambda n: 2.0,
-    "DeepSpeed ZeRO-3": lambda n: 4.5 * n,
-    "DeepSpeed ZeRO-3, hpZ": lambda n: 3.0 * n + 1.5,  # the first backward pass of a step gathers over all, too
+    # DeepSpeed keeps up to 1e9 gathered parameters from a forward to its backward pass, so this model is gathered once
+    # a micro-batch; hpZ gathers over all ranks in the first one of a step alone.
+    "DeepSpeed ZeRO-3": lambda n: 3.0 * n,
+    "DeepSpeed ZeRO-3, kept": lambda n: 1.5 * n + 1.5,
+    "DeepSpeed ZeRO-3, hpZ": lambda n: 1.5 * n + 1.5,
+    "DeepSpeed ZeRO++": lambda n: 0.25 * n + 0.75,  # without scales, and biases and norms, which it does not quantize
 }
 POWER_SGD = "DDP, PowerSGD of rank 4"
 # Parameters sharded in a node, the optimizer over all ranks, one crossing in 16 bit each way per step: hybrid FSDP.
@@ -68,14 +72,14 @@ HIERARCHY = "hierarchy alone, kept"
 MEGATRON_FSDP = ["Megatron-FSDP, HSDP", "Megatron-FSDP, HFSDP"]
 DEEPSPEED_ZEROPP = "DeepSpeed ZeRO++"
 # What a peer's settings add to the defaults that its function below names; benchmarks/peer_flags.py has tried others.
-FLAGS: dict[str, dict[str, Any]] = {}
+FLAGS: dict[str, dict[str, Any]] = {"DeepSpeed ZeRO-3, kept": {"stage3_param_persistence_threshold": 1e9}}
 UNQUANTIZED: dict[str, Any] = dict(quantized_gradients=True, gradient_bits=None, gradient_intra_bits=None)
 # Where the main thread's time goes: it computes, waits for a processor, waits for collectives. Then the other threads',
 # which run gloo's collectives.
 PARTS = ["computing", "ready", "blocked", "others"]
 CARD = "int8 on each card, kept"  # every rank keeps all codes
 OURS = ["lossless", "lossless, kept", "int8", "int8, kept", CARD, "int6", "int6, kept", "ternary", "ternary, kept"]
-SETTINGS = [*BY_NCCL, DEEPSPEED_ZEROPP, *MEGATRON_FSDP, POWER_SGD, HIERARCHY, *OURS]
+SETTINGS = [*BY_NCCL, *MEGATRON_FSDP, POWER_SGD, HIERARCHY, *OURS]
 
 
 class Layer(nn.TransformerEncoderLayer):
@@ -291,7 +295,7 @@ def deepspeed_step(model: GPT, setting: str) -> Callable[[list[Tensor]], float]:
     import deepspeed
 
     flags = {"stage": 3, "overlap_comm": True}
-    if setting != "DeepSpeed ZeRO-3":
+    if setting.endswith(("hpZ", "ZeRO++")):
         flags |= {"zero_hpz_partition_size": int(os.environ["LOCAL_WORLD_SIZE"])}
     if setting == DEEPSPEED_ZEROPP:
         os.environ["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]  # what its accelerator counts as a node's devices
@@ -391,7 +395,7 @@ def table_of_bytes() -> str:
             sent = figures(setting, "bytes_per_parameter", nodes, micro_batches=n)
             by_nccl = f" ({BY_NCCL[setting](n):.1f} by NCCL)" if setting in BY_NCCL and nodes == 2 else ""
             lines[-1].append(f"{statistics.median(sent):.2f}{by_nccl}" if sent else "")
-        lines[-1].append(f"{max(figures(setting, 'peak_mb'), default=0):.0f}")
+        lines[-1].append(f"{max(peaks):.0f}" if (peaks := figures(setting, "peak_mb")) else "")
     headings = [f"{nodes} x {ranks}, {n}" for (nodes, ranks), n in itertools.product(LAYOUTS, MEASURED_STEPS)]
     return markdown_table(["", *headings, "peak MB"], lines)
 

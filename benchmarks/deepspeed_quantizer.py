@@ -58,12 +58,3 @@ def install() -> None:
     builder: Any = type("QuantizerBuilder", (), {"load": lambda self: Quantizer})
     sys.modules["deepspeed.ops.op_builder"].QuantizerBuilder = builder  # type: ignore[attr-defined]
     assert deepspeed.ops.op_builder.QuantizerBuilder is builder
-
-
-def sent_between_nodes(shapes: list[torch.Size], world: int, nodes: int, persistent: int) -> float:
-    """Bytes that leave a node in a micro-batch by DeepSpeed's code: qwZ's gather over all ranks, and qgZ's reduction.
-
-    hpZ's backward gather of a step's first micro-batch goes over all ranks, too. persistent: parameters below this
-    size are whole on every rank.
-    """
-    raise NotImplementedError

@@ -8,6 +8,7 @@ remains is what flags change: communication, copies, the optimizer. Processor ti
 
 import itertools
 import json
+import statistics
 import sys
 from typing import Any
 
@@ -15,12 +16,11 @@ import torch
 import torch.distributed as dist
 from against_peers import DEEPSPEED_ZEROPP, FLAGS, MEASURED_STEPS, MEGATRON_FSDP, POWER_SGD, measure, prepare
 from cluster_in_a_box import cluster, programs
-from common import RESULTS, append_row, read_rows, run_choice
+from common import RESULTS, append_row, markdown_table, read_rows, run_choice
 from torch import Tensor
 
 MEASURED = RESULTS / "peer_flags.jsonl"
-CELLS: list[tuple[int, str | None]] = [(1, None), (2, None)]  # each more micro-batch adds as much
-MEASURED_STEPS[2] = 1
+MICRO_BATCHES = [1, 2]  # each more adds as much
 HSDP, HFSDP = MEGATRON_FSDP
 UNITS = {"one unit": {"layers_of_unit": 0}, "units of 2 layers": {"layers_of_unit": 2}, "prefetch 2": {"prefetch": 2}}
 DEEPSPEED = {
@@ -80,10 +80,11 @@ def train() -> None:
     """One rank: argv is train SETTING VARIANTS. The last rank prints a JSON line for each variant and cell."""
     setting, variants = sys.argv[2], json.loads(sys.argv[3])
     library = skip_products()
+    MEASURED_STEPS[2] = 1
     for name, flags in variants.items():
         FLAGS[setting] = flags
         try:
-            rows = list(measure(setting, CELLS))
+            rows = list(measure(setting, [(n, None) for n in MICRO_BATCHES]))
         except (
             AssertionError,
             ValueError,
@@ -116,6 +117,22 @@ def run_variants(setting: str, turn: int) -> None:
             if line.startswith("{"):
                 append_row(MEASURED, {"setting": setting, "turn": turn, **json.loads(line)})
             print(setting, line, end="", flush=True)
+
+
+def table() -> str:
+    """Bytes that leave a node per parameter, and seconds of processor time of a rank, for 1 and for 2 micro-batches."""
+    lines, rows = list[list[str]](), [row for row in read_rows(MEASURED) if VARIANTS[row["setting"]]]
+    for setting, variant in dict.fromkeys((row["setting"], row["variant"]) for row in rows):
+        found = [row for row in rows if (row["setting"], row["variant"]) == (setting, variant)]
+        if "error" in found[0]:
+            lines.append([setting, variant, f"does not run: {found[0]['error']}", ""])
+            continue
+        sent, busy = (
+            [statistics.median(value(row) for row in found if row["micro_batches"] == n) for n in MICRO_BATCHES]
+            for value in (lambda row: row["bytes_per_parameter"], lambda row: row["computing"] + row["others"])
+        )
+        lines.append([setting, variant, *(" / ".join(f"{x:.2f}" for x in pair) for pair in (sent, busy))])
+    return markdown_table(["", "flags", "bytes", "processor seconds"], lines)
 
 
 if __name__ == "__main__":
