@@ -5,9 +5,9 @@
 All train the same model of torch's own modules in bf16 with fp32 masters and AdamW. One start of the program trains in
 each cell in turn: micro-batches of a step, and rate of the links. "Kept": the weights stay gathered from a step's first
 forward pass to its last backward pass, and gradients are reduced once per step. Bytes are read from the nodes'
-interfaces, memory is the largest rank's peak. DeepSpeed's qwZ and qgZ do not run on CPUs. Megatron-FSDP runs with
-streams and events that do nothing. gloo sends the gradients of FSDP2's reduce-scatter twice; "by NCCL" is a flat ring
-over the ranks, by formula.
+interfaces, memory is the largest rank's peak. DeepSpeed's qwZ and qgZ run with a quantizer in torch, Megatron-FSDP with
+streams and events that do nothing. gloo sends the gradients of a reduce-scatter twice; "by NCCL" is a flat ring over
+the ranks, by formula.
 """
 
 import itertools
@@ -26,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import deepspeed_quantizer
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -58,14 +59,24 @@ BY_NCCL = {
     "FSDP2": lambda n: 4.5 * n,
     "FSDP2, kept": lambda n: 3.0,
     "HSDP, kept": lambda n: 2.0,
-    "DeepSpeed ZeRO-3": lambda n: 4.5 * n,
-    "DeepSpeed ZeRO-3, hpZ": lambda n: 3.0 * n + 1.5,  # the first backward pass of a step gathers over all, too
+    # DeepSpeed keeps up to 1e9 gathered parameters from a forward to its backward pass, so this model is gathered once
+    # a micro-batch; hpZ gathers over all ranks in the first one of a step alone.
+    "DeepSpeed ZeRO-3": lambda n: 3.0 * n,
+    "DeepSpeed ZeRO-3, kept": lambda n: 1.5 * n + 1.5,
+    "DeepSpeed ZeRO-3, hpZ": lambda n: 1.5 * n + 1.5,
+    "DeepSpeed ZeRO++": lambda n: 0.25 * n + 0.75,  # without scales, and biases and norms, which it does not quantize
 }
 POWER_SGD = "DDP, PowerSGD of rank 4"
 # Parameters sharded in a node, the optimizer over all ranks, one crossing in 16 bit each way per step: hybrid FSDP.
 HIERARCHY = "hierarchy alone, kept"
 MEGATRON_FSDP = ["Megatron-FSDP, HSDP", "Megatron-FSDP, HFSDP"]
+DEEPSPEED_ZEROPP = "DeepSpeed ZeRO++"
+# What a peer's settings add to the defaults that its function below names; benchmarks/peer_flags.py has tried others.
+FLAGS: dict[str, dict[str, Any]] = {"DeepSpeed ZeRO-3, kept": {"stage3_param_persistence_threshold": 1e9}}
 UNQUANTIZED: dict[str, Any] = dict(quantized_gradients=True, gradient_bits=None, gradient_intra_bits=None)
+# Where the main thread's time goes: it computes, waits for a processor, waits for collectives. Then the other threads',
+# which run gloo's collectives.
+PARTS = ["computing", "ready", "blocked", "others"]
 CARD = "int8 on each card, kept"  # every rank keeps all codes
 OURS = ["lossless", "lossless, kept", "int8", "int8, kept", CARD, "int6", "int6, kept", "ternary", "ternary, kept"]
 SETTINGS = [*BY_NCCL, *MEGATRON_FSDP, POWER_SGD, HIERARCHY, *OURS]
@@ -97,14 +108,23 @@ class GPT(nn.Module):
 
 def train() -> None:
     """One rank: argv is train SETTING CELLS. The last rank prints a JSON line for each cell."""
-    setting, cells = sys.argv[2], json.loads(sys.argv[3])
+    for row in measure(sys.argv[2], json.loads(sys.argv[3])):
+        if dist.get_rank() == dist.get_world_size() - 1:
+            print(json.dumps(row), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(setting: str, cells: list[tuple[int, str | None]]) -> Iterator[dict[str, Any]]:
+    """Train in each cell. Yields a row of each: bytes are a mean over the nodes, memory is the largest rank's peak."""
     torch.manual_seed(0)
     model = GPT()
     n = sum(parameter.numel() for parameter in model.parameters())
     if setting.startswith("DeepSpeed"):
         train_step = deepspeed_step(model, setting)
     else:
-        dist.init_process_group("gloo")
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
         make = megatron_fsdp_step if setting in MEGATRON_FSDP else ddp_step if setting == POWER_SGD else fsdp_step
         train_step = make(model, setting)
     torch.manual_seed(dist.get_rank())
@@ -129,20 +149,26 @@ def train() -> None:
             for _ in range(3 if trained_before == 0 else 1):
                 train_step(batches(micro_batches))
             trained_before = micro_batches
-        before, start = sent(), time.monotonic()
+        before, start = sent(), clocks()
         for _ in range(MEASURED_STEPS[micro_batches]):
             loss = train_step(batches(micro_batches))
         dist.barrier()
-        seconds = (time.monotonic() - start) / MEASURED_STEPS[micro_batches]
+        seconds, *parts = ((clocks() - start) / MEASURED_STEPS[micro_batches]).tolist()
         row = {"micro_batches": micro_batches, "rate": rate, "seconds": seconds, "loss": loss}
+        row |= dict(zip(PARTS, parts, strict=True))
         row["bytes_per_parameter"] = (sent() - before) / MEASURED_STEPS[micro_batches] / n
         peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
         dist.all_reduce(peak, dist.ReduceOp.MAX)
         row["peak_mb"] = peak.item() / 1000
-        if dist.get_rank() == dist.get_world_size() - 1:
-            print(json.dumps(row), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+        yield row
+
+
+def clocks() -> Tensor:
+    """Return the time, and the PARTS of it in this thread and the process's others, in seconds."""
+    running, ready = (int(ns) / 1e9 for ns in Path("/proc/thread-self/schedstat").read_text().split()[:2])
+    now = time.monotonic()
+    others = time.process_time() - time.thread_time()
+    return torch.tensor([now, running, ready, now - running - ready, others], dtype=torch.float64)
 
 
 def limit_link(rate: str | None) -> None:
@@ -180,8 +206,15 @@ def fsdp_step(model: GPT, setting: str) -> Callable[[list[Tensor]], float]:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     is_kept = setting.endswith(KEPT)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False if is_kept else None)
+    flags = {"layers_of_unit": 1, "prefetch": 1} | FLAGS.get(setting, {})
+    layers, size, ahead = list(model.layers), flags["layers_of_unit"], flags["prefetch"]
+    units = [layers[i : i + size] for i in range(0, LAYERS, size)] if size else []
+    for unit in (*units, model):
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=False if is_kept else None)
+    if ahead > 1:
+        for i, (unit, *_) in enumerate(units):
+            unit.set_modules_to_forward_prefetch([other[0] for other in units[i + 1 : i + 1 + ahead]])
+            unit.set_modules_to_backward_prefetch([other[0] for other in units[max(0, i - ahead) : i][::-1]])
     if setting == HIERARCHY:
         apply_zeropp(model, ZeroPPConfig(hpz_partition_size=ranks, **UNQUANTIZED))
     elif setting == CARD:
@@ -204,10 +237,9 @@ def ddp_step(model: GPT, setting: str) -> Callable[[list[Tensor]], float]:
     """PyTorch's compressed DDP, whose first steps are exact. In one bucket: gloo mixes up the hook's collectives."""
     dist._DEFAULT_FIRST_BUCKET_BYTES = 2**30  # type: ignore[attr-defined]
     ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=2**10)
-    ddp.register_comm_hook(
-        powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2),
-        powerSGD_hook.powerSGD_hook,
-    )
+    flags = {"matrix_approximation_rank": 4} | FLAGS.get(setting, {})
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, **flags)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     @contextmanager
@@ -241,9 +273,7 @@ def megatron_fsdp_step(model: GPT, setting: str) -> Callable[[list[Tensor]], flo
     mesh = init_device_mesh("cpu", (dist.get_world_size() // ranks, ranks, 1), mesh_dim_names=names)
     # Hybrid: parameters sharded in a node, the optimizer over all ranks. Else weights are kept between micro-batches.
     is_hybrid = setting.endswith("HFSDP")
-    sharded = fully_shard_model(
-        model.bfloat16(),
-        device_mesh=mesh,
+    flags: dict[str, Any] = dict(
         dp_outer_dim="outer",
         dp_shard_dim="shard",
         tp_dim="tensor",
@@ -255,6 +285,7 @@ def megatron_fsdp_step(model: GPT, setting: str) -> Callable[[list[Tensor]], flo
         sync_model_each_microbatch=False,
         mixed_precision_policy=MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16, grad_comm_dtype=torch.bfloat16),
     )
+    sharded = fully_shard_model(model.bfloat16(), device_mesh=mesh, **flags | FLAGS.get(setting, {}))
     optimizer = fully_shard_optimizer(torch.optim.AdamW(sharded.parameters(), lr=1e-4))
 
     return accumulating(sharded, optimizer, lambda is_last: sharded.sync() if is_last else sharded.no_sync())
@@ -263,11 +294,17 @@ def megatron_fsdp_step(model: GPT, setting: str) -> Callable[[list[Tensor]], flo
 def deepspeed_step(model: GPT, setting: str) -> Callable[[list[Tensor]], float]:
     import deepspeed
 
-    partition = int(os.environ["LOCAL_WORLD_SIZE"]) if setting.endswith("hpZ") else 1
+    flags = {"stage": 3, "overlap_comm": True}
+    if setting.endswith(("hpZ", "ZeRO++")):
+        flags |= {"zero_hpz_partition_size": int(os.environ["LOCAL_WORLD_SIZE"])}
+    if setting == DEEPSPEED_ZEROPP:
+        os.environ["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]  # what its accelerator counts as a node's devices
+        deepspeed_quantizer.install()
+        flags |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "overlap_comm": True, "zero_hpz_partition_size": partition},
+        "zero_optimization": flags | FLAGS.get(setting, {}),
     }
     deepspeed.init_distributed("gloo")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -284,10 +321,8 @@ def deepspeed_step(model: GPT, setting: str) -> Callable[[list[Tensor]], float]:
     return step
 
 
-def run() -> None:
-    """Measure what is missing, in turns, with the Python of build/peers."""
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        sys.exit("error: run the race on a processor with AVX-512: this one multiplies bf16 50 times as slowly as fp32")
+def prepare() -> None:
+    """Go on with the Python of build/peers, which this makes, and build DeepSpeed's operator."""
     python = PEERS / "bin" / "python"
     if Path(sys.prefix) != PEERS:
         if not python.exists():
@@ -303,6 +338,13 @@ def run() -> None:
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29555"}
     build = "import deepspeed; deepspeed.init_distributed('gloo')"
     subprocess.run([python, "-c", build], check=True, env=os.environ | alone)
+
+
+def run() -> None:
+    """Measure what is missing, in turns."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        sys.exit("error: run the race on a processor with AVX-512: this one multiplies bf16 50 times as slowly as fp32")
+    prepare()
     for turn, (nodes, ranks) in itertools.product(range(TURNS), LAYOUTS):
         for setting in SETTINGS if turn % 2 else reversed(SETTINGS):
             key = {"nodes": nodes, "setting": setting, "length": LENGTH}
@@ -355,7 +397,7 @@ def table_of_bytes() -> str:
             sent = figures(setting, "bytes_per_parameter", nodes, micro_batches=n)
             by_nccl = f" ({BY_NCCL[setting](n):.1f} by NCCL)" if setting in BY_NCCL and nodes == 2 else ""
             lines[-1].append(f"{statistics.median(sent):.2f}{by_nccl}" if sent else "")
-        lines[-1].append(f"{max(figures(setting, 'peak_mb'), default=0):.0f}")
+        lines[-1].append(f"{max(peaks):.0f}" if (peaks := figures(setting, "peak_mb")) else "")
     headings = [f"{nodes} x {ranks}, {n}" for (nodes, ranks), n in itertools.product(LAYOUTS, MEASURED_STEPS)]
     return markdown_table(["", *headings, "peak MB"], lines)
 

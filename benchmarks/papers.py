@@ -102,11 +102,11 @@ def counted_and_estimated() -> list[tuple[str, Row]]:
     memory = ", ".join(f"{name.replace(' ', 'B ')} {nbytes:.0f} GB" for name, nbytes in needed.items())
     judged = "reproduced" if all((needed[name] < 32) == fits[name] for name in fits) else "not seen"
     found.append(("zeropp-memory", (said, memory, "estimated", judged)))
-    published = paper["tutorial"]["megabytes"]
-    ours = [run_of(64, 18, 100, 512, arm).needs.memory / 1e6 for arm in BOTH]
-    said = f"18B on 64 V100: at most {published[0]:,} and {published[1]:,} MB allocated (tutorial's log)"
+    published = paper["tutorial"]["mebibytes"]
+    ours = [run_of(64, 18, 100, 512, arm).needs.memory / 2**20 for arm in BOTH]
+    said = f"18B on 64 V100: at most {published[0]:,} and {published[1]:,} MiB allocated (tutorial's log)"
     judged = verdict(published, ours, [(published[1] / published[0], ours[1] / ours[0])])
-    found.append(("zeropp-memory", (said, f"{ours[0]:,.0f} and {ours[1]:,.0f} MB", "estimated, recomputing", judged)))
+    found.append(("zeropp-memory", (said, f"{ours[0]:,.0f} and {ours[1]:,.0f} MiB", "estimated, recomputing", judged)))
     return found
 
 

@@ -26,6 +26,7 @@ import loop_overhead
 import memory
 import mutants
 import papers
+import peer_flags
 import planner
 import planner_box
 import rl
@@ -72,7 +73,11 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
         "worth": lambda: planner.kept("worth"),
     },
     ROOT / "README.md": {"race": against_peers.readme_table},
-    EVIDENCE / "peers.md": {"seconds": against_peers.table_of_seconds, "bytes": against_peers.table_of_bytes},
+    EVIDENCE / "peers.md": {
+        "seconds": against_peers.table_of_seconds,
+        "bytes": against_peers.table_of_bytes,
+        "flags": peer_flags.table,
+    },
     EVIDENCE / "islands.md": {"sites": lambda: planner.kept("islands"), "between-islands": between_islands.table},
     EVIDENCE / "benchmarks.md": {
         "mutants": mutants.table,

@@ -25,7 +25,7 @@
 #        qwz, hpz, qgz  each part of it alone
 #
 # What is reported: the tutorial's log, 64 V100, 512 tokens and a batch of 1 a GPU, at step 40: 9,955.9 ms with ZeRO-3 and
-# 3,680.6 ms with ZeRO++ (2.71 x), 7.65 and 20.70 TFLOP/s a GPU, at most 8,285 and 10,258 MB allocated, loss 7.7399 and
+# 3,680.6 ms with ZeRO++ (2.71 x), 7.65 and 20.70 TFLOP/s a GPU, at most 8,285 and 10,258 MiB allocated, loss 7.7399 and
 # 7.7859. The paper's figure for 384 V100, 1K tokens a GPU, rounded there: 14 and 31 TFLOP/s at 100 Gbit/s, 25 and 35 at
 # 400; with 2K tokens 26 and 46, 40 and 53. Its abstract: up to 2.16 x. Figure 13, each part alone
 # on 128 V100, 1K tokens, 100 Gbit/s: qwZ 1.40, qgZ 1.27 and hpZ 1.33 x. 7.65 TFLOP/s count activation recomputation.
