@@ -31,7 +31,7 @@ def recipe_values(values: Mapping[str, Any], world_size: int, ranks_per_node: in
         return {}
     needs_nodes = RECIPES[name].fields and values.get("zero_stage", 3) >= 1
     per_node = _data_parallel_ranks_of_node(values, world_size, ranks_per_node) if needs_nodes else 1
-    return _changes(RECIPES[name].config(per_node))
+    return _changes(RECIPES[name].config(per_node, copies=values.get("zeropp_weight_copies", "node")))
 
 
 def choice_of(values: Mapping[str, Any]) -> str:

@@ -29,8 +29,10 @@ PREDICTION_ERROR = 0.044
 MOST_TOKENS = {"cpu": 512, "cuda": 8192}  # per timed micro-batch; more tokens are computed at the same rate
 MOST_SECONDS = 0.1  # per timed collective: at 100 Mbit/s a MB or two, more than a link takes in one burst
 
-# With each recipe, from what costs least: whether weights stay gathered within a step, and where copies are.
-WAYS = [f"--zero-stage={s} --zeropp-weight-copies={place}" for s, place in ((3, "node"), (2, "node"), (3, "host"))]
+# Tried with each recipe: a node's copies at every ZeRO stage, the least memory first. Then copies on each card, which
+# must be faster to be chosen, and in host memory, which alone may fit.
+_WAYS = ((3, "node"), (2, "node"), (1, "node"), (3, "card"), (3, "host"))
+WAYS = [f"--zero-stage={stage} --zeropp-weight-copies={place}" for stage, place in _WAYS]
 
 # Settings of the run with a recipe and a way, on nodes of that many ranks.
 Parse = Callable[[str, int], ResolvedSettings]
@@ -112,7 +114,7 @@ def predict_recipes(
 
 
 def choose(times: Times, loss_budget: float) -> str:
-    """Return what rounds least, and then takes least memory, of what cannot be told from the fastest.
+    """Return what rounds least, and then comes first in ``WAYS``, of what cannot be told from the fastest.
 
     loss_budget: percent. A recipe is slower if it is so by all measurements, and by more than ``PREDICTION_ERROR``.
     """

@@ -37,14 +37,15 @@ class Recipe:
         """The loss to expect at worst, in percent: mean, if it is a loss, plus spread."""
         return max(0.0, self.loss[0]) + self.loss[1] if self.loss is not None else 0.0
 
-    def config(self, ranks_per_node: int, warmup_steps: int | None = None) -> ZeroPPConfig:
+    def config(self, ranks_per_node: int, warmup_steps: int | None = None, copies: str = "node") -> ZeroPPConfig:
         """Return the settings for nodes of ``ranks_per_node`` data-parallel ranks.
 
-        With one rank a node there is no hpZ, nor what needs it. warmup_steps: steps in ``warmup_bits``; None: no step.
+        With one rank a node there is no hpZ, nor what needs it, unless ``copies`` are on each card. warmup_steps: steps
+        in ``warmup_bits``; None: no step.
         """
         fields = dict(self.fields)
-        if fields.pop("weight_moves", False) and ranks_per_node > 1:
-            fields |= {"weight_moves": True, "hpz_partition_size": ranks_per_node}
+        if fields.pop("weight_moves", False) and (ranks_per_node > 1 or copies == "card"):
+            fields |= {"weight_moves": True, "hpz_partition_size": ranks_per_node, "weight_copies": copies}
         if self.warmup_bits is not None and warmup_steps is not None:
             fields["gradient_bits_warmup"] = f"{warmup_steps}:{self.warmup_bits}"
         return ZeroPPConfig(**fields)

@@ -57,6 +57,8 @@ def test_flags_override_the_recipe(monkeypatch):
     assert config.weight_bits == RECIPES[name].fields["weight_bits"] != ZeroPPConfig.weight_bits
     assert config.loco == LoCoConfig(beta=0.5, exact_undo=False)
     assert config.hpz_partition_size == 2  # two of a node's four ranks have other data
+    alone = parse("--zeropp int8 --zeropp-ranks-per-node 1 --zeropp-weight-copies card")[0].zeropp
+    assert alone.weight_moves and alone.hpz_partition_size == 1
 
 
 @pytest.mark.parametrize(

@@ -59,13 +59,17 @@ def test_recipes_that_do_not_fit_or_lose_are_left_out_and_zero3_never():
         assert times.keys() | refused.keys() == every and not times.keys() & refused.keys()
         return refused
 
-    every = {f"{name} {way}" for name in RECIPES for way in WAYS} - {f"zero3 {WAYS[2]}"}  # it has no copies
+    *_, on_cards, in_host = WAYS
+    without = {f"zero3 {on_cards}", f"zero3 {in_host}"}  # it has no copies
+    every = {f"{name} {way}" for name in RECIPES for way in WAYS} - without
     assert refused_with(1000.0) == {}
     assert refused_with(1.0).keys() == every - {f"zero3 {WAYS[0]}"}
     assert all("GB of 1" in why for why in refused_with(1.0).values())
     tight = refused_with(65.9)  # int8's copy fits in host memory alone
-    assert {f"int8 {way}" for way in WAYS} - tight.keys() == {f"int8 {WAYS[2]}"}
-    assert refused_with(65.9, host_gb=9.0)[f"int8 {WAYS[2]}"].endswith("of the 9 of a node's host")
+    assert {f"int8 {way}" for way in WAYS} - tight.keys() == {f"int8 {in_host}"}
+    assert refused_with(65.9, host_gb=9.0)[f"int8 {in_host}"].endswith("of the 9 of a node's host")
+    alone = replace(default_cluster(2, 1, "H100", 1), memory_gb=1000.0)  # only these copies send moves there
+    assert choose(predict_recipes((alone, alone), LLAMA, parse, 128256)[0], LOSS_BUDGET).endswith(on_cards)
     optimizer = "muon"
     assert refused_with(1000.0).keys() == {
         name for name in every if RECIPES[name.split()[0]].fields.get("gradient_bits") == 1
