@@ -208,7 +208,7 @@ def fsdp_step(model: GPT, setting: str) -> Callable[[list[Tensor]], float]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     flags = {"layers_of_unit": 1, "prefetch": 1} | FLAGS.get(setting, {})
     layers, size, ahead = list(model.layers), flags["layers_of_unit"], flags["prefetch"]
-    units = [layers[i : i + size] for i in range(0, LAYERS, size)] if size else []
+    units: list[Any] = [layers[i : i + size] for i in range(0, LAYERS, size)] if size else []
     for unit in (*units, model):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=False if is_kept else None)
     if ahead > 1:

@@ -22,8 +22,12 @@ from torch import Tensor
 MEASURED = RESULTS / "peer_flags.jsonl"
 MICRO_BATCHES = [1, 2]  # each more adds as much
 HSDP, HFSDP = MEGATRON_FSDP
-UNITS = {"one unit": {"layers_of_unit": 0}, "units of 2 layers": {"layers_of_unit": 2}, "prefetch 2": {"prefetch": 2}}
-DEEPSPEED = {
+UNITS: dict[str, dict[str, Any]] = {
+    "one unit": {"layers_of_unit": 0},
+    "units of 2 layers": {"layers_of_unit": 2},
+    "prefetch 2": {"prefetch": 2},
+}
+DEEPSPEED: dict[str, dict[str, Any]] = {
     "no overlap": {"overlap_comm": False},
     "not contiguous": {"contiguous_gradients": False},
     "prefetch 5e6": {"stage3_prefetch_bucket_size": 5e6},
@@ -31,7 +35,7 @@ DEEPSPEED = {
     "modules whole": {"stage3_module_granularity_threshold": 1e9},
     "sequential gathers": {"stage3_allgather_sequential": True},
 }
-MEGATRON = {
+MEGATRON: dict[str, dict[str, Any]] = {
     "no overlap": {"overlap_grad_reduce": False, "overlap_param_gather": False},
     "double buffer": {"fsdp_double_buffer": True},
     "average in collective": {"average_in_collective": True},
@@ -107,7 +111,7 @@ def run() -> None:
 
 
 def run_variants(setting: str, turn: int) -> None:
-    variants = {DEFAULTS: {}} | VARIANTS[setting]
+    variants: dict[str, dict[str, Any]] = {DEFAULTS: {}} | VARIANTS[setting]
     done = {row["variant"] for row in read_rows(MEASURED) if (row["setting"], row["turn"]) == (setting, turn)}
     if not (missing := {name: flags for name, flags in variants.items() if name not in done}):
         return
