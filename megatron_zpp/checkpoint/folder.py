@@ -283,12 +283,12 @@ def retain(folder: str | Path, keep_last: int | None, interval: int | None) -> N
 
 
 def _is_finite(checkpoint: Path) -> bool | None:
-    """Return whether a checkpoint is undamaged and without NaN or Inf; None if the disk cannot be read."""
+    """Return whether a checkpoint is undamaged and without NaN or Inf; None: an unreadable disk, or another format."""
     try:
         return nonfinite(checkpoint, read_meta(checkpoint)) is None
     except CheckpointError as error:
-        cause = error.__cause__
-        return None if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError) else False
+        is_damaged = isinstance(error.__cause__, (ValueError, RecursionError, FileNotFoundError))
+        return False if is_damaged else None
 
 
 class FolderLock:

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from io import BytesIO
 from itertools import product
 from pathlib import Path
@@ -81,19 +80,17 @@ class Index:
     tensors: dict[str, Entry]
     files: list[str]
     file_bytes: Rows  # [files]
-
-    @cached_property
-    def _shards(self) -> bytes:
-        """Read all of shards.bin at once from a bucket, where each read is a request."""
-        return read_regular(self.checkpoint / SHARDS)
+    shards: bytes | None  # all of shards.bin; None: rows are read when they are needed
 
     def rows(self, name: str) -> Rows:
         """Return a tensor's shards, each within the tensor and within its file. Raises OSError, ValueError."""
         entry, dims = self.tensors[name], len(self.tensors[name].size)
-        with BytesIO(self._shards) if is_bucket(self.checkpoint) else open_in(self.checkpoint, SHARDS) as file:
+        with open_in(self.checkpoint, SHARDS) if self.shards is None else BytesIO(self.shards) as file:
             file.seek(8 * entry.first_value)
-            values = np.frombuffer(file.read(8 * entry.num_shards * (2 * dims + 2)), dtype="<i8")
-        rows = values.reshape(entry.num_shards, 2 * dims + 2)
+            data = file.read(8 * entry.num_shards * (2 * dims + 2))
+        if len(data) < 8 * entry.num_shards * (2 * dims + 2):
+            raise ValueError(f"{SHARDS} is cut short")
+        rows = np.frombuffer(data, dtype="<i8").reshape(entry.num_shards, 2 * dims + 2)
         offsets, sizes, limit = rows[:, :dims], rows[:, dims : 2 * dims], np.array(entry.size, dtype=np.int64)
         if not ((offsets >= 0) & (offsets <= limit) & (sizes > 0) & (sizes <= limit - offsets)).all():
             raise ValueError(f"a shard of {name} is not of its size")
@@ -137,8 +134,8 @@ class Index:
             if entry.first_value != num_values:
                 raise ValueError(f"the rows of {name} do not follow those before")
             num_values += rows.size
-            if not _make_up(rows[:, : 2 * dims], entry.size):
-                raise ValueError(f"the shards of {name} do not make it up")
+            if not _cover(rows[:, : 2 * dims], entry.size):
+                raise ValueError(f"the shards of {name} do not cover it exactly")
             length = rows[:, dims : 2 * dims].prod(axis=1) * entry.dtype.itemsize
             spans.append(np.column_stack([rows[:, -2:], rows[:, -1] + length, np.full_like(length, number)]))
         span = np.concatenate(spans)
@@ -149,19 +146,21 @@ class Index:
             raise ValueError(f"{names[span[at, 3]]} and {names[span[at + 1, 3]]} share bytes of {file}")
 
 
-def _make_up(boxes: Rows, size: torch.Size) -> bool:
-    """Return whether boxes [boxes, 2 * dims] make up a tensor of ``size`` without gap or overlap.
+def _cover(boxes: Rows, size: torch.Size) -> bool:
+    """Return whether boxes [boxes, 2 * dims] cover a tensor of ``size`` without gap or overlap.
 
-    They do if of all their corners, with the signs of a mixed difference, only those of the tensor remain.
+    Add up the boxes' corners with alternating signs: they do if what does not cancel is the tensor's own corners.
     """
     if not math.prod(size):
         return not len(boxes)
     whole = np.array([[0] * len(size) + [*size]], dtype=np.int64)
+    if len(boxes) == 1:
+        return bool((boxes == whole).all())
     begins, sizes = np.split(np.concatenate([boxes, whole]), 2, axis=1)
     ends = np.stack([begins, begins + sizes])  # [2, boxes, dims]
     divided = np.flatnonzero((ends != ends[:, -1:]).any(axis=(0, 1)))
-    if not 0 < len(divided) <= 8:  # no run divides more
-        return len(boxes) == 1 and not len(divided)
+    if not 0 < len(divided) <= 3:  # no run divides more
+        return False
     sides = [*product((0, 1), repeat=len(divided))]
     corners = np.concatenate([ends[list(side), :, divided].T for side in sides])  # [corners, divided]
     signs = np.concatenate([np.append(np.ones(len(boxes)), -1) * (-1) ** sum(side) for side in sides])
@@ -185,7 +184,9 @@ def read_index(checkpoint: Path, meta: Mapping[str, Any], ranks: Collection[str]
             wanted = {rank.encode() for rank in ranks}
             matches = ((_OF_RANK.match(line), line) for line in text.splitlines(keepends=True))
             text = b"".join(line for match, line in matches if match is None or match[1] in wanted)
-        index = _parse_index(checkpoint, parse_json(text), meta["files"])
+        # A check needs all rows. In a bucket each read is a request.
+        shards = read_regular(checkpoint / SHARDS) if ranks is None or is_bucket(checkpoint) else None
+        index = _parse_index(checkpoint, parse_json(text), meta["files"], shards)
         if ranks is None:
             index.check()
         return index
@@ -195,7 +196,7 @@ def read_index(checkpoint: Path, meta: Mapping[str, Any], ranks: Collection[str]
         raise CheckpointError(f"{checkpoint / INDEX} is damaged ({describe_error(error)}): {REMEDY}") from error
 
 
-def _parse_index(checkpoint: Path, index: Any, files: Mapping[str, Any]) -> Index:
+def _parse_index(checkpoint: Path, index: Any, files: Mapping[str, Any], shards: bytes | None) -> Index:
     try:
         names, entries = index["files"], index["tensors"]
         kinds = {name: (entry["dtype"], entry["shape"], entry["rows"]) for name, entry in entries.items()}
@@ -213,7 +214,7 @@ def _parse_index(checkpoint: Path, index: Any, files: Mapping[str, Any]) -> Inde
         if len(_integers(rows)) != 2 or 8 * (rows[0] + rows[1] * (2 * len(size) + 2)) > nbytes:
             raise ValueError(f"the rows of {name} are not in {SHARDS}")
         tensors[name] = Entry(DTYPES[dtype], size, *rows)
-    return Index(checkpoint, tensors, names, np.array([files[name]["bytes"] for name in names], np.int64))
+    return Index(checkpoint, tensors, names, np.array([files[name]["bytes"] for name in names], np.int64), shards)
 
 
 def _size(values: Any) -> torch.Size:

@@ -56,8 +56,7 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
         if digest(text).encode() != read_regular(checkpoint / MARKER).strip():
             raise ValueError(f"its digest is not the one in {MARKER}")
         meta = parse_json(text)
-        is_other = isinstance(meta, dict) and meta.get("format") != FORMAT
-        if not is_other:
+        if not (is_other := isinstance(meta, dict) and meta.get("format") != FORMAT):
             _check_meta(meta)
     except RequestError:
         raise
@@ -126,7 +125,7 @@ def _check_meta(meta: Any) -> None:
         if not is_plain_name(name):
             raise ValueError(f"it names the file {short(name)}, which is not in the checkpoint")
         _check_kinds(f"files.{name}.", entry, {(int,): "bytes", (str,): "sha256"})
-        if entry["bytes"] < 0:
+        if not 0 <= entry["bytes"] < 2**60:
             raise ValueError(f"files.{name}.bytes is {short(entry['bytes'])}")
 
 

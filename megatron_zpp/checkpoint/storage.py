@@ -191,9 +191,8 @@ def save_tensors(
     shapes: by name, "model.NAME" or "optimizer.NAME.KEY". read: returns a tensor by name. meta: as in ``Trainer.meta``.
     """
     path = begin(folder, iteration) / "rank_00000.safetensors"
-    items = [
-        item for key, shape in shapes.items() for item in _create_write_items(key, torch.empty(shape, device="meta"))
-    ]
+    tensors = {key: torch.empty(shape, dtype=torch.float32, device="meta") for key, shape in shapes.items()}
+    items = [item for key, tensor in tensors.items() for item in _create_write_items(key, tensor)]
     entry, nonfinite, first_bytes = write_shards(path, items, lambda item: read(item.index.fqn))
     meta = meta | {"iteration": iteration, "world_size": 1, "has_rng": False, "zeropp": None}
     meta["has_optimizer"] = any(key.startswith("optimizer.") for key in shapes)

@@ -202,9 +202,9 @@ def test_shards_beyond_the_first_gigabyte_of_a_file_load(tmp_path):
 @pytest.mark.parametrize(
     "change, expected",
     [
-        (lambda a, b, _: b.__setitem__(0, 0), "the shards of model.first do not make it up"),
-        (lambda a, b, _: b.__setitem__(0, 1), "the shards of model.first do not make it up"),
-        (lambda a, b, _: b.__setitem__(2, 1), "the shards of model.first do not make it up"),
+        (lambda a, b, _: b.__setitem__(0, 0), "the shards of model.first do not cover it exactly"),
+        (lambda a, b, _: b.__setitem__(0, 1), "the shards of model.first do not cover it exactly"),
+        (lambda a, b, _: b.__setitem__(2, 1), "the shards of model.first do not cover it exactly"),
         (lambda a, b, _: b.__setitem__(0, 3), "a shard of model.first is not of its size"),
         (lambda a, b, _: b.__setitem__(0, -1), "a shard of model.first is not of its size"),
         (lambda a, b, _: b.__setitem__(2, 0), "a shard of model.first is not of its size"),

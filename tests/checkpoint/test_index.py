@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_zpp.checkpoint import iterate_tensors, problems, read_meta
-from megatron_zpp.checkpoint.index import Index, _make_up, _size
+from megatron_zpp.checkpoint.index import Index, _cover, _size
 from tests.checkpoint.saved import replace
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, train_each
@@ -79,7 +79,7 @@ def test_rows_that_are_no_shards_are_refused(saved, tmp_path, change, expected):
     assert "index.json is damaged" in problem and expected in problem
 
 
-def test_shards_make_up_a_tensor_if_each_element_is_in_one():
+def test_shards_cover_a_tensor_if_each_element_is_in_one():
     draw, found = random.Random(0), []
     for _ in range(400):
         size = [draw.randint(1, 4) for _ in range(draw.randint(0, 3))]
@@ -99,11 +99,11 @@ def test_shards_make_up_a_tensor_if_each_element_is_in_one():
         for box in boxes:
             count[tuple(slice(at, at + part) for at, part in zip(box, box[len(size) :], strict=False))] += 1
         rows = np.array(boxes, dtype=np.int64).reshape(len(boxes), 2 * len(size))
-        found.append(_make_up(rows, torch.Size(size)))
+        found.append(_cover(rows, torch.Size(size)))
         assert found[-1] == (count == 1).all(), (size, boxes)
     assert 100 < sum(found) < 380
-    assert not _make_up(np.zeros((0, 2), dtype=np.int64), torch.Size([1]))
-    assert _make_up(np.zeros((0, 4), dtype=np.int64), torch.Size([0, 2]))
+    assert not _cover(np.zeros((0, 2), dtype=np.int64), torch.Size([1]))
+    assert _cover(np.zeros((0, 4), dtype=np.int64), torch.Size([0, 2]))
 
 
 def test_a_shape_that_torch_cannot_count_is_refused():
