@@ -1,6 +1,6 @@
 """A stand-in in torch for DeepSpeed's CUDA quantizer, which lets its ZeRO++ (qwZ and qgZ) run on processors.
 
-Group sizes, codes, scales and partitions are those of csrc/quantization of DeepSpeed 0.19.8, and DeepSpeed itself calls
+It takes group sizes, codes, scales and partitions from csrc/quantization of DeepSpeed 0.19.8. DeepSpeed itself calls
 the collectives, so bytes are its own; seconds are not. One difference: its kernel reads bf16 gradients as if they were
 fp16, which this does not.
 """

@@ -43,7 +43,7 @@ class Stager(BlockingAsyncStager):
     def stage(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         if not self._copies:
             return state_dict
-        staged, buffers = {}, dict[str, Tensor]()  # those of tensors that are not saved any more are freed
+        staged, buffers = {}, dict[str, Tensor]()  # buffers of tensors that are not saved any more are freed
         for name, tensor in state_dict.items():
             local, buffer = local_part(tensor), self._buffers.get(name)
             if buffer is None or (buffer.shape, buffer.dtype) != (local.shape, local.dtype):

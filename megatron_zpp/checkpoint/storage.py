@@ -94,7 +94,7 @@ class CheckpointWriter(FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self.items = [plan.items for plan in plans]  # of each rank; none if they are known
+        self.items = [plan.items for plan in plans]  # each rank's; empty if rank 0 knows them already
         paths = [self.incomplete / f"rank_{rank:05d}.safetensors" for rank in range(len(plans))]
         return [SavePlan(plan.items, path) for plan, path in zip(plans, paths, strict=True)]
 
