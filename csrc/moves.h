@@ -108,39 +108,6 @@ ZEROPP_INLINE void store_ordered(int value, uint8_t* at) {
   at[0] = uint8_t(bits), at[1] = uint8_t(bits >> 8);
 }
 
-// Calls work(index of a code less `first`, by how much it moved) for the codes in [first, last) that moved.
-template <class Work>
-ZEROPP_INLINE void each_move(const CodeTable& table, const uint8_t* old, const uint8_t* now, int64_t first,
-                             int64_t last, const Work& work) {
-  table.each_run(first, last, [&](const Run& run, int64_t begin, int64_t end) {
-    const uint8_t *before = old + run.codes, *after = now + run.codes;
-    const int base = int(run.first - first);
-    if (run.block_size == 0) {
-      for (int64_t i = begin; i < end; i++) {
-        const int moved = ordered(after + 2 * i) - ordered(before + 2 * i);
-        if (moved != 0) work(base + int(i), moved);
-      }
-      return;
-    }
-    float scale = 0, new_scale = 0;
-    int64_t block = -1;
-    for (int64_t i = begin; i < end; i += 8) {
-      if (i / run.block_size != block) {
-        block = i / run.block_size;
-        scale = table.scale_at(old, run, block), new_scale = table.scale_at(now, run, block);
-      }
-      uint64_t from = load_codes(before + i / 8 * table.bits, table.bits);
-      const uint64_t to = load_codes(after + i / 8 * table.bits, table.bits);
-      if (scale != new_scale) from = predicted_codes(from, scale, new_scale, table.qmax());
-      if (from == to) continue;
-      for (int j = 0; j < 8; j++) {
-        const int moved = code_in(to, j) - code_in(from, j);
-        if (moved != 0) work(base + int(i) + j, moved);
-      }
-    }
-  });
-}
-
 // The best k for a geometric distribution of the same mean, to a few percent (Kiely 2004).
 ZEROPP_INLINE int rice_parameter(int64_t sum, int64_t count) {
   int64_t middle = (2 * sum + count) * 77 / (160 * (count > 0 ? count : 1));

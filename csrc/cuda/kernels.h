@@ -303,6 +303,7 @@ __device__ void store_scale(float scale, uint8_t* scales, uint32_t block, int by
 // Codes are a byte each in two words.
 template <int bits>
 __device__ void store_codes_as(uint32_t low, uint32_t high, uint8_t* to) {
+  static_assert(bits == 2 || bits == 3 || bits == 4 || bits == 6 || bits == 8, "codes of another width");
   if constexpr (bits == 8) {
     *reinterpret_cast<uint2*>(to) = make_uint2(low, high);
   } else {

@@ -147,7 +147,14 @@ def estimate(
     pieces = island_piece_bytes(settings, planned)
     island_bytes = grid.world_size // len(pieces) * 2 * (distributed.islands - 1) * sum(pieces)
     return Estimate(
-        *(architecture, settings, grid, planned, samples * training.seq_length, steps, micro_batches, ranks),
+        architecture,
+        settings,
+        grid,
+        planned,
+        tokens=samples * training.seq_length,
+        steps=steps,
+        micro_batches=micro_batches,
+        ranks=ranks,
         sent_between_nodes=between_nodes,
         sent_within_nodes=within_nodes,
         sent_between_islands=island_bytes / settings.island.sync_interval,
