@@ -40,7 +40,7 @@ class Recipe:
     def config(self, ranks_per_node: int, warmup_steps: int | None = None, copies: str = "node") -> ZeroPPConfig:
         """Return the settings for nodes of ``ranks_per_node`` data-parallel ranks.
 
-        One rank a node has no hpZ, unless ``copies`` are on each "card". warmup_steps: steps in ``warmup_bits``, if any.
+        One rank a node has no hpZ, unless ``copies`` is "card". warmup_steps: steps in ``warmup_bits``, if any.
         """
         fields = dict(self.fields)
         if fields.pop("weight_moves", False) and (ranks_per_node > 1 or copies == "card"):
