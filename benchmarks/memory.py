@@ -34,8 +34,8 @@ COLUMNS = {
     "bf16 sums": f"{ALL_FLAGS} --zeropp-gradient-sum-dtype bf16",
     "int8": f"{ALL_FLAGS} {INT8}",
     "int8, weights kept": f"{ALL_FLAGS} {INT8} --zero-stage 2",
-    "int8, copies on the host": f"{ALL_FLAGS} {INT8} --zeropp-weight-copies host",
-    "sums too": f"{ALL_FLAGS} {INT8} --zeropp-weight-copies host --zeropp-offload-gradient-sums",
+    "int8, copies on the host": f"{ALL_FLAGS} {INT8} --zeropp-offload copies",
+    "all on the host": f"{ALL_FLAGS} {INT8} --zeropp-offload all",
 }
 
 WAYS = {

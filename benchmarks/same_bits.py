@@ -53,8 +53,7 @@ RUNS = {  # name: trainer and flags
     "--zeropp-gradient-element-scales",
     "ZeRO-1 with qgZ": "gpt --zero-stage 1 --zero-quantized-gradients --zeropp-ranks-per-node 2 --zeropp-loco",
     "4 nodes of 1": "gpt --zero-quantized-gradients --zeropp-ranks-per-node 1 --zeropp-loco",
-    "least memory": f"gpt {ZEROPP} --zeropp-weight-moves --zeropp-gradient-sum-dtype int8 "
-    "--zeropp-offload-gradient-sums",
+    "least memory": f"gpt {ZEROPP} --zeropp-weight-moves --zeropp-gradient-sum-dtype int8 --zeropp-offload sums",
     "tp 2": f"gpt --tensor-model-parallel-size 2 {ON_NODES_OF_1}",
     "tp 2, sequence parallel": "llama --tensor-model-parallel-size 2 --sequence-parallel",
     "pp 2": "gpt --pipeline-model-parallel-size 2",

@@ -37,7 +37,8 @@ def recipe_values(values: Mapping[str, Any], world_size: int, ranks_per_node: in
 def choice_of(values: Mapping[str, Any]) -> str:
     """Return what follows ``--zeropp`` in a command that repeats what auto chose for a run with these settings."""
     stage, copies = values.get("zero_stage", 3), values.get("zeropp_weight_copies", "node")
-    return f"{values['zeropp']} --zero-stage={stage} --zeropp-weight-copies={copies}"
+    offload = values.get("zeropp_offload", "none")
+    return f"{values['zeropp']} --zero-stage={stage} --zeropp-weight-copies={copies} --zeropp-offload={offload}"
 
 
 def _data_parallel_ranks_of_node(values: Mapping[str, Any], world_size: int, ranks_per_node: int | None) -> int:

@@ -14,10 +14,9 @@ from megatron_zpp.data.source import Datasets
 from megatron_zpp.data.text_stream import TextStream
 from megatron_zpp.files import as_path, is_url
 from megatron_zpp.metrics.progress import progress
-from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
+from megatron_zpp.parallel.distributed import errors_on_all_ranks, gather_if_any, print_once
 from megatron_zpp.settings.flags import setting_of
 from megatron_zpp.settings.groups import CheckpointSettings, Settings, all_flags
-from megatron_zpp.zeropp.fsdp.topology import gather_if_any
 from megatron_zpp.zeropp.recipes import RECIPES
 
 from .files import CheckpointError

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,12 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megatron_zpp.errors import messages_of
 from megatron_zpp.zeropp.fsdp import find_units
-from megatron_zpp.zeropp.fsdp.topology import gather_if_any
+from megatron_zpp.zeropp.fsdp.topology import gather_objects
 
 from . import staged_backend
 from .flight_record import last_collective, write_record
 
+T = TypeVar("T")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SECONDS_TO_LEAVE = 4.0
 SECONDS_OF_TORCHRUN = 60.0  # that it takes to end after a rank has: it gives the others 30
@@ -152,6 +153,17 @@ def ranks_of_environment() -> int:
         if name == "WORLD_SIZE":
             world_size = int(text)
     return world_size
+
+
+def gather_if_any(local: T | None, group: dist.ProcessGroup | None = None) -> list[T | None]:
+    """Gather as ``gather_objects`` does; if every rank passed None, return [] after one all-reduce. Collective.
+
+    Gathering objects from W ranks costs each of them O(W), also where none has anything to report.
+    """
+    device = dist.distributed_c10d._get_object_coll_device(group)
+    has_any = torch.tensor(int(local is not None), device=device)
+    dist.all_reduce(has_any, op=dist.ReduceOp.MAX, group=group)
+    return gather_objects(local, group) if has_any.item() else []
 
 
 @contextmanager

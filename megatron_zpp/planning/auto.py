@@ -30,9 +30,12 @@ MOST_TOKENS = {"cpu": 512, "cuda": 8192}  # per timed micro-batch; more tokens a
 MOST_SECONDS = 0.1  # per timed collective: at 100 Mbit/s a MB or two, more than a link takes in one burst
 
 # Tried with each recipe: a node's copies at every ZeRO stage, the least memory first. Then copies on each card, which
-# must be faster to be chosen, and in host memory, which alone may fit.
-_WAYS = ((3, "node"), (2, "node"), (1, "node"), (3, "card"), (3, "host"))
-WAYS = [f"--zero-stage={stage} --zeropp-weight-copies={place}" for stage, place in _WAYS]
+# must be faster to be chosen, and what is in host memory, which alone may fit.
+_WAYS = ((3, "node"), (2, "node"), (1, "node"), (3, "card"), (3, "node", "copies"), (3, "node", "all"))
+WAYS = [
+    f"--zero-stage={stage} --zeropp-weight-copies={place} --zeropp-offload={''.join(offload) or 'none'}"
+    for stage, place, *offload in _WAYS
+]
 
 # Settings of the run with a recipe and a way, on nodes of that many ranks.
 Parse = Callable[[str, int], ResolvedSettings]

@@ -23,11 +23,10 @@ from megatron_zpp.data.text.sources import SPLIT_NAMES
 from megatron_zpp.data.text.tokenizers import Tokenizer, build_tokenizer
 from megatron_zpp.data.text_stream import TextStream
 from megatron_zpp.metrics.progress import progress
-from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
+from megatron_zpp.parallel.distributed import errors_on_all_ranks, gather_if_any, print_once
 from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.settings.resolved import ResolvedSettings, ResolvedTokenizer, ResolvedTraining
 from megatron_zpp.training.trainer import Trainer
-from megatron_zpp.zeropp.fsdp.topology import gather_if_any
 
 if TYPE_CHECKING:
     from megatron_zpp.integrations.lm_eval import Tasks

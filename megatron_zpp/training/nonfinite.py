@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from megatron_zpp.models.transformer import ModelOutput
 from megatron_zpp.optim.gradients import LEAST_LOSS_SCALE
-from megatron_zpp.parallel.distributed import print_once
+from megatron_zpp.parallel.distributed import gather_if_any, print_once
 from megatron_zpp.training.step import accumulate_gradients
 from megatron_zpp.training.trainer import StepStats, Trainer
 from megatron_zpp.zeropp.api import local_part
-from megatron_zpp.zeropp.fsdp.topology import gather_if_any, gather_objects
+from megatron_zpp.zeropp.fsdp.topology import gather_objects
 
 SHOWN = 3  # findings in one line
 _OUTPUT, _GRADIENT, _SUM = range(3)  # kinds of findings: one explains those after it

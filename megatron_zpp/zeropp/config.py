@@ -19,6 +19,7 @@ SUPPORTED_BITS = (1, 2, 3, 4, 6, 8)
 MOVED_BITS = (4, 6, 8)  # widths of codes that can be sent as moves
 SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUNDINGS = ("nearest", "stochastic")
+OFFLOADED = {"copies": "hpz_partition_size", "errors": "loco", "sums": "quantized_gradients"}  # and what makes them
 QUANTIZED = "zero_quantized_weights zero_quantized_gradients zeropp_secondary_dtype=int8 zeropp_frozen_dtype"
 _main_flag = functools.partial(flag, tier="stable", first="Memory and links")
 _qwz_flag = functools.partial(flag, needs="quantized_weights")
@@ -162,12 +163,6 @@ class ZeroPPConfig:
         "how a node's sums of gradients are kept between micro-batches; int8 in blocks, as gradients are sent",
         choices=("fp32", "bf16", "int8"),
     )
-    offload_gradient_sums: bool = _qgz_flag(
-        False,
-        "keep the node's sums of gradients in host memory from micro-batch to micro-batch",
-        resume="free",
-        tier="experimental",
-    )
     # "int8" takes half the memory and quantizes the gathers within the node at no further loss.
     hpz_secondary_dtype: str = flag(
         "16bit",
@@ -183,9 +178,15 @@ class ZeroPPConfig:
         tier="experimental",
     )
     # "card": a rank keeps the codes of all W shards. Moves go on within the node as they arrive; gathers send nothing.
-    # "host": hpZ's copy is in host memory, pinned on a GPU, and each gather reads it.
     weight_copies: str = flag(
-        "node", "where copies are: a node's cards, each card, the host", choices=("node", "card", "host"), resume="free"
+        "node", "what has a copy of all weights: a node, or each card", choices=("node", "card"), resume="free"
+    )
+    # Pinned on a GPU. Each gather reads the copies, each reduction the sums, and the last of a step LoCo's errors.
+    offload: str = flag(
+        "none",
+        "keep in host memory: copies of weights, LoCo's errors, a node's sums of gradients, or all of them",
+        choices=("none", *OFFLOADED, "all"),
+        resume="free",
     )
     hadamard: bool = _qgz_flag(False, "rotate gradients by 32 x 32 Hadamard matrices before quantization", name=None)
     # For everything that is quantized but LoCo's errors.
@@ -226,9 +227,9 @@ class ZeroPPConfig:
             for name in names:
                 if getattr(self, name) != getattr(type(self), name) and not self._has(required):
                     raise ValueError(f"{name} requires {required}")
-        needed = {"card": "weight_moves", "host": "hpz_partition_size"}.get(self.weight_copies)
-        if needed is not None and not self._has(needed):
-            raise ValueError(f"weight_copies {self.weight_copies} requires {needed}")
+        makers = [maker for what, maker in OFFLOADED.items() if self.offloads(what)]
+        if makers and not any(map(self._has, makers)):
+            raise ValueError(f"offload {self.offload} requires {' or '.join(makers)}")
         for name in ("weight", "weight_intra", "gradient", "gradient_intra"):
             bits, scaling = getattr(self, f"{name}_bits"), getattr(self, f"{name}_scaling")
             if bits is not None:
@@ -268,6 +269,10 @@ class ZeroPPConfig:
     def _has(self, name: str) -> bool:
         return self.keeps_copies if name == "hpz_partition_size" else getattr(self, name) not in (None, False)
 
+    def offloads(self, what: str) -> bool:
+        """Return whether ``what`` of ``OFFLOADED`` is kept in host memory, if there is any."""
+        return self.offload in (what, "all")
+
     @property
     def keeps_copies(self) -> bool:
         """Whether ranks keep copies of what other nodes sent."""
@@ -291,7 +296,8 @@ class ZeroPPConfig:
             for field in dataclasses.fields(self)
             if "gradient" in field.name or field.name in ("loco", "hadamard")
         }
-        return dataclasses.replace(self, **of_gradients)
+        offload = self.offload if self.keeps_copies and self.offloads("copies") else "none"
+        return dataclasses.replace(self, **of_gradients, offload=offload)
 
     @property
     def enabled(self) -> bool:
@@ -309,7 +315,10 @@ _REQUIREMENTS = {
     "weight_bits": ("weight_scaling", "quantized_weights"),  # otherwise qwZ would quantize nothing
     "weight_intra_bits": ("weight_intra_scaling",),
     "quantized_gradients": (
-        *("loco", "hadamard", "gradient_element_scales", "gradient_sum_dtype", "offload_gradient_sums"),
+        "loco",
+        "hadamard",
+        "gradient_element_scales",
+        "gradient_sum_dtype",
         "gradient_bits_warmup",
     ),
     "gradient_bits": ("gradient_scaling", "loco", "gradient_element_scales", "gradient_bits_warmup"),
@@ -317,4 +326,5 @@ _REQUIREMENTS = {
     "hpz_partition_size": ("weight_intra_bits", "weight_moves", "frozen_dtype", "hpz_secondary_dtype"),
     "frozen_dtype": ("nf4_skip",),
     "quantized_weights": ("hpz_secondary_dtype",),
+    "weight_moves": ("weight_copies",),
 }

@@ -48,10 +48,10 @@ def _weights(config: ZeroPPConfig, num_nodes: int) -> str:
         return f"{in_full} at every gather"
     frozen = f", frozen matrices in {config.frozen_dtype}" if config.frozen_dtype is not None else ""
     between = f"as moves of {'bits' if in_full == 'unquantized' else in_full}" if formats.sends_moves else in_full
+    where = ", from host memory" if config.offloads("copies") else ""
     if config.weight_copies == "card":
-        return f"{between} between nodes and on to all of their ranks once per step{frozen}"
+        return f"{between} between nodes and on to all of their ranks once per step{where}{frozen}"
     within = in_full if formats.keeps_wires else _bits(config.weight_intra_bits, config.weight_intra_scaling, rounding)
-    where = ", from host memory" if config.weight_copies == "host" else ""
     return f"{between} between nodes once per step, {within} within a node at every gather{where}{frozen}"
 
 
@@ -64,14 +64,15 @@ def _gradients(config: ZeroPPConfig, num_nodes: int, ranks_per_node: int) -> str
     last = ["int{1} in the first {0} steps".format(*config.warmup)] if config.warmup is not None else []
     between = _bits(config.gradient_bits, config.gradient_scaling, rounding, more, last)
     if config.loco is not None:
-        loco = f" with LoCo (beta {config.loco.beta})"
+        where = ", errors in host memory" if config.offloads("errors") else ""
+        loco = f" with LoCo (beta {config.loco.beta}{where})"
         between += loco
         within += loco if config.loco.hops == "both" else ""
     hops = [f"{within} within a node at every micro-batch"] if ranks_per_node > 1 else []
     hops += [f"{between} between nodes once per step"] if num_nodes > 1 else []
-    if config.gradient_sum_dtype != "fp32" or config.offload_gradient_sums:
+    if config.gradient_sum_dtype != "fp32" or config.offloads("sums"):
         rounding = "" if config.gradient_sum_dtype == "fp32" else " (stochastic)"
-        where = " in host memory" if config.offload_gradient_sums else ""
+        where = " in host memory" if config.offloads("sums") else ""
         hops.append(f"kept as {config.gradient_sum_dtype}{rounding}{where} between micro-batches")
     return ", ".join(hops)
 
@@ -94,7 +95,7 @@ def _plural(noun: str, count: int) -> str:
 # Settings that change what is sent, not what is kept from step to step.
 _STATELESS = (
     *("seed", "gradient_bits_warmup", "weight_intra_scaling", "gradient_scaling", "gradient_intra_scaling"),
-    *("gradient_sum_dtype", "offload_gradient_sums", "exact_undo", "weight_copies"),
+    *("gradient_sum_dtype", "exact_undo", "weight_copies", "offload"),
 )
 
 

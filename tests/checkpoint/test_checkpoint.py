@@ -104,7 +104,7 @@ def test_locos_errors_outlive_settings_that_only_change_how_gradients_are_sent(d
     save = f"--save {tmp_path} --save-interval 2 --exit-interval 2"
     runs = {"whole": flags(data, more), "begun": flags(data, more, save)}
     expected = run_ranks(2, train_each, runs)[0]["whole"]["lm loss"]
-    changes = "--zeropp-offload-gradient-sums", "--zeropp-scale-dtype bf16"
+    changes = "--zeropp-offload errors", "--zeropp-scale-dtype bf16"
     (out, metrics), (changed_out, _) = run_ranks(
         2, _train, *(flags(data, more, f"--load {tmp_path}", c) for c in changes)
     )[0]

@@ -50,13 +50,13 @@ RECIPES = {
     "more bits at first": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-error-dtype bf16 "
     "--zeropp-gradient-bits 2 --zeropp-scale-dtype bf16 --zeropp-gradient-bits-warmup 2:8",
     "least memory": f"{ALL_FLAGS} --zeropp-loco --zeropp-secondary-dtype int8 --zeropp-gradient-sum-dtype int8",
-    "copies in host memory": f"{ALL_FLAGS} --zeropp-weight-moves --zeropp-weight-copies host",
-    "16-bit copies in host memory": "--zero-hpz-partition-size 2 --zeropp-weight-copies host",
+    "copies in host memory": f"{ALL_FLAGS} --zeropp-weight-moves --zeropp-offload copies",
+    "16-bit copies in host memory": "--zero-hpz-partition-size 2 --zeropp-offload copies",
     "copies on each card": "--zero-hpz-partition-size 2 --zeropp-weight-moves --zeropp-weight-copies card",
     "scales of elements": f"{ALL_FLAGS} --zeropp-gradient-bits 2 --zeropp-gradient-element-scales",
     "Muon": f"{ALL_FLAGS} --optimizer muon --muon-momentum-bits 4",
     "undone steps": f"{ALL_FLAGS} --zeropp-loco --loss-spike-factor 1000 --zeropp-gradient-sum-dtype bf16 "
-    "--zeropp-offload-gradient-sums",
+    "--zeropp-offload all",
     "HSDP, a replica on each node": f"{REPLICAS} 2 --zeropp-ranks-per-node 2 --micro-batch-size 2",
     "HSDP, several on a node": f"{REPLICAS} 4 --zeropp-ranks-per-node 2 --zero-stage 2 --grad-reduce-in-bf16",
     "HSDP, each over two nodes": f"{REPLICAS} 2 --zeropp-ranks-per-node 1",

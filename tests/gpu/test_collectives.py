@@ -15,9 +15,10 @@ from torch import nn
 from megatron_zpp.islands.config import IslandConfig
 from megatron_zpp.islands.fragment import Fragment
 from megatron_zpp.models.cross_entropy import _combine
+from megatron_zpp.parallel.distributed import gather_if_any
 from megatron_zpp.zeropp import Traffic
 from megatron_zpp.zeropp.fsdp.collectives import all_gather, reduce_scatter
-from megatron_zpp.zeropp.fsdp.topology import Topology, build_topology, gather_if_any
+from megatron_zpp.zeropp.fsdp.topology import Topology, build_topology
 from megatron_zpp.zeropp.fsdp.waits import new_stream, on_stream
 from megatron_zpp.zeropp.gather.changed_weights import gather_wires, start_gathers
 from megatron_zpp.zeropp.reduce.reduce_scatter import drop_unused, start_exchange

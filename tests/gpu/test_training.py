@@ -21,7 +21,7 @@ RECIPES = {
     "LoCo": f"{ALL_FLAGS} --zeropp-loco",
     "moved codes": f"{ALL_FLAGS} --zeropp-loco --zeropp-weight-moves",
     "least memory": f"{ALL_FLAGS} --zeropp-loco --zeropp-weight-moves "
-    "--zeropp-gradient-sum-dtype int8 --zeropp-offload-gradient-sums --zeropp-weight-copies host",
+    "--zeropp-gradient-sum-dtype int8 --zeropp-offload all",
     "all flags, bf16": f"{ALL_FLAGS} --bf16",
     "stages of a pipeline": "--pipeline-model-parallel-size 2",
 }

@@ -59,14 +59,14 @@ def test_recipes_that_do_not_fit_or_lose_are_left_out_and_zero3_never():
         assert times.keys() | refused.keys() == every and not times.keys() & refused.keys()
         return refused
 
-    *_, on_cards, in_host = WAYS
-    without = {f"zero3 {on_cards}", f"zero3 {in_host}"}  # it has no copies
-    every = {f"{name} {way}" for name in RECIPES for way in WAYS} - without
+    *_, on_cards, in_host, all_in_host = WAYS
+    every = {f"{name} {way}" for name in RECIPES for way in WAYS}
+    every -= {f"zero3 {way}" for way in (on_cards, in_host, all_in_host)}  # it keeps nothing
     assert refused_with(1000.0) == {}
     assert refused_with(1.0).keys() == every - {f"zero3 {WAYS[0]}"}
     assert all("GB of 1" in why for why in refused_with(1.0).values())
     tight = refused_with(65.9)  # int8's copy fits in host memory alone
-    assert {f"int8 {way}" for way in WAYS} - tight.keys() == {f"int8 {in_host}"}
+    assert {f"int8 {way}" for way in WAYS} - tight.keys() == {f"int8 {in_host}", f"int8 {all_in_host}"}
     assert refused_with(65.9, host_gb=9.0)[f"int8 {in_host}"].endswith("of the 9 of a node's host")
     alone = replace(default_cluster(2, 1, "H100", 1), memory_gb=1000.0)  # only these copies send moves there
     assert choose(predict_recipes((alone, alone), LLAMA, parse, 128256)[0], LOSS_BUDGET).endswith(on_cards)

@@ -40,7 +40,7 @@ def test_the_loss_of_growing_samples_is_that_of_the_first_tokens(data):
 
 def test_offloading_changes_no_result(data):
     common = "--zero-quantized-gradients --zeropp-loco --zeropp-ranks-per-node 1 --bf16 --train-iters 3 --eval-iters 0"
-    offloads = ["", "--cpu-offload", "--zeropp-offload-gradient-sums", "--cpu-offload --zeropp-offload-gradient-sums"]
+    offloads = ["", "--cpu-offload", "--zeropp-offload all", "--cpu-offload --zeropp-offload sums"]
     for of_rank in run_ranks(2, train_each, {more: flags(data, common, more) for more in offloads}):
         assert len(of_rank[""]["lm loss"]) == 3
         for name, metrics in of_rank.items():

@@ -252,10 +252,10 @@ def test_gradient_options_equal_the_oracle_over_steps():
 SUM_OPTIONS = {
     "int8 with everything": dict(gradient_sum_dtype="int8", **GRADIENT_OPTIONS["everything"]),
     "bf16, decaying LoCo": dict(
-        gradient_sum_dtype="bf16", offload_gradient_sums=True, **GRADIENT_OPTIONS["loco on both hops with decay"]
+        gradient_sum_dtype="bf16", offload="all", **GRADIENT_OPTIONS["loco on both hops with decay"]
     ),
     "int8 of what came unquantized": dict(gradient_sum_dtype="int8", gradient_intra_bits=None, loco=LoCoConfig()),
-    "one scale": dict(gradient_sum_dtype="int8", gradient_block_size=None, offload_gradient_sums=True),
+    "one scale": dict(gradient_sum_dtype="int8", gradient_block_size=None, offload="sums"),
 }
 
 

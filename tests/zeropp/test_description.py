@@ -24,7 +24,7 @@ SAID = [  # nodes and ranks of each unit, settings, and what is said of them
     ),
     (
         [(2, 2)],
-        ZeroPPConfig(False, 2, True, weight_moves=True, weight_copies="host", gradient_bits=None),
+        ZeroPPConfig(False, 2, True, weight_moves=True, offload="copies", gradient_bits=None),
         [
             "2 nodes of 2 ranks; weights are sent as moves of bits between nodes once per step, unquantized within a "
             "node at every gather, from host memory; gradients int8 within a node at every micro-batch, unquantized "
@@ -57,7 +57,7 @@ def test_what_is_sent_is_said_in_words(shapes, config, expected):
 
 def test_states_are_told_apart_by_the_settings_of_what_they_keep():
     config = ZeroPPConfig(quantized_gradients=True, loco=LoCoConfig())
-    sums = dict(gradient_sum_dtype="int8", offload_gradient_sums=True)
+    sums = dict(gradient_sum_dtype="int8", offload="sums")
     same = (dict(seed=7), sums, dict(loco=LoCoConfig(exact_undo=False)))
     others = (dict(gradient_element_scales=True), dict(loco=LoCoConfig(beta=0.5)))
     equal = [settings_of_state(replace(config, **each)) == settings_of_state(config) for each in (*same, *others)]

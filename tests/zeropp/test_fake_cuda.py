@@ -197,7 +197,8 @@ CONFIGS = {
         hadamard=True,
         loco=LoCoConfig(hops="both", reset="decay"),
     ),
-    "offloaded sums": replace(ALL, offload_gradient_sums=True),
+    "sums": replace(ALL, offload="sums"),
+    "errors": replace(ALL, offload="errors"),
 }
 
 
@@ -206,10 +207,11 @@ CONFIGS = {
 def test_no_setting_waits_for_the_device_or_computes_on_the_host(name):
     (step,) = run_ranks(1, third_step, CONFIGS[name])
     assert step.host_waits == [] and step.races == []
-    assert all(device == "cuda:0" for device, _, _ in step.tensors.values())
+    in_host = {tensor for tensor, (device, _, _) in step.tensors.items() if device != "cuda:0"}
+    assert in_host == {tensor for tensor in step.tensors if name == "errors" and "error" in tensor}
     assert all(stream != DEFAULT for _, stream in step.launches)
     assert step.launches or not CONFIGS[name].enabled
-    if name == "offloaded sums":
+    if name in ("sums", "errors"):
         assert step.on_host == {"aten::empty.memory_format", "aten::copy_", "aten::_to_copy"}
         copies = [step.launches[operator, "reduce_scatter_stream"] for operator in ("copy_", "_to_copy")]
         assert copies == [3, 3]  # there and back, of each unit
@@ -225,7 +227,7 @@ def test_finding_unused_parameters_waits_for_nothing_on_a_rank_that_used_all():
 MOVES = {
     "moved codes": replace(ALL, weight_moves=True, weight_bits=6),
     "moved bits": replace(ALL, quantized_weights=False, weight_moves=True),
-    "copies in host memory": replace(ALL, weight_moves=True, weight_copies="host"),
+    "copies in host memory": replace(ALL, weight_moves=True, offload="copies"),
 }
 
 
@@ -239,7 +241,7 @@ def test_a_step_of_moved_weights_waits_for_their_sizes_alone(name):
     assert len(step.host_waits) == 1 and step.races == []
     counts = [step.launches[f"megatron_zpp::{operator}", "stream"] for operator in ("measure_moves", "write_moves")]
     assert counts == [3, 3]
-    if MOVES[name].weight_copies == "host":
+    if MOVES[name].offload == "copies":
         views = {"aten::select.int", "aten::empty_like"}
         assert copies == {"cpu"} and step.on_host == {"aten::copy_", "aten::_to_copy", *views}
         gathers = 2 * (2 + 2 + 1)  # two micro-batches gather two blocks in both passes, and the root once

@@ -19,7 +19,7 @@ from tests.zeropp.training_on_ranks import HIERARCHY_ONLY, local, shards
 
 CONFIGS = {
     "fp32 sums": HIERARCHY_ONLY,
-    "offloaded bf16 sums": replace(HIERARCHY_ONLY, gradient_sum_dtype="bf16", offload_gradient_sums=True),
+    "offloaded bf16 sums": replace(HIERARCHY_ONLY, gradient_sum_dtype="bf16", offload="sums"),
 }
 NUM_STEPS, MICRO_BATCHES = 4, 2
 

@@ -158,13 +158,13 @@ def test_nccl_runs_what_is_in_flight_before_what_computes_as_fsdp2_does(on_four_
 def test_ranks_of_one_host_are_one_node_and_a_wrong_size_is_refused(on_four_ranks):
     assert [groups[2] for groups in on_four_ranks["one host"]] == [[0, 1, 2, 3]] * 4
     for message in on_four_ranks["3 per node"]:
-        assert "3 ranks per node do not divide the 4 data-parallel ranks" in message
+        assert "not split evenly over nodes in consecutive runs of 3" in message
 
 
 def test_a_node_size_beyond_the_node_is_refused(on_four_ranks):
     assert [groups[2] for groups in on_four_ranks["1 per node"]] == [[0], [1], [2], [3]]
     for message in on_four_ranks["4 per node"]:
-        assert "4 data-parallel ranks per node, but those from 0 on run on several" in message
+        assert "not split evenly over nodes in consecutive runs of 4" in message
 
 
 @pytest.mark.parametrize("num_nodes, ranks_per_node, crossing", [(2, 3, {2, 5}), (1, 6, set()), (6, 1, set(range(6)))])

@@ -1,4 +1,4 @@
-"""Copies of weights on each card or in host memory: the same bits as a copy on each node's devices."""
+"""Copies of weights on each card, or these, LoCo's errors and sums in host memory: the same bits as a node's copies."""
 
 import copy
 from dataclasses import replace
@@ -18,12 +18,20 @@ INT8 = ZeroPPConfig(quantized_weights=True, weight_block_size=32, hpz_partition_
 WEIGHTS = replace(INT8, weight_moves=True)
 RECIPE = {name: RECIPES[name].config(2, warmup_steps=1) for name in ("lossless", "int8", "int6")}
 WITHOUT_MOVES = {"copies in 16 bits": INT8, "copies in int8": replace(INT8, hpz_secondary_dtype="int8")}
-CASES = [(name, place) for name in RECIPE for place in ("card", "host") if (name, place) != ("int6", "host")]
-CASES += [(name, "host") for name in WITHOUT_MOVES]
-PATHS = (("node", "card"), ("card", "host"), ("host", "node"))
+PLACES = {
+    "node": {},
+    "card": dict(weight_copies="card"),
+    "host": dict(offload="all"),
+    "errors": dict(offload="errors"),
+    "card, host": dict(weight_copies="card", offload="copies"),
+}
+CASES = [("lossless", "card"), ("int8", "card"), ("int8", "card, host"), ("int8", "errors"), ("int6", "card")]
+CASES += [(name, "host") for name in RECIPE | WITHOUT_MOVES]
+PATHS = (("node", "card"), ("card", "host"), ("host", "errors"), ("errors", "node"))
 
 
-def build(config):
+def build(config, place="node"):
+    config = replace(config, **PLACES[place])
     model = Net(width=32, hidden=64)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     zeropp = shard(model, config, model.blocks, mp_policy=policy)
@@ -42,10 +50,13 @@ def train(model, zeropp, optimizer, steps):
         optimizer.zero_grad()
 
 
-def everything_a_loop_does(config):
+def everything_a_loop_does(config, place):
     """Steps, an evaluation, a swap, frozen and thawed weights, an undone step, resident passes; what each leaves."""
-    model, zeropp, optimizer = build(config)
+    model, zeropp, optimizer = build(config, place)
+    zeropp.monitor_errors(2)
     train(model, zeropp, optimizer, range(3))
+    zeropp.rescale_errors(0.5)
+    errors = zeropp.quantization_errors()
     seen = [evaluate(model, inputs(50))]
     model.load_state_dict({name: 1.5 * value for name, value in model.state_dict().items()})
     seen.append(evaluate(model, inputs(51)))
@@ -62,17 +73,17 @@ def everything_a_loop_does(config):
     seen.append(evaluate(model, inputs(55)))
     train(model, zeropp, optimizer, range(6, 8))
     reshard(model)
-    return [*seen, *shards(model)]
+    return [*seen, torch.tensor(list(errors.values())), *shards(model)]
 
 
 def resumed_elsewhere(saved, loaded):
     """The weights of a run that goes on where its copies were, and of one that goes on where they are elsewhere."""
     ends = []
     for place in (saved, loaded):
-        model, zeropp, optimizer = build(replace(WEIGHTS, weight_copies=saved))
+        model, zeropp, optimizer = build(RECIPE["int8"], saved)
         train(model, zeropp, optimizer, range(2))
         state = copy.deepcopy((zeropp.state_dict(), optimizer.state_dict(), shards(model)))
-        model, zeropp, optimizer = build(replace(WEIGHTS, weight_copies=place))
+        model, zeropp, optimizer = build(RECIPE["int8"], place)
         for parameter, weight in zip(model.parameters(), state[2], strict=True):
             local(parameter).copy_(weight)
         optimizer.load_state_dict(state[1])
@@ -83,8 +94,8 @@ def resumed_elsewhere(saved, loaded):
     return ends
 
 
-def bytes_of_a_step(config):
-    model, zeropp, optimizer = build(config)
+def bytes_of_a_step(config, place):
+    model, zeropp, optimizer = build(config, place)
     train(model, zeropp, optimizer, range(2))
     zeropp.traffic.take()
     train(model, zeropp, optimizer, range(2, 3))
@@ -97,13 +108,13 @@ def bytes_of_a_step(config):
 def found():
     configs = RECIPE | WITHOUT_MOVES
     cases = {
-        f"{name} {place}": partial(everything_a_loop_does, replace(configs[name], weight_copies=place))
+        f"{name} {place}": partial(everything_a_loop_does, configs[name], place)
         for name, place in [*CASES, *((name, "node") for name in configs)]
     }
     cases |= {f"from {a} to {b}": partial(resumed_elsewhere, a, b) for a, b in PATHS}
-    cases |= {p: partial(bytes_of_a_step, replace(WEIGHTS, weight_copies=p)) for p in ("node", "card", "host")}
+    cases |= {place: partial(bytes_of_a_step, WEIGHTS, place) for place in ("node", "card", "host")}
     alone = replace(WEIGHTS, weight_copies="card", hpz_partition_size=1, ranks_per_node=1)
-    return run_in_turn(4, cases | {"nodes of one rank": partial(bytes_of_a_step, alone)})
+    return run_in_turn(4, cases | {"nodes of one rank": partial(bytes_of_a_step, alone, "node")})
 
 
 @pytest.mark.parametrize(("name", "place"), CASES)
@@ -129,7 +140,15 @@ def test_nothing_is_gathered_within_nodes_and_nodes_of_one_rank_send_moves(found
     assert apart.intra_node == 0 and in_host == [first, second]
 
 
-@pytest.mark.parametrize(("place", "required"), [("card", "weight_moves"), ("host", "hpz_partition_size")])
-def test_copies_that_nothing_makes_are_refused(place, required):
-    with pytest.raises(ValueError, match=f"weight_copies {place} requires {required}"):
-        ZeroPPConfig(quantized_weights=True, weight_copies=place)
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (dict(weight_copies="card"), "weight_copies requires weight_moves"),
+        (dict(offload="copies"), "offload copies requires hpz_partition_size"),
+        (dict(offload="errors", quantized_gradients=True), "offload errors requires loco"),
+        (dict(offload="all"), "offload all requires hpz_partition_size or loco or quantized_gradients"),
+    ],
+)
+def test_what_nothing_makes_is_kept_nowhere(settings, said):
+    with pytest.raises(ValueError, match=said):
+        ZeroPPConfig(quantized_weights=True, **settings)

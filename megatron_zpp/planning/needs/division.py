@@ -19,6 +19,7 @@ from megatron_zpp.parallel.stages import Placement, stage_has
 from megatron_zpp.settings.groups import DistributedSettings
 from megatron_zpp.zeropp.config import ZeroPPConfig
 from megatron_zpp.zeropp.fsdp.formats import Formats, UnitPart
+from megatron_zpp.zeropp.reduce.loco import error_format
 from megatron_zpp.zeropp.wire.layout import ParameterShard, rows_per_rank
 
 Kind = Literal["tensor", "context", "pipeline", "averaging", "sharding", "replicas", "experts", "expert sharding"]
@@ -112,6 +113,20 @@ class PlannedUnit:
         """Return the bytes of the copies that a rank keeps of what other nodes sent: N shards, or all W."""
         shards = self.group.size if config.weight_copies == "card" else self.group.nodes
         return shards * self.formats(config).secondary_bytes(self.part, dtype)
+
+    def sum_bytes(self, config: ZeroPPConfig) -> int:
+        """Return the bytes of a node's sums of gradients, as a rank keeps them."""
+        if config.gradient_sum_dtype == "int8":
+            return self.group.nodes * self.formats(config).node_sum(self.part).nbytes
+        return self.group.nodes * {"fp32": 4, "bf16": 2}[config.gradient_sum_dtype] * self.numel
+
+    def error_bytes(self, config: ZeroPPConfig) -> tuple[int, int]:
+        """Return the bytes of LoCo's errors of the hops within and between nodes: of all pieces, also the kept one."""
+        if (loco := config.loco) is None:
+            return 0, 0
+        piece = error_format(loco, self.part.parameters, config.gradient_block_size).nbytes
+        is_corrected = loco.hops == "both" and self.group.ranks_per_node > 1
+        return self.group.size * piece * is_corrected, self.group.nodes * piece * (self.group.nodes > 1)
 
     def is_hidden_matrix(self, shard: ParameterShard) -> bool:
         """Return whether Muon takes this parameter of the unit."""

@@ -40,7 +40,6 @@ from megatron_zpp.zeropp.muon.matrix_blocks import MomentumWire
 from megatron_zpp.zeropp.reduce.loco import ERROR_FORMATS
 from megatron_zpp.zeropp.wire.format import wire_format
 
-SUM_BYTES = {"fp32": 4, "bf16": 2}  # per element of a gradient sum
 # NCCL's buffers, and more for each peer of an all-to-all within a node: NVIDIA/nccl issues 964 (A100), 1685 (H100)
 COMMUNICATOR_BYTES, PEER_BYTES = 688e6, 3.28e9 / 7
 # All peers on other nodes share one pair: 32 channels of 16 chunks of 128 KiB (src/transport/net.cc of NVIDIA/nccl)
@@ -210,30 +209,20 @@ def _rank_states(
     if config.keeps_copies and between:
         kept_as = "codes" if config.weight_moves and config.quantized_weights else config.hpz_secondary_dtype
         whose = "the whole model's" if config.weight_copies == "card" else "hpZ's"
-        where = host if config.weight_copies == "host" else states
+        where = host if config.offloads("copies") else states
         where[f"{whose} secondary partition, {kept_as}"] = sum(unit.copy_bytes(config, weights) for unit in between)
         if config.weight_moves:
             saved += sum(unit.formats(config).weights(unit.part, weights).nbytes for unit in between)
     if config.quantized_gradients and micro_batches > 1 and zero_stage > 1:
-        dtype = config.gradient_sum_dtype
-        where = host if config.offload_gradient_sums else states
-        where[f"gradients of earlier micro-batches, summed within the node, {dtype}"] = sum(
-            unit.group.nodes
-            * (unit.formats(config).node_sum(unit.part).nbytes if dtype == "int8" else SUM_BYTES[dtype] * unit.numel)
-            for unit in units
-            if unit.group.size > 1
+        where = host if config.offloads("sums") else states
+        where[f"gradients of earlier micro-batches, summed within the node, {config.gradient_sum_dtype}"] = sum(
+            unit.sum_bytes(config) for unit in units if unit.group.size > 1
         )
-    if (loco := config.loco) is not None:
-        bits, kept_in = ERROR_FORMATS[loco.error_dtype]
-        errors = 0
-        for unit in units:  # in all pieces that a rank makes, the one that it keeps included
-            num_pieces = unit.group.nodes if unit.group.nodes > 1 else 0
-            num_pieces += unit.group.size if loco.hops == "both" and unit.group.ranks_per_node > 1 else 0
-            errors += num_pieces * wire_format(unit.part.parameters, bits, config.gradient_block_size, kept_in).nbytes
-        if errors:
-            undo = ", and those before the step" if loco.exact_undo else ""
-            states[f"LoCo's errors, {loco.error_dtype}{undo}"] = (2 if undo else 1) * errors
-            saved += errors
+    if (loco := config.loco) is not None and (errors := sum(sum(unit.error_bytes(config)) for unit in units)):
+        undo = ", and those before the step" if loco.exact_undo else ""
+        where = host if config.offloads("errors") else states
+        where[f"LoCo's errors, {loco.error_dtype}{undo}"] = (2 if undo else 1) * errors
+        saved += errors
     if config.gradient_element_scales and between:
         sent = [unit.formats(config).gradients_between_nodes(unit.part, gradients).nbytes for unit in between]
         states["elements' scales, int8, and what was sent last"] = sum(  # to and from nodes
@@ -282,9 +271,13 @@ def _working_memory(
         "gathered weights, gradients on their way": gathered + (weights + gradients) * (max(others) + layer),
         "activations": round(tokens * (max(kept * rest, (kept - 1) * rest + near) + recomputed)),
     }
-    if settings.zeropp.weight_copies == "host":  # gathers read one unit's at a time
-        copies = [unit.copy_bytes(settings.zeropp, dtype) for unit in units if unit.group.nodes > 1]
+    config, between = settings.zeropp, [unit for unit in units if unit.group.nodes > 1]
+    if config.keeps_copies and config.offloads("copies"):  # gathers read one unit's at a time
+        copies = [unit.copy_bytes(config, dtype) for unit in between]
         working["a unit's copy of weights, read from host memory"] = max(copies, default=0)
+    if config.loco is not None and config.offloads("errors"):
+        errors = [2 * max(unit.error_bytes(config)) for unit in units]
+        working["a unit's LoCo errors, read from host memory, and the new ones"] = max(errors)
     in_host = {"activations of offloaded layers (about)": round(tokens * kept * offloaded)} if offloaded else {}
     if masks := _attention_masks(settings, model, block.scores > 0):
         working["masks of attention"] = masks

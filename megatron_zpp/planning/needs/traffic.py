@@ -87,7 +87,7 @@ def unit_exchanges(
         moved = formats.bytes_between_nodes(part, weights)
         encoded = weights.itemsize * numel + moved
         # Each gather reads a copy in host memory, and what arrived is written back once per step.
-        in_host = unit.copy_bytes(config, weights) if config.weight_copies == "host" else 0
+        in_host = unit.copy_bytes(config, weights) if config.offloads("copies") else 0
         weights_between = Exchange(between_nodes, moved, encoded=encoded, decoded=nodes * encoded, through_host=in_host)
         wire = formats.weights_within_node(part, weights)
         nbytes = nodes * (wire.nbytes if wire is not None else gather.nbytes)
@@ -103,6 +103,9 @@ def unit_exchanges(
         nbytes = formats.weights(part, weights).nbytes
         encoded = weights.itemsize * numel + nbytes
         gather = Exchange(group, nbytes, encoded=encoded, decoded=group.size * encoded)
+    # Each reduction of a hop reads its errors and writes them back. A micro-batch writes sums, and the next reads them.
+    error_within, error_between = unit.error_bytes(config) if config.offloads("errors") else (0, 0)
+    sums = unit.sum_bytes(config) * (micro_batches - 1) if config.offloads("sums") and stage > 1 else 0
     if not config.quantized_gradients:
         reduce = Exchange(group, gradients.itemsize * numel, ring_passes)
     else:
@@ -112,10 +115,12 @@ def unit_exchanges(
             encoded = gradients.itemsize * unit.gathered_numel + per_node * nbytes
             decoded = per_node * nbytes + 2 * FP32 * nodes * numel
             reduce = Exchange(within_node, nbytes, is_straight=True, encoded=encoded, decoded=decoded)
+            reduce = replace(reduce, through_host=2 * error_within)
         if nodes > 1:
             nbytes = formats.gradients_between_nodes(part, gradients).nbytes
             encoded, decoded = FP32 * nodes * numel + nodes * nbytes, nodes * nbytes + 2 * FP32 * numel
             gradients_between = Exchange(between_nodes, nbytes, is_straight=True, encoded=encoded, decoded=decoded)
+            gradients_between = replace(gradients_between, through_host=2 * (error_between + sums))
     if replicas.size > 1:
         all_reduce = Exchange(replicas, math.ceil(gradients.itemsize * numel / replicas.size), passes=2)
     if stage == 3:  # layers are gathered for each pass; other units stay gathered between the two

@@ -61,24 +61,9 @@ def build_topology(group: dist.ProcessGroup, ranks_per_node: int | None = None) 
     Collective over ``group``. Raises ValueError on every rank when the nodes are unequal, interleaved, or smaller
     than ``ranks_per_node``.
     """
-    world_size = group.size()
-    names = gather_node_names(group)
-    if ranks_per_node is None:
-        ranks_per_node = _ranks_per_node_of(names)
-    if world_size % ranks_per_node:
-        raise ValueError(
-            f"{ranks_per_node} ranks per node do not divide the {world_size} data-parallel ranks; "
-            f"choose a divisor of {world_size}"
-        )
-    for start in range(0, world_size, ranks_per_node):
-        if len(set(names[start : start + ranks_per_node])) > 1:
-            raise ValueError(
-                f"{ranks_per_node} data-parallel ranks per node, but those from {start} on run on several: "
-                f"{', '.join(dict.fromkeys(names[start : start + ranks_per_node]))}; give what a node has, its GPUs "
-                "divided by the tensor-parallel size"
-            )
+    ranks_per_node = _ranks_per_node_of(gather_node_names(group), ranks_per_node)
     members = dist.get_process_group_ranks(group)  # global ranks, in group order
-    num_nodes, rank = world_size // ranks_per_node, group.rank()
+    num_nodes, rank = len(members) // ranks_per_node, group.rank()
     node, local_rank = divmod(rank, ranks_per_node)
     runs_in_order = _runs_in_order(group)
     in_node = members[node * ranks_per_node : (node + 1) * ranks_per_node]
@@ -169,26 +154,14 @@ def gather_objects(local: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return [pickle.loads(ctypes.string_at(row.data_ptr(), largest)) for row in gathered.cpu()]
 
 
-def gather_if_any(local: T | None, group: dist.ProcessGroup | None = None) -> list[T | None]:
-    """Gather as ``gather_objects`` does; if every rank passed None, return [] after one all-reduce. Collective.
-
-    Gathering objects from W ranks costs each of them O(W), also where none has anything to report.
-    """
-    device = dist.distributed_c10d._get_object_coll_device(group)
-    has_any = torch.tensor(int(local is not None), device=device)
-    dist.all_reduce(has_any, op=dist.ReduceOp.MAX, group=group)
-    return gather_objects(local, group) if has_any.item() else []
-
-
-def _ranks_per_node_of(names: Sequence[str]) -> int:
-    """Find P from the node name of each rank, in group order."""
-    per_node = names.count(names[0])
-    for start in range(0, len(names), per_node):
-        node = names[start : start + per_node]
-        if len(set(node)) > 1 or names.count(node[0]) != per_node:
-            sizes = {name: names.count(name) for name in names}
-            raise ValueError(
-                "the data-parallel ranks are not split evenly over nodes in consecutive runs "
-                f"(ranks on each node: {sizes}); start the same number on every node, or set the ranks per node"
-            )
+def _ranks_per_node_of(names: Sequence[str], stated: int | None = None) -> int:
+    """Return P, by the node name of each rank in group order, or as stated, if whole nodes have P consecutive ranks."""
+    per_node, ranks = stated or names.count(names[0]), {name: names.count(name) for name in names}
+    parts = [names[start : start + per_node] for start in range(0, len(names), per_node)]
+    is_even = all(len(part) == per_node and len({*part}) == 1 for part in parts)
+    if not is_even or (stated is None and {*ranks.values()} != {per_node}):
+        raise ValueError(
+            f"the data-parallel ranks are not split evenly over nodes in consecutive runs of {per_node} (ranks on each "
+            f"node: {ranks}); start the same number on every node, or set ranks per node that divide a node's"
+        )
     return per_node

@@ -29,8 +29,8 @@ class UnitAllGather(UnitCollective):
     this local rank p gather their shards into the secondary partition [N, L]; every gather is then among the P ranks of
     the node. All ranks see the same weights: each rank quantizes and decodes its local shard, too. Frozen parameters of
     a unit are sent only when they changed. With ``weight_copies="card"`` what arrives is passed on within the node, and
-    gathers send nothing. With ``"host"`` the partition is in host memory. A stream of its own reads it for each gather,
-    after the gather before and beside computation, so the device holds it for one unit at a time.
+    gathers send nothing. With ``offload`` copies are in host memory. A stream of its own reads them for each gather,
+    after the gather before and beside computation, so the device holds them for one unit at a time.
 
     What changed leaves when a forward pass begins (changed_weights.py), and must have arrived when FSDP2 asks for the
     unit, or the next pass begins. Without a secondary partition, as at the first step, it leaves only then, in full.
@@ -172,7 +172,7 @@ class UnitAllGather(UnitCollective):
     def _read(self) -> Tensor | None:
         """Return the secondary partition on the device, unless all of it is about to be replaced."""
         kept, sent = self.secondary_partition, self.in_flight
-        if kept is None or self.shared.config.weight_copies != "host":
+        if kept is None or not self.shared.config.offloads("copies"):
             return kept
         if sent is not None and sent.part.is_whole and not sent.are_moves:
             return None
@@ -287,7 +287,7 @@ class UnitAllGather(UnitCollective):
                 out = torch.empty(len(arrived), part.numel, dtype=format.dtype, device=arrived.device)
             arrived = format.decode(arrived, out)
         arrived = arrived if old is None else part.insert(arrived, old, layouts)
-        self.secondary_partition = to_host(arrived, kept) if self.shared.config.weight_copies == "host" else arrived
+        self.secondary_partition = to_host(arrived, kept) if self.shared.config.offloads("copies") else arrived
         return arrived
 
     @torch.no_grad()

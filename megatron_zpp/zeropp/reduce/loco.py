@@ -102,7 +102,10 @@ def error_format(config: LoCoConfig, parameters: tuple[ParameterShard, ...], blo
 
 @dataclass(frozen=True, eq=False)
 class GradientHop:
-    """One rank's part of a hop among G ranks: the P of its node, or the N with its local rank."""
+    """One rank's part of a hop among G ranks: the P of its node, or the N with its local rank.
+
+    With ``offload`` LoCo's error is in host memory, and the stream that reduces gradients copies it.
+    """
 
     name: str  # "intra" or "inter" nodes
     rows: tuple[int, ...]  # shape on the wire without L: (P, N) or (N,)
@@ -118,7 +121,7 @@ class GradientHop:
 
         draw: the unit's reductions between nodes, and micro-batches of this step, before this one.
         """
-        config, feedback = self.shared.config, self.feedback
+        config, feedback = self.shared.config, self._feedback_on_device()
         scales = self.scales.for_format(format) if self.scales is not None else None
         exponents = scales.sent if scales is not None else None
         for read in (feedback.error if feedback is not None else None, exponents):
@@ -140,20 +143,34 @@ class GradientHop:
         sent = wires.nbytes - wires[0].nbytes  # this rank keeps one piece
         is_inter = self.name == "inter"
         self.shared.traffic.add(intra_node=0 if is_inter else sent, inter_node=sent if is_inter else 0)
-        return wires, replace(self, feedback=feedback, scales=scales)
+        return wires, replace(self, feedback=self._to_keep(feedback), scales=scales)
+
+    def rescaled(self, factor: float) -> GradientHop:
+        """Return the hop with LoCo's error times ``factor``."""
+        feedback = self._feedback_on_device()
+        return replace(self, feedback=self._to_keep(feedback and feedback.rescaled(factor)))
+
+    def _feedback_on_device(self) -> ErrorFeedback | None:
+        if self.feedback is None or self.feedback.error is None:
+            return self.feedback
+        return replace(self.feedback, error=self.feedback.error.to(self.unit.device, non_blocking=True))
+
+    def _to_keep(self, feedback: ErrorFeedback | None) -> ErrorFeedback | None:
+        if feedback is None or feedback.error is None or not self.shared.config.offloads("errors"):
+            return feedback
+        return replace(feedback, error=to_host(feedback.error))
 
     def state_dict(self) -> dict[str, Tensor]:
         # The same keys and shapes from the start: what is not there yet is zeros.
         state, zeros = dict[str, Tensor](), partial(torch.zeros, dtype=torch.uint8, device=self.unit.device)
         if self.feedback is not None:
-            kept = self.feedback.state_dict()
-            if "error" not in kept:
-                kept["error"] = zeros(*self.rows, self._error_format().nbytes)
+            kept = {"error": zeros(*self.rows, self._error_format().nbytes)} | self.feedback.state_dict()
+            if self.shared.config.offloads("errors"):
+                kept["error"] = kept["error"].cpu()
+                torch.get_device_module(self.unit.device).synchronize()  # the copy to host memory may still be queued
             state |= {f"{self.name}.{key}": value for key, value in kept.items()}
         if self.scales is not None:
-            kept = self.scales.state_dict()
-            if "exponents" not in kept:
-                kept["exponents"] = zeros(2, *self.rows, self.unit.trainable.numel)
+            kept = {"exponents": zeros(2, *self.rows, self.unit.trainable.numel)} | self.scales.state_dict()
             state |= {f"element_scales.{key}": value for key, value in kept.items()}
         return state
 
@@ -165,7 +182,7 @@ class GradientHop:
             feedback = feedback.loaded(below(state, f"{self.name}."), self._error_format())
         if scales is not None:
             scales = ElementScales.loaded(below(state, "element_scales."), self.unit.trainable.parameters)
-        return replace(self, feedback=feedback, scales=scales)
+        return replace(self, feedback=self._to_keep(feedback), scales=scales)
 
     def _error_format(self) -> WireFormat:
         assert self.feedback is not None
@@ -178,8 +195,8 @@ class GradientHop:
         what = f"gradients/{self.name}"
         record_error(self.unit, what, pieces, arrived)
         record_codes(self.unit, what, format, wires)
-        if self.feedback is not None:
-            old = self.feedback.decoded() if self.feedback.error is not None else arrived.new_zeros(())
+        if (feedback := self._feedback_on_device()) is not None:
+            old = feedback.decoded() if feedback.error is not None else arrived.new_zeros(())
             record_error_state(self.unit, what, pieces, old)
 
 
@@ -188,8 +205,8 @@ class NodeSum:
     """One unit's sum [N, L] within a node over the micro-batches so far, kept as ``gradient_sum_dtype``.
 
     In bf16 and int8 it is rounded stochastically after every micro-batch but the last: rounding to nearest would lose
-    every addend below half a step of a sum that has grown. With ``offload_gradient_sums`` it is kept in host memory,
-    and the stream that reduces gradients copies it.
+    every addend below half a step of a sum that has grown. With ``offload`` it is kept in host memory, and the stream
+    that reduces gradients copies it.
     """
 
     unit: FSDPUnit
@@ -234,7 +251,7 @@ class NodeSum:
         return replace(self, kept=self._to_keep(total), micro_batches=self.micro_batches + 1)
 
     def _to_keep(self, total: Tensor) -> Tensor:
-        return to_host(total) if self.formats.config.offload_gradient_sums else total
+        return to_host(total) if self.formats.config.offloads("sums") else total
 
     def _on_device(self) -> Tensor | None:
         return self.kept.to(self.unit.device, non_blocking=True) if self.kept is not None else None

@@ -209,10 +209,8 @@ class UnitReduceScatter(UnitCollective):
             self.hops = self._before_step
 
     def rescale(self, factor: float) -> None:
-        self.hops, self._before_step = (
-            {n: replace(hop, feedback=hop.feedback and hop.feedback.rescaled(factor)) for n, hop in hops.items()}
-            for hops in (self.hops, self._before_step)
-        )
+        self.hops = {name: hop.rescaled(factor) for name, hop in self.hops.items()}
+        self._before_step = {name: hop.rescaled(factor) for name, hop in self._before_step.items()}
 
     def uses(self) -> list[bool]:
         """Return whether this step used each parameter; True for those with no gradient, or with an older one."""

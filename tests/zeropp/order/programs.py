@@ -182,13 +182,13 @@ CONFIGS: dict[str, tuple[bool, ZeroPPConfig]] = {
     "hpZ, parameters stay gathered": (False, ZeroPPConfig(hpz_partition_size=2)),
     "qwZ, qgZ": (True, ZeroPPConfig(quantized_weights=True, quantized_gradients=True, gradient_intra_bits=None)),
     "all": (True, replace(ZEROPP, loco=LoCoConfig(hops="both"))),
-    "all, moved codes in host memory, element scales": (
+    "all, in host memory, moved codes, element scales": (
         True,
         replace(
             ZEROPP,
             loco=LoCoConfig(reset="decay"),
             weight_moves=True,
-            weight_copies="host",
+            offload="all",
             gradient_element_scales=True,
         ),
     ),

@@ -98,7 +98,7 @@ def test_no_race_and_every_planted_one_is_found():
 
 
 def test_copies_are_read_from_host_memory_after_they_were_written_and_before_they_are_sent():
-    planted = assert_in_order("all, moved codes in host memory, element scales", ["accumulation"], plants=True)
+    planted = assert_in_order("all, in host memory, moved codes, element scales", ["accumulation"], plants=True)
     of_reads = {line: num_races for line, num_races in planted.items() if "called from" in line and "_read" in line}
     assert len(of_reads) == 2 and all(of_reads.values()), planted
 
