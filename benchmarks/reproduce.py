@@ -72,7 +72,11 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
         "worth": lambda: planner.kept("worth"),
     },
     ROOT / "README.md": {"race": against_peers.readme_table},
-    EVIDENCE / "peers.md": {"seconds": against_peers.table_of_seconds, "bytes": against_peers.table_of_bytes},
+    EVIDENCE / "peers.md": {
+        "seconds": against_peers.table_of_seconds,
+        "auto": planner_box.table_of_auto,
+        "bytes": against_peers.table_of_bytes,
+    },
     EVIDENCE / "islands.md": {"sites": lambda: planner.kept("islands"), "between-islands": between_islands.table},
     EVIDENCE / "benchmarks.md": {
         "mutants": mutants.table,
