@@ -9,12 +9,16 @@ import itertools
 import statistics
 from typing import Any
 
+import against_peers as race
 from common import ALL_FLAGS, RESULTS, ROOT, markdown_table, measure_once, read_rows
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT
-from megatron_zpp.planning.cluster import read_cluster
+from megatron_zpp.planning.auto import choose, predict_recipes
+from megatron_zpp.planning.cluster import Cluster, read_cluster
 from megatron_zpp.planning.predict import estimate_on, predict
+from megatron_zpp.settings.resolved import ResolvedSettings
+from megatron_zpp.zeropp.recipes import LOSS_BUDGET
 
 MEASURED = RESULTS / "planner_box.jsonl"
 CLUSTER = RESULTS / "planner_box.yaml"
@@ -66,11 +70,39 @@ def measure() -> None:
 
 def predicted_seconds(row: dict[str, Any]) -> float:
     """Seconds of a step."""
-    measured = read_cluster(CLUSTER)
-    gbits = min(measured.between_gbits, row["mbit"] / 1000 / HEADERS)
-    cluster = dataclasses.replace(measured, between_gbits=gbits)
+    cluster = box_at(row["mbit"])
     settings = parse_settings(GPT, row["flags"].split(), cluster.world_size, note=lambda _: None)
     return predict(cluster, estimate_on(cluster, GPT, settings, VOCABULARY)).time.seconds
+
+
+def box_at(mbit: float) -> Cluster:
+    measured = read_cluster(CLUSTER)
+    return dataclasses.replace(measured, between_gbits=min(measured.between_gbits, mbit / 1000 / HEADERS))
+
+
+def table_of_auto() -> str:
+    """What auto would choose in each cell of the race, on the measured box, beside the best of ours."""
+    mbits, lines = {None: float("inf"), "1gbit": 1000.0, "100mbit": 100.0}, []
+    for rate, n in itertools.product(reversed(race.RATES), race.MEASURED_STEPS):
+
+        def parse(choice: str, ranks: int, n: int = n) -> ResolvedSettings:
+            flags = f"{MODELS['26M']} --global-batch-size {NODES * RANKS * n} --train-iters 9 --zeropp {choice}"
+            words = [*flags.split(), "--zeropp-ranks-per-node", str(ranks)]
+            return parse_settings(GPT, words, NODES * RANKS, note=lambda _: None)
+
+        cluster = box_at(mbits[rate])
+        choice = choose(predict_recipes((cluster, cluster), GPT, parse, VOCABULARY)[0], LOSS_BUDGET)
+        recipe, stage, copies = choice.split()[:3]
+        # "Kept" is stage 1, and with one micro-batch also stage 2; on each card no stage gathers anything.
+        is_kept = stage != "--zero-stage=3"
+        row = race.CARD if "card" in copies else recipe.replace("zero3", "FSDP2") + race.KEPT * is_kept
+        seconds = {s: race.figures(s, "seconds", rate=rate, micro_batches=n) for s in {row, "FSDP2, kept", *race.OURS}}
+        medians = {s: statistics.median(each) for s, each in seconds.items() if "ternary" not in s}
+        best = min(medians, key=lambda s: medians[s])
+        words = f"`{recipe} {stage} {copies}`"
+        lines.append([f"{rate or 'no limit'}, {n}", words, row, f"{medians[row]:.2f}", best, f"{medians[best]:.2f}"])
+        lines[-1].append(f"{medians[row] / medians[best]:.2f}")
+    return markdown_table(["", "auto", "measured as", "s", "best of ours", "s", "ratio"], lines)
 
 
 def predicted_rows() -> list[tuple[dict[str, Any], float]]:

@@ -75,6 +75,7 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
     ROOT / "README.md": {"race": against_peers.readme_table},
     EVIDENCE / "peers.md": {
         "seconds": against_peers.table_of_seconds,
+        "auto": planner_box.table_of_auto,
         "bytes": against_peers.table_of_bytes,
         "flags": peer_flags.table,
     },
