@@ -81,7 +81,7 @@ def box_at(mbit: float) -> Cluster:
 
 
 def table_of_auto() -> str:
-    """What auto would choose in each cell of the race, on the measured box, beside the best of ours."""
+    """Return what auto would choose in each cell of the race, on the measured box, beside the best of ours."""
     mbits, lines = {None: float("inf"), "1gbit": 1000.0, "100mbit": 100.0}, []
     for rate, n in itertools.product(reversed(race.RATES), race.MEASURED_STEPS):
 

@@ -102,10 +102,7 @@ def error_format(config: LoCoConfig, parameters: tuple[ParameterShard, ...], blo
 
 @dataclass(frozen=True, eq=False)
 class GradientHop:
-    """One rank's part of a hop among G ranks: the P of its node, or the N with its local rank.
-
-    With ``offload`` LoCo's error is in host memory, and the stream that reduces gradients copies it.
-    """
+    """One rank's part of a hop among G ranks: the P of its node, or the N with its local rank."""
 
     name: str  # "intra" or "inter" nodes
     rows: tuple[int, ...]  # shape on the wire without L: (P, N) or (N,)
@@ -164,13 +161,17 @@ class GradientHop:
         # The same keys and shapes from the start: what is not there yet is zeros.
         state, zeros = dict[str, Tensor](), partial(torch.zeros, dtype=torch.uint8, device=self.unit.device)
         if self.feedback is not None:
-            kept = {"error": zeros(*self.rows, self._error_format().nbytes)} | self.feedback.state_dict()
+            kept = self.feedback.state_dict()
+            if "error" not in kept:
+                kept["error"] = zeros(*self.rows, self._error_format().nbytes)
             if self.shared.config.offloads("errors"):
                 kept["error"] = kept["error"].cpu()
                 torch.get_device_module(self.unit.device).synchronize()  # the copy to host memory may still be queued
             state |= {f"{self.name}.{key}": value for key, value in kept.items()}
         if self.scales is not None:
-            kept = {"exponents": zeros(2, *self.rows, self.unit.trainable.numel)} | self.scales.state_dict()
+            kept = self.scales.state_dict()
+            if "exponents" not in kept:
+                kept["exponents"] = zeros(2, *self.rows, self.unit.trainable.numel)
             state |= {f"element_scales.{key}": value for key, value in kept.items()}
         return state
 
