@@ -7,14 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", ATTENTION, f"{ATTENTION}_backward")
 
 
 @functools.cache
 def multiply_in_fp32() -> torch.library.Library:
-    """Multiply 16-bit matrices on CPUs in fp32, and round each product once, until the returned library is deleted.
+    """Multiply 16-bit matrices on CPUs in fp32, and round each result once, until the returned library is deleted.
 
-    Without AVX-512 torch multiplies them in a plain loop, which takes up to 50 times as long.
+    Without AVX-512 torch multiplies them in a plain loop, which takes up to 50 times as long. Attention computes its
+    softmax in fp32, too.
     """
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
@@ -25,8 +27,17 @@ def multiply_in_fp32() -> torch.library.Library:
     return library
 
 
-def _multiply(kernel: Any, keys: Any, *matrices: Tensor, **factors: Any) -> Tensor:
-    dtype = matrices[0].dtype
-    if dtype in (torch.bfloat16, torch.float16):
-        return kernel.call_boxed(keys, *(matrix.float() for matrix in matrices), **factors).to(dtype)
-    return kernel.call_boxed(keys, *matrices, **factors)
+def _multiply(kernel: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    dtype = args[0].dtype
+    if dtype not in (torch.bfloat16, torch.float16):
+        return kernel.call_boxed(keys, *args, **kwargs)
+    results = kernel.call_boxed(keys, *map(_in_fp32, args), **{name: _in_fp32(value) for name, value in kwargs.items()})
+    if isinstance(results, Tensor):
+        return results.to(dtype)
+    if len(results) == 2:  # attention's, and the logarithms of its softmax's sums, which torch keeps in fp32
+        return results[0].to(dtype), results[1]
+    return tuple(gradient.to(dtype) for gradient in results)
+
+
+def _in_fp32(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) else value

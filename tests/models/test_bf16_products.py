@@ -1,4 +1,4 @@
-"""On CPUs without instructions for 16-bit matrices, products are rounded once, in autograd too; fp32 is as before."""
+"""On CPUs without instructions for 16-bit matrices, products and attention are rounded once; fp32 is as before."""
 
 import subprocess
 import sys
@@ -10,9 +10,11 @@ from megatron_zpp.models.bf16_products import multiply_in_fp32
 
 torch.manual_seed(0)
 before = [torch.randn(4, 64, 48), torch.randn(4, 48, 32), torch.randn(32)]
-product = before[0] @ before[1]
+heads = torch.randn(3, 2, 4, 24, 16)
+attend = torch.nn.functional.scaled_dot_product_attention
+product, attended = before[0] @ before[1], attend(*heads)
 multiply_in_fp32()
-assert torch.equal(before[0] @ before[1], product)
+assert torch.equal(before[0] @ before[1], product) and torch.equal(attend(*heads), attended)
 for dtype in (torch.bfloat16, torch.float16):
     a, b, bias = (t.to(dtype).requires_grad_() for t in before)
     exact = [t.detach().double().requires_grad_() for t in (a, b, bias)]
@@ -32,6 +34,21 @@ for dtype in (torch.bfloat16, torch.float16):
         for gradient, right in zip(gradients, expected):
             assert gradient.dtype == dtype
             assert ((gradient - right).abs() <= right.abs() * torch.finfo(dtype).eps / 2 * 1.01 + 1e-5).all()
+
+for dtype in (torch.bfloat16, torch.float16):
+    for flags in ({"is_causal": True}, {"attn_mask": torch.ones(24, 24).tril().bool()}, {"scale": 0.3}):
+        tensors = [t.to(dtype).requires_grad_() for t in heads]
+        exact = [t.detach().double().requires_grad_() for t in tensors]
+        ours, oracle = attend(*tensors, **flags), attend(*exact, **flags)
+        weights = torch.randn_like(ours)
+        pairs = [(ours, oracle)]
+        pairs += zip(
+            torch.autograd.grad((ours * weights).sum(), tensors),
+            torch.autograd.grad((oracle * weights.double()).sum(), exact),
+        )
+        for result, right in pairs:  # gradients are computed from the rounded output
+            assert result.dtype == dtype
+            assert (result - right).abs().max() <= right.abs().max() * torch.finfo(dtype).eps * 2
 """
 
 
