@@ -21,7 +21,7 @@ from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.zeropp.recipes import LOSS_BUDGET
 
 MEASURED = RESULTS / "planner_box.jsonl"
-CLUSTER = RESULTS / "planner_box.yaml"
+CLUSTER = RESULTS / "planner_box.toml"
 TOOL = ROOT / "tools" / "measure_cluster.py"
 NODES = 2
 RANKS = 2  # per node

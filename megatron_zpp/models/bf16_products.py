@@ -11,12 +11,20 @@ ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", ATTENTION, f"{ATTENTION}_backward")
 
 
+def prepare_products(device: torch.device) -> None:
+    """Have 16-bit matrices multiplied in fp32 if the device is a CPU without AVX-512, until the process ends.
+
+    torch multiplies them in a plain loop there, which takes up to 50 times as long.
+    """
+    if device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        multiply_in_fp32()
+
+
 @functools.cache
 def multiply_in_fp32() -> torch.library.Library:
-    """Multiply 16-bit matrices on CPUs in fp32, and round each result once, until the returned library is deleted.
+    """Multiply 16-bit matrices and compute attention on CPUs in fp32, and round each result once.
 
-    Without AVX-512 torch multiplies them in a plain loop, which takes up to 50 times as long. Attention computes its
-    softmax in fp32, too.
+    This lasts until the returned library is deleted.
     """
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,12 +88,13 @@ def _field(help: str, default: Any = dataclasses.MISSING, **more: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": help}, **more)
 
 
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}  # else: a table
 MAY_BE_ZERO = ("layer_gbytes", "site_gbits", "dollars_per_gpu_hour", "host_gb")
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes, GPUs and links, at the rates that they reach. The fields are the lines of a cluster file."""
+    """Nodes, GPUs and links, at the rates that they reach. A cluster file sets these fields."""
 
     nodes: int = _field("number of nodes")
     gpus_per_node: int = _field("GPUs, or ranks, of each")
@@ -241,38 +243,32 @@ def like_program(cluster: Cluster, name: str) -> Cluster:
 
 
 def write_cluster(path: Path, cluster: Cluster, comments: str = "") -> None:
-    """Write a YAML file with a line and an explanation for each field, below ``comments``."""
+    """Write a TOML file with a line and an explanation for each field, below ``comments``."""
     lines = [f"# {line}" for line in comments.splitlines()]
     for field in dataclasses.fields(cluster):
-        value = getattr(cluster, field.name)
-        typed = value if isinstance(value, str) else json.dumps(value)  # JSON is YAML, but quotes text
-        lines.append(f"{field.name}: {typed}  # {field.metadata['help']}")
+        if not isinstance(value := getattr(cluster, field.name), Mapping):
+            lines.append(f"{field.name} = {json.dumps(value)}  # {field.metadata['help']}")
+    for name, curve in cluster.collective_seconds.items():
+        lines += [f'[collective_seconds."{name}"]', *(f"{size} = {seconds!r}" for size, seconds in curve.items())]
     with attempt("write the cluster to", path):
         path.write_text("\n".join(lines) + "\n")
 
 
 def read_cluster(path: Path) -> Cluster:
-    """Read a file by ``write_cluster`` or by hand. Raises ValueError that names the line."""
-    readers = {bool: {"true": True, "false": False}.__getitem__, Mapping[str, Curve]: json.loads}  # else: the type
+    """Read a file by ``write_cluster`` or by hand. Raises ValueError that says what is wrong in it."""
     fields = {field.name: field for field in dataclasses.fields(Cluster)}
-    values: dict[str, Any] = {}
-    for number, line in enumerate(read_text(path).splitlines(), 1):
-        text = line.partition("#")[0].strip()
-        if not text:
-            continue
-        name, colon, value = (part.strip() for part in text.partition(":"))
-        if not colon or name not in fields or name in values:
-            raise ValueError(f"{path}, line {number}: {text!r} is not `name: value` with one of {', '.join(fields)}")
-        kind: Any = fields[name].type
-        try:
-            values[name] = readers.get(kind, kind)(value)
-        except (ValueError, KeyError):
-            raise ValueError(f"{path}, line {number}: {name} is {value!r}, give a {kind.__name__}") from None
-    required = (name for name, f in fields.items() if f.default is dataclasses.MISSING is f.default_factory)
-    missing = [name for name in required if name not in values]
-    if missing:
-        raise ValueError(f"{path} lacks {', '.join(missing)}: add a line for each, or run plan --measure again")
+    required = {name for name, f in fields.items() if f.default is dataclasses.MISSING is f.default_factory}
     try:
+        values = tomllib.loads(read_text(path))
+        for name, value in values.items():
+            if name not in fields:
+                raise ValueError(f"{name} is none of {', '.join(fields)}")
+            kind: Any = fields[name].type
+            kinds = (float, int) if kind is float else (getattr(kind, "__origin__", kind),)
+            if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
+                raise ValueError(f"{name} is {json.dumps(value)}: give {_KINDS.get(kind, 'a table')}")
+        if missing := [name for name in fields if name in required - values.keys()]:
+            raise ValueError(f"{', '.join(missing)} missing: add a line for each, or run plan --measure again")
         return Cluster(**values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

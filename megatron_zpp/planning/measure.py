@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT
 from megatron_zpp.metrics.throughput import peak_tflops, synchronize
+from megatron_zpp.models.bf16_products import prepare_products
 from megatron_zpp.parallel.distributed import print_once
 from megatron_zpp.parallel.sharding import mixed_precision
 from megatron_zpp.planning.cluster import (
@@ -67,6 +68,7 @@ def measure_cluster(ranks_per_node: int | None, options: Options, say: Callable[
     world, device = dist.group.WORLD, options.device
     assert world is not None
     topology = build_topology(world, ranks_per_node)
+    prepare_products(device)
     products, attended, kernels = _measure_rates(options)
     say(f"matrix products: {products / 1e12:.4g} TFLOP/s")
     say(f"attention: {attended / 1e12:.4g} TFLOP/s")

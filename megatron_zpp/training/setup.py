@@ -27,7 +27,7 @@ from megatron_zpp.families.decoder_only import EXPERT_FLAGS, FLAGS
 from megatron_zpp.integrations.float8 import check_float8
 from megatron_zpp.islands import OuterSync
 from megatron_zpp.metrics.writers import MetricWriters, RunStart, check_writers, describe_program
-from megatron_zpp.models.bf16_products import multiply_in_fp32
+from megatron_zpp.models.bf16_products import prepare_products
 from megatron_zpp.models.transformer import TransformerConfig
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.gradients import LossScaler
@@ -147,8 +147,7 @@ def build_trainer(
     if settings.zero.recipe == AUTO:
         raise ValueError("--zeropp auto is decided by the training program, before a run is built: name a recipe here")
     check_machine(settings, device)
-    if device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        multiply_in_fp32()
+    prepare_products(device)
     training, save = settings.training, settings.checkpoint.save
     with errors_on_all_ranks():
         lock = None

@@ -48,4 +48,4 @@ def test_a_full_disk_is_one_line_and_stays_clean(programs, small_disk, room):
         assert sorted(small_disk.iterdir()) == before, tool
     if room == 0:
         with pytest.raises(OSError, match=f"cannot write the cluster to {small_disk}/c: No space left on device"):
-            write_cluster(small_disk / "c", read_cluster(ROOT / "benchmarks/results/planner_box.yaml"))
+            write_cluster(small_disk / "c", read_cluster(ROOT / "benchmarks/results/planner_box.toml"))

@@ -65,7 +65,7 @@ PROGRAMS = {
     "import-megatron": Program("--tokenizer-type NullTokenizer --vocab-size 300", {"--input": "megatron"}, ("--save",)),
     "estimate": Program(f"--vocabulary 999 pretrain-gpt {MODEL}", {"--deepspeed_config": "deepspeed.json"}),
     "plan": Program(
-        f"--vocabulary 999 pretrain-gpt {MODEL}", {"--cluster": "cluster.yaml", "--calibrate-from": "board"}, first=True
+        f"--vocabulary 999 pretrain-gpt {MODEL}", {"--cluster": "cluster.toml", "--calibrate-from": "board"}, first=True
     ),
     "plan --measure": Program("--hidden-size 64 --tokens 16", {}, ("--output",)),
     "plan --try": Program(
@@ -103,7 +103,7 @@ def fill_world(folder: Path) -> None:
     (folder / "deepspeed.json").write_text("{}")
     (folder / "secret").write_text("x" * 40)
     (folder / "secret").chmod(0o600)
-    write_cluster(folder / "cluster.yaml", default_cluster(1, 1, "H100", 100.0))
+    write_cluster(folder / "cluster.toml", default_cluster(1, 1, "H100", 100.0))
     (folder / "hung").mkdir()
     record = {"rank": 0, "host": "a", "time": 1.0, "where": None, "groups": {}, "entries": []}
     (folder / "hung" / "hang_rank_0.json").write_text(json.dumps(record))

@@ -29,8 +29,8 @@ def predicted(flags: str, cluster: Cluster = SITES) -> Prediction:
 def test_a_word_may_begin_with_sites(tmp_path):
     assert (SITES.sites, SITES.nodes, SITES.world_size) == (2, 4, 32)
     assert (SITES.between_gbits, SITES.site_gbits) == (400 * LINK_SHARE, 10 * LINK_SHARE)
-    write_cluster(tmp_path / "cluster.yaml", SITES)
-    assert read_cluster(tmp_path / "cluster.yaml") == SITES
+    write_cluster(tmp_path / "cluster.toml", SITES)
+    assert read_cluster(tmp_path / "cluster.toml") == SITES
     with pytest.raises(ValueError, match="4 nodes do not divide among 3 sites"):
         dataclasses.replace(SITES, sites=3)
 

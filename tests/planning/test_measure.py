@@ -74,7 +74,7 @@ def test_ranks_return_the_same():
 
 @pytest.mark.long
 def test_the_tool_writes_a_file_that_plans_take(tmp_path):
-    output, program = tmp_path / "cluster.yaml", tmp_path / "measure_quickly.py"
+    output, program = tmp_path / "cluster.toml", tmp_path / "measure_quickly.py"
     program.write_text(MEASURE_QUICKLY)
     out, _ = ended(torchrun(2, ["--output", str(output), "--hidden-size", "64", "--tokens", "32"], str(program)))
     assert f"written: {output}" in out
