@@ -9,6 +9,7 @@ from torch import Tensor
 
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", ATTENTION, f"{ATTENTION}_backward")
+PRODUCTS_INTO = ("mm.out", "addmm.out", "bmm.out", "baddbmm.out")
 
 
 def prepare_products(device: torch.device) -> None:
@@ -29,22 +30,31 @@ def multiply_in_fp32() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")  # that this overrides torch's own
-        for name in PRODUCTS:
-            kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
-            library.impl(name, functools.partial(_multiply, kernel), "CPU", with_keyset=True)
+        for names, ours in ((PRODUCTS, _multiply), (PRODUCTS_INTO, _multiply_into)):
+            for name in names:
+                kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+                library.impl(name, functools.partial(ours, kernel, name), "CPU", with_keyset=True)
     return library
 
 
-def _multiply(kernel: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+def _multiply(kernel: Any, name: str, keys: Any, *args: Any, **kwargs: Any) -> Any:
     dtype = args[0].dtype
     if dtype not in (torch.bfloat16, torch.float16):
         return kernel.call_boxed(keys, *args, **kwargs)
-    results = kernel.call_boxed(keys, *map(_in_fp32, args), **{name: _in_fp32(value) for name, value in kwargs.items()})
+    results = kernel.call_boxed(keys, *map(_in_fp32, args), **{key: _in_fp32(value) for key, value in kwargs.items()})
     if isinstance(results, Tensor):
         return results.to(dtype)
-    if len(results) == 2:  # attention's, and the logarithms of its softmax's sums, which torch keeps in fp32
+    if name == ATTENTION:  # the result, and the logarithms of its softmax's sums, which torch keeps in fp32
         return results[0].to(dtype), results[1]
     return tuple(gradient.to(dtype) for gradient in results)
+
+
+def _multiply_into(kernel: Any, name: str, keys: Any, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+    if out.dtype not in (torch.bfloat16, torch.float16):
+        result: Tensor = kernel.call_boxed(keys, *args, out=out, **kwargs)
+        return result
+    product = getattr(torch.ops.aten, name.removesuffix(".out"))
+    return out.copy_(product(*map(_in_fp32, args), **kwargs))
 
 
 def _in_fp32(value: Any) -> Any:

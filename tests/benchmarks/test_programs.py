@@ -34,7 +34,7 @@ def host_waits() -> dict[str, int]:
 @pytest.mark.long
 @pytest.mark.skipif(kernels.why_not_loaded is not None, reason=f"needs kernels: {kernels.why_not_loaded}")
 def test_a_step_waits_for_its_numbers_sizes_and_tokens_alone():
-    assert run_ranks(1, host_waits, timeout=300) == [WAITS]  # 45 s without AVX-512, alone
+    assert run_ranks(1, host_waits, timeout=900) == [WAITS]  # 45 s alone, many times that beside other tests
 
 
 def test_the_estimator_counts_communicators():

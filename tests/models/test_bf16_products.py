@@ -36,6 +36,9 @@ for dtype in (torch.bfloat16, torch.float16):
             assert ((gradient - right).abs() <= right.abs() * torch.finfo(dtype).eps / 2 * 1.01 + 1e-5).all()
 
 for dtype in (torch.bfloat16, torch.float16):
+    a, b = before[0][0].to(dtype), before[1][0].to(dtype)
+    into = torch.empty(64, 32, dtype=dtype)
+    assert torch.mm(a, b, out=into) is into and torch.equal(into, a @ b)
     for flags in ({"is_causal": True}, {"attn_mask": torch.ones(24, 24).tril().bool()}, {"scale": 0.3}):
         tensors = [t.to(dtype).requires_grad_() for t in heads]
         exact = [t.detach().double().requires_grad_() for t in tensors]
