@@ -10,12 +10,13 @@ from megatron_zpp.arguments.check_zero import check_replicas_on_nodes
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.arguments.resolve_parallel import check_vocabulary, data_parallel_size
 from megatron_zpp.arguments.settings_file import changed_settings, format_settings
+from megatron_zpp.commands.needs import memory_and_traffic
 from megatron_zpp.families import Architecture, vocabulary_of
 from megatron_zpp.parallel.distributed import device_of_rank, is_first_rank, ranks_of_environment
 from megatron_zpp.parallel.local_ranks import is_launched
 from megatron_zpp.parallel.mesh import MODEL_PARALLEL_SETTINGS, ranks_per_model_copy
 from megatron_zpp.planning.needs.division import RankGrid
-from megatron_zpp.planning.needs.estimate import estimate, memory_and_traffic
+from megatron_zpp.planning.needs.estimate import estimate
 from megatron_zpp.settings.checks import flag_of, require
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.data import find_tokenizer

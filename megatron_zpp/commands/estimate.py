@@ -5,11 +5,12 @@ from pathlib import Path
 
 from megatron_zpp.arguments.parse import parse_settings, stated_flags
 from megatron_zpp.commands.common import given_architecture
+from megatron_zpp.commands.needs import memory_and_traffic
 from megatron_zpp.errors import reports_errors
 from megatron_zpp.families import ARCHITECTURES
 from megatron_zpp.planning.cluster import default_cluster
 from megatron_zpp.planning.needs.division import RankGrid
-from megatron_zpp.planning.needs.estimate import estimate, memory_and_traffic
+from megatron_zpp.planning.needs.estimate import estimate
 from megatron_zpp.planning.predict import Prediction, predict
 from megatron_zpp.planning.search import filled_in
 from megatron_zpp.settings.flags import number

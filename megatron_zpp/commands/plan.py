@@ -14,12 +14,12 @@ from pathlib import Path
 from megatron_zpp.arguments.parse import stated_flags
 from megatron_zpp.commands import measure_cluster, suggest_settings
 from megatron_zpp.commands.estimate import PROGRAMS, program_name
+from megatron_zpp.commands.needs import memory_and_traffic
 from megatron_zpp.convert.hf import files
 from megatron_zpp.errors import reports_errors
 from megatron_zpp.families import ARCHITECTURES, Architecture
 from megatron_zpp.metrics.history import find_runs, read_training
 from megatron_zpp.planning.cluster import LIKE, Cluster, like_program, parse_cluster
-from megatron_zpp.planning.needs.estimate import memory_and_traffic
 from megatron_zpp.planning.predict import calibrate
 from megatron_zpp.planning.search import USABLE, Outcome, Plan, make_plan
 from megatron_zpp.planning.step import StepTime
