@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?= $(shell [ "$$(uname)" != Linux ] || command -v nvidia-smi >/dev/null || echo https://download.pytorch.org/whl/cpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-long release test-integrations test-ray lower-bound test-lower-bound cuda-build test-cuda-build cuda-objects gpu-text test-sanitizers docs format clean
+.PHONY: help quickstart test test-long test-evidence release test-integrations test-ray lower-bound test-lower-bound cuda-build test-cuda-build cuda-objects gpu-text test-sanitizers docs format clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -30,7 +30,10 @@ test: $(READY)  ## check formatting, lint and types, and run all tests but the l
 	exit $$tests
 
 test-long: $(READY)  ## run the tests that make test leaves out for their time
-	$(PYTEST) -m long -o faulthandler_timeout=900
+	$(PYTEST) -m "long and not evidence" -o faulthandler_timeout=900
+
+test-evidence: $(READY)  ## run more cases of what make test-long shows, as each night
+	$(PYTEST) -m evidence -o faulthandler_timeout=900
 
 release: $(READY)  ## build the source archive and a wheel in dist/, and train README's snippet with the wheel in an empty environment
 	rm -rf dist

@@ -84,6 +84,7 @@ def test_without_root_it_says_so(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.evidence
 @pytest.mark.usefixtures("namespaces_allowed")
 def test_a_node_is_named_whose_link_becomes_slow():
     """A tenth of the rate, one way, within 20 steps; and before that nobody is named."""

@@ -76,6 +76,7 @@ def test_an_all_to_all_between_nodes_has_buffers_too():
 
 
 @pytest.mark.long
+@pytest.mark.evidence
 def test_steps_logs_and_saves_do_as_much_with_twice_the_ranks():
     few, many = scaling.count(4), scaling.count(8)
     for phase in ("load", "step", "log", "evaluation", "save", "exit", "loop"):
@@ -89,6 +90,7 @@ def test_steps_logs_and_saves_do_as_much_with_twice_the_ranks():
 
 
 @pytest.mark.long
+@pytest.mark.evidence
 def test_a_run_lives_through_what_hypothesis_draws(tmp_path):
     rows = lifecycle_fuzz.fuzz(1, 3, tmp_path / "rows")
     assert len(rows) >= 3 and sum(len(row["did"]) for row in rows) > 5

@@ -188,6 +188,7 @@ def test_every_scale_fills_in_the_arms_flags():
 
 
 @pytest.mark.long
+@pytest.mark.evidence
 def test_an_arm_that_drops_qgz_halfway_resumes_from_half_of_the_steps(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     scale = replace(SCALES["tiny"], train_iters=40)

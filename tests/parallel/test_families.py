@@ -29,6 +29,7 @@ GEMMA_AND_OLMO = (
 )
 TP2, PP2, CP2 = (f"--{kind}-parallel-size 2" for kind in ("tensor-model", "pipeline-model", "context"))
 EP2 = "--expert-model-parallel-size 2"
+GPT_OSS_LAYOUTS = {"tp, cp": f"{TP2} {CP2}", "tp, pp": f"{TP2} {PP2} --sequence-parallel"}
 
 
 @pytest.mark.long
@@ -36,7 +37,7 @@ EP2 = "--expert-model-parallel-size 2"
     ("architecture", "common", "layouts"),
     [
         ("llama", DEEPSEEK, {"tp, ep": f"{TP2} {EP2} --sequence-parallel", "tp, pp": f"{TP2} {PP2}", "cp": CP2}),
-        ("gpt", GPT_OSS, {"tp, cp": f"{TP2} {CP2}", "tp, pp": f"{TP2} {PP2} --sequence-parallel"}),
+        pytest.param("gpt", GPT_OSS, GPT_OSS_LAYOUTS, marks=pytest.mark.evidence),
         ("llama", GEMMA_AND_OLMO, {"tp, cp": f"{TP2} {CP2} --sequence-parallel", "tp, pp": f"{TP2} {PP2}"}),
     ],
     ids=["deepseek", "gpt-oss", "gemma and olmo"],

@@ -19,6 +19,7 @@ from tests.ranks import run_ranks
 from tests.training.small_run import train_each
 
 pytestmark = pytest.mark.long
+evidence = pytest.mark.evidence
 RUN = """--seq-length 32 --micro-batch-size 4 --global-batch-size 4 --train-iters 6 --lr 1e-2 --lr-decay-style constant
     --clip-grad 0 --weight-decay 0 --eval-iters 0 --split 1,0,0 --num-workers 0 --log-interval 1"""
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "256"]
@@ -88,7 +89,7 @@ def our_logits(folder: Path) -> Tensor:
         return model.eval()(TOKENS)
 
 
-@pytest.mark.parametrize("name", ["gpt", "gpt-exact", "llama"])
+@pytest.mark.parametrize("name", ["gpt", pytest.param("gpt-exact", marks=evidence), "llama"])
 def test_a_run_of_megatron_core_goes_on(data, tmp_path, name):
     ((expected, losses),) = run_ranks(1, train_and_save, tmp_path, name, data, timeout=400)
     for layout in ("torch", "torch_dist"):
@@ -108,7 +109,7 @@ def parameters_of(folder: Path) -> dict[str, Tensor]:
     return dict(iterate_parameters(checkpoint, read_meta(checkpoint)))
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize("name", [pytest.param("gpt", marks=evidence), "llama"])
 def test_tensor_parallel_ranks_of_megatron_core_there_and_back(tmp_path, name):
     expected, _ = run_ranks(2, partial(save_on_ranks, tp=2), tmp_path, name, ("torch", "torch_dist"), timeout=400)
     assert expected.shape[-1] == 272  # padded for two ranks
@@ -127,7 +128,8 @@ STAGES, TENSORS = dict(pp=2, ep=2), dict(tp=2, ep=2)
 
 
 @pytest.mark.parametrize(
-    ("name", "saved_on", "loaded_on"), [("deepseek", STAGES, TENSORS), ("gpt-oss", TENSORS, STAGES)]
+    ("name", "saved_on", "loaded_on"),
+    [("deepseek", STAGES, TENSORS), pytest.param("gpt-oss", TENSORS, STAGES, marks=evidence)],
 )
 def test_pipeline_and_expert_parallel_ranks_of_megatron_core_there_and_back(tmp_path, name, saved_on, loaded_on):
     """Latent attention and experts in some layers; sinks, windows and experts with biases in all."""
