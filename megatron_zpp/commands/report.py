@@ -32,6 +32,7 @@ PAGE = """<!DOCTYPE html>
 .table {{ overflow-x: auto; }} table {{ border-collapse: collapse; }}
 th, td {{ border-bottom: 1px solid #8888; padding: .3em .9em; text-align: right; }} th {{ text-align: left; }}
 td {{ font-variant-numeric: tabular-nums; max-width: 20em; overflow-wrap: break-word; }}
+.words td {{ text-align: left; vertical-align: top; }}
 svg {{ max-width: 100%; height: auto; font-family: sans-serif; }}
 @media (prefers-color-scheme: dark) {{ svg {{ filter: invert(1) hue-rotate(180deg); }} }}
 </style></head><body><h1>{title}</h1>
@@ -77,8 +78,9 @@ def differing_settings(runs: list[RunHistory]) -> dict[str, list[str]]:
 
 
 def over_first(rows: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Divide each run's figures by the first run's."""
-    numbers = {name: [float(cell.replace(",", "")) for cell in cells] for name, cells in rows.items() if all(cells)}
+    """Divide each run's figures by the first run's, but for those that are equal."""
+    changed = {name: cells for name, cells in rows.items() if all(cells) and len({*cells}) > 1}
+    numbers = {name: [float(cell.replace(",", "")) for cell in cells] for name, cells in changed.items()}
     return {name: [f"{value / every[0]:.4g} x" for value in every] for name, every in numbers.items() if every[0]}
 
 
@@ -102,7 +104,7 @@ def write_html(runs: list[RunHistory], path: Path, cluster: str | None = None) -
     if len(runs) > 1:
         parts += [f"<h2>Over {html.escape(runs[0].name)}</h2>", _table(over_first(rows), runs)]
     origin = {name: [str(run.settings.get(name, "")) for run in runs] for name in ORIGIN}
-    parts += ["<h2>Command and hardware</h2>", _table(origin, runs)]
+    parts += ["<h2>Command and hardware</h2>", _table(origin, runs, "table words")]
     if cluster is not None:
         from megatron_zpp.planning.cluster import parse_cluster  # both need torch, which pages do not
         from megatron_zpp.planning.predict import compare_with_log
@@ -111,7 +113,7 @@ def write_html(runs: list[RunHistory], path: Path, cluster: str | None = None) -
         seconds = {f"ms for {part}": [each[part] for each in compared] for part in compared[0]}
         cells = {name: [f"{1000 * a:,.1f}, {1000 * b:,.1f}" for a, b in pairs] for name, pairs in seconds.items()}
         parts += ["<h2>Predicted, measured</h2>", _table(cells, runs)]
-    parts += ["<h2>Settings that differ</h2>", _table(differing_settings(runs), runs)]
+    parts += ["<h2>Settings that differ</h2>", _table(differing_settings(runs), runs, "table words")]
     colors = {run.name: f"C{i}" for i, run in enumerate(runs)}
     for group, entries in charts(runs).items():
         parts.append(f"<h2>{group}</h2>")
@@ -121,13 +123,13 @@ def write_html(runs: list[RunHistory], path: Path, cluster: str | None = None) -
         path.write_text(PAGE.format(title=title, body="\n".join(parts)), encoding="utf-8")
 
 
-def _table(rows: Mapping[str, list[str]], runs: list[RunHistory]) -> str:
+def _table(rows: Mapping[str, list[str]], runs: list[RunHistory], classes: str = "table") -> str:
     def row(name: str, cells: list[str]) -> str:
         return f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>"
 
     header = row("", [run.name for run in runs])
     body = "".join(row(name, cells) for name, cells in rows.items())
-    return f'<div class="table"><table>{header}{body}</table></div>'
+    return f'<div class="{classes}"><table>{header}{body}</table></div>'
 
 
 def _plot(chart: str, axis: str, curves: dict[str, Curve], colors: dict[str, str]) -> str:
