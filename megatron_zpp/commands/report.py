@@ -85,12 +85,12 @@ def over_first(rows: Mapping[str, list[str]]) -> dict[str, list[str]]:
 
 
 def charts(runs: list[RunHistory]) -> dict[str, dict[tuple[str, str], dict[str, Curve]]]:
-    """Return curves by group, by chart and axis, and by run. Leave out charts without any point."""
+    """Return curves by group, by chart and axis, and by run. Leave out charts of single points."""
     groups: dict[str, dict[tuple[str, str], dict[str, Curve]]] = {}
     for group, entries in DASHBOARD.items():
         for (chart, key), axis in itertools.product(entries.items(), AXES if group == "Loss" else AXES[:1]):
             curves = {run.name: curve for run in runs if (curve := run.curve(key, axis))}
-            if curves:
+            if any(len(curve) > 1 for curve in curves.values()):
                 groups.setdefault(group, {})[chart, axis] = curves
     return groups
 
