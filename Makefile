@@ -53,7 +53,7 @@ docs: $(READY)  ## build the site of docs/ in build/site, and fail at a broken l
 test-integrations: $(READY)  ## install torchtitan, accelerate, Lightning and torchao into .venv, and train under them
 	$(call INSTALL_EXTRA,integrations)
 	$(VENV)/bin/python -m pip install --quiet --no-deps -c constraints.txt torchtitan
-	$(PYTEST) -m integrations
+	$(PYTEST) -m integrations -o faulthandler_timeout=900
 
 test-ray: $(READY)  ## install Ray and Kubeflow's API into .venv, and start runs with them
 	$(call INSTALL_EXTRA,ray)
