@@ -14,6 +14,7 @@ TUTORIALS = ROOT / "docs" / "tutorials"
 
 
 @pytest.mark.long
+@pytest.mark.evidence  # README's own text runs in make test; this takes 10 minutes on a slow machine
 def test_from_text_to_a_model_that_answers(tmp_path):
     page = TUTORIALS / "text-to-chat.md"
     *_, said = run_as_printed(blocks(page, "sh")[1:], tmp_path)  # the first sets the machine up
