@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", ATTENTION, f"{ATTENTION}_backward")
-PRODUCTS_INTO = ("mm.out", "addmm.out", "bmm.out", "baddbmm.out")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")  # each also with an output buffer
+SHORT = (torch.bfloat16, torch.float16)
 
 
 def prepare_products(device: torch.device) -> None:
@@ -28,18 +28,19 @@ def multiply_in_fp32() -> torch.library.Library:
     This lasts until the returned library is deleted.
     """
     library = torch.library.Library("aten", "IMPL")
+    ours = dict.fromkeys((*PRODUCTS, ATTENTION, f"{ATTENTION}_backward"), _multiply)
+    ours |= dict.fromkeys((f"{name}.out" for name in PRODUCTS), _multiply_into)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")  # that this overrides torch's own
-        for names, ours in ((PRODUCTS, _multiply), (PRODUCTS_INTO, _multiply_into)):
-            for name in names:
-                kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
-                library.impl(name, functools.partial(ours, kernel, name), "CPU", with_keyset=True)
+        for name, multiply in ours.items():
+            kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+            library.impl(name, functools.partial(multiply, kernel, name), "CPU", with_keyset=True)
     return library
 
 
 def _multiply(kernel: Any, name: str, keys: Any, *args: Any, **kwargs: Any) -> Any:
     dtype = args[0].dtype
-    if dtype not in (torch.bfloat16, torch.float16):
+    if dtype not in SHORT:
         return kernel.call_boxed(keys, *args, **kwargs)
     results = kernel.call_boxed(keys, *map(_in_fp32, args), **{key: _in_fp32(value) for key, value in kwargs.items()})
     if isinstance(results, Tensor):
@@ -50,7 +51,7 @@ def _multiply(kernel: Any, name: str, keys: Any, *args: Any, **kwargs: Any) -> A
 
 
 def _multiply_into(kernel: Any, name: str, keys: Any, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
-    if out.dtype not in (torch.bfloat16, torch.float16):
+    if out.dtype not in SHORT:
         result: Tensor = kernel.call_boxed(keys, *args, out=out, **kwargs)
         return result
     product = getattr(torch.ops.aten, name.removesuffix(".out"))
@@ -58,4 +59,4 @@ def _multiply_into(kernel: Any, name: str, keys: Any, *args: Any, out: Tensor, *
 
 
 def _in_fp32(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) else value
+    return value.float() if isinstance(value, Tensor) and value.dtype in SHORT else value

@@ -88,7 +88,14 @@ def _field(help: str, default: Any = dataclasses.MISSING, **more: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": help}, **more)
 
 
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}  # else: a table
+# By type of a field: what it wants, and the types that TOML gives it.
+_KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {
+    int: ("a whole number", (int,)),
+    float: ("a number", (float, int)),
+    bool: ("true or false", (bool,)),
+    str: ("text", (str,)),
+    Mapping[str, Curve]: ("a table", (dict,)),
+}
 MAY_BE_ZERO = ("layer_gbytes", "site_gbits", "dollars_per_gpu_hour", "host_gb")
 
 
@@ -257,17 +264,16 @@ def write_cluster(path: Path, cluster: Cluster, comments: str = "") -> None:
 def read_cluster(path: Path) -> Cluster:
     """Read a file by ``write_cluster`` or by hand. Raises ValueError that says what is wrong in it."""
     fields = {field.name: field for field in dataclasses.fields(Cluster)}
-    required = {name for name, f in fields.items() if f.default is dataclasses.MISSING is f.default_factory}
+    required = [name for name, f in fields.items() if f.default is dataclasses.MISSING is f.default_factory]
     try:
         values = tomllib.loads(read_text(path))
         for name, value in values.items():
             if name not in fields:
-                raise ValueError(f"{name} is none of {', '.join(fields)}")
-            kind: Any = fields[name].type
-            kinds = (float, int) if kind is float else (getattr(kind, "__origin__", kind),)
-            if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
-                raise ValueError(f"{name} is {json.dumps(value)}: give {_KINDS.get(kind, 'a table')}")
-        if missing := [name for name in fields if name in required - values.keys()]:
+                raise ValueError(f"a cluster file has no field {name}: give {', '.join(fields)}")
+            wanted, types = _KINDS[fields[name].type]
+            if type(value) not in types:
+                raise ValueError(f"{name} is {json.dumps(value, default=str)}: give {wanted}")
+        if missing := [name for name in required if name not in values]:
             raise ValueError(f"{', '.join(missing)} missing: add a line for each, or run plan --measure again")
         return Cluster(**values)
     except ValueError as error:

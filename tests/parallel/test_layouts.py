@@ -3,8 +3,6 @@
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
-from typing import Any
 
 import pytest
 import torch
@@ -148,17 +146,14 @@ CASES = {  # architecture, flags, layouts by number of ranks, and flags that one
 }
 
 
-# What another case finds, too.
-MORE = {*("combined llama", "stages on four ranks", "described", "tensors of llama", "contexts of llama")}
-MORE |= {*("plain data parallelism", "growing samples", "pipelines", "tensors")}
-
-
-def cases(known: Iterable[str]) -> list[Any]:
-    return [pytest.param(case, marks=pytest.mark.evidence if case in MORE else ()) for case in known]
+# Other cases find what these do.
+MORE = {"combined llama", "stages on four ranks", "described", "tensors of llama", "contexts of llama"}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", cases(CASES))
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.evidence if case in MORE else ()) for case in CASES]
+)
 def test_training_equals_one_rank(data, case):
     architecture, common, layouts, *changing = CASES[case]
     assert_trains_as_one_rank(data, architecture, common, layouts, changing=tuple(changing))
@@ -219,7 +214,7 @@ MOVES = {  # architecture, flags of all runs; of each run its own, and the run w
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", cases(MOVES))
+@pytest.mark.parametrize("case", MOVES)
 def test_checkpoints_move_between_layouts(data, tmp_path, case):
     architecture, common, moves = MOVES[case]
     runs = {"whole": (architecture, flags(data, common, f"--save {tmp_path / 'whole'}"))}

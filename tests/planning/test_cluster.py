@@ -52,8 +52,9 @@ def test_a_file_keeps_every_field(tmp_path):
     [
         (("nodes = 2", "nodes = two"), "Invalid value (at line 1, column 9)"),
         (("nodes = 2", "nodes = true"), "nodes is true: give a whole number"),
+        (("nodes = 2", "nodes = 2026-11-29"), 'nodes is "2026-11-29": give a whole number'),
         (("nodes = 2", "nodes = 2.5"), "nodes is 2.5: give a whole number"),
-        (("nodes = 2", "knots = 2"), "knots is none of nodes, "),
+        (("nodes = 2", "knots = 2"), "a cluster file has no field knots: give nodes, "),
         (("nodes = 2  #", "#"), "nodes missing"),
         (("efficiency = 0.5", "efficiency = 50"), "efficiency is 50: give a share"),
         (("efficiency = 0.5", "efficiency = 'half'"), 'efficiency is "half": give a number'),
