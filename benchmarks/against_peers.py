@@ -3,7 +3,8 @@
     sudo .venv/bin/python benchmarks/against_peers.py run  # makes build/peers with DeepSpeed first
 
 All train the same model of torch's own modules in bf16 with fp32 masters and AdamW. One start of the program trains in
-each cell in turn: micro-batches of a step, and rate of the links. "Kept": the weights stay gathered from a step's first
+each cell in turn: micro-batches of a step, and rate of the links. All run in the first turn; the peers that come first
+in some cell, and our recipes with kept weights, run in each. "Kept": the weights stay gathered from a step's first
 forward pass to its last backward pass, and gradients are reduced once per step. Bytes are read from the nodes'
 interfaces, memory is the largest rank's peak. DeepSpeed's qwZ and qgZ run with a quantizer in torch, Megatron-FSDP with
 streams and events that do nothing. gloo sends the gradients of a reduce-scatter twice; "by NCCL" is a flat ring over
@@ -31,7 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from between_nodes import in_words
-from cluster_in_a_box import check_requirements, cluster, programs
+from cluster_in_a_box import check_requirements, cluster, measure_box, programs
 from common import RESULTS, ROOT, append_row, markdown_table, read_rows, run_choice
 from study import RESULTS as STUDY
 from study import read_results
@@ -41,17 +42,19 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from megatron_zpp.models.bf16_products import prepare_products
 from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
 from megatron_zpp.zeropp.recipes import find_config
 
 PACKAGES = ["deepspeed==0.19.8", "megatron-fsdp==0.6.1"]
 MEASURED, PEERS = RESULTS / "against_peers.jsonl", ROOT / "build" / "peers"
+BOX = RESULTS / "against_peers_box.toml"  # the links and the processor, for what auto would choose
 LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY = 8, 512, 8, 256, 1024
 LAYOUTS = [(2, 2), (4, 1)]  # nodes, ranks of a node; the second for its bytes, once and without a limit
 MEASURED_STEPS = {1: 3, 8: 1}  # by micro-batches of a step
 RATES = [None, "1gbit", "100mbit"]
 CELLS: list[tuple[int, str | None]] = list(itertools.product(MEASURED_STEPS, RATES))
-TURNS, SLOW = 5, 20.0  # steps above SLOW seconds are measured in the first turn alone
+TURNS = 5
 KEPT = ", kept"
 # Bytes that leave a node per parameter and step of n micro-batches, of a flat ring over W = 4 ranks in 16 bit: a gather
 # or reduce-scatter takes 2 (W - 1) / W = 1.5, an all-reduce between replicas on two nodes 2.
@@ -80,6 +83,8 @@ PARTS = ["computing", "ready", "blocked", "others"]
 CARD = "int8 on each card, kept"  # every rank keeps all codes
 OURS = ["lossless", "lossless, kept", "int8", "int8, kept", CARD, "int6", "int6, kept", "ternary", "ternary, kept"]
 SETTINGS = [*BY_NCCL, *MEGATRON_FSDP, POWER_SGD, HIERARCHY, *OURS]
+IN_EVERY_TURN = ["FSDP2, kept", "HSDP, kept", MEGATRON_FSDP[0], POWER_SGD, HIERARCHY]
+IN_EVERY_TURN += [setting for setting in OURS if setting.endswith(KEPT)]
 
 
 class Layer(nn.TransformerEncoderLayer):
@@ -118,6 +123,7 @@ def train() -> None:
 def measure(setting: str, cells: list[tuple[int, str | None]]) -> Iterator[dict[str, Any]]:
     """Train in each cell. Yields a row of each: bytes are a mean over the nodes, memory is the largest rank's peak."""
     torch.manual_seed(0)
+    prepare_products(torch.device("cpu"))
     model = GPT()
     n = sum(parameter.numel() for parameter in model.parameters())
     if setting.startswith("DeepSpeed"):
@@ -341,21 +347,24 @@ def prepare() -> None:
 
 
 def run() -> None:
-    """Measure what is missing, in turns."""
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        sys.exit("error: run the race on a processor with AVX-512: this one multiplies bf16 50 times as slowly as fp32")
+    """Measure what is missing: first where the links limit and in turns, then the bytes of four nodes."""
+    vectors = torch.backends.cpu.get_cpu_capability()
+    if others := {row["vectors"] for row in read_rows(MEASURED)} - {vectors}:
+        sys.exit(
+            f"error: {MEASURED} has rows of {others}, this processor has {vectors}: move them to results/old first"
+        )
     prepare()
-    for turn, (nodes, ranks) in itertools.product(range(TURNS), LAYOUTS):
-        for setting in SETTINGS if turn % 2 else reversed(SETTINGS):
-            key = {"nodes": nodes, "setting": setting, "length": LENGTH}
-            done = [row for row in read_rows(MEASURED) if key.items() <= row.items()]
-            not_again = [
-                (row["micro_batches"], row["rate"]) for row in done if row["turn"] == turn or row["seconds"] > SLOW
-            ]
-            cells = CELLS if nodes == ranks else [(n, None) for n in MEASURED_STEPS] if turn == 0 else []
-            if missing := [cell for cell in cells if cell not in not_again]:
+    if not BOX.exists():
+        measure_box(BOX, 2, 2, WIDTH, LENGTH)
+    for (nodes, ranks), turn in itertools.product(LAYOUTS, range(TURNS)):
+        settings = SETTINGS if turn == 0 else IN_EVERY_TURN if nodes == ranks else []
+        cells = CELLS if nodes == ranks else [(n, None) for n in MEASURED_STEPS]
+        for setting in settings if turn % 2 else reversed(settings):
+            key = {"nodes": nodes, "setting": setting, "length": LENGTH, "turn": turn}
+            done = [(row["micro_batches"], row["rate"]) for row in read_rows(MEASURED) if key.items() <= row.items()]
+            if missing := [cell for cell in cells if cell not in done]:
                 for row in launch(setting, missing, nodes, ranks):
-                    append_row(MEASURED, {**key, "turn": turn, **row})
+                    append_row(MEASURED, {**key, **row})
                     print(setting, row, flush=True)
 
 

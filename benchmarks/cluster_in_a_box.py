@@ -223,6 +223,16 @@ def programs(
                 process.wait()
 
 
+def measure_box(path: Path, nodes: int, ranks_per_node: int, width: int, tokens: int) -> None:
+    """Measure a cluster for the planner, with unlimited links, and write its file."""
+    tool = [str(Path(__file__).parents[1] / "tools" / "measure_cluster.py"), "--output", str(path)]
+    tool += ["--hidden-size", str(width), "--tokens", str(tokens)]
+    with cluster(nodes, None) as namespaces, programs(tool, namespaces, ranks_per_node) as processes:
+        said = [process.communicate(timeout=900)[0] for process in processes]
+    if not path.exists():
+        raise RuntimeError(f"the cluster was not measured:\n{said[0]}")
+
+
 def read_samples(
     processes: list[subprocess.Popen], namespaces: list[str], deadline: float, echo: bool
 ) -> list[tuple[list[int], dict[str, float]]]:

@@ -7,6 +7,7 @@ links of several rates with several settings. What is in ``results/planner_box.j
 import dataclasses
 import itertools
 import statistics
+from pathlib import Path
 from typing import Any
 
 import against_peers as race
@@ -22,7 +23,6 @@ from megatron_zpp.zeropp.recipes import LOSS_BUDGET
 
 MEASURED = RESULTS / "planner_box.jsonl"
 CLUSTER = RESULTS / "planner_box.toml"
-TOOL = ROOT / "tools" / "measure_cluster.py"
 NODES = 2
 RANKS = 2  # per node
 COMMON = (
@@ -38,7 +38,6 @@ SETTINGS = {
     "all flags": ALL_FLAGS,
     "all flags, moves": f"{ALL_FLAGS} --zeropp-weight-moves",
 }
-SIZES = "--hidden-size 512 --tokens 256"  # sizes of the first measurement: the larger model's
 RATES = (300, 1000, 4000)  # Mbit/s
 STEPS = {1: 14, 4: 6}  # by micro-batches, the first three of which are not measured
 HEADERS = 1514 / 1448  # bytes of an Ethernet frame over its payload's; tc counts frames
@@ -46,15 +45,11 @@ VOCABULARY = 1024  # the 1023 and the end of a document
 
 
 def measure() -> None:
-    from cluster_in_a_box import check_requirements, cluster, programs, run
+    from cluster_in_a_box import check_requirements, measure_box, run
 
     check_requirements()
     if not CLUSTER.exists():
-        tool = [str(TOOL), "--output", str(CLUSTER), *SIZES.split()]
-        with cluster(NODES, None) as namespaces, programs(tool, namespaces, RANKS) as processes:
-            said = [process.communicate(timeout=900)[0] for process in processes]
-        if not CLUSTER.exists():
-            raise RuntimeError(f"the cluster was not measured:\n{said[0]}")
+        measure_box(CLUSTER, NODES, RANKS, 512, 256)
     for model, micro_batches, rate, setting in itertools.product(MODELS, STEPS, RATES, SETTINGS):
         flags = f"{MODELS[model]} {SETTINGS[setting]} --global-batch-size {NODES * RANKS * micro_batches} "
         flags += f"--train-iters {STEPS[micro_batches]}"
@@ -75,13 +70,13 @@ def predicted_seconds(row: dict[str, Any]) -> float:
     return predict(cluster, estimate_on(cluster, GPT, settings, VOCABULARY)).time.seconds
 
 
-def box_at(mbit: float) -> Cluster:
-    measured = read_cluster(CLUSTER)
+def box_at(mbit: float, box: Path = CLUSTER) -> Cluster:
+    measured = read_cluster(box)
     return dataclasses.replace(measured, between_gbits=min(measured.between_gbits, mbit / 1000 / HEADERS))
 
 
 def table_of_auto() -> str:
-    """Return what auto would choose in each cell of the race, on the measured box, beside the best of ours."""
+    """Return what auto would choose in each cell of the race, on the race's box, beside the best of ours."""
     mbits, lines = {None: float("inf"), "1gbit": 1000.0, "100mbit": 100.0}, []
     for rate, n in itertools.product(reversed(race.RATES), race.MEASURED_STEPS):
 
@@ -90,7 +85,7 @@ def table_of_auto() -> str:
             words = [*flags.split(), "--zeropp-ranks-per-node", str(ranks)]
             return parse_settings(GPT, words, NODES * RANKS, note=lambda _: None)
 
-        cluster = box_at(mbits[rate])
+        cluster = box_at(mbits[rate], race.BOX)
         choice = choose(predict_recipes((cluster, cluster), GPT, parse, VOCABULARY)[0], LOSS_BUDGET)
         recipe, stage, copies = choice.split()[:3]
         # "Kept" is stage 1, and with one micro-batch also stage 2; on each card no stage gathers anything.
