@@ -32,6 +32,7 @@ import planner_box
 import rl
 import scaling
 import study_tables
+import time_to_loss
 from common import ROOT, markdown_table, new_parser
 from study import RESULTS, arms, read_results
 from study_arms import SCALES
@@ -63,6 +64,7 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
         "resolution": lambda: study_tables.resolution(EXPERIMENTS["E19"], rows_of("tuned")),
         "findings": lambda: study_tables.findings(EXPERIMENTS["E19"], rows_of("tuned")),
         "headline": partial(table_of, "E19"),
+        "time to loss": lambda: time_to_loss.table(rows_of("tuned")),
         "table 5": lambda: papers.table_5(rows_of("tuned")),
         "learning rates": lambda: study_tables.table_of_rates(rows_of("rates")),
     },

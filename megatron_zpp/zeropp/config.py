@@ -136,8 +136,8 @@ class ZeroPPConfig:
     # Uses the default code for its number of bits, whatever the scaling is later.
     gradient_bits_warmup: str | None = _qgz_flag(
         None,
-        "bits of gradients between nodes during the first optimizer steps, such as 500:4; steps that are skipped do "
-        "not count",
+        "bits of gradients between nodes during the first optimizer steps, such as 500:4, then --zeropp-gradient-bits; "
+        "steps that are skipped do not count",
         metavar="STEPS:BITS",
         tier="experimental",
     )
@@ -321,7 +321,7 @@ _REQUIREMENTS = {
         "gradient_sum_dtype",
         "gradient_bits_warmup",
     ),
-    "gradient_bits": ("gradient_scaling", "loco", "gradient_element_scales", "gradient_bits_warmup"),
+    "gradient_bits": ("gradient_scaling", "loco", "gradient_element_scales"),
     "gradient_intra_bits": ("gradient_intra_scaling",),
     "hpz_partition_size": ("weight_intra_bits", "weight_moves", "frozen_dtype", "hpz_secondary_dtype"),
     "frozen_dtype": ("nf4_skip",),

@@ -30,7 +30,6 @@ def config_of(**options) -> ZeroPPConfig:
         ),
         (dict(gradient_bits_warmup="10:7"), "gradient_bits_warmup 10:7 must have bits of"),
         (dict(gradient_bits_warmup="10:2"), "and more than gradient_bits 2"),
-        (dict(gradient_bits=None, loco=None), "gradient_bits_warmup requires gradient_bits"),
         (dict(quantized_gradients=False, loco=None), "gradient_bits_warmup requires quantized_gradients"),
     ],
 )
@@ -65,6 +64,19 @@ def nbytes(bits: int) -> int:
     return (NODES - 1) * (NUMEL * bits // 8 + 4 * NUMEL // BLOCK)
 
 
+def _bytes_until_quantization_stops():
+    """Bytes between nodes of four steps that are quantized in the first two."""
+    model, zeropp = model_and_zeropp(config_of(gradient_bits=None, loco=None))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sent = []
+    for step in range(4):
+        backward(model, zeropp, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        sent.append(zeropp.traffic.take().inter_node)
+    return sent
+
+
 def _bytes_by_step():
     """Bytes between nodes of four steps, with what is no optimizer step before the second; what is said and kept."""
     model, zeropp = model_and_zeropp(config_of())
@@ -95,6 +107,12 @@ def test_bytes_of_each_step_are_those_of_its_bits(found):
     for sent, description, steps in found["bytes"]:
         assert sent == [nbytes(bits) for bits in (4, 4, 2, 2)]
         assert "int2 (mean, int4 in the first 2 steps) with LoCo" in description and steps == 4
+
+
+def test_quantization_may_stop_in_the_middle_of_a_run(found):
+    unquantized = WEIGHTS  # in fp32, as weights are sent
+    for sent in found["bytes until it stops"]:
+        assert sent == [WEIGHTS + each for each in (nbytes(4), nbytes(4), unquantized, unquantized)]
 
 
 def train(model, zeropp, steps, skipped: int | None = None):
@@ -160,4 +178,5 @@ def test_another_warmup_takes_over_the_state_and_its_number_of_steps(found):
 @pytest.fixture(scope="module")
 def found():
     resumes = {f"resume {case}": partial(_resumes_exactly, *case) for case in RESUMES}
-    return run_in_turn(4, {"bytes": _bytes_by_step, "continued": _all_continued} | resumes)
+    bytes_sent = {"bytes": _bytes_by_step, "bytes until it stops": _bytes_until_quantization_stops}
+    return run_in_turn(4, bytes_sent | {"continued": _all_continued} | resumes)

@@ -1,0 +1,44 @@
+"""Time to loss: steps that a wire's curve takes in the study, times seconds of a step in the race of against_peers.py."""
+
+import itertools
+import math
+import statistics
+
+import against_peers as race
+from common import markdown_table
+from study_arms import CPU
+from study_experiments import COMMON_RATE, HEADLINE, at_rate
+from study_tables import Rows
+
+SMOOTHED = 5  # log lines of 20 steps
+ABOVE = 1.01  # of the loss that the bf16 wire ends with
+# Who sends 16 bit has the bf16 wire's curve: the study did not train each, and rounding differs in order alone.
+CURVES = dict.fromkeys(["FSDP2", "FSDP2, kept", "HSDP, kept", race.MEGATRON_FSDP[0], race.HIERARCHY], "bf16")
+CURVES |= {f"{name}, kept": f"`{name}`" for name in ("lossless", "int8", "int6", "ternary")}
+
+
+def curve(flags: str, rows: Rows) -> list[float]:
+    """Return a wire's training loss by log line: a mean over its seeds and ``SMOOTHED`` lines."""
+    lines = list(zip(*(row["train_losses"] for row in rows[flags].values()), strict=True))
+    means = [statistics.mean(line) for line in lines]
+    return [statistics.mean(means[max(0, i - SMOOTHED + 1) : i + 1]) for i in range(len(means))]
+
+
+def share_of_steps(losses: list[float], goal: float) -> float:
+    """Return the share of a run after which its curve reaches the goal; infinite if it does not."""
+    for i, (before, loss) in enumerate(itertools.pairwise(losses), start=1):
+        if loss <= goal:
+            return (i + (before - goal) / (before - loss)) / len(losses)
+    return math.inf
+
+
+def table(rows: Rows) -> str:
+    """Seconds to the loss by wire, rate of the links, and micro-batches of a step."""
+    curves = {wire: curve(at_rate(flags, COMMON_RATE), rows) for wire, flags in HEADLINE.items()}
+    goal, lines = ABOVE * curves["bf16"][-1], []
+    cells = list(itertools.product(reversed(race.RATES), race.MEASURED_STEPS))
+    for setting, wire in CURVES.items():
+        steps = CPU.train_iters * share_of_steps(curves[wire], goal)
+        medians = [statistics.median(race.figures(setting, "seconds", rate=r, micro_batches=n)) for r, n in cells]
+        lines.append([race.name_of(setting), f"{steps:.0f}", *(f"{steps * seconds / 60:.1f}" for seconds in medians)])
+    return markdown_table(["", "steps", *(f"{rate or 'no limit'}, {n}" for rate, n in cells)], lines)
