@@ -363,7 +363,12 @@ def run() -> None:
             key = {"nodes": nodes, "setting": setting, "length": LENGTH, "turn": turn}
             done = [(row["micro_batches"], row["rate"]) for row in read_rows(MEASURED) if key.items() <= row.items()]
             if missing := [cell for cell in cells if cell not in done]:
-                for row in launch(setting, missing, nodes, ranks):
+                try:
+                    rows = launch(setting, missing, nodes, ranks)
+                except RuntimeError as error:  # Megatron-FSDP crashes at times: run this once more
+                    print(f"error: {error}", file=sys.stderr, flush=True)
+                    continue
+                for row in rows:
                     append_row(MEASURED, {**key, **row})
                     print(setting, row, flush=True)
 
