@@ -22,7 +22,6 @@ import between_nodes
 import finetuning_bits
 import kernels
 import launches
-import loop_overhead
 import memory
 import mutants
 import papers
@@ -85,7 +84,6 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
     EVIDENCE / "benchmarks.md": {
         "mutants": mutants.table,
         "newer mutants": lambda: mutants.table(mutants.NEWER),
-        "loop": loop_overhead.table,
         "learning": rl.table_of_learning,
         "rollouts": rl.table_of_rollouts,
     },

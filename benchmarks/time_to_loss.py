@@ -1,4 +1,4 @@
-"""Time to loss: steps that a wire's curve takes in the study, times seconds of a step in the race of against_peers.py."""
+"""Time to loss: steps that a wire takes in the study, times seconds of a step in the race of against_peers.py."""
 
 import itertools
 import math
