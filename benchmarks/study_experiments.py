@@ -200,15 +200,16 @@ def headline(title: str, model: str) -> Group:
     return group(title, arms, control=arms["bf16"])
 
 
-# No flag stops qgZ in the middle of a run: this arm resumes without it from a checkpoint at half of the steps.
 _BF16_AT_RATE = at_rate(BF16_WIRE.flags, COMMON_RATE)
+# What sends less without another wire: larger batches of the same tokens, at a rate that grows like their square root.
+LARGE_BATCH = at_rate(f"{LARGE_BATCHES} {BF16_WIRE.flags}", 2 * COMMON_RATE)
 TABLE_5 = Group(
     "GPT, 1.3M parameters",
     (
         Arm("ZeRO-3", _BF16_AT_RATE, _BF16_AT_RATE),
         Arm("hpZ, qwZ, qgZ", at_rate(PUBLISHED, COMMON_RATE), _BF16_AT_RATE),
         Arm(
-            "hpZ, qwZ, qgZ for the first half",
+            "hpZ, qwZ, qgZ for the first half",  # resumes without qgZ, within a node too, from a checkpoint
             at_rate(f"{PUBLISHED_WEIGHTS} --grad-reduce-in-bf16 --load {{begun}}", COMMON_RATE),
             _BF16_AT_RATE,
             begins=at_rate(PUBLISHED, COMMON_RATE),
@@ -462,7 +463,14 @@ EXPERIMENTS = {
     ),
     "E19": Experiment(
         "Headline wires at a tuned learning rate",
-        tuple(headline(title, model) for title, model in MODELS.items()),
+        (
+            *(headline(title, model) for title, model in MODELS.items()),
+            group(
+                "GPT: batches of 4 times the samples, a quarter of the steps",
+                {f"bf16, learning rate {2 * COMMON_RATE:g}": LARGE_BATCH},
+                control=_BF16_AT_RATE,
+            ),
+        ),
         scale="tuned",
         control="the bf16 wire",
     ),

@@ -10,7 +10,7 @@ from study_arms import CPU
 from study_experiments import COMMON_RATE, HEADLINE, at_rate
 from study_tables import Rows
 
-SMOOTHED = 5  # log lines of 20 steps
+SMOOTHED = 1 / 8  # of a run
 ABOVE = 1.01  # of the loss that the bf16 wire ends with
 # Who sends 16 bit has the bf16 wire's curve: the study did not train each, and rounding differs in order alone.
 CURVES = dict.fromkeys(["FSDP2", "FSDP2, kept", "HSDP, kept", race.MEGATRON_FSDP[0], race.HIERARCHY], "bf16")
@@ -18,10 +18,10 @@ CURVES |= {f"{name}, kept": f"`{name}`" for name in ("lossless", "int8", "int6",
 
 
 def curve(flags: str, rows: Rows) -> list[float]:
-    """Return a wire's training loss by log line: a mean over its seeds and ``SMOOTHED`` lines."""
+    """Return a wire's training loss by log line: a mean over its seeds and the lines of ``SMOOTHED``."""
     lines = list(zip(*(row["train_losses"] for row in rows[flags].values()), strict=True))
-    means = [statistics.mean(line) for line in lines]
-    return [statistics.mean(means[max(0, i - SMOOTHED + 1) : i + 1]) for i in range(len(means))]
+    means, width = [statistics.mean(line) for line in lines], int(SMOOTHED * len(lines))
+    return [statistics.mean(means[max(0, i - width + 1) : i + 1]) for i in range(len(means))]
 
 
 def share_of_steps(losses: list[float], goal: float) -> float:
