@@ -25,10 +25,10 @@ def curve(flags: str, rows: Rows) -> list[float]:
 
 
 def share_of_steps(losses: list[float], goal: float) -> float:
-    """Return the share of a run after which its curve reaches the goal; infinite if it does not."""
-    for i, (before, loss) in enumerate(itertools.pairwise(losses), start=1):
+    """Return the share of a run after which its curve, from the first step on, reaches the goal; infinite if never."""
+    for i, (before, loss) in enumerate(itertools.pairwise(losses)):
         if loss <= goal:
-            return (i + (before - goal) / (before - loss)) / len(losses)
+            return (i + (before - goal) / (before - loss)) / (len(losses) - 1)
     return math.inf
 
 
