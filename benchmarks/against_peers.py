@@ -422,7 +422,8 @@ def name_of(setting: str) -> str:
 
 def readme_table() -> str:
     """The best peers beside two recipes, for 1 and for 8 micro-batches in a step; a predicted step, and the loss."""
-    columns = {"FSDP2, tuned": "FSDP2, kept", "HSDP": "HSDP, kept", "hybrid FSDP": HIERARCHY}
+    columns = {"FSDP2, tuned": "FSDP2, kept", "HSDP": "HSDP, kept", "Megatron-FSDP's HSDP": MEGATRON_FSDP[0]}
+    columns |= {"hybrid FSDP": HIERARCHY}
     columns |= {"`int8`": "int8, kept", "`int6`": "int6, kept"}
 
     def pair(setting: str, name: str, digits: int, **where: Any) -> str:
@@ -440,10 +441,10 @@ def readme_table() -> str:
     worth = (RESULTS / "planner_worth.md").read_text()  # MFU and seconds of ZeRO-3, HSDP, lossless, int8, int6
     (llama,) = (line for line in worth.splitlines() if line.startswith("| Llama-8B | 8 | 100 |"))
     zero3, hsdp, _, *ours = re.findall(r"[\d.]+ s", llama)
-    lines.append(["a step of Llama-8B, predicted", zero3, hsdp, "", *ours])
+    lines.append(["a step of Llama-8B, predicted", zero3, hsdp, "", "", *ours])
     study = {scale: by_flags_and_seed(read_results(STUDY, scale)) for scale in ("cpu", "tuned")}
     losses = [losses_of_recipe(name, study["cpu"], study["tuned"])[0] for name in ("int8", "int6")]
-    lines.append(["loss over FSDP2's", "", "", "", *losses])
+    lines.append(["loss over FSDP2's", "", "", "", "", *losses])
     return markdown_table(["", *columns], lines)
 
 
