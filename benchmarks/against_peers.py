@@ -433,8 +433,7 @@ def readme_table() -> str:
     lines = [["bytes that leave a node, per parameter and step"]]
     lines[0] += [pair(setting, "bytes_per_parameter", 2) for setting in columns.values()]
     for rate in reversed(RATES):
-        link = "without a limit" if rate is None else f"of {in_words(rate)}"
-        lines.append([f"seconds of a step, links {link}"])
+        lines.append([f"seconds per step, {'no limit' if rate is None else in_words(rate)}"])
         lines[-1] += [pair(setting, "seconds", 2, rate=rate) for setting in columns.values()]
     lines.append(["peak memory of a rank, MB"])
     lines[-1] += [f"{max(figures(setting, 'peak_mb')):.0f}" for setting in columns.values()]

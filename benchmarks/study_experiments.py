@@ -201,8 +201,6 @@ def headline(title: str, model: str) -> Group:
 
 
 _BF16_AT_RATE = at_rate(BF16_WIRE.flags, COMMON_RATE)
-# What sends less without another wire: larger batches of the same tokens, at a rate that grows like their square root.
-LARGE_BATCH = at_rate(f"{LARGE_BATCHES} {BF16_WIRE.flags}", 2 * COMMON_RATE)
 TABLE_5 = Group(
     "GPT, 1.3M parameters",
     (
@@ -463,14 +461,7 @@ EXPERIMENTS = {
     ),
     "E19": Experiment(
         "Headline wires at a tuned learning rate",
-        (
-            *(headline(title, model) for title, model in MODELS.items()),
-            group(
-                "GPT: batches of 4 times the samples, a quarter of the steps",
-                {f"bf16, learning rate {2 * COMMON_RATE:g}": LARGE_BATCH},
-                control=_BF16_AT_RATE,
-            ),
-        ),
+        tuple(headline(title, model) for title, model in MODELS.items()),
         scale="tuned",
         control="the bf16 wire",
     ),

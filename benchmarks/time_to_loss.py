@@ -10,8 +10,8 @@ from study_arms import CPU
 from study_experiments import COMMON_RATE, HEADLINE, at_rate
 from study_tables import Rows
 
-SMOOTHED = 1 / 8  # of a run
-ABOVE = 1.01  # of the loss that the bf16 wire ends with
+SMOOTHED = 1 / 8  # share of a run that a point of a curve averages
+ABOVE = 1.01  # the goal over the loss that the bf16 wire ends with
 # Who sends 16 bit has the bf16 wire's curve: the study did not train each, and rounding differs in order alone.
 CURVES = dict.fromkeys(["FSDP2", "FSDP2, kept", "HSDP, kept", race.MEGATRON_FSDP[0], race.HIERARCHY], "bf16")
 CURVES |= {f"{name}, kept": f"`{name}`" for name in ("lossless", "int8", "int6", "ternary")}
