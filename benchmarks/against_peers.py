@@ -3,12 +3,12 @@
     sudo .venv/bin/python benchmarks/against_peers.py run  # makes build/peers with DeepSpeed first
 
 All train the same model of torch's own modules in bf16 with fp32 masters and AdamW. One start of the program trains in
-each cell in turn: micro-batches of a step, and rate of the links. All run in the first turn; the fastest peers, and our
-recipes that `auto` may choose, with kept weights, run in each. "Kept": the weights stay gathered from a step's first
-forward pass to its last backward pass, and gradients are reduced once per step. Bytes are read from the nodes'
-interfaces, memory is the largest rank's peak. DeepSpeed's qwZ and qgZ run with a quantizer in torch, Megatron-FSDP with
-streams and events that do nothing. gloo sends the gradients of a reduce-scatter twice; "by NCCL" is a flat ring over
-the ranks, by formula.
+each cell in turn: micro-batches of a step, and rate of the links. All run in the first turn; the fastest peers that
+shard, and our recipes that `auto` may choose, with kept weights, run in each. "Kept": the weights stay gathered from a
+step's first forward pass to its last backward pass, and gradients are reduced once per step. Bytes are read from the
+nodes' interfaces, memory is the largest rank's peak. DeepSpeed's qwZ and qgZ run with a quantizer in torch, Megatron-
+FSDP with streams and events that do nothing. gloo sends the gradients of a reduce-scatter twice; "by NCCL" is a flat
+ring over the ranks, by formula.
 """
 
 import itertools
@@ -54,6 +54,7 @@ LAYOUTS = [(2, 2), (4, 1)]  # nodes, ranks of a node; the second for its bytes, 
 MEASURED_STEPS = {1: 3, 8: 1}  # by micro-batches of a step
 RATES = [None, "1gbit", "100mbit"]
 CELLS: list[tuple[int, str | None]] = list(itertools.product(MEASURED_STEPS, RATES))
+SHOWN = list(itertools.product(reversed(RATES), MEASURED_STEPS))  # columns of the tables: the slowest links first
 TURNS = 5
 KEPT = ", kept"
 # Bytes that leave a node per parameter and step of n micro-batches, of a flat ring over W = 4 ranks in 16 bit: a gather
@@ -355,7 +356,8 @@ def run() -> None:
         )
     prepare()
     if not BOX.exists():
-        measure_box(BOX, 2, 2, WIDTH, LENGTH)
+        measure_box(BOX, *LAYOUTS[0], WIDTH, LENGTH)
+    failed = []
     for (nodes, ranks), turn in itertools.product(LAYOUTS, range(TURNS)):
         settings = SETTINGS if turn == 0 else IN_EVERY_TURN if nodes == ranks else []
         cells = CELLS if nodes == ranks else [(n, None) for n in MEASURED_STEPS]
@@ -365,12 +367,15 @@ def run() -> None:
             if missing := [cell for cell in cells if cell not in done]:
                 try:
                     rows = launch(setting, missing, nodes, ranks)
-                except RuntimeError as error:  # Megatron-FSDP crashes at times: run this once more
+                except RuntimeError as error:  # Megatron-FSDP crashes at times
                     print(f"error: {error}", file=sys.stderr, flush=True)
+                    failed.append(setting)
                     continue
                 for row in rows:
                     append_row(MEASURED, {**key, **row})
                     print(setting, row, flush=True)
+    if failed:
+        sys.exit(f"error: {', '.join(failed)} failed: run this again to measure what is missing")
 
 
 def launch(setting: str, cells: list[tuple[int, str | None]], nodes: int, ranks: int) -> list[dict[str, Any]]:
@@ -392,14 +397,14 @@ def figures(setting: str, name: str, nodes: int = 2, **where: Any) -> list[float
 
 def table_of_seconds() -> str:
     """Seconds of a step: the median, and least to most over the turns."""
-    cells, lines = list(itertools.product(reversed(RATES), MEASURED_STEPS)), []
+    lines = []
     for setting in SETTINGS:
         lines.append([name_of(setting)])
-        for rate, n in cells:
+        for rate, n in SHOWN:
             turns = figures(setting, "seconds", rate=rate, micro_batches=n)
             spread = f" ({turns[0]:.2f} to {turns[-1]:.2f})" if len(turns) > 1 else ""
             lines[-1].append(f"{statistics.median(turns):.2f}{spread}" if turns else "")
-    return markdown_table(["", *(f"{rate or 'no limit'}, {n}" for rate, n in cells)], lines)
+    return markdown_table(["", *(cell_name(*cell) for cell in SHOWN)], lines)
 
 
 def table_of_bytes() -> str:
@@ -414,6 +419,10 @@ def table_of_bytes() -> str:
         lines[-1].append(f"{max(peaks):.0f}" if (peaks := figures(setting, "peak_mb")) else "")
     headings = [f"{nodes} x {ranks}, {n}" for (nodes, ranks), n in itertools.product(LAYOUTS, MEASURED_STEPS)]
     return markdown_table(["", *headings, "peak MB"], lines)
+
+
+def cell_name(rate: str | None, micro_batches: int) -> str:
+    return f"{rate or 'no limit'}, {micro_batches}"
 
 
 def name_of(setting: str) -> str:

@@ -49,7 +49,7 @@ def measure() -> None:
 
     check_requirements()
     if not CLUSTER.exists():
-        measure_box(CLUSTER, NODES, RANKS, 512, 256)
+        measure_box(CLUSTER, NODES, RANKS, 512, 256)  # the larger model's sizes
     for model, micro_batches, rate, setting in itertools.product(MODELS, STEPS, RATES, SETTINGS):
         flags = f"{MODELS[model]} {SETTINGS[setting]} --global-batch-size {NODES * RANKS * micro_batches} "
         flags += f"--train-iters {STEPS[micro_batches]}"
@@ -78,7 +78,7 @@ def box_at(mbit: float, box: Path = CLUSTER) -> Cluster:
 def table_of_auto() -> str:
     """Return what auto would choose in each cell of the race, on the race's box, beside the best of ours."""
     mbits, lines = {None: float("inf"), "1gbit": 1000.0, "100mbit": 100.0}, []
-    for rate, n in itertools.product(reversed(race.RATES), race.MEASURED_STEPS):
+    for rate, n in race.SHOWN:
 
         def parse(choice: str, ranks: int, n: int = n) -> ResolvedSettings:
             flags = f"{MODELS['26M']} --global-batch-size {NODES * RANKS * n} --train-iters 9 --zeropp {choice}"
@@ -95,7 +95,7 @@ def table_of_auto() -> str:
         medians = {s: statistics.median(each) for s, each in seconds.items() if "ternary" not in s}
         best = min(medians, key=lambda s: medians[s])
         words = f"`{recipe} {stage} {copies}`"
-        lines.append([f"{rate or 'no limit'}, {n}", words, row, f"{medians[row]:.2f}", best, f"{medians[best]:.2f}"])
+        lines.append([race.cell_name(rate, n), words, row, f"{medians[row]:.2f}", best, f"{medians[best]:.2f}"])
         lines[-1].append(f"{medians[row] / medians[best]:.2f}")
     return markdown_table(["", "auto", "measured as", "s", "best of ours", "s", "ratio"], lines)
 

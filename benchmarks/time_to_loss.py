@@ -33,12 +33,11 @@ def share_of_steps(losses: list[float], goal: float) -> float:
 
 
 def table(rows: Rows) -> str:
-    """Seconds to the loss by wire, rate of the links, and micro-batches of a step."""
+    """Minutes to the loss by wire, rate of the links, and micro-batches of a step."""
     curves = {wire: curve(at_rate(flags, COMMON_RATE), rows) for wire, flags in HEADLINE.items()}
     goal, lines = ABOVE * curves["bf16"][-1], []
-    cells = list(itertools.product(reversed(race.RATES), race.MEASURED_STEPS))
     for setting, wire in CURVES.items():
         steps = CPU.train_iters * share_of_steps(curves[wire], goal)
-        medians = [statistics.median(race.figures(setting, "seconds", rate=r, micro_batches=n)) for r, n in cells]
+        medians = [statistics.median(race.figures(setting, "seconds", rate=r, micro_batches=n)) for r, n in race.SHOWN]
         lines.append([race.name_of(setting), f"{steps:.0f}", *(f"{steps * seconds / 60:.1f}" for seconds in medians)])
-    return markdown_table(["", "steps", *(f"{rate or 'no limit'}, {n}" for rate, n in cells)], lines)
+    return markdown_table(["", "steps", *(race.cell_name(*cell) for cell in race.SHOWN)], lines)

@@ -67,12 +67,9 @@ def nbytes(bits: int) -> int:
 def _bytes_until_quantization_stops():
     """Bytes between nodes of four steps that are quantized in the first two."""
     model, zeropp = model_and_zeropp(config_of(gradient_bits=None, loco=None))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     sent = []
     for step in range(4):
-        backward(model, zeropp, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, zeropp, [step])
         sent.append(zeropp.traffic.take().inter_node)
     return sent
 
