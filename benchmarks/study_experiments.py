@@ -200,6 +200,12 @@ def headline(title: str, model: str) -> Group:
     return group(title, arms, control=arms["bf16"])
 
 
+def headline_with_muon() -> Group:
+    """Some headline wires under Muon, at the rate that E10 found best, against the bf16 wire."""
+    arms = {name: f"{HEADLINE[name]} {MUON}" for name in ("bf16", "`int8`", "`int6`", "`ternary`")}
+    return group("GPT, 1.3M parameters, Muon at 0.004", arms, control=arms["bf16"])
+
+
 _BF16_AT_RATE = at_rate(BF16_WIRE.flags, COMMON_RATE)
 TABLE_5 = Group(
     "GPT, 1.3M parameters",
@@ -461,7 +467,7 @@ EXPERIMENTS = {
     ),
     "E19": Experiment(
         "Headline wires at a tuned learning rate",
-        tuple(headline(title, model) for title, model in MODELS.items()),
+        (*(headline(title, model) for title, model in MODELS.items()), headline_with_muon()),
         scale="tuned",
         control="the bf16 wire",
     ),
