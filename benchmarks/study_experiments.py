@@ -206,6 +206,12 @@ def headline_with_muon() -> Group:
     return group("GPT, 1.3M parameters, Muon at 0.004", arms, control=arms["bf16"])
 
 
+def feedback_at_rate() -> Group:
+    """Nothing, error feedback and LoCo over E4's large blocks, at the common learning rate."""
+    arms = {arm.name: at_rate(arm.flags, COMMON_RATE) for arm in LARGE_BLOCKS.arms}
+    return group(f"GPT, 1.3M parameters, {LARGE_BLOCKS.title}", arms, control=_BF16_AT_RATE)
+
+
 _BF16_AT_RATE = at_rate(BF16_WIRE.flags, COMMON_RATE)
 TABLE_5 = Group(
     "GPT, 1.3M parameters",
@@ -467,7 +473,7 @@ EXPERIMENTS = {
     ),
     "E19": Experiment(
         "Headline wires at a tuned learning rate",
-        (*(headline(title, model) for title, model in MODELS.items()), headline_with_muon()),
+        (*(headline(title, model) for title, model in MODELS.items()), headline_with_muon(), feedback_at_rate()),
         scale="tuned",
         control="the bf16 wire",
     ),
