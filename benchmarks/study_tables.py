@@ -36,8 +36,8 @@ def page_of(name: str, rows: Rows) -> str:
     setup += ABOUT["rate"].format(rate=scale.lr) if experiment.scale not in ("rates", "tuned") else ""
     how = ABOUT["how"].strip().format(name=name, control=experiment.control)
     text = f"# {name}: {experiment.title}\n\n{ABOUT[name]}\n{setup}{how} {resolution(experiment, rows)}\n\n"
-    more = f"\n{ABOUT['feedback']}\n{table_of_feedback(rows)}\n" if name == "E4" else ""
-    return text + table(experiment, rows) + more
+    feedback = table_of_feedback(experiment, rows)
+    return text + table(experiment, rows) + (f"\n{ABOUT['feedback']}\n{feedback}\n" if feedback else "")
 
 
 def table(experiment: Experiment, rows: Rows) -> str:
@@ -124,15 +124,15 @@ def findings(experiment: Experiment, rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def table_of_feedback(rows: Rows) -> str:
-    """E4's LoCo against classic error feedback, paired by seed."""
+def table_of_feedback(experiment: Experiment, rows: Rows) -> str:
+    """LoCo against classic error feedback, paired by seed; "" if the experiment has no such arms."""
     lines = []
-    for group in EXPERIMENTS["E4"].groups:
+    for group in experiment.groups:
         flags = {arm.name: arm.flags for arm in group.arms}
         if "error feedback" in flags:
             found = [*excesses(Arm("", flags["LoCo"], flags["error feedback"]), rows).values()]
-            lines.append([group.title, difference(found), len(found), verdict(found)])
-    return markdown_table(["gradients", "LoCo over error feedback", "seeds", ""], lines)
+            lines += [[group.title, difference(found), len(found), verdict(found)]] if found else []
+    return markdown_table(["gradients", "LoCo over error feedback", "seeds", ""], lines) if lines else ""
 
 
 def losses_of_recipe(name: str, rows: Rows, tuned: Rows) -> list[str]:

@@ -56,7 +56,8 @@ PAIR = r"(\d+\.\d+) ± (\d+\.\d+)"
 
 def test_every_interval_that_a_page_or_a_claim_quotes_stands_in_a_table_of_the_results():
     tables = [reproduce.table_of(name) for name in EXPERIMENTS]
-    tables += [reproduce.finetuning_bits.table(), study_tables.table_of_feedback(reproduce.rows_of("cpu"))]
+    tables += [study_tables.table_of_feedback(e, reproduce.rows_of(e.scale)) for e in EXPERIMENTS.values()]
+    tables.append(reproduce.finetuning_bits.table())
     found = {pair for table in tables for pair in re.findall(PAIR, table)}
     texts = {str(page): page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")]}
     texts["reproduce.toml"] = reproduce.CLAIMS.read_text()
