@@ -22,8 +22,11 @@ Rows = dict[str, dict[int, dict[str, Any]]]  # by flags, then by seed
 
 
 def by_flags_and_seed(rows: Sequence[dict[str, Any]]) -> Rows:
+    """Sort rows by arm and seed. Raises ValueError for a second row, which would replace the first in every table."""
     by_flags: Rows = defaultdict(dict)
     for row in rows:
+        if row["seed"] in by_flags[row["flags"]]:
+            raise ValueError(f"two rows of seed {row['seed']} of {row['flags']!r}: remove the later one")
         by_flags[row["flags"]][row["seed"]] = row
     return dict(by_flags)
 

@@ -145,6 +145,11 @@ def test_no_loss_is_said_only_of_an_interval_that_shows_it(values, said):
     assert study_tables.verdict(values) == said
 
 
+def test_a_second_row_of_a_seed_is_refused():
+    with pytest.raises(ValueError, match="two rows of seed 2 of '--a': remove the later one"):
+        study_tables.by_flags_and_seed([_row("--a", 1, 4.0), _row("--a", 2, 4.0), _row("--a", 2, 3.9)])
+
+
 def test_new_seeds_change_every_sentence_that_rests_on_them():
     """A row that lands needs no edit by hand: resolution, lists by verdict, and the verdicts on the paper's losses."""
     e19, e20 = EXPERIMENTS["E19"], EXPERIMENTS["E20"].groups[0].arms
