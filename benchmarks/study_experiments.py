@@ -4,6 +4,8 @@ An arm that two experiments share is trained once. 4 local ranks count as 2 node
 E2 and E6 were of weight differences, which are gone: commit cdc7657 trains them, and results/old/ has their rows.
 """
 
+from collections.abc import Iterator
+
 from study_arms import (
     ABSMAX,
     BF16,
@@ -206,10 +208,14 @@ def headline_with_muon() -> Group:
     return group("GPT, 1.3M parameters, Muon at 0.004", arms, control=arms["bf16"])
 
 
-def feedback_at_rate() -> Group:
-    """Nothing, error feedback and LoCo over E4's large blocks, at the common learning rate."""
-    arms = {arm.name: at_rate(arm.flags, COMMON_RATE) for arm in LARGE_BLOCKS.arms}
-    return group(f"GPT, 1.3M parameters, {LARGE_BLOCKS.title}", arms, control=_BF16_AT_RATE)
+def feedback_at_rate() -> Iterator[Group]:
+    """E4's large blocks and two recipes, with classic error feedback and with LoCo, at the common learning rate."""
+    wires = {LARGE_BLOCKS.title: {arm.name: arm.flags for arm in LARGE_BLOCKS.arms}}
+    for name in ("`int8`", "`int6`"):
+        wires[name] = {"error feedback": f"{HEADLINE[name]} --zeropp-loco-beta 0", "LoCo": HEADLINE[name]}
+    for title, flags in wires.items():
+        arms = {name: at_rate(wire, COMMON_RATE) for name, wire in flags.items()}
+        yield group(f"GPT, 1.3M parameters, {title}", arms, control=_BF16_AT_RATE)
 
 
 _BF16_AT_RATE = at_rate(BF16_WIRE.flags, COMMON_RATE)
@@ -473,7 +479,7 @@ EXPERIMENTS = {
     ),
     "E19": Experiment(
         "Headline wires at a tuned learning rate",
-        (*(headline(title, model) for title, model in MODELS.items()), headline_with_muon(), feedback_at_rate()),
+        (*(headline(title, model) for title, model in MODELS.items()), headline_with_muon(), *feedback_at_rate()),
         scale="tuned",
         control="the bf16 wire",
     ),
