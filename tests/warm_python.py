@@ -44,8 +44,13 @@ streams = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
 server.sendmsg([len(text).to_bytes(8, "big")], streams)
 server.sendall(text)
 program = int(server.recv(16))
+def pass_on(number, frame):
+    try:
+        os.kill(program, number)
+    except ProcessLookupError:  # it has just ended
+        pass
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, lambda number, frame: os.kill(program, number))
+    signal.signal(number, pass_on)
 status = int(server.recv(16))
 if status < 0:
     status != -signal.SIGKILL and signal.signal(-status, signal.SIG_DFL)
@@ -108,7 +113,7 @@ def _guard(connection: socket.socket, alive: Connection, python: str) -> NoRetur
         _run(python, **json.loads(text))
     for stream in streams:
         os.close(stream)  # or a reader would wait for this process, too
-    connection.sendall(str(program).encode())
+    connection.sendall(str(program).rjust(16).encode())  # all that a late client reads at first, not the status, too
     ended = os.pidfd_open(program)
     if ended not in select.select([ended, connection, alive], [], [])[0]:
         os.kill(program, signal.SIGKILL)
