@@ -6,7 +6,6 @@ links of several rates with several settings. What is in ``results/planner_box.j
 
 import dataclasses
 import itertools
-import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,7 @@ def box_at(mbit: float, box: Path = CLUSTER) -> Cluster:
 
 
 def table_of_auto() -> str:
-    """What auto would choose in each cell of the race, on the race's box, beside the best of ours and the best peer."""
+    """Set what auto would choose on the race's box, in each cell, beside the best of ours and the best peer."""
     mbits, lines = {None: float("inf"), "1gbit": 1000.0, "100mbit": 100.0}, []
     for rate, n in race.SHOWN:
 
@@ -94,7 +93,7 @@ def table_of_auto() -> str:
         row = recipe.replace("zero3", "FSDP2") + " on each card" * ("card" in copies) + race.KEPT * is_kept
         seconds = {s: race.figures(s, "seconds", rate=rate, micro_batches=n) for s in race.SETTINGS}
         medians = {s: statistics.median(each) for s, each in seconds.items() if "ternary" not in s}
-        taken = medians.get(row, math.nan)  # not every recipe ran on each card
+        taken = medians.get(row, float("nan"))  # not every recipe ran on each card
         lines.append([race.cell_name(rate, n), f"`{recipe} {stage} {copies}`", row, f"{taken:.2f}"])
         for others in ({*race.OURS}, {*race.SETTINGS} - {*race.OURS}):
             best = min(others & medians.keys(), key=lambda s: medians[s])

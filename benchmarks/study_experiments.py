@@ -203,7 +203,7 @@ def headline(title: str, model: str) -> Group:
 
 
 def headline_with_muon() -> Group:
-    """Some headline wires under Muon, at the rate that E10 found best, against the bf16 wire."""
+    """Four headline wires under Muon, at the rate that E10 found best, against the bf16 wire."""
     arms = {name: f"{HEADLINE[name]} {MUON}" for name in ("bf16", "`int8`", "`int6`", "`ternary`")}
     return group("GPT, 1.3M parameters, Muon at 0.004", arms, control=arms["bf16"])
 

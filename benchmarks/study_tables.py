@@ -128,13 +128,14 @@ def findings(experiment: Experiment, rows: Rows) -> str:
 
 
 def table_of_feedback(experiment: Experiment, rows: Rows) -> str:
-    """LoCo against classic error feedback, paired by seed; "" if the experiment has no such arms."""
+    """Compare LoCo with classic error feedback, paired by seed; return "" if the experiment has no such arms."""
     lines = []
     for group in experiment.groups:
         flags = {arm.name: arm.flags for arm in group.arms}
         if "error feedback" in flags:
             found = [*excesses(Arm("", flags["LoCo"], flags["error feedback"]), rows).values()]
-            lines += [[group.title, difference(found), len(found), verdict(found)]] if found else []
+            if found:
+                lines.append([group.title, difference(found), len(found), verdict(found)])
     return markdown_table(["gradients", "LoCo over error feedback", "seeds", ""], lines) if lines else ""
 
 
