@@ -117,14 +117,22 @@ def predict_recipes(
 
 
 def choose(times: Times, loss_budget: float) -> str:
-    """Return what rounds least, and then comes first in ``WAYS``, of what cannot be told from the fastest.
+    """Return what rounds least, then comes first in ``WAYS``, then is fastest, of what cannot be told from the fastest.
 
     loss_budget: percent. A recipe is slower if it is so by all measurements, and by more than ``PREDICTION_ERROR``.
     """
     allowed = {name: both for name, both in times.items() if RECIPES[name.split()[0]].risk <= loss_budget}
     fastest = min(allowed.values(), key=_seconds)
     limit = (1 + PREDICTION_ERROR) * max(time.seconds for time in fastest)
-    return next(name for name, both in allowed.items() if min(time.seconds for time in both) <= limit)
+    near = [name for name, both in allowed.items() if min(time.seconds for time in both) <= limit]
+    ways = list(dict.fromkeys(name.partition(" ")[2] for name in times))
+    rounds = {name: place if recipe.loss else 0 for place, (name, recipe) in enumerate(RECIPES.items())}
+
+    def preference(name: str) -> tuple[int, int, float]:
+        recipe, _, way = name.partition(" ")
+        return rounds[recipe], ways.index(way), _seconds(times[name])
+
+    return min(near, key=preference)
 
 
 def _seconds(both: tuple[StepTime, StepTime]) -> float:
@@ -144,7 +152,7 @@ def explain(cluster: Cluster, times: Times, refused: Mapping[str, str], name: st
         f"{cluster.within_gbytes:.3g} GB/s a rank within it. Predicted: {_seconds(times[name]):.3g} s a step, of which "
         f"{time.compute:.3g} s compute and {time.exposed_between:.3g} s wait for links between nodes; {next_two}. It "
         "rounds least of those that neither two measurements of the links nor the planner's error of "
-        f"{PREDICTION_ERROR:.1%} tell from the fastest."
+        f"{PREDICTION_ERROR:.1%} tell from the fastest; zero3 and lossless round nothing."
         + (f" Left out: {'; '.join(left_out)}." if left_out else "")
         + " Checkpoints keep the choice."
     )

@@ -33,8 +33,8 @@ class Wire:
 
     @property
     def rank(self) -> int:
-        """The place among all, which round more and more; 0 for what the user gave."""
-        return WIRES.index(self) if self in WIRES else 0
+        """The place among all, which round more and more; 0 for what rounds nothing, or what the user gave."""
+        return WIRES.index(self) if self in WIRES and self.recipe.loss is not None else 0
 
 
 def _wires_of(recipe: Recipe) -> Iterator[Wire]:

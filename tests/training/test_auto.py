@@ -28,11 +28,17 @@ def times(**seconds: tuple[float, float]) -> dict[str, tuple[StepTime, StepTime]
         ({PLAIN: 9.0, EXACT: 5.0, MORE_BITS: 1.1, FEWER_BITS: 1.0}, LOSS_BUDGET, FEWER_BITS),
         ({PLAIN: 9.0, EXACT: 5.0, MORE_BITS: 1.1, FEWER_BITS: 1.0}, 0.0, EXACT),
         ({PLAIN: 1.04, EXACT: 1.1, MORE_BITS: 1.0, FEWER_BITS: 1.0}, LOSS_BUDGET, PLAIN),
+        ({PLAIN: 1.04, EXACT: 1.03, MORE_BITS: 1.0, FEWER_BITS: 1.0}, LOSS_BUDGET, EXACT),  # both round nothing
         ({PLAIN: 2.0, MORE_BITS: 1.0}, LOSS_BUDGET, MORE_BITS),  # others do not fit
     ],
 )
 def test_the_least_rounding_of_the_fastest_is_chosen(seconds, budget, chosen):
     assert choose(times(**{name: (s, s) for name, s in seconds.items()}), budget) == chosen
+
+
+def test_less_memory_goes_before_speed_within_the_error():
+    least_memory, faster = f"{PLAIN} {WAYS[0]}", f"{EXACT} {WAYS[1]}"
+    assert choose(times(**{least_memory: (1.04, 1.04), faster: (1.0, 1.0)}), LOSS_BUDGET) == least_memory
 
 
 def test_recipes_within_the_error_of_the_measurement_are_equally_fast():
