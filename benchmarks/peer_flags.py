@@ -89,7 +89,7 @@ def train() -> None:
         FLAGS[setting] = flags
         try:
             rows = list(measure(setting, [(n, None) for n in MICRO_BATCHES]))
-        except (AssertionError, ValueError, TypeError, RuntimeError) as error:  # on all ranks
+        except (AssertionError, AttributeError, ValueError, TypeError, RuntimeError) as error:  # on all ranks
             rows = [{"error": f"{type(error).__name__}: {error}"[:300]}]
         if dist.get_rank() == dist.get_world_size() - 1:
             for row in rows:
