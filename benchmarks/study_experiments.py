@@ -202,9 +202,18 @@ def headline(title: str, model: str) -> Group:
     return group(title, arms, control=arms["bf16"])
 
 
+UNDER_MUON = ("bf16", "`int8`", "`int6`", "`ternary`")
+
+
+def muon_rates_of(name: str) -> Group:
+    """One wire under Muon at each of ``MUON_RATES``."""
+    arms = {f"learning rate {r:g}": f"{HEADLINE[name]} {muon_at(r, '--muon-period 1')}" for r in MUON_RATES}
+    return group(f"GPT, 1.3M parameters, Muon: {name}", arms, control=f"{HEADLINE[name]} {MUON}")
+
+
 def headline_with_muon() -> Group:
     """Four headline wires under Muon, at the rate that E10 found best, against the bf16 wire."""
-    arms = {name: f"{HEADLINE[name]} {MUON}" for name in ("bf16", "`int8`", "`int6`", "`ternary`")}
+    arms = {name: f"{HEADLINE[name]} {MUON}" for name in UNDER_MUON}
     return group("GPT, 1.3M parameters, Muon at 0.004", arms, control=arms["bf16"])
 
 
@@ -469,13 +478,16 @@ EXPERIMENTS = {
     ),
     "E18": Experiment(
         "Learning rates of the headline wires",
-        tuple(
-            rates_of(f"{title}: {name}", flags, model)
-            for title, model in MODELS.items()
-            for name, flags in HEADLINE.items()
+        (
+            *(
+                rates_of(f"{title}: {name}", flags, m)
+                for title, m in MODELS.items()
+                for name, flags in HEADLINE.items()
+            ),
+            *(muon_rates_of(name) for name in UNDER_MUON),
         ),
         scale="rates",
-        control=f"{COMMON_RATE:g}",
+        control=f"{COMMON_RATE:g}, under Muon 0.004",
     ),
     "E19": Experiment(
         "Headline wires at a tuned learning rate",

@@ -169,15 +169,21 @@ def table_of_rates(rows: Rows) -> str:
 
     Bold: the lowest, if both neighbors were trained too.
     """
-    lines, rates = [], []
-    for group in EXPERIMENTS["E18"].groups:
-        trained = [rows.get(arm.flags, {}) for arm in group.arms]
-        rates = [arm.name.rpartition(" ")[2] for arm in group.arms]
-        means = [statistics.mean(row["validation_loss"] for row in seeds.values()) if seeds else 0 for seeds in trained]
-        losses = [f"{mean:.4f} ({len(seeds)})" if seeds else "" for mean, seeds in zip(means, trained, strict=True)]
-        for i in range(1, len(means) - 1):
-            if means[i - 1] and means[i] and means[i + 1] and means[i] == min(filter(None, means)):
-                losses[i] = f"**{losses[i]}**"
-        if any(losses):
-            lines.append([group.title, *losses])
+    groups = EXPERIMENTS["E18"].groups
+    rates = sorted({_rate_of(arm) for group in groups for arm in group.arms}, key=float)
+    lines = []
+    for group in groups:
+        trained = {_rate_of(arm): rows.get(arm.flags, {}).values() for arm in group.arms}
+        means = {
+            rate: statistics.mean(row["validation_loss"] for row in seeds) for rate, seeds in trained.items() if seeds
+        }
+        losses = {rate: f"{mean:.4f} ({len(trained[rate])})" for rate, mean in means.items()}
+        best, own = min(means, key=lambda rate: means[rate], default=""), [*trained]
+        if best in own[1:-1] and {own[own.index(best) - 1], own[own.index(best) + 1]} <= means.keys():
+            losses[best] = f"**{losses[best]}**"
+        lines += [[group.title, *(losses.get(rate, "") for rate in rates)]] if losses else []
     return markdown_table(["wire", *rates], lines)
+
+
+def _rate_of(arm: Arm) -> str:
+    return arm.name.rpartition(" ")[2]
