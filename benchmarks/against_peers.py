@@ -390,9 +390,9 @@ def launch(setting: str, cells: list[tuple[int, str | None]], nodes: int, ranks:
 
 
 def figures(setting: str, name: str, nodes: int = 2, **where: Any) -> list[float]:
-    """Return a figure of the setting in each turn, in order, for what ``where`` says of micro-batches and rate."""
+    """Return a figure of the setting, turn by turn, for what ``where`` says of micro-batches and rate."""
     where |= {"nodes": nodes, "setting": setting, "length": LENGTH}
-    return sorted(row[name] for row in read_rows(MEASURED) if where.items() <= row.items())
+    return [row[name] for row in read_rows(MEASURED) if where.items() <= row.items()]
 
 
 def table_of_seconds() -> str:
@@ -401,7 +401,7 @@ def table_of_seconds() -> str:
     for setting in SETTINGS:
         lines.append([name_of(setting)])
         for rate, n in SHOWN:
-            turns = figures(setting, "seconds", rate=rate, micro_batches=n)
+            turns = sorted(figures(setting, "seconds", rate=rate, micro_batches=n))
             spread = f" ({turns[0]:.2f} to {turns[-1]:.2f})" if len(turns) > 1 else ""
             lines[-1].append(f"{statistics.median(turns):.2f}{spread}" if turns else "")
     return markdown_table(["", *(cell_name(*cell) for cell in SHOWN)], lines)
@@ -430,7 +430,7 @@ def name_of(setting: str) -> str:
 
 
 def readme_table() -> str:
-    """The best peers beside two recipes, for 1 and for 8 micro-batches in a step; a predicted step, and the loss."""
+    """The best peers beside two recipes, for 1 and for 8 micro-batches in a step; the loss."""
     columns = {"FSDP2, tuned": "FSDP2, kept", "HSDP": "HSDP, kept", "Megatron-FSDP's HSDP": MEGATRON_FSDP[0]}
     columns |= {"hybrid FSDP": HIERARCHY}
     columns |= {"`int8`": "int8, kept", "`int6`": "int6, kept"}
@@ -446,14 +446,18 @@ def readme_table() -> str:
         lines[-1] += [pair(setting, "seconds", 2, rate=rate) for setting in columns.values()]
     lines.append(["peak memory of a rank, MB"])
     lines[-1] += [f"{max(figures(setting, 'peak_mb')):.0f}" for setting in columns.values()]
-    worth = (RESULTS / "planner_worth.md").read_text()  # MFU and seconds of ZeRO-3, HSDP, lossless, int8, int6
-    (llama,) = (line for line in worth.splitlines() if line.startswith("| Llama-8B | 8 | 100 |"))
-    zero3, hsdp, _, *ours = re.findall(r"[\d.]+ s", llama)
-    lines.append(["a step of Llama-8B, predicted", zero3, hsdp, "", "", *ours])
     study = {scale: by_flags_and_seed(read_results(STUDY, scale)) for scale in ("cpu", "tuned")}
     losses = [losses_of_recipe(name, study["cpu"], study["tuned"])[0] for name in ("int8", "int6")]
     lines.append(["loss over FSDP2's", "", "", "", "", *losses])
     return markdown_table(["", *columns], lines)
+
+
+def readme_prediction() -> str:
+    worth = (RESULTS / "planner_worth.md").read_text()  # MFU and seconds of ZeRO-3, HSDP, lossless, int8, int6
+    (llama,) = (line for line in worth.splitlines() if line.startswith("| Llama-8B | 8 | 100 |"))
+    zero3, hsdp, _, int8, _ = re.findall(r"[\d.]+ s", llama)
+    said = f"**Predicted, not measured**: on 8 nodes of 8 H100s at 100 Gbit/s, a step of a Llama-8B takes {int8} with"
+    return f"{said}\n`int8`, {hsdp} with HSDP and {zero3} with ZeRO-3, each in its fastest layout."
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from megatron_zpp.planning.auto import choose, predict_recipes
 from megatron_zpp.planning.cluster import Cluster, read_cluster
 from megatron_zpp.planning.predict import estimate_on, predict
 from megatron_zpp.settings.resolved import ResolvedSettings
-from megatron_zpp.zeropp.recipes import LOSS_BUDGET
+from megatron_zpp.zeropp.recipes import LOSS_BUDGET, RECIPES
 
 MEASURED = RESULTS / "planner_box.jsonl"
 CLUSTER = RESULTS / "planner_box.toml"
@@ -76,8 +76,12 @@ def box_at(mbit: float, box: Path = CLUSTER) -> Cluster:
 
 
 def table_of_auto() -> str:
-    """Set what auto would choose on the race's box, in each cell, beside the best of ours and the best peer."""
+    """Set what auto would choose on the race's box, in each cell, beside the best of ours and the best peer.
+
+    Ratios are medians over the turns in which both ran.
+    """
     mbits, lines = {None: float("inf"), "1gbit": 1000.0, "100mbit": 100.0}, []
+    refused = tuple(name for name, recipe in RECIPES.items() if recipe.risk > LOSS_BUDGET)
     for rate, n in race.SHOWN:
 
         def parse(choice: str, ranks: int, n: int = n) -> ResolvedSettings:
@@ -90,16 +94,22 @@ def table_of_auto() -> str:
         recipe, stage, copies = choice.split()[:3]
         # "Kept" is stage 1, and with one micro-batch also stage 2; on each card no stage gathers anything.
         is_kept = stage != "--zero-stage=3" or "card" in copies
-        row = recipe.replace("zero3", "FSDP2") + " on each card" * ("card" in copies) + race.KEPT * is_kept
-        seconds = {s: race.figures(s, "seconds", rate=rate, micro_batches=n) for s in race.SETTINGS}
-        medians = {s: statistics.median(each) for s, each in seconds.items() if "ternary" not in s}
-        taken = medians.get(row, float("nan"))  # not every recipe ran on each card
-        lines.append([race.cell_name(rate, n), f"`{recipe} {stage} {copies}`", row, f"{taken:.2f}"])
-        for others in ({*race.OURS}, {*race.SETTINGS} - {*race.OURS}):
-            best = min(others & medians.keys(), key=lambda s: medians[s])
-            lines[-1] += [best, f"{medians[best]:.2f}", f"{taken / medians[best]:.2f}"]
-    headings = ["", "auto", "measured as", "s", "best of ours", "s", "ratio", "best peer", "s", "ratio"]
-    return markdown_table(headings, lines)
+        taken = recipe.replace("zero3", "FSDP2") + " on each card" * ("card" in copies) + race.KEPT * is_kept
+        of = {
+            s: dict(
+                zip(*(race.figures(s, name, rate=rate, micro_batches=n) for name in ("turn", "seconds")), strict=True)
+            )
+            for s in race.SETTINGS
+            if not s.startswith(refused)
+        }
+        ratios = {s: [of[taken][t] / seconds for t, seconds in of[s].items() if t in of[taken]] for s in of}
+        lines.append([race.cell_name(rate, n), f"`{recipe} {stage} {copies}`", taken])
+        for others in ({*race.OURS} - {taken}, {*race.SETTINGS} - {*race.OURS, taken}):
+            best = max(others & of.keys(), key=lambda s: statistics.median(ratios[s]))
+            found = sorted(ratios[best])
+            spread = f" ({found[0]:.2f} to {found[-1]:.2f})" if len(found) > 1 else ""
+            lines[-1] += [best, f"{statistics.median(found):.2f}{spread}"]
+    return markdown_table(["", "auto", "measured as", "best of ours", "ratio", "best peer", "ratio"], lines)
 
 
 def predicted_rows() -> list[tuple[dict[str, Any], float]]:

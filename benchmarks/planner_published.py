@@ -227,10 +227,10 @@ def keep_parts() -> str:
 
 
 def unseen_rates(arm: str) -> list[list[tuple[float, float]]]:
-    """Return predicted and measured rates of SDP4Bit's or DUO's rows, of each length of sequence.
+    """Return rates of SDP4Bit's or DUO's rows by a step's sum, and as measured, of each length of sequence.
 
-    Nothing is fitted to them. A step is n micro-batches and bytes over the link's rate: two of nine rows, the fastest
-    and the slowest, give both, since the source states no model.
+    A step is n micro-batches and bytes over the link's rate. Two of nine rows, the fastest and the slowest, give both,
+    since the source states no model. The planner itself needs a model, so it predicts none of these rows.
     """
     found = []
     for name, by_gbits in tomllib.loads(PAPERS.read_text())["sdp4bit"]["table-3"].items():
@@ -296,7 +296,7 @@ def tables() -> str:
     of_links = "; ".join(
         f"{arm} {median} off in the median, 90 % within {most}" for arm, (_, median, most) in off.items()
     )
-    return f"{said}\n\n{speedups(*predictions)}\n\nSlow links, nothing fitted: {of_links}."
+    return f"{said}\n\n{speedups(*predictions)}\n\nSlow links, two rows of nine solved for: {of_links}."
 
 
 def errors(ratios: list[float]) -> list[str]:

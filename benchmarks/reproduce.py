@@ -73,7 +73,7 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
         "box": planner_box.table,
         "worth": lambda: planner.kept("worth"),
     },
-    ROOT / "README.md": {"race": against_peers.readme_table},
+    ROOT / "README.md": {"race": against_peers.readme_table, "prediction": against_peers.readme_prediction},
     EVIDENCE / "peers.md": {
         "seconds": against_peers.table_of_seconds,
         "auto": planner_box.table_of_auto,

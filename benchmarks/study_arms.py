@@ -160,7 +160,6 @@ def loco(beta: float, hops: str, error: str = "int8", reset_interval: int = 0, r
 
 
 UNBIASED = "--zeropp-gradient-rounding stochastic"
-HADAMARD = "--zeropp-hadamard"  # a flag until c8d9a7a1, which trains this arm; its rows stay
 ELEMENT_SCALES = "--zeropp-gradient-element-scales"
 
 

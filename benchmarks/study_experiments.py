@@ -15,7 +15,6 @@ from study_arms import (
     EXPERTS,
     FAMILIES,
     FP32,
-    HADAMARD,
     HIGHER_RATE,
     ISLANDS,
     LARGER_LLAMA,
@@ -275,7 +274,6 @@ EXPERIMENTS = {
                         for intra in (4, 8)
                     },
                     "4-4, blocks of 4096, stochastic": f"{gradients(4, 4, 4096)} {UNBIASED}",
-                    "4-4, blocks of 4096, stochastic, Hadamard": f"{gradients(4, 4, 4096)} {UNBIASED} {HADAMARD}",
                     "4-4, one scale (non-blocked)": gradients(4, 4, 0),
                 },
                 common=BF16,

@@ -9,7 +9,7 @@
 #   NODES, RANKS_PER_NODE   another cluster than the script's, at full scale without Slurm; HEAD=node0:29400 there
 #   GPUS=1|2|4|8            how many of this machine's GPUs to use with SCALE=gpu; default all
 #   BASELINE=FOLDER         of the run to compare with at the end; default the script's; BASELINE= compares nothing
-#   WANDB_PROJECT=NAME      report the run to wandb, under the name of its folder
+#   WANDB_PROJECT=NAME      report the run to wandb, under the name of its folder, in the group of its script
 # shellcheck shell=bash disable=SC2034  # variables are the sourcing script's
 
 # Slurm's signal before the time limit would end this script; launch_in_slurm acts on it. Children inherit '', not this.
@@ -122,7 +122,11 @@ launch() {
         return
     fi
     set -- "$@" "${LOCAL[@]}"
-    [ -z "${WANDB_PROJECT:-}" ] || set -- "$@" --wandb-project "$WANDB_PROJECT" --wandb-exp-name "${OUT#runs/}"
+    if [ -n "${WANDB_PROJECT:-}" ]; then # all runs of a script are one group, the baseline too
+        export WANDB_RUN_GROUP=${WANDB_RUN_GROUP:-$(dirname "${OUT#runs/}")}
+        printf 'WANDB_RUN_GROUP=%q ' "$WANDB_RUN_GROUP"
+        set -- "$@" --wandb-project "$WANDB_PROJECT" --wandb-exp-name "${OUT#runs/}"
+    fi
     printf '%q ' "${launcher[@]}" "$@"
     echo
     starts || return 0

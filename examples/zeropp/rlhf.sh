@@ -38,6 +38,7 @@ one_of RECIPE both zero3 zeropp
 for METHOD in $METHODS; do one_of METHOD sft dpo grpo; done
 OUT=${OUT:-runs/zeropp/rlhf/$SCALE}
 cluster 4 8
+[ -z "${WANDB_PROJECT:-}" ] || fail "rlhf.sh reports nothing to wandb: start it without WANDB_PROJECT"
 needs "pip install -c constraints.txt '.[integrations]'" trl peft accelerate
 
 case $SCALE in

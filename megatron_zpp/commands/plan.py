@@ -52,7 +52,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--like", choices=LIKE, help="predict that program, not ours, on a cluster by data sheets")
     own_run = "take the rate of arithmetic from a run of this program: the folder of its metrics.jsonl"
     add("--calibrate-from", type=local_path(Path), metavar="DIR", help=own_run)
-    budget = f"percent of loss that the suggested plan may cost; default {LOSS_BUDGET}"
+    budget = f"percent of loss that the suggested plan may cost at most; default {LOSS_BUDGET}"
     add("--loss-budget", type=number(float, at_least=0), default=LOSS_BUDGET, metavar="X", help=budget)
     memory = f"share of a GPU's memory that tensors may take; default {USABLE}"
     add("--usable-memory", type=share, default=USABLE, metavar="X", help=memory)

@@ -3,7 +3,6 @@
 import copy
 import functools
 import re
-import statistics
 import sys
 import tomllib
 from dataclasses import replace
@@ -68,25 +67,14 @@ def test_every_interval_that_a_page_or_a_claim_quotes_stands_in_a_table_of_the_r
         assert re.findall(r"[\d.]+ ± (?!\d+\.\d\d\b)[\d.]+ %", text) == [], name
 
 
-def test_the_losses_of_recipes_are_those_of_their_nearest_arms():
-    """`auto` decides by them. The nearest arm of int8 had weight differences, which are gone."""
-    rows = reproduce.rows_of("cpu")
-
-    def excesses(flags: str, rows: study_tables.Rows, control: str = FP32.flags) -> list[float]:
-        return [found for seed, found in study_tables.excesses(Arm("", flags, control), rows).items() if seed <= 3]
-
-    def flags(group: int, name: str) -> str:
-        return next(arm.flags for arm in EXPERIMENTS["E12"].groups[group].arms if arm.name == name)
-
-    old = study_tables.by_flags_and_seed([*study.read_results(OLD, "cpu"), *study.read_results(study.RESULTS, "cpu")])
-    fastest = "--lr 0.002 --min-lr 0.0002"  # the fp32 wire's best learning rate, of E13
-    nearest = {
-        "int8": excesses(INT4_DIFFERENCES, old),
-        "int6": excesses(flags(2, "int6, moved codes"), rows),
-        "ternary": excesses(flags(3, "int6, moved codes, learning rate 0.0014"), rows, fastest),
-    }
-    for name, found in nearest.items():
-        assert RECIPES[name].loss == pytest.approx((statistics.mean(found), statistics.stdev(found)), abs=0.0051), name
+def test_the_losses_of_recipes_are_those_of_the_headline():
+    """`auto` decides by them."""
+    arms = {arm.name.strip("`"): arm for arm in EXPERIMENTS["E19"].groups[0].arms}
+    for name, recipe in RECIPES.items():
+        if recipe.loss is not None:
+            found = list(study_tables.excesses(arms[name], reproduce.rows_of("tuned")).values())
+            assert len(found) == 8
+            assert study_tables.difference(found) == f"{recipe.loss[0]:+.2f} ± {recipe.loss[1]:.2f} %", name
 
 
 @pytest.mark.parametrize("name", tomllib.loads(reproduce.CLAIMS.read_text()))

@@ -111,6 +111,28 @@ def test_full_scale_is_accepted_and_needs_what_the_comment_says(script):
     assert by_torchrun[:5] == ["torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(ranks_per_node)]
 
 
+def test_folders_say_the_times_that_scripts_say():
+    units = {"minutes": 1, "hours": 60, "days": 24 * 60}
+    for script in SCRIPTS:
+        times = re.findall(r"the run ([\d.]+) (minutes|hours|days)", " ".join(variants(script).values()))
+        said = re.search(
+            rf"\[{script.name}\].* ([\d.]+)(?: (\w+))? to ([\d.]+) (\w+) \|", (script.parent / "README.md").read_text()
+        )
+        if said is not None:
+            least, most = (f(times, key=lambda time: float(time[0]) * units[time[1]]) for f in (min, max))
+            assert (said[1], said[2] or said[4], said[3], said[4]) == (*least, *most), script.name
+
+
+def test_runs_of_a_script_are_one_group_of_wandb():
+    words = [
+        command(ROOT / "examples/zeropp/gpt_350m.sh", variant, WANDB_PROJECT="p")
+        for variant in ("RECIPE=zero3", "RECIPE=zeropp")
+    ]
+    assert {each[0] for each in words} == {"WANDB_RUN_GROUP=zeropp/gpt_350m"}
+    assert len({each[each.index("--wandb-exp-name") + 1] for each in words}) == 2
+    assert "without WANDB_PROJECT" in run(RLHF, env=clean(WANDB_PROJECT="p"), status=2).stderr
+
+
 def unexpected_note(text: str) -> None:
     # What all recipes of a script have in common watches quantization, which the plain ones lack.
     assert text.startswith(("--zeropp int", "--zeropp-monitor-interval has no effect")), text

@@ -25,7 +25,7 @@ def times(**seconds: tuple[float, float]) -> dict[str, tuple[StepTime, StepTime]
     "seconds, budget, chosen",
     [
         ({PLAIN: 9.0, EXACT: 5.0, MORE_BITS: 1.0, FEWER_BITS: 1.02}, LOSS_BUDGET, MORE_BITS),  # rounds less, as fast
-        ({PLAIN: 9.0, EXACT: 5.0, MORE_BITS: 1.1, FEWER_BITS: 1.0}, LOSS_BUDGET, FEWER_BITS),
+        ({PLAIN: 9.0, EXACT: 5.0, MORE_BITS: 1.1, FEWER_BITS: 1.0}, 1.0, FEWER_BITS),
         ({PLAIN: 9.0, EXACT: 5.0, MORE_BITS: 1.1, FEWER_BITS: 1.0}, 0.0, EXACT),
         ({PLAIN: 1.04, EXACT: 1.1, MORE_BITS: 1.0, FEWER_BITS: 1.0}, LOSS_BUDGET, PLAIN),
         ({PLAIN: 1.04, EXACT: 1.03, MORE_BITS: 1.0, FEWER_BITS: 1.0}, LOSS_BUDGET, EXACT),  # both round nothing
