@@ -18,7 +18,8 @@ from typing import Any
 
 from common import RESULTS, ROOT, markdown_table, measure_once, new_parser, read_rows, run_measured, run_trainer
 from study import make_text
-from study_arms import BF16, BF16_WIRE, CPU, LLAMA, NODES, RANKS, gradients, moves, weights
+from study_arms import BF16, CPU, LLAMA, NODES, RANKS
+from study_experiments import BF16_WIRE, gradients, moves, weights
 from study_tables import difference
 
 PATH = RESULTS / "finetuning_bits.jsonl"

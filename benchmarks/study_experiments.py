@@ -1,45 +1,173 @@
 """What the study trains: experiments as lists of arms, each an arm of training with other flags for what is sent.
 
 An arm that two experiments share is trained once. 4 local ranks count as 2 nodes; in some arms 8 ranks.
-E2 and E6 were of weight differences, which are gone: commit cdc7657 trains them, and results/old/ has their rows.
+E2 and E6 were of weight differences (commit cdc7657 trains them), E13 of rates that E18 replaces: results/old/.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from study_arms import (
-    ABSMAX,
-    BF16,
-    BF16_WIRE,
-    CONTROLS,
-    ELEMENT_SCALES,
-    EXPERTS,
-    FAMILIES,
-    FP32,
-    HIGHER_RATE,
-    ISLANDS,
-    LARGER_LLAMA,
-    LLAMA,
-    LOCO,
-    LOCO_ON_BOTH_HOPS,
-    SGD_CONTROL,
-    UNBIASED,
-    Arm,
-    Experiment,
-    Group,
-    few_bits,
-    gradients,
-    group,
-    loco,
-    moves,
-    of_family,
-    on_twice_the_ranks,
-    weights,
-    with_and_without_element_scales,
-    with_experts,
-    with_sgd,
-)
+from study_arms import BF16, HPZ, LARGER, LLAMA, NODES, RANKS, Arm, Experiment, Group, group
 
 from megatron_zpp.zeropp import recipes
+
+ABSMAX = "absmax"  # three levels at 2 bits, as in the published work
+
+
+def weights(bits: int, block_size: int) -> str:
+    """qwZ through hpZ; block size 0: one scale per parameter and rank."""
+    return f"{BF16} {HPZ} --zero-quantized-weights --zeropp-weight-bits {bits} --zeropp-weight-block-size {block_size}"
+
+
+def moves(bits: int | None) -> str:
+    """Codes that move (wire/moves.py); None: the bits of bf16."""
+    return f"{HPZ} --zeropp-weight-moves" + (f" --zero-quantized-weights --zeropp-weight-bits {bits}" if bits else "")
+
+
+def gradients(intra: int, inter: int, block_size: int = 128, scaling: str = "") -> str:
+    """scaling: of the hops with less than 4 bits; default by bits."""
+    flags = (
+        f"--zero-quantized-gradients --zeropp-gradient-intra-bits {intra} --zeropp-gradient-bits {inter} "
+        f"--zeropp-gradient-block-size {block_size}"
+    )
+    if scaling and intra < 4:
+        flags += f" --zeropp-gradient-intra-scaling {scaling}"
+    return flags + (f" --zeropp-gradient-scaling {scaling}" if scaling and inter < 4 else "")
+
+
+def loco(beta: float, hops: str, error: str = "int8", reset_interval: int = 0, reset: str = "hard") -> str:
+    """Error feedback; reset_interval 0: never."""
+    return (
+        f"--zeropp-loco --zeropp-loco-beta {beta} --zeropp-loco-hops {hops} --zeropp-loco-error-dtype {error} "
+        f"--zeropp-loco-reset-interval {reset_interval} --zeropp-loco-reset {reset}"
+    )
+
+
+UNBIASED = "--zeropp-gradient-rounding stochastic"
+ELEMENT_SCALES = "--zeropp-gradient-element-scales"
+
+
+def few_bits(wire: str, gradient_bits: int) -> str:
+    """Weights by ``wire``; gradients in 8 bits within nodes, LoCo between them, and 4 bits at first."""
+    flags = f"{BF16} {wire} {gradients(8, gradient_bits)} {loco(0.8, 'inter')}"
+    return flags + " --zeropp-gradient-bits-warmup {warmup}:4"
+
+
+FP32 = Arm("fp32 wire", "")
+BF16_WIRE = Arm("bf16 wire (ZeRO-3 in 16 bit)", f"{BF16} --grad-reduce-in-bf16")
+CONTROLS = Group("Controls", (FP32, BF16_WIRE))
+
+
+# The same arms, trained otherwise
+
+
+def on_twice_the_ranks(arms: Group, nodes: int = NODES) -> Group:
+    """The same batches on twice the ranks, each of which has half of the samples."""
+    eight = f"--emulate-ranks {2 * RANKS} --emulate-nodes {nodes} --micro-batch-size {{half}}"
+    hpz = f"--zero-hpz-partition-size {2 * RANKS // nodes}"
+    flags = {arm.name: f"{arm.flags.replace(HPZ, hpz)} {eight}" for arm in arms.arms}
+    return group(f"{arms.title}, {nodes} nodes of {2 * RANKS // nodes} ranks", flags)
+
+
+# The best learning rate of 0.03, 0.06, 0.1, 0.3, 1 and 3 for the fp32 wire.
+SGD = "--optimizer sgd --sgd-momentum 0.9 --weight-decay 1e-4 --lr 0.1 --min-lr 0.01"
+SGD_CONTROL = group("SGD with momentum", {"fp32 wire": SGD}, control=SGD)
+EXPERTS = f"{LLAMA} --num-experts 8 --moe-ffn-hidden-size 512 --moe-aux-loss-coeff 0.02"
+LARGER_LLAMA = f"{LLAMA} {LARGER}"
+
+# E14: a model of each kind as the scale's shape allows, with all that its attention, norms and router have.
+_EIGHT_EXPERTS = "--num-experts 8 --moe-router-topk 2"
+_WINDOW = "--window-size 31,0 --window-attn-skip-freq 2 --group-query-attention --num-query-groups 2"
+FAMILIES = {
+    "DeepSeek": "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --multi-latent-attention --qk-layernorm --q-lora-rank 96 --kv-lora-rank 48 "
+    f"--qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 48 {_EIGHT_EXPERTS} "
+    "--moe-ffn-hidden-size 128 --moe-shared-expert-intermediate-size 128 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-num-groups 4 "
+    "--moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 --moe-router-load-balancing-type seq_aux_loss "
+    "--moe-aux-loss-coeff 0.0001",
+    "gpt-oss": "--quick-geglu --glu-linear-offset 1 --activation-func-clamp-value 7 --normalization RMSNorm "
+    f"--position-embedding-type rope --untie-embeddings-and-output-weights --softmax-type learnable {_WINDOW} "
+    f"{_EIGHT_EXPERTS} --moe-ffn-hidden-size 192 --moe-router-bias --moe-aux-loss-coeff 0.02",
+    "Gemma": "--geglu --normalization RMSNorm --apply-layernorm-1p --position-embedding-type rope "
+    "--disable-bias-linear --qk-layernorm --post-self-attn-layernorm --post-mlp-layernorm --ffn-hidden-size 768 "
+    f"--rotary-base 1000000 --rotary-base-local 10000 --embedding-multiplier 13.86 {_WINDOW}",
+}
+
+
+def with_sgd(arms: Group) -> Group:
+    """The same under SGD, against the fp32 wire under SGD."""
+    flags = {arm.name: f"{SGD} {arm.flags}" for arm in arms.arms}
+    return group(f"SGD: {arms.title}", flags, control=SGD)
+
+
+def with_experts(arms: Group) -> Group:
+    """The same for a mixture of experts like Mixtral, of 5.7M parameters, of which a token meets 2.2M."""
+    flags = {arm.name: f"{EXPERTS} {arm.flags}".strip() for arm in arms.arms}
+    return group(f"Experts: {arms.title}", flags, control=EXPERTS)
+
+
+def of_family(name: str, arms: Mapping[str, str]) -> Group:
+    """The wires of ``arms`` under one family's model, each against its fp32 wire."""
+    return group(f"Like {name}", {FP32.name: "", **arms}, common=FAMILIES[name], control=FAMILIES[name])
+
+
+def with_and_without_element_scales(title: str, wire: str) -> Group:
+    return group(title, {"block scales": wire, "and scales of elements": f"{wire} {ELEMENT_SCALES}"})
+
+
+LOCO, LOCO_ON_BOTH_HOPS = loco(0.8, "inter"), loco(0.8, "both")
+
+# Islands
+
+# Steps between agreements, which all divide the run, so that it ends with one; and the outer optimizer. Few steps take
+# the mean as it is. More have DiLoCo's optimizer, with a momentum that suits so short a run: with 2 islands at 32
+# steps, of one seed, the best of seven pairs of rates from 0.2 to 1 and momenta from 0 to 0.9.
+TAKE_THE_MEAN = " --island-outer-lr 1 --island-outer-momentum 0"
+SHORT_MOMENTUM = " --island-outer-momentum 0.7"
+INTERVALS = {1: TAKE_THE_MEAN, 10: TAKE_THE_MEAN, 32: SHORT_MOMENTUM, 100: SHORT_MOMENTUM}
+ISLAND_WIRES = {
+    "fp32": "",
+    "int4": " --island-bits 4",
+    "int4, LoCo": " --island-bits 4 --island-loco",
+    "int2": " --island-bits 2",
+    "int2, LoCo": " --island-bits 2 --island-loco",
+}
+# The best of 0.001, 0.002 and 0.003, of one seed. All others have 0.001.
+HIGHER_RATE = Arm("fp32 wire, 0.002", "--lr 0.002")
+AFTER_A_FIFTH = "after a fifth at every step"
+FRAGMENTS = {
+    "2 fragments": " --island-fragments 2",
+    "2 fragments, 4 steps on their way": " --island-fragments 2 --island-sync-delay 4 --island-merge-alpha 0.5",
+}
+
+
+def every(steps: int) -> str:
+    return f"every {steps} steps" if steps > 1 else "every step"
+
+
+def islands(number: int) -> Group:
+    """The ranks as this many islands, each on a node of its own, with fp32 inside."""
+    flags = f"--emulate-nodes {number} --islands {number} --island-sync-interval"
+    arms = [
+        Arm(f"{every(interval)}, {wire}", f"{flags} {interval}{outer}{bits}")
+        for interval, outer in INTERVALS.items()
+        for wire, bits in ISLAND_WIRES.items()
+    ]
+    arms += [
+        Arm(f"every 32 steps, {wire}, {how}", f"{flags} 32{SHORT_MOMENTUM}{ISLAND_WIRES[wire]}{fragments}")
+        for how, fragments in FRAGMENTS.items()
+        for wire in ("fp32", "int4, LoCo")
+    ]
+    for interval in (32, 100):
+        for wire in ("fp32", "int4, LoCo", "int2, LoCo"):
+            name = f"{every(interval)}, {wire}, {AFTER_A_FIFTH}"
+            begun = f"{flags} {interval}{INTERVALS[interval]}{ISLAND_WIRES[wire]} --load {{begun}}"
+            arms.append(Arm(name, begun, begins=f"{BF16} --zeropp int8"))
+    arms.append(Arm("every 32 steps, fp32, a momentum of 0.9", f"{flags} 32"))
+    return Group(f"{number} islands", tuple(arms))
+
+
+ISLANDS = {number: islands(number) for number in (2, 4)}
 
 TWO_BITS_BY_ABSMAX = gradients(8, 2, scaling=ABSMAX)
 FP32_GRADIENTS = "Weights through hpZ, gradients in fp32"
@@ -51,7 +179,7 @@ FP32_GRADIENTS = "Weights through hpZ, gradients in fp32"
 def feedback_group(title: str, wire: str, hops: str) -> Group:
     """Nothing, classic error feedback (beta 0), and LoCo, over one gradient wire."""
     wire = f"{BF16} {wire}"
-    arms = {"nothing": wire, "error feedback": f"{wire} {loco(0.0, hops)}", "LoCo": f"{wire} {loco(0.8, hops)}"}
+    arms = {"no feedback": wire, "error feedback": f"{wire} {loco(0.0, hops)}", "LoCo": f"{wire} {loco(0.8, hops)}"}
     return group(title, arms)
 
 
@@ -67,7 +195,7 @@ E4_BITS_AND_BLOCKS = (
 E4_SENSITIVITY = group(
     "Sensitivity of LoCo: 8 bits within, 2 between nodes, blocks of 128",
     {
-        "nothing": "",
+        "no feedback": "",
         "beta 0 (error feedback)": loco(0.0, "inter"),
         **{f"beta {beta}": loco(beta, "inter") for beta in (0.2, 0.5, 0.8, 0.95, 0.98)},
         "beta 0.8 on both hops": LOCO_ON_BOTH_HOPS,
@@ -102,18 +230,6 @@ MUON_PERIODS = {
     "stale rows, every tenth whole in 4 bits": f"{EVERY_TENTH} 4 --muon-stale-rows",
     "stale rows, every tenth whole in 8 bits": f"{EVERY_TENTH} 8 --muon-stale-rows",
 }
-
-
-def at_learning_rates(title: str, wire: str) -> Group:
-    """The wire at four learning rates; 0.001 is the scale's own."""
-    rates = {"0.001": "", **{f"{rate}": f"--lr {rate} --min-lr {rate / 10:g}" for rate in (0.0007, 0.0014, 0.002)}}
-    return group(title, {f"learning rate {rate}": f"{wire} {flags}".strip() for rate, flags in rates.items()})
-
-
-def few_levels(beta: float) -> str:
-    """Weights in fp32 and gradients in 2 bits between nodes, with scales of elements, and with 4 bits at first."""
-    flags = f"{gradients(0, 2)} {loco(beta, 'inter')} {ELEMENT_SCALES}"
-    return flags + " --zeropp-gradient-bits-warmup {warmup}:4"
 
 
 def muon_at(rate: float, period: str) -> str:
@@ -205,8 +321,8 @@ UNDER_MUON = ("bf16", "`int8`", "`int6`", "`ternary`")
 
 
 def muon_rates_of(name: str) -> Group:
-    """One wire under Muon at each of ``MUON_RATES``."""
-    arms = {f"learning rate {r:g}": f"{HEADLINE[name]} {muon_at(r, '--muon-period 1')}" for r in MUON_RATES}
+    """One wire under Muon at each of ``MUON_RATES``, and at twice the highest."""
+    arms = {f"learning rate {r:g}": f"{HEADLINE[name]} {muon_at(r, '--muon-period 1')}" for r in (*MUON_RATES, 0.016)}
     return group(f"GPT, 1.3M parameters, Muon: {name}", arms, control=f"{HEADLINE[name]} {MUON}")
 
 
@@ -412,13 +528,6 @@ EXPERIMENTS = {
                 },
                 control=f"{BF16} {moves(None)} {MUON}",
             ),
-        ),
-    ),
-    "E13": Experiment(
-        "Learning rates before they were tuned",
-        (
-            at_learning_rates("The fp32 wire", ""),
-            at_learning_rates("2 bits between nodes, four levels, beta 0.8", few_levels(0.8)),
         ),
     ),
     "E14": Experiment(

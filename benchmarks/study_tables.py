@@ -38,6 +38,12 @@ def page_of(name: str, rows: Rows) -> str:
     setup = ABOUT["model"] if scale.shape == CPU.shape else ""
     setup += ABOUT["rate"].format(rate=scale.lr) if experiment.scale not in ("rates", "tuned") else ""
     how = ABOUT["how"].strip().format(name=name, control=experiment.control)
+    took = [
+        row["seconds"]
+        for flags in {a.flags for g in experiment.groups for a in g.arms}
+        for row in rows.get(flags, {}).values()
+    ]
+    how += f" The {len(took)} runs took {sum(took) / 3600:.1f} hours, some beside other programs."
     text = f"# {name}: {experiment.title}\n\n{ABOUT[name]}\n{setup}{how} {resolution(experiment, rows)}\n\n"
     feedback = table_of_feedback(experiment, rows)
     return text + table(experiment, rows) + (f"\n{ABOUT['feedback']}\n{feedback}\n" if feedback else "")

@@ -3,12 +3,14 @@
 import itertools
 import math
 import statistics
+from collections.abc import Sequence
+from typing import Any
 
 import against_peers as race
 from common import markdown_table
 from study_arms import CPU
 from study_experiments import COMMON_RATE, HEADLINE, at_rate
-from study_tables import Rows
+from study_tables import Rows, half_width
 
 SMOOTHED = 1 / 8  # share of a run that a point of a curve averages
 ABOVE = 1.01  # the goal over the loss that the bf16 wire ends with
@@ -17,11 +19,21 @@ CURVES = dict.fromkeys(["FSDP2", "FSDP2, kept", "HSDP, kept", race.MEGATRON_FSDP
 CURVES |= {f"{name}, kept": f"`{name}`" for name in ("lossless", "int8", "int6", "ternary")}
 
 
-def curve(flags: str, rows: Rows) -> list[float]:
-    """Return a wire's training loss by log line: a mean over its seeds and the lines of ``SMOOTHED``."""
-    lines = list(zip(*(row["train_losses"] for row in rows[flags].values()), strict=True))
-    means, width = [statistics.mean(line) for line in lines], int(SMOOTHED * len(lines))
-    return [statistics.mean(means[max(0, i - width + 1) : i + 1]) for i in range(len(means))]
+def curve(lines: Sequence[float]) -> list[float]:
+    """Return the training loss by log line, a mean over the lines of ``SMOOTHED``."""
+    width = int(SMOOTHED * len(lines))
+    return [statistics.mean(lines[max(0, i - width + 1) : i + 1]) for i in range(len(lines))]
+
+
+def steps_of(flags: str, rows: Rows) -> dict[int | None, float]:
+    """Return the steps to the goal by seed, and of the mean over all seeds (None); infinite where it is not reached."""
+    ours, control = rows[flags], rows[at_rate(HEADLINE["bf16"], COMMON_RATE)]
+    both: dict[int | None, Any] = {
+        seed: [row["train_losses"] for row in (ours[seed], control[seed])] for seed in ours.keys() & control.keys()
+    }
+    means = [[*map(statistics.mean, zip(*lines, strict=True))] for lines in zip(*both.values(), strict=True)]
+    every = {None: means, **both}
+    return {i: CPU.train_iters * share_of_steps(curve(a), ABOVE * curve(b)[-1]) for i, (a, b) in every.items()}
 
 
 def share_of_steps(losses: list[float], goal: float) -> float:
@@ -34,10 +46,15 @@ def share_of_steps(losses: list[float], goal: float) -> float:
 
 def table(rows: Rows) -> str:
     """Minutes to the loss by wire, rate of the links, and micro-batches of a step."""
-    curves = {wire: curve(at_rate(flags, COMMON_RATE), rows) for wire, flags in HEADLINE.items()}
-    goal, lines = ABOVE * curves["bf16"][-1], []
+    lines = []
     for setting, wire in CURVES.items():
-        steps = CPU.train_iters * share_of_steps(curves[wire], goal)
+        steps, base = (steps_of(at_rate(HEADLINE[name], COMMON_RATE), rows) for name in (wire, "bf16"))
+        mean = steps.pop(None)
+        more = [n - base[seed] for seed, n in steps.items() if n < math.inf]
+        reached = "" if len(more) == len(steps) else f", {len(more)} of {len(steps)} seeds"
+        over = f" ({statistics.mean(more):+.0f} ± {half_width(more):.0f}{reached})" if wire != "bf16" else ""
         medians = [statistics.median(race.figures(setting, "seconds", rate=r, micro_batches=n)) for r, n in race.SHOWN]
-        lines.append([race.name_of(setting), f"{steps:.0f}", *(f"{steps * seconds / 60:.1f}" for seconds in medians)])
+        lines.append(
+            [race.name_of(setting), f"{mean:.0f}{over}", *(f"{mean * seconds / 60:.1f}" for seconds in medians)]
+        )
     return markdown_table(["", "steps", *(race.cell_name(*cell) for cell in race.SHOWN)], lines)

@@ -16,22 +16,14 @@ import study_tables
 import study_trials
 import torch
 from common import ROOT
-from study_arms import FP32, RANKS, SCALES, Arm, Experiment, Group, Scale
-from study_experiments import EXPERIMENTS
+from study_arms import RANKS, SCALES, Arm, Experiment, Group, Scale
+from study_experiments import EXPERIMENTS, FP32
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.models.mlp import Activation, GatedMLP
 from megatron_zpp.zeropp.recipes import RECIPES
 from tests.ranks import run_ranks
-
-OLD = study.RESULTS.parent / "old" / study.RESULTS.name
-INT4_DIFFERENCES = (
-    "--bf16 --zero-hpz-partition-size 2 --zero-weight-difference-bits 4 --zero-weight-difference-block-size 2048 "
-    "--zero-quantized-gradients --zeropp-gradient-intra-bits 8 --zeropp-gradient-bits 4 "
-    "--zeropp-gradient-block-size 128 --zeropp-loco --zeropp-loco-beta 0.8 --zeropp-loco-hops inter "
-    "--zeropp-loco-error-dtype int8 --zeropp-loco-reset-interval 0 --zeropp-loco-reset hard"
-)
 
 
 def _row(flags: str, seed: int, loss: float) -> dict:
@@ -50,7 +42,7 @@ def test_pages_have_the_tables_of_the_results(monkeypatch):
     reproduce.main()
 
 
-PAIR = r"(\d+\.\d+) ± (\d+\.\d+)"
+PAIR = r"([+−-]?\d+\.\d+) ± (\d+\.\d+)"
 
 
 def test_every_interval_that_a_page_or_a_claim_quotes_stands_in_a_table_of_the_results():
