@@ -421,6 +421,15 @@ def table_of_bytes() -> str:
     return markdown_table(["", *headings, "peak MB"], lines)
 
 
+def table_of_profile() -> str:
+    """Where a step's seconds go on the last rank, at 1 Gbit/s with 8 micro-batches."""
+    lines = []
+    for setting in SETTINGS:
+        parts = [statistics.median(figures(setting, part, rate="1gbit", micro_batches=8)) for part in PARTS]
+        lines.append([name_of(setting), *(f"{seconds:.1f}" for seconds in parts)])
+    return markdown_table(["", "computes", "ready, without a core", "waits", "its other threads compute"], lines)
+
+
 def cell_name(rate: str | None, micro_batches: int) -> str:
     return f"{rate or 'no limit'}, {micro_batches}"
 
@@ -432,8 +441,7 @@ def name_of(setting: str) -> str:
 def readme_table() -> str:
     """The best peers beside two recipes, for 1 and for 8 micro-batches in a step; the loss."""
     columns = {"FSDP2, tuned": "FSDP2, kept", "HSDP": "HSDP, kept", "Megatron-FSDP's HSDP": MEGATRON_FSDP[0]}
-    columns |= {"hybrid FSDP": HIERARCHY}
-    columns |= {"`int8`": "int8, kept", "`int6`": "int6, kept"}
+    columns |= {"hybrid FSDP": HIERARCHY, "`int8`": "int8, kept", "`int6`": "int6, kept"}
 
     def pair(setting: str, name: str, digits: int, **where: Any) -> str:
         medians = [statistics.median(figures(setting, name, micro_batches=n, **where)) for n in MEASURED_STEPS]

@@ -76,10 +76,7 @@ def box_at(mbit: float, box: Path = CLUSTER) -> Cluster:
 
 
 def table_of_auto() -> str:
-    """Set what auto would choose on the race's box, in each cell, beside the best of ours and the best peer.
-
-    Ratios are medians over the turns in which both ran.
-    """
+    """Set what auto would choose beside the best of ours and the best peer: medians over turns in which both ran."""
     mbits, lines = {None: float("inf"), "1gbit": 1000.0, "100mbit": 100.0}, []
     refused = tuple(name for name, recipe in RECIPES.items() if recipe.risk > LOSS_BUDGET)
     for rate, n in race.SHOWN:

@@ -76,6 +76,7 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
     ROOT / "README.md": {"race": against_peers.readme_table, "prediction": against_peers.readme_prediction},
     EVIDENCE / "peers.md": {
         "seconds": against_peers.table_of_seconds,
+        "profile": against_peers.table_of_profile,
         "auto": planner_box.table_of_auto,
         "bytes": against_peers.table_of_bytes,
         "flags": peer_flags.table,

@@ -111,10 +111,6 @@ def of_family(name: str, arms: Mapping[str, str]) -> Group:
     return group(f"Like {name}", {FP32.name: "", **arms}, common=FAMILIES[name], control=FAMILIES[name])
 
 
-def with_and_without_element_scales(title: str, wire: str) -> Group:
-    return group(title, {"block scales": wire, "and scales of elements": f"{wire} {ELEMENT_SCALES}"})
-
-
 LOCO, LOCO_ON_BOTH_HOPS = loco(0.8, "inter"), loco(0.8, "both")
 
 # Islands
@@ -170,6 +166,7 @@ def islands(number: int) -> Group:
 ISLANDS = {number: islands(number) for number in (2, 4)}
 
 TWO_BITS_BY_ABSMAX = gradients(8, 2, scaling=ABSMAX)
+EIGHT_AND_FOUR = f"{BF16} {gradients(8, 4, 4096)}"
 FP32_GRADIENTS = "Weights through hpZ, gradients in fp32"
 
 
@@ -249,10 +246,6 @@ def with_muon(title: str, wire: str, rates: tuple[float, ...]) -> Group:
         for rate in rates
     }
     return group(title, {"AdamW": wire, **arms}, control=f"{wire} {MUON}")
-
-
-def _blocks(size: int) -> str:
-    return f"blocks of {size}" if size else "one scale"
 
 
 RECIPES = {
@@ -370,7 +363,7 @@ EXPERIMENTS = {
             group(
                 FP32_GRADIENTS,
                 {
-                    f"int{bits}, {_blocks(size)}": weights(bits, size)
+                    f"int{bits}, {f'blocks of {size}' if size else 'one scale'}": weights(bits, size)
                     for bits, sizes in {8: (256, 2048, 0), 6: (256, 0), 4: (256, 2048, 0)}.items()
                     for size in sizes
                 },
@@ -428,11 +421,12 @@ EXPERIMENTS = {
         "Scales of elements",
         (
             CONTROLS,
-            with_and_without_element_scales(
-                "8 bits within, 4 between nodes, blocks of 4096", f"{BF16} {gradients(8, 4, 4096)}"
-            ),
-            with_and_without_element_scales(
-                "8 bits within, 4 between nodes, blocks of 4096, LoCo", f"{BF16} {gradients(8, 4, 4096)} {LOCO}"
+            *(
+                group(
+                    f"8 bits within, 4 between nodes, blocks of 4096{more}",
+                    {"block scales": wire, "and scales of elements": f"{wire} {ELEMENT_SCALES}"},
+                )
+                for more, wire in (("", EIGHT_AND_FOUR), (", LoCo", f"{EIGHT_AND_FOUR} {LOCO}"))
             ),
         ),
     ),

@@ -36,9 +36,11 @@ def _missing(flag: Flag, values: Mapping[str, Any]) -> str:
 
 
 def lost_under_muon(settings: Settings) -> str | None:
-    """Say what 1-bit gradients lost under Muon, if a run has both."""
-    has_both = settings.zeropp.gradient_bits == 1 and settings.optimizer.optimizer == "muon"
-    return "1-bit gradients lost 2 % of loss under Muon (docs/evidence/experiments.md, E12)" if has_both else None
+    """Say what gradients of so few bits lost under Muon, if a run has both."""
+    bits, lost = settings.zeropp.gradient_bits, {1: "2", 2: "0.7"}
+    if settings.optimizer.optimizer != "muon" or bits not in lost:
+        return None
+    return f"{bits}-bit gradients lost {lost[bits]} % of loss under Muon (docs/evidence/experiments.md, E19)"
 
 
 def notes_on(settings: Settings, given: set[str]) -> Iterator[str]:

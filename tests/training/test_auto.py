@@ -78,7 +78,7 @@ def test_recipes_that_do_not_fit_or_lose_are_left_out_and_zero3_never():
     assert choose(predict_recipes((alone, alone), LLAMA, parse, 128256)[0], LOSS_BUDGET).endswith(on_cards)
     optimizer = "muon"
     assert refused_with(1000.0).keys() == {
-        name for name in every if RECIPES[name.split()[0]].fields.get("gradient_bits") == 1
+        name for name in every if RECIPES[name.split()[0]].fields.get("gradient_bits") in (1, 2)
     }
 
 
