@@ -35,7 +35,8 @@ def main() -> None:
     if "RANK" not in os.environ:
         raise ValueError("plan --measure needs its ranks: start it under torchrun, on all nodes")
     if is_first_rank():
-        args.output.open("a").close()  # measuring takes minutes
+        args.output.open("a").close()
+        print("measuring, for some minutes", flush=True)
     device = init_distributed(None, 10)
     usual = 4096 if device.type == "cuda" else 512
     options = Options(device, args.hidden_size or usual, args.tokens or usual)
@@ -43,6 +44,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         comment = f"Measured on {date.today()} with torch {torch.__version__} over {dist.get_backend()}: hidden size "
         write_cluster(args.output, cluster, f"{comment}{options.hidden_size}, {options.tokens} tokens.")
-        print(f"written: {args.output}", flush=True)
+        rates, *_ = args.output.read_text().partition("[collective_seconds")
+        print(f"{rates}written, with the seconds of collectives by size: {args.output}", flush=True)
     wait_for_all_ranks(device)
     dist.destroy_process_group()

@@ -53,7 +53,7 @@ def choose_recipe(architecture: Architecture, parse: Parse, vocabulary: int, dev
     tokens = min(training.micro_batch_size * training.seq_length, MOST_TOKENS[device.type])
     options = Options(device, max(width, HEAD_DIM), max(tokens, LEAST_TOKENS), is_brief=True)
     options = replace(options, seconds=0.05, least_repeats=2, most_seconds=MOST_SECONDS)
-    cluster = measure_cluster(topology.ranks_per_node, options, say=lambda _: None)
+    cluster = measure_cluster(topology.ranks_per_node, options)
     again = replace(cluster, **measure_links(topology, options))
     chosen: list[Any] = [None]
     with errors_on_all_ranks():

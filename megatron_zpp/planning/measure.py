@@ -63,21 +63,14 @@ class Options:
     is_brief: bool = False  # leave out kinds of collectives that no recipe has in a group
 
 
-def measure_cluster(ranks_per_node: int | None, options: Options, say: Callable[[str], None] = print_once) -> Cluster:
-    """Measure and ``say`` each rate. Collective; returns the same on all ranks. ranks_per_node: None = as they run."""
+def measure_cluster(ranks_per_node: int | None, options: Options) -> Cluster:
+    """Measure each rate. Collective; returns the same on all ranks. ranks_per_node: None = as they run."""
     world, device = dist.group.WORLD, options.device
     assert world is not None
     topology = build_topology(world, ranks_per_node)
     prepare_products(device)
     products, attended, kernels = _measure_rates(options)
-    say(f"matrix products: {products / 1e12:.4g} TFLOP/s")
-    say(f"attention: {attended / 1e12:.4g} TFLOP/s")
-    say(f"encoding and decoding: {kernels / 1e9:.4g} GB/s")
-    nodes, ranks_per_node = topology.num_nodes, topology.ranks_per_node
-    links = measure_links(topology, options)
-    within, between = links["within_gbytes"], links["between_gbits"]
-    say(f"within a node: {within:.4g} GB/s a rank, {links['within_microseconds']:.4g} microseconds a hop")
-    say(f"between nodes: {between:.4g} Gbit/s out of a node, {links['between_microseconds']:.4g} microseconds a hop")
+    links, ranks_per_node = measure_links(topology, options), topology.ranks_per_node
     host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type == "cuda":
         name, memory = torch.cuda.get_device_name(device), float(torch.cuda.get_device_properties(device).total_memory)
@@ -86,7 +79,7 @@ def measure_cluster(ranks_per_node: int | None, options: Options, say: Callable[
     fastest = max(products, attended) / 1e12
     peak = max(peak_tflops(name) or fastest, fastest)
     cluster = Cluster(
-        nodes,
+        topology.num_nodes,
         ranks_per_node,
         name,
         peak_tflops=peak,
@@ -99,12 +92,7 @@ def measure_cluster(ranks_per_node: int | None, options: Options, say: Callable[
         **links,
     )
     cluster = replace(cluster, entry_microseconds=1e6 * _entry_seconds(cluster, options))
-    say(f"ranks wait for each other at a collective for {cluster.entry_microseconds:.4g} microseconds")
-    cluster = _with_layers(cluster, topology.intra_group, options, say)
-    say(f"between matrix products: {cluster.layer_gbytes:.4g} GB/s")
-    passes, step = cluster.layer_microseconds, cluster.step_microseconds
-    say(f"the program itself takes {passes:.4g} microseconds for a layer's passes, and {step:.4g} for its step")
-    return cluster
+    return _with_layers(cluster, topology.intra_group, options)
 
 
 def measure_links(topology: Topology, options: Options) -> dict[str, Any]:
@@ -231,14 +219,14 @@ def _time_small_gpt(
     return _median_seconds(passes, options) - sent, _median_seconds(step, options), predicted
 
 
-def _with_layers(cluster: Cluster, node: dist.ProcessGroup, options: Options, say: Callable[[str], None]) -> Cluster:
+def _with_layers(cluster: Cluster, node: dist.ProcessGroup, options: Options) -> Cluster:
     """Add the program's own time, by a model with nearly no arithmetic, and the rate of work between products."""
     *smallest, _ = _time_small_gpt(cluster, node, replace(options, hidden_size=HEAD_DIM, tokens=LEAST_TOKENS))
     passes, step = (1e6 * max(0.0, seconds) / LAYERS for seconds in smallest)
     cluster = replace(cluster, layer_microseconds=passes, step_microseconds=step)
     seconds, _, predicted = _time_small_gpt(cluster, node, options)
-    if seconds <= 0:
-        say("note: FSDP2 hides collectives of the small GPT, whose own time is unknown: give more --tokens")
+    if seconds <= 0 and not options.is_brief:
+        print_once("note: FSDP2 hides collectives of the small GPT, whose own time is unknown: give more --tokens")
     products = predicted(1e12)
     # If products alone seem to take longer than the model, assume that the rest is as fast as other kernels.
     gbytes = (predicted(1.0) - products) / (seconds - products) if seconds > products else cluster.kernel_gbytes
