@@ -320,8 +320,8 @@ def muon_rates_of(name: str) -> Group:
 
 
 def headline_with_muon() -> Group:
-    """Four headline wires under Muon, at the rate that E10 found best, against the bf16 wire."""
-    arms = {name: f"{HEADLINE[name]} {MUON}" for name in UNDER_MUON}
+    """Four headline wires under Muon, at the rate that E10 found best, and AdamW, against the bf16 wire under Muon."""
+    arms = {name: f"{HEADLINE[name]} {MUON}" for name in UNDER_MUON} | {"bf16, AdamW at 0.002": _BF16_AT_RATE}
     return group("GPT, 1.3M parameters, Muon at 0.004", arms, control=arms["bf16"])
 
 

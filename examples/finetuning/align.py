@@ -23,6 +23,7 @@ from megatron_zpp.errors import describe_error, output_folder
 from megatron_zpp.files import read_text
 from megatron_zpp.integrations.huggingface import ZeroPPCallback
 from megatron_zpp.integrations.trl import with_zeropp
+from megatron_zpp.metrics.history import METRICS, SCHEMA
 from megatron_zpp.zeropp import ZeroPPConfig
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -114,25 +115,43 @@ trainer = with_zeropp(trainer, config, resident_weights=not arguments.zero3)
 
 
 class Meter(TrainerCallback):  # type: ignore[misc]
-    """Counts the bytes and the time of all steps but the first two, which warm up: rollouts serve two steps."""
+    """Takes the time and this rank's bytes between and within nodes after each step."""
 
-    sent, seconds = torch.zeros(2), 0.0  # between and within nodes, all ranks
+    def __init__(self) -> None:
+        self.times, self.sent = list[float](), list[list[int]]()
 
     def on_step_end(self, args: Any, state: Any, *_: Any, **kw: Any) -> None:
         (callback,) = (each for each in trainer.callback_handler.callbacks if isinstance(each, ZeroPPCallback))
         assert callback.zeropp is not None
         taken = [zeropp.traffic.take() for zeropp in (callback.zeropp, *callback.others)]
-        if state.global_step == 2:
-            self.start = time.perf_counter()
-        elif state.global_step > 2:
-            self.sent += torch.tensor([sum(t.inter_node for t in taken), sum(t.intra_node for t in taken)])
-            self.seconds = time.perf_counter() - self.start
+        self.times.append(time.time())
+        self.sent.append([sum(t.inter_node for t in taken), sum(t.intra_node for t in taken)])
+
+
+def write_metrics(path: Path, times: list[float], sent: list[list[int]]) -> None:
+    """Write a line for each step, as the trainer does, for tools/report.py."""
+    begun = {"schema": SCHEMA, "settings": {}, "program": {}, "iteration": 0, "time": times[0]}
+    records: list[dict[str, Any]] = [begun]
+    tokens = list[int]()
+    for line in trainer.state.log_history:
+        if "loss" not in line:
+            continue  # a summary
+        step = line["step"]
+        now, (between, within) = times[step - 1], sent[step - 1]
+        tokens.append(line.get("num_tokens", tokens[-1] if tokens else 0))  # GRPO counts them once a rollout
+        point = {"iteration": step, "samples": step * arguments.batch_size * dist.get_world_size(), "time": now}
+        point |= {"lm loss": line["loss"], "comm/bytes-between-nodes": between, "comm/bytes-within-nodes": within}
+        if step > 1:  # a rollout serves several steps: the mean since the first
+            point["tokens-per-second"] = (tokens[-1] - tokens[0]) / (now - times[0])
+        records.append(point)
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
 
 
 meter = Meter()
 trainer.add_callback(meter)
 trainer.train()
-dist.all_reduce(meter.sent)
+sent = torch.tensor(meter.sent)  # [steps, 2]
+dist.all_reduce(sent)
 adapters = f"{arguments.output}/adapters"
 trainer.save_model(adapters if arguments.lora else arguments.output)
 if trainer.is_world_process_zero():
@@ -140,7 +159,9 @@ if trainer.is_world_process_zero():
         PeftModel.from_pretrained(load(), adapters).merge_and_unload().save_pretrained(arguments.output)
         tokenizer.save_pretrained(arguments.output)
     log = [line for line in trainer.state.log_history if "num_tokens" in line]
-    steps = arguments.steps - 2
+    write_metrics(Path(arguments.output, METRICS), meter.times, sent.tolist())
+    steps = arguments.steps - 2  # the first two warm up
+    seconds, (between, within) = meter.times[-1] - meter.times[:2][-1], sent[2:].sum(0).tolist()
     shown: dict[str, str] = {
         name: f"{log[0][name]:.3f} -> {log[-1][name]:.3f}"
         for name in ("loss", "rewards/margins", "reward")
@@ -150,9 +171,9 @@ if trainer.is_world_process_zero():
         "method": method,
         "setting": "ZeRO-3" if arguments.zero3 else "ZeRO++, resident weights",
         # The mean of all steps: a rollout serves several, so the count of tokens does not grow in each.
-        "tokens/s": round(log[-1]["num_tokens"] * steps / arguments.steps / meter.seconds, 1) if steps > 0 else None,
-        "MB between nodes per step": round(meter.sent[0].item() / max(1, steps) / 1e6, 3),
-        "MB within nodes per step": round(meter.sent[1].item() / max(1, steps) / 1e6, 3),
+        "tokens/s": round(log[-1]["num_tokens"] * steps / arguments.steps / seconds, 1) if steps > 0 else None,
+        "MB between nodes per step": round(between / max(1, steps) / 1e6, 3),
+        "MB within nodes per step": round(within / max(1, steps) / 1e6, 3),
         **shown,
     }
     print("; ".join(f"{name}: {value}" for name, value in measured.items()), flush=True)

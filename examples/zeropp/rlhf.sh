@@ -75,6 +75,12 @@ for ONE in $RECIPES; do
         MODEL=$OUT
     done
 done
-! starts || python examples/zeropp/rlhf_table.py "$ALL/results.jsonl"
-[ "$RECIPE" != both ] || ! starts || python examples/conclude.py zeropp-rlhf "$RECIPE" "$ALL" \
+starts || exit 0
+python examples/zeropp/rlhf_table.py "$ALL/results.jsonl"
+for METHOD in $METHODS; do
+    RUNS=()
+    for ONE in $RECIPES; do RUNS+=("$ALL/$ONE-$METHOD"); done
+    python tools/report.py "${RUNS[@]}" --output "$ALL/report-$METHOD.html"
+done
+[ "$RECIPE" != both ] || python examples/conclude.py zeropp-rlhf "$RECIPE" "$ALL" \
     "$([ "$SCALE" = laptop ] && echo --on-cpus || echo --on-gpus)"

@@ -195,6 +195,10 @@ def test_rlhf_prints_zero3_beside_zeropp_which_sends_less(folder):
     assert 0 < zeropp < zero3 / 20  # 8 tokens' gathers against none
     assert float(within.split()[-1]) < float(within.split()[-2]) / 5
     assert (out / "zeropp-grpo" / "model.safetensors").is_file()  # merged
+    assert "zeropp-grpo" in (out / "report-grpo.html").read_text()
+    runs = [read_training(each, out / each / "metrics.jsonl") for each in ("zero3-grpo", "zeropp-grpo")]
+    sent = [each.mean("comm/bytes-between-nodes") for each in runs]
+    assert sent[0] > 20 * sent[1] > 0 and max(runs[1].samples) == 4
     (row,) = [row for row in json.loads((out / "result.json").read_text())["rows"] if "GRPO" in row["published"]]
     assert "2.17 times" in row["published"] and float(row["ours"].split()[0]) > 0 and row["verdict"] == "needs GPUs"
 
