@@ -35,7 +35,7 @@ def main() -> None:
     if "RANK" not in os.environ:
         raise ValueError("plan --measure needs its ranks: start it under torchrun, on all nodes")
     if is_first_rank():
-        args.output.open("a").close()
+        args.output.open("a").close()  # raises before the minutes of measuring
         print("measuring, for some minutes", flush=True)
     device = init_distributed(None, 10)
     usual = 4096 if device.type == "cuda" else 512
