@@ -8,7 +8,6 @@ remains is what flags change: communication, copies, the optimizer. Processor ti
 
 import itertools
 import json
-import statistics
 import sys
 from typing import Any
 
@@ -126,11 +125,9 @@ def table() -> str:
         if "error" in found[0]:
             lines.append([setting, variant, f"does not run: {found[0]['error']}", ""])
             continue
-        sent, busy = (
-            [statistics.median(value(row) for row in found if row["micro_batches"] == n) for n in MICRO_BATCHES]
-            for value in (lambda row: row["bytes_per_parameter"], lambda row: row["computing"] + row["others"])
-        )
-        lines.append([setting, variant, *(" / ".join(f"{x:.2f}" for x in pair) for pair in (sent, busy))])
+        found = found[-len(MICRO_BATCHES) :]  # the last turn
+        sent = " / ".join(f"{row['bytes_per_parameter']:.2f}" for row in found)
+        lines.append([setting, variant, sent, " / ".join(f"{row['computing'] + row['others']:.2f}" for row in found)])
     return markdown_table(["", "flags", "bytes", "processor seconds"], lines)
 
 
