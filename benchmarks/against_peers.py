@@ -21,9 +21,10 @@ import subprocess
 import sys
 import time
 import venv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -389,21 +390,33 @@ def launch(setting: str, cells: list[tuple[int, str | None]], nodes: int, ranks:
     return rows
 
 
-def figures(setting: str, name: str, nodes: int = 2, **where: Any) -> list[float]:
-    """Return a figure of the setting, turn by turn, for what ``where`` says of micro-batches and rate."""
+@cache
+def kept_rows() -> list[dict[str, Any]]:
+    return read_rows(MEASURED)
+
+
+def rows_of(setting: str, nodes: int = 2, **where: Any) -> list[dict[str, Any]]:
+    """Return the rows of the setting, turn by turn, for what ``where`` says of micro-batches and rate."""
     where |= {"nodes": nodes, "setting": setting, "length": LENGTH}
-    return [row[name] for row in read_rows(MEASURED) if where.items() <= row.items()]
+    return [row for row in kept_rows() if where.items() <= row.items()]
+
+
+def figures(setting: str, name: str, nodes: int = 2, **where: Any) -> list[float]:
+    return [row[name] for row in rows_of(setting, nodes, **where)]
+
+
+def median_of_turns(values: Iterable[float]) -> str:
+    """Format the median, and least to most if there are several."""
+    turns = sorted(values)
+    return f"{statistics.median(turns):.2f}" + (f" ({turns[0]:.2f} to {turns[-1]:.2f})" if len(turns) > 1 else "")
 
 
 def table_of_seconds() -> str:
     """Seconds of a step: the median, and least to most over the turns."""
     lines = []
     for setting in SETTINGS:
-        lines.append([name_of(setting)])
-        for rate, n in SHOWN:
-            turns = sorted(figures(setting, "seconds", rate=rate, micro_batches=n))
-            spread = f" ({turns[0]:.2f} to {turns[-1]:.2f})" if len(turns) > 1 else ""
-            lines[-1].append(f"{statistics.median(turns):.2f}{spread}" if turns else "")
+        cells = (figures(setting, "seconds", rate=rate, micro_batches=n) for rate, n in SHOWN)
+        lines.append([name_of(setting), *(median_of_turns(turns) if turns else "" for turns in cells)])
     return markdown_table(["", *(cell_name(*cell) for cell in SHOWN)], lines)
 
 

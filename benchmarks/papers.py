@@ -167,9 +167,8 @@ def predicted() -> list[tuple[str, Row]]:
     ratio, there = ours[0] / ours[1], published[0] / published[1]
     said = f"18B on 64 V100: {published[0]:,.0f} and {published[1]:,.0f} ms, {there:.1f} times as fast (tutorial's log)"
     shown = f"{ours[0]:,.0f} and {ours[1]:,.0f} ms, {ratio:.1f} times"
-    how = "predicted at 100 Gbit/s, which is not stated"
-    found.append(("zeropp-tutorial", (said, shown, how, verdict([there], [ratio]))))
-    return found
+    row = said, shown, "predicted at 100 Gbit/s, which is not stated", verdict([there], [ratio])
+    return [*found, ("zeropp-tutorial", row)]
 
 
 def measured(study: study_tables.Rows, tuned: study_tables.Rows) -> list[tuple[str, Row]]:

@@ -92,20 +92,17 @@ def table_of_auto() -> str:
         # "Kept" is stage 1, and with one micro-batch also stage 2; on each card no stage gathers anything.
         is_kept = stage != "--zero-stage=3" or "card" in copies
         taken = recipe.replace("zero3", "FSDP2") + " on each card" * ("card" in copies) + race.KEPT * is_kept
-        of = {
-            s: dict(
-                zip(*(race.figures(s, name, rate=rate, micro_batches=n) for name in ("turn", "seconds")), strict=True)
-            )
+        seconds = {
+            s: {row["turn"]: row["seconds"] for row in race.rows_of(s, rate=rate, micro_batches=n)}
             for s in race.SETTINGS
             if not s.startswith(refused)
         }
-        ratios = {s: [of[taken][t] / seconds for t, seconds in of[s].items() if t in of[taken]] for s in of}
+        ours = seconds[taken]
+        ratios = {s: [ours[turn] / each[turn] for turn in ours.keys() & each.keys()] for s, each in seconds.items()}
         lines.append([race.cell_name(rate, n), f"`{recipe} {stage} {copies}`", taken])
         for others in ({*race.OURS} - {taken}, {*race.SETTINGS} - {*race.OURS, taken}):
-            best = max(others & of.keys(), key=lambda s: statistics.median(ratios[s]))
-            found = sorted(ratios[best])
-            spread = f" ({found[0]:.2f} to {found[-1]:.2f})" if len(found) > 1 else ""
-            lines[-1] += [best, f"{statistics.median(found):.2f}{spread}"]
+            best = max(others & ratios.keys(), key=lambda s: statistics.median(ratios[s]))
+            lines[-1] += [best, race.median_of_turns(ratios[best])]
     return markdown_table(["", "auto", "measured as", "best of ours", "ratio", "best peer", "ratio"], lines)
 
 

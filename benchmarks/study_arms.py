@@ -1,4 +1,4 @@
-"""What an experiment of the study is made of: scales, arms of training, groups of arms."""
+"""Scales, arms of training, groups of arms, and experiments: the study consists of these."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -38,11 +38,8 @@ def page_of(name: str, rows: Rows) -> str:
     setup = ABOUT["model"] if scale.shape == CPU.shape else ""
     setup += ABOUT["rate"].format(rate=scale.lr) if experiment.scale not in ("rates", "tuned") else ""
     how = ABOUT["how"].strip().format(name=name, control=experiment.control)
-    took = [
-        row["seconds"]
-        for flags in {a.flags for g in experiment.groups for a in g.arms}
-        for row in rows.get(flags, {}).values()
-    ]
+    trained = {arm.flags for group in experiment.groups for arm in group.arms} & rows.keys()
+    took = [row["seconds"] for flags in trained for row in rows[flags].values()]
     how += f" The {len(took)} runs took {sum(took) / 3600:.1f} hours, some beside other programs."
     text = f"# {name}: {experiment.title}\n\n{ABOUT[name]}\n{setup}{how} {resolution(experiment, rows)}\n\n"
     feedback = table_of_feedback(experiment, rows)
@@ -180,9 +177,7 @@ def table_of_rates(rows: Rows) -> str:
     lines = []
     for group in groups:
         trained = {_rate_of(arm): rows.get(arm.flags, {}).values() for arm in group.arms}
-        means = {
-            rate: statistics.mean(row["validation_loss"] for row in seeds) for rate, seeds in trained.items() if seeds
-        }
+        means = {r: statistics.mean(row["validation_loss"] for row in seeds) for r, seeds in trained.items() if seeds}
         losses = {rate: f"{mean:.4f} ({len(trained[rate])})" for rate, mean in means.items()}
         best, own = min(means, key=lambda rate: means[rate], default=""), [*trained]
         if best in own[1:-1] and {own[own.index(best) - 1], own[own.index(best) + 1]} <= means.keys():

@@ -54,7 +54,6 @@ def table(rows: Rows) -> str:
         reached = "" if len(more) == len(steps) else f", {len(more)} of {len(steps)} seeds"
         over = f" ({statistics.mean(more):+.0f} ± {half_width(more):.0f}{reached})" if wire != "bf16" else ""
         medians = [statistics.median(race.figures(setting, "seconds", rate=r, micro_batches=n)) for r, n in race.SHOWN]
-        lines.append(
-            [race.name_of(setting), f"{mean:.0f}{over}", *(f"{mean * seconds / 60:.1f}" for seconds in medians)]
-        )
+        minutes = (f"{mean * seconds / 60:.1f}" for seconds in medians)
+        lines.append([race.name_of(setting), f"{mean:.0f}{over}", *minutes])
     return markdown_table(["", "steps", *(race.cell_name(*cell) for cell in race.SHOWN)], lines)

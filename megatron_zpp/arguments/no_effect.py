@@ -36,7 +36,7 @@ def _missing(flag: Flag, values: Mapping[str, Any]) -> str:
 
 
 def lost_under_muon(settings: Settings) -> str | None:
-    """Say what gradients of so few bits lost under Muon, if a run has both."""
+    """Say what 1-bit or 2-bit gradients lost under Muon, if a run has both."""
     bits, lost = settings.zeropp.gradient_bits, {1: "2", 2: "0.6"}
     if settings.optimizer.optimizer != "muon" or bits not in lost:
         return None

@@ -16,7 +16,7 @@ from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.planning.cluster import Cluster
 from megatron_zpp.planning.measure import HEAD_DIM, LEAST_TOKENS, Options, measure_cluster, measure_links
 from megatron_zpp.planning.predict import estimate_on, predict
-from megatron_zpp.planning.search import USABLE
+from megatron_zpp.planning.search import USABLE, WIRES
 from megatron_zpp.planning.step import StepTime
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.zeropp import build_topology
@@ -126,7 +126,7 @@ def choose(times: Times, loss_budget: float) -> str:
     limit = (1 + PREDICTION_ERROR) * max(time.seconds for time in fastest)
     near = [name for name, both in allowed.items() if min(time.seconds for time in both) <= limit]
     ways = list(dict.fromkeys(name.partition(" ")[2] for name in times))
-    rounds = {name: place if recipe.loss else 0 for place, (name, recipe) in enumerate(RECIPES.items())}
+    rounds = {wire.recipe.name: wire.rank for wire in WIRES}
 
     def preference(name: str) -> tuple[int, int, float]:
         recipe, _, way = name.partition(" ")
