@@ -92,7 +92,7 @@ def _with_island_syncs(time: StepTime, cluster: Cluster, needs: Estimate) -> Ste
     waited = config.fragments * sum(max(0.0, fragment_hop - steps * time.seconds) for steps in steps_per_hop)
     # Links carry all fragments once in an interval, however they overlap.
     waited = max(waited, 2 * hop - config.sync_interval * time.seconds)
-    shard = max(sum(exchanges.unit.numel for exchanges in rank.exchanges) for rank in needs.ranks)
+    shard = max(sum(unit.numel for unit in rank.units) for rank in needs.ranks)
     kernels = SYNC_BYTES * shard / (1e9 * cluster.kernel_gbytes)
     return replace(
         time,

@@ -4,8 +4,8 @@ Published runs are explained best if collectives hide behind no arithmetic (docs
 ZeRO++'s between nodes do: hpZ's behind a forward pass, qgZ's behind a backward pass.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megatron_zpp.families import Architecture
 from megatron_zpp.models.activation_checkpoint import recomputed_modules
@@ -14,18 +14,9 @@ from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.optimizer import OPTIMIZERS
 from megatron_zpp.parallel.stages import idle_micro_batches
 from megatron_zpp.planning.cluster import Cluster
-from megatron_zpp.planning.needs.division import RankGroup, pipeline_placement
-from megatron_zpp.planning.needs.estimate import Estimate, RankEstimate, block_activations
-from megatron_zpp.planning.needs.traffic import (
-    FP32,
-    Exchange,
-    expert_all_to_all,
-    expert_rows,
-    hidden_state_bytes,
-    recomputed_blocks,
-    resent_share,
-    wire_dtypes,
-)
+from megatron_zpp.planning.needs.division import pipeline_placement
+from megatron_zpp.planning.needs.estimate import Estimate, RankEstimate
+from megatron_zpp.planning.needs.traffic import FP32, Collective, block_activations, recomputed_blocks
 from megatron_zpp.settings.resolved import ResolvedSettings
 
 LOGIT_BYTES = 16  # a pass reads and writes in 16 bit at the matrix product, in fp32 from the softmax on
@@ -47,8 +38,9 @@ class StepTime:
     def seconds(self) -> float:
         return sum(vars(self).values())
 
-    def add(self, exchange: Exchange, runs: float, cluster: Cluster) -> None:
-        """Add a collective that runs that often in the step, and the kernels before and after it."""
+    def add(self, collective: Collective, cluster: Cluster) -> None:
+        """Add all runs of a collective, and the kernels before and after it."""
+        exchange, runs = collective.exchange, collective.runs
         seconds = runs * cluster.exchange_seconds(exchange)
         if exchange.group.nodes > 1:
             self.exposed_between += seconds
@@ -70,68 +62,16 @@ def step_times(needs: Estimate, cluster: Cluster) -> list[StepTime]:
         has_head = placement is None or placement.ranks[-1] == number
         passes = [rank.num_layers * each.layer + has_head * each.head for each in (forward, backward)]
         time = StepTime(needs.micro_batches * sum(passes), optimizer=_optimizer_seconds(settings, rank, cluster))
-        for exchange, runs in _rank_exchanges(needs, rank):
-            time.add(exchange, runs, cluster)
-        weights = [unit.weights_between for unit in rank.exchanges if unit.weights_between is not None]
-        gradients = [unit.gradients_between for unit in rank.exchanges if unit.gradients_between is not None]
-        for hops, computing in zip((weights, gradients), passes, strict=True):
+        for each in rank.collectives:
+            time.add(each, cluster)
+        for behind, computing in zip(("forward", "backward"), passes, strict=True):
+            hops = [each.exchange for each in rank.collectives if each.behind == behind]
             if hops and cluster.overlaps:  # but a rank waits for the first unit's weights and the last one's gradients
                 seconds = sum(map(cluster.exchange_seconds, hops))
                 time.exposed_between -= min(computing, seconds - seconds / len(hops))
         time.bubble = idle / needs.micro_batches * (time.seconds - time.optimizer)
         times.append(time)
     return times
-
-
-def _rank_exchanges(needs: Estimate, rank: RankEstimate) -> Iterator[tuple[Exchange, float]]:
-    """Yield the collectives of a rank, and how often each runs in a step."""
-    settings, micro_batches = needs.settings, needs.micro_batches
-    for unit in rank.exchanges:
-        yield from ((each, each.per_step) for each in vars(unit).values() if isinstance(each, Exchange))
-    has_experts = {unit.unit.layer: unit.unit.has_experts for unit in rank.exchanges if unit.unit.layer is not None}
-    for kind in (False, True):
-        layers = sum(has == kind for has in has_experts.values())
-        for exchange, runs in layer_exchanges(needs, rank.num_layers, kind) if layers else ():
-            yield exchange, micro_batches * layers * runs
-    if settings.distributed.pipeline_model_parallel_size > 1:
-        two_ranks = RankGroup(2, 1) if needs.grid.group("pipeline").nodes > 1 else RankGroup(1, 2)
-        nbytes = hidden_state_bytes(settings, needs.planned.whole)
-        yield Exchange(two_ranks, nbytes, is_straight=True), 2 * micro_batches
-
-
-def layer_exchanges(needs: Estimate, num_layers: int, has_experts: bool) -> list[tuple[Exchange, float]]:
-    """Return a layer's collectives of tensor, context and expert parallelism, and their runs in a micro-batch."""
-    settings, grid, model = needs.settings, needs.grid, needs.planned.whole
-    training, distributed, activation = settings.training, settings.distributed, settings.activation
-    weights, _ = wire_dtypes(settings)
-    tensor, context = grid.group("tensor"), grid.group("context")
-    tokens = training.micro_batch_size * training.seq_length // context.size
-    row_bytes = 0  # rows that experts compute for a rank's samples
-    if has_experts:
-        row_bytes = round(weights.itemsize * model.config.hidden_size * (expert_rows(settings, grid) / tensor.size))
-    found = list[tuple[Exchange, float]]()
-    if tensor.size > 1:
-        both = 2 + recomputed_blocks(activation, num_layers) / num_layers  # passes
-        # All-reduces after attention and the MLP; with sequence parallelism, gathers and reduce-scatters.
-        piece = weights.itemsize * tokens * model.config.hidden_size // tensor.size
-        has_mlp = not has_experts or settings.model.shared_expert_size is not None
-        found.append((Exchange(tensor, piece, passes=2), both * (1 + has_mlp)))
-        if has_experts:
-            # Every rank has all tokens and runs its own experts' tokens; results and gradients are gathered.
-            found.append((Exchange(tensor, row_bytes, is_straight=True), both))
-            if distributed.sequence_parallel:
-                found.append((Exchange(tensor, piece), both))
-    if context.size > 1:
-        # Keys and values are gathered, and their gradients are reduce-scattered.
-        width = block_activations(needs.architecture, settings, model).keys_and_values
-        found.append((Exchange(context, tokens * width), 2 + resent_share(activation, num_layers, "core_attn")))
-    exchange = expert_all_to_all(settings, grid, model) if has_experts else None
-    if exchange is not None:  # there and back
-        if distributed.moe_token_bits is not None:
-            quantized = row_bytes + exchange.group.size * exchange.nbytes
-            exchange = replace(exchange, encoded=quantized, decoded=quantized)
-        found.append((exchange, 2 * (2 + resent_share(activation, num_layers, "moe"))))
-    return found
 
 
 @dataclass(frozen=True)
@@ -190,9 +130,9 @@ def _optimizer_seconds(settings: ResolvedSettings, rank: RankEstimate, cluster: 
     # The norm reads gradients. Clipping and the step read and write them, parameters and the optimizer's state.
     state_tensors = OPTIMIZERS[settings.optimizer.optimizer].state_tensors
     moved = sum(
-        part.numel * (1 + 2 * (2 + state_tensors(settings.optimizer, unit.unit.is_hidden_matrix(part))))
-        for unit in rank.exchanges
-        for part in unit.unit.shards
+        part.numel * (1 + 2 * (2 + state_tensors(settings.optimizer, unit.is_hidden_matrix(part))))
+        for unit in rank.units
+        for part in unit.shards
     )
     host = 1e-6 * rank.num_layers * cluster.step_microseconds
     return FP32 * moved / (1e9 * cluster.kernel_gbytes) + host

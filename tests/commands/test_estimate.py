@@ -400,7 +400,7 @@ def test_outer_state_is_where_the_run_keeps_it():
     islands = "--global-batch-size 64 --train-iters 10 --islands 2"
     name = "the islands' outer parameters and momentum, fp32"
     kept = base_time(islands).needs.largest
-    of_rank = 2 * sum(4 * part.numel for unit in kept.exchanges for part in unit.unit.shards)
+    of_rank = 2 * sum(4 * part.numel for unit in kept.units for part in unit.shards)
     assert kept.states[name] == of_rank
     assert name in base_time(f"{islands} --cpu-offload").needs.largest.host  # beside the parameters
 

@@ -9,10 +9,10 @@ from megatron_zpp.families import GPT, LLAMA
 from megatron_zpp.planning.cluster import Cluster, parse_cluster
 from megatron_zpp.planning.needs.division import RankGrid
 from megatron_zpp.planning.needs.estimate import Estimate
-from megatron_zpp.planning.needs.traffic import expert_rows
+from megatron_zpp.planning.needs.traffic import Exchange, expert_rows, layer_collectives
 from megatron_zpp.planning.predict import estimate_on
 from megatron_zpp.planning.search import RECOMPUTE_ALL
-from megatron_zpp.planning.step import Arithmetic, StepTime, arithmetic, layer_exchanges, step_times
+from megatron_zpp.planning.step import Arithmetic, StepTime, arithmetic, step_times
 
 H, S, B, V, LAYERS = 64, 128, 2, 512, 3
 FLAGS = (
@@ -37,6 +37,12 @@ def needs_of(more: str, spec: Cluster) -> Estimate:
 def passes(more: str, spec: Cluster) -> tuple[Arithmetic, Arithmetic]:
     needs = needs_of(more, spec)
     return arithmetic(GPT, needs.settings, spec, needs.planned.whole)
+
+
+def of_layer(needs: Estimate, has_experts: bool) -> list[tuple[Exchange, float]]:
+    model = needs.planned.whole
+    found = layer_collectives(needs.architecture, needs.settings, needs.grid, model, LAYERS, has_experts)
+    return [(each.exchange, each.runs) for each in found]
 
 
 def step(more: str, spec: Cluster) -> StepTime:
@@ -103,9 +109,10 @@ def test_weights_and_gradients_cross_nodes_behind_a_pass():
     low_bits = f"{LOW_BITS} --global-batch-size 24"
     slow, fast = cluster(**LINKS), cluster(**LINKS | dict(between_gbits=1e3))
     for spec in (slow, fast):
-        units = needs_of(low_bits, spec).ranks[0].exchanges
-        weights = sum(spec.exchange_seconds(unit.weights_between) for unit in units)
-        gradients = sum(spec.exchange_seconds(unit.gradients_between) for unit in units)
+        sent = needs_of(low_bits, spec).ranks[0].collectives
+        between = [each for each in sent if each.exchange.group.nodes > 1]
+        weights = sum(spec.exchange_seconds(each.exchange) for each in between if each.what == "weights")
+        gradients = sum(spec.exchange_seconds(each.exchange) for each in between if each.what == "gradients")
         computing = [LAYERS * each.layer + each.head for each in passes(low_bits, spec)]
         exposed = step(low_bits, spec).exposed_between
         if spec is slow:
@@ -124,12 +131,30 @@ def test_replicas_add_up_once_per_step():
     assert once.exposed_between == often.exposed_between > 0 and often.exposed_within > 3 * once.exposed_within
 
 
+def test_muon_waits_for_matrices():
+    """A rank sends its rows to the other node in 4 bits, then to its node's owners, and updated rows come back."""
+    rows = LAYERS * 12 * H * H / 4  # elements of a rank's shards
+    flags = "--optimizer muon --muon-momentum-bits 4 --zeropp-ranks-per-node 2"
+    muon, adam = (step(more, cluster(**LINKS)) for more in (flags, "--zeropp-ranks-per-node 2"))
+    between = muon.exposed_between - adam.exposed_between
+    assert between == pytest.approx(2 * rows * (1 / 2 + 4 / 128) / 1000, rel=0.02)  # both ranks share the link
+    assert muon.exposed_within - adam.exposed_within == pytest.approx(3 / 2 * 2 * rows / 1000)  # half, in 16 bit
+
+
 def test_a_pipeline_idles_for_some_micro_batches():
     flags = f"--pipeline-model-parallel-size 2 --global-batch-size 16 --num-layers 4 {FLAGS.split('--hidden-size')[0]}"
     first, last = step_times(needs_of(f"{flags} --num-layers 4", cluster()), cluster())
     for time in (first, last):  # 1 of 4 micro-batches: stages - 1
         assert time.bubble == pytest.approx((time.seconds - time.optimizer - time.bubble) / 4)
     assert last.compute > first.compute  # the output layer
+    waits = [
+        time.exposed_between
+        for time in step_times(needs_of(f"{flags} --num-layers 4", cluster(**LINKS)), cluster(**LINKS))
+    ]
+    hidden = (
+        4 * 2 * B * S * H * 2
+    )  # of 4 micro-batches, from both ranks of a node in 16 bit; gradients go the other way
+    assert waits[0] == pytest.approx(hidden / 1000)
 
 
 @pytest.mark.parametrize(
@@ -146,20 +171,20 @@ def test_a_layer_waits_for_tokens_that_are_sent_to_experts(more, again):
     needs = needs_of(f"--num-experts 4 --expert-model-parallel-size 4 {more}", spec)
     # A quarter of the rows [S * B tokens, each to 2 experts] goes to each of 4 ranks, half of all to the other node.
     leaving = 2 * (S * B * 2 * H * 2) / 2  # bytes out of a node, of its two ranks in 16 bit
-    ((exchange, runs),) = layer_exchanges(needs, LAYERS, has_experts=True)
+    ((exchange, runs),) = of_layer(needs, has_experts=True)
     assert spec.exchange_seconds(exchange) == pytest.approx(leaving / 1000, rel=1e-4)
     assert runs == pytest.approx(4 + again)  # there and back, in both passes
     plain = needs_of(f"--num-experts 4 {more}", spec)
     layers = 1 if "freq" in more else LAYERS
     more_seconds = step_times(needs, spec)[0].exposed_between - step_times(plain, spec)[0].exposed_between
-    assert more_seconds < layers * runs * leaving / 1000 and not layer_exchanges(needs, LAYERS, has_experts=False)
+    assert more_seconds < layers * runs * leaving / 1000 and not of_layer(needs, has_experts=False)
 
 
 @pytest.mark.parametrize(("more", "gathers"), [("", 2), ("--recompute-activations", 3), (RECOMPUTE_ALL, 3)])
 def test_a_layer_waits_for_keys_and_values_that_are_gathered(more, gathers):
     spec = cluster(**LINKS)
     needs = needs_of(f"--context-parallel-size 4 {more}", spec)
-    ((exchange, runs),) = layer_exchanges(needs, LAYERS, has_experts=False)
+    ((exchange, runs),) = of_layer(needs, has_experts=False)
     assert spec.exchange_seconds(exchange) > B * S * H * 2 / 1000  # at least the keys of other ranks
     assert runs == gathers
     alone = step_times(needs_of(f"--micro-batch-size 2 {more}", spec), spec)[0].exposed_between
@@ -169,12 +194,12 @@ def test_a_layer_waits_for_keys_and_values_that_are_gathered(more, gathers):
 def test_exchanges_of_experts():
     """Few bits of tokens are quantized before each way and after it; tensor-parallel ranks gather results."""
     needs = needs_of("--num-experts 4 --expert-model-parallel-size 4 --moe-token-bits 8", cluster())
-    ((exchange, _),) = layer_exchanges(needs, LAYERS, has_experts=True)
+    ((exchange, _),) = of_layer(needs, has_experts=True)
     assert exchange.encoded == exchange.decoded
     assert exchange.encoded == pytest.approx(S * B * 2 * (2 * H + H + 4), rel=0.1)  # int8, and a scale in fp32
     spec = cluster(**LINKS | dict(within_gbytes=1e-9))  # a byte a second
     needs = needs_of("--num-experts 4 --tensor-model-parallel-size 2", spec)
-    (summed, twice), (made, often) = layer_exchanges(needs, LAYERS, has_experts=True)
+    (summed, twice), (made, often) = of_layer(needs, has_experts=True)
     assert (twice, often) == (2, 2)
     # Attention's all-reduce of 2 passes over half the bytes; half of 2 rows a token, in 16 bit.
     assert spec.exchange_seconds(summed) == pytest.approx(2 * S * B * H)
@@ -185,13 +210,14 @@ def test_exchanges_of_experts():
 def test_quantizing_touches_its_bytes_and_nothing_else_does():
     spec = cluster(kernel_gbytes=1.0)
     assert step("--zeropp-ranks-per-node 2", spec).compression == 0 < step(LOW_BITS, spec).compression
-    unit = needs_of(LOW_BITS, spec).ranks[0].exchanges[0]
+    sent = needs_of(LOW_BITS, spec).ranks[0].collectives
+    weights_between, _, reduce, *_ = (each.exchange for each in sent)  # and a gather, of the first unit
     numel = 12 * H * H / 4  # matrix elements in a rank's shard; norms are little more
     sent = 2 * numel + numel * (1 + 4 / 256)  # read in 16 bit; int8 and its scales are written
-    assert unit.weights_between.encoded == pytest.approx(sent, rel=0.05)
-    assert unit.weights_between.decoded == pytest.approx(2 * unit.weights_between.encoded)  # both nodes' shards
+    assert weights_between.encoded == pytest.approx(sent, rel=0.05)
+    assert weights_between.decoded == pytest.approx(2 * weights_between.encoded)  # both nodes' shards
     gradients = 2 * 4 * numel + 4 * numel * (1 + 4 / 128)  # from all four ranks, in 16 bit and as int8
-    assert unit.reduce.encoded == pytest.approx(gradients, rel=0.05)
+    assert reduce.encoded == pytest.approx(gradients, rel=0.05)
 
 
 def test_rows_of_experts_within_a_node_are_padded_to_their_capacity():

@@ -26,12 +26,13 @@ from megatron_zpp.planning.needs.division import (
     plan_model,
 )
 from megatron_zpp.planning.needs.traffic import (
-    UnitExchanges,
+    Collective,
+    block_activations,
     effective_zero_stage,
     island_piece_bytes,
+    rank_collectives,
     recomputed_blocks,
     step_traffic,
-    unit_exchanges,
     wire_dtypes,
 )
 from megatron_zpp.settings.groups import ActivationSettings
@@ -53,7 +54,8 @@ class RankEstimate:
     states: dict[str, int]
     working: dict[str, int]
     host: dict[str, int]  # bytes in host memory: offloaded tensors, and the copy that a save makes
-    exchanges: list[UnitExchanges]
+    units: list[PlannedUnit]
+    collectives: list[Collective]
     num_layers: int
     resident_weights: int  # more than ``memory``, inside ``zeropp.resident_weights()``,
     cache_per_token: int  # bytes of key-value cache per generated token
@@ -128,20 +130,16 @@ def estimate(
             kept = micro_batches_kept(schedule, placement, pipeline_rank, micro_batches)
         states, host = _rank_states(settings, units, micro_batches)
         working, offloaded, cache = _working_memory(architecture, settings, planned.whole, units, kept)
-        exchanges = {  # equal layers have equal units
-            unit: unit_exchanges(settings, unit, micro_batches, ring_passes, grid.group("replicas"))
-            for unit in set(units)
-        }
         weights, _ = wire_dtypes(settings)
         resident = [
             unit.group.size * unit.formats(settings.zeropp).resident_bytes(unit.part, weights)
             for unit in units
             if unit.group.size > 1 and (unit.group.nodes == 1 or settings.zeropp.weight_copies != "card")
         ]
-        sends = [exchanges[unit] for unit in units]
-        ranks.append(RankEstimate(states, working, host | offloaded, sends, count_layers(units), sum(resident), cache))
-    sending = [rank.exchanges for rank in ranks]
-    between_nodes, within_nodes = step_traffic(settings, planned, grid, sending, micro_batches)
+        sent = rank_collectives(architecture, settings, grid, planned, pipeline_rank, micro_batches, ring_passes)
+        rest = (units, [*sent], count_layers(units), sum(resident), cache)
+        ranks.append(RankEstimate(states, working, host | offloaded, *rest))
+    between_nodes, within_nodes = step_traffic(grid.world_size, [rank.collectives for rank in ranks])
     # A rank sends one piece to each other island, and then one around the ring.
     pieces = island_piece_bytes(settings, planned)
     island_bytes = grid.world_size // len(pieces) * 2 * (distributed.islands - 1) * sum(pieces)
@@ -282,17 +280,6 @@ def _working_memory(
     if masks := _attention_masks(settings, model, block.scores > 0):
         working["masks of attention"] = masks
     return working, in_host, num_layers * block.keys_and_values
-
-
-def block_activations(architecture: Architecture, settings: ResolvedSettings, model: Transformer) -> BlockActivations:
-    """Return the bytes that a rank keeps of one block. Raises ValueError if the architecture does not say them."""
-    if architecture.activations is None:
-        raise ValueError(f"the architecture {architecture.name} does not say what memory its activations take")
-    distributed, (weights, _) = settings.distributed, wire_dtypes(settings)
-    block = architecture.activations(model.config, weights.itemsize).per_tensor_parallel_rank(
-        distributed.tensor_model_parallel_size, distributed.sequence_parallel
-    )
-    return block.attending(settings.training.seq_length, distributed.context_parallel_size)
 
 
 def _kept_and_recomputed(activation: ActivationSettings, block: BlockActivations, num_layers: int) -> tuple[float, int]:

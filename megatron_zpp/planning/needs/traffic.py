@@ -2,10 +2,14 @@
 
 import itertools
 import math
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
+from megatron_zpp.families import Architecture
+from megatron_zpp.families.architecture import BlockActivations
 from megatron_zpp.islands.hops import island_format
 from megatron_zpp.models.moe import MOST_PADDING
 from megatron_zpp.models.transformer import Transformer
@@ -40,7 +44,6 @@ class Exchange:
     encoded: int = 0  # bytes that kernels read and write before it
     decoded: int = 0  # after it
     through_host: int = 0  # bytes that a rank reads from host memory before it, or writes there after it
-    per_step: int = 1  # how often it runs in a step
 
     @property
     def sent(self) -> int:
@@ -60,35 +63,32 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class UnitExchanges:
-    """The collectives of one unit in a step of many equal ones."""
+class Collective:
+    """A collective that one rank runs in a step."""
 
-    unit: PlannedUnit
-    weights_between: Exchange | None  # hpZ's
-    weights_passed_on: Exchange | None  # within a node, where each card keeps them
-    gather: Exchange
-    reduce: Exchange | None
-    gradients_between: Exchange | None  # qgZ's
-    all_reduce: Exchange | None  # among HSDP's replicas
+    what: str  # it sends; "" for what neither estimates nor logs count: activations between the ranks of a layer
+    exchange: Exchange
+    runs: float = 1  # in a step, a mean over Muon's period
+    behind: str = ""  # the pass that hides it: "forward" hides hpZ's, "backward" qgZ's
 
 
-def unit_exchanges(
+def unit_collectives(
     settings: ResolvedSettings, unit: PlannedUnit, micro_batches: int, ring_passes: int, replicas: RankGroup
-) -> UnitExchanges:
-    """Return what ``apply_zeropp`` and FSDP2 would send for a unit. ring_passes: of a reduce-scatter; 2 with gloo."""
+) -> Iterator[Collective]:
+    """Yield what ``apply_zeropp`` and FSDP2 would send for a unit. ring_passes: of a reduce-scatter; 2 with gloo."""
     config, stage = settings.zeropp, effective_zero_stage(settings)
     weights, gradients = wire_dtypes(settings)
     group, part, formats, numel = unit.group, unit.part, unit.formats(config), unit.numel
     nodes, per_node = group.nodes, group.ranks_per_node
     between_nodes, within_node = RankGroup(nodes, 1), RankGroup(1, per_node)
-    weights_between = passed_on = reduce = gradients_between = all_reduce = None
     gather = Exchange(group, weights.itemsize * numel)
     if formats.has_secondary_partition:
         moved = formats.bytes_between_nodes(part, weights)
         encoded = weights.itemsize * numel + moved
         # Each gather reads a copy in host memory, and what arrived is written back once per step.
         in_host = unit.copy_bytes(config, weights) if config.offloads("copies") else 0
-        weights_between = Exchange(between_nodes, moved, encoded=encoded, decoded=nodes * encoded, through_host=in_host)
+        hop = Exchange(between_nodes, moved, encoded=encoded, decoded=nodes * encoded, through_host=in_host)
+        yield Collective("weights", hop, behind="forward")
         wire = formats.weights_within_node(part, weights)
         nbytes = nodes * (wire.nbytes if wire is not None else gather.nbytes)
         decoded = 0
@@ -97,37 +97,36 @@ def unit_exchanges(
             decoded = per_node * nbytes + weights.itemsize * unit.gathered_numel
         gather = Exchange(within_node, nbytes, decoded=decoded, through_host=in_host)
         if config.weight_copies == "card":  # gathers decode, and send nothing
-            passed_on = Exchange(within_node, nodes * moved, decoded=(per_node - 1) * weights_between.decoded)
+            yield Collective("weights", Exchange(within_node, nodes * moved, decoded=(per_node - 1) * hop.decoded))
             gather = replace(gather, group=RankGroup(1, 1))
     elif config.quantized_weights:
         nbytes = formats.weights(part, weights).nbytes
         encoded = weights.itemsize * numel + nbytes
         gather = Exchange(group, nbytes, encoded=encoded, decoded=group.size * encoded)
+    # Layers are gathered for each pass; other units stay gathered between the two.
+    yield Collective("weights", gather, (2 if unit.layer is not None else 1) * micro_batches if stage == 3 else 1)
     # Each reduction of a hop reads its errors and writes them back. A micro-batch writes sums, and the next reads them.
     error_within, error_between = unit.error_bytes(config) if config.offloads("errors") else (0, 0)
     sums = unit.sum_bytes(config) * (micro_batches - 1) if config.offloads("sums") and stage > 1 else 0
+    reductions = micro_batches if stage > 1 else 1
     if not config.quantized_gradients:
-        reduce = Exchange(group, gradients.itemsize * numel, ring_passes)
-    else:
-        if per_node > 1:
-            # Each rank sends a piece of N shards to each rank of its node, and adds up those that it receives.
-            nbytes = nodes * formats.gradients_within_node(part, gradients).nbytes
-            encoded = gradients.itemsize * unit.gathered_numel + per_node * nbytes
-            decoded = per_node * nbytes + 2 * FP32 * nodes * numel
-            reduce = Exchange(within_node, nbytes, is_straight=True, encoded=encoded, decoded=decoded)
-            reduce = replace(reduce, through_host=2 * error_within)
-        if nodes > 1:
-            nbytes = formats.gradients_between_nodes(part, gradients).nbytes
-            encoded, decoded = FP32 * nodes * numel + nodes * nbytes, nodes * nbytes + 2 * FP32 * numel
-            gradients_between = Exchange(between_nodes, nbytes, is_straight=True, encoded=encoded, decoded=decoded)
-            gradients_between = replace(gradients_between, through_host=2 * (error_between + sums))
+        yield Collective("gradients", Exchange(group, gradients.itemsize * numel, ring_passes), reductions)
+    elif per_node > 1:
+        # Each rank sends a piece of N shards to each rank of its node, and adds up those that it receives.
+        nbytes = nodes * formats.gradients_within_node(part, gradients).nbytes
+        encoded = gradients.itemsize * unit.gathered_numel + per_node * nbytes
+        decoded, in_host = per_node * nbytes + 2 * FP32 * nodes * numel, 2 * error_within
+        hop = Exchange(within_node, nbytes, is_straight=True, encoded=encoded, decoded=decoded, through_host=in_host)
+        yield Collective("gradients", hop, reductions)
+    if config.quantized_gradients and nodes > 1:
+        nbytes = formats.gradients_between_nodes(part, gradients).nbytes
+        encoded, decoded = FP32 * nodes * numel + nodes * nbytes, nodes * nbytes + 2 * FP32 * numel
+        in_host = 2 * (error_between + sums)
+        hop = Exchange(between_nodes, nbytes, is_straight=True, encoded=encoded, decoded=decoded, through_host=in_host)
+        yield Collective("gradients", hop, behind="backward")
     if replicas.size > 1:
-        all_reduce = Exchange(replicas, math.ceil(gradients.itemsize * numel / replicas.size), passes=2)
-    if stage == 3:  # layers are gathered for each pass; other units stay gathered between the two
-        gather = replace(gather, per_step=(2 if unit.layer is not None else 1) * micro_batches)
-    if stage >= 2 and reduce is not None:
-        reduce = replace(reduce, per_step=micro_batches)
-    return UnitExchanges(unit, weights_between, passed_on, gather, reduce, gradients_between, all_reduce)
+        piece = math.ceil(gradients.itemsize * numel / replicas.size)
+        yield Collective("gradients", Exchange(replicas, piece, passes=2))
 
 
 def effective_zero_stage(settings: ResolvedSettings) -> int:
@@ -141,67 +140,101 @@ def wire_dtypes(settings: ResolvedSettings) -> tuple[torch.dtype, torch.dtype]:
     return policy.param_dtype or torch.float32, policy.reduce_dtype or torch.float32
 
 
-Traffic = dict[str, int]  # bytes per step, by what is sent
-
-
-def step_traffic(
+def rank_collectives(
+    architecture: Architecture,
     settings: ResolvedSettings,
-    planned: PlannedModel,
     grid: RankGrid,
-    exchanges: list[list[UnitExchanges]],
+    planned: PlannedModel,
+    pipeline_rank: int,
     micro_batches: int,
-) -> tuple[Traffic, Traffic]:
-    """Return what all ranks send between and within nodes. exchanges: of a rank of each stage."""
-    between, within = {"weights": 0, "gradients": 0}, {"weights": 0, "gradients": 0}
-    ranks_per_stage = grid.world_size // len(exchanges)
-    for unit in itertools.chain(*exchanges):
-        weights = (unit.weights_between, unit.weights_passed_on, unit.gather)
-        gradients = (unit.reduce, unit.gradients_between, unit.all_reduce)
-        for what, sent in (*(("weights", sent) for sent in weights), *(("gradients", sent) for sent in gradients)):
-            if sent is not None:
-                runs = sent.per_step * (ranks_per_stage // sent.group.size)
-                between[what] += runs * sent.sent_between_nodes
-                within[what] += runs * sent.sent_within_nodes
+    ring_passes: int,
+) -> Iterator[Collective]:
+    """Yield all collectives of a rank of this stage."""
+    units, model, replicas = planned.units_per_rank[pipeline_rank], planned.whole, grid.group("replicas")
+    # Equal layers have equal units.
+    found = {u: [*unit_collectives(settings, u, micro_batches, ring_passes, replicas)] for u in set(units)}
+    yield from itertools.chain.from_iterable(found[unit] for unit in units)
     if settings.optimizer.optimizer == "muon":
-        momentum = [_muon_traffic(settings, units, ranks_per_stage) for units in planned.units_per_rank]
-        between["momentum"], within["momentum"] = map(sum, zip(*momentum, strict=True))
-    exchange = expert_all_to_all(settings, grid, planned.whole)
-    if exchange is not None:  # to experts and back, in both passes
-        times = sum(
-            2
-            * (2 + resent_share(settings.activation, count_layers(units), "moe"))
-            * sum(unit.has_experts for unit in units)
-            for units in planned.units_per_rank
-        )
-        times *= micro_batches * ranks_per_stage / exchange.group.size
-        between["tokens"] = round(times * exchange.sent_between_nodes)
-        within["tokens"] = round(times * exchange.sent_within_nodes)
-    placement = pipeline_placement(settings.distributed, planned.whole)
-    if placement is not None:  # hidden states to the next stage, and their gradients to the one before
-        crossings = sum(one != other for one, other in itertools.pairwise(placement.ranks))
-        hidden = 2 * crossings * micro_batches * ranks_per_stage * hidden_state_bytes(settings, planned.whole)
-        (between if grid.group("pipeline").nodes > 1 else within)["hidden states"] = hidden
-    return between, within
+        yield from _muon_collectives(settings, units)
+    kinds = Counter({unit.layer: unit.has_experts for unit in units if unit.layer is not None}.values())
+    for has_experts, layers in kinds.items():
+        for each in layer_collectives(architecture, settings, grid, model, count_layers(units), has_experts):
+            yield replace(each, runs=micro_batches * layers * each.runs)
+    placement = pipeline_placement(settings.distributed, model)
+    if placement is not None:  # hidden states from and to the stages next to it, and their gradients
+        crossings = [pair for pair in itertools.pairwise(placement.ranks) if pair[0] != pair[1]]
+        two_ranks = RankGroup(2, 1) if grid.group("pipeline").nodes > 1 else RankGroup(1, 2)
+        distributed, (weights_dtype, _) = settings.distributed, wire_dtypes(settings)
+        tokens = settings.training.micro_batch_size * settings.training.seq_length // distributed.context_parallel_size
+        tokens //= distributed.tensor_model_parallel_size if distributed.sequence_parallel else 1
+        hidden = Exchange(two_ranks, weights_dtype.itemsize * tokens * model.config.hidden_size, is_straight=True)
+        yield Collective("hidden states", hidden, micro_batches * sum(pipeline_rank in pair for pair in crossings))
 
 
-def _muon_traffic(settings: ResolvedSettings, units: list[PlannedUnit], ranks: int) -> tuple[int, int]:
-    """Return the bytes that all ranks of a stage send between and within nodes, a mean over Muon's period."""
+def _muon_collectives(settings: ResolvedSettings, units: list[PlannedUnit]) -> Iterator[Collective]:
     optimizer, nodes, per_node = settings.optimizer, units[0].group.nodes, units[0].group.ranks_per_node
     wire = MomentumWire(optimizer.muon_momentum_bits).format(hidden_matrices(units))
     whole = 1 / optimizer.muon_period if optimizer.muon_period else 0.0  # share of the steps with whole matrices
+    yield Collective("momentum", Exchange(RankGroup(nodes, 1), wire.nbytes, is_straight=True), whole)
     # Rows go to the owners, from all nodes if matrices are whole, and a node's rows come back.
     from_others = 1.0 if optimizer.muon_stale_rows else whole
-    to_and_from_owners = (1 + from_others * (nodes - 1) + 1) * (per_node - 1) * torch.bfloat16.itemsize * wire.numel
-    return round(ranks * whole * (nodes - 1) * wire.nbytes), round(ranks // per_node * to_and_from_owners)
+    rows = torch.bfloat16.itemsize * wire.numel // per_node
+    to_and_from_owners = Exchange(RankGroup(1, per_node), rows, is_straight=True)
+    yield Collective("momentum", to_and_from_owners, 2 + from_others * (nodes - 1))
 
 
-def hidden_state_bytes(settings: ResolvedSettings, model: Transformer) -> int:
-    """Return the bytes of hidden states that one rank sends to the next stage per micro-batch."""
-    training, distributed = settings.training, settings.distributed
-    length = training.seq_length // distributed.context_parallel_size
-    length //= distributed.tensor_model_parallel_size if distributed.sequence_parallel else 1
+def layer_collectives(
+    architecture: Architecture,
+    settings: ResolvedSettings,
+    grid: RankGrid,
+    model: Transformer,
+    num_layers: int,
+    has_experts: bool,
+) -> Iterator[Collective]:
+    """Yield a layer's collectives of tensor, context and expert parallelism; ``runs`` are a micro-batch's."""
+    training, distributed, activation = settings.training, settings.distributed, settings.activation
     weights, _ = wire_dtypes(settings)
-    return weights.itemsize * training.micro_batch_size * length * model.config.hidden_size
+    tensor, context = grid.group("tensor"), grid.group("context")
+    tokens = training.micro_batch_size * training.seq_length // context.size
+    row_bytes = 0  # rows that experts compute for a rank's samples
+    if has_experts:
+        row_bytes = round(weights.itemsize * model.config.hidden_size * (expert_rows(settings, grid) / tensor.size))
+    if tensor.size > 1:
+        both = 2 + recomputed_blocks(activation, num_layers) / num_layers  # passes
+        # All-reduces after attention and the MLP; with sequence parallelism, gathers and reduce-scatters.
+        piece = weights.itemsize * tokens * model.config.hidden_size // tensor.size
+        has_mlp = not has_experts or settings.model.shared_expert_size is not None
+        yield Collective("", Exchange(tensor, piece, passes=2), both * (1 + has_mlp))
+        if has_experts:
+            # Every rank has all tokens and runs its own experts' tokens; results and gradients are gathered.
+            yield Collective("", Exchange(tensor, row_bytes, is_straight=True), both)
+            if distributed.sequence_parallel:
+                yield Collective("", Exchange(tensor, piece), both)
+    if context.size > 1:
+        # Keys and values are gathered, and their gradients are reduce-scattered.
+        width = block_activations(architecture, settings, model).keys_and_values
+        again = resent_share(activation, num_layers, "core_attn")
+        yield Collective("", Exchange(context, tokens * width), 2 + again)
+    group = grid.group("experts")
+    if has_experts and group.size > 1:  # to the experts and back
+        row = token_format(model.config.hidden_size, distributed.moe_token_bits, weights)
+        rows = expert_rows(settings, grid) / tensor.size / group.size  # each rank sends its own experts' rows
+        exchange = Exchange(group, math.ceil(rows * row.nbytes), is_straight=True)
+        if distributed.moe_token_bits is not None:
+            quantized = row_bytes + group.size * exchange.nbytes
+            exchange = replace(exchange, encoded=quantized, decoded=quantized)
+        yield Collective("tokens", exchange, 2 * (2 + resent_share(activation, num_layers, "moe")))
+
+
+def step_traffic(world_size: int, ranks: list[list[Collective]]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes that all ranks send between and within nodes, by what it is. ranks: one of each stage."""
+    between, within = {"weights": 0.0, "gradients": 0.0}, {"weights": 0.0, "gradients": 0.0}
+    for each in itertools.chain(*ranks):
+        if each.what:
+            runs = each.runs * world_size / len(ranks) / each.exchange.group.size
+            between[each.what] = between.get(each.what, 0) + runs * each.exchange.sent_between_nodes
+            within[each.what] = within.get(each.what, 0) + runs * each.exchange.sent_within_nodes
+    return {k: round(v) for k, v in between.items()}, {k: round(v) for k, v in within.items()}
 
 
 def island_piece_bytes(settings: ResolvedSettings, planned: PlannedModel) -> list[int]:
@@ -210,27 +243,16 @@ def island_piece_bytes(settings: ResolvedSettings, planned: PlannedModel) -> lis
     return [island_format(config, island_pieces(units, islands)).nbytes for units in planned.units_per_rank]
 
 
-# Tokens of divided experts, as if routers spread them evenly: what ``parallel.experts`` counts depends on the data.
-
-
 def expert_rows(settings: ResolvedSettings, grid: RankGrid) -> float:
-    """Return the tokens of a micro-batch that one rank's samples send to experts, each counted once per expert."""
+    """Return the tokens of a micro-batch that one rank's samples send to experts, each counted once per expert.
+
+    As if routers spread them evenly: what ``parallel.experts`` counts depends on the data.
+    """
     training, model = settings.training, settings.model
     tokens = training.micro_batch_size * training.seq_length / settings.distributed.context_parallel_size
     capacity = model.expert_capacity_factor or math.inf
     is_padded = capacity <= MOST_PADDING and grid.group("experts").nodes == 1
     return tokens * model.router_topk * (capacity if is_padded else min(1.0, capacity))
-
-
-def expert_all_to_all(settings: ResolvedSettings, grid: RankGrid, model: Transformer) -> Exchange | None:
-    """Return one all-to-all of a layer and micro-batch, to the experts or back; None if tokens stay on their rank."""
-    group = grid.group("experts")
-    if settings.model.num_experts is None or group.size == 1:
-        return None
-    weights, _ = wire_dtypes(settings)
-    row = token_format(model.config.hidden_size, settings.distributed.moe_token_bits, weights)
-    rows = expert_rows(settings, grid) / grid.group("tensor").size / group.size  # each rank sends its own experts' rows
-    return Exchange(group, math.ceil(rows * row.nbytes), is_straight=True)
 
 
 def recomputed_blocks(activation: ActivationSettings, num_blocks: int) -> int:
@@ -251,3 +273,14 @@ def resent_share(activation: ActivationSettings, num_layers: int, module: str) -
     if activation.recompute_granularity == "selective":
         return 1.0  # results of linear layers and attention are kept, but not what they take from other ranks
     return recomputed_blocks(activation, num_layers) / num_layers
+
+
+def block_activations(architecture: Architecture, settings: ResolvedSettings, model: Transformer) -> BlockActivations:
+    """Return the bytes that a rank keeps of one block. Raises ValueError if the architecture does not say them."""
+    if architecture.activations is None:
+        raise ValueError(f"the architecture {architecture.name} does not say what memory its activations take")
+    distributed, (weights, _) = settings.distributed, wire_dtypes(settings)
+    block = architecture.activations(model.config, weights.itemsize).per_tensor_parallel_rank(
+        distributed.tensor_model_parallel_size, distributed.sequence_parallel
+    )
+    return block.attending(settings.training.seq_length, distributed.context_parallel_size)
