@@ -3,12 +3,11 @@
     sudo .venv/bin/python benchmarks/against_peers.py run  # makes build/peers with DeepSpeed first
 
 All train the same model of torch's own modules in bf16 with fp32 masters and AdamW. One start of the program trains in
-each cell in turn: micro-batches of a step, and rate of the links. All run in the first turn; the fastest peers that
-shard, and our recipes that `auto` may choose, with kept weights, run in each. "Kept": the weights stay gathered from a
-step's first forward pass to its last backward pass, and gradients are reduced once per step. Bytes are read from the
-nodes' interfaces, memory is the largest rank's peak. DeepSpeed's qwZ and qgZ run with a quantizer in torch, Megatron-
-FSDP with streams and events that do nothing. gloo sends the gradients of a reduce-scatter twice; "by NCCL" is a flat
-ring over the ranks, by formula.
+each cell in turn: micro-batches of a step, and rate of the links. The first turn has all ways, others have the fastest.
+"Kept": the weights stay gathered from a step's first forward pass to its last backward pass, and gradients are reduced
+once per step. Bytes are read from the nodes' interfaces, memory is the largest rank's peak. DeepSpeed's qwZ and qgZ run
+with a quantizer in torch, Megatron-FSDP with streams and events that do nothing. gloo sends the gradients of a reduce-
+scatter twice; "by NCCL" is a flat ring over the ranks, by formula.
 """
 
 import itertools
@@ -56,7 +55,6 @@ MEASURED_STEPS = {1: 3, 8: 1}  # by micro-batches of a step
 RATES = [None, "1gbit", "100mbit"]
 CELLS: list[tuple[int, str | None]] = list(itertools.product(MEASURED_STEPS, RATES))
 SHOWN = list(itertools.product(reversed(RATES), MEASURED_STEPS))  # columns of the tables: the slowest links first
-TURNS = 5
 KEPT = ", kept"
 # Bytes that leave a node per parameter and step of n micro-batches, of a flat ring over W = 4 ranks in 16 bit: a gather
 # or reduce-scatter takes 2 (W - 1) / W = 1.5, an all-reduce between replicas on two nodes 2.
@@ -85,8 +83,9 @@ PARTS = ["computing", "ready", "blocked", "others"]
 CARD = "int8 on each card, kept"  # every rank keeps all codes
 OURS = ["lossless", "lossless, kept", "int8", "int8, kept", CARD, "int6", "int6, kept", "ternary", "ternary, kept"]
 SETTINGS = [*BY_NCCL, *MEGATRON_FSDP, POWER_SGD, HIERARCHY, *OURS]
-IN_EVERY_TURN = ["FSDP2, kept", "HSDP, kept", MEGATRON_FSDP[0], HIERARCHY]
-IN_EVERY_TURN += ["lossless, kept", "int8, kept", CARD, "int6, kept"]
+IN_EVERY_TURN = ["FSDP2, kept", "HSDP, kept", MEGATRON_FSDP[0], HIERARCHY, "lossless, kept", "int8, kept"]
+IN_TURNS = [SETTINGS, *4 * [[*IN_EVERY_TURN, CARD, "int6, kept"]]]
+IN_TURNS += 4 * [["DeepSpeed ZeRO-3, kept", POWER_SGD, *IN_EVERY_TURN, "int8"]]
 
 
 class Layer(nn.TransformerEncoderLayer):
@@ -359,8 +358,8 @@ def run() -> None:
     if not BOX.exists():
         measure_box(BOX, *LAYOUTS[0], WIDTH, LENGTH)
     failed = []
-    for (nodes, ranks), turn in itertools.product(LAYOUTS, range(TURNS)):
-        settings = SETTINGS if turn == 0 else IN_EVERY_TURN if nodes == ranks else []
+    for (nodes, ranks), turn in itertools.product(LAYOUTS, range(len(IN_TURNS))):
+        settings = IN_TURNS[turn] if turn == 0 or nodes == ranks else []
         cells = CELLS if nodes == ranks else [(n, None) for n in MEASURED_STEPS]
         for setting in settings if turn % 2 else reversed(settings):
             key = {"nodes": nodes, "setting": setting, "length": LENGTH, "turn": turn}

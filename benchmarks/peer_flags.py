@@ -6,7 +6,6 @@ Each runs as in the race of against_peers.py, but bf16 matrices are not multipli
 remains is what flags change: communication, copies, the optimizer. Processor time says this on a busy machine, too.
 """
 
-import itertools
 import json
 import sys
 from typing import Any
@@ -57,7 +56,6 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 DEFAULTS = "defaults"
-TURNS = 3
 
 
 def skip_products() -> torch.library.Library:
@@ -98,23 +96,20 @@ def train() -> None:
 
 
 def run() -> None:
-    """Run the peers in turns, each with all its variants in one start of the program."""
+    """Run each peer with what is missing of its variants, in one start of the program."""
     prepare()
-    for turn, setting in itertools.product(range(TURNS), VARIANTS):
-        run_variants(setting, turn)
-
-
-def run_variants(setting: str, turn: int) -> None:
-    variants: dict[str, dict[str, Any]] = {DEFAULTS: {}} | VARIANTS[setting]
-    done = {row["variant"] for row in read_rows(MEASURED) if (row["setting"], row["turn"]) == (setting, turn)}
-    if not (missing := {name: flags for name, flags in variants.items() if name not in done}):
-        return
-    words = [__file__, "train", setting, json.dumps(missing)]
-    with cluster(2, None) as namespaces, programs(words, namespaces, 2) as processes:
-        for line in processes[-1].stdout or ():
-            if line.startswith("{"):
-                append_row(MEASURED, {"setting": setting, "turn": turn, **json.loads(line)})
-            print(setting, line, end="", flush=True)
+    for setting, flags_of in VARIANTS.items():
+        done = {row["variant"] for row in read_rows(MEASURED) if row["setting"] == setting}
+        variants: dict[str, dict[str, Any]] = {DEFAULTS: {}} | flags_of
+        missing = {name: flags for name, flags in variants.items() if name not in done}
+        if not missing:
+            continue
+        words = [__file__, "train", setting, json.dumps(missing)]
+        with cluster(2, None) as namespaces, programs(words, namespaces, 2) as processes:
+            for line in processes[-1].stdout or ():
+                if line.startswith("{"):
+                    append_row(MEASURED, {"setting": setting, **json.loads(line)})
+                print(setting, line, end="", flush=True)
 
 
 def table() -> str:
@@ -125,7 +120,6 @@ def table() -> str:
         if "error" in found[0]:
             lines.append([setting, variant, f"does not run: {found[0]['error']}", ""])
             continue
-        found = found[-len(MICRO_BATCHES) :]  # the last turn
         sent = " / ".join(f"{row['bytes_per_parameter']:.2f}" for row in found)
         lines.append([setting, variant, sent, " / ".join(f"{row['computing'] + row['others']:.2f}" for row in found)])
     return markdown_table(["", "flags", "bytes", "processor seconds"], lines)

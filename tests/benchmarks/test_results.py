@@ -9,6 +9,7 @@ import pytest
 FIELDS = ("commit", "date", "command", "torch", "processor", "cores", "load")
 # Figures of others, what the planner says of them, and faults that are to be tried.
 NOT_MEASURED = ("published_throughput.jsonl", "planner_parts.json", "holes_list.jsonl")
+DOCS = common.ROOT / "docs"
 FILES = [path for path in sorted(common.RESULTS.glob("**/*.json*")) if path.name not in NOT_MEASURED]
 
 
@@ -57,3 +58,16 @@ def test_the_writer_adds_where_a_row_comes_from(tmp_path, monkeypatch):
     first, second = common.read_rows(tmp_path / "rows.jsonl")
     assert untraceable(first) == untraceable(second) == []
     assert second["command"] == "python train.py"  # a program that starts others names what it started
+
+
+def test_the_readme_quotes_powersgd_and_the_planner_as_their_pages_do():
+    def cells(page: str, row: str) -> list[str]:
+        lines = (DOCS / f"evidence/{page}.md").read_text().splitlines()
+        line = next(line for line in lines if line.startswith(f"| {row} | "))
+        return [cell.split(" (")[0].strip() for cell in line.split("|")[2:]]
+
+    readme = " ".join((DOCS.parent / "README.md").read_text().split())
+    one, eight, *_ = cells("peers", "DDP, PowerSGD of rank 4")  # micro-batches
+    assert f"PowerSGD, which shards nothing, takes {one} / {eight} s at 100 Mbit/s" in readme
+    error = cells("planner", "all of H100")[5].replace("%", " %")
+    assert f"is {error} off in the median" in readme
