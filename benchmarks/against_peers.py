@@ -401,7 +401,14 @@ def rows_of(setting: str, nodes: int = 2, **where: Any) -> list[dict[str, Any]]:
 
 
 def figures(setting: str, name: str, nodes: int = 2, **where: Any) -> list[float]:
-    return [row[name] for row in rows_of(setting, nodes, **where)]
+    """Return the figures of the first five turns: later ones have other settings and another speed of the machine."""
+    return [row[name] for row in rows_of(setting, nodes, **where) if row["turn"] < 5]
+
+
+def ratios(setting: str, other: str, **where: Any) -> list[float]:
+    """Return the seconds of a step over the other setting's, of each turn in which both ran."""
+    ours, others = ({row["turn"]: row["seconds"] for row in rows_of(name, **where)} for name in (setting, other))
+    return [ours[turn] / others[turn] for turn in ours.keys() & others.keys()]
 
 
 def median_of_turns(values: Iterable[float]) -> str:
@@ -416,6 +423,15 @@ def table_of_seconds() -> str:
     for setting in SETTINGS:
         cells = (figures(setting, "seconds", rate=rate, micro_batches=n) for rate, n in SHOWN)
         lines.append([name_of(setting), *(median_of_turns(turns) if turns else "" for turns in cells)])
+    return markdown_table(["", *(cell_name(*cell) for cell in SHOWN)], lines)
+
+
+def table_of_ratios() -> str:
+    """Seconds of a step over those of `int8, kept`, turn by turn."""
+    lines = []
+    for setting in SETTINGS:
+        cells = (ratios(setting, "int8, kept", rate=rate, micro_batches=n) for rate, n in SHOWN)
+        lines.append([name_of(setting), *map(median_of_turns, cells)])
     return markdown_table(["", *(cell_name(*cell) for cell in SHOWN)], lines)
 
 

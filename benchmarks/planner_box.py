@@ -92,13 +92,8 @@ def table_of_auto() -> str:
         # "Kept" is stage 1, and with one micro-batch also stage 2; on each card no stage gathers anything.
         is_kept = stage != "--zero-stage=3" or "card" in copies
         taken = recipe.replace("zero3", "FSDP2") + " on each card" * ("card" in copies) + race.KEPT * is_kept
-        seconds = {
-            s: {row["turn"]: row["seconds"] for row in race.rows_of(s, rate=rate, micro_batches=n)}
-            for s in race.SETTINGS
-            if not s.startswith(refused)
-        }
-        ours = seconds[taken]
-        ratios = {s: [ours[turn] / each[turn] for turn in ours.keys() & each.keys()] for s, each in seconds.items()}
+        known = [setting for setting in race.SETTINGS if not setting.startswith(refused)]
+        ratios = {setting: race.ratios(taken, setting, rate=rate, micro_batches=n) for setting in known}
         lines.append([race.cell_name(rate, n), f"`{recipe} {stage} {copies}`", taken])
         for others in ({*race.OURS} - {taken}, {*race.SETTINGS} - {*race.OURS, taken}):
             best = max(others & ratios.keys(), key=lambda s: statistics.median(ratios[s]))

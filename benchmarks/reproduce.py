@@ -61,7 +61,6 @@ def table_of(name: str) -> str:
 BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
     PAGE: {
         "resolution": lambda: study_tables.resolution(EXPERIMENTS["E19"], rows_of("tuned")),
-        "findings": lambda: study_tables.findings(EXPERIMENTS["E19"], rows_of("tuned")),
         "headline": partial(table_of, "E19"),
         "time to loss": lambda: time_to_loss.table(rows_of("tuned")),
         "table 5": lambda: papers.table_5(rows_of("tuned")),
@@ -76,6 +75,7 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
     ROOT / "README.md": {"race": against_peers.readme_table, "prediction": against_peers.readme_prediction},
     EVIDENCE / "peers.md": {
         "seconds": against_peers.table_of_seconds,
+        "ratios": against_peers.table_of_ratios,
         "profile": against_peers.table_of_profile,
         "auto": planner_box.table_of_auto,
         "bytes": against_peers.table_of_bytes,

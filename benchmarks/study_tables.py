@@ -116,20 +116,6 @@ def resolution(experiment: Experiment, rows: Rows) -> str:
     return f"Intervals are {', '.join(said)}." if said else "One seed has no interval."
 
 
-def findings(experiment: Experiment, rows: Rows) -> str:
-    """List the arms of each group by verdict."""
-    lines = []
-    for group in experiment.groups:
-        shown = defaultdict(list)
-        for arm in group.arms:
-            if arm.flags != arm.control and (found := excesses(arm, rows)):
-                shown[verdict([*found.values()])].append(arm.name)
-        kinds = "higher", "no loss seen", "not resolved", "lower", "one seed"
-        said = [f"**{kind}**: {'; '.join(shown.get(kind, ['none']))}" for kind in kinds if kind in (*shown, kinds[0])]
-        lines += [f"- {group.title}. {'. '.join(said)}."] if shown else []
-    return "\n".join(lines)
-
-
 def table_of_feedback(experiment: Experiment, rows: Rows) -> str:
     """Compare LoCo with classic error feedback, paired by seed; return "" if the experiment has no such arms."""
     lines = []
