@@ -16,7 +16,7 @@ from megatron_zpp.parallel.stages import idle_micro_batches
 from megatron_zpp.planning.cluster import Cluster
 from megatron_zpp.planning.needs.division import pipeline_placement
 from megatron_zpp.planning.needs.estimate import Estimate, RankEstimate
-from megatron_zpp.planning.needs.traffic import FP32, Collective, block_activations, recomputed_blocks
+from megatron_zpp.planning.needs.traffic import FP32, Exchange, block_activations, recomputed_blocks
 from megatron_zpp.settings.resolved import ResolvedSettings
 
 LOGIT_BYTES = 16  # a pass reads and writes in 16 bit at the matrix product, in fp32 from the softmax on
@@ -38,9 +38,8 @@ class StepTime:
     def seconds(self) -> float:
         return sum(vars(self).values())
 
-    def add(self, collective: Collective, cluster: Cluster) -> None:
-        """Add all runs of a collective, and the kernels before and after it."""
-        exchange, runs = collective.exchange, collective.runs
+    def add(self, exchange: Exchange, runs: float, cluster: Cluster) -> None:
+        """Add a collective that runs that often in the step, and the kernels before and after it."""
         seconds = runs * cluster.exchange_seconds(exchange)
         if exchange.group.nodes > 1:
             self.exposed_between += seconds
@@ -62,8 +61,9 @@ def step_times(needs: Estimate, cluster: Cluster) -> list[StepTime]:
         has_head = placement is None or placement.ranks[-1] == number
         passes = [rank.num_layers * each.layer + has_head * each.head for each in (forward, backward)]
         time = StepTime(needs.micro_batches * sum(passes), optimizer=_optimizer_seconds(settings, rank, cluster))
-        for each in rank.collectives:
-            time.add(each, cluster)
+        for each in rank.collectives:  # a stage at an end waits as often as one with two neighbors, whose pace it has
+            runs = 2 * needs.micro_batches if each.what == "hidden states" else each.runs
+            time.add(each.exchange, runs, cluster)
         for behind, computing in zip(("forward", "backward"), passes, strict=True):
             hops = [each.exchange for each in rank.collectives if each.behind == behind]
             if hops and cluster.overlaps:  # but a rank waits for the first unit's weights and the last one's gradients
