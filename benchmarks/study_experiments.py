@@ -289,9 +289,9 @@ HEADLINE = {
     "ZeRO++ as published": PUBLISHED,
     "ZeRO++ as published, LoCo": f"{PUBLISHED} {LOCO_ON_BOTH_HOPS}",
 }
-MODELS = {"GPT, 1.3M parameters": "", "Llama, 1.6M parameters": LLAMA}
 RATES = (0.001, 0.0015, 0.002, 0.003)
 COMMON_RATE = 0.002
+MODELS = {"GPT, 1.3M parameters": ("", COMMON_RATE), "Llama, 1.6M parameters": (LLAMA, 0.0015)}  # bf16's best of E18
 
 
 def at_rate(flags: str, rate: float) -> str:
@@ -304,9 +304,9 @@ def rates_of(name: str, flags: str, model: str) -> Group:
     return group(name, arms, control=at_rate(f"{model} {flags}".strip(), COMMON_RATE))
 
 
-def headline(title: str, model: str) -> Group:
-    """Each headline wire at the common learning rate, against the bf16 wire."""
-    arms = {name: at_rate(f"{model} {flags}".strip(), COMMON_RATE) for name, flags in HEADLINE.items()}
+def headline(title: str, model: str, rate: float) -> Group:
+    """Each headline wire at one learning rate, against the bf16 wire."""
+    arms = {name: at_rate(f"{model} {flags}".strip(), rate) for name, flags in HEADLINE.items()}
     return group(title, arms, control=arms["bf16"])
 
 
@@ -582,7 +582,7 @@ EXPERIMENTS = {
         (
             *(
                 rates_of(f"{title}: {name}", flags, m)
-                for title, m in MODELS.items()
+                for title, (m, _) in MODELS.items()
                 for name, flags in HEADLINE.items()
             ),
             *(muon_rates_of(name) for name in UNDER_MUON),
@@ -592,7 +592,7 @@ EXPERIMENTS = {
     ),
     "E19": Experiment(
         "Headline wires at a tuned learning rate",
-        (*(headline(title, model) for title, model in MODELS.items()), headline_with_muon(), *feedback_at_rate()),
+        (*(headline(title, *model) for title, model in MODELS.items()), headline_with_muon(), *feedback_at_rate()),
         scale="tuned",
         control="the bf16 wire",
     ),
