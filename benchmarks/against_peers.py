@@ -3,7 +3,7 @@
     sudo .venv/bin/python benchmarks/against_peers.py run  # makes build/peers with DeepSpeed first
 
 All train the same model of torch's own modules in bf16 with fp32 masters and AdamW. One start of the program trains in
-each cell in turn: micro-batches of a step, and rate of the links. The first turn has all ways, others have the fastest.
+each cell in turn: micro-batches of a step, and rate of the links. The first turn has all ways, later ones some of them.
 "Kept": the weights stay gathered from a step's first forward pass to its last backward pass, and gradients are reduced
 once per step. Bytes are read from the nodes' interfaces, memory is the largest rank's peak. DeepSpeed's qwZ and qgZ run
 with a quantizer in torch, Megatron-FSDP with streams and events that do nothing. gloo sends the gradients of a reduce-
@@ -85,6 +85,9 @@ OURS = ["lossless", "lossless, kept", "int8", "int8, kept", CARD, "int6", "int6,
 SETTINGS = [*BY_NCCL, *MEGATRON_FSDP, POWER_SGD, HIERARCHY, *OURS]
 IN_EVERY_TURN = ["FSDP2, kept", "HSDP, kept", MEGATRON_FSDP[0], HIERARCHY, "lossless, kept", "int8, kept"]
 IN_TURNS = [SETTINGS, *4 * [[*IN_EVERY_TURN, CARD, "int6, kept"]]]
+SHOWN_TURNS = len(
+    IN_TURNS
+)  # in all tables but ratios: later turns have other settings, at another speed of the machine
 IN_TURNS += 4 * [["DeepSpeed ZeRO-3, kept", POWER_SGD, *IN_EVERY_TURN, "int8"]]
 
 
@@ -401,8 +404,7 @@ def rows_of(setting: str, nodes: int = 2, **where: Any) -> list[dict[str, Any]]:
 
 
 def figures(setting: str, name: str, nodes: int = 2, **where: Any) -> list[float]:
-    """Return the figures of the first five turns: later ones have other settings and another speed of the machine."""
-    return [row[name] for row in rows_of(setting, nodes, **where) if row["turn"] < 5]
+    return [row[name] for row in rows_of(setting, nodes, **where) if row["turn"] < SHOWN_TURNS]
 
 
 def ratios(setting: str, other: str, **where: Any) -> list[float]:
@@ -412,9 +414,10 @@ def ratios(setting: str, other: str, **where: Any) -> list[float]:
 
 
 def median_of_turns(values: Iterable[float]) -> str:
-    """Format the median, and least to most if there are several."""
+    """Format the median, and least to most if there are several; "" for none."""
     turns = sorted(values)
-    return f"{statistics.median(turns):.2f}" + (f" ({turns[0]:.2f} to {turns[-1]:.2f})" if len(turns) > 1 else "")
+    span = f" ({turns[0]:.2f} to {turns[-1]:.2f})" if len(turns) > 1 else ""
+    return f"{statistics.median(turns):.2f}{span}" if turns else ""
 
 
 def table_of_seconds() -> str:
@@ -422,7 +425,7 @@ def table_of_seconds() -> str:
     lines = []
     for setting in SETTINGS:
         cells = (figures(setting, "seconds", rate=rate, micro_batches=n) for rate, n in SHOWN)
-        lines.append([name_of(setting), *(median_of_turns(turns) if turns else "" for turns in cells)])
+        lines.append([name_of(setting), *map(median_of_turns, cells)])
     return markdown_table(["", *(cell_name(*cell) for cell in SHOWN)], lines)
 
 

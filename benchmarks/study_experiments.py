@@ -307,7 +307,7 @@ def rates_of(name: str, flags: str, model: str) -> Group:
 def headline(title: str, model: str, rate: float) -> Group:
     """Each headline wire at one learning rate, against the bf16 wire."""
     arms = {name: at_rate(f"{model} {flags}".strip(), rate) for name, flags in HEADLINE.items()}
-    return group(title, arms, control=arms["bf16"])
+    return group(f"{title}, {rate:g}", arms, control=arms["bf16"])
 
 
 UNDER_MUON = ("bf16", "`int8`", "`int6`", "`ternary`")

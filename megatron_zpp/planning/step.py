@@ -61,7 +61,7 @@ def step_times(needs: Estimate, cluster: Cluster) -> list[StepTime]:
         has_head = placement is None or placement.ranks[-1] == number
         passes = [rank.num_layers * each.layer + has_head * each.head for each in (forward, backward)]
         time = StepTime(needs.micro_batches * sum(passes), optimizer=_optimizer_seconds(settings, rank, cluster))
-        for each in rank.collectives:  # a stage at an end waits as often as one with two neighbors, whose pace it has
+        for each in rank.collectives:  # published runs fit best if the first and last stage wait twice, too
             runs = 2 * needs.micro_batches if each.what == "hidden states" else each.runs
             time.add(each.exchange, runs, cluster)
         for behind, computing in zip(("forward", "backward"), passes, strict=True):

@@ -137,8 +137,8 @@ def estimate(
             if unit.group.size > 1 and (unit.group.nodes == 1 or settings.zeropp.weight_copies != "card")
         ]
         sent = rank_collectives(architecture, settings, grid, planned, pipeline_rank, micro_batches, ring_passes)
-        rest = (units, [*sent], count_layers(units), sum(resident), cache)
-        ranks.append(RankEstimate(states, working, host | offloaded, *rest))
+        layers, host = count_layers(units), host | offloaded
+        ranks.append(RankEstimate(states, working, host, units, [*sent], layers, sum(resident), cache))
     between_nodes, within_nodes = step_traffic(grid.world_size, [rank.collectives for rank in ranks])
     # A rank sends one piece to each other island, and then one around the ring.
     pieces = island_piece_bytes(settings, planned)

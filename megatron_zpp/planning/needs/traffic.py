@@ -2,9 +2,9 @@
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -66,10 +66,10 @@ class Exchange:
 class Collective:
     """A collective that one rank runs in a step."""
 
-    what: str  # it sends; "" for what neither estimates nor logs count: activations between the ranks of a layer
+    what: str  # the kind of data; "" for activations between a layer's ranks, which estimates and logs do not count
     exchange: Exchange
-    runs: float = 1  # in a step, a mean over Muon's period
-    behind: str = ""  # the pass that hides it: "forward" hides hpZ's, "backward" qgZ's
+    runs: float = 1  # per step, a mean over Muon's period
+    behind: Literal["", "forward", "backward"] = ""  # the pass that hides it: forward hides hpZ's, backward qgZ's
 
 
 def unit_collectives(
@@ -156,10 +156,11 @@ def rank_collectives(
     yield from itertools.chain.from_iterable(found[unit] for unit in units)
     if settings.optimizer.optimizer == "muon":
         yield from _muon_collectives(settings, units)
-    kinds = Counter({unit.layer: unit.has_experts for unit in units if unit.layer is not None}.values())
-    for has_experts, layers in kinds.items():
-        for each in layer_collectives(architecture, settings, grid, model, count_layers(units), has_experts):
-            yield replace(each, runs=micro_batches * layers * each.runs)
+    with_experts, num_layers = sum(unit.has_experts for unit in units), count_layers(units)
+    for has_experts, layers in ((True, with_experts), (False, num_layers - with_experts)):
+        for what, exchange, runs in layer_exchanges(architecture, settings, grid, model, num_layers, has_experts):
+            if layers:
+                yield Collective(what, exchange, micro_batches * layers * runs)
     placement = pipeline_placement(settings.distributed, model)
     if placement is not None:  # hidden states from and to the stages next to it, and their gradients
         crossings = [pair for pair in itertools.pairwise(placement.ranks) if pair[0] != pair[1]]
@@ -175,23 +176,26 @@ def _muon_collectives(settings: ResolvedSettings, units: list[PlannedUnit]) -> I
     optimizer, nodes, per_node = settings.optimizer, units[0].group.nodes, units[0].group.ranks_per_node
     wire = MomentumWire(optimizer.muon_momentum_bits).format(hidden_matrices(units))
     whole = 1 / optimizer.muon_period if optimizer.muon_period else 0.0  # share of the steps with whole matrices
-    yield Collective("momentum", Exchange(RankGroup(nodes, 1), wire.nbytes, is_straight=True), whole)
+    encoded = FP32 * wire.numel + wire.nbytes
+    gather = Exchange(RankGroup(nodes, 1), wire.nbytes, encoded=encoded, decoded=nodes * encoded)
+    yield Collective("momentum", gather, whole)
     # Rows go to the owners, from all nodes if matrices are whole, and a node's rows come back.
     from_others = 1.0 if optimizer.muon_stale_rows else whole
     rows = torch.bfloat16.itemsize * wire.numel // per_node
-    to_and_from_owners = Exchange(RankGroup(1, per_node), rows, is_straight=True)
-    yield Collective("momentum", to_and_from_owners, 2 + from_others * (nodes - 1))
+    within_node = RankGroup(1, per_node)
+    yield Collective("momentum", Exchange(within_node, nodes * rows, is_straight=True), from_others)
+    yield Collective("momentum", Exchange(within_node, rows, is_straight=True), 2 - from_others)
 
 
-def layer_collectives(
+def layer_exchanges(
     architecture: Architecture,
     settings: ResolvedSettings,
     grid: RankGrid,
     model: Transformer,
     num_layers: int,
     has_experts: bool,
-) -> Iterator[Collective]:
-    """Yield a layer's collectives of tensor, context and expert parallelism; ``runs`` are a micro-batch's."""
+) -> Iterator[tuple[str, Exchange, float]]:
+    """Yield a layer's collectives of tensor, context and expert parallelism: what, which, and runs per micro-batch."""
     training, distributed, activation = settings.training, settings.distributed, settings.activation
     weights, _ = wire_dtypes(settings)
     tensor, context = grid.group("tensor"), grid.group("context")
@@ -204,17 +208,17 @@ def layer_collectives(
         # All-reduces after attention and the MLP; with sequence parallelism, gathers and reduce-scatters.
         piece = weights.itemsize * tokens * model.config.hidden_size // tensor.size
         has_mlp = not has_experts or settings.model.shared_expert_size is not None
-        yield Collective("", Exchange(tensor, piece, passes=2), both * (1 + has_mlp))
+        yield "", Exchange(tensor, piece, passes=2), both * (1 + has_mlp)
         if has_experts:
             # Every rank has all tokens and runs its own experts' tokens; results and gradients are gathered.
-            yield Collective("", Exchange(tensor, row_bytes, is_straight=True), both)
+            yield "", Exchange(tensor, row_bytes, is_straight=True), both
             if distributed.sequence_parallel:
-                yield Collective("", Exchange(tensor, piece), both)
+                yield "", Exchange(tensor, piece), both
     if context.size > 1:
         # Keys and values are gathered, and their gradients are reduce-scattered.
         width = block_activations(architecture, settings, model).keys_and_values
         again = resent_share(activation, num_layers, "core_attn")
-        yield Collective("", Exchange(context, tokens * width), 2 + again)
+        yield "", Exchange(context, tokens * width), 2 + again
     group = grid.group("experts")
     if has_experts and group.size > 1:  # to the experts and back
         row = token_format(model.config.hidden_size, distributed.moe_token_bits, weights)
@@ -223,18 +227,18 @@ def layer_collectives(
         if distributed.moe_token_bits is not None:
             quantized = row_bytes + group.size * exchange.nbytes
             exchange = replace(exchange, encoded=quantized, decoded=quantized)
-        yield Collective("tokens", exchange, 2 * (2 + resent_share(activation, num_layers, "moe")))
+        yield "tokens", exchange, 2 * (2 + resent_share(activation, num_layers, "moe"))
 
 
 def step_traffic(world_size: int, ranks: list[list[Collective]]) -> tuple[dict[str, int], dict[str, int]]:
     """Return the bytes that all ranks send between and within nodes, by what it is. ranks: one of each stage."""
     between, within = {"weights": 0.0, "gradients": 0.0}, {"weights": 0.0, "gradients": 0.0}
     for each in itertools.chain(*ranks):
-        if each.what:
-            runs = each.runs * world_size / len(ranks) / each.exchange.group.size
-            between[each.what] = between.get(each.what, 0) + runs * each.exchange.sent_between_nodes
-            within[each.what] = within.get(each.what, 0) + runs * each.exchange.sent_within_nodes
-    return {k: round(v) for k, v in between.items()}, {k: round(v) for k, v in within.items()}
+        exchange, runs = each.exchange, each.runs * world_size / len(ranks) / each.exchange.group.size
+        for sent, nbytes in ((between, exchange.sent_between_nodes), (within, exchange.sent_within_nodes)):
+            if each.what and nbytes:
+                sent[each.what] = sent.get(each.what, 0) + runs * nbytes
+    return {what: round(sent) for what, sent in between.items()}, {what: round(sent) for what, sent in within.items()}
 
 
 def island_piece_bytes(settings: ResolvedSettings, planned: PlannedModel) -> list[int]:
@@ -246,7 +250,7 @@ def island_piece_bytes(settings: ResolvedSettings, planned: PlannedModel) -> lis
 def expert_rows(settings: ResolvedSettings, grid: RankGrid) -> float:
     """Return the tokens of a micro-batch that one rank's samples send to experts, each counted once per expert.
 
-    As if routers spread them evenly: what ``parallel.experts`` counts depends on the data.
+    Assumes that routers spread them evenly; what ``parallel.experts`` counts depends on the data.
     """
     training, model = settings.training, settings.model
     tokens = training.micro_batch_size * training.seq_length / settings.distributed.context_parallel_size
