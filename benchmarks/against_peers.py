@@ -430,7 +430,7 @@ def table_of_seconds() -> str:
 
 
 def table_of_ratios() -> str:
-    """Seconds of a step over those of `int8, kept`, turn by turn."""
+    """Divide the seconds of a step by the seconds of `int8, kept` in the same turn."""
     lines = []
     for setting in SETTINGS:
         cells = (ratios(setting, "int8, kept", rate=rate, micro_batches=n) for rate, n in SHOWN)
