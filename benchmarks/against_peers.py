@@ -23,7 +23,7 @@ import venv
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +84,10 @@ CARD = "int8 on each card, kept"  # every rank keeps all codes
 OURS = ["lossless", "lossless, kept", "int8", "int8, kept", CARD, "int6", "int6, kept", "ternary", "ternary, kept"]
 SETTINGS = [*BY_NCCL, *MEGATRON_FSDP, POWER_SGD, HIERARCHY, *OURS]
 IN_EVERY_TURN = ["FSDP2, kept", "HSDP, kept", MEGATRON_FSDP[0], HIERARCHY, "lossless, kept", "int8, kept"]
-IN_TURNS = [SETTINGS, *4 * [[*IN_EVERY_TURN, CARD, "int6, kept"]]]
-SHOWN_TURNS = len(
-    IN_TURNS
-)  # in all tables but ratios: later turns have other settings, at another speed of the machine
-IN_TURNS += 4 * [["DeepSpeed ZeRO-3, kept", POWER_SGD, *IN_EVERY_TURN, "int8"]]
+SETTINGS_BY_TURN = [SETTINGS, *4 * [[*IN_EVERY_TURN, CARD, "int6, kept"]]]
+# Only ratios count later turns, which have other settings and another speed of the machine.
+SHOWN_TURNS = len(SETTINGS_BY_TURN)
+SETTINGS_BY_TURN += 4 * [["DeepSpeed ZeRO-3, kept", POWER_SGD, *IN_EVERY_TURN, "int8"]]
 
 
 class Layer(nn.TransformerEncoderLayer):
@@ -361,8 +360,8 @@ def run() -> None:
     if not BOX.exists():
         measure_box(BOX, *LAYOUTS[0], WIDTH, LENGTH)
     failed = []
-    for (nodes, ranks), turn in itertools.product(LAYOUTS, range(len(IN_TURNS))):
-        settings = IN_TURNS[turn] if turn == 0 or nodes == ranks else []
+    for (nodes, ranks), turn in itertools.product(LAYOUTS, range(len(SETTINGS_BY_TURN))):
+        settings = SETTINGS_BY_TURN[turn] if turn == 0 or nodes == ranks else []
         cells = CELLS if nodes == ranks else [(n, None) for n in MEASURED_STEPS]
         for setting in settings if turn % 2 else reversed(settings):
             key = {"nodes": nodes, "setting": setting, "length": LENGTH, "turn": turn}
@@ -404,6 +403,7 @@ def rows_of(setting: str, nodes: int = 2, **where: Any) -> list[dict[str, Any]]:
 
 
 def figures(setting: str, name: str, nodes: int = 2, **where: Any) -> list[float]:
+    """Return a figure of the setting, of each turn of ``SHOWN_TURNS``."""
     return [row[name] for row in rows_of(setting, nodes, **where) if row["turn"] < SHOWN_TURNS]
 
 
@@ -420,22 +420,23 @@ def median_of_turns(values: Iterable[float]) -> str:
     return f"{statistics.median(turns):.2f}{span}" if turns else ""
 
 
-def table_of_seconds() -> str:
-    """Seconds of a step: the median, and least to most over the turns."""
+def table_of_turns(values: Callable[..., list[float]]) -> str:
+    """Show each setting's values by turn in each cell: the median, and least to most."""
     lines = []
     for setting in SETTINGS:
-        cells = (figures(setting, "seconds", rate=rate, micro_batches=n) for rate, n in SHOWN)
+        cells = (values(setting, rate=rate, micro_batches=n) for rate, n in SHOWN)
         lines.append([name_of(setting), *map(median_of_turns, cells)])
     return markdown_table(["", *(cell_name(*cell) for cell in SHOWN)], lines)
+
+
+def table_of_seconds() -> str:
+    """Seconds of a step."""
+    return table_of_turns(partial(figures, name="seconds"))
 
 
 def table_of_ratios() -> str:
     """Divide the seconds of a step by the seconds of `int8, kept` in the same turn."""
-    lines = []
-    for setting in SETTINGS:
-        cells = (ratios(setting, "int8, kept", rate=rate, micro_batches=n) for rate, n in SHOWN)
-        lines.append([name_of(setting), *map(median_of_turns, cells)])
-    return markdown_table(["", *(cell_name(*cell) for cell in SHOWN)], lines)
+    return table_of_turns(partial(ratios, other="int8, kept"))
 
 
 def table_of_bytes() -> str:

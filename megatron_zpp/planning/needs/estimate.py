@@ -56,9 +56,12 @@ class RankEstimate:
     host: dict[str, int]  # bytes in host memory: offloaded tensors, and the copy that a save makes
     units: list[PlannedUnit]
     collectives: list[Collective]
-    num_layers: int
     resident_weights: int  # more than ``memory``, inside ``zeropp.resident_weights()``,
     cache_per_token: int  # bytes of key-value cache per generated token
+
+    @property
+    def num_layers(self) -> int:
+        return count_layers(self.units)
 
     @property
     def memory(self) -> int:
@@ -137,8 +140,7 @@ def estimate(
             if unit.group.size > 1 and (unit.group.nodes == 1 or settings.zeropp.weight_copies != "card")
         ]
         sent = rank_collectives(architecture, settings, grid, planned, pipeline_rank, micro_batches, ring_passes)
-        layers, host = count_layers(units), host | offloaded
-        ranks.append(RankEstimate(states, working, host, units, [*sent], layers, sum(resident), cache))
+        ranks.append(RankEstimate(states, working, host | offloaded, units, [*sent], sum(resident), cache))
     between_nodes, within_nodes = step_traffic(grid.world_size, [rank.collectives for rank in ranks])
     # A rank sends one piece to each other island, and then one around the ring.
     pieces = island_piece_bytes(settings, planned)

@@ -158,9 +158,9 @@ def rank_collectives(
         yield from _muon_collectives(settings, units)
     with_experts, num_layers = sum(unit.has_experts for unit in units), count_layers(units)
     for has_experts, layers in ((True, with_experts), (False, num_layers - with_experts)):
-        for what, exchange, runs in layer_exchanges(architecture, settings, grid, model, num_layers, has_experts):
-            if layers:
-                yield Collective(what, exchange, micro_batches * layers * runs)
+        each_layer = layer_exchanges(architecture, settings, grid, model, num_layers, has_experts) if layers else ()
+        for what, exchange, runs in each_layer:
+            yield Collective(what, exchange, micro_batches * layers * runs)
     placement = pipeline_placement(settings.distributed, model)
     if placement is not None:  # hidden states from and to the stages next to it, and their gradients
         crossings = [pair for pair in itertools.pairwise(placement.ranks) if pair[0] != pair[1]]
