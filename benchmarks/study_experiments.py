@@ -1,7 +1,8 @@
 """What the study trains: experiments as lists of arms, each an arm of training with other flags for what is sent.
 
 An arm that two experiments share is trained once. 4 local ranks count as 2 nodes; in some arms 8 ranks.
-E2 and E6 were of weight differences (commit cdc7657 trains them), E13 of rates that E18 replaces: results/old/.
+E2 and E6 were of weight differences (commit cdc7657 trains them), E8 of a larger GPT (db9a989d), E13 of rates that E18
+replaces: results/old/.
 """
 
 from collections.abc import Iterator, Mapping
@@ -310,6 +311,7 @@ def headline(title: str, model: str, rate: float) -> Group:
     return group(f"{title}, {rate:g}", arms, control=arms["bf16"])
 
 
+ONE_SIZE_UP = ("bf16", "`int8`", "`int6`")
 UNDER_MUON = ("bf16", "`int8`", "`int6`", "`ternary`")
 
 
@@ -429,28 +431,6 @@ EXPERIMENTS = {
                 for more, wire in (("", EIGHT_AND_FOUR), (", LoCo", f"{EIGHT_AND_FOUR} {LOCO}"))
             ),
         ),
-    ),
-    "E8": Experiment(
-        "Moved codes in a larger model",
-        (
-            group(
-                "5.3M parameters",
-                {
-                    "fp32 wire": "",
-                    "moved int6 codes, 1-bit gradients, scales of elements, beta 0.95": f"{BF16} {moves(6)} "
-                    f"{LARGEST_FIFTH}",
-                },
-            ),
-            group(
-                "Gradients in fp32, compared with the bf16 wire",
-                {
-                    BF16_WIRE.name: BF16_WIRE.flags,
-                    **{f"int{bits}, moved codes": f"{BF16} {moves(bits)}" for bits in (8, 6)},
-                },
-                control=BF16_WIRE.flags,
-            ),
-        ),
-        scale="larger",
     ),
     "E9": Experiment(
         "A mixture of experts",
@@ -601,6 +581,12 @@ EXPERIMENTS = {
         (TABLE_5,),
         scale="tuned",
         control="ZeRO-3",
+    ),
+    "E21": Experiment(
+        "Learning rates of a Llama of 5.2 million parameters",
+        tuple(rates_of(name, HEADLINE[name], "") for name in ONE_SIZE_UP),
+        scale="5m-rates",
+        control=f"{COMMON_RATE:g}",
     ),
 }
 OBSERVED = {name for experiment in EXPERIMENTS.values() for name in experiment.observed}

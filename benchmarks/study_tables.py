@@ -36,7 +36,7 @@ def page_of(name: str, rows: Rows) -> str:
     experiment = EXPERIMENTS[name]
     scale = SCALES[experiment.scale]
     setup = ABOUT["model"] if scale.shape == CPU.shape else ""
-    setup += ABOUT["rate"].format(rate=scale.lr) if experiment.scale not in ("rates", "tuned") else ""
+    setup += ABOUT["rate"].format(rate=scale.lr) if experiment.scale not in ("rates", "tuned", "5m-rates") else ""
     how = ABOUT["how"].strip().format(name=name, control=experiment.control)
     trained = {arm.flags for group in experiment.groups for arm in group.arms} & rows.keys()
     took = [row["seconds"] for flags in trained for row in rows[flags].values()]
