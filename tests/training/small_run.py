@@ -8,7 +8,6 @@ import os
 import random
 import re
 import secrets
-import signal
 import subprocess
 import sys
 import textwrap
@@ -166,16 +165,6 @@ def _environment_of(process: int) -> dict[str, str]:
 
 def wait_for_iteration(process: subprocess.Popen, iteration: int) -> None:
     assert any(f"iteration {iteration:8d}/" in line for line in iter(process.stdout.readline, ""))
-
-
-def err_after_a_kill(process: subprocess.Popen, rank: int) -> str:
-    """stderr of a job of ``torchrun`` that ended since this rank was killed in training, and was named at the end."""
-    wait_for_iteration(process, 3)
-    os.kill(ranks_of(process)[rank], signal.SIGKILL)
-    _, err = ended(process, status=1)
-    report = err[err.index("Root Cause (first observed failure)") :]
-    assert f"rank      : {rank} (local_rank: {rank})" in report and "host      : " in report and "Signal 9" in report
-    return err
 
 
 def call_pretrain(
